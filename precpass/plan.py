@@ -1,0 +1,134 @@
+"""`Plan`: the precision of every equation, as data that can be read, compared and hashed."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections import Counter
+from collections.abc import Iterator
+
+from precpass.opkinds import OpKind
+from precpass.precision import Precision
+from precpass.rules import Rule
+
+__all__ = ["Action", "Decision", "Plan"]
+
+
+class Action(enum.Enum):
+    """What the rewriter does with an equation."""
+
+    KEEP = "keep"
+    """Bound as it was written."""
+    LOWER = "lower"
+    """Evaluated in a lower precision."""
+    WIDEN = "widen"
+    """Evaluated in a higher precision than it was written in."""
+    DROP = "drop"
+    """A cast whose operand already has the precision that is wanted."""
+    ENTER = "enter"
+    """Its bodies have plans of their own."""
+
+    def __repr__(self) -> str:
+        return f"Action.{self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What happens to one equation.
+
+    Attributes:
+        action: what the rewriter does.
+        kind: the equation's kind.
+        compute: the precision it is evaluated in; None where it has no floating
+            values that may change.
+        stored: the precision each result is held in; None where a result keeps its dtype.
+        reason: why, in a sentence.
+        inner: the plans of its bodies.
+        rewrites_rules: whether its custom derivative rules are planned and
+            rewritten too, when they are traced.
+    """
+
+    action: Action
+    kind: OpKind
+    compute: Precision | None
+    stored: tuple[Precision | None, ...]
+    reason: str
+    inner: tuple[Plan, ...] = ()
+    rewrites_rules: bool = False
+
+    @property
+    def changes(self) -> bool:
+        """Whether the rewritten equation differs."""
+        if self.action is Action.ENTER:
+            return self.rewrites_rules or any(plan.changes for plan in self.inner)
+        return self.action is not Action.KEEP
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """The decisions for a jaxpr, one per equation and in its order.
+
+    Attributes:
+        decisions: one per equation.
+        widens: whether low values cross the jaxpr's border in float32 (AlwaysF32).
+        notes: of the root alone: what the user should know.
+        unmatched: of the root alone: the rules that matched no equation.
+    """
+
+    decisions: tuple[Decision, ...]
+    widens: bool = False
+    notes: tuple[str, ...] = ()
+    unmatched: tuple[Rule, ...] = ()
+
+    @functools.cached_property
+    def changes(self) -> bool:
+        """Whether anything differs from the original."""
+        return self.widens or any(d.changes for d in self.decisions)
+
+    @functools.cached_property
+    def _key(self) -> tuple[object, ...]:
+        return (self.decisions, self.widens, self.notes, self.unmatched)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Plan) and hash(self) == hash(other) and self._key == other._key
+
+    def walk(self) -> Iterator[Decision]:
+        """Every decision, those of bodies behind their equation's; shared bodies once."""
+        seen: set[int] = set()
+        stack = [self]
+        while stack:
+            plan = stack.pop()
+            if id(plan) in seen:
+                continue
+            seen.add(id(plan))
+            for decision in plan.decisions:
+                yield decision
+                stack.extend(decision.inner)
+
+    def count(self) -> Counter[tuple[OpKind, Action]]:
+        """The number of decisions of each kind and action.
+
+        Example:
+            `plan.count()[OpKind.COMPUTE, Action.LOWER]` is the number of lowered products.
+        """
+        return Counter((d.kind, d.action) for d in self.walk())
+
+    def __repr__(self) -> str:
+        counts = self.count()
+        lowered = sum(n for (_, action), n in counts.items() if action is Action.LOWER)
+        products = sum(n for (kind, _), n in counts.items() if kind is OpKind.COMPUTE)
+        low = counts[OpKind.COMPUTE, Action.LOWER]
+        return (
+            f"<Plan: {low} of {products} products lowered, {lowered} equations lowered, "
+            f"{sum(counts.values())} in all>"
+        )

@@ -1,0 +1,360 @@
+"""Graph, facts and policy in; `Plan` out.
+
+The simple planner: products run low with wide results, the rest stays as it
+was written unless the policy orders otherwise. On CPU it is the fastest rule
+measured; elsewhere XLA fuses the widening.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from precpass import jaxpr as ir
+from precpass.accumulate import Pairs, accumulating
+from precpass.facts import Facts, guard, propagate
+from precpass.graph import Graph, join_scopes
+from precpass.opkinds import Op, OpKind, op
+from precpass.plan import Action, Decision, Plan
+from precpass.policy import PrecisionPolicy
+from precpass.precision import Precision
+from precpass.rules import EqnView, Rule, clean_scope, innermost_keep
+
+__all__ = ["Planner", "make_plan"]
+
+_PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
+
+
+def make_plan(jaxpr: Any, policy: PrecisionPolicy, scope: str = "") -> Plan:
+    """The plan for a jaxpr under a policy.
+
+    Args:
+        jaxpr: open or closed.
+        policy: what to aim for.
+        scope: the name scopes around it.
+    """
+    graph = Graph.build(jaxpr, lambda inner: distinguish(policy, join_scopes(scope, inner)))
+    return Planner(graph, propagate(graph), policy, scope).root()
+
+
+def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:
+    """What of a scope the policy's rules can tell apart."""
+    if any(rule.scope or rule.where for rule in policy.rules):
+        return scope
+    return innermost_keep(scope)
+
+
+class Planner:
+    """One run of the planner over a graph."""
+
+    def __init__(self, graph: Graph, facts: Facts, policy: PrecisionPolicy, scope: str) -> None:
+        self.graph = graph
+        self.facts = facts
+        self.policy = policy
+        self.scope = scope
+        self.matched: set[Rule] = set()
+        self.notes: list[str] = []
+        self.shared: dict[Any, Plan] = {}
+        self.memo: dict[Any, Plan] = {}
+        self.readers: dict[int, dict[Any, list[Any]]] = {}
+
+    def root(self) -> Plan:
+        """The plan of the outermost jaxpr, with what was noticed on the way."""
+        plan = self.plan(self.facts, frozenset(), decides=False)
+        unmatched = tuple(rule for rule in self.policy.rules if rule not in self.matched)
+        return Plan(plan.decisions, False, tuple(dict.fromkeys(self.notes)), unmatched)
+
+    def plan(self, facts: Facts, carried: Pairs, decides: bool) -> Plan:
+        """The plan of one body at one class of call sites.
+
+        Args:
+            facts: of the body there.
+            carried: pairs (invar, outvar) through which a loop around it accumulates.
+            decides: whether it computes a loop's predicate.
+        """
+        key = (id(facts), carried, decides)
+        if key not in self.memo:
+            node = self.graph.bodies[facts.body]
+            adds = accumulating(node.jaxpr, carried) if carried else frozenset[int]()
+            stored: dict[Any, Precision] = {}
+            decisions: list[Decision] = []
+            for row in range(node.start, node.stop):
+                eqn = self.graph.eqns[row]
+                if row in self.graph.children:
+                    decision = self._enter(row, facts, decides, row - node.start in adds, carried)
+                else:
+                    decision = self._leaf(row, facts, decides, row - node.start in adds, stored)
+                decisions.append(decision)
+                pairs = zip(eqn.outvars, decision.stored, strict=True)
+                stored.update((v, p) for v, p in pairs if p is not None)
+            widens = self.policy.widens and _border_is_low(node.jaxpr)
+            plan = Plan(tuple(decisions), widens)
+            # equal plans of one jaxpr are one object, so that it is rewritten and lowered once
+            self.memo[key] = self.shared.setdefault((facts.body, plan), plan)
+        return self.memo[key]
+
+    def _enter(
+        self, row: int, facts: Facts, decides: bool, adds: bool, carried: Pairs
+    ) -> Decision:
+        eqn = self.graph.eqns[row]
+        inner: list[Plan] = []
+        for (body, _), inside in zip(self.graph.children[row], facts.inner[row], strict=True):
+            pairs = frozenset(body.carry)
+            if adds:
+                pairs |= {(i, o) for i in range(len(body.operands)) for o in range(len(body.results))}
+            plan = self.plan(inside, pairs, decides or body.decides)
+            if body.fixed and plan.widens:
+                plan = Plan(plan.decisions)
+            inner.append(plan)
+        rules = eqn.primitive.name in _WITH_RULES and self._plans_rules(row)
+        stored = tuple(
+            Precision.F32
+            if any(p.widens for p in inner) and (ir.precision_of(v.aval) or Precision.F32).is_low
+            else None
+            for v in eqn.outvars
+        )
+        kind = op(eqn.primitive.name).kind
+        return Decision(Action.ENTER, kind, None, stored, "entered", tuple(inner), rules)
+
+    def _plans_rules(self, row: int) -> bool:
+        eqn = self.graph.eqns[row]
+        if ir.is_carrier(eqn):
+            return self.policy.widens
+        asks = self.policy.lowers or self.policy.rules or innermost_keep(self._scope(row))
+        return bool(asks or (self.policy.widens and _has_low(eqn)))
+
+    def _scope(self, row: int) -> str:
+        return join_scopes(self.scope, self.graph.scope(row))
+
+    # ------------------------------------------------------------ leaves
+
+    def _leaf(
+        self, row: int, facts: Facts, decides: bool, adds: bool, stored: dict[Any, Precision]
+    ) -> Decision:
+        eqn = self.graph.eqns[row]
+        table = op(eqn.primitive.name)
+        floats = {p for v in (*eqn.invars, *eqn.outvars) if (p := ir.precision_of(v.aval))}
+        if table.kind is OpKind.BOUNDARY:
+            return self._boundary(row, floats)
+        if not floats:
+            return _keep(eqn, table.kind, "no floating-point values")
+        target, why, ordered = self._target(row, table)
+        if target is Precision.F32 and self.policy.widens and any(p.is_low for p in floats):
+            return _widen(eqn, table, Precision.F32, "AlwaysF32 removes low precision")
+        if eqn.primitive.name == "convert_element_type":
+            return _keep(eqn, table.kind, "a cast that the user wrote")
+        if decides:
+            return _keep(eqn, table.kind, "decides whether a loop goes on: computed wide")
+        native = floats.pop() if len(floats) == 1 else None
+        if native is None or native.is_low:
+            return _keep(eqn, table.kind, "the user's own precision")
+        if native not in self.policy.retypes:
+            return _keep(eqn, table.kind, f"{native} is not in the policy's retypes")
+        if target.dtype.itemsize > native.dtype.itemsize:
+            return _widen(eqn, table, target, why)
+        if not target.is_low:
+            return _keep(eqn, table.kind, why)
+        return self._lower(eqn, facts, table, target, why, ordered, adds, stored)
+
+    def _lower(
+        self,
+        eqn: Any,
+        facts: Facts,
+        table: Op,
+        target: Precision,
+        why: str,
+        ordered: bool,
+        adds: bool,
+        stored: dict[Any, Precision],
+    ) -> Decision:
+        kind, name = table.kind, eqn.primitive.name
+        blocked = (
+            self._blocked(eqn, table, ordered, adds)
+            or _guarded(eqn, facts, target, table)
+            or self._rounded_by_readers(eqn, facts, table, target)
+        )
+        if blocked:
+            return _keep(eqn, kind, blocked)
+        if kind is OpKind.COMPUTE and (name not in _PRODUCTS or not contracts(eqn)):
+            if OpKind.ELEMENTWISE not in self.policy.orders:
+                return _keep(eqn, kind, "an elementwise product: nothing is contracted")
+        moves_low = (
+            kind is OpKind.DATA_MOVEMENT
+            and not table.spreads
+            and all(not ir.is_literal(v) and stored.get(v) is target for v in _float_vars(eqn))
+        )
+        if not (ordered or moves_low):
+            return _keep(eqn, kind, f"may run in {target}; wide costs nothing inside a fusion")
+        held = _stored_precision(name, target, table)
+        results = tuple(held if ir.precision_of(v.aval) else None for v in eqn.outvars)
+        reason = "moves a low value" if not ordered else why
+        return Decision(Action.LOWER, kind, target, results, reason)
+
+    def _blocked(self, eqn: Any, table: Op, ordered: bool, adds: bool) -> str | None:
+        if table.selects:
+            return "selects or compares: runs in its widest operand's precision"
+        if adds:
+            return "accumulates in a loop's carry"
+        if table.wide and not ordered:
+            return "of the full-precision set"
+        order = ir.user_order(eqn)
+        return f"the user's order: {order}" if order else None
+
+    def _rounded_by_readers(
+        self, eqn: Any, facts: Facts, table: Op, target: Precision
+    ) -> str | None:
+        """Rounding commutes with movement, and a sum is rounded once anyway: so where every reader
+        rounds, as in a program that was rewritten before, there is nothing to do."""
+        moves = table.kind is OpKind.DATA_MOVEMENT or eqn.primitive.name == "stop_gradient"
+        if not (moves or (table.accumulates and table.kind is OpKind.REDUCTION)):
+            return None
+        readers = self._readers(facts.body)
+        if all(r is not None and ir.is_carrier(r) for v in eqn.outvars for r in readers.get(v, [None])):
+            return "holds a lowered product"
+        rounds = all(
+            r is not None
+            and r.primitive.name == "convert_element_type"
+            and Precision.of(r.params["new_dtype"]) is target
+            for v in eqn.outvars
+            for r in readers.get(v, ())
+        )
+        read = any(readers.get(v) for v in eqn.outvars)
+        return f"every reader rounds to {target}" if rounds and read else None
+
+    def _readers(self, body: int) -> dict[Any, list[Any]]:
+        """Of each variable of a body: the equations that read it, None for its border."""
+        if body not in self.readers:
+            opened = ir.open_jaxpr(self.graph.bodies[body].jaxpr)
+            found: dict[Any, list[Any]] = {}
+            for reader in (*opened.eqns, None):
+                for v in opened.outvars if reader is None else reader.invars:
+                    if not ir.is_literal(v):
+                        found.setdefault(v, []).append(reader)
+            self.readers[body] = found
+        return self.readers[body]
+
+    def _boundary(self, row: int, floats: set[Precision]) -> Decision:
+        eqn = self.graph.eqns[row]
+        products = [name for j in ir.hidden_jaxprs(eqn) for name in _product_names(j)]
+        if products:
+            self.notes.append(
+                f"{eqn.primitive.name} at {ir.source_of(eqn)} is not entered and contains "
+                f"{len(products)} product(s): they keep their precision"
+            )
+        reason = "keeps its exact dtypes" if floats else "no floating-point values"
+        return _keep(eqn, OpKind.BOUNDARY, reason)
+
+    def _target(self, row: int, table: Op) -> tuple[Precision, str, bool]:
+        """The precision that is asked for, by whom, and whether as an order."""
+        scope = self._scope(row)
+        kept = innermost_keep(scope)
+        if kept is not None:
+            return kept, f"keep({str(kept)!r})", table.kind is OpKind.COMPUTE or not kept.is_low
+        rule = self._rule(row, scope)
+        if rule is not None:
+            precision = Precision.parse(rule.precision)
+            whole = not rule.is_region or table.kind is OpKind.COMPUTE or not precision.is_low
+            return precision, repr(rule), whole
+        precision = self.policy.precision_for(table.kind)
+        return (
+            precision,
+            f"{self.policy.name}: {table.kind} in {precision}",
+            table.kind in self.policy.orders,
+        )
+
+    def _rule(self, row: int, scope: str) -> Rule | None:
+        if not self.policy.rules:
+            return None
+        view = view_of(self.graph.eqns[row], scope)
+        for rule in self.policy.rules:
+            if rule.matches(view):
+                self.matched.add(rule)
+                return rule
+        return None
+
+
+_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call"})
+
+
+def view_of(eqn: Any, scope: str) -> EqnView:
+    """What rules see of an equation under a whole name stack."""
+    source = ir.source_of(eqn)
+
+    def shapes(atoms: list[Any]) -> tuple[tuple[Any, ...], ...]:
+        return tuple(tuple(getattr(v.aval, "shape", ())) for v in atoms)
+
+    def dtypes(atoms: list[Any]) -> tuple[str, ...]:
+        return tuple(str(getattr(v.aval, "dtype", "")) for v in atoms)
+
+    return EqnView(
+        eqn.primitive.name,
+        op(eqn.primitive.name).kind,
+        clean_scope(scope),
+        source.file,
+        source.function,
+        source.line,
+        shapes(eqn.invars),
+        dtypes(eqn.invars),
+        shapes(eqn.outvars),
+        dtypes(eqn.outvars),
+        eqn.params,
+    )
+
+
+def contracts(eqn: Any) -> bool:
+    """Whether a product sums over anything; an outer or elementwise product does not."""
+    if eqn.primitive.name != "dot_general":
+        return True
+    (contracting, _), _ = eqn.params["dimension_numbers"]
+    return len(contracting) > 0
+
+
+def _guarded(eqn: Any, facts: Facts, target: Precision, table: Op) -> str | None:
+    for position, atom in enumerate((*eqn.invars, *eqn.outvars)):
+        if ir.precision_of(atom.aval) is None:
+            continue
+        fact = facts.of(atom)
+        if fact.random and table.kind is not OpKind.COMPUTE:
+            return "follows random bits: a sampler's digits"
+        found = guard(fact, target)
+        if found:
+            what = "an operand" if position < len(eqn.invars) else "its result"
+            return f"{what} {found}"
+    return None
+
+
+def _keep(eqn: Any, kind: OpKind, reason: str) -> Decision:
+    native = next((p for v in eqn.outvars if (p := ir.precision_of(v.aval))), None)
+    return Decision(Action.KEEP, kind, native, (None,) * len(eqn.outvars), reason)
+
+
+def _widen(eqn: Any, table: Op, target: Precision, reason: str) -> Decision:
+    stored = tuple(target if ir.precision_of(v.aval) else None for v in eqn.outvars)
+    is_cast = eqn.primitive.name == "convert_element_type"
+    drops = is_cast and bool(ir.precision_of(eqn.invars[0].aval)) and stored[0] is not None
+    return Decision(Action.DROP if drops else Action.WIDEN, table.kind, target, stored, reason)
+
+
+def _stored_precision(name: str, target: Precision, table: Op) -> Precision | None:
+    # (low, low) -> f32 is the fast and the accurate form of a dot; convolutions have none
+    if table.kind is OpKind.COMPUTE and name == "dot_general":
+        return None
+    return target
+
+
+def _float_vars(eqn: Any) -> list[Any]:
+    return [v for v in eqn.invars if ir.precision_of(v.aval)]
+
+
+def _has_low(eqn: Any) -> bool:
+    inside = (a for body in ir.bodies(eqn) for a in ir.all_avals(body.jaxpr))
+    return any(p.is_low for a in inside if (p := ir.precision_of(a)))
+
+
+def _border_is_low(jaxpr: Any) -> bool:
+    border = (*ir.in_avals(jaxpr), *ir.out_avals(jaxpr))
+    return any(p.is_low for a in border if (p := ir.precision_of(a)))
+
+
+def _product_names(jaxpr: Any) -> list[str]:
+    return [e.primitive.name for e in ir.all_eqns(jaxpr) if e.primitive.name in _PRODUCTS]

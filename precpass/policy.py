@@ -1,0 +1,234 @@
+"""Policies: which precision each kind of equation should have."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from precpass.opkinds import OpKind
+from precpass.precision import Precision
+from precpass.rules import Rule
+
+__all__ = [
+    "PRESETS",
+    "AlwaysBf16",
+    "AlwaysF16",
+    "AlwaysF32",
+    "AutoMixed",
+    "AutoMixedBf16",
+    "AutoMixedConservative",
+    "Custom",
+    "PrecisionPolicy",
+    "PrecisionWarning",
+]
+
+
+class PrecisionWarning(UserWarning):
+    """Something about precision that a user should know: nothing was lowered, a rule never
+    matched, a primitive could not be entered."""
+
+
+_RETYPES = frozenset({Precision.F32, Precision.BF16, Precision.F16})
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PrecisionPolicy:
+    """Which precision each kind of equation should have.
+
+    Use a preset, `Custom`, or a preset changed by the `with_` methods.
+
+    Attributes:
+        name: the preset's name, or "Custom".
+        kinds: the precision of each kind, in `OpKind`'s order.
+        orders: the kinds whose precision is an order; for the others it is a
+            permission, used where the planner finds that it pays.
+        widens: whether values that the user made low are widened (AlwaysF32).
+        rules: the first that matches an equation decides its precision.
+        retypes: the formats that may change at all.
+        output: the format of floating outputs, or None to keep each one's own.
+    """
+
+    name: str
+    kinds: tuple[Precision, ...]
+    orders: frozenset[OpKind] = frozenset()
+    widens: bool = False
+    rules: tuple[Rule, ...] = ()
+    retypes: frozenset[Precision] = _RETYPES
+    output: Precision | None = None
+
+    def precision_for(self, kind: OpKind | str) -> Precision:
+        """The precision of a kind.
+
+        Example:
+            >>> AutoMixedBf16.precision_for(OpKind.COMPUTE)
+            Precision.BF16
+        """
+        return self.kinds[list(OpKind).index(_parse_kind(kind))]
+
+    def with_rules(self, *rules: Rule) -> PrecisionPolicy:
+        """This policy with more rules, tried before those that it has."""
+        for rule in rules:
+            if not isinstance(rule, Rule):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+                raise TypeError(f"with_rules takes Rule values, not {rule!r}")
+        return dataclasses.replace(self, rules=(*rules, *self.rules))
+
+    def with_retypes(self, *precisions: Precision | str) -> PrecisionPolicy:
+        """This policy with other formats that may change, such as "f64" too."""
+        return dataclasses.replace(self, retypes=frozenset(map(Precision.parse, precisions)))
+
+    def with_output(self, precision: Precision | str | None) -> PrecisionPolicy:
+        """This policy with another format for the floating outputs; None keeps their own."""
+        output = None if precision is None else Precision.parse(precision)
+        return dataclasses.replace(self, output=output)
+
+    @property
+    def lowers(self) -> bool:
+        """Whether the policy itself, rules aside, asks for a 16-bit format."""
+        return any(p.is_low for p in self.kinds)
+
+    @property
+    def low(self) -> Precision:
+        """The format that products are lowered to, bfloat16 for a policy that lowers none."""
+        compute = self.precision_for(OpKind.COMPUTE)
+        return compute if compute.is_low else Precision.BF16
+
+    @classmethod
+    def parse(cls, value: PrecisionPolicy | str) -> PrecisionPolicy:
+        """Reads a policy from itself, a preset's name, or the form "p=f32,c=bf16,o=f32".
+
+        In that form `p` is the format of the inputs, which this pass never
+        changes (f32), `c` that of the products, `o` that of the outputs (f32:
+        each keeps its own).
+
+        Raises:
+            ValueError: for an unknown name or form; the text lists the legal ones.
+            TypeError: for a value that is neither policy nor text.
+
+        Example:
+            >>> PrecisionPolicy.parse("c=f16") == AutoMixed
+            True
+        """
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, str):
+            raise TypeError(f"not a policy: {value!r}. {_legal_policies()}")
+        if "=" in value:
+            return _parse_string(value)
+        by_name = {name.lower(): preset for name, preset in PRESETS.items()}
+        if value.lower() in by_name:
+            return by_name[value.lower()]
+        close = difflib.get_close_matches(value, PRESETS, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown policy {value!r}.{hint} {_legal_policies()}")
+
+    def __str__(self) -> str:
+        for compute, preset in _BY_COMPUTE.items():
+            if dataclasses.replace(self, output=None) == preset:
+                return f"p=f32,c={compute},o={self.output or Precision.F32}"
+        return repr(self)
+
+    def __repr__(self) -> str:
+        preset = PRESETS.get(self.name)
+        if preset is not None and preset.kinds == self.kinds:
+            text = self.name
+        else:
+            given = [f"{k!r}: {self.precision_for(k)!r}" for k in OpKind if k in self.orders]
+            text = f"Custom({{{', '.join(given)}}})"
+        if self.retypes != _RETYPES:
+            text += f".with_retypes({', '.join(sorted(repr(str(p)) for p in self.retypes))})"
+        if self.output is not None:
+            text += f".with_output({str(self.output)!r})"
+        if self.rules:
+            text += f".with_rules({', '.join(map(repr, self.rules))})"
+        return text
+
+
+def Custom(  # noqa: N802 -- it stands beside the presets, and makes one
+    kinds: Mapping[OpKind | str, Precision | str], rules: Iterable[Rule] = ()
+) -> PrecisionPolicy:
+    """A policy from a table of kinds; a kind that is missing is not lowered.
+
+    Raises:
+        ValueError: for an unknown kind or precision, or a precision for BOUNDARY,
+            which has its original dtypes by definition.
+
+    Example:
+        >>> Custom({OpKind.COMPUTE: "bf16"}).precision_for("reduction")
+        Precision.F32
+    """
+    if not isinstance(kinds, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+        raise TypeError(f"Custom takes a dict of OpKind to Precision, not {kinds!r}")
+    given = {_parse_kind(kind): Precision.parse(p) for kind, p in kinds.items()}
+    if given.pop(OpKind.BOUNDARY, Precision.F32) is not Precision.F32:
+        raise ValueError(
+            "Custom: OpKind.BOUNDARY keeps its original dtypes; use with_output(...) for the "
+            "format of the outputs"
+        )
+    table = tuple(given.get(kind, Precision.F32) for kind in OpKind)
+    return PrecisionPolicy("Custom", table, frozenset(given)).with_rules(*rules)
+
+
+def _preset(name: str, *kinds: Precision, order: bool = False) -> PrecisionPolicy:
+    ordered = frozenset(OpKind) - {OpKind.BOUNDARY} if order else frozenset({OpKind.COMPUTE})
+    return PrecisionPolicy(name, (*kinds, Precision.F32), ordered)
+
+
+_F32, _F16, _BF16 = Precision.F32, Precision.F16, Precision.BF16
+
+AlwaysF32 = dataclasses.replace(_preset("AlwaysF32", *[_F32] * 4), orders=frozenset(), widens=True)
+AlwaysF16 = _preset("AlwaysF16", *[_F16] * 4, order=True)
+AlwaysBf16 = _preset("AlwaysBf16", *[_BF16] * 4, order=True)
+AutoMixedConservative = _preset("AutoMixedConservative", _F16, _F32, _F16, _F16)
+AutoMixed = _preset("AutoMixed", *[_F16] * 4)
+AutoMixedBf16 = _preset("AutoMixedBf16", *[_BF16] * 4)
+
+PRESETS: dict[str, PrecisionPolicy] = {
+    preset.name: preset
+    for preset in (
+        AlwaysF32,
+        AlwaysF16,
+        AlwaysBf16,
+        AutoMixedConservative,
+        AutoMixed,
+        AutoMixedBf16,
+    )
+}
+_BY_COMPUTE = {_F32: AlwaysF32, _F16: AutoMixed, _BF16: AutoMixedBf16}
+
+
+def _legal_policies() -> str:
+    return (
+        f"Legal are {', '.join(PRESETS)}, a string such as 'p=f32,c=bf16,o=f32', and "
+        "Custom({OpKind.COMPUTE: 'bf16', ...})."
+    )
+
+
+def _parse_kind(kind: OpKind | str | Any) -> OpKind:
+    if isinstance(kind, OpKind):
+        return kind
+    for candidate in OpKind:
+        if isinstance(kind, str) and kind.lower() == candidate.value:
+            return candidate
+    raise ValueError(f"unknown kind {kind!r}: legal are {', '.join(map(repr, OpKind))}")
+
+
+def _parse_string(text: str) -> PrecisionPolicy:
+    fields = dict(re.findall(r"(\w+)\s*=\s*([\w.]+)", text))
+    whole = ",".join(f"{key}={value}" for key, value in fields.items())
+    if whole != re.sub(r"\s", "", text) or not set(fields) <= set("pco") or "c" not in fields:
+        raise ValueError(
+            f"policy string {text!r} does not read: write 'p=f32,c=bf16,o=f32', where c (compute) "
+            "is f32, bf16 or f16, and p (parameters) and o (output) may be left out"
+        )
+    if Precision.parse(fields.get("p", "f32")) is not Precision.F32:
+        raise ValueError(
+            f"policy string {text!r}: p must be f32, since the pass never changes the dtype of "
+            "an input; store the parameters in float32 and let c decide"
+        )
+    compute, output = Precision.parse(fields["c"]), Precision.parse(fields.get("o", "f32"))
+    if compute not in _BY_COMPUTE:
+        raise ValueError(f"policy string {text!r}: c must be f32, bf16 or f16, not {compute}")
+    return _BY_COMPUTE[compute].with_output(None if output is Precision.F32 else output)

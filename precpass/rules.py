@@ -1,0 +1,181 @@
+"""`Rule`: a precision for the equations that a pattern matches."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from precpass.opkinds import TABLE, OpKind
+from precpass.precision import Precision
+
+__all__ = ["EqnView", "Rule", "clean_scope", "innermost_keep", "keep_scope"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EqnView:
+    """What a rule's predicate sees of an equation.
+
+    Attributes:
+        primitive: the primitive's name, such as "dot_general".
+        kind: its kind in the table.
+        scope: the name scopes around it, outermost first, joined by "/",
+            without the marks of jvp, transpose, vmap and remat.
+        file, function, line: the user's source line; "" and 0 where unknown.
+        shapes, dtypes: of the operands.
+        out_shapes, out_dtypes: of the results.
+        params: the equation's parameters.
+    """
+
+    primitive: str
+    kind: OpKind
+    scope: str
+    file: str
+    function: str
+    line: int
+    shapes: tuple[tuple[Any, ...], ...]
+    dtypes: tuple[str, ...]
+    out_shapes: tuple[tuple[Any, ...], ...]
+    out_dtypes: tuple[str, ...]
+    params: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A precision for the equations that match all of the given patterns.
+
+    A rule below the equation's own precision lowers it: any kind where
+    `primitive` or `where` names it, products alone where only a region (`scope`,
+    `function`, `file`) is named, so that a region lowered as a whole keeps its
+    sums and exponentials. "f32" leaves the equation as it was written; "f64"
+    evaluates it in float64. Guards of accumulation, range and exact integers
+    come before rules.
+
+    Attributes:
+        primitive: glob on the primitive's name ("dot_general", "reduce_*").
+        scope: glob on the name scopes; it matches a region and all within it
+            ("*/head" matches "model/head" and "model/head/dense").
+        function: glob on the name of the user's function.
+        file: glob on the user's file ("*/attention.py").
+        where: a predicate on the equation (`EqnView`).
+        precision: "f64", "f32", "bf16", "f16" or a `Precision`.
+
+    Raises:
+        ValueError: for a rule without a pattern, a pattern that no primitive of
+            the table matches, or an unknown precision.
+
+    Example:
+        >>> Rule(scope="*/head", precision="f32")
+        Rule(scope='*/head', precision='f32')
+    """
+
+    primitive: str | None = None
+    scope: str | None = None
+    function: str | None = None
+    file: str | None = None
+    where: Callable[[EqnView], bool] | None = None
+    precision: Precision | str = dataclasses.field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", Precision.parse(self.precision))
+        for name in ("primitive", "scope", "function", "file"):
+            glob = getattr(self, name)
+            if glob is not None and not (isinstance(glob, str) and glob):
+                raise ValueError(f"Rule({name}={glob!r}): must be a glob such as {name}='*'")
+        if self.where is not None and not callable(self.where):
+            raise ValueError(f"Rule(where={self.where!r}): must be a function of an EqnView")
+        if not self.patterns:
+            raise ValueError(
+                "Rule() without a pattern: give at least one of primitive, scope, function, "
+                "file, where"
+            )
+        if self.primitive is not None:
+            _check_primitive(self.primitive)
+
+    @property
+    def patterns(self) -> dict[str, Any]:
+        """The patterns that were given."""
+        fields = ("primitive", "scope", "function", "file", "where")
+        return {f: getattr(self, f) for f in fields if getattr(self, f) is not None}
+
+    @property
+    def is_region(self) -> bool:
+        """Whether the rule names a place and not an equation."""
+        return self.primitive is None and self.where is None
+
+    def __repr__(self) -> str:
+        given = [f"{name}={value!r}" for name, value in self.patterns.items()]
+        return f"Rule({', '.join([*given, f'precision={str(self.precision)!r}'])})"
+
+    def matches(self, eqn: EqnView) -> bool:
+        """Whether every given pattern matches the equation."""
+        return (
+            (self.primitive is None or _glob(_dashless(self.primitive), _dashless(eqn.primitive)))
+            and (self.scope is None or _in_region(self.scope, eqn.scope))
+            and (self.function is None or _glob(self.function, eqn.function))
+            and (self.file is None or _glob(self.file, eqn.file))
+            and (self.where is None or bool(self.where(eqn)))
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _glob(pattern: str, name: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+def _dashless(name: str) -> str:
+    return name.replace("-", "_")
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_region(pattern: str, scope: str) -> bool:
+    parts = scope.split("/")
+    regions = ("/".join(parts[: i + 1]) for i in range(len(parts)))
+    return any(_glob(pattern, region) or _glob(pattern, "/" + region) for region in regions)
+
+
+def _check_primitive(pattern: str) -> None:
+    if any(_glob(_dashless(pattern), _dashless(name)) for name in TABLE):
+        return
+    close = difflib.get_close_matches(_dashless(pattern), TABLE, n=3)
+    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    raise ValueError(
+        f"Rule(primitive={pattern!r}) can never match: {hint}Legal are globs of the primitives "
+        f"in precpass.opkinds.TABLE ({', '.join(sorted(TABLE)[:6])}, ...); primitives with a "
+        "body (scan, jit, cond) are matched by scope=, opaque ones keep their dtypes."
+    )
+
+
+_WRAPPED = re.compile(r"\b(?:jvp|transpose|vmap|checkpoint|remat|jit|pjit|linearize)\(([^()]*)\)")
+_KEEP = re.compile(r"precpass\.keep\[(\w+)\]")
+
+
+@functools.lru_cache(maxsize=65536)
+def clean_scope(stack: str) -> str:
+    """A name stack without what JAX's transforms add to it.
+
+    Example:
+        >>> clean_scope("transpose(jvp(model))/head/rematted_computation")
+        'model/head'
+    """
+    previous = None
+    while previous != stack:
+        previous, stack = stack, _WRAPPED.sub(r"\1", stack)
+    dropped = ("", "rematted_computation", "checkpoint")
+    return "/".join(part for part in stack.split("/") if part not in dropped)
+
+
+def keep_scope(precision: Precision) -> str:
+    """The name scope that marks a region kept in `precision`."""
+    return f"precpass.keep[{precision}]"
+
+
+@functools.lru_cache(maxsize=65536)
+def innermost_keep(scope: str) -> Precision | None:
+    """The precision of the innermost keep region in a scope."""
+    found = _KEEP.findall(scope)
+    return Precision.parse(found[-1]) if found else None

@@ -1,0 +1,58 @@
+# Sourced by the scripts beside it: makes and refreshes the virtual environment.
+# shellcheck shell=bash
+#
+#   make_venv GROUP
+#
+# Sets `root` (the repository) and `venv` (its environment), with the project installed in
+# editable form together with a dependency group of pyproject.toml. The environment is .venv,
+# made with python3; with PYTHON given it is .venv-X.Y of that Python's own version, so that
+# several versions live beside each other.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+make_venv() {
+    local group=$1 python=${PYTHON:-python3} version checksum stamp
+    venv=$root/.venv
+    if [[ -n ${PYTHON:-} ]]; then
+        version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || {
+            echo "precpass: PYTHON=$PYTHON does not run" >&2
+            return 1
+        }
+        venv=$root/.venv-$version
+    fi
+    # A folder whose pip does not run was left half made, or its Python is gone.
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+            echo "precpass: $python is not there or older than Python 3.11; name another: PYTHON=..." >&2
+            return 1
+        }
+        echo "precpass: making ${venv##*/}" >&2
+        "$python" -m venv --clear "$venv" || return 1
+    fi
+    checksum=$("$venv/bin/python" -c '
+import hashlib, pathlib, sys
+print(hashlib.sha256(pathlib.Path(sys.argv[1]).read_bytes()).hexdigest())
+' "$root/pyproject.toml") || return 1
+    stamp=$venv/.precpass-$group
+    if [[ ! -f $stamp || $(<"$stamp") != "$checksum" ]]; then
+        echo "precpass: installing the project and its group '$group' into ${venv##*/}" >&2
+        install_project "$group" || return 1
+        echo "$checksum" >"$stamp"
+    fi
+}
+
+# uv is much faster than pip. Where it cannot be had, or cannot reach what pip is set up to
+# reach, pip does the same; dependency groups need its version 25.1.
+install_project() {
+    local group=$1 python=$venv/bin/python
+    # Like pip, trust the machine's own certificates. The second name is older uv's.
+    export UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-true} UV_NATIVE_TLS=${UV_NATIVE_TLS:-true}
+    export PIP_DISABLE_PIP_VERSION_CHECK=1
+    if "$python" -m pip install --quiet uv &&
+        (cd "$root" && "$python" -m uv pip install --python "$python" --editable . --group "$group"); then
+        return 0
+    fi
+    echo "precpass: uv could not do it; installing with pip, which takes some minutes" >&2
+    "$python" -m pip install --quiet --upgrade 'pip>=25.1' &&
+        (cd "$root" && "$python" -m pip install --quiet --editable . --group "$group")
+}
