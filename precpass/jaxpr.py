@@ -344,6 +344,11 @@ def convert(x: Any, dtype: Any, weak_type: bool = False) -> Any:
     )
 
 
+def transpose(x: Any, permutation: Sequence[int]) -> Any:
+    """`x` transposed by an equation, also where the permutation is the identity."""
+    return jex.primitives.transpose_p.bind(x, permutation=tuple(permutation))
+
+
 def with_bodies(eqn: Any, found: Sequence[Body], new: Sequence[Any]) -> dict[str, Any]:
     """The params of an equation with other jaxprs in the places of its bodies."""
     params = dict(eqn.params)

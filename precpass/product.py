@@ -48,8 +48,12 @@ def lowered(
     """
     lhs, rhs, *rest = operands
     low = low_operands[0].dtype
-    out = _wide_result(_bind(eqn, low_operands, rest, eqn.params, dtype))
     is_dot = eqn.primitive.name == "dot_general"
+    if ir.platform() in _FUSING:
+        out = _bind(eqn, low_operands, rest, eqn.params, dtype)
+    else:
+        pair, params = _runnable(eqn, low_operands) if is_dot else (low_operands, eqn.params)
+        out = lax.optimization_barrier(_bind(eqn, pair, rest, params, dtype))
     tangent_of = (_dot_tangent if is_dot else _plain_tangent)(eqn, low, dtype)
     return _carrier(tangent_of)(out, lhs, rhs, *rest)
 
@@ -78,13 +82,34 @@ def _bind(
     return out if result == dtype else lax.convert_element_type(out, dtype)
 
 
-def _wide_result(out: Any) -> Any:
-    # XLA:CPU folds a transpose behind a (bf16, bf16) -> f32 product into a product that its
-    # kernels refuse at run time ("Unsupported element type for DotThunk"); nothing folds
-    # through a barrier, and the measured cost is none (jax 0.10.2 and 0.12.0).
-    if ir.platform() in ("gpu", "cuda", "rocm", "tpu"):
-        return out
-    return lax.optimization_barrier(out)
+# Their kernels take every layout, and a barrier would cost the fusion behind the product.
+_FUSING = frozenset({"gpu", "cuda", "rocm", "tpu"})
+
+
+def _runnable(eqn: Any, pair: Sequence[Any]) -> tuple[Sequence[Any], Params]:
+    """The form of a (low, low) -> f32 dot that XLA:CPU has a kernel for.
+
+    It has none (at run time: "Unsupported element type for DotThunk") where a
+    transpose is folded into the product from behind, hence the barrier there,
+    and where the left operand has its contracted dimensions before the kept
+    ones while the right one is not laid out as (batch, contracted, kept): 12 of
+    72 layouts, on jax 0.10.2 and 0.12.0. So the right one is transposed, behind
+    a barrier through which nothing folds. Where it has that order already the
+    transpose is kept all the same: it is free, and under `vmap` it brings the
+    new dimension to the front.
+    """
+    lhs, rhs = pair
+    (contracting, batch) = eqn.params["dimension_numbers"]
+    kept = [d for d in range(lhs.ndim) if d not in contracting[0] and d not in batch[0]]
+    if not kept or not contracting[0] or min(contracting[0]) > max(kept):
+        return pair, eqn.params
+    first = [*batch[1], *contracting[1]]
+    order = [*first, *(d for d in range(rhs.ndim) if d not in first)]
+    rhs = lax.optimization_barrier(ir.transpose(rhs, order))
+    n_batch = len(batch[1])
+    leading = tuple(range(n_batch)), tuple(range(n_batch, len(first)))
+    numbers = (tuple(contracting[0]), leading[1]), (tuple(batch[0]), leading[0])
+    return (lhs, rhs), {"dimension_numbers": numbers}
 
 
 Tangent = Callable[..., Any]
