@@ -15,7 +15,9 @@ __all__ = ["Pairs", "accumulating"]
 
 Pairs = frozenset[tuple[int, int]]
 
-_ADDS = frozenset("add sub add_any mul neg copy select_n convert_element_type max min".split())
+_ADDS = frozenset(
+    ("add", "sub", "add_any", "mul", "neg", "copy", "select_n", "convert_element_type")
+)
 
 
 def accumulating(jaxpr: Any, carried: Pairs) -> frozenset[int]:

@@ -7,7 +7,7 @@ import functools
 import os
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -38,7 +38,7 @@ _SWITCHED_OFF = os.environ.get("PRECPASS", "").lower() == _OFF
 
 
 @contextlib.contextmanager
-def use_policy(policy: PrecisionPolicy | str | None) -> Iterator[None]:
+def use_policy(policy: PrecisionPolicy | str | None) -> Generator[None]:
     """Makes `policy` the default of every `auto_mixed` without a policy of its own.
 
     None turns the pass off altogether: every `auto_mixed(f)` called inside is
@@ -58,7 +58,7 @@ def use_policy(policy: PrecisionPolicy | str | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def keep(precision: Precision | str) -> Iterator[None]:
+def keep(precision: Precision | str) -> Generator[None]:
     """Fixes the precision of the region inside, whatever the policy says.
 
     "f32" leaves the region as it was written. "bf16" and "f16" run its products
@@ -113,6 +113,7 @@ class Mixed:
         return self._jitted[key]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The results of the wrapped function in the policy's precisions."""
         return self.jitted(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -72,7 +73,9 @@ def guard(fact: Fact, target: Precision) -> str | None:
     if math.isfinite(largest) and largest > target.max:
         return f"reaches {largest:.3g}, above {target}'s largest value {target.max:.3g}"
     if fact.constant and 0.0 < fact.tiny < target.smallest_normal:
-        return f"{fact.tiny:.3g} vanishes in {target} (smallest normal {target.smallest_normal:.3g})"
+        return (
+            f"{fact.tiny:.3g} vanishes in {target} (smallest normal {target.smallest_normal:.3g})"
+        )
     if fact.integer and not largest <= target.exact_integers:
         return f"integers up to {largest:.3g}; {target} is exact only to {target.exact_integers}"
     return None
@@ -115,7 +118,9 @@ def _of_numpy(value: np.ndarray[Any, Any]) -> Fact:
     tiny = float(magnitudes.min()) if magnitudes.size else 0.0
     is_float = jnp.issubdtype(value.dtype, jnp.floating)
     # a lone 1000.0 is a scale, not a count; a whole table of integers is positions
-    integer = not is_float or bool(value.ndim and value.size > 1 and (finite == np.rint(finite)).all())
+    integer = not is_float or bool(
+        value.ndim and value.size > 1 and (finite == np.rint(finite)).all()
+    )
     return Fact(float(finite.min()), float(finite.max()), tiny, integer, constant=True)
 
 
@@ -201,8 +206,10 @@ def _of_aval(aval: Any) -> Fact:
 
 _SAMPLES = ("random_", "threefry", "rng_")
 _BITS = frozenset(
-    "shift_left shift_right_logical shift_right_arithmetic and or xor not"
-    " bitcast_convert_type".split()
+    (
+        *("shift_left", "shift_right_logical", "shift_right_arithmetic"),
+        *("and", "or", "xor", "not", "bitcast_convert_type"),
+    )
 )
 
 
@@ -303,7 +310,6 @@ _RULES: dict[str, Callable[[Any, list[Fact]], Fact]] = {
     "iota": _iota,
     "convert_element_type": _convert,
     "copy": _convert,
-    "copy_p": _convert,
     "stop_gradient": _convert,
     "select_n": lambda eqn, fs: _hull(fs[1:]),
     "clamp": _interval(lambda a, x, b: [max(x[0], a[0]), min(x[1], b[1])]),

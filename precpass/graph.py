@@ -88,9 +88,7 @@ class Graph:
 
     def scope(self, row: int) -> str:
         """The whole name scope of an equation, its callers' scopes first."""
-        return join_scopes(
-            self.bodies[int(self.body[row])].scope, ir.scope_of(self.eqns[row])
-        )
+        return join_scopes(self.bodies[int(self.body[row])].scope, ir.scope_of(self.eqns[row]))
 
     def to_networkx(self) -> Any:
         """The dataflow as a `networkx.MultiDiGraph`.
@@ -127,7 +125,9 @@ class Graph:
         return graph
 
     @classmethod
-    def build(cls, jaxpr: Any, distinguish: Callable[[str], Hashable] = lambda scope: None) -> Graph:
+    def build(
+        cls, jaxpr: Any, distinguish: Callable[[str], Hashable] = lambda scope: None
+    ) -> Graph:
         """The graph of a jaxpr.
 
         Args:
@@ -253,8 +253,11 @@ def nbytes(aval: Any) -> float:
 
 
 def flops(eqn: Any) -> float:
-    """Floating-point operations of one execution: 2 M N K for a product, one per result element
-    for the rest, none for data movement and for equations with a body."""
+    """Floating-point operations of one execution.
+
+    2 M N K for a product, one per operand element for a reduction, one per
+    result element for elementwise work, none for movement and bodies.
+    """
     kind = op(eqn.primitive.name).kind
     out = _size(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0.0
     if kind is OpKind.COMPUTE:

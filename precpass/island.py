@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.plan import Action, Plan
+from precpass.plan import Action, Decision, Plan
 from precpass.precision import Precision
 
 __all__ = ["run_island"]
@@ -62,11 +62,14 @@ def _end(opened: Any, plan: Plan, start: int) -> int:
         decision = plan.decisions[row]
         if decision.compute is Precision.F64 and decision.action is Action.WIDEN:
             stop = row + 1
-        elif decision.action is not Action.KEEP or decision.compute is not None:
-            break
-        elif ir.bodies(opened.eqns[row]) or opened.eqns[row].effects:
+        elif not _is_bystander(opened.eqns[row], decision):
             break
     return stop
+
+
+def _is_bystander(eqn: Any, decision: Decision) -> bool:
+    keeps = decision.action is Action.KEEP and decision.compute is None
+    return keeps and not ir.bodies(eqn) and not eqn.effects
 
 
 def _evaluate(eqns: Sequence[Any], env: dict[Any, Any], leaves: Sequence[Any]) -> list[Any]:
@@ -80,13 +83,14 @@ def _evaluate(eqns: Sequence[Any], env: dict[Any, Any], leaves: Sequence[Any]) -
             if params.get(name) is not None:
                 params[name] = Precision.F64.dtype
         args = [
-            wide(v.val, ir.precision_of(v.aval)) if ir.is_literal(v) else env[v]
-            for v in eqn.invars
+            wide(v.val, ir.precision_of(v.aval)) if ir.is_literal(v) else env[v] for v in eqn.invars
         ]
         with ir.context_of(eqn):
             env.update(zip(eqn.outvars, ir.bind(eqn, args, params), strict=True))
     return [
-        env[v] if ir.precision_of(v.aval) is None else lax.convert_element_type(env[v], v.aval.dtype)
+        env[v]
+        if ir.precision_of(v.aval) is None
+        else lax.convert_element_type(env[v], v.aval.dtype)
         for v in leaves
     ]
 

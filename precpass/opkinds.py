@@ -66,7 +66,7 @@ TABLE: dict[str, Op] = {
     ),
     # Follow their operands: one rounding per result, exact for neg, abs, sign, copy.
     **_rows(
-        "add sub add_any mul neg abs sign copy copy_p real stop_gradient div max min clamp"
+        "add sub add_any mul neg abs sign copy real stop_gradient div max min clamp"
         " select_n tanh logistic erf erfc sqrt cbrt square integer_pow convert_element_type"
         " one_minus_square",
         Op(_E),
@@ -77,7 +77,7 @@ TABLE: dict[str, Op] = {
     **_rows(
         "rsqrt exp exp2 expm1 pow log log2 log1p sin cos tan asin acos atan atan2 sinh cosh"
         " asinh acosh atanh erf_inv lgamma digamma polygamma igamma igammac igamma_grad_a"
-        " random_gamma_grad zeta bessel_i0e bessel_i1e regularized_incomplete_beta floor ceil"
+        " zeta bessel_i0e bessel_i1e regularized_incomplete_beta floor ceil"
         " round rem polynomial",
         Op(_E, wide=True),
     ),
@@ -107,7 +107,7 @@ TABLE: dict[str, Op] = {
     ),
     **_rows("broadcast_in_dim all_gather all_gather_invariant pbroadcast", Op(_M, spreads=True)),
     # pvary's transpose is a psum over the axes that the value begins to vary over.
-    **_rows("pvary pcast", Op(_M, spreads=True)),
+    **_rows("pvary", Op(_M, spreads=True)),
     **_rows("gather", Op(_M, spreads=True, data=(0,))),
     **_rows("dynamic_slice", Op(_M, data=(0,))),
     **_rows("dynamic_update_slice", Op(_M, data=(0, 1))),

@@ -105,7 +105,7 @@ class Plan:
     def walk(self) -> Iterator[Decision]:
         """Every decision, those of bodies behind their equation's; shared bodies once."""
         seen: set[int] = set()
-        stack = [self]
+        stack: list[Plan] = [self]
         while stack:
             plan = stack.pop()
             if id(plan) in seen:

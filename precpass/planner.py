@@ -93,15 +93,15 @@ class Planner:
             self.memo[key] = self.shared.setdefault((facts.body, plan), plan)
         return self.memo[key]
 
-    def _enter(
-        self, row: int, facts: Facts, decides: bool, adds: bool, carried: Pairs
-    ) -> Decision:
+    def _enter(self, row: int, facts: Facts, decides: bool, adds: bool, carried: Pairs) -> Decision:
         eqn = self.graph.eqns[row]
         inner: list[Plan] = []
         for (body, _), inside in zip(self.graph.children[row], facts.inner[row], strict=True):
             pairs = frozenset(body.carry)
             if adds:
-                pairs |= {(i, o) for i in range(len(body.operands)) for o in range(len(body.results))}
+                pairs |= {
+                    (i, o) for i in range(len(body.operands)) for o in range(len(body.results))
+                }
             plan = self.plan(inside, pairs, decides or body.decides)
             if body.fixed and plan.widens:
                 plan = Plan(plan.decisions)
@@ -175,9 +175,9 @@ class Planner:
         )
         if blocked:
             return _keep(eqn, kind, blocked)
-        if kind is OpKind.COMPUTE and (name not in _PRODUCTS or not contracts(eqn)):
-            if OpKind.ELEMENTWISE not in self.policy.orders:
-                return _keep(eqn, kind, "an elementwise product: nothing is contracted")
+        elementwise_low = OpKind.ELEMENTWISE in self.policy.orders
+        if kind is OpKind.COMPUTE and not (contracts(eqn) or elementwise_low):
+            return _keep(eqn, kind, "an elementwise product: nothing is contracted")
         moves_low = (
             kind is OpKind.DATA_MOVEMENT
             and not table.spreads
@@ -203,13 +203,18 @@ class Planner:
     def _rounded_by_readers(
         self, eqn: Any, facts: Facts, table: Op, target: Precision
     ) -> str | None:
-        """Rounding commutes with movement, and a sum is rounded once anyway: so where every reader
-        rounds, as in a program that was rewritten before, there is nothing to do."""
+        """Whether there is nothing to do because every reader rounds.
+
+        Rounding commutes with movement, and a sum is rounded once anyway. A
+        program that was rewritten before has this form.
+        """
         moves = table.kind is OpKind.DATA_MOVEMENT or eqn.primitive.name == "stop_gradient"
         if not (moves or (table.accumulates and table.kind is OpKind.REDUCTION)):
             return None
         readers = self._readers(facts.body)
-        if all(r is not None and ir.is_carrier(r) for v in eqn.outvars for r in readers.get(v, [None])):
+        if all(
+            r is not None and ir.is_carrier(r) for v in eqn.outvars for r in readers.get(v, [None])
+        ):
             return "holds a lowered product"
         rounds = all(
             r is not None

@@ -27,8 +27,10 @@ __all__ = [
 
 
 class PrecisionWarning(UserWarning):
-    """Something about precision that a user should know: nothing was lowered, a rule never
-    matched, a primitive could not be entered."""
+    """Something about precision that a user should know.
+
+    Nothing was lowered, a rule never matched, or a primitive could not be entered.
+    """
 
 
 _RETYPES = frozenset({Precision.F32, Precision.BF16, Precision.F16})
@@ -146,7 +148,7 @@ class PrecisionPolicy:
         return text
 
 
-def Custom(  # noqa: N802 -- it stands beside the presets, and makes one
+def Custom(
     kinds: Mapping[OpKind | str, Precision | str], rules: Iterable[Rule] = ()
 ) -> PrecisionPolicy:
     """A policy from a table of kinds; a kind that is missing is not lowered.

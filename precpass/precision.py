@@ -97,7 +97,8 @@ class Precision(enum.Enum):
 
 def _dtype_name(value: Any) -> str:
     try:
-        return np.dtype(value).name
+        # numpy reads None as float64
+        return repr(value) if value is None else np.dtype(value).name
     except TypeError:
         return repr(value)
 

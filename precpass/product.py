@@ -52,8 +52,11 @@ def lowered(
     if ir.platform() in _FUSING:
         out = _bind(eqn, low_operands, rest, eqn.params, dtype)
     else:
-        pair, params = _runnable(eqn, low_operands) if is_dot else (low_operands, eqn.params)
-        out = lax.optimization_barrier(_bind(eqn, pair, rest, params, dtype))
+        form = _runnable(eqn, low_operands) if is_dot else (low_operands, eqn.params)
+        if form is None:
+            out = linear_product(eqn, low_operands, rest, dtype)
+        else:
+            out = lax.optimization_barrier(_bind(eqn, form[0], rest, form[1], dtype))
     tangent_of = (_dot_tangent if is_dot else _plain_tangent)(eqn, low, dtype)
     return _carrier(tangent_of)(out, lhs, rhs, *rest)
 
@@ -86,7 +89,7 @@ def _bind(
 _FUSING = frozenset({"gpu", "cuda", "rocm", "tpu"})
 
 
-def _runnable(eqn: Any, pair: Sequence[Any]) -> tuple[Sequence[Any], Params]:
+def _runnable(eqn: Any, pair: Sequence[Any]) -> tuple[Sequence[Any], Params] | None:
     """The form of a (low, low) -> f32 dot that XLA:CPU has a kernel for.
 
     It has none (at run time: "Unsupported element type for DotThunk") where a
@@ -96,7 +99,9 @@ def _runnable(eqn: Any, pair: Sequence[Any]) -> tuple[Sequence[Any], Params]:
     72 layouts, on jax 0.10.2 and 0.12.0. So the right one is transposed, behind
     a barrier through which nothing folds. Where it has that order already the
     transpose is kept all the same: it is free, and under `vmap` it brings the
-    new dimension to the front.
+    new dimension to the front. A right operand with several kept dimensions
+    out of that order gets its transpose folded in even so: None, and the result
+    is rounded to the low format, for which there is always a kernel.
     """
     lhs, rhs = pair
     (contracting, batch) = eqn.params["dimension_numbers"]
@@ -105,6 +110,8 @@ def _runnable(eqn: Any, pair: Sequence[Any]) -> tuple[Sequence[Any], Params]:
         return pair, eqn.params
     first = [*batch[1], *contracting[1]]
     order = [*first, *(d for d in range(rhs.ndim) if d not in first)]
+    if order != list(range(rhs.ndim)) and rhs.ndim > len(first) + 1:
+        return None
     rhs = lax.optimization_barrier(ir.transpose(rhs, order))
     n_batch = len(batch[1])
     leading = tuple(range(n_batch)), tuple(range(n_batch, len(first)))
@@ -179,7 +186,9 @@ def _in_transposed_order(
     new_sum = tuple(range(n_batch + len(kept), x.ndim))
     new = new_sum, tuple(range(n_batch))
     other = tuple(others[i] for i in by_other), tuple(batch[1 - side])
-    pairs = tuple(zip(new, other, strict=True)) if side == 0 else tuple(zip(other, new, strict=True))
+    pairs = (
+        tuple(zip(new, other, strict=True)) if side == 0 else tuple(zip(other, new, strict=True))
+    )
     if order != list(range(x.ndim)):
         x = lax.transpose(x, order)
     return x, pairs

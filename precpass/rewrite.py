@@ -39,8 +39,10 @@ class Rewriter:
         self.memo: dict[tuple[int, Plan, bool], tuple[Any, Any]] = {}
 
     def jaxpr(self, jaxpr: Any, plan: Plan, scope: str = "", linear: bool = False) -> Any:
-        """The rewritten jaxpr with the same avals at its border; `jaxpr` itself if nothing
-        changes."""
+        """The rewritten jaxpr with the same avals at its border.
+
+        It is `jaxpr` itself if nothing changes.
+        """
         if not plan.changes:
             return jaxpr
         key = (id(ir.open_jaxpr(jaxpr)), plan, linear)
@@ -78,7 +80,9 @@ class Rewriter:
 
     def _eqn(self, env: _Env, eqn: Any, decision: Decision, scope: str, linear: bool) -> None:
         if decision.action is Action.DROP:
-            env.write(eqn.outvars[0], env.read_as(eqn.invars[0], decision.compute), decision.compute)
+            env.write(
+                eqn.outvars[0], env.read_as(eqn.invars[0], decision.compute), decision.compute
+            )
             return
         if decision.action is Action.ENTER and decision.changes:
             results = self._enter(env, eqn, decision, scope, linear)
@@ -147,8 +151,11 @@ class _Env:
             self.values[var] = (value, held if held is not ir.precision_of(var.aval) else None)
 
     def write(self, var: Any, value: Any, stored: Precision | None) -> None:
-        """Holds a result. A low one with several readers is held widened, which is exact: each
-        reader casts it for itself, so that their cotangents add up wide."""
+        """Holds a result.
+
+        A low one with several readers is held widened, which is exact: each
+        reader casts it for itself, so that their cotangents add up wide.
+        """
         native = ir.precision_of(var.aval)
         if stored is not None and stored.is_low and self.uses.get(var, 0) > 1:
             value, stored = lax.convert_element_type(value, var.aval.dtype), None

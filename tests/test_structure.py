@@ -19,20 +19,26 @@ MAY_IMPORT: dict[str, set[str]] = {
     "opkinds": {"precision"},
     "rules": {"precision", "opkinds"},
     "policy": {"precision", "opkinds", "rules"},
-    "jaxpr": set(),
+    "jaxpr": {"precision", "jaxpr"},
     "graph": {"precision", "opkinds", "jaxpr"},
     "facts": {"precision", "opkinds", "jaxpr", "graph"},
-    "planner": {"precision", "opkinds", "rules", "policy", "jaxpr", "graph", "facts"},
-    "product": {"precision", "opkinds", "rules", "policy", "jaxpr", "graph", "facts", "planner"},
-    "rewrite": {
-        *("precision", "opkinds", "rules", "policy", "jaxpr", "graph", "facts", "planner"),
-        *("product",),
+    "accumulate": {"opkinds", "jaxpr"},
+    "plan": {"precision", "opkinds", "rules"},
+    "planner": {
+        *("precision", "opkinds", "rules", "policy", "jaxpr", "graph", "facts"),
+        *("accumulate", "plan"),
     },
+    "product": {"jaxpr"},
+    "island": {"precision", "jaxpr", "plan"},
+    "rewrite": {"precision", "opkinds", "jaxpr", "graph", "plan", "product", "island"},
+    "inspection": {"opkinds", "policy", "jaxpr", "graph", "plan"},
     "api": {
-        *("precision", "opkinds", "rules", "policy", "jaxpr", "graph", "facts", "planner"),
-        *("product", "rewrite"),
+        *("precision", "opkinds", "rules", "policy", "jaxpr", "plan", "planner"),
+        *("rewrite", "inspection"),
     },
-    "__init__": {"precision", "opkinds", "rules", "policy", "planner", "api"},
+    "__init__": {
+        *("precision", "opkinds", "rules", "policy", "plan", "inspection", "api"),
+    },
 }
 # The only module that touches JAX's IR.
 USES_JAX_EXTEND = {"jaxpr"}

@@ -1,0 +1,116 @@
+"""Reading jaxprs and equations: values, source lines, scopes, what the user ordered."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+from jax.extend import source_info_util
+
+from precpass.precision import Precision
+
+_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
+source_info_util.register_exclusion(_OWN_FOLDER)
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The object with `eqns`, `invars` and `outvars` (0.11 merged ClosedJaxpr into Jaxpr)."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def consts_of(jaxpr: Any) -> Sequence[Any]:
+    """The values of `constvars`; () for an open jaxpr, which has none of its own."""
+    return getattr(jaxpr, "consts", ())
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand is a value written into the equation."""
+    return isinstance(atom, jex.Literal)
+
+
+def in_avals(jaxpr: Any) -> list[Any]:
+    """The avals of the operands, weak types included."""
+    return [v.aval for v in open_jaxpr(jaxpr).invars]
+
+
+def out_avals(jaxpr: Any) -> list[Any]:
+    """The avals of the results."""
+    return [v.aval for v in open_jaxpr(jaxpr).outvars]
+
+
+def precision_of(aval: Any) -> Precision | None:
+    """The precision of a floating value of a known format; None for all else."""
+    return Precision.of(getattr(aval, "dtype", None))
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A line of the user's code; an empty file where JAX recorded none."""
+
+    file: str = ""
+    function: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.file else "<unknown>"
+
+
+_FOREIGN = (os.path.dirname(jax.__file__) + os.sep, _OWN_FOLDER + os.sep, "<frozen")
+
+
+def source_of(eqn: Any) -> Source:
+    """The innermost line outside of JAX and this package that made an equation."""
+    traceback = eqn.source_info.traceback
+    return _first_user_frame(traceback) if traceback is not None else Source()
+
+
+@functools.lru_cache(maxsize=65536)
+def _first_user_frame(traceback: Any) -> Source:
+    for frame in traceback.frames:
+        file = frame.file_name
+        if not file.startswith(_FOREIGN):
+            function = frame.function_name.rpartition(".")[2]
+            return Source(file, function, frame.line_num)
+    return Source()
+
+
+def scope_of(eqn: Any) -> str:
+    """The equation's own name stack as JAX prints it; its callers' stacks come before."""
+    return str(eqn.source_info.name_stack)
+
+
+def user_order(eqn: Any) -> str | None:
+    """What the user said about a product's precision, in words; None where nothing."""
+    params = eqn.params
+    precision = params.get("precision")
+    given = precision if isinstance(precision, tuple) else (precision,)
+    if any(p is not None and p != jax.lax.Precision.DEFAULT for p in given):
+        return f"precision={precision}"
+    preferred = params.get("preferred_element_type")
+    if preferred is not None and any(preferred != v.aval.dtype for v in eqn.invars[:2]):
+        return f"preferred_element_type={np.dtype(preferred).name}"
+    out_dtype = params.get("out_dtype")
+    return f"out_dtype={np.dtype(out_dtype).name}" if out_dtype is not None else None
+
+
+CARRIER = "precpass_carrier"
+"""The name of the function that carries a lowered product's derivative."""
+
+
+def is_carrier(eqn: Any) -> bool:
+    """Whether an equation is the derivative of a lowered product (`product.lowered`).
+
+    It is recognised by its form: a custom JVP that hands its first operand, the
+    product, through, and keeps the product's two wide operands for its rule.
+    """
+    if eqn.primitive.name != "custom_jvp_call" or len(eqn.invars) < 3:
+        return False
+    inner = open_jaxpr(eqn.params["call_jaxpr"])
+    name = inner.debug_info.func_src_info or ""
+    return not inner.eqns and inner.outvars == inner.invars[:1] and CARRIER in name
