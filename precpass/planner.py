@@ -12,17 +12,27 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.accumulate import Pairs, accumulating
-from precpass.facts import Facts, guard, propagate
+from precpass.equations import (
+    border_is_low,
+    contracts,
+    float_vars,
+    guarded,
+    has_low,
+    keep,
+    product_names,
+    stored_precision,
+    view_of,
+    widen,
+)
+from precpass.facts import Facts, propagate
 from precpass.graph import Graph, join_scopes
 from precpass.opkinds import Op, OpKind, op
 from precpass.plan import Action, Decision, Plan
 from precpass.policy import PrecisionPolicy
 from precpass.precision import Precision
-from precpass.rules import EqnView, Rule, clean_scope, innermost_keep
+from precpass.rules import Rule, innermost_keep
 
 __all__ = ["Planner", "make_plan"]
-
-_PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 
 
 def make_plan(jaxpr: Any, policy: PrecisionPolicy, scope: str = "") -> Plan:
@@ -44,6 +54,9 @@ def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:
     return innermost_keep(scope)
 
 
+_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call"})
+
+
 class Planner:
     """One run of the planner over a graph."""
 
@@ -57,6 +70,7 @@ class Planner:
         self.shared: dict[Any, Plan] = {}
         self.memo: dict[Any, Plan] = {}
         self.readers: dict[int, dict[Any, list[Any]]] = {}
+        self.widenings: dict[int, dict[Any, Any]] = {}
 
     def root(self) -> Plan:
         """The plan of the outermost jaxpr, with what was noticed on the way."""
@@ -87,7 +101,7 @@ class Planner:
                 decisions.append(decision)
                 pairs = zip(eqn.outvars, decision.stored, strict=True)
                 stored.update((v, p) for v, p in pairs if p is not None)
-            widens = self.policy.widens and _border_is_low(node.jaxpr)
+            widens = self.policy.widens and border_is_low(node.jaxpr)
             plan = Plan(tuple(decisions), widens)
             # equal plans of one jaxpr are one object, so that it is rewritten and lowered once
             self.memo[key] = self.shared.setdefault((facts.body, plan), plan)
@@ -121,7 +135,7 @@ class Planner:
         if ir.is_carrier(eqn):
             return self.policy.widens
         asks = self.policy.lowers or self.policy.rules or innermost_keep(self._scope(row))
-        return bool(asks or (self.policy.widens and _has_low(eqn)))
+        return bool(asks or (self.policy.widens and has_low(eqn)))
 
     def _scope(self, row: int) -> str:
         return join_scopes(self.scope, self.graph.scope(row))
@@ -137,24 +151,34 @@ class Planner:
         if table.kind is OpKind.BOUNDARY:
             return self._boundary(row, floats)
         if not floats:
-            return _keep(eqn, table.kind, "no floating-point values")
+            return keep(eqn, table.kind, "no floating-point values")
         target, why, ordered = self._target(row, table)
         if target is Precision.F32 and self.policy.widens and any(p.is_low for p in floats):
-            return _widen(eqn, table, Precision.F32, "AlwaysF32 removes low precision")
+            return widen(eqn, table, Precision.F32, "AlwaysF32 removes low precision")
         if eqn.primitive.name == "convert_element_type":
-            return _keep(eqn, table.kind, "a cast that the user wrote")
+            return self._cast(eqn, facts.body)
         if decides:
-            return _keep(eqn, table.kind, "decides whether a loop goes on: computed wide")
+            return keep(eqn, table.kind, "decides whether a loop goes on: computed wide")
         native = floats.pop() if len(floats) == 1 else None
         if native is None or native.is_low:
-            return _keep(eqn, table.kind, "the user's own precision")
+            return keep(eqn, table.kind, "the user's own precision")
         if native not in self.policy.retypes:
-            return _keep(eqn, table.kind, f"{native} is not in the policy's retypes")
+            return keep(eqn, table.kind, f"{native} is not in the policy's retypes")
         if target.dtype.itemsize > native.dtype.itemsize:
-            return _widen(eqn, table, target, why)
+            return widen(eqn, table, target, why)
         if not target.is_low:
-            return _keep(eqn, table.kind, why)
+            return keep(eqn, table.kind, why)
         return self._lower(eqn, facts, table, target, why, ordered, adds, stored)
+
+    def _cast(self, eqn: Any, body: int) -> Decision:
+        kind, target = op(eqn.primitive.name).kind, ir.precision_of(eqn.outvars[0].aval)
+        source = self._widened_from(body, eqn.invars[0])
+        # one reader: several would add up their cotangents in the low format
+        alone = len(self._readers(body).get(eqn.invars[0], ())) == 1 if source else False
+        if source is not None and alone and ir.precision_of(source.aval) is target:
+            why = "narrows what was just widened: exact without both casts"
+            return Decision(Action.DROP, kind, target, (None,), why)
+        return keep(eqn, kind, "a cast that the user wrote")
 
     def _lower(
         self,
@@ -170,22 +194,22 @@ class Planner:
         kind, name = table.kind, eqn.primitive.name
         blocked = (
             self._blocked(eqn, table, ordered, adds)
-            or _guarded(eqn, facts, target, table)
+            or guarded(eqn, facts, target, table)
             or self._rounded_by_readers(eqn, facts, table, target)
         )
         if blocked:
-            return _keep(eqn, kind, blocked)
+            return keep(eqn, kind, blocked)
         elementwise_low = OpKind.ELEMENTWISE in self.policy.orders
         if kind is OpKind.COMPUTE and not (contracts(eqn) or elementwise_low):
-            return _keep(eqn, kind, "an elementwise product: nothing is contracted")
+            return keep(eqn, kind, "an elementwise product: nothing is contracted")
         moves_low = (
             kind is OpKind.DATA_MOVEMENT
             and not table.spreads
-            and all(not ir.is_literal(v) and stored.get(v) is target for v in _float_vars(eqn))
+            and all(not ir.is_literal(v) and stored.get(v) is target for v in float_vars(eqn))
         )
         if not (ordered or moves_low):
-            return _keep(eqn, kind, f"may run in {target}; wide costs nothing inside a fusion")
-        held = _stored_precision(name, target, table)
+            return keep(eqn, kind, f"may run in {target}; wide costs nothing inside a fusion")
+        held = stored_precision(name, target, table)
         results = tuple(held if ir.precision_of(v.aval) else None for v in eqn.outvars)
         reason = "moves a low value" if not ordered else why
         return Decision(Action.LOWER, kind, target, results, reason)
@@ -226,6 +250,13 @@ class Planner:
         read = any(readers.get(v) for v in eqn.outvars)
         return f"every reader rounds to {target}" if rounds and read else None
 
+    def _widened_from(self, body: int, atom: Any) -> Any:
+        """The low variable of which a value is a widening cast, or None."""
+        if body not in self.widenings:
+            opened = ir.open_jaxpr(self.graph.bodies[body].jaxpr)
+            self.widenings[body] = dict(filter(None, map(ir.widening, opened.eqns)))
+        return None if ir.is_literal(atom) else self.widenings[body].get(atom)
+
     def _readers(self, body: int) -> dict[Any, list[Any]]:
         """Of each variable of a body: the equations that read it, None for its border."""
         if body not in self.readers:
@@ -240,14 +271,14 @@ class Planner:
 
     def _boundary(self, row: int, floats: set[Precision]) -> Decision:
         eqn = self.graph.eqns[row]
-        products = [name for j in ir.hidden_jaxprs(eqn) for name in _product_names(j)]
+        products = [name for j in ir.hidden_jaxprs(eqn) for name in product_names(j)]
         if products:
             self.notes.append(
-                f"{eqn.primitive.name} at {ir.source_of(eqn)} is not entered and contains "
+                f"{ir.name_of(eqn)} at {ir.source_of(eqn)} is not entered and contains "
                 f"{len(products)} product(s): they keep their precision"
             )
         reason = "keeps its exact dtypes" if floats else "no floating-point values"
-        return _keep(eqn, OpKind.BOUNDARY, reason)
+        return keep(eqn, OpKind.BOUNDARY, reason)
 
     def _target(self, row: int, table: Op) -> tuple[Precision, str, bool]:
         """The precision that is asked for, by whom, and whether as an order."""
@@ -276,90 +307,3 @@ class Planner:
                 self.matched.add(rule)
                 return rule
         return None
-
-
-_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call"})
-
-
-def view_of(eqn: Any, scope: str) -> EqnView:
-    """What rules see of an equation under a whole name stack."""
-    source = ir.source_of(eqn)
-
-    def shapes(atoms: list[Any]) -> tuple[tuple[Any, ...], ...]:
-        return tuple(tuple(getattr(v.aval, "shape", ())) for v in atoms)
-
-    def dtypes(atoms: list[Any]) -> tuple[str, ...]:
-        return tuple(str(getattr(v.aval, "dtype", "")) for v in atoms)
-
-    return EqnView(
-        eqn.primitive.name,
-        op(eqn.primitive.name).kind,
-        clean_scope(scope),
-        source.file,
-        source.function,
-        source.line,
-        shapes(eqn.invars),
-        dtypes(eqn.invars),
-        shapes(eqn.outvars),
-        dtypes(eqn.outvars),
-        eqn.params,
-    )
-
-
-def contracts(eqn: Any) -> bool:
-    """Whether a product sums over anything; an outer or elementwise product does not."""
-    if eqn.primitive.name != "dot_general":
-        return True
-    (contracting, _), _ = eqn.params["dimension_numbers"]
-    return len(contracting) > 0
-
-
-def _guarded(eqn: Any, facts: Facts, target: Precision, table: Op) -> str | None:
-    for position, atom in enumerate((*eqn.invars, *eqn.outvars)):
-        if ir.precision_of(atom.aval) is None:
-            continue
-        fact = facts.of(atom)
-        if fact.random and table.kind is not OpKind.COMPUTE:
-            return "follows random bits: a sampler's digits"
-        found = guard(fact, target)
-        if found:
-            what = "an operand" if position < len(eqn.invars) else "its result"
-            return f"{what} {found}"
-    return None
-
-
-def _keep(eqn: Any, kind: OpKind, reason: str) -> Decision:
-    native = next((p for v in eqn.outvars if (p := ir.precision_of(v.aval))), None)
-    return Decision(Action.KEEP, kind, native, (None,) * len(eqn.outvars), reason)
-
-
-def _widen(eqn: Any, table: Op, target: Precision, reason: str) -> Decision:
-    stored = tuple(target if ir.precision_of(v.aval) else None for v in eqn.outvars)
-    is_cast = eqn.primitive.name == "convert_element_type"
-    drops = is_cast and bool(ir.precision_of(eqn.invars[0].aval)) and stored[0] is not None
-    return Decision(Action.DROP if drops else Action.WIDEN, table.kind, target, stored, reason)
-
-
-def _stored_precision(name: str, target: Precision, table: Op) -> Precision | None:
-    # (low, low) -> f32 is the fast and the accurate form of a dot; convolutions have none
-    if table.kind is OpKind.COMPUTE and name == "dot_general":
-        return None
-    return target
-
-
-def _float_vars(eqn: Any) -> list[Any]:
-    return [v for v in eqn.invars if ir.precision_of(v.aval)]
-
-
-def _has_low(eqn: Any) -> bool:
-    inside = (a for body in ir.bodies(eqn) for a in ir.all_avals(body.jaxpr))
-    return any(p.is_low for a in inside if (p := ir.precision_of(a)))
-
-
-def _border_is_low(jaxpr: Any) -> bool:
-    border = (*ir.in_avals(jaxpr), *ir.out_avals(jaxpr))
-    return any(p.is_low for a in border if (p := ir.precision_of(a)))
-
-
-def _product_names(jaxpr: Any) -> list[str]:
-    return [e.primitive.name for e in ir.all_eqns(jaxpr) if e.primitive.name in _PRODUCTS]

@@ -95,6 +95,8 @@ class Rewriter:
         else:
             with ir.context_of(eqn):
                 results = ir.bind(eqn, [env.read(v) for v in eqn.invars])
+        if (pair := ir.widening(eqn)) is not None and decision.action is Action.KEEP:
+            env.widened_from.update([pair])
         for var, value, stored in zip(eqn.outvars, results, decision.stored, strict=True):
             env.write(var, value, stored)
 
@@ -134,6 +136,7 @@ class _Env:
     def __init__(self, opened: Any, consts: Sequence[Any], args: Sequence[Any]) -> None:
         self.values: dict[Any, tuple[Any, Precision | None]] = {}
         self.low_copies: dict[Any, Any] = {}
+        self.widened_from: dict[Any, Any] = {}
         self.uses: dict[Any, int] = {}
         for eqn in opened.eqns:
             weight = 2 if ir.bodies(eqn) else 1
@@ -174,9 +177,12 @@ class _Env:
             return self.read(atom)
         if ir.is_literal(atom):
             return np.asarray(atom.val, precision.dtype)
-        value = self.values[atom][0]
-        same = value.dtype == precision.dtype
-        return value if same else lax.convert_element_type(value, precision.dtype)
+        return _as(self._nearest(atom, precision), precision)
+
+    def _nearest(self, atom: Any, precision: Precision) -> Any:
+        source = self.widened_from.get(atom)
+        widened = source is not None and ir.precision_of(source.aval) is precision
+        return self.values[source if widened else atom][0]
 
     def low_copy(self, atom: Any, precision: Precision) -> Any:
         """A low copy that all products share; no derivative passes through it."""
@@ -184,10 +190,7 @@ class _Env:
             return self.read_as(atom, precision)
         key = (atom, precision)
         if key not in self.low_copies:
-            value = lax.stop_gradient(self.values[atom][0])
-            same = value.dtype == precision.dtype
-            low = value if same else lax.convert_element_type(value, precision.dtype)
-            self.low_copies[key] = low
+            self.low_copies[key] = _as(lax.stop_gradient(self._nearest(atom, precision)), precision)
         return self.low_copies[key]
 
     def output(self, atom: Any, widens: bool) -> Any:

@@ -22,6 +22,7 @@ from precpass.jaxpr.bodies import (
     all_eqns_of,
     bodies,
     hidden_jaxprs,
+    name_of,
     scan_split,
     with_bodies,
 )
@@ -39,6 +40,7 @@ from precpass.jaxpr.reading import (
     scope_of,
     source_of,
     user_order,
+    widening,
 )
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "in_avals",
     "is_carrier",
     "is_literal",
+    "name_of",
     "open_jaxpr",
     "out_avals",
     "platform",
@@ -71,6 +74,7 @@ __all__ = [
     "trace_shaped",
     "transpose",
     "user_order",
+    "widening",
     "with_bodies",
     "with_rewritten_rules",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.extend.core as jex
+import jax.stages
 import numpy as np
 
 from precpass.jaxpr.reading import in_avals, open_jaxpr
@@ -155,15 +156,24 @@ def _is_ref(aval: Any) -> bool:
 def hidden_jaxprs(eqn: Any) -> list[Any]:
     """The jaxprs inside an equation that is not entered, scalar combiners apart.
 
-    From 0.12 `call_hi_primitive` holds them in attributes of its `_prim` param.
+    `call_hi_primitive`, which `lax.custom_root` is from 0.12 and which JAX's
+    flags `jax_remat3`, `jax_custom_jvp3`, `jax_custom_vjp3` and `jax_scan3` make,
+    holds them in attributes of its `_prim` param, as jaxprs or as `jax.stages.Traced`.
     """
     if eqn.primitive.name in _COMBINERS or eqn.primitive.name.startswith("scatter"):
         return []
     params = dict(eqn.params)
-    for value in eqn.params.values():
-        if eqn.primitive.name == "call_hi_primitive" and hasattr(value, "__dict__"):
-            params.update(vars(value))
+    if eqn.primitive.name == "call_hi_primitive":
+        for name, value in vars(eqn.params["_prim"]).items():
+            params[name] = value.jaxpr if isinstance(value, jax.stages.Traced) else value
     return list(jex.jaxprs_in_params(params))
+
+
+def name_of(eqn: Any) -> str:
+    """The primitive's name, with the hidden one's where it hides one."""
+    hidden = eqn.params.get("_prim")
+    name = eqn.primitive.name
+    return name if hidden is None else f"{name} ({type(hidden).__name__})"
 
 
 def with_bodies(eqn: Any, found: Sequence[Body], new: Sequence[Any]) -> dict[str, Any]:

@@ -99,6 +99,15 @@ def user_order(eqn: Any) -> str | None:
     return f"out_dtype={np.dtype(out_dtype).name}" if out_dtype is not None else None
 
 
+def widening(eqn: Any) -> tuple[Any, Any] | None:
+    """The result and the operand of a cast from a low to a wider format, else None."""
+    if eqn.primitive.name != "convert_element_type" or is_literal(eqn.invars[0]):
+        return None
+    before, after = precision_of(eqn.invars[0].aval), precision_of(eqn.outvars[0].aval)
+    widens = before is not None and after is not None and before.is_low and not after.is_low
+    return (eqn.outvars[0], eqn.invars[0]) if widens else None
+
+
 CARRIER = "precpass_carrier"
 """The name of the function that carries a lowered product's derivative."""
 
