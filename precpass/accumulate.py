@@ -11,7 +11,7 @@ from typing import Any
 from precpass import jaxpr as ir
 from precpass.opkinds import OpKind, op
 
-__all__ = ["Pairs", "accumulating"]
+__all__ = ["Pairs", "accumulating", "cyclic_pairs"]
 
 Pairs = frozenset[tuple[int, int]]
 
@@ -39,6 +39,36 @@ def accumulating(jaxpr: Any, carried: Pairs) -> frozenset[int]:
         after = _forward(opened, opened.invars[invar])
         found |= _backward(opened, end, after)
     return frozenset(found)
+
+
+def cyclic_pairs(body: ir.Body) -> Pairs:
+    """The pairs (invar, outvar) of a loop's carry that lie on an additive cycle.
+
+    A carry may accumulate through others: two that change places and add one
+    each trip are both sums.
+    """
+    opened = ir.open_jaxpr(body.jaxpr)
+    invar_of = {outvar: invar for invar, outvar in body.carry}
+    reaches: dict[int, set[int]] = {}
+    for invar in invar_of.values():
+        start = opened.invars[invar]
+        rows = _forward(opened, start)
+        made = {start, *(v for row in rows for v in opened.eqns[row].outvars)}
+        ends = ((o, opened.outvars[o]) for o in invar_of)
+        reaches[invar] = {o for o, v in ends if not ir.is_literal(v) and v in made}
+
+    def returns(first: int, target: int) -> bool:
+        seen, stack = set[int](), [first]
+        while stack:
+            at = stack.pop()
+            if at == target:
+                return True
+            if at not in seen:
+                seen.add(at)
+                stack.extend(invar_of[o] for o in reaches[at])
+        return False
+
+    return frozenset((i, o) for i, outs in reaches.items() for o in outs if returns(invar_of[o], i))
 
 
 def _passes(eqn: Any) -> bool:

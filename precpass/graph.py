@@ -213,12 +213,20 @@ class _Builder:
                 last, first = self._value(atom, child, -1), opened.invars[invar]
                 self.links.append((last, self._value(first, child, -1)))
 
+    def _total_calls(self) -> list[float]:
+        totals: dict[int, float] = {0: 1.0}
+
+        # callers first, wherever they were met: a body's first caller need not be its last
+        def total(body: int) -> float:
+            if body not in totals:
+                totals[body] = sum(trips * total(at) for at, trips in self.calls[body])
+            return totals[body]
+
+        return [total(body) for body in range(len(self.bodies))]
+
     def graph(self) -> Graph:
         """The columns."""
-        calls = [1.0]
-        for callers in self.calls[1:]:
-            # a body is added after its first caller, but a shared one can be called from later
-            calls.append(sum(trips * calls[at] for at, trips in callers if at < len(calls)))
+        calls = self._total_calls()
         bodies = tuple(
             BodyNode(*body, calls=times) for body, times in zip(self.bodies, calls, strict=True)
         )

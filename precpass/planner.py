@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.accumulate import Pairs, accumulating
+from precpass.accumulate import Pairs, accumulating, cyclic_pairs
 from precpass.equations import (
     border_is_low,
     contracts,
@@ -54,7 +54,9 @@ def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:
     return innermost_keep(scope)
 
 
-_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call"})
+_WITH_RULES = frozenset(
+    ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call", "remat_opt")
+)
 
 
 class Planner:
@@ -69,6 +71,8 @@ class Planner:
         self.notes: list[str] = []
         self.shared: dict[Any, Plan] = {}
         self.memo: dict[Any, Plan] = {}
+        # without an order beyond products, no equation that adds is lowered
+        self._orders = bool(policy.rules or policy.orders - {OpKind.COMPUTE})
         self.readers: dict[int, dict[Any, list[Any]]] = {}
         self.widenings: dict[int, dict[Any, Any]] = {}
 
@@ -111,7 +115,9 @@ class Planner:
         eqn = self.graph.eqns[row]
         inner: list[Plan] = []
         for (body, _), inside in zip(self.graph.children[row], facts.inner[row], strict=True):
-            pairs = frozenset(body.carry)
+            pairs = (
+                cyclic_pairs(body) if body.carry and self._orders else frozenset[tuple[int, int]]()
+            )
             if adds:
                 pairs |= {
                     (i, o) for i in range(len(body.operands)) for o in range(len(body.results))

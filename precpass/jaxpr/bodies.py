@@ -129,6 +129,7 @@ _ENTERED: dict[str, Callable[[Any], tuple[Body, ...]]] = {
     "cond": _cond,
     "custom_jvp_call": _whole("call_jaxpr", fixed=True),
     "custom_vjp_call": _whole("call_jaxpr", fixed=True),
+    "remat_opt": _whole("fwd_jaxpr", fixed=True),
     "custom_vmap_call": _whole("call", fixed=True),
     "linear_call": _whole("callee", fixed=True),
     "composite": _call,

@@ -27,6 +27,8 @@ def with_rewritten_rules(primitive: str, params: dict[str, Any], rewrite: Rewrit
     elif primitive == "custom_vjp_call":
         params["fwd_jaxpr_thunk"] = _rewritten_thunk(params["fwd_jaxpr_thunk"], rewrite, False)
         params["bwd"] = _rewritten_bwd(params["bwd"], rewrite)
+    elif primitive == "remat_opt":
+        params["fun_jaxpr_thunk"] = _rewritten_primal(params["fun_jaxpr_thunk"], rewrite)
     elif primitive == "custom_vmap_call":
         params["rule"] = _rewritten_function(params["rule"], rewrite)
     elif primitive == "linear_call":
@@ -38,6 +40,15 @@ def _rewritten_thunk(f: Callable[..., Any], rewrite: Rewrite, is_linear: bool, *
     jaxpr, consts, *rest = f(*zeros)
     new = rewrite(_closed(jaxpr, consts), is_linear)
     return open_jaxpr(new), consts_of(new), *rest
+
+
+def _rewritten_primal(thunk: Callable[..., Any], rewrite: Rewrite) -> Callable[..., Any]:
+    def rewritten() -> Any:
+        jaxpr, consts = thunk()
+        new = rewrite(_closed(jaxpr, consts), False)
+        return open_jaxpr(new), consts_of(new)
+
+    return rewritten
 
 
 def _closed(jaxpr: Any, consts: Sequence[Any]) -> Any:
