@@ -16,7 +16,19 @@ __all__ = ["Pairs", "accumulating", "cyclic_pairs"]
 Pairs = frozenset[tuple[int, int]]
 
 _ADDS = frozenset(
-    ("add", "sub", "add_any", "mul", "neg", "copy", "select_n", "convert_element_type")
+    (
+        "add",
+        "sub",
+        "add_any",
+        "mul",
+        "neg",
+        "copy",
+        "select_n",
+        "convert_element_type",
+        "max",
+        "min",
+        "clamp",
+    )
 )
 
 

@@ -29,6 +29,8 @@ class Fact(NamedTuple):
 
     Attributes:
         lo, hi: bounds of the finite elements.
+        reaches: a magnitude that an element may well have, since a constant with
+            it was selected into the value or added to it; 0 where none is known.
         tiny: the smallest nonzero magnitude, where known; else 0.
         integer: every element is an integer.
         constant: the elements themselves are known.
@@ -41,6 +43,7 @@ class Fact(NamedTuple):
     integer: bool = False
     constant: bool = False
     random: bool = False
+    reaches: float = 0.0
 
 
 ANY = Fact()
@@ -69,15 +72,16 @@ class Facts:
 
 def guard(fact: Fact, target: Precision) -> str | None:
     """Why a value with this fact must not be held in `target`, or None."""
-    largest = max(abs(fact.lo), abs(fact.hi))
-    if math.isfinite(largest) and largest > target.max:
+    bound = max(abs(fact.lo), abs(fact.hi))
+    largest = bound if math.isfinite(bound) else fact.reaches
+    if largest > target.max:
         return f"reaches {largest:.3g}, above {target}'s largest value {target.max:.3g}"
     if fact.constant and 0.0 < fact.tiny < target.smallest_normal:
         return (
             f"{fact.tiny:.3g} vanishes in {target} (smallest normal {target.smallest_normal:.3g})"
         )
-    if fact.integer and not largest <= target.exact_integers:
-        return f"integers up to {largest:.3g}; {target} is exact only to {target.exact_integers}"
+    if fact.integer and bound > target.exact_integers:
+        return f"integers up to {bound:.3g}; {target} is exact only to {target.exact_integers}"
     return None
 
 
@@ -224,8 +228,16 @@ def _results(eqn: Any, operands: list[Fact]) -> list[Fact]:
         row = op(name)
         moves = row.kind is OpKind.DATA_MOVEMENT or (row.selects and row.kind is OpKind.REDUCTION)
         known = _hull(_data(eqn, operands)) if moves and operands else ANY
+    if name in _KEEPS_REACH:
+        known = known._replace(reaches=_reach(operands))
     random = _stays_random(name, operands)
     return [_clipped(known, aval)._replace(random=random) for aval in avals]
+
+
+# A mask's constant survives what adds to it or chooses among values.
+_KEEPS_REACH = frozenset(
+    ("add", "sub", "add_any", "max", "min", "neg", "abs", "convert_element_type", "stop_gradient")
+)
 
 
 def _stays_random(name: str, operands: list[Fact]) -> bool:
@@ -266,7 +278,13 @@ def _hull(facts: Sequence[Fact]) -> Fact:
         min(tiny) if tiny else 0.0,
         all(f.integer for f in facts),
         all(f.constant for f in facts),
+        reaches=_reach(facts),
     )
+
+
+def _reach(facts: Sequence[Fact]) -> float:
+    known = (max(abs(f.lo), abs(f.hi)) if f.constant else f.reaches for f in facts)
+    return max(filter(math.isfinite, known), default=0.0)
 
 
 def _interval(combine: Callable[..., list[float]]) -> Callable[[Any, list[Fact]], Fact]:

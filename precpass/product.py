@@ -25,8 +25,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from precpass import jaxpr as ir
+from precpass.precision import Precision
 
-__all__ = ["linear_product", "lowered"]
+__all__ = ["linear_product", "low_copy", "lowered"]
 
 Params = dict[str, Any]
 
@@ -49,7 +50,7 @@ def lowered(
     lhs, rhs, *rest = operands
     low = low_operands[0].dtype
     is_dot = eqn.primitive.name == "dot_general"
-    if ir.platform() in _FUSING:
+    if not _needs_barriers(low):
         out = _bind(eqn, low_operands, rest, eqn.params, dtype)
     else:
         form = _runnable(eqn, low_operands) if is_dot else (low_operands, eqn.params)
@@ -85,16 +86,33 @@ def _bind(
     return out if result == dtype else lax.convert_element_type(out, dtype)
 
 
-# Their kernels take every layout, and a barrier would cost the fusion behind the product.
-_FUSING = frozenset({"gpu", "cuda", "rocm", "tpu"})
+def low_copy(x: Any, precision: Precision) -> Any:
+    """A copy of a product's operand in a low format, which any number of products may share.
+
+    No derivative passes through it.
+    """
+    x = lax.stop_gradient(x)
+    low = x if x.dtype == precision.dtype else lax.convert_element_type(x, precision.dtype)
+    return lax.optimization_barrier(low) if _needs_barriers(low.dtype) else low
+
+
+def _needs_barriers(low: np.dtype[Any]) -> bool:
+    """Whether XLA must be kept from folding transposes into a product.
+
+    XLA:CPU folds them into (bf16, bf16) -> f32 products for which it then has no
+    kernel (see `_runnable`). The kernels of the other platforms take every
+    layout, and a barrier would cost the fusion behind the product.
+    """
+    known = ir.platform() in ("gpu", "cuda", "rocm", "tpu")
+    return low == Precision.BF16.dtype and not known
 
 
 def _runnable(eqn: Any, pair: Sequence[Any]) -> tuple[Sequence[Any], Params] | None:
     """The form of a (low, low) -> f32 dot that XLA:CPU has a kernel for.
 
     It has none (at run time: "Unsupported element type for DotThunk") where a
-    transpose is folded into the product from behind, hence the barrier there,
-    and where the left operand has its contracted dimensions before the kept
+    transpose is folded into the product from before or behind, hence the barriers
+    there, and where the left operand has its contracted dimensions before the kept
     ones while the right one is not laid out as (batch, contracted, kept): 12 of
     72 layouts, on jax 0.10.2 and 0.12.0. So the right one is transposed, behind
     a barrier through which nothing folds. Where it has that order already the

@@ -19,7 +19,7 @@ from precpass.island import run_island
 from precpass.opkinds import OpKind, op
 from precpass.plan import Action, Decision, Plan
 from precpass.precision import Precision
-from precpass.product import linear_product, lowered
+from precpass.product import linear_product, low_copy, lowered
 
 __all__ = ["Rewriter"]
 
@@ -190,7 +190,7 @@ class _Env:
             return self.read_as(atom, precision)
         key = (atom, precision)
         if key not in self.low_copies:
-            self.low_copies[key] = _as(lax.stop_gradient(self._nearest(atom, precision)), precision)
+            self.low_copies[key] = low_copy(self._nearest(atom, precision), precision)
         return self.low_copies[key]
 
     def output(self, atom: Any, widens: bool) -> Any:

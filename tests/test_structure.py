@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("precision", "opkinds", "rules", "policy", "jaxpr", "graph", "facts"),
         *("accumulate", "plan", "equations"),
     },
-    "product": {"jaxpr"},
+    "product": {"precision", "jaxpr"},
     "island": {"precision", "jaxpr", "plan"},
     "rewrite": {"precision", "opkinds", "jaxpr", "graph", "plan", "product", "island"},
     "inspection": {"opkinds", "policy", "jaxpr", "graph", "plan"},
