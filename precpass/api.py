@@ -16,7 +16,7 @@ from precpass import jaxpr as ir
 from precpass.inspection import Inspection
 from precpass.opkinds import OpKind
 from precpass.plan import Action, Plan
-from precpass.planner import make_plan
+from precpass.planner import make_plan, unchanged_plan
 from precpass.policy import AutoMixedBf16, PrecisionPolicy, PrecisionWarning
 from precpass.precision import Precision
 from precpass.rewrite import Rewriter
@@ -95,20 +95,21 @@ class Mixed:
         self.jit_options = jit_options
         self._jitted: dict[Any, Any] = {}
 
-    def _resolved(self) -> tuple[PrecisionPolicy | None, Precision | None]:
+    def resolved(self) -> tuple[PrecisionPolicy | None, str]:
+        """The policy that counts here, None where the pass is off, and the scope around a call."""
         policy, kept = _context.value
         if _SWITCHED_OFF or policy == _OFF:
-            return None, None
+            return None, ""
         assert not isinstance(policy, str)
-        return self.policy or policy or AutoMixedBf16, kept
+        return self.policy or policy or AutoMixedBf16, "" if kept is None else keep_scope(kept)
 
     @property
     def jitted(self) -> Any:
         """The `jax.jit` function that a call in this context runs."""
-        key = self._resolved()
+        key = self.resolved()
         if key not in self._jitted:
-            policy, kept = key
-            fn = self.__wrapped__ if policy is None else rewritten(self.__wrapped__, policy, kept)
+            policy, scope = key
+            fn = self.__wrapped__ if policy is None else rewritten(self.__wrapped__, policy, scope)
             self._jitted[key] = jax.jit(fn, **self.jit_options)
         return self._jitted[key]
 
@@ -189,11 +190,8 @@ def auto_mixed(fn: Any = None, *, policy: Any = None, **jit_options: Any) -> Any
     return Mixed(fn, parsed, jit_options)
 
 
-def rewritten(
-    fn: Callable[..., Any], policy: PrecisionPolicy, kept: Precision | None = None
-) -> Callable[..., Any]:
-    """`fn` under a policy, without the `jax.jit` around it."""
-    scope = "" if kept is None else keep_scope(kept)
+def rewritten(fn: Callable[..., Any], policy: PrecisionPolicy, scope: str) -> Callable[..., Any]:
+    """`fn` under a policy and inside a name scope, without the `jax.jit` around it."""
 
     @functools.wraps(fn)
     def mixed(*args: Any, **kwargs: Any) -> Any:
@@ -276,18 +274,21 @@ def inspect(
         >>> print(inspect(lambda x: x @ x)(jnp.ones((4, 4))).plan)
         <Plan: 1 of 1 products lowered, 1 equations lowered, 1 in all>
     """
+    owner: tuple[Any, ...] = ()
+    if isinstance(fn, types.MethodType) and isinstance(fn.__func__, Mixed):
+        fn, owner = fn.__func__, (fn.__self__,)
     mixed = fn if isinstance(fn, Mixed) else auto_mixed(fn, policy=policy)
-    if isinstance(fn, Mixed) and policy is not None:
-        mixed = Mixed(fn.__wrapped__, PrecisionPolicy.parse(policy), fn.jit_options)
+    if policy is not None:
+        mixed = Mixed(mixed.__wrapped__, PrecisionPolicy.parse(policy), mixed.jit_options)
 
     def inspected(*args: Any, **kwargs: Any) -> Inspection:
-        resolved, kept = mixed._resolved()  # pyright: ignore[reportPrivateUsage] -- same module
-        resolved = resolved or PrecisionPolicy.parse("AlwaysF32")
-        scope = "" if kept is None else keep_scope(kept)
+        resolved, scope = mixed.resolved()
         options = {k: v for k, v in mixed.jit_options.items() if k.startswith("static_")}
-        before = jax.jit(mixed.__wrapped__, **options).trace(*args, **kwargs).jaxpr
+        traced = jax.jit(mixed.__wrapped__, **options).trace(*owner, *args, **kwargs)
+        before = after = traced.jaxpr
+        if resolved is None:
+            return Inspection(before, unchanged_plan(before), after, None, scope)
         plan = _checked_plan(before, resolved, scope, _name(mixed.__wrapped__))
-        after = before
         if plan.changes or resolved.output is not None:
             after = ir.retrace(before, lambda *xs: _run(before, plan, xs, resolved, scope))
         return Inspection(before, plan, after, resolved, scope)

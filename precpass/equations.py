@@ -14,9 +14,8 @@ from precpass.rules import EqnView, clean_scope
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 
 
-def view_of(eqn: Any, scope: str) -> EqnView:
+def view_of(eqn: Any, scope: str, source: ir.Source) -> EqnView:
     """What rules see of an equation under a whole name stack."""
-    source = ir.source_of(eqn)
 
     def shapes(atoms: list[Any]) -> tuple[tuple[Any, ...], ...]:
         return tuple(tuple(getattr(v.aval, "shape", ())) for v in atoms)
@@ -49,12 +48,17 @@ def contracts(eqn: Any) -> bool:
 
 def guarded(eqn: Any, facts: Facts, target: Precision, table: Op) -> str | None:
     """Why the facts forbid an equation to run in `target`, or None."""
+    if table.kind is not OpKind.COMPUTE and all(facts.of(v).constant for v in eqn.invars):
+        return "made of constants alone: computed once, as written"
     for position, atom in enumerate((*eqn.invars, *eqn.outvars)):
         if ir.precision_of(atom.aval) is None:
             continue
         fact = facts.of(atom)
-        if fact.random and table.kind is not OpKind.COMPUTE:
+        if fact.random and position >= len(eqn.invars):
             return "follows random bits: a sampler's digits"
+        if table.kind is OpKind.COMPUTE:
+            # in a sum of products only an operand that vanishes as a whole matters
+            fact = fact._replace(tiny=fact.reaches if fact.constant else 0.0)
         found = guard(fact, target)
         if found:
             what = "an operand" if position < len(eqn.invars) else "its result"

@@ -34,12 +34,14 @@ class BodyNode:
     Attributes:
         jaxpr: as it was found, open or closed.
         scope: the callers' name scopes, joined; "" at the root.
+        source: the first caller's source line.
         start, stop: its equations' rows in the graph's columns.
         calls: how often it runs in one run of the root.
     """
 
     jaxpr: Any
     scope: str
+    source: ir.Source
     start: int
     stop: int
     calls: float
@@ -90,6 +92,11 @@ class Graph:
         """The whole name scope of an equation, its callers' scopes first."""
         return join_scopes(self.bodies[int(self.body[row])].scope, ir.scope_of(self.eqns[row]))
 
+    def source(self, row: int) -> ir.Source:
+        """The source line of an equation; its caller's where JAX recorded none of its own."""
+        own = ir.source_of(self.eqns[row])
+        return own if own.file else self.bodies[int(self.body[row])].source
+
     def to_networkx(self) -> Any:
         """The dataflow as a `networkx.MultiDiGraph`.
 
@@ -101,13 +108,13 @@ class Graph:
         import networkx as nx  # its import costs as much as planning a model
 
         graph = nx.MultiDiGraph()
-        for row, eqn in enumerate(self.eqns):
+        for row in range(len(self.eqns)):
             graph.add_node(
                 ("eqn", row),
                 primitive=self.primitives[row],
                 kind=str(_KINDS[self.kinds[row]]),
                 scope=self.scope(row),
-                source=str(ir.source_of(eqn)),
+                source=str(self.source(row)),
                 flops=float(self.flops[row]),
                 calls=float(self.calls[row]),
             )
@@ -136,7 +143,7 @@ class Graph:
                 when this gives the same value for both.
         """
         builder = _Builder(distinguish)
-        builder.add(jaxpr, "")
+        builder.add(jaxpr, "", ir.Source())
         return builder.graph()
 
 
@@ -150,7 +157,7 @@ class _Builder:
     def __init__(self, distinguish: Callable[[str], Hashable]) -> None:
         self.distinguish = distinguish
         self.index: dict[Any, int] = {}
-        self.bodies: list[tuple[Any, str, int, int]] = []
+        self.bodies: list[tuple[Any, str, ir.Source, int, int]] = []
         self.eqns: list[Any] = []
         self.body: list[int] = []
         self.children: dict[int, tuple[tuple[ir.Body, int], ...]] = {}
@@ -160,7 +167,7 @@ class _Builder:
         self.edges: list[tuple[int, int]] = []
         self.links: list[tuple[int, int]] = []
 
-    def add(self, jaxpr: Any, scope: str) -> int:
+    def add(self, jaxpr: Any, scope: str, source: ir.Source) -> int:
         """The index of the body for `jaxpr` under `scope`, added where it is new."""
         key = (id(ir.open_jaxpr(jaxpr)), self.distinguish(scope))
         if key in self.index:
@@ -168,14 +175,14 @@ class _Builder:
         at = self.index[key] = len(self.bodies)
         opened = ir.open_jaxpr(jaxpr)
         start, stop = len(self.eqns), len(self.eqns) + len(opened.eqns)
-        self.bodies.append((jaxpr, scope, start, stop))
+        self.bodies.append((jaxpr, scope, source, start, stop))
         self.calls.append([])
         self.eqns.extend(opened.eqns)
         self.body.extend([at] * len(opened.eqns))
         for var in (*opened.constvars, *opened.invars):
             self._value(var, at, -1)
         for row, eqn in enumerate(opened.eqns, start):
-            self._eqn(row, eqn, at, scope)
+            self._eqn(row, eqn, at)
         return at
 
     def _value(self, var: Any, body: int, producer: int) -> int:
@@ -184,13 +191,16 @@ class _Builder:
             self.producers.append(producer)
         return row
 
-    def _eqn(self, row: int, eqn: Any, at: int, scope: str) -> None:
+    def _eqn(self, row: int, eqn: Any, at: int) -> None:
+        _, scope, source, _, _ = self.bodies[at]
         reads = [None if ir.is_literal(v) else self._value(v, at, -1) for v in eqn.invars]
         self.edges.extend((value, row) for value in reads if value is not None)
         makes = [self._value(v, at, row) for v in eqn.outvars]
         inner: list[tuple[ir.Body, int]] = []
         for body in ir.bodies(eqn):
-            child = self.add(body.jaxpr, join_scopes(scope, ir.scope_of(eqn)))
+            own = ir.source_of(eqn)
+            inside = join_scopes(scope, ir.scope_of(eqn))
+            child = self.add(body.jaxpr, inside, own if own.file else source)
             trips = NOMINAL_SIZE if body.trips is None else body.trips
             self.calls[child].append((at, float(_size((trips,)))))
             inner.append((body, child))

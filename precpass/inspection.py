@@ -25,14 +25,14 @@ class Inspection:
         before: the jaxpr as the user's function traces.
         plan: the decision for every equation.
         after: the rewritten jaxpr; `before` itself where nothing changes.
-        policy: the policy that was asked for.
+        policy: the policy that was asked for; None where the pass is switched off.
         scope: the name scope around the program; "" unless inside `keep`.
     """
 
     before: Any
     plan: Plan
     after: Any
-    policy: PrecisionPolicy
+    policy: PrecisionPolicy | None
     scope: str = ""
 
     @property
@@ -40,9 +40,9 @@ class Inspection:
         """The dataflow of `before` as a `networkx.MultiDiGraph` (see `Graph.to_networkx`)."""
         return Graph.build(self.before).to_networkx()
 
-    def decisions(self) -> Iterator[tuple[Any, Decision]]:
-        """Each equation of the program and its bodies with its decision, shared bodies once."""
-        yield from _paired(self.before, self.plan, set())
+    def decisions(self) -> Iterator[tuple[Any, Decision, ir.Source]]:
+        """Each equation, its decision and its source line; bodies included, shared ones once."""
+        yield from _paired(self.before, self.plan, ir.Source(), set())
 
     def diff(self) -> str:
         """The equations that change, by source line, each with its reason.
@@ -52,10 +52,10 @@ class Inspection:
             under it one line per distinct change; the totals at the end.
         """
         by_line: dict[ir.Source, dict[str, int]] = {}
-        for eqn, decision in self.decisions():
+        for eqn, decision, source in self.decisions():
             if decision.action in (Action.KEEP, Action.ENTER):
                 continue
-            changes = by_line.setdefault(ir.source_of(eqn), {})
+            changes = by_line.setdefault(source, {})
             text = _change(eqn, decision)
             changes[text] = changes.get(text, 0) + 1
         lines: list[str] = []
@@ -64,32 +64,40 @@ class Inspection:
             lines += [f"  {text}{f'  ({n} times)' if n > 1 else ''}" for text, n in changes.items()]
         return "\n".join([*lines, self._totals()])
 
+    @property
+    def _policy_name(self) -> str:
+        return "switched off" if self.policy is None else self.policy.name
+
     def _totals(self) -> str:
         counts = self.plan.count()
         lowered = sum(n for (_, a), n in counts.items() if a is Action.LOWER)
         widened = sum(n for (_, a), n in counts.items() if a in (Action.WIDEN, Action.DROP))
         total = sum(n for (_, a), n in counts.items() if a is not Action.ENTER)
         return (
-            f"{self.policy.name}: {lowered} of {total} equations lowered, {widened} widened, "
+            f"{self._policy_name}: {lowered} of {total} equations lowered, {widened} widened, "
             f"{total - lowered - widened} as written"
         )
 
     def __repr__(self) -> str:
-        return f"<Inspection under {self.policy.name}: {self.plan!r}>"
+        return f"<Inspection under {self._policy_name}: {self.plan!r}>"
 
     def __str__(self) -> str:
         return self.diff()
 
 
-def _paired(jaxpr: Any, plan: Plan, seen: set[Any]) -> Iterator[tuple[Any, Decision]]:
+def _paired(
+    jaxpr: Any, plan: Plan, caller: ir.Source, seen: set[Any]
+) -> Iterator[tuple[Any, Decision, ir.Source]]:
     key = (id(ir.open_jaxpr(jaxpr)), plan)
     if key in seen:
         return
     seen.add(key)
     for eqn, decision in zip(ir.open_jaxpr(jaxpr).eqns, plan.decisions, strict=True):
-        yield eqn, decision
+        own = ir.source_of(eqn)
+        source = own if own.file else caller
+        yield eqn, decision, source
         for body, inner in zip(ir.bodies(eqn), decision.inner, strict=False):
-            yield from _paired(body.jaxpr, inner, seen)
+            yield from _paired(body.jaxpr, inner, source, seen)
 
 
 def _heading(source: ir.Source) -> str:

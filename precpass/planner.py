@@ -32,7 +32,7 @@ from precpass.policy import PrecisionPolicy
 from precpass.precision import Precision
 from precpass.rules import Rule, innermost_keep
 
-__all__ = ["Planner", "make_plan"]
+__all__ = ["Planner", "make_plan", "unchanged_plan"]
 
 
 def make_plan(jaxpr: Any, policy: PrecisionPolicy, scope: str = "") -> Plan:
@@ -45,6 +45,13 @@ def make_plan(jaxpr: Any, policy: PrecisionPolicy, scope: str = "") -> Plan:
     """
     graph = Graph.build(jaxpr, lambda inner: distinguish(policy, join_scopes(scope, inner)))
     return Planner(graph, propagate(graph), policy, scope).root()
+
+
+def unchanged_plan(jaxpr: Any) -> Plan:
+    """The plan of a pass that is switched off."""
+    eqns = ir.open_jaxpr(jaxpr).eqns
+    off = "precpass is switched off"
+    return Plan(tuple(keep(eqn, op(eqn.primitive.name).kind, off) for eqn in eqns))
 
 
 def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:
@@ -138,8 +145,6 @@ class Planner:
 
     def _plans_rules(self, row: int) -> bool:
         eqn = self.graph.eqns[row]
-        if ir.is_carrier(eqn):
-            return self.policy.widens
         asks = self.policy.lowers or self.policy.rules or innermost_keep(self._scope(row))
         return bool(asks or (self.policy.widens and has_low(eqn)))
 
@@ -153,6 +158,8 @@ class Planner:
     ) -> Decision:
         eqn = self.graph.eqns[row]
         table = op(eqn.primitive.name)
+        if self.policy.widens and ir.is_carrier(eqn):
+            return widen(eqn, table, Precision.F32, "AlwaysF32 removes low precision")
         floats = {p for v in (*eqn.invars, *eqn.outvars) if (p := ir.precision_of(v.aval))}
         if table.kind is OpKind.BOUNDARY:
             return self._boundary(row, floats)
@@ -218,6 +225,8 @@ class Planner:
         held = stored_precision(name, target, table)
         results = tuple(held if ir.precision_of(v.aval) else None for v in eqn.outvars)
         reason = "moves a low value" if not ordered else why
+        if any(not ir.is_literal(v) and v in facts.unchecked for v in eqn.invars):
+            reason += "; a constant of an outer trace is unchecked"
         return Decision(Action.LOWER, kind, target, results, reason)
 
     def _blocked(self, eqn: Any, table: Op, ordered: bool, adds: bool) -> str | None:
@@ -280,7 +289,7 @@ class Planner:
         products = [name for j in ir.hidden_jaxprs(eqn) for name in product_names(j)]
         if products:
             self.notes.append(
-                f"{ir.name_of(eqn)} at {ir.source_of(eqn)} is not entered and contains "
+                f"{ir.name_of(eqn)} at {self.graph.source(row)} is not entered and contains "
                 f"{len(products)} product(s): they keep their precision"
             )
         reason = "keeps its exact dtypes" if floats else "no floating-point values"
@@ -307,7 +316,7 @@ class Planner:
     def _rule(self, row: int, scope: str) -> Rule | None:
         if not self.policy.rules:
             return None
-        view = view_of(self.graph.eqns[row], scope)
+        view = view_of(self.graph.eqns[row], scope, self.graph.source(row))
         for rule in self.policy.rules:
             if rule.matches(view):
                 self.matched.add(rule)

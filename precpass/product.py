@@ -1,13 +1,13 @@
 """The form of a lowered product: low operands, a wide result, a derivative through wide values.
 
-    out = carrier(product(low(stop_gradient(x)), low(stop_gradient(w))), x, w)
+    out = carrier(product(low(detach(x)), low(detach(w))), x, w)
 
 JAX's transposition adds up cotangents in the dtype of whatever value was
 shared: a cast that is shared before a fan-out makes a sum of 16384 ones come
-out as 256. So the low copies are made of `stop_gradient`, and may be shared,
-hoisted and stored at will, while `carrier`, a custom JVP that hands its first
-operand through, takes the derivative with respect to the wide operands. Its
-tangent is again a pair of low products, each with a cast of its own. Where
+out as 256. So the low copies are detached, and may be shared,
+hoisted and stored at will, while the carrier (`jaxpr.carrier`), which hands its
+first operand through, takes the derivative with respect to the wide operands.
+Its tangent is again a pair of low products, each with a cast of its own. Where
 nothing is differentiated it disappears in lowering.
 
 The product stays a plain equation, so that checkpoint policies such as
@@ -16,20 +16,74 @@ The product stays a plain equation, so that checkpoint policies such as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from precpass import jaxpr as ir
 from precpass.precision import Precision
 
-__all__ = ["linear_product", "low_copy", "lowered"]
+__all__ = ["Bilinear", "low_copy", "lowered"]
 
 Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bilinear:
+    """A bilinear equation and the low format that it runs in.
+
+    Attributes:
+        primitive: `dot_general`, `ragged_dot_general` or `conv_general_dilated`.
+        items: its parameters, sorted by name.
+        low: the dtype of its operands.
+        dtype: the dtype of its result.
+    """
+
+    primitive: Any
+    items: tuple[tuple[str, Any], ...]
+    low: np.dtype[Any]
+    dtype: np.dtype[Any]
+
+    @property
+    def is_dot(self) -> bool:
+        """Whether it is a `dot_general`."""
+        return self.primitive.name == "dot_general"
+
+    def low_product(self, pair: Sequence[Any], rest: Sequence[Any], **params: Any) -> Any:
+        """The product of low operands, with parameters changed, rounded to the low format."""
+        given = {**dict(self.items), **params, "preferred_element_type": self.low}
+        return lax.convert_element_type(self.primitive.bind(*pair, *rest, **given), self.dtype)
+
+    def wide_product(self, pair: Sequence[Any], rest: Sequence[Any], **params: Any) -> Any:
+        """The product of low operands without rounding, where kernels have that form."""
+        if not self.is_dot or self.dtype == self.low:
+            return self.low_product(pair, rest, **params)
+        # the kernels know no other wide result of a low pair than float32
+        given = {**dict(self.items), **params, "preferred_element_type": np.dtype(np.float32)}
+        out = self.primitive.bind(*pair, *rest, **given)
+        return out if out.dtype == self.dtype else lax.convert_element_type(out, self.dtype)
+
+    def original(self, lhs: Any, rhs: Any, rest: Sequence[Any]) -> Any:
+        """The product as it was before it was lowered."""
+        return self.primitive.bind(lhs, rhs, *rest, **dict(self.items))
+
+    def tangent(self, tangent: Any, other: Any, rest: Sequence[Any], side: int) -> Any:
+        """The low product with `tangent` in the place of operand `side`.
+
+        Its result is rounded: the transpose of (low, low) -> f32 would be a
+        float32 product. Both operands get casts of their own, so that
+        cotangents add up wide.
+        """
+        params: Params = {}
+        if self.is_dot:
+            contracting, batch = dict(self.items)["dimension_numbers"]
+            tangent, numbers = _in_transposed_order(tangent, contracting, batch, side)
+            params["dimension_numbers"] = numbers
+        cast = [lax.convert_element_type(x, self.low) for x in (tangent, other)]
+        return self.low_product(cast if side == 0 else cast[::-1], rest, **params)
 
 
 def lowered(
@@ -39,8 +93,7 @@ def lowered(
 
     Args:
         eqn: a `dot_general`, `ragged_dot_general` or `conv_general_dilated` equation.
-        low_operands: its two data operands in the low format, cast from
-            `stop_gradient` copies.
+        low_operands: its two data operands in the low format, from `low_copy`.
         operands: all its operands as they were, wide.
         dtype: the dtype of the result. A dot whose result is wide is not rounded.
 
@@ -49,41 +102,13 @@ def lowered(
     """
     lhs, rhs, *rest = operands
     low = low_operands[0].dtype
-    is_dot = eqn.primitive.name == "dot_general"
-    if not _needs_barriers(low):
-        out = _bind(eqn, low_operands, rest, eqn.params, dtype)
+    form = Bilinear(eqn.primitive, tuple(sorted(eqn.params.items())), low, dtype)
+    if _needs_barriers(low):
+        pair, params = _runnable(eqn, low_operands) if form.is_dot else (low_operands, {})
+        out = lax.optimization_barrier(form.wide_product(pair, rest, **params))
     else:
-        form = _runnable(eqn, low_operands) if is_dot else (low_operands, eqn.params)
-        if form is None:
-            out = linear_product(eqn, low_operands, rest, dtype)
-        else:
-            out = lax.optimization_barrier(_bind(eqn, form[0], rest, form[1], dtype))
-    tangent_of = (_dot_tangent if is_dot else _plain_tangent)(eqn, low, dtype)
-    return _carrier(tangent_of)(out, lhs, rhs, *rest)
-
-
-def linear_product(
-    eqn: Any, low_operands: Sequence[Any], rest: Sequence[Any], dtype: np.dtype[Any]
-) -> Any:
-    """A bilinear equation in low precision that JAX can transpose as it stands.
-
-    Its result is rounded: the transpose of (low, low) -> f32 would be a float32
-    product. Each call must have casts of its own, so that cotangents add up wide.
-    """
-    out = _bind(eqn, low_operands, rest, eqn.params, low_operands[0].dtype)
-    return lax.convert_element_type(out, dtype)
-
-
-def _bind(
-    eqn: Any, pair: Sequence[Any], rest: Sequence[Any], params: Params, dtype: np.dtype[Any]
-) -> Any:
-    low = pair[0].dtype
-    # the kernels know no other wide result of a low pair than float32
-    wide = np.dtype(np.float32) if eqn.primitive.name == "dot_general" else low
-    result = low if dtype == low else wide
-    given = {**eqn.params, **params, "preferred_element_type": result}
-    (out,) = ir.bind(eqn, [*pair, *rest], given)
-    return out if result == dtype else lax.convert_element_type(out, dtype)
+        out = form.wide_product(low_operands, rest)
+    return ir.carry(form, out, lhs, rhs, rest)
 
 
 def low_copy(x: Any, precision: Precision) -> Any:
@@ -91,7 +116,7 @@ def low_copy(x: Any, precision: Precision) -> Any:
 
     No derivative passes through it.
     """
-    x = lax.stop_gradient(x)
+    x = ir.detach(x)
     low = x if x.dtype == precision.dtype else lax.convert_element_type(x, precision.dtype)
     return lax.optimization_barrier(low) if _needs_barriers(low.dtype) else low
 
@@ -107,83 +132,28 @@ def _needs_barriers(low: np.dtype[Any]) -> bool:
     return low == Precision.BF16.dtype and not known
 
 
-def _runnable(eqn: Any, pair: Sequence[Any]) -> tuple[Sequence[Any], Params] | None:
-    """The form of a (low, low) -> f32 dot that XLA:CPU has a kernel for.
+def _runnable(eqn: Any, pair: Sequence[Any]) -> tuple[Sequence[Any], Params]:
+    """The form of a (bf16, bf16) -> f32 dot that XLA:CPU has a kernel for.
 
     It has none (at run time: "Unsupported element type for DotThunk") where a
     transpose is folded into the product from before or behind, hence the barriers
-    there, and where the left operand has its contracted dimensions before the kept
-    ones while the right one is not laid out as (batch, contracted, kept): 12 of
-    72 layouts, on jax 0.10.2 and 0.12.0. So the right one is transposed, behind
-    a barrier through which nothing folds. Where it has that order already the
-    transpose is kept all the same: it is free, and under `vmap` it brings the
-    new dimension to the front. A right operand with several kept dimensions
-    out of that order gets its transpose folded in even so: None, and the result
-    is rounded to the low format, for which there is always a kernel.
+    there, nor for some layouts of the right operand where the left one has its
+    contracted dimensions before the kept ones (12 of 72 layouts tried, on jax
+    0.10.2 and 0.12.0). So the left one is brought into the order (batch, kept,
+    contracted), behind a barrier. Where it has that order already nothing is
+    done: `vmap` can then only add kept or batch dimensions, which is harmless.
     """
     lhs, rhs = pair
     (contracting, batch) = eqn.params["dimension_numbers"]
     kept = [d for d in range(lhs.ndim) if d not in contracting[0] and d not in batch[0]]
     if not kept or not contracting[0] or min(contracting[0]) > max(kept):
-        return pair, eqn.params
-    first = [*batch[1], *contracting[1]]
-    order = [*first, *(d for d in range(rhs.ndim) if d not in first)]
-    if order != list(range(rhs.ndim)) and rhs.ndim > len(first) + 1:
-        return None
-    rhs = lax.optimization_barrier(ir.transpose(rhs, order))
-    n_batch = len(batch[1])
-    leading = tuple(range(n_batch)), tuple(range(n_batch, len(first)))
-    numbers = (tuple(contracting[0]), leading[1]), (tuple(batch[0]), leading[0])
+        return pair, {}
+    order = [*batch[0], *kept, *contracting[0]]
+    lhs = lax.optimization_barrier(lax.transpose(lhs, order))
+    n_batch = len(batch[0])
+    summed = tuple(range(n_batch + len(kept), lhs.ndim))
+    numbers = (summed, tuple(contracting[1])), (tuple(range(n_batch)), tuple(batch[1]))
     return (lhs, rhs), {"dimension_numbers": numbers}
-
-
-Tangent = Callable[..., Any]
-
-
-def _carrier(tangent_of: Tangent) -> Callable[..., Any]:
-    def precpass_carrier(out: Any, lhs: Any, rhs: Any, *rest: Any) -> Any:
-        del lhs, rhs, rest
-        return out
-
-    carrier = jax.custom_jvp(precpass_carrier)
-
-    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-        out, lhs, rhs, *rest = primals
-        terms: list[Any] = []
-        if not isinstance(tangents[1], SymbolicZero):
-            terms.append(tangent_of(tangents[1], rhs, rest, 0))
-        if not isinstance(tangents[2], SymbolicZero):
-            terms.append(tangent_of(tangents[2], lhs, rest, 1))
-        # the carrier again, not `out`: a second derivative must find the first one's way
-        primal = carrier(out, lhs, rhs, *rest)
-        if not terms:
-            return primal, SymbolicZero(jax.typeof(out).to_tangent_aval())
-        return primal, terms[0] if len(terms) == 1 else lax.add(*terms)
-
-    carrier.defjvp(rule, symbolic_zeros=True)
-    return carrier
-
-
-def _plain_tangent(eqn: Any, low: np.dtype[Any], dtype: np.dtype[Any]) -> Tangent:
-    def tangent_of(tangent: Any, other: Any, rest: Sequence[Any], side: int) -> Any:
-        cast = lax.convert_element_type(tangent, low), lax.convert_element_type(other, low)
-        return linear_product(eqn, cast if side == 0 else cast[::-1], rest, dtype)
-
-    return tangent_of
-
-
-def _dot_tangent(eqn: Any, low: np.dtype[Any], dtype: np.dtype[Any]) -> Tangent:
-    (contracting, batch) = eqn.params["dimension_numbers"]
-
-    def tangent_of(tangent: Any, other: Any, rest: Sequence[Any], side: int) -> Any:
-        del rest
-        tangent, numbers = _in_transposed_order(tangent, contracting, batch, side)
-        cast = lax.convert_element_type(tangent, low), lax.convert_element_type(other, low)
-        pair = cast if side == 0 else cast[::-1]
-        out = _bind(eqn, pair, (), {"dimension_numbers": numbers}, low)
-        return lax.convert_element_type(out, dtype)
-
-    return tangent_of
 
 
 def _in_transposed_order(

@@ -19,7 +19,7 @@ from precpass.island import run_island
 from precpass.opkinds import OpKind, op
 from precpass.plan import Action, Decision, Plan
 from precpass.precision import Precision
-from precpass.product import linear_product, low_copy, lowered
+from precpass.product import low_copy, lowered
 
 __all__ = ["Rewriter"]
 
@@ -36,25 +36,23 @@ class Rewriter:
     def __init__(self, plan_rule: PlanRule) -> None:
         self.plan_rule = plan_rule
         # holds the jaxpr too: an id is only unique while its object lives
-        self.memo: dict[tuple[int, Plan, bool], tuple[Any, Any]] = {}
+        self.memo: dict[tuple[int, Plan], tuple[Any, Any]] = {}
 
-    def jaxpr(self, jaxpr: Any, plan: Plan, scope: str = "", linear: bool = False) -> Any:
+    def jaxpr(self, jaxpr: Any, plan: Plan, scope: str = "") -> Any:
         """The rewritten jaxpr with the same avals at its border.
 
         It is `jaxpr` itself if nothing changes.
         """
         if not plan.changes:
             return jaxpr
-        key = (id(ir.open_jaxpr(jaxpr)), plan, linear)
+        key = (id(ir.open_jaxpr(jaxpr)), plan)
         if key not in self.memo:
             avals = [_widened(a) if plan.widens else a for a in ir.in_avals(jaxpr)]
-            new = ir.retrace(jaxpr, lambda *args: self.run(jaxpr, plan, args, scope, linear), avals)
+            new = ir.retrace(jaxpr, lambda *args: self.run(jaxpr, plan, args, scope), avals)
             self.memo[key] = (jaxpr, new)
         return self.memo[key][1]
 
-    def run(
-        self, jaxpr: Any, plan: Plan, args: Sequence[Any], scope: str = "", linear: bool = False
-    ) -> list[Any]:
+    def run(self, jaxpr: Any, plan: Plan, args: Sequence[Any], scope: str = "") -> list[Any]:
         """The rewritten program evaluated at `args`.
 
         Args:
@@ -62,9 +60,6 @@ class Rewriter:
             plan: its plan.
             args: its operands.
             scope: the name scopes around it.
-            linear: whether JAX may transpose it as it stands, which it does with
-                the tangents of custom rules: products then take a form without
-                `stop_gradient`, which has no transpose.
         """
         opened = ir.open_jaxpr(jaxpr)
         env = _Env(opened, ir.consts_of(jaxpr), args)
@@ -74,20 +69,20 @@ class Rewriter:
             if decision.compute is Precision.F64 and decision.action is Action.WIDEN:
                 row = run_island(env, opened, plan, row)
                 continue
-            self._eqn(env, eqn, decision, scope, linear)
+            self._eqn(env, eqn, decision, scope)
             row += 1
         return [env.output(v, plan.widens) for v in opened.outvars]
 
-    def _eqn(self, env: _Env, eqn: Any, decision: Decision, scope: str, linear: bool) -> None:
+    def _eqn(self, env: _Env, eqn: Any, decision: Decision, scope: str) -> None:
         if decision.action is Action.DROP:
             env.write(
                 eqn.outvars[0], env.read_as(eqn.invars[0], decision.compute), decision.compute
             )
             return
         if decision.action is Action.ENTER and decision.changes:
-            results = self._enter(env, eqn, decision, scope, linear)
+            results = self._enter(env, eqn, decision, scope)
         elif decision.action is Action.LOWER and decision.kind is OpKind.COMPUTE:
-            results = [_product(env, eqn, decision, linear)]
+            results = [_product(env, eqn, decision)]
         elif decision.action is Action.LOWER:
             results = _low(env, eqn, decision)
         elif decision.action is Action.WIDEN:
@@ -100,13 +95,10 @@ class Rewriter:
         for var, value, stored in zip(eqn.outvars, results, decision.stored, strict=True):
             env.write(var, value, stored)
 
-    def _enter(
-        self, env: _Env, eqn: Any, decision: Decision, scope: str, linear: bool
-    ) -> list[Any]:
+    def _enter(self, env: _Env, eqn: Any, decision: Decision, scope: str) -> list[Any]:
         inside = join_scopes(scope, ir.scope_of(eqn))
         found = ir.bodies(eqn)
         pairs = list(zip(found, decision.inner, strict=True))
-        linear = linear or eqn.primitive.name in ("linear_call", "custom_linear_solve")
         widened = {i for body, plan in pairs if plan.widens for i in body.operands}
         args = [
             env.read_as(v, _wide_of(v.aval)) if i in widened else env.read(v)
@@ -115,17 +107,15 @@ class Rewriter:
         with ir.context_of(eqn):
             if eqn.primitive.name == "shard_map":
                 ((body, plan),) = pairs
-                run = lambda *xs: tuple(self.run(body.jaxpr, plan, xs, inside, linear))  # noqa: E731
+                run = lambda *xs: tuple(self.run(body.jaxpr, plan, xs, inside))  # noqa: E731
                 return ir.bind_shard_map(eqn, run, args)
-            new = [self.jaxpr(body.jaxpr, plan, inside, linear) for body, plan in pairs]
+            new = [self.jaxpr(body.jaxpr, plan, inside) for body, plan in pairs]
             params = ir.with_bodies(eqn, found, new)
             if decision.rewrites_rules:
                 ir.with_rewritten_rules(
                     eqn.primitive.name,
                     params,
-                    lambda jaxpr, is_linear: self.jaxpr(
-                        jaxpr, self.plan_rule(jaxpr, inside), inside, linear or is_linear
-                    ),
+                    lambda jaxpr: self.jaxpr(jaxpr, self.plan_rule(jaxpr, inside), inside),
                 )
             return ir.bind(eqn, args, params)
 
@@ -204,14 +194,11 @@ class _Env:
         return value
 
 
-def _product(env: _Env, eqn: Any, decision: Decision, linear: bool) -> Any:
+def _product(env: _Env, eqn: Any, decision: Decision) -> Any:
     assert decision.compute is not None
     stored = decision.stored[0]
     dtype = eqn.outvars[0].aval.dtype if stored is None else stored.dtype
     with ir.context_of(eqn):
-        if linear:
-            low = [env.read_as(v, decision.compute) for v in eqn.invars[:2]]
-            return linear_product(eqn, low, [env.read(v) for v in eqn.invars[2:]], dtype)
         low = [env.low_copy(v, decision.compute) for v in eqn.invars[:2]]
         return lowered(eqn, low, [env.read(v) for v in eqn.invars], dtype)
 
@@ -225,17 +212,35 @@ def _low(env: _Env, eqn: Any, decision: Decision) -> list[Any]:
         if row.spreads:
             results = ir.bind(eqn, [env.read(v) for v in eqn.invars])
             return [_as(x, low) for x in results]
-        args = [env.read_as(v, low) for v in eqn.invars]
+        args = [_spread(env, v, eqn, low) for v in eqn.invars]
         if row.accumulates:
             pairs = zip(args, eqn.invars, strict=True)
             args = [_as(x, ir.precision_of(v.aval)) for x, v in pairs]
         return [_as(x, low) for x in ir.bind(eqn, args)]
 
 
+def _spread(env: _Env, atom: Any, eqn: Any, low: Precision) -> Any:
+    """An operand in the low format, in the result's shape where the equation spreads it.
+
+    Elementwise equations stretch dimensions of size 1, and clamp stretches
+    scalar bounds: the transpose would add up in the low format.
+    """
+    shape, out = getattr(atom.aval, "shape", ()), eqn.outvars[0].aval.shape
+    elementwise = op(eqn.primitive.name).kind is OpKind.ELEMENTWISE
+    if not elementwise or shape == out or ir.is_literal(atom) or ir.precision_of(atom.aval) is None:
+        return env.read_as(atom, low)
+    dims = tuple(range(len(out) - len(shape), len(out)))
+    return _as(lax.broadcast_in_dim(env.read(atom), out, dims), low)
+
+
 def _wide(env: _Env, eqn: Any, decision: Decision) -> list[Any]:
     wide = decision.compute
     assert wide is not None
     params = dict(eqn.params)
+    if ir.is_carrier(eqn):
+        _, lhs, rhs, *rest = map(env.read, eqn.invars)
+        with ir.context_of(eqn):
+            return [params["form"].original(lhs, rhs, rest)]
     if eqn.primitive.name == "convert_element_type":
         params["new_dtype"] = wide.dtype
     for name in ("preferred_element_type", "out_dtype"):

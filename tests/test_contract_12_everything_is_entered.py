@@ -231,11 +231,23 @@ def test_the_graph_has_every_product_of_the_stablehlo(name: str):
     assert graph_products(Graph.build(jaxpr)) == expected + not_lowered(name, jaxpr)
 
 
-@each_program
-@pytest.mark.parametrize("flag", ["jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3", "jax_scan3"])
+# What JAX itself cannot do with a flag: jax_scan3 has no reverse mode, no rule inside of
+# custom_linear_solve (0.12: "No state discharge rule"), and 0.12 drops a scan whose body is a jit.
+NOT_IN_JAX = {
+    ("jax_scan3", name) for name in ("in_scan_gradient", "in_custom_linear_solve", "in_nested")
+}
+FLAGS = ("jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3", "jax_scan3")
+HIDING = [
+    (flag, name)
+    for flag in FLAGS
+    if hasattr(jax.config, flag)
+    for name in PROGRAMS
+    if (flag, name) not in NOT_IN_JAX
+]
+
+
+@pytest.mark.parametrize(("flag", "name"), HIDING)
 def test_what_new_flags_hide_is_entered_or_warned_of(flag: str, name: str):
-    if not hasattr(jax.config, flag):
-        pytest.skip(f"jax {jax.__version__} has no {flag}")
     fn = PROGRAMS[name]
     with config(flag, True), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -257,19 +269,24 @@ def test_custom_root_warns_of_the_products_it_hides():
         def newton(f, v):
             return lax.fori_loop(0, 3, lambda _, v: v - 0.1 * f(v), v)
 
-        return lax.custom_root(lambda v: w @ v - x[0], x[0], newton, lambda g, y: y / g(1.0))
+        return lax.custom_root(lambda v: w @ v - x[0], x[0], newton, lambda g, y: y)
 
     jaxpr = jax.make_jaxpr(fn)(X, W)
     if named(jaxpr, "call_hi_primitive"):  # 0.12
-        with pytest.warns(pp.PrecisionWarning, match=r"call_hi_primitive.*product\(s\)"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             pp.auto_mixed(fn).lower(X, W)
+        texts = [str(w.message) for w in caught if issubclass(w.category, pp.PrecisionWarning)]
+        assert any(re.search(r"call_hi_primitive.*product\(s\)", t) for t in texts), texts
     else:
         assert_all_low(pp.auto_mixed(fn), X, W)
 
 
 COMBINERS: dict[str, Callable[..., Any]] = {
     "scatter-add": lambda x: jnp.zeros(8).at[jnp.arange(4)].add(x[:, 0]),
-    "reduce": lambda x: lax.reduce((x, x), (0.0, 0.0), lambda a, b: (a[0] + b[0], a[1] + b[1]), (0,)),
+    "reduce": lambda x: lax.reduce(
+        (x, x), (0.0, 0.0), lambda a, b: (a[0] + b[0], a[1] + b[1]), (0,)
+    ),
     "reduce_window": lambda x: lax.reduce_window(
         x, 0.0, lambda a, b: a + b - a * b, (2, 2), (1, 1), "SAME"
     ),

@@ -60,22 +60,24 @@ WIDE = (
     " acosh atanh erf_inv lgamma digamma polygamma igamma igammac igamma_grad_a zeta bessel_i0e"
     " bessel_i1e regularized_incomplete_beta floor ceil round rem reduce_window_sum"
     " select_and_scatter_add scatter-add scatter-sub scatter-mul psum reduce_scatter"
-).split()
+)
 ACCUMULATES = (
     "dot_general ragged_dot_general conv_general_dilated reduce_sum reduce_prod cumsum cumprod"
     " cumlogsumexp reduce_window_sum select_and_scatter_add scatter-add scatter-sub scatter-mul"
     " psum reduce_scatter"
-).split()
+)
 SELECTS = (
     "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min scatter-min"
     " scatter-max select_and_gather_add argmax argmin sort top_k approx_top_k eq ne lt le gt ge"
     " is_finite"
-).split()
+)
 
 
 def installed_primitives() -> set[str]:
     """The names of all primitives: the public ones, those with a lowering, and those that exist."""
-    found = {p.name for name in dir(public) if isinstance(p := getattr(public, name), core.Primitive)}
+    found = {
+        p.name for name in dir(public) if isinstance(p := getattr(public, name), core.Primitive)
+    }
     found |= {p.name for p in mlir._lowerings}
     for platform in mlir._platform_specific_lowerings.values():
         found |= {p.name for p in platform}
@@ -106,7 +108,7 @@ def test_a_primitive_has_the_kind_that_was_decided(name: str, kind: OpKind):
     assert op(name).kind is kind
 
 
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", WIDE.split())
 def test_the_full_precision_set_is_wide(name: str):
     assert op(name).wide
 
@@ -114,21 +116,21 @@ def test_the_full_precision_set_is_wide(name: str):
 def test_nothing_else_is_wide():
     # what JAX's own variants of a listed primitive are called is their own; these are all
     variants = {"polynomial", "psum_invariant", "random_gamma_grad"}
-    assert {n for n, row in TABLE.items() if row.wide} - set(WIDE) <= variants
+    assert {n for n, row in TABLE.items() if row.wide} - set(WIDE.split()) <= variants
 
 
-@pytest.mark.parametrize("name", ACCUMULATES)
+@pytest.mark.parametrize("name", ACCUMULATES.split())
 def test_what_adds_many_terms_accumulates(name: str):
     assert op(name).accumulates
 
 
 def test_nothing_else_accumulates():
-    assert {n for n, row in TABLE.items() if row.accumulates} - set(ACCUMULATES) == {
+    assert {n for n, row in TABLE.items() if row.accumulates} - set(ACCUMULATES.split()) == {
         "psum_invariant"
     }
 
 
-@pytest.mark.parametrize("name", SELECTS)
+@pytest.mark.parametrize("name", SELECTS.split())
 def test_what_chooses_or_compares_selects(name: str):
     assert op(name).selects
     # a choice is exact: it needs neither float32 nor a wide accumulator

@@ -196,8 +196,7 @@ def test_different_policies_are_unequal():
 @each_policy
 def test_the_text_of_a_policy_reads_as_a_preset_string_or_a_repr(policy):
     text = str(policy)
-    again = PrecisionPolicy.parse(text) if re.match("p=", text) else eval(text)
-    assert again == policy
+    assert (PrecisionPolicy.parse(text) if text.startswith("p=") else eval(text)) == policy
 
 
 @pytest.mark.parametrize(
@@ -227,7 +226,7 @@ def test_the_string_form_may_be_short_long_spaced_and_in_any_order(text):
 
 
 def refused(error, offender, legal, call, *args, **kwargs):
-    """Asserts that a call is refused with a text that quotes the offender and says what is legal."""
+    """A call is refused with a text that quotes the offender and says what is legal."""
     with pytest.raises(error) as caught:
         call(*args, **kwargs)
     text = str(caught.value)
@@ -246,7 +245,9 @@ def test_an_unknown_policy_name_is_refused(name):
 
 
 def test_a_near_miss_is_named():
-    refused(ValueError, "'AutoMixdBf16'", ["'AutoMixedBf16'?"], PrecisionPolicy.parse, "AutoMixdBf16")
+    refused(
+        ValueError, "'AutoMixdBf16'", ["'AutoMixedBf16'?"], PrecisionPolicy.parse, "AutoMixdBf16"
+    )
 
 
 @pytest.mark.parametrize("value", [16, OpKind.COMPUTE, Precision.BF16, jnp.bfloat16, ("c", "bf16")])
@@ -332,7 +333,9 @@ def test_a_rule_that_no_primitive_can_match_is_refused(bad):
 
 
 def test_a_misspelt_primitive_is_told_the_right_name():
-    refused(ValueError, "'dot_genral'", ["'dot_general'"], Rule, primitive="dot_genral", precision="f32")
+    refused(
+        ValueError, "'dot_genral'", ["'dot_general'"], Rule, primitive="dot_genral", precision="f32"
+    )
 
 
 @pytest.mark.parametrize("field", ["primitive", "scope", "function", "file"])

@@ -53,7 +53,7 @@ def low_values(jaxpr: Any) -> list[str]:
 
 def decided(inspection: Any, primitive: str) -> list[Any]:
     """The decisions for the equations of one primitive, in order."""
-    return [d for eqn, d in inspection.decisions() if eqn.primitive.name == primitive]
+    return [d for eqn, d, _ in inspection.decisions() if eqn.primitive.name == primitive]
 
 
 def f32(*shape: int) -> Any:

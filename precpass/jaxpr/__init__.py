@@ -13,7 +13,6 @@ from precpass.jaxpr.binding import (
     retrace,
     trace,
     trace_shaped,
-    transpose,
 )
 from precpass.jaxpr.bodies import (
     Body,
@@ -26,13 +25,12 @@ from precpass.jaxpr.bodies import (
     scan_split,
     with_bodies,
 )
+from precpass.jaxpr.carrier import Form, carry, detach, is_carrier
 from precpass.jaxpr.custom_rules import with_rewritten_rules
 from precpass.jaxpr.reading import (
-    CARRIER,
     Source,
     consts_of,
     in_avals,
-    is_carrier,
     is_literal,
     open_jaxpr,
     out_avals,
@@ -44,8 +42,8 @@ from precpass.jaxpr.reading import (
 )
 
 __all__ = [
-    "CARRIER",
     "Body",
+    "Form",
     "Source",
     "all_avals",
     "all_eqns",
@@ -53,9 +51,11 @@ __all__ = [
     "bind",
     "bind_shard_map",
     "bodies",
+    "carry",
     "consts_of",
     "context_of",
     "convert",
+    "detach",
     "evaluate",
     "hidden_jaxprs",
     "in_avals",
@@ -72,7 +72,6 @@ __all__ = [
     "source_of",
     "trace",
     "trace_shaped",
-    "transpose",
     "user_order",
     "widening",
     "with_bodies",

@@ -85,11 +85,6 @@ def convert(x: Any, dtype: Any, weak_type: bool = False) -> Any:
     )
 
 
-def transpose(x: Any, permutation: Sequence[int]) -> Any:
-    """`x` transposed by an equation, also where the permutation is the identity."""
-    return jex.primitives.transpose_p.bind(x, permutation=tuple(permutation))
-
-
 def platform() -> str | None:
     """The platform that a trace will most likely run on: the default device's."""
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue] -- dynamic

@@ -13,8 +13,7 @@ from jax.extend import linear_util
 from precpass.jaxpr.binding import evaluate, trace
 from precpass.jaxpr.reading import consts_of, open_jaxpr
 
-Rewrite = Callable[[Any, bool], Any]
-"""Rewrites a rule's jaxpr, given whether JAX may transpose it as it stands."""
+Rewrite = Callable[[Any], Any]
 
 
 def with_rewritten_rules(primitive: str, params: dict[str, Any], rewrite: Rewrite) -> None:
@@ -23,9 +22,9 @@ def with_rewritten_rules(primitive: str, params: dict[str, Any], rewrite: Rewrit
     The rules are traced when they are used, so the rewrite happens then.
     """
     if primitive == "custom_jvp_call":
-        params["jvp_jaxpr_fun"] = _rewritten_thunk(params["jvp_jaxpr_fun"], rewrite, True)
+        params["jvp_jaxpr_fun"] = _rewritten_thunk(params["jvp_jaxpr_fun"], rewrite)
     elif primitive == "custom_vjp_call":
-        params["fwd_jaxpr_thunk"] = _rewritten_thunk(params["fwd_jaxpr_thunk"], rewrite, False)
+        params["fwd_jaxpr_thunk"] = _rewritten_thunk(params["fwd_jaxpr_thunk"], rewrite)
         params["bwd"] = _rewritten_bwd(params["bwd"], rewrite)
     elif primitive == "remat_opt":
         params["fun_jaxpr_thunk"] = _rewritten_primal(params["fun_jaxpr_thunk"], rewrite)
@@ -36,16 +35,16 @@ def with_rewritten_rules(primitive: str, params: dict[str, Any], rewrite: Rewrit
 
 
 @linear_util.transformation2
-def _rewritten_thunk(f: Callable[..., Any], rewrite: Rewrite, is_linear: bool, *zeros: bool) -> Any:
+def _rewritten_thunk(f: Callable[..., Any], rewrite: Rewrite, *zeros: bool) -> Any:
     jaxpr, consts, *rest = f(*zeros)
-    new = rewrite(_closed(jaxpr, consts), is_linear)
+    new = rewrite(_closed(jaxpr, consts))
     return open_jaxpr(new), consts_of(new), *rest
 
 
 def _rewritten_primal(thunk: Callable[..., Any], rewrite: Rewrite) -> Callable[..., Any]:
     def rewritten() -> Any:
         jaxpr, consts = thunk()
-        new = rewrite(_closed(jaxpr, consts), False)
+        new = rewrite(_closed(jaxpr, consts))
         return open_jaxpr(new), consts_of(new)
 
     return rewritten
@@ -80,7 +79,7 @@ def _rewritten_function(f: Callable[..., Any], rewrite: Rewrite) -> Callable[...
             out[:] = jax.tree.flatten(result)
             return [x for x in out[0] if is_array(x)]
 
-        results = iter(evaluate(rewrite(trace(on_arrays, *arrays), False), arrays))
+        results = iter(evaluate(rewrite(trace(on_arrays, *arrays)), arrays))
         return jax.tree.unflatten(out[1], [next(results) if is_array(x) else x for x in out[0]])
 
     return rewritten
@@ -89,6 +88,6 @@ def _rewritten_function(f: Callable[..., Any], rewrite: Rewrite) -> Callable[...
 def _rewritten_transpose(thunk: Callable[..., Any], rewrite: Rewrite) -> Callable[..., Any]:
     def rewritten(*args: Any) -> Any:
         jaxpr, *rest = thunk(*args)
-        return (rewrite(jaxpr, True), *rest)
+        return (rewrite(jaxpr), *rest)
 
     return rewritten

@@ -106,20 +106,3 @@ def widening(eqn: Any) -> tuple[Any, Any] | None:
     before, after = precision_of(eqn.invars[0].aval), precision_of(eqn.outvars[0].aval)
     widens = before is not None and after is not None and before.is_low and not after.is_low
     return (eqn.outvars[0], eqn.invars[0]) if widens else None
-
-
-CARRIER = "precpass_carrier"
-"""The name of the function that carries a lowered product's derivative."""
-
-
-def is_carrier(eqn: Any) -> bool:
-    """Whether an equation is the derivative of a lowered product (`product.lowered`).
-
-    It is recognised by its form: a custom JVP that hands its first operand, the
-    product, through, and keeps the product's two wide operands for its rule.
-    """
-    if eqn.primitive.name != "custom_jvp_call" or len(eqn.invars) < 3:
-        return False
-    inner = open_jaxpr(eqn.params["call_jaxpr"])
-    name = inner.debug_info.func_src_info or ""
-    return not inner.eqns and inner.outvars == inner.invars[:1] and CARRIER in name

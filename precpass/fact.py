@@ -1,0 +1,132 @@
+"""What is known of one value, and when that forbids a narrower format."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from precpass.precision import Precision
+
+__all__ = ["ANY", "Fact", "guard", "of_array", "of_aval"]
+
+
+class Fact(NamedTuple):
+    """What is known of a value's elements.
+
+    Attributes:
+        lo, hi: bounds of the finite elements.
+        reaches: a magnitude that an element may well have, since a constant with
+            it was selected into the value or added to it; 0 where none is known.
+        tiny: a nonzero magnitude, the smallest known, that an element may well have:
+            of a constant, or of what `x + eps` and `max(x, eps)` are at least; else 0.
+        integer: every element is an integer.
+        constant: the elements themselves are known.
+        random: made from random bits and constants alone.
+    """
+
+    lo: float = -math.inf
+    hi: float = math.inf
+    tiny: float = 0.0
+    integer: bool = False
+    constant: bool = False
+    random: bool = False
+    reaches: float = 0.0
+
+
+ANY = Fact()
+_BOOL = Fact(0.0, 1.0, integer=True)
+
+
+def guard(fact: Fact, target: Precision) -> str | None:
+    """Why a value with this fact must not be held in `target`, or None."""
+    bound = max(abs(fact.lo), abs(fact.hi))
+    # an infinity is as good in the low format; what it must not do is make new ones
+    largest = bound if math.isfinite(bound) else fact.reaches
+    if largest > target.max:
+        return f"reaches {largest:.3g}, above {target}'s largest value {target.max:.3g}"
+    if 0.0 < fact.tiny < target.smallest_normal:
+        smallest = target.smallest_normal
+        return f"{fact.tiny:.3g} vanishes in {target} (smallest normal {smallest:.3g})"
+    if fact.integer and bound > target.exact_integers:
+        return f"integers up to {bound:.3g}; {target} is exact only to {target.exact_integers}"
+    return None
+
+
+def of_aval(aval: Any) -> Fact:
+    """What a value's dtype says of it."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype == np.bool_:
+        return _BOOL
+    if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return Fact(float(info.min), float(info.max), integer=True)
+    return ANY
+
+
+_LARGE = 1 << 20
+_known: dict[int, tuple[Any, Fact]] = {}
+
+
+def of_array(value: Any) -> Fact:
+    """The fact of a constant. Large device arrays are reduced on their device, once per buffer.
+
+    A constant that is a tracer of an outer transform is unknown.
+    """
+    if isinstance(value, jax.core.Tracer) or not hasattr(value, "dtype"):
+        return ANY if not isinstance(value, (int, float, bool)) else _of_numpy(np.asarray(value))
+    if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == np.bool_):
+        return ANY
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        return ANY
+    if np.size(value) < _LARGE:
+        return _of_numpy(np.asarray(value))
+    held = _known.get(id(value))
+    if held is None or held[0] is not value:
+        if len(_known) > 256:
+            _known.clear()
+        # the array is held so that its id is not given to another one
+        held = _known[id(value)] = (value, _of_large(value))
+    return held[1]
+
+
+def _of_numpy(value: np.ndarray[Any, Any]) -> Fact:
+    wide = value.astype(np.float64)
+    wide = wide[~np.isnan(wide)]
+    if wide.size == 0:
+        return Fact(0.0, 0.0, constant=True)
+    magnitudes = np.abs(wide[np.isfinite(wide) & (wide != 0)])
+    is_float = jnp.issubdtype(value.dtype, jnp.floating)
+    # a lone 1000.0 is a scale, not a count; a whole table of integers is positions
+    whole = value.size > 1 and bool((wide == np.rint(wide)).all())
+    return Fact(
+        float(wide.min()),
+        float(wide.max()),
+        float(magnitudes.min(initial=math.inf)) if magnitudes.size else 0.0,
+        whole or not is_float,
+        constant=True,
+        reaches=float(magnitudes.max(initial=0.0)),
+    )
+
+
+def _of_large(value: Any) -> Fact:
+    def reduce(x: Any) -> Any:
+        x = x.astype(jnp.float32)
+        number = ~jnp.isnan(x)
+        magnitude = jnp.where(jnp.isfinite(x) & (x != 0), jnp.abs(x), jnp.nan)
+        low, high = jnp.where(number, x, jnp.inf), jnp.where(number, x, -jnp.inf)
+        whole = jnp.all(jnp.where(number, x == jnp.round(x), True))
+        return low.min(), high.max(), jnp.nanmin(magnitude), jnp.nanmax(magnitude), whole
+
+    # compiled ahead of time: a plain call would be staged into the trace around it
+    with jax.numpy_dtype_promotion("standard"):
+        reduced = jax.jit(reduce).lower(jax.ShapeDtypeStruct(value.shape, value.dtype)).compile()
+    lo, hi, tiny, reaches, whole = (float(x) for x in reduced(value))
+    if lo > hi:
+        return Fact(0.0, 0.0, constant=True)
+    tiny, reaches = (0.0 if math.isnan(x) else x for x in (tiny, reaches))
+    return Fact(lo, hi, tiny, bool(whole), constant=True, reaches=reaches)

@@ -1,0 +1,137 @@
+"""The primitives that carry a lowered product's derivative past its low operands.
+
+`carrier(out, lhs, rhs, *rest)` is `out`; its derivative is that of the product
+of `lhs` and `rhs`. It is a primitive and not a `jax.custom_jvp`, because
+
+- JAX's transposition of a custom JVP knows nothing of the product, so that one
+  in a custom rule's tangents could not be transposed;
+- jax 0.10 drops the rule of a custom JVP in the known part of a scan, so that a
+  second derivative through one was silently zero.
+
+`detach(x)` is `x` without a derivative: `stop_gradient` has no transpose, not
+even the zero one that a product in a custom rule's tangents needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.extend.core as jex
+from jax import lax
+from jax.interpreters import ad, batching, mlir
+
+__all__ = ["Form", "carry", "detach", "is_carrier"]
+
+
+class Form(Protocol):
+    """A bilinear product, as the carrier's hashable parameter."""
+
+    def tangent(self, tangent: Any, other: Any, rest: Sequence[Any], side: int) -> Any:
+        """The product with `tangent` in the place of operand `side` (0 or 1)."""
+        ...
+
+
+# For each vmap around, innermost first: the batch dimension of every operand, and the result's.
+Batched = tuple[tuple[tuple[int | None, ...], int], ...]
+
+_carrier_p = jex.Primitive("precpass_carrier")
+_carrier_p.def_impl(lambda out, *_operands, **_params: out)
+_carrier_p.def_abstract_eval(lambda out, *_operands, **_params: out)
+mlir.register_lowering(_carrier_p, lambda _ctx, out, *_operands, **_params: [out])
+
+
+def carry(form: Form, out: Any, lhs: Any, rhs: Any, rest: Sequence[Any] = ()) -> Any:
+    """`out` with the derivative of `form`'s product of `lhs` and `rhs`.
+
+    Args:
+        form: the product.
+        out: its value, from which no derivative is taken.
+        lhs: its first operand, in the precision in which cotangents add up.
+        rhs: its second one.
+        rest: operands without derivative, such as group sizes.
+    """
+    return _carrier_p.bind(out, lhs, rhs, *rest, form=form, batched=())
+
+
+def is_carrier(eqn: Any) -> bool:
+    """Whether an equation carries the derivative of a lowered product."""
+    return eqn.primitive is _carrier_p
+
+
+def _tangent(form: Form, batched: Batched, side: int, operands: Sequence[Any], tangent: Any) -> Any:
+    other, rest = operands[1 - side], operands[2:]
+
+    def product(tangent: Any, other: Any, *rest: Any) -> Any:
+        return form.tangent(tangent, other, rest, side)
+
+    for dims, out_dim in batched:
+        axes = (dims[side], dims[1 - side], *dims[2:])
+        if all(axis is None for axis in axes):
+            continue
+        product = jax.vmap(product, in_axes=axes, out_axes=out_dim)
+    return product(tangent, other, *rest)
+
+
+def _jvp(primals: Any, tangents: Any, *, form: Form, batched: Batched) -> Any:
+    operands = primals[1:]
+    # the carrier again, not `out`: a second derivative must find the first one's way
+    primal = _carrier_p.bind(*primals, form=form, batched=batched)
+    terms = [
+        _tangent(form, batched, side, operands, tangents[1 + side])
+        for side in (0, 1)
+        if not isinstance(tangents[1 + side], ad.Zero)
+    ]
+    if not terms:
+        return primal, ad.Zero(jax.typeof(primals[0]).to_tangent_aval())
+    return primal, terms[0] if len(terms) == 1 else lax.add(*terms)
+
+
+def _transpose(cotangent: Any, *operands: Any, form: Form, batched: Batched) -> list[Any]:
+    cotangents: list[Any] = [None] * len(operands)
+    if isinstance(cotangent, ad.Zero):
+        return cotangents
+    side = 0 if ad.is_undefined_primal(operands[1]) else 1
+    aval = operands[1 + side].aval
+
+    def product(tangent: Any) -> Any:
+        return _tangent(form, batched, side, operands[1:], tangent)
+
+    (cotangents[1 + side],) = jax.linear_transpose(product, aval)(cotangent)
+    return cotangents
+
+
+def _batch(
+    operands: Sequence[Any], dims: Sequence[int | None], *, form: Form, batched: Batched
+) -> Any:
+    out, out_dim = operands[0], dims[0]
+    if out_dim is None:
+        sizes = (x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+        out, out_dim = lax.broadcast(out, (next(sizes),)), 0
+    level = (tuple(dims[1:]), out_dim)
+    new = _carrier_p.bind(out, *operands[1:], form=form, batched=(*batched, level))
+    return new, out_dim
+
+
+def detach(x: Any) -> Any:
+    """`x`, through which no derivative passes in either mode."""
+    return _detach_p.bind(x)
+
+
+_detach_p = jex.Primitive("precpass_detach")
+_detach_p.def_impl(lambda x: x)
+_detach_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_detach_p, lambda _ctx, x: [x])
+
+
+def _detach_jvp(primals: Any, _tangents: Any) -> Any:
+    return detach(primals[0]), ad.Zero(jax.typeof(primals[0]).to_tangent_aval())
+
+
+ad.primitive_jvps[_detach_p] = _detach_jvp
+ad.primitive_transposes[_detach_p] = lambda _cotangent, _x: [None]
+batching.primitive_batchers[_detach_p] = lambda args, dims: (detach(args[0]), dims[0])
+ad.primitive_jvps[_carrier_p] = _jvp
+ad.primitive_transposes[_carrier_p] = _transpose
+batching.primitive_batchers[_carrier_p] = _batch

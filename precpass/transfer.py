@@ -1,0 +1,174 @@
+"""How what is known of operands becomes known of results, primitive by primitive."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from precpass.fact import ANY, Fact, of_aval
+from precpass.opkinds import OpKind, op
+
+__all__ = ["hull", "results"]
+
+_UNIT = Fact(-1.0, 1.0)
+_SAMPLES = ("random_", "threefry", "rng_")
+_BITS = frozenset(
+    (
+        *("shift_left", "shift_right_logical", "shift_right_arithmetic"),
+        *("and", "or", "xor", "not", "bitcast_convert_type"),
+    )
+)
+
+
+def results(eqn: Any, operands: list[Fact]) -> list[Fact]:
+    """What is known of an equation's results, given what is known of its operands."""
+    name = eqn.primitive.name
+    avals = [v.aval for v in eqn.outvars]
+    if name.startswith(_SAMPLES):
+        return [of_aval(a)._replace(random=True) for a in avals]
+    if name == "sort":
+        return list(operands)
+    if name in ("top_k", "approx_top_k"):
+        return [operands[0], *(_position_below(eqn.invars[0].aval.shape[-1:]),) * (len(avals) - 1)]
+    known = _known(eqn, operands)
+    shared = op(name).kind in (OpKind.ELEMENTWISE, OpKind.DATA_MOVEMENT)
+    if operands and shared and all(f.constant for f in operands):
+        known = known._replace(constant=True, reaches=_reach(operands))
+    random = _stays_random(name, operands)
+    return [_clipped(known, aval)._replace(random=random) for aval in avals]
+
+
+def _known(eqn: Any, operands: list[Fact]) -> Fact:
+    name, row = eqn.primitive.name, op(eqn.primitive.name)
+    rule = _RULES.get(name)
+    if rule is not None:
+        known = rule(eqn, operands)
+    else:
+        moves = row.kind is OpKind.DATA_MOVEMENT or (row.selects and row.kind is OpKind.REDUCTION)
+        known = hull(_data(eqn, operands)) if moves and operands else ANY
+    if name in _KEEPS_REACH:
+        known = known._replace(reaches=_reach(operands))
+    if name in ("add", "max"):
+        floors = [f.tiny for f in operands if f.tiny]
+        known = known._replace(tiny=min(floors, default=0.0))
+    return known
+
+
+# A mask's constant survives what adds to it or chooses among values.
+_KEEPS_REACH = frozenset(
+    ("add", "sub", "add_any", "max", "min", "neg", "abs", "convert_element_type", "stop_gradient")
+)
+
+
+def _stays_random(name: str, operands: list[Fact]) -> bool:
+    if not any(f.random for f in operands):
+        return False
+    kind = op(name).kind
+    follows = kind in (OpKind.ELEMENTWISE, OpKind.DATA_MOVEMENT) or name in _BITS
+    return follows and all(f.random or f.constant for f in operands)
+
+
+def _clipped(fact: Fact, aval: Any) -> Fact:
+    # a position of an argmax or a wrapped integer says nothing about the operand's bounds
+    limits = of_aval(aval)
+    if limits is ANY:
+        return fact
+    if limits.lo <= fact.lo and fact.hi <= limits.hi:
+        return fact._replace(integer=True)
+    return limits
+
+
+def _data(eqn: Any, operands: list[Fact]) -> list[Fact]:
+    data = op(eqn.primitive.name).data
+    if data is not None:
+        return [operands[i] for i in data]
+    dtype = getattr(eqn.outvars[0].aval, "dtype", None)
+    return [
+        f
+        for f, v in zip(operands, eqn.invars, strict=True)
+        if getattr(v.aval, "dtype", None) == dtype
+    ] or [ANY]
+
+
+def hull(facts: Sequence[Fact]) -> Fact:
+    """What is known of a value that is one of several."""
+    tiny = [f.tiny for f in facts if f.tiny]
+    return Fact(
+        min(f.lo for f in facts),
+        max(f.hi for f in facts),
+        min(tiny) if tiny else 0.0,
+        all(f.integer for f in facts),
+        all(f.constant for f in facts),
+        reaches=_reach(facts),
+    )
+
+
+def _reach(facts: Sequence[Fact]) -> float:
+    return max((f.reaches for f in facts), default=0.0)
+
+
+def _interval(combine: Callable[..., list[float]]) -> Callable[[Any, list[Fact]], Fact]:
+    def rule(_eqn: Any, operands: list[Fact]) -> Fact:
+        ends = combine(*((f.lo, f.hi) for f in operands))
+        integer = all(f.integer for f in operands)
+        if any(math.isnan(e) for e in ends):
+            return Fact(integer=integer)
+        # several elements say nothing of the smallest of their results
+        lone = abs(ends[0]) if min(ends) == max(ends) else 0.0
+        return Fact(min(ends), max(ends), lone, integer)
+
+    return rule
+
+
+def _iota(eqn: Any, _operands: list[Fact]) -> Fact:
+    size = eqn.params["shape"][eqn.params["dimension"]]
+    return Fact(0.0, float(size - 1) if isinstance(size, int) else math.inf, integer=True)
+
+
+def _convert(_eqn: Any, operands: list[Fact]) -> Fact:
+    return operands[0]
+
+
+def _position(eqn: Any, _operands: list[Fact]) -> Fact:
+    shape = eqn.invars[0].aval.shape
+    return _position_below([shape[axis] for axis in eqn.params["axes"]])
+
+
+def _position_below(sizes: Sequence[Any]) -> Fact:
+    known = all(type(size) is int for size in sizes)
+    return Fact(0.0, float(max([*sizes, 1])) if known else math.inf, integer=True)
+
+
+def _power(eqn: Any, operands: list[Fact]) -> Fact:
+    fact, y = operands[0], eqn.params.get("y", 2)
+    if y < 0 and fact.lo <= 0 <= fact.hi:
+        return ANY
+    try:
+        ends = [fact.lo**y, fact.hi**y, *([0.0] if fact.lo <= 0 <= fact.hi else [])]
+    except (OverflowError, ZeroDivisionError):
+        return ANY
+    return Fact(min(ends), max(ends), 0.0, fact.integer and y >= 0)
+
+
+_RULES: dict[str, Callable[[Any, list[Fact]], Fact]] = {
+    "iota": _iota,
+    "convert_element_type": _convert,
+    "copy": _convert,
+    "stop_gradient": _convert,
+    "select_n": lambda eqn, fs: hull(fs[1:]),
+    "clamp": _interval(lambda a, x, b: [max(x[0], a[0]), min(x[1], b[1])]),
+    "add": _interval(lambda a, b: [a[0] + b[0], a[1] + b[1]]),
+    "sub": _interval(lambda a, b: [a[0] - b[1], a[1] - b[0]]),
+    "mul": _interval(lambda a, b: [x * y for x in a for y in b]),
+    "neg": _interval(lambda a: [-a[1], -a[0]]),
+    "abs": _interval(lambda a: [0.0 if a[0] <= 0 <= a[1] else min(map(abs, a)), max(map(abs, a))]),
+    "max": _interval(lambda a, b: [max(a[0], b[0]), max(a[1], b[1])]),
+    "min": _interval(lambda a, b: [min(a[0], b[0]), min(a[1], b[1])]),
+    "square": _power,
+    "integer_pow": _power,
+    "argmax": _position,
+    "argmin": _position,
+    **dict.fromkeys(("tanh", "erf", "sin", "cos", "sign"), lambda eqn, fs: _UNIT),
+    "logistic": lambda eqn, fs: Fact(0.0, 1.0),
+}

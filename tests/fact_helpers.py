@@ -1,0 +1,22 @@
+"""Reads the facts of a function's results."""
+
+import jax
+
+from precpass.facts import propagate
+from precpass.graph import Graph
+
+
+def facts_of(fn, *args):
+    """The fact of each result of `fn`."""
+    closed = jax.make_jaxpr(fn)(*args)
+    facts = propagate(Graph.build(closed))
+    return [facts.of(v) for v in closed.jaxpr.outvars]
+
+
+def fact_of(fn, *args):
+    (fact,) = facts_of(fn, *args)
+    return fact
+
+
+def bounds(fact):
+    return fact.lo, fact.hi
