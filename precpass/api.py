@@ -230,7 +230,9 @@ def _rewriter(policy: PrecisionPolicy) -> Rewriter:
     return Rewriter(lambda jaxpr, scope: make_plan(jaxpr, policy, scope))
 
 
-def _checked_plan(jaxpr: Any, policy: PrecisionPolicy, scope: str, name: str) -> Plan:
+def _checked_plan(
+    jaxpr: Any, policy: PrecisionPolicy, scope: str, name: str, hoisted: int = 0
+) -> Plan:
     if not policy.widens and not any(ir.precision_of(a) for a in ir.all_avals(jaxpr)):
         dtypes = sorted({str(a.dtype) for a in ir.in_avals(jaxpr) if hasattr(a, "dtype")})
         raise TypeError(
@@ -238,7 +240,7 @@ def _checked_plan(jaxpr: Any, policy: PrecisionPolicy, scope: str, name: str) ->
             f", so {policy.name} has nothing to decide: call it without auto_mixed, or pass "
             "arrays of float32, bfloat16, float16 or float64"
         )
-    plan = make_plan(jaxpr, policy, scope)
+    plan = make_plan(jaxpr, policy, scope, hoisted)
     for text in _complaints(plan, policy, name):
         warnings.warn(text, PrecisionWarning, stacklevel=4)
     return plan
@@ -288,7 +290,8 @@ def inspect(
         before = after = traced.jaxpr
         if resolved is None:
             return Inspection(before, unchanged_plan(before), after, None, scope)
-        plan = _checked_plan(before, resolved, scope, _name(mixed.__wrapped__))
+        hoisted = len(ir.in_avals(before)) - len(jax.tree.leaves(traced.args_info))
+        plan = _checked_plan(before, resolved, scope, _name(mixed.__wrapped__), hoisted)
         if plan.changes or resolved.output is not None:
             after = ir.retrace(before, lambda *xs: _run(before, plan, xs, resolved, scope))
         return Inspection(before, plan, after, resolved, scope)

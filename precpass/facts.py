@@ -43,11 +43,19 @@ class Facts:
 _Memo = dict[Any, Facts]
 
 
-def propagate(graph: Graph) -> Facts:
-    """The facts of the root and, under it, of every body at its call sites."""
+def propagate(graph: Graph, hoisted: int = 0) -> Facts:
+    """The facts of the root and, under it, of every body at its call sites.
+
+    Args:
+        graph: the program.
+        hoisted: how many of its first operands are constants of an outer trace,
+            which nobody can check.
+    """
     memo: dict[Any, Facts] = {}
     opened = ir.open_jaxpr(graph.root.jaxpr)
-    return _body(graph, 0, tuple(of_aval(v.aval) for v in opened.invars), memo, False)
+    root = _body(graph, 0, tuple(of_aval(v.aval) for v in opened.invars), memo, False)
+    unchecked = root.unchecked | frozenset(opened.invars[:hoisted])
+    return dataclasses.replace(root, unchecked=unchecked)
 
 
 def _body(

@@ -35,16 +35,17 @@ from precpass.rules import Rule, innermost_keep
 __all__ = ["Planner", "make_plan", "unchanged_plan"]
 
 
-def make_plan(jaxpr: Any, policy: PrecisionPolicy, scope: str = "") -> Plan:
+def make_plan(jaxpr: Any, policy: PrecisionPolicy, scope: str = "", hoisted: int = 0) -> Plan:
     """The plan for a jaxpr under a policy.
 
     Args:
         jaxpr: open or closed.
         policy: what to aim for.
         scope: the name scopes around it.
+        hoisted: how many of its first operands are constants of an outer trace.
     """
     graph = Graph.build(jaxpr, lambda inner: distinguish(policy, join_scopes(scope, inner)))
-    return Planner(graph, propagate(graph), policy, scope).root()
+    return Planner(graph, propagate(graph, hoisted), policy, scope).root()
 
 
 def unchanged_plan(jaxpr: Any) -> Plan:
@@ -158,8 +159,9 @@ class Planner:
     ) -> Decision:
         eqn = self.graph.eqns[row]
         table = op(eqn.primitive.name)
-        if self.policy.widens and ir.is_carrier(eqn):
-            return widen(eqn, table, Precision.F32, "AlwaysF32 removes low precision")
+        if self.policy.widens and (ir.is_carrier(eqn) or ir.is_detach(eqn)):
+            why = "the product it serves is wide again"
+            return Decision(Action.DROP, table.kind, Precision.F32, (Precision.F32,), why)
         floats = {p for v in (*eqn.invars, *eqn.outvars) if (p := ir.precision_of(v.aval))}
         if table.kind is OpKind.BOUNDARY:
             return self._boundary(row, floats)
@@ -248,6 +250,7 @@ class Planner:
         program that was rewritten before has this form.
         """
         moves = table.kind is OpKind.DATA_MOVEMENT or eqn.primitive.name == "stop_gradient"
+        moves = moves or not float_vars(eqn)
         if not (moves or (table.accumulates and table.kind is OpKind.REDUCTION)):
             return None
         readers = self._readers(facts.body)

@@ -66,10 +66,6 @@ class Bilinear:
         out = self.primitive.bind(*pair, *rest, **given)
         return out if out.dtype == self.dtype else lax.convert_element_type(out, self.dtype)
 
-    def original(self, lhs: Any, rhs: Any, rest: Sequence[Any]) -> Any:
-        """The product as it was before it was lowered."""
-        return self.primitive.bind(lhs, rhs, *rest, **dict(self.items))
-
     def tangent(self, tangent: Any, other: Any, rest: Sequence[Any], side: int) -> Any:
         """The low product with `tangent` in the place of operand `side`.
 

@@ -237,10 +237,6 @@ def _wide(env: _Env, eqn: Any, decision: Decision) -> list[Any]:
     wide = decision.compute
     assert wide is not None
     params = dict(eqn.params)
-    if ir.is_carrier(eqn):
-        _, lhs, rhs, *rest = map(env.read, eqn.invars)
-        with ir.context_of(eqn):
-            return [params["form"].original(lhs, rhs, rest)]
     if eqn.primitive.name == "convert_element_type":
         params["new_dtype"] = wide.dtype
     for name in ("preferred_element_type", "out_dtype"):

@@ -32,9 +32,9 @@ def results(eqn: Any, operands: list[Fact]) -> list[Fact]:
     if name in ("top_k", "approx_top_k"):
         return [operands[0], *(_position_below(eqn.invars[0].aval.shape[-1:]),) * (len(avals) - 1)]
     known = _known(eqn, operands)
-    shared = op(name).kind in (OpKind.ELEMENTWISE, OpKind.DATA_MOVEMENT)
-    if operands and shared and all(f.constant for f in operands):
-        known = known._replace(constant=True, reaches=_reach(operands))
+    if operands and all(f.constant for f in operands):
+        shared = op(name).kind in (OpKind.ELEMENTWISE, OpKind.DATA_MOVEMENT)
+        known = known._replace(constant=True, reaches=_reach(operands) if shared else 0.0)
     random = _stays_random(name, operands)
     return [_clipped(known, aval)._replace(random=random) for aval in avals]
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from unit_helpers import f32, product_dtypes
+from unit_helpers import f32, product_dtypes, stable_id
 
 import precpass as pp
 from precpass import AlwaysF32, AutoMixed, AutoMixedBf16, Mixed, PrecisionWarning
@@ -194,7 +194,7 @@ def test_donated_arguments_are_donated():
         ({"static_argnames": "depth"}, lambda f, n: f(X, depth=n)),
         ({"static_argnames": ("depth",)}, lambda f, n: f(X, n)),
     ],
-    ids=str,
+    ids=stable_id,
 )
 def test_static_arguments_are_static(option, call):
     traces = []

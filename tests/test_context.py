@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from unit_helpers import low_values, operand_dtypes, product_dtypes
+from unit_helpers import low_values, operand_dtypes, product_dtypes, stable_id
 
 import precpass as pp
 from precpass import AlwaysF32, AutoMixed, AutoMixedBf16, PrecisionWarning
@@ -29,7 +29,7 @@ def run(fn, x=X):
 # ---------------------------------------------------------------- use_policy
 
 
-@pytest.mark.parametrize("policy", ["AutoMixed", AutoMixed, "p=f32,c=f16,o=f32"], ids=repr)
+@pytest.mark.parametrize("policy", ["AutoMixed", AutoMixed, "p=f32,c=f16,o=f32"], ids=stable_id)
 def test_use_policy_is_the_default_inside_and_not_outside(policy):
     mixed = pp.auto_mixed(square)
     with pp.use_policy(policy):
@@ -84,7 +84,7 @@ def test_use_policy_decides_inside_a_jitted_function_that_was_traced_outside():
         assert run(jitted) == ["float32"]
 
 
-@pytest.mark.parametrize("policy", [None, AlwaysF32], ids=repr)
+@pytest.mark.parametrize("policy", [None, AlwaysF32], ids=stable_id)
 def test_use_policy_works_as_a_decorator(policy):
     mixed = pp.auto_mixed(square)
 
@@ -97,7 +97,7 @@ def test_use_policy_works_as_a_decorator(policy):
 
 
 @pytest.mark.parametrize(
-    ("bad", "error"), [("Half", ValueError), (16, TypeError), ("c=half", ValueError)], ids=repr
+    ("bad", "error"), [("Half", ValueError), (16, TypeError), ("c=half", ValueError)], ids=stable_id
 )
 def test_use_policy_refuses_what_is_no_policy(bad, error):
     with pytest.raises(error) as caught, pp.use_policy(bad):
@@ -214,7 +214,7 @@ def test_keep_f64_has_the_digits_of_float64_with_x64_off():
     assert operand_dtypes(pp.inspect(mixed)(x).after, "add") == ["float64"]
 
 
-@pytest.mark.parametrize("bad", ["half", "float8_e4m3fn", 3], ids=repr)
+@pytest.mark.parametrize("bad", ["half", "float8_e4m3fn", 3], ids=stable_id)
 def test_keep_refuses_an_unknown_precision(bad):
     with pytest.raises(ValueError) as caught, pp.keep(bad):
         pytest.fail("the region ran in a precision that does not exist")

@@ -28,6 +28,7 @@ from helpers import (
     walk,
 )
 from jax import lax
+from unit_helpers import stable_id
 
 import precpass as pp
 
@@ -113,7 +114,7 @@ def test_for_always_every_kinds_precision_is_an_order(policy):
             assert runs_low(inspection, name, policy.low.dtype), (kind, name)
 
 
-@pytest.mark.parametrize("kind", EQUATIONS, ids=str)
+@pytest.mark.parametrize("kind", EQUATIONS, ids=stable_id)
 @pytest.mark.parametrize("low", ["bf16", "f16"])
 def test_for_custom_too_and_a_missing_kind_is_not_lowered(kind, low):
     inspection = look(_kinds, pp.Custom({kind: low}), *square())
@@ -134,7 +135,7 @@ def test_custom_kinds_have_the_values_and_gradients_of_float32():
 NOT_LOWERED = [*AUTO, pp.Custom({}), pp.Custom({"compute": "f32", "elementwise": "f32"})]
 
 
-@pytest.mark.parametrize("policy", NOT_LOWERED, ids=repr)
+@pytest.mark.parametrize("policy", NOT_LOWERED, ids=stable_id)
 def test_f32_means_not_lowered_and_does_not_widen(policy):
     """A program in bfloat16 stays what it is, its reductions too where REDUCTION is F32."""
 

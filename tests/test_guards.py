@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fact_helpers import bounds, fact_of
 from jax import lax
-from unit_helpers import decided, f32, low_values, named, operand_dtypes, product_dtypes
+from unit_helpers import decided, f32, low_values, named, operand_dtypes, product_dtypes, stable_id
 
 import precpass as pp
 from precpass import AlwaysBf16, AlwaysF16, AutoMixed, AutoMixedBf16, Precision
@@ -111,7 +111,7 @@ def test_a_mask_that_overflows_keeps_its_select_and_no_other(policy, value, dtyp
     assert selects == dtypes
 
 
-@pytest.mark.parametrize("policy", [AlwaysF16, AlwaysBf16, AutoMixed, AutoMixedBf16], ids=repr)
+@pytest.mark.parametrize("policy", [AlwaysF16, AlwaysBf16, AutoMixed, AutoMixedBf16], ids=stable_id)
 def test_a_softmax_with_masked_rows_has_the_values_of_float32(policy):
     def fn(mask, x):
         scores = jnp.where(mask, x @ x.T, LOWEST)
@@ -182,7 +182,7 @@ def test_random_bits_are_random_and_bounded_by_their_dtype():
     assert bounds(fact) == (0, 255)
 
 
-@pytest.mark.parametrize("argument", [f32(3), jax.ShapeDtypeStruct((3,), "uint32")], ids=repr)
+@pytest.mark.parametrize("argument", [f32(3), jax.ShapeDtypeStruct((3,), "uint32")], ids=stable_id)
 def test_an_argument_is_not_random(argument):
     assert not fact_of(lambda x: x + x, argument).random
 
@@ -209,7 +209,7 @@ SAMPLERS = [
 ]
 
 
-@pytest.mark.parametrize("policy", [AlwaysBf16, AlwaysF16], ids=repr)
+@pytest.mark.parametrize("policy", [AlwaysBf16, AlwaysF16], ids=stable_id)
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda f: f.__name__)
 def test_a_sampler_gives_the_very_digits_of_float32(sampler, policy):
     def fn(key, x):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import networkx as nx
 import pytest
 from jax import lax
-from unit_helpers import eqns, f32, named, operand_dtypes, product_dtypes
+from unit_helpers import eqns, f32, named, operand_dtypes, product_dtypes, stable_id
 
 import precpass as pp
 from precpass import Action, AlwaysF32, AutoMixed, AutoMixedBf16, Custom, OpKind, PrecisionWarning
@@ -42,7 +42,9 @@ PROGRAMS = {
 }
 each_program = pytest.mark.parametrize("name", PROGRAMS)
 ELEMENTWISE = Custom({"compute": "bf16", "elementwise": "bf16", "reduction": "bf16"})
-each_policy = pytest.mark.parametrize("policy", [AutoMixedBf16, AutoMixed, ELEMENTWISE], ids=repr)
+each_policy = pytest.mark.parametrize(
+    "policy", [AutoMixedBf16, AutoMixed, ELEMENTWISE], ids=stable_id
+)
 
 
 # ---------------------------------------------------------------- before, plan, after
@@ -230,7 +232,9 @@ def test_keywords_defaults_and_pytrees_are_taken():
     assert len(pp.inspect(fn)({"w": W, "b": f32(3)}, x=X).after.in_avals) == 3
 
 
-@pytest.mark.parametrize("option", [{"static_argnums": 1}, {"static_argnames": "depth"}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{"static_argnums": 1}, {"static_argnames": "depth"}], ids=stable_id
+)
 def test_static_arguments_of_auto_mixed_are_static(option):
     def fn(x, depth):
         for _ in range(depth):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from unit_helpers import stable_id
 
 from precpass import Precision
 
@@ -85,7 +86,7 @@ def test_only_the_16_bit_formats_are_low():
         (np.dtype("float16"), Precision.F16),
         (jnp.dtype("bfloat16"), Precision.BF16),
     ],
-    ids=repr,
+    ids=stable_id,
 )
 def test_a_precision_is_read_from_names_and_dtypes(value, expected):
     assert Precision.parse(value) is expected
@@ -100,7 +101,7 @@ def test_a_precision_is_read_from_its_own_text(precision):
 @pytest.mark.parametrize(
     "value",
     ["half", "", "fp32", "bf", "tf32", "int32", np.int32, np.dtype("bool"), np.complex64, 16, None],
-    ids=repr,
+    ids=stable_id,
 )
 def test_an_unknown_precision_is_quoted_beside_the_legal_ones(value):
     with pytest.raises(ValueError, match=re.escape(f"unknown precision {value!r}")) as caught:
@@ -114,7 +115,7 @@ def test_an_unknown_precision_is_quoted_beside_the_legal_ones(value):
 @pytest.mark.parametrize(
     "value",
     ["float8_e4m3fn", "f8e4m3", "float8_e5m2", jnp.float8_e4m3fn, np.dtype(ml_dtypes.float8_e5m2)],
-    ids=repr,
+    ids=stable_id,
 )
 def test_float8_is_said_to_be_unsupported(value):
     with pytest.raises(ValueError, match="float8 is not supported yet") as caught:
@@ -128,7 +129,9 @@ def test_the_precision_of_a_dtype_is_found(precision):
     assert Precision.of(precision.dtype) is precision
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.complex64, jnp.float8_e4m3fn], ids=repr)
+@pytest.mark.parametrize(
+    "dtype", [np.int32, np.bool_, np.complex64, jnp.float8_e4m3fn], ids=stable_id
+)
 def test_other_dtypes_have_no_precision(dtype):
     assert Precision.of(np.dtype(dtype)) is None
 

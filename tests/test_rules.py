@@ -6,7 +6,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from unit_helpers import decided, f32, operand_dtypes, product_dtypes
+from unit_helpers import decided, f32, operand_dtypes, product_dtypes, stable_id
 
 import precpass as pp
 from precpass import (
@@ -86,7 +86,7 @@ def lowered(fn, *args, rules=(), policy=AutoMixedBf16):
         ({"primitive": "dot_general", "scope": "model", "function": "other"}, False),
         ({"primitive": "tanh", "scope": "model"}, False),
     ],
-    ids=repr,
+    ids=stable_id,
 )
 def test_a_rule_matches_where_all_of_its_patterns_do(patterns, matches):
     assert Rule(**patterns, precision="f32").matches(view()) is matches
@@ -114,7 +114,7 @@ def test_scatter_is_matched_with_a_dash_and_with_an_underscore(pattern):
         ({"scope": "*", "primitive": "tanh"}, False),
         ({"where": lambda eqn: True}, False),
     ],
-    ids=repr,
+    ids=stable_id,
 )
 def test_a_rule_that_names_only_a_place_is_a_region(given, is_region):
     assert Rule(**given, precision="bf16").is_region is is_region
@@ -184,7 +184,7 @@ def calls_a_helper(x, w):
         (two_products, {"primitive": "dot_general", "scope": "body"}, [False, True]),
         (two_products, {"where": lambda eqn: "head" in eqn.scope}, [True, False]),
     ],
-    ids=lambda value: getattr(value, "__name__", repr(value)),
+    ids=lambda value: getattr(value, "__name__", stable_id(value)),
 )
 def test_a_rule_keeps_exactly_what_it_matches(fn, patterns, expected):
     assert lowered(fn, X, W) == [True, True]

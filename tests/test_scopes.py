@@ -3,7 +3,16 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from unit_helpers import PRODUCTS, decided, eqns, f32, named, operand_dtypes, product_dtypes
+from unit_helpers import (
+    PRODUCTS,
+    decided,
+    eqns,
+    f32,
+    named,
+    operand_dtypes,
+    product_dtypes,
+    stable_id,
+)
 
 import precpass as pp
 from precpass import (
@@ -247,7 +256,7 @@ def test_a_keep_region_is_found_under_every_transform(transform):
     assert set(head) == {"float32"}
 
 
-@pytest.mark.parametrize("policy", [AlwaysBf16, AutoMixedBf16, AutoMixed], ids=repr)
+@pytest.mark.parametrize("policy", [AlwaysBf16, AutoMixedBf16, AutoMixed], ids=stable_id)
 def test_keep_f32_leaves_everything_inside_as_it_was_written(policy):
     def fn(x, w):
         with pp.keep("f32"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,3 +60,8 @@ def decided(inspection: Any, primitive: str) -> list[Any]:
 def f32(*shape: int) -> Any:
     """A float32 argument that is only a shape."""
     return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def stable_id(value: object) -> str:
+    """`repr` without addresses: workers that run tests in parallel must agree on the names."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -25,7 +25,7 @@ from precpass.jaxpr.bodies import (
     scan_split,
     with_bodies,
 )
-from precpass.jaxpr.carrier import Form, carry, detach, is_carrier
+from precpass.jaxpr.carrier import Form, carry, detach, is_carrier, is_detach
 from precpass.jaxpr.custom_rules import with_rewritten_rules
 from precpass.jaxpr.reading import (
     Source,
@@ -60,6 +60,7 @@ __all__ = [
     "hidden_jaxprs",
     "in_avals",
     "is_carrier",
+    "is_detach",
     "is_literal",
     "name_of",
     "open_jaxpr",

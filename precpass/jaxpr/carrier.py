@@ -22,7 +22,7 @@ import jax.extend.core as jex
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["Form", "carry", "detach", "is_carrier"]
+__all__ = ["Form", "carry", "detach", "is_carrier", "is_detach"]
 
 
 class Form(Protocol):
@@ -58,6 +58,11 @@ def carry(form: Form, out: Any, lhs: Any, rhs: Any, rest: Sequence[Any] = ()) ->
 def is_carrier(eqn: Any) -> bool:
     """Whether an equation carries the derivative of a lowered product."""
     return eqn.primitive is _carrier_p
+
+
+def is_detach(eqn: Any) -> bool:
+    """Whether an equation detaches a lowered product's operand."""
+    return eqn.primitive is _detach_p
 
 
 def _tangent(form: Form, batched: Batched, side: int, operands: Sequence[Any], tangent: Any) -> Any:
