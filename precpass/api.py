@@ -199,6 +199,7 @@ def rewritten(fn: Callable[..., Any], policy: PrecisionPolicy, scope: str) -> Ca
         # under jit whatever varies is an array; the rest was declared static
         arrays = [x for x in leaves if isinstance(x, jax.Array)]
 
+        @functools.wraps(fn)
         def on_arrays(*xs: Any) -> Any:
             given = iter(xs)
             filled = [next(given) if isinstance(x, jax.Array) else x for x in leaves]

@@ -33,10 +33,17 @@ def results(eqn: Any, operands: list[Fact]) -> list[Fact]:
         return [operands[0], *(_position_below(eqn.invars[0].aval.shape[-1:]),) * (len(avals) - 1)]
     known = _known(eqn, operands)
     if operands and all(f.constant for f in operands):
-        shared = op(name).kind in (OpKind.ELEMENTWISE, OpKind.DATA_MOVEMENT)
-        known = known._replace(constant=True, reaches=_reach(operands) if shared else 0.0)
+        known = _of_constants(known, moves=op(name).kind is OpKind.DATA_MOVEMENT)
     random = _stays_random(name, operands)
     return [_clipped(known, aval)._replace(random=random) for aval in avals]
+
+
+def _of_constants(known: Fact, moves: bool) -> Fact:
+    if moves:
+        return known._replace(constant=True)
+    bound = max(abs(known.lo), abs(known.hi))
+    reaches = bound if math.isfinite(bound) else 0.0
+    return known._replace(constant=True, reaches=reaches)
 
 
 def _known(eqn: Any, operands: list[Fact]) -> Fact:
@@ -49,6 +56,8 @@ def _known(eqn: Any, operands: list[Fact]) -> Fact:
         known = hull(_data(eqn, operands)) if moves and operands else ANY
     if name in _KEEPS_REACH:
         known = known._replace(reaches=_reach(operands))
+    if name in ("mul", "div"):
+        known = known._replace(reaches=_scaled(name, operands))
     if name in ("add", "max"):
         floors = [f.tiny for f in operands if f.tiny]
         known = known._replace(tiny=min(floors, default=0.0))
@@ -108,6 +117,21 @@ def _reach(facts: Sequence[Fact]) -> float:
     return max((f.reaches for f in facts), default=0.0)
 
 
+def _scaled(name: str, facts: Sequence[Fact]) -> float:
+    """A magnitude that a product reaches, where what is unknown counts as 1."""
+    first, second = (f.reaches or 1.0 for f in facts)
+    if not any(f.reaches for f in facts):
+        return 0.0
+    reached = first * second if name == "mul" else first / second
+    return reached if math.isfinite(reached) else 0.0
+
+
+def _quotient(a: tuple[float, float], b: tuple[float, float]) -> list[float]:
+    if b[0] <= 0 <= b[1]:
+        return [-math.inf, math.inf]
+    return [x / y for x in a for y in b]
+
+
 def _interval(combine: Callable[..., list[float]]) -> Callable[[Any, list[Fact]], Fact]:
     def rule(_eqn: Any, operands: list[Fact]) -> Fact:
         ends = combine(*((f.lo, f.hi) for f in operands))
@@ -161,6 +185,7 @@ _RULES: dict[str, Callable[[Any, list[Fact]], Fact]] = {
     "add": _interval(lambda a, b: [a[0] + b[0], a[1] + b[1]]),
     "sub": _interval(lambda a, b: [a[0] - b[1], a[1] - b[0]]),
     "mul": _interval(lambda a, b: [x * y for x in a for y in b]),
+    "div": _interval(_quotient),
     "neg": _interval(lambda a: [-a[1], -a[0]]),
     "abs": _interval(lambda a: [0.0 if a[0] <= 0 <= a[1] else min(map(abs, a)), max(map(abs, a))]),
     "max": _interval(lambda a, b: [max(a[0], b[0]), max(a[1], b[1])]),

@@ -75,6 +75,7 @@ def test_a_constant_is_known(value, expected):
         lo=pytest.approx(expected.lo),
         hi=pytest.approx(expected.hi),
         tiny=pytest.approx(expected.tiny),
+        reaches=pytest.approx(expected.reaches),
     )
     assert of_array(jnp.asarray(value)) == found
 

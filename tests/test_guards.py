@@ -258,3 +258,21 @@ def test_a_guard_beats_a_rule_and_a_keep_region():
     plain = after(lambda x: (x @ x) + lax.full((8, 8), -1e9), AutoMixed.with_rules(rule), f32(8, 8))
     assert operand_dtypes(plain.after, "add") == ["float32"]
     assert "1e+09" in decided(plain, "add")[0].reason
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w: (X8 @ w).mean() * 1e-6,
+        lambda w: (1e5 * jnp.tanh(X8 @ w)).sum(),
+        lambda w: (1e5 * (X8 @ w)).sum(),
+    ],
+    ids=["cotangents that vanish", "cotangents that overflow", "constant ones that overflow"],
+)
+def test_cotangents_that_float16_cannot_hold_keep_their_products_wide(loss):
+    w = jnp.full((16, 4), 0.01)
+    got, expected = pp.auto_mixed(jax.grad(loss), policy=pp.AutoMixed)(w), jax.grad(loss)(w)
+    np.testing.assert_allclose(got, expected, rtol=1e-2)
+
+
+X8 = jnp.asarray(np.random.default_rng(8).standard_normal((8, 16)), jnp.float32)
