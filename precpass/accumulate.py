@@ -40,7 +40,7 @@ def accumulating(jaxpr: Any, carried: Pairs) -> frozenset[int]:
         carried: pairs (invar, outvar) of what is fed back.
 
     Returns:
-        Their positions. A nested body on such a path counts as a whole.
+        Their positions.
     """
     opened = ir.open_jaxpr(jaxpr)
     found: set[int] = set()
@@ -48,7 +48,7 @@ def accumulating(jaxpr: Any, carried: Pairs) -> frozenset[int]:
         end = opened.outvars[outvar]
         if ir.is_literal(end) or end is opened.invars[invar]:
             continue
-        after = _forward(opened, opened.invars[invar])
+        after, _ = _forward(opened, {opened.invars[invar]})
         found |= _backward(opened, end, after)
     return frozenset(found)
 
@@ -63,9 +63,7 @@ def cyclic_pairs(body: ir.Body) -> Pairs:
     invar_of = {outvar: invar for invar, outvar in body.carry}
     reaches: dict[int, set[int]] = {}
     for invar in invar_of.values():
-        start = opened.invars[invar]
-        rows = _forward(opened, start)
-        made = {start, *(v for row in rows for v in opened.eqns[row].outvars)}
+        _, made = _forward(opened, {opened.invars[invar]})
         ends = ((o, opened.outvars[o]) for o in invar_of)
         reaches[invar] = {o for o, v in ends if not ir.is_literal(v) and v in made}
 
@@ -83,22 +81,31 @@ def cyclic_pairs(body: ir.Body) -> Pairs:
     return frozenset((i, o) for i, outs in reaches.items() for o in outs if returns(invar_of[o], i))
 
 
-def _passes(eqn: Any) -> bool:
-    name = eqn.primitive.name
-    row = op(name)
-    adds = row.kind in (OpKind.DATA_MOVEMENT, OpKind.REDUCTION) or name in _ADDS
-    return adds or bool(ir.bodies(eqn) and all(map(_passes, ir.all_eqns_of(eqn))))
-
-
-def _forward(opened: Any, start: Any) -> set[int]:
-    """Equations reached from `start` through additive ones."""
-    reached, rows = {start}, set[int]()
+def _forward(opened: Any, starts: set[Any]) -> tuple[set[int], set[Any]]:
+    """The equations reached from `starts` through additive ones, and the values reached."""
+    reached, rows = set(starts), set[int]()
     for row, eqn in enumerate(opened.eqns):
-        reads = any(not ir.is_literal(v) and v in reached for v in eqn.invars)
-        if reads and _passes(eqn):
+        reads = {v for v in eqn.invars if not ir.is_literal(v) and v in reached}
+        results = _passed_on(eqn, reads) if reads else set[Any]()
+        if results:
             rows.add(row)
-            reached.update(eqn.outvars)
-    return rows
+            reached |= results
+    return rows, reached
+
+
+def _passed_on(eqn: Any, reads: set[Any]) -> set[Any]:
+    """The results into which an equation adds what it reads."""
+    found = ir.bodies(eqn)
+    results: set[Any] = set()
+    for body in found:
+        opened = ir.open_jaxpr(body.jaxpr)
+        sides = zip(opened.invars, body.operands, strict=True)
+        _, reached = _forward(opened, {v for v, i in sides if eqn.invars[i] in reads})
+        ends = zip(opened.outvars, body.results, strict=False)
+        results |= {eqn.outvars[o] for v, o in ends if not ir.is_literal(v) and v in reached}
+    row = op(eqn.primitive.name)
+    adds = row.kind in (OpKind.DATA_MOVEMENT, OpKind.REDUCTION) or eqn.primitive.name in _ADDS
+    return results if found else set(eqn.outvars) if adds else set()
 
 
 def _backward(opened: Any, end: Any, allowed: set[int]) -> set[int]:

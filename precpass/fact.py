@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any, NamedTuple
 
 import jax
@@ -69,7 +70,7 @@ def of_aval(aval: Any) -> Fact:
 
 
 _LARGE = 1 << 20
-_known: dict[int, tuple[Any, Fact]] = {}
+_known: dict[int, tuple[weakref.ref[Any], Fact]] = {}
 
 
 def of_array(value: Any) -> Fact:
@@ -85,13 +86,14 @@ def of_array(value: Any) -> Fact:
         return ANY
     if np.size(value) < _LARGE:
         return _of_numpy(np.asarray(value))
-    held = _known.get(id(value))
-    if held is None or held[0] is not value:
-        if len(_known) > 256:
-            _known.clear()
-        # the array is held so that its id is not given to another one
-        held = _known[id(value)] = (value, _of_large(value))
-    return held[1]
+    key = id(value)
+    held = _known.get(key)
+    if held is not None and held[0]() is value:
+        return held[1]
+    fact = _of_large(value)
+    # weak, so that no buffer lives longer for having been looked at
+    _known[key] = (weakref.ref(value, lambda _: _known.pop(key, None)), fact)
+    return fact
 
 
 def _of_numpy(value: np.ndarray[Any, Any]) -> Fact:

@@ -73,6 +73,7 @@ BODIES: dict[str, Callable[..., Any]] = {
     "jit": jax.jit(one),
     "jit in jit": jax.jit(lambda c: jax.jit(one)(c) * 1.0),
     "remat": jax.checkpoint(one),
+    "jit with other work": jax.jit(lambda c: c + jnp.tanh(c * 0.0 + 20.0)),
     "custom rule": lambda c: identity(c) + 1.0,
     "relu": lambda c: jax.nn.relu(c + 1.0),
     "cond": lambda c: lax.cond(c >= 0, one, lambda c: c - 1.0, c),
