@@ -254,10 +254,6 @@ class Planner:
         if not (moves or (table.accumulates and table.kind is OpKind.REDUCTION)):
             return None
         readers = self._readers(facts.body)
-        if all(
-            r is not None and ir.is_carrier(r) for v in eqn.outvars for r in readers.get(v, [None])
-        ):
-            return "holds a lowered product"
         rounds = all(
             r is not None
             and r.primitive.name == "convert_element_type"

@@ -1,6 +1,6 @@
 """The form of a lowered product: low operands, a wide result, a derivative through wide values.
 
-    out = carrier(product(low(detach(x)), low(detach(w))), x, w)
+    out = carrier(product(detach(low(x)), detach(low(w))), x, w)
 
 JAX's transposition adds up cotangents in the dtype of whatever value was
 shared: a cast that is shared before a fan-out makes a sum of 16384 ones come
@@ -101,7 +101,7 @@ def lowered(
     form = Bilinear(eqn.primitive, tuple(sorted(eqn.params.items())), low, dtype)
     if _needs_barriers(low):
         pair, params = _runnable(eqn, low_operands) if form.is_dot else (low_operands, {})
-        out = lax.optimization_barrier(form.wide_product(pair, rest, **params))
+        out = ir.detach(form.wide_product(pair, rest, **params), pinned=True)
     else:
         out = form.wide_product(low_operands, rest)
     return ir.carry(form, out, lhs, rhs, rest)
@@ -112,9 +112,8 @@ def low_copy(x: Any, precision: Precision) -> Any:
 
     No derivative passes through it.
     """
-    x = ir.detach(x)
     low = x if x.dtype == precision.dtype else lax.convert_element_type(x, precision.dtype)
-    return lax.optimization_barrier(low) if _needs_barriers(low.dtype) else low
+    return ir.detach(low, pinned=_needs_barriers(low.dtype))
 
 
 def _needs_barriers(low: np.dtype[Any]) -> bool:
@@ -145,7 +144,7 @@ def _runnable(eqn: Any, pair: Sequence[Any]) -> tuple[Sequence[Any], Params]:
     if not kept or not contracting[0] or min(contracting[0]) > max(kept):
         return pair, {}
     order = [*batch[0], *kept, *contracting[0]]
-    lhs = lax.optimization_barrier(lax.transpose(lhs, order))
+    lhs = ir.detach(lax.transpose(lhs, order), pinned=True)
     n_batch = len(batch[0])
     summed = tuple(range(n_batch + len(kept), lhs.ndim))
     numbers = (summed, tuple(contracting[1])), (tuple(range(n_batch)), tuple(batch[1]))

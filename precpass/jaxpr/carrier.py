@@ -119,24 +119,39 @@ def _batch(
     return new, out_dim
 
 
-def detach(x: Any) -> Any:
-    """`x`, through which no derivative passes in either mode."""
-    return _detach_p.bind(x)
+def detach(x: Any, *, pinned: bool = False) -> Any:
+    """`x`, through which no derivative passes in either mode.
+
+    Args:
+        x: an array.
+        pinned: whether XLA is kept from moving operations across it, as by
+            `lax.optimization_barrier`; that one is no part of this form since jax
+            0.10 transposes its zero cotangent into zeros, and these through the product.
+    """
+    return _detach_p.bind(x, pinned=pinned)
 
 
+def _lower_detach(ctx: Any, x: Any, *, pinned: bool) -> Any:
+    return _lower_barrier(ctx, x) if pinned else [x]
+
+
+_lower_barrier = mlir.lower_fun(lambda x: lax.optimization_barrier(x), multiple_results=False)
 _detach_p = jex.Primitive("precpass_detach")
-_detach_p.def_impl(lambda x: x)
-_detach_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(_detach_p, lambda _ctx, x: [x])
+_detach_p.def_impl(lambda x, **_params: x)
+_detach_p.def_abstract_eval(lambda x, **_params: x)
+mlir.register_lowering(_detach_p, _lower_detach)
 
 
-def _detach_jvp(primals: Any, _tangents: Any) -> Any:
-    return detach(primals[0]), ad.Zero(jax.typeof(primals[0]).to_tangent_aval())
+def _detach_jvp(primals: Any, _tangents: Any, *, pinned: bool) -> Any:
+    return detach(primals[0], pinned=pinned), ad.Zero(jax.typeof(primals[0]).to_tangent_aval())
 
 
 ad.primitive_jvps[_detach_p] = _detach_jvp
-ad.primitive_transposes[_detach_p] = lambda _cotangent, _x: [None]
-batching.primitive_batchers[_detach_p] = lambda args, dims: (detach(args[0]), dims[0])
+ad.primitive_transposes[_detach_p] = lambda _cotangent, _x, **_params: [None]
+batching.primitive_batchers[_detach_p] = lambda args, dims, **params: (
+    detach(args[0], **params),
+    dims[0],
+)
 ad.primitive_jvps[_carrier_p] = _jvp
 ad.primitive_transposes[_carrier_p] = _transpose
 batching.primitive_batchers[_carrier_p] = _batch
