@@ -107,8 +107,11 @@ class Rewriter:
         with ir.context_of(eqn):
             if eqn.primitive.name == "shard_map":
                 ((body, plan),) = pairs
-                run = lambda *xs: tuple(self.run(body.jaxpr, plan, xs, inside))  # noqa: E731
-                return ir.bind_shard_map(eqn, run, args)
+
+                def on_shards(*xs: Any) -> tuple[Any, ...]:
+                    return tuple(self.run(body.jaxpr, plan, xs, inside))
+
+                return ir.bind_shard_map(eqn, on_shards, args)
             new = [self.jaxpr(body.jaxpr, plan, inside) for body, plan in pairs]
             params = ir.with_bodies(eqn, found, new)
             if decision.rewrites_rules:

@@ -53,7 +53,8 @@ def _rewritten_primal(thunk: Callable[..., Any], rewrite: Rewrite) -> Callable[.
 def _closed(jaxpr: Any, consts: Sequence[Any]) -> Any:
     if hasattr(jaxpr, "with_consts"):  # 0.11 and later
         return jaxpr.with_consts(consts)
-    return jex.ClosedJaxpr(jaxpr, consts)
+    make: Any = vars(jex)["ClosedJaxpr"]  # 0.12's type information exports it no more
+    return make(jaxpr, consts)
 
 
 @linear_util.transformation2
