@@ -16,7 +16,7 @@ from precpass import jaxpr as ir
 from precpass.inspection import Inspection
 from precpass.opkinds import OpKind
 from precpass.plan import Action, Plan
-from precpass.planner import make_plan, unchanged_plan
+from precpass.planner import distinguish, make_plan, unchanged_plan
 from precpass.policy import AutoMixedBf16, PrecisionPolicy, PrecisionWarning
 from precpass.precision import Precision
 from precpass.rewrite import Rewriter
@@ -228,7 +228,10 @@ def _run(jaxpr: Any, plan: Plan, args: Any, policy: PrecisionPolicy, scope: str)
 
 
 def _rewriter(policy: PrecisionPolicy) -> Rewriter:
-    return Rewriter(lambda jaxpr, scope: make_plan(jaxpr, policy, scope))
+    return Rewriter(
+        lambda jaxpr, scope: make_plan(jaxpr, policy, scope),
+        lambda scope: distinguish(policy, scope),
+    )
 
 
 def _checked_plan(

@@ -87,6 +87,11 @@ class Plan:
         return self.widens or any(d.changes for d in self.decisions)
 
     @functools.cached_property
+    def rewrites_rules(self) -> bool:
+        """Whether custom rules inside are planned when they are traced."""
+        return any(d.rewrites_rules for d in self.walk())
+
+    @functools.cached_property
     def _key(self) -> tuple[object, ...]:
         return (self.decisions, self.widens, self.notes, self.unmatched)
 

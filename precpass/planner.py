@@ -32,7 +32,7 @@ from precpass.policy import PrecisionPolicy
 from precpass.precision import Precision
 from precpass.rules import Rule, innermost_keep
 
-__all__ = ["Planner", "make_plan", "unchanged_plan"]
+__all__ = ["Planner", "distinguish", "make_plan", "unchanged_plan"]
 
 
 def make_plan(jaxpr: Any, policy: PrecisionPolicy, scope: str = "", hoisted: int = 0) -> Plan:

@@ -6,7 +6,7 @@ it in another precision is the only place where a cast comes from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -31,12 +31,14 @@ class Rewriter:
 
     Args:
         plan_rule: plans the jaxpr of a custom rule under a name scope, when JAX traces it.
+        distinguish: what of a scope those plans depend on.
     """
 
-    def __init__(self, plan_rule: PlanRule) -> None:
+    def __init__(self, plan_rule: PlanRule, distinguish: Callable[[str], Hashable]) -> None:
         self.plan_rule = plan_rule
+        self.distinguish = distinguish
         # holds the jaxpr too: an id is only unique while its object lives
-        self.memo: dict[tuple[int, Plan], tuple[Any, Any]] = {}
+        self.memo: dict[tuple[int, Plan, Hashable], tuple[Any, Any]] = {}
 
     def jaxpr(self, jaxpr: Any, plan: Plan, scope: str = "") -> Any:
         """The rewritten jaxpr with the same avals at its border.
@@ -45,7 +47,9 @@ class Rewriter:
         """
         if not plan.changes:
             return jaxpr
-        key = (id(ir.open_jaxpr(jaxpr)), plan)
+        # equal plans of one jaxpr under two scopes may still plan its custom rules differently
+        seen = self.distinguish(scope) if plan.rewrites_rules else None
+        key = (id(ir.open_jaxpr(jaxpr)), plan, seen)
         if key not in self.memo:
             avals = [_widened(a) if plan.widens else a for a in ir.in_avals(jaxpr)]
             new = ir.retrace(jaxpr, lambda *args: self.run(jaxpr, plan, args, scope), avals)
