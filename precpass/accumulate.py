@@ -100,12 +100,16 @@ def _passed_on(eqn: Any, reads: set[Any]) -> set[Any]:
     for body in found:
         opened = ir.open_jaxpr(body.jaxpr)
         sides = zip(opened.invars, body.operands, strict=True)
-        _, reached = _forward(opened, {v for v, i in sides if eqn.invars[i] in reads})
+        _, reached = _forward(opened, {v for v, i in sides if _reads(eqn.invars[i], reads)})
         ends = zip(opened.outvars, body.results, strict=False)
         results |= {eqn.outvars[o] for v, o in ends if not ir.is_literal(v) and v in reached}
     row = op(eqn.primitive.name)
     adds = row.kind in (OpKind.DATA_MOVEMENT, OpKind.REDUCTION) or eqn.primitive.name in _ADDS
     return results if found else set(eqn.outvars) if adds else set()
+
+
+def _reads(atom: Any, values: set[Any]) -> bool:
+    return not ir.is_literal(atom) and atom in values
 
 
 def _backward(opened: Any, end: Any, allowed: set[int]) -> set[int]:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.facts import Facts, guard
 from precpass.opkinds import Op, OpKind, op
-from precpass.plan import Action, Decision
+from precpass.plan import Action, Border, Decision
 from precpass.precision import Precision
 from precpass.rules import EqnView, clean_scope
 
+# They have no low kernels, and take float64 as they take float32.
+WIDENED = frozenset(
+    (
+        *("cholesky", "cholesky_update", "eigh", "geqrf", "hessenberg", "householder_product"),
+        *("lu", "ormqr", "qr", "schur", "svd", "symmetric_product", "triangular_solve"),
+        *("tridiagonal", "tridiagonal_solve"),
+    )
+)
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
+
+FIXED = "of an auto_mixed function with a policy of its own"
+"""The reason to leave alone what an inner function's policy has decided."""
 
 
 def view_of(eqn: Any, scope: str, source: ir.Source) -> EqnView:
@@ -46,6 +58,12 @@ def contracts(eqn: Any) -> bool:
     return len(contracting) > 0
 
 
+def mixes_types(eqn: Any) -> bool:
+    """Whether a product's two operands have different types, such as float32 and complex64."""
+    lhs, rhs = (v.aval.dtype for v in eqn.invars[:2])
+    return lhs != rhs
+
+
 def guarded(eqn: Any, facts: Facts, target: Precision, table: Op) -> str | None:
     """Why the facts forbid an equation to run in `target`, or None."""
     if table.kind is not OpKind.COMPUTE and all(facts.of(v).constant for v in eqn.invars):
@@ -54,7 +72,8 @@ def guarded(eqn: Any, facts: Facts, target: Precision, table: Op) -> str | None:
         if ir.precision_of(atom.aval) is None:
             continue
         fact = facts.of(atom)
-        if fact.random and position >= len(eqn.invars):
+        # a product ends what follows the bits, except inside of a sampler that correlates them
+        if fact.random and (position >= len(eqn.invars) or _is_samplers(facts, table)):
             return "follows random bits: a sampler's digits"
         if table.kind is OpKind.COMPUTE:
             # in a sum of products only an operand that vanishes as a whole matters
@@ -66,10 +85,19 @@ def guarded(eqn: Any, facts: Facts, target: Precision, table: Op) -> str | None:
     return None
 
 
+def _is_samplers(facts: Facts, table: Op) -> bool:
+    return facts.sampler and table.kind is OpKind.COMPUTE
+
+
 def keep(eqn: Any, kind: OpKind, reason: str) -> Decision:
     """The decision to bind an equation as it was written."""
     native = next((p for v in eqn.outvars if (p := ir.precision_of(v.aval))), None)
     return Decision(Action.KEEP, kind, native, (None,) * len(eqn.outvars), reason)
+
+
+def in_region(decision: Decision, eqn: Any) -> Decision:
+    """The decision for an equation of a float64 region."""
+    return decision if ir.effects_of(eqn) else dataclasses.replace(decision, island=True)
 
 
 def widen(eqn: Any, table: Op, target: Precision, reason: str) -> Decision:
@@ -77,7 +105,8 @@ def widen(eqn: Any, table: Op, target: Precision, reason: str) -> Decision:
     stored = tuple(target if ir.precision_of(v.aval) else None for v in eqn.outvars)
     is_cast = eqn.primitive.name == "convert_element_type"
     drops = is_cast and bool(ir.precision_of(eqn.invars[0].aval)) and stored[0] is not None
-    return Decision(Action.DROP if drops else Action.WIDEN, table.kind, target, stored, reason)
+    action = Action.DROP if drops else Action.WIDEN
+    return Decision(action, table.kind, target, stored, reason)
 
 
 def stored_precision(name: str, target: Precision, table: Op) -> Precision | None:
@@ -99,10 +128,10 @@ def has_low(eqn: Any) -> bool:
     return any(p.is_low for a in inside if (p := ir.precision_of(a)))
 
 
-def border_is_low(jaxpr: Any) -> bool:
-    """Whether a low value crosses a border of the jaxpr."""
-    border = (*ir.in_avals(jaxpr), *ir.out_avals(jaxpr))
-    return any(p.is_low for a in border if (p := ir.precision_of(a)))
+def border_of(jaxpr: Any, border: Border) -> Border:
+    """What of a border concerns the values that cross that of the jaxpr."""
+    crossing = {ir.precision_of(a) for a in (*ir.in_avals(jaxpr), *ir.out_avals(jaxpr))}
+    return tuple(pair for pair in border if pair[0] in crossing)
 
 
 def product_names(jaxpr: Any) -> list[str]:

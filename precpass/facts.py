@@ -7,6 +7,7 @@ integers in a narrower format, and what follows random bits.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.core
@@ -28,12 +29,14 @@ class Facts:
         values: variable -> fact.
         inner: equation row -> the facts of its bodies.
         unchecked: the constants that an outer trace has not computed yet.
+        sampler: whether it is inside of one of JAX's samplers.
     """
 
     body: int
     values: dict[Any, Fact]
     inner: dict[int, tuple[Facts, ...]]
     unchecked: frozenset[Any] = frozenset()
+    sampler: bool = False
 
     def of(self, atom: Any) -> Fact:
         """The fact of a variable or literal."""
@@ -43,18 +46,25 @@ class Facts:
 _Memo = dict[Any, Facts]
 
 
-def propagate(graph: Graph, hoisted: int = 0) -> Facts:
+def propagate(graph: Graph, closed_over: Sequence[Any] = ()) -> Facts:
     """The facts of the root and, under it, of every body at its call sites.
 
     Args:
         graph: the program.
-        hoisted: how many of its first operands are constants of an outer trace,
-            which nobody can check.
+        closed_over: the values of its first operands, as far as it closes over
+            them; those that an outer trace has not computed yet nobody can check.
     """
     memo: dict[Any, Facts] = {}
     opened = ir.open_jaxpr(graph.root.jaxpr)
-    root = _body(graph, 0, tuple(of_aval(v.aval) for v in opened.invars), memo, False)
-    unchecked = root.unchecked | frozenset(opened.invars[:hoisted])
+    known = [None if isinstance(x, jax.core.Tracer) else of_array(x) for x in closed_over]
+    given = known + [None] * (len(opened.invars) - len(known))
+    facts = tuple(
+        of_aval(v.aval) if fact is None else fact
+        for v, fact in zip(opened.invars, given, strict=True)
+    )
+    root = _body(graph, 0, facts, memo, False)
+    pairs = zip(opened.invars, known, strict=False)
+    unchecked = root.unchecked | frozenset(v for v, fact in pairs if fact is None)
     return dataclasses.replace(root, unchecked=unchecked)
 
 
@@ -71,7 +81,7 @@ def _body(
     values.update(zip(opened.constvars, map(of_array, consts), strict=False))
     pairs = zip(opened.constvars, consts, strict=False)
     unchecked = frozenset(var for var, const in pairs if isinstance(const, jax.core.Tracer))
-    facts = memo[key] = Facts(at, values, {}, unchecked)
+    facts = memo[key] = Facts(at, values, {}, unchecked, sampler)
     for row in range(node.start, node.stop):
         eqn = graph.eqns[row]
         operands = [facts.of(v) for v in eqn.invars]
@@ -94,13 +104,13 @@ def _enter(
     eqn = graph.eqns[row]
     joined: list[Fact | None] = [None] * len(eqn.outvars)
     inner: list[Facts] = []
-    private = str(eqn.params.get("name", "")).startswith("_")
+    inside_sampler = sampler or ir.is_sampler(eqn)
     for body, child in graph.children[row]:
         opened = ir.open_jaxpr(body.jaxpr)
         given = [operands[i] for i in body.operands]
         for invar, _ in body.carry:
             given[invar] = of_aval(opened.invars[invar].aval)
-        inside = _body(graph, child, tuple(given), memo, private)
+        inside = _body(graph, child, tuple(given), memo, inside_sampler)
         inner.append(inside)
         for atom, result in zip(opened.outvars, body.results, strict=False):
             fact = inside.of(atom)
@@ -111,6 +121,6 @@ def _enter(
             joined[body.results[outvar]] = of_aval(eqn.outvars[body.results[outvar]].aval)
     facts.inner[row] = tuple(inner)
     left = [fact or of_aval(v.aval) for fact, v in zip(joined, eqn.outvars, strict=True)]
-    # JAX's samplers are private jits inside of each other: at the outermost one's end a sample
-    # is a number like any other
+    # JAX's samplers are jits inside of each other: at the outermost one's end a sample is a number
+    # like any other
     return [fact._replace(random=fact.random and sampler) for fact in left]

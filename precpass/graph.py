@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ __all__ = ["NOMINAL_SIZE", "BodyNode", "Graph"]
 NOMINAL_SIZE = 128
 """What a symbolic dimension, or a while loop's unknown trip count, counts as."""
 
-_KINDS = list(OpKind)
+_KINDS = tuple(OpKind)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,54 +34,108 @@ class BodyNode:
     Attributes:
         jaxpr: as it was found, open or closed.
         scope: the callers' name scopes, joined; "" at the root.
-        source: the first caller's source line.
         start, stop: its equations' rows in the graph's columns.
         calls: how often it runs in one run of the root.
+        caller: the first equation that calls it, None at the root.
+        around: that equation's body.
     """
 
     jaxpr: Any
     scope: str
-    source: ir.Source
     start: int
     stop: int
     calls: float
+    caller: Any = None
+    around: BodyNode | None = None
+
+    @property
+    def source(self) -> ir.Source:
+        """The first caller's source line; its own caller's where JAX recorded none."""
+        node: BodyNode | None = self
+        while node is not None and node.caller is not None:
+            own = ir.source_of(node.caller)
+            if own.file:
+                return own
+            node = node.around
+        return ir.Source()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
     """Columns: one entry per equation, per value or per edge.
 
+    The columns of numbers are computed when they are first asked for.
+
     Attributes:
         bodies: the distinct jaxprs; the root is the first.
         eqns: the equations themselves, in order of execution within a body.
-        primitives: their names.
-        kinds: int8, the index of their kind in `OpKind`.
-        body: int32, the index of their body.
-        flops: float64, floating-point operations of one execution.
-        calls: float64, executions in one run of the root.
         children: equation row -> ((`ir.Body`, index into `bodies`), ...).
-        values: the variables and, behind each, its body's index.
-        value_bytes: float64.
-        sources, targets: int32, an edge from a value to an equation that reads it.
-        producers: int32 per value, the equation that makes it, or -1.
-        links: int32 pairs of values that are one value on two sides of a border,
-            or of two trips of a loop.
     """
 
     bodies: tuple[BodyNode, ...]
     eqns: tuple[Any, ...]
-    primitives: tuple[str, ...]
-    kinds: npt.NDArray[np.int8]
-    body: npt.NDArray[np.int32]
-    flops: npt.NDArray[np.float64]
-    calls: npt.NDArray[np.float64]
     children: dict[int, tuple[tuple[ir.Body, int], ...]]
-    values: tuple[tuple[Any, int], ...]
-    value_bytes: npt.NDArray[np.float64]
-    sources: npt.NDArray[np.int32]
-    targets: npt.NDArray[np.int32]
-    producers: npt.NDArray[np.int32]
-    links: npt.NDArray[np.int32]
+
+    @functools.cached_property
+    def primitives(self) -> tuple[str, ...]:
+        """The equations' names."""
+        return tuple(eqn.primitive.name for eqn in self.eqns)
+
+    @functools.cached_property
+    def kinds(self) -> npt.NDArray[np.int8]:
+        """The index of each equation's kind in `OpKind`."""
+        index = {kind: i for i, kind in enumerate(_KINDS)}
+        return np.asarray([index[op(name).kind] for name in self.primitives], np.int8)
+
+    @functools.cached_property
+    def body(self) -> npt.NDArray[np.int32]:
+        """The index of each equation's body."""
+        sizes = [node.stop - node.start for node in self.bodies]
+        return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+
+    @functools.cached_property
+    def flops(self) -> npt.NDArray[np.float64]:
+        """Floating-point operations of one execution of each equation."""
+        return np.asarray([flops(eqn) for eqn in self.eqns], np.float64)
+
+    @functools.cached_property
+    def calls(self) -> npt.NDArray[np.float64]:
+        """Executions of each equation in one run of the root."""
+        return np.asarray([node.calls for node in self.bodies], np.float64)[self.body]
+
+    @functools.cached_property
+    def values(self) -> tuple[tuple[Any, int], ...]:
+        """The variables and, behind each, its body's index."""
+        return tuple(self._dataflow.values)
+
+    @functools.cached_property
+    def value_bytes(self) -> npt.NDArray[np.float64]:
+        """The bytes of each value."""
+        return np.asarray([nbytes(var.aval) for var, _ in self.values], np.float64)
+
+    @property
+    def sources(self) -> npt.NDArray[np.int32]:
+        """Of each edge, the value that an equation reads."""
+        return self._dataflow.edges[:, 0]
+
+    @property
+    def targets(self) -> npt.NDArray[np.int32]:
+        """Of each edge, the equation that reads it."""
+        return self._dataflow.edges[:, 1]
+
+    @property
+    def producers(self) -> npt.NDArray[np.int32]:
+        """The equation that makes each value, or -1."""
+        return self._dataflow.producers
+
+    @property
+    def links(self) -> npt.NDArray[np.int32]:
+        """Pairs of values that are one value on two sides of a border, or of two trips."""
+        return self._dataflow.links
+
+    @functools.cached_property
+    def _dataflow(self) -> _Dataflow:
+        return _dataflow(self)
 
     @property
     def root(self) -> BodyNode:
@@ -90,12 +144,15 @@ class Graph:
 
     def scope(self, row: int) -> str:
         """The whole name scope of an equation, its callers' scopes first."""
-        return join_scopes(self.bodies[int(self.body[row])].scope, ir.scope_of(self.eqns[row]))
+        return join_scopes(self._body_of(row).scope, ir.scope_of(self.eqns[row]))
 
     def source(self, row: int) -> ir.Source:
         """The source line of an equation; its caller's where JAX recorded none of its own."""
         own = ir.source_of(self.eqns[row])
-        return own if own.file else self.bodies[int(self.body[row])].source
+        return own if own.file else self._body_of(row).source
+
+    def _body_of(self, row: int) -> BodyNode:
+        return self.bodies[int(self.body[row])]
 
     def to_networkx(self) -> Any:
         """The dataflow as a `networkx.MultiDiGraph`.
@@ -142,9 +199,7 @@ class Graph:
             distinguish: calls of one jaxpr under two scopes share their nodes
                 when this gives the same value for both.
         """
-        builder = _Builder(distinguish)
-        builder.add(jaxpr, "", ir.Source())
-        return builder.graph()
+        return _Builder(distinguish).build(jaxpr)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -157,107 +212,121 @@ class _Builder:
     def __init__(self, distinguish: Callable[[str], Hashable]) -> None:
         self.distinguish = distinguish
         self.index: dict[Any, int] = {}
-        self.bodies: list[tuple[Any, str, ir.Source, int, int]] = []
+        # jaxpr, scope, start, stop, its first caller and that one's body
+        self.found: list[tuple[Any, str, int, int, Any, int]] = []
+        self.callers: list[list[tuple[int, float]]] = []
         self.eqns: list[Any] = []
-        self.body: list[int] = []
         self.children: dict[int, tuple[tuple[ir.Body, int], ...]] = {}
-        self.calls: list[list[tuple[int, float]]] = []
-        self.values: dict[tuple[Any, int], int] = {}
-        self.producers: list[int] = []
-        self.edges: list[tuple[int, int]] = []
-        self.links: list[tuple[int, int]] = []
 
-    def add(self, jaxpr: Any, scope: str, source: ir.Source) -> int:
-        """The index of the body for `jaxpr` under `scope`, added where it is new."""
+    def build(self, jaxpr: Any) -> Graph:
+        """The graph of a jaxpr; a body's first caller is the first in the order of execution."""
+        self._add(jaxpr, "", None, -1)
+        # a walk of its own, as Python's recursion ends before JAX's nesting does
+        walk, left = [self._inside(0)], list[int]()
+        entered = [0]
+        while walk:
+            child = next(walk[-1], None)
+            if child is None:
+                walk.pop()
+                left.append(entered.pop())
+            else:
+                walk.append(self._inside(child))
+                entered.append(child)
+        calls = [1.0] * len(self.found)
+        for at in reversed(left[:-1]):  # callers first
+            calls[at] = sum(trips * calls[caller] for caller, trips in self.callers[at])
+        bodies: list[BodyNode] = []
+        for (jaxpr, scope, start, stop, caller, around), times in zip(
+            self.found, calls, strict=True
+        ):
+            outside = bodies[around] if bodies else None
+            bodies.append(BodyNode(jaxpr, scope, start, stop, times, caller, outside))
+        return Graph(tuple(bodies), tuple(self.eqns), self.children)
+
+    def _add(self, jaxpr: Any, scope: str, caller: Any, around: int) -> tuple[int, bool]:
+        """The index of the body for `jaxpr` under `scope`, and whether it is new."""
         key = (id(ir.open_jaxpr(jaxpr)), self.distinguish(scope))
         if key in self.index:
-            return self.index[key]
-        at = self.index[key] = len(self.bodies)
-        opened = ir.open_jaxpr(jaxpr)
-        start, stop = len(self.eqns), len(self.eqns) + len(opened.eqns)
-        self.bodies.append((jaxpr, scope, source, start, stop))
-        self.calls.append([])
-        self.eqns.extend(opened.eqns)
-        self.body.extend([at] * len(opened.eqns))
+            return self.index[key], False
+        at = self.index[key] = len(self.found)
+        eqns, start = ir.open_jaxpr(jaxpr).eqns, len(self.eqns)
+        self.eqns.extend(eqns)
+        self.callers.append([])
+        self.found.append((jaxpr, scope, start, start + len(eqns), caller, around))
+        return at, True
+
+    def _inside(self, at: int) -> Iterator[int]:
+        """Adds what the equations of a body enter; yields each body that was not met before."""
+        _, scope, start, stop, _, _ = self.found[at]
+        for row in range(start, stop):
+            eqn = self.eqns[row]
+            inner: list[tuple[ir.Body, int]] = []
+            for body in ir.bodies(eqn):
+                inside = join_scopes(scope, ir.scope_of(eqn))
+                child, new = self._add(body.jaxpr, inside, eqn, at)
+                trips = NOMINAL_SIZE if body.trips is None else body.trips
+                self.callers[child].append((at, float(_size((trips,)))))
+                inner.append((body, child))
+                if new:
+                    yield child
+            if inner:
+                self.children[row] = tuple(inner)
+
+
+class _Dataflow(NamedTuple):
+    values: list[tuple[Any, int]]
+    producers: npt.NDArray[np.int32]
+    edges: npt.NDArray[np.int32]
+    links: npt.NDArray[np.int32]
+
+
+def _dataflow(graph: Graph) -> _Dataflow:
+    values: list[tuple[Any, int]] = []
+    producers: list[int] = []
+    places: list[dict[Any, int]] = []
+
+    def add(var: Any, at: int, producer: int) -> None:
+        places[at][var] = len(values)
+        values.append((var, at))
+        producers.append(producer)
+
+    for at, node in enumerate(graph.bodies):
+        opened = ir.open_jaxpr(node.jaxpr)
+        places.append({})
         for var in (*opened.constvars, *opened.invars):
-            self._value(var, at, -1)
-        for row, eqn in enumerate(opened.eqns, start):
-            self._eqn(row, eqn, at)
-        return at
+            add(var, at, -1)
+        for row in range(node.start, node.stop):
+            for var in graph.eqns[row].outvars:
+                add(var, at, row)
+    edges: list[tuple[int, int]] = []
+    links: list[tuple[int, int]] = []
+    for at, node in enumerate(graph.bodies):
+        place = places[at]
+        for row in range(node.start, node.stop):
+            eqn = graph.eqns[row]
+            edges += [(place[v], row) for v in eqn.invars if not ir.is_literal(v)]
+            for body, child in graph.children.get(row, ()):
+                links += _links(eqn, body, place, places[child])
+    return _Dataflow(values, np.asarray(producers, np.int32), _pairs(edges), _pairs(links))
 
-    def _value(self, var: Any, body: int, producer: int) -> int:
-        row = self.values.setdefault((var, body), len(self.values))
-        if row == len(self.producers):
-            self.producers.append(producer)
-        return row
 
-    def _eqn(self, row: int, eqn: Any, at: int) -> None:
-        _, scope, source, _, _ = self.bodies[at]
-        reads = [None if ir.is_literal(v) else self._value(v, at, -1) for v in eqn.invars]
-        self.edges.extend((value, row) for value in reads if value is not None)
-        makes = [self._value(v, at, row) for v in eqn.outvars]
-        inner: list[tuple[ir.Body, int]] = []
-        for body in ir.bodies(eqn):
-            own = ir.source_of(eqn)
-            inside = join_scopes(scope, ir.scope_of(eqn))
-            child = self.add(body.jaxpr, inside, own if own.file else source)
-            trips = NOMINAL_SIZE if body.trips is None else body.trips
-            self.calls[child].append((at, float(_size((trips,)))))
-            inner.append((body, child))
-            self._link(body, child, reads, makes)
-        if inner:
-            self.children[row] = tuple(inner)
+def _pairs(rows: list[tuple[int, int]]) -> npt.NDArray[np.int32]:
+    return np.asarray(rows, np.int32).reshape(-1, 2)
 
-    def _link(self, body: ir.Body, child: int, reads: list[int | None], makes: list[int]) -> None:
-        opened = ir.open_jaxpr(body.jaxpr)
-        for var, operand in zip(opened.invars, body.operands, strict=True):
-            outer = reads[operand]
-            if outer is not None:
-                self.links.append((outer, self._value(var, child, -1)))
-        for atom, result in zip(opened.outvars, body.results, strict=False):
-            if not ir.is_literal(atom):
-                self.links.append((self._value(atom, child, -1), makes[result]))
-        for invar, outvar in body.carry:
-            atom = opened.outvars[outvar]
-            if not ir.is_literal(atom):
-                last, first = self._value(atom, child, -1), opened.invars[invar]
-                self.links.append((last, self._value(first, child, -1)))
 
-    def _total_calls(self) -> list[float]:
-        totals: dict[int, float] = {0: 1.0}
-
-        # callers first, wherever they were met: a body's first caller need not be its last
-        def total(body: int) -> float:
-            if body not in totals:
-                totals[body] = sum(trips * total(at) for at, trips in self.calls[body])
-            return totals[body]
-
-        return [total(body) for body in range(len(self.bodies))]
-
-    def graph(self) -> Graph:
-        """The columns."""
-        calls = self._total_calls()
-        bodies = tuple(
-            BodyNode(*body, calls=times) for body, times in zip(self.bodies, calls, strict=True)
-        )
-        names = tuple(eqn.primitive.name for eqn in self.eqns)
-        body = np.asarray(self.body, np.int32)
-        return Graph(
-            bodies=bodies,
-            eqns=tuple(self.eqns),
-            primitives=names,
-            kinds=np.asarray([_KINDS.index(op(name).kind) for name in names], np.int8),
-            body=body,
-            flops=np.asarray([flops(eqn) for eqn in self.eqns], np.float64),
-            calls=np.asarray(calls, np.float64)[body],
-            children=self.children,
-            values=tuple(self.values),
-            value_bytes=np.asarray([nbytes(var.aval) for var, _ in self.values], np.float64),
-            sources=np.asarray([a for a, _ in self.edges], np.int32),
-            targets=np.asarray([b for _, b in self.edges], np.int32),
-            producers=np.asarray(self.producers, np.int32),
-            links=np.asarray(self.links, np.int32).reshape(-1, 2),
-        )
+def _links(
+    eqn: Any, body: ir.Body, outside: dict[Any, int], inside: dict[Any, int]
+) -> Iterator[tuple[int, int]]:
+    opened = ir.open_jaxpr(body.jaxpr)
+    for var, operand in zip(opened.invars, body.operands, strict=True):
+        if not ir.is_literal(eqn.invars[operand]):
+            yield outside[eqn.invars[operand]], inside[var]
+    for atom, result in zip(opened.outvars, body.results, strict=False):
+        if not ir.is_literal(atom):
+            yield inside[atom], outside[eqn.outvars[result]]
+    for invar, outvar in body.carry:
+        if not ir.is_literal(opened.outvars[outvar]):
+            yield inside[opened.outvars[outvar]], inside[opened.invars[invar]]
 
 
 def _size(shape: tuple[Any, ...]) -> float:

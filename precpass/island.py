@@ -1,11 +1,20 @@
-"""Float64 islands: stretches of equations evaluated in float64, with x64 on or off outside."""
+"""Float64 islands: which equations of a body are evaluated together in float64 while x64 is off.
+
+With x64 on nothing is needed: the rewriter's environment holds float64 values as
+any others. With x64 off no equation of the outer program may have one, so
+consecutive equations of a region become one (`jaxpr.float64`), and what enters
+and leaves it has the original program's types. A value that one island makes in
+float64 and another one reads, such as what a forward pass keeps for the
+backward pass, crosses twice: rounded, which carries its derivative, and exact,
+as the bits of the float64 number.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -13,107 +22,97 @@ from precpass import jaxpr as ir
 from precpass.plan import Action, Decision, Plan
 from precpass.precision import Precision
 
-__all__ = ["run_island"]
+__all__ = ["Island", "from_bits", "islands", "to_bits"]
 
 
-class Env(Protocol):
-    """What an island needs of the rewriter's environment."""
+@dataclasses.dataclass(frozen=True)
+class Island:
+    """Consecutive equations of a body, in the form of a jaxpr.
 
-    def read(self, atom: Any) -> Any:
-        """A value in the original program's precision."""
-        ...
-
-    def write(self, var: Any, value: Any, stored: Precision | None) -> None:
-        """Holds a result."""
-        ...
-
-
-def run_island(env: Env, opened: Any, plan: Plan, start: int) -> int:
-    """Evaluates the stretch of float64 equations that begins at `start`; returns its end.
-
-    What enters and leaves has the original program's precision. With x64 off the
-    stretch is one custom VJP whose forward and backward pass both run under
-    `jax.enable_x64(True)`: JAX's transposition would otherwise run outside of it
-    and truncate. Reverse mode recomputes the stretch.
+    Attributes:
+        start, stop: their rows in the body.
+        eqns, decisions: the equations and what happens to each.
+        invars: what they read of the body.
+        outvars: what the rest of the body reads of them.
+        exact_in, exact_out: those of both that cross as bits too.
+        constvars: none.
     """
-    stop = _end(opened, plan, start)
-    eqns = opened.eqns[start:stop]
-    made = {v for eqn in eqns for v in eqn.outvars}
-    reads = dict.fromkeys(
-        v for eqn in eqns for v in eqn.invars if not ir.is_literal(v) and v not in made
-    )
-    later = {v for eqn in opened.eqns[stop:] for v in eqn.invars if not ir.is_literal(v)}
-    later.update(v for v in opened.outvars if not ir.is_literal(v))
-    leaves = [v for v in made if v in later]
 
-    def inside(args: Sequence[Any]) -> list[Any]:
-        return _evaluate(eqns, dict(zip(reads, args, strict=True)), leaves)
-
-    args = [env.read(v) for v in reads]
-    results = inside(args) if jax.config.jax_enable_x64 else _outside_x64(inside, args)  # pyright: ignore[reportAttributeAccessIssue] -- dynamic
-    for var, value in zip(leaves, results, strict=True):
-        env.write(var, value, None)
-    return stop
+    start: int
+    stop: int
+    eqns: Sequence[Any]
+    decisions: Sequence[Decision]
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    exact_in: Sequence[Any]
+    exact_out: Sequence[Any]
+    constvars: Sequence[Any] = ()
 
 
-def _end(opened: Any, plan: Plan, start: int) -> int:
-    stop = start
-    for row in range(start, len(opened.eqns)):
-        decision = plan.decisions[row]
-        if decision.compute is Precision.F64 and decision.action is Action.WIDEN:
-            stop = row + 1
-        elif not _is_bystander(opened.eqns[row], decision):
-            break
-    return stop
+def islands(opened: Any, plan: Plan) -> dict[int, Island]:
+    """The islands of a body by the row that they begin at."""
+    spans = list(_spans(opened, plan))
+    home = {row: i for i, (start, stop) in enumerate(spans) for row in range(start, stop)}
+    readers: dict[Any, set[int | None]] = {v: {None} for v in _variables(opened.outvars)}
+    wide: dict[Any, int] = {}
+    for row, (eqn, decision) in enumerate(zip(opened.eqns, plan.decisions, strict=True)):
+        for v in _variables(eqn.invars):
+            readers.setdefault(v, set()).add(home.get(row))
+        if row in home:
+            pairs = zip(eqn.outvars, decision.stored, strict=True)
+            wide.update((v, home[row]) for v, p in pairs if p is Precision.F64)
+    found: dict[int, Island] = {}
+    for i, (start, stop) in enumerate(spans):
+        eqns = opened.eqns[start:stop]
+        made = [v for eqn in eqns for v in eqn.outvars]
+        own = set(made)
+        reads = dict.fromkeys(v for e in eqns for v in _variables(e.invars) if v not in own)
+        leaves = [v for v in made if readers.get(v, set()) - {i}]
+        exact_in = [v for v in reads if v in wide]
+        exact_out = [v for v in leaves if v in wide and readers[v] - {i, None}]
+        decisions = plan.decisions[start:stop]
+        found[start] = Island(
+            start, stop, eqns, decisions, list(reads), leaves, exact_in, exact_out
+        )
+    return found
+
+
+def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
+    return (v for v in atoms if not ir.is_literal(v))
+
+
+def _spans(opened: Any, plan: Plan) -> Iterator[tuple[int, int]]:
+    start = 0
+    while start < len(plan.decisions):
+        stop = row = start
+        while row < len(plan.decisions):
+            if plan.decisions[row].island:
+                stop = row + 1
+            elif stop == start or not _is_bystander(opened.eqns[row], plan.decisions[row]):
+                break
+            row += 1
+        if any(d.island and d.changes for d in plan.decisions[start:stop]):
+            yield start, stop
+        start = max(stop, start + 1)
 
 
 def _is_bystander(eqn: Any, decision: Decision) -> bool:
     keeps = decision.action is Action.KEEP and decision.compute is None
-    return keeps and not ir.bodies(eqn) and not eqn.effects
+    return keeps and not ir.bodies(eqn) and not ir.effects_of(eqn)
 
 
-def _evaluate(eqns: Sequence[Any], env: dict[Any, Any], leaves: Sequence[Any]) -> list[Any]:
-    def wide(x: Any, native: Precision | None) -> Any:
-        return x if native is None else lax.convert_element_type(x, Precision.F64.dtype)
-
-    env = {v: wide(x, ir.precision_of(v.aval)) for v, x in env.items()}
-    for eqn in eqns:
-        params = dict(eqn.params)
-        for name in ("preferred_element_type", "out_dtype"):
-            if params.get(name) is not None:
-                params[name] = Precision.F64.dtype
-        args = [
-            wide(v.val, ir.precision_of(v.aval)) if ir.is_literal(v) else env[v] for v in eqn.invars
-        ]
-        with ir.context_of(eqn):
-            env.update(zip(eqn.outvars, ir.bind(eqn, args, params), strict=True))
-    return [
-        env[v]
-        if ir.precision_of(v.aval) is None
-        else lax.convert_element_type(env[v], v.aval.dtype)
-        for v in leaves
-    ]
+def to_bits(x: Any) -> Any:
+    """A float64 array as an array of a type that exists with x64 off."""
+    return lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def _outside_x64(inside: Any, args: Sequence[Any]) -> list[Any]:
-    is_float = [bool(jnp.issubdtype(x.dtype, jnp.floating)) for x in args]
+def from_bits(bits: Any, rounded: Any) -> Any:
+    """The float64 array with these bits, with the derivative of its rounded form."""
+    exact = lax.bitcast_convert_type(bits, Precision.F64.dtype)
+    return ir.carry(_Widening(), exact, rounded, ir.detach(rounded))
 
-    def run(*floats: Any, others: Sequence[Any]) -> list[Any]:
-        given, rest = iter(floats), iter(others)
-        with jax.enable_x64(True):
-            return inside([next(given) if f else next(rest) for f in is_float])
 
-    def forward(floats: Sequence[Any], others: Sequence[Any]) -> Any:
-        return run(*floats, others=others), (floats, others)
-
-    def backward(kept: Any, cotangents: Any) -> Any:
-        floats, others = kept
-        with jax.enable_x64(True):
-            _, pull = jax.vjp(lambda *xs: run(*xs, others=others), *floats)
-            return list(pull(cotangents)), [None] * len(others)
-
-    island = jax.custom_vjp(lambda floats, others: run(*floats, others=others))
-    island.defvjp(forward, backward)
-    floats = [x for x, f in zip(args, is_float, strict=True) if f]
-    others = [x for x, f in zip(args, is_float, strict=True) if not f]
-    return island(floats, others)
+@dataclasses.dataclass(frozen=True)
+class _Widening:
+    def tangent(self, tangent: Any, other: Any, rest: Sequence[Any], side: int) -> Any:
+        return lax.convert_element_type(tangent, Precision.F64.dtype)

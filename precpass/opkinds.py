@@ -20,6 +20,9 @@ class OpKind(enum.Enum):
     DATA_MOVEMENT = "data_movement"
     BOUNDARY = "boundary"
 
+    # a plan of many equations hashes many of these, and an Enum's own hash is Python code
+    __hash__ = object.__hash__
+
     def __repr__(self) -> str:
         return f"OpKind.{self.name}"
 

@@ -12,7 +12,15 @@ from precpass.opkinds import OpKind
 from precpass.precision import Precision
 from precpass.rules import Rule
 
-__all__ = ["Action", "Decision", "Plan"]
+__all__ = ["Action", "Border", "Decision", "Plan", "across"]
+
+Border = tuple[tuple[Precision, Precision], ...]
+"""The formats in which values cross a jaxpr's border, where they are not their own."""
+
+
+def across(border: Border, native: Precision | None) -> Precision | None:
+    """The format in which a value of format `native` crosses a border."""
+    return next((wide for own, wide in border if own is native), native)
 
 
 class Action(enum.Enum):
@@ -28,6 +36,9 @@ class Action(enum.Enum):
     """A cast whose operand already has the precision that is wanted."""
     ENTER = "enter"
     """Its bodies have plans of their own."""
+
+    # a plan of many equations hashes many of these, and an Enum's own hash is Python code
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return f"Action.{self.name}"
@@ -45,8 +56,10 @@ class Decision:
         stored: the precision each result is held in; None where a result keeps its dtype.
         reason: why, in a sentence.
         inner: the plans of its bodies.
-        rewrites_rules: whether its custom derivative rules are planned and
-            rewritten too, when they are traced.
+        rules: how values cross the borders of its custom rules, which are planned and
+            rewritten when they are traced; None where they stay as they are.
+        island: whether it belongs to a float64 region, whose equations run
+            together where x64 is off.
     """
 
     action: Action
@@ -55,13 +68,14 @@ class Decision:
     stored: tuple[Precision | None, ...]
     reason: str
     inner: tuple[Plan, ...] = ()
-    rewrites_rules: bool = False
+    rules: Border | None = None
+    island: bool = False
 
     @property
     def changes(self) -> bool:
         """Whether the rewritten equation differs."""
         if self.action is Action.ENTER:
-            return self.rewrites_rules or any(plan.changes for plan in self.inner)
+            return self.rules is not None or any(plan.changes for plan in self.inner)
         return self.action is not Action.KEEP
 
 
@@ -71,29 +85,35 @@ class Plan:
 
     Attributes:
         decisions: one per equation.
-        widens: whether low values cross the jaxpr's border in float32 (AlwaysF32).
+        border: the formats in which values cross the jaxpr's border, where these are
+            not their own: float32 under AlwaysF32, float64 in a float64 region.
         notes: of the root alone: what the user should know.
         unmatched: of the root alone: the rules that matched no equation.
     """
 
     decisions: tuple[Decision, ...]
-    widens: bool = False
+    border: Border = ()
     notes: tuple[str, ...] = ()
     unmatched: tuple[Rule, ...] = ()
 
     @functools.cached_property
     def changes(self) -> bool:
         """Whether anything differs from the original."""
-        return self.widens or any(d.changes for d in self.decisions)
+        return bool(self.border) or any(d.changes for d in self.decisions)
+
+    @functools.cached_property
+    def has_islands(self) -> bool:
+        """Whether equations of this jaxpr, bodies apart, belong to a float64 region."""
+        return any(d.island for d in self.decisions)
 
     @functools.cached_property
     def rewrites_rules(self) -> bool:
         """Whether custom rules inside are planned when they are traced."""
-        return any(d.rewrites_rules for d in self.walk())
+        return any(d.rules is not None for d in self.walk())
 
     @functools.cached_property
     def _key(self) -> tuple[object, ...]:
-        return (self.decisions, self.widens, self.notes, self.unmatched)
+        return (self.decisions, self.border, self.notes, self.unmatched)
 
     @functools.cached_property
     def _hash(self) -> int:

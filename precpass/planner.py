@@ -7,18 +7,23 @@ measured; elsewhere XLA fuses the widening.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.accumulate import Pairs, accumulating, cyclic_pairs
+from precpass.boundary import BOUNDARY
 from precpass.equations import (
-    border_is_low,
+    FIXED,
+    WIDENED,
+    border_of,
     contracts,
     float_vars,
     guarded,
     has_low,
+    in_region,
     keep,
+    mixes_types,
     product_names,
     stored_precision,
     view_of,
@@ -27,25 +32,33 @@ from precpass.equations import (
 from precpass.facts import Facts, propagate
 from precpass.graph import Graph, join_scopes
 from precpass.opkinds import Op, OpKind, op
-from precpass.plan import Action, Decision, Plan
+from precpass.plan import Action, Border, Decision, Plan, across
 from precpass.policy import PrecisionPolicy
 from precpass.precision import Precision
-from precpass.rules import Rule, innermost_keep
+from precpass.readers import Readers, rounded_by_readers
+from precpass.rules import Rule, innermost_keep, is_fixed
 
 __all__ = ["Planner", "distinguish", "make_plan", "unchanged_plan"]
 
 
-def make_plan(jaxpr: Any, policy: PrecisionPolicy, scope: str = "", hoisted: int = 0) -> Plan:
+def make_plan(
+    jaxpr: Any,
+    policy: PrecisionPolicy,
+    scope: str = "",
+    closed_over: Sequence[Any] = (),
+    border: Border = (),
+) -> Plan:
     """The plan for a jaxpr under a policy.
 
     Args:
         jaxpr: open or closed.
         policy: what to aim for.
         scope: the name scopes around it.
-        hoisted: how many of its first operands are constants of an outer trace.
+        closed_over: the values of its first operands, as far as it closes over them.
+        border: the formats in which values cross its border, for a custom rule.
     """
     graph = Graph.build(jaxpr, lambda inner: distinguish(policy, join_scopes(scope, inner)))
-    return Planner(graph, propagate(graph, hoisted), policy, scope).root()
+    return Planner(graph, propagate(graph, closed_over), policy, scope).root(border)
 
 
 def unchanged_plan(jaxpr: Any) -> Plan:
@@ -59,7 +72,7 @@ def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:
     """What of a scope the policy's rules can tell apart."""
     if any(rule.scope or rule.where for rule in policy.rules):
         return scope
-    return innermost_keep(scope)
+    return innermost_keep(scope), is_fixed(scope)
 
 
 _WITH_RULES = frozenset(
@@ -81,24 +94,26 @@ class Planner:
         self.memo: dict[Any, Plan] = {}
         # without an order beyond products, no equation that adds is lowered
         self._orders = bool(policy.rules or policy.orders - {OpKind.COMPUTE})
-        self.readers: dict[int, dict[Any, list[Any]]] = {}
-        self.widenings: dict[int, dict[Any, Any]] = {}
+        regions = [rule for rule in policy.rules if rule.is_region]
+        self._wide_regions = regions if any(r.precision is Precision.F64 for r in regions) else []
+        self.readers = Readers(graph)
 
-    def root(self) -> Plan:
+    def root(self, border: Border) -> Plan:
         """The plan of the outermost jaxpr, with what was noticed on the way."""
-        plan = self.plan(self.facts, frozenset(), decides=False)
+        plan = self.plan(self.facts, frozenset(), decides=False, border=border)
         unmatched = tuple(rule for rule in self.policy.rules if rule not in self.matched)
-        return Plan(plan.decisions, False, tuple(dict.fromkeys(self.notes)), unmatched)
+        return Plan(plan.decisions, plan.border, tuple(dict.fromkeys(self.notes)), unmatched)
 
-    def plan(self, facts: Facts, carried: Pairs, decides: bool) -> Plan:
+    def plan(self, facts: Facts, carried: Pairs, decides: bool, border: Border) -> Plan:
         """The plan of one body at one class of call sites.
 
         Args:
             facts: of the body there.
             carried: pairs (invar, outvar) through which a loop around it accumulates.
             decides: whether it computes a loop's predicate.
+            border: the formats in which values cross its border.
         """
-        key = (id(facts), carried, decides)
+        key = (id(facts), carried, decides, border)
         if key not in self.memo:
             node = self.graph.bodies[facts.body]
             adds = accumulating(node.jaxpr, carried) if carried else frozenset[int]()
@@ -113,14 +128,15 @@ class Planner:
                 decisions.append(decision)
                 pairs = zip(eqn.outvars, decision.stored, strict=True)
                 stored.update((v, p) for v, p in pairs if p is not None)
-            widens = self.policy.widens and border_is_low(node.jaxpr)
-            plan = Plan(tuple(decisions), widens)
+            plan = Plan(tuple(decisions), border_of(node.jaxpr, border))
             # equal plans of one jaxpr are one object, so that it is rewritten and lowered once
             self.memo[key] = self.shared.setdefault((facts.body, plan), plan)
         return self.memo[key]
 
     def _enter(self, row: int, facts: Facts, decides: bool, adds: bool, carried: Pairs) -> Decision:
         eqn = self.graph.eqns[row]
+        wide = self._is_wide(row) and not ir.effects_of(eqn)
+        border = () if is_fixed(self._scope(row)) else self._border(wide)
         inner: list[Plan] = []
         for (body, _), inside in zip(self.graph.children[row], facts.inner[row], strict=True):
             pairs = (
@@ -130,22 +146,25 @@ class Planner:
                 pairs |= {
                     (i, o) for i in range(len(body.operands)) for o in range(len(body.results))
                 }
-            plan = self.plan(inside, pairs, decides or body.decides)
-            if body.fixed and plan.widens:
-                plan = Plan(plan.decisions)
-            inner.append(plan)
-        rules = eqn.primitive.name in _WITH_RULES and self._plans_rules(row)
-        stored = tuple(
-            Precision.F32
-            if any(p.widens for p in inner) and (ir.precision_of(v.aval) or Precision.F32).is_low
-            else None
-            for v in eqn.outvars
-        )
+            inner.append(self.plan(inside, pairs, decides or body.decides, border))
+        has_rules = eqn.primitive.name in _WITH_RULES and self._plans_rules(row)
+        rules = border if has_rules else None
+        natives = [ir.precision_of(v.aval) for v in eqn.outvars]
+        stored = tuple(None if (p := across(border, n)) is n else p for n in natives)
         kind = op(eqn.primitive.name).kind
-        return Decision(Action.ENTER, kind, None, stored, "entered", tuple(inner), rules)
+        return Decision(Action.ENTER, kind, None, stored, "entered", tuple(inner), rules, wide)
+
+    def _border(self, wide: bool) -> Border:
+        """How values cross the borders of an equation's bodies."""
+        target = Precision.F64 if wide else Precision.F32
+        lows = (Precision.BF16, Precision.F16) if self.policy.widens else ()
+        floats = (Precision.F32,) if wide and Precision.F32 in self.policy.retypes else ()
+        return tuple((native, target) for native in (*lows, *floats))
 
     def _plans_rules(self, row: int) -> bool:
         eqn = self.graph.eqns[row]
+        if is_fixed(self._scope(row)):
+            return False
         asks = self.policy.lowers or self.policy.rules or innermost_keep(self._scope(row))
         return bool(asks or (self.policy.widens and has_low(eqn)))
 
@@ -159,17 +178,24 @@ class Planner:
     ) -> Decision:
         eqn = self.graph.eqns[row]
         table = op(eqn.primitive.name)
+        scope = self._scope(row)
+        if is_fixed(scope):
+            return keep(eqn, table.kind, FIXED)
         if self.policy.widens and (ir.is_carrier(eqn) or ir.is_detach(eqn)):
             why = "the product it serves is wide again"
             return Decision(Action.DROP, table.kind, Precision.F32, (Precision.F32,), why)
         floats = {p for v in (*eqn.invars, *eqn.outvars) if (p := ir.precision_of(v.aval))}
         if table.kind is OpKind.BOUNDARY:
             return self._boundary(row, floats)
+        if ir.applies_function(eqn):
+            return keep(eqn, table.kind, "applies the user's own function in place")
         if not floats:
             return keep(eqn, table.kind, "no floating-point values")
-        target, why, ordered = self._target(row, table)
+        target, why, ordered = self._target(row, table, scope)
+        if target is Precision.F64:
+            return in_region(self._float64(eqn, facts, table, floats, why), eqn)
         if target is Precision.F32 and self.policy.widens and any(p.is_low for p in floats):
-            return widen(eqn, table, Precision.F32, "AlwaysF32 removes low precision")
+            return widen(eqn, table, target, "AlwaysF32 removes low precision")
         if eqn.primitive.name == "convert_element_type":
             return self._cast(eqn, facts.body)
         if decides:
@@ -179,17 +205,31 @@ class Planner:
             return keep(eqn, table.kind, "the user's own precision")
         if native not in self.policy.retypes:
             return keep(eqn, table.kind, f"{native} is not in the policy's retypes")
-        if target.dtype.itemsize > native.dtype.itemsize:
-            return widen(eqn, table, target, why)
         if not target.is_low:
             return keep(eqn, table.kind, why)
         return self._lower(eqn, facts, table, target, why, ordered, adds, stored)
 
+    def _float64(
+        self, eqn: Any, facts: Facts, table: Op, floats: set[Precision], why: str
+    ) -> Decision:
+        """The decision for an equation that is to run in float64."""
+        if facts.sampler or any(facts.of(v).random for v in eqn.outvars):
+            return keep(eqn, table.kind, "follows random bits: a sampler's digits")
+        (native, *others) = floats
+        if not self.policy.widens:
+            if others or native is not Precision.F32:
+                return keep(eqn, table.kind, "the user's own precision")
+            if native not in self.policy.retypes:
+                return keep(eqn, table.kind, f"{native} is not in the policy's retypes")
+        elif floats == {Precision.F64}:
+            return keep(eqn, table.kind, why)
+        return widen(eqn, table, Precision.F64, why)
+
     def _cast(self, eqn: Any, body: int) -> Decision:
         kind, target = op(eqn.primitive.name).kind, ir.precision_of(eqn.outvars[0].aval)
-        source = self._widened_from(body, eqn.invars[0])
+        source = self.readers.widened_from(body, eqn.invars[0])
         # one reader: several would add up their cotangents in the low format
-        alone = len(self._readers(body).get(eqn.invars[0], ())) == 1 if source else False
+        alone = len(self.readers.of(body).get(eqn.invars[0], ())) == 1 if source else False
         if source is not None and alone and ir.precision_of(source.aval) is target:
             why = "narrows what was just widened: exact without both casts"
             return Decision(Action.DROP, kind, target, (None,), why)
@@ -210,7 +250,7 @@ class Planner:
         blocked = (
             self._blocked(eqn, table, ordered, adds)
             or guarded(eqn, facts, target, table)
-            or self._rounded_by_readers(eqn, facts, table, target)
+            or rounded_by_readers(eqn, self.readers.of(facts.body), table, target)
         )
         if blocked:
             return keep(eqn, kind, blocked)
@@ -236,67 +276,51 @@ class Planner:
             return "selects or compares: runs in its widest operand's precision"
         if adds:
             return "accumulates in a loop's carry"
+        if table.kind is OpKind.COMPUTE and mixes_types(eqn):
+            return "its operands have different types"
         if table.wide and not ordered:
             return "of the full-precision set"
         order = ir.user_order(eqn)
         return f"the user's order: {order}" if order else None
 
-    def _rounded_by_readers(
-        self, eqn: Any, facts: Facts, table: Op, target: Precision
-    ) -> str | None:
-        """Whether there is nothing to do because every reader rounds.
-
-        Rounding commutes with movement, and a sum is rounded once anyway. A
-        program that was rewritten before has this form.
-        """
-        moves = table.kind is OpKind.DATA_MOVEMENT or eqn.primitive.name == "stop_gradient"
-        moves = moves or not float_vars(eqn)
-        if not (moves or (table.accumulates and table.kind is OpKind.REDUCTION)):
-            return None
-        readers = self._readers(facts.body)
-        rounds = all(
-            r is not None
-            and r.primitive.name == "convert_element_type"
-            and Precision.of(r.params["new_dtype"]) is target
-            for v in eqn.outvars
-            for r in readers.get(v, ())
-        )
-        read = any(readers.get(v) for v in eqn.outvars)
-        return f"every reader rounds to {target}" if rounds and read else None
-
-    def _widened_from(self, body: int, atom: Any) -> Any:
-        """The low variable of which a value is a widening cast, or None."""
-        if body not in self.widenings:
-            opened = ir.open_jaxpr(self.graph.bodies[body].jaxpr)
-            self.widenings[body] = dict(filter(None, map(ir.widening, opened.eqns)))
-        return None if ir.is_literal(atom) else self.widenings[body].get(atom)
-
-    def _readers(self, body: int) -> dict[Any, list[Any]]:
-        """Of each variable of a body: the equations that read it, None for its border."""
-        if body not in self.readers:
-            opened = ir.open_jaxpr(self.graph.bodies[body].jaxpr)
-            found: dict[Any, list[Any]] = {}
-            for reader in (*opened.eqns, None):
-                for v in opened.outvars if reader is None else reader.invars:
-                    if not ir.is_literal(v):
-                        found.setdefault(v, []).append(reader)
-            self.readers[body] = found
-        return self.readers[body]
-
     def _boundary(self, row: int, floats: set[Precision]) -> Decision:
         eqn = self.graph.eqns[row]
+        if ir.is_float64(eqn):
+            return keep(eqn, OpKind.BOUNDARY, "a float64 region as it was planned before")
+        why = ir.why_opaque(eqn)
         products = [name for j in ir.hidden_jaxprs(eqn) for name in product_names(j)]
         if products:
-            self.notes.append(
-                f"{ir.name_of(eqn)} at {self.graph.source(row)} is not entered and contains "
-                f"{len(products)} product(s): they keep their precision"
-            )
-        reason = "keeps its exact dtypes" if floats else "no floating-point values"
-        return keep(eqn, OpKind.BOUNDARY, reason)
+            text = f"({why or 'it is unknown to precpass'}) and contains {len(products)} product(s)"
+            where = f"{ir.name_of(eqn)} at {self.graph.source(row)}"
+            self.notes.append(f"{where} is not entered {text}: they keep their precision")
+        why = why or BOUNDARY.get(eqn.primitive.name, "a primitive unknown to precpass")
+        if not floats:
+            return keep(eqn, OpKind.BOUNDARY, "no floating-point values")
+        kept = keep(eqn, OpKind.BOUNDARY, f"keeps its exact dtypes: {why}")
+        if self._is_wide(row):
+            if eqn.primitive.name in WIDENED and floats == {Precision.F32}:
+                why = "has no low kernels; its region is in f64"
+                kept = widen(eqn, op(eqn.primitive.name), Precision.F64, why)
+            return in_region(kept, eqn)
+        return kept
 
-    def _target(self, row: int, table: Op) -> tuple[Precision, str, bool]:
-        """The precision that is asked for, by whom, and whether as an order."""
+    def _is_wide(self, row: int) -> bool:
+        """Whether an equation stands in a region that is to run in float64."""
         scope = self._scope(row)
+        kept = innermost_keep(scope)
+        if is_fixed(scope):
+            return False
+        if kept is not None or not self._wide_regions:
+            return kept is Precision.F64
+        view = view_of(self.graph.eqns[row], scope, self.graph.source(row))
+        rule = next((r for r in self._wide_regions if r.matches(view)), None)
+        if rule is None or rule.precision is not Precision.F64:
+            return False
+        self.matched.add(rule)
+        return True
+
+    def _target(self, row: int, table: Op, scope: str) -> tuple[Precision, str, bool]:
+        """The precision that is asked for, by whom, and whether as an order."""
         kept = innermost_keep(scope)
         if kept is not None:
             return kept, f"keep({str(kept)!r})", table.kind is OpKind.COMPUTE or not kept.is_low

@@ -10,6 +10,13 @@ import numpy as np
 
 __all__ = ["Precision"]
 
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "f64": np.dtype(np.float64),
+    "f32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f16": np.dtype(np.float16),
+}
+
 
 class Precision(enum.Enum):
     """A floating-point format.
@@ -32,41 +39,36 @@ class Precision(enum.Enum):
     BF16 = "bf16"
     F16 = "f16"
 
+    dtype: np.dtype[Any]
+    """The numpy dtype of this format."""
+    max: float
+    """The largest finite value."""
+    smallest_normal: float
+    """The smallest positive value with a full significand."""
+    unit_roundoff: float
+    """The largest relative error of one rounding to nearest, `eps / 2`."""
+    exact_integers: int
+    """The n for which every integer of magnitude up to n is representable."""
+    is_low: bool
+    """Whether the format has 16 bits."""
+
+    def __init__(self, name: str) -> None:
+        self.dtype = _DTYPES[name]
+        facts = ml_dtypes.finfo(self.dtype)
+        self.max = float(facts.max)
+        self.smallest_normal = float(facts.smallest_normal)
+        self.unit_roundoff = float(facts.eps) / 2
+        self.exact_integers = int(2 ** (facts.nmant + 1))
+        self.is_low = self.dtype.itemsize < 4
+
+    # a plan of many equations hashes many of these, and an Enum's own hash is Python code
+    __hash__ = object.__hash__
+
     def __repr__(self) -> str:
         return f"Precision.{self.name}"
 
     def __str__(self) -> str:
         return self.value
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The numpy dtype of this format."""
-        return _DTYPES[self]
-
-    @property
-    def max(self) -> float:
-        """The largest finite value."""
-        return float(ml_dtypes.finfo(self.dtype).max)
-
-    @property
-    def smallest_normal(self) -> float:
-        """The smallest positive value with a full significand."""
-        return float(ml_dtypes.finfo(self.dtype).smallest_normal)
-
-    @property
-    def unit_roundoff(self) -> float:
-        """The largest relative error of one rounding to nearest, `eps / 2`."""
-        return float(ml_dtypes.finfo(self.dtype).eps) / 2
-
-    @property
-    def exact_integers(self) -> int:
-        """The n for which every integer of magnitude up to n is representable."""
-        return int(2 ** (ml_dtypes.finfo(self.dtype).nmant + 1))
-
-    @property
-    def is_low(self) -> bool:
-        """Whether the format has 16 bits."""
-        return self.dtype.itemsize < 4
 
     @classmethod
     def parse(cls, value: Precision | str | Any) -> Precision:
@@ -103,10 +105,4 @@ def _dtype_name(value: Any) -> str:
         return repr(value)
 
 
-_DTYPES: dict[Precision, np.dtype[Any]] = {
-    Precision.F64: np.dtype(np.float64),
-    Precision.F32: np.dtype(np.float32),
-    Precision.BF16: np.dtype(ml_dtypes.bfloat16),
-    Precision.F16: np.dtype(np.float16),
-}
-_BY_DTYPE = {dtype: precision for precision, dtype in _DTYPES.items()}
+_BY_DTYPE = {precision.dtype: precision for precision in Precision}

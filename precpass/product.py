@@ -55,7 +55,7 @@ class Bilinear:
     def low_product(self, pair: Sequence[Any], rest: Sequence[Any], **params: Any) -> Any:
         """The product of low operands, with parameters changed, rounded to the low format."""
         given = {**dict(self.items), **params, "preferred_element_type": self.low}
-        return lax.convert_element_type(self.primitive.bind(*pair, *rest, **given), self.dtype)
+        return ir.convert(self.primitive.bind(*pair, *rest, **given), self.dtype)
 
     def wide_product(self, pair: Sequence[Any], rest: Sequence[Any], **params: Any) -> Any:
         """The product of low operands without rounding, where kernels have that form."""
@@ -64,7 +64,7 @@ class Bilinear:
         # the kernels know no other wide result of a low pair than float32
         given = {**dict(self.items), **params, "preferred_element_type": np.dtype(np.float32)}
         out = self.primitive.bind(*pair, *rest, **given)
-        return out if out.dtype == self.dtype else lax.convert_element_type(out, self.dtype)
+        return out if out.dtype == self.dtype else ir.convert(out, self.dtype)
 
     def tangent(self, tangent: Any, other: Any, rest: Sequence[Any], side: int) -> Any:
         """The low product with `tangent` in the place of operand `side`.
@@ -78,7 +78,7 @@ class Bilinear:
             contracting, batch = dict(self.items)["dimension_numbers"]
             tangent, numbers = _in_transposed_order(tangent, contracting, batch, side)
             params["dimension_numbers"] = numbers
-        cast = [lax.convert_element_type(x, self.low) for x in (tangent, other)]
+        cast = [ir.convert(x, self.low) for x in (tangent, other)]
         return self.low_product(cast if side == 0 else cast[::-1], rest, **params)
 
 
@@ -112,19 +112,19 @@ def low_copy(x: Any, precision: Precision) -> Any:
 
     No derivative passes through it.
     """
-    low = x if x.dtype == precision.dtype else lax.convert_element_type(x, precision.dtype)
+    low = x if x.dtype == precision.dtype else ir.convert(x, precision.dtype)
     return ir.detach(low, pinned=_needs_barriers(low.dtype))
 
 
 def _needs_barriers(low: np.dtype[Any]) -> bool:
-    """Whether XLA must be kept from folding transposes into a product.
+    """Whether XLA:CPU must be kept from folding transposes into a product.
 
-    XLA:CPU folds them into (bf16, bf16) -> f32 products for which it then has no
-    kernel (see `_runnable`). The kernels of the other platforms take every
-    layout, and a barrier would cost the fusion behind the product.
+    It folds them into (bf16, bf16) -> f32 products for which it then has no
+    kernel (see `_runnable`). No trace knows the platforms that it will be lowered
+    for, so every program has the form that runs on all; the kernels of the other
+    platforms take every layout, and there the barriers are lowered to nothing.
     """
-    known = ir.platform() in ("gpu", "cuda", "rocm", "tpu")
-    return low == Precision.BF16.dtype and not known
+    return low == Precision.BF16.dtype
 
 
 def _runnable(eqn: Any, pair: Sequence[Any]) -> tuple[Sequence[Any], Params]:

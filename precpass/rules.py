@@ -13,7 +13,15 @@ from typing import Any
 from precpass.opkinds import TABLE, OpKind
 from precpass.precision import Precision
 
-__all__ = ["EqnView", "Rule", "clean_scope", "innermost_keep", "keep_scope"]
+__all__ = [
+    "FIXED_SCOPE",
+    "EqnView",
+    "Rule",
+    "clean_scope",
+    "innermost_keep",
+    "is_fixed",
+    "keep_scope",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,3 +187,12 @@ def innermost_keep(scope: str) -> Precision | None:
     """The precision of the innermost keep region in a scope."""
     found = _KEEP.findall(scope)
     return Precision.parse(found[-1]) if found else None
+
+
+FIXED_SCOPE = "precpass.fixed"
+"""The name scope around the call of a function whose own policy was applied already."""
+
+
+def is_fixed(scope: str) -> bool:
+    """Whether a scope is inside such a call."""
+    return FIXED_SCOPE in scope

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from precpass import jaxpr as ir
 from precpass.fact import ANY, Fact, of_aval
 from precpass.opkinds import OpKind, op
 
@@ -53,6 +54,7 @@ def _known(eqn: Any, operands: list[Fact]) -> Fact:
         known = rule(eqn, operands)
     else:
         moves = row.kind is OpKind.DATA_MOVEMENT or (row.selects and row.kind is OpKind.REDUCTION)
+        moves = moves and not ir.applies_function(eqn)
         known = hull(_data(eqn, operands)) if moves and operands else ANY
     if name in _KEEPS_REACH:
         known = known._replace(reaches=_reach(operands))

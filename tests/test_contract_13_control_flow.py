@@ -164,6 +164,17 @@ def test_carries_that_change_places_accumulate_too():
     assert [float(v) for v in mixed(X, W)[:2]] == [N / 2, N / 2]
 
 
+@each_policy
+def test_a_number_handed_to_a_branch_is_no_carry(policy: pp.PrecisionPolicy):
+    def body(c: Any, _: Any) -> Any:
+        return lax.cond(c[0, 0] > 1e6, lambda c, _: c @ W[:4, :4], lambda c, s: c + s, c, 1.0), None
+
+    def f(c: Any) -> Any:
+        return lax.scan(body, c, None, length=N)[0]
+
+    assert jnp.array_equal(pp.auto_mixed(f, policy=policy)(jnp.zeros((4, 4))), N * jnp.ones((4, 4)))
+
+
 def test_a_buffer_that_is_added_to_in_place_is_exact():
     def fn(x, w):
         def step(c, _):

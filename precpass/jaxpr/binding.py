@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
-from precpass.jaxpr.reading import consts_of, in_avals, open_jaxpr
+from precpass.jaxpr.reading import consts_of, in_avals, is_literal, open_jaxpr, precision_of
+from precpass.precision import Precision
 
 
 def trace(fn: Callable[..., Any], *args: Any) -> Any:
@@ -20,9 +23,61 @@ def trace(fn: Callable[..., Any], *args: Any) -> Any:
     return jax.make_jaxpr(fn)(*args)
 
 
-def trace_shaped(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """`trace`, and the pytree of the results' shapes."""
-    return jax.make_jaxpr(fn, return_shape=True)(*args)
+class Call(NamedTuple):
+    """A traced call of a jitted function.
+
+    Attributes:
+        jaxpr: the function's own.
+        operands: the values of its operands; what the function closes over of
+            outer traces comes before the arguments.
+        closed_over: how many those are.
+        tree: the structure of the results.
+    """
+
+    jaxpr: Any
+    operands: list[Any]
+    closed_over: int
+    tree: Any
+
+
+def trace_call(call: Callable[..., Any], arguments: Sequence[Any]) -> Call:
+    """The jaxpr that `jax.jit` traces of a function, with its errors and its cache.
+
+    Args:
+        call: calls the jitted function once, and does nothing else.
+        arguments: the arrays that it is given.
+    """
+    closed, shapes = jax.make_jaxpr(call, return_shape=True)(*arguments)
+    opened, tree = open_jaxpr(closed), jax.tree.structure(shapes)
+    if [eqn.primitive.name for eqn in opened.eqns] != ["jit"]:
+        return Call(closed, list(arguments), 0, tree)
+    (eqn,) = opened.eqns
+    if list(opened.outvars) != list(eqn.outvars):
+        return Call(closed, list(arguments), 0, tree)
+    values = dict(zip(opened.constvars, consts_of(closed), strict=True))
+    values.update(zip(opened.invars, arguments, strict=True))
+    operands = [v.val if is_literal(v) else values[v] for v in eqn.invars]
+    return Call(eqn.params["jaxpr"], operands, len(operands) - len(arguments), tree)
+
+
+def is_tracing() -> bool:
+    """Whether anything is being traced in this thread."""
+    with jax.core.eval_context():
+        outermost = jex.get_opaque_trace_state()
+    return jex.get_opaque_trace_state() != outermost
+
+
+def is_valid(x: Any) -> bool:
+    """Whether `jax.jit` takes a leaf; what it has an error of its own for counts as valid."""
+    try:
+        return jex.valid_jaxtype(x)
+    except (OverflowError, ValueError):
+        return True
+
+
+def as_operand(x: Any) -> Any:
+    """An argument as `jax.jit` would hand it on: in JAX's own dtypes."""
+    return jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x
 
 
 def retrace(jaxpr: Any, fn: Callable[..., Any], avals: Sequence[Any] | None = None) -> Any:
@@ -45,19 +100,85 @@ def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 @contextlib.contextmanager
 def context_of(eqn: Any) -> Generator[None]:
     """The name stack, source line and configuration under which an equation was traced."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with (
-        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
-        eqn.ctx.manager,
-    ):
+    with Places() as places, places.of(eqn):
+        yield
+
+
+class Places:
+    """The name stacks, source lines and configurations of equations that are bound in turn.
+
+    Used as a context manager around the loop: neighbours mostly have one
+    configuration, which is then entered once for all of them. Entering it for
+    every equation costs a fifth of what binding does.
+    """
+
+    def __init__(self) -> None:
+        self._outside = source_info_util.current_name_stack()
+        self._stacks: dict[int, tuple[Any, Any]] = {}
+        self._ctx: Any = None
+        self._manager: Any = None
+
+    def __enter__(self) -> Places:
+        return self
+
+    def of(self, eqn: Any) -> AbstractContextManager[None]:
+        """The context in which to bind `eqn`; it must be left before the next one is asked for."""
+        if eqn.ctx is not self._ctx:
+            self.leave()
+            manager = eqn.ctx.manager
+            manager.__enter__()
+            self._ctx, self._manager = eqn.ctx, manager
+        source = eqn.source_info
+        own = source.name_stack
+        held = self._stacks.get(id(own))
+        if held is None:
+            # holds the equation's own stack too: an id is only unique while its object lives
+            held = self._stacks[id(own)] = own, self._outside + own
+        return source_info_util.user_context(source.traceback, name_stack=held[1])
+
+    def leave(self) -> None:
+        """Leaves the configuration of the last equation, for work that belongs to none."""
+        manager, self._ctx, self._manager = self._manager, None, None
+        if manager is not None:
+            manager.__exit__(None, None, None)
+
+    def __exit__(self, *_error: object) -> None:
+        self.leave()
+
+
+@contextlib.contextmanager
+def line_of(eqn: Any) -> Generator[None]:
+    """The source line of an equation, for an equation that holds it among others."""
+    stack = source_info_util.current_name_stack()
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
         yield
 
 
 def bind(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
     """An equation's primitive applied to other operands or params; always a list."""
     params = eqn.params if params is None else params
-    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
-    return list(out) if eqn.primitive.multiple_results else [out]
+    primitive = eqn.primitive
+    out = primitive.bind(*args, **primitive.get_bind_params(params))
+    return list(out) if primitive.multiple_results else [out]
+
+
+def retyped(eqn: Any, dtype: Any) -> dict[str, Any]:
+    """The params of an equation whose floating operands and results have another dtype.
+
+    The result of a cast to no floating type is as it was. A scatter's combiner
+    names the type of the scalars that it combines.
+    """
+    params = dict(eqn.params)
+    for name in ("new_dtype", "preferred_element_type", "out_dtype"):
+        if Precision.of(params.get(name)) is not None:
+            params[name] = dtype
+    combiner = params.get("update_jaxpr")
+    if combiner is not None:
+        avals = [
+            a if precision_of(a) is None else a.update(dtype=dtype) for a in in_avals(combiner)
+        ]
+        params["update_jaxpr"] = retrace(combiner, lambda *xs: evaluate(combiner, xs), avals)
+    return params
 
 
 def bind_shard_map(eqn: Any, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
@@ -83,11 +204,3 @@ def convert(x: Any, dtype: Any, weak_type: bool = False) -> Any:
     return jex.primitives.convert_element_type_p.bind(
         x, new_dtype=np.dtype(dtype), weak_type=weak_type, sharding=None
     )
-
-
-def platform() -> str | None:
-    """The platform that a trace will most likely run on: the default device's."""
-    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue] -- dynamic
-    if device is None:
-        return jax.default_backend()
-    return device if isinstance(device, str) else device.platform

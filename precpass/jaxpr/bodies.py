@@ -26,7 +26,6 @@ class Body:
         trips: how often it runs per call; None where only run time knows.
         carry: pairs (invar, outvar) that are fed back.
         decides: whether its result decides how the program runs on.
-        fixed: whether its border must keep its avals (custom rules, collectives).
     """
 
     param: str
@@ -37,13 +36,12 @@ class Body:
     trips: int | None = 1
     carry: tuple[tuple[int, int], ...] = ()
     decides: bool = False
-    fixed: bool = False
 
 
-def _whole(param: str, *, fixed: bool = False) -> Callable[[Any], tuple[Body, ...]]:
+def _whole(param: str) -> Callable[[Any], tuple[Body, ...]]:
     def one(eqn: Any) -> tuple[Body, ...]:
         ins, outs = tuple(range(len(eqn.invars))), tuple(range(len(eqn.outvars)))
-        return (Body(param, None, eqn.params[param], ins, outs, fixed=fixed),)
+        return (Body(param, None, eqn.params[param], ins, outs),)
 
     return one
 
@@ -105,7 +103,6 @@ def _linear_solve(eqn: Any) -> tuple[Body, ...]:
             (*range(int(starts[i]), int(starts[i + 1])), *right_hand_sides),
             outs,
             None,
-            fixed=True,
         )
         for i, jaxpr in enumerate(jaxprs)
         if jaxpr is not None
@@ -114,35 +111,73 @@ def _linear_solve(eqn: Any) -> tuple[Body, ...]:
 
 def _call(eqn: Any) -> tuple[Body, ...]:
     # 0.12 renamed composite's param, and made closed_call an eval_jaxpr
-    return _whole("jaxpr" if "jaxpr" in eqn.params else "call_jaxpr", fixed=True)(eqn)
+    return _whole("jaxpr" if "jaxpr" in eqn.params else "call_jaxpr")(eqn)
 
 
-_ENTERED: dict[str, Callable[[Any], tuple[Body, ...]]] = {
+ENTERED: dict[str, Callable[[Any], tuple[Body, ...]]] = {
     "jit": _whole("jaxpr"),
     "remat2": _whole("jaxpr"),
-    "checkpoint": _whole("jaxpr"),
+    # core's call has had no maker in JAX itself for long, but 0.10 still exports it
+    "call": _call,
     "closed_call": _call,
-    "core_call": _call,
     "eval_jaxpr": _call,
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    "custom_jvp_call": _whole("call_jaxpr", fixed=True),
-    "custom_vjp_call": _whole("call_jaxpr", fixed=True),
-    "remat_opt": _whole("fwd_jaxpr", fixed=True),
-    "custom_vmap_call": _whole("call", fixed=True),
-    "linear_call": _whole("callee", fixed=True),
+    "custom_jvp_call": _whole("call_jaxpr"),
+    "custom_vjp_call": _whole("call_jaxpr"),
+    "remat_opt": _whole("fwd_jaxpr"),
+    "custom_vmap_call": _whole("call"),
+    "linear_call": _whole("callee"),
     "composite": _call,
     "custom_linear_solve": _linear_solve,
-    "shard_map": _whole("jaxpr", fixed=True),
+    "shard_map": _whole("jaxpr"),
+    # a call with a note for the compiler: where it runs, how it is scheduled
+    "compute_on": _whole("jaxpr"),
+    "xla_metadata_call": _whole("jaxpr"),
+    "program_order": _whole("call_jaxpr"),  # since 0.12
 }
+"""The primitives whose bodies are planned and rewritten, each with a rule that finds them."""
+
 # Their jaxprs combine two scalars and are run by the kernel: no place for a cast.
-_COMBINERS = frozenset({"reduce", "reduce_window", "select_and_scatter", "sort", "argsort"})
+COMBINERS = frozenset(
+    ("reduce", "reduce_window", "select_and_scatter")
+    + ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+)
+
+
+def _opaque(reason: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), reason)
+
+
+OPAQUE: dict[str, str] = {
+    **_opaque(
+        "a kernel whose body is written for its operands' types and memory",
+        "pallas_call core_map mpmd_map run_scoped emit_pipeline pipeline_body parallel_loop"
+        " jaxpr_call fused_call",
+    ),
+    **_opaque("it is part of a kernel that Pallas fuses", "fusible custom_fusion"),
+    **_opaque("its body works on references", "run_state"),
+    **_opaque(
+        "a kernel of cuDNN", "cudnn_fusion dot_product_attention_fwd dot_product_attention_bwd"
+    ),
+    **_opaque("its partitioning rule is written for what it holds", "custom_partitioning"),
+    **_opaque(
+        "an instruction of XLA:GPU's own program",
+        "thunky.async_start thunky.call_thunky_nested thunky.collective_group thunky.cond"
+        " thunky.while",
+    ),
+    **_opaque(
+        "its jaxprs are attributes of an object",
+        "call_hi_primitive call_hi_primitive_linearized",
+    ),
+}
+"""The primitives that hold jaxprs and are not entered, and why."""
 
 
 def bodies(eqn: Any) -> tuple[Body, ...]:
     """The sub-jaxprs of an equation that are entered; () for a leaf or an opaque one."""
-    rule = _ENTERED.get(eqn.primitive.name)
+    rule = ENTERED.get(eqn.primitive.name)
     if rule is None or any(_is_ref(v.aval) for v in eqn.invars):
         return ()
     found = rule(eqn)
@@ -154,20 +189,37 @@ def _is_ref(aval: Any) -> bool:
     return hasattr(aval, "inner_aval")
 
 
+def why_opaque(eqn: Any) -> str | None:
+    """Why the jaxprs of an equation's primitive are not entered; None where it holds none."""
+    name = eqn.primitive.name
+    if name not in ENTERED:
+        return OPAQUE.get(name)
+    refs = any(_is_ref(v.aval) for v in eqn.invars)
+    return "it works on references" if refs else "its operands are not those of its jaxpr"
+
+
 def hidden_jaxprs(eqn: Any) -> list[Any]:
-    """The jaxprs inside an equation that is not entered, scalar combiners apart.
+    """The jaxprs that an equation holds, scalar combiners apart.
 
     `call_hi_primitive`, which `lax.custom_root` is from 0.12 and which JAX's
     flags `jax_remat3`, `jax_custom_jvp3`, `jax_custom_vjp3` and `jax_scan3` make,
     holds them in attributes of its `_prim` param, as jaxprs or as `jax.stages.Traced`.
     """
-    if eqn.primitive.name in _COMBINERS or eqn.primitive.name.startswith("scatter"):
+    if eqn.primitive.name in COMBINERS:
         return []
     params = dict(eqn.params)
     if eqn.primitive.name == "call_hi_primitive":
         for name, value in vars(eqn.params["_prim"]).items():
             params[name] = value.jaxpr if isinstance(value, jax.stages.Traced) else value
     return list(jex.jaxprs_in_params(params))
+
+
+def all_held_eqns(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr and of whatever jaxprs its equations hold, entered or not."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for inner in hidden_jaxprs(eqn):
+            yield from all_held_eqns(inner)
 
 
 def name_of(eqn: Any) -> str:

@@ -14,12 +14,14 @@ even the zero one that a product in a custom rule's tangents needs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.extend.core as jex
 from jax import lax
+from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
 __all__ = ["Form", "carry", "detach", "is_carrier", "is_detach"]
@@ -124,9 +126,10 @@ def detach(x: Any, *, pinned: bool = False) -> Any:
 
     Args:
         x: an array.
-        pinned: whether XLA is kept from moving operations across it, as by
+        pinned: whether XLA:CPU is kept from moving operations across it, as by
             `lax.optimization_barrier`; that one is no part of this form since jax
             0.10 transposes its zero cotangent into zeros, and these through the product.
+            In a program that is lowered for another platform nothing is left of it.
     """
     return _detach_p.bind(x, pinned=pinned)
 
@@ -140,12 +143,35 @@ _detach_p = jex.Primitive("precpass_detach")
 _detach_p.def_impl(lambda x, **_params: x)
 _detach_p.def_abstract_eval(lambda x, **_params: x)
 mlir.register_lowering(_detach_p, _lower_detach)
+for _platform in ("gpu", "tpu"):
+    # whatever the trace was made for: only XLA:CPU must be kept from it
+    mlir.register_lowering(_detach_p, lambda _ctx, x, **_params: [x], platform=_platform)
 
 
 def _detach_jvp(primals: Any, _tangents: Any, *, pinned: bool) -> Any:
     return detach(primals[0], pinned=pinned), ad.Zero(jax.typeof(primals[0]).to_tangent_aval())
 
 
+def _carrier_taylor(primals: Any, series: Any, *, form: Form, batched: Batched) -> Any:
+    """The Taylor coefficients of a product: those of its operands, convolved."""
+    _, lhs, rhs, *rest = primals
+    coefficients = [[lhs, *series[1]], [rhs, *series[2]]]
+
+    def term(i: int, j: int) -> Any:
+        operands = [coefficients[0][i], coefficients[1][j], *rest]
+        return _tangent(form, batched, 0, operands, operands[0])
+
+    orders = range(1, len(coefficients[0]))
+    sums = [functools.reduce(lax.add, [term(i, k - i) for i in range(k + 1)]) for k in orders]
+    return _carrier_p.bind(*primals, form=form, batched=batched), sums
+
+
+def _detach_taylor(primals: Any, series: Any, *, pinned: bool) -> Any:
+    return detach(primals[0], pinned=pinned), [lax.full_like(x, 0) for x in series[0]]
+
+
+jet.jet_rules[_carrier_p] = _carrier_taylor
+jet.jet_rules[_detach_p] = _detach_taylor
 ad.primitive_jvps[_detach_p] = _detach_jvp
 ad.primitive_transposes[_detach_p] = lambda _cotangent, _x, **_params: [None]
 batching.primitive_batchers[_detach_p] = lambda args, dims, **params: (

@@ -2,49 +2,92 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import linear_util
 
 from precpass.jaxpr.binding import evaluate, trace
-from precpass.jaxpr.reading import consts_of, open_jaxpr
+from precpass.jaxpr.reading import consts_of, in_avals, open_jaxpr, out_avals
 
-Rewrite = Callable[[Any], Any]
+Natives = Callable[[], Sequence[Any]]
 
 
-def with_rewritten_rules(primitive: str, params: dict[str, Any], rewrite: Rewrite) -> None:
+class Rewrite(NamedTuple):
+    """What is done with a custom rule.
+
+    Attributes:
+        jaxpr: rewrites what was traced of it. Operands and results may have other
+            dtypes afterwards if those of the equation's body have.
+        around: a context for its trace, which may be made long after that of the function.
+    """
+
+    jaxpr: Callable[[Any], Any]
+    around: Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def with_rewritten_rules(eqn: Any, params: dict[str, Any], rewrite: Rewrite) -> None:
     """Puts functions that rewrite what they trace in the place of an equation's custom rules.
 
     The rules are traced when they are used, so the rewrite happens then.
+
+    Args:
+        eqn: the equation as it was.
+        params: its new parameters, in which the rules are replaced.
+        rewrite: what is done with each.
     """
+    primitive = eqn.primitive.name
     if primitive == "custom_jvp_call":
-        params["jvp_jaxpr_fun"] = _rewritten_thunk(params["jvp_jaxpr_fun"], rewrite)
+        params["jvp_jaxpr_fun"] = _rewritten_thunk(params["jvp_jaxpr_fun"], rewrite, [])
     elif primitive == "custom_vjp_call":
-        params["fwd_jaxpr_thunk"] = _rewritten_thunk(params["fwd_jaxpr_thunk"], rewrite)
-        params["bwd"] = _rewritten_bwd(params["bwd"], rewrite)
+        made: list[Any] = []
+        params["fwd_jaxpr_thunk"] = _rewritten_thunk(params["fwd_jaxpr_thunk"], rewrite, made)
+        natives = functools.partial(_avals_of_bwd, eqn, made)
+        params["bwd"] = _rewritten_bwd(params["bwd"], rewrite, natives)
     elif primitive == "remat_opt":
         params["fun_jaxpr_thunk"] = _rewritten_primal(params["fun_jaxpr_thunk"], rewrite)
     elif primitive == "custom_vmap_call":
-        params["rule"] = _rewritten_function(params["rule"], rewrite)
+        natives = functools.partial(in_avals, eqn.params["call"])
+        params["rule"] = _rewritten_function(params["rule"], rewrite, natives)
     elif primitive == "linear_call":
         params["transpose_thunk"] = _rewritten_transpose(params["transpose_thunk"], rewrite)
 
 
 @linear_util.transformation2
-def _rewritten_thunk(f: Callable[..., Any], rewrite: Rewrite, *zeros: bool) -> Any:
-    jaxpr, consts, *rest = f(*zeros)
-    new = rewrite(_closed(jaxpr, consts))
+def _rewritten_thunk(f: Callable[..., Any], rewrite: Rewrite, made: list[Any], *zeros: bool) -> Any:
+    with rewrite.around():
+        jaxpr, consts, *rest = f(*zeros)
+    made[:] = out_avals(jaxpr)
+    new = rewrite.jaxpr(_closed(jaxpr, consts))
     return open_jaxpr(new), consts_of(new), *rest
+
+
+def _avals_of_bwd(eqn: Any, made: Sequence[Any]) -> list[Any]:
+    """The avals of a backward rule's operands, residuals and cotangents, as the user has them.
+
+    Args:
+        eqn: the `custom_vjp_call`.
+        made: the avals of what the forward rule returns: residuals, then results.
+    """
+    call = eqn.params["call_jaxpr"]
+    _, _, forwarded = eqn.params["out_trees"]()
+    own, operands = iter(made), in_avals(call)
+    residuals = [next(own) if i is None else operands[i] for i in forwarded]
+    return [*residuals, *out_avals(call)]
 
 
 def _rewritten_primal(thunk: Callable[..., Any], rewrite: Rewrite) -> Callable[..., Any]:
     def rewritten() -> Any:
-        jaxpr, consts = thunk()
-        new = rewrite(_closed(jaxpr, consts))
+        with rewrite.around():
+            jaxpr, consts = thunk()
+        new = rewrite.jaxpr(_closed(jaxpr, consts))
         return open_jaxpr(new), consts_of(new)
 
     return rewritten
@@ -58,37 +101,61 @@ def _closed(jaxpr: Any, consts: Sequence[Any]) -> Any:
 
 
 @linear_util.transformation2
-def _rewritten_bwd(f: Callable[..., Any], rewrite: Rewrite, *args: Any) -> Any:
-    return _rewritten_function(f, rewrite)(*args)
+def _rewritten_bwd(f: Callable[..., Any], rewrite: Rewrite, natives: Natives, *args: Any) -> Any:
+    return _rewritten_function(f, rewrite, natives)(*args)
 
 
-def _rewritten_function(f: Callable[..., Any], rewrite: Rewrite) -> Callable[..., Any]:
-    """`f` with its arrays traced and rewritten; symbolic zeros, flags and logs pass through."""
+def _rewritten_function(
+    f: Callable[..., Any], rewrite: Rewrite, natives: Natives
+) -> Callable[..., Any]:
+    """`f` with its arrays traced and rewritten; symbolic zeros, flags and logs pass through.
+
+    `natives` gives the avals, batch dimensions apart, for which the user wrote
+    the last operands. The rule is traced with their dtypes whatever arrives.
+    """
 
     def is_array(x: Any) -> bool:
         return isinstance(x, (jax.Array, np.ndarray))
 
     def rewritten(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
+        avals = natives()
+        first = len(leaves) - len(avals)
+        own = [x if i < first else _like(x, avals[i - first]) for i, x in enumerate(leaves)]
         arrays = [x for x in leaves if is_array(x)]
-        out: list[Any] = []
+        structure: list[Any] = []
 
         def on_arrays(*xs: Any) -> list[Any]:
             given = iter(xs)
-            filled = [next(given) if is_array(x) else x for x in leaves]
-            result = f(*jax.tree.unflatten(tree, filled))
-            out[:] = jax.tree.flatten(result)
-            return [x for x in out[0] if is_array(x)]
+            filled = [next(given) if is_array(x) else y for x, y in zip(leaves, own, strict=True)]
+            out, out_tree = jax.tree.flatten(f(*jax.tree.unflatten(tree, filled)))
+            # of the arrays only their places: tracers must not outlive their trace
+            structure[:] = out_tree, [None if is_array(x) else (x,) for x in out]
+            return [x for x in out if is_array(x)]
 
-        results = iter(evaluate(rewrite(trace(on_arrays, *arrays)), arrays))
-        return jax.tree.unflatten(out[1], [next(results) if is_array(x) else x for x in out[0]])
+        with rewrite.around():
+            jaxpr = trace(on_arrays, *(y for x, y in zip(leaves, own, strict=True) if is_array(x)))
+        results = iter(evaluate(rewrite.jaxpr(jaxpr), arrays))
+        out_tree, others = structure
+        return jax.tree.unflatten(out_tree, [next(results) if x is None else x[0] for x in others])
 
     return rewritten
 
 
+def _like(x: Any, native: Any) -> Any:
+    """What stands for an operand of another floating dtype when a rule is traced."""
+    aval: Any = x.aval if isinstance(x, SymbolicZero) else jax.typeof(x)
+    dtype = getattr(native, "dtype", None)
+    if dtype is None or aval.dtype == dtype or not jnp.issubdtype(dtype, jnp.floating):
+        return x
+    aval = aval.update(dtype=dtype)
+    return SymbolicZero(aval) if isinstance(x, SymbolicZero) else aval
+
+
 def _rewritten_transpose(thunk: Callable[..., Any], rewrite: Rewrite) -> Callable[..., Any]:
     def rewritten(*args: Any) -> Any:
-        jaxpr, *rest = thunk(*args)
-        return (rewrite(jaxpr), *rest)
+        with rewrite.around():
+            jaxpr, *rest = thunk(*args)
+        return (rewrite.jaxpr(jaxpr), *rest)
 
     return rewritten

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +20,9 @@ from precpass.precision import Precision
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
 source_info_util.register_exclusion(_OWN_FOLDER)
 
+# looked up once: these are asked of every value of every program
+_Literal, _of, _cast_p = jex.Literal, Precision.of, jex.primitives.convert_element_type_p
+
 
 def open_jaxpr(jaxpr: Any) -> Any:
     """The object with `eqns`, `invars` and `outvars` (0.11 merged ClosedJaxpr into Jaxpr)."""
@@ -31,7 +36,7 @@ def consts_of(jaxpr: Any) -> Sequence[Any]:
 
 def is_literal(atom: Any) -> bool:
     """Whether an operand is a value written into the equation."""
-    return isinstance(atom, jex.Literal)
+    return isinstance(atom, _Literal)
 
 
 def in_avals(jaxpr: Any) -> list[Any]:
@@ -46,7 +51,7 @@ def out_avals(jaxpr: Any) -> list[Any]:
 
 def precision_of(aval: Any) -> Precision | None:
     """The precision of a floating value of a known format; None for all else."""
-    return Precision.of(getattr(aval, "dtype", None))
+    return _of(getattr(aval, "dtype", None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +85,37 @@ def _first_user_frame(traceback: Any) -> Source:
     return Source()
 
 
+_SAMPLERS = inspect.unwrap(jax.random.normal).__code__.co_filename
+
+
+def is_sampler(eqn: Any) -> bool:
+    """Whether an equation is a jit that one of `jax.random`'s functions calls."""
+    traceback = eqn.source_info.traceback
+    return eqn.primitive.name == "jit" and traceback is not None and _in_sampler(traceback)
+
+
+@functools.lru_cache(maxsize=65536)
+def _in_sampler(traceback: Any) -> bool:
+    own = itertools.takewhile(lambda f: f.file_name.startswith(_FOREIGN), traceback.frames)
+    return any(frame.file_name == _SAMPLERS for frame in own)
+
+
 def scope_of(eqn: Any) -> str:
     """The equation's own name stack as JAX prints it; its callers' stacks come before."""
-    return str(eqn.source_info.name_stack)
+    stack = eqn.source_info.name_stack
+    return str(stack) if stack.stack else ""
+
+
+def effects_of(eqn: Any) -> bool:
+    """Whether an equation has effects; that a collective names its axes is none."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def user_order(eqn: Any) -> str | None:
     """What the user said about a product's precision, in words; None where nothing."""
     params = eqn.params
+    if not params:
+        return None
     precision = params.get("precision")
     given = precision if isinstance(precision, tuple) else (precision,)
     if any(p is not None and p != jax.lax.Precision.DEFAULT for p in given):
@@ -99,9 +127,17 @@ def user_order(eqn: Any) -> str | None:
     return f"out_dtype={np.dtype(out_dtype).name}" if out_dtype is not None else None
 
 
+def applies_function(eqn: Any) -> bool:
+    """Whether an equation applies a function of the user's own to elements in place.
+
+    `x.at[i].apply(f)` is a scatter whose combiner is `f`, where other scatters have none.
+    """
+    return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
+
+
 def widening(eqn: Any) -> tuple[Any, Any] | None:
     """The result and the operand of a cast from a low to a wider format, else None."""
-    if eqn.primitive.name != "convert_element_type" or is_literal(eqn.invars[0]):
+    if eqn.primitive is not _cast_p or is_literal(eqn.invars[0]):
         return None
     before, after = precision_of(eqn.invars[0].aval), precision_of(eqn.outvars[0].aval)
     widens = before is not None and after is not None and before.is_low and not after.is_low

@@ -1,0 +1,204 @@
+"""How a call is made: what can be called, how it crosses into `jax.jit`, and what errors show."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import traceback
+import types
+from collections.abc import Generator
+from typing import Any
+
+import jax
+
+from precpass import stateful
+from precpass.leaves import Declared, arguments, refused, unwrapped
+
+__all__ = [
+    "Crossing",
+    "Stage",
+    "check_function",
+    "name_of",
+    "note_source",
+    "remove_own_frames",
+    "user_stacklevel",
+]
+
+
+class Crossing:
+    """How the calls of one function cross into jit and back; it changes as calls show the need.
+
+    Attributes:
+        direct: whether jit takes the arguments and gives the results as they are.
+        splits: whether modules are split on the way in and updated on the way out.
+    """
+
+    __slots__ = ("declared", "direct", "name", "splits")
+
+    def __init__(self, name: str, declared: Declared) -> None:
+        self.name = name
+        self.declared = declared
+        self.direct = True
+        self.splits = False
+
+    def changes(self, was_direct: bool, error: Exception, args: Any, kwargs: Any) -> bool:
+        """Whether the call that failed is to be made again, in another way.
+
+        Args:
+            was_direct: whether it was made as it is; other threads may have changed
+                what the next one does.
+            error: what it raised.
+            args: its positional arguments.
+            kwargs: the others.
+        """
+        if isinstance(error, stateful.HoldsState):
+            self.direct, self.splits = False, True
+            return True
+        if not (was_direct and isinstance(error, TypeError)):
+            return False
+        found: list[bool] = []
+
+        def look(x: Any, _name: str) -> None:
+            leaves = jax.tree.leaves(x, is_leaf=stateful.is_node)
+            found.append(any(not stateful.is_node(leaf) and refused(leaf) for leaf in leaves))
+
+        self.declared.map(look, args, kwargs)
+        if not any(found):
+            return False
+        # jit refuses an argument before it traces: the error is not the function's own
+        self.direct = False
+        return True
+
+    @contextlib.contextmanager
+    def inward(
+        self, splits: bool, args: Any, kwargs: Any, on_clones: bool = False
+    ) -> Generator[tuple[Any, Any]]:
+        """The arguments as jit takes them, around a call.
+
+        Args:
+            splits: whether the call is of split modules.
+            args: the positional arguments.
+            kwargs: the others.
+            on_clones: whether clones of the modules take the updates.
+        """
+        args, kwargs = arguments(self.declared, self.name, args, kwargs)
+        if not splits:
+            yield args, kwargs
+            return
+        if on_clones:
+            args, kwargs = stateful.cloned(self.declared.map, args, kwargs)
+        with stateful.split_modules(self.declared.map, args, kwargs) as split:
+            yield split
+
+    def outward(self, splits: bool, out: Any) -> Any:
+        """The results as the caller gets them; modules are updated."""
+        return unwrapped(stateful.updated(out) if splits else out)
+
+
+class Stage:
+    """A `Traced`, `Lowered` or `Compiled` of `jax.stages` with the crossing of the call itself."""
+
+    def __init__(self, stage: Any, crossing: Crossing, splits: bool) -> None:
+        self._stage = stage
+        self._crossing = crossing
+        self._splits = splits
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._stage, name)
+        if name in ("lower", "compile"):
+            return lambda *args, **kwargs: Stage(
+                value(*args, **kwargs), self._crossing, self._splits
+            )
+        return unwrapped(value) if name == "out_info" else value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The results of the compiled program."""
+        with self._crossing.inward(self._splits, args, kwargs) as (args, kwargs):
+            return self._crossing.outward(self._splits, self._stage(*args, **kwargs))
+
+    def __repr__(self) -> str:
+        return repr(self._stage)
+
+
+# ---------------------------------------------------------------- functions
+
+
+def check_function(fn: Any) -> None:
+    """Refuses what cannot be traced.
+
+    Raises:
+        TypeError: with what to do.
+    """
+    if isinstance(fn, (staticmethod, classmethod, property)):
+        kind = type(fn).__name__
+        raise TypeError(f"auto_mixed takes a function, not a {kind}: put @{kind} above @auto_mixed")
+    if not callable(fn):
+        raise TypeError(f"auto_mixed takes a function, not {fn!r}")
+    called = fn if inspect.isroutine(fn) or isinstance(fn, type) else getattr(fn, "__call__", fn)  # noqa: B004 -- the method itself
+    suspends = (
+        inspect.iscoroutinefunction,
+        inspect.isgeneratorfunction,
+        inspect.isasyncgenfunction,
+    )
+    if any(test(f) for test in suspends for f in (fn, called)):
+        raise TypeError(
+            f"auto_mixed takes a function that returns arrays, not {fn!r}, whose body runs after "
+            "its trace has ended: wrap the function that it calls"
+        )
+
+
+def name_of(fn: Any) -> str:
+    """A function's name as `jax.jit` has it in the program's text and profile."""
+    while isinstance(fn, functools.partial) and not hasattr(fn, "__name__"):
+        fn = fn.func
+    return getattr(fn, "__name__", "<unnamed function>")
+
+
+# ---------------------------------------------------------------- errors
+
+_OWN_FOLDER = os.path.dirname(__file__) + os.sep
+_JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
+
+
+def remove_own_frames(error: Exception) -> None:
+    """Makes an error's traceback go from the caller to the user's function, as under jit.
+
+    JAX removes its own frames, unless its `jax_traceback_filtering` is "off".
+    """
+    if jax.config.jax_traceback_filtering == "off":  # pyright: ignore[reportAttributeAccessIssue] -- dynamic
+        return
+    kept: list[types.TracebackType] = []
+    trace = error.__traceback__
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+            kept.append(trace)
+        trace = trace.tb_next
+    filtered = None
+    for trace in reversed(kept):
+        filtered = types.TracebackType(filtered, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+    error.__traceback__ = filtered
+
+
+def note_source(error: FloatingPointError) -> None:
+    """Notes the user's line on an error of `jax_debug_nans`.
+
+    JAX runs the program again one operation at a time; it knows the line of each as the
+    error's cause, which it drops on the way to the caller.
+    """
+    cause = error.__cause__
+    frames = [] if cause is None else traceback.extract_tb(cause.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((_OWN_FOLDER, _JAX_FOLDER))]
+    if own:
+        error.add_note(
+            "The operation is from\n" + "".join(traceback.format_list(own[-1:])).rstrip()
+        )
+
+
+def user_stacklevel() -> int:
+    """The `stacklevel` with which the caller's warning points at the user's call."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith((_OWN_FOLDER, _JAX_FOLDER)):
+        frame, level = frame.f_back, level + 1
+    return level

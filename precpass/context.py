@@ -1,0 +1,168 @@
+"""What stands around a call: the default policy, the kept precision, and an enclosing trace."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import os
+from collections.abc import Generator
+
+import jax
+
+from precpass import jaxpr as ir
+from precpass.policy import AutoMixedBf16, PrecisionPolicy
+from precpass.precision import Precision
+from precpass.rules import keep_scope
+
+__all__ = ["Region", "Resolved", "current", "keep", "tracing", "use_policy"]
+
+_SWITCHED_OFF = os.environ.get("PRECPASS", "").lower() == "off"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Region:
+    """Where a call stands. There is one object per value, so that it compares by identity.
+
+    Attributes:
+        policy: that of the innermost `use_policy`; None outside of any.
+        off: whether that is `use_policy(None)`.
+        keep: the precision of the innermost `keep`.
+        inside: whether an `auto_mixed` function is being traced around it.
+    """
+
+    policy: PrecisionPolicy | None = None
+    off: bool = False
+    keep: Precision | None = None
+    inside: bool = False
+
+    def resolve(self, own: PrecisionPolicy | None) -> Resolved:
+        """What a function with the policy `own`, None for the default, does here."""
+        scope = "" if self.keep is None else keep_scope(self.keep)
+        if self.off or _SWITCHED_OFF:
+            return Resolved(None, scope, self.inside)
+        policy = own or self.policy
+        if policy is None and self.inside:
+            return Resolved(None, scope, False)
+        return Resolved(policy or AutoMixedBf16, scope, self.inside)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """What a function does in a region.
+
+    Attributes:
+        policy: the policy that counts; None where the function is run as it is written.
+        scope: the name scope around it.
+        is_fixed: whether an enclosing `auto_mixed` function leaves it alone.
+    """
+
+    policy: PrecisionPolicy | None
+    scope: str
+    is_fixed: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _region(
+    policy: PrecisionPolicy | None, off: bool, keep: Precision | None, inside: bool
+) -> Region:
+    return Region(policy, off, keep, inside)
+
+
+_OUTERMOST = _region(None, False, None, False)
+# Each task of asyncio has its own; JAX's contexts belong to a thread.
+_current: contextvars.ContextVar[Region] = contextvars.ContextVar("precpass", default=_OUTERMOST)
+# Part of jit's cache key, so that a function traced in one region is not reused in another.
+_cache_key = jax.make_user_context(_OUTERMOST)
+
+
+def current() -> Region:
+    """The region of this call."""
+    region = _current.get()
+    if _cache_key.value is not region:
+        _synchronise(region)
+    return region
+
+
+def _synchronise(region: Region) -> None:
+    """Brings jit's cache key to this task's region, after a switch between tasks.
+
+    Raises:
+        RuntimeError: while jit traces, under a key that says another region.
+    """
+    if ir.is_tracing():
+        raise RuntimeError(
+            "an auto_mixed function is traced while the use_policy or keep region of another "
+            "asyncio task (or of the thread that started this one) is open. jit's cache cannot "
+            "tell the two apart: keep `await` out of the region, or call the auto_mixed function "
+            "once before what is jitted around it"
+        )
+    _cache_key(region).__enter__()
+
+
+@contextlib.contextmanager
+def _enter(region: Region) -> Generator[None]:
+    token = _current.set(region)
+    try:
+        with _cache_key(region):
+            yield
+    finally:
+        _current.reset(token)
+        if _cache_key.value is not _current.get():
+            # regions of several tasks need not close in the order in which they opened
+            _cache_key(_current.get()).__enter__()
+
+
+@contextlib.contextmanager
+def use_policy(policy: PrecisionPolicy | str | None) -> Generator[None]:
+    """Makes `policy` the default of every `auto_mixed` without a policy of its own.
+
+    None turns the pass off altogether: every `auto_mixed(f)` called inside is
+    `jax.jit(f)`, as it is in a process started with `PRECPASS=off`. The policy is
+    read when the outermost function is traced, in this thread or asyncio task.
+
+    Raises:
+        ValueError, TypeError: for something that is no policy.
+
+    Example:
+        >>> import precpass as pp
+        >>> with use_policy("AutoMixed"):
+        ...     y = pp.auto_mixed(lambda x: x @ x)(jax.numpy.ones((8, 8)))
+    """
+    chosen = None if policy is None else PrecisionPolicy.parse(policy)
+    around = _current.get()
+    with _enter(_region(chosen, policy is None, around.keep, around.inside)):
+        yield
+
+
+@contextlib.contextmanager
+def keep(precision: Precision | str) -> Generator[None]:
+    """Fixes the precision of the region inside, whatever the policy says.
+
+    "f32" leaves the region as it was written. "bf16" and "f16" run its products
+    low, in an AlwaysF32 program too. "f64" evaluates it in float64, whether or
+    not x64 is on. The innermost region wins, over rules too. It also works as a
+    decorator, and around the call of an `auto_mixed` function.
+
+    Raises:
+        ValueError: for an unknown precision.
+
+    Example:
+        >>> def head(x, w):
+        ...     with keep("f32"):
+        ...         return x @ w
+    """
+    parsed = Precision.parse(precision)
+    around = _current.get()
+    region = _region(around.policy, around.off, parsed, around.inside)
+    with jax.named_scope(keep_scope(parsed)), _enter(region):
+        yield
+
+
+def tracing(region: Region) -> contextlib.AbstractContextManager[None]:
+    """Around the trace of an `auto_mixed` function that is called in a region.
+
+    One inside of it without a policy of its own leaves the decision to the outer one.
+    """
+    return _enter(_region(None, False, region.keep, True))

@@ -1,0 +1,153 @@
+"""The primitive that runs a stretch of equations in float64 while x64 is off outside.
+
+`float64(*args, jaxpr=...)` evaluates a jaxpr that was traced with x64 on and
+whose operands and results have types that exist with x64 off. It is a primitive
+because JAX's own rules for the equations inside (transposition above all) make
+new equations, and make them right only with x64 on: a `jax.custom_vjp` around
+the stretch has that for the backward pass alone, and no forward mode.
+
+Every rule below is the same one: JAX's transform of the whole stretch, traced
+with x64 on, as a stretch of its own. Derivatives are made from the operands,
+so reverse mode computes the stretch again and keeps nothing of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+
+from precpass.jaxpr.binding import evaluate, trace
+from precpass.jaxpr.reading import open_jaxpr, out_avals
+
+__all__ = ["float64", "in_x64", "is_float64"]
+
+
+def in_x64() -> bool:
+    """Whether x64 is on here."""
+    return bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue] -- dynamic
+
+
+def float64(fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    """`fn(*args)` with x64 on, in whatever transform it stands.
+
+    Args:
+        fn: from arrays to a sequence of arrays; none of them has 64 bits.
+        args: its operands. It must close over no tracer.
+    """
+    with jax.enable_x64(True):
+        jaxpr = trace(fn, *map(jax.typeof, args))
+    return _float64_p.bind(*args, jaxpr=jaxpr)
+
+
+def is_float64(eqn: Any) -> bool:
+    """Whether an equation is a stretch in float64."""
+    return eqn.primitive is _float64_p
+
+
+def _run(*args: Any, jaxpr: Any) -> list[Any]:
+    with jax.enable_x64(True):
+        return evaluate(jaxpr, args)
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(jaxpr: Any) -> Any:
+    return jax.jit(functools.partial(_run, jaxpr=jaxpr))
+
+
+def _is_inexact(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _merge(mask: Sequence[bool], first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """Operands in their order: those where `mask` is set come from `first`."""
+    chosen, others = iter(first), iter(second)
+    return [next(chosen) if m else next(others) for m in mask]
+
+
+def _split(mask: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    pairs = list(zip(mask, values, strict=True))
+    return [x for m, x in pairs if m], [x for m, x in pairs if not m]
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any) -> Any:
+    moves = [not isinstance(t, ad.Zero) for t in tangents]
+    given, _ = _split(moves, tangents)
+    inexact = [_is_inexact(a) for a in out_avals(jaxpr)]
+
+    def tangent(*args: Any) -> list[Any]:
+        moving, still = _split(moves, args[: len(moves)])
+
+        def on_moving(*xs: Any) -> list[Any]:
+            return _split(inexact, evaluate(jaxpr, _merge(moves, xs, still)))[0]
+
+        return jax.jvp(on_moving, moving, list(args[len(moves) :]))[1]
+
+    primals_out = _float64_p.bind(*primals, jaxpr=jaxpr)
+    tangents_out = iter(float64(tangent, [*primals, *given]))
+    return primals_out, [
+        next(tangents_out) if m else ad.Zero(jax.typeof(x).to_tangent_aval())
+        for m, x in zip(inexact, primals_out, strict=True)
+    ]
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, jaxpr: Any) -> list[Any]:
+    linear = [ad.is_undefined_primal(x) for x in operands]
+    unknown, known = _split(linear, operands)
+    avals = [x.aval for x in unknown]
+    arrive = [not isinstance(ct, ad.Zero) for ct in cotangents]
+    given, _ = _split(arrive, cotangents)
+
+    def backward(*args: Any) -> Sequence[Any]:
+        def forward(*xs: Any) -> list[Any]:
+            return _split(arrive, evaluate(jaxpr, _merge(linear, xs, args[: len(known)])))[0]
+
+        return jax.linear_transpose(forward, *avals)(list(args[len(known) :]))
+
+    if not given:
+        return [None] * len(operands)
+    return _merge(linear, float64(backward, [*known, *given]), [None] * len(known))
+
+
+def _batch(
+    axis: Any, operands: Sequence[Any], dims: Sequence[int | None], *, jaxpr: Any
+) -> tuple[list[Any], list[int | None]]:
+    if all(d is None for d in dims) and not open_jaxpr(jaxpr).effects:
+        out = _float64_p.bind(*operands, jaxpr=jaxpr)
+        return out, [None] * len(out)
+    mapped = jax.vmap(
+        lambda *args: evaluate(jaxpr, args),
+        in_axes=tuple(dims),
+        axis_size=axis.size,
+        axis_name=axis.name,
+        spmd_axis_name=axis.spmd_name,
+    )
+    out = float64(mapped, operands)
+    return out, [0] * len(out)
+
+
+_lower_run = mlir.lower_fun(_run, multiple_results=True)
+
+
+def _lower(ctx: Any, *operands: Any, jaxpr: Any) -> Any:
+    # lowering rules trace too, such as that of argmax
+    with jax.enable_x64(True):
+        return _lower_run(ctx, *operands, jaxpr=jaxpr)
+
+
+_float64_p = jex.Primitive("precpass_float64")
+_float64_p.multiple_results = True
+_float64_p.def_impl(lambda *args, jaxpr: _jitted(jaxpr)(*args))
+# the effects are the named axes of collectives
+_float64_p.def_effectful_abstract_eval(
+    lambda *_avals, jaxpr: (out_avals(jaxpr), open_jaxpr(jaxpr).effects)
+)
+mlir.register_lowering(_float64_p, _lower)
+ad.primitive_jvps[_float64_p] = _jvp
+ad.primitive_transposes[_float64_p] = _transpose
+batching.fancy_primitive_batchers[_float64_p] = _batch

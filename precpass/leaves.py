@@ -1,0 +1,256 @@
+"""The leaves of arguments and results: what `jax.jit` refuses is static, or handed through."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.core
+
+from precpass import jaxpr as ir
+from precpass.stateful import is_node
+
+__all__ = [
+    "Declared",
+    "HandedThrough",
+    "Static",
+    "arguments",
+    "dynamic_leaves",
+    "refused",
+    "results",
+    "unwrapped",
+]
+
+# ---------------------------------------------------------------- leaves
+
+
+@jax.tree_util.register_pytree_node_class
+class Static:
+    """A leaf that jit refuses: a part of the tree, and so of jit's cache key, compared by value."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Static) or type(self.value) is not type(other.value):
+            return False
+        return self.value is other.value or bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def tree_flatten(self) -> tuple[tuple[()], Static]:
+        """No children; the leaf is the tree's own data."""
+        return (), self
+
+    @classmethod
+    def tree_unflatten(cls, aux: Static, _children: Any) -> Static:
+        """The leaf itself."""
+        return aux
+
+
+@jax.tree_util.register_pytree_node_class
+class HandedThrough(Static):
+    """A result that is no array, as it was when the function was traced."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def unwrapped(tree: Any) -> Any:
+    """Arguments as the caller gave them, or results as the caller gets them."""
+    return jax.tree.map(
+        lambda x: x.value if isinstance(x, Static) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, Static) or is_node(x),
+    )
+
+
+# ---------------------------------------------------------------- arguments
+
+
+class Declared:
+    """The arguments that the caller declared static, found as `jax.jit` finds them.
+
+    Args:
+        fn: the function.
+        options: those of `jax.jit`.
+    """
+
+    def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        nums, names = options.get("static_argnums"), options.get("static_argnames")
+        self.options = {
+            k: v for k, v in options.items() if k in ("static_argnums", "static_argnames")
+        }
+        self._nums = (nums,) if isinstance(nums, int) else tuple(nums or ())
+        self._names = {names} if isinstance(names, str) else set(names or ())
+        try:
+            self._parameters = list(inspect.signature(fn).parameters.values())
+        except (ValueError, TypeError):
+            self._parameters: list[inspect.Parameter] = []
+        either = [
+            (i, p.name)
+            for i, p in enumerate(self._parameters)
+            if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ]
+        if nums is None:
+            self._nums = tuple(i for i, name in either if name in self._names)
+        elif names is None:
+            count = len(self._parameters)
+            positions = {i % count if count else i for i in self._nums}
+            self._names = {name for i, name in either if i in positions}
+
+    def map(self, fn: Callable[[Any, str], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """`fn` of each argument that is not declared static, and of its name."""
+        static = {i % max(len(args), 1) for i in self._nums if i < len(args)}
+        return (
+            tuple(x if i in static else fn(x, self._name(i)) for i, x in enumerate(args)),
+            {k: x if k in self._names else fn(x, k) for k, x in kwargs.items()},
+        )
+
+    def _name(self, position: int) -> str:
+        for i, parameter in enumerate(self._parameters):
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL and i <= position:
+                return f"{parameter.name}[{position - i}]"
+            if i == position:
+                return parameter.name
+        return f"args[{position}]"
+
+
+def arguments(declared: Declared, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments with `Static` in the place of what jit refuses.
+
+    Args:
+        declared: what is static anyhow.
+        name: the function's, for errors.
+        args: the positional arguments.
+        kwargs: the others.
+
+    Raises:
+        TypeError: for what is neither traced nor can be static.
+    """
+
+    def wrap(argument: Any, label: str) -> Any:
+        def leaf(path: Any, x: Any) -> Any:
+            if is_node(x) or not refused(x):
+                return x
+            _check_static(x, f"{label}{jax.tree_util.keystr(path)}", name)
+            return Static(x)
+
+        return jax.tree_util.tree_map_with_path(leaf, argument, is_leaf=is_node)
+
+    return declared.map(wrap, args, kwargs)
+
+
+def refused(x: Any) -> bool:
+    """Whether jit takes no such leaf."""
+    return not (isinstance(x, jax.Array) or ir.is_valid(x))
+
+
+def _check_static(x: Any, where: str, name: str) -> None:
+    try:
+        hash(x)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} was given {where} = {x!r} of {type(x)}: jit cannot trace it, and it cannot be "
+            f"static, since it has no hash ({error}). Pass an array, a pytree of arrays, or "
+            "something hashable (a tuple for a list, a frozenset for a set), or close over it"
+        ) from None
+    own = {} if isinstance(x, type) else getattr(x, "__dict__", {})
+    if type(x).__hash__ is object.__hash__ and any(isinstance(v, jax.Array) for v in own.values()):
+        raise TypeError(
+            f"{name} was given {where} of {type(x)}, which holds arrays and is no pytree: as a "
+            "static argument its arrays would be constants of the program, and assigning others "
+            "would go unnoticed. Register its class as a pytree "
+            "(jax.tree_util.register_dataclass), or close over it"
+        )
+
+
+def dynamic_leaves(
+    declared: Declared, args: Any, kwargs: Any, *, keeps_numbers: bool
+) -> tuple[list[Any], Callable[[Any], tuple[Any, Any]]]:
+    """The leaves that are traced, and a function that puts others in their place.
+
+    Args:
+        declared: what is static.
+        args: the positional arguments, as `arguments` gives them.
+        kwargs: the others.
+        keeps_numbers: whether Python's numbers keep their values, as under `jax.disable_jit`.
+    """
+    leaves: list[Any] = []
+
+    def take(argument: Any, _label: str) -> Any:
+        def leaf(x: Any) -> Any:
+            if isinstance(x, jax.core.Tracer):
+                leaves.append(x)
+                return _Hole(len(leaves) - 1)
+            if keeps_numbers and isinstance(x, (bool, int, float, complex)):
+                return Static(x)
+            leaves.append(ir.as_operand(x))
+            return _Hole(len(leaves) - 1)
+
+        return jax.tree.map(leaf, argument)
+
+    holed = declared.map(take, args, kwargs)
+
+    def put(values: Any) -> tuple[Any, Any]:
+        return jax.tree.map(
+            lambda x: values[x.index] if isinstance(x, _Hole) else x,
+            holed,
+            is_leaf=lambda x: isinstance(x, _Hole),
+        )
+
+    return leaves, put
+
+
+class _Hole:
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+# ---------------------------------------------------------------- results
+
+_SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+
+
+def results(out: Any, name: str) -> tuple[Any, bool]:
+    """The results with `HandedThrough` in the place of what is no array, and whether any is.
+
+    Args:
+        out: what the function returned.
+        name: the function's, for errors.
+
+    Raises:
+        TypeError: for a generator or coroutine, which would go on after its trace has ended.
+    """
+    found = False
+
+    def leaf(x: Any) -> Any:
+        nonlocal found
+        if isinstance(x, _SUSPENDED):
+            raise TypeError(
+                f"{name} returned a {type(x).__name__}, whose body would run after its trace has "
+                "ended: return a list or a tuple of arrays"
+            )
+        if isinstance(x, jax.Array) or is_node(x):
+            return x
+        if ir.is_valid(x) and not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        found = True
+        return HandedThrough(x)
+
+    if isinstance(out, _SUSPENDED):  # a pytree library may not look at one without a warning
+        leaf(out)
+    return jax.tree.map(leaf, out, is_leaf=is_node), found

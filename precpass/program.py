@@ -1,0 +1,199 @@
+"""A function as traced, planned and rewritten for each region that calls it."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from precpass import context
+from precpass import jaxpr as ir
+from precpass.calling import note_source, user_stacklevel
+from precpass.equations import FIXED
+from precpass.leaves import Declared, arguments, dynamic_leaves
+from precpass.opkinds import OpKind
+from precpass.plan import Action, Plan
+from precpass.planner import distinguish, make_plan
+from precpass.policy import PrecisionPolicy, PrecisionWarning
+from precpass.rewrite import Rewriter
+from precpass.rules import FIXED_SCOPE
+from precpass.selfcheck import check_jax
+
+__all__ = ["Program", "checked_plan", "run_plan"]
+
+
+class Program:
+    """A function, and the `jax.jit` of it in each region.
+
+    Attributes:
+        traced: its `jax.jit` as it is written; all policies share its traces.
+
+    Args:
+        fn: the function, of arguments as `precpass.calling` hands them on.
+        name: the user's name for it, for errors.
+        declared: its static arguments.
+        options: those of `jax.jit`.
+        policy: its own policy, or None.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        name: str,
+        declared: Declared,
+        options: dict[str, Any],
+        policy: PrecisionPolicy | None,
+    ) -> None:
+        self.fn = fn
+        self.name = name
+        self.declared = declared
+        self.options = options
+        self.policy = policy
+        # made at once: an option that jit does not know is an error where it is given
+        self._as_written: Any = jax.jit(fn, **options)
+        self.traced: Any = jax.jit(fn, **declared.options)
+        self._jitted: dict[context.Region, Any] = {}
+        self._calls: dict[context.Region, Callable[..., Any]] = {}
+
+    def jitted(self, region: context.Region) -> Any:
+        """The `jax.jit` function that a call in a region runs."""
+        found = self._jitted.get(region)
+        if found is None:
+            resolved = region.resolve(self.policy)
+            made = self._as_written
+            if resolved.policy is not None:
+                fn = self._rewritten(region, resolved.policy, resolved.scope)
+                made = jax.jit(fn, **self.options)
+            # another thread may have been first: all share one
+            found = self._jitted.setdefault(region, made)
+        return found
+
+    def call(self, region: context.Region) -> Callable[..., Any]:
+        """`jitted`, marked as fixed where an enclosing function is to leave it alone."""
+        found = self._calls.get(region)
+        if found is None:
+            jitted = self.jitted(region)
+            fixed = region.resolve(self.policy).is_fixed
+            found = self._calls.setdefault(region, _marked(jitted) if fixed else jitted)
+        return found
+
+    def trace(
+        self, region: context.Region, args: Any, kwargs: Any, *, keeps_numbers: bool
+    ) -> ir.Call:
+        """The jaxpr of the function as it is written, at some arguments.
+
+        Args:
+            region: where it is called.
+            args: the positional arguments.
+            kwargs: the others.
+            keeps_numbers: whether Python's numbers keep their values.
+        """
+        args, kwargs = arguments(self.declared, self.name, args, kwargs)
+        leaves, put = dynamic_leaves(self.declared, args, kwargs, keeps_numbers=keeps_numbers)
+
+        def call(*values: Any) -> Any:
+            put_args, put_kwargs = put(values)
+            return self.traced(*put_args, **put_kwargs)
+
+        # with jit disabled too, so that the plan is that of the program with its loops
+        with context.tracing(region), jax.disable_jit(False):
+            return ir.trace_call(call, leaves)
+
+    def clear_cache(self) -> None:
+        """Forgets every trace and compiled program."""
+        self.traced.clear_cache()
+        for jitted in list(self._jitted.values()):
+            jitted.clear_cache()
+        self._jitted.clear()
+        self._calls.clear()
+
+    def _rewritten(
+        self, region: context.Region, policy: PrecisionPolicy, scope: str
+    ) -> Callable[..., Any]:
+        @functools.wraps(self.fn)
+        def mixed(*args: Any, **kwargs: Any) -> Any:
+            # Python's numbers are tracers, unless jit is disabled or looks for NaNs
+            call = self.trace(region, args, kwargs, keeps_numbers=True)
+            plan = checked_plan(call, policy, scope, self.name)
+            try:
+                results = run_plan(call.jaxpr, plan, call.operands, region, policy, scope)
+            except FloatingPointError as error:
+                note_source(error)
+                raise
+            return jax.tree.unflatten(call.tree, results)
+
+        return mixed
+
+
+def _marked(jitted: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(FIXED_SCOPE):
+            return jitted(*args, **kwargs)
+
+    return call
+
+
+def run_plan(
+    jaxpr: Any,
+    plan: Plan,
+    args: Any,
+    region: context.Region,
+    policy: PrecisionPolicy,
+    scope: str,
+) -> list[Any]:
+    """The results of a jaxpr under a plan."""
+    if plan.changes:
+        rewriter = Rewriter(
+            lambda jaxpr, scope, border: make_plan(jaxpr, policy, scope, border=border),
+            lambda scope: distinguish(policy, scope),
+            lambda: context.tracing(region),
+        )
+        results = rewriter.run(jaxpr, plan, args, scope)
+    else:
+        results = ir.evaluate(jaxpr, args)
+    if policy.output is None:
+        return results
+    return [
+        x.astype(policy.output.dtype) if ir.precision_of(jax.typeof(x)) in policy.retypes else x
+        for x in results
+    ]
+
+
+def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) -> Plan:
+    """The plan of a traced call.
+
+    Raises:
+        TypeError: for a function without floating-point values.
+        RuntimeError: on a JAX release newer than those tested, where the pass does not work.
+
+    Warns:
+        PrecisionWarning: of what the user should know.
+    """
+    check_jax()
+    jaxpr = call.jaxpr
+    if not policy.widens and not any(ir.precision_of(a) for a in ir.all_avals(jaxpr)):
+        dtypes = sorted({str(a.dtype) for a in ir.in_avals(jaxpr) if hasattr(a, "dtype")})
+        raise TypeError(
+            f"{name} has no floating-point values (its arguments are {', '.join(dtypes) or 'none'})"
+            f", so {policy.name} has nothing to decide: call it without auto_mixed, or pass "
+            "arrays of float32, bfloat16, float16 or float64"
+        )
+    plan = make_plan(jaxpr, policy, scope, call.operands[: call.closed_over])
+    for text in _complaints(plan, policy, name):
+        warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
+    return plan
+
+
+def _complaints(plan: Plan, policy: PrecisionPolicy, name: str) -> Iterator[str]:
+    yield from plan.notes
+    for rule in plan.unmatched:
+        yield f"{rule!r} matched no equation of {name}"
+    counts = plan.count()
+    if policy.lowers and not any(action is Action.LOWER for _, action in counts):
+        reasons = {d.reason for d in plan.walk() if d.kind is OpKind.COMPUTE}
+        why = "; ".join(sorted(reasons)[:3]) if reasons else "it has no products"
+        if not reasons & {"the user's own precision", FIXED}:
+            yield f"{policy.name} lowered nothing in {name}: {why}"

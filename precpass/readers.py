@@ -1,0 +1,65 @@
+"""Who reads a value: what decides whether a cast or a rounding would be done twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from precpass import jaxpr as ir
+from precpass.equations import float_vars
+from precpass.graph import Graph
+from precpass.opkinds import Op, OpKind
+from precpass.precision import Precision
+
+__all__ = ["Readers", "rounded_by_readers"]
+
+
+class Readers:
+    """The readers of the values of a graph's bodies, found when a body is first asked about."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._readers: dict[int, dict[Any, list[Any]]] = {}
+        self._widenings: dict[int, dict[Any, Any]] = {}
+
+    def of(self, body: int) -> Mapping[Any, Sequence[Any]]:
+        """Of each variable of a body: the equations that read it, None for its border."""
+        if body not in self._readers:
+            opened = ir.open_jaxpr(self.graph.bodies[body].jaxpr)
+            found: dict[Any, list[Any]] = {}
+            for reader in (*opened.eqns, None):
+                for v in opened.outvars if reader is None else reader.invars:
+                    if not ir.is_literal(v):
+                        found.setdefault(v, []).append(reader)
+            self._readers[body] = found
+        return self._readers[body]
+
+    def widened_from(self, body: int, atom: Any) -> Any:
+        """The low variable of which a value is a widening cast, or None."""
+        if body not in self._widenings:
+            opened = ir.open_jaxpr(self.graph.bodies[body].jaxpr)
+            self._widenings[body] = dict(filter(None, map(ir.widening, opened.eqns)))
+        return None if ir.is_literal(atom) else self._widenings[body].get(atom)
+
+
+def rounded_by_readers(
+    eqn: Any, readers: Mapping[Any, Sequence[Any]], table: Op, target: Precision
+) -> str | None:
+    """Whether there is nothing to do because every reader rounds.
+
+    Rounding commutes with movement, and a sum is rounded once anyway. A
+    program that was rewritten before has this form.
+    """
+    moves = table.kind is OpKind.DATA_MOVEMENT or eqn.primitive.name == "stop_gradient"
+    moves = moves or not float_vars(eqn)
+    if not (moves or (table.accumulates and table.kind is OpKind.REDUCTION)):
+        return None
+    rounds = all(
+        r is not None
+        and r.primitive.name == "convert_element_type"
+        and Precision.of(r.params["new_dtype"]) is target
+        for v in eqn.outvars
+        for r in readers.get(v, ())
+    )
+    read = any(readers.get(v) for v in eqn.outvars)
+    return f"every reader rounds to {target}" if rounds and read else None

@@ -1,0 +1,141 @@
+"""On a JAX release newer than those tested: does the pass still lower what it claims to?
+
+JAX's IR is no stable interface. A parameter that is renamed would turn a pass that looks for it
+into one that silently does nothing. So the first planning on such a release traces a few small
+programs, and what comes out wide is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from precpass import jaxpr as ir
+from precpass.planner import distinguish, make_plan
+from precpass.policy import AutoMixedBf16
+from precpass.rewrite import Rewriter
+
+__all__ = ["NEWEST_TESTED", "OLDEST_TESTED", "check_jax"]
+
+OLDEST_TESTED = (0, 10, 2)
+NEWEST_TESTED = (0, 12, 0)
+"""The releases of JAX between which every test of this repository passes."""
+
+_lock = threading.Lock()
+_passed = False
+
+
+def check_jax() -> None:
+    """Checks once per process that the pass works with this JAX, if that is newer than tested.
+
+    Raises:
+        RuntimeError: when a product inside a scan, cond, remat or custom rule does not come out
+            low. It names the primitive and says what to do.
+
+    Example:
+        >>> check_jax()  # silent, and free from the second call on
+    """
+    global _passed
+    if _passed:
+        return
+    with _lock:
+        if not _passed and jax.__version_info__[:3] > NEWEST_TESTED:
+            for primitive, program in _PROGRAMS.items():
+                _check(primitive, program)
+        _passed = True
+
+
+def _check(primitive: str, program: Callable[[Any], Any]) -> None:
+    try:
+        # bodies are to be seen as bodies, whatever the user debugs
+        with jax.disable_jit(False):
+            wide, low = _products(program)
+    except Exception as error:
+        raise RuntimeError(_text(primitive, f"{type(error).__name__}: {error}")) from error
+    if wide or not low:
+        found = f"{wide} of its {wide + low} products stay wide" if wide + low else "none is left"
+        raise RuntimeError(_text(primitive, found))
+
+
+def _products(program: Callable[[Any], Any]) -> tuple[int, int]:
+    """The numbers of wide and of low products in the rewritten program and its gradient."""
+    x = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+    before = ir.trace(program, x)
+    plan = make_plan(before, AutoMixedBf16)
+    rewriter = Rewriter(
+        lambda jaxpr, scope: make_plan(jaxpr, AutoMixedBf16, scope),
+        lambda scope: distinguish(AutoMixedBf16, scope),
+        contextlib.nullcontext,
+    )
+
+    def loss(x: Any) -> Any:
+        (out,) = rewriter.run(before, plan, [x])
+        return jnp.sum(out)
+
+    after = ir.trace(jax.value_and_grad(loss), x)
+    dtypes = [
+        {v.aval.dtype for v in eqn.invars}
+        for eqn in ir.all_held_eqns(after)
+        if eqn.primitive.name == "dot_general"
+    ]
+    low = sum(found == {jnp.dtype(jnp.bfloat16)} for found in dtypes)
+    return len(dtypes) - low, low
+
+
+def _text(primitive: str, found: str) -> str:
+    oldest, newest = (".".join(map(str, v)) for v in (OLDEST_TESTED, NEWEST_TESTED))
+    return (
+        f"precpass does not work with jax {jax.__version__}: in a small program with {primitive}, "
+        f"{found}. It was tested with jax {oldest} to {newest}: install one of these "
+        f"(pip install 'jax<={newest}'), or a newer precpass, or set PRECPASS=off to run every "
+        "auto_mixed function as jax.jit would."
+    )
+
+
+def _dot(x: Any, w: Any) -> Any:
+    # without the user's jax.default_matmul_precision, which would be an order
+    return lax.dot(x, w, precision=lax.Precision.DEFAULT)
+
+
+def _jit(x: Any) -> Any:
+    return jax.jit(_dot)(x, x)
+
+
+def _scan(x: Any) -> Any:
+    return lax.scan(lambda c, _: (_dot(c, x), None), x, None, length=2)[0]
+
+
+def _cond(x: Any) -> Any:
+    return lax.cond(jnp.sum(x) > 0, _dot, lambda x, _: x, x, x)
+
+
+def _remat(x: Any) -> Any:
+    return jax.checkpoint(lambda x: jnp.sin(_dot(x, x)))(x)
+
+
+def _custom_jvp(x: Any) -> Any:
+    product = jax.custom_jvp(_dot)
+    product.defjvp(lambda p, t: (_dot(*p), _dot(t[0], p[1]) + _dot(p[0], t[1])))
+    return product(x, x)
+
+
+def _custom_vjp(x: Any) -> Any:
+    product = jax.custom_vjp(_dot)
+    product.defvjp(lambda x, w: (_dot(x, w), (x, w)), lambda r, g: (_dot(g, r[1]), _dot(r[0], g)))
+    return product(x, x)
+
+
+_PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "jit": _jit,
+    "scan": _scan,
+    "cond": _cond,
+    "remat": _remat,
+    "custom_jvp": _custom_jvp,
+    "custom_vjp": _custom_vjp,
+}

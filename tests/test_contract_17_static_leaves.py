@@ -1,0 +1,381 @@
+"""Design section 3, line 17: what jit refuses is static by itself, or handed through."""
+
+import dataclasses
+import enum
+import types
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from calling_helpers import Layer, W, X, counted
+from helpers import rel_error
+from unit_helpers import product_dtypes
+
+import precpass as pp
+
+
+class Mode(enum.Enum):
+    ONCE = 1
+    TWICE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """No pytree: hashed and compared by its fields."""
+
+    depth: int
+    name: str = "c"
+
+
+def low(fn, *args):
+    """Whether the product that a call runs is low."""
+    return set(product_dtypes(pp.auto_mixed(fn).trace(*args).jaxpr)) == {"bfloat16"}
+
+
+# ---------------------------------------------------------------- arguments
+
+LEAVES = {
+    "string": "relu",
+    "bytes": b"relu",
+    "callable": jax.nn.relu,
+    "lambda": lambda x: x,
+    "enum": Mode.TWICE,
+    "dtype": np.dtype("float16"),
+    "scalar type": jnp.float32,
+    "ellipsis": ...,
+    "range": range(3),
+    "slice of a tuple": (slice(None, 2).__class__,),
+    "frozen dataclass": Config(2),
+    "module": types,
+    "class": Config,
+    "object": object(),
+    "dtype struct": np.dtype([("a", "f4")]),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_leaf_that_jit_refuses_is_static(name):
+    leaf = LEAVES[name]
+    seen = []
+
+    def fn(x, leaf):
+        seen.append(leaf)
+        return x @ x
+
+    with pytest.raises(TypeError, match="as an abstract array"):
+        jax.jit(fn)(X, leaf)
+    mixed = pp.auto_mixed(fn)
+    for _ in range(2):
+        assert rel_error(mixed(X, leaf), X @ X) < 2e-2
+    assert seen == [leaf]
+    assert low(fn, X, leaf)
+
+
+def test_leaves_in_trees_keywords_and_rest():
+    def fn(tree, *rest, mode, **extra):
+        x = tree["x"] @ tree["x"] if mode == "m" else tree["x"]
+        assert (tree["name"], rest[0], extra["more"]["deep"][0]) == ("n", "r", Mode.ONCE)
+        return rest[1](x) * extra["more"]["deep"][1]
+
+    mixed = pp.auto_mixed(fn)
+    out = mixed({"x": X, "name": "n"}, "r", jnp.tanh, mode="m", more={"deep": [Mode.ONCE, 2.0]})
+    assert rel_error(out, jnp.tanh(X @ X) * 2) < 2e-2
+
+
+def test_none_is_an_empty_tree_as_for_jit():
+    mixed = pp.auto_mixed(lambda x, y: x @ x if y is None else x @ y)
+    assert rel_error(mixed(X, None), X @ X) < 2e-2
+    assert rel_error(mixed(X, W), X @ W) < 2e-2
+
+
+def test_numbers_and_arrays_beside_a_static_leaf_are_traced():
+    def fn(x, n, flag, mode):
+        assert all(isinstance(v, jax.core.Tracer) for v in (x, n, flag))
+        return x @ x * n
+
+    counting, runs = counted(fn)
+    mixed = pp.auto_mixed(counting)
+    for n in (1.0, 2.0):
+        assert rel_error(mixed(np.asarray(X), n, True, "m"), X @ X * n) < 2e-2
+    assert len(runs) == 1
+
+
+def test_static_by_position_and_by_itself_together():
+    def fn(x, depth, mode, *, act):
+        assert type(depth) is int
+        for _ in range(depth):
+            x = x @ x
+        return act(x) if mode == "act" else x
+
+    mixed = pp.auto_mixed(fn, static_argnums=1)
+    assert rel_error(mixed(X, 2, "act", act=jnp.tanh), jnp.tanh((X @ X) @ (X @ X))) < 0.2
+    assert rel_error(mixed(X, 1, "not", act=jnp.tanh), X @ X) < 2e-2
+    mixed = pp.auto_mixed(fn, static_argnames=("depth", "mode"))
+    assert rel_error(mixed(X, depth=1, mode="not", act=jnp.tanh), X @ X) < 2e-2
+
+
+def test_an_argument_declared_static_is_given_as_it_is():
+    class Key(tuple):
+        pass
+
+    key, seen = Key(("a", 1)), []
+
+    def fn(x, key, mode):
+        seen.append(key)
+        return x @ x
+
+    pp.auto_mixed(fn, static_argnums=1)(X, key, "m")
+    assert seen[0] is key
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "where"),
+    [
+        ((X, {1, 2}), {}, "s = {1, 2}"),
+        ((X, {"k": [{3}]}), {}, "s['k'][0] = {3}"),
+        ((X,), {"s": bytearray(b"a")}, "s = bytearray(b'a')"),
+        ((X, 1.0, 2.0, {4}), {}, "rest[1] = {4}"),
+        ((X,), {"s": 1, "more": {5}}, "more = {5}"),
+        ((X, np.array(["text"])), {}, "s = array(['text']"),
+    ],
+    ids=["set", "in a tree", "keyword", "rest", "extra keyword", "array of strings"],
+)
+def test_what_has_no_hash_is_refused_by_name(args, kwargs, where):
+    def model(x, s=None, *rest, **extra):
+        raise AssertionError("the function ran")
+
+    with pytest.raises(TypeError) as caught:
+        pp.auto_mixed(model)(*args, **kwargs)
+    assert f"model was given {where}" in str(caught.value)
+    assert "has no hash" in str(caught.value)
+    assert "tuple for a list" in str(caught.value)
+
+
+def test_an_object_that_holds_arrays_is_no_constant():
+    class Model:
+        def __init__(self):
+            self.w = W
+
+        @pp.auto_mixed
+        def __call__(self, x):
+            return x @ self.w
+
+    with pytest.raises(TypeError) as caught:
+        Model()(X)
+    assert "__call__ was given self of" in str(caught.value)
+    assert "register_dataclass" in str(caught.value)
+
+
+def test_an_error_of_the_function_itself_is_not_taken_for_a_refused_leaf():
+    counting, runs = counted(lambda x, mode="m": x @ None)
+    for args in ((X,), (X, "m"), (X, "m")):
+        del runs[:]
+        with pytest.raises(TypeError, match="unsupported operand type"):
+            pp.auto_mixed(counting)(*args)
+        assert len(runs) == 1, "it ran a second time"
+
+
+def test_errors_of_jit_about_arguments_stay():
+    class Dual:
+        def __jax_array__(self):
+            return X
+
+    mixed = pp.auto_mixed(lambda x: x @ x)
+    for bad, error in ((2**100, OverflowError), (Dual(), ValueError)):
+        with pytest.raises(error) as wanted:
+            jax.jit(lambda x: x)(bad)
+        with pytest.raises(error) as got:
+            mixed(bad)
+        assert str(got.value).replace("<lambda>", "") == str(wanted.value).replace("<lambda>", "")
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        mixed()
+
+
+def test_after_a_refused_call_array_calls_go_on():
+    mixed = pp.auto_mixed(lambda x, s=None: x @ x)
+    with pytest.raises(TypeError, match="has no hash"):
+        mixed(X, {1})
+    assert rel_error(mixed(X), X @ X) < 2e-2
+
+
+# ---------------------------------------------------------------- results
+
+RESULTS = {
+    "string": "label",
+    "callable": jnp.tanh,
+    "enum": Mode.ONCE,
+    "dtype": np.dtype("float16"),
+    "unhashable": {1, 2},
+    "object": object(),
+    "shape": jax.ShapeDtypeStruct((2,), jnp.float32),
+    "array of strings": np.array(["a"]),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_that_is_no_array_is_handed_through(name):
+    value = RESULTS[name]
+    counting, runs = counted(lambda x: {"y": x @ x, "kept": [value, None], "n": 3})
+    mixed = pp.auto_mixed(counting)
+    for _ in range(3):
+        out = mixed(X)
+        assert out["kept"][0] is value
+        assert out["kept"][1] is None
+        assert rel_error(out["y"], X @ X) < 2e-2
+        assert isinstance(out["n"], jax.Array)
+    assert len(runs) == 1
+
+
+def test_nothing_but_a_string():
+    with pytest.warns(pp.PrecisionWarning, match="lowered nothing"):
+        assert pp.auto_mixed(lambda x: "only")(X) == "only"
+
+
+def test_handed_through_results_belong_to_their_trace():
+    mixed = pp.auto_mixed(lambda x, mode: (x @ x, f"{mode} of {x.shape[0]}"))
+    small = X[:4, :4]
+    for _ in range(2):
+        assert mixed(X, "a")[1] == "a of 8"
+        assert mixed(small, "b")[1] == "b of 4"
+        assert mixed(X, "b")[1] == "b of 8"
+
+
+def test_inside_of_another_transform_results_are_the_functions_own():
+    mixed = pp.auto_mixed(lambda x: ((x @ x).sum(), "aux"))
+    grad, aux = jax.grad(mixed, has_aux=True)(X)
+    assert aux == "aux"
+    assert rel_error(grad, jax.grad(lambda x: (x @ x).sum())(X)) < 2e-2
+    assert jax.jit(lambda x: mixed(x)[0])(X).shape == ()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: (row for row in x), lambda x: {"rows": [(row for row in x)]}],
+    ids=["generator", "in a tree"],
+)
+@pytest.mark.filterwarnings("ignore:Python iterable type:DeprecationWarning")
+def test_a_generator_is_no_result(make):
+    with pytest.raises(TypeError, match="returned a generator, whose body would run after"):
+        pp.auto_mixed(make)(X)
+
+
+def test_a_coroutine_is_no_result():
+    async def later(x):
+        return x
+
+    made = []
+    with pytest.raises(TypeError, match="returned a coroutine"):
+        pp.auto_mixed(lambda x: made.append(later(x)) or made[0])(X)
+    made[0].close()
+
+
+# ---------------------------------------------------------------- with both, ahead of time
+
+
+def test_stages_take_and_give_them_too():
+    def fn(x, mode):
+        return x @ x, mode
+
+    mixed = pp.auto_mixed(fn)
+    traced = mixed.trace(X, "m")
+    for compiled in (traced.lower().compile(), mixed.lower(X, "m").compile()):
+        y, mode = compiled(X, "m")
+        assert mode == "m"
+        np.testing.assert_array_equal(y, mixed(X, "m")[0])
+        with pytest.raises(TypeError):
+            compiled(X, "other")
+    assert "bf16" in mixed.lower(X, "m").as_text()
+    assert mixed.eval_shape(X, "m") == (jax.ShapeDtypeStruct((8, 8), jnp.float32), "m")
+    assert traced.out_info[1] == "m"
+    assert mixed.lower(X, "m").compile().cost_analysis()
+
+
+def test_inspect_takes_them_too():
+    found = pp.inspect(lambda x, mode, n: (x @ x * n, mode))(X, "m", 2.0)
+    assert product_dtypes(found.after) == ["bfloat16"]
+    assert len(found.before.in_avals) == 2, "the number is traced, as in a call"
+
+
+def test_switched_off_they_are_taken_too():
+    mixed = pp.auto_mixed(lambda x, mode: (x @ x, mode))
+    with pp.use_policy(None):
+        y, mode = mixed(X, "m")
+        assert mode == "m"
+        np.testing.assert_array_equal(y, jax.jit(lambda x: x @ x)(X))
+
+
+# ---------------------------------------------------------------- equinox
+
+
+def mlp():
+    return eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0))
+
+
+def apply(model, x):
+    return jax.vmap(model)(x)
+
+
+def test_an_equinox_module_as_argument():
+    model = mlp()
+    with pytest.raises(TypeError):
+        jax.jit(apply)(model, X)  # its activation is a leaf that is no array
+    mixed = pp.auto_mixed(apply)
+    assert rel_error(mixed(model, X), apply(model, X)) < 2e-2
+    assert low(apply, model, X)
+
+
+def test_an_equinox_module_as_result():
+    def scaled(model, x):
+        arrays, rest = eqx.partition(model, eqx.is_array)
+        return eqx.combine(jax.tree.map(lambda w: w * 2, arrays), rest), apply(model, x)
+
+    model = mlp()
+    new, _ = pp.auto_mixed(scaled)(model, X)
+    assert isinstance(new, eqx.nn.MLP)
+    assert jax.tree.structure(new) == jax.tree.structure(model)
+    np.testing.assert_array_equal(new.layers[0].weight, model.layers[0].weight * 2)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_the_gradient_of_an_equinox_module(outside):
+    def loss(model, x):
+        return jnp.mean(apply(model, x) ** 2)
+
+    model = mlp()
+    want = eqx.filter_grad(loss)(model, X)
+    got = (
+        eqx.filter_grad(pp.auto_mixed(loss))(model, X)
+        if outside
+        else pp.auto_mixed(eqx.filter_grad(loss))(model, X)
+    )
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert rel_error(eqx.filter(got, eqx.is_array), eqx.filter(want, eqx.is_array)) < 2e-2
+
+
+def test_a_method_of_an_equinox_module():
+    class Model(eqx.Module):
+        w: jax.Array
+        act: object
+
+        @pp.auto_mixed
+        def __call__(self, x):
+            return self.act(x @ self.w)
+
+    model = Model(W, jnp.tanh)
+    assert rel_error(model(X), jnp.tanh(X @ W)) < 2e-2
+    assert rel_error(Model(2 * W, jnp.tanh)(X), jnp.tanh(X @ (2 * W))) < 2e-2
+
+
+def test_filter_jit_around_and_inside():
+    model = mlp()
+    want = apply(model, X)
+    assert rel_error(eqx.filter_jit(pp.auto_mixed(apply))(model, X), want) < 2e-2
+    assert rel_error(pp.auto_mixed(eqx.filter_jit(apply))(model, X), want) < 2e-2
+
+
+def test_a_pytree_with_static_fields_needs_no_second_way():
+    mixed = pp.auto_mixed(lambda layer, x: layer(x))
+    assert rel_error(mixed(Layer(W, 2), X), X @ W @ W) < 2e-2
+    assert isinstance(mixed.trace(Layer(W, 2), X), jax.stages.Traced)
