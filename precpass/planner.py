@@ -205,7 +205,7 @@ class Planner:
             return keep(eqn, table.kind, "the user's own precision")
         if native not in self.policy.retypes:
             return keep(eqn, table.kind, f"{native} is not in the policy's retypes")
-        if not target.is_low:
+        if not (target.is_low or (ordered and target.is_narrower_than(native))):
             return keep(eqn, table.kind, why)
         return self._lower(eqn, facts, table, target, why, ordered, adds, stored)
 
@@ -323,11 +323,11 @@ class Planner:
         """The precision that is asked for, by whom, and whether as an order."""
         kept = innermost_keep(scope)
         if kept is not None:
-            return kept, f"keep({str(kept)!r})", table.kind is OpKind.COMPUTE or not kept.is_low
+            return kept, f"keep({str(kept)!r})", table.kind is OpKind.COMPUTE and kept.is_low
         rule = self._rule(row, scope)
         if rule is not None:
             precision = Precision.parse(rule.precision)
-            whole = not rule.is_region or table.kind is OpKind.COMPUTE or not precision.is_low
+            whole = not rule.is_region or table.kind is OpKind.COMPUTE
             return precision, repr(rule), whole
         precision = self.policy.precision_for(table.kind)
         return (

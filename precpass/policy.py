@@ -88,8 +88,11 @@ class PrecisionPolicy:
 
     @property
     def lowers(self) -> bool:
-        """Whether the policy itself, rules aside, asks for a 16-bit format."""
-        return any(p.is_low for p in self.kinds)
+        """Whether the policy itself, rules aside, asks for a format below one that may change."""
+        if any(p.is_low for p in self.kinds):
+            return True
+        floats = (self.precision_for(kind) is Precision.F32 for kind in self.orders)
+        return Precision.F64 in self.retypes and any(floats)
 
     @property
     def low(self) -> Precision:
@@ -152,6 +155,11 @@ def Custom(
     kinds: Mapping[OpKind | str, Precision | str], rules: Iterable[Rule] = ()
 ) -> PrecisionPolicy:
     """A policy from a table of kinds; a kind that is missing is not lowered.
+
+    What may change are float32, bfloat16 and float16, unless `with_retypes` says
+    otherwise. `Custom({OpKind.COMPUTE: "f32"}).with_retypes("f64")` runs a float64
+    program with float32 products: their operands are rounded to float32, their
+    sums and everything else stay float64.
 
     Raises:
         ValueError: for an unknown kind or precision, or a precision for BOUNDARY,

@@ -64,6 +64,10 @@ class Precision(enum.Enum):
     # a plan of many equations hashes many of these, and an Enum's own hash is Python code
     __hash__ = object.__hash__
 
+    def is_narrower_than(self, other: Precision) -> bool:
+        """Whether its values take fewer bits; bfloat16 and float16 take as many as each other."""
+        return self.dtype.itemsize < other.dtype.itemsize
+
     def __repr__(self) -> str:
         return f"Precision.{self.name}"
 

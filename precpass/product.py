@@ -61,8 +61,9 @@ class Bilinear:
         """The product of low operands without rounding, where kernels have that form."""
         if not self.is_dot or self.dtype == self.low:
             return self.low_product(pair, rest, **params)
-        # the kernels know no other wide result of a low pair than float32
-        given = {**dict(self.items), **params, "preferred_element_type": np.dtype(np.float32)}
+        # the kernels know no other wide result of a 16-bit pair than float32
+        wide = np.dtype(np.float32) if self.low.itemsize < 4 else self.dtype
+        given = {**dict(self.items), **params, "preferred_element_type": wide}
         out = self.primitive.bind(*pair, *rest, **given)
         return out if out.dtype == self.dtype else ir.convert(out, self.dtype)
 

@@ -241,9 +241,10 @@ class _Env:
         reader casts it for itself, so that their cotangents add up wide.
         """
         self.values[var] = value
-        if stored is None or stored is ir.precision_of(var.aval):
+        native = ir.precision_of(var.aval)
+        if stored is None or native is None or stored is native:
             return
-        if shared and stored.is_low and self.uses.get(var, 0) > 1:
+        if shared and stored.is_narrower_than(native) and self.uses.get(var, 0) > 1:
             self.values[var] = ir.convert(value, var.aval.dtype)
         else:
             self.held[var] = stored

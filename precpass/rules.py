@@ -59,7 +59,7 @@ class Rule:
     A rule below the equation's own precision lowers it: any kind where
     `primitive` or `where` names it, products alone where only a region (`scope`,
     `function`, `file`) is named, so that a region lowered as a whole keeps its
-    sums and exponentials. "f32" leaves the equation as it was written; "f64"
+    sums and exponentials. "f32" leaves a float32 equation as it was written; "f64"
     evaluates it in float64. Guards of accumulation, range and exact integers
     come before rules.
 

@@ -69,7 +69,7 @@ def _products(program: Callable[[Any], Any]) -> tuple[int, int]:
     before = ir.trace(program, x)
     plan = make_plan(before, AutoMixedBf16)
     rewriter = Rewriter(
-        lambda jaxpr, scope: make_plan(jaxpr, AutoMixedBf16, scope),
+        lambda jaxpr, scope, border: make_plan(jaxpr, AutoMixedBf16, scope, border=border),
         lambda scope: distinguish(AutoMixedBf16, scope),
         contextlib.nullcontext,
     )

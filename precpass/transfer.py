@@ -134,10 +134,21 @@ def _quotient(a: tuple[float, float], b: tuple[float, float]) -> list[float]:
     return [x / y for x in a for y in b]
 
 
-def _interval(combine: Callable[..., list[float]]) -> Callable[[Any, list[Fact]], Fact]:
+def _interval(
+    combine: Callable[..., list[float]], shifts: bool = False
+) -> Callable[[Any, list[Fact]], Fact]:
+    """The rule of an equation whose bounds are those of an interval operation.
+
+    Args:
+        combine: from the operands' bounds to values that hold the result's.
+        shifts: whether integers stay such beside a whole number that was written as a float.
+    """
+
     def rule(_eqn: Any, operands: list[Fact]) -> Fact:
         ends = combine(*((f.lo, f.hi) for f in operands))
         integer = all(f.integer for f in operands)
+        if shifts and any(f.integer for f in operands):
+            integer = all(f.integer or (f.lo == f.hi and f.lo % 1 == 0) for f in operands)
         if any(math.isnan(e) for e in ends):
             return Fact(integer=integer)
         # several elements say nothing of the smallest of their results
@@ -184,8 +195,8 @@ _RULES: dict[str, Callable[[Any, list[Fact]], Fact]] = {
     "stop_gradient": _convert,
     "select_n": lambda eqn, fs: hull(fs[1:]),
     "clamp": _interval(lambda a, x, b: [max(x[0], a[0]), min(x[1], b[1])]),
-    "add": _interval(lambda a, b: [a[0] + b[0], a[1] + b[1]]),
-    "sub": _interval(lambda a, b: [a[0] - b[1], a[1] - b[0]]),
+    "add": _interval(lambda a, b: [a[0] + b[0], a[1] + b[1]], shifts=True),
+    "sub": _interval(lambda a, b: [a[0] - b[1], a[1] - b[0]], shifts=True),
     "mul": _interval(lambda a, b: [x * y for x in a for y in b]),
     "div": _interval(_quotient),
     "neg": _interval(lambda a: [-a[1], -a[0]]),

@@ -225,8 +225,8 @@ class Planned:
     """The original at the precisions of a plan.
 
     Operands of what is lowered are rounded, sums are taken wide, results rounded to the
-    format in which they are said to be stored. A stretch of float64 equations keeps its
-    values in float64.
+    format in which they are said to be stored. What a float64 equation makes is float64 to
+    other such equations, and rounded to whatever else reads it.
 
     Attributes:
         products: equation, decision and operands as they were before rounding, of every
@@ -247,20 +247,10 @@ class Planned:
         env: dict[Any, Array] = dict(zip(inner.invars, args, strict=True))
         consts = map(to_numpy, map(jnp.asarray, getattr(jaxpr, "consts", ())))
         env.update(zip(inner.constvars, consts, strict=False))
-        stretch: list[Any] = []
         for eqn, decision in zip(inner.eqns, plan.decisions, strict=True):
-            if decision.action is pp.Action.WIDEN and decision.compute is pp.Precision.F64:
-                stretch += eqn.outvars
-            elif stretch and not _passes_by(eqn, decision):
-                env.update({v: _as(env[v], v.aval.dtype) for v in stretch if v in env})
-                stretch = []
             out = self.equation(env, eqn, decision)
             env.update(zip(eqn.outvars, out, strict=True))
-        env.update({v: _as(env[v], v.aval.dtype) for v in stretch if v in env})
-        out = [read(env, v) for v in inner.outvars]
-        if plan.widens:
-            return [_as(x, F32) if x.dtype in LOW else x for x in out]
-        return [_as(x, v.aval.dtype) for x, v in zip(out, inner.outvars, strict=True)]
+        return _crossing([read(env, v) for v in inner.outvars], inner.outvars, plan)
 
     def equation(self, env: dict[Any, Array], eqn: Any, decision: pp.Decision) -> list[Array]:
         name = eqn.primitive.name
@@ -291,18 +281,16 @@ class Planned:
     def _caller(self, decision: pp.Decision) -> Call:
         def call(k: int, jaxpr: Any, args: Sequence[Array]) -> list[Array]:
             plan, invars = decision.inner[k], opened(jaxpr).invars
-            if plan.widens:
-                args = [_as(x, F32) if getattr(x, "dtype", None) in LOW else x for x in args]
-            else:
-                args = [_as(x, v.aval.dtype) for x, v in zip(args, invars, strict=True)]
-            return self.body(jaxpr, plan, args)
+            return self.body(jaxpr, plan, _crossing(args, invars, plan))
 
         return call
 
 
-def _passes_by(eqn: Any, decision: pp.Decision) -> bool:
-    keeps = decision.action is pp.Action.KEEP and decision.compute is None
-    return keeps and eqn.primitive.name not in BODIES and not eqn.effects
+def _crossing(values: Sequence[Array], atoms: Sequence[Any], plan: pp.Plan) -> list[Array]:
+    """Values in the formats in which they cross the border of a plan's jaxpr."""
+    border = {own.dtype: wide.dtype for own, wide in plan.border}
+    dtypes = (getattr(v.aval, "dtype", None) for v in atoms)
+    return [_as(x, border.get(d, d)) for x, d in zip(values, dtypes, strict=True)]
 
 
 def _at(eqn: Any, args: Sequence[Array], dtype: np.dtype, stored: np.dtype) -> list[Array]:

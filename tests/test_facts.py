@@ -265,6 +265,12 @@ def test_a_scaled_integer_is_no_integer_any_more():
     assert not fact_of(lambda: jnp.arange(300).astype(jnp.float32) * 0.5).integer
 
 
+def test_positions_that_are_shifted_by_a_whole_number_are_positions():
+    fact = fact_of(lambda: jnp.arange(300.0, 310.0))
+    assert fact.integer and bounds(fact) == (300, 309)
+    assert not fact_of(lambda: jnp.arange(0.5, 8.5)).integer
+
+
 # ---------------------------------------------------------------- across borders
 
 

@@ -101,7 +101,7 @@ def test_equal_programs_have_equal_plans_and_other_policies_have_others():
 
 def test_a_plan_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        pp.inspect(mlp)(X, W).plan.widens = True
+        pp.inspect(mlp)(X, W).plan.border = ()
 
 
 @each_program
