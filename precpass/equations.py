@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.facts import Facts, guard
+from precpass.facts import ANY, Facts, guard
 from precpass.opkinds import Op, OpKind, op
 from precpass.plan import Action, Border, Decision
 from precpass.precision import Precision
@@ -66,12 +67,13 @@ def mixes_types(eqn: Any) -> bool:
 
 def guarded(eqn: Any, facts: Facts, target: Precision, table: Op) -> str | None:
     """Why the facts forbid an equation to run in `target`, or None."""
-    if table.kind is not OpKind.COMPUTE and all(facts.of(v).constant for v in eqn.invars):
+    operands = [facts.of(v) for v in eqn.invars]
+    if table.kind is not OpKind.COMPUTE and all(fact.constant for fact in operands):
         return "made of constants alone: computed once, as written"
     for position, atom in enumerate((*eqn.invars, *eqn.outvars)):
-        if ir.precision_of(atom.aval) is None:
+        fact = operands[position] if position < len(operands) else facts.of(atom)
+        if fact is ANY or ir.precision_of(atom.aval) is None:
             continue
-        fact = facts.of(atom)
         # a product ends what follows the bits, except inside of a sampler that correlates them
         if fact.random and (position >= len(eqn.invars) or _is_samplers(facts, table)):
             return "follows random bits: a sampler's digits"
@@ -92,7 +94,20 @@ def _is_samplers(facts: Facts, table: Op) -> bool:
 def keep(eqn: Any, kind: OpKind, reason: str) -> Decision:
     """The decision to bind an equation as it was written."""
     native = next((p for v in eqn.outvars if (p := ir.precision_of(v.aval))), None)
-    return Decision(Action.KEEP, kind, native, (None,) * len(eqn.outvars), reason)
+    return _kept(kind, native, len(eqn.outvars), reason)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept(kind: OpKind, native: Precision | None, results: int, reason: str) -> Decision:
+    return Decision(Action.KEEP, kind, native, (None,) * results, reason)
+
+
+@functools.lru_cache(maxsize=4096)
+def lower(
+    kind: OpKind, target: Precision, stored: tuple[Precision | None, ...], reason: str
+) -> Decision:
+    """The decision to evaluate an equation in a lower precision."""
+    return Decision(Action.LOWER, kind, target, stored, reason)
 
 
 def in_region(decision: Decision, eqn: Any) -> Decision:

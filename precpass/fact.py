@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from typing import Any, NamedTuple
@@ -60,7 +61,11 @@ def guard(fact: Fact, target: Precision) -> str | None:
 
 def of_aval(aval: Any) -> Fact:
     """What a value's dtype says of it."""
-    dtype = getattr(aval, "dtype", None)
+    return _of_dtype(getattr(aval, "dtype", None))
+
+
+@functools.cache
+def _of_dtype(dtype: Any) -> Fact:
     if dtype == np.bool_:
         return _BOOL
     if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
@@ -79,12 +84,16 @@ def of_array(value: Any) -> Fact:
     A constant that is a tracer of an outer transform is unknown.
     """
     if isinstance(value, jax.core.Tracer) or not hasattr(value, "dtype"):
-        return ANY if not isinstance(value, (int, float, bool)) else _of_numpy(np.asarray(value))
+        is_number = isinstance(value, (int, float, bool))
+        return _of_scalar(np.result_type(value), value) if is_number else ANY
     if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == np.bool_):
         return ANY
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         return ANY
-    if np.size(value) < _LARGE:
+    size = np.size(value)
+    if size == 1:
+        return _of_scalar(value.dtype, np.asarray(value).item())
+    if size < _LARGE:
         return _of_numpy(np.asarray(value))
     key = id(value)
     held = _known.get(key)
@@ -94,6 +103,11 @@ def of_array(value: Any) -> Fact:
     # weak, so that no buffer lives longer for having been looked at
     _known[key] = (weakref.ref(value, lambda _: _known.pop(key, None)), fact)
     return fact
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_scalar(dtype: Any, value: Any) -> Fact:
+    return _of_numpy(np.asarray(value, dtype))
 
 
 def _of_numpy(value: np.ndarray[Any, Any]) -> Fact:

@@ -26,7 +26,7 @@ class Facts:
 
     Attributes:
         body: its index in the graph.
-        values: variable -> fact.
+        values: variable -> fact, where anything is known.
         inner: equation row -> the facts of its bodies.
         unchecked: the constants that an outer trace has not computed yet.
         sampler: whether it is inside of one of JAX's samplers.
@@ -84,12 +84,16 @@ def _body(
     facts = memo[key] = Facts(at, values, {}, unchecked, sampler)
     for row in range(node.start, node.stop):
         eqn = graph.eqns[row]
-        operands = [facts.of(v) for v in eqn.invars]
+        operands = [
+            of_array(v.val) if ir.is_literal(v) else values.get(v, ANY) for v in eqn.invars
+        ]
         if row in graph.children:
             made = _enter(graph, row, operands, facts, memo, sampler)
         else:
             made = results(eqn, operands)
-        values.update(zip(eqn.outvars, made, strict=True))
+        for v, fact in zip(eqn.outvars, made, strict=True):
+            if fact is not ANY:
+                values[v] = fact
     return facts
 
 

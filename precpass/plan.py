@@ -71,7 +71,14 @@ class Decision:
     rules: Border | None = None
     island: bool = False
 
-    @property
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.action, self.compute, self.stored, self.reason, self.inner, self.island))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
     def changes(self) -> bool:
         """Whether the rewritten equation differs."""
         if self.action is Action.ENTER:

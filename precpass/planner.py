@@ -23,6 +23,7 @@ from precpass.equations import (
     has_low,
     in_region,
     keep,
+    lower,
     mixes_types,
     product_names,
     stored_precision,
@@ -80,6 +81,9 @@ _WITH_RULES = frozenset(
 )
 
 
+_ASKS_READERS = frozenset(("convert_element_type", "stop_gradient"))
+
+
 class Planner:
     """One run of the planner over a graph."""
 
@@ -97,6 +101,18 @@ class Planner:
         regions = [rule for rule in policy.rules if rule.is_region]
         self._wide_regions = regions if any(r.precision is Precision.F64 for r in regions) else []
         self.readers = Readers(graph)
+        self._alike: dict[Hashable, Decision] = {}
+        self._only_permits = not (
+            policy.rules or policy.widens or OpKind.ELEMENTWISE in policy.orders
+        )
+        given = {kind: policy.precision_for(kind) for kind in OpKind}
+        self._presets = {
+            kind: (precision, f"{policy.name}: {kind} in {precision}", kind in policy.orders)
+            for kind, precision in given.items()
+        }
+        self._may_run = {
+            p: f"may run in {p}; wide costs nothing inside a fusion" for p in Precision
+        }
 
     def root(self, border: Border) -> Plan:
         """The plan of the outermost jaxpr, with what was noticed on the way."""
@@ -126,8 +142,8 @@ class Planner:
                 else:
                     decision = self._leaf(row, facts, decides, row - node.start in adds, stored)
                 decisions.append(decision)
-                pairs = zip(eqn.outvars, decision.stored, strict=True)
-                stored.update((v, p) for v, p in pairs if p is not None)
+                if any(decision.stored):
+                    stored.update(zip(eqn.outvars, decision.stored, strict=True))
             plan = Plan(tuple(decisions), border_of(node.jaxpr, border))
             # equal plans of one jaxpr are one object, so that it is rewritten and lowered once
             self.memo[key] = self.shared.setdefault((facts.body, plan), plan)
@@ -174,6 +190,30 @@ class Planner:
     # ------------------------------------------------------------ leaves
 
     def _leaf(
+        self, row: int, facts: Facts, decides: bool, adds: bool, stored: dict[Any, Precision]
+    ) -> Decision:
+        eqn = self.graph.eqns[row]
+        table = op(eqn.primitive.name)
+        if table.kind is OpKind.ELEMENTWISE and self._only_permits:
+            key = self._likeness(row, facts, adds, decides)
+            if key not in self._alike:
+                self._alike[key] = self._decided(row, facts, decides, adds, stored)
+            return self._alike[key]
+        return self._decided(row, facts, decides, adds, stored)
+
+    def _likeness(self, row: int, facts: Facts, adds: bool, decides: bool) -> Hashable:
+        """All that the decision for an elementwise equation hangs on, under a mere permission."""
+        eqn = self.graph.eqns[row]
+        atoms = (*eqn.invars, *eqn.outvars)
+        dtypes = [getattr(v.aval, "dtype", None) for v in atoms]
+        known = [facts.of(v) for v in atoms]
+        name = eqn.primitive.name
+        # its readers matter too
+        alone = name in _ASKS_READERS or not Precision.of(dtypes[len(eqn.invars) - 1])
+        where = id(eqn.source_info.name_stack), facts.body
+        return name, row if alone else -1, where, adds, decides, facts.sampler, *dtypes, *known
+
+    def _decided(
         self, row: int, facts: Facts, decides: bool, adds: bool, stored: dict[Any, Precision]
     ) -> Decision:
         eqn = self.graph.eqns[row]
@@ -263,13 +303,13 @@ class Planner:
             and all(not ir.is_literal(v) and stored.get(v) is target for v in float_vars(eqn))
         )
         if not (ordered or moves_low):
-            return keep(eqn, kind, f"may run in {target}; wide costs nothing inside a fusion")
+            return keep(eqn, kind, self._may_run[target])
         held = stored_precision(name, target, table)
         results = tuple(held if ir.precision_of(v.aval) else None for v in eqn.outvars)
         reason = "moves a low value" if not ordered else why
         if any(not ir.is_literal(v) and v in facts.unchecked for v in eqn.invars):
             reason += "; a constant of an outer trace is unchecked"
-        return Decision(Action.LOWER, kind, target, results, reason)
+        return lower(kind, target, results, reason)
 
     def _blocked(self, eqn: Any, table: Op, ordered: bool, adds: bool) -> str | None:
         if table.selects:
@@ -329,12 +369,7 @@ class Planner:
             precision = Precision.parse(rule.precision)
             whole = not rule.is_region or table.kind is OpKind.COMPUTE
             return precision, repr(rule), whole
-        precision = self.policy.precision_for(table.kind)
-        return (
-            precision,
-            f"{self.policy.name}: {table.kind} in {precision}",
-            table.kind in self.policy.orders,
-        )
+        return self._presets[table.kind]
 
     def _rule(self, row: int, scope: str) -> Rule | None:
         if not self.policy.rules:

@@ -68,7 +68,7 @@ class PrecisionPolicy:
             >>> AutoMixedBf16.precision_for(OpKind.COMPUTE)
             Precision.BF16
         """
-        return self.kinds[list(OpKind).index(_parse_kind(kind))]
+        return self.kinds[_POSITION[kind if type(kind) is OpKind else _parse_kind(kind)]]
 
     def with_rules(self, *rules: Rule) -> PrecisionPolicy:
         """This policy with more rules, tried before those that it has."""
@@ -207,6 +207,9 @@ PRESETS: dict[str, PrecisionPolicy] = {
     )
 }
 _BY_COMPUTE = {_F32: AlwaysF32, _F16: AutoMixed, _BF16: AutoMixedBf16}
+
+
+_POSITION = {kind: i for i, kind in enumerate(OpKind)}
 
 
 def _legal_policies() -> str:

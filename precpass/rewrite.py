@@ -155,10 +155,12 @@ class Rewriter:
     def _eqn(self, env: _Env, eqn: Any, decision: Decision, scope: str) -> None:
         action = decision.action
         if action is Action.KEEP:
-            results = ir.bind(eqn, [env.read(v) for v in eqn.invars])
+            results = ir.bind(eqn, env.read_all(eqn.invars))
             if (pair := ir.widening(eqn)) is not None:
                 env.widened_from.update([pair])
-        elif action is Action.ENTER:
+            env.values.update(zip(eqn.outvars, results, strict=True))
+            return
+        if action is Action.ENTER:
             results = self._enter(env, eqn, decision, scope)
         elif action is Action.DROP:
             results = [env.read_as(eqn.invars[0], decision.compute)]
@@ -255,6 +257,13 @@ class _Env:
             return atom.val
         value = self.values[atom]
         return ir.convert(value, atom.aval.dtype) if atom in self.held else value
+
+    def read_all(self, atoms: Sequence[Any]) -> list[Any]:
+        """`read` of each: most programs hold most values as they were written."""
+        if self.held:
+            return [self.read(v) for v in atoms]
+        values = self.values
+        return [v.val if ir.is_literal(v) else values[v] for v in atoms]
 
     def read_as(self, atom: Any, precision: Precision | None) -> Any:
         """A value in another precision.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ def results(eqn: Any, operands: list[Fact]) -> list[Fact]:
     """What is known of an equation's results, given what is known of its operands."""
     name = eqn.primitive.name
     avals = [v.aval for v in eqn.outvars]
+    if all(f is ANY for f in operands) and _learns_nothing(name):
+        return [of_aval(a) for a in avals]
     if name.startswith(_SAMPLES):
         return [of_aval(a)._replace(random=True) for a in avals]
     if name == "sort":
@@ -35,8 +38,19 @@ def results(eqn: Any, operands: list[Fact]) -> list[Fact]:
     known = _known(eqn, operands)
     if operands and all(f.constant for f in operands):
         known = _of_constants(known, moves=op(name).kind is OpKind.DATA_MOVEMENT)
-    random = _stays_random(name, operands)
-    return [_clipped(known, aval)._replace(random=random) for aval in avals]
+    found = [_clipped(known, aval) for aval in avals]
+    if _stays_random(name, operands):
+        return [fact._replace(random=True) for fact in found]
+    # the same object wherever nothing is known, so that it is quickly told
+    return [ANY if fact == ANY else fact for fact in found]
+
+
+@functools.cache
+def _learns_nothing(name: str) -> bool:
+    """Whether nothing is known of a primitive's results where nothing is of its operands."""
+    if name in ("sort", "top_k", "approx_top_k") or name.startswith(_SAMPLES):
+        return False
+    return name not in _RULES or name in _HANDS_ON
 
 
 def _of_constants(known: Fact, moves: bool) -> Fact:
@@ -65,6 +79,14 @@ def _known(eqn: Any, operands: list[Fact]) -> Fact:
         known = known._replace(tiny=min(floors, default=0.0))
     return known
 
+
+# Rules that make ANY of ANY.
+_HANDS_ON = frozenset(
+    (
+        *("add", "sub", "mul", "div", "neg", "max", "min", "select_n"),
+        *("convert_element_type", "copy", "stop_gradient"),
+    )
+)
 
 # A mask's constant survives what adds to it or chooses among values.
 _KEEPS_REACH = frozenset(
