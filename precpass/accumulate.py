@@ -2,18 +2,23 @@
 
 Rounding such an equation in every trip loses the sum: 16384 ones carried
 through a scan in bfloat16 add up to 256.
+
+Sets of a jaxpr's operands or results are Python integers, one bit for each, so
+that a body is walked once however much it carries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.opkinds import OpKind, op
 
-__all__ = ["Pairs", "accumulating", "cyclic_pairs"]
+__all__ = ["Additive", "Feeds", "all_feeds"]
 
-Pairs = frozenset[tuple[int, int]]
+Feeds = tuple[int, ...]
+"""Of each operand of a jaxpr, the set of its results that are fed back into it."""
 
 _ADDS = frozenset(
     (
@@ -32,92 +37,124 @@ _ADDS = frozenset(
 )
 
 
-def accumulating(jaxpr: Any, carried: Pairs) -> frozenset[int]:
-    """The equations on an additive path from a carried invar to its outvar.
-
-    Args:
-        jaxpr: a loop's body, or a body inside it.
-        carried: pairs (invar, outvar) of what is fed back.
-
-    Returns:
-        Their positions.
-    """
-    opened = ir.open_jaxpr(jaxpr)
-    found: set[int] = set()
-    for invar, outvar in carried:
-        end = opened.outvars[outvar]
-        if ir.is_literal(end) or end is opened.invars[invar]:
-            continue
-        after, _ = _forward(opened, {opened.invars[invar]})
-        found |= _backward(opened, end, after)
-    return frozenset(found)
+def all_feeds(operands: int, results: int) -> Feeds:
+    """Every result may come back through every operand."""
+    return ((1 << results) - 1,) * operands
 
 
-def cyclic_pairs(body: ir.Body) -> Pairs:
-    """The pairs (invar, outvar) of a loop's carry that lie on an additive cycle.
+class Additive:
+    """The additive paths through the jaxprs of one program, each jaxpr walked once."""
 
-    A carry may accumulate through others: two that change places and add one
-    each trip are both sums.
-    """
-    opened = ir.open_jaxpr(body.jaxpr)
-    invar_of = {outvar: invar for invar, outvar in body.carry}
-    reaches: dict[int, set[int]] = {}
-    for invar in invar_of.values():
-        _, made = _forward(opened, {opened.invars[invar]})
-        ends = ((o, opened.outvars[o]) for o in invar_of)
-        reaches[invar] = {o for o, v in ends if not ir.is_literal(v) and v in made}
+    def __init__(self) -> None:
+        # holds the jaxpr too: an id is only unique while its object lives
+        self._passes: dict[int, tuple[Any, list[int]]] = {}
 
-    def returns(first: int, target: int) -> bool:
-        seen, stack = set[int](), [first]
-        while stack:
-            at = stack.pop()
-            if at == target:
-                return True
-            if at not in seen:
-                seen.add(at)
-                stack.extend(invar_of[o] for o in reaches[at])
-        return False
+    def accumulating(self, jaxpr: Any, feeds: Feeds) -> frozenset[int]:
+        """The equations on an additive path from an operand to a result that is fed back into it.
 
-    return frozenset((i, o) for i, outs in reaches.items() for o in outs if returns(invar_of[o], i))
+        Args:
+            jaxpr: a loop's body, or a body inside it.
+            feeds: what comes back.
+
+        Returns:
+            Their positions.
+        """
+        if not any(feeds):
+            return frozenset()
+        opened = ir.open_jaxpr(jaxpr)
+        reached = self._forward(opened)
+        needed = {v: 0 for eqn in opened.eqns for v in eqn.outvars}
+        for o, v in enumerate(opened.outvars):
+            if not ir.is_literal(v):
+                needed[v] = needed.get(v, 0) | 1 << o
+        found: set[int] = set()
+        for row in range(len(opened.eqns) - 1, -1, -1):
+            eqn = opened.eqns[row]
+            if not any(needed[v] for v in eqn.outvars):
+                continue
+            before = after = 0
+            for result, operands in enumerate(self._passed(eqn)):
+                leads_to = needed[eqn.outvars[result]]
+                if leads_to and operands:
+                    after |= leads_to
+                    for i in _bits(operands):
+                        v = eqn.invars[i]
+                        if not ir.is_literal(v):
+                            before |= reached.get(v, 0)
+                            needed[v] = needed.get(v, 0) | leads_to
+            if any(feeds[i] & after for i in _bits(before)):
+                found.add(row)
+        return frozenset(found)
+
+    def cyclic(self, body: ir.Body) -> Feeds:
+        """The results that an additive cycle through a loop's carry hands back, per operand.
+
+        A carry may accumulate through others: two that change places and add one
+        each trip are both sums.
+        """
+        invar_of = {outvar: invar for invar, outvar in body.carry}
+        leads = dict.fromkeys(invar_of.values(), 0)
+        ends: list[tuple[int, int]] = []
+        for outvar, operands in enumerate(self._through(body.jaxpr)):
+            for i in _bits(operands):
+                if outvar in invar_of and i in leads:
+                    leads[i] |= 1 << invar_of[outvar]
+                    ends.append((i, outvar))
+        closed = dict(leads)
+        for k, through in closed.items():
+            if through & ~(1 << k):
+                for i in closed:
+                    if closed[i] >> k & 1:
+                        closed[i] |= closed[k]
+        feeds = [0] * len(body.operands)
+        for i, outvar in ends:
+            to = invar_of[outvar]
+            if to == i or closed[to] >> i & 1:
+                feeds[i] |= 1 << outvar
+        return tuple(feeds) if any(feeds) else ()
+
+    def _through(self, jaxpr: Any) -> list[int]:
+        """Of each result of a jaxpr, the operands that it adds up."""
+        opened = ir.open_jaxpr(jaxpr)
+        held = self._passes.get(id(opened))
+        if held is None:
+            reached = self._forward(opened)
+            ends = [0 if ir.is_literal(v) else reached.get(v, 0) for v in opened.outvars]
+            held = self._passes[id(opened)] = opened, ends
+        return held[1]
+
+    def _forward(self, opened: Any) -> dict[Any, int]:
+        """Of each value of a jaxpr, the operands that reach it through additive equations."""
+        reached = {v: 1 << i for i, v in enumerate(opened.invars)}
+        for eqn in opened.eqns:
+            reads = [0 if ir.is_literal(v) else reached.get(v, 0) for v in eqn.invars]
+            if any(reads):
+                for v, operands in zip(eqn.outvars, self._passed(eqn), strict=True):
+                    total = 0
+                    for i in _bits(operands):
+                        total |= reads[i]
+                    if total:
+                        reached[v] = total
+        return reached
+
+    def _passed(self, eqn: Any) -> list[int]:
+        """Of each result of an equation, the operands that it adds up."""
+        found = ir.bodies(eqn)
+        if not found:
+            row = op(eqn.primitive.name)
+            adds = row.kind in (OpKind.DATA_MOVEMENT, OpKind.REDUCTION)
+            adds = adds or eqn.primitive.name in _ADDS
+            return [(1 << len(eqn.invars)) - 1 if adds else 0] * len(eqn.outvars)
+        passed = [0] * len(eqn.outvars)
+        for body in found:
+            for inside, result in zip(self._through(body.jaxpr), body.results, strict=False):
+                for i in _bits(inside):
+                    passed[result] |= 1 << body.operands[i]
+        return passed
 
 
-def _forward(opened: Any, starts: set[Any]) -> tuple[set[int], set[Any]]:
-    """The equations reached from `starts` through additive ones, and the values reached."""
-    reached, rows = set(starts), set[int]()
-    for row, eqn in enumerate(opened.eqns):
-        reads = {v for v in eqn.invars if not ir.is_literal(v) and v in reached}
-        results = _passed_on(eqn, reads) if reads else set[Any]()
-        if results:
-            rows.add(row)
-            reached |= results
-    return rows, reached
-
-
-def _passed_on(eqn: Any, reads: set[Any]) -> set[Any]:
-    """The results into which an equation adds what it reads."""
-    found = ir.bodies(eqn)
-    results: set[Any] = set()
-    for body in found:
-        opened = ir.open_jaxpr(body.jaxpr)
-        sides = zip(opened.invars, body.operands, strict=True)
-        _, reached = _forward(opened, {v for v, i in sides if _reads(eqn.invars[i], reads)})
-        ends = zip(opened.outvars, body.results, strict=False)
-        results |= {eqn.outvars[o] for v, o in ends if not ir.is_literal(v) and v in reached}
-    row = op(eqn.primitive.name)
-    adds = row.kind in (OpKind.DATA_MOVEMENT, OpKind.REDUCTION) or eqn.primitive.name in _ADDS
-    return results if found else set(eqn.outvars) if adds else set()
-
-
-def _reads(atom: Any, values: set[Any]) -> bool:
-    return not ir.is_literal(atom) and atom in values
-
-
-def _backward(opened: Any, end: Any, allowed: set[int]) -> set[int]:
-    """Those of `allowed` that reach `end` through each other."""
-    needed, rows = {end}, set[int]()
-    for row in sorted(allowed, reverse=True):
-        eqn = opened.eqns[row]
-        if any(v in needed for v in eqn.outvars):
-            rows.add(row)
-            needed.update(v for v in eqn.invars if not ir.is_literal(v))
-    return rows
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low

@@ -84,9 +84,7 @@ def _body(
     facts = memo[key] = Facts(at, values, {}, unchecked, sampler)
     for row in range(node.start, node.stop):
         eqn = graph.eqns[row]
-        operands = [
-            of_array(v.val) if ir.is_literal(v) else values.get(v, ANY) for v in eqn.invars
-        ]
+        operands = [of_array(v.val) if ir.is_literal(v) else values.get(v, ANY) for v in eqn.invars]
         if row in graph.children:
             made = _enter(graph, row, operands, facts, memo, sampler)
         else:

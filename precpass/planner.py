@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.accumulate import Pairs, accumulating, cyclic_pairs
+from precpass.accumulate import Additive, Feeds, all_feeds
 from precpass.boundary import BOUNDARY
 from precpass.equations import (
     FIXED,
@@ -101,6 +101,7 @@ class Planner:
         regions = [rule for rule in policy.rules if rule.is_region]
         self._wide_regions = regions if any(r.precision is Precision.F64 for r in regions) else []
         self.readers = Readers(graph)
+        self._additive = Additive()
         self._alike: dict[Hashable, Decision] = {}
         self._only_permits = not (
             policy.rules or policy.widens or OpKind.ELEMENTWISE in policy.orders
@@ -116,29 +117,29 @@ class Planner:
 
     def root(self, border: Border) -> Plan:
         """The plan of the outermost jaxpr, with what was noticed on the way."""
-        plan = self.plan(self.facts, frozenset(), decides=False, border=border)
+        plan = self.plan(self.facts, (), decides=False, border=border)
         unmatched = tuple(rule for rule in self.policy.rules if rule not in self.matched)
         return Plan(plan.decisions, plan.border, tuple(dict.fromkeys(self.notes)), unmatched)
 
-    def plan(self, facts: Facts, carried: Pairs, decides: bool, border: Border) -> Plan:
+    def plan(self, facts: Facts, carried: Feeds, decides: bool, border: Border) -> Plan:
         """The plan of one body at one class of call sites.
 
         Args:
             facts: of the body there.
-            carried: pairs (invar, outvar) through which a loop around it accumulates.
+            carried: through which results and operands a loop around it accumulates.
             decides: whether it computes a loop's predicate.
             border: the formats in which values cross its border.
         """
         key = (id(facts), carried, decides, border)
         if key not in self.memo:
             node = self.graph.bodies[facts.body]
-            adds = accumulating(node.jaxpr, carried) if carried else frozenset[int]()
+            adds = self._additive.accumulating(node.jaxpr, carried)
             stored: dict[Any, Precision] = {}
             decisions: list[Decision] = []
             for row in range(node.start, node.stop):
                 eqn = self.graph.eqns[row]
                 if row in self.graph.children:
-                    decision = self._enter(row, facts, decides, row - node.start in adds, carried)
+                    decision = self._enter(row, facts, decides, row - node.start in adds)
                 else:
                     decision = self._leaf(row, facts, decides, row - node.start in adds, stored)
                 decisions.append(decision)
@@ -149,20 +150,18 @@ class Planner:
             self.memo[key] = self.shared.setdefault((facts.body, plan), plan)
         return self.memo[key]
 
-    def _enter(self, row: int, facts: Facts, decides: bool, adds: bool, carried: Pairs) -> Decision:
+    def _enter(self, row: int, facts: Facts, decides: bool, adds: bool) -> Decision:
         eqn = self.graph.eqns[row]
         wide = self._is_wide(row) and not ir.effects_of(eqn)
         border = () if is_fixed(self._scope(row)) else self._border(wide)
         inner: list[Plan] = []
         for (body, _), inside in zip(self.graph.children[row], facts.inner[row], strict=True):
-            pairs = (
-                cyclic_pairs(body) if body.carry and self._orders else frozenset[tuple[int, int]]()
-            )
+            feeds: Feeds = ()
             if adds:
-                pairs |= {
-                    (i, o) for i in range(len(body.operands)) for o in range(len(body.results))
-                }
-            inner.append(self.plan(inside, pairs, decides or body.decides, border))
+                feeds = all_feeds(len(body.operands), len(body.results))
+            elif body.carry and self._orders:
+                feeds = self._additive.cyclic(body)
+            inner.append(self.plan(inside, feeds, decides or body.decides, border))
         has_rules = eqn.primitive.name in _WITH_RULES and self._plans_rules(row)
         rules = border if has_rules else None
         natives = [ir.precision_of(v.aval) for v in eqn.outvars]
