@@ -134,7 +134,7 @@ class Planner:
         if key not in self.memo:
             node = self.graph.bodies[facts.body]
             adds = self._additive.accumulating(node.jaxpr, carried)
-            stored: dict[Any, Precision] = {}
+            stored: dict[Any, Precision | None] = {}
             decisions: list[Decision] = []
             for row in range(node.start, node.stop):
                 eqn = self.graph.eqns[row]
@@ -189,7 +189,7 @@ class Planner:
     # ------------------------------------------------------------ leaves
 
     def _leaf(
-        self, row: int, facts: Facts, decides: bool, adds: bool, stored: dict[Any, Precision]
+        self, row: int, facts: Facts, decides: bool, adds: bool, stored: dict[Any, Precision | None]
     ) -> Decision:
         eqn = self.graph.eqns[row]
         table = op(eqn.primitive.name)
@@ -213,7 +213,7 @@ class Planner:
         return name, row if alone else -1, where, adds, decides, facts.sampler, *dtypes, *known
 
     def _decided(
-        self, row: int, facts: Facts, decides: bool, adds: bool, stored: dict[Any, Precision]
+        self, row: int, facts: Facts, decides: bool, adds: bool, stored: dict[Any, Precision | None]
     ) -> Decision:
         eqn = self.graph.eqns[row]
         table = op(eqn.primitive.name)
@@ -283,7 +283,7 @@ class Planner:
         why: str,
         ordered: bool,
         adds: bool,
-        stored: dict[Any, Precision],
+        stored: dict[Any, Precision | None],
     ) -> Decision:
         kind, name = table.kind, eqn.primitive.name
         blocked = (
