@@ -30,6 +30,7 @@ class Facts:
         inner: equation row -> the facts of its bodies.
         unchecked: the constants that an outer trace has not computed yet.
         sampler: whether it is inside of one of JAX's samplers.
+        literals: the facts of literals that were asked for, by id; the graph holds them.
     """
 
     body: int
@@ -37,10 +38,16 @@ class Facts:
     inner: dict[int, tuple[Facts, ...]]
     unchecked: frozenset[Any] = frozenset()
     sampler: bool = False
+    literals: dict[int, Fact] = dataclasses.field(default_factory=dict)
 
     def of(self, atom: Any) -> Fact:
         """The fact of a variable or literal."""
-        return of_array(atom.val) if ir.is_literal(atom) else self.values.get(atom, ANY)
+        if not ir.is_literal(atom):
+            return self.values.get(atom, ANY)
+        fact = self.literals.get(id(atom))
+        if fact is None:
+            fact = self.literals[id(atom)] = of_array(atom.val)
+        return fact
 
 
 _Memo = dict[Any, Facts]
@@ -84,7 +91,7 @@ def _body(
     facts = memo[key] = Facts(at, values, {}, unchecked, sampler)
     for row in range(node.start, node.stop):
         eqn = graph.eqns[row]
-        operands = [of_array(v.val) if ir.is_literal(v) else values.get(v, ANY) for v in eqn.invars]
+        operands = [facts.of(v) if ir.is_literal(v) else values.get(v, ANY) for v in eqn.invars]
         if row in graph.children:
             made = _enter(graph, row, operands, facts, memo, sampler)
         else:
