@@ -6,6 +6,7 @@ original with products disturbed by a multiple of the low format's rounding, whi
 far a value may lie from float32's.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ CALLS = {
     "custom_vmap_call": "call",
     "linear_call": "callee",
     "remat_opt": "fwd_jaxpr",
+    "precpass_float64": "jaxpr",
 }
 CALLBACKS = frozenset({"debug_callback", "io_callback", "pure_callback"})
 BODIES = frozenset({*CALLS, "scan", "while", "cond", "custom_linear_solve"})
@@ -157,7 +159,9 @@ class Plain:
         if eqn.primitive.name in CALLBACKS:
             return [*map(np.asarray, eqn.params["callback"](*args) or ())]
         if eqn.primitive.name in BODIES:
-            return enter(eqn, args, lambda _, jaxpr, xs: self.body(jaxpr, xs))
+            in_x64 = eqn.primitive.name == "precpass_float64"
+            with jax.enable_x64(True) if in_x64 else contextlib.nullcontext():
+                return enter(eqn, args, lambda _, jaxpr, xs: self.body(jaxpr, xs))
         return self.leaf(eqn, args)
 
     def leaf(self, eqn: Any, args: Sequence[Array]) -> list[Array]:
