@@ -1,5 +1,6 @@
 """Comparing values, avals and reports of two runs of a program."""
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -29,10 +30,12 @@ def finite(values: Sequence[Any]) -> bool:
 
 
 def distance(a: Any, b: Any) -> float:
+    """The norm of the difference; infinite where an infinity or a NaN takes part."""
     if not numeric(b):
         return 0.0
     a, b = (np.asarray(x, np.complex128) for x in (a, b))
-    return float(np.linalg.norm((a - b).ravel()))
+    found = float(np.linalg.norm((a - b).ravel()))
+    return math.inf if math.isnan(found) else found
 
 
 def size(x: Any) -> float:

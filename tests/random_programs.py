@@ -157,42 +157,66 @@ def ingredient(bodies: int = 0, weight: int = 2, x64: bool = False) -> Any:
     return register
 
 
-MAX_DEPTH = 3
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How large a program may become: each number is the most that is drawn.
+
+    Attributes:
+        steps: of the function.
+        outer, inner: of a body at the top, and of one further in.
+        depth: of bodies in bodies.
+        helpers: functions under `jax.jit`.
+    """
+
+    steps: int = 5
+    outer: int = 3
+    inner: int = 2
+    depth: int = 3
+    helpers: int = 2
 
 
-def _steps(choose: Chooser, most: int, depth: int, x64: bool) -> Steps:
+LARGE, SMALL = Size(), Size(3, 2, 1, 2, 1)
+
+
+def _steps(choose: Chooser, size: Size, depth: int, x64: bool) -> Steps:
     names = [
         name
         for name, what in sorted(INGREDIENTS.items())
         for _ in range(what.weight)
-        if (depth < MAX_DEPTH or not what.bodies) and (x64 or not what.x64)
+        if (depth < size.depth or not what.bodies) and (x64 or not what.x64)
     ]
-    count = choose.number(most) + 1
-    return tuple(_step(choose, names[choose.number(len(names))], depth, x64) for _ in range(count))
+    most = (size.steps, size.outer)[depth] if depth < 2 else size.inner
+    return tuple(
+        _step(choose, size, names[choose.number(len(names))], depth, x64)
+        for _ in range(choose.number(most) + 1)
+    )
 
 
-def _step(choose: Chooser, name: str, depth: int, x64: bool) -> Step:
+def _step(choose: Chooser, size: Size, name: str, depth: int, x64: bool) -> Step:
     numbers = tuple(choose.number(NUMBERS) for _ in range(4))
     bodies = tuple(
-        _steps(choose, 2 if depth else 3, depth + 1, x64) for _ in range(INGREDIENTS[name].bodies)
+        _steps(choose, size, depth + 1, x64) for _ in range(INGREDIENTS[name].bodies)
     )
     return Step(name, numbers, bodies)
 
 
-def _program(choose: Chooser, x64: bool) -> Program:
-    helpers = tuple(_steps(choose, 2, 2, x64) for _ in range(choose.number(3)))
-    return Program(_steps(choose, 5, 0, x64), helpers, choose.number(NUMBERS), x64)
+def _program(choose: Chooser, size: Size, x64: bool) -> Program:
+    helpers = tuple(
+        _steps(choose, size, 2, x64) for _ in range(choose.number(size.helpers + 1))
+    )
+    return Program(_steps(choose, size, 0, x64), helpers, choose.number(NUMBERS), x64)
 
 
 @st.composite
-def programs(draw: Any, x64: bool = False) -> Program:
+def programs(draw: Any, size: Size = LARGE, x64: bool = False) -> Program:
     """The programs as a strategy."""
-    return _program(_Drawn(draw), x64)
+    return _program(_Drawn(draw), size, x64)
 
 
 def seeded_program(seed: int, index: int) -> Program:
-    """The program number `index` of a sweep; one in eight has x64 on."""
-    return _program(_Seeded(f"{seed}/{index}"), x64=index % 8 == 7)
+    """The program number `index` of a sweep; one in eight has x64 on, one in ten is large."""
+    size = LARGE if index % 10 == 0 else SMALL
+    return _program(_Seeded(f"{seed}/{index}"), size, x64=index % 8 == 7)
 
 
 # ---------------------------------------------------------------- running
