@@ -1,12 +1,13 @@
 """Checks random programs under every policy: tests/random_checks.py says what must hold.
 
 Each program is traced, planned and rewritten by JAX and the package, and run by the
-tests' own interpreters; one in a hundred is compiled and run by XLA too.
+tests' own interpreters; one in 250 is compiled and run by XLA too.
 """
 
 import argparse
 import collections
 import dataclasses
+import gc
 import multiprocessing
 import os
 import sys
@@ -33,6 +34,10 @@ def set_up() -> None:
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
+    # most programs are not compiled, and kernels of a dozen elements need no optimization
+    jax.config.update("jax_disable_most_optimizations", True)
+    # tracing makes many objects, and few cycles
+    gc.set_threshold(200_000, 20, 1000)
     warnings.simplefilter("ignore", DeprecationWarning)
     import random_flow  # noqa: F401 -- registers its ingredients
     import random_ops  # noqa: F401 -- registers its ingredients

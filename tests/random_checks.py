@@ -83,7 +83,7 @@ MIX = (
     *[("jvp", True), ("jvp", False), ("vmap", True), ("vmap", False)] * 3,
 )
 """How often each form is drawn, with the pass around the derivative and inside of it."""
-COMPILED, TWICE = 0.01, 0.15
+COMPILED, TWICE = 0.004, 0.15
 """The shares of a sweep's cases that are compiled and run, and that are rewritten twice."""
 
 

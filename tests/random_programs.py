@@ -214,8 +214,8 @@ def programs(draw: Any, size: Size = LARGE, x64: bool = False) -> Program:
 
 
 def seeded_program(seed: int, index: int) -> Program:
-    """The program number `index` of a sweep; one in eight has x64 on, one in ten is large."""
-    size = LARGE if index % 10 == 0 else SMALL
+    """The program number `index` of a sweep; one in eight has x64 on, one in 20 is large."""
+    size = LARGE if index % 20 == 0 else SMALL
     return _program(_Seeded(f"{seed}/{index}"), size, x64=index % 8 == 7)
 
 
