@@ -1,6 +1,6 @@
 """Checks all of JAX's own primitive harnesses under every preset (`scripts/sweep harnesses`).
 
-What is checked stands in tests/harness_programs.py.
+What is checked stands in tests/harness_checks.py.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def names() -> list[tuple[str, str]]:
 
 def check(ids: Sequence[str], grad: bool) -> tuple[Any, float]:
     """The report on some harnesses, and the processor time that it took."""
-    import harness_programs
+    import harness_checks
     import jax
 
-    begun, report = time.process_time(), harness_programs.Report()
+    begun, report = time.process_time(), harness_checks.Report()
     for name in ids:
         try:
-            report.add(harness_programs.check_harness(name, grad))
+            report.add(harness_checks.check_harness(name, grad))
         except Exception as error:
             # the check's own fault, and the sweep goes on
             report.failures.append(f"{name}: cannot be checked: {error!r}"[:500])
@@ -107,10 +107,10 @@ def sweep(options: argparse.Namespace) -> Iterator[tuple[bool, Any, float, int, 
 def main(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
     options = parse(argv)
     start(False)
-    import harness_programs
+    import harness_checks
     import jax
 
-    total, seconds, said, failed = harness_programs.Report(), 0.0, time.monotonic(), 0
+    total, seconds, said, failed = harness_checks.Report(), 0.0, time.monotonic(), 0
     for x64, report, spent, done, count in sweep(options):
         total.add(report)
         seconds += spent

@@ -194,16 +194,12 @@ def _steps(choose: Chooser, size: Size, depth: int, x64: bool) -> Steps:
 
 def _step(choose: Chooser, size: Size, name: str, depth: int, x64: bool) -> Step:
     numbers = tuple(choose.number(NUMBERS) for _ in range(4))
-    bodies = tuple(
-        _steps(choose, size, depth + 1, x64) for _ in range(INGREDIENTS[name].bodies)
-    )
+    bodies = tuple(_steps(choose, size, depth + 1, x64) for _ in range(INGREDIENTS[name].bodies))
     return Step(name, numbers, bodies)
 
 
 def _program(choose: Chooser, size: Size, x64: bool) -> Program:
-    helpers = tuple(
-        _steps(choose, size, 2, x64) for _ in range(choose.number(size.helpers + 1))
-    )
+    helpers = tuple(_steps(choose, size, 2, x64) for _ in range(choose.number(size.helpers + 1)))
     return Program(_steps(choose, size, 0, x64), helpers, choose.number(NUMBERS), x64)
 
 
