@@ -79,7 +79,7 @@ def guarded(eqn: Any, facts: Facts, target: Precision, table: Op) -> str | None:
             return "follows random bits: a sampler's digits"
         if table.kind is OpKind.COMPUTE:
             # in a sum of products only an operand that vanishes as a whole matters
-            fact = fact._replace(tiny=fact.reaches if fact.constant else 0.0)
+            fact = fact._replace(tiny=fact.magnitude)
         found = guard(fact, target)
         if found:
             what = "an operand" if position < len(eqn.invars) else "its result"

@@ -24,6 +24,8 @@ class Fact(NamedTuple):
         lo, hi: bounds of the finite elements.
         reaches: a magnitude that an element may well have, since a constant with
             it was selected into the value or added to it; 0 where none is known.
+        scale: the magnitude of a multiple of a constant, or of a sum, where what is unknown
+            counts as 1; 0 for what is neither.
         tiny: a nonzero magnitude, the smallest known, that an element may well have:
             of a constant, or of what `x + eps` and `max(x, eps)` are at least; else 0.
         integer: every element is an integer.
@@ -38,6 +40,12 @@ class Fact(NamedTuple):
     constant: bool = False
     random: bool = False
     reaches: float = 0.0
+    scale: float = 0.0
+
+    @property
+    def magnitude(self) -> float:
+        """That of the value as a whole; 0 where it is unknown."""
+        return self.reaches if self.constant else self.scale
 
 
 ANY = Fact()

@@ -73,7 +73,12 @@ def _known(eqn: Any, operands: list[Fact]) -> Fact:
     if name in _KEEPS_REACH:
         known = known._replace(reaches=_reach(operands))
     if name in ("mul", "div"):
-        known = known._replace(reaches=_scaled(name, operands))
+        known = known._replace(
+            reaches=_scaled(name, [f.reaches for f in operands]),
+            scale=_scaled(name, [f.magnitude for f in operands]),
+        )
+    if name in _KEEPS_SCALE:
+        known = known._replace(scale=_common_scale(operands))
     if name in ("add", "max"):
         floors = [f.tiny for f in operands if f.tiny]
         known = known._replace(tiny=min(floors, default=0.0))
@@ -87,6 +92,7 @@ _HANDS_ON = frozenset(
         *("convert_element_type", "copy", "stop_gradient"),
     )
 )
+_KEEPS_SCALE = frozenset(("add", "sub", "add_any", "neg", "abs"))
 
 # A mask's constant survives what adds to it or chooses among values.
 _KEEPS_REACH = frozenset(
@@ -134,6 +140,7 @@ def hull(facts: Sequence[Fact]) -> Fact:
         all(f.integer for f in facts),
         all(f.constant for f in facts),
         reaches=_reach(facts),
+        scale=_common_scale(facts),
     )
 
 
@@ -141,10 +148,16 @@ def _reach(facts: Sequence[Fact]) -> float:
     return max((f.reaches for f in facts), default=0.0)
 
 
-def _scaled(name: str, facts: Sequence[Fact]) -> float:
-    """A magnitude that a product reaches, where what is unknown counts as 1."""
-    first, second = (f.reaches or 1.0 for f in facts)
-    if not any(f.reaches for f in facts):
+def _common_scale(facts: Sequence[Fact]) -> float:
+    """The scale of a value that is one of several, or their sum; zeros have any."""
+    scales = [f.magnitude for f in facts if not f.lo == f.hi == 0]
+    return max(scales) if scales and all(scales) else 0.0
+
+
+def _scaled(name: str, magnitudes: Sequence[float]) -> float:
+    """The magnitude of a product, where what is unknown (0) counts as 1."""
+    first, second = (m or 1.0 for m in magnitudes)
+    if not any(magnitudes):
         return 0.0
     reached = first * second if name == "mul" else first / second
     return reached if math.isfinite(reached) else 0.0
@@ -199,6 +212,13 @@ def _position_below(sizes: Sequence[Any]) -> Fact:
     return Fact(0.0, float(max([*sizes, 1])) if known else math.inf, integer=True)
 
 
+def _sum(eqn: Any, operands: list[Fact]) -> Fact:
+    shape = eqn.invars[0].aval.shape
+    sizes = [shape[axis] for axis in eqn.params["axes"]]
+    terms = math.prod(sizes) if all(type(size) is int for size in sizes) else 1
+    return Fact(scale=(operands[0].magnitude or 1.0) * terms)
+
+
 def _power(eqn: Any, operands: list[Fact]) -> Fact:
     fact, y = operands[0], eqn.params.get("y", 2)
     if y < 0 and fact.lo <= 0 <= fact.hi:
@@ -225,6 +245,7 @@ _RULES: dict[str, Callable[[Any, list[Fact]], Fact]] = {
     "abs": _interval(lambda a: [0.0 if a[0] <= 0 <= a[1] else min(map(abs, a)), max(map(abs, a))]),
     "max": _interval(lambda a, b: [max(a[0], b[0]), max(a[1], b[1])]),
     "min": _interval(lambda a, b: [min(a[0], b[0]), min(a[1], b[1])]),
+    "reduce_sum": _sum,
     "square": _power,
     "integer_pow": _power,
     "argmax": _position,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fact_helpers import bounds, fact_of
+from helpers import quiet
 from jax import lax
 from unit_helpers import decided, f32, low_values, named, operand_dtypes, product_dtypes, stable_id
 
@@ -129,6 +130,41 @@ def test_a_softmax_with_masked_rows_has_the_values_of_float32(policy):
 def test_an_epsilon_that_vanishes_keeps_its_sum(policy, low):
     found = after(lambda x: x @ x + 1e-12, policy, f32(8, 8))
     assert operand_dtypes(found.after, "add") == [low]
+
+
+@pytest.mark.parametrize(
+    ("fn", "low"),
+    [
+        (lambda x, w: (x * 1e-12) @ w, False),
+        (lambda x, w: (-x / 1e12) @ w, False),
+        (lambda x, w: jnp.where(x > 0, x * 1e-12, 0).T @ w, False),
+        (lambda x, w: (x * 1e-12 + w * 1e-13) @ w, False),
+        (lambda x, w: (x * 1e-12 + w) @ w, True),
+        (lambda x, w: (x * 1e-4) @ w, True),
+        # a sum of many terms is no smaller for being divided by their number
+        (lambda x, w: jnp.broadcast_to(x, (1000, 100, 8, 8)).mean((0, 1)) @ w, True),
+    ],
+)
+def test_a_product_of_what_was_scaled_to_nothing_stays_wide(fn, low):
+    with quiet():
+        found = after(fn, AutoMixed, f32(8, 8), f32(8, 8))
+    assert product_dtypes(found.after) == ["float16" if low else "float32"]
+    assert ("vanishes in f16" in decided(found, "dot_general")[0].reason) != low
+    # bfloat16 has the range of float32
+    assert product_dtypes(after(fn, AutoMixedBf16, f32(8, 8), f32(8, 8)).after) == ["bfloat16"]
+
+
+def test_what_is_scaled_to_nothing_and_back_has_the_values_and_gradients_of_float32():
+    def loss(x):
+        return jnp.square((x * 1e-12) @ X8.T * 1e12).sum()
+
+    for mixed, plain in (
+        (pp.auto_mixed(loss, policy=AutoMixed), loss),
+        (pp.auto_mixed(jax.grad(loss), policy=AutoMixed), jax.grad(loss)),
+        (jax.grad(pp.auto_mixed(loss, policy=AutoMixed)), jax.grad(loss)),
+    ):
+        with quiet():
+            np.testing.assert_allclose(mixed(X8), plain(X8), rtol=1e-2)
 
 
 @pytest.mark.parametrize("count", [256, 300])
