@@ -7,7 +7,7 @@ far a value may lie from float32's.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -181,16 +181,23 @@ MOVING = frozenset({"slice", "reshape", "broadcast_in_dim", "transpose", "squeez
 
 
 class Noisy(Plain):
-    """Products' operands and results are disturbed, and so is what the user made low."""
+    """Products' operands and results are disturbed, and so is what the user made low.
 
-    def __init__(self, dtype: Any, amplitude: float, seed: int) -> None:
-        self.dtype, self.amplitude = np.dtype(dtype), amplitude
+    Args:
+        formats: those in which a product may be.
+        amplitude: of the disturbance, in unit roundoffs.
+        seed: of the disturbance.
+    """
+
+    def __init__(self, formats: Collection[np.dtype], amplitude: float, seed: int) -> None:
+        self.formats, self.amplitude = formats, amplitude
         self.rng = np.random.default_rng(seed)
         super().__init__()
 
-    def _disturbed(self, x: Array, dtype: np.dtype) -> Array:
-        info = jnp.finfo(dtype)
-        roundoff, smallest = float(info.eps) / 2, float(info.smallest_subnormal)
+    def _disturbed(self, x: Array, formats: Collection[np.dtype]) -> Array:
+        infos = [jnp.finfo(dtype) for dtype in formats]
+        roundoff = max(float(info.eps) / 2 for info in infos)
+        smallest = max(float(info.smallest_subnormal) for info in infos)
         noise = self.rng.uniform(-1, 1, x.shape) * self.amplitude
         wide = x.astype(F64)
         return (wide + noise * np.maximum(np.abs(wide) * roundoff, smallest)).astype(x.dtype)
@@ -200,13 +207,13 @@ class Noisy(Plain):
         given = list(args)
         is_product = name in PRODUCTS and is_float(eqn.outvars[0].aval)
         if is_product:
-            given[:2] = [self._disturbed(x, self.dtype) for x in given[:2]]
+            given[:2] = [self._disturbed(x, self.formats) for x in given[:2]]
         out = super().leaf(eqn, given)
         held = eqn.outvars[0].aval.dtype if eqn.outvars else None
         if is_product:
-            out[0] = self._disturbed(out[0], self.dtype)
+            out[0] = self._disturbed(out[0], self.formats)
         if held in LOW and name not in MOVING:
-            out[0] = self._disturbed(out[0], held)
+            out[0] = self._disturbed(out[0], (held,))
         return out
 
 

@@ -292,12 +292,12 @@ class _Check:
         """As near float32's as a float32 program whose products are disturbed."""
         if self.case.policy not in AUTO or not self.outcome.finite:
             return
-        # a region of the program may keep bfloat16, the coarsest format
+        # a region may keep the other format: bfloat16 has fewer digits, float16 less range
         regions = "kept" in self.case.program.names()
-        low = pp.Precision.BF16 if regions else self.policy.low
+        formats = LOW if regions else (self.policy.low.dtype,)
         deviations = [0.0] * len(wanted)
         for seed in range(2):
-            noisy = Noisy(low.dtype, NOISE, seed)
+            noisy = Noisy(formats, NOISE, seed)
             out = noisy.run(before, self.flat)
             if noisy.decisions != plain.decisions:
                 self.outcome.decided = False

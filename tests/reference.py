@@ -26,7 +26,8 @@ def leaf(eqn: Any, args: Sequence[Array]) -> list[Array]:
     if rule is None or any(isinstance(x, jax.Array) for x in args):
         return bind(eqn, args)
     out = rule(eqn, *args)
-    return list(out) if eqn.primitive.multiple_results else [out]
+    # numpy makes scalars of arrays without dimensions
+    return [np.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
 
 
 # ---------------------------------------------------------------- elementwise

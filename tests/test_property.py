@@ -20,6 +20,7 @@ import random_checks
 import random_flow
 import random_ops
 import random_pieces
+from helpers import quiet
 from hypothesis import strategies as st
 from random_checks import FORMS, POLICIES, Case, swept_case
 from random_programs import INGREDIENTS, Program, Step, programs, seeded_program
@@ -104,6 +105,31 @@ def test_a_failure_shrinks_to_its_cause():
     program = dataclasses.replace(program, steps=(*program.steps, Step("masked", (5, 9))))
     small = shrunk(program, lambda candidate: "masked" in candidate.names())
     assert small == Program((Step("masked", (0, 0)),))
+
+
+# ---------------------------------------------------------------- programs that once failed
+
+FOUND = [
+    # the result of a power without dimensions was not rounded by the oracle
+    Case(
+        Program((Step("remat", (), ((Step("elementwise", (20, 47)),),)), Step("matmul")), seed=27),
+        "AlwaysBf16",
+    ),
+    # scaled to nothing in float16, and back
+    Case(Program((Step("epsilon", (0, 56, 7)), Step("einsum"))), "AutoMixedConservative", "grad"),
+    Case(Program((Step("epsilon", (0, 0, 59)),)), "AutoMixed", "grad", inside=False),
+    Case(Program((Step("epsilon", (0, 0, 31)),), x64=True), "AutoMixed", "grad", inside=False),
+    Case(
+        Program((Step("kept", (0,), ((Step("epsilon", (0, 0, 23)),),)),)), "AutoMixedConservative"
+    ),
+    Case(Program((Step("fori", (), ((Step("epsilon", (0, 0, 39)),),)),), seed=44), "AutoMixed"),
+]
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_a_program_that_once_failed(case: Case):
+    with quiet():
+        case.check()
 
 
 # ---------------------------------------------------------------- the checks themselves
