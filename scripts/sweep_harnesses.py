@@ -9,7 +9,7 @@ import argparse
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,11 @@ def sweep(options: argparse.Namespace) -> Iterator[tuple[bool, Any, float, int, 
                 yield x64, report, seconds, done, len(ids)
 
 
-def main(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     start(False)
     import harness_checks
