@@ -3,7 +3,7 @@
 import dataclasses
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -295,24 +295,38 @@ class _Check:
         # a region may keep the other format: bfloat16 has fewer digits, float16 less range
         regions = "kept" in self.case.program.names()
         formats = LOW if regions else (self.policy.low.dtype,)
-        deviations = [0.0] * len(wanted)
-        for seed in range(2):
-            noisy = Noisy(formats, NOISE, seed)
-            out = noisy.run(before, self.flat)
-            if noisy.decisions != plain.decisions:
-                self.outcome.decided = False
-                return
-            for i, (a, b) in enumerate(zip(out, wanted, strict=True)):
-                deviations[i] = max(deviations[i], distance(a, b))
+        deviations = self.deviations(before, plain, wanted, formats, range(2))
+        if deviations is None:
+            self.outcome.decided = False
+            return
         for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
             if not numeric(b):
                 assert_same(a, b, f"output {i}")
                 continue
             assert finite([a]), f"output {i} is not finite"
-            allowed = NEAR * deviations[i] + 1e-5 * size(b) + 1e-6
-            found = distance(a, b)
+            found, noise = distance(a, b), 1e-5 * size(b) + 1e-6
+            seed = 2
+            # disturbances of one number may cancel: in two runs once in thousands, in 8 never
+            while found > NEAR * deviations[i] + noise and seed < 8:
+                more = self.deviations(before, plain, wanted, formats, [seed])
+                deviations[i] = max(deviations[i], more[i] if more else 0.0)
+                seed += 1
+            allowed = NEAR * deviations[i] + noise
             assert found <= allowed, f"output {i} deviates by {found:.3g}, not {allowed:.3g}"
         self.outcome.compared = True
+
+    def deviations(
+        self, before: Any, plain: Plain, wanted: list[Any], formats: Any, seeds: Iterable[int]
+    ) -> list[float] | None:
+        """By how much disturbed runs deviate at most; None if a decision falls otherwise in one."""
+        found = [0.0] * len(wanted)
+        for seed in seeds:
+            noisy = Noisy(formats, NOISE, seed)
+            out = noisy.run(before, self.flat)
+            if noisy.decisions != plain.decisions:
+                return None
+            found = [max(d, distance(a, b)) for d, a, b in zip(found, out, wanted, strict=True)]
+        return found
 
     def compiled(self, before: Any, mixed: Fn, plain: Plain, wanted: list[Any]) -> None:
         with quiet():
