@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 from precpass import jaxpr as ir
+from precpass.boundary import BOUNDARY
 from precpass.facts import ANY, Facts, guard
 from precpass.opkinds import Op, OpKind, op
 from precpass.plan import Action, Border, Decision
@@ -149,6 +150,29 @@ def border_of(jaxpr: Any, border: Border) -> Border:
     return tuple(pair for pair in border if pair[0] in crossing)
 
 
-def product_names(jaxpr: Any) -> list[str]:
-    """The products of a jaxpr and its bodies."""
-    return [e.primitive.name for e in ir.all_eqns(jaxpr) if e.primitive.name in _PRODUCTS]
+def unentered(eqn: Any, lowered: dict[Any, ir.Contents]) -> str | None:
+    """Which products an equation that is not entered contains, in words; None for none.
+
+    Args:
+        eqn: the equation.
+        lowered: what was found out about others, by all that tells them apart.
+    """
+    held = [e for j in ir.hidden_jaxprs(eqn) for e in ir.all_eqns(j)]
+    products = sum(e.primitive.name in _PRODUCTS for e in held)
+    unknown = ir.why_opaque(eqn) is None and eqn.primitive.name not in BOUNDARY
+    if not products and unknown and any(getattr(v.aval, "ndim", 0) for v in float_vars(eqn)):
+        products, python = _contents(eqn, lowered)
+        if python:
+            return "calls Python: products there keep their precision"
+    return f"contains {products} product(s): they keep their precision" if products else None
+
+
+def _contents(eqn: Any, lowered: dict[Any, ir.Contents]) -> ir.Contents:
+    key = eqn.primitive, tuple(v.aval for v in eqn.invars), tuple(eqn.params.items())
+    try:
+        hash(key)
+    except TypeError:
+        return ir.contents_of(eqn)
+    if key not in lowered:
+        lowered[key] = ir.contents_of(eqn)
+    return lowered[key]

@@ -25,8 +25,8 @@ from precpass.equations import (
     keep,
     lower,
     mixes_types,
-    product_names,
     stored_precision,
+    unentered,
     view_of,
     widen,
 )
@@ -94,6 +94,7 @@ class Planner:
         self.scope = scope
         self.matched: set[Rule] = set()
         self.notes: list[str] = []
+        self.lowered: dict[Any, ir.Contents] = {}
         self.shared: dict[Any, Plan] = {}
         self.memo: dict[Any, Plan] = {}
         # without an order beyond products, no equation that adds is lowered
@@ -327,11 +328,10 @@ class Planner:
         if ir.is_float64(eqn):
             return keep(eqn, OpKind.BOUNDARY, "a float64 region as it was planned before")
         why = ir.why_opaque(eqn)
-        products = [name for j in ir.hidden_jaxprs(eqn) for name in product_names(j)]
-        if products:
-            text = f"({why or 'it is unknown to precpass'}) and contains {len(products)} product(s)"
-            where = f"{ir.name_of(eqn)} at {self.graph.source(row)}"
-            self.notes.append(f"{where} is not entered {text}: they keep their precision")
+        found = unentered(eqn, self.lowered)
+        if found:
+            where = f"{ir.name_of(eqn)} at {self.graph.source(row)} is not entered"
+            self.notes.append(f"{where} ({why or 'it is unknown to precpass'}) and {found}")
         why = why or BOUNDARY.get(eqn.primitive.name, "a primitive unknown to precpass")
         if not floats:
             return keep(eqn, OpKind.BOUNDARY, "no floating-point values")

@@ -15,7 +15,7 @@ from precpass.calling import note_source, user_stacklevel
 from precpass.equations import FIXED
 from precpass.leaves import Declared, arguments, dynamic_leaves
 from precpass.opkinds import OpKind
-from precpass.plan import Action, Plan
+from precpass.plan import Action, Border, Plan
 from precpass.planner import distinguish, make_plan
 from precpass.policy import PrecisionPolicy, PrecisionWarning
 from precpass.rewrite import Rewriter
@@ -145,9 +145,19 @@ def run_plan(
     scope: str,
 ) -> list[Any]:
     """The results of a jaxpr under a plan."""
+    said = set(plan.notes)
+
+    def plan_rule(rule: Any, scope: str, border: Border) -> Plan:
+        its_plan = make_plan(rule, policy, scope, border=border)
+        for text in its_plan.notes:
+            if text not in said:
+                said.add(text)
+                warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
+        return its_plan
+
     if plan.changes:
         rewriter = Rewriter(
-            lambda jaxpr, scope, border: make_plan(jaxpr, policy, scope, border=border),
+            plan_rule,
             lambda scope: distinguish(policy, scope),
             lambda: context.tracing(region),
         )

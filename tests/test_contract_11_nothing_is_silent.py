@@ -7,6 +7,7 @@ import re
 import warnings
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import pytest
 from helpers import (
@@ -25,10 +26,12 @@ from helpers import (
     named,
     normal,
     opened,
+    run,
     walk,
 )
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.interpreters import mlir
 
 import precpass as pp
 
@@ -233,6 +236,57 @@ def test_one_without_products_does_not():
         return pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x @ x)
 
     assert messages(f, pp.AutoMixedBf16, jnp.eye(4)) == []
+
+
+def primitive_of(name, fn):
+    """A primitive as a library makes one: JAX knows its results and its lowering, no jaxpr."""
+    made = jex.Primitive(name)
+    made.def_abstract_eval(lambda x, **_: jax.core.ShapedArray(x.shape, x.dtype))
+    mlir.register_lowering(made, mlir.lower_fun(fn, multiple_results=False))
+    return made
+
+
+CALLED = primitive_of("called", lambda x: jax.pure_callback(lambda x: x @ x, x, x))
+UNKNOWN = {
+    "a product": (primitive_of("opaque", lambda x: jnp.tanh(x) @ x @ x), "2 product"),
+    "Python": (CALLED, "calls Python"),
+    "Python and more": (primitive_of("more", lambda x: jnp.sin(CALLED.bind(x))), None),
+    "neither": (primitive_of("plain", jnp.sin), None),
+    "no lowering": (primitive_of("unlowered", lambda x: x.no_such_attribute), None),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_primitive_that_shows_no_jaxpr_is_judged_by_its_lowering(name):
+    primitive, wanted = UNKNOWN[name]
+    found = messages(lambda x: primitive.bind(x @ x), pp.AutoMixedBf16, jnp.eye(4))
+    if wanted is None:
+        assert found == []
+    else:
+        assert len(found) == 1
+        assert primitive.name in found[0] and wanted in found[0] and __file__ in found[0]
+
+
+def test_judging_adds_nothing_to_the_trace_around_it():
+    primitive = UNKNOWN["a product"][0]
+    traced = jax.make_jaxpr(lambda x: run(primitive.bind, pp.AutoMixedBf16, x + 1))(jnp.eye(4))
+    assert count_products(traced) == 0
+    assert len(named(traced, "opaque")) == 1
+
+
+def test_a_rule_warns_when_it_is_traced_and_says_no_more_than_once():
+    layer = jax.custom_vjp(lambda x: jnp.sin(x @ x))
+    layer.defvjp(lambda x: (layer(x), x), lambda x, g: (with_kernel(x) * g,))
+
+    def f(x):
+        return layer(layer(x)).sum()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.jit(jax.grad(pp.auto_mixed(f))).lower(jnp.eye(4))
+    (text,) = (str(w.message) for w in caught if issubclass(w.category, pp.PrecisionWarning))
+    assert "pallas_call" in text and "1 product" in text
+    assert caught[0].filename == __file__
 
 
 def rooted(a, x):

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "facts": {"jaxpr", "graph", "fact", "transfer"},
     "accumulate": {"opkinds", "jaxpr"},
     "plan": {"precision", "opkinds", "rules"},
-    "equations": {"precision", "opkinds", "rules", "jaxpr", "facts", "plan"},
+    "equations": {"precision", "opkinds", "boundary", "rules", "jaxpr", "facts", "plan"},
     "readers": {"precision", "opkinds", "jaxpr", "graph", "equations"},
     "planner": {
         *("precision", "opkinds", "boundary", "rules", "policy", "jaxpr", "graph", "facts"),

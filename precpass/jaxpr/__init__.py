@@ -39,6 +39,7 @@ from precpass.jaxpr.bodies import (
 from precpass.jaxpr.carrier import Form, carry, detach, is_carrier, is_detach
 from precpass.jaxpr.custom_rules import Rewrite, with_rewritten_rules
 from precpass.jaxpr.float64 import float64, in_x64, is_float64
+from precpass.jaxpr.lowering import Contents, contents_of
 from precpass.jaxpr.reading import (
     Source,
     applies_function,
@@ -62,6 +63,7 @@ __all__ = [
     "OPAQUE",
     "Body",
     "Call",
+    "Contents",
     "Form",
     "Places",
     "Rewrite",
@@ -77,6 +79,7 @@ __all__ = [
     "bodies",
     "carry",
     "consts_of",
+    "contents_of",
     "context_of",
     "convert",
     "detach",

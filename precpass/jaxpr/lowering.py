@@ -1,0 +1,48 @@
+"""What is inside of a primitive that shows no jaxpr: read from what it is lowered to."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import jax
+
+_PRODUCT = re.compile(r'= "?stablehlo\.(?:dot_general|dot|convolution)\b')
+_OP = re.compile(r'= "?(?:stablehlo|chlo)\.(\w+)')
+_PYTHON = re.compile(r"custom_call @\w*python\w*callback")
+
+
+class Contents(NamedTuple):
+    """What an equation is lowered to.
+
+    Attributes:
+        products: the number of products.
+        python: whether all that it does is to call Python.
+    """
+
+    products: int
+    python: bool
+
+
+NOTHING = Contents(0, False)
+
+
+def contents_of(eqn: Any) -> Contents:
+    """What an equation is lowered to by itself; `NOTHING` where that is not possible.
+
+    It is lowered ahead of time, so that nothing is added to the trace around it.
+    """
+
+    def call(*args: Any) -> Any:
+        return eqn.primitive.bind(*args, **eqn.params)
+
+    try:
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        text = jax.jit(call).lower(*shapes).as_text()
+    except Exception:  # of a primitive that is unknown, so is what it raises
+        return NOTHING
+    python = _PYTHON.search(text) is not None
+    return Contents(
+        len(_PRODUCT.findall(text)),
+        python and set(_OP.findall(text)) <= {"custom_call", "constant"},
+    )
