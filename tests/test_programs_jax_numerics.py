@@ -9,24 +9,17 @@ import jax.scipy.signal
 import jax.scipy.sparse.linalg
 import numpy as np
 import pytest
-from flow_helpers import contracts, products
 from helpers import AUTO, identical, look, low_products, normal, rel_error, run
 from jax import lax
 from jax.experimental import sparse
 from jax.experimental.ode import odeint
-from program_helpers import check_program
+from program_helpers import check_program, ordered
 
 import precpass as pp
 
 
 def array(seed, *shape):
     return jnp.asarray(normal(seed, *shape))
-
-
-def ordered(fn, *args):
-    """How many contracting products have a precision that JAX's library gives them."""
-    found = products(jax.make_jaxpr(fn)(*args))
-    return sum(contracts(eqn) and eqn.params["precision"] is not None for eqn in found)
 
 
 # ---------------------------------------------------------------- attention
