@@ -223,10 +223,12 @@ def all_held_eqns(jaxpr: Any) -> Iterator[Any]:
 
 
 def name_of(eqn: Any) -> str:
-    """The primitive's name, with the hidden one's where it hides one."""
-    hidden = eqn.params.get("_prim")
-    name = eqn.primitive.name
-    return name if hidden is None else f"{name} ({type(hidden).__name__})"
+    """The primitive's name, with that of what it stands for where its params hold one."""
+    name, hidden = eqn.primitive.name, eqn.params.get("_prim")
+    if hidden is not None:
+        return f"{name} ({type(hidden).__name__})"
+    held = [v.name for v in eqn.params.values() if isinstance(v, jex.Primitive)]
+    return f"{name} ({held[0]})" if held else name
 
 
 def with_bodies(eqn: Any, found: Sequence[Body], new: Sequence[Any]) -> dict[str, Any]:
