@@ -198,6 +198,11 @@ def _iota(eqn: Any, _operands: list[Fact]) -> Fact:
     return Fact(0.0, float(size - 1) if isinstance(size, int) else math.inf, integer=True)
 
 
+def _axis_index(eqn: Any, _operands: list[Fact]) -> Fact:
+    size = ir.axis_size(eqn)
+    return ANY if size is None else _position_below([size])
+
+
 def _convert(_eqn: Any, operands: list[Fact]) -> Fact:
     return operands[0]
 
@@ -232,6 +237,7 @@ def _power(eqn: Any, operands: list[Fact]) -> Fact:
 
 _RULES: dict[str, Callable[[Any, list[Fact]], Fact]] = {
     "iota": _iota,
+    "axis_index": _axis_index,
     "convert_element_type": _convert,
     "copy": _convert,
     "stop_gradient": _convert,

@@ -43,6 +43,7 @@ from precpass.jaxpr.lowering import Contents, contents_of
 from precpass.jaxpr.reading import (
     Source,
     applies_function,
+    axis_size,
     consts_of,
     effects_of,
     in_avals,
@@ -74,6 +75,7 @@ __all__ = [
     "all_held_eqns",
     "applies_function",
     "as_operand",
+    "axis_size",
     "bind",
     "bind_shard_map",
     "bodies",

@@ -135,6 +135,12 @@ def applies_function(eqn: Any) -> bool:
     return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
 
 
+def axis_size(eqn: Any) -> int | None:
+    """The size of the mesh axis that an equation names; None where no mesh has it."""
+    mesh = getattr(eqn.ctx, "cur_abstract_mesh", None)
+    return dict(getattr(mesh, "shape", {})).get(eqn.params["axis_name"])
+
+
 def widening(eqn: Any) -> tuple[Any, Any] | None:
     """The result and the operand of a cast from a low to a wider format, else None."""
     if eqn.primitive is not _cast_p or is_literal(eqn.invars[0]):
