@@ -75,6 +75,14 @@ def contracts(eqn: Any) -> bool:
     return eqn.primitive.name != "dot_general" or bool(eqn.params["dimension_numbers"][0][0])
 
 
+def split_products(jaxpr: Any, opaque: str) -> tuple[list[Any], list[Any]]:
+    """The contracting products outside, and those inside, of a primitive that is not entered."""
+    bodies = [j for e in named(jaxpr, opaque) for j in jaxprs_in(list(e.params.values()))]
+    inside = {id(e) for body in bodies for e in products(body)}
+    found = [e for e in products(jaxpr) if contracts(e)]
+    return [e for e in found if id(e) not in inside], [e for e in found if id(e) in inside]
+
+
 def check_all_low(jaxpr: Any, least: int = 1, dtype: Any = None) -> Any:
     found = products(jaxpr)
     wide = [str(e) for e in found if contracts(e) and not is_low(e, dtype)]

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flow_helpers import contracts, is_low, jaxprs_in, named, product_stacks, products
+from flow_helpers import contracts, is_low, product_stacks, products
 from helpers import quiet
 
 import precpass as pp
@@ -150,15 +150,12 @@ def low_and_wide(jaxpr: Any, policy: pp.PrecisionPolicy) -> tuple[int, int]:
 
 
 def check_products(jaxpr: Any, policy: pp.PrecisionPolicy, least: int, wide: int | None = 0) -> int:
-    """Every contracting product is low, `wide` apart; gives their number.
-
-    None for `wide` stands for all that a library has given a precision.
-    """
+    """Every contracting product is low, `wide` (None: those with a precision) apart; how many."""
     found = [e for e in products(jaxpr) if contracts(e)]
     kept = [str(e) for e in found if not is_low(e, policy.low.dtype)]
     low = len(found) - len(kept)
     if wide is None:
-        wide = sum(contracts(e) and is_ordered(e) and not is_low(e) for e in products(jaxpr))
+        wide = sum(is_ordered(e) and not is_low(e) for e in found)
     text = f"{len(kept)} of {len(found)} products are wide, not {wide}:\n"
     assert len(kept) == wide, text + "\n".join(kept)
     assert low >= least, f"{low} low products, not {least}; wide:\n" + "\n".join(kept)
@@ -166,21 +163,13 @@ def check_products(jaxpr: Any, policy: pp.PrecisionPolicy, least: int, wide: int
 
 
 def is_ordered(eqn: Any) -> bool:
-    """Whether a product has a precision that its author gave it."""
-    return eqn.params.get("precision") is not None
+    """Whether a product contracts and has a precision that its author gave it."""
+    return contracts(eqn) and eqn.params.get("precision") is not None
 
 
 def ordered(fn: Callable[..., Any], *args: Any) -> int:
-    """How many contracting products of a program have a precision that a library gives them."""
-    return sum(contracts(e) and is_ordered(e) for e in products(jax.make_jaxpr(fn)(*args)))
-
-
-def split_products(jaxpr: Any, opaque: str) -> tuple[list[Any], list[Any]]:
-    """The contracting products outside, and those inside, of a primitive that is not entered."""
-    bodies = [j for e in named(jaxpr, opaque) for j in jaxprs_in(list(e.params.values()))]
-    inside = {id(e) for body in bodies for e in products(body)}
-    found = [e for e in products(jaxpr) if contracts(e)]
-    return [e for e in found if id(e) not in inside], [e for e in found if id(e) in inside]
+    """How many products of a program have a precision that a library gives them."""
+    return sum(map(is_ordered, products(jax.make_jaxpr(fn)(*args))))
 
 
 def signature(jaxpr: Any) -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import lineax
 import pytest
-from flow_helpers import is_low
+from flow_helpers import is_low, split_products
 from helpers import identical, normal, rel_error
 from program_helpers import (
     FAST,
@@ -17,7 +17,6 @@ from program_helpers import (
     check_products,
     check_program,
     ordered,
-    split_products,
 )
 
 import precpass as pp
@@ -33,7 +32,7 @@ def field(_t: Any, y: Any, weights: Any) -> Any:
 
 
 def solve(weights: Any, y0: Any, solver: Any, **options: Any) -> Any:
-    defaults = {"t0": 0.0, "t1": 1.0, "dt0": 0.25, "max_steps": 8, "throw": False}
+    defaults: dict[str, Any] = {"t0": 0.0, "t1": 1.0, "dt0": 0.25, "max_steps": 8, "throw": False}
     terms = options.pop("terms", diffrax.ODETerm(field))
     return diffrax.diffeqsolve(terms, solver, y0=y0, args=weights, **(defaults | options))
 

@@ -1,9 +1,11 @@
 """Programs of JAX's own library that are made of products: attention, convolutions, solvers."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.integrate
 import jax.scipy.optimize
 import jax.scipy.signal
 import jax.scipy.sparse.linalg
@@ -13,7 +15,7 @@ from helpers import AUTO, identical, look, low_products, normal, rel_error, run
 from jax import lax
 from jax.experimental import sparse
 from jax.experimental.ode import odeint
-from program_helpers import check_program, ordered
+from program_helpers import FAST, assert_leaves_near, check_program, ordered
 
 import precpass as pp
 
@@ -238,6 +240,66 @@ def test_a_minimum_found_by_bfgs():
     got = run(fn, pp.AutoMixedBf16, jnp.zeros(8), matrix, rhs)
     assert low_products(look(fn, pp.AutoMixedBf16, jnp.zeros(8), matrix, rhs).after)
     assert rel_error(got, jnp.linalg.solve(matrix, rhs)) < 8 * 2.0**-8
+
+
+def residual(a, b, y):
+    return y + jnp.tanh(a @ y) - b
+
+
+def newton(f, y):
+    """Newton's method down to a residual of 1e-2 in the root mean square."""
+
+    def step(state):
+        steps, y = state
+        return steps + 1, y - jnp.linalg.solve(jax.jacfwd(f)(y), f(y))
+
+    steps, y = lax.while_loop(lambda s: jnp.mean(f(s[1]) ** 2) > 1e-4, step, (0, y))
+    return y, steps
+
+
+def test_newtons_method_in_a_while_loop():
+    """The predicate has one product, which is wide; `solve` asks for the highest precision."""
+
+    def fn(a, b):
+        return newton(lambda y: residual(a, b, y), b)
+
+    args = array(0, 32, 32) / 10, array(1, 32)
+    checked = check_program(fn, *args, wrt=None, least=2, wide=ordered(fn, *args) + 1)
+    assert 2 <= checked.want[1] <= 5
+
+
+def test_custom_root_and_its_gradient():
+    """From jax 0.12 its jaxprs are hidden, and a warning says so."""
+
+    def fn(a, b):
+        def tangent_solve(g, y):
+            return jnp.linalg.solve(jax.jacfwd(g)(jnp.zeros_like(y)), y)
+
+        y = lax.custom_root(
+            lambda y: residual(a, b, y), b, lambda f, y: newton(f, y)[0], tangent_solve
+        )
+        return jnp.sum(jnp.sin(a @ y))
+
+    args = array(0, 32, 32) / 10, array(1, 32)
+    hides = any(e.primitive.name == "call_hi_primitive" for e in jax.make_jaxpr(fn)(*args).eqns)
+    want = jax.jit(jax.grad(fn, (0, 1)), **FAST)(*args)
+    inside = pp.auto_mixed(jax.grad(fn, (0, 1)), **FAST)
+    outside = jax.jit(jax.grad(pp.auto_mixed(fn), (0, 1)), **FAST)
+    for form in (inside, outside):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", pp.PrecisionWarning)
+            traced = form.trace(*args)
+        assert any("call_hi_primitive" in str(w.message) for w in caught) == hides
+        assert len(low_products(traced.jaxpr)) >= (3 if hides else 8)
+        got = traced.lower().compile()(*args)
+        assert_leaves_near(got, want, 8 * pp.Precision.BF16.unit_roundoff)
+
+
+def test_an_integral_over_a_product():
+    def fn(x, w):
+        return jax.scipy.integrate.trapezoid(jnp.tanh(x @ w), dx=0.1, axis=0)
+
+    check_program(fn, array(0, 20, 16), array(1, 16, 8), wrt=(0, 1))
 
 
 # ---------------------------------------------------------------- unchanged

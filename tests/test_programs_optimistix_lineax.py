@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
 import pytest
-from flow_helpers import is_low
+from flow_helpers import is_low, split_products
 from helpers import identical, look, low_products, normal
-from program_helpers import FAST, assert_leaves_near, is_ordered, split_products
+from program_helpers import FAST, assert_leaves_near, is_ordered
 
 import precpass as pp
 
@@ -25,7 +25,7 @@ B = jnp.asarray(normal(1, 16))
 X = jnp.asarray(normal(2, 64, 16)) / 4
 Y = jnp.tanh(X @ jnp.asarray(normal(3, 16)) / 2) + jnp.asarray(normal(4, 64)) / 10
 LOWS = (pp.AutoMixedBf16, pp.AutoMixed)
-TOLERANCES = {"rtol": 2e-2, "atol": 2e-2}
+TOLERANCES: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2}
 
 
 def check_solver(

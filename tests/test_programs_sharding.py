@@ -110,7 +110,7 @@ def test_a_training_step_with_sharded_and_donated_parameters():
         value, grads = jax.value_and_grad(loss)(params)
         return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), value
 
-    options = {
+    options: dict[str, Any] = {
         "in_shardings": (placed, batch),
         "out_shardings": (placed, None),
         "donate_argnums": 0,
@@ -118,7 +118,7 @@ def test_a_training_step_with_sharded_and_donated_parameters():
     }
 
     def three_steps(step: Any) -> tuple[Any, Any]:
-        params = jax.device_put({"w": W, "v": V}, placed)
+        params, value = jax.device_put({"w": W, "v": V}, placed), None
         for _ in range(3):
             before = params
             params, value = step(params, X)
