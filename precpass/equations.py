@@ -24,6 +24,10 @@ WIDENED = frozenset(
 )
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 
+# Where an order rounds one operand, equality with what it was selected from holds only if the other
+# is rounded too: the derivative of a maximum divides by the number of elements that equal it.
+EQUALITIES = frozenset({"eq", "ne"})
+
 FIXED = "of an auto_mixed function with a policy of its own"
 """The reason to leave alone what an inner function's policy has decided."""
 

@@ -14,6 +14,7 @@ from precpass import jaxpr as ir
 from precpass.accumulate import Additive, Feeds, all_feeds
 from precpass.boundary import BOUNDARY
 from precpass.equations import (
+    EQUALITIES,
     FIXED,
     WIDENED,
     border_of,
@@ -312,7 +313,7 @@ class Planner:
         return lower(kind, target, results, reason)
 
     def _blocked(self, eqn: Any, table: Op, ordered: bool, adds: bool) -> str | None:
-        if table.selects:
+        if table.selects and not (ordered and eqn.primitive.name in EQUALITIES):
             return "selects or compares: runs in its widest operand's precision"
         if adds:
             return "accumulates in a loop's carry"

@@ -114,6 +114,18 @@ def test_for_always_every_kinds_precision_is_an_order(policy):
             assert runs_low(inspection, name, policy.low.dtype), (kind, name)
 
 
+@pytest.mark.parametrize("policy", ALWAYS_LOW, **ids)
+@pytest.mark.parametrize("reduce", [jnp.max, jnp.min, jnp.ptp], ids=lambda f: f.__name__)
+def test_the_gradient_of_a_maximum_finds_the_elements_that_equal_it(reduce, policy):
+    """It divides by their number, which was 0 where only the maximum was rounded.
+
+    The elements of a column are thirds, none of them exact, and no two equal after rounding.
+    """
+    w = jnp.asarray(np.random.default_rng(0).permutation(64).reshape(8, 8) / 3, jnp.float32)
+    assert_close(lambda w: reduce(jnp.eye(8) @ w, axis=0).sum(), policy, w, tol=0.02)
+    assert_close(lambda w: reduce(w, axis=0).sum(), policy, w, tol=0.02)
+
+
 @pytest.mark.parametrize("kind", EQUATIONS, ids=stable_id)
 @pytest.mark.parametrize("low", ["bf16", "f16"])
 def test_for_custom_too_and_a_missing_kind_is_not_lowered(kind, low):
