@@ -166,6 +166,25 @@ def test_explicit_sharding():
         check_sharded(fn, *args, least=7, sums=0)
 
 
+@pytest.mark.parametrize("policy", LOWERING, ids=lambda p: p.name)
+def test_a_value_is_rounded_on_the_mesh_that_it_is_typed_with(policy: Any):
+    """A sampler with an `out_sharding` draws on a mesh of type Auto and reshards what it drew."""
+    devices = mesh("Explicit", a=2, b=2)
+
+    def fn(x: Any, w: Any, key: Any) -> Any:
+        return x @ w * jax.random.normal(key, (8, 32), out_sharding=P("a", "b"))
+
+    with jax.set_mesh(devices):
+        args = (
+            jax.device_put(X, NamedSharding(devices, P("a"))),
+            jax.device_put(W, NamedSharding(devices, P(None, "b"))),
+            jax.random.key(0),
+        )
+        got, want = pp.auto_mixed(fn, policy=policy, **FAST)(*args), jax.jit(fn, **FAST)(*args)
+        assert_leaves_near(got, want, 4 * policy.low.unit_roundoff)
+        assert jax.typeof(got) == jax.typeof(want)
+
+
 # ---------------------------------------------------------------- shard_map
 
 

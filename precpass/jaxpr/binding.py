@@ -200,7 +200,19 @@ def bind_shard_map(eqn: Any, fn: Callable[..., Any], args: Sequence[Any]) -> lis
 
 
 def convert(x: Any, dtype: Any, weak_type: bool = False) -> Any:
-    """`x` as `dtype`, with the weak type that is asked for."""
-    return jex.primitives.convert_element_type_p.bind(
-        x, new_dtype=np.dtype(dtype), weak_type=weak_type, sharding=None
-    )
+    """`x` as `dtype`, with the weak type that is asked for, on the mesh that `x` is typed with."""
+    with _mesh_of(x):
+        return jex.primitives.convert_element_type_p.bind(
+            x, new_dtype=np.dtype(dtype), weak_type=weak_type, sharding=None
+        )
+
+
+def _mesh_of(x: Any) -> AbstractContextManager[Any]:
+    # a reshard's operand has another mesh type than its context: Auto where that is Explicit
+    context = jax.sharding.get_abstract_mesh()
+    if context.empty:
+        return contextlib.nullcontext()
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", context)
+    if mesh.empty or mesh == context:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
