@@ -70,18 +70,18 @@ def _known(eqn: Any, operands: list[Fact]) -> Fact:
         moves = row.kind is OpKind.DATA_MOVEMENT or (row.selects and row.kind is OpKind.REDUCTION)
         moves = moves and not ir.applies_function(eqn)
         known = hull(_data(eqn, operands)) if moves and operands else ANY
+    learned: dict[str, float] = {}
     if name in _KEEPS_REACH:
-        known = known._replace(reaches=_reach(operands))
+        learned["reaches"] = _reach(operands)
     if name in ("mul", "div"):
-        known = known._replace(
-            reaches=_scaled(name, [f.reaches for f in operands]),
-            scale=_scaled(name, [f.magnitude for f in operands]),
-        )
+        learned["reaches"] = _scaled(name, [f.reaches for f in operands])
+        learned["scale"] = _scaled(name, [f.magnitude for f in operands])
     if name in _KEEPS_SCALE:
-        known = known._replace(scale=_common_scale(operands))
+        learned["scale"] = _common_scale(operands)
     if name in ("add", "max"):
-        floors = [f.tiny for f in operands if f.tiny]
-        known = known._replace(tiny=min(floors, default=0.0))
+        learned["tiny"] = min((f.tiny for f in operands if f.tiny), default=0.0)
+    if any(learned.values()) or any(getattr(known, field) for field in learned):
+        known = known._replace(**learned)
     return known
 
 

@@ -17,6 +17,8 @@ from jax.extend import source_info_util
 from precpass.jaxpr.reading import consts_of, in_avals, is_literal, open_jaxpr, precision_of
 from precpass.precision import Precision
 
+_cast_p = jex.primitives.convert_element_type_p
+
 
 def trace(fn: Callable[..., Any], *args: Any) -> Any:
     """The closed jaxpr of `fn` at arguments, avals or `ShapeDtypeStruct`s."""
@@ -201,18 +203,12 @@ def bind_shard_map(eqn: Any, fn: Callable[..., Any], args: Sequence[Any]) -> lis
 
 def convert(x: Any, dtype: Any, weak_type: bool = False) -> Any:
     """`x` as `dtype`, with the weak type that is asked for, on the mesh that `x` is typed with."""
-    with _mesh_of(x):
-        return jex.primitives.convert_element_type_p.bind(
-            x, new_dtype=np.dtype(dtype), weak_type=weak_type, sharding=None
-        )
-
-
-def _mesh_of(x: Any) -> AbstractContextManager[Any]:
-    # a reshard's operand has another mesh type than its context: Auto where that is Explicit
+    params = {"new_dtype": np.dtype(dtype), "weak_type": weak_type, "sharding": None}
     context = jax.sharding.get_abstract_mesh()
-    if context.empty:
-        return contextlib.nullcontext()
-    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", context)
-    if mesh.empty or mesh == context:
-        return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(mesh)
+    if not context.empty:
+        # a reshard's operand has another mesh type than its context: Auto where that is Explicit
+        mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", context)
+        if not mesh.empty and mesh != context:
+            with jax.sharding.use_abstract_mesh(mesh):
+                return _cast_p.bind(x, **params)
+    return _cast_p.bind(x, **params)
