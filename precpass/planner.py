@@ -288,8 +288,10 @@ class Planner:
         stored: dict[Any, Precision | None],
     ) -> Decision:
         kind, name = table.kind, eqn.primitive.name
+        read = {stored.get(v) for v in float_vars(eqn) if not ir.is_literal(v)}
+        selects = table.selects and not (ordered and name in EQUALITIES and target in read)
         blocked = (
-            self._blocked(eqn, table, ordered, adds)
+            self._blocked(eqn, table, ordered, adds, selects)
             or guarded(eqn, facts, target, table)
             or rounded_by_readers(eqn, self.readers.of(facts.body), table, target)
         )
@@ -312,8 +314,8 @@ class Planner:
             reason += "; a constant of an outer trace is unchecked"
         return lower(kind, target, results, reason)
 
-    def _blocked(self, eqn: Any, table: Op, ordered: bool, adds: bool) -> str | None:
-        if table.selects and not (ordered and eqn.primitive.name in EQUALITIES):
+    def _blocked(self, eqn: Any, table: Op, ordered: bool, adds: bool, selects: bool) -> str | None:
+        if selects:
             return "selects or compares: runs in its widest operand's precision"
         if adds:
             return "accumulates in a loop's carry"
