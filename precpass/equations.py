@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 from precpass import jaxpr as ir
@@ -27,6 +28,8 @@ _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilate
 # Where an order rounds one operand, equality with what it was selected from holds only if the other
 # is rounded too: the derivative of a maximum divides by the number of elements that equal it.
 EQUALITIES = frozenset({"eq", "ne"})
+
+_ASKS_READERS = frozenset(("convert_element_type", "stop_gradient"))
 
 FIXED = "of an auto_mixed function with a policy of its own"
 """The reason to leave alone what an inner function's policy has decided."""
@@ -135,6 +138,18 @@ def stored_precision(name: str, target: Precision, table: Op) -> Precision | Non
     if table.kind is OpKind.COMPUTE and name == "dot_general":
         return None
     return target
+
+
+def likeness(row: int, eqn: Any, facts: Facts, adds: bool, decides: bool) -> Hashable:
+    """All that the decision for an elementwise equation hangs on, under a mere permission."""
+    name = eqn.primitive.name
+    atoms = (*eqn.invars, *eqn.outvars)
+    dtypes = [getattr(v.aval, "dtype", None) for v in atoms]
+    known = [facts.of(v) for v in atoms]
+    # those of its readers matter too
+    alone = name in _ASKS_READERS or not Precision.of(dtypes[len(eqn.invars) - 1])
+    where = id(eqn.source_info.name_stack), facts.body
+    return name, row if alone else -1, where, adds, decides, facts.sampler, *dtypes, *known
 
 
 def float_vars(eqn: Any) -> list[Any]:

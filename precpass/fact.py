@@ -14,7 +14,7 @@ import numpy as np
 
 from precpass.precision import Precision
 
-__all__ = ["ANY", "Fact", "guard", "of_array", "of_aval"]
+__all__ = ["ANY", "Fact", "guard", "of_array", "of_aval", "of_dtype"]
 
 
 class Fact(NamedTuple):
@@ -69,11 +69,12 @@ def guard(fact: Fact, target: Precision) -> str | None:
 
 def of_aval(aval: Any) -> Fact:
     """What a value's dtype says of it."""
-    return _of_dtype(getattr(aval, "dtype", None))
+    return of_dtype(getattr(aval, "dtype", None))
 
 
 @functools.cache
-def _of_dtype(dtype: Any) -> Fact:
+def of_dtype(dtype: Any) -> Fact:
+    """What a dtype says of a value; None is that of no array."""
     if dtype == np.bool_:
         return _BOOL
     if dtype is not None and jnp.issubdtype(dtype, jnp.integer):

@@ -24,6 +24,7 @@ from precpass.equations import (
     has_low,
     in_region,
     keep,
+    likeness,
     lower,
     mixes_types,
     stored_precision,
@@ -80,9 +81,6 @@ def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:
 _WITH_RULES = frozenset(
     ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call", "remat_opt")
 )
-
-
-_ASKS_READERS = frozenset(("convert_element_type", "stop_gradient"))
 
 
 class Planner:
@@ -196,23 +194,11 @@ class Planner:
         eqn = self.graph.eqns[row]
         table = op(eqn.primitive.name)
         if table.kind is OpKind.ELEMENTWISE and self._only_permits:
-            key = self._likeness(row, facts, adds, decides)
+            key = likeness(row, eqn, facts, adds, decides)
             if key not in self._alike:
                 self._alike[key] = self._decided(row, facts, decides, adds, stored)
             return self._alike[key]
         return self._decided(row, facts, decides, adds, stored)
-
-    def _likeness(self, row: int, facts: Facts, adds: bool, decides: bool) -> Hashable:
-        """All that the decision for an elementwise equation hangs on, under a mere permission."""
-        eqn = self.graph.eqns[row]
-        atoms = (*eqn.invars, *eqn.outvars)
-        dtypes = [getattr(v.aval, "dtype", None) for v in atoms]
-        known = [facts.of(v) for v in atoms]
-        name = eqn.primitive.name
-        # its readers matter too
-        alone = name in _ASKS_READERS or not Precision.of(dtypes[len(eqn.invars) - 1])
-        where = id(eqn.source_info.name_stack), facts.body
-        return name, row if alone else -1, where, adds, decides, facts.sampler, *dtypes, *known
 
     def _decided(
         self, row: int, facts: Facts, decides: bool, adds: bool, stored: dict[Any, Precision | None]

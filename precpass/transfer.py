@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.fact import ANY, Fact, of_aval
+from precpass.fact import ANY, Fact, of_aval, of_dtype
 from precpass.opkinds import OpKind, op
 
 __all__ = ["hull", "results"]
@@ -29,20 +29,32 @@ def results(eqn: Any, operands: list[Fact]) -> list[Fact]:
     avals = [v.aval for v in eqn.outvars]
     if all(f is ANY for f in operands) and _learns_nothing(name):
         return [of_aval(a) for a in avals]
+    if op(name).kind is OpKind.ELEMENTWISE and _RULES.get(name) is not _power:
+        return [_elementwise(name, avals[0].dtype, *operands)]
     if name.startswith(_SAMPLES):
         return [of_aval(a)._replace(random=True) for a in avals]
     if name == "sort":
         return list(operands)
     if name in ("top_k", "approx_top_k"):
         return [operands[0], *(_position_below(eqn.invars[0].aval.shape[-1:]),) * (len(avals) - 1)]
-    known = _known(eqn, operands)
+    known = _known(name, operands, eqn)
+    return [_settled(name, known, operands, getattr(a, "dtype", None)) for a in avals]
+
+
+@functools.lru_cache(maxsize=65536)
+def _elementwise(name: str, dtype: Any, *operands: Fact) -> Fact:
+    # none of their parameters matters, and a program repeats itself
+    return _settled(name, _known(name, operands), operands, dtype)
+
+
+def _settled(name: str, known: Fact, operands: Sequence[Fact], dtype: Any) -> Fact:
     if operands and all(f.constant for f in operands):
         known = _of_constants(known, moves=op(name).kind is OpKind.DATA_MOVEMENT)
-    found = [_clipped(known, aval) for aval in avals]
+    fact = _clipped(known, dtype)
     if _stays_random(name, operands):
-        return [fact._replace(random=True) for fact in found]
+        return fact._replace(random=True)
     # the same object wherever nothing is known, so that it is quickly told
-    return [ANY if fact == ANY else fact for fact in found]
+    return ANY if fact == ANY else fact
 
 
 @functools.cache
@@ -61,9 +73,8 @@ def _of_constants(known: Fact, moves: bool) -> Fact:
     return known._replace(constant=True, reaches=reaches)
 
 
-def _known(eqn: Any, operands: list[Fact]) -> Fact:
-    name, row = eqn.primitive.name, op(eqn.primitive.name)
-    rule = _RULES.get(name)
+def _known(name: str, operands: Sequence[Fact], eqn: Any = None) -> Fact:
+    row, rule = op(name), _RULES.get(name)
     if rule is not None:
         known = rule(eqn, operands)
     else:
@@ -100,7 +111,7 @@ _KEEPS_REACH = frozenset(
 )
 
 
-def _stays_random(name: str, operands: list[Fact]) -> bool:
+def _stays_random(name: str, operands: Sequence[Fact]) -> bool:
     if not any(f.random for f in operands):
         return False
     kind = op(name).kind
@@ -108,9 +119,9 @@ def _stays_random(name: str, operands: list[Fact]) -> bool:
     return follows and all(f.random or f.constant for f in operands)
 
 
-def _clipped(fact: Fact, aval: Any) -> Fact:
+def _clipped(fact: Fact, dtype: Any) -> Fact:
     # a position of an argmax or a wrapped integer says nothing about the operand's bounds
-    limits = of_aval(aval)
+    limits = of_dtype(dtype)
     if limits is ANY:
         return fact
     if limits.lo <= fact.lo and fact.hi <= limits.hi:
@@ -118,7 +129,7 @@ def _clipped(fact: Fact, aval: Any) -> Fact:
     return limits
 
 
-def _data(eqn: Any, operands: list[Fact]) -> list[Fact]:
+def _data(eqn: Any, operands: Sequence[Fact]) -> list[Fact]:
     data = op(eqn.primitive.name).data
     if data is not None:
         return [operands[i] for i in data]
@@ -171,7 +182,7 @@ def _quotient(a: tuple[float, float], b: tuple[float, float]) -> list[float]:
 
 def _interval(
     combine: Callable[..., list[float]], shifts: bool = False
-) -> Callable[[Any, list[Fact]], Fact]:
+) -> Callable[[Any, Sequence[Fact]], Fact]:
     """The rule of an equation whose bounds are those of an interval operation.
 
     Args:
@@ -179,7 +190,7 @@ def _interval(
         shifts: whether integers stay such beside a whole number that was written as a float.
     """
 
-    def rule(_eqn: Any, operands: list[Fact]) -> Fact:
+    def rule(_eqn: Any, operands: Sequence[Fact]) -> Fact:
         ends = combine(*((f.lo, f.hi) for f in operands))
         integer = all(f.integer for f in operands)
         if shifts and any(f.integer for f in operands):
@@ -193,21 +204,21 @@ def _interval(
     return rule
 
 
-def _iota(eqn: Any, _operands: list[Fact]) -> Fact:
+def _iota(eqn: Any, _operands: Sequence[Fact]) -> Fact:
     size = eqn.params["shape"][eqn.params["dimension"]]
     return Fact(0.0, float(size - 1) if isinstance(size, int) else math.inf, integer=True)
 
 
-def _axis_index(eqn: Any, _operands: list[Fact]) -> Fact:
+def _axis_index(eqn: Any, _operands: Sequence[Fact]) -> Fact:
     size = ir.axis_size(eqn)
     return ANY if size is None else _position_below([size])
 
 
-def _convert(_eqn: Any, operands: list[Fact]) -> Fact:
+def _convert(_eqn: Any, operands: Sequence[Fact]) -> Fact:
     return operands[0]
 
 
-def _position(eqn: Any, _operands: list[Fact]) -> Fact:
+def _position(eqn: Any, _operands: Sequence[Fact]) -> Fact:
     shape = eqn.invars[0].aval.shape
     return _position_below([shape[axis] for axis in eqn.params["axes"]])
 
@@ -217,14 +228,14 @@ def _position_below(sizes: Sequence[Any]) -> Fact:
     return Fact(0.0, float(max([*sizes, 1])) if known else math.inf, integer=True)
 
 
-def _sum(eqn: Any, operands: list[Fact]) -> Fact:
+def _sum(eqn: Any, operands: Sequence[Fact]) -> Fact:
     shape = eqn.invars[0].aval.shape
     sizes = [shape[axis] for axis in eqn.params["axes"]]
     terms = math.prod(sizes) if all(type(size) is int for size in sizes) else 1
     return Fact(scale=(operands[0].magnitude or 1.0) * terms)
 
 
-def _power(eqn: Any, operands: list[Fact]) -> Fact:
+def _power(eqn: Any, operands: Sequence[Fact]) -> Fact:
     fact, y = operands[0], eqn.params.get("y", 2)
     if y < 0 and fact.lo <= 0 <= fact.hi:
         return ANY
@@ -235,7 +246,7 @@ def _power(eqn: Any, operands: list[Fact]) -> Fact:
     return Fact(min(ends), max(ends), 0.0, fact.integer and y >= 0)
 
 
-_RULES: dict[str, Callable[[Any, list[Fact]], Fact]] = {
+_RULES: dict[str, Callable[[Any, Sequence[Fact]], Fact]] = {
     "iota": _iota,
     "axis_index": _axis_index,
     "convert_element_type": _convert,
