@@ -100,11 +100,12 @@ def lowered(
     lhs, rhs, *rest = operands
     low = low_operands[0].dtype
     form = Bilinear(eqn.primitive, tuple(sorted(eqn.params.items())), low, dtype)
-    if _needs_barriers(low):
-        pair, params = _runnable(eqn, low_operands) if form.is_dot else (low_operands, {})
-        out = ir.detach(form.wide_product(pair, rest, **params), pinned=True)
-    else:
-        out = form.wide_product(low_operands, rest)
+    pinned, zeros = _needs_barriers(low), eqn.primitive.name == "ragged_dot_general"
+    runs = pinned and form.is_dot
+    pair, params = _runnable(eqn, low_operands) if runs else (low_operands, {})
+    out = form.wide_product(pair, rest, **params)
+    if pinned or zeros:
+        out = ir.detach(out, pinned=pinned, zeros=zeros)
     return ir.carry(form, out, lhs, rhs, rest)
 
 

@@ -22,6 +22,14 @@ PROGRAMS = {
 }
 
 
+SIZES = jnp.array([1, 2], jnp.int32)
+PRODUCTS = {
+    "dot": lambda x: x @ W,
+    "conv": lambda x: lax.conv(x[None], W.T[:, :3, None] + x[0, 0], (1,), "SAME"),
+    "ragged": lambda x: lax.ragged_dot(x, W[None] + x[:2, :1, None], SIZES),
+}
+
+
 def low_products(jaxpr) -> list[bool]:
     found: list[bool] = []
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
@@ -45,6 +53,20 @@ def test_linear_transpose_of_a_lowered_product_is_low_and_right(name: str):
     alive, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True], instantiate=True)
     products = low_products(alive)
     assert products and all(products)
+
+
+@pytest.mark.parametrize("policy", [pp.AutoMixed, pp.AutoMixedBf16])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_in_the_tangents_of_a_custom_rule_is_transposed(name: str, policy):
+    product = PRODUCTS[name]
+    fn = jax.custom_jvp(product)
+    fn.defjvp(lambda primals, tangents: jax.jvp(product, primals, tangents))
+
+    def loss(x):
+        return jnp.square(fn(x)).sum()
+
+    got, expected = jax.grad(pp.auto_mixed(loss, policy=policy))(X), jax.grad(loss)(X)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-2 * float(jnp.abs(expected).max()))
 
 
 def test_a_transpose_adds_up_wide():

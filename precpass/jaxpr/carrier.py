@@ -121,7 +121,7 @@ def _batch(
     return new, out_dim
 
 
-def detach(x: Any, *, pinned: bool = False) -> Any:
+def detach(x: Any, *, pinned: bool = False, zeros: bool = False) -> Any:
     """`x`, through which no derivative passes in either mode.
 
     Args:
@@ -130,11 +130,13 @@ def detach(x: Any, *, pinned: bool = False) -> Any:
             `lax.optimization_barrier`; that one is no part of this form since jax
             0.10 transposes its zero cotangent into zeros, and these through the product.
             In a program that is lowered for another platform nothing is left of it.
+        zeros: whether its transpose is an array of zeros, for what `x` is made by: JAX's
+            transpose of a `ragged_dot_general` takes no symbolic zero.
     """
-    return _detach_p.bind(x, pinned=pinned)
+    return _detach_p.bind(x, pinned=pinned, zeros=zeros)
 
 
-def _lower_detach(ctx: Any, x: Any, *, pinned: bool) -> Any:
+def _lower_detach(ctx: Any, x: Any, *, pinned: bool, **_params: Any) -> Any:
     return _lower_barrier(ctx, x) if pinned else [x]
 
 
@@ -148,8 +150,12 @@ for _platform in ("gpu", "tpu"):
     mlir.register_lowering(_detach_p, lambda _ctx, x, **_params: [x], platform=_platform)
 
 
-def _detach_jvp(primals: Any, _tangents: Any, *, pinned: bool) -> Any:
-    return detach(primals[0], pinned=pinned), ad.Zero(jax.typeof(primals[0]).to_tangent_aval())
+def _detach_jvp(primals: Any, _tangents: Any, **params: bool) -> Any:
+    return detach(primals[0], **params), ad.Zero(jax.typeof(primals[0]).to_tangent_aval())
+
+
+def _detach_transpose(_cotangent: Any, x: Any, *, zeros: bool, **_params: Any) -> list[Any]:
+    return [ad.instantiate_zeros(ad.Zero(x.aval)) if zeros else None]
 
 
 def _carrier_taylor(primals: Any, series: Any, *, form: Form, batched: Batched) -> Any:
@@ -166,14 +172,14 @@ def _carrier_taylor(primals: Any, series: Any, *, form: Form, batched: Batched) 
     return _carrier_p.bind(*primals, form=form, batched=batched), sums
 
 
-def _detach_taylor(primals: Any, series: Any, *, pinned: bool) -> Any:
-    return detach(primals[0], pinned=pinned), [lax.full_like(x, 0) for x in series[0]]
+def _detach_taylor(primals: Any, series: Any, **params: bool) -> Any:
+    return detach(primals[0], **params), [lax.full_like(x, 0) for x in series[0]]
 
 
 jet.jet_rules[_carrier_p] = _carrier_taylor
 jet.jet_rules[_detach_p] = _detach_taylor
 ad.primitive_jvps[_detach_p] = _detach_jvp
-ad.primitive_transposes[_detach_p] = lambda _cotangent, _x, **_params: [None]
+ad.primitive_transposes[_detach_p] = _detach_transpose
 batching.primitive_batchers[_detach_p] = lambda args, dims, **params: (
     detach(args[0], **params),
     dims[0],
