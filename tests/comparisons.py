@@ -30,9 +30,9 @@ def finite(values: Sequence[Any]) -> bool:
 
 
 def distance(a: Any, b: Any) -> float:
-    """The norm of the difference; infinite where an infinity or a NaN takes part."""
+    """The norm of the difference; infinite for infinities, NaNs, and integers that differ."""
     if not numeric(b):
-        return 0.0
+        return 0.0 if np.array_equal(bits_of(a), bits_of(b)) else math.inf
     a, b = (np.asarray(x, np.complex128) for x in (a, b))
     found = float(np.linalg.norm((a - b).ravel()))
     return math.inf if math.isnan(found) else found
@@ -82,8 +82,9 @@ def fits(x: Any, precision: pp.Precision, eqn: Any) -> None:
     wide = wide[np.isfinite(wide)]
     largest = np.abs(wide).max(initial=0.0)
     assert largest <= precision.max, f"{largest:.3g} overflows in {precision}: {eqn}"
-    # above float32's own integers every number is one
+    # above float32's own integers every number is one, and what has been rounded loses nothing
     counts = precision.exact_integers < largest <= pp.Precision.F32.exact_integers
+    counts = counts and bool((wide.astype(precision.dtype) != wide).any())
     whole = counts and np.unique(wide).size > 1 and bool((wide == np.rint(wide)).all())
     assert not whole, f"integers up to {largest}, lost in {precision}: {eqn}"
 

@@ -300,13 +300,11 @@ class _Check:
             self.outcome.decided = False
             return
         for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
-            if not numeric(b):
-                assert_same(a, b, f"output {i}")
-                continue
             assert finite([a]), f"output {i} is not finite"
-            found, noise = distance(a, b), 1e-5 * size(b) + 1e-6
+            found, noise = distance(a, b), 1e-5 * size(b) + 1e-6 if numeric(b) else 0.0
             seed = 2
-            # disturbances of one number may cancel: in two runs once in thousands, in 8 never
+            # disturbances of one number may cancel: in two runs once in thousands, in 8 never;
+            # and integers made of a float's bits change with it, some of them in every other run
             while found > NEAR * deviations[i] + noise and seed < 8:
                 more = self.deviations(before, plain, wanted, formats, [seed])
                 deviations[i] = max(deviations[i], more[i] if more else 0.0)

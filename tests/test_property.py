@@ -121,6 +121,16 @@ FOUND = [
         form="jvp",
         inside=False,
     ),
+    # integers made of the bits of a product's result
+    Case(Program((Step("linear_solve", (19,)), Step("integers", (0, 13))), seed=13), "AutoMixed"),
+    # a whole number that was rounded before
+    Case(Program((Step("epsilon", (0, 10, 7)),)), "AlwaysBf16", "grad"),
+    # JAX's transpose of a ragged product takes no symbolic zero
+    Case(
+        Program((Step("custom_jvp", (40,), ((Step("ragged_product"),),)),)),
+        form="grad",
+        inside=False,
+    ),
     # scaled to nothing in float16, and back
     Case(Program((Step("epsilon", (0, 56, 7)), Step("einsum"))), "AutoMixedConservative", "grad"),
     Case(Program((Step("epsilon", (0, 0, 59)),)), "AutoMixed", "grad", inside=False),
