@@ -78,11 +78,6 @@ def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:
     return innermost_keep(scope), is_fixed(scope)
 
 
-_WITH_RULES = frozenset(
-    ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call", "remat_opt")
-)
-
-
 class Planner:
     """One run of the planner over a graph."""
 
@@ -153,7 +148,8 @@ class Planner:
     def _enter(self, row: int, facts: Facts, decides: bool, adds: bool) -> Decision:
         eqn = self.graph.eqns[row]
         wide = self._is_wide(row) and not ir.effects_of(eqn)
-        border = () if is_fixed(self._scope(row)) else self._border(wide)
+        fixed = is_fixed(self._scope(row)) or ir.keeps_border(eqn)
+        border = () if fixed else self._border(wide)
         inner: list[Plan] = []
         for (body, _), inside in zip(self.graph.children[row], facts.inner[row], strict=True):
             feeds: Feeds = ()
@@ -162,7 +158,7 @@ class Planner:
             elif body.carry and self._orders:
                 feeds = self._additive.cyclic(body)
             inner.append(self.plan(inside, feeds, decides or body.decides, border))
-        has_rules = eqn.primitive.name in _WITH_RULES and self._plans_rules(row)
+        has_rules = ir.has_rules(eqn) and self._plans_rules(row)
         rules = border if has_rules else None
         natives = [ir.precision_of(v.aval) for v in eqn.outvars]
         stored = tuple(None if (p := across(border, n)) is n else p for n in natives)

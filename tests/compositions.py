@@ -13,6 +13,7 @@ import jax.extend.core.primitives as primitives
 import jax.numpy as jnp
 from flow_helpers import PRODUCTS, check_all_low, equations, is_low, jaxprs_in, normal
 from jax import lax
+from jax._src.config import remat3
 from jax._src.core import MemorySpace
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import linear_call
@@ -180,6 +181,12 @@ if program_order is not None:
     @program("program_order")
     def _program_order(x, w):
         return program_order(_product, enforce=True)(x, w)
+
+
+@program("call_hi_primitive")
+def _hi_primitive(x, w):
+    with remat3(True):
+        return jax.checkpoint(_product)(x, w)
 
 
 # ---------------------------------------------------------------- compositions

@@ -26,8 +26,11 @@ COMPOSITIONS: dict[str, Callable[..., Any]] = {
 
 
 def jaxprs_in(value: Any, depth: int = 0) -> Iterator[Any]:
-    """The open jaxprs in a param, wherever in tuples, lists and dicts they stand."""
+    """The open jaxprs in a param, wherever in tuples, lists, dicts and hi-primitives they stand."""
+    if hasattr(value, "in_avals_flat"):  # a hi-primitive: its params are its attributes
+        value = value.params
     value = getattr(value, "jaxpr", value)
+    value = getattr(value, "jaxpr", value)  # on 0.10 a traced function's is a closed one
     if hasattr(value, "eqns") and hasattr(value, "invars"):
         yield value
     elif isinstance(value, dict) and depth < 4:

@@ -16,6 +16,7 @@ from flow_helpers import jaxprs_in, named
 import precpass as pp
 from precpass import jaxpr as ir
 from precpass.boundary import BOUNDARY
+from precpass.jaxpr import hi_primitives
 from precpass.opkinds import TABLE
 
 VERSION = jax.__version__
@@ -70,6 +71,13 @@ def test_what_is_entered_holds_jaxprs_and_has_a_program(found: dict[str, Any]):
     # its staging rule turns 0.10's eval_jaxpr into a closed_call
     staged = {"eval_jaxpr"} if "closed_call" in present else set()
     assert present - staged == set(PROGRAMS)
+
+
+def test_every_hi_primitive_that_is_entered_exists(found: dict[str, Any]):
+    """Here, or in the release that made it."""
+    since_0_12 = {"CustomJVPTraced", "CustomRoot", "_RootLinearMap"}
+    missing = set(hi_primitives._LAYOUTS) - set(found["hi_primitives"])
+    assert missing == (since_0_12 if jax.__version_info__ < (0, 12) else set())
 
 
 @pytest.mark.parametrize("primitive", PROGRAMS)

@@ -31,13 +31,14 @@ from precpass.jaxpr.bodies import (
     all_held_eqns,
     bodies,
     hidden_jaxprs,
+    keeps_border,
     name_of,
     scan_split,
     why_opaque,
     with_bodies,
 )
 from precpass.jaxpr.carrier import Form, carry, detach, is_carrier, is_detach
-from precpass.jaxpr.custom_rules import Rewrite, with_rewritten_rules
+from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
 from precpass.jaxpr.float64 import float64, in_x64, is_float64
 from precpass.jaxpr.lowering import Contents, contents_of
 from precpass.jaxpr.reading import (
@@ -88,6 +89,7 @@ __all__ = [
     "effects_of",
     "evaluate",
     "float64",
+    "has_rules",
     "hidden_jaxprs",
     "in_avals",
     "in_x64",
@@ -98,6 +100,7 @@ __all__ = [
     "is_sampler",
     "is_tracing",
     "is_valid",
+    "keeps_border",
     "line_of",
     "name_of",
     "open_jaxpr",

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.extend.core as jex
-import jax.stages
 import numpy as np
 
+from precpass.jaxpr.hi_primitives import hi_body, hi_jaxprs, hi_name, why_not_entered, with_hi_body
 from precpass.jaxpr.reading import in_avals, open_jaxpr
 
 
@@ -114,6 +114,15 @@ def _call(eqn: Any) -> tuple[Body, ...]:
     return _whole("jaxpr" if "jaxpr" in eqn.params else "call_jaxpr")(eqn)
 
 
+def _hi_primitive(eqn: Any) -> tuple[Body, ...]:
+    jaxpr = hi_body(eqn)
+    if jaxpr is None:
+        return ()
+    # custom_root's solver runs on the first operands; the others are its derivative's
+    operands = tuple(range(len(open_jaxpr(jaxpr).invars)))
+    return (Body("_prim", None, jaxpr, operands, tuple(range(len(eqn.outvars)))),)
+
+
 ENTERED: dict[str, Callable[[Any], tuple[Body, ...]]] = {
     "jit": _whole("jaxpr"),
     "remat2": _whole("jaxpr"),
@@ -136,6 +145,7 @@ ENTERED: dict[str, Callable[[Any], tuple[Body, ...]]] = {
     "compute_on": _whole("jaxpr"),
     "xla_metadata_call": _whole("jaxpr"),
     "program_order": _whole("call_jaxpr"),  # since 0.12
+    "call_hi_primitive": _hi_primitive,
 }
 """The primitives whose bodies are planned and rewritten, each with a rule that finds them."""
 
@@ -168,8 +178,8 @@ OPAQUE: dict[str, str] = {
         " thunky.while",
     ),
     **_opaque(
-        "its jaxprs are attributes of an object",
-        "call_hi_primitive call_hi_primitive_linearized",
+        "a step of JAX's own differentiation of a hi-primitive",
+        "call_hi_primitive_linearized",
     ),
 }
 """The primitives that hold jaxprs and are not entered, and why."""
@@ -194,24 +204,19 @@ def why_opaque(eqn: Any) -> str | None:
     name = eqn.primitive.name
     if name not in ENTERED:
         return OPAQUE.get(name)
+    if name == "call_hi_primitive" and hi_body(eqn) is None:
+        return why_not_entered(eqn.params["_prim"])
     refs = any(_is_ref(v.aval) for v in eqn.invars)
     return "it works on references" if refs else "its operands are not those of its jaxpr"
 
 
 def hidden_jaxprs(eqn: Any) -> list[Any]:
-    """The jaxprs that an equation holds, scalar combiners apart.
-
-    `call_hi_primitive`, which `lax.custom_root` is from 0.12 and which JAX's
-    flags `jax_remat3`, `jax_custom_jvp3`, `jax_custom_vjp3` and `jax_scan3` make,
-    holds them in attributes of its `_prim` param, as jaxprs or as `jax.stages.Traced`.
-    """
+    """The jaxprs that an equation holds, in params or hidden, scalar combiners apart."""
     if eqn.primitive.name in COMBINERS:
         return []
-    params = dict(eqn.params)
     if eqn.primitive.name == "call_hi_primitive":
-        for name, value in vars(eqn.params["_prim"]).items():
-            params[name] = value.jaxpr if isinstance(value, jax.stages.Traced) else value
-    return list(jex.jaxprs_in_params(params))
+        return list(hi_jaxprs(eqn.params["_prim"]))
+    return list(jex.jaxprs_in_params(eqn.params))
 
 
 def all_held_eqns(jaxpr: Any) -> Iterator[Any]:
@@ -224,17 +229,19 @@ def all_held_eqns(jaxpr: Any) -> Iterator[Any]:
 
 def name_of(eqn: Any) -> str:
     """The primitive's name, with that of what it stands for where its params hold one."""
-    name, hidden = eqn.primitive.name, eqn.params.get("_prim")
-    if hidden is not None:
-        return f"{name} ({type(hidden).__name__})"
-    held = [v.name for v in eqn.params.values() if isinstance(v, jex.Primitive)]
-    return f"{name} ({held[0]})" if held else name
+    name, hidden = eqn.primitive.name, hi_name(eqn)
+    if not hidden:
+        hidden = next((v.name for v in eqn.params.values() if isinstance(v, jex.Primitive)), "")
+    return f"{name} ({hidden})" if hidden else name
 
 
 def with_bodies(eqn: Any, found: Sequence[Body], new: Sequence[Any]) -> dict[str, Any]:
     """The params of an equation with other jaxprs in the places of its bodies."""
     params = dict(eqn.params)
     for body, jaxpr in zip(found, new, strict=True):
+        if body.param == "_prim":
+            params["_prim"] = with_hi_body(params["_prim"], jaxpr)
+            continue
         if body.index is None:
             params[body.param] = jaxpr
             continue
@@ -244,6 +251,14 @@ def with_bodies(eqn: Any, found: Sequence[Body], new: Sequence[Any]) -> dict[str
         make = getattr(type(params[body.param]), "_make", tuple)
         params[body.param] = make(held)
     return params
+
+
+def keeps_border(eqn: Any) -> bool:
+    """Whether an equation's bodies can only be given the dtypes that they have.
+
+    A hi-primitive states the avals of its operands and results.
+    """
+    return eqn.primitive.name == "call_hi_primitive"
 
 
 def all_eqns(jaxpr: Any) -> Iterator[Any]:

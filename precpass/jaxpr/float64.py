@@ -140,6 +140,18 @@ def _lower(ctx: Any, *operands: Any, jaxpr: Any) -> Any:
         return _lower_run(ctx, *operands, jaxpr=jaxpr)
 
 
+def _to_lojax(*operands: Any, jaxpr: Any) -> list[Any]:
+    """The stretch with its hi-primitives expanded, as JAX expands those around it."""
+    with jax.enable_x64(True):
+        traced = jax.jit(functools.partial(_evaluate, jaxpr)).trace(*map(jax.typeof, operands))
+        expanded: Any = traced.lojax
+    return _float64_p.bind(*operands, jaxpr=expanded.jaxpr)
+
+
+def _evaluate(jaxpr: Any, *args: Any) -> list[Any]:
+    return evaluate(jaxpr, args)
+
+
 _float64_p = jex.Primitive("precpass_float64")
 _float64_p.multiple_results = True
 _float64_p.def_impl(lambda *args, jaxpr: _jitted(jaxpr)(*args))
@@ -147,6 +159,7 @@ _float64_p.def_impl(lambda *args, jaxpr: _jitted(jaxpr)(*args))
 _float64_p.def_effectful_abstract_eval(
     lambda *_avals, jaxpr: (out_avals(jaxpr), open_jaxpr(jaxpr).effects)
 )
+_float64_p.to_lojax = _to_lojax
 mlir.register_lowering(_float64_p, _lower)
 ad.primitive_jvps[_float64_p] = _jvp
 ad.primitive_transposes[_float64_p] = _transpose
