@@ -6,7 +6,7 @@ import dataclasses
 import linecache
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from precpass import jaxpr as ir
 from precpass.graph import Graph
@@ -34,6 +34,19 @@ class Inspection:
     after: Any
     policy: PrecisionPolicy | None
     scope: str = ""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an Inspection holds jaxprs, which JAX cannot pickle: pickle its .plan and its "
+            ".policy, or keep the text of its .diff()"
+        )
+
+    def __copy__(self) -> Inspection:
+        return self
+
+    def __deepcopy__(self, _memo: object) -> Inspection:
+        # all that it holds is immutable
+        return self
 
     @property
     def graph(self) -> Any:

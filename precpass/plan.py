@@ -129,6 +129,10 @@ class Plan:
     def __hash__(self) -> int:
         return self._hash
 
+    def __getstate__(self) -> dict[str, object]:
+        # the cached hash is that of this process
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True

@@ -116,7 +116,11 @@ class Rule:
         return self.primitive is None and self.where is None
 
     def __repr__(self) -> str:
-        given = [f"{name}={value!r}" for name, value in self.patterns.items()]
+        # a function's own repr has its address, and a plan's reasons are to be the same tomorrow
+        given = [
+            f"{name}={getattr(value, '__qualname__', None) or repr(value)}"
+            for name, value in self.patterns.items()
+        ]
         return f"Rule({', '.join([*given, f'precision={str(self.precision)!r}'])})"
 
     def matches(self, eqn: EqnView) -> bool:

@@ -101,7 +101,8 @@ def _layout_of(prim: Any) -> _Layout | None:
     if not type(prim).__module__.startswith("jax."):
         return None
     for layout in _LAYOUTS.get(type(prim).__name__, ()):
-        if layout.params == frozenset(prim.params) and not any(prim.params[p] for p in layout.unset):
+        same = layout.params == frozenset(prim.params)
+        if same and not any(prim.params[name] for name in layout.unset):
             return layout
     return None
 
