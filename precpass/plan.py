@@ -23,6 +23,11 @@ def across(border: Border, native: Precision | None) -> Precision | None:
     return next((wide for own, wide in border if own is native), native)
 
 
+def _own_state(value: Decision | Plan) -> dict[str, object]:
+    """What is pickled of a value: not its cached hash, which is that of this process."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
 class Action(enum.Enum):
     """What the rewriter does with an equation."""
 
@@ -78,6 +83,9 @@ class Decision:
     def __hash__(self) -> int:
         return self._hash
 
+    def __getstate__(self) -> dict[str, object]:
+        return _own_state(self)
+
     @functools.cached_property
     def changes(self) -> bool:
         """Whether the rewritten equation differs."""
@@ -130,8 +138,7 @@ class Plan:
         return self._hash
 
     def __getstate__(self) -> dict[str, object]:
-        # the cached hash is that of this process
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return _own_state(self)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
