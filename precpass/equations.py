@@ -176,7 +176,7 @@ def unentered(eqn: Any, lowered: dict[Any, ir.Contents]) -> str | None:
         eqn: the equation.
         lowered: what was found out about others, by all that tells them apart.
     """
-    held = [e for j in ir.hidden_jaxprs(eqn) for e in ir.all_eqns(j)]
+    held = [e for j in ir.hidden_jaxprs(eqn) for e in ir.all_held_eqns(j)]
     products = sum(e.primitive.name in _PRODUCTS for e in held)
     unknown = ir.why_opaque(eqn) is None and eqn.primitive.name not in BOUNDARY
     if not products and unknown and any(getattr(v.aval, "ndim", 0) for v in float_vars(eqn)):
