@@ -100,7 +100,7 @@ if primitives.call_p.name == "call":  # 0.11 dropped it
 
 @program("shard_map")
 def _shard_map(x, w):
-    return _over_rows(_product)(x, w)
+    return over_rows(_product)(x, w)
 
 
 @program("custom_linear_solve")
@@ -192,7 +192,7 @@ def _hi_primitive(x, w):
 # ---------------------------------------------------------------- compositions
 
 
-def _over_rows(fn: Fn) -> Fn:
+def over_rows(fn: Fn) -> Fn:
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, whole = PartitionSpec("rows"), PartitionSpec()
     return jax.shard_map(fn, mesh=mesh, in_specs=(rows, whole), out_specs=rows)
@@ -213,7 +213,7 @@ COMPOSITIONS: dict[str, Callable[[Fn, Mix], Fn]] = {
     "remat": lambda f, mix: jax.value_and_grad(jax.checkpoint(mix(_loss(f))), (0, 1)),
     "jacfwd": lambda f, mix: jax.jacfwd(mix(f), 1),
     "hessian": lambda f, mix: jax.hessian(mix(_loss(f)), 0),
-    "shard_map": lambda f, mix: _over_rows(mix(f)),
+    "shard_map": lambda f, mix: over_rows(mix(f)),
 }
 """Name -> (a program, the pass or what stands in its place) -> the transformed program."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from compositions import DW, DX, W, X, _over_rows
+from compositions import DW, DX, W, X, over_rows
 from flow_helpers import check_all_low, error
 from jax import export, lax
 
@@ -46,22 +46,13 @@ def loss(fn: Fn) -> Fn:
     return lambda x, w: jnp.cos(fn(x, w)).sum()
 
 
-def linear(fn: Fn) -> Fn:
-    """What of a program is linear in its first operand: its derivative there, at X."""
-    return lambda dx, w: jax.linearize(lambda x: fn(x, w), X)[1](dx)
-
-
-def exported(fn: Fn) -> Fn:
-    return lambda x, w: export.export(jax.jit(fn))(x, w).call(x, w)
-
-
 TRANSFORMS: dict[str, Callable[[Fn], Fn]] = {
     "vmap": lambda f: jax.vmap(f, (0, None)),
     "grad": lambda f: jax.grad(f, (0, 1)),
     "value_and_grad": lambda f: jax.value_and_grad(f, (0, 1)),
     "jacrev": lambda f: jax.jacrev(f, 0),
     "remat": lambda f: jax.checkpoint(f),
-    "shard_map": _over_rows,
+    "shard_map": over_rows,
     "vjp": lambda f: lambda x, w: jax.vjp(f, x, w)[1](DX),
     "jvp": lambda f: lambda x, w: jax.jvp(f, (x, w), (DX, DW)),
     "jacfwd": lambda f: jax.jacfwd(f, 0),

@@ -23,12 +23,11 @@ FLAGS = [
 
 
 # tracing every table once more under every flag takes long; "entered" has a test of its own
-UNDER_FLAGS = ("compositions", "graph", "inspection", "demo")
+UNDER_FLAGS = ("compositions", "graph", "demo")
 # What JAX itself refuses under a flag: jax_scan3 has no reverse mode, nor a rule for
 # references inside of custom_linear_solve.
 REFUSED = {
     "compositions: custom_linear_solve",
-    "inspection: gradient",
     "demo: train step",
 }
 WITHOUT_PRODUCTS = {"graph: <lambda>"}
