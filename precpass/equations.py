@@ -132,14 +132,6 @@ def widen(eqn: Any, table: Op, target: Precision, reason: str) -> Decision:
     return Decision(action, table.kind, target, stored, reason)
 
 
-def stored_precision(name: str, target: Precision, table: Op) -> Precision | None:
-    """What a lowered result is held in; None for its own dtype."""
-    # (low, low) -> f32 is the fast and the accurate form of a dot; convolutions have none
-    if table.kind is OpKind.COMPUTE and name == "dot_general":
-        return None
-    return target
-
-
 def likeness(row: int, eqn: Any, facts: Facts, adds: bool, decides: bool) -> Hashable:
     """All that the decision for an elementwise equation hangs on, under a mere permission."""
     name = eqn.primitive.name
@@ -178,7 +170,8 @@ def unentered(eqn: Any, lowered: dict[Any, ir.Contents]) -> str | None:
     """
     held = [e for j in ir.hidden_jaxprs(eqn) for e in ir.all_held_eqns(j)]
     products = sum(e.primitive.name in _PRODUCTS for e in held)
-    unknown = ir.why_opaque(eqn) is None and eqn.primitive.name not in BOUNDARY
+    why = BOUNDARY.get(eqn.primitive.name)
+    unknown = ir.why_opaque(eqn) is None and (why is None or "sparse" in why)
     if not products and unknown and any(getattr(v.aval, "ndim", 0) for v in float_vars(eqn)):
         products, python = _contents(eqn, lowered)
         if python:

@@ -27,7 +27,6 @@ from precpass.equations import (
     likeness,
     lower,
     mixes_types,
-    stored_precision,
     unentered,
     view_of,
     widen,
@@ -289,7 +288,8 @@ class Planner:
         )
         if not (ordered or moves_low):
             return keep(eqn, kind, self._may_run[target])
-        held = stored_precision(name, target, table)
+        # (low, low) -> f32 is the fast and the accurate form of a product: its sums stay wide
+        held = None if kind is OpKind.COMPUTE else target
         results = tuple(held if ir.precision_of(v.aval) else None for v in eqn.outvars)
         reason = "moves a low value" if not ordered else why
         if any(not ir.is_literal(v) and v in facts.unchecked for v in eqn.invars):

@@ -58,8 +58,8 @@ class Bilinear:
         return ir.convert(self.primitive.bind(*pair, *rest, **given), self.dtype)
 
     def wide_product(self, pair: Sequence[Any], rest: Sequence[Any], **params: Any) -> Any:
-        """The product of low operands without rounding, where kernels have that form."""
-        if not self.is_dot or self.dtype == self.low:
+        """The product of low operands, whose sums are not rounded to the low format."""
+        if self.dtype == self.low:
             return self.low_product(pair, rest, **params)
         # the kernels know no other wide result of a 16-bit pair than float32
         wide = np.dtype(np.float32) if self.low.itemsize < 4 else self.dtype

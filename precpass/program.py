@@ -116,7 +116,15 @@ class Program:
         @functools.wraps(self.fn)
         def mixed(*args: Any, **kwargs: Any) -> Any:
             # Python's numbers are tracers, unless jit is disabled or looks for NaNs
-            call = self.trace(region, args, kwargs, keeps_numbers=True)
+            try:
+                call = self.trace(region, args, kwargs, keeps_numbers=True)
+            except _NEEDS_VALUES as error:
+                if not ir.jit_is_disabled():
+                    raise
+                text = f"{self.name} runs as written: jit is disabled, and it needs values ({{}})"
+                reason = str(error).partition("\n")[0]
+                warnings.warn(text.format(reason), PrecisionWarning, stacklevel=user_stacklevel())
+                return self.fn(*args, **kwargs)
             plan = checked_plan(call, policy, scope, self.name)
             try:
                 results = run_plan(call.jaxpr, plan, call.operands, region, policy, scope)
@@ -126,6 +134,14 @@ class Program:
             return jax.tree.unflatten(call.tree, results)
 
         return mixed
+
+
+# What code raises that asks a tracer for its value, as it may where jit is disabled.
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 def _marked(jitted: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,6 +220,7 @@ def _complaints(plan: Plan, policy: PrecisionPolicy, name: str) -> Iterator[str]
     counts = plan.count()
     if policy.lowers and not any(action is Action.LOWER for _, action in counts):
         reasons = {d.reason for d in plan.walk() if d.kind is OpKind.COMPUTE}
-        why = "; ".join(sorted(reasons)[:3]) if reasons else "it has no products"
+        none = "what is not entered holds its products" if plan.notes else "it has no products"
+        why = "; ".join(sorted(reasons)[:3]) or none
         if not reasons & {"the user's own precision", FIXED}:
             yield f"{policy.name} lowered nothing in {name}: {why}"

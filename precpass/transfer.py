@@ -14,6 +14,8 @@ from precpass.opkinds import OpKind, op
 __all__ = ["hull", "results"]
 
 _UNIT = Fact(-1.0, 1.0)
+_LARGEST_COUNT = 2.0**24
+"""Float32 has no exact integers beyond it: a mask's 0 or 1 times -1e9 counts nothing."""
 _SAMPLES = ("random_", "threefry", "rng_")
 _BITS = frozenset(
     (
@@ -148,11 +150,18 @@ def hull(facts: Sequence[Fact]) -> Fact:
         min(f.lo for f in facts),
         max(f.hi for f in facts),
         min(tiny) if tiny else 0.0,
-        all(f.integer for f in facts),
+        _all_integers(facts),
         all(f.constant for f in facts),
         reaches=_reach(facts),
         scale=_common_scale(facts),
     )
+
+
+def _all_integers(facts: Sequence[Fact]) -> bool:
+    """Whether all are integers; beside one, a whole number that was written as a float is one."""
+    if not any(f.integer for f in facts):
+        return False
+    return all(f.integer or (f.lo == f.hi and f.lo % 1 == 0) for f in facts)
 
 
 def _reach(facts: Sequence[Fact]) -> float:
@@ -181,20 +190,20 @@ def _quotient(a: tuple[float, float], b: tuple[float, float]) -> list[float]:
 
 
 def _interval(
-    combine: Callable[..., list[float]], shifts: bool = False
+    combine: Callable[..., list[float]], keeps_integers: bool = False
 ) -> Callable[[Any, Sequence[Fact]], Fact]:
     """The rule of an equation whose bounds are those of an interval operation.
 
     Args:
         combine: from the operands' bounds to values that hold the result's.
-        shifts: whether integers stay such beside a whole number that was written as a float.
+        keeps_integers: whether integers stay such beside whole numbers written as floats.
     """
 
     def rule(_eqn: Any, operands: Sequence[Fact]) -> Fact:
         ends = combine(*((f.lo, f.hi) for f in operands))
         integer = all(f.integer for f in operands)
-        if shifts and any(f.integer for f in operands):
-            integer = all(f.integer or (f.lo == f.hi and f.lo % 1 == 0) for f in operands)
+        if keeps_integers and not integer and max(map(abs, ends)) <= _LARGEST_COUNT:
+            integer = _all_integers(operands)
         if any(math.isnan(e) for e in ends):
             return Fact(integer=integer)
         # several elements say nothing of the smallest of their results
@@ -254,14 +263,14 @@ _RULES: dict[str, Callable[[Any, Sequence[Fact]], Fact]] = {
     "stop_gradient": _convert,
     "select_n": lambda eqn, fs: hull(fs[1:]),
     "clamp": _interval(lambda a, x, b: [max(x[0], a[0]), min(x[1], b[1])]),
-    "add": _interval(lambda a, b: [a[0] + b[0], a[1] + b[1]], shifts=True),
-    "sub": _interval(lambda a, b: [a[0] - b[1], a[1] - b[0]], shifts=True),
-    "mul": _interval(lambda a, b: [x * y for x in a for y in b]),
+    "add": _interval(lambda a, b: [a[0] + b[0], a[1] + b[1]], keeps_integers=True),
+    "sub": _interval(lambda a, b: [a[0] - b[1], a[1] - b[0]], keeps_integers=True),
+    "mul": _interval(lambda a, b: [x * y for x in a for y in b], keeps_integers=True),
     "div": _interval(_quotient),
     "neg": _interval(lambda a: [-a[1], -a[0]]),
     "abs": _interval(lambda a: [0.0 if a[0] <= 0 <= a[1] else min(map(abs, a)), max(map(abs, a))]),
-    "max": _interval(lambda a, b: [max(a[0], b[0]), max(a[1], b[1])]),
-    "min": _interval(lambda a, b: [min(a[0], b[0]), min(a[1], b[1])]),
+    "max": _interval(lambda a, b: [max(a[0], b[0]), max(a[1], b[1])], keeps_integers=True),
+    "min": _interval(lambda a, b: [min(a[0], b[0]), min(a[1], b[1])], keeps_integers=True),
     "reduce_sum": _sum,
     "square": _power,
     "integer_pow": _power,

@@ -269,8 +269,6 @@ def test_newtons_method_in_a_while_loop():
 
 
 def test_custom_root_and_its_gradient():
-    """From jax 0.12 its jaxprs are hidden, and a warning says so."""
-
     def fn(a, b):
         def tangent_solve(g, y):
             return jnp.linalg.solve(jax.jacfwd(g)(jnp.zeros_like(y)), y)
@@ -281,7 +279,6 @@ def test_custom_root_and_its_gradient():
         return jnp.sum(jnp.sin(a @ y))
 
     args = array(0, 32, 32) / 10, array(1, 32)
-    hides = any(e.primitive.name == "call_hi_primitive" for e in jax.make_jaxpr(fn)(*args).eqns)
     want = jax.jit(jax.grad(fn, (0, 1)), **FAST)(*args)
     inside = pp.auto_mixed(jax.grad(fn, (0, 1)), **FAST)
     outside = jax.jit(jax.grad(pp.auto_mixed(fn), (0, 1)), **FAST)
@@ -289,8 +286,8 @@ def test_custom_root_and_its_gradient():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", pp.PrecisionWarning)
             traced = form.trace(*args)
-        assert any("call_hi_primitive" in str(w.message) for w in caught) == hides
-        assert len(low_products(traced.jaxpr)) >= (3 if hides else 8)
+        assert not [w for w in caught if issubclass(w.category, pp.PrecisionWarning)]
+        assert len(low_products(traced.jaxpr)) >= 8
         got = traced.lower().compile()(*args)
         assert_leaves_near(got, want, 8 * pp.Precision.BF16.unit_roundoff)
 

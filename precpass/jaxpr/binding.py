@@ -25,6 +25,11 @@ def trace(fn: Callable[..., Any], *args: Any) -> Any:
     return jax.make_jaxpr(fn)(*args)
 
 
+def jit_is_disabled() -> bool:
+    """Whether `jax.disable_jit` is in force here."""
+    return bool(jax.config.jax_disable_jit)  # pyright: ignore[reportAttributeAccessIssue] -- dynamic
+
+
 class Call(NamedTuple):
     """A traced call of a jitted function.
 
