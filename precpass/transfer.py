@@ -14,8 +14,6 @@ from precpass.opkinds import OpKind, op
 __all__ = ["hull", "results"]
 
 _UNIT = Fact(-1.0, 1.0)
-_LARGEST_COUNT = 2.0**24
-"""Float32 has no exact integers beyond it: a mask's 0 or 1 times -1e9 counts nothing."""
 _SAMPLES = ("random_", "threefry", "rng_")
 _BITS = frozenset(
     (
@@ -190,19 +188,20 @@ def _quotient(a: tuple[float, float], b: tuple[float, float]) -> list[float]:
 
 
 def _interval(
-    combine: Callable[..., list[float]], keeps_integers: bool = False
+    combine: Callable[..., list[float]], counts_to: float = -1.0
 ) -> Callable[[Any, Sequence[Fact]], Fact]:
     """The rule of an equation whose bounds are those of an interval operation.
 
     Args:
         combine: from the operands' bounds to values that hold the result's.
-        keeps_integers: whether integers stay such beside whole numbers written as floats.
+        counts_to: up to which magnitude integers stay such beside whole numbers that were
+            written as floats.
     """
 
     def rule(_eqn: Any, operands: Sequence[Fact]) -> Fact:
         ends = combine(*((f.lo, f.hi) for f in operands))
         integer = all(f.integer for f in operands)
-        if keeps_integers and not integer and max(map(abs, ends)) <= _LARGEST_COUNT:
+        if not integer and max(map(abs, ends)) <= counts_to:
             integer = _all_integers(operands)
         if any(math.isnan(e) for e in ends):
             return Fact(integer=integer)
@@ -263,14 +262,15 @@ _RULES: dict[str, Callable[[Any, Sequence[Fact]], Fact]] = {
     "stop_gradient": _convert,
     "select_n": lambda eqn, fs: hull(fs[1:]),
     "clamp": _interval(lambda a, x, b: [max(x[0], a[0]), min(x[1], b[1])]),
-    "add": _interval(lambda a, b: [a[0] + b[0], a[1] + b[1]], keeps_integers=True),
-    "sub": _interval(lambda a, b: [a[0] - b[1], a[1] - b[0]], keeps_integers=True),
-    "mul": _interval(lambda a, b: [x * y for x in a for y in b], keeps_integers=True),
+    "add": _interval(lambda a, b: [a[0] + b[0], a[1] + b[1]], counts_to=math.inf),
+    "sub": _interval(lambda a, b: [a[0] - b[1], a[1] - b[0]], counts_to=math.inf),
+    # a mask's 0 or 1 times -1e9 counts nothing: float32 has no exact integers from here on
+    "mul": _interval(lambda a, b: [x * y for x in a for y in b], counts_to=2.0**24),
     "div": _interval(_quotient),
     "neg": _interval(lambda a: [-a[1], -a[0]]),
     "abs": _interval(lambda a: [0.0 if a[0] <= 0 <= a[1] else min(map(abs, a)), max(map(abs, a))]),
-    "max": _interval(lambda a, b: [max(a[0], b[0]), max(a[1], b[1])], keeps_integers=True),
-    "min": _interval(lambda a, b: [min(a[0], b[0]), min(a[1], b[1])], keeps_integers=True),
+    "max": _interval(lambda a, b: [max(a[0], b[0]), max(a[1], b[1])], counts_to=math.inf),
+    "min": _interval(lambda a, b: [min(a[0], b[0]), min(a[1], b[1])], counts_to=math.inf),
     "reduce_sum": _sum,
     "square": _power,
     "integer_pow": _power,

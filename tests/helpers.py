@@ -6,6 +6,7 @@ must not count them with the code that it checks.
 
 import contextlib
 import dataclasses
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -134,6 +135,17 @@ def text_of(inspection: pp.Inspection) -> str:
 
 
 # ---------------------------------------------------------------- running
+
+
+@contextlib.contextmanager
+def checking_leaks() -> Iterator[None]:
+    """`jax.checking_leaks`, which walks all objects, without those of the tests before."""
+    gc.freeze()
+    try:
+        with jax.checking_leaks():
+            yield
+    finally:
+        gc.unfreeze()
 
 
 @contextlib.contextmanager

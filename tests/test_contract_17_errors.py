@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from calling_helpers import W, X
+from helpers import checking_leaks
 
 import precpass as pp
 
@@ -158,7 +159,7 @@ def test_nothing_of_the_pass_leaks(outside):
         h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=2)
         return jax.checkpoint(lambda h: (jax.nn.relu(h) @ w).sum())(h)
 
-    with jax.checking_leaks():
+    with checking_leaks():
         if outside:
             jax.grad(pp.auto_mixed(loss))(W, X)
         else:
@@ -173,7 +174,7 @@ def test_a_leak_is_found_where_it_is():
         return x @ x
 
     with (
-        jax.checking_leaks(),
+        checking_leaks(),
         pytest.raises(Exception, match="Leaked") as info,
     ):
         pp.auto_mixed(leak)(X)

@@ -3,8 +3,6 @@
 Design section 3, line 15.
 """
 
-import gc
-
 import jax
 import pytest
 from compositions import (
@@ -21,6 +19,7 @@ from compositions import (
 )
 from enumeration_table import read
 from flow_helpers import assert_near
+from helpers import checking_leaks
 
 VERSION, COMMITTED = jax.__version__, read()
 
@@ -58,12 +57,7 @@ def test_the_matrix(primitive: str, composition: str):
 def test_no_tracer_outlives_its_trace(primitive: str):
     """Rewritten rules included. JAX itself leaks those of linear_call."""
     fns = forms(primitive, "grad outside")
-    # each check walks all objects that are not frozen: those of the tests before take long
-    gc.freeze()
-    try:
-        with jax.checking_leaks():
-            plain, mixed = (jaxpr_or_error(fns[name]) for name in ("plain", "bf16"))
-    finally:
-        gc.unfreeze()
+    with checking_leaks():
+        plain, mixed = (jaxpr_or_error(fns[name]) for name in ("plain", "bf16"))
     if not isinstance(plain, Exception):
         assert not isinstance(mixed, Exception), mixed

@@ -23,13 +23,9 @@ FLAGS = [
 
 
 # tracing every table once more under every flag takes long; "entered" has a test of its own
-UNDER_FLAGS = ("compositions", "graph", "demo")
-# What JAX itself refuses under a flag: jax_scan3 has no reverse mode, nor a rule for
-# references inside of custom_linear_solve.
-REFUSED = {
-    "compositions: custom_linear_solve",
-    "demo: train step",
-}
+UNDER_FLAGS = ("compositions", "graph")
+# What JAX itself refuses: jax_scan3 has no rule for references inside of custom_linear_solve.
+REFUSED = {"compositions: custom_linear_solve"}
 WITHOUT_PRODUCTS = {"graph: <lambda>"}
 WITH_DEAD_PRODUCTS = {"inspection: remat"}
 
