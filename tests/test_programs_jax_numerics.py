@@ -287,7 +287,8 @@ def test_custom_root_and_its_gradient():
             warnings.simplefilter("always", pp.PrecisionWarning)
             traced = form.trace(*args)
         assert not [w for w in caught if issubclass(w.category, pp.PrecisionWarning)]
-        assert len(low_products(traced.jaxpr)) >= 8
+        # a derivative of the root is a hi-primitive from 0.12, which holds fewer copies of them
+        assert len(low_products(traced.jaxpr)) >= 6
         got = traced.lower().compile()(*args)
         assert_leaves_near(got, want, 8 * pp.Precision.BF16.unit_roundoff)
 
