@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from counting import assert_counted
 from flow_helpers import contracts, is_low, product_stacks, products
 from helpers import quiet
 
@@ -54,6 +55,7 @@ def check_program(
 
     - The results have the tree, shapes, dtypes and weak types of the original's, so float32
       state stays float32.
+    - The pass knows of every product that JAX lowers.
     - Every product that contracts something is low, `wide` of them apart, and there are `least`
       of them: in the program, in its gradient under the policy, and in the gradient of the
       program under the policy. Their name scopes are the original's.
@@ -85,6 +87,7 @@ def check_program(
         mixed = pp.auto_mixed(counted, policy=policy, **FAST)
         after = mixed.trace(*args).jaxpr
     before = jax.jit(fn, **FAST).trace(*args)
+    assert_counted(before)
     check_products(after, policy, least, wide)
     assert signature(after) == signature(before.jaxpr)
     assert product_stacks(after) == product_stacks(before.jaxpr), "name scopes"

@@ -4,16 +4,9 @@ from typing import Any
 
 import jax
 import pytest
+from counting import assert_counted, dead, not_lowered, warned_of
 from flow_helpers import config, named
-from product_counts import (
-    PROGRAMS,
-    dead,
-    in_graph,
-    in_stablehlo,
-    not_lowered,
-    settings,
-    warned_of,
-)
+from product_counts import PROGRAMS, settings
 
 FLAGS = [
     flag
@@ -37,13 +30,8 @@ def traced(name: str) -> Any:
 
 
 def check(name: str, program: Any) -> int:
-    """Compares what the graph and the warnings know with what JAX lowers; the number of it."""
     with settings(name):
-        text = in_stablehlo(program.lower())
-    known = in_graph(program.jaxpr) + warned_of(program.jaxpr)
-    left_out = dead(program.jaxpr) + not_lowered(program.jaxpr)
-    assert known == text + left_out, name
-    return text
+        return assert_counted(program)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
