@@ -50,9 +50,6 @@ class Facts:
         return fact
 
 
-_Memo = dict[Any, Facts]
-
-
 def propagate(graph: Graph, closed_over: Sequence[Any] = ()) -> Facts:
     """The facts of the root and, under it, of every body at its call sites.
 
