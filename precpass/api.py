@@ -15,7 +15,7 @@ from precpass.inspection import Inspection
 from precpass.leaves import Declared, results, unwrapped
 from precpass.planner import unchanged_plan
 from precpass.policy import PrecisionPolicy
-from precpass.program import Program, checked_plan, run_plan
+from precpass.program import Program, checked_plan, rewritten, with_output
 
 __all__ = ["Mixed", "auto_mixed", "inspect", "keep", "use_policy"]
 
@@ -136,9 +136,12 @@ class Mixed:
                 if policy is None:
                     return Inspection(before, unchanged_plan(before), after, None, scope)
                 plan = checked_plan(call, policy, scope, program.name)
-                if plan.changes or policy.output is not None:
-                    run = functools.partial(run_plan, region=region, policy=policy, scope=scope)
-                    after = ir.retrace(before, lambda *xs: run(before, plan, xs))
+                after = rewritten(before, plan, region, policy, scope)
+                if policy.output is not None:
+                    inner, asked = after, policy
+                    after = ir.retrace(
+                        before, lambda *xs: with_output(ir.evaluate(inner, xs), asked)
+                    )
                 return Inspection(before, plan, after, policy, scope)
 
             return inspected

@@ -57,15 +57,15 @@ class Bilinear:
         given = {**dict(self.items), **params, "preferred_element_type": self.low}
         return ir.convert(self.primitive.bind(*pair, *rest, **given), self.dtype)
 
-    def wide_product(self, pair: Sequence[Any], rest: Sequence[Any], **params: Any) -> Any:
-        """The product of low operands, whose sums are not rounded to the low format."""
-        if self.dtype == self.low:
-            return self.low_product(pair, rest, **params)
-        # the kernels know no other wide result of a 16-bit pair than float32
-        wide = np.dtype(np.float32) if self.low.itemsize < 4 else self.dtype
-        given = {**dict(self.items), **params, "preferred_element_type": wide}
-        out = self.primitive.bind(*pair, *rest, **given)
-        return out if out.dtype == self.dtype else ir.convert(out, self.dtype)
+    @property
+    def sums_in(self) -> np.dtype[Any]:
+        """The dtype in which the product of low operands is asked for.
+
+        It is that of the result, so that sums are not rounded to the low format; the
+        kernels know no other wide result of a 16-bit pair than float32.
+        """
+        wide = self.dtype != self.low and self.low.itemsize < 4
+        return np.dtype(np.float32) if wide else self.dtype
 
     def tangent(self, tangent: Any, other: Any, rest: Sequence[Any], side: int) -> Any:
         """The low product with `tangent` in the place of operand `side`.
@@ -84,11 +84,16 @@ class Bilinear:
 
 
 def lowered(
-    eqn: Any, low_operands: Sequence[Any], operands: Sequence[Any], dtype: np.dtype[Any]
+    build: ir.Builder,
+    eqn: Any,
+    low_operands: Sequence[Any],
+    operands: Sequence[Any],
+    dtype: np.dtype[Any],
 ) -> Any:
     """A bilinear equation evaluated in low precision.
 
     Args:
+        build: where its equations are added.
         eqn: a `dot_general`, `ragged_dot_general` or `conv_general_dilated` equation.
         low_operands: its two data operands in the low format, from `low_copy`.
         operands: all its operands as they were, wide.
@@ -98,24 +103,28 @@ def lowered(
         The product, differentiable to any order in forward and reverse mode.
     """
     lhs, rhs, *rest = operands
-    low = low_operands[0].dtype
+    low = low_operands[0].aval.dtype
     form = Bilinear(eqn.primitive, tuple(sorted(eqn.params.items())), low, dtype)
     pinned, zeros = _needs_barriers(low), eqn.primitive.name == "ragged_dot_general"
     runs = pinned and form.is_dot
-    pair, params = _runnable(eqn, low_operands) if runs else (low_operands, {})
-    out = form.wide_product(pair, rest, **params)
+    pair, params = _runnable(build, eqn, low_operands) if runs else (low_operands, {})
+    params = {**eqn.params, **params, "preferred_element_type": form.sums_in}
+    aval = eqn.outvars[0].aval.update(dtype=form.sums_in, weak_type=False)
+    out = build.emit(eqn.primitive, [*pair, *rest], params, aval)
+    if form.sums_in != dtype:
+        out = build.convert(out, dtype)
     if pinned or zeros:
-        out = ir.detach(out, pinned=pinned, zeros=zeros)
-    return ir.carry(form, out, lhs, rhs, rest)
+        out = build.detach(out, pinned=pinned, zeros=zeros)
+    return build.carry(form, out, lhs, rhs, rest)
 
 
-def low_copy(x: Any, precision: Precision) -> Any:
+def low_copy(build: ir.Builder, x: Any, precision: Precision) -> Any:
     """A copy of a product's operand in a low format, which any number of products may share.
 
     No derivative passes through it.
     """
-    low = x if x.dtype == precision.dtype else ir.convert(x, precision.dtype)
-    return ir.detach(low, pinned=_needs_barriers(low.dtype))
+    low = x if x.aval.dtype == precision.dtype else build.convert(x, precision.dtype)
+    return build.detach(low, pinned=_needs_barriers(precision.dtype))
 
 
 def _needs_barriers(low: np.dtype[Any]) -> bool:
@@ -129,7 +138,7 @@ def _needs_barriers(low: np.dtype[Any]) -> bool:
     return low == Precision.BF16.dtype
 
 
-def _runnable(eqn: Any, pair: Sequence[Any]) -> tuple[Sequence[Any], Params]:
+def _runnable(build: ir.Builder, eqn: Any, pair: Sequence[Any]) -> tuple[Sequence[Any], Params]:
     """The form of a (bf16, bf16) -> f32 dot that XLA:CPU has a kernel for.
 
     It has none (at run time: "Unsupported element type for DotThunk") where a
@@ -142,13 +151,16 @@ def _runnable(eqn: Any, pair: Sequence[Any]) -> tuple[Sequence[Any], Params]:
     """
     lhs, rhs = pair
     (contracting, batch) = eqn.params["dimension_numbers"]
-    kept = [d for d in range(lhs.ndim) if d not in contracting[0] and d not in batch[0]]
+    rank = lhs.aval.ndim
+    kept = [d for d in range(rank) if d not in contracting[0] and d not in batch[0]]
     if not kept or not contracting[0] or min(contracting[0]) > max(kept):
         return pair, {}
     order = [*batch[0], *kept, *contracting[0]]
-    lhs = ir.detach(lax.transpose(lhs, order), pinned=True)
+    key = ("transpose", tuple(order))
+    (lhs,) = build.call(lambda x: [lax.transpose(x, order)], [lhs], key)
+    lhs = build.detach(lhs, pinned=True)
     n_batch = len(batch[0])
-    summed = tuple(range(n_batch + len(kept), lhs.ndim))
+    summed = tuple(range(n_batch + len(kept), rank))
     numbers = (summed, tuple(contracting[1])), (tuple(range(n_batch)), tuple(batch[1]))
     return (lhs, rhs), {"dimension_numbers": numbers}
 

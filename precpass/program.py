@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from precpass.rewrite import Rewriter
 from precpass.rules import FIXED_SCOPE
 from precpass.selfcheck import check_jax
 
-__all__ = ["Program", "checked_plan", "run_plan"]
+__all__ = ["Program", "checked_plan", "rewritten", "with_output"]
 
 
 class Program:
@@ -126,8 +126,9 @@ class Program:
                 warnings.warn(text.format(reason), PrecisionWarning, stacklevel=user_stacklevel())
                 return self.fn(*args, **kwargs)
             plan = checked_plan(call, policy, scope, self.name)
+            new = rewritten(call.jaxpr, plan, region, policy, scope)
             try:
-                results = run_plan(call.jaxpr, plan, call.operands, region, policy, scope)
+                results = with_output(ir.run(call, new), policy)
             except FloatingPointError as error:
                 note_source(error)
                 raise
@@ -152,15 +153,10 @@ def _marked(jitted: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def run_plan(
-    jaxpr: Any,
-    plan: Plan,
-    args: Any,
-    region: context.Region,
-    policy: PrecisionPolicy,
-    scope: str,
-) -> list[Any]:
-    """The results of a jaxpr under a plan."""
+def rewritten(
+    jaxpr: Any, plan: Plan, region: context.Region, policy: PrecisionPolicy, scope: str
+) -> Any:
+    """A jaxpr under a plan; itself where nothing changes."""
     said = set(plan.notes)
 
     def plan_rule(rule: Any, scope: str, border: Border) -> Plan:
@@ -171,17 +167,18 @@ def run_plan(
                 warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
         return its_plan
 
-    if plan.changes:
-        rewriter = Rewriter(
-            plan_rule,
-            lambda scope: distinguish(policy, scope),
-            lambda: context.tracing(region),
-        )
-        results = rewriter.run(jaxpr, plan, args, scope)
-    else:
-        results = ir.evaluate(jaxpr, args)
+    rewriter = Rewriter(
+        plan_rule,
+        lambda scope: distinguish(policy, scope),
+        lambda: context.tracing(region),
+    )
+    return rewriter.jaxpr(jaxpr, plan, scope)
+
+
+def with_output(results: Sequence[Any], policy: PrecisionPolicy) -> list[Any]:
+    """The results of a function in the precision in which a policy has them."""
     if policy.output is None:
-        return results
+        return list(results)
     return [
         x.astype(policy.output.dtype) if ir.precision_of(jax.typeof(x)) in policy.retypes else x
         for x in results

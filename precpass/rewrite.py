@@ -1,7 +1,8 @@
-"""Plan and jaxpr in, rewritten program out: one loop that binds each equation again.
+"""Plan and jaxpr in, rewritten jaxpr out: one loop over the equations.
 
 The environment holds every value once, in the precision it was made in; reading
-it in another precision is the only place where a cast comes from.
+it in another precision is the only place where a cast comes from. An equation
+that stays as it is is taken over and not bound again.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Rewriter:
         self.distinguish = distinguish
         self.around_rule = around_rule
         self.x64 = ir.in_x64()
-        # holds the jaxpr too: an id is only unique while its object lives
         self.memo: dict[tuple[int, Plan, Hashable, bool], tuple[Any, Any]] = {}
+        self.templates: ir.Templates = {}
 
     def jaxpr(self, jaxpr: Any, plan: Plan, scope: str = "") -> Any:
         """The rewritten jaxpr, with the same avals at its border unless the plan changes them.
@@ -59,7 +60,7 @@ class Rewriter:
         if not plan.changes:
             return jaxpr
         todo: list[tuple[Any, Any, Plan, str]] = [(None, jaxpr, plan, scope)]
-        # innermost bodies first: nested re-tracing would soon reach Python's recursion limit
+        # innermost bodies first: nested rewriting would soon reach Python's recursion limit
         while todo:
             eqn, body, its_plan, inside = todo[-1]
             if self._key(body, its_plan, inside) in self.memo:
@@ -67,8 +68,7 @@ class Rewriter:
             elif inner := self._not_rewritten(body, its_plan, inside):
                 todo += inner
             else:
-                with contextlib.nullcontext() if eqn is None else ir.context_of(eqn):
-                    self._rewrite(body, its_plan, inside)
+                self._rewrite(eqn, body, its_plan, inside)
         return self.memo[self._key(jaxpr, plan, scope)][1]
 
     def _key(self, jaxpr: Any, plan: Plan, scope: str) -> tuple[int, Plan, Hashable, bool]:
@@ -76,16 +76,11 @@ class Rewriter:
         seen = self.distinguish(scope) if plan.rewrites_rules else None
         return id(ir.open_jaxpr(jaxpr)), plan, seen, ir.in_x64()
 
-    def _rewrite(self, jaxpr: Any, plan: Plan, scope: str) -> None:
-        avals = [_crossing(a, plan.border) for a in ir.in_avals(jaxpr)]
-        new = ir.retrace(jaxpr, lambda *args: self.run(jaxpr, plan, args, scope), avals)
-        self.memo[self._key(jaxpr, plan, scope)] = (jaxpr, new)
-
     def _not_rewritten(self, jaxpr: Any, plan: Plan, scope: str) -> list[Any]:
         """The bodies that `jaxpr` needs first, each with its equation, plan and scope."""
         found: list[Any] = []
         for eqn, decision in zip(ir.open_jaxpr(jaxpr).eqns, plan.decisions, strict=True):
-            # shards are re-traced in their own place, where their axes are bound
+            # shards are rewritten in their own place, where their axes are bound
             if not decision.inner or eqn.primitive.name == "shard_map":
                 continue
             # nor are the bodies of an island, where x64 is on
@@ -99,52 +94,51 @@ class Rewriter:
             ]
         return found
 
-    def run(self, jaxpr: Any, plan: Plan, args: Sequence[Any], scope: str = "") -> list[Any]:
-        """The rewritten program evaluated at `args`.
-
-        Args:
-            jaxpr: the original.
-            plan: its plan.
-            args: its operands.
-            scope: the name scopes around it.
-        """
+    def _rewrite(self, within: Any, jaxpr: Any, plan: Plan, scope: str) -> None:
         opened = ir.open_jaxpr(jaxpr)
-        env = _Env(opened, ir.consts_of(jaxpr), args)
+        build = ir.Builder(self.templates, within)
+        env = _Env(opened, build)
+        invars = [env.enter(v, plan.border) for v in opened.invars]
         found = islands(opened, plan) if plan.has_islands and not ir.in_x64() else {}
         eqns, row = opened.eqns, 0
-        with ir.Places() as places:
-            while row < len(eqns):
-                if row in found:
-                    places.leave()
-                    self._island(env, found[row], scope)
-                    row = found[row].stop
-                    continue
-                with places.of(eqns[row]):
-                    self._eqn(env, eqns[row], plan.decisions[row], scope)
-                row += 1
-        return [env.output(v, plan.border) for v in opened.outvars]
+        while row < len(eqns):
+            if row in found:
+                self._island(env, found[row], scope)
+                row = found[row].stop
+                continue
+            self._eqn(env, eqns[row], plan.decisions[row], scope)
+            row += 1
+        build.leave()
+        new = build.finish(jaxpr, invars, [env.output(v, plan.border) for v in opened.outvars])
+        # holds the jaxpr too: an id is only unique while its object lives
+        self.memo[self._key(jaxpr, plan, scope)] = jaxpr, new
 
     def _island(self, env: _Env, island: Island, scope: str) -> None:
-        rounded = len(island.invars)
-
         def inside(*args: Any) -> list[Any]:
-            inner = _Env(island, (), args[:rounded])
-            for v, bits in zip(island.exact_in, args[rounded:], strict=True):
-                inner.values[v] = from_bits(bits, inner.values[v])
-                inner.held[v] = Precision.F64
-            with ir.Places() as places:
-                for eqn, decision in zip(island.eqns, island.decisions, strict=True):
-                    with places.of(eqn):
-                        self._eqn(inner, eqn, decision, scope)
-            exact = [to_bits(inner.read_as(v, Precision.F64)) for v in island.exact_out]
-            return [inner.output(v, ()) for v in island.outvars] + exact
+            return self._in_island(env.opened, island, args, scope)
 
         args = [env.read(v) for v in island.invars] + [env.bits[v] for v in island.exact_in]
-        with ir.line_of(island.eqns[0]):
-            results = iter(ir.float64(inside, args))
+        env.build.at_line_of(island.eqns[0])
+        results = iter(env.build.call(lambda *xs: ir.float64(inside, xs), args))
         for var in island.outvars:
             env.write(var, next(results), None)
         env.bits.update(zip(island.exact_out, results, strict=True))
+
+    def _in_island(self, opened: Any, island: Island, args: Sequence[Any], scope: str) -> list[Any]:
+        """The results of an island, which is traced with x64 on."""
+        build = ir.Builder(self.templates, island.eqns[0])
+        env = _Env(island, build)
+        bits = [ir.new_variable(jax.typeof(x)) for x in args[len(island.invars) :]]
+        for var, its_bits in zip(island.exact_in, bits, strict=True):
+            (env.values[var],) = build.call(lambda b, r: [from_bits(b, r)], [its_bits, var])
+            env.held[var] = Precision.F64
+        for eqn, decision in zip(island.eqns, island.decisions, strict=True):
+            self._eqn(env, eqn, decision, scope)
+        build.leave()
+        wide = [env.read_as(v, Precision.F64) for v in island.exact_out]
+        exact = [build.call(lambda x: [to_bits(x)], [x])[0] for x in wide]
+        outvars = [env.output(v, ()) for v in island.outvars]
+        return build.evaluate(opened, [*island.invars, *bits], [*outvars, *exact], args)
 
     @contextlib.contextmanager
     def _around_rule(self) -> Generator[None]:
@@ -155,11 +149,9 @@ class Rewriter:
     def _eqn(self, env: _Env, eqn: Any, decision: Decision, scope: str) -> None:
         action = decision.action
         if action is Action.KEEP:
-            results = ir.bind(eqn, env.read_all(eqn.invars))
-            if (pair := ir.widening(eqn)) is not None:
-                env.widened_from.update([pair])
-            env.values.update(zip(eqn.outvars, results, strict=True))
+            env.keep(eqn)
             return
+        env.build.at(eqn)
         if action is Action.ENTER:
             results = self._enter(env, eqn, decision, scope)
         elif action is Action.DROP:
@@ -167,33 +159,28 @@ class Rewriter:
         elif action is Action.WIDEN:
             results = _wide(env, eqn, decision)
         elif decision.kind is OpKind.COMPUTE:
-            results = [_product(env, eqn, decision)]
+            results = _product(env, eqn, decision)
         else:
             results = _low(env, eqn, decision)
         stored = (decision.compute,) if action is Action.DROP else decision.stored
         for var, value, precision in zip(eqn.outvars, results, stored, strict=True):
             env.write(var, value, precision)
 
-    def _enter(self, env: _Env, eqn: Any, decision: Decision, scope: str) -> list[Any]:
+    def _enter(self, env: _Env, eqn: Any, decision: Decision, scope: str) -> Sequence[Any]:
         if not decision.changes:
-            return ir.bind(eqn, [env.read(v) for v in eqn.invars])
+            return env.build.keep(eqn, [env.read(v) for v in eqn.invars])
         inside = join_scopes(scope, ir.scope_of(eqn))
         found = ir.bodies(eqn)
         pairs = list(zip(found, decision.inner, strict=True))
         border = {i: plan.border for body, plan in pairs if plan.border for i in body.operands}
-        args = [
-            env.read_as(v, across(border[i], ir.precision_of(v.aval)))
-            if i in border
-            else env.read(v)
-            for i, v in enumerate(eqn.invars)
-        ]
+        args = [env.crossing(v, border.get(i, ())) for i, v in enumerate(eqn.invars)]
         if eqn.primitive.name == "shard_map":
             ((body, plan),) = pairs
 
             def on_shards(*xs: Any) -> tuple[Any, ...]:
-                return tuple(self.run(body.jaxpr, plan, xs, inside))
+                return tuple(ir.evaluate(self.jaxpr(body.jaxpr, plan, inside), xs))
 
-            return ir.bind_shard_map(eqn, on_shards, args)
+            return env.build.call(lambda *xs: ir.bind_shard_map(eqn, on_shards, xs), args)
         new = [self.jaxpr(body.jaxpr, plan, inside) for body, plan in pairs]
         params = ir.with_bodies(eqn, found, new)
         if (rules := decision.rules) is not None:
@@ -202,25 +189,48 @@ class Rewriter:
                 self._around_rule,
             )
             ir.with_rewritten_rules(eqn, params, rewrite)
-        return ir.bind(eqn, args, params)
+        leaving = {i: plan.border for body, plan in pairs if plan.border for i in body.results}
+        avals = [_crossing(v.aval, leaving.get(i, ())) for i, v in enumerate(eqn.outvars)]
+        return env.build.keep(eqn, args, params, avals)
 
 
 class _Env:
-    """The values of one run of a jaxpr."""
+    """The values of a jaxpr that is rewritten, as atoms of the new one.
 
-    def __init__(self, opened: Any, consts: Sequence[Any], args: Sequence[Any]) -> None:
+    Those that are not in `values` are as they were.
+    """
+
+    def __init__(self, opened: Any, build: ir.Builder) -> None:
         self.opened = opened
+        self.build = build
         self.values: dict[Any, Any] = {}
         self.held: dict[Any, Precision] = {}
         self.low_copies: dict[Any, Any] = {}
         self.wide_copies: dict[Any, Any] = {}
         self.widened_from: dict[Any, Any] = {}
         self.bits: dict[Any, Any] = {}
-        for var, value in (
-            *zip(opened.constvars, consts, strict=False),
-            *zip(opened.invars, args, strict=True),
-        ):
-            self.write(var, value, Precision.of(getattr(value, "dtype", None)), shared=False)
+
+    def enter(self, var: Any, border: Border) -> Any:
+        """The operand in the place of `var`, in the format in which it crosses the border."""
+        crossing = _crossing(var.aval, border)
+        if crossing is var.aval:
+            return var
+        self.values[var] = new = ir.new_variable(crossing)
+        held = ir.precision_of(crossing)
+        assert held is not None
+        self.held[var] = held
+        return new
+
+    def keep(self, eqn: Any) -> None:
+        """Takes over an equation as it is."""
+        values = self.values
+        if (pair := ir.widening(eqn)) is not None:
+            self.widened_from.update([pair])
+        if values and any(not ir.is_literal(v) and v in values for v in eqn.invars):
+            self.build.at(eqn)
+            self.build.keep(eqn, [self.read(v) for v in eqn.invars])
+        else:
+            self.build.keep(eqn)
 
     @functools.cached_property
     def uses(self) -> dict[Any, int]:
@@ -236,34 +246,36 @@ class _Env:
                 uses[atom] = uses.get(atom, 0) + 2
         return uses
 
-    def write(self, var: Any, value: Any, stored: Precision | None, *, shared: bool = True) -> None:
+    def write(self, var: Any, value: Any, stored: Precision | None) -> None:
         """Holds a result.
 
         A low one with several readers is held widened, which is exact: each
         reader casts it for itself, so that their cotangents add up wide.
         """
-        self.values[var] = value
+        if value is not var:
+            self.values[var] = value
         native = ir.precision_of(var.aval)
         if stored is None or native is None or stored is native:
             return
-        if shared and stored.is_narrower_than(native) and self.uses.get(var, 0) > 1:
-            self.values[var] = ir.convert(value, var.aval.dtype)
+        if stored.is_narrower_than(native) and self.uses.get(var, 0) > 1:
+            self.values[var] = self.build.convert(value, var.aval.dtype)
         else:
             self.held[var] = stored
 
     def read(self, atom: Any) -> Any:
         """A value in the precision in which the original program has it."""
         if ir.is_literal(atom):
-            return atom.val
-        value = self.values[atom]
-        return ir.convert(value, atom.aval.dtype) if atom in self.held else value
+            return atom
+        value = self.values.get(atom, atom)
+        return self.build.convert(value, atom.aval.dtype) if atom in self.held else value
 
-    def read_all(self, atoms: Sequence[Any]) -> list[Any]:
-        """`read` of each: most programs hold most values as they were written."""
-        if self.held:
-            return [self.read(v) for v in atoms]
-        values = self.values
-        return [v.val if ir.is_literal(v) else values[v] for v in atoms]
+    def crossing(self, atom: Any, border: Border) -> Any:
+        """A value in the format in which it crosses a border."""
+        return (
+            self.read_as(atom, across(border, ir.precision_of(atom.aval)))
+            if border
+            else self.read(atom)
+        )
 
     def read_as(self, atom: Any, precision: Precision | None) -> Any:
         """A value in another precision.
@@ -275,19 +287,27 @@ class _Env:
             return self.read(atom)
         if ir.is_literal(atom):
             # a literal may have kept more digits than the program computes with
-            return np.asarray(atom.val, atom.aval.dtype).astype(precision.dtype)
+            own = np.asarray(atom.val, atom.aval.dtype)
+            return ir.literal(own.astype(precision.dtype), atom)
         value = self._nearest(atom, precision)
-        if value.dtype.itemsize >= precision.dtype.itemsize:
-            return _as(value, precision)
+        if value.aval.dtype.itemsize >= precision.dtype.itemsize:
+            return self.as_(value, precision)
         key = (atom, precision)
         if key not in self.wide_copies:
-            self.wide_copies[key] = _as(value, precision)
+            self.wide_copies[key] = self.as_(value, precision)
         return self.wide_copies[key]
+
+    def as_(self, value: Any, precision: Precision | None) -> Any:
+        """A value, of whatever precision, in another one."""
+        if precision is None or ir.precision_of(value.aval) in (None, precision):
+            return value
+        return self.build.convert(value, precision.dtype)
 
     def _nearest(self, atom: Any, precision: Precision) -> Any:
         source = self.widened_from.get(atom)
         widened = source is not None and ir.precision_of(source.aval) is precision
-        return self.values[source if widened else atom]
+        nearest = source if widened else atom
+        return self.values.get(nearest, nearest)
 
     def low_copy(self, atom: Any, precision: Precision) -> Any:
         """A low copy that all products share; no derivative passes through it."""
@@ -295,7 +315,8 @@ class _Env:
             return self.read_as(atom, precision)
         key = (atom, precision)
         if key not in self.low_copies:
-            self.low_copies[key] = low_copy(self._nearest(atom, precision), precision)
+            nearest = self._nearest(atom, precision)
+            self.low_copies[key] = low_copy(self.build, nearest, precision)
         return self.low_copies[key]
 
     def output(self, atom: Any, border: Border) -> Any:
@@ -306,32 +327,33 @@ class _Env:
             return self.read_as(atom, crossing)
         value = self.read(atom)
         weak = getattr(atom.aval, "weak_type", False)
-        if weak != getattr(jax.typeof(value), "weak_type", False):
-            value = ir.convert(value, atom.aval.dtype, weak)
+        if weak != getattr(value.aval, "weak_type", False):
+            value = self.build.convert(value, atom.aval.dtype, weak)
         return value
 
 
-def _product(env: _Env, eqn: Any, decision: Decision) -> Any:
+def _product(env: _Env, eqn: Any, decision: Decision) -> list[Any]:
     assert decision.compute is not None
     stored = decision.stored[0]
     dtype = eqn.outvars[0].aval.dtype if stored is None else stored.dtype
+
     low = [env.low_copy(v, decision.compute) for v in eqn.invars[:2]]
-    return lowered(eqn, low, [env.read(v) for v in eqn.invars], dtype)
+    return [lowered(env.build, eqn, low, [env.read(v) for v in eqn.invars], dtype)]
 
 
-def _low(env: _Env, eqn: Any, decision: Decision) -> list[Any]:
+def _low(env: _Env, eqn: Any, decision: Decision) -> Sequence[Any]:
     """An equation on low operands with low results; sums are taken wide and rounded once."""
     low = decision.compute
     assert low is not None
     row = op(eqn.primitive.name)
     if row.spreads:
-        results = ir.bind(eqn, [env.read(v) for v in eqn.invars])
-        return [_as(x, low) for x in results]
+        results = env.build.bind(eqn, [env.read(v) for v in eqn.invars])
+        return [env.as_(x, low) for x in results]
     args = [_spread(env, v, eqn, low) for v in eqn.invars]
     if row.accumulates:
         pairs = zip(args, eqn.invars, strict=True)
-        args = [_as(x, ir.precision_of(v.aval)) for x, v in pairs]
-    return [_as(x, low) for x in ir.bind(eqn, args)]
+        args = [env.as_(x, ir.precision_of(v.aval)) for x, v in pairs]
+    return [env.as_(x, low) for x in env.build.bind(eqn, args)]
 
 
 def _spread(env: _Env, atom: Any, eqn: Any, low: Precision) -> Any:
@@ -345,22 +367,24 @@ def _spread(env: _Env, atom: Any, eqn: Any, low: Precision) -> Any:
     if not elementwise or shape == out or ir.is_literal(atom) or ir.precision_of(atom.aval) is None:
         return env.read_as(atom, low)
     dims = tuple(range(len(out) - len(shape), len(out)))
-    return _as(lax.broadcast_in_dim(env.read(atom), out, dims), low)
+
+    def spread(x: Any) -> list[Any]:
+        return [lax.broadcast_in_dim(x, out, dims)]
+
+    (wide,) = env.build.call(spread, [env.read(atom)], ("spread", out))
+    return env.as_(wide, low)
 
 
-def _wide(env: _Env, eqn: Any, decision: Decision) -> list[Any]:
+def _wide(env: _Env, eqn: Any, decision: Decision) -> Sequence[Any]:
     wide = decision.compute
     assert wide is not None
-    return ir.bind(eqn, [env.read_as(v, wide) for v in eqn.invars], ir.retyped(eqn, wide.dtype))
-
-
-def _as(x: Any, precision: Precision | None) -> Any:
-    if precision is None or Precision.of(x.dtype) in (None, precision):
-        return x
-    return ir.convert(x, precision.dtype)
+    args = [env.read_as(v, wide) for v in eqn.invars]
+    return env.build.bind(eqn, args, ir.retyped(eqn, wide.dtype))
 
 
 def _crossing(aval: Any, border: Border) -> Any:
+    if not border:
+        return aval
     native = ir.precision_of(aval)
     crossing = across(border, native)
     return aval if crossing in (None, native) else aval.update(dtype=crossing.dtype)

@@ -75,7 +75,7 @@ def _products(program: Callable[[Any], Any]) -> tuple[int, int]:
     )
 
     def loss(x: Any) -> Any:
-        (out,) = rewriter.run(before, plan, [x])
+        (out,) = ir.evaluate(rewriter.jaxpr(before, plan), [x])
         return jnp.sum(out)
 
     after = ir.trace(jax.value_and_grad(loss), x)

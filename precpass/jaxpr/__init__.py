@@ -1,23 +1,21 @@
-"""All contact with JAX's IR: reading jaxprs, re-tracing and re-binding them.
+"""All contact with JAX's IR: reading jaxprs, tracing it and building it anew.
 
 Every difference between JAX releases lives here, beside the release that made it.
 """
 
 from precpass.jaxpr.binding import (
     Call,
-    Places,
     as_operand,
     bind,
     bind_shard_map,
-    context_of,
     convert,
     evaluate,
     is_tracing,
     is_valid,
     jit_is_disabled,
-    line_of,
     retrace,
     retyped,
+    run,
     trace,
     trace_call,
 )
@@ -38,6 +36,7 @@ from precpass.jaxpr.bodies import (
     why_opaque,
     with_bodies,
 )
+from precpass.jaxpr.building import Builder, Templates, alike, literal, new_variable
 from precpass.jaxpr.carrier import Form, carry, detach, is_carrier, is_detach
 from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
 from precpass.jaxpr.float64 import float64, in_x64, is_float64
@@ -65,12 +64,14 @@ __all__ = [
     "ENTERED",
     "OPAQUE",
     "Body",
+    "Builder",
     "Call",
     "Contents",
     "Form",
-    "Places",
     "Rewrite",
     "Source",
+    "Templates",
+    "alike",
     "all_avals",
     "all_eqns",
     "all_eqns_of",
@@ -84,7 +85,6 @@ __all__ = [
     "carry",
     "consts_of",
     "contents_of",
-    "context_of",
     "convert",
     "detach",
     "effects_of",
@@ -103,13 +103,15 @@ __all__ = [
     "is_valid",
     "jit_is_disabled",
     "keeps_border",
-    "line_of",
+    "literal",
     "name_of",
+    "new_variable",
     "open_jaxpr",
     "out_avals",
     "precision_of",
     "retrace",
     "retyped",
+    "run",
     "scan_split",
     "scope_of",
     "source_of",

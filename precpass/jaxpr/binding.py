@@ -1,10 +1,8 @@
-"""Tracing, re-tracing and re-binding."""
+"""Tracing and binding."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +10,12 @@ import jax.core
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import source_info_util
 
 from precpass.jaxpr.reading import consts_of, in_avals, is_literal, open_jaxpr, precision_of
 from precpass.precision import Precision
+
+DTYPE_PARAMS = ("new_dtype", "preferred_element_type", "out_dtype")
+"""The params that name the dtype of an equation's results."""
 
 _cast_p = jex.primitives.convert_element_type_p
 
@@ -39,12 +39,14 @@ class Call(NamedTuple):
             outer traces comes before the arguments.
         closed_over: how many those are.
         tree: the structure of the results.
+        eqn: the call as an equation; None where JAX made none.
     """
 
     jaxpr: Any
     operands: list[Any]
     closed_over: int
     tree: Any
+    eqn: Any = None
 
 
 def trace_call(call: Callable[..., Any], arguments: Sequence[Any]) -> Call:
@@ -64,7 +66,14 @@ def trace_call(call: Callable[..., Any], arguments: Sequence[Any]) -> Call:
     values = dict(zip(opened.constvars, consts_of(closed), strict=True))
     values.update(zip(opened.invars, arguments, strict=True))
     operands = [v.val if is_literal(v) else values[v] for v in eqn.invars]
-    return Call(eqn.params["jaxpr"], operands, len(operands) - len(arguments), tree)
+    return Call(eqn.params["jaxpr"], operands, len(operands) - len(arguments), tree, eqn)
+
+
+def run(call: Call, jaxpr: Any) -> list[Any]:
+    """The results of a call whose jaxpr has become another one."""
+    if call.eqn is None or jit_is_disabled() or not is_tracing():
+        return evaluate(jaxpr, call.operands)
+    return bind(call.eqn, call.operands, {**call.eqn.params, "jaxpr": jaxpr})
 
 
 def is_tracing() -> bool:
@@ -104,63 +113,6 @@ def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     return jax.core.eval_jaxpr(open_jaxpr(jaxpr), consts_of(jaxpr), *args)
 
 
-@contextlib.contextmanager
-def context_of(eqn: Any) -> Generator[None]:
-    """The name stack, source line and configuration under which an equation was traced."""
-    with Places() as places, places.of(eqn):
-        yield
-
-
-class Places:
-    """The name stacks, source lines and configurations of equations that are bound in turn.
-
-    Used as a context manager around the loop: neighbours mostly have one
-    configuration, which is then entered once for all of them. Entering it for
-    every equation costs a fifth of what binding does.
-    """
-
-    def __init__(self) -> None:
-        self._outside = source_info_util.current_name_stack()
-        self._stacks: dict[int, tuple[Any, Any]] = {}
-        self._ctx: Any = None
-        self._manager: Any = None
-
-    def __enter__(self) -> Places:
-        return self
-
-    def of(self, eqn: Any) -> AbstractContextManager[None]:
-        """The context in which to bind `eqn`; it must be left before the next one is asked for."""
-        if eqn.ctx is not self._ctx:
-            self.leave()
-            manager = eqn.ctx.manager
-            manager.__enter__()
-            self._ctx, self._manager = eqn.ctx, manager
-        source = eqn.source_info
-        own = source.name_stack
-        held = self._stacks.get(id(own))
-        if held is None:
-            # holds the equation's own stack too: an id is only unique while its object lives
-            held = self._stacks[id(own)] = own, self._outside + own
-        return source_info_util.user_context(source.traceback, name_stack=held[1])
-
-    def leave(self) -> None:
-        """Leaves the configuration of the last equation, for work that belongs to none."""
-        manager, self._ctx, self._manager = self._manager, None, None
-        if manager is not None:
-            manager.__exit__(None, None, None)
-
-    def __exit__(self, *_error: object) -> None:
-        self.leave()
-
-
-@contextlib.contextmanager
-def line_of(eqn: Any) -> Generator[None]:
-    """The source line of an equation, for an equation that holds it among others."""
-    stack = source_info_util.current_name_stack()
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
-        yield
-
-
 def bind(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
     """An equation's primitive applied to other operands or params; always a list."""
     params = eqn.params if params is None else params
@@ -176,7 +128,7 @@ def retyped(eqn: Any, dtype: Any) -> dict[str, Any]:
     names the type of the scalars that it combines.
     """
     params = dict(eqn.params)
-    for name in ("new_dtype", "preferred_element_type", "out_dtype"):
+    for name in DTYPE_PARAMS:
         if Precision.of(params.get(name)) is not None:
             params[name] = dtype
     combiner = params.get("update_jaxpr")

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["Form", "carry", "detach", "is_carrier", "is_detach"]
+__all__ = ["Form", "carrier_p", "carry", "detach", "detach_p", "is_carrier", "is_detach"]
 
 
 class Form(Protocol):
@@ -38,10 +38,10 @@ class Form(Protocol):
 # For each vmap around, innermost first: the batch dimension of every operand, and the result's.
 Batched = tuple[tuple[tuple[int | None, ...], int], ...]
 
-_carrier_p = jex.Primitive("precpass_carrier")
-_carrier_p.def_impl(lambda out, *_operands, **_params: out)
-_carrier_p.def_abstract_eval(lambda out, *_operands, **_params: out)
-mlir.register_lowering(_carrier_p, lambda _ctx, out, *_operands, **_params: [out])
+carrier_p = jex.Primitive("precpass_carrier")
+carrier_p.def_impl(lambda out, *_operands, **_params: out)
+carrier_p.def_abstract_eval(lambda out, *_operands, **_params: out)
+mlir.register_lowering(carrier_p, lambda _ctx, out, *_operands, **_params: [out])
 
 
 def carry(form: Form, out: Any, lhs: Any, rhs: Any, rest: Sequence[Any] = ()) -> Any:
@@ -54,17 +54,17 @@ def carry(form: Form, out: Any, lhs: Any, rhs: Any, rest: Sequence[Any] = ()) ->
         rhs: its second one.
         rest: operands without derivative, such as group sizes.
     """
-    return _carrier_p.bind(out, lhs, rhs, *rest, form=form, batched=())
+    return carrier_p.bind(out, lhs, rhs, *rest, form=form, batched=())
 
 
 def is_carrier(eqn: Any) -> bool:
     """Whether an equation carries the derivative of a lowered product."""
-    return eqn.primitive is _carrier_p
+    return eqn.primitive is carrier_p
 
 
 def is_detach(eqn: Any) -> bool:
     """Whether an equation detaches a lowered product's operand."""
-    return eqn.primitive is _detach_p
+    return eqn.primitive is detach_p
 
 
 def _tangent(form: Form, batched: Batched, side: int, operands: Sequence[Any], tangent: Any) -> Any:
@@ -84,7 +84,7 @@ def _tangent(form: Form, batched: Batched, side: int, operands: Sequence[Any], t
 def _jvp(primals: Any, tangents: Any, *, form: Form, batched: Batched) -> Any:
     operands = primals[1:]
     # the carrier again, not `out`: a second derivative must find the first one's way
-    primal = _carrier_p.bind(*primals, form=form, batched=batched)
+    primal = carrier_p.bind(*primals, form=form, batched=batched)
     terms = [
         _tangent(form, batched, side, operands, tangents[1 + side])
         for side in (0, 1)
@@ -117,7 +117,7 @@ def _batch(
         sizes = (x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
         out, out_dim = lax.broadcast(out, (next(sizes),)), 0
     level = (tuple(dims[1:]), out_dim)
-    new = _carrier_p.bind(out, *operands[1:], form=form, batched=(*batched, level))
+    new = carrier_p.bind(out, *operands[1:], form=form, batched=(*batched, level))
     return new, out_dim
 
 
@@ -133,7 +133,7 @@ def detach(x: Any, *, pinned: bool = False, zeros: bool = False) -> Any:
         zeros: whether its transpose is an array of zeros, for what `x` is made by: JAX's
             transpose of a `ragged_dot_general` takes no symbolic zero.
     """
-    return _detach_p.bind(x, pinned=pinned, zeros=zeros)
+    return detach_p.bind(x, pinned=pinned, zeros=zeros)
 
 
 def _lower_detach(ctx: Any, x: Any, *, pinned: bool, **_params: Any) -> Any:
@@ -141,13 +141,13 @@ def _lower_detach(ctx: Any, x: Any, *, pinned: bool, **_params: Any) -> Any:
 
 
 _lower_barrier = mlir.lower_fun(lambda x: lax.optimization_barrier(x), multiple_results=False)
-_detach_p = jex.Primitive("precpass_detach")
-_detach_p.def_impl(lambda x, **_params: x)
-_detach_p.def_abstract_eval(lambda x, **_params: x)
-mlir.register_lowering(_detach_p, _lower_detach)
+detach_p = jex.Primitive("precpass_detach")
+detach_p.def_impl(lambda x, **_params: x)
+detach_p.def_abstract_eval(lambda x, **_params: x)
+mlir.register_lowering(detach_p, _lower_detach)
 for _platform in ("gpu", "tpu"):
     # whatever the trace was made for: only XLA:CPU must be kept from it
-    mlir.register_lowering(_detach_p, lambda _ctx, x, **_params: [x], platform=_platform)
+    mlir.register_lowering(detach_p, lambda _ctx, x, **_params: [x], platform=_platform)
 
 
 def _detach_jvp(primals: Any, _tangents: Any, **params: bool) -> Any:
@@ -169,21 +169,21 @@ def _carrier_taylor(primals: Any, series: Any, *, form: Form, batched: Batched) 
 
     orders = range(1, len(coefficients[0]))
     sums = [functools.reduce(lax.add, [term(i, k - i) for i in range(k + 1)]) for k in orders]
-    return _carrier_p.bind(*primals, form=form, batched=batched), sums
+    return carrier_p.bind(*primals, form=form, batched=batched), sums
 
 
 def _detach_taylor(primals: Any, series: Any, **params: bool) -> Any:
     return detach(primals[0], **params), [lax.full_like(x, 0) for x in series[0]]
 
 
-jet.jet_rules[_carrier_p] = _carrier_taylor
-jet.jet_rules[_detach_p] = _detach_taylor
-ad.primitive_jvps[_detach_p] = _detach_jvp
-ad.primitive_transposes[_detach_p] = _detach_transpose
-batching.primitive_batchers[_detach_p] = lambda args, dims, **params: (
+jet.jet_rules[carrier_p] = _carrier_taylor
+jet.jet_rules[detach_p] = _detach_taylor
+ad.primitive_jvps[detach_p] = _detach_jvp
+ad.primitive_transposes[detach_p] = _detach_transpose
+batching.primitive_batchers[detach_p] = lambda args, dims, **params: (
     detach(args[0], **params),
     dims[0],
 )
-ad.primitive_jvps[_carrier_p] = _jvp
-ad.primitive_transposes[_carrier_p] = _transpose
-batching.primitive_batchers[_carrier_p] = _batch
+ad.primitive_jvps[carrier_p] = _jvp
+ad.primitive_transposes[carrier_p] = _transpose
+batching.primitive_batchers[carrier_p] = _batch

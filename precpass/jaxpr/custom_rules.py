@@ -38,6 +38,12 @@ class Rewrite(NamedTuple):
     around: Callable[[], contextlib.AbstractContextManager[Any]]
 
 
+class _Made:
+    """What a rule returned when it was traced, in a form that JAX can hash."""
+
+    avals: Sequence[Any] = ()
+
+
 def with_rewritten_rules(eqn: Any, params: dict[str, Any], rewrite: Rewrite) -> None:
     """Puts functions that rewrite what they trace in the place of an equation's custom rules.
 
@@ -50,9 +56,9 @@ def with_rewritten_rules(eqn: Any, params: dict[str, Any], rewrite: Rewrite) -> 
     """
     primitive = eqn.primitive.name
     if primitive == "custom_jvp_call":
-        params["jvp_jaxpr_fun"] = _rewritten_thunk(params["jvp_jaxpr_fun"], rewrite, [])
+        params["jvp_jaxpr_fun"] = _rewritten_thunk(params["jvp_jaxpr_fun"], rewrite, _Made())
     elif primitive == "custom_vjp_call":
-        made: list[Any] = []
+        made = _Made()
         params["fwd_jaxpr_thunk"] = _rewritten_thunk(params["fwd_jaxpr_thunk"], rewrite, made)
         natives = functools.partial(_avals_of_bwd, eqn, made)
         params["bwd"] = _rewritten_bwd(params["bwd"], rewrite, natives)
@@ -77,24 +83,24 @@ def has_rules(eqn: Any) -> bool:
 
 
 @linear_util.transformation2
-def _rewritten_thunk(f: Callable[..., Any], rewrite: Rewrite, made: list[Any], *zeros: bool) -> Any:
+def _rewritten_thunk(f: Callable[..., Any], rewrite: Rewrite, made: _Made, *zeros: bool) -> Any:
     with rewrite.around():
         jaxpr, consts, *rest = f(*zeros)
-    made[:] = out_avals(jaxpr)
+    made.avals = out_avals(jaxpr)
     new = rewrite.jaxpr(_closed(jaxpr, consts))
     return open_jaxpr(new), consts_of(new), *rest
 
 
-def _avals_of_bwd(eqn: Any, made: Sequence[Any]) -> list[Any]:
+def _avals_of_bwd(eqn: Any, made: _Made) -> list[Any]:
     """The avals of a backward rule's operands, residuals and cotangents, as the user has them.
 
     Args:
         eqn: the `custom_vjp_call`.
-        made: the avals of what the forward rule returns: residuals, then results.
+        made: what the forward rule returns: residuals, then results.
     """
     call = eqn.params["call_jaxpr"]
     _, _, forwarded = eqn.params["out_trees"]()
-    own, operands = iter(made), in_avals(call)
+    own, operands = iter(made.avals), in_avals(call)
     residuals = [next(own) if i is None else operands[i] for i in forwarded]
     return [*residuals, *out_avals(call)]
 

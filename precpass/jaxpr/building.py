@@ -1,0 +1,255 @@
+"""A jaxpr in the making: equations taken over as they are, and those that functions trace."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend.core as jex
+import numpy as np
+
+from precpass.jaxpr.binding import DTYPE_PARAMS, bind, convert, trace
+from precpass.jaxpr.carrier import Form, carrier_p, detach_p
+from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_of
+
+_cast_p = jex.primitives.convert_element_type_p
+
+Templates = dict[Hashable, Any]
+"""What functions traced to, by all that it depends on."""
+
+
+class Builder:
+    """The equations of a new jaxpr, whose values are atoms: variables and literals.
+
+    Binding an equation again costs as much as tracing it did. So an equation that
+    stays as it was is taken over, and what replaces others is traced once for all
+    that are alike, and copied: a fifth to a half of the cost.
+
+    Args:
+        templates: of all builders of one program.
+        within: the equation whose body is built; what belongs to no equation of the
+            body gets its line.
+    """
+
+    def __init__(self, templates: Templates, within: Any = None) -> None:
+        self.eqns: list[Any] = []
+        self.constvars: list[Any] = []
+        self.consts: list[Any] = []
+        self._templates = templates
+        self._within = within
+        self._x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue] -- dynamic
+        self._source: Any = None
+        self._ctx: Any = None
+        self.leave()
+
+    def at(self, eqn: Any) -> None:
+        """Gives what follows the line, name stack and configuration of an equation."""
+        self._source, self._ctx = eqn.source_info, eqn.ctx
+
+    def at_line_of(self, eqn: Any) -> None:
+        """Gives what follows the line of an equation that it holds among others."""
+        self.at(eqn)
+        self._source = eqn.source_info.replace(name_stack=type(eqn.source_info.name_stack)())
+
+    def leave(self) -> None:
+        """Begins what belongs to no equation."""
+        if self._within is None:
+            self._source = self._ctx = None
+        else:
+            self.at_line_of(self._within)
+
+    def keep(
+        self,
+        eqn: Any,
+        operands: Sequence[Any] | None = None,
+        params: dict[str, Any] | None = None,
+        avals: Sequence[Any] | None = None,
+    ) -> Sequence[Any]:
+        """Takes an equation over.
+
+        Args:
+            eqn: the equation.
+            operands: others of the same types.
+            params: other ones.
+            avals: of its results, where they may not be its own any more.
+
+        Returns:
+            Its results: its own variables, and new ones for other avals.
+        """
+        outvars = eqn.outvars
+        if avals is not None:
+            outvars = [
+                v if v.aval is aval else jex.Var(aval)
+                for v, aval in zip(eqn.outvars, avals, strict=True)
+            ]
+        if operands is not None or params is not None or outvars is not eqn.outvars:
+            eqn = eqn.replace(invars=operands, outvars=outvars, params=params)
+        self.eqns.append(eqn)
+        return outvars
+
+    def emit(
+        self, primitive: Any, operands: Sequence[Any], params: dict[str, Any], aval: Any
+    ) -> Any:
+        """The result of an equation without effects whose only result has a known aval."""
+        out = jex.Var(aval)
+        self.eqns.append(
+            jex.new_jaxpr_eqn(
+                operands, [out], primitive, params, jex.no_effects, self._source, self._ctx
+            )
+        )
+        return out
+
+    def bind(
+        self, eqn: Any, operands: Sequence[Any], params: dict[str, Any] | None = None
+    ) -> Sequence[Any]:
+        """An equation of other operands.
+
+        Args:
+            eqn: the equation.
+            operands: those of floating types have their own type or all the same one.
+            params: other ones.
+        """
+        if params is None and not any(eqn.params.get(name) is not None for name in DTYPE_PARAMS):
+            new = {
+                v.aval.dtype
+                for v, own in zip(operands, eqn.invars, strict=True)
+                if precision_of(own.aval) and v.aval.dtype != own.aval.dtype
+            }
+            if not new:
+                return self.keep(eqn, operands)
+            (dtype,) = new
+            return self.keep(eqn, operands, avals=[_retyped(v.aval, dtype) for v in eqn.outvars])
+        return self.call(lambda *xs: bind(eqn, xs, params), operands, alike(eqn, params))
+
+    def convert(self, atom: Any, dtype: Any, weak_type: bool = False) -> Any:
+        """A value in another dtype."""
+        dtype = np.dtype(dtype)
+        if self._ctx is None or not atom.aval.sharding.mesh.empty:
+            key = ("convert", dtype, weak_type)
+            return self.call(lambda x: [convert(x, dtype, weak_type)], [atom], key)[0]
+        params = {"new_dtype": dtype, "weak_type": weak_type, "sharding": None}
+        aval = atom.aval.update(dtype=dtype, weak_type=weak_type)
+        return self.emit(_cast_p, [atom], params, aval)
+
+    def detach(self, atom: Any, *, pinned: bool = False, zeros: bool = False) -> Any:
+        """As `precpass.jaxpr.detach`."""
+        return self.emit(detach_p, [atom], {"pinned": pinned, "zeros": zeros}, atom.aval)
+
+    def carry(self, form: Form, out: Any, lhs: Any, rhs: Any, rest: Sequence[Any] = ()) -> Any:
+        """As `precpass.jaxpr.carry`."""
+        params = {"form": form, "batched": ()}
+        return self.emit(carrier_p, [out, lhs, rhs, *rest], params, out.aval)
+
+    def call(
+        self, fn: Callable[..., Sequence[Any]], operands: Sequence[Any], key: Hashable = None
+    ) -> list[Any]:
+        """The results of a function that is traced at its operands.
+
+        Args:
+            fn: from arrays to a sequence of arrays.
+            operands: atoms.
+            key: all that tells `fn` apart from others, or None: then it is traced each time.
+        """
+        template = self._template(fn, operands, key)
+        opened = open_jaxpr(template)
+        new: dict[Any, Any] = dict(zip(opened.invars, operands, strict=True))
+        for var, const in zip(opened.constvars, consts_of(template), strict=True):
+            new[var] = own = jex.Var(var.aval)
+            self.constvars.append(own)
+            self.consts.append(const)
+        for eqn in opened.eqns:
+            invars = [v if is_literal(v) else new[v] for v in eqn.invars]
+            outvars = [jex.Var(v.aval) for v in eqn.outvars]
+            new.update(zip(eqn.outvars, outvars, strict=True))
+            source = self._placed(eqn.source_info)
+            self.eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=source))
+        return [v if is_literal(v) else new[v] for v in opened.outvars]
+
+    def _template(
+        self, fn: Callable[..., Sequence[Any]], operands: Sequence[Any], key: Hashable
+    ) -> Any:
+        avals = [v.aval for v in operands]
+        whole = None if key is None else (key, self._x64, self._ctx, *avals)
+        found = None if whole is None else self._templates.get(whole)
+        if found is None:
+            with self._configured():
+                found = trace(fn, *avals)
+            if whole is not None:
+                self._templates[whole] = found
+        return found
+
+    def _configured(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._ctx is None else self._ctx.manager
+
+    def _placed(self, own: Any) -> Any:
+        if self._source is None:
+            return own
+        if not own.name_stack.stack:
+            return self._source
+        return self._source.replace(name_stack=self._source.name_stack + own.name_stack)
+
+    def evaluate(
+        self, like: Any, invars: Sequence[Any], outvars: Sequence[Any], args: Sequence[Any]
+    ) -> list[Any]:
+        """What was built of a part of the jaxpr `like`, evaluated at `args`."""
+        parts = {"constvars": self.constvars, "invars": list(invars), "outvars": list(outvars)}
+        jaxpr = open_jaxpr(like).replace(**parts, eqns=self.eqns, effects=jex.no_effects)
+        return jax.core.eval_jaxpr(jaxpr, self.consts, *args)
+
+    def finish(self, like: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+        """The jaxpr.
+
+        Args:
+            like: what it is made from; it is open or closed as this one is, and has its effects.
+            invars: its operands.
+            outvars: its results.
+        """
+        opened = open_jaxpr(like)
+        same = len(invars), len(outvars)
+        names = {}
+        if same == (len(opened.invars), len(opened.outvars)):
+            names = {"debug_info": opened.debug_info}
+        consts = [*consts_of(like), *self.consts]
+        parts = {
+            "constvars": [*opened.constvars, *self.constvars],
+            "invars": list(invars),
+            "outvars": list(outvars),
+            "eqns": self.eqns,
+            **names,
+        }
+        if not hasattr(like, "consts"):
+            # on 0.10 the jaxpr of remat and shard_map is open
+            if self.consts:
+                raise NotImplementedError("an open jaxpr cannot hold the constants of its rewrite")
+            return opened.replace(**parts)
+        if opened is like or hasattr(opened, "with_consts"):  # 0.11 merged the two classes
+            return opened.replace(**parts, consts=consts)
+        return like.replace(jaxpr=opened.replace(**parts), consts=consts)
+
+
+def _retyped(aval: Any, dtype: Any) -> Any:
+    return aval if precision_of(aval) is None else aval.update(dtype=dtype, weak_type=False)
+
+
+def new_variable(aval: Any) -> Any:
+    """A variable of a jaxpr in the making."""
+    return jex.Var(aval)
+
+
+def literal(value: Any, like: Any) -> Any:
+    """A literal of another dtype in the place of one."""
+    value = np.asarray(value)
+    return jex.Literal(value, like.aval.update(dtype=value.dtype, weak_type=False))
+
+
+def alike(eqn: Any, params: dict[str, Any] | None = None) -> Hashable:
+    """What tells an equation apart from others but for its operands; None where nothing can."""
+    key = (eqn.primitive, *(eqn.params if params is None else params).items())
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
