@@ -40,6 +40,7 @@ class Mixed:
         name, declared = calling.name_of(fn), Declared(fn, jit_options)
         self._crossing = crossing = calling.Crossing(name, declared)
         self._program = Program(_crossed(fn, crossing, False), name, declared, jit_options, policy)
+        self._calls: dict[context.Region, Callable[..., Any]] = {}
 
     @functools.cached_property
     def _stateful(self) -> Program:
@@ -54,17 +55,33 @@ class Mixed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The results of the wrapped function in the policy's precisions."""
         __tracebackhide__ = True
-        region, crossing = context.current(), self._crossing
+        # Every layer that takes *args copies them, and a name that a lambda shares is slower to
+        # read: no other Python function runs here, and all that is rare is in another one.
+        region, crossing = context.region_of_call(), self._crossing
         if crossing.direct:
             try:
-                out = self._program.call(region)(*args, **kwargs)
+                call = self._calls.get(region)
+                if call is None:
+                    call = self._calls.setdefault(region, self._program.call(region))
+                out = call(*args, **kwargs) if kwargs else call(*args)
+            except context.Strayed:
+                pass
             except Exception as error:
                 if not crossing.changes(True, error, args, kwargs):
                     calling.remove_own_frames(error)
                     raise
             else:
                 return out if crossing.direct else unwrapped(out)
-        return self._run(lambda program: program.call(region), args, kwargs, crossing.outward)
+        return self._call_in_steps(args, kwargs)
+
+    def _call_in_steps(self, args: Any, kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        region = context.current()
+
+        def run_of(program: Program) -> Any:
+            return program.call(region)
+
+        return self._run(run_of, args, kwargs, self._crossing.outward)
 
     def _run(
         self,
@@ -151,6 +168,7 @@ class Mixed:
     def clear_cache(self) -> None:
         """Forgets every trace and compiled program."""
         self._program.clear_cache()
+        self._calls.clear()
         if "_stateful" in self.__dict__:
             self._stateful.clear_cache()
 

@@ -62,11 +62,10 @@ class Program:
         """The `jax.jit` function that a call in a region runs."""
         found = self._jitted.get(region)
         if found is None:
-            resolved = region.resolve(self.policy)
-            made = self._as_written
+            resolved, fn = region.resolve(self.policy), self.fn
             if resolved.policy is not None:
                 fn = self._rewritten(region, resolved.policy, resolved.scope)
-                made = jax.jit(fn, **self.options)
+            made = jax.jit(context.traced_in(region, fn), **self.options)
             # another thread may have been first: all share one
             found = self._jitted.setdefault(region, made)
         return found

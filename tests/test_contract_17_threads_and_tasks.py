@@ -13,6 +13,7 @@ from helpers import rel_error
 from unit_helpers import product_dtypes
 
 import precpass as pp
+from precpass import context
 
 
 def square(x):
@@ -67,6 +68,36 @@ def test_policies_of_threads_do_not_meet():
 
     for policy, found in zip(policies, together(len(policies), run), strict=True):
         assert found == [wanted.get(policy, "float32")] * 2
+
+
+def test_calls_of_threads_do_not_meet():
+    mixed, policies = pp.auto_mixed(square), ["AutoMixed", "AutoMixedBf16", None, "AlwaysF32"]
+    wanted = [np.asarray(pp.auto_mixed(square, policy=p or "AlwaysF32")(X)) for p in policies]
+    assert len({w.tobytes() for w in wanted}) == 3
+
+    def run(i):
+        found = []
+        for turn in range(40):
+            with pp.use_policy(policies[(i + turn) % 4]):
+                found.append(np.array_equal(mixed(X), wanted[(i + turn) % 4]))
+        return all(found)
+
+    assert all(together(4, run))
+
+
+@pytest.mark.parametrize("policy", ["AutoMixed", None, "AlwaysF32"])
+def test_no_region_outlives_clear_cache(policy):
+    factor = 1.0
+    mixed = pp.auto_mixed(lambda x: factor * (x @ x))
+    with pp.use_policy(policy):
+        before = mixed(X)
+    first = mixed(X)
+    factor = 2.0
+    np.testing.assert_array_equal(mixed(X), first)
+    mixed.clear_cache()
+    np.testing.assert_array_equal(mixed(X), 2.0 * first)
+    with pp.use_policy(policy):
+        np.testing.assert_array_equal(mixed(X), 2.0 * before)
 
 
 def test_static_leaves_and_results_from_many_threads():
@@ -146,6 +177,94 @@ def test_a_thread_that_a_task_starts_has_its_region():
     assert asyncio.run(main()) == ["float16"]
 
 
+def beside(policy, run):
+    """What `run` gives in a task while another one has a region open, and the key is its own."""
+
+    async def other(entered, leave):
+        with pp.use_policy(policy):
+            entered.set()
+            await leave.wait()
+
+    async def main():
+        entered, leave = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(other(entered, leave))
+        await entered.wait()
+        try:
+            return run()
+        finally:
+            leave.set()
+            await task
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def no_strays(monkeypatch):
+    """As in a process whose tasks have not met: another test may have ended that."""
+    monkeypatch.setattr(context, "region_of_call", context._current.get)
+
+
+@pytest.mark.usefixtures("no_strays")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("policy", ["AutoMixed", None])
+def test_the_first_call_that_meets_another_tasks_region(policy, compiled):
+    traces = []
+    mixed = pp.auto_mixed(lambda x: (traces.append(x), x @ x)[1])
+    wanted = np.asarray(pp.auto_mixed(square)(X))
+    if compiled:
+        mixed(X)
+        with pp.use_policy(policy):
+            mixed(X)
+        traces.clear()
+    for _ in range(3):
+        np.testing.assert_array_equal(beside(policy, lambda: mixed(X)), wanted)
+    assert len(traces) == (0 if compiled else 1)
+    assert context.region_of_call is context.current
+
+
+@pytest.mark.usefixtures("no_strays")
+def test_a_call_that_runs_as_written_brings_its_region_too():
+    inner = pp.auto_mixed(square)
+    outer = pp.auto_mixed(lambda x: inner(x))
+
+    def run():
+        with pp.use_policy(None):
+            return beside("AutoMixed", lambda: outer(X))
+
+    np.testing.assert_array_equal(run(), jax.jit(square)(X))
+
+
+@pytest.mark.usefixtures("no_strays")
+def test_a_region_of_another_task_where_jit_is_disabled():
+    mixed = pp.auto_mixed(square)
+
+    def run():
+        with jax.disable_jit():
+            return mixed(X)
+
+    wanted = run()
+    np.testing.assert_array_equal(beside("AlwaysF32", run), wanted)
+
+
+@pytest.mark.usefixtures("no_strays")
+@pytest.mark.parametrize("policy", ["AutoMixedBf16", None])
+def test_a_call_inside_jit_is_not_traced_under_another_tasks_region(policy):
+    mixed = pp.auto_mixed(square)
+    jitted = jax.jit(lambda x: mixed(x))
+
+    def run():
+        with pytest.raises(RuntimeError, match="region of another asyncio task") as caught:
+            jitted(X)
+        return caught.value
+
+    with pp.use_policy(policy):
+        mixed(X)
+        assert beside("AutoMixed", run).__context__ is None
+    with pp.use_policy("AutoMixed"):
+        assert product_dtypes(jitted.trace(X).jaxpr) == ["float16"]
+
+
+@pytest.mark.usefixtures("no_strays")
 def test_what_jits_cache_cannot_tell_apart_is_an_error():
     mixed = pp.auto_mixed(square)
     jitted = jax.jit(lambda x: mixed(x))

@@ -17,6 +17,7 @@ from helpers import low_products, quiet
 from jax import lax
 
 import precpass as pp
+from precpass import context
 from precpass.rewrite import Rewriter
 
 PACKAGE = str(Path(pp.__file__).parent)
@@ -54,6 +55,13 @@ def work(fn: Callable[..., Any], policy: Any, *args: Any) -> int:
 # ---------------------------------------------------------------- calls
 
 
+@pytest.fixture
+def no_strays(monkeypatch: pytest.MonkeyPatch):
+    """As in a process whose tasks have not met: another test may have ended that."""
+    monkeypatch.setattr(context, "region_of_call", context._current.get)
+
+
+@pytest.mark.usefixtures("no_strays")
 def test_a_call_with_arrays_touches_no_leaf():
     mixed = pp.auto_mixed(lambda *xs: xs[0] @ xs[-1])
     counts = []
@@ -62,10 +70,21 @@ def test_a_call_with_arrays_touches_no_leaf():
         mixed(*args)
         counts.append(functions_run(lambda args=args: mixed(*args)))
     assert counts[0] == counts[1] == counts[2]
-    # __call__, the region, the user context's value, the jitted function
-    assert counts[0].total() <= 5, counts[0]
+    assert counts[0] == {"<lambda>": 1, "__call__": 1}
 
 
+@pytest.mark.usefixtures("no_strays")
+def test_a_call_costs_the_same_in_every_region():
+    mixed = pp.auto_mixed(lambda x: x @ x)
+    for _ in range(2):
+        counts = []
+        for policy in ("AutoMixed", None, "AlwaysF32"):
+            with pp.use_policy(policy):
+                counts.append(functions_run(lambda: mixed(X)))
+    assert counts == [{"<lambda>": 1, "__call__": 1}] * 3
+
+
+@pytest.mark.usefixtures("no_strays")
 def test_a_call_with_a_tree_costs_what_jits_does():
     def fn(tree: Any) -> Any:
         return jax.tree.map(lambda x: x @ x, tree)
@@ -77,7 +96,7 @@ def test_a_call_with_a_tree_costs_what_jits_does():
         mixed(tree), plain(tree)
         own = functions_run(lambda tree=tree: mixed(tree)).total()
         extra.append(own - functions_run(lambda tree=tree: plain(tree)).total())
-    assert extra[0] == extra[1] <= 5
+    assert extra[0] == extra[1] == 1
 
 
 # ---------------------------------------------------------------- traces
