@@ -3,7 +3,8 @@
 Tracing: all that `auto_mixed(f).trace(...)` does (the trace of f, graph, facts, plan and rewrite)
 against `jax.make_jaxpr(f)(...)` alone, both of a function that JAX has not seen. Beside it what the
 least form of a rewrite costs: binding each equation of the jaxpr again (`jax.core.eval_jaxpr`
-under `make_jaxpr`). Calls: `auto_mixed(f)(...)` against `jax.jit(f)(...)`, compiled before.
+under `make_jaxpr`). Calls: `auto_mixed(f)(...)` against `jax.jit(f)(...)`, compiled before; under
+AlwaysF32, so that both run the same program and the difference is the call's alone.
 
 Everything is CPU time of this process; in each round every column takes its turn, and ratios and
 differences are taken within a round.
@@ -220,7 +221,7 @@ def call_table(counts: Sequence[int], rounds: int, calls: int) -> Table:
 
         columns = {
             "jit": partial(repeat, jax.jit(program)),
-            "mixed": partial(repeat, pp.auto_mixed(program)),
+            "mixed": partial(repeat, pp.auto_mixed(program, policy=pp.AlwaysF32)),
         }
         measured = rounds_of(columns, rounds, cold=False)
         plain, mixed = ([1e6 * s / calls for s in measured[name]] for name in columns)
