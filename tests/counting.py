@@ -5,6 +5,7 @@ differ by what JAX does not lower: equations whose results nobody needs (`dead`)
 of a `custom_linear_solve` that only its derivatives run (`not_lowered`).
 """
 
+import dataclasses
 import re
 from typing import Any
 
@@ -16,6 +17,12 @@ from precpass.planner import make_plan
 from precpass.policy import AutoMixedBf16
 
 OLD = jax.__version_info__ < (0, 12)
+FLAGS = [
+    flag
+    for flag in ("jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3", "jax_scan3")
+    if hasattr(jax.config, flag)
+]
+"""Those of the installed JAX that make hi-primitives of its functions."""
 
 
 def is_product(eqn: Any) -> bool:
@@ -51,8 +58,7 @@ def dead(jaxpr: Any) -> int:
         if acts or any(id(v) in needed for v in eqn.outvars):
             needed.update(id(v) for v in eqn.invars)
         else:
-            bodies = jaxprs_in(list(eqn.params.values()))
-            found += is_product(eqn) + sum(is_product(e) for j in bodies for e in equations(j))
+            found += is_product(eqn) + sum(map(is_product, _inside(eqn)))
     return found
 
 
@@ -67,9 +73,57 @@ def not_lowered(jaxpr: Any) -> int:
     return count
 
 
+def in_hi_primitives(jaxpr: Any) -> int:
+    found = {id(e): e for eqn in named(jaxpr, "call_hi_primitive") for e in _inside(eqn)}
+    return sum(map(is_product, found.values()))
+
+
+def _inside(eqn: Any) -> list[Any]:
+    return [e for j in jaxprs_in(list(eqn.params.values())) for e in equations(j)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """The numbers of a program's products.
+
+    Attributes:
+        lowered: in its StableHLO.
+        graph: in the flattened graph.
+        warned: in what the graph does not enter, by the warnings.
+        dead, not_lowered: those that JAX does not lower.
+        hi: those of the jaxpr that stand in hi-primitives.
+    """
+
+    lowered: int
+    graph: int
+    warned: int
+    dead: int
+    not_lowered: int
+    hi: int
+
+    @property
+    def known(self) -> int:
+        return self.graph + self.warned
+
+    @property
+    def agree(self) -> bool:
+        return self.known == self.lowered + self.dead + self.not_lowered
+
+
+def counts(traced: Any, lowered: Any) -> Counts:
+    jaxpr = traced.jaxpr
+    return Counts(
+        in_stablehlo(lowered),
+        in_graph(jaxpr),
+        warned_of(jaxpr),
+        dead(jaxpr),
+        not_lowered(jaxpr),
+        in_hi_primitives(jaxpr),
+    )
+
+
 def assert_counted(traced: Any) -> int:
     """The number of products that JAX lowers, which are those that the pass knows of."""
-    text = in_stablehlo(traced.lower())
-    known = in_graph(traced.jaxpr) + warned_of(traced.jaxpr)
-    assert known == text + dead(traced.jaxpr) + not_lowered(traced.jaxpr)
-    return text
+    found = counts(traced, traced.lower())
+    assert found.agree, found
+    return found.lowered

@@ -5,10 +5,8 @@ come to float32.
 of one program is checked at once, so that a test only has to be the program.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -112,6 +110,33 @@ def _with_gradients(
     limits: tuple[float, float],
     after: Any,
 ) -> Checked:
+    gradient, inputs = gradient_by(args, chosen)
+    forms = {
+        "auto_mixed(grad)": pp.auto_mixed(gradient(fn), policy=policy, **FAST),
+        "grad(auto_mixed)": jax.jit(gradient(pp.auto_mixed(fn, policy=policy)), **FAST),
+    }
+    plain = jax.jit(gradient(fn), **FAST).trace(*inputs)
+    grads, want = plain.lower().compile()(*inputs)
+    low, kept = low_and_wide(plain.jaxpr, policy)
+    _, wide = low_and_wide(after, policy)
+    got = None
+    for name, form in forms.items():
+        with quiet():
+            traced = form.trace(*inputs)
+        # where all are low, each product of float32's gradient has become one
+        least = low + kept if name == "auto_mixed(grad)" and not wide else 2
+        check_products(traced.jaxpr, policy, least, None if wide else 0)
+        form_grads, got = traced.lower().compile()(*inputs)
+        assert_leaves_near(got, want, limits[0], what=name)
+        assert_leaves_near(form_grads, grads, limits[1], floor=0.1, what=f"{name} gradient")
+    return Checked(got, want, after, grads)
+
+
+def gradient_by(
+    args: tuple[Any, ...], chosen: Sequence[int]
+) -> tuple[Callable[[Callable[..., Any]], Callable[..., Any]], tuple[Any, Any, Any]]:
+    """The gradient of a function by the floating leaves of some of `args`: makes it of the
+    function; and what it is called with."""
     floats, rest, rebuild = split_floats([args[i] for i in chosen])
     others = tuple(None if i in chosen else x for i, x in enumerate(args))
 
@@ -125,25 +150,7 @@ def _with_gradients(
 
         return jax.grad(call, has_aux=True)
 
-    forms = {
-        "auto_mixed(grad)": pp.auto_mixed(gradient(fn), policy=policy, **FAST),
-        "grad(auto_mixed)": jax.jit(gradient(pp.auto_mixed(fn, policy=policy)), **FAST),
-    }
-    plain = jax.jit(gradient(fn), **FAST).trace(floats, rest, others)
-    grads, want = plain.lower().compile()(floats, rest, others)
-    low, kept = low_and_wide(plain.jaxpr, policy)
-    _, wide = low_and_wide(after, policy)
-    got = None
-    for name, form in forms.items():
-        with quiet():
-            traced = form.trace(floats, rest, others)
-        # where all are low, each product of float32's gradient has become one
-        least = low + kept if name == "auto_mixed(grad)" and not wide else 2
-        check_products(traced.jaxpr, policy, least, None if wide else 0)
-        form_grads, got = traced.lower().compile()(floats, rest, others)
-        assert_leaves_near(got, want, limits[0], what=name)
-        assert_leaves_near(form_grads, grads, limits[1], floor=0.1, what=f"{name} gradient")
-    return Checked(got, want, after, grads)
+    return gradient, (floats, rest, others)
 
 
 def low_and_wide(jaxpr: Any, policy: pp.PrecisionPolicy) -> tuple[int, int]:
@@ -258,77 +265,6 @@ def assert_float32(tree: Any) -> None:
     dtypes = {jax.tree_util.keystr(p): x.dtype for p, x in jax.tree.leaves_with_path(tree)}
     wrong = {k: d for k, d in dtypes.items() if jnp.issubdtype(d, jnp.floating) and d != "float32"}
     assert not wrong
-
-
-def assert_trains_alike(
-    step: Callable[..., Any],
-    state: Any,
-    batches: Sequence[Any],
-    *,
-    policy: pp.PrecisionPolicy = pp.AutoMixedBf16,
-    rtol: float = 0.02,
-    falls: float = 0.8,
-    least: int = 1,
-) -> tuple[Any, Any]:
-    """A whole training step under a policy learns what float32 learns.
-
-    Every product of the step is low, its state keeps its tree and dtypes and is float32, it is
-    traced once, and over the batches the losses fall and follow float32's.
-
-    Args:
-        step: `(state, batch) -> (state, loss)`.
-        state: parameters, optimizer state and whatever else is handed on.
-        batches: what to train on.
-        policy: one with 16-bit products.
-        rtol: how near each loss is to float32's.
-        falls: the mean of the last five losses is below this part of the first one.
-        least: the smallest number of low products.
-
-    Returns:
-        The last state, and that of float32.
-    """
-    traces: list[None] = []
-
-    def counted(state: Any, batch: Any) -> Any:
-        traces.append(None)
-        return step(state, batch)
-
-    mixed = pp.auto_mixed(counted, policy=policy, **FAST)
-    check_products(mixed.trace(state, batches[0]).jaxpr, policy, least)
-    last, losses = _trained(mixed, state, batches)
-    assert len(traces) == 1, f"traced {len(traces)} times"
-    wanted_last, wanted = _trained(jax.jit(step, **FAST), state, batches)
-    assert np.mean(wanted[-5:]) < falls * wanted[0], f"float32 does not learn: {wanted}"
-    np.testing.assert_allclose(losses, wanted, rtol=rtol)
-    described = [
-        [(np.shape(x), x.dtype) for x in jax.tree.leaves(tree)] for tree in (last, wanted_last)
-    ]
-    assert described[0] == described[1]
-    assert_float32(last)
-    return last, wanted_last
-
-
-def _trained(step: Callable[..., Any], state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
-    losses: list[float] = []
-    for batch in batches:
-        state, loss = step(state, batch)
-        losses.append(float(loss))
-    return state, np.asarray(losses)
-
-
-def text_batches(steps: int, rows: int, length: int) -> list[jax.Array]:
-    """Windows of the source text of Python's `argparse` as characters below 128."""
-    text = np.frombuffer(Path(argparse.__file__).read_bytes(), np.uint8) % 128
-    rng = np.random.default_rng(0)
-    starts = rng.integers(len(text) - length - 1, size=(steps, rows, 1))
-    return [jnp.asarray(text[s + np.arange(length + 1)], jnp.int32) for s in starts]
-
-
-def next_character_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The mean cross entropy of each next token, from the logits of all but the last."""
-    return -jnp.mean(
-        jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., 1:, None], axis=-1)
-    )
 
 
 def parameters(init: Callable[..., Any], *args: Any, seed: int = 0) -> Any:

@@ -11,12 +11,8 @@ import numpy as np
 import optax
 import pytest
 from helpers import normal
-from program_helpers import (
-    FAST,
-    assert_leaves_near,
-    assert_trains_alike,
-    check_program,
-)
+from program_helpers import FAST, assert_leaves_near, check_program
+from training_helpers import assert_trains_alike
 
 import precpass as pp
 

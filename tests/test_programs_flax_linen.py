@@ -16,14 +16,12 @@ from program_helpers import (
     FAST,
     assert_float32,
     assert_leaves_near,
-    assert_trains_alike,
     check_products,
     check_program,
-    next_character_loss,
     parameters,
     signature,
-    text_batches,
 )
+from training_helpers import assert_trains_alike, next_character_loss, text_batches
 
 import precpass as pp
 

@@ -9,13 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from helpers import normal
-from program_helpers import (
-    assert_trains_alike,
-    check_program,
-    next_character_loss,
-    parameters,
-    text_batches,
-)
+from program_helpers import check_program, parameters
+from training_helpers import assert_trains_alike, next_character_loss, text_batches
 
 KEY = jax.random.key(0)
 X = jnp.asarray(normal(0, 4, 8, 32))

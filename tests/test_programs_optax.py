@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 from helpers import AUTO, dtypes_in, identical, look, normal, quiet, touches_low, walk
-from program_helpers import FAST, assert_float32, assert_leaves_near, assert_trains_alike
+from program_helpers import FAST, assert_float32, assert_leaves_near
+from training_helpers import assert_trains_alike
 
 import precpass as pp
 

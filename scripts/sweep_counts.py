@@ -1,0 +1,134 @@
+"""Counts the products of every program of the tests (`scripts/sweep counts`).
+
+Those that the pass knows of must be those that JAX lowers, without JAX's flags that make
+hi-primitives and with each of them; what is counted stands in tests/count_checks.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import as_completed
+from typing import Any
+
+import sweeping
+from sweeping import say
+
+CHUNK = 25
+"""Programs of the tables per task."""
+COLUMNS = ("lowered", "graph", "warned", "dead", "not_lowered", "hi")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = sweeping.parser("counts", __doc__)
+    parser.add_argument("--only", metavar="TEXT", help="the programs whose names contain TEXT")
+    parser.add_argument("--flag", metavar="NAME", help="without a flag, and with this one alone")
+    return parser.parse_args(argv)
+
+
+def start(flag: str | None) -> None:
+    """Sets up a worker."""
+    sweeping.set_up(**{flag: True} if flag else {})
+    import conftest  # noqa: F401 -- several devices, before JAX makes any
+
+
+def table_names(only: str | None) -> list[str]:
+    from product_counts import PROGRAMS
+
+    return [name for name in PROGRAMS if only is None or only in name]
+
+
+def library_names(only: str | None) -> list[str]:
+    from count_checks import LIBRARIES
+
+    # the name of a program begins with that of its file
+    file, colon, _ = (only or "").partition(":")
+    return [name for name in LIBRARIES if not colon or name.endswith(file)]
+
+
+def run(what: str, *args: Any) -> tuple[Any, float]:
+    """A report of `count_checks`, and the processor time that it took."""
+    import count_checks
+    import jax
+
+    begun = time.process_time()
+    with contextlib.redirect_stdout(io.StringIO()):
+        report = getattr(count_checks, what)(*args)
+    jax.clear_caches()
+    return report, time.process_time() - begun
+
+
+def reports(flag: str | None, options: argparse.Namespace) -> Iterator[tuple[Any, float, str]]:
+    """(report, processor seconds, how far it is) of each task."""
+    with sweeping.pool(options.workers, start, flag) as workers:
+        libraries = workers.submit(library_names, options.only).result()
+        tables = workers.submit(table_names, options.only).result()
+        # neighbours are alike: each task gets some of every kind
+        stride = max(1, -(-len(tables) // CHUNK))
+        pending = [workers.submit(run, "count_library", name, options.only) for name in libraries]
+        pending += [
+            workers.submit(run, "count_tables", tables[i::stride])
+            for i in range(stride)
+            if tables[i::stride]
+        ]
+        for done, future in enumerate(as_completed(pending), 1):
+            report, seconds = future.result()
+            yield report, seconds, f"{done} of {len(pending)} parts"
+
+
+def counted(flag: str | None, plain: Any, options: argparse.Namespace) -> tuple[Any, float]:
+    """What is found under a flag, said as it is known, and the processor time that it took."""
+    from count_checks import Report
+
+    total, seconds, progress = Report(), 0.0, sweeping.Progress()
+    for report, spent, done in reports(flag, options):
+        total.add(report)
+        seconds += spent
+        progress.say(f"{flag or 'no flag'}: {done}, {len(total.failures)} failures")
+    total.settle(plain)
+    for name, text in sorted(total.failures.items()):
+        again = f"scripts/sweep counts --only {name!r}" + (f" --flag {flag}" if flag else "")
+        say(f"FAILED {flag or 'no flag'}: {name}: {text}\n  again: {again}")
+    for name, text in sorted(total.refused.items()):
+        say(f"refused by JAX, {flag}: {name}: {text}")
+    return total, seconds
+
+
+def table(rows: dict[str, tuple[Any, float]]) -> Iterator[str]:
+    """The totals of each flag in a line."""
+    heads = ("programs", "compared", "refused", "failures", *COLUMNS, "CPU s")
+    yield " ".join(["flag".ljust(16), *heads])
+    for flag, (report, seconds) in rows.items():
+        numbers = [len(report.names), len(report.counted), len(report.refused)]
+        numbers += [len(report.failures), *map(report.total, COLUMNS), round(seconds)]
+        cells = [str(n).rjust(len(head)) for n, head in zip(numbers, heads, strict=True)]
+        yield " ".join([flag.ljust(16), *cells])
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    start(None)
+    import jax
+    from counting import FLAGS
+
+    plain, seconds = counted(None, None, options)
+    rows = {"no flag": (plain, seconds)}
+    for flag in [options.flag] if options.flag else FLAGS:
+        rows[flag] = counted(flag, plain, options)
+    say(f"jax {jax.__version__}: numbers of programs, and of their products")
+    for line in table(rows):
+        say(line)
+    failures = sum(len(report.failures) for report, _ in rows.values())
+    say(f"counts: {failures} failures, {sum(s for _, s in rows.values()):.0f} processor seconds")
+    if not plain.total("lowered"):
+        say("no product was counted")
+        return 2
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
