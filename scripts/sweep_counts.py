@@ -90,11 +90,13 @@ def counted(flag: str | None, plain: Any, options: argparse.Namespace) -> tuple[
         seconds += spent
         progress.say(f"{flag or 'no flag'}: {done}, {len(total.failures)} failures")
     total.settle(plain)
+    if plain and not options.only:
+        total.must_hold_more(plain)
     for name, text in sorted(total.failures.items()):
         again = f"scripts/sweep counts --only {name!r}" + (f" --flag {flag}" if flag else "")
         say(f"FAILED {flag or 'no flag'}: {name}: {text}\n  again: {again}")
     for name, text in sorted(total.refused.items()):
-        say(f"refused by JAX, {flag}: {name}: {text}")
+        say(f"refused by JAX, {flag or 'no flag'}: {name}: {text[:120]}")
     return total, seconds
 
 
@@ -115,6 +117,9 @@ def main(argv: Sequence[str]) -> int:
     import jax
     from counting import FLAGS
 
+    if options.flag and options.flag not in FLAGS:
+        say(f"jax {jax.__version__} has the flags {', '.join(FLAGS)}")
+        return 2
     plain, seconds = counted(None, None, options)
     rows = {"no flag": (plain, seconds)}
     for flag in [options.flag] if options.flag else FLAGS:

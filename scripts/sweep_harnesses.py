@@ -6,23 +6,21 @@ What is checked stands in tests/harness_checks.py.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
+from concurrent.futures import as_completed
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import sweeping
+from sweeping import say
+
 CHUNK = 25
 """Harnesses per task: a task's compiled programs are forgotten at its end."""
-PROGRESS_SECONDS = 15.0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("scripts/sweep harnesses", description=__doc__)
-    parser.add_argument("--workers", type=int, default=2, help="processes (%(default)s)")
+    parser = sweeping.parser("harnesses", __doc__)
     parser.add_argument("--grad", action="store_true", help="their derivatives too")
     parser.add_argument(
         "--x64",
@@ -37,14 +35,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def start(x64: bool) -> None:
     """Sets up a worker."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    import jax
-
-    jax.config.update("jax_enable_x64", x64)
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_numpy_rank_promotion", "raise")
-    # code generation without optimization, which takes most of the time; XLA's own passes run
-    jax.config.update("jax_disable_most_optimizations", True)
+    sweeping.set_up(jax_enable_x64=x64)
 
 
 def names() -> list[tuple[str, str]]:
@@ -78,16 +69,11 @@ def chosen(found: Sequence[tuple[str, str]], known: set[str], options: Any) -> l
     ][:: options.every]
 
 
-def pool(x64: bool, workers: int) -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, context, start, (x64,))
-
-
 def sweep(options: argparse.Namespace) -> Iterator[tuple[bool, Any, float, int, int]]:
     """(whether x64 is on, report, processor seconds, harnesses done, of how many) per task."""
     known: set[str] = set()
     for x64 in (False, True):
-        with pool(x64, options.workers) as workers:
+        with sweeping.pool(options.workers, start, x64) as workers:
             found = workers.submit(names).result()
             ids = chosen(found, known, options)
             known = {full for _, full in found}
@@ -104,17 +90,14 @@ def sweep(options: argparse.Namespace) -> Iterator[tuple[bool, Any, float, int, 
                 yield x64, report, seconds, done, len(ids)
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
-
-
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     start(False)
     import harness_checks
     import jax
 
-    total, seconds, said, failed = harness_checks.Report(), 0.0, time.monotonic(), 0
+    total, seconds, failed = harness_checks.Report(), 0.0, 0
+    progress = sweeping.Progress()
     for x64, report, spent, done, count in sweep(options):
         total.add(report)
         seconds += spent
@@ -123,9 +106,7 @@ def main(argv: Sequence[str]) -> int:
             name = failure.partition(":")[0]
             again = f"scripts/sweep harnesses --only {name} --x64 {'on' if x64 else 'off'}"
             say(f"FAILED {failure}\n  again: {again}{' --grad' if options.grad else ''}")
-        if time.monotonic() - said > PROGRESS_SECONDS:
-            said = time.monotonic()
-            say(f"x64 {'on' if x64 else 'off'}: {done} of {count}, {failed} failures")
+        progress.say(f"x64 {'on' if x64 else 'off'}: {done} of {count}, {failed} failures")
     counts = ", ".join(f"{n} {what}" for what, n in sorted(total.counts.items()))
     say(f"jax {jax.__version__}: {counts}")
     say(f"harnesses: {len(total.failures)} failures, {seconds:.0f} processor seconds")

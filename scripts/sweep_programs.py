@@ -4,7 +4,6 @@ Each program is traced, planned and rewritten by JAX and the package, and run by
 tests' own interpreters; one in 250 is compiled and run by XLA too.
 """
 
-import argparse
 import collections
 import dataclasses
 import gc
@@ -15,27 +14,19 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parents[1] / "tests"
+import sweeping
+
 CHUNK = 50
 CHUNKS_PER_PROCESS = 100
 """A process keeps its compiled kernels, and what JAX never forgets: several GB at the end."""
 
 
 def set_up() -> None:
-    """The paths, and the settings of tests/conftest.py."""
+    """Sets up a process, this one or a worker."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    for folder in (TESTS, TESTS.parent):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
-    import jax
-
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_numpy_rank_promotion", "raise")
-    # most programs are not compiled, and kernels of a dozen elements need no optimization
-    jax.config.update("jax_disable_most_optimizations", True)
+    sweeping.set_up()
     # tracing makes many objects, and few cycles
     gc.set_threshold(200_000, 20, 1000)
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -114,9 +105,8 @@ def results(chunks: list[tuple[int, int, int]], workers: int) -> Iterator[Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = sweeping.parser("programs", __doc__)
     parser.add_argument("--programs", type=int, default=20_000)
-    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="INDEX", help="this program alone")
     options = parser.parse_args(argv)

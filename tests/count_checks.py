@@ -83,6 +83,9 @@ class Report:
             why = [error for test, error in self.stopped.items() if is_in(name, test)]
             kind = self.refused if why else self.failures
             kind[name] = why[0] if why else "not met, though its test went on to its end"
+
+    def must_hold_more(self, plain: Report) -> None:
+        """Fails where a flag makes no hi-primitives, given the report without one."""
         if self.total("hi") <= plain.total("hi"):
             self.failures["all"] = "no product stands in a hi-primitive that the flag makes"
 
@@ -110,7 +113,7 @@ def count_tables(names: Sequence[str]) -> Report:
 
 def count_library(library: str, only: str | None = None) -> Report:
     """Counts what a file `test_programs_*` checks, in those tests whose names hold `only`."""
-    counting = _Counting(only)
+    counting = Counting(only)
     file = TESTS / f"test_{library}.py"
     # the flags of JAX are experiments: what they warn of is no failure
     options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", f"--rootdir={TESTS.parent}"]
@@ -122,7 +125,7 @@ def count_library(library: str, only: str | None = None) -> Report:
     return counting.report
 
 
-class _Counting:
+class Counting:
     """A plugin for pytest: programs are counted where a test would check them."""
 
     def __init__(self, only: str | None) -> None:
