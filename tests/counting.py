@@ -23,6 +23,8 @@ FLAGS = [
     if hasattr(jax.config, flag)
 ]
 """Those of the installed JAX that make hi-primitives of its functions."""
+NOT_ENTERED = r"call_hi_primitive \((Scan3|OptRemat|CustomVJPTraced)\)"
+"""What they make that is not entered, always or with some options; else a warning is a miss."""
 
 
 def is_product(eqn: Any) -> bool:
@@ -33,8 +35,9 @@ def in_graph(jaxpr: Any) -> int:
     return sum(name in PRODUCTS for name in Graph.build(jaxpr).primitives)
 
 
-def warned_of(jaxpr: Any) -> int:
-    notes = make_plan(jaxpr, AutoMixedBf16).notes
+def warned_of(jaxpr: Any, of: str = "") -> int:
+    """The products that warnings tell of; `of` is a pattern of what the warning begins with."""
+    notes = [n for n in make_plan(jaxpr, AutoMixedBf16).notes if re.match(of, n)]
     return sum(int(n) for note in notes for n in re.findall(r"contains (\d+) product\(s\)", note))
 
 
@@ -101,6 +104,7 @@ class Counts:
         lowered: in its StableHLO.
         graph: in the flattened graph.
         warned: in what the graph does not enter, by the warnings.
+        missed: those of them that the graph should have entered.
         dead, not_lowered: those that JAX does not lower.
         hi: those of the jaxpr that stand in hi-primitives.
     """
@@ -108,6 +112,7 @@ class Counts:
     lowered: int
     graph: int
     warned: int
+    missed: int
     dead: int
     not_lowered: int
     hi: int
@@ -118,15 +123,17 @@ class Counts:
 
     @property
     def agree(self) -> bool:
-        return self.known == self.lowered + self.dead + self.not_lowered
+        return not self.missed and self.known == self.lowered + self.dead + self.not_lowered
 
 
 def counts(traced: Any, lowered: Any) -> Counts:
     jaxpr = traced.jaxpr
+    warned = warned_of(jaxpr)
     return Counts(
         in_stablehlo(lowered),
         in_graph(jaxpr),
-        warned_of(jaxpr),
+        warned,
+        warned - (warned and warned_of(jaxpr, NOT_ENTERED)),
         dead(jaxpr),
         not_lowered(jaxpr),
         in_hi_primitives(jaxpr),
