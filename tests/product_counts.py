@@ -1,4 +1,4 @@
-"""Every table of programs in the tests and the scripts, for counting their products.
+"""Tables of programs in the tests and the scripts, for counting their products.
 
 Those of `test_programs_*` are counted where they are checked (`program_helpers.check_program`).
 """
@@ -69,7 +69,7 @@ PROGRAMS: dict[str, Callable[[], Made]] = {
     "demo: loss": lambda: _demo("loss"),
     "demo: train step": lambda: _demo("train_step"),
 }
-"""Every table of programs in the tests and the scripts; each makes a function and arguments."""
+"""Name -> what makes a function and its arguments."""
 
 X64 = {f"helpers: {p.name}" for p in helpers.PROGRAMS if p.x64}
 

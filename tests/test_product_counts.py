@@ -1,7 +1,7 @@
 """Design section 3, line 12: no product of any program of the tests is missed or counted twice.
 
-Under JAX's flags this is a sample: `scripts/sweep counts` counts every program, those of
-`test_programs_*` and their gradients too, without a flag and with each.
+Under JAX's flags this is a sample: `scripts/sweep counts` counts every program of these tables, and
+those that `test_programs_*` check with their gradients, without a flag and with each.
 """
 
 from typing import Any
