@@ -34,6 +34,7 @@ from harness_programs import derivative, harness, program
 from harness_values import compare, to_numpy
 from helpers import ALWAYS_LOW, LOW, POLICIES
 from rounding_model import exact, model, noise, rounding
+from unit_helpers import assert_well_typed
 
 import precpass as pp
 
@@ -137,14 +138,21 @@ def _under(policy: Any, plain: Plain, fn: Callable[..., Any], report: Report) ->
         if plain.traces_the_same:
             return []  # one plan of this kind stands for all: nothing of the policy is left
         traced = pp.auto_mixed(fn, policy=policy).trace(*plain.args)
-        plain.traces_the_same = text_of(traced.jaxpr) == text_of(plain.traced.jaxpr)
+        plain.traces_the_same = text_of(_called(traced.jaxpr)) == text_of(plain.traced.jaxpr)
         found = _signature(traced, plain)
         if not plain.traces_the_same:
             found.append("changes nothing, but the function traces to another program")
         return found
     if policy is pp.AlwaysF32 and not plain.has_low_values:
         return ["changes a program without 16-bit values"]
+    assert_well_typed(inspected.after)
     return _changed(policy, plain, pp.auto_mixed(fn, policy=policy).trace(*plain.args), report)
+
+
+def _called(jaxpr: Any) -> Any:
+    """The function that a mixed function's trace calls as a jit of its own."""
+    eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
+    return eqns[0].params["jaxpr"] if [e.primitive.name for e in eqns] == ["jit"] else jaxpr
 
 
 def _changed(policy: Any, plain: Plain, traced: Any, report: Report) -> list[str]:

@@ -24,6 +24,7 @@ from flow_helpers import contracts
 from helpers import PRODUCTS, low_products, named, quiet, walk
 from oracle import LOW, Noisy, Plain, Planned, is_float
 from random_programs import Program, build, seeded_program
+from unit_helpers import assert_well_typed
 
 import precpass as pp
 from precpass.policy import PRESETS
@@ -202,6 +203,7 @@ class _Check:
     def rewritten(
         self, found: pp.Inspection, plain: Plain, wanted: list[Any], reports: list[Any]
     ) -> None:
+        assert_well_typed(found.after)
         oracle = Planned()
         planned, expected = self.evaluated(lambda: oracle.run(found.before, found.plan, self.flat))
         got, reported = self.evaluated(lambda: Plain().run(found.after, self.flat))

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import networkx as nx
 import pytest
 from jax import lax
-from unit_helpers import eqns, f32, named, operand_dtypes, product_dtypes, stable_id
+from unit_helpers import (
+    assert_well_typed,
+    eqns,
+    f32,
+    named,
+    operand_dtypes,
+    product_dtypes,
+    stable_id,
+)
 
 import precpass as pp
 from precpass import Action, AlwaysF32, AutoMixed, AutoMixedBf16, Custom, OpKind, PrecisionWarning
@@ -72,6 +80,7 @@ def test_the_border_of_after_is_that_of_before(name, policy):
     assert found.after is not found.before
     for border in ("in_avals", "out_avals"):
         assert getattr(found.after, border) == getattr(found.before, border)
+    assert_well_typed(found.after)
 
 
 @each_program

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
@@ -20,6 +21,11 @@ def eqns(jaxpr: Any) -> Iterator[Any]:
             for item in value if isinstance(value, (tuple, list)) else (value,):
                 if hasattr(getattr(item, "jaxpr", item), "eqns"):
                     yield from eqns(item)
+
+
+def assert_well_typed(jaxpr: Any) -> None:
+    """Every equation's results have the types that JAX gives them, bodies included."""
+    jex.check_jaxpr(getattr(jaxpr, "jaxpr", jaxpr))
 
 
 def named(jaxpr: Any, primitive: str) -> list[Any]:
