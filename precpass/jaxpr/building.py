@@ -13,6 +13,7 @@ import numpy as np
 
 from precpass.jaxpr.binding import DTYPE_PARAMS, bind, convert, trace
 from precpass.jaxpr.carrier import Form, carrier_p, detach_p
+from precpass.jaxpr.float64 import in_x64
 from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_of
 
 _cast_p = jex.primitives.convert_element_type_p
@@ -40,7 +41,7 @@ class Builder:
         self.consts: list[Any] = []
         self._templates = templates
         self._within = within
-        self._x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue] -- dynamic
+        self._x64 = in_x64()
         self._source: Any = None
         self._ctx: Any = None
         self.leave()
@@ -208,17 +209,14 @@ class Builder:
             outvars: its results.
         """
         opened = open_jaxpr(like)
-        same = len(invars), len(outvars)
-        names = {}
-        if same == (len(opened.invars), len(opened.outvars)):
-            names = {"debug_info": opened.debug_info}
         consts = [*consts_of(like), *self.consts]
         parts = {
             "constvars": [*opened.constvars, *self.constvars],
             "invars": list(invars),
             "outvars": list(outvars),
             "eqns": self.eqns,
-            **names,
+            # JAX forgets the names of arguments where variables are others
+            "debug_info": opened.debug_info,
         }
         if not hasattr(like, "consts"):
             # on 0.10 the jaxpr of remat and shard_map is open
