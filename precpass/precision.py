@@ -98,7 +98,7 @@ class Precision(enum.Enum):
     @classmethod
     def of(cls, dtype: Any) -> Precision | None:
         """The precision with this dtype, or None for any other dtype."""
-        return _BY_DTYPE.get(dtype)
+        return BY_DTYPE.get(dtype)
 
 
 def _dtype_name(value: Any) -> str:
@@ -109,4 +109,5 @@ def _dtype_name(value: Any) -> str:
         return repr(value)
 
 
-_BY_DTYPE = {precision.dtype: precision for precision in Precision}
+BY_DTYPE: dict[Any, Precision] = {precision.dtype: precision for precision in Precision}
+"""The precision of each dtype."""

@@ -19,7 +19,7 @@ from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_
 _cast_p = jex.primitives.convert_element_type_p
 
 Templates = dict[Hashable, Any]
-"""What functions traced to, by all that it depends on."""
+"""What functions traced to and the avals of other dtypes, by all that they depend on."""
 
 
 class Builder:
@@ -122,7 +122,11 @@ class Builder:
             if not new:
                 return self.keep(eqn, operands)
             (dtype,) = new
-            return self.keep(eqn, operands, avals=[_retyped(v.aval, dtype) for v in eqn.outvars])
+            avals = [
+                v.aval if precision_of(v.aval) is None else self._retyped(v.aval, dtype)
+                for v in eqn.outvars
+            ]
+            return self.keep(eqn, operands, avals=avals)
         return self.call(lambda *xs: bind(eqn, xs, params), operands, alike(eqn, params))
 
     def convert(self, atom: Any, dtype: Any, weak_type: bool = False) -> Any:
@@ -132,8 +136,7 @@ class Builder:
             key = ("convert", dtype, weak_type)
             return self.call(lambda x: [convert(x, dtype, weak_type)], [atom], key)[0]
         params = {"new_dtype": dtype, "weak_type": weak_type, "sharding": None}
-        aval = atom.aval.update(dtype=dtype, weak_type=weak_type)
-        return self.emit(_cast_p, [atom], params, aval)
+        return self.emit(_cast_p, [atom], params, self._retyped(atom.aval, dtype, weak_type))
 
     def detach(self, atom: Any, *, pinned: bool = False, zeros: bool = False) -> Any:
         """As `precpass.jaxpr.detach`."""
@@ -182,6 +185,14 @@ class Builder:
                 self._templates[whole] = found
         return found
 
+    def _retyped(self, aval: Any, dtype: Any, weak_type: bool = False) -> Any:
+        # making an aval takes longer than making an equation
+        key = (aval, dtype, weak_type)
+        found = self._templates.get(key)
+        if found is None:
+            found = self._templates[key] = aval.update(dtype=dtype, weak_type=weak_type)
+        return found
+
     def _configured(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._ctx is None else self._ctx.manager
 
@@ -226,10 +237,6 @@ class Builder:
         if opened is like or hasattr(opened, "with_consts"):  # 0.11 merged the two classes
             return opened.replace(**parts, consts=consts)
         return like.replace(jaxpr=opened.replace(**parts), consts=consts)
-
-
-def _retyped(aval: Any, dtype: Any) -> Any:
-    return aval if precision_of(aval) is None else aval.update(dtype=dtype, weak_type=False)
 
 
 def new_variable(aval: Any) -> Any:

@@ -15,13 +15,13 @@ import jax.extend.core as jex
 import numpy as np
 from jax.extend import source_info_util
 
-from precpass.precision import Precision
+from precpass.precision import BY_DTYPE, Precision
 
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
 source_info_util.register_exclusion(_OWN_FOLDER)
 
 # looked up once: these are asked of every value of every program
-_Literal, _of, _cast_p = jex.Literal, Precision.of, jex.primitives.convert_element_type_p
+_Literal, _of, _cast_p = jex.Literal, BY_DTYPE.get, jex.primitives.convert_element_type_p
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
