@@ -201,6 +201,22 @@ def test_debug_nans_names_the_line(wrap):
     assert "return jnp.log(y - y - 1.0)" in text
 
 
+def remains(x):
+    y = x @ x
+    return jnp.mod(y, 0.0)
+
+
+def test_debug_nans_names_the_line_of_a_jit_inside():
+    with (
+        jax.debug_nans(True),
+        pytest.raises(
+            FloatingPointError, match=r"invalid value \(nan\) encountered in rem"
+        ) as info,
+    ):
+        pp.auto_mixed(remains)(X)
+    assert "return jnp.mod(y, 0.0)" in "".join(traceback.format_exception(info.value))
+
+
 def test_debug_nans_lets_finite_programs_run():
     with jax.debug_nans(True):
         y = pp.auto_mixed(jax.grad(lambda x: (x @ x).sum()))(X)

@@ -10,8 +10,16 @@ import jax.core
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import source_info_util
 
-from precpass.jaxpr.reading import consts_of, in_avals, is_literal, open_jaxpr, precision_of
+from precpass.jaxpr.reading import (
+    consts_of,
+    in_avals,
+    is_literal,
+    open_jaxpr,
+    precision_of,
+    source_of,
+)
 from precpass.precision import Precision
 
 DTYPE_PARAMS = ("new_dtype", "preferred_element_type", "out_dtype")
@@ -71,9 +79,45 @@ def trace_call(call: Callable[..., Any], arguments: Sequence[Any]) -> Call:
 
 def run(call: Call, jaxpr: Any) -> list[Any]:
     """The results of a call whose jaxpr has become another one."""
-    if call.eqn is None or jit_is_disabled() or not is_tracing():
+    if jit_is_disabled() or not is_tracing():
+        return _one_by_one(jaxpr, call.operands)
+    if call.eqn is None:
         return evaluate(jaxpr, call.operands)
     return bind(call.eqn, call.operands, {**call.eqn.params, "jaxpr": jaxpr})
+
+
+def _one_by_one(jaxpr: Any, args: Sequence[Any], within: Any = None) -> list[Any]:
+    """The results of a jaxpr, its jits run equation by equation too.
+
+    JAX's own evaluation compiles them, and reports a NaN that `jax_debug_nans` finds
+    in one by an exception of its own and without a line.
+
+    Args:
+        jaxpr: the jaxpr.
+        args: its operands.
+        within: the jit whose line an equation has that has none of the user's.
+    """
+    opened = open_jaxpr(jaxpr)
+    values = dict(zip(opened.constvars, consts_of(jaxpr), strict=True))
+    values.update(zip(opened.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if is_literal(atom) else values[atom]
+
+    outside = source_info_util.current_name_stack()
+    for eqn in opened.eqns:
+        operands = [read(v) for v in eqn.invars]
+        place = eqn if within is None or source_of(eqn).file else within
+        if eqn.primitive.name == "jit":
+            results = _one_by_one(eqn.params["jaxpr"], operands, place)
+        else:
+            stack = outside + eqn.source_info.name_stack
+            traceback = place.source_info.traceback
+            user = source_info_util.user_context(traceback, name_stack=stack)
+            with user, eqn.ctx.manager:
+                results = bind(eqn, operands)
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(v) for v in opened.outvars]
 
 
 def is_tracing() -> bool:
