@@ -1,18 +1,17 @@
 """Counts the products of every program of the tests; `scripts/sweep counts` runs it.
 
-Each is traced and lowered by JAX alone: those of the tables (`product_counts.py`), and those that
-`test_programs_*` check, with their gradients. Under a flag of JAX's (`counting.FLAGS`) that takes a
-process of its own, where nothing was traced or imported without it. What JAX then cannot trace or
-lower, it refuses.
+Each is lowered by JAX alone: those of the tables (`product_counts.py`), those that `check_program`
+and `assert_trains_alike` check, with their gradients, and all that any test gives to the pass
+(`given_programs.py`). Under a flag of JAX's (`counting.FLAGS`) that takes a process of its own,
+where nothing was traced or imported without it. What JAX then cannot trace or lower, it refuses.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,9 +21,17 @@ import program_helpers
 import pytest
 import training_helpers
 from counting import Counts, counts
+from given_programs import LEFT_OUT, MARK, Given
+
+import precpass as pp
 
 TESTS = Path(__file__).parent
-LIBRARIES = [path.stem.removeprefix("test_") for path in sorted(TESTS.glob("test_programs_*.py"))]
+FILES = [
+    path.stem.removeprefix("test_")
+    for path in sorted(TESTS.glob("test_*.py"))
+    if path.stem not in LEFT_OUT
+]
+"""The files whose tests are run."""
 
 
 @dataclasses.dataclass
@@ -36,12 +43,14 @@ class Report:
         refused: JAX's errors.
         failures: what is wrong.
         stopped: the errors of tests that ended early; what they would have checked has no name.
+        given: how many programs each test that ran gave to the pass, repetitions included.
     """
 
     counted: dict[str, Counts] = dataclasses.field(default_factory=dict)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     stopped: dict[str, str] = dataclasses.field(default_factory=dict)
+    given: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def names(self) -> set[str]:
@@ -58,14 +67,22 @@ class Report:
 
     def count(self, name: str, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Counts a program; returns it lowered, if JAX does that."""
-        try:
+
+        def made() -> tuple[Any, Any]:
             traced = jax.jit(fn).trace(*args)
-            lowered = traced.lower()
+            return traced, traced.lower()
+
+        return self.compare(name, made)
+
+    def compare(self, name: str, make: Callable[[], tuple[Any, Any]], jaxpr: Any = None) -> Any:
+        """Counts a program that `make` traces and lowers; `jaxpr` is what the pass gets of it."""
+        try:
+            traced, lowered = make()
         except Exception as error:
             self.refused[name] = said(error)
             return None
         try:
-            found = self.counted[name] = counts(traced, lowered)
+            found = self.counted[name] = counts(jaxpr or traced.jaxpr, traced, lowered)
         except Exception as error:
             self.failures[name] = f"cannot be counted: {said(error)}"
             return lowered
@@ -79,7 +96,15 @@ class Report:
             self.failures.update({**self.refused, **self.stopped})
             self.refused.clear()
             return
+        self.refused.update({n: error for n, error in self.stopped.items() if ": " not in n})
+        for test, number in plain.given.items():
+            # under a flag a test is not run for each policy
+            if self.given.get(test, number) < number and test not in self.stopped:
+                self.failures[test] = "gave fewer programs to the pass, though it went to its end"
         for name in plain.names - self.names:
+            # that one was known, or the test gave it no more
+            if MARK in name:
+                continue
             why = [error for test, error in self.stopped.items() if is_in(name, test)]
             kind = self.refused if why else self.failures
             kind[name] = why[0] if why else "not met, though its test went on to its end"
@@ -111,26 +136,35 @@ def count_tables(names: Sequence[str]) -> Report:
     return report
 
 
-def count_library(library: str, only: str | None = None) -> Report:
-    """Counts what a file `test_programs_*` checks, in those tests whose names hold `only`."""
-    counting = Counting(only)
-    file = TESTS / f"test_{library}.py"
+def count_file(name: str, only: str | None, flag: str | None) -> Report:
+    """Counts what the tests of a file check, and give to the pass.
+
+    Args:
+        name: of the file, without `test_`.
+        only: text that the names of the tests hold.
+        flag: the flag that is on. With one, tests that differ by a policy alone are run once.
+    """
+    counting = Counting(only, once=flag is not None)
     # the flags of JAX are experiments: what they warn of is no failure
     options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", f"--rootdir={TESTS.parent}"]
     with (
         mock.patch.object(program_helpers, "check_program", counting.check_program),
         mock.patch.object(training_helpers, "assert_trains_alike", counting.assert_trains_alike),
+        counting.given.watch(lambda: counting.test),
     ):
-        pytest.main([*options, str(file)], plugins=[counting])
+        pytest.main([*options, str(TESTS / f"test_{name}.py")], plugins=[counting])
+    counting.report.given.update(counting.given.met)
     return counting.report
 
 
 class Counting:
     """A plugin for pytest: programs are counted where a test would check them."""
 
-    def __init__(self, only: str | None) -> None:
+    def __init__(self, only: str | None = None, once: bool = False) -> None:
         self.only = only
+        self.once = once
         self.report = Report()
+        self.given = Given(self.report.compare)
         self.test = ""
         self.met: Counter[str] = Counter()
 
@@ -160,7 +194,11 @@ class Counting:
         return self.test if number == 1 else f"{self.test} #{number}"
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items[:] = [item for item in items if _checks(item.function) and self._wanted(item)]
+        wanted = [item for item in items if self._wanted(item)]
+        if self.once:
+            # the policy is no part of the program that it is given
+            wanted = list({_apart_from_policies(item): item for item in wanted}.values())
+        items[:] = wanted
 
     def _wanted(self, item: Any) -> bool:
         # the name of a program is longer than that of its test
@@ -169,6 +207,7 @@ class Counting:
 
     def pytest_runtest_setup(self, item: Any) -> None:
         self.test = _label(item.nodeid)
+        self.report.given[self.test] = 0
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self._stopped(report)
@@ -206,23 +245,11 @@ def _label(nodeid: str) -> str:
     return f"{name}: {test.removeprefix('test_')}" if test else name
 
 
-def _checks(fn: Any, seen: set[Any] | None = None) -> bool:
-    """Whether a test checks a program, by itself or through functions of its module."""
-    seen = {fn} if seen is None else seen
-    for name in _names_in(fn.__code__):
-        if name in ("check_program", "assert_trains_alike"):
-            return True
-        other = fn.__globals__.get(name)
-        own = isinstance(other, types.FunctionType) and other.__module__ == fn.__module__
-        if own and other not in seen:
-            seen.add(other)
-            if _checks(other, seen):
-                return True
-    return False
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names_in(inner)
+def _apart_from_policies(item: Any) -> Any:
+    spec = getattr(item, "callspec", None)
+    if spec is None:
+        return item.nodeid
+    others = [n for n, x in spec.params.items() if not isinstance(x, pp.PrecisionPolicy)]
+    if len(others) == len(spec.params):
+        return item.nodeid
+    return item.function, tuple((n, spec.indices[n]) for n in others)

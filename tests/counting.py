@@ -1,29 +1,36 @@
 """How many products a program has: in the graph, warned of, and in what JAX lowers.
 
-A jaxpr that several calls share is lowered to one function, so both sides count it once. They
-differ by what JAX does not lower: equations whose results nobody needs (`dead`), and the jaxprs
-of a `custom_linear_solve` that only its derivatives run (`not_lowered`).
+All are counted with every call in its place: a jaxpr that two calls share counts twice, however
+often JAX writes it into the module. What JAX then leaves out or repeats is asked of JAX itself
+(`dce_jaxpr`, `Traced.lojax`) or stands in `copies`.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
-from flow_helpers import PRODUCTS, equations, jaxprs_in, named
+from flow_helpers import PRODUCTS, jaxprs_in, named
+from jax.interpreters import partial_eval
 
+from precpass import jaxpr as ir
+from precpass.equations import unentered
 from precpass.graph import Graph
+from precpass.jaxpr.bodies import OPAQUE
 from precpass.planner import make_plan
 from precpass.policy import AutoMixedBf16
 
-OLD = jax.__version_info__ < (0, 12)
 FLAGS = [
     flag
     for flag in ("jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3", "jax_scan3")
     if hasattr(jax.config, flag)
 ]
 """Those of the installed JAX that make hi-primitives of its functions."""
-NOT_ENTERED = r"call_hi_primitive \((Scan3|OptRemat|CustomVJPTraced)\)"
+NOT_ENTERED = ("Scan3", "OptRemat", "CustomVJPTraced", "VmapOf")
 """What they make that is not entered, always or with some options; else a warning is a miss."""
 
 
@@ -31,69 +38,162 @@ def is_product(eqn: Any) -> bool:
     return eqn.primitive.name in PRODUCTS
 
 
-def in_graph(jaxpr: Any) -> int:
-    return sum(name in PRODUCTS for name in Graph.build(jaxpr).primitives)
+# ---------------------------------------------------------------- what JAX lowers
 
 
-def warned_of(jaxpr: Any, of: str = "") -> int:
-    """The products that warnings tell of; `of` is a pattern of what the warning begins with."""
-    notes = [n for n in make_plan(jaxpr, AutoMixedBf16).notes if re.match(of, n)]
-    return sum(int(n) for note in notes for n in re.findall(r"contains (\d+) product\(s\)", note))
+def in_stablehlo(text: str) -> int:
+    """The products of a module's main function and, at each call, of the function it calls."""
+    own: Counter[str] = Counter()
+    called: dict[str, Counter[str]] = {}
+    function = ""
+    for line in text.splitlines():
+        head = _FUNCTION.search(line)
+        if head:
+            function = head[1]
+            called[function] = Counter()
+            continue
+        own[function] += len(_PRODUCT.findall(line))
+        called.get(function, Counter()).update(_NAME.findall(line))
+    totals: dict[str, int] = {}
+
+    def total(name: str) -> int:
+        if name not in totals:
+            inner = (n * total(f) for f, n in called[name].items() if f in called)
+            totals[name] = own[name] + sum(inner)
+        return totals[name]
+
+    return total("main")
 
 
-def in_stablehlo(lowered: Any) -> int:
-    text = lowered.as_text()
-    return len(re.findall(r"stablehlo\.(?:dot_general|dot|convolution)\b|chlo\.ragged_dot", text))
+_FUNCTION = re.compile(r"^\s*func\.func (?:\w+ )?@(\"[^\"]*\"|[\w.$-]+)")
+_NAME = re.compile(r"@(\"[^\"]*\"|[\w.$-]+)")
+_PRODUCT = re.compile(r"stablehlo\.(?:dot_general|dot|convolution)\b|chlo\.ragged_dot")
 
 
-def dead(jaxpr: Any) -> int:
-    """The products of equations that nothing reads, which JAX does not lower."""
-    kept: dict[int, Any] = {}
-    _keep(jaxpr, kept, whole=False)
-    return sum(is_product(eqn) and id(eqn) not in kept for eqn in equations(jaxpr))
+def copies(eqn: Any, param: str, index: int) -> int:
+    """How often JAX lowers a jaxpr in an equation's params."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "custom_linear_solve":
+        # the others are those that its derivatives run
+        return int(param == "jaxprs" and params[param][index] is params["jaxprs"].solve)
+    if name == "linear_call":
+        return int(param == "callee")
+    if name == "scan":
+        return _unrolled(params["length"], params["unroll"])
+    if name == "while" and param == "cond_jaxpr":
+        # it also decides which lanes go on, or runs ahead of the loop for its effects
+        cond = params[param]
+        return 2 if ir.out_avals(cond)[0].shape else 1
+    return 1
 
 
-def _keep(jaxpr: Any, kept: dict[int, Any], whole: bool) -> None:
-    """Adds the equations that are lowered of a jaxpr and of those in it, by their identities.
+def _unrolled(length: Any, unroll: int) -> int:
+    if unroll == 1 or not isinstance(length, int):
+        return int(length != 0)
+    trips, rest = divmod(length, unroll) if unroll else (0, length)
+    return length if trips == 1 and not rest else min(trips, 1) * unroll + rest
 
-    Loops, branches and rules are left `whole`: JAX's lowering drops nothing from those. But of
-    0.12 it drops every scan that carries something under jax_scan3, together with its results,
-    because no effect says that it writes the references which it is made to carry in.
-    """
+
+def in_jaxpr(jaxpr: Any, seen: dict[int, tuple[Any, int]] | None = None) -> int:
+    """The products of a jaxpr and of all those in it, without the package's own reader."""
+    seen = {} if seen is None else seen
     opened = getattr(jaxpr, "jaxpr", jaxpr)
-    if id(opened) in kept:
-        return
-    kept[id(opened)] = opened
-    needed = {id(v) for v in opened.outvars}
-    for eqn in reversed(opened.eqns):
-        writes = any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
-        scans = writes and eqn.primitive.name == "call_hi_primitive"
-        acts = bool(eqn.effects) or (OLD and writes) or (whole and not scans)
-        if acts or any(id(v) in needed for v in eqn.outvars):
-            needed.update(id(v) for v in eqn.invars)
-            kept[id(eqn)] = eqn
-            for inner in jaxprs_in(list(eqn.params.values())):
-                _keep(inner, kept, whole or eqn.primitive.name != "jit")
+    if id(opened) not in seen:
+        inside = ((e, n, j) for e in opened.eqns for n, j in _lowered_in(e))
+        found = sum(map(is_product, opened.eqns))
+        found += sum(n * in_jaxpr(j, seen) for _, n, j in inside)
+        seen[id(opened)] = opened, found
+    return seen[id(opened)][1]
 
 
-def not_lowered(jaxpr: Any) -> int:
-    """The products that only the derivatives of a `custom_linear_solve` run."""
-    count = 0
-    for eqn in named(jaxpr, "custom_linear_solve"):
-        jaxprs = eqn.params["jaxprs"]
-        lowered = {id(e) for e in equations(jaxprs.solve)}
-        others = {id(e): e for j in jaxprs_in(list(jaxprs)) for e in equations(j)}
-        count += sum(is_product(e) for key, e in others.items() if key not in lowered)
-    return count
+def _lowered_in(eqn: Any) -> Iterator[tuple[int, Any]]:
+    if eqn.primitive.name == "call_hi_primitive" and not _held_by(eqn):
+        # it holds functions, which it calls when it is lowered
+        prim = eqn.params["_prim"]
+        yield 1, jax.make_jaxpr(prim.expand)(*prim.in_avals)
+    for param, value in eqn.params.items():
+        held = value if isinstance(value, tuple | list) else (value,)
+        for index, item in enumerate(held):
+            for inner in jaxprs_in(item):
+                yield copies(eqn, param, index), inner
+
+
+def _held_by(eqn: Any) -> list[Any]:
+    return list(jaxprs_in(list(eqn.params.values())))
+
+
+def without_dead(jaxpr: Any) -> Any:
+    """A jaxpr without what JAX drops before it lowers it."""
+    return partial_eval.dce_jaxpr(
+        getattr(jaxpr, "jaxpr", jaxpr), [True] * len(ir.out_avals(jaxpr))
+    )[0]
+
+
+# ---------------------------------------------------------------- what the pass knows
+
+
+class Known(NamedTuple):
+    """The numbers of products that the pass knows of; `Counts` says which."""
+
+    graph: int = 0
+    warned: int = 0
+    missed: int = 0
+    exported: int = 0
+
+    def plus(self, other: Known, times: int = 1) -> Known:
+        return Known(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+def known_of(jaxpr: Any) -> Known:
+    """What the flattened graph and the warnings of a program hold."""
+    graph = Graph.build(jaxpr)
+    notes = make_plan(jaxpr, AutoMixedBf16).notes
+    totals: dict[int, Known] = {}
+
+    def total(at: int) -> Known:
+        if at not in totals:
+            node, found = graph.bodies[at], Known()
+            for row in range(node.start, node.stop):
+                eqn = graph.eqns[row]
+                inside = graph.children.get(row, ())
+                found = found.plus(
+                    Known(graph=int(is_product(eqn))) if inside else _leaf(eqn, notes)
+                )
+                for body, child in inside:
+                    found = found.plus(total(child), copies(eqn, body.param, body.index or 0))
+            totals[at] = found
+        return totals[at]
+
+    return total(0)
+
+
+def _leaf(eqn: Any, notes: Sequence[str]) -> Known:
+    """An equation that the graph does not enter."""
+    if is_product(eqn):
+        return Known(graph=1)
+    if eqn.primitive.name == "call_exported":
+        return Known(exported=in_stablehlo(str(eqn.params["exported"].mlir_module())))
+    named_in = [n for n in notes if n.startswith(ir.name_of(eqn))]
+    told = (named_in and unentered(eqn, {})) or ""
+    is_told = bool(told) and any(told in n for n in named_in)
+    held = sum(n * in_jaxpr(j) for n, j in _lowered_in(eqn))
+    if held:
+        return Known(warned=held, missed=0 if is_told and _may_be_left(eqn) else held)
+    # a primitive without jaxprs may make products when it is lowered
+    made = sum(map(int, re.findall(r"contains (\d+) product", told)))
+    return Known(warned=made, missed=0 if is_told else made)
+
+
+def _may_be_left(eqn: Any) -> bool:
+    """Whether an equation that holds products is one that is not to be entered."""
+    if eqn.primitive.name == "call_hi_primitive":
+        made = type(eqn.params["_prim"])
+        return made.__name__ in NOT_ENTERED or not made.__module__.startswith("jax.")
+    return eqn.primitive.name in OPAQUE or any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
 
 
 def in_hi_primitives(jaxpr: Any) -> int:
-    found = {id(e): e for eqn in named(jaxpr, "call_hi_primitive") for e in _inside(eqn)}
-    return sum(map(is_product, found.values()))
-
-
-def _inside(eqn: Any) -> list[Any]:
-    return [e for j in jaxprs_in(list(eqn.params.values())) for e in equations(j)]
+    return sum(in_jaxpr(j) for e in named(jaxpr, "call_hi_primitive") for _, j in _lowered_in(e))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +203,10 @@ class Counts:
     Attributes:
         lowered: in its StableHLO.
         graph: in the flattened graph.
-        warned: in what the graph does not enter, by the warnings.
-        missed: those of them that the graph should have entered.
-        dead, not_lowered: those that JAX does not lower.
+        warned: in what the graph does not enter.
+        missed: those of them that no warning tells of, or that the graph should have entered.
+        exported: in programs that `jax.export` has made: these are no jaxprs, and nothing warns.
+        dead: those that JAX drops.
         hi: those of the jaxpr that stand in hi-primitives.
     """
 
@@ -113,35 +214,23 @@ class Counts:
     graph: int
     warned: int
     missed: int
+    exported: int
     dead: int
-    not_lowered: int
     hi: int
 
     @property
-    def known(self) -> int:
-        return self.graph + self.warned
-
-    @property
     def agree(self) -> bool:
-        return not self.missed and self.known == self.lowered + self.dead + self.not_lowered
+        known = self.graph + self.warned + self.exported
+        return not self.missed and known == self.lowered + self.dead
 
 
-def counts(traced: Any, lowered: Any) -> Counts:
-    jaxpr = traced.jaxpr
-    warned = warned_of(jaxpr)
-    return Counts(
-        in_stablehlo(lowered),
-        in_graph(jaxpr),
-        warned,
-        warned - (warned and warned_of(jaxpr, NOT_ENTERED)),
-        dead(jaxpr),
-        not_lowered(jaxpr),
-        in_hi_primitives(jaxpr),
-    )
+def counts(jaxpr: Any, traced: Any, lowered: Any) -> Counts:
+    dead = in_jaxpr(jaxpr) - in_jaxpr(without_dead(traced.lojax.jaxpr))
+    return Counts(in_stablehlo(lowered.as_text()), *known_of(jaxpr), dead, in_hi_primitives(jaxpr))
 
 
 def assert_counted(traced: Any) -> int:
     """The number of products that JAX lowers, which are those that the pass knows of."""
-    found = counts(traced, traced.lower())
+    found = counts(traced.jaxpr, traced, traced.lower())
     assert found.agree, found
     return found.lowered

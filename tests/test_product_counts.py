@@ -1,7 +1,7 @@
 """Design section 3, line 12: no product of any program of the tests is missed or counted twice.
 
 Under JAX's flags this is a sample: `scripts/sweep counts` counts every program of these tables, and
-those that `test_programs_*` check with their gradients, without a flag and with each.
+every one that another test gives to the pass, without a flag and with each.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from count_checks import Counting, Report
-from counting import FLAGS, assert_counted, dead, not_lowered, warned_of
+from counting import FLAGS, Counts, counts
 from flow_helpers import config, named
 from product_counts import PROGRAMS, settings
 
@@ -36,19 +36,20 @@ def traced(name: str) -> Any:
         return jax.jit(fn).trace(*args)
 
 
-def check(name: str, program: Any) -> int:
+def check(name: str, program: Any) -> Counts:
     with settings(name):
-        return assert_counted(program)
+        found = counts(program.jaxpr, program, program.lower())
+    assert found.agree, found
+    return found
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_known_products_are_those_that_jax_lowers(name: str):
-    program = traced(name)
-    assert warned_of(program.jaxpr) == 0
+    found = check(name, traced(name))
+    assert found.warned == 0
     # a count that leaves out more would hide what the graph misses
-    assert bool(dead(program.jaxpr)) == (name in WITH_DEAD_PRODUCTS)
-    assert bool(not_lowered(program.jaxpr)) == name.endswith("custom_linear_solve")
-    assert (check(name, program) > 0) == (name not in WITHOUT_PRODUCTS)
+    assert bool(found.dead) == (name in WITH_DEAD_PRODUCTS)
+    assert (found.lowered > 0) == (name not in WITHOUT_PRODUCTS)
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -64,7 +65,7 @@ def test_known_products_are_those_that_jax_lowers_with_a_flag_on(flag: str):
                 program = traced(name)
                 if not named(program.jaxpr, "call_hi_primitive"):
                     continue
-                compared[name] = check(name, program)
+                compared[name] = check(name, program).lowered
             except NotImplementedError:
                 refused.add(name)
     assert refused == (REFUSED if flag == "jax_scan3" else set())
@@ -81,7 +82,7 @@ SQUARE = jnp.eye(4)
 
 def counted_by_sweep() -> Report:
     found = Counting(None)
-    found.test = "a test"
+    found.test = "file: a test"
     checked = found.check_program(two_products, SQUARE, SQUARE)
     assert checked.got.shape == (4, 4)
     found.assert_trains_alike(lambda s, x: (s + x @ s, jnp.sum(s)), SQUARE, [SQUARE])
@@ -91,28 +92,29 @@ def counted_by_sweep() -> Report:
 def test_the_sweep_counts_gradients_and_steps_too():
     report = counted_by_sweep()
     assert {name: found.graph for name, found in report.counted.items()} == {
-        "a test": 2,
-        "a test, gradient": 5,
-        "a test #2, step": 1,
+        "file: a test": 2,
+        "file: a test, gradient": 5,
+        "file: a test #2, step": 1,
     }
     report.settle(None)
     assert not report.failures
 
 
 def test_the_sweep_fails_where_the_graph_misses_a_product(monkeypatch: pytest.MonkeyPatch):
-    in_graph = counting.in_graph
-    monkeypatch.setattr(counting, "in_graph", lambda jaxpr: in_graph(jaxpr) - 1)
+    known_of = counting.known_of
+    missed = counting.Known(graph=-1)
+    monkeypatch.setattr(counting, "known_of", lambda jaxpr: known_of(jaxpr).plus(missed))
     assert len(counted_by_sweep().failures) == 3
 
 
 def test_the_sweep_fails_where_it_compares_nothing():
     plain = counted_by_sweep()
     flagged = Report()
-    flagged.count("a test", two_products, (SQUARE, jnp.eye(3)))
-    flagged.stopped["a test #2"] = "what a library raised"
+    flagged.count("file: a test", two_products, (SQUARE, jnp.eye(3)))
+    flagged.stopped["file: a test #2"] = "what a library raised"
     flagged.settle(plain)
     flagged.must_hold_more(plain)
-    assert flagged.refused.keys() == {"a test", "a test #2, step"}
-    assert flagged.failures.keys() == {"a test, gradient", "all"}
+    assert flagged.refused.keys() == {"file: a test", "file: a test #2, step"}
+    assert flagged.failures.keys() == {"file: a test, gradient", "all"}
     flagged.settle(None)
     assert len(flagged.failures) == 5

@@ -1,0 +1,120 @@
+"""Every program that a test gives to the pass, counted at the one place that all go through.
+
+That is `checked_plan`, which plans the jaxpr of the user's function. There the program is lowered
+by JAX alone, in the middle of the trace and so under the very settings, meshes and axes that the
+user's function was traced under; nothing of the user's is called again.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.extend.core as jex
+from jax import lax
+
+import precpass.api
+import precpass.program
+from precpass import jaxpr as ir
+
+LEFT_OUT = {
+    "test_harnesses": "a sample of scripts/sweep harnesses",
+    "test_property": "a sample of scripts/sweep programs",
+    "test_contract_18_overhead": "takes times of programs that are in the tables",
+    "test_demo": "runs programs that are in the tables",
+    "test_product_counts": "is a sample of this",
+    "test_docstrings": "shows the interface",
+}
+"""The files of tests that are not run for what they give to the pass."""
+
+MARK = ", given "
+"""Stands in the name of such a program between its test and its number."""
+
+
+@dataclasses.dataclass
+class Given:
+    """What the tests of a process have given to the pass.
+
+    Attributes:
+        met: how many programs each test gave, those that were known included.
+    """
+
+    count: Callable[[str, Callable[[], tuple[Any, Any]], Any], Any]
+    met: Counter[str] = dataclasses.field(default_factory=Counter)
+    # the jaxprs themselves, so that no other gets the identity of one
+    _known: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def watch(self, test: Callable[[], str]) -> Iterator[None]:
+        """Counts what is planned; `test` names the test that runs."""
+        plan = precpass.program.checked_plan
+
+        def watched(call: Any, *args: Any) -> Any:
+            self.add(test(), call.jaxpr)
+            return plan(call, *args)
+
+        with (
+            mock.patch.object(precpass.program, "checked_plan", watched),
+            mock.patch.object(precpass.api, "checked_plan", watched),
+        ):
+            yield
+
+    def add(self, test: str, jaxpr: Any) -> None:
+        """Counts a program unless an equal one was met before."""
+        self.met[test] += 1
+        if self._is_known(jaxpr):
+            return
+        name = f"{test}{MARK}{self.met[test]}"
+        self.count(name, lambda: lowered(jaxpr), jaxpr)
+
+    def _is_known(self, jaxpr: Any) -> bool:
+        opened = ir.open_jaxpr(jaxpr)
+        if id(opened) in self._known:
+            return True
+        self._known[id(opened)] = opened
+        text = str(jaxpr)
+        # what a hi-primitive holds is not printed
+        if "call_hi_primitive" in text:
+            return False
+        key = text, jax.config.jax_enable_x64
+        return self._known.setdefault(key, opened) is not opened
+
+
+def lowered(jaxpr: Any) -> tuple[Any, Any]:
+    """A jaxpr as JAX alone traces and lowers it, inside of what binds the axes it names."""
+    fn, avals = jex.jaxpr_as_fun(jaxpr), ir.in_avals(jaxpr)
+    mesh = jax.sharding.get_abstract_mesh()
+    names = {e.name for e in jaxpr.effects if type(e).__name__ == "NamedAxisEffect"}
+    for name in sorted(names - set(mesh.axis_names), key=str):
+        # no operand is batched: what runs is what would run for one lane
+        fn = jax.vmap(fn, None, 0, axis_name=name, axis_size=lax.axis_size(name))
+    around = contextlib.nullcontext()
+    if any(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types):
+        fn, avals = _sharded(fn, avals, mesh)
+        auto = dict.fromkeys(mesh.axis_names, jax.sharding.AxisType.Auto)
+        outer = mesh.update_axis_types(auto)
+        around = jax.sharding.use_abstract_mesh(outer)
+    with around, jax.disable_jit(False):
+        traced = jax.jit(fn).trace(*avals)
+        # named, because a mesh without devices does not say it
+        return traced, traced.lower(lowering_platforms=("cpu",))
+
+
+def _sharded(fn: Any, avals: Sequence[Any], mesh: Any) -> tuple[Any, list[Any]]:
+    """`fn` in a `shard_map`: each operand gets a dimension for the axes over which it varies."""
+
+    def local(*xs: Any) -> Any:
+        return [x[None] for x in fn(*[x[0] for x in xs])]
+
+    manual = {
+        n for n, k in zip(mesh.axis_names, mesh.axis_types, strict=True) if "Manual" in str(k)
+    }
+    spec = jax.P(tuple(n for n in mesh.axis_names if n in manual))
+    number = math.prod(mesh.shape[n] for n in manual)
+    whole = [jax.ShapeDtypeStruct((number, *a.shape), a.dtype) for a in avals]
+    mapped = jax.shard_map(local, in_specs=spec, out_specs=spec, axis_names=manual, check_vma=False)
+    return mapped, whole
