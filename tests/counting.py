@@ -81,9 +81,8 @@ def copies(eqn: Any, param: str, index: int) -> int:
     if name == "scan":
         return _unrolled(params["length"], params["unroll"])
     if name == "while" and param == "cond_jaxpr":
-        # it also decides which lanes go on, or runs ahead of the loop for its effects
-        cond = params[param]
-        return 2 if ir.out_avals(cond)[0].shape else 1
+        # one for each lane also chooses, in the body, the lanes that go on
+        return 2 if ir.out_avals(params[param])[0].shape else 1
     return 1
 
 
@@ -155,11 +154,10 @@ def known_of(jaxpr: Any) -> Known:
             node, found = graph.bodies[at], Known()
             for row in range(node.start, node.stop):
                 eqn = graph.eqns[row]
-                inside = graph.children.get(row, ())
-                found = found.plus(
-                    Known(graph=int(is_product(eqn))) if inside else _leaf(eqn, notes)
-                )
-                for body, child in inside:
+                if row not in graph.children:
+                    told = notes and _about(eqn, graph.source(row), notes)
+                    found = found.plus(_leaf(eqn, told))
+                for body, child in graph.children.get(row, ()):
                     found = found.plus(total(child), copies(eqn, body.param, body.index or 0))
             totals[at] = found
         return totals[at]
@@ -167,15 +165,19 @@ def known_of(jaxpr: Any) -> Known:
     return total(0)
 
 
+def _about(eqn: Any, source: Any, notes: Sequence[str]) -> list[str]:
+    where = f"{ir.name_of(eqn)} at {source} is not entered"
+    return [note for note in notes if note.startswith(where)]
+
+
 def _leaf(eqn: Any, notes: Sequence[str]) -> Known:
-    """An equation that the graph does not enter."""
+    """An equation that the graph does not enter, and the notes about its line."""
     if is_product(eqn):
         return Known(graph=1)
     if eqn.primitive.name == "call_exported":
         return Known(exported=in_stablehlo(str(eqn.params["exported"].mlir_module())))
-    named_in = [n for n in notes if n.startswith(ir.name_of(eqn))]
-    told = (named_in and unentered(eqn, {})) or ""
-    is_told = bool(told) and any(told in n for n in named_in)
+    told = (notes and unentered(eqn, {})) or ""
+    is_told = bool(told) and any(told in n for n in notes)
     held = sum(n * in_jaxpr(j) for n, j in _lowered_in(eqn))
     if held:
         return Known(warned=held, missed=0 if is_told and _may_be_left(eqn) else held)

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -94,7 +94,7 @@ def lowered(jaxpr: Any) -> tuple[Any, Any]:
         fn = jax.vmap(fn, None, 0, axis_name=name, axis_size=lax.axis_size(name))
     around = contextlib.nullcontext()
     if any(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types):
-        fn, avals = _sharded(fn, avals, mesh)
+        fn, avals = _sharded(fn, jaxpr, mesh)
         auto = dict.fromkeys(mesh.axis_names, jax.sharding.AxisType.Auto)
         outer = mesh.update_axis_types(auto)
         around = jax.sharding.use_abstract_mesh(outer)
@@ -104,17 +104,36 @@ def lowered(jaxpr: Any) -> tuple[Any, Any]:
         return traced, traced.lower(lowering_platforms=("cpu",))
 
 
-def _sharded(fn: Any, avals: Sequence[Any], mesh: Any) -> tuple[Any, list[Any]]:
-    """`fn` in a `shard_map`: each operand gets a dimension for the axes over which it varies."""
+def _sharded(fn: Any, jaxpr: Any, mesh: Any) -> tuple[Any, list[Any]]:
+    """`fn` in a `shard_map`: what varies over axes there has a dimension for them outside."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    manual = [name for name, kind in kinds if kind == jax.sharding.AxisType.Manual]
+    ins, outs = [
+        [_varying(a) for a in avals] for avals in (ir.in_avals(jaxpr), ir.out_avals(jaxpr))
+    ]
+    checks = any(ins) or any(outs)
+    if not checks:
+        # JAX was told not to note what varies: all may
+        ins, outs = [manual] * len(ins), [manual] * len(outs)
 
     def local(*xs: Any) -> Any:
-        return [x[None] for x in fn(*[x[0] for x in xs])]
+        results = fn(*[x[0] if axes else x for x, axes in zip(xs, ins, strict=True)])
+        return [x[None] if axes else x for x, axes in zip(results, outs, strict=True)]
 
-    manual = {
-        n for n, k in zip(mesh.axis_names, mesh.axis_types, strict=True) if "Manual" in str(k)
-    }
-    spec = jax.P(tuple(n for n in mesh.axis_names if n in manual))
-    number = math.prod(mesh.shape[n] for n in manual)
-    whole = [jax.ShapeDtypeStruct((number, *a.shape), a.dtype) for a in avals]
-    mapped = jax.shard_map(local, in_specs=spec, out_specs=spec, axis_names=manual, check_vma=False)
-    return mapped, whole
+    whole = [
+        jax.ShapeDtypeStruct((math.prod(mesh.shape[n] for n in axes), *a.shape), a.dtype)
+        if axes
+        else jax.ShapeDtypeStruct(a.shape, a.dtype)
+        for a, axes in zip(ir.in_avals(jaxpr), ins, strict=True)
+    ]
+    before, after = (
+        [jax.P(tuple(axes)) if axes else jax.P() for axes in side] for side in (ins, outs)
+    )
+    options = {"axis_names": set(manual), "check_vma": checks}
+    return jax.shard_map(local, in_specs=tuple(before), out_specs=after, **options), whole
+
+
+def _varying(aval: Any) -> list[Any]:
+    """The manual axes over which a value varies."""
+    found = aval.mat.varying if hasattr(aval, "mat") else aval.vma
+    return sorted(found)
