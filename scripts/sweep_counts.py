@@ -103,7 +103,7 @@ def counted(flag: str | None, plain: Any, options: argparse.Namespace) -> tuple[
         again = f"scripts/sweep counts --only {name!r}" + (f" --flag {flag}" if flag else "")
         say(f"FAILED {flag or 'no flag'}: {name}: {text}\n  again: {again}")
     for name, text in sorted(total.refused.items()):
-        say(f"refused by JAX, {flag or 'no flag'}: {name}: {text[:120]}")
+        say(f"not lowered by JAX, {flag or 'no flag'}: {name}: {text[:120]}")
     return total, seconds
 
 
