@@ -171,7 +171,8 @@ def unentered(eqn: Any, lowered: dict[Any, ir.Contents]) -> str | None:
     held = [e for j in ir.hidden_jaxprs(eqn) for e in ir.all_held_eqns(j)]
     products = sum(e.primitive.name in _PRODUCTS for e in held)
     why = BOUNDARY.get(eqn.primitive.name)
-    unknown = ir.why_opaque(eqn) is None and (why is None or "sparse" in why)
+    shows_none = why is None or "sparse" in why or eqn.primitive.name == "call_exported"
+    unknown = ir.why_opaque(eqn) is None and shows_none
     if not products and unknown and any(getattr(v.aval, "ndim", 0) for v in float_vars(eqn)):
         products, python = _contents(eqn, lowered)
         if python:

@@ -312,12 +312,12 @@ class Planner:
         eqn = self.graph.eqns[row]
         if ir.is_float64(eqn):
             return keep(eqn, OpKind.BOUNDARY, "a float64 region as it was planned before")
-        why = ir.why_opaque(eqn)
+        why = ir.why_opaque(eqn) or BOUNDARY.get(eqn.primitive.name)
         found = unentered(eqn, self.lowered)
         if found:
             where = f"{ir.name_of(eqn)} at {self.graph.source(row)} is not entered"
             self.notes.append(f"{where} ({why or 'it is unknown to precpass'}) and {found}")
-        why = why or BOUNDARY.get(eqn.primitive.name, "a primitive unknown to precpass")
+        why = why or "a primitive unknown to precpass"
         if not floats:
             return keep(eqn, OpKind.BOUNDARY, "no floating-point values")
         kept = keep(eqn, OpKind.BOUNDARY, f"keeps its exact dtypes: {why}")

@@ -22,7 +22,7 @@ from sweeping import say
 
 CHUNK = 25
 """Programs of the tables per task."""
-COLUMNS = ("lowered", "graph", "warned", "exported", "dead", "hi")
+COLUMNS = ("lowered", "graph", "warned", "dead", "hi")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

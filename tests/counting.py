@@ -137,7 +137,6 @@ class Known(NamedTuple):
     graph: int = 0
     warned: int = 0
     missed: int = 0
-    exported: int = 0
 
     def plus(self, other: Known, times: int = 1) -> Known:
         return Known(*(a + times * b for a, b in zip(self, other, strict=True)))
@@ -174,8 +173,6 @@ def _leaf(eqn: Any, notes: Sequence[str]) -> Known:
     """An equation that the graph does not enter, and the notes about its line."""
     if is_product(eqn):
         return Known(graph=1)
-    if eqn.primitive.name == "call_exported":
-        return Known(exported=in_stablehlo(str(eqn.params["exported"].mlir_module())))
     told = (notes and unentered(eqn, {})) or ""
     is_told = bool(told) and any(told in n for n in notes)
     held = sum(n * in_jaxpr(j) for n, j in _lowered_in(eqn))
@@ -207,7 +204,6 @@ class Counts:
         graph: in the flattened graph.
         warned: in what the graph does not enter.
         missed: those of them that no warning tells of, or that the graph should have entered.
-        exported: in programs that `jax.export` has made: these are no jaxprs, and nothing warns.
         dead: those that JAX drops.
         hi: those of the jaxpr that stand in hi-primitives.
     """
@@ -216,14 +212,12 @@ class Counts:
     graph: int
     warned: int
     missed: int
-    exported: int
     dead: int
     hi: int
 
     @property
     def agree(self) -> bool:
-        known = self.graph + self.warned + self.exported
-        return not self.missed and known == self.lowered + self.dead
+        return not self.missed and self.graph + self.warned == self.lowered + self.dead
 
 
 def counts(jaxpr: Any, traced: Any, lowered: Any) -> Counts:

@@ -1,5 +1,7 @@
 """Design section 3, line 15: `jax.export`, symbolic dimensions, several platforms."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,8 +61,12 @@ def test_the_exported_gradient_is_low_too():
 
 def test_what_is_exported_can_be_called_under_the_pass():
     exported = export.export(jax.jit(loss))(W_SPEC, jax.ShapeDtypeStruct((8, 8), jnp.float32))
-    with quiet():
+    with pytest.warns(pp.PrecisionWarning) as heard:
         found = pp.inspect(exported.call)(W, X)
+    unentered, nothing = (str(w.message) for w in heard)
+    assert re.search(r"call_exported .* contains 2 product", unentered)
+    assert "what is not entered holds its products" in nothing
+    with quiet():
         out = pp.auto_mixed(exported.call)(W, X)
     assert low_values(found.after) == [], "an exported program is opaque: its types are fixed"
     np.testing.assert_array_equal(out, jax.jit(loss)(W, X))
