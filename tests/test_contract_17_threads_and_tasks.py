@@ -269,23 +269,11 @@ def test_what_jits_cache_cannot_tell_apart_is_an_error():
     mixed = pp.auto_mixed(square)
     jitted = jax.jit(lambda x: mixed(x))
 
-    async def other(entered, leave):
-        with pp.use_policy("AutoMixed"):
-            entered.set()
-            await leave.wait()
+    def run():
+        with pytest.raises(RuntimeError, match="region of another asyncio task"):
+            jitted(X)
+        mixed(X)  # brings this task's region back
+        return kinds(jitted)
 
-    async def main():
-        entered, leave = asyncio.Event(), asyncio.Event()
-        task = asyncio.create_task(other(entered, leave))
-        await entered.wait()
-        try:
-            with pytest.raises(RuntimeError, match="region of another asyncio task"):
-                jitted(X)
-            mixed(X)  # brings this task's region back
-            return product_dtypes(jitted.trace(X).jaxpr)
-        finally:
-            leave.set()
-            await task
-
-    assert asyncio.run(main()) == ["bfloat16"]
-    assert product_dtypes(jitted.trace(X).jaxpr) == ["bfloat16"]
+    assert beside("AutoMixed", run) == ["bfloat16"]
+    assert kinds(jitted) == ["bfloat16"]
