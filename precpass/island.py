@@ -35,7 +35,6 @@ class Island:
         invars: what they read of the body.
         outvars: what the rest of the body reads of them.
         exact_in, exact_out: those of both that cross as bits too.
-        constvars: none.
     """
 
     start: int
@@ -46,7 +45,6 @@ class Island:
     outvars: Sequence[Any]
     exact_in: Sequence[Any]
     exact_out: Sequence[Any]
-    constvars: Sequence[Any] = ()
 
 
 def islands(opened: Any, plan: Plan) -> dict[int, Island]:
