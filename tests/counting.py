@@ -18,9 +18,11 @@ from flow_helpers import PRODUCTS, jaxprs_in, named
 from jax.interpreters import partial_eval
 
 from precpass import jaxpr as ir
+from precpass.boundary import BOUNDARY
 from precpass.equations import unentered
 from precpass.graph import Graph
 from precpass.jaxpr.bodies import OPAQUE
+from precpass.opkinds import TABLE
 from precpass.planner import make_plan
 from precpass.policy import AutoMixedBf16
 
@@ -176,11 +178,21 @@ def _leaf(eqn: Any, notes: Sequence[str]) -> Known:
     told = (notes and unentered(eqn, {})) or ""
     is_told = bool(told) and any(told in n for n in notes)
     held = sum(n * in_jaxpr(j) for n, j in _lowered_in(eqn))
+    if held and _is_foreign(eqn):
+        # only its library knows what of its jaxprs it runs, and how often
+        held = ir.contents_of(eqn).products
+        return Known(warned=held, missed=0 if is_told else held)
     if held:
         return Known(warned=held, missed=0 if is_told and _may_be_left(eqn) else held)
     # a primitive without jaxprs may make products when it is lowered
     made = sum(map(int, re.findall(r"contains (\d+) product", told)))
     return Known(warned=made, missed=0 if is_told else made)
+
+
+def _is_foreign(eqn: Any) -> bool:
+    """Whether a primitive is of a library that builds on JAX, such as lineax."""
+    name = eqn.primitive.name
+    return ir.why_opaque(eqn) is None and name not in TABLE and name not in BOUNDARY
 
 
 def _may_be_left(eqn: Any) -> bool:
