@@ -108,7 +108,7 @@ def lowered(
     pinned, zeros = _needs_barriers(low), eqn.primitive.name == "ragged_dot_general"
     runs = pinned and form.is_dot
     pair, params = _runnable(build, eqn, low_operands) if runs else (low_operands, {})
-    params = {**eqn.params, **params, "preferred_element_type": form.sums_in}
+    params = {**dict(form.items), **params, "preferred_element_type": form.sums_in}
     aval = eqn.outvars[0].aval.update(dtype=form.sums_in, weak_type=False)
     out = build.emit(eqn.primitive, [*pair, *rest], params, aval)
     if form.sums_in != dtype:

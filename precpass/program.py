@@ -52,8 +52,8 @@ class Program:
         self.declared = declared
         self.options = options
         self.policy = policy
-        # made at once: an option that jit does not know is an error where it is given
-        self._as_written: Any = jax.jit(fn, **options)
+        # thrown away: an option that jit does not know is an error where it is given
+        jax.jit(fn, **options)
         self.traced: Any = jax.jit(fn, **declared.options)
         self._jitted: dict[context.Region, Any] = {}
         self._calls: dict[context.Region, Callable[..., Any]] = {}

@@ -10,6 +10,7 @@ import jax
 import jax.core
 import jax.extend.core as jex
 import numpy as np
+from jax.extend import source_info_util
 
 from precpass.jaxpr.binding import DTYPE_PARAMS, bind, convert, trace
 from precpass.jaxpr.carrier import Form, carrier_p, detach_p
@@ -53,7 +54,7 @@ class Builder:
     def at_line_of(self, eqn: Any) -> None:
         """Gives what follows the line of an equation that it holds among others."""
         self.at(eqn)
-        self._source = eqn.source_info.replace(name_stack=type(eqn.source_info.name_stack)())
+        self._source = eqn.source_info.replace(name_stack=source_info_util.new_name_stack())
 
     def leave(self) -> None:
         """Begins what belongs to no equation."""
