@@ -17,6 +17,7 @@ from precpass.policy import (
 )
 from precpass.precision import Precision
 from precpass.rules import EqnView, Rule
+from precpass.view.diff import between
 
 __all__ = [
     "Action",
@@ -38,6 +39,7 @@ __all__ = [
     "PrecisionWarning",
     "Rule",
     "auto_mixed",
+    "between",
     "inspect",
     "keep",
     "use_policy",

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any, overload
 
 from precpass import calling, context, stateful
-from precpass import jaxpr as ir
 from precpass.context import keep, use_policy
+from precpass.describe import described
 from precpass.inspection import Inspection
 from precpass.leaves import Declared, results, unwrapped
 from precpass.planner import unchanged_plan
 from precpass.policy import PrecisionPolicy
-from precpass.program import Program, checked_plan, rewritten, with_output
+from precpass.program import Program, checked_plan, rewritten
 
 __all__ = ["Mixed", "auto_mixed", "inspect", "keep", "use_policy"]
 
@@ -149,17 +149,14 @@ class Mixed:
         def run_of(program: Program) -> Any:
             def inspected(*args: Any, **kwargs: Any) -> Inspection:
                 call = program.trace(region, args, kwargs, keeps_numbers=False)
-                before = after = call.jaxpr
+                before = call.jaxpr
                 if policy is None:
-                    return Inspection(before, unchanged_plan(before), after, None, scope)
+                    plan = described(before, unchanged_plan(before))
+                    return Inspection(before, plan, before, None, scope, program.name)
                 plan = checked_plan(call, policy, scope, program.name)
-                after = rewritten(before, plan, region, policy, scope)
-                if policy.output is not None:
-                    inner, asked = after, policy
-                    after = ir.retrace(
-                        before, lambda *xs: with_output(ir.evaluate(inner, xs), asked)
-                    )
-                return Inspection(before, plan, after, policy, scope)
+                after, rewriter = rewritten(before, plan, region, policy, scope)
+                plan = described(before, plan, rewriter, scope)
+                return Inspection(before, plan, after, policy, scope, program.name)
 
             return inspected
 

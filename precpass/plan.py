@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from precpass.opkinds import OpKind
 from precpass.precision import Precision
 from precpass.rules import Rule
+from precpass.site import Site
 
 __all__ = ["Action", "Border", "Decision", "Plan", "across"]
 
@@ -104,12 +105,15 @@ class Plan:
             not their own: float32 under AlwaysF32, float64 in a float64 region.
         notes: of the root alone: what the user should know.
         unmatched: of the root alone: the rules that matched no equation.
+        sites: where each equation stands, in a plan that `inspect` made; no part of
+            what makes two plans equal.
     """
 
     decisions: tuple[Decision, ...]
     border: Border = ()
     notes: tuple[str, ...] = ()
     unmatched: tuple[Rule, ...] = ()
+    sites: tuple[Site, ...] = ()
 
     @functools.cached_property
     def changes(self) -> bool:

@@ -47,6 +47,9 @@ class Bilinear:
     low: np.dtype[Any]
     dtype: np.dtype[Any]
 
+    def __str__(self) -> str:
+        return f"{self.primitive.name} in {self.low.name}"
+
     @property
     def is_dot(self) -> bool:
         """Whether it is a `dot_general`."""

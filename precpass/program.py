@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from precpass.rewrite import Rewriter
 from precpass.rules import FIXED_SCOPE
 from precpass.selfcheck import check_jax
 
-__all__ = ["Program", "checked_plan", "rewritten", "with_output"]
+__all__ = ["Program", "checked_plan", "rewritten"]
 
 
 class Program:
@@ -125,9 +125,9 @@ class Program:
                 warnings.warn(text.format(reason), PrecisionWarning, stacklevel=user_stacklevel())
                 return self.fn(*args, **kwargs)
             plan = checked_plan(call, policy, scope, self.name)
-            new = rewritten(call.jaxpr, plan, region, policy, scope)
+            new, _ = rewritten(call.jaxpr, plan, region, policy, scope)
             try:
-                results = with_output(ir.run(call, new), policy)
+                results = ir.run(call, new)
             except FloatingPointError as error:
                 note_source(error)
                 raise
@@ -154,8 +154,8 @@ def _marked(jitted: Callable[..., Any]) -> Callable[..., Any]:
 
 def rewritten(
     jaxpr: Any, plan: Plan, region: context.Region, policy: PrecisionPolicy, scope: str
-) -> Any:
-    """A jaxpr under a plan; itself where nothing changes."""
+) -> tuple[Any, Rewriter]:
+    """A jaxpr under a plan, itself where nothing changes, and what rewrote it."""
     said = set(plan.notes)
 
     def plan_rule(rule: Any, scope: str, border: Border) -> Plan:
@@ -171,17 +171,14 @@ def rewritten(
         lambda scope: distinguish(policy, scope),
         lambda: context.tracing(region),
     )
-    return rewriter.jaxpr(jaxpr, plan, scope)
-
-
-def with_output(results: Sequence[Any], policy: PrecisionPolicy) -> list[Any]:
-    """The results of a function in the precision in which a policy has them."""
+    new = rewriter.jaxpr(jaxpr, plan, scope)
     if policy.output is None:
-        return list(results)
-    return [
-        x.astype(policy.output.dtype) if ir.precision_of(jax.typeof(x)) in policy.retypes else x
-        for x in results
+        return new, rewriter
+    asked = [
+        policy.output.dtype if ir.precision_of(aval) in policy.retypes else None
+        for aval in ir.out_avals(new)
     ]
+    return ir.with_results_in(new, asked), rewriter
 
 
 def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) -> Plan:

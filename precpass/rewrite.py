@@ -1,32 +1,30 @@
 """Plan and jaxpr in, rewritten jaxpr out: one loop over the equations.
 
-The environment holds every value once, in the precision it was made in; reading
-it in another precision is the only place where a cast comes from. An equation
-that stays as it is is taken over and not bound again.
+An equation that stays as it is is taken over and not bound again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
+from precpass.environment import Env, crossing_aval
 from precpass.graph import join_scopes
 from precpass.island import Island, from_bits, islands, to_bits
 from precpass.opkinds import OpKind, op
-from precpass.plan import Action, Border, Decision, Plan, across
+from precpass.plan import Action, Border, Decision, Plan
 from precpass.precision import Precision
-from precpass.product import low_copy, lowered
+from precpass.product import lowered
 
 __all__ = ["Rewriter"]
 
 PlanRule = Callable[[Any, str, Border], Plan]
+_Key = tuple[int, Plan, Hashable, bool]
 
 
 class Rewriter:
@@ -49,7 +47,7 @@ class Rewriter:
         self.distinguish = distinguish
         self.around_rule = around_rule
         self.x64 = ir.in_x64()
-        self.memo: dict[tuple[int, Plan, Hashable, bool], tuple[Any, Any]] = {}
+        self.memo: dict[_Key, tuple[Any, Any, list[int]]] = {}
         self.templates: ir.Templates = {}
 
     def jaxpr(self, jaxpr: Any, plan: Plan, scope: str = "") -> Any:
@@ -63,15 +61,32 @@ class Rewriter:
         # innermost bodies first: nested rewriting would soon reach Python's recursion limit
         while todo:
             eqn, body, its_plan, inside = todo[-1]
-            if self._key(body, its_plan, inside) in self.memo:
+            if self.key(body, its_plan, inside) in self.memo:
                 todo.pop()
             elif inner := self._not_rewritten(body, its_plan, inside):
                 todo += inner
             else:
                 self._rewrite(eqn, body, its_plan, inside)
-        return self.memo[self._key(jaxpr, plan, scope)][1]
+        return self.memo[self.key(jaxpr, plan, scope)][1]
 
-    def _key(self, jaxpr: Any, plan: Plan, scope: str) -> tuple[int, Plan, Hashable, bool]:
+    def added(
+        self, jaxpr: Any, plan: Plan, scope: str
+    ) -> tuple[list[Sequence[Any]], Sequence[Any]] | None:
+        """For each equation of a body, those in its place; and what follows them all.
+
+        Of consecutive equations of a float64 region the first has what replaces all.
+        None where nothing was rewritten here.
+        """
+        found = self.memo.get(self.key(jaxpr, plan, scope))
+        if found is None:
+            return None
+        eqns, starts = ir.open_jaxpr(found[1]).eqns, found[2]
+        pairs = zip(starts, [*starts[1:], len(eqns)], strict=True)
+        *spans, last = [eqns[start:stop] for start, stop in pairs]
+        return spans, last
+
+    def key(self, jaxpr: Any, plan: Plan, scope: str) -> _Key:
+        """What tells the rewrite of a body apart from others."""
         # equal plans of one jaxpr under two scopes may still plan its custom rules differently
         seen = self.distinguish(scope) if plan.rewrites_rules else None
         return id(ir.open_jaxpr(jaxpr)), plan, seen, ir.in_x64()
@@ -90,30 +105,33 @@ class Rewriter:
             found += [
                 (eqn, body.jaxpr, inner, inside)
                 for body, inner in zip(ir.bodies(eqn), decision.inner, strict=True)
-                if inner.changes and self._key(body.jaxpr, inner, inside) not in self.memo
+                if inner.changes and self.key(body.jaxpr, inner, inside) not in self.memo
             ]
         return found
 
     def _rewrite(self, within: Any, jaxpr: Any, plan: Plan, scope: str) -> None:
         opened = ir.open_jaxpr(jaxpr)
         build = ir.Builder(self.templates, within)
-        env = _Env(opened, build)
+        env = Env(opened, build)
         invars = [env.enter(v, plan.border) for v in opened.invars]
         found = islands(opened, plan) if plan.has_islands and not ir.in_x64() else {}
-        eqns, row = opened.eqns, 0
+        eqns, row, starts = opened.eqns, 0, list[int]()
         while row < len(eqns):
+            starts.append(len(build.eqns))
             if row in found:
                 self._island(env, found[row], scope)
+                starts += [len(build.eqns)] * (found[row].stop - row - 1)
                 row = found[row].stop
                 continue
             self._eqn(env, eqns[row], plan.decisions[row], scope)
             row += 1
+        starts.append(len(build.eqns))
         build.leave()
         new = build.finish(jaxpr, invars, [env.output(v, plan.border) for v in opened.outvars])
         # holds the jaxpr too: an id is only unique while its object lives
-        self.memo[self._key(jaxpr, plan, scope)] = jaxpr, new
+        self.memo[self.key(jaxpr, plan, scope)] = jaxpr, new, starts
 
-    def _island(self, env: _Env, island: Island, scope: str) -> None:
+    def _island(self, env: Env, island: Island, scope: str) -> None:
         def inside(*args: Any) -> list[Any]:
             return self._in_island(env.opened, island, args, scope)
 
@@ -127,7 +145,7 @@ class Rewriter:
     def _in_island(self, opened: Any, island: Island, args: Sequence[Any], scope: str) -> list[Any]:
         """The results of an island, which is traced with x64 on."""
         build = ir.Builder(self.templates, island.eqns[0])
-        env = _Env(island, build)
+        env = Env(island, build)
         bits = [ir.new_variable(jax.typeof(x)) for x in args[len(island.invars) :]]
         for var, its_bits in zip(island.exact_in, bits, strict=True):
             (env.values[var],) = build.call(lambda b, r: [from_bits(b, r)], [its_bits, var])
@@ -146,7 +164,7 @@ class Rewriter:
         with self.around_rule(), jax.enable_x64(self.x64):
             yield
 
-    def _eqn(self, env: _Env, eqn: Any, decision: Decision, scope: str) -> None:
+    def _eqn(self, env: Env, eqn: Any, decision: Decision, scope: str) -> None:
         action = decision.action
         if action is Action.KEEP:
             env.keep(eqn)
@@ -166,7 +184,7 @@ class Rewriter:
         for var, value, precision in zip(eqn.outvars, results, stored, strict=True):
             env.write(var, value, precision)
 
-    def _enter(self, env: _Env, eqn: Any, decision: Decision, scope: str) -> Sequence[Any]:
+    def _enter(self, env: Env, eqn: Any, decision: Decision, scope: str) -> Sequence[Any]:
         if not decision.changes:
             return env.build.keep(eqn, [env.read(v) for v in eqn.invars])
         inside = join_scopes(scope, ir.scope_of(eqn))
@@ -190,149 +208,11 @@ class Rewriter:
             )
             ir.with_rewritten_rules(eqn, params, rewrite)
         leaving = {i: plan.border for body, plan in pairs if plan.border for i in body.results}
-        avals = [_crossing(v.aval, leaving.get(i, ())) for i, v in enumerate(eqn.outvars)]
+        avals = [crossing_aval(v.aval, leaving.get(i, ())) for i, v in enumerate(eqn.outvars)]
         return env.build.keep(eqn, args, params, avals)
 
 
-class _Env:
-    """The values of a jaxpr that is rewritten, as atoms of the new one.
-
-    Those that are not in `values` are as they were.
-    """
-
-    def __init__(self, opened: Any, build: ir.Builder) -> None:
-        self.opened = opened
-        self.build = build
-        self.values: dict[Any, Any] = {}
-        self.held: dict[Any, Precision] = {}
-        self.low_copies: dict[Any, Any] = {}
-        self.wide_copies: dict[Any, Any] = {}
-        self.widened_from: dict[Any, Any] = {}
-        self.bits: dict[Any, Any] = {}
-
-    def enter(self, var: Any, border: Border) -> Any:
-        """The operand in the place of `var`, in the format in which it crosses the border."""
-        crossing = _crossing(var.aval, border)
-        if crossing is var.aval:
-            return var
-        self.values[var] = new = ir.new_variable(crossing)
-        held = ir.precision_of(crossing)
-        assert held is not None
-        self.held[var] = held
-        return new
-
-    def keep(self, eqn: Any) -> None:
-        """Takes over an equation as it is."""
-        values = self.values
-        if (pair := ir.widening(eqn)) is not None:
-            self.widened_from.update([pair])
-        if values and any(not ir.is_literal(v) and v in values for v in eqn.invars):
-            self.build.at(eqn)
-            self.build.keep(eqn, [self.read(v) for v in eqn.invars])
-        else:
-            self.build.keep(eqn)
-
-    @functools.cached_property
-    def uses(self) -> dict[Any, int]:
-        """How often each variable is read, where a body and a border count as several readers."""
-        uses: dict[Any, int] = {}
-        for eqn in self.opened.eqns:
-            weight = 2 if ir.bodies(eqn) else 1
-            for atom in eqn.invars:
-                if not ir.is_literal(atom):
-                    uses[atom] = uses.get(atom, 0) + weight
-        for atom in self.opened.outvars:
-            if not ir.is_literal(atom):
-                uses[atom] = uses.get(atom, 0) + 2
-        return uses
-
-    def write(self, var: Any, value: Any, stored: Precision | None) -> None:
-        """Holds a result.
-
-        A low one with several readers is held widened, which is exact: each
-        reader casts it for itself, so that their cotangents add up wide.
-        """
-        if value is not var:
-            self.values[var] = value
-        native = ir.precision_of(var.aval)
-        if stored is None or native is None or stored is native:
-            return
-        if stored.is_narrower_than(native) and self.uses.get(var, 0) > 1:
-            self.values[var] = self.build.convert(value, var.aval.dtype)
-        else:
-            self.held[var] = stored
-
-    def read(self, atom: Any) -> Any:
-        """A value in the precision in which the original program has it."""
-        if ir.is_literal(atom):
-            return atom
-        value = self.values.get(atom, atom)
-        return self.build.convert(value, atom.aval.dtype) if atom in self.held else value
-
-    def crossing(self, atom: Any, border: Border) -> Any:
-        """A value in the format in which it crosses a border."""
-        return (
-            self.read_as(atom, across(border, ir.precision_of(atom.aval)))
-            if border
-            else self.read(atom)
-        )
-
-    def read_as(self, atom: Any, precision: Precision | None) -> Any:
-        """A value in another precision.
-
-        All readers share one cast to a wider format, so that their cotangents add up
-        wide; a narrowing cast is each reader's own, for the same reason.
-        """
-        if precision is None or ir.precision_of(atom.aval) is None:
-            return self.read(atom)
-        if ir.is_literal(atom):
-            # a literal may have kept more digits than the program computes with
-            own = np.asarray(atom.val, atom.aval.dtype)
-            return ir.literal(own.astype(precision.dtype), atom)
-        value = self._nearest(atom, precision)
-        if value.aval.dtype.itemsize >= precision.dtype.itemsize:
-            return self.as_(value, precision)
-        key = (atom, precision)
-        if key not in self.wide_copies:
-            self.wide_copies[key] = self.as_(value, precision)
-        return self.wide_copies[key]
-
-    def as_(self, value: Any, precision: Precision | None) -> Any:
-        """A value, of whatever precision, in another one."""
-        if precision is None or ir.precision_of(value.aval) in (None, precision):
-            return value
-        return self.build.convert(value, precision.dtype)
-
-    def _nearest(self, atom: Any, precision: Precision) -> Any:
-        source = self.widened_from.get(atom)
-        widened = source is not None and ir.precision_of(source.aval) is precision
-        nearest = source if widened else atom
-        return self.values.get(nearest, nearest)
-
-    def low_copy(self, atom: Any, precision: Precision) -> Any:
-        """A low copy that all products share; no derivative passes through it."""
-        if ir.is_literal(atom):
-            return self.read_as(atom, precision)
-        key = (atom, precision)
-        if key not in self.low_copies:
-            nearest = self._nearest(atom, precision)
-            self.low_copies[key] = low_copy(self.build, nearest, precision)
-        return self.low_copies[key]
-
-    def output(self, atom: Any, border: Border) -> Any:
-        """A result of the jaxpr as it crosses the border."""
-        native = ir.precision_of(atom.aval)
-        crossing = across(border, native)
-        if crossing is not native:
-            return self.read_as(atom, crossing)
-        value = self.read(atom)
-        weak = getattr(atom.aval, "weak_type", False)
-        if weak != getattr(value.aval, "weak_type", False):
-            value = self.build.convert(value, atom.aval.dtype, weak)
-        return value
-
-
-def _product(env: _Env, eqn: Any, decision: Decision) -> list[Any]:
+def _product(env: Env, eqn: Any, decision: Decision) -> list[Any]:
     assert decision.compute is not None
     stored = decision.stored[0]
     dtype = eqn.outvars[0].aval.dtype if stored is None else stored.dtype
@@ -341,7 +221,7 @@ def _product(env: _Env, eqn: Any, decision: Decision) -> list[Any]:
     return [lowered(env.build, eqn, low, [env.read(v) for v in eqn.invars], dtype)]
 
 
-def _low(env: _Env, eqn: Any, decision: Decision) -> Sequence[Any]:
+def _low(env: Env, eqn: Any, decision: Decision) -> Sequence[Any]:
     """An equation on low operands with low results; sums are taken wide and rounded once."""
     low = decision.compute
     assert low is not None
@@ -356,7 +236,7 @@ def _low(env: _Env, eqn: Any, decision: Decision) -> Sequence[Any]:
     return [env.as_(x, low) for x in env.build.bind(eqn, args)]
 
 
-def _spread(env: _Env, atom: Any, eqn: Any, low: Precision) -> Any:
+def _spread(env: Env, atom: Any, eqn: Any, low: Precision) -> Any:
     """An operand in the low format, in the result's shape where the equation spreads it.
 
     Elementwise equations stretch dimensions of size 1, and clamp stretches
@@ -375,16 +255,8 @@ def _spread(env: _Env, atom: Any, eqn: Any, low: Precision) -> Any:
     return env.as_(wide, low)
 
 
-def _wide(env: _Env, eqn: Any, decision: Decision) -> Sequence[Any]:
+def _wide(env: Env, eqn: Any, decision: Decision) -> Sequence[Any]:
     wide = decision.compute
     assert wide is not None
     args = [env.read_as(v, wide) for v in eqn.invars]
     return env.build.bind(eqn, args, ir.retyped(eqn, wide.dtype))
-
-
-def _crossing(aval: Any, border: Border) -> Any:
-    if not border:
-        return aval
-    native = ir.precision_of(aval)
-    crossing = across(border, native)
-    return aval if crossing in (None, native) else aval.update(dtype=crossing.dtype)

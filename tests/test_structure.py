@@ -26,7 +26,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transfer": {"opkinds", "jaxpr", "fact"},
     "facts": {"jaxpr", "graph", "fact", "transfer"},
     "accumulate": {"opkinds", "jaxpr"},
-    "plan": {"precision", "opkinds", "rules"},
+    "site": {"precision", "jaxpr"},
+    "plan": {"precision", "opkinds", "rules", "site"},
     "equations": {"precision", "opkinds", "boundary", "rules", "jaxpr", "facts", "plan"},
     "readers": {"precision", "opkinds", "jaxpr", "graph", "equations"},
     "planner": {
@@ -35,8 +36,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "product": {"precision", "jaxpr"},
     "island": {"precision", "jaxpr", "plan"},
-    "rewrite": {"precision", "opkinds", "jaxpr", "graph", "plan", "product", "island"},
-    "inspection": {"opkinds", "policy", "jaxpr", "graph", "plan"},
+    "environment": {"precision", "jaxpr", "plan", "product"},
+    "rewrite": {
+        *("precision", "opkinds", "jaxpr", "graph", "plan", "product", "island", "environment"),
+    },
+    "describe": {"precision", "jaxpr", "graph", "plan", "rewrite", "site"},
+    "view": {"opkinds", "rules", "jaxpr", "graph", "plan", "site"},
+    "inspection": {"policy", "jaxpr", "graph", "plan", "view"},
     "context": {"precision", "rules", "policy", "jaxpr"},
     "stateful": set(),
     "leaves": {"jaxpr", "stateful"},
@@ -47,11 +53,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("context", "leaves", "calling", "selfcheck"),
     },
     "api": {
-        *("policy", "jaxpr", "planner", "inspection", "context", "stateful", "leaves"),
+        *("policy", "planner", "describe", "inspection", "context", "stateful", "leaves"),
         *("calling", "program"),
     },
     "__init__": {
-        *("precision", "opkinds", "rules", "policy", "plan", "inspection", "api"),
+        *("precision", "opkinds", "rules", "policy", "plan", "view", "inspection", "api"),
     },
 }
 # The only module that touches JAX's IR.

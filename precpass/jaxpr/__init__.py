@@ -13,7 +13,6 @@ from precpass.jaxpr.binding import (
     is_tracing,
     is_valid,
     jit_is_disabled,
-    retrace,
     retyped,
     run,
     trace,
@@ -36,11 +35,19 @@ from precpass.jaxpr.bodies import (
     why_opaque,
     with_bodies,
 )
-from precpass.jaxpr.building import Builder, Templates, alike, literal, new_variable
+from precpass.jaxpr.building import (
+    Builder,
+    Templates,
+    alike,
+    literal,
+    new_variable,
+    with_results_in,
+)
 from precpass.jaxpr.carrier import Form, carry, detach, is_carrier, is_detach
 from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
 from precpass.jaxpr.float64 import float64, in_x64, is_float64
 from precpass.jaxpr.lowering import Contents, contents_of
+from precpass.jaxpr.printing import Printer
 from precpass.jaxpr.reading import (
     Source,
     applies_function,
@@ -68,6 +75,7 @@ __all__ = [
     "Call",
     "Contents",
     "Form",
+    "Printer",
     "Rewrite",
     "Source",
     "Templates",
@@ -109,7 +117,6 @@ __all__ = [
     "open_jaxpr",
     "out_avals",
     "precision_of",
-    "retrace",
     "retyped",
     "run",
     "scan_split",
@@ -121,5 +128,6 @@ __all__ = [
     "why_opaque",
     "widening",
     "with_bodies",
+    "with_results_in",
     "with_rewritten_rules",
 ]

@@ -240,6 +240,20 @@ class Builder:
         return like.replace(jaxpr=opened.replace(**parts), consts=consts)
 
 
+def with_results_in(jaxpr: Any, dtypes: Sequence[Any]) -> Any:
+    """A jaxpr with its results in other dtypes, or each one's own for None."""
+    opened = open_jaxpr(jaxpr)
+    build = Builder({})
+    build.eqns += opened.eqns
+    results = [
+        v if dtype is None or v.aval.dtype == dtype else build.convert(v, dtype)
+        for v, dtype in zip(opened.outvars, dtypes, strict=True)
+    ]
+    if len(build.eqns) == len(opened.eqns):
+        return jaxpr
+    return build.finish(jaxpr, opened.invars, results)
+
+
 def new_variable(aval: Any) -> Any:
     """A variable of a jaxpr in the making."""
     return jex.Var(aval)

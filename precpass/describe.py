@@ -1,0 +1,142 @@
+"""A plan with its sites: where each equation stands, and which casts the rewrite has there."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from precpass import jaxpr as ir
+from precpass.graph import flops, join_scopes, nbytes
+from precpass.plan import Action, Decision, Plan
+from precpass.precision import Precision
+from precpass.rewrite import Rewriter
+from precpass.site import Body, Cast, Site, Value
+
+__all__ = ["described"]
+
+
+def described(jaxpr: Any, plan: Plan, rewriter: Rewriter | None = None, scope: str = "") -> Plan:
+    """An equal plan, which says where its equations stand.
+
+    Args:
+        jaxpr: the original program.
+        plan: its plan.
+        rewriter: what rewrote it under the plan; without one nothing was rewritten.
+        scope: the name scope around it.
+    """
+    return _Describer(rewriter).plan(jaxpr, plan, scope, ir.Source())
+
+
+class _Describer:
+    def __init__(self, rewriter: Rewriter | None) -> None:
+        self.rewriter = rewriter
+        self.memo: dict[Any, Plan] = {}
+
+    def plan(self, jaxpr: Any, plan: Plan, scope: str, caller: ir.Source) -> Plan:
+        """A body's plan; one that several equations share stays one object."""
+        rewriter = self.rewriter
+        key = rewriter.key(jaxpr, plan, scope) if rewriter else (id(ir.open_jaxpr(jaxpr)), plan)
+        if key not in self.memo:
+            added = rewriter.added(jaxpr, plan, scope) if rewriter else None
+            casts = _casts(ir.open_jaxpr(jaxpr), plan, *added) if added else {}
+            sites: list[Site] = []
+            decisions: list[Decision] = []
+            eqns = ir.open_jaxpr(jaxpr).eqns
+            for row, (eqn, decision) in enumerate(zip(eqns, plan.decisions, strict=True)):
+                site = _site(eqn, decision, caller, tuple(casts.get(row, ())))
+                sites.append(site)
+                if decision.inner:
+                    inside = join_scopes(scope, site.scope)
+                    inner = tuple(
+                        self.plan(body.jaxpr, its_plan, inside, site.source)
+                        for body, its_plan in zip(ir.bodies(eqn), decision.inner, strict=True)
+                    )
+                    decision = dataclasses.replace(decision, inner=inner)
+                decisions.append(decision)
+            self.memo[key] = dataclasses.replace(
+                plan, decisions=tuple(decisions), sites=tuple(sites)
+            )
+        return self.memo[key]
+
+
+def _site(eqn: Any, decision: Decision, caller: ir.Source, casts: tuple[Cast, ...]) -> Site:
+    own = ir.source_of(eqn)
+    return Site(
+        ir.name_of(eqn),
+        ir.scope_of(eqn),
+        own if own.file else caller,
+        tuple(_value(v.aval) for v in eqn.invars),
+        tuple(_value(v.aval) for v in eqn.outvars),
+        flops(eqn),
+        casts,
+        tuple(map(_body, ir.bodies(eqn))) if decision.inner else (),
+    )
+
+
+def _body(body: ir.Body) -> Body:
+    name = body.param if body.index is None else f"{body.param}[{body.index}]"
+    trips: Any = body.trips
+    return Body(name, trips if trips is None or isinstance(trips, int) else str(trips))
+
+
+@functools.lru_cache(maxsize=65536)
+def _value(aval: Any) -> Value:
+    dtype = ir.precision_of(aval) or getattr(aval, "dtype", type(aval).__name__)
+    shape = tuple(d if isinstance(d, int) else str(d) for d in getattr(aval, "shape", ()))
+    return Value(str(dtype), shape, nbytes(aval))
+
+
+def _casts(
+    opened: Any, plan: Plan, spans: Sequence[Sequence[Any]], last: Sequence[Any]
+) -> dict[int, list[Cast]]:
+    """The casts that a body's rewrite has more or less of, by the equation that they stand at.
+
+    Args:
+        opened: the body.
+        plan: its plan.
+        spans: for each equation, those in its place.
+        last: what follows all of them: the casts of the body's results, which stand at
+            the equation that makes what they cast.
+    """
+    casts: dict[int, list[Cast]] = {}
+    rows = list(zip(opened.eqns, plan.decisions, spans, strict=True))
+    dropped = {
+        (eqn.invars[0], eqn.outvars[0].aval.dtype)
+        for eqn, decision, _ in rows
+        if decision.action is Action.DROP and not ir.is_literal(eqn.invars[0])
+    }
+    made: dict[Any, int] = {}
+
+    def inserted(eqn: Any) -> Cast | None:
+        pair = _formats(eqn)
+        if pair is None:
+            return None
+        atom, aval = eqn.invars[0], eqn.outvars[0].aval
+        moved = not ir.is_literal(atom) and (atom, aval.dtype) in dropped
+        return Cast("moved" if moved else "inserted", pair[0], _value(aval))
+
+    for row, (eqn, decision, span) in enumerate(rows):
+        own = set(eqn.outvars)
+        new = [c for e in span if own.isdisjoint(e.outvars) and (c := inserted(e))]
+        if decision.action is Action.DROP and (pair := _formats(eqn)):
+            # one in the same place again was not touched
+            same = [c for c in new if (c.before, c.after.dtype) == (pair[0], str(pair[1]))]
+            gone = Cast("removed", pair[0], _value(eqn.outvars[0].aval))
+            new = [c for c in new if c not in same] if same else [gone, *new]
+        if new:
+            casts[row] = new
+        made.update((v, row) for e in span for v in e.outvars)
+    for eqn in last:
+        if rows and (cast := inserted(eqn)):
+            casts.setdefault(made.get(eqn.invars[0], len(rows) - 1), []).append(cast)
+    return casts
+
+
+def _formats(eqn: Any) -> tuple[Precision, Precision] | None:
+    """From which floating format to which other one an equation casts."""
+    if eqn.primitive.name != "convert_element_type":
+        return None
+    before, after = (ir.precision_of(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
+    return (before, after) if before and after and before is not after else None

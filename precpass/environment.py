@@ -1,0 +1,165 @@
+"""The values of a jaxpr while it is rewritten, each in the precision that it was made in.
+
+Reading one in another precision is the only place where a cast comes from.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from precpass import jaxpr as ir
+from precpass.plan import Border, across
+from precpass.precision import Precision
+from precpass.product import low_copy
+
+__all__ = ["Env", "crossing_aval"]
+
+
+class Env:
+    """The values of a jaxpr that is rewritten, as atoms of the new one.
+
+    Those that are not in `values` are as they were.
+    """
+
+    def __init__(self, opened: Any, build: ir.Builder) -> None:
+        self.opened = opened
+        self.build = build
+        self.values: dict[Any, Any] = {}
+        self.held: dict[Any, Precision] = {}
+        self.low_copies: dict[Any, Any] = {}
+        self.wide_copies: dict[Any, Any] = {}
+        self.widened_from: dict[Any, Any] = {}
+        self.bits: dict[Any, Any] = {}
+
+    def enter(self, var: Any, border: Border) -> Any:
+        """The operand in the place of `var`, in the format in which it crosses the border."""
+        crossing = crossing_aval(var.aval, border)
+        if crossing is var.aval:
+            return var
+        self.values[var] = new = ir.new_variable(crossing)
+        held = ir.precision_of(crossing)
+        assert held is not None
+        self.held[var] = held
+        return new
+
+    def keep(self, eqn: Any) -> None:
+        """Takes over an equation as it is."""
+        values = self.values
+        if (pair := ir.widening(eqn)) is not None:
+            self.widened_from.update([pair])
+        if values and any(not ir.is_literal(v) and v in values for v in eqn.invars):
+            self.build.at(eqn)
+            self.build.keep(eqn, [self.read(v) for v in eqn.invars])
+        else:
+            self.build.keep(eqn)
+
+    @functools.cached_property
+    def uses(self) -> dict[Any, int]:
+        """How often each variable is read, where a body and a border count as several readers."""
+        uses: dict[Any, int] = {}
+        for eqn in self.opened.eqns:
+            weight = 2 if ir.bodies(eqn) else 1
+            for atom in eqn.invars:
+                if not ir.is_literal(atom):
+                    uses[atom] = uses.get(atom, 0) + weight
+        for atom in self.opened.outvars:
+            if not ir.is_literal(atom):
+                uses[atom] = uses.get(atom, 0) + 2
+        return uses
+
+    def write(self, var: Any, value: Any, stored: Precision | None) -> None:
+        """Holds a result.
+
+        A low one with several readers is held widened, which is exact: each
+        reader casts it for itself, so that their cotangents add up wide.
+        """
+        if value is not var:
+            self.values[var] = value
+        native = ir.precision_of(var.aval)
+        if stored is None or native is None or stored is native:
+            return
+        if stored.is_narrower_than(native) and self.uses.get(var, 0) > 1:
+            self.values[var] = self.build.convert(value, var.aval.dtype)
+        else:
+            self.held[var] = stored
+
+    def read(self, atom: Any) -> Any:
+        """A value in the precision in which the original program has it."""
+        if ir.is_literal(atom):
+            return atom
+        value = self.values.get(atom, atom)
+        return self.build.convert(value, atom.aval.dtype) if atom in self.held else value
+
+    def crossing(self, atom: Any, border: Border) -> Any:
+        """A value in the format in which it crosses a border."""
+        return (
+            self.read_as(atom, across(border, ir.precision_of(atom.aval)))
+            if border
+            else self.read(atom)
+        )
+
+    def read_as(self, atom: Any, precision: Precision | None) -> Any:
+        """A value in another precision.
+
+        All readers share one cast to a wider format, so that their cotangents add up
+        wide; a narrowing cast is each reader's own, for the same reason.
+        """
+        if precision is None or ir.precision_of(atom.aval) is None:
+            return self.read(atom)
+        if ir.is_literal(atom):
+            # a literal may have kept more digits than the program computes with
+            own = np.asarray(atom.val, atom.aval.dtype)
+            return ir.literal(own.astype(precision.dtype), atom)
+        value = self._nearest(atom, precision)
+        if value.aval.dtype.itemsize >= precision.dtype.itemsize:
+            return self.as_(value, precision)
+        key = (atom, precision)
+        if key not in self.wide_copies:
+            self.wide_copies[key] = self.as_(value, precision)
+        return self.wide_copies[key]
+
+    def as_(self, value: Any, precision: Precision | None) -> Any:
+        """A value, of whatever precision, in another one."""
+        if precision is None or ir.precision_of(value.aval) in (None, precision):
+            return value
+        return self.build.convert(value, precision.dtype)
+
+    def _nearest(self, atom: Any, precision: Precision) -> Any:
+        source = self.widened_from.get(atom)
+        widened = source is not None and ir.precision_of(source.aval) is precision
+        nearest = source if widened else atom
+        return self.values.get(nearest, nearest)
+
+    def low_copy(self, atom: Any, precision: Precision) -> Any:
+        """A low copy that all products share; no derivative passes through it."""
+        if ir.is_literal(atom):
+            return self.read_as(atom, precision)
+        key = (atom, precision)
+        if key not in self.low_copies:
+            nearest = self._nearest(atom, precision)
+            self.low_copies[key] = low_copy(self.build, nearest, precision)
+        return self.low_copies[key]
+
+    def output(self, atom: Any, border: Border) -> Any:
+        """A result of the jaxpr as it crosses the border."""
+        native = ir.precision_of(atom.aval)
+        crossing = across(border, native)
+        if crossing is not native:
+            return self.read_as(atom, crossing)
+        value = self.read(atom)
+        weak = getattr(atom.aval, "weak_type", False)
+        if weak != getattr(value.aval, "weak_type", False):
+            value = self.build.convert(value, atom.aval.dtype, weak)
+        return value
+
+
+def crossing_aval(aval: Any, border: Border) -> Any:
+    """The aval with which a value of `aval` crosses a border."""
+    if not border:
+        return aval
+    native = ir.precision_of(aval)
+    crossing = across(border, native)
+    return aval if crossing in (None, native) else aval.update(dtype=crossing.dtype)

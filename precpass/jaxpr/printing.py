@@ -1,0 +1,100 @@
+"""Jaxprs as text in which a variable keeps its name from one jaxpr to the next."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import string
+from collections.abc import Iterator
+from typing import Any
+
+import jax.extend.core as jex
+import numpy as np
+
+from precpass.jaxpr.bodies import Body, bodies, name_of
+from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_of
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class Printer:
+    """Prints jaxprs; variables that two of them share have one name.
+
+    JAX names the variables of each jaxpr anew, so that one more equation renames all
+    that follow it.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[Any, str] = {}
+        self._fresh = _names()
+
+    def lines(self, jaxpr: Any) -> list[str]:
+        """A line per equation; a body stands once, before what enters it first."""
+        done: dict[int, str] = {}
+        text: list[str] = []
+        self._print(jaxpr, done, text)
+        return text
+
+    def _print(self, jaxpr: Any, done: dict[int, str], text: list[str]) -> str:
+        opened = open_jaxpr(jaxpr)
+        if id(opened) in done:
+            return done[id(opened)]
+        consts = " ".join(map(self._typed, opened.constvars)) if consts_of(jaxpr) else ""
+        operands = " ".join(map(self._typed, opened.invars))
+        lines = [f"  {self._eqn(eqn, done, text)}" for eqn in opened.eqns]
+        done[id(opened)] = name = f"jaxpr{len(done)}"
+        text += [f"{name} = {{ lambda {consts}; {operands} .", *lines]
+        text.append(f"  in ({', '.join(map(self._atom, opened.outvars))}) }}")
+        return name
+
+    def _eqn(self, eqn: Any, done: dict[int, str], text: list[str]) -> str:
+        inside = {(b.param, b.index): self._print(b.jaxpr, done, text) for b in bodies(eqn)}
+        operands = " ".join(map(self._atom, eqn.invars))
+        results = " ".join(map(self._typed, eqn.outvars))
+        params = " ".join(_params(eqn, inside))
+        return f"{results} = {name_of(eqn)}{f'[{params}]' if params else ''} {operands}".strip()
+
+    def _typed(self, var: Any) -> str:
+        return f"{self._atom(var)}:{_short(var.aval)}"
+
+    def _atom(self, atom: Any) -> str:
+        if is_literal(atom):
+            return f"{_value(atom.val)}:{_short(atom.aval)}"
+        if atom not in self._names:
+            is_dropped = type(atom).__name__ == "DropVar"
+            self._names[atom] = "_" if is_dropped else next(self._fresh)
+        return self._names[atom]
+
+
+def _names() -> Iterator[str]:
+    letters = string.ascii_lowercase
+    for length in itertools.count(1):
+        yield from map("".join, itertools.product(letters, repeat=length))
+
+
+def _short(aval: Any) -> str:
+    dtype = precision_of(aval) or getattr(aval, "dtype", None)
+    if dtype is None:
+        return str(aval)
+    return f"{dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def _params(eqn: Any, inside: dict[tuple[str, int | None], str]) -> Iterator[str]:
+    for name, value in sorted(eqn.params.items()):
+        if (name, None) in inside:
+            yield f"{name}={inside[name, None]}"
+        elif (name, 0) in inside:
+            found = (text for (param, _), text in inside.items() if param == name)
+            yield f"{name}=({', '.join(found)})"
+        elif value is not None and value != () and not isinstance(value, Body):
+            yield f"{name}={_value(value)}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, np.dtype):
+        return value.name
+    if isinstance(value, jex.Jaxpr | jex.ClosedJaxpr):
+        return "..."
+    named = getattr(value, "__qualname__", None)
+    text = named if callable(value) and named else str(value)
+    return _ADDRESS.sub("", " ".join(text.split()))

@@ -1,0 +1,82 @@
+"""`Site`: what a plan says of an equation's place, so that it can be read without its jaxpr."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from precpass.jaxpr import Source
+from precpass.precision import Precision
+
+__all__ = ["Body", "Cast", "Site", "Value"]
+
+
+class Value(NamedTuple):
+    """The type of a value.
+
+    Attributes:
+        dtype: as a plan writes it, "f32", or the dtype's name where it is no floating format.
+        shape: its dimensions; a symbolic one as text.
+        nbytes: its bytes, where a symbolic dimension counts as `precpass.graph.NOMINAL_SIZE`.
+    """
+
+    dtype: str
+    shape: tuple[int | str, ...]
+    nbytes: float
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """A conversion between floating formats that the pass added or took away.
+
+    Attributes:
+        what: "inserted", "moved" (one that the user wrote elsewhere) or "removed".
+        before: the format that it reads.
+        after: the value that it makes.
+    """
+
+    what: str
+    before: Precision
+    after: Value
+
+    def __str__(self) -> str:
+        return f"{self.before} -> {self.after}"
+
+
+class Body(NamedTuple):
+    """A body that an equation enters.
+
+    Attributes:
+        name: the parameter that holds it, such as "branches[1]".
+        trips: how often it runs per call; None where only run time knows.
+    """
+
+    name: str
+    trips: int | str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """An equation's place in the program, and what was added there.
+
+    Attributes:
+        primitive: its name; that of what is hidden in a hi-primitive.
+        scope: its own name stack as JAX prints it, which its callers' come before.
+        source: the user's line; that of the first caller where JAX recorded none.
+        operands, results: their types in the original program.
+        flops: floating-point operations of one execution.
+        casts: what the rewritten program has more or less of at this equation.
+        bodies: of its inner plans, in their order.
+    """
+
+    primitive: str
+    scope: str
+    source: Source
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+    flops: float
+    casts: tuple[Cast, ...] = ()
+    bodies: tuple[Body, ...] = ()

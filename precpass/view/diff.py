@@ -1,0 +1,228 @@
+"""What a plan changes, by source line; and where two plans differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from precpass.jaxpr import Source
+from precpass.opkinds import op
+from precpass.plan import Action, Plan
+from precpass.site import Cast
+from precpass.view.rows import Frame, Row, paired_rows, rows
+from precpass.view.text import Line, heading, rendered
+
+__all__ = ["LEVELS", "between", "check_level", "diff_lines", "totals"]
+
+LEVELS = ("lines", "equations", "jaxpr")
+
+
+class _Change(NamedTuple):
+    """A line of a diff but for its casts, which equal changes have together."""
+
+    head: tuple[tuple[str, str], ...]
+    reason: str = ""
+
+    def line(self, n: int, casts: list[Cast]) -> Line:
+        return [
+            *self.head,
+            *([("; ", ""), (_casts(casts), "cast")] if casts else []),
+            *([(f"  [{self.reason}]", "reason")] if self.reason else []),
+            *([(f"  ({n} times)", "")] if n > 1 else []),
+        ]
+
+
+_Changes = dict[_Change, tuple[int, list[Cast]]]
+"""How often each change is met, and the casts there."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Section:
+    """What stands inside one equation that is entered, in the order of execution."""
+
+    parts: dict[Frame | Source, _Section | _Changes] = dataclasses.field(default_factory=dict)
+
+    def inside(self, frames: Iterable[Frame]) -> _Section:
+        section = self
+        for frame in frames:
+            found = section.parts.setdefault(frame, _Section())
+            assert isinstance(found, _Section)
+            section = found
+        return section
+
+    def add(self, source: Source, change: _Change, casts: Iterable[Cast]) -> None:
+        changes = self.parts.setdefault(source, {})
+        assert isinstance(changes, dict)
+        n, known = changes.get(change, (0, []))
+        changes[change] = n + 1, [*known, *casts]
+
+    def lines(self, indent: str) -> Iterator[Line]:
+        for key, part in self.parts.items():
+            if isinstance(part, _Section):
+                assert isinstance(key, Frame)
+                at = [] if not key.source.file else [("  ", ""), *heading(key.source)]
+                yield [(indent, ""), (key.name, "frame"), *at]
+                yield from part.lines(indent + "  ")
+            else:
+                assert isinstance(key, Source)
+                yield [(indent, ""), *heading(key)]
+                for change, (n, casts) in part.items():
+                    yield [(indent + "  ", ""), *change.line(n, casts)]
+
+
+def check_level(level: str) -> None:
+    """Raises a ValueError for a level that is none."""
+    if level not in LEVELS:
+        raise ValueError(f"no level {level!r}: legal are {', '.join(map(repr, LEVELS))}")
+
+
+def diff_lines(plan: Plan, level: str) -> list[Line]:
+    """The changes of a plan, by source line.
+
+    Args:
+        plan: one that `inspect` made.
+        level: "lines" for a line per source line, or "equations" for one per equation.
+    """
+    found = [row for row in rows(plan) if row.changes]
+    if level == "equations":
+        return _grouped((row, _change(row), row.site.casts) for row in found)
+    same: dict[tuple[tuple[Frame, ...], Source], list[Row]] = {}
+    for row in found:
+        same.setdefault((_shown(row), row.site.source), []).append(row)
+    return _grouped(
+        (of_line[0], _summary(of_line), [c for row in of_line for c in row.site.casts])
+        for of_line in same.values()
+    )
+
+
+def between(
+    first: Plan, second: Plan, level: str = "equations", *, color: bool | None = None
+) -> str:
+    """Where two plans of one program differ, by source line.
+
+    Args:
+        first: the `.plan` of `inspect(f, policy)(*args)`.
+        second: that of the same function and arguments under another policy.
+        level: "lines" or "equations", as of `Inspection.diff`.
+        color: as of `Inspection.diff`.
+
+    Returns:
+        One heading per source line and under it the equations that the plans treat
+        differently, as `first | second`; the totals at the end.
+
+    Raises:
+        ValueError: for plans of two programs, or another level.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from precpass import inspect
+        >>> plans = [inspect(lambda x: x @ x, p)(jnp.ones((4, 4))).plan
+        ...          for p in ("AutoMixed", "AutoMixedBf16")]
+        >>> print(between(*plans, color=False).splitlines()[-1])
+        1 of 1 equations differ
+    """
+    if level not in LEVELS[:2]:
+        raise ValueError(f"no level {level!r} between plans: legal are 'lines' and 'equations'")
+    pairs = list(paired_rows(first, second))
+    differing = [(a, b) for a, b in pairs if _fate(a) != _fate(b)]
+    if level == "equations":
+        lines = _grouped((a, _contrast(a, b), ()) for a, b in differing)
+    else:
+        by_line: dict[tuple[tuple[Frame, ...], Source], Counter[str]] = {}
+        first_of: dict[tuple[tuple[Frame, ...], Source], Row] = {}
+        for a, b in differing:
+            key = _shown(a), a.site.source
+            first_of.setdefault(key, a)
+            by_line.setdefault(key, Counter())[f"{a.site.primitive}: {_verb(a)} | {_verb(b)}"] += 1
+        lines = _grouped(
+            (first_of[key], _Change(((_counted(texts, "; "), "cast"),)), ())
+            for key, texts in by_line.items()
+        )
+    total = sum(a.decision.action is not Action.ENTER for a, _ in pairs)
+    return rendered([*lines, [(f"{len(differing)} of {total} equations differ", "")]], color)
+
+
+def totals(plan: Plan, name: str) -> str:
+    """A line that says how much a plan changes."""
+    counts = plan.count()
+    lowered = sum(n for (_, a), n in counts.items() if a is Action.LOWER)
+    widened = sum(n for (_, a), n in counts.items() if a in (Action.WIDEN, Action.DROP))
+    total = sum(n for (_, a), n in counts.items() if a is not Action.ENTER)
+    casts = Counter(cast.what for row in rows(plan) for cast in row.site.casts)
+    said = ", ".join(f"{n} casts {what}" for what, n in sorted(casts.items()))
+    return (
+        f"{name}: {lowered} of {total} equations lowered, {widened} widened, "
+        f"{total - lowered - widened} as written{'; ' if said else ''}{said}"
+    )
+
+
+def _shown(row: Row) -> tuple[Frame, ...]:
+    return tuple(frame for frame in row.frames if not frame.is_call)
+
+
+def _grouped(found: Iterable[tuple[Row, _Change, Iterable[Cast]]]) -> list[Line]:
+    root = _Section()
+    for row, change, casts in found:
+        root.inside(_shown(row)).add(row.site.source, change, casts)
+    return list(root.lines(""))
+
+
+def _change(row: Row) -> _Change:
+    head = (f"{_signature(row)}: ", ""), (_verb(row), _style(row))
+    return _Change(head, row.decision.reason)
+
+
+def _contrast(a: Row, b: Row) -> _Change:
+    casts = [_casts(row.site.casts) or "no casts" for row in (a, b)]
+    differ = [(f"; {casts[0]} | {casts[1]}", "cast")] if casts[0] != casts[1] else []
+    reasons = [row.decision.reason for row in (a, b)]
+    head = [(f"{_signature(a)}: ", ""), (_verb(a), _style(a)), (" | ", ""), (_verb(b), _style(b))]
+    return _Change((*head, *differ), " | ".join(dict.fromkeys(reasons)))
+
+
+def _summary(same: list[Row]) -> _Change:
+    counts = Counter(f"{row.site.primitive} {_verb(row)}" for row in same)
+    return _Change(((_counted(counts), "low"),))
+
+
+def _signature(row: Row) -> str:
+    site = row.site
+    operands, results = (" ".join(map(str, values)) for values in (site.operands, site.results))
+    return f"{site.primitive} {operands} -> {results}"
+
+
+def _verb(row: Row) -> str:
+    decision = row.decision
+    match decision.action:
+        case Action.DROP:
+            is_cast = row.site.primitive == "convert_element_type"
+            return "cast removed" if is_cast else "removed"
+        case Action.LOWER if op(row.site.primitive).accumulates:
+            return f"in {decision.compute}, accumulated in f32"
+        case Action.LOWER | Action.WIDEN:
+            return f"in {decision.compute}"
+        case _:
+            return f"stays in {decision.compute}" if decision.compute else "stays"
+
+
+def _style(row: Row) -> str:
+    return "low" if row.decision.action is Action.LOWER else "wide"
+
+
+def _casts(casts: Iterable[Cast]) -> str:
+    texts = Counter(f"{cast} {cast.what}" for cast in casts if cast.what != "removed")
+    gone = Counter(f"{cast} removed" for cast in casts if cast.what == "removed")
+    return ", ".join(filter(None, ("cast " + _counted(t) if t else "" for t in (texts, gone))))
+
+
+def _counted(texts: Counter[str], joint: str = ", ") -> str:
+    return joint.join(f"{text} (x{n})" if n > 1 else text for text, n in texts.items())
+
+
+def _fate(row: Row) -> tuple[object, ...]:
+    decision = row.decision
+    changed = decision.action not in (Action.KEEP, Action.ENTER)
+    fate = (decision.action, decision.compute, decision.stored) if changed else ()
+    return (fate, Counter(row.site.casts))

@@ -1,0 +1,219 @@
+"""The equations of a plan in order, each with all that stands around it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from precpass.graph import NOMINAL_SIZE, join_scopes
+from precpass.jaxpr import Source
+from precpass.plan import Action, Decision, Plan
+from precpass.rules import clean_scope
+from precpass.site import Site
+
+__all__ = ["Frame", "Row", "paired_rows", "rows"]
+
+_CALLS = frozenset(("jit", "closed_call", "core_call", "eval_jaxpr", "core_closed_call"))
+
+
+class Frame(NamedTuple):
+    """An equation that a row stands inside of.
+
+    Attributes:
+        name: what it is and how often it runs, "scan, 12 trips".
+        source: its line.
+        is_call: whether it only calls its body, once.
+    """
+
+    name: str
+    source: Source
+    is_call: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One equation of the original program.
+
+    Attributes:
+        site: where it stands.
+        decision: what happens to it.
+        scope: all name scopes around it, without the marks of JAX's transforms.
+        backward: whether it belongs to a backward pass.
+        frames: the equations that it stands inside of, outermost first.
+        calls: how often it runs in one run of the program; a trip count that only run
+            time knows, and a symbolic one, count as `precpass.graph.NOMINAL_SIZE`.
+    """
+
+    site: Site
+    decision: Decision
+    scope: str
+    backward: bool
+    frames: tuple[Frame, ...]
+    calls: float
+
+    @property
+    def changes(self) -> bool:
+        """Whether the rewritten program differs here, bodies apart."""
+        return self.decision.action not in (Action.KEEP, Action.ENTER) or bool(self.site.casts)
+
+
+@dataclasses.dataclass(eq=False)
+class _Node:
+    """A plan at the first place where it is met."""
+
+    plan: Plan
+    scope: str
+    frames: tuple[Frame, ...]
+    callers: list[tuple[_Node, float]] = dataclasses.field(
+        default_factory=list["tuple[_Node, float]"]
+    )
+    calls: float = 0.0
+
+
+def rows(plan: Plan) -> Iterator[Row]:
+    """Every equation in order of execution; those of bodies behind their equation's, shared once.
+
+    Raises:
+        ValueError: for a plan that does not say where its equations stand.
+    """
+    nodes = _nodes(plan)
+    _count_calls(nodes)
+    return _walk(nodes[id(plan)], nodes)
+
+
+def _walk(node: _Node, nodes: dict[int, _Node]) -> Iterator[Row]:
+    seen = {id(node.plan)}
+    walk = [_rows_of(node)]
+    while walk:
+        row = next(walk[-1], None)
+        if row is None:
+            walk.pop()
+            continue
+        yield row
+        inner = [p for p in row.decision.inner if id(p) not in seen]
+        new = list({id(p): p for p in inner}.values())
+        seen.update(map(id, new))
+        walk += [_rows_of(nodes[id(p)]) for p in reversed(new)]
+
+
+def _rows_of(node: _Node) -> Iterator[Row]:
+    for site, decision in zip(node.plan.sites, node.plan.decisions, strict=True):
+        scope = join_scopes(node.scope, site.scope)
+        backward = "transpose(" in scope
+        yield Row(site, decision, clean_scope(scope), backward, node.frames, node.calls)
+
+
+def _nodes(plan: Plan) -> dict[int, _Node]:
+    """The distinct plans by identity, in the order in which they are met."""
+    root = _Node(plan, "", ())
+    nodes, walk = {id(plan): root}, [_bodies_of(root)]
+    while walk:
+        found = next(walk[-1], None)
+        if found is None:
+            walk.pop()
+            continue
+        inner, caller = found
+        new = id(inner.plan) not in nodes
+        node = nodes.setdefault(id(inner.plan), inner)
+        node.callers.append(caller)
+        if new:
+            walk.append(_bodies_of(node))
+    return nodes
+
+
+def _bodies_of(node: _Node) -> Iterator[tuple[_Node, tuple[_Node, float]]]:
+    _check_sites(node.plan)
+    for site, decision in zip(node.plan.sites, node.plan.decisions, strict=True):
+        if not decision.inner:
+            continue
+        scope = join_scopes(node.scope, site.scope)
+        for index, (body, plan) in enumerate(zip(site.bodies, decision.inner, strict=True)):
+            trips = body.trips if isinstance(body.trips, int) else NOMINAL_SIZE
+            frame = _frame(site, index, "transpose(" in scope)
+            yield _Node(plan, scope, (*node.frames, frame)), (node, float(trips))
+
+
+def _frame(site: Site, index: int, backward: bool) -> Frame:
+    body = site.bodies[index]
+    several = f" {body.name}" if len(site.bodies) > 1 else ""
+    trips = "" if body.trips == 1 else f", {body.trips or 'any number of'} trips"
+    direction = ", backward" if backward else ""
+    is_call = site.primitive in _CALLS
+    return Frame(f"{site.primitive}{several}{trips}{direction}", site.source, is_call)
+
+
+def _count_calls(nodes: dict[int, _Node]) -> None:
+    order: list[_Node] = []
+    seen = set[int]()
+    for node in nodes.values():
+        stack: list[tuple[_Node, bool]] = [(node, False)]
+        while stack:
+            at, done = stack.pop()
+            if done:
+                order.append(at)
+            elif id(at) not in seen:
+                seen.add(id(at))
+                stack.append((at, True))
+                stack += [(caller, False) for caller, _ in at.callers]
+    for node in order:  # callers first
+        node.calls = sum(trips * caller.calls for caller, trips in node.callers) or 1.0
+
+
+def _check_sites(plan: Plan) -> None:
+    if len(plan.sites) != len(plan.decisions):
+        raise ValueError(
+            "this plan does not say where its equations stand: take the .plan of "
+            "precpass.inspect(f)(*args)"
+        )
+
+
+def paired_rows(first: Plan, second: Plan) -> Iterator[tuple[Row, Row]]:
+    """The equations of one program under two plans.
+
+    Raises:
+        ValueError: for plans of different programs.
+    """
+    nodes = _nodes(first), _nodes(second)
+    for found in nodes:
+        _count_calls(found)
+    start = (nodes[0][id(first)], nodes[1][id(second)])
+    seen, walk = {(id(first), id(second))}, [_pairs_of(*start)]
+    while walk:
+        pair = next(walk[-1], None)
+        if pair is None:
+            walk.pop()
+            continue
+        yield pair
+        inner = list(_inner_pairs(pair))
+        for a, b in reversed(inner):
+            if (id(a), id(b)) not in seen:
+                seen.add((id(a), id(b)))
+                walk.append(_pairs_of(nodes[0][id(a)], nodes[1][id(b)]))
+
+
+def _inner_pairs(pair: tuple[Row, Row]) -> Iterator[tuple[Plan, Plan]]:
+    # a plan without inner plans leaves the equation alone: that of a pass that is switched off
+    inner = [row.decision.inner for row in pair]
+    if inner[0] and inner[1]:
+        yield from zip(*inner, strict=True)
+
+
+def _pairs_of(a: _Node, b: _Node) -> Iterator[tuple[Row, Row]]:
+    if len(a.plan.sites) != len(b.plan.sites):
+        raise ValueError(
+            f"plans of two programs: one has {len(a.plan.sites)} equations where the other has "
+            f"{len(b.plan.sites)}; compare two policies on one function and the same arguments"
+        )
+    for pair in zip(_rows_of(a), _rows_of(b), strict=True):
+        one, other = (row.site for row in pair)
+        if (one.primitive, one.operands) != (other.primitive, other.operands):
+            raise ValueError(
+                f"plans of two programs: {_said(one)} in one is {_said(other)} in the other; "
+                "compare two policies on one function and the same arguments"
+            )
+        yield pair
+
+
+def _said(site: Site) -> str:
+    return f"{site.primitive} {' '.join(map(str, site.operands))} at {site.source}"

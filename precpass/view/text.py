@@ -1,0 +1,96 @@
+"""Lines of styled text, rendered plain, for a terminal, or as HTML."""
+
+from __future__ import annotations
+
+import html
+import io
+import linecache
+import os
+from collections.abc import Iterable, Sequence
+
+from precpass.jaxpr import Source
+
+__all__ = ["CSS", "Line", "as_html", "heading", "plain", "rendered"]
+
+Line = Sequence[tuple[str, str]]
+"""Pieces of a line: the text, and the name of a style or ""."""
+
+_STYLES = {
+    "where": "bold",
+    "code": "italic",
+    "low": "green",
+    "wide": "yellow",
+    "cast": "cyan",
+    "reason": "dim",
+    "frame": "bold magenta",
+    "added": "green",
+    "removed": "red",
+    "hunk": "cyan",
+}
+"""For each style, what `rich` calls it."""
+
+CSS = """
+.precpass { font-family: ui-monospace, monospace; font-size: 13px; line-height: 1.45; }
+.precpass pre { margin: 0; white-space: pre-wrap; }
+.precpass .where { font-weight: bold; } .precpass .code { font-style: italic; }
+.precpass .low, .precpass .added { color: #18794e; } .precpass .wide { color: #945700; }
+.precpass .cast, .precpass .hunk { color: #0b68cb; } .precpass .removed { color: #ca244d; }
+.precpass .reason { opacity: 0.7; } .precpass .frame { color: #8e4ec6; font-weight: bold; }
+@media (prefers-color-scheme: dark) {
+.precpass .low, .precpass .added { color: #3dd68c; } .precpass .wide { color: #ffca16; }
+.precpass .cast, .precpass .hunk { color: #70b8ff; } .precpass .removed { color: #ff9592; }
+.precpass .frame { color: #d19dff; } }
+"""
+
+
+def plain(lines: Iterable[Line]) -> str:
+    """The text alone."""
+    return "\n".join("".join(text for text, _ in line) for line in lines)
+
+
+def as_html(lines: Iterable[Line]) -> str:
+    """A `pre` element; it wants `CSS` around it."""
+
+    def piece(text: str, style: str) -> str:
+        escaped = html.escape(text)
+        return f'<span class="{style}">{escaped}</span>' if style else escaped
+
+    return f"<pre>{chr(10).join(''.join(piece(*p) for p in line) for line in lines)}</pre>"
+
+
+def rendered(lines: Sequence[Line], color: bool | None) -> str:
+    """The text, with a terminal's colours where they are wanted.
+
+    Args:
+        lines: of styled text.
+        color: None for a decision by where standard output goes: colours in a terminal,
+            unless NO_COLOR is set, and none in a pipe or a file.
+    """
+    from rich.console import Console  # a tenth of the package's own import
+    from rich.text import Text
+
+    if color is None:
+        console = Console()
+        color = console.is_terminal and not console.no_color
+    if not color:
+        return plain(lines)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system="standard", no_color=False)
+    for line in lines:
+        text = Text.assemble(*((text, _STYLES.get(style, "")) for text, style in line))
+        console.print(text, soft_wrap=True, highlight=False)
+    return out.getvalue().removesuffix("\n")
+
+
+def heading(source: Source) -> Line:
+    """A line of the user's code: where it stands, and its own text."""
+    text = linecache.getline(source.file, source.line).strip() if source.file else ""
+    where = f"{shown_path(source.file)}:{source.line}" if source.file else str(source)
+    named = f"{where} {source.function}".rstrip()
+    return [(named, "where"), ("  ", ""), (text, "code")] if text else [(named, "where")]
+
+
+def shown_path(file: str) -> str:
+    """A path as a person reads it: relative where that is not longer."""
+    relative = os.path.relpath(file) if os.path.isabs(file) else file
+    return file if relative.startswith(os.pardir) and len(relative) > len(file) else relative

@@ -1,0 +1,305 @@
+"""The diff: complete against an independent walk of both jaxprs, nested, in three levels."""
+
+import re
+import subprocess
+import sys
+import warnings
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from product_counts import PROGRAMS as TABLE
+from unit_helpers import f32
+
+import precpass as pp
+from precpass import Action
+from precpass import jaxpr as ir
+from precpass.precision import Precision
+from precpass.view.rows import rows
+
+X, W = f32(8, 8), f32(8, 8)
+
+
+def block(x, w):
+    h = jnp.tanh(x @ w)
+    return jax.nn.softmax(h @ w.T) + x
+
+
+def scanned(x, w):
+    y, _ = lax.scan(lambda c, _: (block(c, w), None), x, length=3)
+    return jnp.square(y).mean()
+
+
+@jax.custom_vjp
+def doubled(x, w):
+    return 2 * (x @ w)
+
+
+doubled.defvjp(lambda x, w: (doubled(x, w), (x, w)), lambda r, g: (2 * g @ r[1].T, r[0].T @ g * 2))
+
+
+@jax.jit
+def shared(x, w):
+    return jnp.sin(x @ w)
+
+
+def hand_mixed(x, w):
+    low = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+    return (low.astype(jnp.float32) @ w).astype(jnp.bfloat16).astype(jnp.float32).sum()
+
+
+PROGRAMS = {
+    "gradient of a scan": jax.grad(scanned, 1),
+    "remat": jax.grad(jax.checkpoint(lambda x, w: block(block(x, w), w).sum()), 1),
+    "custom rule": lambda x, w: doubled(x, w).sum(),
+    "shared": lambda x, w: shared(shared(x, w), w) + shared(x, w + 1),
+    "branches": lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: block(x, w)),
+    "while": lambda x, w: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), (0, x)
+    ),
+    "mixed by hand": hand_mixed,
+    "mixed by hand, gradient": jax.grad(hand_mixed, 1),
+    "result handed on": lambda x, w: (x @ w, jnp.tanh(x @ w), x),
+}
+POLICIES = [pp.AutoMixedBf16, pp.AutoMixed, pp.AlwaysBf16, pp.AlwaysF32, pp.AlwaysF16]
+each_program = pytest.mark.parametrize("name", PROGRAMS)
+each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+
+
+def distinct(jaxpr):
+    """The equations of a program, those of each distinct jaxpr once."""
+    todo, seen = [ir.open_jaxpr(jaxpr)], {}
+    while todo:
+        opened = todo.pop()
+        if id(opened) not in seen:
+            seen[id(opened)] = opened
+            todo += [ir.open_jaxpr(b.jaxpr) for eqn in opened.eqns for b in ir.bodies(eqn)]
+    return [eqn for opened in seen.values() for eqn in opened.eqns]
+
+
+def casts(equations):
+    found = Counter()
+    for eqn in equations:
+        if eqn.primitive.name == "convert_element_type":
+            before, after = (Precision.of(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))
+            if before and after and before is not after:
+                found[f"{before} -> {after}[{','.join(map(str, eqn.outvars[0].aval.shape))}]"] += 1
+    return found
+
+
+def inspected(fn, policy, *args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pp.PrecisionWarning)
+        return pp.inspect(fn, policy)(*args)
+
+
+def assert_complete(found):
+    """Every changed equation and every cast appears exactly once."""
+    before, after = distinct(found.before), distinct(found.after)
+    entered = {id(e) for e in before if ir.bodies(e)}
+    # an equation that stays makes the same variables
+    staying = {id(v) for e in after for v in e.outvars}
+    replaced = Counter(
+        ir.name_of(e)
+        for e in before
+        if id(e) not in entered and e.outvars and id(e.outvars[0]) not in staying
+    )
+    said = [row for row in rows(found.plan) if row.decision.action is not Action.ENTER]
+    assert len({id(row.site) for row in said}) == len(said)
+    changed = [row for row in said if row.decision.action is not Action.KEEP]
+    names = Counter(row.site.primitive for row in changed)
+    assert not replaced - names
+    # a sum of low values is taken wide as it was, and rounded behind
+    for name in names - replaced:
+        same = [row for row in changed if row.site.primitive == name]
+        assert all(
+            any(c.after.dtype == str(row.decision.compute) for c in row.site.casts) for row in same
+        )
+    inserted, removed = Counter(), Counter()
+    for row in rows(found.plan):
+        for cast in row.site.casts:
+            (removed if cast.what == "removed" else inserted)[str(cast)] += 1
+    expected = casts(before)
+    expected.update(inserted)
+    expected.subtract(removed)
+    assert {k: n for k, n in expected.items() if n} == dict(casts(after))
+
+
+def said(text):
+    """The number of equations that a diff lists, and its casts by what happened to them."""
+    total, counted = 0, Counter()
+    for line in text.splitlines()[:-1]:
+        if not re.search(r"\](  \(\d+ times\))?$", line):
+            continue
+        times = re.search(r"\((\d+) times\)$", line)
+        total += int(times[1]) if times else 1
+        for what, n in re.findall(r"-> \S+ (inserted|moved|removed)(?: \(x(\d+)\))?", line):
+            counted[what] += int(n or 1)
+    return total, counted
+
+
+@each_program
+@each_policy
+def test_the_diff_is_complete(name, policy):
+    found = inspected(PROGRAMS[name], policy, X, W)
+    assert_complete(found)
+    listed = [row for row in rows(found.plan) if row.changes]
+    total, counted = said(found.diff())
+    assert total == len(listed)
+    assert counted == Counter(cast.what for row in listed for cast in row.site.casts)
+
+
+@pytest.mark.parametrize("name", sorted(TABLE)[::9])
+def test_the_diff_of_programs_from_elsewhere_is_complete(name):
+    fn, args = TABLE[name]()
+    found = inspected(fn, pp.AutoMixedBf16, *args)
+    if found.after is not found.before:
+        assert_complete(found)
+
+
+def test_what_a_policy_changes_is_there_at_all():
+    found = pp.inspect(PROGRAMS["gradient of a scan"])(X, W)
+    low = [row for row in rows(found.plan) if row.decision.action is Action.LOWER]
+    assert {row.site.primitive for row in low} == {"dot_general"}
+    assert len(low) == 6
+    assert {row.calls for row in low} == {3.0}
+    assert sum(len(row.site.casts) for row in low) == sum(casts(distinct(found.after)).values())
+
+
+def test_bodies_are_indented_under_their_loop_with_its_trips():
+    lines = pp.inspect(PROGRAMS["gradient of a scan"])(X, W).diff().splitlines()
+    loops = [i for i, line in enumerate(lines) if line.startswith("scan, 3 trips")]
+    assert len(loops) == 2
+    assert "backward" in lines[loops[1]] and "backward" not in lines[loops[0]]
+    assert "lax.scan(" in lines[loops[0]]
+    assert re.match(r"  \S*test_diff.py:\d+ block  h = jnp.tanh\(x @ w\)$", lines[loops[0] + 1])
+    assert lines[loops[0] + 2].startswith("    dot_general f32[8,8] f32[8,8] -> f32[8,8]: in bf16")
+
+
+def test_branches_and_rules_are_indented_under_theirs():
+    text = pp.inspect(PROGRAMS["branches"])(X, W).diff()
+    assert "cond branches[0]" in text and "cond branches[1]" in text
+    text = pp.inspect(PROGRAMS["custom rule"])(X, W).diff()
+    assert text.startswith("custom_vjp_call")
+
+
+def test_a_cast_that_stands_elsewhere_is_moved():
+    def fn(x, w):
+        wide = x.astype(jnp.float32)
+        low = wide.astype(jnp.bfloat16)
+        return low, wide @ w
+
+    found = pp.inspect(fn)(jax.ShapeDtypeStruct((8, 8), jnp.bfloat16), W)
+    assert_complete(found)
+
+
+def test_one_line_per_source_line():
+    found = pp.inspect(PROGRAMS["gradient of a scan"])(X, W)
+    lines = found.diff("lines").splitlines()
+    per_line = [line for line in lines if line.startswith("    ")]
+    headings = [line for line in lines if "test_diff.py" in line and line.startswith("  ")]
+    assert len(per_line) == len(headings) == 4
+    assert per_line[2].strip().startswith("dot_general in bf16, accumulated in f32 (x2); cast")
+
+
+def test_the_jaxprs_as_a_unified_diff(tmp_path):
+    found = pp.inspect(PROGRAMS["gradient of a scan"])(X, W)
+    lines = found.diff("jaxpr").splitlines()
+    assert lines[0] == "--- a/scanned" and lines[1] == "+++ b/scanned"
+    taken, given = (
+        [line for line in lines[2:] if line.startswith(sign) and "dot_general[" in line]
+        for sign in "-+"
+    )
+    assert len(taken) == len(given) == 6
+    assert all("bf16" in line for line in lines if line.startswith("+") and "convert" in line)
+    # what stays keeps its names: most lines are not in the diff, or are its context
+    (tanh,) = (line for line in lines if " tanh " in line and line[0] != "-")
+    assert tanh.startswith("+") or tanh.startswith(" ")
+    # git applies it
+    printer = ir.Printer()
+    old, new = (printer.lines(jaxpr) for jaxpr in (found.before, found.after))
+    (tmp_path / "scanned").write_text("\n".join(old) + "\n")
+    patch = "\n".join([*lines, ""])
+    subprocess.run(["git", "apply", "-p1", "-"], input=patch, text=True, cwd=tmp_path, check=True)
+    assert (tmp_path / "scanned").read_text() == "\n".join(new) + "\n"
+
+
+def test_nothing_changed_is_an_empty_unified_diff():
+    assert pp.inspect(lambda x: x @ x, "AlwaysF32")(X).diff("jaxpr") == ""
+
+
+def test_another_level_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"no level 'all': legal are 'lines', 'equations', 'jaxpr'"
+    ):
+        pp.inspect(lambda x: x @ x)(X).diff("all")
+
+
+def test_the_policys_output_is_in_the_diff():
+    found = pp.inspect(lambda x: x @ x, pp.AutoMixedBf16.with_output("f16"))(X)
+    assert "outputs  f32 -> f16 (1 of them): the policy's output" in found.diff()
+    assert [a.dtype for a in found.after.out_avals] == [np.float16]
+
+
+def test_colour_in_a_terminal_and_none_in_a_pipe(monkeypatch):
+    found = pp.inspect(lambda x: x @ x)(X)
+    assert "\x1b[" in found.diff(color=True)
+    assert "\x1b[" not in found.diff(color=False)
+    assert re.sub(r"\x1b\[[\d;]*m", "", found.diff(color=True)) == found.diff(color=False)
+    assert "\x1b[" not in found.diff()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[" in found.diff()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[" not in found.diff()
+
+
+# ---------------------------------------------------------------- two policies
+
+
+@each_program
+def test_a_plan_does_not_differ_from_itself(name):
+    plans = [inspected(PROGRAMS[name], pp.AutoMixedBf16, X, W).plan for _ in range(2)]
+    assert plans[0] == plans[1]
+    text = pp.between(*plans)
+    assert re.fullmatch(r"0 of \d+ equations differ", text)
+
+
+@each_program
+def test_two_policies_differ_where_their_plans_do(name):
+    plans = [inspected(PROGRAMS[name], p, X, W).plan for p in (pp.AutoMixedBf16, pp.AlwaysBf16)]
+    text = pp.between(*plans)
+    total, _ = said(text)
+    assert f"{total} of " in text.splitlines()[-1]
+    fates = [[(d.action, d.compute, d.stored) for d in plan.walk()] for plan in plans]
+    assert (total > 0) == (fates[0] != fates[1])
+
+
+def test_what_both_policies_lower_is_told_apart_by_its_format():
+    plans = [pp.inspect(scanned, p)(X, W).plan for p in ("AutoMixed", "AutoMixedBf16")]
+    lines = pp.between(*plans).splitlines()
+    assert sum("in f16, accumulated in f32 | in bf16, accumulated in f32" in x for x in lines) == 2
+    assert lines[0].startswith("scan, 3 trips")
+    lines = pp.between(*plans, level="lines").splitlines()
+    assert lines[2].startswith("    dot_general: in f16")
+    assert lines[-1].startswith("2 of ")
+
+
+def test_plans_of_two_programs_are_an_error():
+    one, other = (pp.inspect(fn)(X).plan for fn in (lambda x: x @ x, lambda x: (x @ x).T))
+    with pytest.raises(ValueError, match="plans of two programs: one has 1 equations"):
+        pp.between(one, other)
+    other = pp.inspect(lambda x: x[:4] @ x)(X).plan
+    third = pp.inspect(lambda x: x[:2] @ x)(X).plan
+    with pytest.raises(ValueError, match=r"plans of two programs: .* in one is "):
+        pp.between(other, third)
+
+
+def test_a_plan_without_places_says_where_to_get_one():
+    plan = pp.inspect(lambda x: x @ x)(X).plan
+    with pytest.raises(ValueError, match=r"take the .plan of\s+precpass.inspect"):
+        pp.between(plan, pp.Plan(plan.decisions))
