@@ -1,6 +1,6 @@
 """precpass: automatic mixed precision for JAX, as a compiler pass over jaxprs."""
 
-from precpass.api import Mixed, auto_mixed, inspect, keep, use_policy
+from precpass.api import Mixed, auto_mixed, explain, inspect, keep, use_policy
 from precpass.inspection import Inspection
 from precpass.opkinds import OpKind
 from precpass.plan import Action, Decision, Plan
@@ -18,6 +18,7 @@ from precpass.policy import (
 from precpass.precision import Precision
 from precpass.rules import EqnView, Rule
 from precpass.view.diff import between
+from precpass.view.explain import Explanation
 
 __all__ = [
     "Action",
@@ -30,6 +31,7 @@ __all__ = [
     "Custom",
     "Decision",
     "EqnView",
+    "Explanation",
     "Inspection",
     "Mixed",
     "OpKind",
@@ -40,6 +42,7 @@ __all__ = [
     "Rule",
     "auto_mixed",
     "between",
+    "explain",
     "inspect",
     "keep",
     "use_policy",

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any, overload
 
+import jax
+
 from precpass import calling, context, stateful
+from precpass import jaxpr as ir
 from precpass.context import keep, use_policy
 from precpass.describe import described
 from precpass.inspection import Inspection
 from precpass.leaves import Declared, results, unwrapped
 from precpass.planner import unchanged_plan
-from precpass.policy import PrecisionPolicy
+from precpass.policy import PrecisionPolicy, PrecisionWarning
 from precpass.program import Program, checked_plan, rewritten
+from precpass.view.explain import Explanation
 
-__all__ = ["Mixed", "auto_mixed", "inspect", "keep", "use_policy"]
+__all__ = ["Mixed", "auto_mixed", "explain", "inspect", "keep", "use_policy"]
 
 
 class Mixed:
@@ -305,6 +311,50 @@ def inspect(
         return mixed._inspect((*owner, *args), kwargs)  # pyright: ignore[reportPrivateUsage]
 
     return inspected
+
+
+def explain(
+    fn: Callable[..., Any], policy: PrecisionPolicy | str | None = None
+) -> Callable[..., Explanation]:
+    """What a policy does to a function, what it leaves wide and why, and what to do about it.
+
+    Args:
+        fn: as for `inspect`.
+        policy: as for `auto_mixed`.
+
+    Returns:
+        A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and
+        gives an `Explanation`, whose text has the verdict first: products low and left
+        wide, bytes, casts, what is kept for the backward pass, the share of the FLOPs in
+        low precision; then each product left wide, with its reason and how to change it,
+        rules that never matched, and advice.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> explanation = explain(lambda x: x @ x)(jnp.ones((4, 4)))
+        >>> print(explanation.text(color=False).splitlines()[1].strip())
+        1 of 1 products low, 0 left wide; 100.0% of the FLOPs in low precision
+    """
+    inspected = inspect(fn, policy)
+
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
+        with warnings.catch_warnings():
+            # the text says it all
+            warnings.simplefilter("ignore", PrecisionWarning)
+            found = inspected(*args, **kwargs)
+        explanation = found.explain()
+        if any(map(ir.is_differentiated, jax.tree.leaves((args, kwargs)))):
+            notes = (*explanation.notes, _FROM_OUTSIDE)
+            explanation = dataclasses.replace(explanation, notes=notes)
+        return explanation
+
+    return explained
+
+
+_FROM_OUTSIDE = (
+    "a derivative is taken around this call: the products of its backward pass are low too, "
+    "but what transposition adds is out of the planner's sight; auto_mixed(jax.grad(f)) shows it"
+)
 
 
 def _shown(fn: Callable[..., Any]) -> str:

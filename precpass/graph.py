@@ -19,7 +19,7 @@ import numpy.typing as npt
 from precpass import jaxpr as ir
 from precpass.opkinds import OpKind, op
 
-__all__ = ["NOMINAL_SIZE", "BodyNode", "Graph"]
+__all__ = ["NOMINAL_SIZE", "BodyNode", "Graph", "flops", "nbytes", "product_sizes"]
 
 NOMINAL_SIZE = 128
 """What a symbolic dimension, or a while loop's unknown trip count, counts as."""
@@ -352,6 +352,26 @@ def flops(eqn: Any) -> float:
     if kind is OpKind.REDUCTION:
         return _size(getattr(eqn.invars[0].aval, "shape", ()))
     return out if kind is OpKind.ELEMENTWISE else 0.0
+
+
+def product_sizes(eqn: Any) -> tuple[Any, ...]:
+    """The sizes of a product as a matrix product: kept ones of each side, and the contracted one.
+
+    Those of a convolution are its features, in and out.
+    """
+    lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
+    numbers: Any = eqn.params.get("dimension_numbers")
+    if eqn.primitive.name == "conv_general_dilated":
+        return rhs[numbers.rhs_spec[0]], rhs[numbers.rhs_spec[1]]
+    if numbers is None:
+        return rhs[-1], lhs[-1]
+    (summed, batch) = numbers
+    sides = zip((lhs, rhs), summed, batch, strict=True)
+    kept = [
+        math.prod(n for d, n in enumerate(shape) if d not in (*gone, *shared))
+        for shape, gone, shared in sides
+    ]
+    return (*kept, math.prod(lhs[d] for d in summed[0]))
 
 
 def _contracted(eqn: Any) -> float:

@@ -13,6 +13,7 @@ from precpass.graph import Graph
 from precpass.plan import Decision, Plan
 from precpass.policy import PrecisionPolicy
 from precpass.view.diff import check_level, diff_lines, totals
+from precpass.view.explain import Explanation, explained
 from precpass.view.text import Line, rendered
 
 __all__ = ["Inspection"]
@@ -90,6 +91,14 @@ class Inspection:
             return rendered(self._unified(), color)
         lines = [*diff_lines(self.plan, level), *self._outputs()]
         return rendered([*lines, [(totals(self.plan, self._policy_name), "")]], color)
+
+    def explain(self) -> Explanation:
+        """The verdict in figures, what stays wide and why, and what to do about it."""
+        decided: dict[int, Decision] = {}
+        for eqn, decision, _ in self.decisions():
+            decided.setdefault(id(eqn), decision)
+        name = self.name or "program"
+        return explained(self.before, self.plan, self.after, decided, name, self._policy_name)
 
     def _outputs(self) -> Iterator[Line]:
         """The results that the policy has in another format."""

@@ -41,7 +41,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("precision", "opkinds", "jaxpr", "graph", "plan", "product", "island", "environment"),
     },
     "describe": {"precision", "jaxpr", "graph", "plan", "rewrite", "site"},
-    "view": {"opkinds", "rules", "jaxpr", "graph", "plan", "site"},
+    "residuals": {"jaxpr", "graph"},
+    "measure": {"precision", "opkinds", "jaxpr", "graph", "equations"},
+    "view": {
+        *("precision", "opkinds", "rules", "jaxpr", "graph", "plan", "site", "residuals"),
+        "measure",
+    },
     "inspection": {"policy", "jaxpr", "graph", "plan", "view"},
     "context": {"precision", "rules", "policy", "jaxpr"},
     "stateful": set(),
@@ -53,8 +58,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("context", "leaves", "calling", "selfcheck"),
     },
     "api": {
-        *("policy", "planner", "describe", "inspection", "context", "stateful", "leaves"),
-        *("calling", "program"),
+        *("policy", "jaxpr", "planner", "describe", "view", "inspection", "context"),
+        *("stateful", "leaves", "calling", "program"),
     },
     "__init__": {
         *("precision", "opkinds", "rules", "policy", "plan", "view", "inspection", "api"),

@@ -120,6 +120,12 @@ def _one_by_one(jaxpr: Any, args: Sequence[Any], within: Any = None) -> list[Any
     return [read(v) for v in opened.outvars]
 
 
+def is_differentiated(x: Any) -> bool:
+    """Whether a value is an operand of a derivative that is being taken around the call."""
+    # their classes are private to JAX; `LinearizeTracer` is that of grad since 0.5
+    return type(x).__name__ in ("JVPTracer", "LinearizeTracer")
+
+
 def is_tracing() -> bool:
     """Whether anything is being traced in this thread."""
     with jax.core.eval_context():

@@ -127,6 +127,12 @@ def user_order(eqn: Any) -> str | None:
     return f"out_dtype={np.dtype(out_dtype).name}" if out_dtype is not None else None
 
 
+def has_algorithm(eqn: Any) -> bool:
+    """Whether a product names the algorithm that it is to run by."""
+    algorithms = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
+    return isinstance(eqn.params.get("precision"), algorithms)
+
+
 def applies_function(eqn: Any) -> bool:
     """Whether an equation applies a function of the user's own to elements in place.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from precpass.jaxpr import Source
 
-__all__ = ["CSS", "Line", "as_html", "heading", "plain", "rendered"]
+__all__ = ["CSS", "Line", "as_html", "heading", "page", "plain", "rendered"]
 
 Line = Sequence[tuple[str, str]]
 """Pieces of a line: the text, and the name of a style or ""."""
@@ -56,6 +56,11 @@ def as_html(lines: Iterable[Line]) -> str:
         return f'<span class="{style}">{escaped}</span>' if style else escaped
 
     return f"<pre>{chr(10).join(''.join(piece(*p) for p in line) for line in lines)}</pre>"
+
+
+def page(body: str) -> str:
+    """A self-contained piece of HTML, in which the styles of this module hold."""
+    return f'<div class="precpass"><style>{CSS}</style>{body}</div>'
 
 
 def rendered(lines: Sequence[Line], color: bool | None) -> str:

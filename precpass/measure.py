@@ -1,0 +1,341 @@
+"""Measuring a program: what it computes, what it takes in memory, and how long it runs.
+
+Every report and every benchmark measures here, so that their figures mean the same:
+
+- A program is traced and compiled apart from running it (`compiled`).
+- What it computes is counted in its jaxpr (`count`), with the trip counts of its loops:
+  XLA's `cost_analysis` counts a scan's body once.
+- Memory is what XLA planned for the compiled program (`Memory`).
+- Time is that of runs which end when their results are there (`timed`), in rounds in which
+  every program takes its turn, so that what disturbs the machine meets all of them
+  (`interleaved`). A figure is a median over the rounds, its spread the interquartile range.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from precpass import jaxpr as ir
+from precpass.equations import contracts
+from precpass.graph import Graph, nbytes
+from precpass.opkinds import OpKind, op
+from precpass.precision import Precision
+
+__all__ = [
+    "Counts",
+    "Executable",
+    "Memory",
+    "Timing",
+    "compiled",
+    "count",
+    "interleaved",
+    "timed",
+]
+
+# ---------------------------------------------------------------- what is computed
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What a jaxpr computes, as it stands: nothing of this depends on a device.
+
+    Equations are counted once, however often they run: those of a scan's body, and
+    those of a jaxpr that is called many times. FLOPs and bytes are those of one run
+    of the whole program: a scan's times its length, a while loop's times
+    `precpass.graph.NOMINAL_SIZE`, and of a `cond` those of all branches.
+
+    Attributes:
+        products: the floating products that contract something.
+        low: those whose two operands have 16 bits.
+        marked: those with a dot algorithm, such as `default_matmul_precision` gives
+            them; the backend may ignore it.
+        casts: the conversions of one floating format into another.
+        flops: format -> floating-point operations that run in it. A product's format
+            is that of its operands, as is that of sums; elementwise work has that
+            of its widest operand. Casts are none.
+        result_bytes: format -> bytes of the values that equations make in it. What
+            XLA fuses is never stored.
+
+    The formats are "f64", "f32", "bf16", "f16", or for others the dtype's name.
+    """
+
+    products: int
+    low: int
+    marked: int
+    casts: int
+    flops: dict[str, float]
+    result_bytes: dict[str, float]
+
+    @property
+    def low_bytes(self) -> float:
+        """The bytes of the values that equations make in a format of 16 bits."""
+        return sum(n for name, n in self.result_bytes.items() if name in _LOW)
+
+    @property
+    def low_flops(self) -> float:
+        """The share of the FLOPs that run in a format of 16 bits, 0 where there are none."""
+        total = sum(self.flops.values())
+        return sum(n for name, n in self.flops.items() if name in _LOW) / total if total else 0.0
+
+
+_LOW = frozenset(str(p) for p in Precision if p.is_low)
+
+
+def count(jaxpr: Any) -> Counts:
+    """What a jaxpr computes, its bodies included.
+
+    Custom derivative rules, which are traced when somebody differentiates, and the
+    products of opaque primitives such as Pallas kernels are not in the figures.
+
+    Args:
+        jaxpr: open or closed; that of `jax.make_jaxpr`, of `jax.jit(f).trace(...)`, or
+            one of an `Inspection`.
+
+    Example:
+        >>> def layers(x, ws):
+        ...     return jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0]
+        >>> counts = count(jax.make_jaxpr(layers)(jnp.ones((8, 8)), jnp.ones((5, 8, 8))))
+        >>> counts.products, counts.flops  # 5 times 2 * 8 * 8 * 8
+        (1, {'f32': 5120.0})
+    """
+    tally = _Tally()
+    tally.add(jaxpr, 1.0)
+    flops, made = ({k: v for k, v in d.items() if v} for d in (tally.flops, tally.result_bytes))
+    return Counts(tally.products, tally.low, tally.marked, tally.casts, flops, made)
+
+
+class _Tally:
+    def __init__(self) -> None:
+        self.products = self.low = self.marked = self.casts = 0
+        self.flops: dict[str, float] = {}
+        self.result_bytes: dict[str, float] = {}
+
+    def add(self, jaxpr: Any, times: float) -> None:
+        graph = Graph.build(jaxpr)
+        for row, eqn in enumerate(graph.eqns):
+            calls = times * float(graph.calls[row])
+            if ir.is_float64(eqn):
+                for inner in ir.hidden_jaxprs(eqn):
+                    self.add(inner, calls)
+            # what hands a value on makes none
+            elif row not in graph.children and not (ir.is_carrier(eqn) or ir.is_detach(eqn)):
+                self._leaf(eqn, float(graph.flops[row]), calls)
+
+    def _leaf(self, eqn: Any, flops: float, calls: float) -> None:
+        given = [f for v in eqn.invars if (f := _format(v.aval))]
+        made = [(f, nbytes(v.aval)) for v in eqn.outvars if (f := _format(v.aval))]
+        for name, size in made:
+            self.result_bytes[name] = self.result_bytes.get(name, 0.0) + calls * size
+        if eqn.primitive.name == "convert_element_type":
+            self.casts += bool(given and made and given[0] != made[0][0])
+            return
+        if not (given or made):
+            return
+        if op(eqn.primitive.name).kind is OpKind.COMPUTE:
+            operands = given[:2]
+            self.products += contracts(eqn)
+            self.low += contracts(eqn) and all(name in _LOW for name in operands)
+            self.marked += contracts(eqn) and ir.has_algorithm(eqn)
+        name = max(given or [made[0][0]], key=_width)
+        self.flops[name] = self.flops.get(name, 0.0) + calls * flops
+
+
+def _format(aval: Any) -> str | None:
+    """The name of a floating or complex value's format; None for all else."""
+    precision = ir.precision_of(aval)
+    if precision is not None:
+        return str(precision)
+    dtype = getattr(aval, "dtype", None)
+    return str(dtype) if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else None
+
+
+def _width(name: str) -> int:
+    known = {str(p): p.dtype for p in Precision}
+    return jnp.dtype(known.get(name, name)).itemsize
+
+
+# ---------------------------------------------------------------- compiling
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What XLA planned for one run of a compiled program, in bytes (its `memory_analysis`).
+
+    Attributes:
+        arguments: the operands.
+        outputs: the results.
+        aliased: the part of the results that takes the place of donated operands.
+        temp: all that is neither.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temp: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Executable:
+    """A program compiled for certain arguments; nothing of it has run.
+
+    Attributes:
+        jaxpr: as it was traced.
+        compiled: the `jax.stages.Compiled`, which takes the arguments that are not static.
+        memory: None where the backend does not tell.
+        donates: whether a run may overwrite arguments.
+    """
+
+    jaxpr: Any
+    compiled: Any
+    memory: Memory | None
+    donates: bool
+
+
+def compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Executable:
+    """Traces a function once, and compiles it.
+
+    A later call of the same `jax.jit` or `auto_mixed` function with such arguments
+    compiles nothing more: JAX keeps the program.
+
+    Args:
+        fn: what `jax.jit` or `auto_mixed` made; any other function is given to `jax.jit`.
+        args: its arguments.
+        kwargs: the others.
+
+    Example:
+        >>> program = compiled(lambda x: x @ x, jnp.ones((4, 4)))
+        >>> count(program.jaxpr).products, program.memory.arguments
+        (1, 64)
+    """
+    jitted: Any = fn if hasattr(fn, "trace") and hasattr(fn, "lower") else jax.jit(fn)
+    traced = jitted.trace(*args, **kwargs)
+    lowered = traced.lower()
+    program = lowered.compile()
+    donates = any(info.donated for info in jax.tree.leaves(lowered.args_info))
+    return Executable(traced.jaxpr, program, _memory(program), donates)
+
+
+def _memory(program: Any) -> Memory | None:
+    found = program.memory_analysis()
+    if found is None:
+        return None
+    return Memory(
+        found.argument_size_in_bytes,
+        found.output_size_in_bytes,
+        found.alias_size_in_bytes,
+        found.temp_size_in_bytes,
+    )
+
+
+# ---------------------------------------------------------------- timing
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """The time of each measured run of a program, in seconds, in the order of the rounds.
+
+    Example:
+        >>> timing = Timing((1.0, 2.0, 4.0, 3.0, 9.0))
+        >>> timing.median, timing.quartiles, timing.spread
+        (3.0, (2.0, 4.0), 2.0)
+    """
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The median."""
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """The lower and the upper quartile, interpolated between runs."""
+        if len(self.seconds) == 1:
+            return self.seconds * 2  # pyright: ignore[reportReturnType] -- of length 2
+        lower, _, upper = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return lower, upper
+
+    @property
+    def spread(self) -> float:
+        """The interquartile range: the upper quartile less the lower one."""
+        lower, upper = self.quartiles
+        return upper - lower
+
+    def ratios(self, base: Timing) -> Timing:
+        """Each run over the run of `base` in the same round."""
+        return Timing(tuple(a / b for a, b in zip(self.seconds, base.seconds, strict=True)))
+
+
+def timed(
+    run: Callable[..., Any], *args: Any, clock: Callable[[], float] = time.perf_counter
+) -> tuple[Any, float]:
+    """The results of a call, and the seconds until they were there (`block_until_ready`).
+
+    Args:
+        run: the call.
+        args: its arguments.
+        clock: in seconds; `time.process_time` for the CPU time of all threads.
+    """
+    start = clock()
+    out = jax.block_until_ready(run(*args))
+    return out, clock() - start
+
+
+def _no_arguments(_name: str) -> Sequence[Any]:
+    return ()
+
+
+def interleaved(
+    runs: Mapping[str, Callable[..., Any]],
+    rounds: int,
+    *,
+    prepare: Callable[[str], Sequence[Any]] = _no_arguments,
+    warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[int], None] = lambda _round: None,
+) -> dict[str, Timing]:
+    """Times calls in rounds: every one takes its turn in each, a different one first.
+
+    Args:
+        runs: name -> a call that is compiled already.
+        rounds: how many are measured, at least 1.
+        prepare: gives the arguments of a call, by its name. It runs before each turn and
+            outside of the time: the place to copy arguments that the call donates.
+        warm_up: how many rounds run before, unmeasured.
+        clock: in seconds.
+        progress: is told each round's number before it starts; those of the warm-up
+            are negative.
+
+    Returns:
+        A `Timing` per name, whose runs are those of the same rounds.
+
+    Raises:
+        ValueError: for less than one round.
+
+    Example:
+        >>> f = jax.jit(lambda x: x + 1)
+        >>> found = interleaved({"f": f}, 3, prepare=lambda _: (jnp.ones(4),))
+        >>> len(found["f"].seconds)
+        3
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds!r}: at least one round is measured")
+    names = list(runs)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(-warm_up, rounds):
+        progress(turn)
+        first = turn % len(names) if names else 0
+        for name in names[first:] + names[:first]:
+            args = prepare(name)
+            jax.block_until_ready(args)
+            _, took = timed(runs[name], *args, clock=clock)
+            if turn >= 0:
+                found[name].append(took)
+    return {name: Timing(tuple(times)) for name, times in found.items()}

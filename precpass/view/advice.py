@@ -1,0 +1,161 @@
+"""What a program's graph suggests to somebody who wants it faster, or more of it low."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from precpass import jaxpr as ir
+from precpass.graph import Graph, product_sizes
+from precpass.opkinds import OpKind, op
+from precpass.plan import Action, Decision
+from precpass.precision import Precision
+
+__all__ = ["Advice", "advice"]
+
+_TILE = 8
+"""Tensor cores take 16-bit products in tiles of 8: NVIDIA, "Matrix Multiplication Background
+User's Guide", section 3 (dimensions that are multiples of 16 bytes)."""
+
+
+class Advice(NamedTuple):
+    """What to do about a line of the user's code, and why."""
+
+    source: ir.Source
+    text: str
+
+
+def advice(graph: Graph, decided: dict[int, Decision]) -> list[tuple[Advice, int]]:
+    """What the graph supports, each with the number of equations that it is about.
+
+    Args:
+        graph: of the original program.
+        decided: the decision for each equation, by the identity of the equation.
+    """
+    constants = list(_constants(graph))
+    lines = {item.source for item in constants}
+    # where a constant widens what a cast narrowed, the constant is the cause
+    round_trips = [item for item in _round_trips(graph) if item.source not in lines]
+    found = [*_odd_sizes(graph, decided), *constants, *round_trips, *_islands(graph, decided)]
+    return list(Counter(found).items())
+
+
+def _products(graph: Graph, decided: dict[int, Decision]) -> Iterator[tuple[int, Any, bool]]:
+    """The row of each product, its equation, and whether it is lowered."""
+    for row, eqn in enumerate(graph.eqns):
+        decision = decided.get(id(eqn))
+        if decision is not None and decision.kind is OpKind.COMPUTE:
+            yield row, eqn, decision.action is Action.LOWER
+
+
+def _odd_sizes(graph: Graph, decided: dict[int, Decision]) -> Iterator[Advice]:
+    for row, eqn, low in _products(graph, decided):
+        odd = [n for n in product_sizes(eqn) if isinstance(n, int) and n % _TILE and n > _TILE]
+        if low and odd:
+            padded = ", ".join(f"{n} to {n + -n % _TILE}" for n in dict.fromkeys(odd))
+            yield Advice(
+                graph.source(row),
+                f"{eqn.primitive.name} has dimensions that are no multiple of {_TILE}, which a "
+                f"GPU's tensor cores pad: pad {padded} yourself, once, where you make them",
+            )
+
+
+def _casts(graph: Graph) -> Iterator[tuple[ir.Source, Precision, Precision, list[Any]]]:
+    """The line of each cast between floating formats, these, and the equations that read it."""
+    readers = _readers(graph)
+    for row, eqn in enumerate(graph.eqns):
+        if eqn.primitive.name != "convert_element_type":
+            continue
+        before, after = (ir.precision_of(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
+        if before and after and before is not after:
+            yield graph.source(row), before, after, readers.get(eqn.outvars[0], [])
+
+
+def _constants(graph: Graph) -> Iterator[Advice]:
+    """Constants of a wider format than what they meet."""
+    for source, before, after, readers in _casts(graph):
+        if not before.is_narrower_than(after):
+            continue
+        for reader in readers:
+            constants = [v for v in reader.invars if ir.is_literal(v) and ir.precision_of(v.aval)]
+            if constants and op(reader.primitive.name).kind is OpKind.ELEMENTWISE:
+                text = (
+                    f"a {before} value becomes {after} beside the constant {constants[0].val}, and "
+                    f"so does all that follows: if you did not write that cast, the constant made "
+                    f"it; write the constant as a Python number or in {before}"
+                )
+                yield Advice(source, text)
+
+
+def _round_trips(graph: Graph) -> Iterator[Advice]:
+    """Values that the user narrows and widens again."""
+    for source, before, low, readers in _casts(graph):
+        back = [r for r in readers if r.primitive.name == "convert_element_type"]
+        widened = any(ir.precision_of(r.outvars[0].aval) is before for r in back)
+        if low.is_narrower_than(before) and widened:
+            text = (
+                f"a value goes from {before} to {low} and back: it is rounded, and takes two "
+                "casts; leave both out unless the rounding is what you want"
+            )
+            yield Advice(source, text)
+
+
+def _islands(graph: Graph, decided: dict[int, Decision]) -> Iterator[Advice]:
+    """Products that stay wide between two that are low."""
+    products = list(_products(graph, decided))
+    wide = [
+        (row, eqn)
+        for row, eqn, low in products
+        if not low and ir.precision_of(eqn.outvars[0].aval) is not None
+    ]
+    low_rows = [row for row, _, low in products if low]
+    if not wide or not low_rows:
+        return
+    after, before = (_reached(graph, low_rows, forward=f) for f in (True, False))
+    for row, eqn in wide:
+        if after[row] and before[row]:
+            decision = decided[id(eqn)]
+            precision = ir.precision_of(eqn.outvars[0].aval)
+            text = f"a {precision} island between low products: {decision.reason}"
+            yield Advice(graph.source(row), text)
+
+
+def _reached(graph: Graph, rows: list[int], *, forward: bool) -> npt.NDArray[np.bool_]:
+    """Which equations depend on those of some rows, or those on them."""
+    n = len(graph.eqns)
+    next_to: dict[int, list[int]] = {}
+
+    def connect(a: int, b: int) -> None:
+        a, b = (a, b) if forward else (b, a)
+        next_to.setdefault(a, []).append(b)
+
+    # values stand behind the equations
+    for value, eqn in zip(graph.sources.tolist(), graph.targets.tolist(), strict=True):
+        connect(n + value, eqn)
+    for value, eqn in enumerate(graph.producers.tolist()):
+        if eqn >= 0 and eqn not in graph.children:
+            connect(eqn, n + value)
+    for a, b in graph.links.tolist():
+        connect(n + a, n + b)
+    found = np.zeros(n + len(graph.values), np.bool_)
+    todo = list(rows)
+    while todo:
+        for at in next_to.get(todo.pop(), ()):
+            if not found[at]:
+                found[at] = True
+                todo.append(at)
+    return found[:n]
+
+
+def _readers(graph: Graph) -> dict[Any, list[Any]]:
+    """The equations that read each variable."""
+    readers: dict[Any, list[Any]] = {}
+    for eqn in graph.eqns:
+        for atom in eqn.invars:
+            if not ir.is_literal(atom):
+                readers.setdefault(atom, []).append(eqn)
+    return readers
