@@ -12,8 +12,12 @@ from precpass import jaxpr as ir
 from precpass.graph import Graph
 from precpass.plan import Decision, Plan
 from precpass.policy import PrecisionPolicy
+from precpass.site import Site
+from precpass.view.clusters import chart
 from precpass.view.diff import check_level, diff_lines, totals
+from precpass.view.drawing import Picture, picture
 from precpass.view.explain import Explanation, explained
+from precpass.view.page import inspection_page
 from precpass.view.text import Line, rendered
 
 __all__ = ["Inspection"]
@@ -59,7 +63,8 @@ class Inspection:
 
     def decisions(self) -> Iterator[tuple[Any, Decision, ir.Source]]:
         """Each equation, its decision and its source line; bodies included, shared ones once."""
-        yield from _paired(self.before, self.plan, ir.Source(), set())
+        for eqn, decision, source, _ in _paired(self.before, self.plan, ir.Source(), set()):
+            yield eqn, decision, source
 
     def diff(self, level: str = "equations", *, color: bool | None = None) -> str:
         """What changes, each with its reason.
@@ -100,6 +105,31 @@ class Inspection:
         name = self.name or "program"
         return explained(self.before, self.plan, self.after, decided, name, self._policy_name)
 
+    def draw(self, *, boxes: int = 60, graphviz: bool | None = None) -> Picture:
+        """The dataflow as a picture, coloured by precision, boxed by name scope and loop.
+
+        A program of many equations is drawn by its source lines, those of layers that
+        differ in their number alone together, or by its scopes.
+
+        Args:
+            boxes: the most that may be drawn.
+            graphviz: whether graphviz's `dot` lays it out; None for wherever it is
+                installed, and networkx's layers elsewhere.
+
+        Returns:
+            A `Picture`: it shows itself in a notebook, has `.svg`, and `.save(path)`.
+
+        Raises:
+            RuntimeError: where `dot` is asked for and not installed, or fails.
+        """
+        decided: dict[int, tuple[Decision, int]] = {}
+        graph = Graph.build(self.before)
+        for eqn, decision, _, site in _paired(self.before, self.plan, ir.Source(), set()):
+            casts = sum(cast.what != "removed" for cast in site.casts)
+            decided.setdefault(id(eqn), (decision, casts))
+        title = f"{self.name or 'program'} under {self._policy_name}"
+        return picture(chart(graph, decided, boxes), title, graphviz)
+
     def _outputs(self) -> Iterator[Line]:
         """The results that the policy has in another format."""
         pairs = zip(ir.out_avals(self.before), ir.out_avals(self.after), strict=True)
@@ -125,20 +155,26 @@ class Inspection:
     def __repr__(self) -> str:
         return f"<Inspection under {self._policy_name}: {self.plan!r}>"
 
+    def _repr_html_(self) -> str:
+        name = f"{self.name or 'program'} under {self._policy_name}"
+        more = [("explanation", self.explain().lines()), ("jaxprs", self._unified())]
+        return inspection_page(self.plan, name, more, self.draw(graphviz=False).svg)
+
     def __str__(self) -> str:
         return self.diff()
 
 
 def _paired(
     jaxpr: Any, plan: Plan, caller: ir.Source, seen: set[Any]
-) -> Iterator[tuple[Any, Decision, ir.Source]]:
+) -> Iterator[tuple[Any, Decision, ir.Source, Site]]:
     key = (id(ir.open_jaxpr(jaxpr)), plan)
     if key in seen:
         return
     seen.add(key)
-    for eqn, decision in zip(ir.open_jaxpr(jaxpr).eqns, plan.decisions, strict=True):
+    eqns = ir.open_jaxpr(jaxpr).eqns
+    for eqn, decision, site in zip(eqns, plan.decisions, plan.sites, strict=True):
         own = ir.source_of(eqn)
         source = own if own.file else caller
-        yield eqn, decision, source
+        yield eqn, decision, source, site
         for body, inner in zip(ir.bodies(eqn), decision.inner, strict=False):
             yield from _paired(body.jaxpr, inner, source, seen)

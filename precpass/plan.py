@@ -6,7 +6,8 @@ import dataclasses
 import enum
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 from precpass.opkinds import OpKind
 from precpass.precision import Precision
@@ -114,6 +115,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     unmatched: tuple[Rule, ...] = ()
     sites: tuple[Site, ...] = ()
+    html: ClassVar[Callable[[Plan], str]]
+    """The plan as self-contained HTML; `precpass.view.page` says how."""
 
     @functools.cached_property
     def changes(self) -> bool:
@@ -169,6 +172,9 @@ class Plan:
             `plan.count()[OpKind.COMPUTE, Action.LOWER]` is the number of lowered products.
         """
         return Counter((d.kind, d.action) for d in self.walk())
+
+    def _repr_html_(self) -> str:
+        return type(self).html(self)
 
     def __repr__(self) -> str:
         counts = self.count()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 from precpass.opkinds import OpKind
 from precpass.precision import Precision
@@ -60,6 +60,8 @@ class PrecisionPolicy:
     rules: tuple[Rule, ...] = ()
     retypes: frozenset[Precision] = _RETYPES
     output: Precision | None = None
+    html: ClassVar[Callable[[PrecisionPolicy], str]]
+    """The policy as self-contained HTML; `precpass.view.page` says how."""
 
     def precision_for(self, kind: OpKind | str) -> Precision:
         """The precision of a kind.
@@ -134,6 +136,9 @@ class PrecisionPolicy:
             if dataclasses.replace(self, output=None) == preset:
                 return f"p=f32,c={compute},o={self.output or Precision.F32}"
         return repr(self)
+
+    def _repr_html_(self) -> str:
+        return type(self).html(self)
 
     def __repr__(self) -> str:
         preset = PRESETS.get(self.name)

@@ -44,10 +44,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "residuals": {"jaxpr", "graph"},
     "measure": {"precision", "opkinds", "jaxpr", "graph", "equations"},
     "view": {
-        *("precision", "opkinds", "rules", "jaxpr", "graph", "plan", "site", "residuals"),
-        "measure",
+        *("precision", "opkinds", "rules", "policy", "jaxpr", "graph", "plan", "site"),
+        *("residuals", "measure"),
     },
-    "inspection": {"policy", "jaxpr", "graph", "plan", "view"},
+    "inspection": {"policy", "jaxpr", "graph", "plan", "site", "view"},
     "context": {"precision", "rules", "policy", "jaxpr"},
     "stateful": set(),
     "leaves": {"jaxpr", "stateful"},

@@ -14,7 +14,7 @@ from precpass.site import Cast
 from precpass.view.rows import Frame, Row, paired_rows, rows
 from precpass.view.text import Line, heading, rendered
 
-__all__ = ["LEVELS", "between", "check_level", "diff_lines", "totals"]
+__all__ = ["LEVELS", "Section", "between", "check_level", "diff_lines", "diff_tree", "totals"]
 
 LEVELS = ("lines", "equations", "jaxpr")
 
@@ -34,42 +34,51 @@ class _Change(NamedTuple):
         ]
 
 
-_Changes = dict[_Change, tuple[int, list[Cast]]]
+Changes = dict[_Change, tuple[int, list[Cast]]]
 """How often each change is met, and the casts there."""
 
 
 @dataclasses.dataclass(eq=False)
-class _Section:
+class Section:
     """What stands inside one equation that is entered, in the order of execution."""
 
-    parts: dict[Frame | Source, _Section | _Changes] = dataclasses.field(default_factory=dict)
+    parts: dict[Frame | Source, Section | Changes] = dataclasses.field(default_factory=dict)
 
-    def inside(self, frames: Iterable[Frame]) -> _Section:
+    def inside(self, frames: Iterable[Frame]) -> Section:
+        """The section inside of all these."""
         section = self
         for frame in frames:
-            found = section.parts.setdefault(frame, _Section())
-            assert isinstance(found, _Section)
+            found = section.parts.setdefault(frame, Section())
+            assert isinstance(found, Section)
             section = found
         return section
 
     def add(self, source: Source, change: _Change, casts: Iterable[Cast]) -> None:
+        """One more change of a line."""
         changes = self.parts.setdefault(source, {})
         assert isinstance(changes, dict)
         n, known = changes.get(change, (0, []))
         changes[change] = n + 1, [*known, *casts]
 
     def lines(self, indent: str) -> Iterator[Line]:
+        """All of it, what stands inside of something under it."""
+        for head, inside in self.entries():
+            yield [(indent, ""), *head]
+            if isinstance(inside, Section):
+                yield from inside.lines(indent + "  ")
+            else:
+                yield from ([(indent + "  ", ""), *line] for line in inside)
+
+    def entries(self) -> Iterator[tuple[Line, Section | list[Line]]]:
+        """Each loop, branch, rule and source line, and what stands under it."""
         for key, part in self.parts.items():
-            if isinstance(part, _Section):
+            if isinstance(part, Section):
                 assert isinstance(key, Frame)
                 at = [] if not key.source.file else [("  ", ""), *heading(key.source)]
-                yield [(indent, ""), (key.name, "frame"), *at]
-                yield from part.lines(indent + "  ")
+                yield [(key.name, "frame"), *at], part
             else:
                 assert isinstance(key, Source)
-                yield [(indent, ""), *heading(key)]
-                for change, (n, casts) in part.items():
-                    yield [(indent + "  ", ""), *change.line(n, casts)]
+                yield heading(key), [change.line(n, c) for change, (n, c) in part.items()]
 
 
 def check_level(level: str) -> None:
@@ -85,6 +94,11 @@ def diff_lines(plan: Plan, level: str) -> list[Line]:
         plan: one that `inspect` made.
         level: "lines" for a line per source line, or "equations" for one per equation.
     """
+    return list(diff_tree(plan, level).lines(""))
+
+
+def diff_tree(plan: Plan, level: str) -> Section:
+    """The changes of a plan inside the loops, branches and rules that they stand in."""
     found = [row for row in rows(plan) if row.changes]
     if level == "equations":
         return _grouped((row, _change(row), row.site.casts) for row in found)
@@ -128,7 +142,7 @@ def between(
     pairs = list(paired_rows(first, second))
     differing = [(a, b) for a, b in pairs if _fate(a) != _fate(b)]
     if level == "equations":
-        lines = _grouped((a, _contrast(a, b), ()) for a, b in differing)
+        tree = _grouped((a, _contrast(a, b), ()) for a, b in differing)
     else:
         by_line: dict[tuple[tuple[Frame, ...], Source], Counter[str]] = {}
         first_of: dict[tuple[tuple[Frame, ...], Source], Row] = {}
@@ -136,12 +150,14 @@ def between(
             key = _shown(a), a.site.source
             first_of.setdefault(key, a)
             by_line.setdefault(key, Counter())[f"{a.site.primitive}: {_verb(a)} | {_verb(b)}"] += 1
-        lines = _grouped(
+        tree = _grouped(
             (first_of[key], _Change(((_counted(texts, "; "), "cast"),)), ())
             for key, texts in by_line.items()
         )
     total = sum(a.decision.action is not Action.ENTER for a, _ in pairs)
-    return rendered([*lines, [(f"{len(differing)} of {total} equations differ", "")]], color)
+    return rendered(
+        [*tree.lines(""), [(f"{len(differing)} of {total} equations differ", "")]], color
+    )
 
 
 def totals(plan: Plan, name: str) -> str:
@@ -162,11 +178,11 @@ def _shown(row: Row) -> tuple[Frame, ...]:
     return tuple(frame for frame in row.frames if not frame.is_call)
 
 
-def _grouped(found: Iterable[tuple[Row, _Change, Iterable[Cast]]]) -> list[Line]:
-    root = _Section()
+def _grouped(found: Iterable[tuple[Row, _Change, Iterable[Cast]]]) -> Section:
+    root = Section()
     for row, change, casts in found:
         root.inside(_shown(row)).add(row.site.source, change, casts)
-    return list(root.lines(""))
+    return root
 
 
 def _change(row: Row) -> _Change:

@@ -12,9 +12,10 @@ from precpass.plan import Action, Decision, Plan
 from precpass.rules import clean_scope
 from precpass.site import Site
 
-__all__ = ["Frame", "Row", "paired_rows", "rows"]
+__all__ = ["CALLS", "Frame", "Row", "frame_name", "paired_rows", "rows"]
 
-_CALLS = frozenset(("jit", "closed_call", "core_call", "eval_jaxpr", "core_closed_call"))
+CALLS = frozenset(("jit", "closed_call", "core_call", "eval_jaxpr", "core_closed_call"))
+"""Primitives that only call their body, once."""
 
 
 class Frame(NamedTuple):
@@ -136,11 +137,22 @@ def _bodies_of(node: _Node) -> Iterator[tuple[_Node, tuple[_Node, float]]]:
 
 def _frame(site: Site, index: int, backward: bool) -> Frame:
     body = site.bodies[index]
-    several = f" {body.name}" if len(site.bodies) > 1 else ""
-    trips = "" if body.trips == 1 else f", {body.trips or 'any number of'} trips"
+    name = frame_name(site.primitive, body.name if len(site.bodies) > 1 else "", body.trips)
     direction = ", backward" if backward else ""
-    is_call = site.primitive in _CALLS
-    return Frame(f"{site.primitive}{several}{trips}{direction}", site.source, is_call)
+    return Frame(name + direction, site.source, site.primitive in CALLS)
+
+
+def frame_name(primitive: str, body: str, trips: object) -> str:
+    """What an equation is called that others stand inside of, such as "scan, 12 trips".
+
+    Args:
+        primitive: its own name.
+        body: which of its bodies; "" where it has only one.
+        trips: how often that runs; None where only run time knows.
+    """
+    several = f" {body}" if body else ""
+    times = "" if trips == 1 else f", {trips if trips is not None else 'any number of'} trips"
+    return f"{primitive}{several}{times}"
 
 
 def _count_calls(nodes: dict[int, _Node]) -> None:

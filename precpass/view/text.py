@@ -6,11 +6,12 @@ import html
 import io
 import linecache
 import os
+import re
 from collections.abc import Iterable, Sequence
 
 from precpass.jaxpr import Source
 
-__all__ = ["CSS", "Line", "as_html", "heading", "page", "plain", "rendered"]
+__all__ = ["CSS", "Line", "as_html", "heading", "page", "plain", "rendered", "spans"]
 
 Line = Sequence[tuple[str, str]]
 """Pieces of a line: the text, and the name of a style or ""."""
@@ -36,7 +37,15 @@ CSS = """
 .precpass .low, .precpass .added { color: #18794e; } .precpass .wide { color: #945700; }
 .precpass .cast, .precpass .hunk { color: #0b68cb; } .precpass .removed { color: #ca244d; }
 .precpass .reason { opacity: 0.7; } .precpass .frame { color: #8e4ec6; font-weight: bold; }
+.precpass b { font-weight: 600; } .precpass .bf16, .precpass .f16 { color: #18794e; }
+.precpass .f32 { color: #945700; } .precpass .f64 { color: #ca244d; }
+.precpass summary { cursor: pointer; } .precpass details > details, .precpass details > pre,
+.precpass details > table { margin-left: 1.4em; }
+.precpass table { font-size: inherit; }
+.precpass td, .precpass th { text-align: left; padding: 1px 10px 1px 0; }
 @media (prefers-color-scheme: dark) {
+.precpass .bf16, .precpass .f16 { color: #3dd68c; } .precpass .f32 { color: #ffca16; }
+.precpass .f64 { color: #ff9592; }
 .precpass .low, .precpass .added { color: #3dd68c; } .precpass .wide { color: #ffca16; }
 .precpass .cast, .precpass .hunk { color: #70b8ff; } .precpass .removed { color: #ff9592; }
 .precpass .frame { color: #d19dff; } }
@@ -50,12 +59,20 @@ def plain(lines: Iterable[Line]) -> str:
 
 def as_html(lines: Iterable[Line]) -> str:
     """A `pre` element; it wants `CSS` around it."""
+    return f"<pre>{chr(10).join(map(spans, lines))}</pre>"
+
+
+_FORMAT = re.compile(r"\b(f64|f32|bf16|f16)\b")
+
+
+def spans(line: Line) -> str:
+    """A line as HTML, each format in its own colour."""
 
     def piece(text: str, style: str) -> str:
-        escaped = html.escape(text)
-        return f'<span class="{style}">{escaped}</span>' if style else escaped
+        formatted = _FORMAT.sub(r'<b class="\1">\1</b>', html.escape(text))
+        return f'<span class="{style}">{formatted}</span>' if style else formatted
 
-    return f"<pre>{chr(10).join(''.join(piece(*p) for p in line) for line in lines)}</pre>"
+    return "".join(piece(*part) for part in line)
 
 
 def page(body: str) -> str:

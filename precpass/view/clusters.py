@@ -1,0 +1,216 @@
+"""A program's dataflow as few enough boxes to be drawn: equations, merged where there are many."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable
+
+from precpass import jaxpr as ir
+from precpass.graph import BodyNode, Graph
+from precpass.opkinds import OpKind
+from precpass.plan import Action, Decision
+from precpass.rules import clean_scope
+from precpass.view.rows import CALLS, frame_name
+
+__all__ = ["Box", "Chart", "chart"]
+
+Path = tuple[str, ...]
+
+
+@dataclasses.dataclass
+class Box:
+    """Equations that are drawn as one.
+
+    Attributes:
+        label: an equation's primitive, a source line, or a name scope.
+        path: the name scopes and loops around it, outermost first.
+        first: the first equation's row, for the order on the page.
+        formats: how many equations run in each format.
+        low, products: how many of its products are low, and how many there are.
+        casts: the casts that the rewritten program has more.
+        lines: the source lines.
+    """
+
+    label: str
+    path: Path
+    first: int
+    formats: Counter[str] = dataclasses.field(default_factory=Counter)
+    low: int = 0
+    products: int = 0
+    casts: int = 0
+    lines: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """What is drawn.
+
+    Attributes:
+        boxes: in the order of their first equations.
+        edges: pairs of positions in `boxes`: what the first makes the second reads.
+        hidden: how many equations were merged into boxes of several.
+    """
+
+    boxes: tuple[Box, ...]
+    edges: frozenset[tuple[int, int]]
+    hidden: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    row: int
+    path: Path
+    source: ir.Source
+    primitive: str
+
+
+def chart(graph: Graph, decided: dict[int, tuple[Decision, int]], limit: int) -> Chart:
+    """The dataflow of a program in at most `limit` boxes, where that can be had.
+
+    It is tried in this order: each equation by itself; equations of one scope and
+    line together; scopes that differ in their numbers alone (layer_0, layer_1) too;
+    whole scopes, from the innermost outwards.
+
+    Args:
+        graph: of the original program.
+        decided: of each equation, by its identity: the decision, and the casts there.
+        limit: of boxes.
+    """
+    places = _places(graph)
+    depth = max((len(place.path) for place in places), default=0)
+    levels: list[Callable[[_Place], tuple[Path, Hashable, str]]] = [
+        lambda p: (p.path, p.row, p.primitive),
+        lambda p: (p.path, p.source, _line(p)),
+        lambda p: (_alike(p.path), p.source, _line(p)),
+        *(_whole(d) for d in range(depth, -1, -1)),
+    ]
+    keys: dict[int, tuple[Path, Hashable, str]] = {}
+    for level in levels:
+        keys = {place.row: level(place) for place in places}
+        boxes = {key[:2] for key in keys.values()}
+        # a scope takes the room of two boxes
+        scopes = {path[:i] for path, _ in boxes for i in range(1, len(path) + 1)}
+        if len(boxes) + 2 * len(scopes) <= limit:
+            break
+    return _merged(graph, decided, places, keys)
+
+
+def _whole(depth: int) -> Callable[[_Place], tuple[Path, Hashable, str]]:
+    def key(place: _Place) -> tuple[Path, Hashable, str]:
+        path = _alike(place.path)
+        if len(path) < depth or not path:
+            return path, None, "..." if path else "all else"
+        cut = path[:depth]
+        return (cut[:-1], cut[-1], cut[-1]) if cut else ((), None, "program")
+
+    return key
+
+
+def _merged(
+    graph: Graph,
+    decided: dict[int, tuple[Decision, int]],
+    places: list[_Place],
+    keys: dict[int, tuple[Path, Hashable, str]],
+) -> Chart:
+    boxes: dict[tuple[Path, Hashable], Box] = {}
+    position: dict[int, tuple[Path, Hashable]] = {}
+    for place in places:
+        path, key, label = keys[place.row]
+        position[place.row] = (path, key)
+        box = boxes.setdefault((path, key), Box(label, path, place.row))
+        decision, casts = decided[id(graph.eqns[place.row])]
+        if decision.compute is not None:
+            box.formats[str(decision.compute)] += 1
+            if decision.kind is OpKind.COMPUTE:
+                box.products += 1
+                box.low += decision.action is Action.LOWER
+        box.casts += casts
+        if place.source.file:
+            box.lines[str(place.source)] += 1
+    index = {key: i for i, key in enumerate(boxes)}
+    edges = {
+        (index[position[a]], index[position[b]])
+        for a, b in _flow(graph, set(position))
+        if position[a] != position[b]
+    }
+    merged = Counter(position.values())
+    hidden = sum(n for n in merged.values() if n > 1)
+    return Chart(tuple(boxes.values()), frozenset(edges), hidden)
+
+
+def _places(graph: Graph) -> list[_Place]:
+    """Where each equation stands that enters no body."""
+    around = {id(node): _path_of(node) for node in graph.bodies}
+    places: list[_Place] = []
+    for node in graph.bodies:
+        for row in range(node.start, node.stop):
+            if row not in graph.children:
+                eqn = graph.eqns[row]
+                path = (*around[id(node)], *_parts(ir.scope_of(eqn)))
+                places.append(_Place(row, path, graph.source(row), eqn.primitive.name))
+    return places
+
+
+def _path_of(node: BodyNode) -> Path:
+    """The scopes and loops around a body."""
+    parts: list[Path] = []
+    at: BodyNode | None = node
+    while at is not None and at.caller is not None:
+        eqn = at.caller
+        body = next(b for b in ir.bodies(eqn) if ir.open_jaxpr(b.jaxpr) is ir.open_jaxpr(at.jaxpr))
+        which = "" if len(ir.bodies(eqn)) == 1 else body.param
+        which += "" if not which or body.index is None else f"[{body.index}]"
+        name = frame_name(ir.name_of(eqn), which, body.trips)
+        own = () if ir.name_of(eqn) in CALLS else (name,)
+        parts.append((*_parts(ir.scope_of(eqn)), *own))
+        at = at.around
+    return tuple(part for path in reversed(parts) for part in path)
+
+
+def _parts(scope: str) -> Path:
+    backward = ("backward",) if "transpose(" in scope else ()
+    return (*backward, *filter(None, clean_scope(scope).split("/")))
+
+
+def _alike(path: Path) -> Path:
+    """A path in which scopes that differ in their numbers are one; loops keep their trips."""
+    return tuple(part if " trips" in part else re.sub(r"\d+", "*", part) for part in path)
+
+
+def _line(place: _Place) -> str:
+    source = place.source
+    return f"{source.function}:{source.line}" if source.file else place.primitive
+
+
+def _flow(graph: Graph, drawn: set[int]) -> set[tuple[int, int]]:
+    """Which equation's results which other one reads, through the borders of bodies."""
+    back: dict[int, list[int]] = {}
+    for a, b in graph.links.tolist():
+        back.setdefault(b, []).append(a)
+    producers = graph.producers.tolist()
+    memo: dict[int, frozenset[int]] = {}
+
+    def makers(value: int) -> frozenset[int]:
+        """The drawn equations that a value may come from."""
+        if value not in memo:
+            found, todo, seen = set[int](), [value], {value}
+            while todo:
+                at = todo.pop()
+                if producers[at] in drawn:
+                    found.add(producers[at])
+                    continue
+                for other in back.get(at, ()):
+                    if other not in seen:
+                        seen.add(other)
+                        todo.append(other)
+            memo[value] = frozenset(found)
+        return memo[value]
+
+    return {
+        (maker, eqn)
+        for value, eqn in zip(graph.sources.tolist(), graph.targets.tolist(), strict=True)
+        if eqn in drawn
+        for maker in makers(value)
+    }

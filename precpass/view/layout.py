@@ -1,0 +1,131 @@
+"""Where the boxes of a chart stand: layers of networkx's topological order, nested by scope."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import networkx as nx
+
+from precpass.view.clusters import Chart
+
+__all__ = ["Frame", "Layout", "laid_out"]
+
+_LETTER, _MARGIN, _PAD, _HEAD = 7.0, 22.0, 14.0, 22.0
+_HEIGHT, _NARROWEST, _PER_LAYER = 40.0, 72.0, 6
+
+
+@dataclasses.dataclass
+class Frame:
+    """A rectangle, in pixels.
+
+    Attributes:
+        label: what it holds.
+        x, y: its upper left corner.
+        width, height: its size.
+        depth: how many others it stands inside of.
+    """
+
+    label: str
+    x: float
+    y: float
+    width: float
+    height: float
+    depth: int = 0
+
+    def moved(self, dx: float, dy: float) -> None:
+        """Moves it."""
+        self.x += dx
+        self.y += dy
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where everything of a chart stands.
+
+    Attributes:
+        boxes: of the chart's boxes, by their positions.
+        scopes: the scopes and loops around them, outer ones first.
+        width, height: of the whole.
+    """
+
+    boxes: dict[int, Frame]
+    scopes: list[Frame]
+    width: float
+    height: float
+
+    def moved(self, dx: float, dy: float) -> None:
+        """Moves all of it."""
+        for frame in (*self.boxes.values(), *self.scopes):
+            frame.moved(dx, dy)
+
+
+def laid_out(chart: Chart, labels: Sequence[str]) -> Layout:
+    """The layout of a chart.
+
+    Args:
+        chart: what is drawn.
+        labels: the text in each box.
+    """
+    return _inside(chart, labels, (), list(range(len(chart.boxes))))
+
+
+def _inside(
+    chart: Chart, labels: Sequence[str], path: tuple[str, ...], members: list[int]
+) -> Layout:
+    """The layout of the boxes inside of one scope."""
+    units: dict[object, list[int]] = {}
+    for i in members:
+        own = chart.boxes[i].path
+        units.setdefault(own[: len(path) + 1] if len(own) > len(path) else i, []).append(i)
+    parts = [_unit(chart, labels, key, inner, len(path)) for key, inner in units.items()]
+    home = {i: at for at, inner in enumerate(units.values()) for i in inner}
+    edges = {(home[a], home[b]) for a, b in chart.edges if a in home and b in home}
+    return _stacked(parts, _layers(len(parts), {(a, b) for a, b in edges if a != b}))
+
+
+def _unit(
+    chart: Chart, labels: Sequence[str], key: object, members: list[int], depth: int
+) -> Layout:
+    if isinstance(key, int):
+        width = max(_NARROWEST, _LETTER * len(labels[key]) + 2 * _PAD)
+        return Layout({key: Frame(labels[key], 0, 0, width, _HEIGHT)}, [], width, _HEIGHT)
+    assert isinstance(key, tuple)
+    inner = _inside(chart, labels, key, members)
+    inner.moved(_PAD, _HEAD + _PAD)
+    label = str(key[-1])
+    width = max(inner.width + 2 * _PAD, _LETTER * len(label) + 2 * _PAD)
+    height = inner.height + _HEAD + 2 * _PAD
+    scope = Frame(label, 0, 0, width, height, depth)
+    return Layout(inner.boxes, [scope, *inner.scopes], width, height)
+
+
+def _layers(n: int, edges: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Units in layers: each behind what it reads, those of a cycle behind each other."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(n))
+    graph.add_edges_from(edges)
+    whole = nx.condensation(graph)
+    layers: list[list[int]] = []
+    for generation in nx.topological_generations(whole):
+        groups = sorted(sorted(whole.nodes[c]["members"]) for c in generation)
+        alone = [group[0] for group in groups if len(group) == 1]
+        layers += [alone[i : i + _PER_LAYER] for i in range(0, len(alone), _PER_LAYER)]
+        layers += [[i] for group in groups if len(group) > 1 for i in group]
+    return layers
+
+
+def _stacked(parts: list[Layout], layers: list[list[int]]) -> Layout:
+    widths = [sum(parts[i].width for i in layer) + _MARGIN * (len(layer) - 1) for layer in layers]
+    width, y = max(widths, default=0.0), 0.0
+    boxes: dict[int, Frame] = {}
+    scopes: list[Frame] = []
+    for layer, own in zip(layers, widths, strict=True):
+        x = (width - own) / 2
+        for i in layer:
+            parts[i].moved(x, y)
+            x += parts[i].width + _MARGIN
+            boxes |= parts[i].boxes
+            scopes += parts[i].scopes
+        y += max(parts[i].height for i in layer) + _MARGIN
+    return Layout(boxes, scopes, width, max(y - _MARGIN, 0.0))

@@ -1,0 +1,92 @@
+"""Plans, inspections and policies as HTML: self-contained, without scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from precpass.opkinds import OpKind
+from precpass.plan import Plan
+from precpass.policy import PrecisionPolicy
+from precpass.view.diff import Section, diff_tree, totals
+from precpass.view.text import Line, as_html, page, spans
+
+__all__ = ["folded", "inspection_page", "plan_page", "policy_page", "table"]
+
+
+def plan_page(plan: Plan, name: str) -> str:
+    """A plan: its totals, and its changes by source line."""
+    return page(_changes(plan, name))
+
+
+def inspection_page(
+    plan: Plan, name: str, more: Sequence[tuple[str, Sequence[Line]]], picture: str
+) -> str:
+    """An inspection.
+
+    Args:
+        plan: its plan.
+        name: the function's and the policy's.
+        more: further parts, each with its title.
+        picture: the SVG of its graph.
+    """
+    parts = [folded(title, as_html(lines)) for title, lines in more]
+    return page(_changes(plan, name) + "".join(parts) + folded("picture", picture))
+
+
+def _changes(plan: Plan, name: str) -> str:
+    return folded(totals(plan, name), _tree(diff_tree(plan, "equations")), is_open=True)
+
+
+def _tree(section: Section) -> str:
+    def inner(inside: Section | list[Line]) -> str:
+        return _tree(inside) if isinstance(inside, Section) else as_html(inside)
+
+    return "".join(
+        folded(head, inner(inside), is_open=isinstance(inside, Section))
+        for head, inside in section.entries()
+    )
+
+
+def folded(head: str | Line, body: str, *, is_open: bool = False) -> str:
+    """A part that is shown and hidden by a click on its heading."""
+    line = [(head, "")] if isinstance(head, str) else head
+    return f"<details{' open' if is_open else ''}><summary>{spans(line)}</summary>{body}</details>"
+
+
+def table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """A table of plain text."""
+
+    def row(tag: str, texts: Sequence[str]) -> str:
+        cells = (f"<{tag}>{spans([(text, '')])}</{tag}>" for text in texts)
+        return f"<tr>{''.join(cells)}</tr>"
+
+    return f"<table>{row('th', heads)}{''.join(row('td', texts) for texts in cells)}</table>"
+
+
+def policy_page(policy: PrecisionPolicy) -> str:
+    """A policy: the precision of each kind, its rules and its options."""
+    kinds = [(kind, str(policy.precision_for(kind))) for kind in OpKind]
+    cells = [
+        [str(kind).replace("_", " "), precision, "order" if kind in policy.orders else "permission"]
+        for kind, precision in kinds
+        if kind is not OpKind.BOUNDARY
+    ]
+    others = [repr(rule) for rule in policy.rules]
+    others.append(f"may change: {', '.join(sorted(map(str, policy.retypes)))}")
+    if policy.widens:
+        others.append("widens what the program has low")
+    if policy.output is not None:
+        others.append(f"outputs in {policy.output}")
+    lines = as_html([[(text, "")] for text in others])
+    return page(
+        folded(policy.name, table(["kind", "precision", "as"], cells) + lines, is_open=True)
+    )
+
+
+def _plan_html(self: Plan) -> str:
+    return plan_page(self, "plan") if self.sites else page(spans([(repr(self), "")]))
+
+
+# How a value is rendered stands above what it is: its module knows of no text.
+Plan.html = _plan_html
+PrecisionPolicy.html = policy_page
