@@ -44,6 +44,7 @@ class Report:
         failures: what is wrong.
         stopped: the errors of tests that ended early; what they would have checked has no name.
         given: how many programs each test that ran gave to the pass, repetitions included.
+        alike: the tests that were left to another one, which differs by a policy alone.
     """
 
     counted: dict[str, Counts] = dataclasses.field(default_factory=dict)
@@ -51,6 +52,7 @@ class Report:
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     stopped: dict[str, str] = dataclasses.field(default_factory=dict)
     given: dict[str, int] = dataclasses.field(default_factory=dict)
+    alike: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def names(self) -> set[str]:
@@ -106,7 +108,7 @@ class Report:
                 self.failures[test] = "gave fewer programs to the pass, though it went to its end"
         for name in plain.names - self.names:
             # that one was known, or the test gave it no more
-            if MARK in name:
+            if MARK in name or any(is_in(name, test) for test in self.alike):
                 continue
             why = [error for test, error in self.stopped.items() if is_in(name, test)]
             kind = self.refused if why else self.failures
@@ -200,7 +202,10 @@ class Counting:
         wanted = [item for item in items if self._wanted(item)]
         if self.once:
             # the policy is no part of the program that it is given
-            wanted = list({_apart_from_policies(item): item for item in wanted}.values())
+            kept = list({_apart_from_policies(item): item for item in wanted}.values())
+            left = set(map(id, wanted)) - set(map(id, kept))
+            self.report.alike |= {_label(item.nodeid) for item in wanted if id(item) in left}
+            wanted = kept
         items[:] = wanted
 
     def _wanted(self, item: Any) -> bool:

@@ -25,6 +25,7 @@ from precpass.jaxpr.bodies import ENTERED, OPAQUE
 from precpass.opkinds import TABLE
 from precpass.planner import make_plan
 from precpass.policy import AutoMixedBf16
+from precpass.rules import is_fixed
 
 FLAGS = [
     flag
@@ -160,7 +161,7 @@ def known_of(jaxpr: Any) -> Known:
                 eqn = graph.eqns[row]
                 if row not in graph.children:
                     told = notes and _about(eqn, graph.source(row), notes)
-                    found = found.plus(_leaf(eqn, told))
+                    found = found.plus(_leaf(eqn, told, is_fixed(graph.scope(row))))
                 for body, child in graph.children.get(row, ()):
                     found = found.plus(total(child), copies(eqn, body.param, body.index or 0))
             totals[at] = found
@@ -174,12 +175,19 @@ def _about(eqn: Any, source: Any, notes: Sequence[str]) -> list[str]:
     return [note for note in notes if note.startswith(where)]
 
 
-def _leaf(eqn: Any, notes: Sequence[str]) -> Known:
-    """An equation that the graph does not enter, and the notes about its line."""
+def _leaf(eqn: Any, notes: Sequence[str], is_of_inner: bool) -> Known:
+    """The products of an equation that the graph does not enter.
+
+    Args:
+        eqn: the equation.
+        notes: those about its line.
+        is_of_inner: whether it belongs to an inner function with a policy of its own,
+            whose own pass tells of it.
+    """
     if is_product(eqn):
         return Known(graph=1)
-    told = (notes and unentered(eqn, {})) or ""
-    is_told = bool(told) and any(told in n for n in notes)
+    told = ((notes or is_of_inner) and unentered(eqn, {})) or ""
+    is_told = bool(told) and (is_of_inner or any(told in n for n in notes))
     held = sum(n * in_jaxpr(j) for n, j in _lowered_in(eqn))
     if held and _is_foreign(eqn):
         # only its library knows what of its jaxprs it runs, and how often

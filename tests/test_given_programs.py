@@ -141,6 +141,18 @@ def test_a_test_that_gives_less_under_a_flag_is_a_failure():
     assert flagged.failures.keys() == {"a test"}
 
 
+def test_a_program_of_a_test_that_is_left_to_a_like_one_is_no_failure():
+    plain = Report()
+    for name in ("file: a test[bf16]", "file: a test[bf16], gradient", "file: a test[f16]"):
+        plain.count(name, lambda x: x @ x, [X])
+    flagged = Report(counted={"file: a test[f16]": plain.counted["file: a test[f16]"]})
+    flagged.settle(plain)
+    assert len(flagged.failures) == 2
+    flagged = Report(counted=flagged.counted, alike={"file: a test[bf16]"})
+    flagged.settle(plain)
+    assert not flagged.failures
+
+
 def test_hi_primitives_are_counted_where_they_are_entered():
     with config("jax_remat3", True):
         report = given(lambda x: jax.checkpoint(lambda x: jnp.sin(x @ x).sum())(x))
