@@ -18,9 +18,11 @@ from precpass.context import keep, use_policy
 from precpass.describe import described
 from precpass.inspection import Inspection
 from precpass.leaves import Declared, results, unwrapped
+from precpass.planfile import policy_text
 from precpass.planner import unchanged_plan
 from precpass.policy import PrecisionPolicy, PrecisionWarning
 from precpass.program import Program, checked_plan, rewritten
+from precpass.site import Origin
 from precpass.view.explain import Explanation
 
 __all__ = ["Mixed", "auto_mixed", "explain", "inspect", "keep", "use_policy"]
@@ -157,11 +159,13 @@ class Mixed:
                 call = program.trace(region, args, kwargs, keeps_numbers=False)
                 before = call.jaxpr
                 if policy is None:
-                    plan = described(before, unchanged_plan(before))
+                    origin = Origin(program.name, "", scope)
+                    plan = described(before, unchanged_plan(before), origin)
                     return Inspection(before, plan, before, None, scope, program.name)
                 plan = checked_plan(call, policy, scope, program.name)
                 after, rewriter = rewritten(before, plan, region, policy, scope)
-                plan = described(before, plan, rewriter, scope)
+                origin = Origin(program.name, policy_text(policy), scope)
+                plan = described(before, plan, origin, rewriter)
                 return Inspection(before, plan, after, policy, scope, program.name)
 
             return inspected

@@ -12,27 +12,29 @@ from precpass.graph import flops, join_scopes, nbytes
 from precpass.plan import Action, Decision, Plan
 from precpass.precision import Precision
 from precpass.rewrite import Rewriter
-from precpass.site import Body, Cast, Site, Value
+from precpass.site import Body, Cast, Origin, Site, Value
 
 __all__ = ["described"]
 
 
-def described(jaxpr: Any, plan: Plan, rewriter: Rewriter | None = None, scope: str = "") -> Plan:
+def described(jaxpr: Any, plan: Plan, origin: Origin, rewriter: Rewriter | None = None) -> Plan:
     """An equal plan, which says where its equations stand.
 
     Args:
         jaxpr: the original program.
         plan: its plan.
+        origin: what it was made of.
         rewriter: what rewrote it under the plan; without one nothing was rewritten.
-        scope: the name scope around it.
     """
-    return _Describer(rewriter).plan(jaxpr, plan, scope, ir.Source())
+    found = _Describer(rewriter).plan(jaxpr, plan, origin.scope, ir.Source())
+    return dataclasses.replace(found, origin=origin)
 
 
 class _Describer:
     def __init__(self, rewriter: Rewriter | None) -> None:
         self.rewriter = rewriter
         self.memo: dict[Any, Plan] = {}
+        self.bodies: dict[int, int] = {}
 
     def plan(self, jaxpr: Any, plan: Plan, scope: str, caller: ir.Source) -> Plan:
         """A body's plan; one that several equations share stays one object."""
@@ -55,8 +57,9 @@ class _Describer:
                     )
                     decision = dataclasses.replace(decision, inner=inner)
                 decisions.append(decision)
+            body = self.bodies.setdefault(id(ir.open_jaxpr(jaxpr)), len(self.bodies))
             self.memo[key] = dataclasses.replace(
-                plan, decisions=tuple(decisions), sites=tuple(sites)
+                plan, decisions=tuple(decisions), sites=tuple(sites), body=body
             )
         return self.memo[key]
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import ClassVar
 
 from precpass.opkinds import OpKind
+from precpass.policy import PrecisionPolicy
 from precpass.precision import Precision
 from precpass.rules import Rule
-from precpass.site import Site
+from precpass.site import Origin, Site
 
 __all__ = ["Action", "Border", "Decision", "Plan", "across"]
 
@@ -106,8 +109,10 @@ class Plan:
             not their own: float32 under AlwaysF32, float64 in a float64 region.
         notes: of the root alone: what the user should know.
         unmatched: of the root alone: the rules that matched no equation.
-        sites: where each equation stands, in a plan that `inspect` made; no part of
-            what makes two plans equal.
+        sites: where each equation stands, in a plan that `inspect` made. This and what
+            follows is no part of what makes two plans equal.
+        body: a number that the plans of one jaxpr share.
+        origin: of the root alone: what the plan was made of.
     """
 
     decisions: tuple[Decision, ...]
@@ -115,8 +120,14 @@ class Plan:
     notes: tuple[str, ...] = ()
     unmatched: tuple[Rule, ...] = ()
     sites: tuple[Site, ...] = ()
+    body: int = 0
+    origin: Origin | None = None
     html: ClassVar[Callable[[Plan], str]]
     """The plan as self-contained HTML; `precpass.view.page` says how."""
+    writer: ClassVar[Callable[[Plan], str]]
+    """The text of its file; `precpass.planfile` says how."""
+    reader: ClassVar[Callable[[str, str], PrecisionPolicy]]
+    """The policy that the text of a file stands for, and the file's name."""
 
     @functools.cached_property
     def changes(self) -> bool:
@@ -151,6 +162,33 @@ class Plan:
         if self is other:
             return True
         return isinstance(other, Plan) and hash(self) == hash(other) and self._key == other._key
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the precision of every equation to a file (JSON).
+
+        An equation is named by its name scopes, the user's function that it is made
+        in, its primitive and its occurrence there, so that a file outlives edits elsewhere.
+
+        Raises:
+            ValueError: for a plan that `inspect` did not make.
+        """
+        Path(path).write_text(type(self).writer(self), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> PrecisionPolicy:
+        """The policy that has every equation in the precision that a file says.
+
+        Give it to `auto_mixed` or `inspect`. Equations that the file does not have
+        follow the policy that it was saved under, and a `PrecisionWarning` names them
+        when the function is traced, as well as those that are no longer there. Rules that
+        are added to it come before what the file says; guards do in any case.
+
+        Raises:
+            ValueError: for a file that is no plan, or one of a newer format; and when a
+                function is traced that has none of its equations.
+            OSError: where it cannot be read.
+        """
+        return Plan.reader(Path(path).read_text(encoding="utf-8"), os.fspath(path))
 
     def walk(self) -> Iterator[Decision]:
         """Every decision, those of bodies behind their equation's; shared bodies once."""

@@ -33,6 +33,7 @@ from precpass.equations import (
 )
 from precpass.facts import Facts, propagate
 from precpass.graph import Graph, join_scopes
+from precpass.locked import Locked
 from precpass.opkinds import Op, OpKind, op
 from precpass.plan import Action, Border, Decision, Plan, across
 from precpass.policy import PrecisionPolicy
@@ -72,7 +73,7 @@ def unchanged_plan(jaxpr: Any) -> Plan:
 
 def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:
     """What of a scope the policy's rules can tell apart."""
-    if any(rule.scope or rule.where for rule in policy.rules):
+    if policy.lock is not None or any(rule.scope or rule.where for rule in policy.rules):
         return scope
     return innermost_keep(scope), is_fixed(scope)
 
@@ -91,15 +92,17 @@ class Planner:
         self.shared: dict[Any, Plan] = {}
         self.memo: dict[Any, Plan] = {}
         # without an order beyond products, no equation that adds is lowered
-        self._orders = bool(policy.rules or policy.orders - {OpKind.COMPUTE})
+        by_equation = bool(policy.rules or policy.lock)
+        self._orders = by_equation or bool(policy.orders - {OpKind.COMPUTE})
         regions = [rule for rule in policy.rules if rule.is_region]
         self._wide_regions = regions if any(r.precision is Precision.F64 for r in regions) else []
         self.readers = Readers(graph)
         self._additive = Additive()
         self._alike: dict[Hashable, Decision] = {}
         self._only_permits = not (
-            policy.rules or policy.widens or OpKind.ELEMENTWISE in policy.orders
+            by_equation or policy.widens or OpKind.ELEMENTWISE in policy.orders
         )
+        self._locked = Locked(graph, scope, policy.lock) if policy.lock else None
         given = {kind: policy.precision_for(kind) for kind in OpKind}
         self._presets = {
             kind: (precision, f"{policy.name}: {kind} in {precision}", kind in policy.orders)
@@ -112,6 +115,8 @@ class Planner:
     def root(self, border: Border) -> Plan:
         """The plan of the outermost jaxpr, with what was noticed on the way."""
         plan = self.plan(self.facts, (), decides=False, border=border)
+        if self._locked:
+            self.notes += self._locked.complaints(self.policy.name)
         unmatched = tuple(rule for rule in self.policy.rules if rule not in self.matched)
         return Plan(plan.decisions, plan.border, tuple(dict.fromkeys(self.notes)), unmatched)
 
@@ -353,6 +358,8 @@ class Planner:
             precision = Precision.parse(rule.precision)
             whole = not rule.is_region or table.kind is OpKind.COMPUTE
             return precision, repr(rule), whole
+        if self._locked and (locked := self._locked.of(row)):
+            return locked, "as in the saved plan", True
         return self._presets[table.kind]
 
     def _rule(self, row: int, scope: str) -> Rule | None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
+from precpass.lock import Lock
 from precpass.opkinds import OpKind
 from precpass.precision import Precision
 from precpass.rules import Rule
@@ -51,6 +52,7 @@ class PrecisionPolicy:
         rules: the first that matches an equation decides its precision.
         retypes: the formats that may change at all.
         output: the format of floating outputs, or None to keep each one's own.
+        lock: the precisions of a saved plan, which come behind the rules.
     """
 
     name: str
@@ -60,6 +62,7 @@ class PrecisionPolicy:
     rules: tuple[Rule, ...] = ()
     retypes: frozenset[Precision] = _RETYPES
     output: Precision | None = None
+    lock: Lock | None = None
     html: ClassVar[Callable[[PrecisionPolicy], str]]
     """The policy as self-contained HTML; `precpass.view.page` says how."""
 
@@ -87,6 +90,10 @@ class PrecisionPolicy:
         """This policy with another format for the floating outputs; None keeps their own."""
         output = None if precision is None else Precision.parse(precision)
         return dataclasses.replace(self, output=output)
+
+    def with_lock(self, lock: Lock | None) -> PrecisionPolicy:
+        """This policy with the precisions of a saved plan, or without them (`Plan.load`)."""
+        return dataclasses.replace(self, lock=lock)
 
     @property
     def lowers(self) -> bool:
@@ -151,6 +158,8 @@ class PrecisionPolicy:
             text += f".with_retypes({', '.join(sorted(repr(str(p)) for p in self.retypes))})"
         if self.output is not None:
             text += f".with_output({str(self.output)!r})"
+        if self.lock is not None:
+            text += f".with_lock(<{len(self.lock.entries)} keys of {self.lock.name}>)"
         if self.rules:
             text += f".with_rules({', '.join(map(repr, self.rules))})"
         return text

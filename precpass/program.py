@@ -157,9 +157,11 @@ def rewritten(
 ) -> tuple[Any, Rewriter]:
     """A jaxpr under a plan, itself where nothing changes, and what rewrote it."""
     said = set(plan.notes)
+    # a saved plan has no equations of custom rules, which are traced when they are differentiated
+    unlocked = policy.with_lock(None) if policy.lock else policy
 
     def plan_rule(rule: Any, scope: str, border: Border) -> Plan:
-        its_plan = make_plan(rule, policy, scope, border=border)
+        its_plan = make_plan(rule, unlocked, scope, border=border)
         for text in its_plan.notes:
             if text not in said:
                 said.add(text)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from precpass.jaxpr import Source
 from precpass.precision import Precision
 
-__all__ = ["Body", "Cast", "Site", "Value"]
+__all__ = ["Body", "Cast", "Origin", "Site", "Value"]
 
 
 class Value(NamedTuple):
@@ -80,3 +80,18 @@ class Site:
     flops: float
     casts: tuple[Cast, ...] = ()
     bodies: tuple[Body, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a plan was made of.
+
+    Attributes:
+        name: of the function.
+        policy: as JSON (`precpass.planfile`); "" where the pass is switched off.
+        scope: the name scope around the program.
+    """
+
+    name: str
+    policy: str
+    scope: str

@@ -1,0 +1,102 @@
+"""`Lock`: the precisions of a saved plan, by names of equations that outlive unrelated edits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Iterator
+
+from precpass.precision import Precision
+from precpass.rules import clean_scope
+
+__all__ = ["Lock", "Names"]
+
+_SOME = 3
+
+
+class Names:
+    """Names the equations of a program: scope, source function, primitive, and occurrence."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def add(self, scope: str, function: str, primitive: str) -> tuple[str, int]:
+        """The key of the next equation, and how many before it have the same one.
+
+        Args:
+            scope: its whole name stack.
+            function: the user's function that it is made in; "" where JAX recorded none.
+            primitive: its name.
+        """
+        key = f"{clean_scope(scope)}|{function}|{primitive}"
+        self.counts[key] += 1
+        return key, self.counts[key] - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Lock:
+    """The precisions of a saved plan.
+
+    Attributes:
+        name: of the program that it was saved from.
+        entries: pairs of a key and the precisions of the equations that have it, in
+            their order; None for one whose precision nothing decides.
+    """
+
+    name: str
+    entries: tuple[tuple[str, tuple[Precision | None, ...]], ...]
+
+    @functools.cached_property
+    def _by_key(self) -> dict[str, tuple[Precision | None, ...]]:
+        return dict(self.entries)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.entries))
+
+    def __hash__(self) -> int:
+        # a policy is part of what every call looks up
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"name": self.name, "entries": self.entries}
+
+    def of(self, key: str, occurrence: int) -> Precision | None:
+        """The precision of an equation; None where the plan does not have it."""
+        found = self._by_key.get(key, ())
+        return found[occurrence] if occurrence < len(found) else None
+
+    def complaints(self, found: Counter[str], name: str, policy: str) -> Iterator[str]:
+        """What a program and the saved plan do not share, in words.
+
+        Args:
+            found: how many equations of the program have each key.
+            name: of what the program belongs to.
+            policy: what plans the equations that the lock does not have.
+
+        Raises:
+            ValueError: where they share nothing.
+        """
+        saved = Counter({key: len(precisions) for key, precisions in self.entries})
+        if saved and not found & saved:
+            raise ValueError(
+                f"this plan was saved from another program ({self.name}): none of its "
+                f"{saved.total()} equations is in {name}; save the plan of {name} anew"
+            )
+        gone, new = saved - found, found - saved
+        if gone:
+            yield (
+                f"{gone.total()} equations of the saved plan of {self.name} are no longer there "
+                f"({_some(gone)})"
+            )
+        if new:
+            yield (
+                f"{new.total()} equations are not in the saved plan of {self.name} and follow "
+                f"{policy} ({_some(new)})"
+            )
+
+
+def _some(keys: Counter[str]) -> str:
+    shown = ", ".join(list(keys)[:_SOME])
+    return f"{shown}, ..." if len(keys) > _SOME else shown

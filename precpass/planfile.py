@@ -1,0 +1,169 @@
+"""Plans as files: JSON that a person can review, and that later versions of a program can load."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from precpass.graph import join_scopes
+from precpass.lock import Lock, Names
+from precpass.opkinds import OpKind
+from precpass.plan import Decision, Plan
+from precpass.policy import PrecisionPolicy
+from precpass.precision import Precision
+from precpass.rules import Rule
+from precpass.site import Site
+
+__all__ = [
+    "FORMAT",
+    "equations",
+    "locked_precision",
+    "policy_from",
+    "policy_text",
+    "read",
+    "written",
+]
+
+FORMAT = 1
+"""The version of the files that this module writes, and the newest that it reads."""
+
+_FORMATS = frozenset(map(str, Precision))
+
+
+def written(plan: Plan) -> str:
+    """The text of a plan's file.
+
+    Raises:
+        ValueError: for a plan that does not say where its equations stand.
+    """
+    origin = plan.origin
+    if origin is None or not origin.policy:
+        raise ValueError(
+            "this plan cannot be saved, as it does not say where its equations stand: take the "
+            ".plan of precpass.inspect(f)(*args)"
+        )
+    entries: dict[str, list[str]] = {}
+    names = Names()
+    for site, decision, scope in equations(plan, origin.scope):
+        key, _ = names.add(scope, site.source.function, site.primitive)
+        compute = locked_precision(decision)
+        entries.setdefault(key, []).append(str(compute) if compute else "-")
+    whole = {
+        "format": FORMAT,
+        "jax": jax.__version__,
+        "function": origin.name,
+        "policy": json.loads(origin.policy),
+        "equations": {key: _shortened(entries[key]) for key in sorted(entries)},
+    }
+    return json.dumps(whole, indent=1) + "\n"
+
+
+def locked_precision(decision: Decision) -> Precision | None:
+    """What a plan orders of an equation, where it is applied again."""
+    return None if decision.kind is OpKind.BOUNDARY else decision.compute
+
+
+def read(text: str, where: str) -> PrecisionPolicy:
+    """The policy that a file's text stands for.
+
+    Args:
+        text: of the file.
+        where: its name, for errors.
+
+    Raises:
+        ValueError: for a text that is no plan, or one of a newer format.
+    """
+    try:
+        whole = json.loads(text)
+        version = whole["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{where} is no plan of precpass: save one by inspect(f, policy)(*args).plan.save(path)"
+        ) from error
+    if version != FORMAT:
+        raise ValueError(
+            f"{where} has format {version}, and this precpass reads {FORMAT}: "
+            "update precpass, or save the plan anew"
+        )
+    try:
+        entries = tuple((key, tuple(_lengthened(t))) for key, t in whole["equations"].items())
+        policy = policy_from(whole["policy"])
+        return policy.with_lock(Lock(whole["function"], entries))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where} is damaged: {error}; save the plan anew") from error
+
+
+def equations(plan: Plan, scope: str) -> Iterator[tuple[Site, Decision, str]]:
+    """The equations that a plan decides, with their scopes, as the planner meets them.
+
+    A body is met once for each scope that it is called in.
+    """
+    met: dict[tuple[int, str], Plan] = {}
+
+    def meet(plan: Plan, scope: str) -> None:
+        if (plan.body, scope) in met:
+            return
+        met[plan.body, scope] = plan
+        for site, decision in zip(plan.sites, plan.decisions, strict=True):
+            for inner in decision.inner:
+                meet(inner, join_scopes(scope, site.scope))
+
+    meet(plan, scope)
+    for (_, around), body in met.items():
+        for site, decision in zip(body.sites, body.decisions, strict=True):
+            values = (*site.operands, *site.results)
+            if not decision.inner and any(value.dtype in _FORMATS for value in values):
+                yield site, decision, join_scopes(around, site.scope)
+
+
+def _shortened(precisions: list[str]) -> str:
+    runs = ((text, len(list(same))) for text, same in itertools.groupby(precisions))
+    return " ".join(f"{text}*{n}" if n > 1 else text for text, n in runs)
+
+
+def _lengthened(text: str) -> Iterator[Precision | None]:
+    for run in text.split():
+        name, _, n = run.partition("*")
+        precision = None if name == "-" else Precision.parse(name)
+        yield from itertools.repeat(precision, int(n or 1))
+
+
+# ---------------------------------------------------------------- policies
+
+
+def policy_text(policy: PrecisionPolicy) -> str:
+    """A policy as JSON; a rule with a predicate cannot be written, and is named."""
+    rules = [rule for rule in policy.rules if rule.where is None]
+    whole = {
+        "name": policy.name,
+        "kinds": {str(kind): str(policy.precision_for(kind)) for kind in OpKind},
+        "orders": sorted(map(str, policy.orders)),
+        "widens": policy.widens,
+        "rules": [{**rule.patterns, "precision": str(rule.precision)} for rule in rules],
+        "retypes": sorted(map(str, policy.retypes)),
+        "output": None if policy.output is None else str(policy.output),
+        "rules_left_out": [repr(rule) for rule in policy.rules if rule.where is not None],
+    }
+    return json.dumps(whole)
+
+
+def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
+    """The policy of `policy_text`'s JSON."""
+    return PrecisionPolicy(
+        whole["name"],
+        tuple(Precision.parse(whole["kinds"][str(kind)]) for kind in OpKind),
+        frozenset(kind for kind in OpKind if str(kind) in whole["orders"]),
+        whole["widens"],
+        tuple(Rule(**rule) for rule in whole["rules"]),
+        frozenset(map(Precision.parse, whole["retypes"])),
+        None if whole["output"] is None else Precision.parse(whole["output"]),
+    )
+
+
+# What a file looks like stands above what a plan is.
+Plan.writer = written
+Plan.reader = read
