@@ -16,6 +16,8 @@ from precpass.policy import (
     PrecisionWarning,
 )
 from precpass.precision import Precision
+from precpass.report.compare import compare
+from precpass.report.comparison import Comparison
 from precpass.rules import EqnView, Rule
 from precpass.view.diff import between
 from precpass.view.explain import Explanation
@@ -28,6 +30,7 @@ __all__ = [
     "AutoMixed",
     "AutoMixedBf16",
     "AutoMixedConservative",
+    "Comparison",
     "Custom",
     "Decision",
     "EqnView",
@@ -42,6 +45,7 @@ __all__ = [
     "Rule",
     "auto_mixed",
     "between",
+    "compare",
     "explain",
     "inspect",
     "keep",

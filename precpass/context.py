@@ -194,7 +194,9 @@ def keep(precision: Precision | str) -> Generator[None]:
     parsed = Precision.parse(precision)
     around = _current.get()
     region = _region(around.policy, around.off, parsed, around.inside)
-    with jax.named_scope(keep_scope(parsed)), _enter(region):
+    # switched off, a program bears no marks: it is the one that a reference is made from
+    scope = contextlib.nullcontext() if around.off else jax.named_scope(keep_scope(parsed))
+    with scope, _enter(region):
         yield
 
 

@@ -49,7 +49,8 @@ class Counts:
     Equations are counted once, however often they run: those of a scan's body, and
     those of a jaxpr that is called many times. FLOPs and bytes are those of one run
     of the whole program: a scan's times its length, a while loop's times
-    `precpass.graph.NOMINAL_SIZE`, and of a `cond` those of all branches.
+    `precpass.graph.NOMINAL_SIZE`, of a `cond` those of all branches, and inside of a
+    `shard_map` those of one shard.
 
     Attributes:
         products: the floating products that contract something.
@@ -329,13 +330,18 @@ def interleaved(
         raise ValueError(f"rounds={rounds!r}: at least one round is measured")
     names = list(runs)
     found: dict[str, list[float]] = {name: [] for name in names}
+
+    def turn_of(name: str) -> float:
+        # a function, so that nothing of a turn is held during the next
+        args = prepare(name)
+        jax.block_until_ready(args)
+        return timed(runs[name], *args, clock=clock)[1]
+
     for turn in range(-warm_up, rounds):
         progress(turn)
         first = turn % len(names) if names else 0
         for name in names[first:] + names[:first]:
-            args = prepare(name)
-            jax.block_until_ready(args)
-            _, took = timed(runs[name], *args, clock=clock)
+            took = turn_of(name)
             if turn >= 0:
                 found[name].append(took)
     return {name: Timing(tuple(times)) for name, times in found.items()}

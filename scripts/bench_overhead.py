@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import precpass as pp
+from precpass import measure
 
 POLICIES = (pp.AutoMixedBf16, pp.AutoMixed, pp.AlwaysBf16, pp.AlwaysF32)
 WIDTH, HEADS, LENGTH, BATCH, BYTES = 64, 4, 16, 2, 256
@@ -124,24 +125,21 @@ def nested(depth: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 # ---------------------------------------------------------------- measuring
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    gc.collect()
-    start = time.process_time()
-    run()
-    return time.process_time() - start
-
-
 def rounds_of(columns: dict[str, Callable[[], Any]], rounds: int, cold: bool) -> dict[str, Any]:
     """The CPU seconds of each column in each round, after one round that is not counted."""
-    found: dict[str, list[float]] = {name: [] for name in columns}
-    for turn in range(rounds + 1):
-        for name, run in columns.items():
-            if cold:
-                jax.clear_caches()
-            took = seconds(run)
-            if turn:
-                found[name].append(took)
-    return found
+
+    def prepare(_name: str) -> tuple[()]:
+        if cold:
+            jax.clear_caches()
+        gc.collect()
+        return ()
+
+    def alone(run: Callable[[], Any]) -> None:
+        run()  # what it made is freed in its own time
+
+    runs = {name: partial(alone, run) for name, run in columns.items()}
+    found = measure.interleaved(runs, rounds, prepare=prepare, clock=time.process_time)
+    return {name: timing.seconds for name, timing in found.items()}
 
 
 def tracing(fn: Callable[..., Any], args: Sequence[Any]) -> dict[str, Callable[[], Any]]:

@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import precpass as pp
+from precpass import measure
 
 PRESETS = (
     "AlwaysF32",
@@ -41,7 +42,6 @@ UNDER_GRAD = "AutoMixedBf16-under-grad"
 MATMUL = "default_matmul_precision"
 DEFAULT_ROWS = ("AlwaysF32", "AutoMixedBf16", UNDER_GRAD, "jmp", MATMUL)
 CALLS = {"jit", "closed_call", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
-LOW = (jnp.bfloat16, jnp.float16)
 DIFF_LINES = 25
 
 
@@ -79,33 +79,6 @@ def sub_jaxprs(eqn: Any) -> list[Any]:
     """Every jaxpr among an equation's parameters, closed or open, in JAX 0.10 and 0.12 alike."""
     found = [getattr(leaf, "jaxpr", leaf) for leaf in jax.tree.leaves(eqn.params)]
     return [jaxpr for jaxpr in found if hasattr(jaxpr, "eqns")]
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of the flattened program; a loop's body counts once."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in sub_jaxprs(eqn):
-            yield from equations(inner)
-
-
-def dtypes(atoms: Any) -> list[Any]:
-    return [atom.aval.dtype for atom in atoms]
-
-
-def is_product(eqn: Any) -> bool:
-    """A floating dot_general that contracts: without contraction it is elementwise."""
-    if eqn.primitive.name != "dot_general":
-        return False
-    contracting, _ = eqn.params["dimension_numbers"]
-    return bool(contracting[0]) and all(jnp.issubdtype(d, jnp.floating) for d in dtypes(eqn.invars))
-
-
-def is_cast(eqn: Any) -> bool:
-    if eqn.primitive.name != "convert_element_type":
-        return False
-    old, new = dtypes([*eqn.invars, *eqn.outvars])
-    return old != new and all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new))
 
 
 @dataclass(eq=False, frozen=True)
@@ -166,9 +139,8 @@ class Row:
     seconds: list[float] = field(default_factory=list)
 
     def train(self, tokens: np.ndarray) -> None:
-        start = time.perf_counter()
-        *state, loss = jax.block_until_ready(self.step(*self.state, tokens))
-        self.seconds.append(time.perf_counter() - start)
+        (*state, loss), seconds = measure.timed(self.step, *self.state, tokens)
+        self.seconds.append(seconds)
         self.state = (state[0], state[1])
         self.losses.append(float(loss))
 
@@ -179,19 +151,16 @@ def compile_row(name: str, task: Task, tokens: np.ndarray) -> Row:
     state = jax.tree.map(jnp.copy, (task.params, task.opt_state))
     marks = jax.default_matmul_precision("BF16_BF16_F32")
     with marks if name == MATMUL else contextlib.nullcontext():
-        jaxpr = jax.make_jaxpr(step)(*state, tokens).jaxpr
-        compiled = step.lower(*state, tokens).compile()
-    products = [eqn for eqn in equations(jaxpr) if is_product(eqn)]
-    low = sum(all(d in LOW for d in dtypes(eqn.invars)) for eqn in products)
-    presets = [isinstance(eqn.params["precision"], jax.lax.DotAlgorithmPreset) for eqn in products]
+        program = measure.compiled(step, *state, tokens)
+    counts = measure.count(program.jaxpr)
     return Row(
         name,
-        compiled,
+        program.compiled,
         state,
-        f"{low}/{len(products)}" + (f" ({sum(presets)} marked)" if any(presets) else ""),
-        sum(map(is_cast, equations(jaxpr))),
-        compiled.memory_analysis().temp_size_in_bytes,
-        kept_bytes(jaxpr),
+        f"{counts.low}/{counts.products}" + (f" ({counts.marked} marked)" if counts.marked else ""),
+        counts.casts,
+        program.memory.temp,
+        kept_bytes(getattr(program.jaxpr, "jaxpr", program.jaxpr)),
     )
 
 

@@ -53,6 +53,20 @@ def test_it_beats_a_policy_of_its_own_and_an_outer_use_policy(name: str):
         assert text(own, X, W) == text(jax.jit(fn), X, W)
 
 
+def test_a_keep_region_leaves_no_mark():
+    def fn(x, w):
+        with pp.keep("bf16"), jax.named_scope("mine"):
+            return x @ w
+
+    def scopes():
+        jaxpr = pp.auto_mixed(fn).trace(X, W).jaxpr
+        return {str(eqn.source_info.name_stack) for eqn in products(jaxpr)}
+
+    assert scopes() == {"precpass.keep[bf16]/mine"}
+    with pp.use_policy(None):
+        assert scopes() == {"mine"}
+
+
 def test_an_inner_use_policy_turns_it_on_again():
     mixed = pp.auto_mixed(loss)
     with pp.use_policy(None):

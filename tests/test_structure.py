@@ -79,8 +79,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("precision", "opkinds", "rules", "lock", "policy", "plan", "planfile", "site", "view"),
         "api",
     },
+    "report": {
+        *("precision", "rules", "policy", "jaxpr", "planner", "context", "stateful", "leaves"),
+        *("calling", "program", "api", "measure"),
+    },
     "__init__": {
         *("precision", "opkinds", "rules", "policy", "plan", "view", "inspection", "api"),
+        "report",
     },
 }
 # The only module that touches JAX's IR.

@@ -1,0 +1,1 @@
+"""What a policy did to a program, for people: built on plans, graphs and measurements."""

@@ -1,0 +1,343 @@
+"""`Comparison`: what `compare` found, as text, HTML, a pandas frame, a dict and a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+from collections.abc import Callable
+from typing import Any
+
+from precpass.measure import Counts, Memory, Timing
+from precpass.policy import PrecisionPolicy
+from precpass.report.errors import Errors
+from precpass.report.plot import Point, draw
+
+__all__ = ["Comparison", "Row"]
+
+_AXES = {"time": "time (ms)", "memory": "temp memory (MB)"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One program of a comparison.
+
+    Attributes:
+        name: as the tables show it.
+        policy: its policy; None for a function given instead of one.
+        counts: what its traced step computes.
+        casts_inserted: how many casts it has more than the function as it is written;
+            negative where the policy removes some.
+        memory: what XLA planned; None where the backend does not tell.
+        timing: its runs; None where none was timed.
+        ratio: the median over the rounds of its time over the first row's in the same
+            round; None where nothing was timed.
+        errors: of all its results together against the reference.
+        leaves: (path of an array of the results, errors) for each.
+    """
+
+    name: str
+    policy: PrecisionPolicy | None
+    counts: Counts
+    casts_inserted: int
+    memory: Memory | None
+    timing: Timing | None
+    ratio: float | None
+    errors: Errors
+    leaves: tuple[tuple[str, Errors], ...]
+
+    def figures(self) -> dict[str, Any]:
+        """All figures under the names that the frame and the dict have: bytes, seconds, FLOPs."""
+        quartiles = (None, None) if self.timing is None else self.timing.quartiles
+        return {
+            "products": self.counts.products,
+            "products_low": self.counts.low,
+            "products_marked": self.counts.marked,
+            "casts": self.counts.casts,
+            "casts_inserted": self.casts_inserted,
+            "low_bytes": self.counts.low_bytes,
+            **{f"flops_{name}": n for name, n in sorted(self.counts.flops.items())},
+            "temp_bytes": None if self.memory is None else self.memory.temp,
+            "seconds": None if self.timing is None else self.timing.median,
+            "seconds_lower": quartiles[0],
+            "seconds_upper": quartiles[1],
+            "ratio": self.ratio,
+            **_error_figures(self.errors),
+        }
+
+
+def _error_figures(errors: Errors) -> dict[str, Any]:
+    return {
+        "relative_error": errors.relative,
+        "max_ulp": errors.max_ulp,
+        "sqnr_db": errors.sqnr,
+        "cosine": errors.cosine,
+        "nonfinite": errors.nonfinite,
+        "integers_differ": errors.differing,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A function under several policies, and beside other functions.
+
+    `print` it for a table; in a notebook it is one.
+
+    Attributes:
+        function: the function's name.
+        rows: one per policy or function, in the order in which they were given.
+        reference: what the errors are against, "f64" or "f32".
+        rounds: how many times each was timed.
+        device: the device and the JAX release on which it ran.
+    """
+
+    function: str
+    rows: tuple[Row, ...]
+    reference: str
+    rounds: int
+    device: str
+
+    def pareto(self, by: str = "time") -> tuple[Row, ...]:
+        """The rows that no other one beats in both cost and error, the cheapest first.
+
+        A row without a finite error or without that cost is on no front.
+
+        Args:
+            by: "time" (median) or "memory" (temp).
+
+        Raises:
+            ValueError: for another `by`, and where that was not measured.
+        """
+        points = self._points(by)
+        front = [
+            (cost, error, row)
+            for cost, error, row in points
+            if not any(c <= cost and e <= error and (c, e) != (cost, error) for c, e, _ in points)
+        ]
+        return tuple(row for _, _, row in sorted(front, key=lambda point: point[:2]))
+
+    def _points(self, by: str) -> list[tuple[float, float, Row]]:
+        """The cost and the error of each row that has both, and a finite error."""
+        if by not in _AXES:
+            raise ValueError(f"unknown cost {by!r}: legal are {', '.join(map(repr, _AXES))}")
+        costs = {row.name: _cost(row, by) for row in self.rows}
+        if all(cost is None for cost in costs.values()):
+            why = "rounds=0" if by == "time" else "this backend does not tell it"
+            raise ValueError(f"{by} was not measured ({why})")
+        found: list[tuple[float, float, Row]] = []
+        for row in self.rows:
+            cost, error = costs[row.name], row.errors.relative
+            if cost is not None and error is not None and math.isfinite(error):
+                found.append((cost, error, row))
+        return found
+
+    # ------------------------------------------------------------ as data
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, those of each leaf included, as values that JSON knows.
+
+        Numbers that are not finite are the strings "inf", "-inf" and "nan".
+        """
+        rows = [
+            {
+                "name": row.name,
+                "policy": None if row.policy is None else repr(row.policy),
+                **row.figures(),
+                "all_seconds": [] if row.timing is None else list(row.timing.seconds),
+                "leaves": [{"path": p, **_error_figures(e)} for p, e in row.leaves],
+            }
+            for row in self.rows
+        ]
+        head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return _for_json({**head, "rows": rows})
+
+    def to_frame(self) -> Any:
+        """The figures as a `pandas.DataFrame`, one row per program; None is NaN.
+
+        Raises:
+            ImportError: without pandas.
+        """
+        try:
+            import pandas  # optional
+        except ImportError:
+            raise ImportError(
+                "to_frame needs pandas: pip install pandas; or use to_dict()"
+            ) from None
+
+        names = [row.name for row in self.rows]
+        figures = [row.figures() for row in self.rows]
+        frame = pandas.DataFrame(figures, index=pandas.Index(names, name="program"))
+        flops = [name for name in frame.columns if name.startswith("flops_")]
+        frame[flops] = frame[flops].fillna(0.0)  # a format that a row does not use
+        return frame
+
+    # ------------------------------------------------------------ as a table
+
+    def __str__(self) -> str:
+        head, *rows = self._table()
+        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+
+        def line(cells: tuple[str, ...]) -> str:
+            first, *others = zip(cells, widths, strict=True)
+            return "  ".join([first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)]).rstrip()
+
+        ruler = "-" * len(line(tuple("x" * w for w in widths)))
+        return "\n".join([self._title, "", line(head), ruler, *map(line, rows), "", *self._notes()])
+
+    def _repr_html_(self) -> str:
+        # no colour of its own: the page's text colour is right on a light and on a dark page
+        cell = "padding:.2em .7em;white-space:nowrap;"
+        rule = "border-bottom:1px solid currentColor;"
+        head, *rows = (tuple(map(html.escape, row)) for row in self._table())
+
+        def line(tag: str, cells: tuple[str, ...], style: str) -> str:
+            aligned = ("left", *["right"] * (len(cells) - 1))
+            scope = ' scope="col"' if tag == "th" else ""
+            made = (
+                f'<{tag}{scope} style="{style}text-align:{side};">{text}</{tag}>'
+                for text, side in zip(cells, aligned, strict=True)
+            )
+            return f"<tr>{''.join(made)}</tr>"
+
+        notes = "<br>".join(map(html.escape, self._notes()))
+        body = "".join(line("td", row, cell) for row in rows)
+        return (
+            '<div style="overflow-x:auto;color:inherit;background:transparent;">'
+            '<table style="border-collapse:collapse;color:inherit;background:transparent;">'
+            f'<caption style="text-align:left;color:inherit;{cell}">{html.escape(self._title)}'
+            f"</caption><thead>{line('th', head, cell + rule)}</thead><tbody>{body}</tbody></table>"
+            f'<p style="font-size:85%;color:inherit;">{notes}</p></div>'
+        )
+
+    @property
+    def _title(self) -> str:
+        return f"{self.function} against {_REFERENCES[self.reference]}, {self.device}"
+
+    def _table(self) -> list[tuple[str, ...]]:
+        """The cells, headings first; columns in which no row has anything are left out."""
+        columns = [[heading, *map(cell, self.rows)] for heading, cell in _COLUMNS]
+        kept = [c for c in columns if c[0] in _ALWAYS or any(text for text in c[1:])]
+        return list(zip(*([c[0], *(text or "-" for text in c[1:])] for c in kept), strict=True))
+
+    def _notes(self) -> list[str]:
+        return [
+            "products low: those of two 16-bit operands, of all in the traced step; casts added: "
+            "to the function as written; a loop's body counts once in both.",
+            "16-bit MB: results of equations in bfloat16 or float16; FLOPs and these with trip "
+            "counts. temp: what XLA allocates beside arguments and results.",
+            *(
+                [
+                    f"ms: median of {self.rounds} interleaved rounds (lower-upper quartile); "
+                    "ratio: to the first row, median over rounds."
+                ]
+                if self.rounds
+                else []
+            ),
+            "rel. error: |d| / |r| over all floating results; ULP: of the output's own format.",
+        ]
+
+    # ------------------------------------------------------------ as a picture
+
+    def plot(self, x: str = "time", ax: Any = None) -> Any:
+        """Cost against error, both on log scales, with the Pareto front drawn and named.
+
+        A line through a time goes from its lower to its upper quartile. A row with
+        non-finite results is a cross at the top; an error or cost of zero, which a log
+        scale does not have, is drawn at a tenth of the smallest other one.
+
+        Args:
+            x: "time" (median, ms) or "memory" (temp, MB).
+            ax: the `matplotlib.axes.Axes` to draw on; a new figure's without it.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: without matplotlib.
+            ValueError: for another `x`, where that was not measured, and where no row has
+                a finite error.
+        """
+        front = self.pareto(by=x)
+        if not front:
+            raise ValueError("nothing to plot: no row has floating results with a finite error")
+        scale = 1e3 if x == "time" else 1e-6
+        points: list[Point] = []
+        for row in self.rows:
+            cost, error = _cost(row, x), row.errors.relative
+            if cost is not None and error is not None:
+                ends = row.timing.quartiles if x == "time" and row.timing else (cost, cost)
+                span = ends[0] * scale, ends[1] * scale
+                points.append(Point(row.name, cost * scale, span, error, row in front))
+        against = f"relative error against {_REFERENCES[self.reference]}"
+        return draw(points, _AXES[x], against, self.function, ax)
+
+
+_REFERENCES = {"f64": "float64", "f32": "float32 (AlwaysF32)"}
+
+
+def _cost(row: Row, by: str) -> float | None:
+    if by == "time":
+        return None if row.timing is None else row.timing.median
+    return None if row.memory is None else float(row.memory.temp)
+
+
+def _for_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _for_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_for_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+# ---------------------------------------------------------------- cells
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
+def _short(value: float) -> str:
+    """Three digits, without an exponent as long as that stays short."""
+    if not value or not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def _low(row: Row) -> str:
+    counts = row.counts
+    marked = f" ({counts.marked} marked)" if counts.marked else ""
+    return f"{counts.low}/{counts.products}{marked}"
+
+
+def _flops(row: Row) -> str:
+    total = sum(row.counts.flops.values())
+    shares = sorted(row.counts.flops.items(), key=lambda item: -item[1])
+    return " ".join(f"{name} {100 * n / total:.0f}%" for name, n in shares if n >= total / 200)
+
+
+def _milliseconds(row: Row) -> str:
+    if row.timing is None:
+        return ""
+    median, low, high = (_short(1e3 * s) for s in (row.timing.median, *row.timing.quartiles))
+    return f"{median} ({low}-{high})"
+
+
+_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("program", lambda row: row.name),
+    ("products low", _low),
+    ("casts added", lambda row: f"{row.casts_inserted:+d}"),
+    ("16-bit MB", lambda row: _short(row.counts.low_bytes / 1e6)),
+    ("FLOPs in", _flops),
+    ("temp MB", lambda row: "" if row.memory is None else _short(row.memory.temp / 1e6)),
+    ("ms", _milliseconds),
+    ("ratio", lambda row: _number(row.ratio, ".2f")),
+    ("rel. error", lambda row: _number(row.errors.relative, ".1e")),
+    ("max ULP", lambda row: "" if row.errors.max_ulp is None else _short(row.errors.max_ulp)),
+    ("SQNR dB", lambda row: _number(row.errors.sqnr, ".1f")),
+    ("cosine", lambda row: _number(row.errors.cosine, ".6f")),
+    ("non-finite", lambda row: str(row.errors.nonfinite)),
+    ("integers off", lambda row: str(row.errors.differing or "")),
+)
+_ALWAYS = ("program", "products low", "rel. error")
