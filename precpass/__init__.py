@@ -16,6 +16,8 @@ from precpass.policy import (
     PrecisionWarning,
 )
 from precpass.precision import Precision
+from precpass.report.bisect import bisect
+from precpass.report.bisection import Bisection
 from precpass.report.compare import compare
 from precpass.report.comparison import Comparison
 from precpass.rules import EqnView, Rule
@@ -30,6 +32,7 @@ __all__ = [
     "AutoMixed",
     "AutoMixedBf16",
     "AutoMixedConservative",
+    "Bisection",
     "Comparison",
     "Custom",
     "Decision",
@@ -45,6 +48,7 @@ __all__ = [
     "Rule",
     "auto_mixed",
     "between",
+    "bisect",
     "compare",
     "explain",
     "inspect",

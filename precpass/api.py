@@ -7,7 +7,7 @@ import functools
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
@@ -21,11 +21,11 @@ from precpass.leaves import Declared, results, unwrapped
 from precpass.planfile import policy_text
 from precpass.planner import unchanged_plan
 from precpass.policy import PrecisionPolicy, PrecisionWarning
-from precpass.program import Program, checked_plan, rewritten
+from precpass.program import Program, Traced, rewritten
 from precpass.site import Origin
 from precpass.view.explain import Explanation
 
-__all__ = ["Mixed", "auto_mixed", "explain", "inspect", "keep", "use_policy"]
+__all__ = ["Mixed", "auto_mixed", "explain", "inspect", "keep", "trace_of", "use_policy"]
 
 
 class Mixed:
@@ -149,28 +149,28 @@ class Mixed:
 
         return self._run(run_of, args, kwargs, self._crossing.outward, on_clones=True)
 
-    def _inspect(self, args: Any, kwargs: Any) -> Inspection:
+    def _trace(self, then: Callable[[Traced], Any], args: Any, kwargs: Any) -> Any:
+        """What `then` makes of one trace of the function."""
         region = context.current()
         resolved = region.resolve(self.policy)
         policy, scope = resolved.policy, resolved.scope
 
         def run_of(program: Program) -> Any:
-            def inspected(*args: Any, **kwargs: Any) -> Inspection:
-                call = program.trace(region, args, kwargs, keeps_numbers=False)
-                before = call.jaxpr
-                if policy is None:
-                    origin = Origin(program.name, "", scope)
-                    plan = described(before, unchanged_plan(before), origin)
-                    return Inspection(before, plan, before, None, scope, program.name)
-                plan = checked_plan(call, policy, scope, program.name)
-                after, rewriter = rewritten(before, plan, region, policy, scope)
-                origin = Origin(program.name, policy_text(policy), scope)
-                plan = described(before, plan, origin, rewriter)
-                return Inspection(before, plan, after, policy, scope, program.name)
+            def traced(*inner: Any, **inner_kwargs: Any) -> Any:
+                call = program.trace(region, inner, inner_kwargs, keeps_numbers=False)
 
-            return inspected
+                def output(results: Sequence[Any]) -> Any:
+                    def same(*_: Any, **__: Any) -> Any:
+                        return jax.tree.unflatten(call.tree, results)
 
-        return self._run(run_of, args, kwargs, lambda _, inspection: inspection)
+                    outward = self._crossing.outward
+                    return self._run(lambda _: same, args, kwargs, outward, on_clones=True)
+
+                return then(Traced(call, program.name, region, policy, scope, output))
+
+            return traced
+
+        return self._run(run_of, args, kwargs, lambda _, out: out)
 
     def clear_cache(self) -> None:
         """Forgets every trace and compiled program."""
@@ -306,15 +306,41 @@ def inspect(
         >>> print(inspect(lambda x: x @ x)(jnp.ones((4, 4))).plan)
         <Plan: 1 of 1 products lowered, 1 equations lowered, 1 in all>
     """
+    return trace_of(fn, policy, _inspection)
+
+
+def trace_of(
+    fn: Callable[..., Any],
+    policy: PrecisionPolicy | str | None,
+    then: Callable[[Traced], Any],
+) -> Callable[..., Any]:
+    """A function of arguments of `fn` that gives what `then` makes of its trace.
+
+    Args:
+        fn: as for `inspect`.
+        policy: as for `auto_mixed`.
+        then: what is done with each trace; an error in it counts as one of the call.
+    """
     owner: tuple[Any, ...] = ()
     if isinstance(fn, types.MethodType) and isinstance(fn.__func__, Mixed):
         fn, owner = fn.__func__, (fn.__self__,)
     mixed = auto_mixed(fn, policy=policy)
 
-    def inspected(*args: Any, **kwargs: Any) -> Inspection:
-        return mixed._inspect((*owner, *args), kwargs)  # pyright: ignore[reportPrivateUsage]
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return mixed._trace(then, (*owner, *args), kwargs)  # pyright: ignore[reportPrivateUsage]
 
-    return inspected
+    return called
+
+
+def _inspection(traced: Traced) -> Inspection:
+    before, policy, scope, name = traced.call.jaxpr, traced.policy, traced.scope, traced.name
+    if policy is None:
+        plan = described(before, unchanged_plan(before), Origin(name, "", scope))
+        return Inspection(before, plan, before, None, scope, name)
+    plan = traced.checked_plan(policy)
+    after, rewriter = rewritten(before, plan, traced.region, policy, scope)
+    plan = described(before, plan, Origin(name, policy_text(policy), scope), rewriter)
+    return Inspection(before, plan, after, policy, scope, name)
 
 
 def explain(

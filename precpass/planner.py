@@ -39,7 +39,7 @@ from precpass.plan import Action, Border, Decision, Plan, across
 from precpass.policy import PrecisionPolicy
 from precpass.precision import Precision
 from precpass.readers import Readers, rounded_by_readers
-from precpass.rules import Rule, innermost_keep, is_fixed
+from precpass.rules import Rule, clean_scope, innermost_keep, is_fixed
 
 __all__ = ["Planner", "distinguish", "make_plan", "unchanged_plan"]
 
@@ -99,6 +99,7 @@ class Planner:
         self.readers = Readers(graph)
         self._additive = Additive()
         self._alike: dict[Hashable, Decision] = {}
+        self._rules_of: dict[tuple[str, ir.Source], list[Rule]] = {}
         self._only_permits = not (
             by_equation or policy.widens or OpKind.ELEMENTWISE in policy.orders
         )
@@ -365,9 +366,17 @@ class Planner:
     def _rule(self, row: int, scope: str) -> Rule | None:
         if not self.policy.rules:
             return None
-        view = view_of(self.graph.eqns[row], scope, self.graph.source(row))
-        for rule in self.policy.rules:
-            if rule.matches(view):
-                self.matched.add(rule)
-                return rule
+        eqn, source = self.graph.eqns[row], self.graph.source(row)
+        place = scope, source
+        if place not in self._rules_of:
+            where = clean_scope(scope), source.file, source.function, source.line
+            self._rules_of[place] = [r for r in self.policy.rules if r.covers(*where)]
+        view = None
+        for rule in self._rules_of[place]:
+            if not rule.is_region:
+                view = view or view_of(eqn, scope, source)
+                if not rule.matches(view):
+                    continue
+            self.matched.add(rule)
+            return rule
         return None

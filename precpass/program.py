@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from precpass.rewrite import Rewriter
 from precpass.rules import FIXED_SCOPE
 from precpass.selfcheck import check_jax
 
-__all__ = ["Program", "checked_plan", "rewritten"]
+__all__ = ["Program", "Traced", "checked_plan", "rewritten"]
 
 
 class Program:
@@ -134,6 +135,45 @@ class Program:
             return jax.tree.unflatten(call.tree, results)
 
         return mixed
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """A call of a function, traced once, to be planned and run under any policy.
+
+    Attributes:
+        call: the function as it is written.
+        name: the user's name for it, for errors.
+        region: where it is called.
+        policy: the policy that counts there; None where the pass is switched off.
+        scope: the name scope around it.
+        output: makes the function's output of the jaxpr's results.
+    """
+
+    call: ir.Call
+    name: str
+    region: context.Region
+    policy: PrecisionPolicy | None
+    scope: str
+    output: Callable[[Sequence[Any]], Any]
+
+    def checked_plan(self, policy: PrecisionPolicy) -> Plan:
+        """The plan under a policy; it raises and warns as a call does."""
+        return checked_plan(self.call, policy, self.scope, self.name)
+
+    def plan(self, policy: PrecisionPolicy) -> Plan:
+        """The plan under a policy, without a word."""
+        closed_over = self.call.operands[: self.call.closed_over]
+        return make_plan(self.call.jaxpr, policy, self.scope, closed_over)
+
+    def rewritten(self, plan: Plan, policy: PrecisionPolicy) -> Any:
+        """The jaxpr under a plan, itself where nothing changes."""
+        return rewritten(self.call.jaxpr, plan, self.region, policy, self.scope)[0]
+
+    def run(self, plan: Plan, policy: PrecisionPolicy) -> Any:
+        """The function's output under a plan, compiled anew; it donates no argument."""
+        new = self.rewritten(plan, policy)
+        return self.output(jax.jit(lambda *xs: ir.evaluate(new, xs))(*self.call.operands))
 
 
 # What code raises that asks a tracer for its value, as it may where jit is disabled.

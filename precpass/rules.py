@@ -58,7 +58,7 @@ class Rule:
 
     A rule below the equation's own precision lowers it: any kind where
     `primitive` or `where` names it, products alone where only a region (`scope`,
-    `function`, `file`) is named, so that a region lowered as a whole keeps its
+    `function`, `file`, `line`) is named, so that a region lowered as a whole keeps its
     sums and exponentials. "f32" leaves a float32 equation as it was written; "f64"
     evaluates it in float64. Guards of accumulation, range and exact integers
     come before rules.
@@ -69,12 +69,13 @@ class Rule:
             ("*/head" matches "model/head" and "model/head/dense").
         function: glob on the name of the user's function.
         file: glob on the user's file ("*/attention.py").
+        line: a line of that file, counted from 1; it asks for `file`.
         where: a predicate on the equation (`EqnView`).
         precision: "f64", "f32", "bf16", "f16" or a `Precision`.
 
     Raises:
         ValueError: for a rule without a pattern, a pattern that no primitive of
-            the table matches, or an unknown precision.
+            the table matches, a line without a file, or an unknown precision.
 
     Example:
         >>> Rule(scope="*/head", precision="f32")
@@ -85,6 +86,7 @@ class Rule:
     scope: str | None = None
     function: str | None = None
     file: str | None = None
+    line: int | None = None
     where: Callable[[EqnView], bool] | None = None
     precision: Precision | str = dataclasses.field(kw_only=True)
 
@@ -94,12 +96,14 @@ class Rule:
             glob = getattr(self, name)
             if glob is not None and not (isinstance(glob, str) and glob):
                 raise ValueError(f"Rule({name}={glob!r}): must be a glob such as {name}='*'")
+        if self.line is not None:
+            _check_line(self.line, self.file)
         if self.where is not None and not callable(self.where):
             raise ValueError(f"Rule(where={self.where!r}): must be a function of an EqnView")
         if not self.patterns:
             raise ValueError(
                 "Rule() without a pattern: give at least one of primitive, scope, function, "
-                "file, where"
+                "file, line, where"
             )
         if self.primitive is not None:
             _check_primitive(self.primitive)
@@ -107,7 +111,7 @@ class Rule:
     @property
     def patterns(self) -> dict[str, Any]:
         """The patterns that were given."""
-        fields = ("primitive", "scope", "function", "file", "where")
+        fields = ("primitive", "scope", "function", "file", "line", "where")
         return {f: getattr(self, f) for f in fields if getattr(self, f) is not None}
 
     @property
@@ -127,14 +131,21 @@ class Rule:
         """Whether every given pattern matches the equation."""
         return (
             (self.primitive is None or _glob(_dashless(self.primitive), _dashless(eqn.primitive)))
-            and (self.scope is None or _in_region(self.scope, eqn.scope))
-            and (self.function is None or _glob(self.function, eqn.function))
-            and (self.file is None or _glob(self.file, eqn.file))
+            and self.covers(eqn.scope, eqn.file, eqn.function, eqn.line)
             and (self.where is None or bool(self.where(eqn)))
         )
 
+    def covers(self, scope: str, file: str, function: str, line: int) -> bool:
+        """Whether every given pattern of a place matches this one: all, for a rule of a region."""
+        return (
+            (self.scope is None or _in_region(self.scope, scope))
+            and (self.function is None or _glob(self.function, function))
+            and (self.file is None or _glob(self.file, file))
+            and (self.line is None or self.line == line)
+        )
 
-@functools.lru_cache(maxsize=4096)
+
+@functools.lru_cache(maxsize=65536)
 def _glob(pattern: str, name: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern)
 
@@ -143,11 +154,21 @@ def _dashless(name: str) -> str:
     return name.replace("-", "_")
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=65536)
 def _in_region(pattern: str, scope: str) -> bool:
     parts = scope.split("/")
     regions = ("/".join(parts[: i + 1]) for i in range(len(parts)))
     return any(_glob(pattern, region) or _glob(pattern, "/" + region) for region in regions)
+
+
+def _check_line(line: object, file: str | None) -> None:
+    if not isinstance(line, int) or isinstance(line, bool) or line < 1:
+        raise ValueError(f"Rule(line={line!r}): must be a line's number, counted from 1")
+    if file is None:
+        raise ValueError(
+            f"Rule(line={line}) without a file would match that line of every file: give file= "
+            "too, such as file='*/attention.py'"
+        )
 
 
 def _check_primitive(pattern: str) -> None:

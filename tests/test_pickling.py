@@ -32,6 +32,7 @@ ARGS = jnp.eye(8), jnp.ones((4, 8))
 RULES = (
     pp.Rule(scope="*/head", precision="f32"),
     pp.Rule(primitive="tanh", precision="bf16"),
+    pp.Rule(file="*/attention.py", line=7, precision="f32"),
     pp.Rule(where=is_small, precision="f32"),
 )
 CUSTOM = pp.Custom({pp.OpKind.COMPUTE: "f16", pp.OpKind.REDUCTION: "bf16"}, rules=RULES)

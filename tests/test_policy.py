@@ -55,6 +55,7 @@ COMPOSED = [
     AutoMixed.with_output("f16"),
     AlwaysF16.with_retypes("f64", "f32"),
     AlwaysF32.with_rules(Rule(file="*/attention.py", function="score*", precision="f64")),
+    AutoMixedBf16.with_rules(Rule(file="*/attention.py", line=7, precision="f32")),
     AutoMixedConservative.with_rules(RULES[0]).with_output("bf16").with_retypes("f32"),
     Custom({OpKind.COMPUTE: Precision.BF16}),
     Custom({}),
@@ -324,7 +325,7 @@ def test_with_rules_refuses_what_is_no_rule(bad):
 
 
 def test_a_rule_without_a_pattern_is_refused():
-    legal = ["primitive", "scope", "function", "file", "where"]
+    legal = ["primitive", "scope", "function", "file", "line", "where"]
     refused(ValueError, "Rule(", legal, Rule, precision="f32")
 
 
@@ -348,3 +349,18 @@ def test_a_rule_refuses_a_pattern_that_is_no_glob(field, bad):
 @pytest.mark.parametrize("bad", ["shape", 5], ids=stable_id)
 def test_a_rule_refuses_a_predicate_that_cannot_be_called(bad):
     refused(ValueError, f"where={bad!r}", ["function", "EqnView"], Rule, where=bad, precision="f32")
+
+
+@pytest.mark.parametrize("bad", [0, -3, "7", 7.0, True], ids=stable_id)
+def test_a_rule_refuses_what_is_no_line(bad):
+    refused(ValueError, f"line={bad!r}", ["1"], Rule, file="*/a.py", line=bad, precision="f32")
+
+
+def test_a_line_asks_for_its_file():
+    refused(ValueError, "line=7", ["file="], Rule, line=7, precision="f32")
+    refused(ValueError, "line=7", ["file="], Rule, scope="head", line=7, precision="f32")
+
+
+def test_a_rule_with_a_line_prints_as_it_is_written():
+    rule = Rule(file="*/attention.py", line=7, precision="f32")
+    assert repr(rule) == "Rule(file='*/attention.py', line=7, precision='f32')"

@@ -80,6 +80,11 @@ def lowered(fn, *args, rules=(), policy=AutoMixedBf16):
         ({"function": "Score"}, False),
         ({"file": "*/attention.py"}, True),
         ({"file": "attention.py"}, False),
+        ({"file": "*/attention.py", "line": 7}, True),
+        ({"file": "*/attention.py", "line": 8}, False),
+        ({"file": "*/other.py", "line": 7}, False),
+        ({"file": "*", "line": 7, "scope": "model/head"}, True),
+        ({"file": "*", "line": 7, "scope": "model/tail"}, False),
         ({"where": lambda eqn: eqn.line == 7}, True),
         ({"where": lambda eqn: eqn.line == 8}, False),
         ({"primitive": "dot_general", "scope": "model", "function": "score"}, True),
@@ -110,6 +115,7 @@ def test_scatter_is_matched_with_a_dash_and_with_an_underscore(pattern):
     [
         ({"scope": "*"}, True),
         ({"file": "*", "function": "*"}, True),
+        ({"file": "*", "line": 7}, True),
         ({"primitive": "*"}, False),
         ({"scope": "*", "primitive": "tanh"}, False),
         ({"where": lambda eqn: True}, False),
@@ -170,6 +176,10 @@ def calls_a_helper(x, w):
     return helper_of_two(jnp.tanh(x @ w), w)
 
 
+FIRST_PRODUCT = two_products.__code__.co_firstlineno + 2
+HELPERS_PRODUCT = helper_of_two.__code__.co_firstlineno + 1
+
+
 @pytest.mark.parametrize(
     ("fn", "patterns", "expected"),
     [
@@ -182,6 +192,8 @@ def calls_a_helper(x, w):
         (calls_a_helper, {"function": "calls_a_helper"}, [False, True]),
         (two_products, {"file": "*/test_rules.py"}, [False, False]),
         (two_products, {"primitive": "dot_general", "scope": "body"}, [False, True]),
+        (two_products, {"file": "*/test_rules.py", "line": FIRST_PRODUCT}, [False, True]),
+        (calls_a_helper, {"file": "*/test_rules.py", "line": HELPERS_PRODUCT}, [True, False]),
         (two_products, {"where": lambda eqn: "head" in eqn.scope}, [True, False]),
     ],
     ids=lambda value: getattr(value, "__name__", stable_id(value)),

@@ -80,8 +80,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "api",
     },
     "report": {
-        *("precision", "rules", "policy", "jaxpr", "planner", "context", "stateful", "leaves"),
-        *("calling", "program", "api", "measure"),
+        *("precision", "rules", "policy", "jaxpr", "graph", "plan", "planner", "context"),
+        *("stateful", "leaves", "calling", "program", "api", "measure"),
     },
     "__init__": {
         *("precision", "opkinds", "rules", "policy", "plan", "view", "inspection", "api"),

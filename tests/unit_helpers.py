@@ -48,6 +48,12 @@ def product_dtypes(jaxpr: Any) -> list[str]:
     return found
 
 
+def wide_products(traced: Any, plan: Any, policy: Any) -> frozenset[int]:
+    """In the place of `Traced.run`: the indices of the products that are wide under a plan."""
+    dtypes = product_dtypes(traced.rewritten(plan, policy))
+    return frozenset(i for i, dtype in enumerate(dtypes) if dtype == "float32")
+
+
 def low_values(jaxpr: Any) -> list[str]:
     """The primitives whose results are bfloat16 or float16."""
     low = ("bfloat16", "float16")

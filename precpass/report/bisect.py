@@ -1,0 +1,401 @@
+"""`bisect`: which equations must stay wide for a check to pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from precpass import jaxpr as ir
+from precpass.api import trace_of
+from precpass.graph import Graph, join_scopes
+from precpass.plan import Action, Decision, Plan
+from precpass.policy import AlwaysF32, PrecisionPolicy
+from precpass.precision import Precision
+from precpass.program import Traced
+from precpass.report.bisection import Bisection, Run, listed
+from precpass.report.minimal import OutOfBudget, smallest
+from precpass.report.places import Group, Place, grouped
+from precpass.rules import Rule, clean_scope
+
+__all__ = ["bisect"]
+
+
+def bisect(
+    fn: Callable[..., Any],
+    policy: PrecisionPolicy | str | None,
+    check: float | Callable[[Any], bool],
+    *,
+    budget: int = 100,
+    progress: Callable[[Run], None] | None = None,
+) -> Callable[..., Bisection]:
+    """Finds a smallest set of equations that must stay wide for a check to pass.
+
+    The function is traced once. Then the policy is run as it is, then with all that it lowers
+    kept as it was written, then with some of it: name scopes first (functions where there are
+    none), then those within, then single lines. Programs that are the same are run once.
+    Arguments are not donated, and modules of flax nnx not updated.
+
+    The set is 1-minimal: the check passes with it, and fails without any one of its members, all
+    of which was run. For a check that is monotone (keeping more wide never breaks it), no part of
+    it will do.
+
+    Args:
+        fn: a function, or the result of `auto_mixed`. Differentiate inside
+            (`jax.value_and_grad(loss)`) to find equations of the backward pass. JAX gives these,
+            and what a backward rule computes, the line of the forward pass that they belong to.
+        policy: as for `auto_mixed`. The rules that are found come before its own, except for those
+            of its own that ask for float64.
+        check: a tolerance, the largest normwise relative error `|y - r| / |r|` (2-norms) that any
+            floating result `y` may have against `r`, the same function's under AlwaysF32. Or a
+            function of the output that says whether it is good.
+        budget: the most programs that are compiled and run, the reference of a tolerance among
+            them.
+        progress: is called after each run.
+
+    Returns:
+        A function that takes arguments of `fn`, arrays, and gives a `Bisection`.
+
+    Raises:
+        TypeError: for a check that is neither, or returns no bool; for arguments without values.
+        ValueError: for a tolerance below 0, a tolerance where no result is floating, or a budget
+            below 1.
+        RuntimeError: where the pass is switched off.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> def net(x, w):
+        ...     with jax.named_scope("body"):
+        ...         h = jnp.tanh(x @ w)
+        ...     with jax.named_scope("head"):
+        ...         return jnp.exp(30.0 * (h @ w))
+        >>> x, w = jnp.ones((4, 8)), jnp.full((8, 8), 0.1331)
+        >>> bisect(net, "AutoMixedBf16", 0.1)(x, w).rules
+        (Rule(scope='body', precision='f32'),)
+    """
+    _check_arguments(check, budget)
+
+    def bisected(*args: Any, **kwargs: Any) -> Bisection:
+        if ir.is_tracing():
+            raise TypeError("bisect runs the function: call it outside of jit, grad, vmap and scan")
+        traced: Traced = trace_of(fn, policy, lambda traced: traced)(*args, **kwargs)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in traced.call.operands):
+            raise TypeError("bisect runs the function: give it arrays, not jax.ShapeDtypeStruct")
+        if traced.policy is None:
+            raise RuntimeError(
+                "bisect: precpass is switched off here (use_policy(None) or PRECPASS=off), so that "
+                "no policy lowers anything"
+            )
+        return _Search(traced, traced.policy, check, budget, progress).result()
+
+    return bisected
+
+
+def _check_arguments(check: Any, budget: Any) -> None:
+    if isinstance(check, bool) or not (isinstance(check, numbers.Real) or callable(check)):
+        raise TypeError(
+            f"bisect: check={check!r} is neither a tolerance, such as 1e-2, nor a function of the "
+            "output that returns a bool"
+        )
+    if not callable(check) and not 0 <= float(check) < math.inf:
+        raise ValueError(f"bisect: check={check!r}: a tolerance is a finite number, 0 or above")
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+        raise ValueError(f"bisect: budget={budget!r}: give the number of runs, at least 1")
+
+
+_AS_WRITTEN = "as it was written"
+
+
+class _Search:
+    """The runs of one function at one set of arguments."""
+
+    def __init__(
+        self,
+        traced: Traced,
+        policy: PrecisionPolicy,
+        check: float | Callable[[Any], bool],
+        budget: int,
+        progress: Callable[[Run], None] | None,
+    ) -> None:
+        self.traced = traced
+        self.policy = policy
+        self.check = check
+        self.tolerance = None if callable(check) else float(check)
+        self.budget = budget
+        self.progress = progress
+        self.runs: list[Run] = []
+        self._verdicts: dict[Any, Run] = {}
+        self._programs: dict[Plan, int] = {}
+        self._keys: dict[Any, int] = {_AS_WRITTEN: 0}
+        self._plans: dict[PrecisionPolicy, Plan] = {}
+        self._reference: list[Any] | None = None
+
+    def result(self) -> Bisection:
+        """Runs what is needed."""
+        name = self.policy.name
+        self._plans[self.policy] = self.traced.checked_plan(self.policy)
+        low = None
+        try:
+            if self.tolerance is not None:
+                self._run(AlwaysF32, "AlwaysF32, the reference")
+            low = self._run(self.policy, f"{name} as it is")
+            if low.passed:
+                return self._ended(True, f"{name} passes as it is{self._error(low)}")
+            places, precision = self._places()
+            whole = grouped(places, precision)
+            written = self._run(
+                _with(self.policy, (whole.rule,)),
+                "with all that it lowers kept as it was written",
+                (whole.rule,),
+            )
+            if not written.passed:
+                return self._ended(False, self._why_not(low, written))
+        except OutOfBudget:
+            begun = f"{name} fails{self._error(low)}, and " if low else ""
+            spent = f"the budget of {_count(self.budget, 'run')} is spent"
+            return self._ended(False, f"not found: {begun}{spent}")
+        members, minimal = smallest(whole, lambda g: g.parts, self._passes)
+        return self._found(low, places, self._coarsened(whole, members), minimal)
+
+    def _passes(self, kept: Sequence[Group]) -> bool:
+        rules = tuple(group.rule for group in kept)
+        what = f"{_count(len(rules), 'group')} kept wide"
+        return self._run(_with(self.policy, rules), what, rules).passed
+
+    def _run(self, policy: PrecisionPolicy, what: str, rules: tuple[Rule, ...] = ()) -> Run:
+        """The run of a policy, or that of the same program that was run before."""
+        plan = self._plan(policy)
+        program = self._program(plan), policy.output
+        if program in self._verdicts:
+            return self._verdicts[program]
+        if len(self.runs) >= self.budget:
+            raise OutOfBudget
+        try:
+            error, passed = self._judge(jax.block_until_ready(self.traced.run(plan, policy)))
+        except Exception as raised:
+            raised.add_note(f"bisect: in run {len(self.runs) + 1}, {what} {listed(rules)}".strip())
+            raise
+        low = sum(n for (_, action), n in plan.count().items() if action is Action.LOWER)
+        run = Run(len(self.runs) + 1, what, rules, low, error, passed)
+        self.runs.append(run)
+        self._verdicts[program] = run
+        if self.progress is not None:
+            self.progress(run)
+        return run
+
+    def _judge(self, out: Any) -> tuple[float | None, bool]:
+        if callable(self.check):
+            verdict: Any = self.check(out)
+            if np.shape(verdict) != () or np.asarray(verdict).dtype != np.bool_:
+                raise TypeError(f"the check of bisect returned {verdict!r}, which is not a bool")
+            return None, bool(verdict)
+        found = _floating(out)
+        if self._reference is None:
+            if not found:
+                raise ValueError(
+                    f"{self.traced.name} has no floating results for the tolerance {self.check}: "
+                    "give bisect a function of the output that returns a bool"
+                )
+            self._reference = found
+        error = max(map(_normwise_error, found, self._reference))
+        return error, error <= self.check
+
+    # ------------------------------------------------------------ plans
+
+    def _plan(self, policy: PrecisionPolicy) -> Plan:
+        if policy not in self._plans:
+            self._plans[policy] = self.traced.plan(policy)
+        return self._plans[policy]
+
+    def _program(self, plan: Plan) -> int:
+        """The same number for plans of the same program, whatever their reasons are."""
+        if plan in self._programs:
+            return self._programs[plan]
+
+        def of(decision: Decision) -> Any:
+            inner = tuple(map(self._program, decision.inner))
+            if decision.action is Action.ENTER and not any(inner) and not any(decision.stored):
+                return None
+            # custom rules that are still there when the program is run are not used
+            kept = decision.action is Action.KEEP and not decision.island
+            return None if kept else (*_own(decision), inner)
+
+        decisions = tuple(map(of, plan.decisions))
+        changes = bool(plan.border) or any(decisions)
+        key = (plan.border, decisions) if changes else _AS_WRITTEN
+        number = self._keys.setdefault(key, len(self._keys))
+        return self._programs.setdefault(plan, number)
+
+    def _places(self) -> tuple[list[Place], Precision]:
+        """The places of what the policy lowers and a rule can keep wide, and that rule's precision.
+
+        They are found where the plan differs from that with a rule for all.
+        """
+        low = self._plan(self.policy)
+        scope = self.traced.scope
+        graph = Graph.build(self.traced.call.jaxpr, lambda s: clean_scope(join_scopes(scope, s)))
+        lowered = {row for row, own, _ in _pairs(graph, low, low) if own.action is Action.LOWER}
+        natives = {ir.precision_of(v.aval) for row in lowered for v in graph.eqns[row].invars}
+        precision = Precision.F64 if Precision.F64 in natives else Precision.F32
+        wide = self._plan(_with(self.policy, (Rule(file="*", precision=precision),)))
+        rows = {row for row, one, other in _pairs(graph, low, wide) if _own(one) != _own(other)}
+        found: dict[Place, Counter[str]] = {}
+        for row in sorted(rows):
+            source = graph.source(row)
+            inside = clean_scope(join_scopes(scope, graph.scope(row)))
+            place = Place(inside, source.file, source.function, source.line)
+            found.setdefault(place, Counter())[graph.primitives[row]] += 1
+        places = [
+            dataclasses.replace(place, primitives=tuple(computes.items()))
+            for place, computes in found.items()
+        ]
+        return places, precision
+
+    # ------------------------------------------------------------ results
+
+    def _coarsened(self, whole: Group, members: Sequence[Group]) -> list[Rule]:
+        """The rules of groups, with one of a coarser group where that keeps the same wide.
+
+        A name lives longer than a line's number.
+        """
+        kept = list(members)
+        program = self._program(self._plan(_with(self.policy, [g.rule for g in kept])))
+        for group in _inside(whole):
+            alone = len(group.parts) == 1 and (group is whole or bool(group.parts[0].parts))
+            if not group.parts or alone or not all(part in kept for part in group.parts):
+                continue
+            first = kept.index(group.parts[0])
+            others = [other for other in kept if other not in group.parts]
+            coarser = [*others[:first], group, *others[first:]]
+            plan = self._plan(_with(self.policy, [g.rule for g in coarser]))
+            if self._program(plan) == program:
+                kept = coarser
+        return [group.rule for group in kept]
+
+    def _found(
+        self, low: Run, places: Sequence[Place], rules: Sequence[Rule], minimal: bool
+    ) -> Bisection:
+        policy = _with(self.policy, rules)
+        run = self._verdicts[self._program(self._plan(policy)), policy.output]
+        kept = [tuple(place for place in places if place.is_in(rule)) for rule in rules]
+        lines = len({place for inside in kept for place in inside})
+        verdict = (
+            f"{self.policy.name} fails{self._error(low)}; it passes{self._error(run)} with "
+            f"{lines} of {_count(len(places), 'line')} that it lowers kept wide"
+        )
+        if minimal and len(rules) > 1:
+            verdict += f", and fails without any one of these {len(rules)} rules"
+        elif not minimal:
+            spent = f"the budget of {_count(self.budget, 'run')} was spent"
+            verdict += f"; {spent} before this was known to be a smallest set"
+        return self._ended(True, verdict, policy, tuple(rules), tuple(kept), minimal)
+
+    def _why_not(self, low: Run, written: Run) -> str:
+        name = self.policy.name
+        text = f"not found: {name} fails{self._error(low)}, also with all that it lowers kept as "
+        text += f"it was written{self._error(written)}"
+        try:
+            wide = self._run(AlwaysF32, "AlwaysF32")
+        except OutOfBudget:
+            return text
+        if wide.passed:
+            return f"{text}, but not under AlwaysF32: what breaks it is low in the program itself"
+        return f"{text}: the check fails in float32 too"
+
+    def _ended(
+        self,
+        found: bool,
+        verdict: str,
+        policy: PrecisionPolicy | None = None,
+        rules: tuple[Rule, ...] = (),
+        kept: tuple[tuple[Place, ...], ...] = (),
+        minimal: bool | None = None,
+    ) -> Bisection:
+        verdict += f" ({_count(len(self.runs), 'run')})"
+        minimal = found if minimal is None else minimal
+        runs = tuple(self.runs)
+        policy = policy or self.policy
+        return Bisection(policy, rules, found, minimal, verdict, kept, runs, self.tolerance)
+
+    def _error(self, run: Run) -> str:
+        if run.error is None:
+            return ""
+        return f" (error {run.error:.3g}{'' if run.passed else f' > {self.tolerance:.3g}'})"
+
+
+def _with(policy: PrecisionPolicy, rules: Sequence[Rule]) -> PrecisionPolicy:
+    """A policy with more rules, behind those of its own that ask for float64."""
+    own = policy.rules
+    at = max((i + 1 for i, rule in enumerate(own) if rule.precision is Precision.F64), default=0)
+    return dataclasses.replace(policy, rules=(*own[:at], *rules, *own[at:]))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _inside(group: Group) -> Iterator[Group]:
+    """A group behind all that is inside of it."""
+    for part in group.parts:
+        yield from _inside(part)
+    yield group
+
+
+# ---------------------------------------------------------------- plans
+
+
+def _own(decision: Decision) -> tuple[Any, ...]:
+    """What an equation becomes, bodies apart."""
+    return decision.action, decision.compute, decision.stored, decision.island
+
+
+def _pairs(graph: Graph, one: Plan, other: Plan) -> Iterator[tuple[int, Decision, Decision]]:
+    """The rows of a graph with their decisions in two plans; once for each pair of plans."""
+    todo, seen = [(0, one, other)], set[tuple[int, Plan, Plan]]()
+    while todo:
+        at, *plans = body = todo.pop()
+        if body in seen:
+            continue
+        seen.add(body)
+        rows = range(graph.bodies[at].start, graph.bodies[at].stop)
+        for row, a, b in zip(rows, *(plan.decisions for plan in plans), strict=True):
+            yield row, a, b
+            children = graph.children.get(row, ())
+            todo += [(c, p, q) for (_, c), p, q in zip(children, a.inner, b.inner, strict=False)]
+
+
+# ---------------------------------------------------------------- errors
+
+
+def _floating(tree: Any) -> list[Any]:
+    """The floating and complex leaves of a result, on the host and in double precision."""
+    found = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
+    return [
+        np.asarray(x).astype(complex if jnp.issubdtype(x.dtype, jnp.complexfloating) else float)
+        for x in found
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+
+
+def _normwise_error(found: Any, reference: Any) -> float:
+    """`|y - r| / |r|` in 2-norms; what is not finite is to be the same."""
+    differs = ~((found == reference) | (np.isnan(found) & np.isnan(reference)))
+    if not differs.any():
+        return 0.0
+    finite = np.isfinite(reference)
+    if (differs & ~(finite & np.isfinite(found))).any():
+        return math.inf
+    found, reference = found[finite], reference[finite]
+    # squares of large numbers overflow
+    scale = np.abs(reference).max(initial=0.0)
+    if scale == 0.0:
+        return math.inf
+    return float(np.linalg.norm((found - reference) / scale) / np.linalg.norm(reference / scale))
