@@ -152,7 +152,8 @@ class Planner:
 
     def _enter(self, row: int, facts: Facts, decides: bool, adds: bool) -> Decision:
         eqn = self.graph.eqns[row]
-        wide = self._is_wide(row) and not ir.effects_of(eqn)
+        # with x64 off a body in float64 is evaluated as a whole, which no effect survives
+        wide = self._is_wide(row) and (ir.in_x64() or not ir.effects_of(eqn))
         fixed = is_fixed(self._scope(row)) or ir.keeps_border(eqn)
         border = () if fixed else self._border(wide)
         inner: list[Plan] = []

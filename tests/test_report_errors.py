@@ -190,6 +190,22 @@ def factor(x):
     return jnp.linalg.cholesky(x @ x.T + jnp.eye(6))
 
 
+def with_effects(x):
+    def step(c, _):
+        c = jnp.sin(c @ x)
+        jax.debug.callback(lambda c: None, c, ordered=True)
+        return c, None
+
+    return lax.scan(step, x, length=3)[0]
+
+
+def with_effects_wide():
+    c = WIDE
+    for _ in range(3):
+        c = np.sin(c @ WIDE)
+    return c
+
+
 @jax.custom_jvp
 def cubed(x):
     return x @ x @ x
@@ -212,6 +228,7 @@ PROGRAMS: list[tuple[str, Callable[..., Any], Callable[[], Any]]] = [
     ("scan", scanned, scanned_wide),
     ("while", looped, looped_wide),
     ("cond", branched, lambda: np.exp(WIDE) @ WIDE),
+    ("effects", with_effects, with_effects_wide),
     ("custom_jvp", cubed, lambda: WIDE @ WIDE @ WIDE),
     ("its gradient", jax.grad(lambda x: cubed(x).sum()), lambda: 3 * WIDE.T @ np.ones((6, 6))),
     ("remat", jax.grad(jax.checkpoint(remat)), remat_wide),

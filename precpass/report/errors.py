@@ -245,8 +245,8 @@ def in_float64(written: Written) -> list[Leaf]:
     What runs is the program as it was traced, its equations and operands widened and
     its casts to lower formats left out, not a second trace with x64 on: that would
     draw other random numbers, and keep the float32 that the code spells out. As in a
-    `keep("f64")` region, samplers' bits, complex arithmetic and what opaque primitives
-    compute stay as they are.
+    `keep("f64")` region, samplers' bits, complex arithmetic, references (`jax.new_ref`)
+    and what opaque primitives compute stay as they are.
 
     Raises:
         RuntimeError: when that fails; the text names what else there is.
