@@ -429,6 +429,11 @@ def test_the_frame_has_a_row_for_each(comparison):
     assert frame.loc["f16", "flops_f16"] == 2 * 2 * 16**3
     assert frame["relative_error"].idxmin() == "AlwaysF32"
     assert (frame["seconds"] > 0).all()
+    with quiet():
+        integers = pp.compare(lambda x: jnp.argmax(x @ x), BOTH, rounds=0)(X).to_frame()
+    for name in ("seconds", "ratio", "relative_error"):
+        assert integers[name].dtype == float
+        assert integers[name].isna().all()
 
 
 class Page(HTMLParser):

@@ -60,7 +60,8 @@ def compare(
             names as its keys. `fn` itself as an item is the function as it is written.
         reference: what the results are held against. "f64": the program as traced, its
             equations evaluated in float64, casts to lower formats left out, with x64 on
-            or off; the error of float32 shows too. "f32": the function under AlwaysF32.
+            or off; the error of float32 shows too. Complex arithmetic, references and
+            opaque primitives are in it as they are. "f32": the function under AlwaysF32.
         rounds: how many times each row is timed; 0 for no times.
         progress: is called with a text, the steps done and their number.
 

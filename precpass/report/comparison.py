@@ -56,6 +56,7 @@ class Row:
             "casts": self.counts.casts,
             "casts_inserted": self.casts_inserted,
             "low_bytes": self.counts.low_bytes,
+            "low_flops_share": self.counts.low_flops,
             **{f"flops_{name}": n for name, n in sorted(self.counts.flops.items())},
             "temp_bytes": None if self.memory is None else self.memory.temp,
             "seconds": None if self.timing is None else self.timing.median,
@@ -169,7 +170,7 @@ class Comparison:
         frame = pandas.DataFrame(figures, index=pandas.Index(names, name="program"))
         flops = [name for name in frame.columns if name.startswith("flops_")]
         frame[flops] = frame[flops].fillna(0.0)  # a format that a row does not use
-        return frame
+        return frame.apply(pandas.to_numeric)
 
     # ------------------------------------------------------------ as a table
 
