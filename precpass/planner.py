@@ -12,6 +12,7 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.accumulate import Additive, Feeds, all_feeds
+from precpass.asked import Asked
 from precpass.boundary import BOUNDARY
 from precpass.equations import (
     EQUALITIES,
@@ -28,18 +29,16 @@ from precpass.equations import (
     lower,
     mixes_types,
     unentered,
-    view_of,
     widen,
 )
 from precpass.facts import Facts, propagate
 from precpass.graph import Graph, join_scopes
-from precpass.locked import Locked
 from precpass.opkinds import Op, OpKind, op
 from precpass.plan import Action, Border, Decision, Plan, across
 from precpass.policy import PrecisionPolicy
 from precpass.precision import Precision
 from precpass.readers import Readers, rounded_by_readers
-from precpass.rules import Rule, clean_scope, innermost_keep, is_fixed
+from precpass.rules import innermost_keep, is_fixed
 
 __all__ = ["Planner", "distinguish", "make_plan", "unchanged_plan"]
 
@@ -86,24 +85,19 @@ class Planner:
         self.facts = facts
         self.policy = policy
         self.scope = scope
-        self.matched: set[Rule] = set()
         self.notes: list[str] = []
         self.lowered: dict[Any, ir.Contents] = {}
         self.shared: dict[Any, Plan] = {}
         self.memo: dict[Any, Plan] = {}
         # without an order beyond products, no equation that adds is lowered
-        by_equation = bool(policy.rules or policy.lock)
-        self._orders = by_equation or bool(policy.orders - {OpKind.COMPUTE})
-        regions = [rule for rule in policy.rules if rule.is_region]
-        self._wide_regions = regions if any(r.precision is Precision.F64 for r in regions) else []
+        self.asked = Asked(graph, scope, policy)
+        self._orders = bool(self.asked or policy.orders - {OpKind.COMPUTE})
         self.readers = Readers(graph)
         self._additive = Additive()
         self._alike: dict[Hashable, Decision] = {}
-        self._rules_of: dict[tuple[str, ir.Source], list[Rule]] = {}
         self._only_permits = not (
-            by_equation or policy.widens or OpKind.ELEMENTWISE in policy.orders
+            self.asked or policy.widens or OpKind.ELEMENTWISE in policy.orders
         )
-        self._locked = Locked(graph, scope, policy.lock) if policy.lock else None
         given = {kind: policy.precision_for(kind) for kind in OpKind}
         self._presets = {
             kind: (precision, f"{policy.name}: {kind} in {precision}", kind in policy.orders)
@@ -116,10 +110,8 @@ class Planner:
     def root(self, border: Border) -> Plan:
         """The plan of the outermost jaxpr, with what was noticed on the way."""
         plan = self.plan(self.facts, (), decides=False, border=border)
-        if self._locked:
-            self.notes += self._locked.complaints(self.policy.name)
-        unmatched = tuple(rule for rule in self.policy.rules if rule not in self.matched)
-        return Plan(plan.decisions, plan.border, tuple(dict.fromkeys(self.notes)), unmatched)
+        notes = dict.fromkeys((*self.notes, *self.asked.complaints()))
+        return Plan(plan.decisions, plan.border, tuple(notes), self.asked.unmatched())
 
     def plan(self, facts: Facts, carried: Feeds, decides: bool, border: Border) -> Plan:
         """The plan of one body at one class of call sites.
@@ -341,43 +333,18 @@ class Planner:
         kept = innermost_keep(scope)
         if is_fixed(scope):
             return False
-        if kept is not None or not self._wide_regions:
-            return kept is Precision.F64
-        view = view_of(self.graph.eqns[row], scope, self.graph.source(row))
-        rule = next((r for r in self._wide_regions if r.matches(view)), None)
-        if rule is None or rule.precision is not Precision.F64:
-            return False
-        self.matched.add(rule)
-        return True
+        return kept is Precision.F64 if kept is not None else self.asked.in_float64(row, scope)
 
     def _target(self, row: int, table: Op, scope: str) -> tuple[Precision, str, bool]:
         """The precision that is asked for, by whom, and whether as an order."""
         kept = innermost_keep(scope)
         if kept is not None:
             return kept, f"keep({str(kept)!r})", table.kind is OpKind.COMPUTE and kept.is_low
-        rule = self._rule(row, scope)
+        rule = self.asked.rule(row, scope)
         if rule is not None:
             precision = Precision.parse(rule.precision)
             whole = not rule.is_region or table.kind is OpKind.COMPUTE
             return precision, repr(rule), whole
-        if self._locked and (locked := self._locked.of(row)):
+        if (locked := self.asked.locked(row)) is not None:
             return locked, "as in the saved plan", True
         return self._presets[table.kind]
-
-    def _rule(self, row: int, scope: str) -> Rule | None:
-        if not self.policy.rules:
-            return None
-        eqn, source = self.graph.eqns[row], self.graph.source(row)
-        place = scope, source
-        if place not in self._rules_of:
-            where = clean_scope(scope), source.file, source.function, source.line
-            self._rules_of[place] = [r for r in self.policy.rules if r.covers(*where)]
-        view = None
-        for rule in self._rules_of[place]:
-            if not rule.is_region:
-                view = view or view_of(eqn, scope, source)
-                if not rule.matches(view):
-                    continue
-            self.matched.add(rule)
-            return rule
-        return None
