@@ -16,6 +16,7 @@ from precpass.policy import (
     PrecisionWarning,
 )
 from precpass.precision import Precision
+from precpass.report.audit import Audit, audit
 from precpass.report.bisect import bisect
 from precpass.report.bisection import Bisection
 from precpass.report.compare import compare
@@ -29,6 +30,7 @@ __all__ = [
     "AlwaysBf16",
     "AlwaysF16",
     "AlwaysF32",
+    "Audit",
     "AutoMixed",
     "AutoMixedBf16",
     "AutoMixedConservative",
@@ -46,6 +48,7 @@ __all__ = [
     "PrecisionPolicy",
     "PrecisionWarning",
     "Rule",
+    "audit",
     "auto_mixed",
     "between",
     "bisect",

@@ -25,7 +25,16 @@ from precpass.program import Program, Traced, rewritten
 from precpass.site import Origin
 from precpass.view.explain import Explanation
 
-__all__ = ["Mixed", "auto_mixed", "explain", "inspect", "keep", "trace_of", "use_policy"]
+__all__ = [
+    "Mixed",
+    "auto_mixed",
+    "explain",
+    "inspect",
+    "keep",
+    "owner_of",
+    "trace_of",
+    "use_policy",
+]
 
 
 class Mixed:
@@ -321,9 +330,7 @@ def trace_of(
         policy: as for `auto_mixed`.
         then: what is done with each trace; an error in it counts as one of the call.
     """
-    owner: tuple[Any, ...] = ()
-    if isinstance(fn, types.MethodType) and isinstance(fn.__func__, Mixed):
-        fn, owner = fn.__func__, (fn.__self__,)
+    fn, owner = owner_of(fn)
     mixed = auto_mixed(fn, policy=policy)
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -385,6 +392,13 @@ _FROM_OUTSIDE = (
     "a derivative is taken around this call: the products of its backward pass are low too, "
     "but what transposition adds is out of the planner's sight; auto_mixed(jax.grad(f)) shows it"
 )
+
+
+def owner_of(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function, and the object that its first argument is where it is a bound `Mixed`."""
+    if isinstance(fn, types.MethodType) and isinstance(fn.__func__, Mixed):
+        return fn.__func__, (fn.__self__,)
+    return fn, ()
 
 
 def _shown(fn: Callable[..., Any]) -> str:

@@ -95,7 +95,7 @@ class Inspection:
         if level == "jaxpr":
             return rendered(self._unified(), color)
         lines = [*diff_lines(self.plan, level), *self._outputs()]
-        return rendered([*lines, [(totals(self.plan, self._policy_name), "")]], color)
+        return rendered([*lines, [(totals(self.plan, self.policy_name), "")]], color)
 
     def explain(self) -> Explanation:
         """The verdict in figures, what stays wide and why, and what to do about it."""
@@ -103,7 +103,7 @@ class Inspection:
         for eqn, decision, _ in self.decisions():
             decided.setdefault(id(eqn), decision)
         name = self.name or "program"
-        return explained(self.before, self.plan, self.after, decided, name, self._policy_name)
+        return explained(self.before, self.plan, self.after, decided, name, self.policy_name)
 
     def draw(self, *, boxes: int = 60, graphviz: bool | None = None) -> Picture:
         """The dataflow as a picture, coloured by precision, boxed by name scope and loop.
@@ -127,7 +127,7 @@ class Inspection:
         for eqn, decision, _, site in _paired(self.before, self.plan, ir.Source(), set()):
             casts = sum(cast.what != "removed" for cast in site.casts)
             decided.setdefault(id(eqn), (decision, casts))
-        title = f"{self.name or 'program'} under {self._policy_name}"
+        title = f"{self.name or 'program'} under {self.policy_name}"
         return picture(chart(graph, decided, boxes), title, graphviz)
 
     def _outputs(self) -> Iterator[Line]:
@@ -149,14 +149,15 @@ class Inspection:
         return [[(line, styles.get(line[0], ""))] for line in found]
 
     @property
-    def _policy_name(self) -> str:
+    def policy_name(self) -> str:
+        """The policy's name."""
         return "switched off" if self.policy is None else self.policy.name
 
     def __repr__(self) -> str:
-        return f"<Inspection under {self._policy_name}: {self.plan!r}>"
+        return f"<Inspection under {self.policy_name}: {self.plan!r}>"
 
     def _repr_html_(self) -> str:
-        name = f"{self.name or 'program'} under {self._policy_name}"
+        name = f"{self.name or 'program'} under {self.policy_name}"
         more = [("explanation", self.explain().lines()), ("jaxprs", self._unified())]
         return inspection_page(self.plan, name, more, self.draw(graphviz=False).svg)
 

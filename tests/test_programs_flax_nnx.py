@@ -235,3 +235,11 @@ def test_blocks_under_nnx_vmap_scan_and_remat():
 
     x = jnp.asarray(normal(1, 2, 8, 32))
     check_program(pure, params, rest, x, least=8, factor=6)
+
+
+def test_modules_are_audited_and_stay_as_they_are():
+    net = Net(nnx.Rngs(0))
+    before = jax.tree.map(jnp.copy, nnx.state(net, nnx.BatchStat))
+    found = pp.audit(lambda net, x: net(x))(net, X)
+    assert found.products == 2
+    assert_leaves_near(nnx.state(net, nnx.BatchStat), before, 0.0)

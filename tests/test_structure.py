@@ -71,7 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "report": {
         *("precision", "rules", "policy", "jaxpr", "graph", "plan", "planner", "context"),
-        *("stateful", "leaves", "calling", "program", "api", "measure"),
+        *("stateful", "leaves", "calling", "program", "api", "measure", "inspection", "view"),
     },
     "__init__": {
         *("precision", "opkinds", "rules", "policy", "plan", "view", "inspection", "api"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import jax.core
 
 from precpass import calling, measure, stateful
 from precpass import jaxpr as ir
-from precpass.api import Mixed, auto_mixed
+from precpass.api import Mixed, auto_mixed, owner_of
 from precpass.leaves import Declared, arguments, dynamic_leaves, refused, unwrapped
 from precpass.policy import AlwaysF32, PrecisionPolicy
 from precpass.report.comparison import Comparison, Row
@@ -90,9 +89,7 @@ def compare(
     if not isinstance(rounds, int) or rounds < 0:  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
         raise ValueError(f"rounds={rounds!r}: a whole number, 0 for no times")
     entries = _entries(policies)
-    owner: tuple[Any, ...] = ()
-    if isinstance(fn, types.MethodType) and isinstance(fn.__func__, Mixed):
-        fn, owner = fn.__func__, (fn.__self__,)
+    fn, owner = owner_of(fn)
     subject = auto_mixed(fn)
 
     def compared(*args: Any, **kwargs: Any) -> Comparison:

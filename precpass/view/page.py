@@ -47,10 +47,13 @@ def _tree(section: Section) -> str:
     )
 
 
+_OPEN = ' open="open"'
+
+
 def folded(head: str | Line, body: str, *, is_open: bool = False) -> str:
     """A part that is shown and hidden by a click on its heading."""
     line = [(head, "")] if isinstance(head, str) else head
-    return f"<details{' open' if is_open else ''}><summary>{spans(line)}</summary>{body}</details>"
+    return f"<details{_OPEN if is_open else ''}><summary>{spans(line)}</summary>{body}</details>"
 
 
 def table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> str:

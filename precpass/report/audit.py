@@ -1,0 +1,237 @@
+"""`audit`: what XLA ran in another precision than planned, by source line."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from precpass.api import auto_mixed, inspect, owner_of
+from precpass.inspection import Inspection
+from precpass.jaxpr import Source
+from precpass.policy import PrecisionPolicy, PrecisionWarning
+from precpass.report.changes import changes
+from precpass.report.hlo import Module
+from precpass.report.sides import Change
+from precpass.view.page import folded
+from precpass.view.text import Line, as_html, heading, page, rendered
+
+__all__ = ["Audit", "Finding", "audit"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that XLA ran or stored in another precision than planned.
+
+    Attributes:
+        kind: "product widened", "product narrowed", "cast removed", "cast moved",
+            "loop state widened", "buffer widened" or "collective widened".
+        source: the user's line.
+        scope: the name stack, without the names of the outermost jits.
+        operation: the JAX primitive.
+        planned, compiled: the types as HLO writes them, with sizes.
+        planned_dtype, compiled_dtype: the formats that differ, "bf16" or "f32".
+        why: what follows from it.
+        reason: the plan's reason for this line's equation; "" where the plan has none,
+            as for what JAX makes of a scan, or several that cannot be told apart.
+        times: how often it was found.
+    """
+
+    kind: str
+    source: Source
+    scope: str
+    operation: str
+    planned: str
+    compiled: str
+    planned_dtype: str
+    compiled_dtype: str
+    why: str
+    reason: str = ""
+    times: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON has them; the source as "file", "line" and "function"."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**fields, "source": dataclasses.asdict(self.source)}
+
+    def __str__(self) -> str:
+        scope = f" in {self.scope}" if self.scope else ""
+        reason = f"  [{self.reason}]" if self.reason else ""
+        times = f"  ({self.times} times)" if self.times > 1 else ""
+        return (
+            f"{self.operation}{scope}: {self.kind}: planned {self.planned}, "
+            f"compiled {self.compiled}: {self.why}{reason}{times}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Audit:
+    """A compiled program beside its plan.
+
+    Attributes:
+        findings: what differs, in the order of the program.
+        products: the products that were handed to XLA, one of a loop's body once.
+        as_planned: those that run on operands of the planned formats.
+        merged: those that are no products in the compiled program: merged with an equal
+            one, computed ahead, or fused as multiplications.
+        backend: the platform whose compiled program was read ("cpu", "cuda", ...).
+        inspection: the plan, and the program before and after it.
+        hlo: the compiled program's text.
+    """
+
+    findings: tuple[Finding, ...]
+    products: int
+    as_planned: int
+    merged: int
+    backend: str
+    inspection: Inspection
+    hlo: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs from the plan."""
+        return not self.findings
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the programs themselves, as JSON has it."""
+        changed = self.products - self.as_planned - self.merged
+        return {
+            "policy": self.inspection.policy_name,
+            "backend": self.backend,
+            "jax": jax.__version__,
+            "ok": self.ok,
+            "products": {
+                "planned": self.products,
+                "as_planned": self.as_planned,
+                "changed": changed,
+                "merged": self.merged,
+            },
+            "findings": [finding.to_dict() for finding in self.findings],
+        }
+
+    def lines(self) -> list[Line]:
+        """The findings by source line, and the totals, as styled text."""
+        lines: list[Line] = []
+        for source, found in self._by_line():
+            lines += [heading(source), *([("  ", ""), (str(f), "wide")] for f in found)]
+        return [*lines, [(self._totals(), "")]]
+
+    def text(self, *, color: bool | None = None) -> str:
+        """The findings as text, coloured as `Inspection.diff` is."""
+        return rendered(self.lines(), color)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        return f"<Audit: {self._totals()}>"
+
+    def _repr_html_(self) -> str:
+        parts = [
+            folded(heading(source), as_html([[(str(f), "wide")] for f in found]), is_open=True)
+            for source, found in self._by_line()
+        ]
+        return page("".join([*parts, as_html([[(self._totals(), "")]])]))
+
+    def _by_line(self) -> Iterator[tuple[Source, list[Finding]]]:
+        lines: dict[Source, list[Finding]] = {}
+        for finding in self.findings:
+            lines.setdefault(finding.source, []).append(finding)
+        yield from lines.items()
+
+    def _totals(self) -> str:
+        merged = f", {self.merged} merged or fused" if self.merged else ""
+        n = len(self.findings)
+        found = "no finding" if self.ok else f"{n} finding{'s' if n > 1 else ''}"
+        return (
+            f"{self.inspection.policy_name}, compiled by jax {jax.__version__} for {self.backend}: "
+            f"{self.as_planned} of {self.products} products as planned{merged}; {found}. "
+            "A plan is for every backend, what XLA changes is this one's"
+        )
+
+
+def audit(
+    fn: Callable[..., Any], policy: PrecisionPolicy | str | None = None
+) -> Callable[..., Audit]:
+    """What XLA runs in another precision than planned.
+
+    The function is planned, rewritten, lowered and compiled for the device on which its
+    arguments are; it does not run. The optimised HLO is read beside the program that XLA
+    was given, which is the plan in its terms: what has the same name stack and source line
+    is the same operation. Casts inside of a fusion store nothing and are not reported; a
+    product on low operands whose result is wide is as planned.
+
+    Args:
+        fn: a function, or the result of `auto_mixed`, whose policy and options then count.
+        policy: as for `auto_mixed`. "AlwaysF32" audits a float32 program; `use_policy(None)`
+            around the call one as it is written.
+
+    Returns:
+        A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and
+        gives an `Audit`: `findings` by source line, `ok`, and how many products run as planned.
+
+    Raises:
+        What tracing, lowering or compiling `fn` raises.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> def f(x, w):
+        ...     return x @ w
+        >>> found = audit(f)(jnp.ones((8, 8)), jnp.ones((8, 8)))
+        >>> found.ok, found.as_planned, found.products
+        (True, 1, 1)
+    """
+    fn, owner = owner_of(fn)
+    mixed = auto_mixed(fn, policy=policy)
+
+    def audited(*args: Any, **kwargs: Any) -> Audit:
+        inspection = inspect(mixed)(*owner, *args, **kwargs)
+        with warnings.catch_warnings():
+            # the plan's warnings were given by inspect
+            warnings.simplefilter("ignore", PrecisionWarning)
+            lowered = mixed.lower(*owner, *args, **kwargs)
+        compiled = lowered.compile()
+        text = compiled.as_text()
+        planned = Module.parse(lowered.as_text(dialect="hlo", debug_info=True))
+        found = changes(planned, Module.parse(text))
+        return Audit(
+            findings=tuple(_findings(found.found, inspection)),
+            products=found.products,
+            as_planned=found.as_planned,
+            merged=found.merged,
+            backend=compiled.runtime_executable().local_devices()[0].platform,
+            inspection=inspection,
+            hlo=text,
+        )
+
+    return audited
+
+
+def _findings(found: tuple[Change, ...], inspection: Inspection) -> Iterator[Finding]:
+    """Each distinct change with the plan's reason."""
+    # an equation's line and primitive -> the reasons there, and the precision that each is for
+    reasons: dict[tuple[str, int, str], dict[str, str]] = {}
+    for eqn, decision, source in inspection.decisions():
+        there = reasons.setdefault((source.file, source.line, eqn.primitive.name), {})
+        there[decision.reason] = str(decision.compute or "")
+    counted: dict[Finding, int] = {}
+    for change in found:
+        scope, _, operation = _JITS.sub("", change.name).rpartition("/")
+        fields = {f.name: getattr(change, f.name) for f in dataclasses.fields(change)}
+        del fields["name"]
+        there = reasons.get((change.source.file, change.source.line, operation), {})
+        fitting = [reason for reason, dtype in there.items() if dtype == change.planned_dtype]
+        chosen = fitting or list(there)
+        # one line may hold several equations: none of their reasons is better than a wrong one
+        reason = chosen[0] if len(chosen) == 1 else ""
+        finding = Finding(scope=scope, operation=operation, reason=reason, **fields)
+        counted[finding] = counted.get(finding, 0) + 1
+    for finding, times in counted.items():
+        yield dataclasses.replace(finding, times=times)
+
+
+_JITS = re.compile(r"^(?:jit\([^/]*\)/)+")

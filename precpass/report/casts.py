@@ -1,0 +1,214 @@
+"""Roundings that a compiler left out, and casts that it moved out of a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from precpass.report.hlo import Computation, Instruction, Module, Placed, Shape, bits
+from precpass.report.sides import MOVES, PRODUCTS, Change, Key, Sides, change
+
+__all__ = ["casts"]
+
+
+def casts(sides: Sides) -> Iterator[Change]:
+    """Roundings that the compiled program does not do, and widenings moved out of a loop."""
+    yield from _removed(sides)
+    yield from _unrounded(sides)
+    for _, planned, compiled in sides.pairs(lambda p: _cast(p) is not None):
+        for placed in planned:
+            yield from _moved(sides, placed, compiled)
+
+
+def _cast(placed: Placed) -> tuple[Shape, Shape] | None:
+    """The types before and after a cast from one floating type to another."""
+    operands = placed.computation.operands(placed.instruction)
+    if placed.instruction.opcode != "convert" or len(operands) != 1:
+        return None
+    before, after = operands[0].shapes[0], placed.instruction.shapes[0]
+    return (before, after) if before.bits and after.bits else None
+
+
+def _moved(sides: Sides, placed: Placed, compiled: Sequence[Placed]) -> Iterator[Change]:
+    before, after = _cast(placed) or (Shape(""), Shape(""))
+    same = [c for c in compiled if c.instruction.shapes[0].dtype == after.dtype]
+    depth = max((len(c.loops) for c in same), default=len(placed.loops))
+    if after.bits <= before.bits or depth >= len(placed.loops):
+        return
+    if placed.loops[depth] in sides.loops:  # else the loop itself is gone
+        why = f"the loop holds {after.dtype} from its start to its end, not {before.dtype}"
+        types = f"{before} -> {after} in the loop", f"{before} -> {after} before it"
+        yield change("cast moved", placed, *types, (before.dtype, after.dtype), why)
+
+
+# ---------------------------------------------------------------- casts that round
+
+
+def _removed(sides: Sides) -> Iterator[Change]:
+    """Casts to a narrower format and back that are nowhere in the compiled program."""
+    left = {
+        (c.instruction.file, c.instruction.line, cast[1].size, cast[1].dtype)
+        for placed in sides.compiled.values()
+        for c in placed
+        if (cast := _cast(c))
+    }
+    kept = {_value(p) for key, ps in sides.planned.items() for p in ps if _remains(sides, key, p)}
+    for key, planned, _ in sides.pairs(lambda p: _cast(p) is not None):
+        for placed in planned:
+            before, after = _cast(placed) or (Shape(""), Shape(""))
+            gone = (key[1], key[2], after.size, after.dtype) not in left
+            if after.bits >= before.bits or not gone or _value(placed) in kept:
+                continue
+            if _widened_to(placed) == before.dtype and _is_unrounded(sides, placed, after.dtype):
+                why = f"values keep digits of {before.dtype} that the plan rounds away"
+                types = f"{before} -> {after} -> {before}", before
+                yield change("cast removed", placed, *types, (after.dtype, before.dtype), why)
+
+
+def _remains(sides: Sides, key: Key, placed: Placed) -> bool:
+    """Whether a cast is in the compiled program under its name."""
+    if placed.instruction.opcode != "convert":
+        return False
+    dtype = placed.instruction.shapes[0].dtype
+    same = (c.instruction for c in sides.compiled.get(key, ()))
+    return any(i.opcode == "convert" and i.shapes[0].dtype == dtype for i in same)
+
+
+def _value(placed: Placed) -> tuple[str, ...]:
+    """What a cast rounds, and to what: XLA computes equal ones once, under one of their names."""
+    instruction = placed.instruction
+    return placed.computation.name, *instruction.operands, instruction.shapes[0].dtype
+
+
+def _widened_to(placed: Placed) -> str:
+    """The format to which all that reads a result widens it; "" where that is not so of all."""
+    found: set[str] = set()
+    waiting = [placed.instruction]
+    while waiting:
+        instruction = waiting.pop()
+        readers = placed.computation.readers[instruction.name]
+        if instruction.is_root or not readers:
+            return ""
+        for reader in readers:
+            if reader.opcode in MOVES:
+                waiting.append(reader)
+            else:
+                found.add(reader.shapes[0].dtype if reader.opcode == "convert" else "")
+    (dtype,) = found if len(found) == 1 else ("",)
+    return dtype if bits(dtype) > placed.instruction.shapes[0].bits else ""
+
+
+def _is_unrounded(sides: Sides, placed: Placed, dtype: str) -> bool:
+    """Whether what a cast rounds is there in the compiled program and nothing rounds it.
+
+    Only an argument, or what was computed in the cast's own format, is known to have digits to
+    round: what is constant is rounded ahead, and what was widened before holds no more.
+    """
+    planned, compiled = sides.modules
+    computation, made = _made(planned, placed)
+    if made is None:
+        return False
+    found: list[tuple[Computation, Instruction]] = []
+    if made.opcode == "parameter":
+        entry = compiled.computations[compiled.entry]
+        arguments = (i for i in entry.instructions if i.opcode == "parameter")
+        found = [(entry, i) for i in arguments if i.index == made.index]
+    elif made.opcode in _ROUNDS and computation is placed.computation:
+        # its whole name is known where it stands beside the cast
+        scope = placed.name.removesuffix(placed.instruction.op_name)
+        same = sides.compiled.get((scope + made.op_name, made.file, made.line), ())
+        found = [
+            (c.computation, c.instruction) for c in same if c.instruction.opcode == made.opcode
+        ]
+    return bool(found) and not any(_is_rounded(compiled, *value, dtype) for value in found)
+
+
+def _made(module: Module, placed: Placed) -> tuple[Computation, Instruction | None]:
+    """The program's argument, or the instruction, that makes what a cast rounds."""
+    computation, name = placed.computation, placed.instruction.operands[0]
+    while instruction := computation.by_name.get(name):
+        if instruction.opcode in MOVES and len(instruction.operands) == 1:
+            name = instruction.operands[0]
+        elif instruction.opcode == "parameter" and computation.name != module.entry:
+            callers = module.callers.get(computation.name, ())
+            if len(callers) != 1 or callers[0][1].opcode != "call":
+                break
+            computation, call = callers[0]
+            name = call.operands[instruction.index]
+        else:
+            return computation, instruction
+    return computation, None
+
+
+# ---------------------------------------------------------------- results that are not rounded
+
+# What rounds its result to its own format.
+_ROUNDS = PRODUCTS | frozenset(
+    ("add", "subtract", "multiply", "divide", "power", "sqrt", "rsqrt", "cbrt", "reduce")
+    + ("exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "erf")
+    + ("tanh", "sine", "cosine", "tan", "atan2", "reduce-window")
+)
+
+
+def _unrounded(sides: Sides) -> Iterator[Change]:
+    """Low results that a kernel computes wide and hands on wide, as the plan widens them next.
+
+    Where XLA has no arithmetic in a format it computes in a wider one and rounds behind
+    each operation; it drops that rounding where a cast widens the result again.
+    """
+    for _, planned, compiled in sides.pairs(lambda p: p.instruction.opcode in _ROUNDS):
+        shapes = {p.instruction.shapes for p in planned}
+        undone = [(p, dtype) for p in planned if (dtype := _widened_to(p))]
+        if len(shapes) != 1 or not undone:
+            continue
+        ((shape, *_),) = shapes
+        # all that bears the name rounds by plan: one that does not is one whose rounding is gone
+        wide = [(c, Shape(dtype, shape.dims)) for c in compiled for dtype in {d for _, d in undone}]
+        not_rounded = [
+            c
+            for c, wanted in wide
+            if c.instruction.shapes == (wanted,)
+            and not _is_rounded(sides.modules[1], c.computation, c.instruction, shape.dtype)
+        ]
+        for (placed, dtype), _ in zip(undone, not_rounded, strict=False):
+            why = f"the result is not rounded to {shape.dtype} before it is widened"
+            types = f"{shape} -> {dtype}", Shape(dtype, shape.dims)
+            yield change("cast removed", placed, *types, (shape.dtype, dtype), why)
+
+
+def _is_rounded(module: Module, computation: Computation, value: Instruction, dtype: str) -> bool:
+    """Whether anything casts a value to `dtype`; what cannot be followed may."""
+    waiting, seen = [(computation, value)], set[tuple[str, str]]()
+    while waiting:
+        computation, value = waiting.pop()
+        if (computation.name, value.name) in seen:
+            continue
+        seen.add((computation.name, value.name))
+        is_entry = computation.name == module.entry
+        if value.is_root and not is_entry:
+            outside = module.callers.get(computation.name, ())
+            if any(i.opcode != "fusion" for _, i in outside):
+                return True
+            waiting += outside
+        for reader in computation.readers[value.name]:
+            if reader.opcode == "convert" and reader.shapes[0].dtype == dtype:
+                return True
+            if reader.opcode in MOVES:
+                waiting.append((computation, reader))
+            elif reader.opcode == "fusion":
+                waiting += _inside(module, reader, value.name)
+            elif reader.called or reader.opcode in ("tuple", "custom-call"):
+                is_result = is_entry and reader.is_root
+                if not is_result:
+                    return True
+    return False
+
+
+def _inside(
+    module: Module, fusion: Instruction, name: str
+) -> Iterator[tuple[Computation, Instruction]]:
+    """The parameters through which a fusion reads a value."""
+    inner = (module.computations.get(called) for _, called in fusion.called)
+    for computation in (c for c in inner if c is not None):
+        for instruction in computation.instructions:
+            if instruction.opcode == "parameter" and fusion.operands[instruction.index] == name:
+                yield computation, instruction

@@ -1,0 +1,175 @@
+"""What a compiler changed in the precision of a program, and in that of its products.
+
+Where one line has several equal operations they are told apart by size, and only what no pairing
+explains is a change: what cannot be told apart is not reported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+from precpass.report.casts import casts
+from precpass.report.hlo import Computation, Instruction, Module, Placed, bits
+from precpass.report.sides import MOVES, Change, Sides, change, factors, is_product, sizes
+from precpass.report.storage import buffers, collectives, loops
+
+__all__ = ["Changes", "changes"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """All changes between two programs.
+
+    Attributes:
+        found: in the order of the lowered program, equal ones repeated.
+        products: the products of the lowered program; a body's once per place that calls it.
+        as_planned: those that the compiled program runs on operands of the same types.
+        merged: those that are no products in it: merged with an equal one, computed
+            ahead, or fused as multiplications.
+    """
+
+    found: tuple[Change, ...]
+    products: int
+    as_planned: int
+    merged: int
+
+
+def changes(planned: Module, compiled: Module) -> Changes:
+    """What differs in precision between a lowered program and the compiled one.
+
+    Args:
+        planned: the lowered program.
+        compiled: the same after XLA's passes, for one of the devices that it runs on.
+    """
+    sides = Sides(planned, compiled)
+    found, exact, merged, total = _products(sides)
+    for other in (casts, loops, buffers, collectives):
+        found += other(sides)
+    lines = dict.fromkeys((file, line) for _, file, line in sides.planned)
+    order = {line: i for i, line in enumerate(lines)}
+    found.sort(key=lambda c: order.get((c.source.file, c.source.line), len(order)))
+    return Changes(tuple(found), total, exact, merged)
+
+
+# ---------------------------------------------------------------- products
+
+
+def _products(sides: Sides) -> tuple[list[Change], int, int, int]:
+    found: list[Change] = []
+    exact = merged = total = 0
+    for key, all_here in sides.planned.items():
+        if key not in sides.product_keys:
+            continue
+        planned = [p for p in all_here if is_product(p)]
+        runs = [c for c in sides.compiled.get(key, ()) if is_product(c) or _is_kernel(c)]
+        total += len(planned)
+        for some, others in _by_sizes(planned, runs):
+            same, pairs = _paired(some, others)
+            changed = [(p, c) for p, c in pairs if not _is_lossless(p, c)]
+            exact += same + len(pairs) - len(changed)
+            merged += len(some) - same - len(pairs)
+            found += [_product_change(p, c) for p, c in changed]
+            if same and not pairs:
+                found += _rounded_results(some, others)
+    return found, exact, merged, total
+
+
+def _is_kernel(placed: Placed) -> bool:
+    """Whether a custom call that bears a product's name is a library's kernel for it."""
+    return placed.instruction.opcode == "custom-call" and len(factors(placed)) == 2
+
+
+def _formats(placed: Placed) -> tuple[str, ...]:
+    return tuple(sorted((s.dtype for s in factors(placed)), key=lambda d: (bits(d), d)))
+
+
+def _by_sizes(
+    planned: Sequence[Placed], compiled: Sequence[Placed]
+) -> list[tuple[Sequence[Placed], Sequence[Placed]]]:
+    """Instructions of one key, apart by size; together where a compiler changed the sizes."""
+    known = {sizes(p) for p in planned}
+    if not {sizes(c) for c in compiled} <= known:
+        return [(planned, compiled)]
+    return [
+        ([p for p in planned if sizes(p) == s], [c for c in compiled if sizes(c) == s])
+        for s in sorted(known)
+    ]
+
+
+def _paired(
+    planned: Sequence[Placed], compiled: Sequence[Placed]
+) -> tuple[int, list[tuple[Placed, Placed]]]:
+    """How many run on the planned formats, and the others with what runs in their place."""
+    here, there = Counter(map(_formats, planned)), Counter(map(_formats, compiled))
+    same = here & there
+    left = Counter(same)
+
+    def has_partner(placed: Placed) -> bool:
+        left[_formats(placed)] -= 1
+        return left[_formats(placed)] >= 0
+
+    alone = [p for p in planned if not has_partner(p)]
+    # what has an equal on the other side too often is a copy of that one, and no change
+    return same.total(), list(
+        zip(alone, (c for c in compiled if _formats(c) not in here), strict=False)
+    )
+
+
+def _widest(placed: Placed) -> str:
+    return max((s.dtype for s in factors(placed)), key=bits)
+
+
+def _signature(placed: Placed) -> str:
+    return f"{' '.join(map(str, factors(placed)))} -> {placed.instruction.shapes[0]}"
+
+
+def _product_change(planned: Placed, compiled: Placed) -> Change:
+    before, after = _widest(planned), _widest(compiled)
+    if bits(after) >= bits(before):
+        kind = "product widened"
+        why = f"the operands are widened first: it runs as a product of {after}, not of {before}"
+    else:
+        kind = "product narrowed"
+        why = f"its operands are rounded to {after}, which no cast of the plan does"
+    types = _signature(planned), _signature(compiled)
+    return change(kind, planned, *types, (before, after), why)
+
+
+def _is_lossless(planned: Placed, compiled: Placed) -> bool:
+    """Whether narrower operands hold the same values, since the plan widens them from there."""
+    wanted = _widest(compiled)
+    if bits(wanted) >= bits(_widest(planned)):
+        return False
+    operands = planned.computation.operands(planned.instruction)[:2]
+    return all(_comes_from(planned.computation, i, wanted) for i in operands)
+
+
+def _comes_from(computation: Computation, instruction: Instruction, dtype: str) -> bool:
+    while instruction.opcode in MOVES:
+        before = computation.operands(instruction)
+        if len(before) != 1:
+            break
+        (instruction,) = before
+    if instruction.shapes[0].dtype == dtype:
+        return True
+    operands = computation.operands(instruction)
+    narrow = len(operands) == 1 and operands[0].shapes[0].dtype == dtype
+    return instruction.opcode == "convert" and narrow
+
+
+def _rounded_results(planned: Sequence[Placed], compiled: Sequence[Placed]) -> list[Change]:
+    """A product on the planned operands whose sums are rounded to fewer bits than planned."""
+    before, after = (
+        min(side, key=lambda p: p.instruction.shapes[0].bits) for side in (planned, compiled)
+    )
+    dtypes = before.instruction.shapes[0].dtype, after.instruction.shapes[0].dtype
+    readers = before.computation.readers[before.instruction.name]
+    rounds = [i.opcode == "convert" and i.shapes[0].dtype == dtypes[1] for i in readers]
+    # a cast behind the product may be done by its kernel
+    if bits(dtypes[1]) >= bits(dtypes[0]) or (rounds and all(rounds)):
+        return []
+    why = f"its sums are rounded to {dtypes[1]} before anything reads them"
+    types = _signature(before), _signature(after)
+    return [change("product narrowed", before, *types, dtypes, why)]

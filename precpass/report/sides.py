@@ -1,0 +1,197 @@
+"""A lowered program beside the compiled one: which instructions are the same operation.
+
+Both are HLO. The lowered program is the plan in XLA's terms, one to one; the compiled one is what
+runs. XLA keeps an instruction's name stack and source line through its passes, so equal names and
+lines are the same operation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import TypeVar
+
+from precpass import jaxpr as ir
+from precpass.report.hlo import Instruction, Module, Placed, Shape, bits
+
+__all__ = [
+    "MOVES",
+    "PRODUCTS",
+    "Change",
+    "Key",
+    "Sides",
+    "change",
+    "factors",
+    "is_product",
+    "sizes",
+    "widened",
+]
+
+Key = tuple[str, str, int]
+"""Name stack and primitive, file, line."""
+
+Slot = TypeVar("Slot", bound=Hashable)
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Something that runs or is stored in another precision than planned.
+
+    Attributes:
+        kind: "product widened", "product narrowed", "cast removed", "cast moved",
+            "loop state widened", "buffer widened" or "collective widened".
+        name: JAX's name stack and primitive.
+        source: the user's line.
+        planned, compiled: the types, as HLO writes them.
+        planned_dtype, compiled_dtype: the element types that differ.
+        why: what follows from it, in a sentence.
+    """
+
+    kind: str
+    name: str
+    source: ir.Source
+    planned: str
+    compiled: str
+    planned_dtype: str
+    compiled_dtype: str
+    why: str
+
+
+def change(
+    kind: str, placed: Placed, planned: object, compiled: object, dtypes: tuple[str, str], why: str
+) -> Change:
+    """A change of a planned instruction."""
+    instruction = placed.instruction
+    function = instruction.function.rpartition(".")[2]
+    source = ir.Source(instruction.file, function, instruction.line)
+    return Change(kind, placed.name, source, str(planned), str(compiled), *dtypes, why)
+
+
+class Sides:
+    """The instructions of both programs by key.
+
+    Attributes:
+        planned: those of the lowered program, in its order.
+        compiled: those of the compiled one under the keys of the planned ones; "" where
+            XLA recorded no name, or made a new one.
+        product_keys: the keys of planned products.
+        loops: the names of the compiled program's loops.
+        modules: both programs.
+    """
+
+    def __init__(self, planned: Module, compiled: Module) -> None:
+        self.modules = planned, compiled
+        self.planned: dict[Key, list[Placed]] = defaultdict(list)
+        for placed in planned.walk():
+            self.planned[_key(placed.name, placed.instruction)].append(placed)
+        self.product_keys = {k for k, ps in self.planned.items() if any(map(is_product, ps))}
+        self.compiled: dict[Key, list[Placed]] = defaultdict(list)
+        self.loops: set[str] = set()
+        for placed in compiled.walk():
+            key = self._compiled_key(placed)
+            self.compiled[key].append(placed)
+            if placed.instruction.opcode == "while":
+                self.loops.add(key[0])
+
+    def _compiled_key(self, placed: Placed) -> Key:
+        instruction = placed.instruction
+        # an inlined call's instructions have whole names already
+        names = (instruction.op_name, placed.name) if instruction.op_name else ()
+        own = [_key(name, instruction) for name in names]
+        product = is_product(placed)
+        wanted = self.product_keys if product else self.planned
+        if found := next((key for key in own if key in wanted), None):
+            return found
+        if product:
+            # XLA builds products with a vector, and those it moves a transpose into, anew: they
+            # have no name, or that of the transpose; what reads or feeds them has the product's
+            near = [_key(i.op_name, i) for i in self._near(placed)]
+            line = [k for k in self.product_keys if k[1:] == (instruction.file, instruction.line)]
+            scope = instruction.op_name.rpartition("/")[0]
+            same = [k for k in line if k[0].rpartition("/")[0] == scope]
+            line.sort(key=lambda k: -_shared(k[0], scope))
+            for key in (*same, *near, *line):
+                planned = self.planned[key] if key in self.product_keys else ()
+                if any(sizes(p) == sizes(placed) for p in planned if is_product(p)):
+                    return key
+        return own[0] if own else ("", "", 0)
+
+    def _near(self, placed: Placed) -> Iterator[Instruction]:
+        """What reads an instruction, and what it reads, within fusions too."""
+        name, computation = placed.instruction.name, placed.computation
+        for reader in computation.readers[name]:
+            yield reader
+            inner = [self.modules[1].computations.get(c) for _, c in reader.called]
+            for inside in (c for c in inner if c is not None and reader.opcode == "fusion"):
+                entries = [i for i in inside.instructions if i.opcode == "parameter"]
+                read = [i for i in entries if reader.operands[i.index] == name]
+                yield from (r for i in read for r in inside.readers[i.name])
+        if placed.instruction.is_root and placed.caller is not None:
+            yield placed.caller
+        yield from computation.operands(placed.instruction)
+
+    def pairs(
+        self, wanted: Callable[[Placed], bool]
+    ) -> Iterator[tuple[Key, list[Placed], list[Placed]]]:
+        """The wanted instructions of both sides, for each key with some on the planned one."""
+        for key, placed in self.planned.items():
+            chosen = [p for p in placed if wanted(p)] if key[0] else []
+            if chosen:
+                yield key, chosen, [c for c in self.compiled.get(key, ()) if wanted(c)]
+
+
+def _key(name: str, instruction: Instruction) -> Key:
+    return name, instruction.file, instruction.line
+
+
+def _shared(name: str, other: str) -> int:
+    """How many parts two name stacks have in common from the outermost on."""
+    pairs = zip(name.split("/"), other.split("/"), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+PRODUCTS = frozenset({"dot", "convolution", "ragged-dot", "scaled-dot"})
+
+MOVES = frozenset(
+    ("bitcast", "broadcast", "copy", "opt-barrier", "reshape", "reverse", "slice", "transpose")
+)
+"""What only moves or repeats elements."""
+
+
+def is_product(placed: Placed) -> bool:
+    """Whether an instruction is a product of floating operands."""
+    return placed.instruction.opcode in PRODUCTS and len(factors(placed)) == 2
+
+
+def sizes(placed: Placed) -> tuple[int, ...]:
+    """The numbers of elements of a product's operands, in any order."""
+    return tuple(sorted(s.size for s in factors(placed)))
+
+
+def factors(placed: Placed) -> tuple[Shape, ...]:
+    """The types of an instruction's first two floating operands."""
+    operands = placed.computation.operands(placed.instruction)
+    return tuple(i.shapes[0] for i in operands if len(i.shapes) == 1 and i.shapes[0].bits)[:2]
+
+
+def widened(
+    planned: Iterable[tuple[Slot, str]], compiled: Iterable[tuple[Slot, str]]
+) -> Iterator[tuple[Slot, str, str]]:
+    """What went from a narrower element type to a wider one, as (where, narrow, wide).
+
+    An entry counts where it is missing on the compiled side and a wider one of the same
+    place is there beyond those planned; what was only added or only removed does not.
+    """
+    here, there = Counter(planned), Counter(compiled)
+    lost, gained = here - there, there - here
+    left: dict[Slot, list[str]] = defaultdict(list)
+    for (where, dtype), times in sorted(gained.items(), key=lambda item: bits(item[0][1])):
+        left[where] += [dtype] * times
+    for (where, dtype), times in lost.items():
+        for _ in range(times):
+            wide = next((d for d in left[where] if bits(d) > bits(dtype) > 0), None)
+            if wide is not None:
+                left[where].remove(wide)
+                yield where, dtype, wide

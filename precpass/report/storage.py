@@ -1,0 +1,202 @@
+"""What a compiler changed in the precision in which a program stores and sends values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from precpass.report.hlo import Computation, Instruction, Module, Placed, Shape, bits
+from precpass.report.sides import MOVES, PRODUCTS, Change, Sides, change, factors, widened
+
+__all__ = ["buffers", "collectives", "loops"]
+
+
+# ---------------------------------------------------------------- loops
+
+
+def loops(sides: Sides) -> Iterator[Change]:
+    """Loop state that is held in more bits than planned."""
+    for _, planned, compiled in sides.pairs(lambda p: p.instruction.opcode == "while"):
+        here = [leaf for p in planned for leaf in _state(sides.modules[0], p)]
+        there = [leaf for c in compiled for leaf in _state(sides.modules[1], c)]
+        # a stack and a carry look alike where a fusion writes them
+        slots = [
+            [((s.size, role == _INPUT), s.dtype) for s, role in side] for side in (here, there)
+        ]
+        for slot, narrow, wide in widened(*slots):
+            shape, role = next(
+                (s, role)
+                for s, role in here
+                if (s.size, role == _INPUT) == slot and s.dtype == narrow
+            )
+            times = bits(wide) // bits(narrow)
+            why = f"it takes {times} times the memory, and {times} times the traffic in every trip"
+            after = dataclasses.replace(shape, dtype=wide)
+            types = f"{role} {shape}", f"{role} {after}"
+            yield change("loop state widened", planned[0], *types, (narrow, wide), why)
+
+
+_INPUT = "loop input"
+
+
+def _state(module: Module, placed: Placed) -> Iterator[tuple[Shape, str]]:
+    """The type of each part of a loop's state, and whether it is read, carried or filled."""
+    shapes = placed.instruction.shapes
+    body = module.computations.get(dict(placed.instruction.called).get("body", ""))
+    root = body.root if body else None
+    known = root is not None and root.opcode == "tuple" and len(root.operands) == len(shapes)
+    for at, shape in enumerate(shapes):
+        if shape.bits:
+            role = _role(module, body, root.operands[at], at) if known and body and root else ""
+            yield shape, role or "loop carry"
+
+
+def _role(module: Module, body: Computation, name: str, at: int) -> str:
+    result = body.by_name.get(name)
+    while result is not None and result.opcode in ("copy", "bitcast") and result.operands:
+        result = body.by_name.get(result.operands[0])
+    if result is None:
+        return ""
+    if result.opcode == "get-tuple-element" and result.index == at:
+        source = body.by_name.get(result.operands[0])
+        return _INPUT if source is not None and source.opcode == "parameter" else ""
+    return "stacked output" if _updates(module, result) else ""
+
+
+def _updates(module: Module, instruction: Instruction) -> bool:
+    if instruction.opcode == "dynamic-update-slice":
+        return True
+    inner = [module.computations.get(name) for _, name in instruction.called]
+    return any(c is not None and c.root is not None and _updates(module, c.root) for c in inner)
+
+
+# ---------------------------------------------------------------- buffers
+
+# Names for other instructions' results, and what is looked at by itself.
+_NO_BUFFERS = PRODUCTS | frozenset(
+    ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional")
+    + ("call", "opt-barrier", "custom-call")
+)
+
+
+def buffers(sides: Sides) -> Iterator[Change]:
+    """Results that are written to memory in more bits than planned.
+
+    What lives inside a fusion is not stored; but an update of a slice in another format
+    there makes the fusion rewrite the whole buffer. What only products or collectives read
+    is theirs: they are found themselves.
+    """
+    for key, compiled in sides.compiled.items():
+        stored = [c for c in compiled if _is_stored(c)] if key not in sides.product_keys else []
+        by_size: dict[int, list[Placed]] = {}
+        for placed in sides.planned.get(key, ()) if stored and key[0] else ():
+            if len(placed.instruction.shapes) == 1:
+                by_size.setdefault(placed.instruction.shapes[0].size, []).append(placed)
+        for placed in stored:
+            shape = placed.instruction.shapes[0]
+            same = by_size.get(shape.size, [])
+            before = max(same, key=lambda p: p.instruction.shapes[0].bits, default=placed)
+            narrow = before.instruction.shapes[0]
+            if not 0 < narrow.bits < shape.bits:
+                continue
+            if placed.instruction.opcode == "dynamic-update-slice":
+                why = f"each update widens and rewrites the whole of {shape}, not a slice in place"
+            elif _feeds_products(sides.modules[1], placed) or _are_widened(same, shape.dtype):
+                continue
+            else:
+                why = f"{shape.bits // narrow.bits} times the bytes are written and read"
+            dtypes = narrow.dtype, shape.dtype
+            yield change("buffer widened", before, narrow, shape, dtypes, why)
+
+
+def _is_stored(placed: Placed) -> bool:
+    """Whether an instruction's one floating result is written to memory, as far as it matters."""
+    instruction = placed.instruction
+    if len(instruction.shapes) != 1 or not instruction.shapes[0].bits:
+        return False
+    if instruction.opcode == "dynamic-update-slice":
+        return True
+    return (
+        placed.caller is None and not _collective(placed) and instruction.opcode not in _NO_BUFFERS
+    )
+
+
+def _feeds_products(module: Module, placed: Placed) -> bool:
+    """Whether only products and collectives read a result."""
+
+    def takes(reader: Instruction) -> bool:
+        inner = [module.computations.get(name) for _, name in reader.called]
+        within = [i for c in inner if c is not None for i in c.instructions]
+        opcodes = {i.opcode.removesuffix("-start") for i in (reader, *within)}
+        return not opcodes.isdisjoint(PRODUCTS | _COLLECTIVES | {"custom-call"})
+
+    readers = placed.computation.readers[placed.instruction.name]
+    return bool(readers) and all(map(takes, readers))
+
+
+def _are_widened(planned: list[Placed], dtype: str) -> bool:
+    """Whether the plan itself widens one of these values, or who reads it is not seen."""
+    return any(_is_widened(p, dtype) for p in planned)
+
+
+def _is_widened(planned: Placed, dtype: str) -> bool:
+    waiting, seen = [planned.instruction], set[str]()
+    while waiting:
+        instruction = waiting.pop()
+        readers = planned.computation.readers[instruction.name]
+        if not readers:
+            return True
+        for reader in readers:
+            if reader.opcode == "convert" and reader.shapes[0].dtype == dtype:
+                return True
+            if reader.opcode in MOVES and reader.name not in seen:
+                seen.add(reader.name)
+                waiting.append(reader)
+    return False
+
+
+# ---------------------------------------------------------------- collectives
+
+_COLLECTIVES = frozenset(
+    ("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute")
+    + ("ragged-all-to-all", "reduce-scatter")
+)
+
+
+def _collective(placed: Placed) -> str:
+    """Which collective an instruction is; "" for none, and for the end of an asynchronous one."""
+    opcode = placed.instruction.opcode.removesuffix("-start")
+    return opcode if opcode in _COLLECTIVES else ""
+
+
+def collectives(sides: Sides) -> Iterator[Change]:
+    """Collectives that send more bits than planned, the partitioner's own included."""
+    for key, compiled in sides.compiled.items():
+        planned = sides.planned.get(key, ())
+        sent = [c for c in compiled if _collective(c)]
+        if not sent or not planned or not key[0]:
+            continue
+        asked = [p for p in planned if _collective(p)]
+        if asked:
+            slots = [
+                [(_collective(p), s.dtype) for p in side for s in p.instruction.shapes if s.bits]
+                for side in (asked, sent)
+            ]
+            found = [(name, narrow, wide) for name, narrow, wide in widened(*slots)]
+        else:
+            # the partitioner's: it has the types of the operation that it is part of
+            shapes = [s for p in planned for s in (*p.instruction.shapes, *factors(p))]
+            widest = max(shapes, key=lambda s: s.bits).dtype if shapes else ""
+            found = [
+                (_collective(c), widest, s.dtype)
+                for c in sent
+                for s in c.instruction.shapes
+                if s.bits > bits(widest) > 0
+            ]
+        for name, narrow, wide in found:
+            why = f"{bits(wide) // bits(narrow)} times the bytes are sent between devices"
+            first = (asked or planned)[0]
+            shape = next((s for s in sent[0].instruction.shapes if s.dtype == wide), wide)
+            before = next((s for s in first.instruction.shapes if s.dtype == narrow), narrow)
+            types = f"{name} {before}", f"{name} {shape}"
+            yield change("collective widened", first, *types, (narrow, wide), why)

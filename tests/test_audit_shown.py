@@ -1,0 +1,141 @@
+"""What `audit` takes as a function and arguments, and how it shows what it found."""
+
+import json
+import warnings
+import xml.etree.ElementTree as ET
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from audit_helpers import audited, f16, f32, kinds, of
+from helpers import mlp_args, mlp_loss, products
+
+import precpass as pp
+
+# ---------------------------------------------------------------- arguments
+
+
+def product(x: Any, w: Any) -> Any:
+    return x @ w
+
+
+def test_arrays_and_shapes_give_the_same_audit():
+    arrays = pp.audit(product)(jnp.ones((8, 8)), jnp.ones((8, 8)))
+    shapes = pp.audit(product)(of(f32, 8, 8), of(f32, 8, 8))
+    assert arrays.to_dict() == shapes.to_dict()
+
+
+def test_transformed_functions_are_audited():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w))
+
+    mapped = jax.vmap(jax.grad(loss), in_axes=(None, 0))
+    found = audited(mapped, of(f32, 8, 8), of(f32, 3, 8, 8), policy=pp.AutoMixedBf16)
+    assert found.products == len(products(found.inspection.after)) == 2
+
+
+def test_options_of_auto_mixed_count():
+    mixed = pp.auto_mixed(
+        lambda x, n, how: jnp.tanh(x @ x) * n if how == "tanh" else x,
+        policy="AutoMixed",
+        static_argnums=1,
+        donate_argnums=0,
+    )
+    found = pp.audit(mixed)(jnp.ones((8, 8)), 3, "tanh")
+    assert found.inspection.policy == pp.AutoMixed
+    assert found.products == 1
+    # XLA:CPU has no kernel for float16
+    assert kinds(found) == ["product widened"]
+    assert "AutoMixed: " in found.findings[0].reason
+    # and its own policy gives way to one that is asked for
+    assert pp.audit(mixed, "AutoMixedBf16")(jnp.ones((8, 8)), 3, "tanh").ok
+
+
+def test_bound_methods_are_taken():
+    @jax.tree_util.register_static
+    class Model:
+        @pp.auto_mixed
+        def call(self, x, w):
+            return x @ w
+
+    assert pp.audit(Model().call)(of(f32, 8, 8), of(f32, 8, 8)).as_planned == 1
+
+
+def test_the_users_error_shows_first():
+    def fn(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        pp.audit(fn)(of(f32, 8))
+
+
+def test_the_plans_warnings_come_once():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pp.audit(lambda x: jnp.tanh(x))(of(f32, 8))
+    assert [w.category for w in caught] == [pp.PrecisionWarning]
+
+
+def test_a_reason_is_that_of_the_planned_precision():
+    def fn(x, y):
+        out = []
+        for a, precision in ((x, "f16"), (y, "f32")):
+            with pp.keep(precision):
+                out.append(a @ a)
+        return out
+
+    found = audited(fn, of(f32, 8, 8), of(f32, 8, 8), policy=pp.AlwaysF32)
+    assert (found.products, found.as_planned) == (2, 1)
+    assert [f.reason for f in found.findings] == ["keep('f16')"]
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+@pytest.fixture(scope="module")
+def changed() -> pp.Audit:
+    """One product that runs in float32 and one as planned."""
+
+    def fn(x, w):
+        with jax.named_scope("head"):
+            y = x @ x
+        return y, w @ w
+
+    return audited(fn, of(f16, 8, 8), of(f32, 4, 4))
+
+
+def test_findings_stand_under_their_source_line(changed):
+    heading, finding, totals = str(changed).splitlines()
+    assert heading.endswith("y = x @ x")
+    assert "test_audit_shown.py:" in heading
+    assert finding.startswith("  dot_general in head: product widened: planned f16[8,8] f16[8,8]")
+    assert "switched off, compiled by jax" in totals
+    assert "for cpu: 1 of 2 products as planned; 1 finding" in totals
+
+
+def test_dict_is_json(changed):
+    found = json.loads(json.dumps(changed.to_dict()))
+    assert found["products"] == {"planned": 2, "as_planned": 1, "changed": 1, "merged": 0}
+    assert found["ok"] is False
+    (finding,) = found["findings"]
+    assert finding["source"]["line"] == changed.findings[0].source.line
+    assert finding["planned_dtype"] == "f16"
+
+
+def test_html_is_well_formed_and_says_the_same(changed):
+    root = ET.fromstring(changed._repr_html_())
+    text = " ".join("".join(root.itertext()).split())
+    for line in str(changed).splitlines():
+        assert " ".join(line.split()) in text
+
+
+def test_the_repr_is_one_line(changed):
+    assert "\n" not in repr(changed)
+    assert repr(changed).startswith("<Audit: ")
+
+
+def test_a_gradient_that_is_not_as_planned_names_each_line():
+    found = audited(jax.grad(mlp_loss), *mlp_args(), policy=pp.AutoMixed)
+    lines = [line for line in str(found).splitlines() if not line.startswith("  ")][:-1]
+    assert len(lines) == len({f.source for f in found.findings})
