@@ -73,6 +73,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("precision", "rules", "policy", "jaxpr", "graph", "plan", "planner", "context"),
         *("stateful", "leaves", "calling", "program", "api", "measure", "inspection", "view"),
     },
+    "cli": {"jaxpr", "plan", "policy", "view", "api", "testing", "report"},
+    "__main__": {"cli"},
     "__init__": {
         *("precision", "opkinds", "rules", "policy", "plan", "view", "inspection", "api"),
         "report",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from precpass.jaxpr import Source
 from precpass.opkinds import op
@@ -14,7 +14,16 @@ from precpass.site import Cast
 from precpass.view.rows import Frame, Row, paired_rows, rows
 from precpass.view.text import Line, heading, rendered
 
-__all__ = ["LEVELS", "Section", "between", "check_level", "diff_lines", "diff_tree", "totals"]
+__all__ = [
+    "LEVELS",
+    "Section",
+    "between",
+    "changes",
+    "check_level",
+    "diff_lines",
+    "diff_tree",
+    "totals",
+]
 
 LEVELS = ("lines", "equations", "jaxpr")
 
@@ -109,6 +118,26 @@ def diff_tree(plan: Plan, level: str) -> Section:
         (of_line[0], _summary(of_line), [c for row in of_line for c in row.site.casts])
         for of_line in same.values()
     )
+
+
+def changes(plan: Plan) -> list[dict[str, Any]]:
+    """The changes of a plan as values that JSON has, one for each equation."""
+    return [
+        {
+            "source": dataclasses.asdict(row.site.source),
+            "scope": row.scope,
+            "inside": [frame.name for frame in row.frames],
+            "primitive": row.site.primitive,
+            "operands": list(map(str, row.site.operands)),
+            "results": list(map(str, row.site.results)),
+            "action": row.decision.action.value,
+            "compute": None if row.decision.compute is None else str(row.decision.compute),
+            "casts": [f"{cast} {cast.what}" for cast in row.site.casts],
+            "reason": row.decision.reason,
+        }
+        for row in rows(plan)
+        if row.changes
+    ]
 
 
 def between(

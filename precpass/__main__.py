@@ -1,0 +1,7 @@
+"""`python -m precpass`."""
+
+import sys
+
+from precpass.cli import main
+
+sys.exit(main())
