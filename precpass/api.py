@@ -346,7 +346,8 @@ def _inspection(traced: Traced) -> Inspection:
         return Inspection(before, plan, before, None, scope, name)
     plan = traced.checked_plan(policy)
     after, rewriter = rewritten(before, plan, traced.region, policy, scope)
-    plan = described(before, plan, Origin(name, policy_text(policy), scope), rewriter)
+    origin = Origin(name, policy_text(policy), scope, str(policy.output or ""))
+    plan = described(before, plan, origin, rewriter)
     return Inspection(before, plan, after, policy, scope, name)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
@@ -70,6 +72,7 @@ def _site(eqn: Any, decision: Decision, caller: ir.Source, casts: tuple[Cast, ..
         ir.name_of(eqn),
         ir.scope_of(eqn),
         own if own.file else caller,
+        bool(own.file),
         tuple(_value(v.aval) for v in eqn.invars),
         tuple(_value(v.aval) for v in eqn.outvars),
         flops(eqn),
@@ -123,6 +126,10 @@ def _casts(
     for row, (eqn, decision, span) in enumerate(rows):
         own = set(eqn.outvars)
         new = [c for e in span if own.isdisjoint(e.outvars) and (c := inserted(e))]
+        if decision.island:
+            users = list(itertools.takewhile(lambda r: r[1].island, rows[row:]))
+            users = [user for user, _, _ in users]
+            new += [c for e in span if ir.is_float64(e) for c in _at_island(e, users)]
         if decision.action is Action.DROP and (pair := _formats(eqn)):
             # one in the same place again was not touched
             same = [c for c in new if (c.before, c.after.dtype) == (pair[0], str(pair[1]))]
@@ -135,6 +142,24 @@ def _casts(
         if rows and (cast := inserted(eqn)):
             casts.setdefault(made.get(eqn.invars[0], len(rows) - 1), []).append(cast)
     return casts
+
+
+def _at_island(island: Any, users: Sequence[Any]) -> Iterator[Cast]:
+    """The casts that a float64 region, evaluated as a whole, has more than the program.
+
+    Args:
+        island: the equation.
+        users: the equations of the program that it stands for.
+    """
+    own = Counter(pair[1] for eqn in users if (pair := _formats(eqn)))
+    (jaxpr,) = ir.hidden_jaxprs(island)
+    for eqn in ir.open_jaxpr(jaxpr).eqns:
+        if (pair := _formats(eqn)) is None:
+            continue
+        if own[pair[1]]:
+            own[pair[1]] -= 1
+        else:
+            yield Cast("inserted", pair[0], _value(eqn.outvars[0].aval))
 
 
 def _formats(eqn: Any) -> tuple[Precision, Precision] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -19,6 +18,7 @@ from precpass.view.drawing import Picture, picture
 from precpass.view.explain import Explanation, explained
 from precpass.view.page import inspection_page
 from precpass.view.text import Line, rendered
+from precpass.view.unified import unified
 
 __all__ = ["Inspection"]
 
@@ -94,8 +94,16 @@ class Inspection:
         check_level(level)
         if level == "jaxpr":
             return rendered(self._unified(), color)
-        lines = [*diff_lines(self.plan, level), *self._outputs()]
-        return rendered([*lines, [(totals(self.plan, self.policy_name), "")]], color)
+        outputs = self._outputs()
+        lines = [
+            *diff_lines(self.plan, level),
+            *(
+                [("outputs  ", "frame"), (f"{n} {what}: the policy's output", "cast")]
+                for what, n in outputs.items()
+            ),
+            [(totals(self.plan, self.policy_name, outputs.total()), "")],
+        ]
+        return rendered(lines, color)
 
     def explain(self) -> Explanation:
         """The verdict in figures, what stays wide and why, and what to do about it."""
@@ -130,21 +138,19 @@ class Inspection:
         title = f"{self.name or 'program'} under {self.policy_name}"
         return picture(chart(graph, decided, boxes), title, graphviz)
 
-    def _outputs(self) -> Iterator[Line]:
-        """The results that the policy has in another format."""
+    def _outputs(self) -> Counter[str]:
+        """The casts of results that the policy has in another format."""
         pairs = zip(ir.out_avals(self.before), ir.out_avals(self.after), strict=True)
-        changes = Counter(
+        return Counter(
             f"{ir.precision_of(a)} -> {ir.precision_of(b)}" for a, b in pairs if a.dtype != b.dtype
         )
-        for text, n in changes.items():
-            yield [("outputs  ", "frame"), (f"{text} ({n} of them): the policy's output", "cast")]
 
     def _unified(self) -> list[Line]:
         printer = ir.Printer()
         before, after = (printer.lines(jaxpr) for jaxpr in (self.before, self.after))
         name = self.name or "program"
         heads = f"a/{name}", f"b/{name}"
-        found = difflib.unified_diff(before, after, *heads, lineterm="")
+        found = unified(before, after, heads)
         styles = {"+": "added", "-": "removed", "@": "hunk"}
         return [[(line, styles.get(line[0], ""))] for line in found]
 

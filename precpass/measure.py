@@ -58,6 +58,7 @@ class Counts:
         marked: those with a dot algorithm, such as `default_matmul_precision` gives
             them; the backend may ignore it.
         casts: the conversions of one floating format into another.
+        cast_bytes: the bytes of the values that they make.
         flops: format -> floating-point operations that run in it. A product's format
             is that of its operands, as is that of sums; elementwise work has that
             of its widest operand. Casts are none.
@@ -71,6 +72,7 @@ class Counts:
     low: int
     marked: int
     casts: int
+    cast_bytes: float
     flops: dict[str, float]
     result_bytes: dict[str, float]
 
@@ -109,12 +111,15 @@ def count(jaxpr: Any) -> Counts:
     tally = _Tally()
     tally.add(jaxpr, 1.0)
     flops, made = ({k: v for k, v in d.items() if v} for d in (tally.flops, tally.result_bytes))
-    return Counts(tally.products, tally.low, tally.marked, tally.casts, flops, made)
+    return Counts(
+        tally.products, tally.low, tally.marked, tally.casts, tally.cast_bytes, flops, made
+    )
 
 
 class _Tally:
     def __init__(self) -> None:
         self.products = self.low = self.marked = self.casts = 0
+        self.cast_bytes = 0.0
         self.flops: dict[str, float] = {}
         self.result_bytes: dict[str, float] = {}
 
@@ -135,7 +140,9 @@ class _Tally:
         for name, size in made:
             self.result_bytes[name] = self.result_bytes.get(name, 0.0) + calls * size
         if eqn.primitive.name == "convert_element_type":
-            self.casts += bool(given and made and given[0] != made[0][0])
+            if given and made and given[0] != made[0][0]:
+                self.casts += 1
+                self.cast_bytes += calls * made[0][1]
             return
         if not (given or made):
             return

@@ -188,7 +188,9 @@ class Plan:
                 function is traced that has none of its equations.
             OSError: where it cannot be read.
         """
-        return Plan.reader(Path(path).read_text(encoding="utf-8"), os.fspath(path))
+        # what is no text is no plan either, and is said to be none
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        return Plan.reader(text, os.fspath(path))
 
     def walk(self) -> Iterator[Decision]:
         """Every decision, those of bodies behind their equation's; shared bodies once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -41,15 +41,17 @@ def written(plan: Plan) -> str:
         ValueError: for a plan that does not say where its equations stand.
     """
     origin = plan.origin
-    if origin is None or not origin.policy:
+    if origin is not None and not origin.policy:
+        raise ValueError("this plan cannot be saved: the pass is switched off, and planned nothing")
+    if origin is None:
         raise ValueError(
             "this plan cannot be saved, as it does not say where its equations stand: take the "
             ".plan of precpass.inspect(f)(*args)"
         )
     entries: dict[str, list[str]] = {}
     names = Names()
-    for site, decision, scope in equations(plan, origin.scope):
-        key, _ = names.add(scope, site.source.function, site.primitive)
+    for site, decision, scope, function in equations(plan, origin.scope):
+        key, _ = names.add(scope, function, site.primitive)
         compute = locked_precision(decision)
         entries.setdefault(key, []).append(str(compute) if compute else "-")
     whole = {
@@ -79,12 +81,12 @@ def read(text: str, where: str) -> PrecisionPolicy:
     """
     try:
         whole = json.loads(text)
-        version = whole["format"]
+        version: Any = whole["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{where} is no plan of precpass: save one by inspect(f, policy)(*args).plan.save(path)"
         ) from error
-    if version != FORMAT:
+    if type(version) is not int or version != FORMAT:
         raise ValueError(
             f"{where} has format {version}, and this precpass reads {FORMAT}: "
             "update precpass, or save the plan anew"
@@ -97,27 +99,50 @@ def read(text: str, where: str) -> PrecisionPolicy:
         raise ValueError(f"{where} is damaged: {error}; save the plan anew") from error
 
 
-def equations(plan: Plan, scope: str) -> Iterator[tuple[Site, Decision, str]]:
-    """The equations that a plan decides, with their scopes, as the planner meets them.
+class Named(NamedTuple):
+    """An equation as a plan's file names it.
+
+    Attributes:
+        site: where it stands.
+        decision: what happens to it.
+        scope: its whole name stack.
+        function: the user's function that it is made in; that of the caller, in this
+            scope, where JAX recorded none.
+    """
+
+    site: Site
+    decision: Decision
+    scope: str
+    function: str
+
+
+def equations(plan: Plan, scope: str) -> Iterator[Named]:
+    """The equations that a plan decides, as the planner meets them.
 
     A body is met once for each scope that it is called in.
-    """
-    met: dict[tuple[int, str], Plan] = {}
 
-    def meet(plan: Plan, scope: str) -> None:
+    Args:
+        plan: one that `inspect` made.
+        scope: the name scope around the program.
+    """
+    met: dict[tuple[int, str], tuple[Plan, str]] = {}
+
+    def meet(plan: Plan, scope: str, caller: str) -> None:
         if (plan.body, scope) in met:
             return
-        met[plan.body, scope] = plan
+        met[plan.body, scope] = plan, caller
         for site, decision in zip(plan.sites, plan.decisions, strict=True):
             for inner in decision.inner:
-                meet(inner, join_scopes(scope, site.scope))
+                function = site.source.function if site.has_line else caller
+                meet(inner, join_scopes(scope, site.scope), function)
 
-    meet(plan, scope)
-    for (_, around), body in met.items():
+    meet(plan, scope, "")
+    for (_, around), (body, caller) in met.items():
         for site, decision in zip(body.sites, body.decisions, strict=True):
             values = (*site.operands, *site.results)
             if not decision.inner and any(value.dtype in _FORMATS for value in values):
-                yield site, decision, join_scopes(around, site.scope)
+                function = site.source.function if site.has_line else caller
+                yield Named(site, decision, join_scopes(around, site.scope), function)
 
 
 def _shortened(precisions: list[str]) -> str:

@@ -66,6 +66,7 @@ class Site:
         primitive: its name; that of what is hidden in a hi-primitive.
         scope: its own name stack as JAX prints it, which its callers' come before.
         source: the user's line; that of the first caller where JAX recorded none.
+        has_line: whether JAX recorded it.
         operands, results: their types in the original program.
         flops: floating-point operations of one execution.
         casts: what the rewritten program has more or less of at this equation.
@@ -75,6 +76,7 @@ class Site:
     primitive: str
     scope: str
     source: Source
+    has_line: bool
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
     flops: float
@@ -90,8 +92,10 @@ class Origin:
         name: of the function.
         policy: as JSON (`precpass.planfile`); "" where the pass is switched off.
         scope: the name scope around the program.
+        output: the format of the results; "" where each keeps its own.
     """
 
     name: str
     policy: str
     scope: str
+    output: str = ""

@@ -98,6 +98,8 @@ def precision_problems(
     **kwargs: Any,
 ) -> str:
     """The message of `assert_precision`; "" where all is as it is expected."""
+    if not expected:
+        raise ValueError("nothing is expected: give patterns, such as {'dot_general': 'bf16'}")
     rules = [_rule(pattern, precision) for pattern, precision in expected.items()]
     patterns, matched = list(expected), set[int]()
     wrong: list[_Wrong] = []
@@ -128,8 +130,8 @@ def plan_problems(
     assert lock is not None and plan.origin is not None
     names = Names()
     wrong: list[_Wrong] = []
-    for site, decision, scope in equations(plan, plan.origin.scope):
-        key = names.add(scope, site.source.function, site.primitive)
+    for site, decision, scope, function in equations(plan, plan.origin.scope):
+        key = names.add(scope, function, site.primitive)
         saved = lock.of(*key)
         if saved is not None and locked_precision(decision) not in (None, saved):
             wrong.append(_Wrong(site, decision, f"{saved} as it was saved"))

@@ -86,7 +86,6 @@ def test_the_exit_statuses_of_the_process(model):
     fine = process("explain", "a_model.py:grad", "--args", SHAPES, cwd=model.parent)
     assert (fine.returncode, fine.stderr) == (0, "")
     assert "2 of 2 products low" in fine.stdout and "\x1b[" not in fine.stdout
-    expect = ["--example", "example", "--expect", "dot_general=f32"]
     raised = process("diff", "a_model.py:broken", "--args", "f32[3]", cwd=model.parent)
     assert raised.returncode == 3
     assert 'KeyError: "the user\'s own"' in raised.stderr

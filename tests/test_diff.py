@@ -19,6 +19,7 @@ from precpass import Action
 from precpass import jaxpr as ir
 from precpass.precision import Precision
 from precpass.view.rows import rows
+from precpass.view.unified import unified
 
 X, W = f32(8, 8), f32(8, 8)
 
@@ -227,6 +228,60 @@ def test_the_jaxprs_as_a_unified_diff(tmp_path):
     assert (tmp_path / "scanned").read_text() == "\n".join(new) + "\n"
 
 
+@pytest.mark.parametrize("fn", [jax.nn.relu, lambda x: doubled(x, x), jax.nn.gelu])
+def test_custom_rules_are_printed(fn):
+    found = inspected(fn, pp.AlwaysBf16, X)
+    assert found.diff("jaxpr").startswith("--- a/")
+    assert "custom_" in found.diff("jaxpr") or fn is jax.nn.gelu
+
+
+def test_a_unified_diff_is_that_of_the_texts_and_takes_linear_time():
+    rng = np.random.default_rng(0)
+    for n in (0, 1, 7, 40):
+        a = [f"line {i}" for i in rng.integers(0, 3 * n + 1, n)]
+        b = [line if rng.random() < 0.7 else f"new {rng.integers(5)}" for line in a]
+        b = [line for line in b if rng.random() < 0.9]
+        assert applied(a, list(unified(a, b, ("a", "b")))) == b
+        assert list(unified(a, a, ("a", "b"))) == []
+
+    class Counted(str):
+        compared = 0
+
+        def __eq__(self, other):
+            Counted.compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    def comparisons(n):
+        a = [Counted(f"same {i // 2}" if i % 2 else f"old {i}") for i in range(n)]
+        b = [Counted(f"same {i // 2}" if i % 2 else f"new {i}") for i in range(n)]
+        Counted.compared = 0
+        list(unified(a, b, ("a", "b")))
+        return Counted.compared
+
+    assert comparisons(4000) < 2.2 * comparisons(2000)
+
+
+def applied(a, patch):
+    """What a unified diff makes of a text."""
+    out, at = [], 0
+    for line in patch[2:]:
+        if line.startswith("@@"):
+            start, length = map(int, re.match(r"@@ -(\d+),(\d+)", line).groups())
+            start -= bool(length)
+            out += a[at:start]
+            at = start
+        elif line[0] == "+":
+            out.append(line[1:])
+        else:
+            assert a[at] == line[1:]
+            at += 1
+            if line[0] == " ":
+                out.append(line[1:])
+    return out + a[at:]
+
+
 def test_nothing_changed_is_an_empty_unified_diff():
     assert pp.inspect(lambda x: x @ x, "AlwaysF32")(X).diff("jaxpr") == ""
 
@@ -240,7 +295,11 @@ def test_another_level_is_an_error():
 
 def test_the_policys_output_is_in_the_diff():
     found = pp.inspect(lambda x: x @ x, pp.AutoMixedBf16.with_output("f16"))(X)
-    assert "outputs  f32 -> f16 (1 of them): the policy's output" in found.diff()
+    assert "outputs  1 f32 -> f16: the policy's output" in found.diff()
+    assert found.diff().endswith("; 2 casts inserted")
+    plain = pp.inspect(lambda x: x @ x)(X)
+    text = pp.between(plain.plan, found.plan)
+    assert text == "outputs  their own format | f16\n0 of 1 equations differ"
     assert [a.dtype for a in found.after.out_avals] == [np.float16]
 
 

@@ -44,7 +44,7 @@ def test_the_verdict_counts_products_flops_and_casts():
     assert verdict.after.low_flops == pytest.approx(2 * products / (3 * products + 5 * 64))
     # x, h and w, which two products share
     assert verdict.after.casts - verdict.before.casts == 3
-    assert verdict.cast_bytes == 3 * 64 * 2
+    assert verdict.after.cast_bytes - verdict.before.cast_bytes == 3 * 64 * 2
 
 
 def test_loops_weigh_what_runs_in_them():
@@ -53,7 +53,7 @@ def test_loops_weigh_what_runs_in_them():
 
     verdict = pp.explain(fn)(X, W).verdict
     assert (verdict.after.low, verdict.after.products) == (1, 1)
-    assert verdict.cast_bytes == 10 * 2 * 64 * 2
+    assert verdict.after.cast_bytes == 10 * 2 * 64 * 2
     assert verdict.after.flops["bf16"] == 10 * 2 * 8**3
 
 
@@ -132,10 +132,8 @@ def half(x, w):
 
 
 WIDE = {
-    "outer product": (outer, "AutoMixedBf16"),
     "integers": (positions, "AutoMixedBf16"),
     "mask": (masked, "AutoMixed"),
-    "low already": (half, "AutoMixedBf16"),
     "rule": (
         lambda x, w: x @ w,
         pp.AutoMixedBf16.with_rules(pp.Rule(primitive="*", precision="f32")),
@@ -162,7 +160,7 @@ def test_a_reason_has_a_remedy_of_its_own(name):
 def test_all_else_is_summed_up_by_reason():
     found = pp.explain(mixed_by_hand)(X, W)
     kinds = {kind for kind, _, _ in found.others}
-    assert "compute" not in kinds
+    assert "compute" not in kinds  # each has an entry of its own
     assert sum(n for kind, reason, n in found.others if "the user wrote" in reason) == 4
 
 
@@ -171,6 +169,59 @@ def test_rules_that_match_nothing_are_said():
     found = pp.explain(mixed_by_hand, policy)(X, W)
     assert found.unmatched == ("Rule(scope='*/head', precision='f32')",)
     assert "rules that matched no equation\n  Rule(scope='*/head'" in found.text()
+
+
+def test_what_the_user_made_low_is_not_left_wide():
+    found = pp.explain(half)(X, W)
+    assert (found.verdict.after.low, found.verdict.left_wide, found.wide) == (1, 0, ())
+    assert any(kind == "compute" for kind, _, _ in found.others)
+
+
+def test_what_sums_over_nothing_is_not_left_wide():
+    found = pp.explain(outer)(X, W)
+    assert (found.verdict.after.low, found.verdict.left_wide) == (1, 0)
+    assert any("elementwise product" in reason for _, reason, _ in found.others)
+
+
+def test_products_of_a_float64_program_are_narrowed():
+    policy = pp.Custom({pp.OpKind.COMPUTE: "f32"}).with_retypes("f64")
+    with jax.enable_x64(True):
+        x = jax.ShapeDtypeStruct((8, 8), jnp.float64)
+        found = pp.explain(lambda a: jnp.sin(a @ a) @ a, policy)(x)
+    assert (found.verdict.narrowed, found.verdict.left_wide, found.wide) == (2, 0, ())
+    assert "0 of 2 products low, 2 narrowed to f32, 0 left wide" in found.text()
+
+
+def test_bytes_of_casts_are_those_of_the_program_that_runs():
+    verdict = pp.explain(lambda a: a @ a, pp.AutoMixedBf16.with_output("bf16"))(X).verdict
+    assert verdict.after.cast_bytes == 2 * 64 * 2
+
+    def regions(a):
+        with pp.keep("f64"):
+            b = jnp.sin(a @ a)
+        return b @ a
+
+    found = pp.inspect(regions)(X)
+    assert found.explain().verdict.after.cast_bytes == 64 * (8 + 4 + 2 + 2)
+    assert "f32 -> f64[8,8] inserted" in found.diff() and "f64 -> f32[8,8] inserted" in found.diff()
+    assert found.diff().endswith("; 4 casts inserted")
+    undone = pp.explain(lambda a: half(a, a).astype(jnp.float32), "AlwaysF32")(X).verdict
+    assert undone.after.cast_bytes == 0 < undone.before.cast_bytes
+    none = pp.explain(lambda a: lax.scan(lambda h, _: (h @ h, None), a, length=0)[0])(X)
+    assert none.verdict.after.cast_bytes == 0
+
+
+def test_what_the_figures_take_for_granted_is_said():
+    def loops(x, w):
+        return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), (0, x))[1]
+
+    assert "figures: 128 trips of each loop whose number only run" in pp.explain(loops)(X, W).text()
+    branches = pp.explain(lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x))
+    assert "figures: all branches of a cond count" in branches(X, W).text()
+    (n,) = jax.export.symbolic_shape("n")
+    symbolic = jax.ShapeDtypeStruct((n, 8), jnp.float32)
+    assert "figures: 128 for each symbolic" in pp.explain(lambda x, w: x @ w)(symbolic, W).text()
+    assert "figures:" not in pp.explain(mixed_by_hand)(X, W).text()
 
 
 # ---------------------------------------------------------------- advice

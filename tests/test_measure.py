@@ -142,7 +142,7 @@ def test_what_runs_in_float64_while_x64_is_off_is_counted_there():
 
 def test_an_empty_program_has_nothing():
     counts = counts_of(lambda x: x, ones(4))
-    assert counts == measure.Counts(0, 0, 0, 0, {}, {})
+    assert counts == measure.Counts(0, 0, 0, 0, 0.0, {}, {})
     assert counts.low_flops == 0
 
 

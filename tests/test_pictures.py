@@ -136,6 +136,15 @@ def test_titles_are_escaped():
     assert "a<b>&c" in texts(root)
 
 
+def test_control_characters_are_no_part_of_a_picture():
+    def fn(x, w):
+        with jax.named_scope("a\x01\x1b[31m"):
+            return x @ w
+
+    fn.__name__ = "\x01<b>&"
+    assert any("a\ufffd" in text for text in texts(drawn(fn, X, W)))
+
+
 @pytest.mark.parametrize("fn", [lambda x: x, lambda x: x[:0] @ jnp.zeros((8, 8)), jnp.sort])
 def test_odd_programs_are_drawn(fn):
     found = pp.inspect(fn, "AlwaysF32")(X)

@@ -274,6 +274,12 @@ def test_a_file_that_is_no_plan_is_an_error(text, tmp_path):
         pp.Plan.load(tmp_path / "x.json")
 
 
+def test_bytes_that_are_no_text_are_no_plan(tmp_path):
+    (tmp_path / "x.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"x.json is no plan of precpass"):
+        pp.Plan.load(tmp_path / "x.json")
+
+
 def test_a_newer_format_is_an_error(tmp_path):
     (tmp_path / "x.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match="has format 99, and this precpass reads 1: update"):
@@ -307,7 +313,7 @@ def test_a_plan_that_inspect_did_not_make_says_so(tmp_path):
     plan = pp.inspect(scoped)(X, W).plan
     with pytest.raises(ValueError, match=r"take the .plan of precpass.inspect"):
         pp.Plan(plan.decisions).save(tmp_path / "x.json")
-    with pytest.raises(ValueError, match="cannot be saved"), pp.use_policy(None):
+    with pytest.raises(ValueError, match="the pass is switched off"), pp.use_policy(None):
         pp.inspect(scoped)(X, W).plan.save(tmp_path / "x.json")
 
 

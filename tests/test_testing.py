@@ -63,6 +63,11 @@ def test_a_pattern_that_matches_nothing_is_an_error(pattern):
         assert_precision(model, (X, W), {pattern: "bf16"})
 
 
+def test_nothing_expected_is_an_error():
+    with pytest.raises(ValueError, match="nothing is expected: give patterns"):
+        assert_precision(model, (X, W), {})
+
+
 def test_an_unknown_precision_is_an_error():
     with pytest.raises(ValueError, match="f7"):
         assert_precision(model, (X, W), {"dot_general": "f7"})

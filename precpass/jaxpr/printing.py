@@ -11,7 +11,7 @@ from typing import Any
 import jax.extend.core as jex
 import numpy as np
 
-from precpass.jaxpr.bodies import Body, bodies, name_of
+from precpass.jaxpr.bodies import bodies, name_of
 from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_of
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -86,7 +86,7 @@ def _params(eqn: Any, inside: dict[tuple[str, int | None], str]) -> Iterator[str
         elif (name, 0) in inside:
             found = (text for (param, _), text in inside.items() if param == name)
             yield f"{name}=({', '.join(found)})"
-        elif value is not None and value != () and not isinstance(value, Body):
+        elif value is not None and not (isinstance(value, tuple) and not value):
             yield f"{name}={_value(value)}"
 
 

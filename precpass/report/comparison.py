@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from precpass.graph import NOMINAL_SIZE
 from precpass.measure import Counts, Memory, Timing
 from precpass.policy import PrecisionPolicy
 from precpass.report.errors import Errors
@@ -225,7 +226,7 @@ class Comparison:
             "products low: those of two 16-bit operands, of all in the traced step; casts added: "
             "to the function as written; a loop's body counts once in both.",
             "16-bit MB: results of equations in bfloat16 or float16; FLOPs and these with trip "
-            "counts. temp: what XLA allocates beside arguments and results.",
+            f"counts, {NOMINAL_SIZE} where only run time knows one. temp: what XLA allocates beside arguments and results.",
             *(
                 [
                     f"ms: median of {self.rounds} interleaved rounds (lower-upper quartile); "
@@ -234,7 +235,8 @@ class Comparison:
                 if self.rounds
                 else []
             ),
-            "rel. error: |d| / |r| over all floating results; ULP: of the output's own format.",
+            "rel. error: |d| / |r| over all floating results where the reference is finite; ULP: "
+            "of the output's own format; non-finite: of values that are finite in the reference.",
         ]
 
     # ------------------------------------------------------------ as a picture

@@ -60,7 +60,7 @@ class Errors:
             `relative` and `max_ulp` are inf, `sqnr` is -inf and `cosine` nan.
         differing: elements that are no floating numbers (integers, booleans, keys) and differ.
 
-    The first four are None where the results have no floating elements. An element at
+    The first four are None where the reference has no finite floating elements. An element at
     which the reference overflows the output's format counts as not finite there. Complex
     numbers count as pairs.
     """
@@ -109,7 +109,7 @@ class _Sums:
     """Sums over leaves; `scale` keeps the squares of large and small numbers in float64's range."""
 
     def __init__(self) -> None:
-        self.elements = self.nonfinite = self.differing = 0
+        self.nonfinite = self.differing = 0
         self.parts: list[tuple[Array, Array]] = []
         self.max_ulp = 0.0
 
@@ -120,7 +120,6 @@ class _Sums:
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         parts = np.zeros((), dtype).real.dtype if is_complex else dtype
         x, r = _float64(np.asarray(got)), _float64(np.asarray(want))
-        self.elements += r.size
         with np.errstate(over="ignore"):
             finite = np.isfinite(r.astype(parts))
         x, r = x[finite], r[finite]
@@ -133,7 +132,8 @@ class _Sums:
         self.parts.append((x, r))
 
     def errors(self) -> Errors:
-        if not self.elements:
+        if not self.parts and not self.nonfinite:
+            # there is nothing finite to compare with
             return Errors(None, None, None, None, self.nonfinite, self.differing)
         if self.nonfinite:
             inf = math.inf

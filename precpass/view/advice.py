@@ -54,7 +54,7 @@ def _products(graph: Graph, decided: dict[int, Decision]) -> Iterator[tuple[int,
 
 def _odd_sizes(graph: Graph, decided: dict[int, Decision]) -> Iterator[Advice]:
     for row, eqn, low in _products(graph, decided):
-        odd = [n for n in product_sizes(eqn) if isinstance(n, int) and n % _TILE and n > _TILE]
+        odd = [n for n in product_sizes(eqn) if isinstance(n, int) and n % _TILE and n > 1]
         if low and odd:
             padded = ", ".join(f"{n} to {n + -n % _TILE}" for n in dict.fromkeys(odd))
             yield Advice(

@@ -37,7 +37,7 @@ class _Change(NamedTuple):
     def line(self, n: int, casts: list[Cast]) -> Line:
         return [
             *self.head,
-            *([("; ", ""), (_casts(casts), "cast")] if casts else []),
+            *([("; in all " if n > 1 else "; ", ""), (_casts(casts), "cast")] if casts else []),
             *([(f"  [{self.reason}]", "reason")] if self.reason else []),
             *([(f"  ({n} times)", "")] if n > 1 else []),
         ]
@@ -184,18 +184,21 @@ def between(
             for key, texts in by_line.items()
         )
     total = sum(a.decision.action is not Action.ENTER for a, _ in pairs)
-    return rendered(
-        [*tree.lines(""), [(f"{len(differing)} of {total} equations differ", "")]], color
-    )
+    lines: list[Line] = [*tree.lines("")]
+    outputs = [origin.output or "their own format" for p in (first, second) if (origin := p.origin)]
+    if len(set(outputs)) > 1:
+        lines.append([("outputs  ", "frame"), (" | ".join(outputs), "cast")])
+    return rendered([*lines, [(f"{len(differing)} of {total} equations differ", "")]], color)
 
 
-def totals(plan: Plan, name: str) -> str:
-    """A line that says how much a plan changes."""
+def totals(plan: Plan, name: str, outputs: int = 0) -> str:
+    """A line that says how much a plan changes; `outputs` casts are those of the results."""
     counts = plan.count()
     lowered = sum(n for (_, a), n in counts.items() if a is Action.LOWER)
     widened = sum(n for (_, a), n in counts.items() if a in (Action.WIDEN, Action.DROP))
     total = sum(n for (_, a), n in counts.items() if a is not Action.ENTER)
     casts = Counter(cast.what for row in rows(plan) for cast in row.site.casts)
+    casts += Counter({"inserted": outputs})
     said = ", ".join(f"{n} casts {what}" for what, n in sorted(casts.items()))
     return (
         f"{name}: {lowered} of {total} equations lowered, {widened} widened, "

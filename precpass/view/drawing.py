@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax import saxutils
 
 from precpass.view.clusters import Box, Chart
 from precpass.view.layout import Frame, Layout, laid_out
@@ -43,6 +44,7 @@ _STYLE = "".join(
         "}",
     ]
 )
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 _ROOM, _LEGEND_HEIGHT = 16.0, 30.0
 
 
@@ -110,6 +112,11 @@ def _details(box: Box) -> str:
     return f"{'/'.join((*box.path, box.label))}\n{formats}{casts}\n{lines}".strip()
 
 
+def escape(text: str) -> str:
+    """Text as XML has it: control characters, which XML has not, as U+FFFD."""
+    return saxutils.escape(_CONTROL.sub("\ufffd", text))
+
+
 def _svg(chart: Chart, title: str) -> str:
     layout = laid_out(chart, [_text(box) for box in chart.boxes])
     layout.moved(_ROOM, 2 * _ROOM + 8)
@@ -118,7 +125,8 @@ def _svg(chart: Chart, title: str) -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-            f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label={quoteattr(title)}>',
+            f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
+            f"aria-label={saxutils.quoteattr(_CONTROL.sub('', title))}>",
             f"<style>{_STYLE}</style>",
             f'<rect class="page" width="{width:.0f}" height="{height:.0f}"/>',
             f'<text x="{_ROOM}" y="{_ROOM + 6}">{escape(title)}</text>',

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from precpass.graph import Graph
+from precpass.graph import NOMINAL_SIZE, Graph
 from precpass.jaxpr import Source
 from precpass.measure import Counts, count
 from precpass.opkinds import OpKind
 from precpass.plan import Action, Decision, Plan
+from precpass.precision import Precision
 from precpass.residuals import has_backward, kept_bytes
 from precpass.view.advice import Advice, advice
 from precpass.view.rows import Row, rows
@@ -56,35 +57,33 @@ class Verdict:
     Attributes:
         before, after: what the two programs compute (`precpass.measure.Counts`): products,
             casts, FLOPs and bytes by format.
-        cast_bytes: the bytes that inserted casts make in one run.
+        narrowed: the products that the policy runs in float32, and the program in float64.
+        left_wide: the products that stay as they were written, and are not low.
         kept_before, kept_after: the bytes that the forward pass keeps for the backward
             pass (`precpass.residuals`); 0 in a program without one.
     """
 
     before: Counts
     after: Counts
-    cast_bytes: float
+    narrowed: int
+    left_wide: int
     kept_before: float
     kept_after: float
-
-    @property
-    def left_wide(self) -> int:
-        """The floating products that are not low."""
-        return self.after.products - self.after.low
 
     def lines(self) -> Iterator[Line]:
         """The figures in words."""
         after = self.after
         yield [
             (f"{after.low} of {after.products} products low", "low"),
+            (f", {self.narrowed} narrowed to f32" if self.narrowed else "", "low"),
             (f", {self.left_wide} left wide", "wide" if self.left_wide else ""),
             (f"; {after.low_flops:.1%} of the FLOPs in low precision", ""),
         ]
-        casts = after.casts - self.before.casts
+        casts, made = after.casts - self.before.casts, after.cast_bytes - self.before.cast_bytes
         yield [
             (f"{_size(after.low_bytes)} held low", ""),
             (f"; {abs(casts)} casts {'more' if casts >= 0 else 'fewer'} than written", "cast"),
-            (f", which make {_size(self.cast_bytes)}", ""),
+            (f", which make {_size(abs(made))} {'more' if made >= 0 else 'less'}", ""),
         ]
         if self.kept_before or self.kept_after:
             yield [
@@ -176,7 +175,6 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """The explanation as values that JSON has."""
         found = dataclasses.asdict(self)
-        found["verdict"]["left_wide"] = self.verdict.left_wide
         found["verdict"]["low_flops"] = self.verdict.after.low_flops
         found["advice"] = [
             {"source": item.source.__dict__, "text": item.text, "times": n}
@@ -210,33 +208,52 @@ def explained(
         policy: the policy's.
     """
     found = list(rows(plan))
-    cast_bytes = sum(
-        row.calls * cast.after.nbytes
-        for row in found
-        for cast in row.site.casts
-        if cast.what != "removed"
-    )
+    wide = tuple(_wide(found))
+    narrowed = sum(_is_product(r) and r.decision.compute is Precision.F32 for r in _lowered(found))
     kept = (kept_bytes(before), kept_bytes(after)) if has_backward(before) else (0.0, 0.0)
     return Explanation(
         name,
         policy,
-        Verdict(count(before), count(after), cast_bytes, *kept),
-        tuple(_wide(found)),
+        Verdict(count(before), count(after), narrowed, sum(w.times for w in wide), *kept),
+        wide,
         tuple(_others(found)),
         tuple(map(repr, plan.unmatched)),
-        plan.notes,
+        (*plan.notes, *_assumptions(found)),
         tuple(advice(Graph.build(before), decided)),
     )
+
+
+def _assumptions(found: list[Row]) -> Iterator[str]:
+    """What the figures take for granted."""
+    bodies = [body for row in found for body in row.site.bodies]
+    if any(body.trips is None for body in bodies):
+        yield f"figures: {NOMINAL_SIZE} trips of each loop whose number only run time knows"
+    values = (v for row in found for v in (*row.site.operands, *row.site.results))
+    if any(isinstance(d, str) for value in values for d in value.shape):
+        yield f"figures: {NOMINAL_SIZE} for each symbolic dimension"
+    if any(row.site.primitive == "cond" for row in found):
+        yield "figures: all branches of a cond count, though one of them runs"
+
+
+def _lowered(found: list[Row]) -> Iterator[Row]:
+    return (row for row in found if row.decision.action is Action.LOWER)
 
 
 def _is_product(row: Row) -> bool:
     return row.decision.kind is OpKind.COMPUTE and row.decision.compute is not None
 
 
+def _stays_wide(row: Row) -> bool:
+    compute, action = row.decision.compute, row.decision.action
+    sums = not row.decision.reason.startswith("an elementwise product")
+    is_wide = compute is not None and not compute.is_low
+    return _is_product(row) and action is not Action.LOWER and is_wide and sums
+
+
 def _wide(found: list[Row]) -> Iterator[Wide]:
     counts: Counter[tuple[Source, str, str, str]] = Counter()
     for row in found:
-        if _is_product(row) and row.decision.action is not Action.LOWER:
+        if _stays_wide(row):
             operands, results = (
                 " ".join(map(str, v)) for v in (row.site.operands, row.site.results)
             )
@@ -247,12 +264,10 @@ def _wide(found: list[Row]) -> Iterator[Wide]:
 
 
 def _others(found: list[Row]) -> Iterator[tuple[str, str, int]]:
-    kept = (row.decision for row in found if row.decision.action is Action.KEEP)
-    counts = Counter(
-        (str(d.kind), d.reason)
-        for d in kept
-        if d.compute is not None and d.kind is not OpKind.COMPUTE
-    )
+    kept = [
+        row.decision for row in found if row.decision.action is Action.KEEP and not _stays_wide(row)
+    ]
+    counts = Counter((str(d.kind), d.reason) for d in kept if d.compute is not None)
     for (kind, reason), n in counts.most_common():
         yield kind, reason, n
 

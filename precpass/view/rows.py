@@ -169,7 +169,8 @@ def _count_calls(nodes: dict[int, _Node]) -> None:
                 stack.append((at, True))
                 stack += [(caller, False) for caller, _ in at.callers]
     for node in order:  # callers first
-        node.calls = sum(trips * caller.calls for caller, trips in node.callers) or 1.0
+        calls = sum(trips * caller.calls for caller, trips in node.callers)
+        node.calls = calls if node.callers else 1.0
 
 
 def _check_sites(plan: Plan) -> None:
