@@ -29,6 +29,7 @@ from precpass.opkinds import OpKind, op
 from precpass.precision import Precision
 
 __all__ = [
+    "LOW_FORMATS",
     "Counts",
     "Executable",
     "Memory",
@@ -79,16 +80,21 @@ class Counts:
     @property
     def low_bytes(self) -> float:
         """The bytes of the values that equations make in a format of 16 bits."""
-        return sum(n for name, n in self.result_bytes.items() if name in _LOW)
+        return sum(n for name, n in self.result_bytes.items() if name in LOW_FORMATS)
 
     @property
     def low_flops(self) -> float:
         """The share of the FLOPs that run in a format of 16 bits, 0 where there are none."""
         total = sum(self.flops.values())
-        return sum(n for name, n in self.flops.items() if name in _LOW) / total if total else 0.0
+        return (
+            sum(n for name, n in self.flops.items() if name in LOW_FORMATS) / total
+            if total
+            else 0.0
+        )
 
 
-_LOW = frozenset(str(p) for p in Precision if p.is_low)
+LOW_FORMATS = frozenset(str(p) for p in Precision if p.is_low)
+"""The formats of 16 bits, as a plan and a count write them."""
 
 
 def count(jaxpr: Any) -> Counts:
@@ -149,7 +155,7 @@ class _Tally:
         if op(eqn.primitive.name).kind is OpKind.COMPUTE:
             operands = given[:2]
             self.products += contracts(eqn)
-            self.low += contracts(eqn) and all(name in _LOW for name in operands)
+            self.low += contracts(eqn) and all(name in LOW_FORMATS for name in operands)
             self.marked += contracts(eqn) and ir.has_algorithm(eqn)
         name = max(given or [made[0][0]], key=_width)
         self.flops[name] = self.flops.get(name, 0.0) + calls * flops

@@ -131,9 +131,14 @@ def half(x, w):
     return x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
 
 
+def one_operand_low(x, w):
+    return lax.dot(x.astype(jnp.bfloat16), w, preferred_element_type=jnp.float32)
+
+
 WIDE = {
     "integers": (positions, "AutoMixedBf16"),
     "mask": (masked, "AutoMixed"),
+    "one operand low": (one_operand_low, "AutoMixedBf16"),
     "rule": (
         lambda x, w: x @ w,
         pp.AutoMixedBf16.with_rules(pp.Rule(primitive="*", precision="f32")),
@@ -155,6 +160,11 @@ def test_a_reason_has_a_remedy_of_its_own(name):
     for wide in found.wide:
         assert wide.remedy == remedy(wide.reason)
         assert wide.remedy != "order another precision by a Rule", wide.reason
+
+
+def test_a_product_that_is_low_as_written_is_not_left_wide():
+    found = pp.explain(half)(X, W)
+    assert (found.verdict.after.low, found.verdict.left_wide, found.wide) == (1, 0, ())
 
 
 def test_all_else_is_summed_up_by_reason():

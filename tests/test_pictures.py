@@ -34,6 +34,12 @@ def drawn(fn, *args, **options):
     return ET.fromstring(text)
 
 
+def test_the_legend_fits_on_a_narrow_picture():
+    root = drawn(lambda x, w: x @ w, X, W)
+    ends = [float(text.get("x")) + 7 * len(text.text) for text in root.iter(f"{SVG}text")]
+    assert max(ends) < float(root.get("width"))
+
+
 def classes(root):
     return [
         rect.get("class")

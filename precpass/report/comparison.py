@@ -226,7 +226,8 @@ class Comparison:
             "products low: those of two 16-bit operands, of all in the traced step; casts added: "
             "to the function as written; a loop's body counts once in both.",
             "16-bit MB: results of equations in bfloat16 or float16; FLOPs and these with trip "
-            f"counts, {NOMINAL_SIZE} where only run time knows one. temp: what XLA allocates beside arguments and results.",
+            f"counts, {NOMINAL_SIZE} where only run time knows one. temp: what XLA allocates "
+            "beside arguments and results.",
             *(
                 [
                     f"ms: median of {self.rounds} interleaved rounds (lower-upper quartile); "

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import glob
 import linecache
-import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 from precpass.precision import Precision
 from precpass.rules import Rule
+from precpass.view.text import shown_path
 
 __all__ = ["Group", "Place", "grouped"]
 
@@ -43,7 +43,7 @@ class Place:
         return rule.covers(self.scope, self.file, self.function, self.line)
 
     def __str__(self) -> str:
-        where = f"{os.path.relpath(self.file)}:{self.line}" if self.file else "<unknown line>"
+        where = f"{shown_path(self.file)}:{self.line}" if self.file else "<unknown line>"
         computes = ", ".join(f"{n} {name}" for name, n in self.primitives)
         return f"{where} {self.function}  {self.text}".rstrip() + f"  ({computes})"
 

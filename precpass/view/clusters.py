@@ -13,6 +13,7 @@ from precpass.opkinds import OpKind
 from precpass.plan import Action, Decision
 from precpass.rules import clean_scope
 from precpass.view.rows import CALLS, frame_name
+from precpass.view.text import shown_source
 
 __all__ = ["Box", "Chart", "chart"]
 
@@ -128,7 +129,7 @@ def _merged(
                 box.low += decision.action is Action.LOWER
         box.casts += casts
         if place.source.file:
-            box.lines[str(place.source)] += 1
+            box.lines[shown_source(place.source)] += 1
     index = {key: i for i, key in enumerate(boxes)}
     edges = {
         (index[position[a]], index[position[b]])

@@ -30,6 +30,7 @@ _LEGEND = {
     "wide": "wide",
     "other": "no floating values",
 }
+_LEGEND_WIDTH = sum(40 + 7.5 * len(text) for text in (*_LEGEND.values(), "casts"))
 
 _STYLE = "".join(
     [
@@ -120,7 +121,7 @@ def escape(text: str) -> str:
 def _svg(chart: Chart, title: str) -> str:
     layout = laid_out(chart, [_text(box) for box in chart.boxes])
     layout.moved(_ROOM, 2 * _ROOM + 8)
-    width = max(layout.width, 460.0, 7.5 * len(title)) + 2 * _ROOM
+    width = max(layout.width, _LEGEND_WIDTH, 7.5 * len(title)) + 2 * _ROOM
     height = layout.height + 4 * _ROOM + _LEGEND_HEIGHT
     return "\n".join(
         [
@@ -186,7 +187,7 @@ def _legend(y: float) -> Iterator[str]:
     for name, text in _LEGEND.items():
         yield f'<rect class="{name}" x="{x:.0f}" y="{y:.0f}" width="14" height="14" rx="3"/>'
         yield f'<text x="{x + 20:.0f}" y="{y + 11:.0f}">{text}</text>'
-        x += 40 + 7 * len(text)
+        x += 40 + 7.5 * len(text)
     yield f'<circle class="cast" cx="{x + 7:.0f}" cy="{y + 7:.0f}" r="7"/>'
     yield f'<text x="{x + 20:.0f}" y="{y + 11:.0f}">casts</text>'
 

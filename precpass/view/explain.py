@@ -10,7 +10,7 @@ from typing import Any
 
 from precpass.graph import NOMINAL_SIZE, Graph
 from precpass.jaxpr import Source
-from precpass.measure import Counts, count
+from precpass.measure import LOW_FORMATS, Counts, count
 from precpass.opkinds import OpKind
 from precpass.plan import Action, Decision, Plan
 from precpass.precision import Precision
@@ -244,10 +244,10 @@ def _is_product(row: Row) -> bool:
 
 
 def _stays_wide(row: Row) -> bool:
-    compute, action = row.decision.compute, row.decision.action
+    lowered = row.decision.action is Action.LOWER
     sums = not row.decision.reason.startswith("an elementwise product")
-    is_wide = compute is not None and not compute.is_low
-    return _is_product(row) and action is not Action.LOWER and is_wide and sums
+    is_low = all(operand.dtype in LOW_FORMATS for operand in row.site.operands[:2])
+    return _is_product(row) and sums and not lowered and not is_low
 
 
 def _wide(found: list[Row]) -> Iterator[Wide]:

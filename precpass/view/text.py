@@ -7,11 +7,23 @@ import io
 import linecache
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 from precpass.jaxpr import Source
 
-__all__ = ["CSS", "Line", "as_html", "heading", "page", "plain", "rendered", "spans"]
+__all__ = [
+    "CSS",
+    "Line",
+    "as_html",
+    "heading",
+    "page",
+    "plain",
+    "rendered",
+    "shown_path",
+    "shown_source",
+    "spans",
+]
 
 Line = Sequence[tuple[str, str]]
 """Pieces of a line: the text, and the name of a style or ""."""
@@ -107,12 +119,36 @@ def rendered(lines: Sequence[Line], color: bool | None) -> str:
 def heading(source: Source) -> Line:
     """A line of the user's code: where it stands, and its own text."""
     text = linecache.getline(source.file, source.line).strip() if source.file else ""
-    where = f"{shown_path(source.file)}:{source.line}" if source.file else str(source)
-    named = f"{where} {source.function}".rstrip()
+    named = f"{shown_source(source)} {source.function}".rstrip()
     return [(named, "where"), ("  ", ""), (text, "code")] if text else [(named, "where")]
 
 
+def shown_source(source: Source) -> str:
+    """File and line of a source line, as `shown_path` has the file."""
+    return f"{shown_path(source.file)}:{source.line}" if source.file else str(source)
+
+
 def shown_path(file: str) -> str:
-    """A path as a person reads it: relative where that is not longer."""
+    """A path as a person reads it.
+
+    A notebook's cell is `In[3]`, as in IPython's tracebacks; a file of an installed package
+    begins with the package; others are relative where that is not longer.
+    """
+    if cell := _cell(file):
+        return cell
+    if installed := _INSTALLED.search(file):
+        return file[installed.end() :]
     relative = os.path.relpath(file) if os.path.isabs(file) else file
     return file if relative.startswith(os.pardir) and len(relative) > len(file) else relative
+
+
+_INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
+
+
+def _cell(file: str) -> str:
+    """The cell that IPython compiled under a name of its own making; "" for a file."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    named = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    found = named(file) if named is not None else None
+    return found[1] if found is not None else ""
