@@ -109,8 +109,8 @@ def _casts(
     casts: dict[int, list[Cast]] = {}
     rows = list(zip(opened.eqns, plan.decisions, spans, strict=True))
     dropped = {
-        (eqn.invars[0], eqn.outvars[0].aval.dtype)
-        for eqn, decision, _ in rows
+        (eqn.invars[0], eqn.outvars[0].aval.dtype): row
+        for row, (eqn, decision, _) in enumerate(rows)
         if decision.action is Action.DROP and not ir.is_literal(eqn.invars[0])
     }
     made: dict[Any, int] = {}
@@ -140,7 +140,10 @@ def _casts(
         made.update((v, row) for e in span for v in e.outvars)
     for eqn in last:
         if rows and (cast := inserted(eqn)):
-            casts.setdefault(made.get(eqn.invars[0], len(rows) - 1), []).append(cast)
+            atom = eqn.invars[0]
+            # one of an operand of the body comes from where the user wrote it
+            home = dropped.get((atom, eqn.outvars[0].aval.dtype), len(rows) - 1)
+            casts.setdefault(made.get(atom, home), []).append(cast)
     return casts
 
 

@@ -95,6 +95,13 @@ class Lock:
                 f"{new.total()} equations are not in the saved plan of {self.name} and follow "
                 f"{policy} ({_some(new)})"
             )
+        shifted = Counter({key: n for key, n in found.items() if 0 != saved[key] != n})
+        if shifted:
+            yield (
+                f"the saved plan of {self.name} counts the equations of a primitive in a function, "
+                f"and their number is another one ({_some(shifted)}): their precisions may have "
+                "shifted; save the plan anew"
+            )
 
 
 def _some(keys: Counter[str]) -> str:

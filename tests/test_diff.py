@@ -1,5 +1,6 @@
 """The diff: complete against an independent walk of both jaxprs, nested, in three levels."""
 
+import os
 import re
 import subprocess
 import sys
@@ -189,12 +190,43 @@ def test_branches_and_rules_are_indented_under_theirs():
 
 def test_a_cast_that_stands_elsewhere_is_moved():
     def fn(x, w):
-        wide = x.astype(jnp.float32)
-        low = wide.astype(jnp.bfloat16)
-        return low, wide @ w
+        low = x.astype(jnp.bfloat16)
+        return low, low.astype(jnp.float32) @ w
 
-    found = pp.inspect(fn)(jax.ShapeDtypeStruct((8, 8), jnp.bfloat16), W)
+    found = pp.inspect(fn, "AlwaysF32")(X, W)
     assert_complete(found)
+    first = fn.__code__.co_firstlineno
+    why = "[AlwaysF32 removes low precision]"
+    lines = [line.strip() for line in found.diff().splitlines()]
+    assert f":{first + 1} fn  low = x.astype(jnp.bfloat16)" in lines[0]
+    assert lines[1].startswith("convert_element_type f32[8,8] -> bf16[8,8]: cast removed; cast ")
+    assert "f32 -> bf16[8,8] moved" in lines[1] and lines[1].endswith(why)
+    assert lines[-1].endswith("; 1 casts moved, 2 casts removed")
+
+
+def test_the_whole_text_of_a_small_program():
+    def two(x, w):
+        with jax.named_scope("body"):
+            h = jnp.tanh(x @ w)
+        return lax.scan(lambda c, _: (c @ w, None), h, length=3)[0]
+
+    file, line = "tests/test_diff.py", two.__code__.co_firstlineno
+    found = pp.inspect(two)(X, W)
+    change = (
+        "dot_general f32[8,8] f32[8,8] -> f32[8,8]: in bf16, accumulated in f32; "
+        "cast f32 -> bf16[8,8] inserted (x2)  [AutoMixedBf16: compute in bf16]"
+    )
+    scan = "return lax.scan(lambda c, _: (c @ w, None), h, length=3)[0]"
+    text = f"""\
+{file}:{line + 2} two  h = jnp.tanh(x @ w)
+  {change}
+scan, 3 trips  {file}:{line + 3} two  {scan}
+  {file}:{line + 3} <lambda>  {scan}
+    {change}
+AutoMixedBf16: 2 of 3 equations lowered, 0 widened, 1 as written; 4 casts inserted"""
+    # the path is that from the folder of the run
+    path = os.path.relpath(__file__)
+    assert found.diff() == text.replace(file, path)
 
 
 def test_one_line_per_source_line():

@@ -239,6 +239,17 @@ def test_what_is_gone_and_what_is_new_is_reported(tmp_path):
         pp.inspect(second, pp.Plan.load(tmp_path / "plan.json"))(X, W)
 
 
+def test_precisions_that_may_have_shifted_are_reported(tmp_path):
+    first = edited(tmp_path, "a", "def model(x, w):\n    return (x @ w) @ w\n")
+    second = edited(tmp_path, "b", "def model(x, w):\n    return ((x @ w) @ w) @ w\n")
+    pp.inspect(first)(X, W).plan.save(tmp_path / "plan.json")
+    with pytest.warns(pp.PrecisionWarning) as said:
+        pp.inspect(second, pp.Plan.load(tmp_path / "plan.json"))(X, W)
+    new, shifted = (str(warning.message) for warning in said)
+    assert new.startswith("1 equations are not in the saved plan of model")
+    assert "number is another one (|model|dot_general): their precisions may have" in shifted
+
+
 def test_a_plan_of_another_program_is_an_error(tmp_path):
     pp.inspect(scoped)(X, W).plan.save(tmp_path / "plan.json")
     policy = pp.Plan.load(tmp_path / "plan.json")
