@@ -8,7 +8,6 @@ import string
 from collections.abc import Iterator
 from typing import Any
 
-import jax.extend.core as jex
 import numpy as np
 
 from precpass.jaxpr.bodies import bodies, name_of
@@ -93,7 +92,7 @@ def _params(eqn: Any, inside: dict[tuple[str, int | None], str]) -> Iterator[str
 def _value(value: Any) -> str:
     if isinstance(value, np.dtype):
         return value.name
-    if isinstance(value, jex.Jaxpr | jex.ClosedJaxpr):
+    if hasattr(open_jaxpr(value), "eqns"):
         return "..."
     named = getattr(value, "__qualname__", None)
     text = named if callable(value) and named else str(value)
