@@ -231,7 +231,7 @@ def test_where_all_must_stay_wide_one_rule_says_so(seen):
     assert len(found.kept[0]) == 6
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_result_for_a_check_that_is_not_monotone_was_run(seed, seen):
     random = np.random.default_rng(seed)
     table = {frozenset(): False, frozenset(range(6)): True}
@@ -248,7 +248,7 @@ def test_the_result_for_a_check_that_is_not_monotone_was_run(seed, seen):
     assert [run.passed for run in found.runs] == [table[s] for s in seen]
 
 
-@pytest.mark.parametrize("budget", range(1, 12))
+@pytest.mark.parametrize("budget", [1, 2, 3, 5, 8, 11])
 def test_a_small_budget_gives_the_best_set_so_far(budget, seen):
     needed = {1, 4}
     found = pp.bisect(apart, "AutoMixedBf16", needed.issubset, budget=budget)(X, W)
