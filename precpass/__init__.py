@@ -1,7 +1,8 @@
 """precpass: automatic mixed precision for JAX, as a compiler pass over jaxprs."""
 
-from precpass.api import Mixed, auto_mixed, explain, inspect, keep, use_policy
+from precpass.api import auto_mixed, explain, inspect, keep, use_policy
 from precpass.inspection import Inspection
+from precpass.mixed import Mixed
 from precpass.opkinds import OpKind
 from precpass.plan import Action, Decision, Plan
 from precpass.policy import (

@@ -1,238 +1,28 @@
-"""What a user calls: `auto_mixed` and `inspect`, with `use_policy` and `keep` from `context`."""
+"""What a user calls: `auto_mixed`, `inspect` and `explain`, and `use_policy` and `keep`."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
-import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, overload
 
 import jax
 
-from precpass import calling, context, stateful
+from precpass import calling
 from precpass import jaxpr as ir
 from precpass.context import keep, use_policy
 from precpass.describe import described
 from precpass.inspection import Inspection
-from precpass.leaves import Declared, results, unwrapped
+from precpass.mixed import Mixed, made_of_trace, owner_of
 from precpass.planfile import policy_text
 from precpass.planner import unchanged_plan
 from precpass.policy import PrecisionPolicy, PrecisionWarning
-from precpass.program import Program, Traced, rewritten
+from precpass.program import Traced, rewritten
 from precpass.site import Origin
 from precpass.view.explain import Explanation
 
-__all__ = [
-    "Mixed",
-    "auto_mixed",
-    "explain",
-    "inspect",
-    "keep",
-    "owner_of",
-    "trace_of",
-    "use_policy",
-]
-
-
-class Mixed:
-    """A function under a policy; calling it is calling `jax.jit` of the rewritten function.
-
-    Attributes:
-        policy: its own policy, or None for the default in force when it is called.
-        jit_options: those of `jax.jit`.
-    """
-
-    def __init__(
-        self, fn: Callable[..., Any], policy: PrecisionPolicy | None, jit_options: dict[str, Any]
-    ) -> None:
-        # an object's own attributes could hide those of this class
-        own = ("__dict__",) if isinstance(fn, types.FunctionType) else ()
-        functools.update_wrapper(self, fn, updated=own)
-        self.__wrapped__ = fn
-        self.policy = policy
-        self.jit_options = jit_options
-        name, declared = calling.name_of(fn), Declared(fn, jit_options)
-        self._crossing = crossing = calling.Crossing(name, declared)
-        self._program = Program(_crossed(fn, crossing, False), name, declared, jit_options, policy)
-        self._calls: dict[context.Region, Callable[..., Any]] = {}
-
-    @functools.cached_property
-    def _stateful(self) -> Program:
-        """The program whose modules are split."""
-        name, declared = self._crossing.name, self._crossing.declared
-        fn = stateful.functional(_crossed(self.__wrapped__, self._crossing, True), declared.map)
-        options = dict(self.jit_options)
-        if options.get("out_shardings") is not None:
-            options["out_shardings"] = (None, options["out_shardings"])
-        return Program(fn, name, declared, options, self.policy)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The results of the wrapped function in the policy's precisions."""
-        __tracebackhide__ = True
-        # Every layer that takes *args copies them, and a name that a lambda shares is slower to
-        # read: no other Python function runs here, and all that is rare is in another one.
-        region, crossing = context.region_of_call(), self._crossing
-        if crossing.direct:
-            try:
-                call = self._calls.get(region)
-                if call is None:
-                    call = self._calls.setdefault(region, self._program.call(region))
-                out = call(*args, **kwargs) if kwargs else call(*args)
-            except context.Strayed:
-                pass
-            except Exception as error:
-                if not crossing.changes(True, error, args, kwargs):
-                    calling.remove_own_frames(error)
-                    raise
-            else:
-                return out if crossing.direct else unwrapped(out)
-        return self._call_in_steps(args, kwargs)
-
-    def _call_in_steps(self, args: Any, kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        region = context.current()
-
-        def run_of(program: Program) -> Any:
-            return program.call(region)
-
-        return self._run(run_of, args, kwargs, self._crossing.outward)
-
-    def _run(
-        self,
-        run_of: Callable[[Program], Callable[..., Any]],
-        args: Any,
-        kwargs: Any,
-        finish: Callable[[bool, Any], Any],
-        *,
-        on_clones: bool = False,
-    ) -> Any:
-        __tracebackhide__ = True
-        while True:
-            direct, splits = self._crossing.direct, self._crossing.splits
-            run = run_of(self._stateful if splits else self._program)
-            try:
-                if direct:
-                    return finish(splits, run(*args, **kwargs))
-                inward = self._crossing.inward(splits, args, kwargs, on_clones)
-                with inward as (inner, inner_kwargs):
-                    return finish(splits, run(*inner, **inner_kwargs))
-            except Exception as error:
-                if not self._crossing.changes(direct, error, args, kwargs):
-                    calling.remove_own_frames(error)
-                    raise
-
-    def _staged(self, name: str, args: Any, kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        region = context.current()
-
-        def run_of(program: Program) -> Any:
-            return getattr(program.jitted(region), name)
-
-        def finish(splits: bool, stage: Any) -> Any:
-            if self._crossing.direct:
-                return stage
-            return calling.Stage(stage, self._crossing, splits)
-
-        return self._run(run_of, args, kwargs, finish)
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As `jax.jit(f).lower`."""
-        __tracebackhide__ = True
-        return self._staged("lower", args, kwargs)
-
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """As `jax.jit(f).trace`."""
-        __tracebackhide__ = True
-        return self._staged("trace", args, kwargs)
-
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """As `jax.jit(f).eval_shape`."""
-        __tracebackhide__ = True
-        region = context.current()
-
-        def run_of(program: Program) -> Any:
-            return program.jitted(region).eval_shape
-
-        return self._run(run_of, args, kwargs, self._crossing.outward, on_clones=True)
-
-    def _trace(self, then: Callable[[Traced], Any], args: Any, kwargs: Any) -> Any:
-        """What `then` makes of one trace of the function."""
-        region = context.current()
-        resolved = region.resolve(self.policy)
-        policy, scope = resolved.policy, resolved.scope
-
-        def run_of(program: Program) -> Any:
-            def traced(*inner: Any, **inner_kwargs: Any) -> Any:
-                call = program.trace(region, inner, inner_kwargs, keeps_numbers=False)
-
-                def output(results: Sequence[Any]) -> Any:
-                    def same(*_: Any, **__: Any) -> Any:
-                        return jax.tree.unflatten(call.tree, results)
-
-                    outward = self._crossing.outward
-                    return self._run(lambda _: same, args, kwargs, outward, on_clones=True)
-
-                return then(Traced(call, program.name, region, policy, scope, output))
-
-            return traced
-
-        return self._run(run_of, args, kwargs, lambda _, out: out)
-
-    def clear_cache(self) -> None:
-        """Forgets every trace and compiled program."""
-        self._program.clear_cache()
-        self._calls.clear()
-        if "_stateful" in self.__dict__:
-            self._stateful.clear_cache()
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        name = self.__dict__.get("__qualname__", "")
-        found: Any = sys.modules.get(self.__module__)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        if found is self:
-            return name
-        return Mixed, (self.__wrapped__, self.policy, self.jit_options)
-
-    def __repr__(self) -> str:
-        return f"<auto_mixed {_shown(self.__wrapped__)}, policy={self.policy or 'default'!r}>"
-
-
-def _crossed(
-    fn: Callable[..., Any], crossing: calling.Crossing, takes_modules: bool
-) -> Callable[..., Any]:
-    """`fn` of arguments and with results as `precpass.leaves` hands them on."""
-
-    @functools.wraps(fn)
-    def crossed(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = crossing.declared.map(lambda x, _: unwrapped(x), args, kwargs)
-        out, hands_through = results(fn(*args, **kwargs), crossing.name)
-        if hands_through:
-            crossing.direct = False
-        return out
-
-    crossed.__name__ = crossing.name
-    if takes_modules:
-        return crossed
-
-    @functools.wraps(crossed)
-    def without_modules(*args: Any, **kwargs: Any) -> Any:
-        def refuse(x: Any, _name: str) -> None:
-            if stateful.has_nodes(x):
-                raise stateful.HoldsState
-
-        crossing.declared.map(refuse, args, kwargs)
-        out = crossed(*args, **kwargs)
-        refuse(out, "")
-        return out
-
-    return without_modules
+__all__ = ["auto_mixed", "explain", "inspect", "keep", "trace_of", "use_policy"]
 
 
 @overload
@@ -334,7 +124,7 @@ def trace_of(
     mixed = auto_mixed(fn, policy=policy)
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        return mixed._trace(then, (*owner, *args), kwargs)  # pyright: ignore[reportPrivateUsage]
+        return made_of_trace(mixed, then, (*owner, *args), kwargs)
 
     return called
 
@@ -393,14 +183,3 @@ _FROM_OUTSIDE = (
     "a derivative is taken around this call: the products of its backward pass are low too, "
     "but what transposition adds is out of the planner's sight; auto_mixed(jax.grad(f)) shows it"
 )
-
-
-def owner_of(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function, and the object that its first argument is where it is a bound `Mixed`."""
-    if isinstance(fn, types.MethodType) and isinstance(fn.__func__, Mixed):
-        return fn.__func__, (fn.__self__,)
-    return fn, ()
-
-
-def _shown(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__name__", None) or repr(fn)

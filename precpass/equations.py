@@ -63,8 +63,8 @@ def contracts(eqn: Any) -> bool:
     """Whether a product sums over anything; an outer or elementwise product does not."""
     if eqn.primitive.name != "dot_general":
         return True
-    (contracting, _), _ = eqn.params["dimension_numbers"]
-    return len(contracting) > 0
+    numbers = ir.summed_and_batch(eqn)
+    return numbers is not None and len(numbers[0][0]) > 0
 
 
 def mixes_types(eqn: Any) -> bool:

@@ -359,28 +359,23 @@ def product_sizes(eqn: Any) -> tuple[Any, ...]:
 
     Those of a convolution are its features, in and out.
     """
-    lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
-    numbers: Any = eqn.params.get("dimension_numbers")
-    if eqn.primitive.name == "conv_general_dilated":
-        return rhs[numbers.rhs_spec[0]], rhs[numbers.rhs_spec[1]]
+    numbers = ir.summed_and_batch(eqn)
     if numbers is None:
-        return rhs[-1], lhs[-1]
-    (summed, batch) = numbers
-    sides = zip((lhs, rhs), summed, batch, strict=True)
+        return ir.kernel_features(eqn)
+    shapes = [v.aval.shape for v in eqn.invars[:2]]
+    sides = zip(shapes, *numbers, strict=True)
     kept = [
-        math.prod(n for d, n in enumerate(shape) if d not in (*gone, *shared))
-        for shape, gone, shared in sides
+        math.prod(n for d, n in enumerate(shape) if d not in (*summed, *batch))
+        for shape, summed, batch in sides
     ]
-    return (*kept, math.prod(lhs[d] for d in summed[0]))
+    return (*kept, math.prod(shapes[0][d] for d in numbers[0][0]))
 
 
 def _contracted(eqn: Any) -> float:
-    lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
-    if eqn.primitive.name == "conv_general_dilated":
-        # each output element sums over the kernel's elements of one output feature
-        features = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return _size(rhs) / max(_size((features,)), 1.0)
-    numbers = eqn.params.get("dimension_numbers")
+    numbers = ir.summed_and_batch(eqn)
     if numbers is None:
-        numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        # each output element sums over the kernel's elements of one output feature
+        features, _ = ir.kernel_features(eqn)
+        return _size(eqn.invars[1].aval.shape) / max(_size((features,)), 1.0)
+    lhs = eqn.invars[0].aval.shape
     return _size(tuple(lhs[d] for d in numbers[0][0]))

@@ -107,7 +107,7 @@ def lowered(
     """
     lhs, rhs, *rest = operands
     low = low_operands[0].aval.dtype
-    form = Bilinear(eqn.primitive, tuple(sorted(eqn.params.items())), low, dtype)
+    form = Bilinear(eqn.primitive, ir.sorted_params(eqn), low, dtype)
     pinned, zeros = _needs_barriers(low), eqn.primitive.name == "ragged_dot_general"
     runs = pinned and form.is_dot
     pair, params = _runnable(build, eqn, low_operands) if runs else (low_operands, {})
@@ -153,7 +153,9 @@ def _runnable(build: ir.Builder, eqn: Any, pair: Sequence[Any]) -> tuple[Sequenc
     done: `vmap` can then only add kept or batch dimensions, which is harmless.
     """
     lhs, rhs = pair
-    (contracting, batch) = eqn.params["dimension_numbers"]
+    numbers = ir.summed_and_batch(eqn)
+    assert numbers is not None
+    contracting, batch = numbers
     rank = lhs.aval.ndim
     kept = [d for d in range(rank) if d not in contracting[0] and d not in batch[0]]
     if not kept or not contracting[0] or min(contracting[0]) > max(kept):

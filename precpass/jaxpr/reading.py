@@ -127,6 +127,30 @@ def user_order(eqn: Any) -> str | None:
     return f"out_dtype={np.dtype(out_dtype).name}" if out_dtype is not None else None
 
 
+def summed_and_batch(eqn: Any) -> tuple[Any, Any] | None:
+    """Of a dot, plain or ragged, for each side its summed dimensions, and its batch dimensions.
+
+    The groups of a ragged one are a batch of its right side. None for a convolution.
+    """
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    if ragged is not None:
+        summed, (left, right) = ragged.dot_dimension_numbers
+        return summed, (left, (*right, *ragged.rhs_group_dimensions))
+    is_dot = eqn.primitive.name == "dot_general"
+    return eqn.params["dimension_numbers"] if is_dot else None
+
+
+def kernel_features(eqn: Any) -> tuple[Any, Any]:
+    """The numbers of features that a convolution's kernel makes and reads."""
+    spec, shape = eqn.params["dimension_numbers"].rhs_spec, eqn.invars[1].aval.shape
+    return shape[spec[0]], shape[spec[1]]
+
+
+def sorted_params(eqn: Any) -> tuple[tuple[str, Any], ...]:
+    """The parameters of an equation, by name."""
+    return tuple(sorted(eqn.params.items()))
+
+
 def has_algorithm(eqn: Any) -> bool:
     """Whether a product names the algorithm that it is to run by."""
     algorithms = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)

@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 
-from precpass.api import auto_mixed, inspect, owner_of
+from precpass.api import auto_mixed, inspect
 from precpass.inspection import Inspection
 from precpass.jaxpr import Source
+from precpass.mixed import owner_of
 from precpass.policy import PrecisionPolicy, PrecisionWarning
 from precpass.report.changes import changes
 from precpass.report.hlo import Module

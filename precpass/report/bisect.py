@@ -21,6 +21,7 @@ from precpass.policy import AlwaysF32, PrecisionPolicy
 from precpass.precision import Precision
 from precpass.program import Traced
 from precpass.report.bisection import Bisection, Run, listed
+from precpass.report.errors import Leaf, error_of, fetched
 from precpass.report.minimal import OutOfBudget, smallest
 from precpass.report.places import Group, Place, grouped
 from precpass.rules import Rule, clean_scope
@@ -375,27 +376,17 @@ def _pairs(graph: Graph, one: Plan, other: Plan) -> Iterator[tuple[int, Decision
 # ---------------------------------------------------------------- errors
 
 
-def _floating(tree: Any) -> list[Any]:
-    """The floating and complex leaves of a result, on the host and in double precision."""
+def _floating(tree: Any) -> list[Leaf]:
+    """The floating and complex leaves of a result."""
     found = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
-    return [
-        np.asarray(x).astype(complex if jnp.issubdtype(x.dtype, jnp.complexfloating) else float)
-        for x in found
-        if jnp.issubdtype(x.dtype, jnp.inexact)
-    ]
+    inexact = [x for x in found if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return [Leaf("", fetched(x), x.dtype) for x in inexact]
 
 
-def _normwise_error(found: Any, reference: Any) -> float:
+def _normwise_error(found: Leaf, reference: Leaf) -> float:
     """`|y - r| / |r|` in 2-norms; what is not finite is to be the same."""
-    differs = ~((found == reference) | (np.isnan(found) & np.isnan(reference)))
-    if not differs.any():
-        return 0.0
-    finite = np.isfinite(reference)
-    if (differs & ~(finite & np.isfinite(found))).any():
+    y, r = found.value, reference.value
+    same = (y == r) | (np.isnan(y) & np.isnan(r))
+    if not (same | np.isfinite(r)).all():
         return math.inf
-    found, reference = found[finite], reference[finite]
-    # squares of large numbers overflow
-    scale = np.abs(reference).max(initial=0.0)
-    if scale == 0.0:
-        return math.inf
-    return float(np.linalg.norm((found - reference) / scale) / np.linalg.norm(reference / scale))
+    return error_of([found], [reference]).relative or 0.0

@@ -12,8 +12,9 @@ import jax.core
 
 from precpass import calling, measure, stateful
 from precpass import jaxpr as ir
-from precpass.api import Mixed, auto_mixed, owner_of
+from precpass.api import auto_mixed
 from precpass.leaves import Declared, arguments, dynamic_leaves, refused, unwrapped
+from precpass.mixed import Mixed, owner_of
 from precpass.policy import AlwaysF32, PrecisionPolicy
 from precpass.report.comparison import Comparison, Row
 from precpass.report.errors import (
