@@ -42,14 +42,15 @@ print(hashlib.sha256(pathlib.Path(sys.argv[1]).read_bytes()).hexdigest())
 }
 
 # uv is much faster than pip. Where it cannot be had, or cannot reach what pip is set up to
-# reach, pip does the same; dependency groups need its version 25.1.
+# reach, pip does the same; dependency groups need its version 25.1. Like pip it compiles what it
+# installs: where PYTHONDONTWRITEBYTECODE is set, every process would compile all that it imports.
 install_project() {
     local group=$1 python=$venv/bin/python
     # Like pip, trust the machine's own certificates. The second name is older uv's.
     export UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-true} UV_NATIVE_TLS=${UV_NATIVE_TLS:-true}
     export PIP_DISABLE_PIP_VERSION_CHECK=1
     if "$python" -m pip install --quiet uv &&
-        (cd "$root" && "$python" -m uv pip install --python "$python" --editable . --group "$group"); then
+        (cd "$root" && "$python" -m uv pip install --compile-bytecode --python "$python" --editable . --group "$group"); then
         return 0
     fi
     echo "precpass: uv could not do it; installing with pip, which takes some minutes" >&2

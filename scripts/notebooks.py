@@ -19,7 +19,7 @@ from nbformat import NotebookNode
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-PNG = "image/png"
+PNG, SVG = "image/png", "image/svg+xml"
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -92,6 +92,13 @@ _MACHINE = re.compile(
 )
 
 
+def pictures(path: Path, notebook: NotebookNode) -> dict[Path, str]:
+    """The SVG outputs of a notebook as files that other pages can show."""
+    outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
+    found = [output.data[SVG] for output in outputs if SVG in output.get("data", {})]
+    return {FOLDER / f"{path.stem}_{n}.svg": svg for n, svg in enumerate(found, 1)}
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="notebooks by a part of their name; default: all")
@@ -108,6 +115,8 @@ def main() -> None:
         if found := complaints(notebook):
             raise SystemExit(f"{path.name} is not written:\n" + "\n".join(found))
         nbformat.write(notebook, path)
+        for picture, svg in pictures(path, notebook).items():
+            picture.write_text(svg, encoding="utf-8")
         size, seconds = path.stat().st_size / 1e3, time.perf_counter() - start
         print(f"{path.name}: {len(notebook.cells)} cells, {size:.0f} kB, {seconds:.0f} s")
 

@@ -46,6 +46,14 @@ def test_what_is_committed_is_whole(path):
     assert text == nbformat.writes(notebooks.cleaned(notebook)) + "\n"
 
 
+def test_the_pictures_are_those_of_the_notebooks():
+    files = {path: path.read_text(encoding="utf-8") for path in notebooks.FOLDER.glob("*.svg")}
+    read = {path: nbformat.read(path, as_version=4) for path in notebooks.NOTEBOOKS}
+    drawn = {k: v for path, nb in read.items() for k, v in notebooks.pictures(path, nb).items()}
+    assert drawn
+    assert files == drawn, "run scripts/notebooks"
+
+
 def test_the_list_of_notebooks_is_complete():
     listed = (notebooks.FOLDER / "README.md").read_text(encoding="utf-8")
     assert len(notebooks.NOTEBOOKS) == 4
