@@ -15,7 +15,7 @@ from precpass.context import keep, use_policy
 from precpass.describe import described
 from precpass.inspection import Inspection
 from precpass.mixed import Mixed, made_of_trace, owner_of
-from precpass.planfile import policy_text
+from precpass.planfile import policy_data
 from precpass.planner import unchanged_plan
 from precpass.policy import PrecisionPolicy, PrecisionWarning
 from precpass.program import Traced, rewritten
@@ -103,7 +103,7 @@ def inspect(
     Example:
         >>> import jax.numpy as jnp
         >>> print(inspect(lambda x: x @ x)(jnp.ones((4, 4))).plan)
-        <Plan: 1 of 1 products lowered, 1 equations lowered, 1 in all>
+        <Plan: 1 of 1 products lowered, 1 equation lowered, 1 in all>
     """
     return trace_of(fn, policy, _inspection)
 
@@ -132,11 +132,11 @@ def trace_of(
 def _inspection(traced: Traced) -> Inspection:
     before, policy, scope, name = traced.call.jaxpr, traced.policy, traced.scope, traced.name
     if policy is None:
-        plan = described(before, unchanged_plan(before), Origin(name, "", scope))
+        plan = described(before, unchanged_plan(before), Origin(name, None, scope))
         return Inspection(before, plan, before, None, scope, name)
     plan = traced.checked_plan(policy)
     after, rewriter = rewritten(before, plan, traced.region, policy, scope)
-    origin = Origin(name, policy_text(policy), scope, str(policy.output or ""))
+    origin = Origin(name, policy_data(policy), scope, str(policy.output or ""))
     plan = described(before, plan, origin, rewriter)
     return Inspection(before, plan, after, policy, scope, name)
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
+from precpass.equations import contracts
 from precpass.graph import flops, join_scopes, nbytes
+from precpass.opkinds import OpKind
 from precpass.plan import Action, Decision, Plan
-from precpass.precision import Precision
 from precpass.rewrite import Rewriter
 from precpass.site import Body, Cast, Origin, Site, Value
 
@@ -76,15 +77,15 @@ def _site(eqn: Any, decision: Decision, caller: ir.Source, casts: tuple[Cast, ..
         tuple(_value(v.aval) for v in eqn.invars),
         tuple(_value(v.aval) for v in eqn.outvars),
         flops(eqn),
+        decision.kind is OpKind.COMPUTE and contracts(eqn),
         casts,
         tuple(map(_body, ir.bodies(eqn))) if decision.inner else (),
     )
 
 
 def _body(body: ir.Body) -> Body:
-    name = body.param if body.index is None else f"{body.param}[{body.index}]"
     trips: Any = body.trips
-    return Body(name, trips if trips is None or isinstance(trips, int) else str(trips))
+    return Body(body.name, trips if trips is None or isinstance(trips, int) else str(trips))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -116,7 +117,7 @@ def _casts(
     made: dict[Any, int] = {}
 
     def inserted(eqn: Any) -> Cast | None:
-        pair = _formats(eqn)
+        pair = ir.cast_formats(eqn)
         if pair is None:
             return None
         atom, aval = eqn.invars[0], eqn.outvars[0].aval
@@ -130,7 +131,7 @@ def _casts(
             users = list(itertools.takewhile(lambda r: r[1].island, rows[row:]))
             users = [user for user, _, _ in users]
             new += [c for e in span if ir.is_float64(e) for c in _at_island(e, users)]
-        if decision.action is Action.DROP and (pair := _formats(eqn)):
+        if decision.action is Action.DROP and (pair := ir.cast_formats(eqn)):
             # one in the same place again was not touched
             same = [c for c in new if (c.before, c.after.dtype) == (pair[0], str(pair[1]))]
             gone = Cast("removed", pair[0], _value(eqn.outvars[0].aval))
@@ -154,20 +155,12 @@ def _at_island(island: Any, users: Sequence[Any]) -> Iterator[Cast]:
         island: the equation.
         users: the equations of the program that it stands for.
     """
-    own = Counter(pair[1] for eqn in users if (pair := _formats(eqn)))
+    own = Counter(pair[1] for eqn in users if (pair := ir.cast_formats(eqn)))
     (jaxpr,) = ir.hidden_jaxprs(island)
     for eqn in ir.open_jaxpr(jaxpr).eqns:
-        if (pair := _formats(eqn)) is None:
+        if (pair := ir.cast_formats(eqn)) is None:
             continue
         if own[pair[1]]:
             own[pair[1]] -= 1
         else:
             yield Cast("inserted", pair[0], _value(eqn.outvars[0].aval))
-
-
-def _formats(eqn: Any) -> tuple[Precision, Precision] | None:
-    """From which floating format to which other one an equation casts."""
-    if eqn.primitive.name != "convert_element_type":
-        return None
-    before, after = (ir.precision_of(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
-    return (before, after) if before and after and before is not after else None

@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from precpass import jaxpr as ir
+from precpass import reasons
 from precpass.boundary import BOUNDARY
 from precpass.facts import ANY, Facts, guard
 from precpass.opkinds import Op, OpKind, op
@@ -31,9 +32,6 @@ EQUALITIES = frozenset({"eq", "ne"})
 
 _ASKS_READERS = frozenset(("convert_element_type", "stop_gradient"))
 
-FIXED = "of an auto_mixed function with a policy of its own"
-"""The reason to leave alone what an inner function's policy has decided."""
-
 
 def view_of(eqn: Any, scope: str, source: ir.Source) -> EqnView:
     """What rules see of an equation under a whole name stack."""
@@ -55,7 +53,7 @@ def view_of(eqn: Any, scope: str, source: ir.Source) -> EqnView:
         dtypes(eqn.invars),
         shapes(eqn.outvars),
         dtypes(eqn.outvars),
-        eqn.params,
+        dict(ir.sorted_params(eqn)),
     )
 
 
@@ -77,21 +75,20 @@ def guarded(eqn: Any, facts: Facts, target: Precision, table: Op) -> str | None:
     """Why the facts forbid an equation to run in `target`, or None."""
     operands = [facts.of(v) for v in eqn.invars]
     if table.kind is not OpKind.COMPUTE and all(fact.constant for fact in operands):
-        return "made of constants alone: computed once, as written"
+        return reasons.CONSTANTS()
     for position, atom in enumerate((*eqn.invars, *eqn.outvars)):
         fact = operands[position] if position < len(operands) else facts.of(atom)
         if fact is ANY or ir.precision_of(atom.aval) is None:
             continue
         # a product ends what follows the bits, except inside of a sampler that correlates them
         if fact.random and (position >= len(eqn.invars) or _is_samplers(facts, table)):
-            return "follows random bits: a sampler's digits"
+            return reasons.RANDOM_BITS()
         if table.kind is OpKind.COMPUTE:
             # in a sum of products only an operand that vanishes as a whole matters
             fact = fact._replace(tiny=fact.magnitude)
-        found = guard(fact, target)
-        if found:
-            what = "an operand" if position < len(eqn.invars) else "its result"
-            return f"{what} {found}"
+        what = "an operand" if position < len(eqn.invars) else "its result"
+        if found := guard(fact, target, what):
+            return found
     return None
 
 
@@ -181,7 +178,7 @@ def unentered(eqn: Any, lowered: dict[Any, ir.Contents]) -> str | None:
 
 
 def _contents(eqn: Any, lowered: dict[Any, ir.Contents]) -> ir.Contents:
-    key = eqn.primitive, tuple(v.aval for v in eqn.invars), tuple(eqn.params.items())
+    key = eqn.primitive, tuple(v.aval for v in eqn.invars), ir.sorted_params(eqn)
     try:
         hash(key)
     except TypeError:

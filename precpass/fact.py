@@ -12,6 +12,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from precpass import reasons
 from precpass.precision import Precision
 
 __all__ = ["ANY", "Fact", "guard", "of_array", "of_aval", "of_dtype"]
@@ -52,18 +53,18 @@ ANY = Fact()
 _BOOL = Fact(0.0, 1.0, integer=True)
 
 
-def guard(fact: Fact, target: Precision) -> str | None:
-    """Why a value with this fact must not be held in `target`, or None."""
+def guard(fact: Fact, target: Precision, what: str = "it") -> str | None:
+    """Why a value with this fact must not be held in `target`, or None; `what` names it."""
     bound = max(abs(fact.lo), abs(fact.hi))
     # an infinity is as good in the low format; what it must not do is make new ones
     largest = bound if math.isfinite(bound) else fact.reaches
     if largest > target.max:
-        return f"reaches {largest:.3g}, above {target}'s largest value {target.max:.3g}"
+        return reasons.REACHES(what, f"{largest:.3g}", target, f"{target.max:.3g}")
     if 0.0 < fact.tiny < target.smallest_normal:
-        smallest = target.smallest_normal
-        return f"{fact.tiny:.3g} vanishes in {target} (smallest normal {smallest:.3g})"
+        tiny, smallest = f"{fact.tiny:.3g}", f"{target.smallest_normal:.3g}"
+        return reasons.VANISHES(what, tiny, target, smallest)
     if fact.integer and bound > target.exact_integers:
-        return f"integers up to {bound:.3g}; {target} is exact only to {target.exact_integers}"
+        return reasons.INTEGERS(what, f"{bound:.3g}", target, target.exact_integers)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -21,6 +22,9 @@ from precpass.view.text import Line, rendered
 from precpass.view.unified import unified
 
 __all__ = ["Inspection"]
+
+_SHOWN = 1000
+"""The lines of the jaxprs in HTML, which a notebook stores and a browser lays out."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,12 +63,16 @@ class Inspection:
     @property
     def graph(self) -> Any:
         """The dataflow of `before` as a `networkx.MultiDiGraph` (see `Graph.to_networkx`)."""
-        return Graph.build(self.before).to_networkx()
+        return self._graph.to_networkx()
+
+    @functools.cached_property
+    def _graph(self) -> Graph:
+        return Graph.build(self.before)
 
     def decisions(self) -> Iterator[tuple[Any, Decision, ir.Source]]:
         """Each equation, its decision and its source line; bodies included, shared ones once."""
-        for eqn, decision, source, _ in _paired(self.before, self.plan, ir.Source(), set()):
-            yield eqn, decision, source
+        for eqn, decision, site in _paired(self.before, self.plan, set()):
+            yield eqn, decision, site.source
 
     def diff(self, level: str = "equations", *, color: bool | None = None) -> str:
         """What changes, each with its reason.
@@ -89,7 +97,7 @@ class Inspection:
             >>> from precpass import inspect
             >>> found = inspect(lambda x: x @ x)(jnp.ones((4, 4)))
             >>> print(found.diff(color=False).splitlines()[-1])
-            AutoMixedBf16: 1 of 1 equations lowered, 0 widened, 0 as written; 1 casts inserted
+            AutoMixedBf16: 1 of 1 equations lowered, 0 widened, 0 as written; 1 cast inserted
         """
         check_level(level)
         if level == "jaxpr":
@@ -111,7 +119,7 @@ class Inspection:
         for eqn, decision, _ in self.decisions():
             decided.setdefault(id(eqn), decision)
         name = self.name or "program"
-        return explained(self.before, self.plan, self.after, decided, name, self.policy_name)
+        return explained(self._graph, self.plan, self.after, decided, name, self.policy_name)
 
     def draw(self, *, boxes: int = 60, graphviz: bool | None = None) -> Picture:
         """The dataflow as a picture, coloured by precision, boxed by name scope and loop.
@@ -131,12 +139,11 @@ class Inspection:
             RuntimeError: where `dot` is asked for and not installed, or fails.
         """
         decided: dict[int, tuple[Decision, int]] = {}
-        graph = Graph.build(self.before)
-        for eqn, decision, _, site in _paired(self.before, self.plan, ir.Source(), set()):
+        for eqn, decision, site in _paired(self.before, self.plan, set()):
             casts = sum(cast.what != "removed" for cast in site.casts)
             decided.setdefault(id(eqn), (decision, casts))
         title = f"{self.name or 'program'} under {self.policy_name}"
-        return picture(chart(graph, decided, boxes), title, graphviz)
+        return picture(chart(self._graph, decided, boxes), title, graphviz)
 
     def _outputs(self) -> Counter[str]:
         """The casts of results that the policy has in another format."""
@@ -164,24 +171,24 @@ class Inspection:
 
     def _repr_html_(self) -> str:
         name = f"{self.name or 'program'} under {self.policy_name}"
-        more = [("explanation", self.explain().lines()), ("jaxprs", self._unified())]
+        jaxprs = self._unified()
+        if len(jaxprs) > _SHOWN:
+            left = f"... and {len(jaxprs) - _SHOWN} more lines: .diff('jaxpr') has them all"
+            jaxprs[_SHOWN:] = [[(left, "reason")]]
+        more = [("explanation", self.explain().lines()), ("jaxprs", jaxprs)]
         return inspection_page(self.plan, name, more, self.draw(graphviz=False).svg)
 
     def __str__(self) -> str:
         return self.diff()
 
 
-def _paired(
-    jaxpr: Any, plan: Plan, caller: ir.Source, seen: set[Any]
-) -> Iterator[tuple[Any, Decision, ir.Source, Site]]:
+def _paired(jaxpr: Any, plan: Plan, seen: set[Any]) -> Iterator[tuple[Any, Decision, Site]]:
     key = (id(ir.open_jaxpr(jaxpr)), plan)
     if key in seen:
         return
     seen.add(key)
     eqns = ir.open_jaxpr(jaxpr).eqns
     for eqn, decision, site in zip(eqns, plan.decisions, plan.sites, strict=True):
-        own = ir.source_of(eqn)
-        source = own if own.file else caller
-        yield eqn, decision, source, site
-        for body, inner in zip(ir.bodies(eqn), decision.inner, strict=False):
-            yield from _paired(body.jaxpr, inner, source, seen)
+        yield eqn, decision, site
+        for body, inner in zip(ir.bodies(eqn), decision.inner, strict=True):
+            yield from _paired(body.jaxpr, inner, seen)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from precpass.precision import Precision
 from precpass.rules import clean_scope
+from precpass.wording import are, counted
 
 __all__ = ["Lock", "Names"]
 
@@ -82,18 +83,20 @@ class Lock:
         if saved and not found & saved:
             raise ValueError(
                 f"this plan was saved from another program ({self.name}): none of its "
-                f"{saved.total()} equations is in {name}; save the plan of {name} anew"
+                f"{counted(saved.total(), 'equation')} is in {name}; save the plan of {name} anew"
             )
         gone, new = saved - found, found - saved
         if gone:
+            n = gone.total()
             yield (
-                f"{gone.total()} equations of the saved plan of {self.name} are no longer there "
-                f"({_some(gone)})"
+                f"{counted(n, 'equation')} of the saved plan of {self.name} {are(n)} no longer "
+                f"there ({_some(gone)})"
             )
         if new:
+            n = new.total()
             yield (
-                f"{new.total()} equations are not in the saved plan of {self.name} and follow "
-                f"{policy} ({_some(new)})"
+                f"{counted(n, 'equation')} {are(n)} not in the saved plan of {self.name} and "
+                f"{'follows' if n == 1 else 'follow'} {policy} ({_some(new)})"
             )
         shifted = Counter({key: n for key, n in found.items() if 0 != saved[key] != n})
         if shifted:

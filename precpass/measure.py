@@ -14,6 +14,7 @@ Every report and every benchmark measures here, so that their figures mean the s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -170,6 +171,7 @@ def _format(aval: Any) -> str | None:
     return str(dtype) if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else None
 
 
+@functools.cache
 def _width(name: str) -> int:
     known = {str(p): p.dtype for p in Precision}
     return jnp.dtype(known.get(name, name)).itemsize

@@ -16,6 +16,7 @@ from precpass.policy import PrecisionPolicy
 from precpass.precision import Precision
 from precpass.rules import Rule
 from precpass.site import Origin, Site
+from precpass.wording import counted
 
 __all__ = ["Action", "Border", "Decision", "Plan", "across"]
 
@@ -222,6 +223,6 @@ class Plan:
         products = sum(n for (kind, _), n in counts.items() if kind is OpKind.COMPUTE)
         low = counts[OpKind.COMPUTE, Action.LOWER]
         return (
-            f"<Plan: {low} of {products} products lowered, {lowered} equations lowered, "
+            f"<Plan: {low} of {products} products lowered, {counted(lowered, 'equation')} lowered, "
             f"{sum(counts.values())} in all>"
         )

@@ -22,8 +22,8 @@ __all__ = [
     "FORMAT",
     "equations",
     "locked_precision",
+    "policy_data",
     "policy_from",
-    "policy_text",
     "read",
     "written",
 ]
@@ -41,7 +41,7 @@ def written(plan: Plan) -> str:
         ValueError: for a plan that does not say where its equations stand.
     """
     origin = plan.origin
-    if origin is not None and not origin.policy:
+    if origin is not None and origin.policy is None:
         raise ValueError("this plan cannot be saved: the pass is switched off, and planned nothing")
     if origin is None:
         raise ValueError(
@@ -58,7 +58,7 @@ def written(plan: Plan) -> str:
         "format": FORMAT,
         "jax": jax.__version__,
         "function": origin.name,
-        "policy": json.loads(origin.policy),
+        "policy": origin.policy,
         "equations": {key: _shortened(entries[key]) for key in sorted(entries)},
     }
     return json.dumps(whole, indent=1) + "\n"
@@ -160,10 +160,10 @@ def _lengthened(text: str) -> Iterator[Precision | None]:
 # ---------------------------------------------------------------- policies
 
 
-def policy_text(policy: PrecisionPolicy) -> str:
-    """A policy as JSON; a rule with a predicate cannot be written, and is named."""
+def policy_data(policy: PrecisionPolicy) -> dict[str, Any]:
+    """A policy as values that JSON has; a rule with a predicate cannot be, and is named."""
     rules = [rule for rule in policy.rules if rule.where is None]
-    whole = {
+    return {
         "name": policy.name,
         "kinds": {str(kind): str(policy.precision_for(kind)) for kind in OpKind},
         "orders": sorted(map(str, policy.orders)),
@@ -173,11 +173,10 @@ def policy_text(policy: PrecisionPolicy) -> str:
         "output": None if policy.output is None else str(policy.output),
         "rules_left_out": [repr(rule) for rule in policy.rules if rule.where is not None],
     }
-    return json.dumps(whole)
 
 
 def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
-    """The policy of `policy_text`'s JSON."""
+    """The policy of `policy_data`."""
     return PrecisionPolicy(
         whole["name"],
         tuple(Precision.parse(whole["kinds"][str(kind)]) for kind in OpKind),

@@ -11,12 +11,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
+from precpass import reasons
 from precpass.accumulate import Additive, Feeds, all_feeds
 from precpass.asked import Asked
 from precpass.boundary import BOUNDARY
 from precpass.equations import (
     EQUALITIES,
-    FIXED,
     WIDENED,
     border_of,
     contracts,
@@ -64,10 +64,25 @@ def make_plan(
 
 
 def unchanged_plan(jaxpr: Any) -> Plan:
-    """The plan of a pass that is switched off."""
-    eqns = ir.open_jaxpr(jaxpr).eqns
-    off = "precpass is switched off"
-    return Plan(tuple(keep(eqn, op(eqn.primitive.name).kind, off) for eqn in eqns))
+    """The plan of a pass that is switched off: it enters what another one enters."""
+    return _unchanged(jaxpr, {})
+
+
+def _unchanged(jaxpr: Any, known: dict[int, Plan]) -> Plan:
+    opened = ir.open_jaxpr(jaxpr)
+    if id(opened) not in known:
+        decisions: list[Decision] = []
+        for eqn in opened.eqns:
+            kind = op(eqn.primitive.name).kind
+            inner = tuple(_unchanged(body.jaxpr, known) for body in ir.bodies(eqn))
+            stored = (None,) * len(eqn.outvars)
+            decisions.append(
+                Decision(Action.ENTER, kind, None, stored, "entered", inner)
+                if inner
+                else keep(eqn, kind, reasons.OFF())
+            )
+        known[id(opened)] = Plan(tuple(decisions))
+    return known[id(opened)]
 
 
 def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:
@@ -100,12 +115,10 @@ class Planner:
         )
         given = {kind: policy.precision_for(kind) for kind in OpKind}
         self._presets = {
-            kind: (precision, f"{policy.name}: {kind} in {precision}", kind in policy.orders)
+            kind: (precision, reasons.PRESET(policy.name, kind, precision), kind in policy.orders)
             for kind, precision in given.items()
         }
-        self._may_run = {
-            p: f"may run in {p}; wide costs nothing inside a fusion" for p in Precision
-        }
+        self._may_run = {p: reasons.MAY_RUN(p) for p in Precision}
 
     def root(self, border: Border) -> Plan:
         """The plan of the outermost jaxpr, with what was noticed on the way."""
@@ -201,7 +214,7 @@ class Planner:
         table = op(eqn.primitive.name)
         scope = self._scope(row)
         if is_fixed(scope):
-            return keep(eqn, table.kind, FIXED)
+            return keep(eqn, table.kind, reasons.FIXED())
         if self.policy.widens and (ir.is_carrier(eqn) or ir.is_detach(eqn)):
             why = "the product it serves is wide again"
             return Decision(Action.DROP, table.kind, Precision.F32, (Precision.F32,), why)
@@ -209,9 +222,9 @@ class Planner:
         if table.kind is OpKind.BOUNDARY:
             return self._boundary(row, floats)
         if ir.applies_function(eqn):
-            return keep(eqn, table.kind, "applies the user's own function in place")
+            return keep(eqn, table.kind, reasons.OWN_FUNCTION())
         if not floats:
-            return keep(eqn, table.kind, "no floating-point values")
+            return keep(eqn, table.kind, reasons.NO_FLOATS())
         target, why, ordered = self._target(row, table, scope)
         if target is Precision.F64:
             return in_region(self._float64(eqn, facts, table, floats, why), eqn)
@@ -220,12 +233,12 @@ class Planner:
         if eqn.primitive.name == "convert_element_type":
             return self._cast(eqn, facts.body)
         if decides:
-            return keep(eqn, table.kind, "decides whether a loop goes on: computed wide")
+            return keep(eqn, table.kind, reasons.PREDICATE())
         native = floats.pop() if len(floats) == 1 else None
         if native is None or native.is_low:
-            return keep(eqn, table.kind, "the user's own precision")
+            return keep(eqn, table.kind, reasons.USERS_PRECISION())
         if native not in self.policy.retypes:
-            return keep(eqn, table.kind, f"{native} is not in the policy's retypes")
+            return keep(eqn, table.kind, reasons.NOT_RETYPED(native))
         if not (target.is_low or (ordered and target.is_narrower_than(native))):
             return keep(eqn, table.kind, why)
         return self._lower(eqn, facts, table, target, why, ordered, adds, stored)
@@ -235,13 +248,13 @@ class Planner:
     ) -> Decision:
         """The decision for an equation that is to run in float64."""
         if facts.sampler or any(facts.of(v).random for v in eqn.outvars):
-            return keep(eqn, table.kind, "follows random bits: a sampler's digits")
+            return keep(eqn, table.kind, reasons.RANDOM_BITS())
         (native, *others) = floats
         if not self.policy.widens:
             if others or native is not Precision.F32:
-                return keep(eqn, table.kind, "the user's own precision")
+                return keep(eqn, table.kind, reasons.USERS_PRECISION())
             if native not in self.policy.retypes:
-                return keep(eqn, table.kind, f"{native} is not in the policy's retypes")
+                return keep(eqn, table.kind, reasons.NOT_RETYPED(native))
         elif floats == {Precision.F64}:
             return keep(eqn, table.kind, why)
         return widen(eqn, table, Precision.F64, why)
@@ -254,7 +267,7 @@ class Planner:
         if source is not None and alone and ir.precision_of(source.aval) is target:
             why = "narrows what was just widened: exact without both casts"
             return Decision(Action.DROP, kind, target, (None,), why)
-        return keep(eqn, kind, "a cast that the user wrote")
+        return keep(eqn, kind, reasons.USERS_CAST())
 
     def _lower(
         self,
@@ -279,7 +292,7 @@ class Planner:
             return keep(eqn, kind, blocked)
         elementwise_low = OpKind.ELEMENTWISE in self.policy.orders
         if kind is OpKind.COMPUTE and not (contracts(eqn) or elementwise_low):
-            return keep(eqn, kind, "an elementwise product: nothing is contracted")
+            return keep(eqn, kind, reasons.ELEMENTWISE_PRODUCT())
         moves_low = (
             kind is OpKind.DATA_MOVEMENT
             and not table.spreads
@@ -297,20 +310,20 @@ class Planner:
 
     def _blocked(self, eqn: Any, table: Op, ordered: bool, adds: bool, selects: bool) -> str | None:
         if selects:
-            return "selects or compares: runs in its widest operand's precision"
+            return reasons.SELECTS()
         if adds:
-            return "accumulates in a loop's carry"
+            return reasons.ACCUMULATES()
         if table.kind is OpKind.COMPUTE and mixes_types(eqn):
-            return "its operands have different types"
+            return reasons.MIXED_TYPES()
         if table.wide and not ordered:
-            return "of the full-precision set"
+            return reasons.FULL_PRECISION_SET()
         order = ir.user_order(eqn)
-        return f"the user's order: {order}" if order else None
+        return reasons.USERS_ORDER(order) if order else None
 
     def _boundary(self, row: int, floats: set[Precision]) -> Decision:
         eqn = self.graph.eqns[row]
         if ir.is_float64(eqn):
-            return keep(eqn, OpKind.BOUNDARY, "a float64 region as it was planned before")
+            return keep(eqn, OpKind.BOUNDARY, reasons.FLOAT64_REGION())
         why = ir.why_opaque(eqn) or BOUNDARY.get(eqn.primitive.name)
         found = unentered(eqn, self.lowered)
         if found:
@@ -318,8 +331,8 @@ class Planner:
             self.notes.append(f"{where} ({why or 'it is unknown to precpass'}) and {found}")
         why = why or "a primitive unknown to precpass"
         if not floats:
-            return keep(eqn, OpKind.BOUNDARY, "no floating-point values")
-        kept = keep(eqn, OpKind.BOUNDARY, f"keeps its exact dtypes: {why}")
+            return keep(eqn, OpKind.BOUNDARY, reasons.NO_FLOATS())
+        kept = keep(eqn, OpKind.BOUNDARY, reasons.EXACT_DTYPES(why))
         if self._is_wide(row):
             if eqn.primitive.name in WIDENED and floats == {Precision.F32}:
                 why = "has no low kernels; its region is in f64"
@@ -339,12 +352,12 @@ class Planner:
         """The precision that is asked for, by whom, and whether as an order."""
         kept = innermost_keep(scope)
         if kept is not None:
-            return kept, f"keep({str(kept)!r})", table.kind is OpKind.COMPUTE and kept.is_low
+            return kept, reasons.KEEP_REGION(kept), table.kind is OpKind.COMPUTE and kept.is_low
         rule = self.asked.rule(row, scope)
         if rule is not None:
             precision = Precision.parse(rule.precision)
             whole = not rule.is_region or table.kind is OpKind.COMPUTE
             return precision, repr(rule), whole
         if (locked := self.asked.locked(row)) is not None:
-            return locked, "as in the saved plan", True
+            return locked, reasons.SAVED_PLAN(), True
         return self._presets[table.kind]

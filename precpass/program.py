@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 
-from precpass import context
+from precpass import context, reasons
 from precpass import jaxpr as ir
 from precpass.calling import note_source, user_stacklevel
-from precpass.equations import FIXED
 from precpass.leaves import Declared, arguments, dynamic_leaves
 from precpass.opkinds import OpKind
 from precpass.plan import Action, Border, Plan
@@ -254,8 +253,8 @@ def _complaints(plan: Plan, policy: PrecisionPolicy, name: str) -> Iterator[str]
         yield f"{rule!r} matched no equation of {name}"
     counts = plan.count()
     if policy.lowers and not any(action is Action.LOWER for _, action in counts):
-        reasons = {d.reason for d in plan.walk() if d.kind is OpKind.COMPUTE}
+        given = {d.reason for d in plan.walk() if d.kind is OpKind.COMPUTE}
         none = "what is not entered holds its products" if plan.notes else "it has no products"
-        why = "; ".join(sorted(reasons)[:3]) or none
-        if not reasons & {"the user's own precision", FIXED}:
+        why = "; ".join(sorted(given)[:3]) or none
+        if not given & {reasons.USERS_PRECISION(), reasons.FIXED()}:
             yield f"{policy.name} lowered nothing in {name}: {why}"

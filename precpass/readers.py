@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
+from precpass import reasons
 from precpass.equations import float_vars
 from precpass.graph import Graph
 from precpass.opkinds import Op, OpKind
@@ -57,9 +58,9 @@ def rounded_by_readers(
     rounds = all(
         r is not None
         and r.primitive.name == "convert_element_type"
-        and Precision.of(r.params["new_dtype"]) is target
+        and ir.precision_of(r.outvars[0].aval) is target
         for v in eqn.outvars
         for r in readers.get(v, ())
     )
     read = any(readers.get(v) for v in eqn.outvars)
-    return f"every reader rounds to {target}" if rounds and read else None
+    return reasons.READERS_ROUND(target) if rounds and read else None

@@ -6,16 +6,9 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.graph import Graph, nbytes
+from precpass.rules import is_backward
 
-__all__ = ["has_backward", "kept_bytes"]
-
-_BACKWARD = "transpose("
-
-
-def has_backward(jaxpr: Any) -> bool:
-    """Whether a program contains a backward pass."""
-    graph = Graph.build(jaxpr)
-    return any(_BACKWARD in ir.scope_of(eqn) for eqn in graph.eqns)
+__all__ = ["kept_bytes"]
 
 
 def kept_bytes(jaxpr: Any) -> float:
@@ -34,18 +27,19 @@ def kept_bytes(jaxpr: Any) -> float:
         >>> kept_bytes(jax.make_jaxpr(jax.grad(loss))(jnp.ones(256)))
         2048.0
     """
-    graph = Graph.build(jaxpr, lambda scope: _BACKWARD in scope)
+    graph = Graph.build(jaxpr, is_backward)
     total = 0.0
     for node in graph.bodies:
-        made: dict[Any, int] = {}
-        kept: set[Any] = set()
+        made, constant, kept = set[Any](), set[Any](), set[Any]()
         for row in range(node.start, node.stop):
             eqn = graph.eqns[row]
             # a carrier is lowered to its first operand: it reads no other
             operands = eqn.invars[:1] if ir.is_carrier(eqn) else eqn.invars
-            if _BACKWARD in graph.scope(row):
+            if is_backward(graph.scope(row)):
                 kept.update(v for v in operands if not ir.is_literal(v) and v in made)
-            elif any(not ir.is_literal(v) for v in eqn.invars):
-                made.update((v, row) for v in eqn.outvars)
+            elif all(ir.is_literal(v) or v in constant for v in eqn.invars):
+                constant.update(eqn.outvars)
+            else:
+                made.update(eqn.outvars)
         total += node.calls * sum(nbytes(v.aval) for v in kept)
     return total

@@ -19,6 +19,7 @@ __all__ = [
     "Rule",
     "clean_scope",
     "innermost_keep",
+    "is_backward",
     "is_fixed",
     "keep_scope",
 ]
@@ -200,6 +201,11 @@ def clean_scope(stack: str) -> str:
         previous, stack = stack, _WRAPPED.sub(r"\1", stack)
     dropped = ("", "rematted_computation", "checkpoint")
     return "/".join(part for part in stack.split("/") if part not in dropped)
+
+
+def is_backward(stack: str) -> bool:
+    """Whether a name stack is one of a backward pass, as JAX's transposition marks it."""
+    return "transpose(" in stack
 
 
 def keep_scope(precision: Precision) -> str:

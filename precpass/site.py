@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from precpass.jaxpr import Source
 from precpass.precision import Precision
@@ -69,6 +70,7 @@ class Site:
         has_line: whether JAX recorded it.
         operands, results: their types in the original program.
         flops: floating-point operations of one execution.
+        contracts: whether it is a product that sums over something.
         casts: what the rewritten program has more or less of at this equation.
         bodies: of its inner plans, in their order.
     """
@@ -80,8 +82,14 @@ class Site:
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
     flops: float
+    contracts: bool = False
     casts: tuple[Cast, ...] = ()
     bodies: tuple[Body, ...] = ()
+
+    @property
+    def signature(self) -> str:
+        """Primitive, operands and results."""
+        return " ".join((self.primitive, *map(str, self.operands), "->", *map(str, self.results)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +98,12 @@ class Origin:
 
     Attributes:
         name: of the function.
-        policy: as JSON (`precpass.planfile`); "" where the pass is switched off.
+        policy: as values that JSON has (`precpass.planfile`); None where the pass is switched off.
         scope: the name scope around the program.
         output: the format of the results; "" where each keeps its own.
     """
 
     name: str
-    policy: str
+    policy: Mapping[str, Any] | None
     scope: str
     output: str = ""

@@ -213,7 +213,7 @@ def _interval(
 
 
 def _iota(eqn: Any, _operands: Sequence[Fact]) -> Fact:
-    size = eqn.params["shape"][eqn.params["dimension"]]
+    size = ir.iota_size(eqn)
     return Fact(0.0, float(size - 1) if isinstance(size, int) else math.inf, integer=True)
 
 
@@ -227,8 +227,7 @@ def _convert(_eqn: Any, operands: Sequence[Fact]) -> Fact:
 
 
 def _position(eqn: Any, _operands: Sequence[Fact]) -> Fact:
-    shape = eqn.invars[0].aval.shape
-    return _position_below([shape[axis] for axis in eqn.params["axes"]])
+    return _position_below(ir.reduced_sizes(eqn))
 
 
 def _position_below(sizes: Sequence[Any]) -> Fact:
@@ -237,14 +236,13 @@ def _position_below(sizes: Sequence[Any]) -> Fact:
 
 
 def _sum(eqn: Any, operands: Sequence[Fact]) -> Fact:
-    shape = eqn.invars[0].aval.shape
-    sizes = [shape[axis] for axis in eqn.params["axes"]]
+    sizes = ir.reduced_sizes(eqn)
     terms = math.prod(sizes) if all(type(size) is int for size in sizes) else 1
     return Fact(scale=(operands[0].magnitude or 1.0) * terms)
 
 
 def _power(eqn: Any, operands: Sequence[Fact]) -> Fact:
-    fact, y = operands[0], eqn.params.get("y", 2)
+    fact, y = operands[0], ir.exponent(eqn)
     if y < 0 and fact.lo <= 0 <= fact.hi:
         return ANY
     try:

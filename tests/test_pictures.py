@@ -1,6 +1,12 @@
 """The picture of a graph, and the HTML of plans, inspections and policies, parsed."""
 
+import html
+import os
+import re
+import shutil
 import stat
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
@@ -157,6 +163,30 @@ def test_odd_programs_are_drawn(fn):
     assert ET.fromstring(found.draw(graphviz=False).svg).tag == f"{SVG}svg"
 
 
+@jax.custom_vjp
+def doubled(x, w):
+    return 2 * (x @ w)
+
+
+doubled.defvjp(lambda x, w: (doubled(x, w), (x, w)), lambda r, g: (2 * g @ r[1].T, r[0].T @ g * 2))
+ENTERED = {
+    "scan": scanned,
+    "cond": lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x),
+    "custom_vjp": doubled,
+}
+
+
+@pytest.mark.parametrize("name", ENTERED)
+def test_a_program_is_drawn_also_where_the_pass_is_switched_off(name):
+    with pp.use_policy(None):
+        found = pp.inspect(ENTERED[name])(X, W)
+    root = ET.fromstring(found.draw(graphviz=False).svg)
+    assert "dot_general" in texts(root)
+    assert not {"low", "mixed"} & set(classes(root)) and "wide" in classes(root)
+    tree = Tree(found._repr_html_())
+    assert "precpass is switched off" in tree.text and "1 left wide" in tree.text
+
+
 def test_a_picture_is_saved_and_shows_itself(tmp_path):
     picture = pp.inspect(model)(X, W).draw(graphviz=False)
     picture.save(tmp_path / "model.svg")
@@ -179,6 +209,69 @@ def test_graphviz_is_used_where_it_is_installed(tmp_path, monkeypatch):
     dot.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
     with pytest.raises(RuntimeError, match="dot failed: broken"):
         found.draw()
+
+
+ODD = ["\u65e5\u672c \u00fc", "a\\N b", "ends\\", 'q"uote"', "&lt;&amp; <b>", "%s {x}|y", "tab\tx"]
+
+
+def oddly_named(x, w):
+    for name in (*ODD, "\x00\x01\x1b[31m", "\ud800"):
+        with jax.named_scope(name):
+            x = jnp.tanh(x @ w)
+    return x
+
+
+oddly_named.__name__ = 'two\nlines\\"'
+
+
+def test_names_reach_graphviz_as_they_are(tmp_path, monkeypatch):
+    dot = tmp_path / "dot"
+    dot.write_text(f"#!/bin/sh\ncat > {tmp_path}/given\n")
+    dot.chmod(dot.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    pp.inspect(oddly_named)(X, W).draw(boxes=200)
+    given = (tmp_path / "given").read_bytes().decode("utf-8")
+    # graphviz's rules: a quote ends a string unless a backslash is before it, a label's
+    # backslash is an escape, and its ampersand begins an entity
+    strings = re.findall(r'label="((?:[^"\\]|\\.)*)"', given)
+    escapes = {"\\n": "\n", '\\"': '"', "\\\\": "\\"}
+    labels = [html.unescape(re.sub(r"\\.", lambda m: escapes[m[0]], s)) for s in strings]
+    assert labels[0].startswith('two\nlines\\" under')
+    assert set(ODD) <= set(labels)
+    assert "\ufffd" in labels and "\ufffd\ufffd\ufffd[31m" in labels
+    assert not re.search(r"[\x00-\x08\x0e-\x1f]", given)
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz is not installed")
+def test_graphviz_itself_shows_names_as_they_are():
+    root = ET.fromstring(pp.inspect(oddly_named)(X, W).draw(graphviz=True, boxes=200).svg)
+    assert set(ODD) <= {text.text for text in root.iter(f"{SVG}text")}
+
+
+def test_graphviz_is_spoken_to_in_utf_8_whatever_the_locale(tmp_path):
+    dot = tmp_path / "dot"
+    dot.write_text("#!/bin/sh\ncat\n")
+    dot.chmod(dot.stat().st_mode | stat.S_IXUSR)
+    code = """
+from precpass.view.clusters import Chart
+from precpass.view.drawing import picture
+assert "\\u65e5" in picture(Chart((), frozenset()), "\\u65e5", True).svg
+"""
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PATH": path}
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **plain}, check=True)
+
+
+def test_a_long_name_of_a_scope_is_shortened_and_stands_whole_in_its_title():
+    def fn(x, w):
+        with jax.named_scope("x" * 500):
+            return x @ w
+
+    root = drawn(fn, X, W)
+    assert float(root.get("width")) < 800
+    titles = [title.text for title in root.iter(f"{SVG}title")]
+    assert "x" * 500 in titles
+    assert max(map(len, texts(root))) < 60
 
 
 def test_graphviz_that_is_not_installed_is_an_error_where_it_is_asked_for(monkeypatch):
@@ -231,6 +324,19 @@ def test_an_inspection_is_html_that_folds():
     # every line of the diff is in it
     for line in found.diff().splitlines()[:-1]:
         assert line.strip() in tree.text
+
+
+def test_html_of_a_long_program_has_the_first_of_its_jaxprs_lines():
+    def long(x, w):
+        for _ in range(600):
+            x = jnp.tanh(x @ w)
+        return x
+
+    found = pp.inspect(long)(X, W)
+    lines = found.diff("jaxpr").splitlines()
+    text = Tree(found._repr_html_()).text
+    assert lines[999] in text and lines[1000] not in text
+    assert f"... and {len(lines) - 1000} more lines: .diff('jaxpr') has them all" in text
 
 
 def test_a_plan_is_html_also_one_without_places():

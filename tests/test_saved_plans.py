@@ -84,13 +84,11 @@ def test_what_is_loaded_does_not_hang_on_the_preset(tmp_path):
     path = tmp_path / "plan.json"
     saved, _ = round_trip(scoped, POLICIES[3], (X, W), path)
     whole = json.loads(path.read_text())
-    whole["policy"] = json.loads(
-        pp.inspect(scoped, "AutoMixedConservative")(X, W).plan.origin.policy
-    )
+    whole["policy"] = pp.inspect(scoped, "AutoMixedConservative")(X, W).plan.origin.policy
     whole["policy"]["kinds"]["compute"] = "f32"
     path.write_text(json.dumps(whole))
     loaded = pp.inspect(scoped, pp.Plan.load(path))(X, W)
-    assert fates(loaded.plan)[:1] == fates(saved.plan)[:1]
+    assert fates(loaded.plan) == fates(saved.plan)
     assert product_dtypes(loaded.after) == product_dtypes(saved.after)
 
 
@@ -218,7 +216,7 @@ def test_keys_survive_unrelated_edits(tmp_path):
     first, second = (edited(tmp_path, n, b) for n, b in (("a", FIRST), ("b", EDITED)))
     pp.inspect(first, policy)(X, W).plan.save(tmp_path / "plan.json")
     with pytest.warns(pp.PrecisionWarning, match=r"equations are not in the saved plan of model"):
-        found = pp.inspect(second, pp.Plan.load(tmp_path / "plan.json"))(X, W)
+        pp.inspect(second, pp.Plan.load(tmp_path / "plan.json"))(X, W)
     # the rule that was in the policy is in the file too: take it away to see the keys alone
     whole = json.loads((tmp_path / "plan.json").read_text())
     whole["policy"]["rules"] = []
@@ -246,7 +244,7 @@ def test_precisions_that_may_have_shifted_are_reported(tmp_path):
     with pytest.warns(pp.PrecisionWarning) as said:
         pp.inspect(second, pp.Plan.load(tmp_path / "plan.json"))(X, W)
     new, shifted = (str(warning.message) for warning in said)
-    assert new.startswith("1 equations are not in the saved plan of model")
+    assert new.startswith("1 equation is not in the saved plan of model and follows AutoMixedBf16")
     assert "number is another one (|model|dot_general): their precisions may have" in shifted
 
 

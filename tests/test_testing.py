@@ -106,10 +106,10 @@ def test_an_edit_that_takes_a_product_away_fails(tmp_path):
         return model(x, w) @ w
 
     pp.inspect(longer)(X, W).plan.save(tmp_path / "plan.json")
-    assert "1 equations of the saved plan of longer are no longer there" in not_in_plan(
+    assert "1 equation of the saved plan of longer is no longer there" in not_in_plan(
         model, tmp_path / "plan.json"
     )
     pp.inspect(model)(X, W).plan.save(tmp_path / "plan.json")
     text = not_in_plan(longer, tmp_path / "plan.json")
-    assert "1 equations are not in the saved plan of model" in text
+    assert "1 equation is not in the saved plan of model" in text
     assert "|longer|dot_general" in text

@@ -10,7 +10,7 @@ from unit_helpers import f32
 
 import precpass as pp
 from precpass.jaxpr import Source
-from precpass.view.text import shown_path, shown_source
+from precpass.view.text import rendered, shown_path, shown_source
 
 CELL = os.path.join(os.sep, "somewhere", "ipykernel_71", "123.py")
 CODE = "def model(x, w):\n    with jax.named_scope('body'):\n        return x @ w\n"
@@ -65,3 +65,25 @@ def test_a_file_of_ones_own_is_relative_where_that_is_not_longer():
     assert shown_path(os.path.abspath("model.py")) == "model.py"
     assert shown_path(os.path.join(os.sep, "a.py")) == os.path.join(os.sep, "a.py")
     assert shown_source(Source()) == "<unknown>"
+
+
+def test_text_without_colours_needs_no_rich(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert rendered([[("low", "low"), (" and wide", "wide")]], color=False) == "low and wide"
+
+
+def test_one_of_a_thing_is_no_plural():
+    found = pp.inspect(lambda x: x @ jax.numpy.arange(8.0).astype("float32"))(f32(8, 8))
+    assert found.diff().endswith("; 2 casts inserted")
+    one = pp.inspect(lambda x: x @ x)(f32(8, 8))
+    assert one.diff().endswith("; 1 cast inserted")
+    assert "1 cast more than written" in one.explain().text()
+    assert "1 equation lowered" in repr(one.plan)
+    assert "1 cast inserted" in one.draw(graphviz=False).svg
+
+
+def test_an_equation_without_operands_has_a_signature():
+    plan = pp.inspect(lambda x: (jax.numpy.arange(8), x @ x))(f32(8, 8)).plan
+    found = {site.primitive: site.signature for site in plan.sites}
+    assert found["iota"] == "iota -> int32[8]"
+    assert found["dot_general"] == "dot_general f32[8,8] f32[8,8] -> f32[8,8]"

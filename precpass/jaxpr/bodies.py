@@ -37,6 +37,11 @@ class Body:
     carry: tuple[tuple[int, int], ...] = ()
     decides: bool = False
 
+    @property
+    def name(self) -> str:
+        """Where it stands, such as "branches[1]"."""
+        return self.param if self.index is None else f"{self.param}[{self.index}]"
+
 
 def _whole(param: str) -> Callable[[Any], tuple[Body, ...]]:
     def one(eqn: Any) -> tuple[Body, ...]:

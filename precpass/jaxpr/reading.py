@@ -165,16 +165,40 @@ def applies_function(eqn: Any) -> bool:
     return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
 
 
+def iota_size(eqn: Any) -> Any:
+    """How many integers an iota counts through."""
+    return eqn.params["shape"][eqn.params["dimension"]]
+
+
+def reduced_sizes(eqn: Any) -> list[Any]:
+    """The sizes of the dimensions that a reduction takes away."""
+    shape = eqn.invars[0].aval.shape
+    return [shape[axis] for axis in eqn.params["axes"]]
+
+
+def exponent(eqn: Any) -> int:
+    """That of an integer power, of which a square is one."""
+    return eqn.params.get("y", 2)
+
+
 def axis_size(eqn: Any) -> int | None:
     """The size of the mesh axis that an equation names; None where no mesh has it."""
     mesh = getattr(eqn.ctx, "cur_abstract_mesh", None)
     return dict(getattr(mesh, "shape", {})).get(eqn.params["axis_name"])
 
 
-def widening(eqn: Any) -> tuple[Any, Any] | None:
-    """The result and the operand of a cast from a low to a wider format, else None."""
-    if eqn.primitive is not _cast_p or is_literal(eqn.invars[0]):
+def cast_formats(eqn: Any) -> tuple[Precision, Precision] | None:
+    """From which floating format to which other one an equation casts; None for no such cast."""
+    if eqn.primitive is not _cast_p:
         return None
     before, after = precision_of(eqn.invars[0].aval), precision_of(eqn.outvars[0].aval)
-    widens = before is not None and after is not None and before.is_low and not after.is_low
+    return (before, after) if before and after and before is not after else None
+
+
+def widening(eqn: Any) -> tuple[Any, Any] | None:
+    """The result and the operand of a cast from a low to a wider format, else None."""
+    formats = cast_formats(eqn)
+    if formats is None or is_literal(eqn.invars[0]):
+        return None
+    widens = formats[0].is_low and not formats[1].is_low
     return (eqn.outvars[0], eqn.invars[0]) if widens else None

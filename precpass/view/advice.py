@@ -68,11 +68,8 @@ def _casts(graph: Graph) -> Iterator[tuple[ir.Source, Precision, Precision, list
     """The line of each cast between floating formats, these, and the equations that read it."""
     readers = _readers(graph)
     for row, eqn in enumerate(graph.eqns):
-        if eqn.primitive.name != "convert_element_type":
-            continue
-        before, after = (ir.precision_of(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
-        if before and after and before is not after:
-            yield graph.source(row), before, after, readers.get(eqn.outvars[0], [])
+        if formats := ir.cast_formats(eqn):
+            yield graph.source(row), *formats, readers.get(eqn.outvars[0], [])
 
 
 def _constants(graph: Graph) -> Iterator[Advice]:
@@ -94,8 +91,7 @@ def _constants(graph: Graph) -> Iterator[Advice]:
 def _round_trips(graph: Graph) -> Iterator[Advice]:
     """Values that the user narrows and widens again."""
     for source, before, low, readers in _casts(graph):
-        back = [r for r in readers if r.primitive.name == "convert_element_type"]
-        widened = any(ir.precision_of(r.outvars[0].aval) is before for r in back)
+        widened = (low, before) in map(ir.cast_formats, readers)
         if low.is_narrower_than(before) and widened:
             text = (
                 f"a value goes from {before} to {low} and back: it is rounded, and takes two "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Callable, Hashable
 
@@ -11,9 +10,8 @@ from precpass import jaxpr as ir
 from precpass.graph import BodyNode, Graph
 from precpass.opkinds import OpKind
 from precpass.plan import Action, Decision
-from precpass.rules import clean_scope
-from precpass.view.rows import CALLS, frame_name
-from precpass.view.text import shown_source
+from precpass.rules import clean_scope, is_backward
+from precpass.view.rows import CALLS, alike, frame_name
 
 __all__ = ["Box", "Chart", "chart"]
 
@@ -31,7 +29,7 @@ class Box:
         formats: how many equations run in each format.
         low, products: how many of its products are low, and how many there are.
         casts: the casts that the rewritten program has more.
-        lines: the source lines.
+        lines: how many stand on each source line.
     """
 
     label: str
@@ -41,7 +39,7 @@ class Box:
     low: int = 0
     products: int = 0
     casts: int = 0
-    lines: Counter[str] = dataclasses.field(default_factory=Counter)
+    lines: Counter[ir.Source] = dataclasses.field(default_factory=Counter)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +49,10 @@ class Chart:
     Attributes:
         boxes: in the order of their first equations.
         edges: pairs of positions in `boxes`: what the first makes the second reads.
-        hidden: how many equations were merged into boxes of several.
     """
 
     boxes: tuple[Box, ...]
     edges: frozenset[tuple[int, int]]
-    hidden: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,16 +125,14 @@ def _merged(
                 box.low += decision.action is Action.LOWER
         box.casts += casts
         if place.source.file:
-            box.lines[shown_source(place.source)] += 1
+            box.lines[place.source] += 1
     index = {key: i for i, key in enumerate(boxes)}
     edges = {
         (index[position[a]], index[position[b]])
         for a, b in _flow(graph, set(position))
         if position[a] != position[b]
     }
-    merged = Counter(position.values())
-    hidden = sum(n for n in merged.values() if n > 1)
-    return Chart(tuple(boxes.values()), frozenset(edges), hidden)
+    return Chart(tuple(boxes.values()), frozenset(edges))
 
 
 def _places(graph: Graph) -> list[_Place]:
@@ -161,8 +155,7 @@ def _path_of(node: BodyNode) -> Path:
     while at is not None and at.caller is not None:
         eqn = at.caller
         body = next(b for b in ir.bodies(eqn) if ir.open_jaxpr(b.jaxpr) is ir.open_jaxpr(at.jaxpr))
-        which = "" if len(ir.bodies(eqn)) == 1 else body.param
-        which += "" if not which or body.index is None else f"[{body.index}]"
+        which = "" if len(ir.bodies(eqn)) == 1 else body.name
         name = frame_name(ir.name_of(eqn), which, body.trips)
         own = () if ir.name_of(eqn) in CALLS else (name,)
         parts.append((*_parts(ir.scope_of(eqn)), *own))
@@ -171,13 +164,13 @@ def _path_of(node: BodyNode) -> Path:
 
 
 def _parts(scope: str) -> Path:
-    backward = ("backward",) if "transpose(" in scope else ()
+    backward = ("backward",) if is_backward(scope) else ()
     return (*backward, *filter(None, clean_scope(scope).split("/")))
 
 
 def _alike(path: Path) -> Path:
     """A path in which scopes that differ in their numbers are one; loops keep their trips."""
-    return tuple(part if " trips" in part else re.sub(r"\d+", "*", part) for part in path)
+    return tuple(part if " trips" in part else alike(part) for part in path)
 
 
 def _line(place: _Place) -> str:

@@ -13,6 +13,7 @@ from precpass.plan import Action, Plan
 from precpass.site import Cast
 from precpass.view.rows import Frame, Row, paired_rows, rows
 from precpass.view.text import Line, heading, rendered
+from precpass.wording import counted
 
 __all__ = [
     "LEVELS",
@@ -67,7 +68,8 @@ class Section:
         changes = self.parts.setdefault(source, {})
         assert isinstance(changes, dict)
         n, known = changes.get(change, (0, []))
-        changes[change] = n + 1, [*known, *casts]
+        known.extend(casts)
+        changes[change] = n + 1, known
 
     def lines(self, indent: str) -> Iterator[Line]:
         """All of it, what stands inside of something under it."""
@@ -199,7 +201,7 @@ def totals(plan: Plan, name: str, outputs: int = 0) -> str:
     total = sum(n for (_, a), n in counts.items() if a is not Action.ENTER)
     casts = Counter(cast.what for row in rows(plan) for cast in row.site.casts)
     casts += Counter({"inserted": outputs})
-    said = ", ".join(f"{n} casts {what}" for what, n in sorted(casts.items()))
+    said = ", ".join(f"{counted(n, 'cast')} {what}" for what, n in sorted(casts.items()))
     return (
         f"{name}: {lowered} of {total} equations lowered, {widened} widened, "
         f"{total - lowered - widened} as written{'; ' if said else ''}{said}"
@@ -218,7 +220,7 @@ def _grouped(found: Iterable[tuple[Row, _Change, Iterable[Cast]]]) -> Section:
 
 
 def _change(row: Row) -> _Change:
-    head = (f"{_signature(row)}: ", ""), (_verb(row), _style(row))
+    head = (f"{row.site.signature}: ", ""), (_verb(row), _style(row))
     return _Change(head, row.decision.reason)
 
 
@@ -226,19 +228,14 @@ def _contrast(a: Row, b: Row) -> _Change:
     casts = [_casts(row.site.casts) or "no casts" for row in (a, b)]
     differ = [(f"; {casts[0]} | {casts[1]}", "cast")] if casts[0] != casts[1] else []
     reasons = [row.decision.reason for row in (a, b)]
-    head = [(f"{_signature(a)}: ", ""), (_verb(a), _style(a)), (" | ", ""), (_verb(b), _style(b))]
-    return _Change((*head, *differ), " | ".join(dict.fromkeys(reasons)))
+    verbs = (_verb(a), _style(a)), (" | ", ""), (_verb(b), _style(b))
+    head = (f"{a.site.signature}: ", ""), *verbs, *differ
+    return _Change(head, " | ".join(dict.fromkeys(reasons)))
 
 
 def _summary(same: list[Row]) -> _Change:
     counts = Counter(f"{row.site.primitive} {_verb(row)}" for row in same)
     return _Change(((_counted(counts), "low"),))
-
-
-def _signature(row: Row) -> str:
-    site = row.site
-    operands, results = (" ".join(map(str, values)) for values in (site.operands, site.results))
-    return f"{site.primitive} {operands} -> {results}"
 
 
 def _verb(row: Row) -> str:

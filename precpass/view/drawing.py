@@ -12,7 +12,9 @@ from pathlib import Path
 from xml.sax import saxutils
 
 from precpass.view.clusters import Box, Chart
-from precpass.view.layout import Frame, Layout, laid_out
+from precpass.view.layout import Frame, Layout, laid_out, short
+from precpass.view.text import shown_source
+from precpass.wording import counted
 
 __all__ = ["Picture", "picture"]
 
@@ -45,7 +47,7 @@ _STYLE = "".join(
         "}",
     ]
 )
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
+_NO_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _ROOM, _LEGEND_HEIGHT = 16.0, 30.0
 
 
@@ -101,21 +103,26 @@ def tone(box: Box) -> str:
 
 
 def _text(box: Box) -> str:
-    label = box.label if len(box.label) <= 32 else box.label[:31] + "\u2026"
+    label = short(box.label)
     several = box.formats.total() > 1
     return f"{label}  {box.low}/{box.products} low" if several and box.products else label
 
 
 def _details(box: Box) -> str:
     formats = ", ".join(f"{n} in {name}" for name, n in box.formats.most_common())
-    lines = "\n".join(line for line, _ in box.lines.most_common(5))
-    casts = f"\n{box.casts} casts inserted" if box.casts else ""
+    lines = "\n".join(shown_source(line) for line, _ in box.lines.most_common(5))
+    casts = f"\n{counted(box.casts, 'cast')} inserted" if box.casts else ""
     return f"{'/'.join((*box.path, box.label))}\n{formats}{casts}\n{lines}".strip()
 
 
 def escape(text: str) -> str:
-    """Text as XML has it: control characters, which XML has not, as U+FFFD."""
-    return saxutils.escape(_CONTROL.sub("\ufffd", text))
+    """Text as XML has it."""
+    return saxutils.escape(_legal(text))
+
+
+def _legal(text: str) -> str:
+    """Text with U+FFFD for what XML has not: control characters and halves of surrogates."""
+    return _NO_XML.sub("\ufffd", text)
 
 
 def _svg(chart: Chart, title: str) -> str:
@@ -127,7 +134,7 @@ def _svg(chart: Chart, title: str) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
             f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
-            f"aria-label={saxutils.quoteattr(_CONTROL.sub('', title))}>",
+            f"aria-label={saxutils.quoteattr(_legal(title))}>",
             f"<style>{_STYLE}</style>",
             f'<rect class="page" width="{width:.0f}" height="{height:.0f}"/>',
             f'<text x="{_ROOM}" y="{_ROOM + 6}">{escape(title)}</text>',
@@ -163,9 +170,11 @@ def _boxes(chart: Chart, layout: Layout) -> Iterator[str]:
 
 def _scope(frame: Frame) -> str:
     return (
-        f'<g class="around"><rect class="scope" x="{frame.x:.1f}" y="{frame.y:.1f}" '
+        f'<g class="around"><title>{escape(frame.label)}</title>'
+        f'<rect class="scope" x="{frame.x:.1f}" y="{frame.y:.1f}" '
         f'width="{frame.width:.1f}" height="{frame.height:.1f}" rx="10"/>'
-        f'<text x="{frame.x + 10:.1f}" y="{frame.y + 16:.1f}">{escape(frame.label)}</text></g>'
+        f'<text x="{frame.x + 10:.1f}" y="{frame.y + 16:.1f}">'
+        f"{escape(short(frame.label))}</text></g>"
     )
 
 
@@ -211,23 +220,31 @@ def _cluster(chart: Chart, path: tuple[str, ...], members: list[int], name: str)
         if len(box.path) > len(path):
             inner.setdefault(box.path[len(path)], []).append(i)
             continue
-        text = _text(box) + (f"  ({box.casts} casts)" if box.casts else "")
+        text = _text(box) + (f"  ({counted(box.casts, 'cast')})" if box.casts else "")
         color, tip = _COLORS[tone(box)][0], _quoted(_details(box))
         yield f'n{i} [label={_quoted(text)} fillcolor="{color}" tooltip={tip}];'
     for at, (label, inside) in enumerate(inner.items()):
-        yield f"subgraph {name}_{at} {{ label={_quoted(label)}; style=dashed;"
+        tip = _quoted(label)
+        yield f"subgraph {name}_{at} {{ label={_quoted(short(label))}; tooltip={tip}; style=dashed;"
         yield from _cluster(chart, (*path, label), inside, f"{name}_{at}")
         yield "}"
 
 
 def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
+    # of a label graphviz reads escapes such as \N, and entities such as &lt;
+    escapes = {"\\": "\\\\", '"': '\\"', "&": "&amp;", "\n": "\\n", "\r": "\\n"}
+    return f'"{_legal(text).translate(str.maketrans(escapes))}"'
 
 
 def _by_graphviz(dot: str, chart: Chart, title: str) -> str:
+    # dot reads and writes UTF-8, whatever the locale
     run = subprocess.run(
-        [dot, "-Tsvg"], input=dot_text(chart, title), capture_output=True, text=True, check=False
+        [dot, "-Tsvg"],
+        input=dot_text(chart, title),
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
     )
     if run.returncode:
         raise RuntimeError(f"graphviz's dot failed: {run.stderr.strip()}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -14,40 +13,14 @@ from precpass.measure import LOW_FORMATS, Counts, count
 from precpass.opkinds import OpKind
 from precpass.plan import Action, Decision, Plan
 from precpass.precision import Precision
-from precpass.residuals import has_backward, kept_bytes
+from precpass.reasons import remedy
+from precpass.residuals import kept_bytes
 from precpass.view.advice import Advice, advice
-from precpass.view.rows import Row, rows
+from precpass.view.rows import Row, alike, rows
 from precpass.view.text import Line, as_html, heading, page, rendered
+from precpass.wording import counted
 
 __all__ = ["Explanation", "Verdict", "Wide", "explained"]
-
-_REMEDIES = (
-    (r"keep\(", "leave the keep region, or narrow it"),
-    (r"Rule\(", "change that rule of the policy"),
-    (r"the user's own precision", "make all its operands float32, or cast them yourself"),
-    (r"its operands have different types", "find what promotes one of them and cast it"),
-    (r"the user's order", "leave the order out, or make it by a Rule"),
-    (r".*reaches|.*vanishes", "scale the values, or use bfloat16, which has float32's range"),
-    (r".*integers up to", "keep it so: positions and counts need the digits"),
-    (r"an elementwise product", "nothing to gain: it sums over nothing"),
-    (r"of an auto_mixed function", "change the policy of that function"),
-    (r"decides whether a loop", "nothing: a predicate in low precision loops wrongly often"),
-    (r".*is not in the policy's retypes", "add the format by policy.with_retypes(...)"),
-    (r"follows random bits", "nothing: samplers lose their digits in low precision"),
-    (r"applies the user's own", "write the function outside of .apply"),
-    (r"precpass is switched off", "leave use_policy(None), and unset PRECPASS"),
-    (r"accumulates in a loop", "nothing: a carry that adds up loses what it adds"),
-    (r"no floating-point values", "nothing: it has no floating-point values"),
-    (r"made of constants alone", "nothing: it is computed once"),
-    (r"\w+: \w+ in f32", "ask for a low format by Custom({...}) or a Rule"),
-)
-"""How to change what a reason says, by how the reason begins."""
-
-
-def remedy(reason: str) -> str:
-    """How a user changes a decision of this reason."""
-    found = (text for pattern, text in _REMEDIES if re.match(pattern, reason))
-    return next(found, "order another precision by a Rule")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +53,10 @@ class Verdict:
             (f"; {after.low_flops:.1%} of the FLOPs in low precision", ""),
         ]
         casts, made = after.casts - self.before.casts, after.cast_bytes - self.before.cast_bytes
+        changed = f"{counted(abs(casts), 'cast')} {'more' if casts >= 0 else 'fewer'}"
         yield [
             (f"{_size(after.low_bytes)} held low", ""),
-            (f"; {abs(casts)} casts {'more' if casts >= 0 else 'fewer'} than written", "cast"),
+            (f"; {changed} than written", "cast"),
             (f", which make {_size(abs(made))} {'more' if made >= 0 else 'less'}", ""),
         ]
         if self.kept_before or self.kept_after:
@@ -98,7 +72,8 @@ class Wide:
 
     Attributes:
         source: the user's line.
-        scope: the name scopes around them.
+        scope: the name scopes around them; "layer_*" for several that differ in their
+            numbers alone.
         what: primitive, operands and results.
         reason: why they stay wide.
         remedy: how to change it.
@@ -177,7 +152,7 @@ class Explanation:
         found = dataclasses.asdict(self)
         found["verdict"]["low_flops"] = self.verdict.after.low_flops
         found["advice"] = [
-            {"source": item.source.__dict__, "text": item.text, "times": n}
+            {"source": dataclasses.asdict(item.source), "text": item.text, "times": n}
             for item, n in self.advice
         ]
         return found
@@ -190,7 +165,7 @@ class Explanation:
 
 
 def explained(
-    before: Any,
+    graph: Graph,
     plan: Plan,
     after: Any,
     decided: dict[int, Decision],
@@ -200,26 +175,32 @@ def explained(
     """The explanation of a program.
 
     Args:
-        before: its jaxpr.
+        graph: of its jaxpr.
         plan: its plan, made by `inspect`.
         after: the rewritten jaxpr.
-        decided: the decision for each equation of `before`, by the equation's identity.
+        decided: the decision for each equation of the graph, by the equation's identity.
         name: the function's.
         policy: the policy's.
     """
-    found = list(rows(plan))
+    found, before = list(rows(plan)), graph.root.jaxpr
     wide = tuple(_wide(found))
     narrowed = sum(_is_product(r) and r.decision.compute is Precision.F32 for r in _lowered(found))
-    kept = (kept_bytes(before), kept_bytes(after)) if has_backward(before) else (0.0, 0.0)
     return Explanation(
         name,
         policy,
-        Verdict(count(before), count(after), narrowed, sum(w.times for w in wide), *kept),
+        Verdict(
+            count(before),
+            count(after),
+            narrowed,
+            sum(w.times for w in wide),
+            kept_bytes(before),
+            kept_bytes(after),
+        ),
         wide,
         tuple(_others(found)),
         tuple(map(repr, plan.unmatched)),
         (*plan.notes, *_assumptions(found)),
-        tuple(advice(Graph.build(before), decided)),
+        tuple(advice(graph, decided)),
     )
 
 
@@ -245,22 +226,18 @@ def _is_product(row: Row) -> bool:
 
 def _stays_wide(row: Row) -> bool:
     lowered = row.decision.action is Action.LOWER
-    sums = not row.decision.reason.startswith("an elementwise product")
     is_low = all(operand.dtype in LOW_FORMATS for operand in row.site.operands[:2])
-    return _is_product(row) and sums and not lowered and not is_low
+    return _is_product(row) and row.site.contracts and not lowered and not is_low
 
 
 def _wide(found: list[Row]) -> Iterator[Wide]:
-    counts: Counter[tuple[Source, str, str, str]] = Counter()
-    for row in found:
-        if _stays_wide(row):
-            operands, results = (
-                " ".join(map(str, v)) for v in (row.site.operands, row.site.results)
-            )
-            what = f"{row.site.primitive} {operands} -> {results}"
-            counts[row.site.source, row.scope, what, row.decision.reason] += 1
-    for (source, scope, what, reason), n in counts.items():
-        yield Wide(source, scope, what, reason, remedy(reason), n)
+    scopes: dict[tuple[Source, str, str, str], list[str]] = {}
+    for row in filter(_stays_wide, found):
+        key = row.site.source, alike(row.scope), row.site.signature, row.decision.reason
+        scopes.setdefault(key, []).append(row.scope)
+    for (source, shared, what, reason), own in scopes.items():
+        scope = own[0] if len(set(own)) == 1 else shared
+        yield Wide(source, scope, what, reason, remedy(reason), len(own))
 
 
 def _others(found: list[Row]) -> Iterator[tuple[str, str, int]]:
@@ -276,4 +253,4 @@ def _size(nbytes: float) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes:.0f} bytes"
+    return counted(round(nbytes), "byte")

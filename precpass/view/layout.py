@@ -9,10 +9,16 @@ import networkx as nx
 
 from precpass.view.clusters import Chart
 
-__all__ = ["Frame", "Layout", "laid_out"]
+__all__ = ["Frame", "Layout", "laid_out", "short"]
 
 _LETTER, _MARGIN, _PAD, _HEAD = 7.0, 22.0, 14.0, 22.0
 _HEIGHT, _NARROWEST, _PER_LAYER = 40.0, 72.0, 6
+_LONGEST = 32
+
+
+def short(label: str) -> str:
+    """A label as it fits on the page; names of scopes may have any length."""
+    return label if len(label) <= _LONGEST else label[: _LONGEST - 1] + "\u2026"
 
 
 @dataclasses.dataclass
@@ -23,7 +29,6 @@ class Frame:
         label: what it holds.
         x, y: its upper left corner.
         width, height: its size.
-        depth: how many others it stands inside of.
     """
 
     label: str
@@ -31,7 +36,6 @@ class Frame:
     y: float
     width: float
     height: float
-    depth: int = 0
 
     def moved(self, dx: float, dy: float) -> None:
         """Moves it."""
@@ -78,15 +82,13 @@ def _inside(
     for i in members:
         own = chart.boxes[i].path
         units.setdefault(own[: len(path) + 1] if len(own) > len(path) else i, []).append(i)
-    parts = [_unit(chart, labels, key, inner, len(path)) for key, inner in units.items()]
+    parts = [_unit(chart, labels, key, inner) for key, inner in units.items()]
     home = {i: at for at, inner in enumerate(units.values()) for i in inner}
     edges = {(home[a], home[b]) for a, b in chart.edges if a in home and b in home}
     return _stacked(parts, _layers(len(parts), {(a, b) for a, b in edges if a != b}))
 
 
-def _unit(
-    chart: Chart, labels: Sequence[str], key: object, members: list[int], depth: int
-) -> Layout:
+def _unit(chart: Chart, labels: Sequence[str], key: object, members: list[int]) -> Layout:
     if isinstance(key, int):
         width = max(_NARROWEST, _LETTER * len(labels[key]) + 2 * _PAD)
         return Layout({key: Frame(labels[key], 0, 0, width, _HEIGHT)}, [], width, _HEIGHT)
@@ -94,9 +96,9 @@ def _unit(
     inner = _inside(chart, labels, key, members)
     inner.moved(_PAD, _HEAD + _PAD)
     label = str(key[-1])
-    width = max(inner.width + 2 * _PAD, _LETTER * len(label) + 2 * _PAD)
+    width = max(inner.width + 2 * _PAD, _LETTER * len(short(label)) + 2 * _PAD)
     height = inner.height + _HEAD + 2 * _PAD
-    scope = Frame(label, 0, 0, width, height, depth)
+    scope = Frame(label, 0, 0, width, height)
     return Layout(inner.boxes, [scope, *inner.scopes], width, height)
 
 

@@ -10,12 +10,7 @@ from precpass.policy import PrecisionPolicy
 from precpass.view.diff import Section, diff_tree, totals
 from precpass.view.text import Line, as_html, page, spans
 
-__all__ = ["folded", "inspection_page", "plan_page", "policy_page", "table"]
-
-
-def plan_page(plan: Plan, name: str) -> str:
-    """A plan: its totals, and its changes by source line."""
-    return page(_changes(plan, name))
+__all__ = ["folded", "inspection_page", "policy_page", "table"]
 
 
 def inspection_page(
@@ -87,7 +82,7 @@ def policy_page(policy: PrecisionPolicy) -> str:
 
 
 def _plan_html(self: Plan) -> str:
-    return plan_page(self, "plan") if self.sites else page(spans([(repr(self), "")]))
+    return page(_changes(self, "plan") if self.sites else spans([(repr(self), "")]))
 
 
 # How a value is rendered stands above what it is: its module knows of no text.

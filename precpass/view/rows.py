@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from precpass.graph import NOMINAL_SIZE, join_scopes
 from precpass.jaxpr import Source
 from precpass.plan import Action, Decision, Plan
-from precpass.rules import clean_scope
+from precpass.rules import clean_scope, is_backward
 from precpass.site import Site
+from precpass.wording import counted
 
-__all__ = ["CALLS", "Frame", "Row", "frame_name", "paired_rows", "rows"]
+__all__ = ["CALLS", "Frame", "Row", "alike", "frame_name", "paired_rows", "rows"]
 
 CALLS = frozenset(("jit", "closed_call", "core_call", "eval_jaxpr", "core_closed_call"))
 """Primitives that only call their body, once."""
+
+
+def alike(scope: str) -> str:
+    """A scope under the name that it shares with those that differ in their numbers alone.
+
+    Example:
+        >>> alike("encoder/layer_12")
+        'encoder/layer_*'
+    """
+    return re.sub(r"\d+", "*", scope)
 
 
 class Frame(NamedTuple):
@@ -101,8 +113,7 @@ def _walk(node: _Node, nodes: dict[int, _Node]) -> Iterator[Row]:
 def _rows_of(node: _Node) -> Iterator[Row]:
     for site, decision in zip(node.plan.sites, node.plan.decisions, strict=True):
         scope = join_scopes(node.scope, site.scope)
-        backward = "transpose(" in scope
-        yield Row(site, decision, clean_scope(scope), backward, node.frames, node.calls)
+        yield Row(site, decision, clean_scope(scope), is_backward(scope), node.frames, node.calls)
 
 
 def _nodes(plan: Plan) -> dict[int, _Node]:
@@ -131,7 +142,7 @@ def _bodies_of(node: _Node) -> Iterator[tuple[_Node, tuple[_Node, float]]]:
         scope = join_scopes(node.scope, site.scope)
         for index, (body, plan) in enumerate(zip(site.bodies, decision.inner, strict=True)):
             trips = body.trips if isinstance(body.trips, int) else NOMINAL_SIZE
-            frame = _frame(site, index, "transpose(" in scope)
+            frame = _frame(site, index, is_backward(scope))
             yield _Node(plan, scope, (*node.frames, frame)), (node, float(trips))
 
 
@@ -198,29 +209,24 @@ def paired_rows(first: Plan, second: Plan) -> Iterator[tuple[Row, Row]]:
             walk.pop()
             continue
         yield pair
-        inner = list(_inner_pairs(pair))
-        for a, b in reversed(inner):
+        inner = [row.decision.inner for row in pair]
+        for a, b in reversed(list(zip(*inner, strict=True))):
             if (id(a), id(b)) not in seen:
                 seen.add((id(a), id(b)))
                 walk.append(_pairs_of(nodes[0][id(a)], nodes[1][id(b)]))
 
 
-def _inner_pairs(pair: tuple[Row, Row]) -> Iterator[tuple[Plan, Plan]]:
-    # a plan without inner plans leaves the equation alone: that of a pass that is switched off
-    inner = [row.decision.inner for row in pair]
-    if inner[0] and inner[1]:
-        yield from zip(*inner, strict=True)
-
-
 def _pairs_of(a: _Node, b: _Node) -> Iterator[tuple[Row, Row]]:
     if len(a.plan.sites) != len(b.plan.sites):
         raise ValueError(
-            f"plans of two programs: one has {len(a.plan.sites)} equations where the other has "
-            f"{len(b.plan.sites)}; compare two policies on one function and the same arguments"
+            f"plans of two programs: one has {counted(len(a.plan.sites), 'equation')} where the "
+            f"other has {len(b.plan.sites)}; compare two policies on one function and the same "
+            "arguments"
         )
     for pair in zip(_rows_of(a), _rows_of(b), strict=True):
         one, other = (row.site for row in pair)
-        if (one.primitive, one.operands) != (other.primitive, other.operands):
+        # equal plans of one primitive may enter other bodies: another branch, another length
+        if (one.signature, one.bodies) != (other.signature, other.bodies):
             raise ValueError(
                 f"plans of two programs: {_said(one)} in one is {_said(other)} in the other; "
                 "compare two policies on one function and the same arguments"
@@ -229,4 +235,6 @@ def _pairs_of(a: _Node, b: _Node) -> Iterator[tuple[Row, Row]]:
 
 
 def _said(site: Site) -> str:
-    return f"{site.primitive} {' '.join(map(str, site.operands))} at {site.source}"
+    entered = (frame_name(site.primitive, body.name, body.trips) for body in site.bodies)
+    bodies = f" ({'; '.join(entered)})" if site.bodies else ""
+    return f"{site.signature}{bodies} at {site.source}"

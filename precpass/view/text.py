@@ -100,14 +100,15 @@ def rendered(lines: Sequence[Line], color: bool | None) -> str:
         color: None for a decision by where standard output goes: colours in a terminal,
             unless NO_COLOR is set, and none in a pipe or a file.
     """
+    if color is False:
+        return plain(lines)
     from rich.console import Console  # a tenth of the package's own import
     from rich.text import Text
 
     if color is None:
         console = Console()
-        color = console.is_terminal and not console.no_color
-    if not color:
-        return plain(lines)
+        if not console.is_terminal or console.no_color:
+            return plain(lines)
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, color_system="standard", no_color=False)
     for line in lines:

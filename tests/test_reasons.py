@@ -1,0 +1,147 @@
+"""Every reason for which a plan leaves an equation as it was written, and its remedy."""
+
+import ast
+import warnings
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from product_counts import PROGRAMS as TABLE
+from test_structure import FILES, parse
+from unit_helpers import f32
+
+import precpass as pp
+from precpass import Action, reasons
+
+X, W = f32(8, 8), f32(8, 8)
+DEFAULT = reasons.remedy("a sentence that no plan has")
+
+
+def product(x, w):
+    return x @ w
+
+
+def saved(tmp_path):
+    pp.inspect(product, "AlwaysF32")(X, W).plan.save(tmp_path / "plan.json")
+    return pp.Plan.load(tmp_path / "plan.json")
+
+
+def region(x, w):
+    with pp.keep("f64"):
+        y = jnp.sin(x @ w)
+    return y @ w
+
+
+PLANNED = pp.inspect(region)(X, W).after
+
+
+def adds_up(x, w):
+    return lax.scan(lambda c, row: (c + row, None), x[0], w)[0]
+
+
+def with_complex(x, w):
+    return lax.dot(x, lax.complex(w, w), preferred_element_type=jnp.complex64)
+
+
+GIVEN = {
+    "OFF": (product, None),
+    "FIXED": (lambda x, w: pp.auto_mixed(jnp.matmul, policy="AlwaysF32")(x, w), "AutoMixed"),
+    "KEEP_REGION": (pp.keep("f32")(product), "AutoMixed"),
+    "RULE": (product, pp.AutoMixed.with_rules(pp.Rule(primitive="*", precision="f32"))),
+    "SAVED_PLAN": (product, saved),
+    "USERS_ORDER": (lambda x, w: lax.dot(x, w, precision="highest"), "AutoMixed"),
+    "USERS_CAST": (lambda x, w: x.astype(jnp.bfloat16), "AutoMixed"),
+    "USERS_PRECISION": (
+        lambda x, w: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16),
+        "AutoMixed",
+    ),
+    "MIXED_TYPES": (with_complex, "AutoMixed"),
+    "NOT_RETYPED": (lambda x, w: x.astype(jnp.float64) @ w.astype(jnp.float64), "AutoMixed"),
+    "OWN_FUNCTION": (lambda x, w: x.at[0].apply(jnp.sin), "AlwaysBf16"),
+    "REACHES": (lambda x, w: jnp.where(x > 0, x, -1e9) @ w, "AutoMixed"),
+    "VANISHES": (lambda x, w: (x * 1e-12) @ w, "AutoMixed"),
+    "INTEGERS": (
+        lambda x, w: jnp.arange(3000.0)[None, :] @ jnp.ones((3000, 8), jnp.float32) + x @ w,
+        "AutoMixedBf16",
+    ),
+    "RANDOM_BITS": (lambda x, w: x + jax.random.normal(jax.random.key(0), (8, 8)), "AlwaysBf16"),
+    "PREDICATE": (
+        lambda x, w: lax.while_loop(lambda c: (c @ w).sum() < 3, lambda c: c + 1, x),
+        "AutoMixed",
+    ),
+    "ACCUMULATES": (adds_up, "AlwaysBf16"),
+    "FULL_PRECISION_SET": (lambda x, w: jnp.exp(x), "AutoMixed"),
+    "EXACT_DTYPES": (lambda x, w: jnp.linalg.cholesky(x), "AutoMixed"),
+    "FLOAT64_REGION": (lambda x, w: jex.jaxpr_as_fun(PLANNED)(x, w), "AutoMixed"),
+    "NO_FLOATS": (lambda x, w: jnp.arange(8) + 1, "AlwaysF32"),
+    "CONSTANTS": (lambda x, w: x + jnp.sin(jnp.ones((8, 8))), "AlwaysBf16"),
+    "ELEMENTWISE_PRODUCT": (lambda x, w: jnp.einsum("i,j->ij", x[0], w[0]), "AutoMixed"),
+    "SELECTS": (lambda x, w: jnp.sort(x), "AlwaysBf16"),
+    "READERS_ROUND": (lambda x, w: x.T.astype(jnp.bfloat16), "AlwaysBf16"),
+    "MAY_RUN": (lambda x, w: x + w, "AutoMixed"),
+    "PRESET": (product, "AlwaysF32"),
+}
+
+
+def sentences(fn, policy, args=(X, W)):
+    """The reasons of a plan for what it leaves as it was written."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pp.PrecisionWarning)
+        found = pp.inspect(fn, policy)(*args)
+    return {d.reason for d in found.plan.walk() if d.action is Action.KEEP}
+
+
+def test_each_reason_has_a_program_here():
+    assert {getattr(reasons, name) for name in GIVEN} == set(reasons.ALL)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_plan_gives_each_reason_and_its_remedy_is_found(name, tmp_path):
+    fn, policy = GIVEN[name]
+    reason = getattr(reasons, name)
+    policy = policy(tmp_path) if callable(policy) else policy
+    in_force = pp.use_policy(None if policy is None else pp.AutoMixed)
+    with in_force, jax.enable_x64(name == "NOT_RETYPED"):
+        said = sentences(fn, policy)
+    given = [sentence for sentence in said if reason.gave(sentence)]
+    assert given, said
+    assert {reasons.remedy(sentence) for sentence in given} == {reason.remedy}
+    assert reason.remedy != DEFAULT
+
+
+@pytest.mark.parametrize("name", sorted(TABLE)[::11])
+@pytest.mark.parametrize("policy", ["AutoMixed", "AlwaysBf16", "AlwaysF32"])
+def test_what_programs_from_elsewhere_leave_wide_has_a_remedy(name, policy):
+    fn, args = TABLE[name]()
+    for sentence in sentences(fn, policy, args):
+        assert reasons.remedy(sentence) != DEFAULT, sentence
+
+
+def test_no_reason_to_keep_is_made_up_where_it_is_given():
+    written = [
+        f"{path.name}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "keep"
+        and any(isinstance(text, ast.Constant | ast.JoinedStr) for text in node.args[2:])
+    ]
+    assert not written, f"make it a Reason of precpass/reasons.py: {written}"
+
+
+PRODUCTS = ["OFF", "FIXED", "KEEP_REGION", "RULE", "SAVED_PLAN", "USERS_ORDER"]
+PRODUCTS += ["REACHES", "VANISHES", "INTEGERS", "PREDICATE", "PRESET"]
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_that_is_left_wide_is_explained_with_its_remedy(name, tmp_path):
+    fn, policy = GIVEN[name]
+    reason = getattr(reasons, name)
+    policy = policy(tmp_path) if callable(policy) else policy
+    with pp.use_policy(None if policy is None else pp.AutoMixed):
+        found = pp.explain(fn, policy)(X, W)
+    assert {wide.remedy for wide in found.wide if reason.gave(wide.reason)} == {reason.remedy}
+    assert f"to change it: {reason.remedy}" in found.text()
