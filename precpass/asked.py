@@ -92,6 +92,7 @@ class Asked:
         return tuple(rule for rule in self._policy.rules if rule not in self._matched)
 
     def complaints(self) -> Iterator[str]:
-        """What the graph and the saved plan do not share (`Lock.complaints`)."""
+        """What the graph and the saved plan do not share, and what the plan's file is without."""
         if (lock := self._policy.lock) is not None:
             yield from lock.complaints(self._names.counts, "this program", self._policy.name)
+            yield from lock.rules_left_out()

@@ -43,10 +43,12 @@ class Lock:
         name: of the program that it was saved from.
         entries: pairs of a key and the precisions of the equations that have it, in
             their order; None for one whose precision nothing decides.
+        left_out: the rules of its policy that a file cannot hold, as they print.
     """
 
     name: str
     entries: tuple[tuple[str, tuple[Precision | None, ...]], ...]
+    left_out: tuple[str, ...] = ()
 
     @functools.cached_property
     def _by_key(self) -> dict[str, tuple[Precision | None, ...]]:
@@ -54,19 +56,28 @@ class Lock:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.entries))
+        return hash((self.name, self.entries, self.left_out))
 
     def __hash__(self) -> int:
         # a policy is part of what every call looks up
         return self._hash
 
     def __getstate__(self) -> dict[str, object]:
-        return {"name": self.name, "entries": self.entries}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def of(self, key: str, occurrence: int) -> Precision | None:
         """The precision of an equation; None where the plan does not have it."""
         found = self._by_key.get(key, ())
         return found[occurrence] if occurrence < len(found) else None
+
+    def rules_left_out(self) -> Iterator[str]:
+        """That rules are missing in the file, in words; nothing where none is."""
+        if self.left_out:
+            yield (
+                f"the saved plan of {self.name} is without {', '.join(self.left_out)}, whose "
+                "predicate a file cannot hold: equations that are new, and those of custom rules, "
+                "do not follow it; add it by Plan.load(path).with_rules(...)"
+            )
 
     def complaints(self, found: Counter[str], name: str, policy: str) -> Iterator[str]:
         """What a program and the saved plan do not share, in words.

@@ -216,6 +216,11 @@ def _crossed(
     return without_modules
 
 
+def calls_users_code(code: types.CodeType) -> bool:
+    """Whether a frame with this code is the one in which the user's function is called."""
+    return code in _crossed.__code__.co_consts and code.co_name == "crossed"
+
+
 def made_of_trace(mixed: Mixed, then: Callable[[Traced], Any], args: Any, kwargs: Any) -> Any:
     """What `then` makes of one trace of a function, at some arguments of it."""
     return mixed._trace(then, args, kwargs)  # pyright: ignore[reportPrivateUsage] -- its own module

@@ -31,7 +31,7 @@ __all__ = [
 FORMAT = 1
 """The version of the files that this module writes, and the newest that it reads."""
 
-_FORMATS = frozenset(map(str, Precision))
+_FLOATS = frozenset(map(str, Precision))
 
 
 def written(plan: Plan) -> str:
@@ -82,7 +82,7 @@ def read(text: str, where: str) -> PrecisionPolicy:
     try:
         whole = json.loads(text)
         version: Any = whole["format"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{where} is no plan of precpass: save one by inspect(f, policy)(*args).plan.save(path)"
         ) from error
@@ -94,8 +94,9 @@ def read(text: str, where: str) -> PrecisionPolicy:
     try:
         entries = tuple((key, tuple(_lengthened(t))) for key, t in whole["equations"].items())
         policy = policy_from(whole["policy"])
-        return policy.with_lock(Lock(whole["function"], entries))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        left_out = tuple(map(str, whole["policy"]["rules_left_out"]))
+        return policy.with_lock(Lock(str(whole["function"]), entries, left_out))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{where} is damaged: {error}; save the plan anew") from error
 
 
@@ -140,7 +141,7 @@ def equations(plan: Plan, scope: str) -> Iterator[Named]:
     for (_, around), (body, caller) in met.items():
         for site, decision in zip(body.sites, body.decisions, strict=True):
             values = (*site.operands, *site.results)
-            if not decision.inner and any(value.dtype in _FORMATS for value in values):
+            if not decision.inner and any(value.dtype in _FLOATS for value in values):
                 function = site.source.function if site.has_line else caller
                 yield Named(site, decision, join_scopes(around, site.scope), function)
 
@@ -163,6 +164,9 @@ def _lengthened(text: str) -> Iterator[Precision | None]:
 def policy_data(policy: PrecisionPolicy) -> dict[str, Any]:
     """A policy as values that JSON has; a rule with a predicate cannot be, and is named."""
     rules = [rule for rule in policy.rules if rule.where is None]
+    left_out = [repr(rule) for rule in policy.rules if rule.where is not None]
+    if policy.lock is not None:
+        left_out += [text for text in policy.lock.left_out if text not in left_out]
     return {
         "name": policy.name,
         "kinds": {str(kind): str(policy.precision_for(kind)) for kind in OpKind},
@@ -171,7 +175,7 @@ def policy_data(policy: PrecisionPolicy) -> dict[str, Any]:
         "rules": [{**rule.patterns, "precision": str(rule.precision)} for rule in rules],
         "retypes": sorted(map(str, policy.retypes)),
         "output": None if policy.output is None else str(policy.output),
-        "rules_left_out": [repr(rule) for rule in policy.rules if rule.where is not None],
+        "rules_left_out": left_out,
     }
 
 

@@ -22,7 +22,7 @@ from precpass.rewrite import Rewriter
 from precpass.rules import FIXED_SCOPE
 from precpass.selfcheck import check_jax
 
-__all__ = ["Program", "Traced", "checked_plan", "rewritten"]
+__all__ = ["NEEDS_VALUES", "Program", "Traced", "checked_plan", "rewritten"]
 
 
 class Program:
@@ -117,7 +117,7 @@ class Program:
             # Python's numbers are tracers, unless jit is disabled or looks for NaNs
             try:
                 call = self.trace(region, args, kwargs, keeps_numbers=True)
-            except _NEEDS_VALUES as error:
+            except NEEDS_VALUES as error:
                 if not ir.jit_is_disabled():
                     raise
                 text = f"{self.name} runs as written: jit is disabled, and it needs values ({{}})"
@@ -175,12 +175,12 @@ class Traced:
         return self.output(jax.jit(lambda *xs: ir.evaluate(new, xs))(*self.call.operands))
 
 
-# What code raises that asks a tracer for its value, as it may where jit is disabled.
-_NEEDS_VALUES = (
+NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+"""What code raises that asks a tracer for its value, as it may where jit is disabled."""
 
 
 def _marked(jitted: Callable[..., Any]) -> Callable[..., Any]:

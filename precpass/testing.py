@@ -2,33 +2,46 @@
 
     def test_the_model_stays_low():
         assert_precision(train_step, (state, batch), {"dot_general": "bf16", "*/head": "f32"})
-        assert_plan(train_step, (state, batch), "model.precision.json")
+        assert_plan(train_step, (state, batch), Path(__file__).with_name("model.precision.json"))
 
-Both fail with the difference as their message, and run nothing.
+Both fail with the difference as their message, and run nothing. `PRECPASS_UPDATE_PLANS=1 pytest`
+writes the files of plans anew where a difference is meant.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from precpass.api import inspect
+from precpass.expected import Pattern
+from precpass.jaxpr import Source
 from precpass.lock import Names
-from precpass.opkinds import TABLE, OpKind
-from precpass.plan import Decision, Plan
-from precpass.planfile import equations, locked_precision
+from precpass.plan import Plan
+from precpass.planfile import Named, equations, locked_precision
 from precpass.policy import PrecisionPolicy, PrecisionWarning
 from precpass.precision import Precision
-from precpass.rules import EqnView, Rule
-from precpass.site import Site
-from precpass.view.rows import Row, rows
+from precpass.rules import clean_scope
+from precpass.view.explain import remedy
 from precpass.view.text import heading, plain
 
-__all__ = ["assert_plan", "assert_precision", "plan_problems", "precision_problems"]
+__all__ = [
+    "Mismatch",
+    "Problems",
+    "assert_plan",
+    "assert_precision",
+    "plan_problems",
+    "precision_problems",
+]
 
-Expected = Mapping[str, Precision | str]
+Expected = Mapping[Any, Precision | str | Mapping[Any, int]]
+
+UPDATE = "PRECPASS_UPDATE_PLANS"
+"""The environment variable under which `assert_plan` writes files instead of reading them."""
 
 
 def assert_precision(
@@ -36,31 +49,38 @@ def assert_precision(
     args: Sequence[Any],
     expected: Expected,
     policy: PrecisionPolicy | str | None = None,
-    **kwargs: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> None:
     """Fails where a function's equations would not run in the precisions that are expected.
 
     Args:
         fn: a function, or the result of `auto_mixed`, whose policy then counts.
         args: its positional arguments, arrays or `jax.ShapeDtypeStruct`s.
-        expected: pattern -> precision. A pattern is a primitive ("dot_general",
-            "reduce_*"): all of these; or a name scope ("*/head"): all products inside.
-            The last pattern that an equation matches counts.
+        expected: pattern -> precision, or pattern -> {precision: how many equations}, which
+            are then all that the pattern matches. A pattern is a primitive ("dot_general",
+            "reduce_*") or an `OpKind`: all of these; or a name scope ("*/head"), a file or a
+            line of it ("model.py:41"): all products there. The last pattern that an equation
+            matches counts. A body that is called often has its equations once for each scope.
         policy: as for `auto_mixed`.
         kwargs: the keyword arguments.
 
     Raises:
         AssertionError: with the equations that differ, by source line, each with its reason.
+        TypeError: for arguments that are no tuple or list.
         ValueError: for a pattern that matches no equation, or an unknown precision.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> assert_precision(lambda x: x @ x, [jnp.ones((4, 4))], {"dot_general": "bf16"})
+        >>> def f(x):
+        ...     return jnp.tanh(x @ x) @ x
+        >>> assert_precision(f, [jnp.ones((4, 4))], {"dot_general": "bf16", "tanh": "f32"})
+        >>> assert_precision(f, [jnp.ones((4, 4))], {"dot_general": {"bf16": 2}})
     """
     __tracebackhide__ = True
-    text = precision_problems(fn, args, expected, policy, **kwargs)
-    if text:
-        raise AssertionError(text)
+    problems = precision_problems(fn, args, expected, policy, kwargs=kwargs)
+    if problems:
+        raise AssertionError(str(problems))
 
 
 def assert_plan(
@@ -68,14 +88,18 @@ def assert_plan(
     args: Sequence[Any],
     path: str | os.PathLike[str],
     policy: PrecisionPolicy | str | None = None,
-    **kwargs: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> None:
     """Fails where a function's plan is not the saved one.
+
+    Where the environment has PRECPASS_UPDATE_PLANS=1, the file is written instead, if there is
+    none or the plan is another one: its difference is then to be reviewed.
 
     Args:
         fn: as of `assert_precision`.
         args: as there.
-        path: what `plan.save` wrote.
+        path: what `plan.save` or `precpass lock` wrote.
         policy: as for `auto_mixed`.
         kwargs: the keyword arguments.
 
@@ -83,38 +107,110 @@ def assert_plan(
         AssertionError: with the equations whose precision differs, each with its reason,
             and those that the file and the program do not share.
         ValueError: for a file that is no plan, or one of another program.
+        FileNotFoundError: where there is no file.
     """
     __tracebackhide__ = True
-    text = plan_problems(fn, args, path, policy, **kwargs)
-    if text:
-        raise AssertionError(text)
+    update = f"{UPDATE}=1 in the environment writes {os.fspath(path)} anew"
+    if os.environ.get(UPDATE, "0") not in ("", "0"):
+        _write(fn, args, path, policy, kwargs)
+        return
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"there is no plan to compare with: {update}")
+    problems = plan_problems(fn, args, path, policy, kwargs=kwargs)
+    if problems:
+        raise AssertionError(f"{problems}\nif this is meant: {update}")
 
 
-def precision_problems(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    expected: Expected,
-    policy: PrecisionPolicy | str | None = None,
-    **kwargs: Any,
-) -> str:
-    """The message of `assert_precision`; "" where all is as it is expected."""
-    if not expected:
-        raise ValueError("nothing is expected: give patterns, such as {'dot_general': 'bf16'}")
-    rules = [_rule(pattern, precision) for pattern, precision in expected.items()]
-    patterns, matched = list(expected), set[int]()
-    wrong: list[_Wrong] = []
-    for row in rows(_plan(fn, policy, args, kwargs)):
-        found = [i for i, rule in enumerate(rules) if _concerns(rule, row)]
-        matched.update(found)
-        if found and row.decision.compute is not rules[found[-1]].precision:
-            asked = f"{rules[found[-1]].precision} as {patterns[found[-1]]!r} asks"
-            wrong.append(_Wrong(row.site, row.decision, asked))
-    if unmatched := [patterns[i] for i in range(len(rules)) if i not in matched]:
-        raise ValueError(
-            f"no equation matches {', '.join(map(repr, unmatched))}: a pattern is a primitive of "
-            "the program, or a name scope with products inside"
-        )
-    return "\n".join(_said(wrong, "expected"))
+def _write(fn: Any, args: Any, path: Any, policy: Any, kwargs: Any) -> None:
+    try:
+        if not plan_problems(fn, args, path, policy, kwargs=kwargs):
+            return  # not to touch what holds: the file says by which release it was written
+    except (FileNotFoundError, ValueError):
+        pass
+    _plan(fn, policy, args, kwargs).save(path)
+
+
+# ---------------------------------------------------------------- problems
+
+
+@dataclasses.dataclass(frozen=True)
+class Mismatch:
+    """Equal equations that run in another precision than the one wanted.
+
+    Attributes:
+        source: the user's line.
+        scope: the name scopes around them.
+        primitive: their name.
+        operands: their types.
+        compute: the precision that they run in.
+        wanted: what was wanted of them, in words.
+        reason: the plan's, for what they run in.
+        times: the number of equations.
+    """
+
+    source: Source
+    scope: str
+    primitive: str
+    operands: tuple[str, ...]
+    compute: str
+    wanted: str
+    reason: str
+    times: int = 1
+
+    def __str__(self) -> str:
+        what = " ".join((self.primitive, *self.operands))
+        scope = f" in {self.scope}" if self.scope else ""
+        times = f"  ({self.times} times)" if self.times > 1 else ""
+        return f"{what}{scope}: in {self.compute}, {self.wanted}  [{self.reason}]{times}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Problems:
+    """What is not as it should be; false where all is.
+
+    Attributes:
+        mismatches: equations in another precision than the one wanted.
+        against: what they are held against: the precision "expected", say.
+        notes: all else.
+    """
+
+    mismatches: tuple[Mismatch, ...] = ()
+    against: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.mismatches or self.notes)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield from self.notes
+        if total := sum(found.times for found in self.mismatches):
+            are = "equation is" if total == 1 else "equations are"
+            yield f"{total} {are} not in the precision {self.against}"
+        by_line: dict[Source, list[Mismatch]] = {}
+        for found in self.mismatches:
+            by_line.setdefault(found.source, []).append(found)
+        for source, there in by_line.items():
+            yield plain([heading(source)])
+            yield from (f"  {found}" for found in there)
+            for what in dict.fromkeys(remedy(found.reason) for found in there):
+                yield f"    to change it: {what}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The problems as values that JSON has."""
+        mismatches = list(map(dataclasses.asdict, self.mismatches))
+        return {"ok": not self, "mismatches": mismatches, "notes": list(self.notes)}
+
+
+def _mismatches(found: list[tuple[Named, str]]) -> tuple[Mismatch, ...]:
+    times: Counter[Mismatch] = Counter()
+    for (site, decision, scope, _), wanted in found:
+        operands = tuple(map(str, site.operands))
+        place = site.source, clean_scope(scope), site.primitive, operands
+        times[Mismatch(*place, str(decision.compute), wanted, decision.reason)] += 1
+    return tuple(dataclasses.replace(one, times=n) for one, n in times.items())
 
 
 def plan_problems(
@@ -122,66 +218,64 @@ def plan_problems(
     args: Sequence[Any],
     path: str | os.PathLike[str],
     policy: PrecisionPolicy | str | None = None,
-    **kwargs: Any,
-) -> str:
-    """The message of `assert_plan`; "" where the plan is the saved one."""
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Problems:
+    """What `assert_plan` fails with."""
     lock = Plan.load(path).lock
     plan = _plan(fn, policy, args, kwargs)
     assert lock is not None and plan.origin is not None
     names = Names()
-    wrong: list[_Wrong] = []
-    for site, decision, scope, function in equations(plan, plan.origin.scope):
-        key = names.add(scope, function, site.primitive)
+    wrong: list[tuple[Named, str]] = []
+    for named in equations(plan, plan.origin.scope):
+        key = names.add(named.scope, named.function, named.site.primitive)
         saved = lock.of(*key)
-        if saved is not None and locked_precision(decision) not in (None, saved):
-            wrong.append(_Wrong(site, decision, f"{saved} as it was saved"))
+        if saved is not None and locked_precision(named.decision) not in (None, saved):
+            wrong.append((named, f"not {saved} as it was saved"))
     complaints = lock.complaints(names.counts, plan.origin.name, "the policy")
-    return "\n".join([*_said(wrong, f"that {os.fspath(path)} says"), *complaints])
+    against = f"that {os.fspath(path)} says"
+    return Problems(_mismatches(wrong), against, tuple(complaints))
 
 
-def _plan(fn: Any, policy: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
+def precision_problems(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    expected: Expected,
+    policy: PrecisionPolicy | str | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Problems:
+    """What `assert_precision` fails with."""
+    if not isinstance(expected, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+        raise TypeError(f"expected is a dict, pattern -> precision, not {expected!r}")
+    if not expected:
+        raise ValueError("nothing is expected: give patterns, such as {'dot_general': 'bf16'}")
+    patterns = [Pattern.parse(*item) for item in expected.items()]
+    plan = _plan(fn, policy, args, kwargs)
+    assert plan.origin is not None
+    belongs: dict[int, list[Named]] = {i: [] for i in range(len(patterns))}
+    matched = set[int]()
+    for named in equations(plan, plan.origin.scope):
+        found = [i for i, pattern in enumerate(patterns) if pattern.concerns(named)]
+        matched.update(found)
+        if found:
+            belongs[found[-1]].append(named)
+    if unmatched := [p.text for i, p in enumerate(patterns) if i not in matched]:
+        raise ValueError(
+            f"no equation matches {', '.join(unmatched)}: a pattern is a primitive of the "
+            "program, or a name scope, a file or a line (model.py:41) with products inside"
+        )
+    wrong = [found for i, p in enumerate(patterns) for found in p.wrong(belongs[i])]
+    notes = [note for i, p in enumerate(patterns) for note in p.miscounts(belongs[i])]
+    return Problems(_mismatches(wrong), "expected", tuple(notes))
+
+
+def _plan(fn: Any, policy: Any, args: Any, kwargs: Mapping[str, Any] | None) -> Plan:
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise TypeError(
+            f"args is the tuple of the positional arguments, ({type(args).__name__},) for one "
+            f"argument, and not the {type(args).__name__} itself"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrecisionWarning)
-        return inspect(fn, policy)(*args, **kwargs).plan
-
-
-def _rule(pattern: str, precision: Precision | str) -> Rule:
-    if "/" not in pattern:
-        try:
-            return Rule(primitive=pattern, precision=precision)
-        except ValueError:
-            Precision.parse(precision)
-    return Rule(scope=pattern, precision=precision)
-
-
-def _concerns(rule: Rule, row: Row) -> bool:
-    site, decision = row.site, row.decision
-    if decision.inner or decision.compute is None:
-        return False
-    if rule.primitive is None and decision.kind is not OpKind.COMPUTE:
-        return False
-    kind = TABLE[site.primitive].kind if site.primitive in TABLE else decision.kind
-    source = site.source
-    place = (source.file, source.function, source.line)
-    return rule.matches(EqnView(site.primitive, kind, row.scope, *place, (), (), (), (), {}))
-
-
-class _Wrong(NamedTuple):
-    """An equation that runs in another precision than the one wanted, in words."""
-
-    site: Site
-    decision: Decision
-    wanted: str
-
-
-def _said(wrong: list[_Wrong], where: str) -> Iterator[str]:
-    if wrong:
-        yield f"{len(wrong)} equations are not in the precision {where}"
-    source = None
-    for site, decision, wanted in wrong:
-        if site.source != source:
-            source = site.source
-            yield plain([heading(source)])
-        operands = " ".join(map(str, site.operands))
-        what = f"{site.primitive} {operands}: in {decision.compute}, not {wanted}"
-        yield f"  {what}  [{decision.reason}]"
+        return inspect(fn, policy)(*args, **(kwargs or {})).plan

@@ -1,96 +1,45 @@
 """The command line: as a process with its exit statuses, and its commands one by one."""
 
 import json
-import os
 import subprocess
-import sys
-import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
+from cli_helpers import SHAPES, command, environment, ran, written
 
 from precpass.cli import main
-from precpass.cli.progress import Progress
-from precpass.cli.specs import DTYPES, drawn, parse_args
-
-MODEL = """
-import jax
-import jax.numpy as jnp
-import precpass as pp
-
-
-def loss(w, x):
-    return jnp.square(jnp.tanh(x @ w)).mean()
-
-
-grad = jax.grad(loss)
-half = pp.auto_mixed(loss, policy="AutoMixed")
-
-
-def example():
-    return jnp.ones((64, 32)), jnp.ones((16, 64))
-
-
-def keywords():
-    return {"params": {"w": jnp.ones((8, 4)), "b": jnp.zeros(4)}, "x": jnp.ones((2, 8))}
-
-
-def dense(params, x, scale=1.0):
-    return scale * (x @ params["w"] + params["b"][None])
-
-
-def broken(x):
-    raise KeyError("the user's own")
-
-
-def ranged(x, w):
-    return jnp.exp(8 * (x @ w))
-
-
-number = 3
-"""
-SHAPES = "f32[64,32], f32[16,64]"
 
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    path = tmp_path / "a_model.py"
-    path.write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield path
-    sys.modules.pop("a_model", None)
-
-
-def ran(capsys, *argv):
-    """Exit status, standard output, standard error."""
-    status = main(argv)
-    said = capsys.readouterr()
-    return status, said.out, said.err
+    yield from written(tmp_path, monkeypatch)
 
 
 # ---------------------------------------------------------------- as a process
 
 
-def process(*argv, cwd=None):
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "precpass", *argv]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, check=False)
-
-
 def test_the_exit_statuses_of_the_process(model):
-    fine = process("explain", "a_model.py:grad", "--args", SHAPES, cwd=model.parent)
-    assert (fine.returncode, fine.stderr) == (0, "")
-    assert "2 of 2 products low" in fine.stdout and "\x1b[" not in fine.stdout
-    raised = process("diff", "a_model.py:broken", "--args", "f32[3]", cwd=model.parent)
-    assert raised.returncode == 3
-    assert 'KeyError: "the user\'s own"' in raised.stderr
-    assert 'raise KeyError("the user\'s own")' in raised.stderr
-    assert "precpass/" not in raised.stderr and "jax/_src" not in raised.stderr
+    lines = {
+        "fine": ["explain", "a_model.py:grad", "--args", SHAPES],
+        "raised": ["diff", "a_model.py:broken", "--args", "f32[3]"],
+        "refused": ["lock", "a_model.py:lost"],
+    }
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = {
+        name: subprocess.Popen(command(*line), cwd=model.parent, env=environment(), **options)
+        for name, line in lines.items()
+    }
+    said = {name: (*one.communicate(), one.returncode) for name, one in started.items()}
+    out, err, status = said["fine"]
+    assert (status, err) == (0, "")
+    assert "2 of 2 products low" in out and "\x1b[" not in out
+    out, err, status = said["raised"]
+    assert (status, out) == (3, "")
+    assert 'KeyError: "the user\'s own"' in err and 'raise KeyError("the user\'s own")' in err
+    assert "precpass/" not in err and "jax/_src" not in err
+    out, err, status = said["refused"]
+    assert (status, out) == (2, "") and err.startswith("precpass: a_model.py has no 'lost'")
 
 
 def test_the_exit_statuses_of_the_commands(model, capsys):
@@ -102,17 +51,60 @@ def test_the_exit_statuses_of_the_commands(model, capsys):
     assert err == "precpass: a_model.py has no 'lost'; it has loss\n"
 
 
-def test_the_help_is_one_screen(capsys):
+def test_the_help_is_one_screen(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as left:
         main(["--help"])
     assert left.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 24 and max(map(len, lines)) <= 90
-    for command in ("explain", "diff", "compare", "audit", "bisect", "draw", "lock", "check"):
-        assert any(line.strip().startswith(command) for line in lines)
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert "0 fine; 1 not as expected (audit, bisect, check); 2 refused" in " ".join(lines)
+    for name in KEYS:
+        assert any(line.strip().startswith(name) for line in lines)
 
 
 # ---------------------------------------------------------------- the commands
+
+
+KEYS = {
+    "explain": "name policy verdict wide others unmatched notes advice",
+    "diff": "policy changes",
+    "compare": "function rows reference rounds device",
+    "audit": "policy backend jax ok products findings",
+    "bisect": "policy found minimal verdict tolerance kept runs",
+    "draw": "written",
+    "lock": "written",
+    "check": "ok mismatches notes",
+}
+MORE = {
+    "compare": ["--policies", "c=bf16", "--rounds", "1"],
+    "bisect": ["--tolerance", "1e-6"],
+    "check": ["--expect", "dot_general=bf16"],
+}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["a_model.py:grad", "--args", SHAPES],
+        ["a_model:dense", "--example", "keywords"],
+        ["a_model.py:dense", "--args", "{w: f32[8,4], b: f32[4]}, x=f32[2,8], scale=0.5"],
+    ],
+    ids=["file", "module", "tree"],
+)
+@pytest.mark.parametrize("name", KEYS)
+def test_every_command_with_every_kind_of_target_and_arguments(name, given, model, capsys):
+    status, out, err = ran(capsys, name, *given, *MORE.get(name, []), "--json")
+    assert (status if name != "audit" else 0, err) == (0, "")
+    assert list(json.loads(out)) == KEYS[name].split()
+    status, out, err = ran(capsys, name, *given, *MORE.get(name, []))
+    assert (status if name != "audit" else 0, err) == (0, "") and out.strip()
+
+
+def test_the_json_of_the_readme_is_that_of_the_commands():
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    for name, keys in KEYS.items():
+        assert f"| `{name}` | `{'`, `'.join(keys.split())}` |" in text
 
 
 def test_explain_as_json(model, capsys):
@@ -159,11 +151,17 @@ def test_compare_draws_arrays_for_shapes(model, capsys):
     assert 0 < rows[0]["relative_error"] < rows[1]["relative_error"] < 0.1
 
 
-def test_audit_is_zero_where_xla_does_as_planned(model, capsys):
-    status, out, _ = ran(capsys, "audit", "a_model.py:loss", "--args", SHAPES, "--json")
+def test_audit_is_zero_where_xla_does_as_planned_and_one_elsewhere(model, capsys):
+    given = ["a_model.py:mapped", "--args", "f32[3,8,16], f32[16,8]", "--json"]
+    status, out, _ = ran(capsys, "audit", *given)
     found = json.loads(out)
-    assert status == (0 if found["ok"] else 1)
-    assert found["products"]["planned"] == 1
+    assert (status, found["ok"], found["findings"]) == (0, True, [])
+    assert found["products"] == {"planned": 1, "as_planned": 1, "changed": 0, "merged": 0}
+    # the CPU has no float16 kernel
+    status, out, _ = ran(capsys, "audit", *given, "--policy", "AutoMixed")
+    found = json.loads(out)
+    assert (status, found["ok"], found["products"]["changed"]) == (1, False, 1)
+    assert found["findings"][0]["kind"] == "product widened"
 
 
 def test_bisect_finds_the_line_or_says_that_there_is_none(model, capsys):
@@ -184,11 +182,12 @@ def test_draw_lock_and_check(model, capsys, tmp_path):
     assert ran(capsys, "check", *given, "--plan", "p.json")[:2] == (0, "as expected\n")
     assert ran(capsys, "check", *given, "--policy", "p.json", "--plan", "p.json")[0] == 0
     status, out, _ = ran(capsys, "check", *given, "--plan", "p.json", "--policy", "c=f16", "--json")
-    assert status == 1 and "not bf16 as it was saved" in json.loads(out)["problems"]
-    status, _, err = ran(capsys, "check", *given)
-    assert (
-        status == 2 and err == "precpass: check needs --plan FILE or --expect PATTERN=PRECISION\n"
-    )
+    found = json.loads(out)
+    assert status == 1 and found["ok"] is False and found["notes"] == []
+    one, other = found["mismatches"]
+    assert one["wanted"] == other["wanted"] == "not bf16 as it was saved"
+    assert one["compute"] == "f16" and one["primitive"] == "dot_general"
+    assert one["source"]["function"] == "loss"
 
 
 def test_an_example_may_return_keywords(model, capsys):
@@ -210,108 +209,3 @@ def test_warnings_are_a_line(model, capsys):
     status, _, err = ran(capsys, "diff", "b_model.py:f", "--args", "f32[3]")
     assert status == 0
     assert err == "precpass: AutoMixedBf16 lowered nothing in f: it has no products\n"
-
-
-# ---------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    "target, text",
-    [
-        ("a_model.py", "names no function: write module:function or file.py:function"),
-        (":loss", "names no function"),
-        ("none.py:loss", "there is no file none.py"),
-        ("no_such_module:loss", "there is no module 'no_such_module'"),
-        ("a_model.py:number", "is no function: it is int"),
-        ("a_model.py:grad.none", "has no 'none'"),
-    ],
-)
-def test_a_target_that_is_none(model, capsys, target, text):
-    status, out, err = ran(capsys, "explain", target, "--args", SHAPES)
-    assert (status, out) == (2, "") and err.startswith("precpass: ") and text in err
-
-
-@pytest.mark.parametrize(
-    "text, why",
-    [
-        ("f33[3]", "argument 1 of 'f33[3]': 'f33[3]': no dtype 'f33'; legal are f64, f32"),
-        ("f32[3], f32[x]", "argument 2 of 'f32[3], f32[x]': 'f32[x]': a shape is whole numbers"),
-        ("f32[3] f32[3]", "argument 1 of 'f32[3] f32[3]': a comma was expected"),
-        ("(f32[3]", "')' is missing"),
-        ("{w f32[3]}", "':' is missing behind 'w'"),
-        ("x=f32[3], f32[3]", "a positional argument stands behind one with a name"),
-        ("nonsense", "'nonsense' is no array, number, string"),
-    ],
-)
-def test_arguments_that_do_not_read(text, why, model, capsys):
-    status, _, err = ran(capsys, "explain", "a_model.py:loss", "--args", text)
-    assert status == 2 and why in err and "Write --args such as" in err
-
-
-def test_policies_and_files_that_are_none(model, capsys):
-    given = ["a_model.py:loss", "--args", SHAPES]
-    status, _, err = ran(capsys, "explain", *given, "--policy", "AutoMixd")
-    assert status == 2 and "Did you mean 'AutoMixed'?" in err
-    status, _, err = ran(capsys, "explain", *given, "--policy", "none.json")
-    assert status == 2 and "none.json" in err
-    (model.parent / "x.json").write_text("{}")
-    status, _, err = ran(capsys, "check", *given, "--plan", "x.json")
-    assert status == 2 and "x.json is no plan of precpass" in err
-    status, _, err = ran(capsys, "check", *given, "--expect", "dot_general")
-    assert status == 2 and "write PATTERN=PRECISION" in err
-    status, _, err = ran(capsys, "check", *given, "--expect", "no_scope=bf16")
-    assert status == 2 and "no equation matches 'no_scope'" in err
-
-
-def test_an_error_while_the_module_is_imported_is_the_users(model, capsys):
-    (model.parent / "c_model.py").write_text("import jax\nraise OSError('mine')\n")
-    status, _, err = ran(capsys, "explain", "c_model.py:f")
-    assert status == 3 and "OSError: mine" in err and "c_model.py" in err
-
-
-def test_shapes_that_do_not_fit_show_the_users_error(model, capsys):
-    status, _, err = ran(capsys, "explain", "a_model.py:loss", "--args", "f32[3,4], f32[5,6]")
-    assert status == 3
-    assert "a_model.py" in err and "contracting dimensions" in err and "precpass/" not in err
-
-
-# ---------------------------------------------------------------- arguments as text
-
-
-def test_every_dtype_reads():
-    with jax.enable_x64(True):
-        for name, dtype in DTYPES.items():
-            ((x,), kwargs) = parse_args(f"{name}[2, 3]")
-            assert (x.shape, x.dtype, kwargs) == ((2, 3), np.dtype(dtype), {})
-    with pytest.raises(ValueError, match="needs x64: set JAX_ENABLE_X64=1"):
-        parse_args("f64[3]")
-
-
-def test_trees_numbers_and_names_read():
-    args, kwargs = parse_args("(f32[], [i32[0]]), {'a b': 3, c: (1.5, None)}, 'text', n=-2, f=True")
-    assert args[0][0].shape == () and args[0][1][0].shape == (0,)
-    assert args[1:] == [{"a b": 3, "c": (1.5, None)}, "text"]
-    assert kwargs == {"n": -2, "f": True}
-    assert parse_args("") == ([], {})
-
-
-def test_what_is_drawn_has_the_shapes_and_is_the_same_again():
-    given = {"x": jax.ShapeDtypeStruct((3, 4), jnp.bfloat16), "n": 3}
-    given["i"] = jax.ShapeDtypeStruct((5,), jnp.int32)
-    one, again, other = drawn(given), drawn(given), drawn(given, seed=1)
-    assert one["x"].dtype == jnp.bfloat16 and one["n"] == 3
-    assert set(np.asarray(one["i"])) <= {0, 1}
-    np.testing.assert_array_equal(one["x"], again["x"])
-    assert not np.array_equal(one["x"], other["x"])
-
-
-def test_what_takes_long_is_said_once_in_a_log(capsys):
-    with Progress("at once", patience=30):
-        pass
-    assert capsys.readouterr().err == ""
-    with Progress("it", patience=0.0) as progress:
-        progress.say("the next thing")
-        deadline = time.monotonic() + 20
-        while not (said := capsys.readouterr().err) and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert said in ("precpass: it ...\n", "precpass: the next thing ...\n")

@@ -15,6 +15,7 @@ from test_diff import PROGRAMS
 from unit_helpers import f32, product_dtypes
 
 import precpass as pp
+from precpass.testing import assert_plan
 
 X, W = f32(8, 8), f32(8, 8)
 SOME = sorted(TABLE)[::23]
@@ -276,7 +277,7 @@ def test_a_file_is_short_and_can_be_reviewed(tmp_path):
     assert whole["function"] == "layers" and whole["policy"]["name"] == "AutoMixedBf16"
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", "3", "not json", '"format"'])
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "3", "not json", '"format"', "[" * 100_000])
 def test_a_file_that_is_no_plan_is_an_error(text, tmp_path):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ValueError, match=r"x.json is no plan of precpass: save one by"):
@@ -302,8 +303,9 @@ def test_a_newer_format_is_an_error(tmp_path):
         {"equations": {"a|b|c": "f32*x"}},
         {"equations": 3},
         {"policy": {}},
+        {"equations": {"a|b|c": "f32*99999999999999999999"}},
     ],
-    ids=["precision", "count", "equations", "policy"],
+    ids=["precision", "count", "equations", "policy", "overflow"],
 )
 def test_a_damaged_file_is_an_error(change, tmp_path):
     pp.inspect(scoped)(X, W).plan.save(tmp_path / "x.json")
@@ -326,13 +328,34 @@ def test_a_plan_that_inspect_did_not_make_says_so(tmp_path):
         pp.inspect(scoped)(X, W).plan.save(tmp_path / "x.json")
 
 
-def test_a_rule_with_a_predicate_is_named_and_its_effect_is_kept(tmp_path):
+def with_predicate():
     def narrow(eqn):
         return eqn.primitive == "dot_general" and eqn.scope == "head"
 
-    policy = pp.AutoMixedBf16.with_rules(pp.Rule(where=narrow, precision="f32"))
-    saved, loaded = round_trip(scoped, policy, (X, W), tmp_path / "plan.json")
+    return pp.AutoMixedBf16.with_rules(pp.Rule(where=narrow, precision="f32"))
+
+
+def test_a_rule_with_a_predicate_is_named_and_its_effect_is_kept(tmp_path):
+    saved, loaded = round_trip(scoped, with_predicate(), (X, W), tmp_path / "plan.json")
     whole = json.loads((tmp_path / "plan.json").read_text())
     assert len(whole["policy"]["rules_left_out"]) == 1 and "narrow" in str(whole["policy"])
     assert product_dtypes(loaded.after) == product_dtypes(saved.after)
     assert "float32" in product_dtypes(loaded.after)
+
+
+def test_a_rule_that_a_file_cannot_hold_is_reported_where_it_is_loaded(tmp_path):
+    path = tmp_path / "plan.json"
+    pp.inspect(scoped, with_predicate())(X, W).plan.save(path)
+    text = r"saved plan of scoped is without Rule\(where=.*narrow.*with_rules"
+    with pytest.warns(pp.PrecisionWarning, match=text) as said:
+        loaded = pp.inspect(scoped, pp.Plan.load(path))(X, W)
+    assert len(said) == 1
+    (note,) = pp.explain(scoped, pp.Plan.load(path))(X, W).notes
+    assert note == str(said[0].message)
+    # and where the loaded plan is saved again
+    loaded.plan.save(tmp_path / "again.json")
+    with pytest.warns(pp.PrecisionWarning, match=text):
+        pp.inspect(scoped, pp.Plan.load(tmp_path / "again.json"))(X, W)
+    # the precisions are those of the file all the same
+    assert_plan(scoped, (X, W), path, with_predicate())
+    assert_plan(scoped, (X, W), path, pp.Plan.load(path))

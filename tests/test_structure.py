@@ -69,16 +69,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("policy", "jaxpr", "planner", "planfile", "site", "describe", "view", "inspection"),
         *("context", "calling", "program", "mixed"),
     },
+    "expected": {"precision", "opkinds", "rules", "planfile"},
     "testing": {
-        *("precision", "opkinds", "rules", "lock", "policy", "plan", "planfile", "site", "view"),
-        "api",
+        *("precision", "rules", "lock", "policy", "jaxpr", "plan", "planfile", "view", "api"),
+        "expected",
     },
     "report": {
         *("precision", "rules", "policy", "jaxpr", "graph", "plan", "planner", "context"),
         *("stateful", "leaves", "calling", "program", "api", "measure", "inspection", "view"),
         *("mixed", "wording"),
     },
-    "cli": {"jaxpr", "plan", "policy", "view", "api", "testing", "report"},
+    "cli": {"plan", "policy", "program", "mixed", "view", "api", "testing", "report"},
     "__main__": {"cli"},
     "__init__": {
         *("precision", "opkinds", "rules", "policy", "plan", "view", "inspection", "api"),

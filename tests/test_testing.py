@@ -1,5 +1,9 @@
 """`precpass.testing`: a team's tests fail when a product becomes float32 again, and say why."""
 
+import linecache
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -30,7 +34,7 @@ def broken(x, w):
 def test_what_is_as_expected_passes():
     assert_precision(model, (X, W), {"dot_general": "bf16", "tanh": "f32"})
     assert_precision(jax.grad(lambda x, w: model(x, w).sum()), (X, W), {"dot_*": "bf16"})
-    assert_precision(model, [X], {"dot_general": "f16"}, "AutoMixed", w=W)
+    assert_precision(model, [X], {"dot_general": "f16"}, "AutoMixed", kwargs={"w": W})
     assert_precision(pp.auto_mixed(model, policy="AutoMixed"), (X, W), {"*/head": "f16"})
 
 
@@ -45,11 +49,13 @@ def test_a_product_that_is_wide_again_fails_with_its_line_and_reason():
     assert_precision(model, (X, W), {"net": "bf16"})
     with pytest.raises(AssertionError) as failed:
         assert_precision(broken, (X, W), {"net": "bf16"})
-    first, where, what = str(failed.value).splitlines()
-    assert first == "1 equations are not in the precision expected"
+    first, where, what, how = str(failed.value).splitlines()
+    assert first == "1 equation is not in the precision expected"
     assert "test_testing.py:" in where and where.endswith("lax.dot(x, w, precision=precision))")
-    assert what.startswith("  dot_general f32[8,8] f32[8,8]: in f32, not bf16 as 'net' asks")
+    operands = "f32[8,8] f32[8,8] in net/body"
+    assert what.startswith(f"  dot_general {operands}: in f32, not bf16 as 'net' asks")
     assert "the user's order" in what
+    assert how == "    to change it: leave the order out, or make it by a Rule"
 
 
 def test_a_policy_that_is_switched_off_fails():
@@ -73,7 +79,131 @@ def test_an_unknown_precision_is_an_error():
         assert_precision(model, (X, W), {"dot_general": "f7"})
 
 
+@pytest.mark.parametrize(
+    "args, expected, error, why",
+    [
+        (X, {"dot_general": "bf16"}, TypeError, "args is the tuple of the positional arguments"),
+        ((X, W), ["dot_general"], TypeError, "expected is a dict"),
+        ((X, W), {3: "bf16"}, TypeError, "3 is no pattern"),
+        ((X, W), {"dot_general": {"bf16": -1}}, ValueError, "-1 is no number of equations"),
+        ((X, W), {"dot_general": {"f7": 1}}, ValueError, "f7"),
+        ((X, W), {"test_testing.py:1": "bf16"}, ValueError, "no equation matches"),
+    ],
+)
+def test_bad_input_is_named(args, expected, error, why):
+    with pytest.raises(error, match=why):
+        assert_precision(model, args, expected)
+
+
+def test_arguments_may_have_the_names_of_the_checks_own(tmp_path):
+    def fn(args, *, policy, path, expected, kwargs, fn):
+        return args @ policy @ path @ expected @ kwargs @ fn
+
+    kwargs = dict.fromkeys(("policy", "path", "expected", "kwargs", "fn"), X)
+    assert_precision(fn, [X], {"dot_general": {"bf16": 5}}, kwargs=kwargs)
+    pp.inspect(fn)(X, **kwargs).plan.save(tmp_path / "plan.json")
+    assert_plan(fn, [X], tmp_path / "plan.json", kwargs=kwargs)
+
+
+# ---------------------------------------------------------------- patterns
+
+LINE = model.__code__.co_firstlineno + 3  # the first product
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [f"test_testing.py:{LINE}", f"tests/test_testing.py:{LINE}", f"*_testing.py:{LINE}"],
+)
+def test_a_line_has_its_products(pattern):
+    assert_precision(model, (X, W), {pattern: {"bf16": 1}})
+    with pytest.raises(AssertionError, match=f"not f32 as '.*{LINE}' asks") as failed:
+        assert_precision(model, (X, W), {pattern: "f32"})
+    assert "lax.dot(x, w, precision=precision)" in str(failed.value)
+
+
+def test_a_file_and_a_kind_have_theirs():
+    assert_precision(model, (X, W), {"test_testing.py": "bf16"})
+    assert_precision(model, (X, W), {pp.OpKind.COMPUTE: {"bf16": 2}, "tanh": "f32"})
+    with pytest.raises(AssertionError, match=r"not f32 as OpKind.COMPUTE asks"):
+        assert_precision(model, (X, W), {pp.OpKind.COMPUTE: "f32"})
+
+
+def test_numbers_of_equations_are_held_against_those_of_the_program():
+    assert_precision(model, (X, W), {"dot_general": {"bf16": 2, "f32": 0}})
+    with pytest.raises(AssertionError) as failed:
+        assert_precision(broken, (X, W), {"dot_general": {"bf16": 2}})
+    first, second, where, what, _ = str(failed.value).splitlines()
+    assert first == "'dot_general' has 1 in f32, 1 in bf16, not 2 in bf16"
+    assert second == "1 equation is not in the precision expected"
+    assert f"test_testing.py:{LINE}" in where
+    assert "in f32, and 'dot_general' asks for 0 there, not 1  [the user's order" in what
+    with pytest.raises(AssertionError, match=r"^'dot_general' has 2 in bf16, not 3 in bf16$"):
+        assert_precision(model, (X, W), {"dot_general": {"bf16": 3}})
+
+
+def test_a_body_that_two_scopes_share_is_in_both():
+    @jax.jit
+    def layer(x, w):
+        return jnp.tanh(x @ w)
+
+    def fn(x, w):
+        for i in range(3):
+            with jax.named_scope(f"layer_{i}"):
+                x = layer(x, w)
+        return x
+
+    assert_precision(fn, (X, W), {"layer_0": "bf16", "layer_2": {"bf16": 1}})
+    assert_precision(fn, (X, W), {"dot_general": {"bf16": 3}})
+    policy = pp.AutoMixedBf16.with_rules(pp.Rule(scope="layer_1", precision="f32"))
+    with pytest.raises(AssertionError) as failed:
+        assert_precision(fn, (X, W), {"dot_general": "bf16"}, policy)
+    text = str(failed.value)
+    assert text.startswith("1 equation is") and "in layer_1: in f32, not bf16" in text
+    assert "to change it: change that rule of the policy" in text
+
+
+def test_equal_equations_are_one_line():
+    def fn(x, w):
+        for _ in range(4):
+            x = lax.dot(x, w, precision="highest")
+        return x
+
+    with pytest.raises(AssertionError) as failed:
+        assert_precision(fn, (X, W), {"dot_general": "bf16"})
+    first, _, what, _ = str(failed.value).splitlines()
+    assert first.startswith("4 equations are") and what.endswith("(4 times)")
+
+
 # ---------------------------------------------------------------- saved plans
+
+
+def test_a_missing_file_says_how_it_is_written(tmp_path):
+    path = tmp_path / "plan.json"
+    with pytest.raises(FileNotFoundError, match=r"PRECPASS_UPDATE_PLANS=1 in the environment"):
+        assert_plan(model, (X, W), path)
+
+
+def test_files_are_written_anew_where_the_environment_says_so(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    monkeypatch.setenv("PRECPASS_UPDATE_PLANS", "1")
+    assert_plan(model, (X, W), path)
+    saved = path.read_text()
+    path.write_text(saved.replace(jax.__version__, "0.0"))
+    assert_plan(model, (X, W), path)
+    assert '"0.0"' in path.read_text()  # what holds is left alone
+    assert_plan(broken, (X, W), path)
+    assert path.read_text() != saved
+    monkeypatch.setenv("PRECPASS_UPDATE_PLANS", "0")
+    assert_plan(broken, (X, W), path)
+    text = not_in_plan(model, path)
+    assert text.splitlines()[-1].startswith("if this is meant: PRECPASS_UPDATE_PLANS=1 in the env")
+    # one of another program, and one that is none
+    monkeypatch.setenv("PRECPASS_UPDATE_PLANS", "1")
+    for bad in ("{}", None):
+        if bad:
+            path.write_text(bad)
+        assert_plan(lambda x: x @ x, [X], path)
+        assert "<lambda>" in path.read_text()
 
 
 def test_a_saved_plan_that_holds_passes(tmp_path):
@@ -113,3 +243,36 @@ def test_an_edit_that_takes_a_product_away_fails(tmp_path):
     text = not_in_plan(longer, tmp_path / "plan.json")
     assert "1 equation is not in the saved plan of model" in text
     assert "|longer|dot_general" in text
+
+
+# ---------------------------------------------------------------- the README's example
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+FIRST = "import jax\nimport jax.numpy as jnp\nimport precpass as pp\n\n\n"
+
+
+def test_the_readmes_example_runs_and_fails_as_it_says(tmp_path, monkeypatch):
+    (example,) = re.findall(r"```python\n(from pathlib.*?)```", README, re.DOTALL)
+    (said,) = re.findall(r"test fails with\n\n(.*?)\n\n(?! )", README, re.DOTALL)
+    (written,) = re.findall(r"^def loss\(w, x\):\n.*?\n$", README, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+
+    def run(text):
+        (tmp_path / "model.py").write_text(FIRST + text)
+        namespace = {"__file__": str(tmp_path / "test_model.py")}
+        code = compile(FIRST + text, str(tmp_path / "model.py"), "exec")
+        exec(code, namespace)
+        exec(example, namespace)
+        linecache.checkcache()
+        namespace["test_the_gradient_stays_low"]()
+
+    with monkeypatch.context() as update:
+        update.setenv("PRECPASS_UPDATE_PLANS", "1")
+        run(written)
+    run(written)
+    assert (tmp_path / "loss.precision.json").exists()
+    with pytest.raises(AssertionError) as failed:
+        run(written.replace("x @ w", 'jnp.dot(x, w, precision="highest")'))
+    expected = "\n".join(line.removeprefix("    ") for line in said.splitlines())
+    pattern = re.escape(expected).replace(re.escape("..."), ".*")
+    assert re.fullmatch(pattern, str(failed.value)), str(failed.value)

@@ -1,29 +1,45 @@
-"""What each command of the command line does: one function, from options to an exit status."""
+"""What each command of the command line does: one function, from options to a report."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 from precpass.api import explain, inspect
+from precpass.cli.errors import has_users_lines
 from precpass.cli.progress import Progress
-from precpass.cli.specs import drawn
-from precpass.cli.target import Refused
+from precpass.cli.specs import drawn, has_shapes
+from precpass.cli.target import Refused, unbound
 from precpass.plan import Plan
 from precpass.policy import PRESETS, PrecisionPolicy
 from precpass.report.audit import audit
 from precpass.report.bisect import bisect
 from precpass.report.bisection import Run
 from precpass.report.compare import compare
-from precpass.testing import plan_problems, precision_problems
+from precpass.testing import Problems, plan_problems, precision_problems
 from precpass.view.diff import between, changes
 
-__all__ = ["COMMANDS", "Task"]
+__all__ = ["COMMANDS", "Report", "Task", "policy_of"]
 
 OK, NOT_AS_EXPECTED = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a command found.
+
+    Attributes:
+        text: gives it in words, coloured where standard output is a terminal.
+        data: as JSON has it.
+        status: the exit status.
+    """
+
+    text: Callable[[], str]
+    data: Any
+    status: int = OK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +51,7 @@ class Task:
         fn: the user's function.
         args, kwargs: its arguments.
         policy: the policy; None for the function's own, or the default.
-        color: whether texts are coloured; None for a decision by where they go.
-        progress: the line that says what is going on.
+        progress: what says what is going on.
     """
 
     options: argparse.Namespace
@@ -44,128 +59,183 @@ class Task:
     args: list[Any]
     kwargs: dict[str, Any]
     policy: PrecisionPolicy | str | None
-    color: bool | None
     progress: Progress
 
-    def call(self, prepared: Callable[..., Any], *, on_arrays: bool = False) -> Any:
+    @property
+    def color(self) -> bool | None:
+        """Whether texts are coloured; None for a decision by where they go."""
+        return {"auto": None, "always": True, "never": False}[self.options.color]
+
+    def call(
+        self, prepared: Callable[..., Any], *, doing: str = "tracing", on_arrays: bool = False
+    ) -> Any:
         """The result of a report at the arguments."""
         args, kwargs = self.args, self.kwargs
         if on_arrays:
-            args, kwargs = drawn((args, kwargs), self.options.seed)
-        return prepared(*args, **kwargs)
+            if self.options.seed is not None and not has_shapes((args, kwargs)):
+                raise Refused("--seed is of what is drawn for shapes, and there are none in --args")
+            with _refusing():
+                args, kwargs = drawn((args, kwargs), self.options.seed or 0)
+        with self.calling(doing):
+            return prepared(*args, **kwargs)
 
-    def say(self, text: str, data: Any) -> None:
-        """Prints a report as text, or as JSON where that is asked for."""
-        print(json.dumps(data, indent=1) if self.options.json else text)
+    @contextlib.contextmanager
+    def calling(self, doing: str) -> Generator[None]:
+        """Around a call of the function: arguments that it does not take are refused."""
+        self.progress.say(doing)
+        try:
+            yield
+        except TypeError as error:
+            why = "" if has_users_lines(error) else unbound(self.fn, self.args, self.kwargs)
+            if not why:
+                raise
+            raise Refused(why) from None
 
 
 def policy_of(text: str) -> PrecisionPolicy | str:
     """The policy that an option names: a saved plan's file, or as `PrecisionPolicy.parse`."""
-    try:
+    with _refusing():
         return Plan.load(text) if text.endswith(".json") else PrecisionPolicy.parse(text)
+
+
+@contextlib.contextmanager
+def _refusing() -> Generator[None]:
+    """Where an error can only be about what was given."""
+    try:
+        yield
     except (OSError, ValueError) as error:
         raise Refused(str(error)) from None
 
 
-def _explain(task: Task) -> int:
+def _explain(task: Task) -> Report:
     found = task.call(explain(task.fn, task.policy))
-    task.say(found.text(color=task.color), found.to_dict())
-    return OK
+    return Report(lambda: found.text(color=task.color), found.to_dict())
 
 
-def _diff(task: Task) -> int:
-    found = task.call(inspect(task.fn, task.policy))
-    level = task.options.level
-    if task.options.between is None:
-        data = {"policy": found.policy_name, "changes": changes(found.plan)}
-        task.say(found.diff(level, color=task.color), data)
-        return OK
-    if level == "jaxpr":
-        raise Refused("--between compares plans: give --level lines or --level equations")
-    if task.options.json:
-        raise Refused("--between has no JSON: take the diff of each policy")
-    other = task.call(inspect(task.fn, policy_of(task.options.between)))
-    print(between(found.plan, other.plan, level, color=task.color))
-    return OK
-
-
-def _compare(task: Task) -> int:
+def _diff(task: Task) -> Report:
     options = task.options
-    policies = options.policies.split(";") if options.policies else list(PRESETS)
-    rows = [policy_of(text.strip()) for text in policies]
+    level = options.level or "equations"
+    found = task.call(inspect(task.fn, task.policy))
+    data = {"policy": found.policy_name, "changes": changes(found.plan)}
+    if options.between is None:
+        return Report(lambda: found.diff(level, color=task.color), data)
+    other = task.call(inspect(task.fn, policy_of(options.between)))
+    return Report(lambda: between(found.plan, other.plan, level, color=task.color), data)
+
+
+def _compare(task: Task) -> Report:
+    options = task.options
+    texts = [text.strip() for text in options.policies.split(";")] if options.policies else PRESETS
+    rows = [(text, policy_of(text)) for text in texts]
 
     def said(what: str, done: int, total: int) -> None:
-        task.progress.say(f"{what}, {done} of {total}")
+        task.progress.say(f"{what}, step {done + 1} of {total}", done, total)
 
-    prepared = compare(
-        task.fn, rows, reference=options.reference, rounds=options.rounds, progress=said
-    )
-    found = task.call(prepared, on_arrays=True)
-    task.say(str(found), found.to_dict())
-    return OK
-
-
-def _audit(task: Task) -> int:
-    found = task.call(audit(task.fn, task.policy))
-    task.say(found.text(color=task.color), found.to_dict())
-    return OK if found.ok else NOT_AS_EXPECTED
+    with _refusing():
+        prepared = compare(
+            task.fn,
+            rows,
+            reference=options.reference,
+            rounds=options.rounds,
+            progress=said,
+        )
+    found = task.call(prepared, doing="the reference", on_arrays=True)
+    return Report(lambda: str(found), found.to_dict())
 
 
-def _bisect(task: Task) -> int:
-    options = task.options
+def _audit(task: Task) -> Report:
+    found = task.call(audit(task.fn, task.policy), doing="tracing and compiling")
+    status = OK if found.ok else NOT_AS_EXPECTED
+    return Report(lambda: found.text(color=task.color), found.to_dict(), status)
+
+
+def _bisect(task: Task) -> Report:
+    budget = task.options.budget
 
     def said(run: Run) -> None:
-        task.progress.say(f"bisecting: run {run.number} of at most {options.budget}")
+        verdict = "passes" if run.passed else "fails"
+        text = f"run {run.number} of at most {budget}: {verdict}"
+        task.progress.say(text, run.number, budget)
 
-    prepared = bisect(task.fn, task.policy, options.tolerance, budget=options.budget, progress=said)
+    with _refusing():
+        prepared = bisect(
+            task.fn, task.policy, task.options.tolerance, budget=budget, progress=said
+        )
     found = task.call(prepared, on_arrays=True)
-    task.say(str(found), found.to_dict())
-    return OK if found.found else NOT_AS_EXPECTED
+    status = OK if found.found else NOT_AS_EXPECTED
+    return Report(lambda: str(found), found.to_dict(), status)
 
 
-def _draw(task: Task) -> int:
-    picture = task.call(inspect(task.fn, task.policy)).draw(boxes=task.options.boxes)
-    picture.save(task.options.output)
-    task.say(f"wrote {task.options.output}", {"written": task.options.output})
-    return OK
+def _draw(task: Task) -> Report:
+    found = task.call(inspect(task.fn, task.policy))
+    task.progress.say("drawing")
+    return _wrote(task, found.draw(boxes=task.options.boxes).save, "")
 
 
-def _lock(task: Task) -> int:
+def _lock(task: Task) -> Report:
     plan = task.call(inspect(task.fn, task.policy)).plan
-    plan.save(task.options.output)
-    task.say(f"wrote {task.options.output}: {plan!r}", {"written": task.options.output})
-    return OK
+    return _wrote(task, plan.save, f": {plan!r}")
 
 
-def _check(task: Task) -> int:
+def _wrote(task: Task, save: Callable[[str], None], more: str) -> Report:
+    path = task.options.output
+    with _refusing():
+        save(path)
+    return Report(lambda: f"wrote {path}{more}", {"written": path})
+
+
+def _check(task: Task) -> Report:
     options = task.options
-    if not options.plan and not options.expect:
-        raise Refused("check needs --plan FILE or --expect PATTERN=PRECISION")
-    problems: list[str] = []
+    found: list[Problems] = []
+    given = task.fn, task.args
     if options.plan:
-        problems.append(plan_problems(task.fn, task.args, options.plan, task.policy, **task.kwargs))
+        with _refusing():
+            # read twice: what is raised by the trace is not about the file
+            Plan.load(options.plan)
+        with task.calling("tracing"):
+            found.append(plan_problems(*given, options.plan, task.policy, kwargs=task.kwargs))
     if options.expect:
-        expected = dict(_expected(text) for text in options.expect)
-        found = precision_problems(task.fn, task.args, expected, task.policy, **task.kwargs)
-        problems.append(found)
-    text = "\n".join(filter(None, problems))
-    task.say(text or "as expected", {"ok": not text, "problems": text})
-    return NOT_AS_EXPECTED if text else OK
+        expected = _expected(options.expect)
+        with task.calling("tracing"):
+            found.append(precision_problems(*given, expected, task.policy, kwargs=task.kwargs))
+    data = {
+        "ok": not any(found),
+        "mismatches": [one for problems in found for one in problems.to_dict()["mismatches"]],
+        "notes": [note for problems in found for note in problems.notes],
+    }
+    text = "\n".join(map(str, filter(None, found))) or "as expected"
+    return Report(lambda: text, data, NOT_AS_EXPECTED if any(found) else OK)
 
 
-def _expected(text: str) -> tuple[str, str]:
-    pattern, equals, precision = text.rpartition("=")
-    if not equals:
-        raise Refused(f"--expect {text!r}: write PATTERN=PRECISION, such as dot_general=bf16")
-    return pattern, precision
+def _expected(texts: list[str]) -> dict[str, Any]:
+    """The patterns, and the precision or the numbers of equations that are expected of each."""
+    pairs = list(map(_expectation, texts))
+    if len(pairs) != len(dict(pairs)):
+        raise Refused(f"--expect {' '.join(texts)}: a pattern is given twice")
+    return dict(pairs)
 
 
-COMMANDS: dict[str, tuple[Callable[[Task], int], str]] = {
+def _expectation(text: str) -> tuple[str, Any]:
+    pattern, equals, wanted = text.rpartition("=")
+    if not equals or not pattern or not wanted:
+        raise Refused(
+            f"--expect {text!r}: write PATTERN=PRECISION, such as dot_general=bf16, or with "
+            "numbers, dot_general=bf16*23,f32*1"
+        )
+    if "*" not in wanted:
+        return pattern, wanted
+    counts = [part.partition("*") for part in wanted.replace(" ", "").split(",")]
+    if not all(number.isdecimal() for _, _, number in counts):
+        raise Refused(f"--expect {text!r}: write a number for each precision, bf16*23,f32*1")
+    return pattern, {precision: int(number) for precision, _, number in counts}
+
+
+COMMANDS: dict[str, tuple[Callable[[Task], Report], str]] = {
     "explain": (_explain, "what runs low, what stays wide and why, and advice"),
     "diff": (_diff, "what a policy changes, by source line"),
     "compare": (_compare, "policies side by side: products, memory, time, error"),
     "audit": (_audit, "what XLA runs in another precision than planned"),
-    "bisect": (_bisect, "what must stay wide for an error to stay below a tolerance"),
+    "bisect": (_bisect, "what must stay wide for an error below a tolerance"),
     "draw": (_draw, "a picture (SVG), coloured by precision"),
     "lock": (_lock, "write the plan to a file"),
     "check": (_check, "fail where the plan is not the saved or the expected one"),

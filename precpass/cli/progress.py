@@ -1,4 +1,4 @@
-"""A line on standard error that says what is going on, once it has taken two seconds."""
+"""What is going on, on standard error, once it has taken two seconds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from types import TracebackType
 
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
 
 __all__ = ["Progress"]
 
@@ -17,38 +19,58 @@ _PATIENCE = 2.0
 class Progress:
     """While it is entered, says what is done and for how long.
 
-    On a terminal the line is renewed and taken away at the end; elsewhere it is written
-    once, so that a log shows that something runs.
+    On a terminal a bar is renewed and taken away at the end. Elsewhere each thing that is said is
+    a line, one in two seconds at the most, so that a log shows that something runs.
 
     Args:
-        what: is going on.
-        patience: seconds until it is said.
+        what: the whole of it.
+        patience: seconds until something is said, and between two lines.
     """
 
     def __init__(self, what: str, patience: float = _PATIENCE) -> None:
         self._what = what
         self._patience = patience
+        self._now: tuple[str, int | None, int | None] = ("", None, None)
         self._console = Console(stderr=True)
-        self._done = threading.Event()
+        self._over = threading.Event()
         self._begun = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def say(self, what: str) -> None:
-        """Says what is going on now."""
-        self._what = what
+    def say(self, what: str, done: int | None = None, total: int | None = None) -> None:
+        """Says what is going on now, and how much of it is done where that is known."""
+        # one assignment, which the other thread sees whole
+        self._now = what, done, total
 
     def _run(self) -> None:
-        if self._done.wait(self._patience):
+        if self._over.wait(self._patience):
             return
-        if not self._console.is_terminal:
-            self._console.print(f"precpass: {self._what} ...", markup=False, highlight=False)
-            return
-        with self._console.status(self._text()) as status:
-            while not self._done.wait(0.2):
-                status.update(self._text())
+        if self._console.is_terminal:
+            self._draw()
+        else:
+            self._log()
+
+    def _log(self) -> None:
+        last = ""
+        while True:
+            if (text := self._text()) != last:
+                self._console.print(f"{text} ...", markup=False, highlight=False, soft_wrap=True)
+                last = text
+            if self._over.wait(self._patience):
+                return
+
+    def _draw(self) -> None:
+        columns = TextColumn("{task.description}", markup=False), BarColumn(20)
+        # rich would send what is printed meanwhile on standard output to standard error
+        with Bar(*columns, console=self._console, transient=True, redirect_stdout=False) as bar:
+            task = bar.add_task(self._text(), total=None)
+            while not self._over.wait(0.1):
+                _, done, total = self._now
+                text = f"{self._text()} ({time.monotonic() - self._begun:.0f} s)"
+                bar.update(task, description=text, completed=done, total=total)
 
     def _text(self) -> str:
-        return f"precpass: {self._what} ({time.monotonic() - self._begun:.0f} s)"
+        what = self._now[0]
+        return f"precpass: {self._what}{': ' if what else ''}{what}"
 
     def __enter__(self) -> Progress:
         self._thread.start()
@@ -60,5 +82,5 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._done.set()
+        self._over.set()
         self._thread.join()

@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from precpass import jaxpr as ir
-
-__all__ = ["DTYPES", "drawn", "parse_args"]
+__all__ = ["DTYPES", "drawn", "has_shapes", "parse_args"]
 
 DTYPES: dict[str, Any] = {
     "f64": jnp.float64,
@@ -26,7 +24,11 @@ DTYPES: dict[str, Any] = {
     "c64": np.dtype(np.complex64),
     "c128": np.dtype(np.complex128),
 }
-"""The dtypes by their names in text."""
+"""The dtypes by their names in text; numpy's names, such as float8_e4m3fn, are read too."""
+
+_LONG = 200
+_KEY = "key"
+"""A PRNG key, whose dtype only JAX knows."""
 
 _TOKEN = re.compile(r"""\s*(?:(\w+\s*\[[^\]]*\])|('[^']*'|"[^"]*")|([\w.+-]+)|(.))""")
 
@@ -34,10 +36,10 @@ _TOKEN = re.compile(r"""\s*(?:(\w+\s*\[[^\]]*\])|('[^']*'|"[^"]*")|([\w.+-]+)|(.
 def parse_args(text: str) -> tuple[list[Any], dict[str, Any]]:
     """The arguments that a text stands for.
 
-    An argument is a dtype and a shape, "f32[8,128]" or "f32[]"; a Python number or string,
-    True, False or None, which stay what they are; a tuple "(..., ...)", a list
-    "[..., ...]" or a dict "{name: ..., ...}" of these. "name=" before one makes it a
-    keyword argument.
+    An argument is a dtype and a shape, "f32[8,128]" or "f32[]" ("key[]" for a PRNG key); a
+    Python number or string, True, False or None, which stay what they are; a tuple
+    "(..., ...)", a list "[..., ...]" or a dict "{name: ..., ...}" of these. "name=" before
+    one makes it a keyword argument.
 
     Returns:
         The positional arguments and the others; arrays as `jax.ShapeDtypeStruct`s.
@@ -49,7 +51,11 @@ def parse_args(text: str) -> tuple[list[Any], dict[str, Any]]:
         >>> parse_args("f32[2,3], {n: 4}, flag=True")
         ([ShapeDtypeStruct(shape=(2, 3), dtype=float32), {'n': 4}], {'flag': True})
     """
-    return _Reader(text).arguments()
+    reader = _Reader(text)
+    try:
+        return reader.arguments()
+    except RecursionError:
+        reader.fail("it is nested too deeply")
 
 
 class _Reader:
@@ -68,6 +74,8 @@ class _Reader:
                 self.next()
                 if not name.isidentifier():
                     self.fail(f"{name!r} is no name of an argument")
+                if name in kwargs:
+                    self.fail(f"{name!r} is given twice")
                 kwargs[name] = self.value()
             elif kwargs:
                 self.fail("a positional argument stands behind one with a name")
@@ -111,10 +119,16 @@ class _Reader:
         self.next()
 
     def pairs(self) -> Iterator[tuple[Any, Any]]:
+        seen = set[Any]()
         while self.peek() != "}":
-            name = self.next().strip("'\"")
+            text = self.next()
+            # {0: ...} is what a tree of layers may look like
+            name = int(text) if text.isdecimal() else text.strip("'\"")
             if self.next() != ":":
                 self.fail(f"':' is missing behind {name!r}")
+            if name in seen:
+                self.fail(f"{name!r} is given twice")
+            seen.add(name)
             yield name, self.value()
             if self.peek() == ",":
                 self.next()
@@ -125,19 +139,33 @@ class _Reader:
     def array(self, token: str) -> Any:
         name, _, sizes = token.rstrip("]").partition("[")
         name = name.strip()
-        if name not in DTYPES:
-            self.fail(f"{token!r}: no dtype {name!r}; legal are {', '.join(DTYPES)}")
+        dtype = self.dtype(name, token)
         dims = [size.strip() for size in sizes.split(",") if size.strip()]
-        if not all(dim.isdigit() for dim in dims):
+        if not all(dim.isdecimal() for dim in dims):
             self.fail(f"{token!r}: a shape is whole numbers, such as {name}[8,128]")
-        dtype = np.dtype(DTYPES[name])
-        if dtype.itemsize == 8 and dtype.kind in "fiu" and not ir.in_x64():
-            self.fail(f"{token!r} needs x64: set JAX_ENABLE_X64=1")
         return jax.ShapeDtypeStruct(tuple(map(int, dims)), dtype)
 
+    def dtype(self, name: str, token: str) -> Any:
+        if name == _KEY:
+            return jax.eval_shape(lambda: jax.random.key(0)).dtype
+        try:
+            dtype = np.dtype(DTYPES.get(name, name))
+            # raises for what is no array's: object, datetime64
+            canonical = jax.eval_shape(lambda: jnp.zeros((), jax.dtypes.canonicalize_dtype(dtype)))
+            canonical = canonical.dtype
+        except TypeError:
+            dtype = canonical = None
+        # numpy's short names count bytes, i8 is int64, and those here bits
+        if dtype is None or (name not in DTYPES and dtype.name != name):
+            self.fail(f"{token!r}: no dtype {name!r}; legal are {', '.join(DTYPES)}, {_KEY}")
+        if canonical != dtype:
+            self.fail(f"{token!r} would be {canonical}, as x64 is off: set JAX_ENABLE_X64=1")
+        return dtype
+
     def fail(self, why: str) -> NoReturn:
+        text = self.text if len(self.text) <= _LONG else f"{self.text[:_LONG]}..."
         raise ValueError(
-            f"argument {self.number} of {self.text!r}: {why}. Write --args such as "
+            f"argument {self.number} of {text!r}: {why}. Write --args such as "
             '"f32[8,128], {w: i32[8]}, scale=0.5"'
         )
 
@@ -151,13 +179,24 @@ def drawn(tree: Any, seed: int = 0) -> Any:
     """Arrays in the place of shapes.
 
     Floats and complex numbers are drawn from the normal distribution, integers are 0
-    and 1, which are positions in any array.
+    and 1, which are positions in any array, and PRNG keys are split off one.
+
+    Raises:
+        ValueError: for a shape that does not fit into memory.
     """
     rng = np.random.default_rng(seed)
 
     def array(x: Any) -> Any:
         if not isinstance(x, jax.ShapeDtypeStruct):
             return x
+        try:
+            return values_of(x)
+        except (MemoryError, ValueError) as error:
+            raise ValueError(f"{x.dtype}{list(x.shape)} cannot be drawn: {error}") from None
+
+    def values_of(x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.split(jax.random.key(seed), x.shape)
         if jnp.issubdtype(x.dtype, jnp.inexact):
             values = rng.standard_normal(x.shape)
             if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -167,3 +206,8 @@ def drawn(tree: Any, seed: int = 0) -> Any:
         return jnp.asarray(values, x.dtype)
 
     return jax.tree.map(array, tree)
+
+
+def has_shapes(tree: Any) -> bool:
+    """Whether there are shapes in the place of arrays."""
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))

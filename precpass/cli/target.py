@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from precpass.cli.specs import parse_args
 
-__all__ = ["Refused", "arguments", "load"]
+__all__ = ["Raised", "Refused", "arguments", "load", "parameters", "unbound"]
 
 
 class Refused(Exception):
     """What was given cannot be used; the text says what to give instead."""
 
 
+class Raised(Exception):
+    """The user's code raised an error outside of a trace: when it was imported, say.
+
+    Attributes:
+        error: that one.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextlib.contextmanager
+def _users_code() -> Generator[None]:
+    """Whatever is raised in it is the user's, `SystemExit` too: it is not to end this process."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise Raised(error) from error
+
+
 def load(target: str) -> tuple[Callable[..., Any], ModuleType]:
     """The function that `module:function` or `file.py:function` names, and its module.
 
     Raises:
-        Refused: where there is none. What the module itself raises comes as it is.
+        Refused: where there is none.
+        Raised: with what the module itself raises.
     """
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
@@ -37,22 +61,42 @@ def _file(where: str) -> ModuleType:
     path = Path(where).resolve()
     if not path.is_file():
         raise Refused(f"there is no file {where}")
+    folder, name = path.parent, path.stem
+    while (folder / "__init__.py").is_file():
+        # a file of a package is imported as such, so that its relative imports hold
+        folder, name = folder.parent, f"{folder.name}.{name}"
     # as Python runs a script: its neighbours can be imported
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.path.insert(0, str(folder))
+    if "." in name:
+        with _users_code():
+            module = importlib.import_module(name.removesuffix(".__init__"))
+        if module.__file__ is None or Path(module.__file__).resolve() != path:
+            raise Refused(f"{where} is {name}, and another package of that name is imported")
+        return module
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) != str(path):
+        name = str(path)  # another module has the name: one of Python's, say
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    with _users_code():
+        spec.loader.exec_module(module)
     return module
 
 
 def _module(where: str) -> ModuleType:
     sys.path.insert(0, "")
+    if where.startswith("."):
+        raise Refused(f"{where!r} is relative: name the module from its package on")
     try:
-        return importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{where}.".startswith(f"{error.name}."):
+        with _users_code():
+            return importlib.import_module(where)
+    except Raised as raised:
+        error = raised.error
+        name = error.name if isinstance(error, ModuleNotFoundError) else None
+        # a module that is there may lack one that it imports
+        if name is None or not f"{where}.".startswith(f"{name}."):
             raise
         raise Refused(f"there is no module {where!r}: name one, or a file by its path") from None
 
@@ -60,14 +104,23 @@ def _module(where: str) -> ModuleType:
 def _attribute(module: ModuleType, name: str, where: str) -> Any:
     found: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            names = [n for n, x in vars(found).items() if callable(x) and not n.startswith("_")]
+        with _users_code():
+            has = hasattr(found, part)
+        if not has:
+            names = [n for n in dir(found) if not n.startswith("_") and _is_function(found, n)]
             close = difflib.get_close_matches(part, names, n=3) or sorted(names)[:6]
             raise Refused(f"{where} has no {part!r}; it has {', '.join(close) or 'no functions'}")
         found = getattr(found, part)
     if not callable(found):
         raise Refused(f"{where}:{name} is no function: it is {type(found).__name__}")
     return found
+
+
+def _is_function(holder: Any, name: str) -> bool:
+    # what an attribute raises here is none of the error that is worded
+    with contextlib.suppress(Exception):
+        return callable(getattr(holder, name))
+    return False
 
 
 def arguments(
@@ -80,13 +133,41 @@ def arguments(
 
     Raises:
         Refused: where they cannot be had.
+        Raised: with what the function raises.
     """
     if example is not None:
-        made = _attribute(module, example, module.__name__)()
+        function = _attribute(module, example, module.__name__)
+        with _users_code():
+            made = function()
         if isinstance(made, dict) and all(isinstance(key, str) for key in made):
             return [], dict(made)
-        return list(made) if isinstance(made, tuple) else [made], {}
+        # a NamedTuple is one argument: the state of an optimizer, say
+        return list(made) if type(made) is tuple else [made], {}
     try:
         return parse_args(text or "")
     except ValueError as error:
         raise Refused(str(error)) from None
+
+
+def parameters(fn: Callable[..., Any]) -> inspect.Signature | None:
+    """The parameters of a function, where Python can tell them."""
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
+
+
+def unbound(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """Why a function does not take some arguments; "" where it does, or nobody can tell."""
+    if (signature := parameters(fn)) is None:
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        given = [*(type(x).__name__ for x in args), *(f"{name}=" for name in kwargs)]
+        return (
+            f"{getattr(fn, '__name__', 'the function')}{signature} was given "
+            f"({', '.join(given)}): {error}. Give its arguments by --args or --example, which "
+            "returns a tuple of arguments or a dict of keyword arguments"
+        )
+    return ""

@@ -14,7 +14,7 @@ from precpass.policy import PrecisionPolicy
 from precpass.report.errors import Errors
 from precpass.report.plot import Point, draw
 
-__all__ = ["Comparison", "Row"]
+__all__ = ["Comparison", "Row", "for_json"]
 
 _AXES = {"time": "time (ms)", "memory": "temp memory (MB)"}
 
@@ -151,7 +151,7 @@ class Comparison:
             for row in self.rows
         ]
         head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return _for_json({**head, "rows": rows})
+        return for_json({**head, "rows": rows})
 
     def to_frame(self) -> Any:
         """The figures as a `pandas.DataFrame`, one row per program; None is NaN.
@@ -285,11 +285,12 @@ def _cost(row: Row, by: str) -> float | None:
     return None if row.memory is None else float(row.memory.temp)
 
 
-def _for_json(value: Any) -> Any:
+def for_json(value: Any) -> Any:
+    """Values as JSON has them: numbers that are not finite are the strings "inf", "-inf", "nan"."""
     if isinstance(value, dict):
-        return {key: _for_json(item) for key, item in value.items()}
+        return {key: for_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_for_json(item) for item in value]
+        return [for_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

@@ -1,0 +1,105 @@
+"""What a test expects of a program's equations: patterns, and precisions or numbers of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from precpass.opkinds import OpKind
+from precpass.planfile import Named
+from precpass.precision import Precision
+from precpass.rules import EqnView, Rule, clean_scope
+
+__all__ = ["Pattern"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """What is expected of the equations that match.
+
+    Attributes:
+        text: the pattern as it was given.
+        rule: which equations match; None for all of a kind.
+        kind: that kind; None for all that a rule matches.
+        wanted: the precision of all of them, or how many are in each.
+    """
+
+    text: str
+    rule: Rule | None
+    kind: OpKind | None
+    wanted: Precision | dict[Precision, int]
+
+    @staticmethod
+    def parse(pattern: str | OpKind, wanted: Precision | str | Mapping[Any, int]) -> Pattern:
+        """Reads a pattern and what is expected of it, as `assert_precision` takes them.
+
+        Raises:
+            TypeError: for what is no pattern.
+            ValueError: for an unknown precision, or a number that is none of equations.
+        """
+        text = repr(pattern)
+        if isinstance(wanted, Mapping):
+            for number in wanted.values():
+                if type(number) is not int or number < 0:
+                    raise ValueError(f"{text}: {number!r} is no number of equations")
+            parsed = {Precision.parse(p): n for p, n in wanted.items()}
+        else:
+            parsed = Precision.parse(wanted)
+        if not isinstance(pattern, str | OpKind):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+            raise TypeError(f"{text} is no pattern: give a string such as 'dot_general'")
+        if isinstance(pattern, OpKind):
+            return Pattern(text, None, pattern, parsed)
+        if in_file := _IN_FILE.fullmatch(pattern):
+            file, line = in_file["file"], in_file["line"]
+            anywhere = file if file.startswith(("*", "/")) else f"*/{file}"
+            rule = Rule(file=anywhere, line=int(line) if line else None, precision="f32")
+            return Pattern(text, rule, OpKind.COMPUTE, parsed)
+        if "/" not in pattern:
+            try:
+                return Pattern(text, Rule(primitive=pattern, precision="f32"), None, parsed)
+            except ValueError:
+                pass  # no primitive has this name: a scope may
+        return Pattern(text, Rule(scope=pattern, precision="f32"), OpKind.COMPUTE, parsed)
+
+    def concerns(self, named: Named) -> bool:
+        """Whether an equation matches."""
+        site, decision, scope, _ = named
+        if decision.compute is None or self.kind not in (None, decision.kind):
+            return False
+        source = site.source
+        place = clean_scope(scope), source.file, source.function, source.line
+        view = EqnView(site.primitive, decision.kind, *place, (), (), (), (), {})
+        return self.rule is None or self.rule.matches(view)
+
+    def wrong(self, found: list[Named]) -> Iterator[tuple[Named, str]]:
+        """Which of the equations that match, and no later pattern, are not as expected."""
+        have = _in_each(found)
+        for named in found:
+            precision = named.decision.compute
+            assert precision is not None
+            if isinstance(self.wanted, Precision):
+                if precision is not self.wanted:
+                    yield named, f"not {self.wanted} as {self.text} asks"
+            elif have[precision] > (most := self.wanted.get(precision, 0)):
+                yield named, f"and {self.text} asks for {most} there, not {have[precision]}"
+
+    def miscounts(self, found: list[Named]) -> Iterator[str]:
+        """That there are other numbers of them than are expected, in words."""
+        have = _in_each(found)
+        if isinstance(self.wanted, dict) and have != Counter(self.wanted):
+            yield f"{self.text} has {_counted(have)}, not {_counted(self.wanted)}"
+
+
+_IN_FILE = re.compile(r"(?P<file>.*\.py)(:(?P<line>[1-9][0-9]*))?")
+
+
+def _in_each(found: list[Named]) -> Counter[Precision]:
+    return Counter(p for named in found if (p := named.decision.compute) is not None)
+
+
+def _counted(numbers: Mapping[Precision, int]) -> str:
+    found = [f"{numbers[p]} in {p}" for p in Precision if numbers.get(p)]
+    return ", ".join(found) or "no equations"
