@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -17,7 +16,7 @@ from precpass.inspection import Inspection
 from precpass.mixed import Mixed, made_of_trace, owner_of
 from precpass.planfile import policy_data
 from precpass.planner import unchanged_plan
-from precpass.policy import PrecisionPolicy, PrecisionWarning
+from precpass.policy import PrecisionPolicy, quietly
 from precpass.program import Traced, rewritten
 from precpass.site import Origin
 from precpass.view.explain import Explanation
@@ -166,9 +165,8 @@ def explain(
     inspected = inspect(fn, policy)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        with warnings.catch_warnings():
-            # the text says it all
-            warnings.simplefilter("ignore", PrecisionWarning)
+        # the text says it all
+        with quietly():
             found = inspected(*args, **kwargs)
         explanation = found.explain()
         if any(map(ir.is_differentiated, jax.tree.leaves((args, kwargs)))):

@@ -343,12 +343,15 @@ def flops(eqn: Any) -> float:
     """Floating-point operations of one execution.
 
     2 M N K for a product, one per operand element for a reduction, one per
-    result element for elementwise work, none for movement and bodies.
+    result element for elementwise work, none for movement and bodies. Of a product
+    real operations are counted: a complex multiply-add is four real ones, one of a
+    complex and a real number two. A complex element of all else is one operation.
     """
     kind = op(eqn.primitive.name).kind
     out = _size(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0.0
     if kind is OpKind.COMPUTE:
-        return 2.0 * out * _contracted(eqn)
+        parts = sum(np.issubdtype(v.aval.dtype, np.complexfloating) for v in eqn.invars[:2])
+        return 2.0**parts * 2.0 * out * _contracted(eqn)
     if kind is OpKind.REDUCTION:
         return _size(getattr(eqn.invars[0].aval, "shape", ()))
     return out if kind is OpKind.ELEMENTWISE else 0.0

@@ -1,6 +1,7 @@
 """Measuring a program: what it computes, what it takes in memory, and how long it runs.
 
-Every report and every benchmark measures here, so that their figures mean the same:
+Every report and every benchmark that takes a figure takes it here, so that figures mean the same;
+`audit` reads the text of the program that it compiles here, and counts its products in that text.
 
 - A program is traced and compiled apart from running it (`compiled`).
 - What it computes is counted in its jaxpr (`count`), with the trip counts of its loops:
@@ -14,9 +15,9 @@ Every report and every benchmark measures here, so that their figures mean the s
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ __all__ = [
     "compiled",
     "count",
     "interleaved",
+    "is_jitted",
     "timed",
 ]
 
@@ -63,7 +65,9 @@ class Counts:
         cast_bytes: the bytes of the values that they make.
         flops: format -> floating-point operations that run in it. A product's format
             is that of its operands, as is that of sums; elementwise work has that
-            of its widest operand. Casts are none.
+            of its widest operand. Casts are none. Those of a product of complex
+            numbers are real operations, under the complex format's name
+            (`precpass.graph.flops`).
         result_bytes: format -> bytes of the values that equations make in it. What
             XLA fuses is never stored.
 
@@ -142,39 +146,32 @@ class _Tally:
                 self._leaf(eqn, float(graph.flops[row]), calls)
 
     def _leaf(self, eqn: Any, flops: float, calls: float) -> None:
-        given = [f for v in eqn.invars if (f := _format(v.aval))]
-        made = [(f, nbytes(v.aval)) for v in eqn.outvars if (f := _format(v.aval))]
-        for name, size in made:
-            self.result_bytes[name] = self.result_bytes.get(name, 0.0) + calls * size
+        given, made = ([v.aval for v in vs if _format(v.aval)] for vs in (eqn.invars, eqn.outvars))
+        for aval in made:
+            name = _format(aval)
+            self.result_bytes[name] = self.result_bytes.get(name, 0.0) + calls * nbytes(aval)
         if eqn.primitive.name == "convert_element_type":
-            if given and made and given[0] != made[0][0]:
+            if given and made and given[0].dtype != made[0].dtype:
                 self.casts += 1
-                self.cast_bytes += calls * made[0][1]
+                self.cast_bytes += calls * nbytes(made[0])
             return
         if not (given or made):
             return
         if op(eqn.primitive.name).kind is OpKind.COMPUTE:
-            operands = given[:2]
             self.products += contracts(eqn)
-            self.low += contracts(eqn) and all(name in LOW_FORMATS for name in operands)
+            self.low += contracts(eqn) and all(_format(a) in LOW_FORMATS for a in given[:2])
             self.marked += contracts(eqn) and ir.has_algorithm(eqn)
-        name = max(given or [made[0][0]], key=_width)
+        name = _format(max(given or made[:1], key=lambda aval: aval.dtype.itemsize))
         self.flops[name] = self.flops.get(name, 0.0) + calls * flops
 
 
-def _format(aval: Any) -> str | None:
-    """The name of a floating or complex value's format; None for all else."""
+def _format(aval: Any) -> str:
+    """The name of a floating or complex value's format; "" for all else."""
     precision = ir.precision_of(aval)
     if precision is not None:
         return str(precision)
     dtype = getattr(aval, "dtype", None)
-    return str(dtype) if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else None
-
-
-@functools.cache
-def _width(name: str) -> int:
-    known = {str(p): p.dtype for p in Precision}
-    return jnp.dtype(known.get(name, name)).itemsize
+    return str(dtype) if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else ""
 
 
 # ---------------------------------------------------------------- compiling
@@ -203,13 +200,17 @@ class Executable:
 
     Attributes:
         jaxpr: as it was traced.
+        lowered: the `jax.stages.Lowered`, which is what XLA was given.
         compiled: the `jax.stages.Compiled`, which takes the arguments that are not static.
+        device: the one that it was compiled for, the first of several.
         memory: None where the backend does not tell.
         donates: whether a run may overwrite arguments.
     """
 
     jaxpr: Any
+    lowered: Any
     compiled: Any
+    device: Any
     memory: Memory | None
     donates: bool
 
@@ -221,7 +222,7 @@ def compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Executable:
     compiles nothing more: JAX keeps the program.
 
     Args:
-        fn: what `jax.jit` or `auto_mixed` made; any other function is given to `jax.jit`.
+        fn: a function that `is_jitted`; any other one is given to `jax.jit`.
         args: its arguments.
         kwargs: the others.
 
@@ -230,12 +231,30 @@ def compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Executable:
         >>> count(program.jaxpr).products, program.memory.arguments
         (1, 64)
     """
-    jitted: Any = fn if hasattr(fn, "trace") and hasattr(fn, "lower") else jax.jit(fn)
+    jitted: Any = fn if is_jitted(fn) else jax.jit(fn)
     traced = jitted.trace(*args, **kwargs)
     lowered = traced.lower()
     program = lowered.compile()
+    device = program.runtime_executable().local_devices()[0]
     donates = any(info.donated for info in jax.tree.leaves(lowered.args_info))
-    return Executable(traced.jaxpr, program, _memory(program), donates)
+    return Executable(traced.jaxpr, lowered, program, device, _memory(program), donates)
+
+
+def is_jitted(fn: Callable[..., Any]) -> bool:
+    """Whether `jax.jit` or `auto_mixed` made a function.
+
+    Other libraries' jits have methods of the same names, whose results have less.
+
+    Example:
+        >>> is_jitted(jax.jit(jnp.sin)), is_jitted(lambda x: x)
+        (True, False)
+    """
+    # the class of what auto_mixed makes stands above this module; a bound method shows its options
+    mixed = not isinstance(fn, types.MethodType) and hasattr(fn, "jit_options")
+    return mixed or isinstance(fn, _JITTED)
+
+
+_JITTED = type(jax.jit(lambda: None))
 
 
 def _memory(program: Any) -> Memory | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, ClassVar
 
 from precpass.lock import Lock
@@ -24,6 +26,7 @@ __all__ = [
     "Custom",
     "PrecisionPolicy",
     "PrecisionWarning",
+    "quietly",
 ]
 
 
@@ -32,6 +35,14 @@ class PrecisionWarning(UserWarning):
 
     Nothing was lowered, a rule never matched, or a primitive could not be entered.
     """
+
+
+@contextlib.contextmanager
+def quietly() -> Generator[None]:
+    """Around what would give a `PrecisionWarning` a second time, or beside a text that says it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)
+        yield
 
 
 _RETYPES = frozenset({Precision.F32, Precision.BF16, Precision.F16})

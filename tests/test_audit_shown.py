@@ -1,17 +1,22 @@
 """What `audit` takes as a function and arguments, and how it shows what it found."""
 
+import dataclasses
 import json
+import linecache
+import types
 import warnings
 import xml.etree.ElementTree as ET
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 from audit_helpers import audited, f16, f32, kinds, of
 from helpers import mlp_args, mlp_loss, products
 
 import precpass as pp
+from precpass import measure
 
 # ---------------------------------------------------------------- arguments
 
@@ -24,6 +29,39 @@ def test_arrays_and_shapes_give_the_same_audit():
     arrays = pp.audit(product)(jnp.ones((8, 8)), jnp.ones((8, 8)))
     shapes = pp.audit(product)(of(f32, 8, 8), of(f32, 8, 8))
     assert arrays.to_dict() == shapes.to_dict()
+
+
+def test_the_function_is_traced_once():
+    traces: list[None] = []
+
+    def fn(x, w):
+        traces.append(None)
+        return x @ w
+
+    pp.audit(fn)(jnp.ones((8, 8)), jnp.ones((8, 8)))
+    assert len(traces) == 1
+
+
+def test_symbolic_dimensions_are_refused_by_name():
+    n, m = jax.export.symbolic_shape("n, 2*m")
+    wide = of(f32, 8, 8)
+    with pytest.raises(TypeError, match=r"w\['kernel'\] has the symbolic dimension 2\*m: give a"):
+        pp.audit(lambda x, w: x @ w["kernel"])(wide, {"kernel": of(f32, 8, m)})
+    with pytest.raises(TypeError, match="x has the symbolic dimension n"):
+        pp.audit(pp.auto_mixed(product))(w=wide, x=of(f32, n, 8))
+    assert pp.inspect(product)(of(f32, n, 8), wide).plan
+
+
+def test_the_backend_is_the_one_that_was_compiled_for(monkeypatch):
+    compiled = measure.compiled
+
+    def on_another(*args, **kwargs):
+        return dataclasses.replace(
+            compiled(*args, **kwargs), device=types.SimpleNamespace(platform="tpu")
+        )
+
+    monkeypatch.setattr(measure, "compiled", on_another)
+    assert pp.audit(product)(of(f32, 8, 8), of(f32, 8, 8)).backend == "tpu"
 
 
 def test_transformed_functions_are_audited():
@@ -90,6 +128,24 @@ def test_a_reason_is_that_of_the_planned_precision():
     assert [f.reason for f in found.findings] == ["keep('f16')"]
 
 
+def test_what_a_jitted_function_of_jax_does_stands_at_its_call():
+    def once(x):
+        return jnp.convolve(x, x)
+
+    def twice(x):
+        y = jnp.convolve(x, x)
+        return jnp.convolve(y, y)
+
+    found = audited(once, of(f32, 8), policy=pp.AutoMixed)
+    line = once.__code__.co_firstlineno + 1
+    assert {(f.source.line, f.operation) for f in found.findings} == {
+        (line, "conv_general_dilated")
+    }
+    assert all("AutoMixed: compute in f16" in f.reason for f in found.findings)
+    # of two calls none is better than a wrong one
+    assert {f.source.line for f in audited(twice, of(f32, 8), policy=pp.AutoMixed).findings} == {0}
+
+
 # ---------------------------------------------------------------- what is shown
 
 
@@ -137,5 +193,16 @@ def test_the_repr_is_one_line(changed):
 
 def test_a_gradient_that_is_not_as_planned_names_each_line():
     found = audited(jax.grad(mlp_loss), *mlp_args(), policy=pp.AutoMixed)
-    lines = [line for line in str(found).splitlines() if not line.startswith("  ")][:-1]
-    assert len(lines) == len({f.source for f in found.findings})
+    decisions = found.inspection.decisions()
+    planned = [s for eqn, _, s in decisions if eqn.primitive.name == "dot_general"]
+    assert len(planned) == found.products == 5
+    # XLA:CPU has no kernel for float16: each product of the plan is widened
+    widened = [f for f in found.findings if f.kind == "product widened"]
+    assert {f.source for f in widened} == set(planned)
+    assert sum(f.times for f in widened) == len(planned)
+    headings = [line for line in str(found).splitlines() if not line.startswith("  ")][:-1]
+    for source in set(planned):
+        text = linecache.getline(source.file, source.line).strip()
+        (heading,) = [line for line in headings if line.endswith(f"{source.function}  {text}")]
+        assert f"helpers.py:{source.line} " in heading
+    assert len(headings) == len({f.source for f in found.findings}) >= 2

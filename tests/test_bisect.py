@@ -300,6 +300,15 @@ def test_what_the_program_itself_has_low_is_told_from_what_the_policy_lowers():
     assert "bf16" in str(pp.inspect(hand_mixed, alike.policy)(X, W).after)
 
 
+@pytest.mark.parametrize(("fn", "culprit"), [(harmless, "its outputs in bf16"), (None, "itself")])
+def test_outputs_of_the_policys_own_format_are_told_from_what_is_low_before(fn, culprit):
+    policy = pp.AutoMixedBf16.with_output("bf16")
+    found = pp.bisect(fn or hand_mixed, policy, 1e-5)(X, W)
+    assert not found.found
+    assert found.verdict.rpartition(" (")[0].endswith(culprit)
+    assert found.policy == policy
+
+
 def test_what_a_rule_cannot_keep_wide_is_no_candidate():
     def fn(x, w):
         with pp.keep("bf16"):
@@ -342,13 +351,15 @@ def test_64_layers_take_few_runs_and_one_trace(needed, most, seen):
 
 def test_each_run_compiles_one_program():
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: compiled.append(event)
-    )
+
+    def listen(event, *_, **__):
+        compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         found = pp.bisect(in_functions, "AutoMixedBf16", 0.1)(X, W)
     finally:
-        jax.monitoring.clear_event_listeners()
+        jax.monitoring.unregister_event_duration_listener(listen)
     assert sum("backend_compile" in event for event in compiled) == len(found.runs)
 
 

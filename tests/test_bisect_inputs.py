@@ -3,6 +3,8 @@
 import json
 import pickle
 import warnings
+import xml.etree.ElementTree as ET
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -101,6 +103,38 @@ def test_the_worst_result_counts():
 
     found = pp.bisect(fn, "AutoMixedBf16", 0.1)(X, W)
     assert scopes_of(found) == {"small"}
+
+
+def test_equal_lines_of_several_rules_stand_once(monkeypatch):
+    def fn(x, w):
+        for i in range(4):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ w)
+        return x
+
+    monkeypatch.setattr(Traced, "run", wide_products)
+    two = pp.bisect(fn, None, {1, 3}.issubset)(X, W)
+    _, *rules, line = str(two).splitlines()
+    scopes = ("layer_1", "layer_3")
+    assert rules == [f"  Rule(scope={scope!r}, precision='f32')" for scope in scopes]
+    assert line.endswith("x = jnp.tanh(x @ w)  (2 dot_general)")
+    # one rule for all says which they are
+    every = pp.bisect(fn, None, set(range(4)).issubset)(X, W)
+    _, rule, line = str(every).splitlines()
+    assert rule == "  Rule(file='*', precision='f32')"
+    assert line.endswith("(4 dot_general in layer_0, layer_1, layer_2, layer_3)")
+
+
+def test_the_result_is_a_page_that_says_the_same_and_shows_the_runs(found):
+    root = ET.fromstring(found._repr_html_())
+    text = " ".join("".join(root.itertext()).split())
+    for line in str(found).splitlines():
+        assert " ".join(line.split()) in text
+    (table,) = root.iter("table")
+    rows = [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
+    assert rows[0] == ["run", "what", "rules", "low", "error", "check"]
+    assert rows[1:] == [run.cells() for run in found.runs]
+    assert repr(found) == f"<Bisection: {found.verdict}>"
 
 
 # ---------------------------------------------------------------- policies
@@ -294,11 +328,37 @@ def test_a_budget_that_is_no_number_of_runs_is_refused(budget):
         pp.bisect(net, None, 0.1, budget=budget)
 
 
-@pytest.mark.parametrize("verdict", [None, 0.25, 1, np.ones(2, bool)], ids=repr)
+NO_BOOLS = [None, 0.25, 1, "yes", [True], {"passed": True}, [[1], [2, 3]], np.ones(2, bool)]
+
+
+@pytest.mark.parametrize("verdict", [*NO_BOOLS, np.float32(1), jax.random.key(0)], ids=repr)
 def test_a_check_that_returns_no_bool_is_refused(verdict, monkeypatch):
     monkeypatch.setattr(Traced, "run", lambda *_: X)
-    with pytest.raises(TypeError, match="not a bool"):
+    with pytest.raises(TypeError, match="not a bool: return one"):
         pp.bisect(net, None, lambda out: verdict)(X, W)
+
+
+@pytest.mark.parametrize(
+    "kind", [bool, np.bool_, np.asarray, jnp.asarray], ids=lambda k: k.__name__
+)
+def test_a_bool_of_any_library_is_a_verdict(kind, monkeypatch):
+    monkeypatch.setattr(Traced, "run", wide_products)
+    found = pp.bisect(net, None, lambda wide: kind({1, 2} <= wide))(X, W)
+    assert scopes_of(found) == {"head"}
+    assert {type(run.passed) for run in found.runs} == {bool}
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64, Fraction], ids=lambda n: n.__name__)
+def test_a_tolerance_may_be_a_number_of_any_library(number, monkeypatch):
+    def run(*given):
+        return X if {1, 2} <= wide_products(*given) else 2 * X
+
+    monkeypatch.setattr(Traced, "run", run)
+    found = pp.bisect(net, "AutoMixedBf16", number(0.5), budget=np.int64(50))(X, W)
+    assert {type(run.passed) for run in found.runs} == {bool}
+    assert type(found.tolerance) is float
+    assert scopes_of(found) == {"head"}
+    assert json.loads(json.dumps(found.to_dict()))["runs"][0]["passed"] is True
 
 
 def test_a_tolerance_asks_for_a_floating_result():

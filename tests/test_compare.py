@@ -1,17 +1,13 @@
-"""`compare`: rows of policies and of other functions, their figures, and the forms of a table."""
+"""`compare`: rows of policies and of other functions, and their figures."""
 
 import dataclasses
-import json
 import math
-import sys
 from collections.abc import Callable
-from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import pytest
 from flax import nnx
@@ -19,13 +15,8 @@ from helpers import quiet
 from jax import lax
 
 import precpass as pp
-from precpass.measure import Timing
+from precpass import measure
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-
-import demo_model
-
-matplotlib.use("Agg")
 RNG = np.random.default_rng(0)
 X, W = (jnp.asarray(RNG.standard_normal((16, 16)) / 4, jnp.float32) for _ in range(2))
 BOTH = ("AlwaysF32", "AutoMixedBf16")
@@ -66,6 +57,32 @@ def test_float32_is_a_reference_without_an_error_of_its_own():
     wide = np.asarray(jax.jit(product)(X, W), np.float64)
     want = np.linalg.norm(low - wide) / np.linalg.norm(wide)
     assert found["AutoMixedBf16"].errors.relative == pytest.approx(want)
+
+
+@pytest.mark.parametrize("reference", ["f64", "f32"])
+def test_a_reference_has_no_policy_in_it(reference):
+    inner = pp.auto_mixed(product, policy=pp.AutoMixedBf16.with_output("bf16"))
+
+    def fn(x, w):
+        return inner(x, w)
+
+    for subject in (fn, inner):
+        found = rows(subject, [("own", inner), ("plain", product)], X, W, reference=reference)
+        assert found["plain"].errors.relative < 1e-6 < 1e-3 < found["own"].errors.relative
+
+
+def test_the_device_is_the_one_that_was_compiled_for(monkeypatch):
+    compiled, kept = measure.compiled, []
+
+    def on_another(*args, **kwargs):
+        kept.append(compiled(*args, **kwargs))
+        return dataclasses.replace(kept[-1], device=SimpleNamespace(device_kind="a TPU"))
+
+    monkeypatch.setattr(measure, "compiled", on_another)
+    x = jax.device_put(X, jax.devices()[2])
+    found = pp.compare(lambda x: x @ x, BOTH, rounds=0)(x)
+    assert [program.device for program in kept] == [jax.devices()[2]] * 2
+    assert found.device == f"a TPU, jax {jax.__version__}"
 
 
 def test_counts_are_those_of_the_traced_step():
@@ -135,9 +152,10 @@ def test_a_hand_written_model_is_measured_as_it_is():
     found = rows(product, [by_hand], X, W)["by_hand"]
     assert found.policy is None
     assert (found.counts.low, found.casts_inserted) == (1, 3)
-    got, wide = (np.asarray(f(X, W), np.float64) for f in (jax.jit(by_hand), product))
+    got, wide = np.asarray(jax.jit(by_hand)(X, W), np.float64), np.asarray(X, np.float64)
+    wide = wide @ np.asarray(W, np.float64)
     want = np.linalg.norm(got - wide) / np.linalg.norm(wide)
-    assert found.errors.relative == pytest.approx(want, rel=1e-3)
+    assert found.errors.relative == pytest.approx(want)
 
 
 def test_marked_products_are_shown_beside_low_ones():
@@ -183,6 +201,32 @@ def test_an_error_in_a_row_says_in_which():
         pp.compare(product, {"pair": lambda x, w: (x, w)}, rounds=0)(X, W)
 
 
+class Pair(NamedTuple):
+    loss: Any
+    scale: Any
+
+
+def test_results_of_other_names_are_not_compared():
+    def named(x):
+        return {"loss": x @ x, "scale": x}
+
+    def others(x):
+        return {"grads": x, "loss": x @ x}
+
+    for entry in (others, jax.jit(others)):
+        with pytest.raises(ValueError, match=r"row 'o'.*output\['grads'\], not output\['loss'\]"):
+            pp.compare(named, {"o": entry}, rounds=0)(X)
+    for dtype in (jnp.complex64, jnp.int32):
+        text = f"row 'o'.*output of {np.dtype(dtype)}, not of float32"
+        with pytest.raises(ValueError, match=text):
+            pp.compare(product, {"o": lambda x, w, d=dtype: (x @ w).astype(d)}, rounds=0)(X, W)
+    # a tuple or a class of other names says the same in its order
+    found = rows(named, {"pair": lambda x: Pair(x @ x, x), "tuple": lambda x: (x @ x, x)}, X)
+    for row in found.values():
+        assert [path for path, _ in row.leaves] == ["output['loss']", "output['scale']"]
+        assert row.errors.relative < 1e-6
+
+
 # ---------------------------------------------------------------- what is compared
 
 
@@ -199,8 +243,8 @@ class Scale:
 def test_bound_methods_and_static_arguments():
     scale = Scale(2.0)
     for method in (scale.plain, scale.mixed):
-        found = rows(method, [*BOTH, ("as written", scale.plain)], X)
-        assert [row.counts.low for row in found.values()] == [0, 1, 0]
+        found = rows(method, [*BOTH, ("as written", scale.plain), ("own", scale.mixed)], X)
+        assert [row.counts.low for row in found.values()] == [0, 1, 0, 1]
         assert found["as written"].errors == found["AlwaysF32"].errors
 
     def activated(x, name, fn, *, twice):
@@ -333,10 +377,12 @@ def test_names():
         (["AutoMixd"], {}, ValueError, "Did you mean 'AutoMixed'"),
         ([3], {}, TypeError, "not a policy: 3"),
         (None, {}, TypeError, "not a policy: None"),
+        ({3: "AutoMixed"}, {}, TypeError, "rows' names as its keys, not 3"),
         ([("a", "AutoMixed"), ("a", "AlwaysF32")], {}, ValueError, "'a' is given twice"),
         (BOTH, {"reference": "f16"}, ValueError, "legal are 'f64' and 'f32'"),
         (BOTH, {"rounds": -1}, ValueError, "rounds=-1"),
         (BOTH, {"rounds": 1.5}, ValueError, "rounds=1.5"),
+        (BOTH, {"rounds": True}, ValueError, "rounds=True"),
     ],
 )
 def test_bad_input(policies, options, error, text):
@@ -367,206 +413,3 @@ def test_progress_is_told():
     done = [n for _, n, _ in told]
     assert done == sorted(done)
     assert [text for text, *_ in told][:3] == ["the reference", *BOTH]
-
-
-# ---------------------------------------------------------------- forms
-
-
-@pytest.fixture(scope="module")
-def comparison() -> pp.Comparison:
-    def model(x, w):
-        return jnp.tanh(x @ w) @ w, jnp.argmax(x)
-
-    policies = {"AlwaysF32": "AlwaysF32", "<b>&low": "AutoMixedBf16", "f16": "AutoMixed"}
-    return pp.compare(model, policies, rounds=3)(X, W)
-
-
-def test_ratios_are_taken_within_a_round(comparison):
-    first = np.asarray(comparison.rows[0].timing.seconds)
-    for row in comparison.rows:
-        assert len(row.timing.seconds) == comparison.rounds == 3
-        assert row.ratio == pytest.approx(np.median(np.asarray(row.timing.seconds) / first))
-    assert comparison.rows[0].ratio == 1
-
-
-def test_the_text_is_aligned(comparison):
-    lines = str(comparison).splitlines()
-    head = next(i for i, line in enumerate(lines) if line.startswith("program"))
-    table = lines[head : head + 5]
-    assert len({len(line) for line in table}) == 1
-    assert [line.split("  ")[0] for line in table[2:]] == [row.name for row in comparison.rows]
-    assert "2/2" in table[3]
-    assert "integers off" not in table[0]  # nobody has any
-    assert "float64" in lines[0]
-
-
-def test_the_dict_is_json(comparison):
-    text = json.dumps(comparison.to_dict(), allow_nan=False)
-    data = json.loads(text)
-    assert [row["name"] for row in data["rows"]] == [row.name for row in comparison.rows]
-    low = data["rows"][1]
-    assert low["products_low"] == 2
-    assert low["policy"] == "AutoMixedBf16"
-    assert low["flops_bf16"] == 2 * 2 * 16**3
-    assert low["seconds"] == comparison.rows[1].timing.median
-    assert low["leaves"][0]["relative_error"] == comparison.rows[1].leaves[0][1].relative
-    assert low["leaves"][0]["path"] == "output[0]"
-
-
-def test_numbers_that_json_has_not_are_words():
-    with quiet():
-        found = pp.compare(product, "AlwaysF32", reference="f32", rounds=0)(X, W)
-    (row,) = json.loads(json.dumps(found.to_dict(), allow_nan=False))["rows"]
-    assert row["sqnr_db"] == "inf"
-    assert row["seconds"] is row["ratio"] is None
-
-
-def test_the_frame_has_a_row_for_each(comparison):
-    frame = comparison.to_frame()
-    assert list(frame.index) == [row.name for row in comparison.rows]
-    assert frame.loc["f16", "products_low"] == 2
-    assert frame.loc["f16", "flops_bf16"] == 0
-    assert frame.loc["f16", "flops_f16"] == 2 * 2 * 16**3
-    assert frame["relative_error"].idxmin() == "AlwaysF32"
-    assert (frame["seconds"] > 0).all()
-    with quiet():
-        integers = pp.compare(lambda x: jnp.argmax(x @ x), BOTH, rounds=0)(X).to_frame()
-    for name in ("seconds", "ratio", "relative_error"):
-        assert integers[name].dtype == float
-        assert integers[name].isna().all()
-
-
-class Page(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.cells: list[str] = []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        if tag != "br":
-            self.open.append(tag)
-        if tag in ("td", "th"):
-            self.cells.append("")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] in ("td", "th"):
-            self.cells[-1] += data
-
-
-def test_the_html_is_a_table_with_escaped_names_and_no_script(comparison):
-    page, text = Page(), comparison._repr_html_()
-    page.feed(text)
-    assert not page.open
-    assert page.tags.count("tr") == 1 + len(comparison.rows)
-    assert "<b>&low" in page.cells
-    assert "b" not in page.tags
-    assert "script" not in page.tags
-    # the page's own colours, whether light or dark
-    assert "#" not in text.replace("&#", "")
-    assert "http" not in text
-
-
-def made(comparison: pp.Comparison, **figures: tuple[float, float, float]) -> pp.Comparison:
-    """A comparison whose rows have these times, temp bytes and errors."""
-    (first, *_) = comparison.rows
-    found = [
-        dataclasses.replace(
-            first,
-            name=name,
-            timing=Timing((seconds,)),
-            memory=dataclasses.replace(first.memory, temp=temp),
-            errors=dataclasses.replace(first.errors, relative=error),
-        )
-        for name, (seconds, temp, error) in figures.items()
-    ]
-    return dataclasses.replace(comparison, rows=tuple(found))
-
-
-FIGURES = {
-    "slow": (4.0, 10, 1e-7),
-    "beaten": (4.5, 20, 1e-6),
-    "fast": (1.0, 30, 1e-2),
-    "between": (2.0, 30, 1e-3),
-    "broken": (0.1, 0, math.inf),
-    "exact": (9.0, 40, 0.0),
-}
-
-
-def test_the_front_is_what_no_row_beats(comparison):
-    found = made(comparison, **FIGURES)
-    assert [row.name for row in found.pareto()] == ["fast", "between", "slow", "exact"]
-    assert [row.name for row in found.pareto(by="memory")] == ["slow", "exact"]
-    with pytest.raises(ValueError, match="legal are 'time', 'memory'"):
-        found.pareto(by="energy")
-
-
-@pytest.mark.parametrize(("x", "names"), [("time", 4), ("memory", 2)])
-def test_the_plot_draws_the_front_and_names_every_row(comparison, x, names):
-    found = made(comparison, **FIGURES)
-    ax = found.plot(x=x)
-    (front,) = [line for line in ax.lines if line.get_label() == "Pareto front"]
-    scale = 1e3 if x == "time" else 1e-6
-    costs = [row.timing.median if x == "time" else row.memory.temp for row in found.pareto(by=x)]
-    assert len(costs) == names
-    np.testing.assert_allclose(front.get_xdata(), np.asarray(costs) * scale)
-    # zero stands below the smallest error
-    assert front.get_ydata()[-1] == pytest.approx(1e-8)
-    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
-    texts = {text.get_text() for text in ax.texts}
-    assert texts == {*FIGURES} - {"broken"} | {"broken (not finite)"}
-    assert x in ax.get_xlabel()
-    matplotlib.pyplot.close(ax.figure)
-
-
-def test_a_plot_on_given_axes_and_without_anything_to_plot(comparison):
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots()
-    assert comparison.plot(ax=ax) is ax
-    plt.close(figure)
-    with quiet():
-        untimed = pp.compare(product, BOTH, rounds=0)(X, W)
-        integers = pp.compare(lambda x: jnp.argmax(x @ x), BOTH, rounds=1)(X)
-    with pytest.raises(ValueError, match=r"time was not measured \(rounds=0\)"):
-        untimed.plot()
-    with pytest.raises(ValueError, match="no row has floating results"):
-        integers.plot()
-
-
-@pytest.mark.parametrize(("module", "use"), [("pandas", "to_frame"), ("matplotlib", "plot")])
-def test_what_is_not_installed_is_named(comparison, monkeypatch, module, use):
-    for name in (module, f"{module}.pyplot"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=f"pip install {module}"):
-        getattr(comparison, use)()
-
-
-# ---------------------------------------------------------------- a real model
-
-
-def test_the_loss_of_the_demos_transformer():
-    shape = demo_model.Shape(layers=3, width=32, heads=2, length=16, batch=2)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        task = demo_model.make_task(shape)
-        tokens = RNG.integers(256, size=(2, 17)).astype(np.int32)
-
-        def cast_parameters(params, tokens):
-            low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-            logits = task.logits(low, tokens).astype(jnp.float32)
-            return demo_model.cross_entropy(logits, tokens)
-
-        found = rows(task.loss, [*BOTH, cast_parameters], task.params, tokens)
-    wide, low, cast = found.values()
-    assert low.counts.products == low.counts.low == wide.counts.products == 7
-    assert cast.counts.products == 7
-    assert 0 < cast.counts.low < 4
-    assert wide.errors.relative < 1e-6 < low.errors.relative < 1e-2
-    # per token and layer 2 * 12 width^2 and 4 * width * length, per token the head
-    tokens_in, width = 2 * 16, 32
-    layer = 2 * 12 * width**2 + 4 * width * 16
-    assert low.counts.flops["bf16"] == tokens_in * (3 * layer + 2 * width * 256)

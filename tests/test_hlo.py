@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from precpass.graph import join_scopes
 from precpass.report.changes import changes
-from precpass.report.hlo import Module, Shape, bits, join_names
+from precpass.report.hlo import Module, Shape, bits
 
 TEXTS = Path(__file__).parent / "hlo"
 # as jax 0.10 and 0.12 print a compiled program: a table of frames at the head, `%` before names
@@ -84,12 +85,15 @@ def test_what_is_no_hlo_is_an_error(text):
         Module.parse(text)
 
 
-def test_bits_and_names():
+def test_name_stacks_are_joined_as_xla_joins_them_when_it_inlines_a_call():
+    assert join_scopes("a", "b") == "a/b"
+    assert join_scopes("", "b") == join_scopes("b", "") == "b"
+
+
+def test_bits_and_types():
     assert [bits(d) for d in ("f32", "bf16", "f8e4m3fn", "f4e2m1fn", "s32", "c64", "token")] == [
         *(32, 16, 8, 4, 0, 0, 0)
     ]
-    assert join_names("a", "b") == "a/b"
-    assert join_names("", "b") == join_names("b", "") == "b"
     assert str(Shape("f32")) == "f32[]"
 
 
@@ -272,6 +276,34 @@ def test_asynchronous_collectives_are_found():
         "ROOT c.1 = bf16[32,8]{1,0} convert(d.1)",
     )
     assert found(planned, compiled) == [("collective widened", "bf16", "f32", 3)]
+
+
+STARTS = {
+    "all-gather": ("bf16[32,8]", "(f32[8,8], f32[32,8]) all-gather-start(a.1), dimensions={0}"),
+    "all-reduce": ("bf16[8,8]", "f32[8,8] all-reduce-start(a.1), to_apply=add"),
+    "collective-permute": (
+        "bf16[8,8]",
+        "(f32[8,8], f32[8,8], u32[], u32[]) collective-permute-start(a.1)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize("asked", [True, False], ids=["the users", "the partitioners"])
+def test_the_start_of_a_collective_is_found_once(name, asked):
+    shape, started = STARTS[name]
+    wanted = f"{name}(x.1)" if asked else "multiply(x.1, x.1)"
+    planned = program("bf16[8,8]", f"ROOT g.1 = {shape} {wanted} @made:3")
+    compiled = program(
+        "bf16[8,8]",
+        "a.1 = f32[8,8] convert(x.1)",
+        f"g.1 = {started} @made:3",
+        f"d.1 = {shape.replace('bf16', 'f32')} {name}-done(g.1) @made:3",
+        f"ROOT c.1 = {shape} convert(d.1)",
+    )
+    assert found(planned, compiled) == [("collective widened", "bf16", "f32", 3)]
+    (change,) = changes(planned, compiled).found
+    assert change.compiled == f"{name} {shape.replace('bf16', 'f32')}"
 
 
 def test_a_collective_of_the_partitioner_has_the_types_of_its_operation():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import look
 from jax import lax
 
@@ -95,13 +96,24 @@ def test_integers_are_no_products_and_no_flops():
 def test_an_outer_product_contracts_nothing():
     counts = counts_of(lambda x: jnp.einsum("i,j->ij", x, x), ones(4))
     assert counts.products == 0
-    assert counts.flops["f32"] >= 16
+    assert counts.flops == {"f32": 2 * 16}
 
 
 def test_other_formats_have_their_dtype_as_a_name():
-    counts = counts_of(lambda x: x @ x, jnp.ones((4, 4), jnp.complex64))
+    float8 = jnp.ones((4, 4), jnp.float8_e4m3fn)
+    counts = counts_of(lambda x: lax.dot(x, x, preferred_element_type=F32), float8)
     assert (counts.products, counts.low) == (1, 0)
-    assert counts.flops == {"complex64": 2 * 4**3}
+    assert counts.flops == {"float8_e4m3fn": 2 * 4**3}
+
+
+def test_complex_products_are_counted_in_real_operations():
+    x, z = ones(4, 4), jnp.ones((4, 4), jnp.complex64)
+    counts = counts_of(lambda z: z @ z + z, z)
+    assert (counts.products, counts.low) == (1, 0)
+    # of a sum of complex numbers, elements
+    assert counts.flops == {"complex64": 4 * 2 * 4**3 + 16}
+    mixed = counts_of(lambda x, z: lax.dot(x, z, preferred_element_type=z.dtype), x, z)
+    assert mixed.flops == {"complex64": 2 * 2 * 4**3}
 
 
 def test_a_dot_algorithm_marks_a_product():
@@ -187,6 +199,19 @@ def test_donation_is_noticed():
         assert program.memory.aliased == 4 * 64
 
 
+def test_the_device_is_that_of_the_compiled_program():
+    x = jax.device_put(ones(4, 4), jax.devices()[3])
+    assert measure.compiled(lambda x: x @ x, x).device == jax.devices()[3]
+
+
+def test_what_other_libraries_jit_is_given_to_jit():
+    # its results of trace and lower are its own
+    wrapped = nnx.jit(lambda x: x @ x)
+    assert not measure.is_jitted(wrapped)
+    assert measure.count(measure.compiled(wrapped, ones(4, 4)).jaxpr).products == 1
+    assert measure.is_jitted(pp.auto_mixed(jnp.sin)) and measure.is_jitted(jax.jit(jnp.sin))
+
+
 def test_any_function_keywords_and_static_arguments():
     assert measure.count(measure.compiled(lambda x: x @ x, x=ones(4, 4)).jaxpr).products == 1
     powers = jax.jit(lambda x, n: [x @ x] * n, static_argnums=1)
@@ -253,11 +278,16 @@ def test_every_call_takes_its_turn_in_every_round_and_each_is_first():
 
 
 def test_a_program_that_donates_runs_in_every_round():
-    x = ones(16, 16)
+    x, ticks = ones(16, 16), iter(range(100))
     fn = jax.jit(lambda x: x + 1, donate_argnums=0)
-    found = measure.interleaved({"f": fn}, 4, prepare=lambda _: (x.copy(),))
-    assert len(found["f"].seconds) == 4
-    assert min(found["f"].seconds) > 0
+
+    def clock() -> float:
+        return float(next(ticks))
+
+    found = measure.interleaved({"f": fn}, 4, prepare=lambda _: (x.copy(),), clock=clock)
+    # the clock is read before and after each run alone, of the one that warms up too
+    assert found["f"].seconds == (1.0,) * 4
+    assert next(ticks) == 2 * 5
     assert not x.is_deleted()
 
 

@@ -13,7 +13,7 @@ from jax import lax
 
 import precpass as pp
 from precpass.leaves import Declared
-from precpass.report.errors import Leaf, as_written, error_of, in_float64, ulp
+from precpass.report.errors import Leaf, as_written, error_of, errors_of, evaluated, ulp
 
 F32, BF16, F16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 RNG = np.random.default_rng(0)
@@ -103,6 +103,18 @@ def test_what_is_not_finite_where_the_reference_is():
     assert math.isnan(found.cosine)
 
 
+def test_the_errors_of_each_leaf_are_those_of_it_alone():
+    f64 = np.dtype(np.float64)
+    want = [Leaf("a", RNG.standard_normal(9), f64), Leaf("n", np.arange(3), np.dtype(int))]
+    want += [Leaf("b", np.full(3, 1e-200), f64), Leaf("none", np.asarray([math.nan]), f64)]
+    got = [leaf._replace(value=leaf.value + 0.5 * abs(leaf.value)) for leaf in want]
+    together, each = errors_of(got, want)
+    assert together == error_of(got, want)
+    assert each == [error_of([g], [w]) for g, w in zip(got, want, strict=True)]
+    assert [e.relative for e in each] == [pytest.approx(0.5), None, pytest.approx(0.5), None]
+    assert [e.differing for e in each] == [0, 2, 0, 0]
+
+
 def test_integers_and_booleans_that_differ_are_counted():
     leaves = [
         [Leaf("n", np.asarray([1, 2, 3]), np.dtype(int)), Leaf("b", np.asarray([True]), bool)],
@@ -124,10 +136,10 @@ def test_complex_numbers_count_as_pairs():
 # ---------------------------------------------------------------- the reference
 
 
-def values_of(fn: Callable[..., Any], *args: Any) -> list[np.ndarray]:
+def values_of(fn: Callable[..., Any], *args: Any, precision: Any = pp.Precision.F64) -> list[Any]:
     mixed = pp.auto_mixed(fn)
     written = as_written(mixed, Declared(mixed.__wrapped__, {}), "fn", args, {})
-    return [leaf.value for leaf in in_float64(written)]
+    return [leaf.value for leaf in evaluated(written, precision)]
 
 
 X = jnp.asarray(RNG.standard_normal((6, 6)) / 3, jnp.float32)
@@ -247,6 +259,14 @@ def test_the_whole_function_is_evaluated_in_float64(fn, want):
         else:
             assert got.dtype == np.float64
             np.testing.assert_allclose(got, exact, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["written low", "low throughout", "inner policy", "around one"])
+def test_in_float32_no_low_format_and_no_policy_is_left(name):
+    ((fn, want),) = [program[1:] for program in PROGRAMS if program[0] == name]
+    (found,) = values_of(fn, X, precision=pp.Precision.F32)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, want(), rtol=1e-5, atol=1e-6)
 
 
 def test_samplers_draw_the_numbers_that_the_function_draws():

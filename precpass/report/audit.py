@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.export
 
+from precpass import measure
 from precpass.api import auto_mixed, inspect
 from precpass.inspection import Inspection
-from precpass.jaxpr import Source
+from precpass.jaxpr import Source, source_of
+from precpass.leaves import Declared
 from precpass.mixed import owner_of
-from precpass.policy import PrecisionPolicy, PrecisionWarning
+from precpass.policy import PrecisionPolicy, quietly
 from precpass.report.changes import changes
 from precpass.report.hlo import Module
 from precpass.report.sides import Change
@@ -31,7 +33,8 @@ class Finding:
     Attributes:
         kind: "product widened", "product narrowed", "cast removed", "cast moved",
             "loop state widened", "buffer widened" or "collective widened".
-        source: the user's line.
+        source: the user's line; that of the call for what JAX's own jitted functions do,
+            and none where there are several.
         scope: the name stack, without the names of the outermost jits.
         operation: the JAX primitive.
         planned, compiled: the types as HLO writes them, with sizes.
@@ -56,8 +59,7 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON has them; the source as "file", "line" and "function"."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**fields, "source": dataclasses.asdict(self.source)}
+        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         scope = f" in {self.scope}" if self.scope else ""
@@ -176,7 +178,8 @@ def audit(
         gives an `Audit`: `findings` by source line, `ok`, and how many products run as planned.
 
     Raises:
-        What tracing, lowering or compiling `fn` raises.
+        TypeError: for an argument with a symbolic dimension, of which XLA compiles none.
+        And what tracing, lowering or compiling `fn` raises.
 
     Example:
         >>> import jax.numpy as jnp
@@ -190,21 +193,21 @@ def audit(
     mixed = auto_mixed(fn, policy=policy)
 
     def audited(*args: Any, **kwargs: Any) -> Audit:
-        inspection = inspect(mixed)(*owner, *args, **kwargs)
-        with warnings.catch_warnings():
-            # the plan's warnings were given by inspect
-            warnings.simplefilter("ignore", PrecisionWarning)
-            lowered = mixed.lower(*owner, *args, **kwargs)
-        compiled = lowered.compile()
-        text = compiled.as_text()
-        planned = Module.parse(lowered.as_text(dialect="hlo", debug_info=True))
+        args = (*owner, *args)
+        Declared(mixed.__wrapped__, mixed.jit_options).map(_check_sizes, args, kwargs)
+        inspection = inspect(mixed)(*args, **kwargs)
+        # the plan's warnings were given by inspect
+        with quietly():
+            program = measure.compiled(mixed, *args, **kwargs)
+        text = program.compiled.as_text()
+        planned = Module.parse(program.lowered.as_text(dialect="hlo", debug_info=True))
         found = changes(planned, Module.parse(text))
         return Audit(
             findings=tuple(_findings(found.found, inspection)),
             products=found.products,
             as_planned=found.as_planned,
             merged=found.merged,
-            backend=compiled.runtime_executable().local_devices()[0].platform,
+            backend=program.device.platform,
             inspection=inspection,
             hlo=text,
         )
@@ -212,24 +215,53 @@ def audit(
     return audited
 
 
+def _check_sizes(argument: Any, name: str) -> None:
+    for path, x in jax.tree_util.tree_flatten_with_path(argument)[0]:
+        sizes = x.shape if isinstance(x, jax.ShapeDtypeStruct) else ()
+        symbols = [str(d) for d in sizes if jax.export.is_symbolic_dim(d)]
+        if symbols:
+            raise TypeError(
+                f"audit compiles the function, and {name}{jax.tree_util.keystr(path)} has the "
+                f"symbolic dimension {symbols[0]}: give a number in its place (inspect and explain "
+                "take symbolic ones)"
+            )
+
+
 def _findings(found: tuple[Change, ...], inspection: Inspection) -> Iterator[Finding]:
     """Each distinct change with the plan's reason."""
     # an equation's line and primitive -> the reasons there, and the precision that each is for
     reasons: dict[tuple[str, int, str], dict[str, str]] = {}
+    # of equations without a line of their own, as in JAX's jitted functions: the callers' lines
+    callers: dict[str, set[Source]] = {}
     for eqn, decision, source in inspection.decisions():
-        there = reasons.setdefault((source.file, source.line, eqn.primitive.name), {})
+        name = eqn.primitive.name
+        there = reasons.setdefault((source.file, source.line, name), {})
         there[decision.reason] = str(decision.compute or "")
+        if not source_of(eqn).file:
+            callers.setdefault(name, set()).add(source)
     counted: dict[Finding, int] = {}
     for change in found:
         scope, _, operation = _JITS.sub("", change.name).rpartition("/")
-        fields = {f.name: getattr(change, f.name) for f in dataclasses.fields(change)}
-        del fields["name"]
-        there = reasons.get((change.source.file, change.source.line, operation), {})
+        source, called_at = change.source, callers.get(operation, ())
+        if not source.file and len(called_at) == 1:
+            (source,) = called_at
+        there = reasons.get((source.file, source.line, operation), {})
         fitting = [reason for reason, dtype in there.items() if dtype == change.planned_dtype]
         chosen = fitting or list(there)
         # one line may hold several equations: none of their reasons is better than a wrong one
         reason = chosen[0] if len(chosen) == 1 else ""
-        finding = Finding(scope=scope, operation=operation, reason=reason, **fields)
+        finding = Finding(
+            kind=change.kind,
+            source=source,
+            scope=scope,
+            operation=operation,
+            planned=change.planned,
+            compiled=change.compiled,
+            planned_dtype=change.planned_dtype,
+            compiled_dtype=change.compiled_dtype,
+            why=change.why,
+            reason=reason,
+        )
         counted[finding] = counted.get(finding, 0) + 1
     for finding, times in counted.items():
         yield dataclasses.replace(finding, times=times)

@@ -21,9 +21,9 @@ from precpass.policy import AlwaysF32, PrecisionPolicy
 from precpass.precision import Precision
 from precpass.program import Traced
 from precpass.report.bisection import Bisection, Run, listed
-from precpass.report.errors import Leaf, error_of, fetched
+from precpass.report.errors import Leaf, fetched, normwise
 from precpass.report.minimal import OutOfBudget, smallest
-from precpass.report.places import Group, Place, grouped
+from precpass.report.places import Group, Place, grouped, notes_on
 from precpass.rules import Rule, clean_scope
 
 __all__ = ["bisect"]
@@ -108,7 +108,7 @@ def _check_arguments(check: Any, budget: Any) -> None:
         )
     if not callable(check) and not 0 <= float(check) < math.inf:
         raise ValueError(f"bisect: check={check!r}: a tolerance is a finite number, 0 or above")
-    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+    if isinstance(budget, bool) or not isinstance(budget, numbers.Integral) or int(budget) < 1:
         raise ValueError(f"bisect: budget={budget!r}: give the number of runs, at least 1")
 
 
@@ -137,7 +137,7 @@ class _Search:
         self._programs: dict[Plan, int] = {}
         self._keys: dict[Any, int] = {_AS_WRITTEN: 0}
         self._plans: dict[PrecisionPolicy, Plan] = {}
-        self._reference: list[Any] | None = None
+        self._reference: list[Leaf] = []
 
     def result(self) -> Bisection:
         """Runs what is needed."""
@@ -146,7 +146,7 @@ class _Search:
         low = None
         try:
             if self.tolerance is not None:
-                self._run(AlwaysF32, "AlwaysF32, the reference")
+                self._run(AlwaysF32, "AlwaysF32, the reference", is_reference=True)
             low = self._run(self.policy, f"{name} as it is")
             if low.passed:
                 return self._ended(True, f"{name} passes as it is{self._error(low)}")
@@ -158,7 +158,7 @@ class _Search:
                 (whole.rule,),
             )
             if not written.passed:
-                return self._ended(False, self._why_not(low, written))
+                return self._ended(False, self._why_not(low, written, whole))
         except OutOfBudget:
             begun = f"{name} fails{self._error(low)}, and " if low else ""
             spent = f"the budget of {_count(self.budget, 'run')} is spent"
@@ -171,7 +171,14 @@ class _Search:
         what = f"{_count(len(rules), 'group')} kept wide"
         return self._run(_with(self.policy, rules), what, rules).passed
 
-    def _run(self, policy: PrecisionPolicy, what: str, rules: tuple[Rule, ...] = ()) -> Run:
+    def _run(
+        self,
+        policy: PrecisionPolicy,
+        what: str,
+        rules: tuple[Rule, ...] = (),
+        *,
+        is_reference: bool = False,
+    ) -> Run:
         """The run of a policy, or that of the same program that was run before."""
         plan = self._plan(policy)
         program = self._program(plan), policy.output
@@ -180,7 +187,10 @@ class _Search:
         if len(self.runs) >= self.budget:
             raise OutOfBudget
         try:
-            error, passed = self._judge(jax.block_until_ready(self.traced.run(plan, policy)))
+            out = jax.block_until_ready(self.traced.run(plan, policy))
+            if is_reference:
+                self._reference = self._floating(out)
+            error, passed = self._judge(out)
         except Exception as raised:
             raised.add_note(f"bisect: in run {len(self.runs) + 1}, {what} {listed(rules)}".strip())
             raise
@@ -195,19 +205,26 @@ class _Search:
     def _judge(self, out: Any) -> tuple[float | None, bool]:
         if callable(self.check):
             verdict: Any = self.check(out)
-            if np.shape(verdict) != () or np.asarray(verdict).dtype != np.bool_:
-                raise TypeError(f"the check of bisect returned {verdict!r}, which is not a bool")
-            return None, bool(verdict)
-        found = _floating(out)
-        if self._reference is None:
-            if not found:
-                raise ValueError(
-                    f"{self.traced.name} has no floating results for the tolerance {self.check}: "
-                    "give bisect a function of the output that returns a bool"
+            dtype = getattr(verdict, "dtype", None)
+            if not isinstance(verdict, bool) and (dtype != np.bool_ or np.shape(verdict)):
+                raise TypeError(
+                    f"the check of bisect returned {verdict!r}, which is not a bool: return one, "
+                    "or one element of an array of booleans"
                 )
-            self._reference = found
-        error = max(map(_normwise_error, found, self._reference))
-        return error, error <= self.check
+            return None, bool(verdict)
+        error = max(map(normwise, self._floating(out), self._reference))
+        return error, error <= float(self.check)
+
+    def _floating(self, out: Any) -> list[Leaf]:
+        """The floating and complex leaves of a result."""
+        found = [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
+        inexact = [x for x in found if jnp.issubdtype(x.dtype, jnp.inexact)]
+        if not inexact:
+            raise ValueError(
+                f"{self.traced.name} has no floating results for the tolerance {self.check}: "
+                "give bisect a function of the output that returns a bool"
+            )
+        return [Leaf("", fetched(x), x.dtype) for x in inexact]
 
     # ------------------------------------------------------------ plans
 
@@ -297,14 +314,19 @@ class _Search:
         elif not minimal:
             spent = f"the budget of {_count(self.budget, 'run')} was spent"
             verdict += f"; {spent} before this was known to be a smallest set"
-        return self._ended(True, verdict, policy, tuple(rules), tuple(kept), minimal)
+        found = self._ended(True, verdict, policy, tuple(rules), tuple(kept), minimal)
+        return dataclasses.replace(found, notes=notes_on(rules, kept))
 
-    def _why_not(self, low: Run, written: Run) -> str:
+    def _why_not(self, low: Run, written: Run, whole: Group) -> str:
         name = self.policy.name
         text = f"not found: {name} fails{self._error(low)}, also with all that it lowers kept as "
         text += f"it was written{self._error(written)}"
         try:
             wide = self._run(AlwaysF32, "AlwaysF32")
+            if wide.passed and self.policy.output is not None:
+                own = dataclasses.replace(_with(self.policy, (whole.rule,)), output=None)
+                if self._run(own, "and with outputs as they were", (whole.rule,)).passed:
+                    return f"{text}: what breaks it is its outputs in {self.policy.output}"
         except OutOfBudget:
             return text
         if wide.passed:
@@ -371,22 +393,3 @@ def _pairs(graph: Graph, one: Plan, other: Plan) -> Iterator[tuple[int, Decision
             yield row, a, b
             children = graph.children.get(row, ())
             todo += [(c, p, q) for (_, c), p, q in zip(children, a.inner, b.inner, strict=False)]
-
-
-# ---------------------------------------------------------------- errors
-
-
-def _floating(tree: Any) -> list[Leaf]:
-    """The floating and complex leaves of a result."""
-    found = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
-    inexact = [x for x in found if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return [Leaf("", fetched(x), x.dtype) for x in inexact]
-
-
-def _normwise_error(found: Leaf, reference: Leaf) -> float:
-    """`|y - r| / |r|` in 2-norms; what is not finite is to be the same."""
-    y, r = found.value, reference.value
-    same = (y == r) | (np.isnan(y) & np.isnan(r))
-    if not (same | np.isfinite(r)).all():
-        return math.inf
-    return error_of([found], [reference]).relative or 0.0

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from precpass.policy import PrecisionPolicy
-from precpass.report.places import Place
+from precpass.report.places import Place, shown
 from precpass.rules import Rule
+from precpass.view.page import folded, table
+from precpass.view.text import Line, as_html, page, plain
 
 __all__ = ["Bisection", "Run", "listed"]
 
@@ -35,10 +37,16 @@ class Run:
     passed: bool
 
     def __str__(self) -> str:
-        error = "" if self.error is None else f", error {self.error:.3g}"
+        _, what, rules, low, error, verdict = self.cells()
+        rules = f" {rules}" if 0 < len(self.rules) <= 3 else ""
+        error = f", error {error}" if error else ""
+        return f"run {self.number}: {what}{rules}: {low} low, {verdict}{error}"
+
+    def cells(self) -> list[str]:
+        """The run as a row of a table: number, what, rules, equations low, error, and the check."""
+        error = "" if self.error is None else f"{self.error:.3g}"
         verdict = "passes" if self.passed else "fails"
-        rules = f" {listed(self.rules)}" if 0 < len(self.rules) <= 3 else ""
-        return f"run {self.number}: {self.what}{rules}: {self.low} low, {verdict}{error}"
+        return [str(self.number), self.what, listed(self.rules), str(self.low), error, verdict]
 
     def to_dict(self) -> dict[str, Any]:
         """The run as values that `json.dumps` takes; an error that is not finite is text."""
@@ -60,6 +68,7 @@ class Bisection:
         kept: for each rule the lines that it keeps wide.
         runs: the evidence, in the order in which it was found.
         tolerance: that of the check, where it is a number.
+        notes: what is to be known of the rules.
     """
 
     policy: PrecisionPolicy
@@ -70,13 +79,37 @@ class Bisection:
     kept: tuple[tuple[Place, ...], ...]
     runs: tuple[Run, ...]
     tolerance: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def lines(self) -> list[Line]:
+        """The rules, each with the lines that it keeps wide, as styled text.
+
+        Rules that keep the same lines wide, as those of equal layers do, stand together.
+        """
+        together: dict[Any, list[tuple[Rule, tuple[Place, ...]]]] = {}
+        for rule, places in zip(self.rules, self.kept, strict=True):
+            sources = tuple(dict.fromkeys(place.source for place in places))
+            together.setdefault(sources, []).append((rule, places))
+        lines: list[Line] = []
+        for sources, rules in together.items():
+            lines += [[("  ", ""), (repr(rule), "wide")] for rule, _ in rules]
+            inside = [place for _, places in rules for place in places]
+            for source in sources:
+                here = [place for place in inside if place.source == source]
+                lines.append([("    ", ""), *shown(here, scopes=len(rules) == 1)])
+        return [*lines, *([(note, "reason")] for note in self.notes)]
 
     def __str__(self) -> str:
-        lines = [self.verdict]
-        for rule, places in zip(self.rules, self.kept, strict=True):
-            lines.append(f"  {rule!r}")
-            lines += [f"    {place}" for place in places]
-        return "\n".join(lines)
+        return plain([[(self.verdict, "")], *self.lines()])
+
+    def __repr__(self) -> str:
+        return f"<Bisection: {self.verdict}>"
+
+    def _repr_html_(self) -> str:
+        heads = ["run", "what", "rules", "low", "error", "check"]
+        cells = [run.cells() for run in self.runs]
+        parts = folded(self.verdict, as_html(self.lines()), is_open=True)
+        return page(parts + folded("runs", table(heads, cells)))
 
     def to_dict(self) -> dict[str, Any]:
         """The result as values that `json.dumps` takes; rules and policy as they print."""
@@ -93,6 +126,7 @@ class Bisection:
             "minimal": self.minimal,
             "verdict": self.verdict,
             "tolerance": self.tolerance,
+            "notes": list(self.notes),
             "kept": kept,
             "runs": [run.to_dict() for run in self.runs],
         }

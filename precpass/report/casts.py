@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from precpass.report.hlo import Computation, Instruction, Module, Placed, Shape, bits
-from precpass.report.sides import MOVES, PRODUCTS, Change, Key, Sides, change
+from precpass.report.sides import (
+    MOVES,
+    PRODUCTS,
+    Change,
+    Key,
+    Sides,
+    change,
+    entries,
+    past_moves,
+    readers,
+)
 
 __all__ = ["casts"]
 
@@ -81,18 +91,10 @@ def _value(placed: Placed) -> tuple[str, ...]:
 
 def _widened_to(placed: Placed) -> str:
     """The format to which all that reads a result widens it; "" where that is not so of all."""
-    found: set[str] = set()
-    waiting = [placed.instruction]
-    while waiting:
-        instruction = waiting.pop()
-        readers = placed.computation.readers[instruction.name]
-        if instruction.is_root or not readers:
-            return ""
-        for reader in readers:
-            if reader.opcode in MOVES:
-                waiting.append(reader)
-            else:
-                found.add(reader.shapes[0].dtype if reader.opcode == "convert" else "")
+    found = {
+        reader.shapes[0].dtype if reader is not None and reader.opcode == "convert" else ""
+        for reader in readers(placed)
+    }
     (dtype,) = found if len(found) == 1 else ("",)
     return dtype if bits(dtype) > placed.instruction.shapes[0].bits else ""
 
@@ -126,16 +128,14 @@ def _made(module: Module, placed: Placed) -> tuple[Computation, Instruction | No
     """The program's argument, or the instruction, that makes what a cast rounds."""
     computation, name = placed.computation, placed.instruction.operands[0]
     while instruction := computation.by_name.get(name):
-        if instruction.opcode in MOVES and len(instruction.operands) == 1:
-            name = instruction.operands[0]
-        elif instruction.opcode == "parameter" and computation.name != module.entry:
-            callers = module.callers.get(computation.name, ())
-            if len(callers) != 1 or callers[0][1].opcode != "call":
-                break
-            computation, call = callers[0]
-            name = call.operands[instruction.index]
-        else:
+        instruction = past_moves(computation, instruction)
+        if instruction.opcode != "parameter" or computation.name == module.entry:
             return computation, instruction
+        callers = module.callers.get(computation.name, ())
+        if len(callers) != 1 or callers[0][1].opcode != "call":
+            break
+        computation, call = callers[0]
+        name = call.operands[instruction.index]
     return computation, None
 
 
@@ -195,20 +195,9 @@ def _is_rounded(module: Module, computation: Computation, value: Instruction, dt
             if reader.opcode in MOVES:
                 waiting.append((computation, reader))
             elif reader.opcode == "fusion":
-                waiting += _inside(module, reader, value.name)
+                waiting += entries(module, reader, value.name)
             elif reader.called or reader.opcode in ("tuple", "custom-call"):
                 is_result = is_entry and reader.is_root
                 if not is_result:
                     return True
     return False
-
-
-def _inside(
-    module: Module, fusion: Instruction, name: str
-) -> Iterator[tuple[Computation, Instruction]]:
-    """The parameters through which a fusion reads a value."""
-    inner = (module.computations.get(called) for _, called in fusion.called)
-    for computation in (c for c in inner if c is not None):
-        for instruction in computation.instructions:
-            if instruction.opcode == "parameter" and fusion.operands[instruction.index] == name:
-                yield computation, instruction

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from precpass.report.casts import casts
 from precpass.report.hlo import Computation, Instruction, Module, Placed, bits
-from precpass.report.sides import MOVES, Change, Sides, change, factors, is_product, sizes
+from precpass.report.sides import Change, Sides, change, factors, is_product, past_moves, sizes
 from precpass.report.storage import buffers, collectives, loops
 
 __all__ = ["Changes", "changes"]
@@ -147,11 +147,7 @@ def _is_lossless(planned: Placed, compiled: Placed) -> bool:
 
 
 def _comes_from(computation: Computation, instruction: Instruction, dtype: str) -> bool:
-    while instruction.opcode in MOVES:
-        before = computation.operands(instruction)
-        if len(before) != 1:
-            break
-        (instruction,) = before
+    instruction = past_moves(computation, instruction)
     if instruction.shapes[0].dtype == dtype:
         return True
     operands = computation.operands(instruction)

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.core
+import jax.numpy as jnp
 
 from precpass import calling, measure, stateful
 from precpass import jaxpr as ir
 from precpass.api import auto_mixed
-from precpass.leaves import Declared, arguments, dynamic_leaves, refused, unwrapped
+from precpass.leaves import Declared, refused
 from precpass.mixed import Mixed, owner_of
-from precpass.policy import AlwaysF32, PrecisionPolicy
-from precpass.report.comparison import Comparison, Row
+from precpass.policy import PrecisionPolicy
+from precpass.precision import Precision
+from precpass.report.comparison import REFERENCES, Comparison, Row
 from precpass.report.errors import (
     Leaf,
     as_written,
-    error_of,
+    errors_of,
+    evaluated,
     fetched,
-    in_float64,
     leaves_of,
+    on_arrays,
 )
 
 __all__ = ["compare"]
@@ -60,8 +64,9 @@ def compare(
             names as its keys. `fn` itself as an item is the function as it is written.
         reference: what the results are held against. "f64": the program as traced, its
             equations evaluated in float64, casts to lower formats left out, with x64 on
-            or off; the error of float32 shows too. Complex arithmetic, references and
-            opaque primitives are in it as they are. "f32": the function under AlwaysF32.
+            or off; the error of float32 shows too. Complex arithmetic, references,
+            opaque primitives and casts to float8 are in it as they are. "f32": the same in
+            float32. Neither has a policy in it, inner ones and their outputs included.
         rounds: how many times each row is timed; 0 for no times.
         progress: is called with a text, the steps done and their number.
 
@@ -69,11 +74,11 @@ def compare(
         A function that takes the arguments of `fn`, arrays, and gives a `Comparison`.
 
     Raises:
-        TypeError: for a row that is neither policy nor function.
+        TypeError: for a row that is neither policy nor function, and a name that is no text.
         ValueError: for an unknown policy or reference, a negative `rounds`, names that
             are given twice, no rows, and (of the returned function) a row whose results
-            have other shapes than those of `fn`.
-        RuntimeError: of the returned function, when `fn` cannot be evaluated in float64.
+            have other shapes, names or kinds of numbers than those of `fn`.
+        RuntimeError: of the returned function, when the reference cannot be evaluated.
 
     Example:
         >>> import jax.numpy as jnp
@@ -85,9 +90,9 @@ def compare(
         >>> found.rows[0].errors.relative < 1e-6 < found.rows[1].errors.relative
         True
     """
-    if reference not in ("f64", "f32"):
+    if reference not in REFERENCES:
         raise ValueError(f"unknown reference {reference!r}: legal are 'f64' and 'f32'")
-    if not isinstance(rounds, int) or rounds < 0:  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
         raise ValueError(f"rounds={rounds!r}: a whole number, 0 for no times")
     entries = _entries(policies)
     fn, owner = owner_of(fn)
@@ -106,6 +111,9 @@ def _entries(policies: Any) -> list[tuple[str, PrecisionPolicy | Callable[..., A
     """The rows' names, made unique, and what they are."""
     if isinstance(policies, Mapping):
         items = [*policies.items()]
+        for name, _ in items:
+            if not isinstance(name, str):
+                raise TypeError(f"compare: a dict has the rows' names as its keys, not {name!r}")
     else:
         several = isinstance(policies, Iterable) and not isinstance(policies, str)
         items: list[Any] = [*policies] if several else [policies]
@@ -161,6 +169,7 @@ class _Program(NamedTuple):
     args: Any
     kwargs: Any
     executable: measure.Executable
+    named: list[Leaf]
 
     def fresh(self) -> tuple[Any, Any]:
         """Arguments that one run may overwrite."""
@@ -172,7 +181,9 @@ class _Program(NamedTuple):
         """The arrays that a run gives, on the host."""
         args, kwargs = self.fresh()
         found = leaves_of(self.declared, self.fn(*args, **kwargs), args, kwargs)
-        return [leaf._replace(value=fetched(leaf.value)) for leaf in found]
+        values = [fetched(leaf.value) for leaf in found]
+        pairs = zip(self.named or found, values, strict=True)
+        return [leaf._replace(value=value) for leaf, value in pairs]
 
 
 def _copied(declared: Declared, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -207,12 +218,7 @@ class _Run:
         own_args, kwargs = declared.map(_on_device, (*self.owner, *args), kwargs)
         self.progress("the reference", 0, total)
         written = as_written(self.subject, declared, self.name, own_args, kwargs)
-        if self.reference == "f64":
-            wanted = in_float64(written)
-        else:
-            wide = self._program("reference", AlwaysF32, declared, own_args, kwargs)
-            named = zip(written.results, wide.results(), strict=True)
-            wanted = [leaf._replace(value=got.value) for leaf, got in named]
+        wanted = evaluated(written, Precision.parse(self.reference))
         casts = measure.count(written.jaxpr).casts
         programs: list[_Program] = []
         rows: list[Row] = []
@@ -224,12 +230,12 @@ class _Run:
             except Exception as error:
                 error.add_note(f"in the row {name!r} of compare")
                 raise
-            _check_shapes(name, self.name, results, wanted)
+            _check_results(name, self.name, results, wanted)
             programs.append(program)
             rows.append(_row(program, casts, results, wanted))
         if self.rounds:
             rows = self._timed(programs, rows, total)
-        device = f"{jax.local_devices()[0].device_kind}, jax {jax.__version__}"
+        device = f"{programs[0].executable.device.device_kind}, jax {jax.__version__}"
         return Comparison(self.name, tuple(rows), self.reference, self.rounds, device)
 
     def _program(
@@ -242,11 +248,14 @@ class _Run:
             args = args[len(self.owner) :]
             declared = Declared(entry, {} if self.owner else declared.options)
         # what crosses into jit in steps takes Python longer than a small program runs: no row pays
-        if not isinstance(fn, (Mixed, _JITTED)) or _crosses_in_steps(declared, args, kwargs):
-            fn, args = _on_arrays(fn, declared, args, kwargs)
-            declared, kwargs = Declared(fn, {}), {}
+        named: list[Leaf] = []
+        if not measure.is_jitted(fn) or _crosses_in_steps(declared, args, kwargs):
+            own = calling.name_of(fn)
+            call, args, named = on_arrays(fn, declared, own, args, kwargs)
+            fn, kwargs = jax.jit(call), {}
+            declared = Declared(fn, {})
         executable = measure.compiled(fn, *args, **kwargs)
-        return _Program(name, policy, fn, declared, args, kwargs, executable)
+        return _Program(name, policy, fn, declared, args, kwargs, executable, named)
 
     def _timed(self, programs: list[_Program], rows: list[Row], total: int) -> list[Row]:
         by_name = {program.name: program for program in programs}
@@ -273,9 +282,6 @@ class _Run:
         ]
 
 
-_JITTED = type(jax.jit(lambda: None))
-
-
 def _on_device(x: Any, name: str) -> Any:
     def leaf(x: Any) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer):
@@ -299,36 +305,30 @@ def _crosses_in_steps(declared: Declared, args: Any, kwargs: Any) -> bool:
     return any(found)
 
 
-def _on_arrays(
-    fn: Callable[..., Any], declared: Declared, args: Any, kwargs: Any
-) -> tuple[Any, tuple[Any, ...]]:
-    """The jit of a row's function of the arrays among its arguments, and these.
-
-    What jit refuses is closed over; the results are those of `leaves_of`.
-    """
-    name = calling.name_of(fn)
-    wrapped = arguments(declared, name, args, kwargs)
-    leaves, put = dynamic_leaves(declared, *wrapped, keeps_numbers=False)
-
-    def on_arrays(*xs: Any) -> list[Any]:
-        args, kwargs = declared.map(lambda x, _: unwrapped(x), *put(xs))
-        return [leaf.value for leaf in leaves_of(declared, fn(*args, **kwargs), args, kwargs)]
-
-    on_arrays.__name__ = name
-    return jax.jit(on_arrays), tuple(leaves)
-
-
-def _check_shapes(name: str, fn: str, results: list[Leaf], wanted: list[Leaf]) -> None:
+def _check_results(name: str, fn: str, results: list[Leaf], wanted: list[Leaf]) -> None:
     got, want = ([x.value.shape for x in leaves] for leaves in (results, wanted))
+    text = f"the row {name!r} has other results than {fn}"
     if got != want:
-        raise ValueError(
-            f"the row {name!r} has other results than {fn}: arrays of shapes {got}, not {want}"
-        )
+        raise ValueError(f"{text}: arrays of shapes {got}, not {want}")
+    for mine, its in zip(results, wanted, strict=True):
+        # a tuple in the place of a named one is as good, and a module may be given under any name
+        one, other = (re.findall(r"[^\W\d]\w*", leaf.path) for leaf in (mine, its))
+        if mine.path.startswith("output") and len(one) == len(other) and one != other:
+            raise ValueError(f"{text}: {mine.path}, not {its.path}")
+        if _numbers(mine.dtype) != _numbers(its.dtype):
+            raise ValueError(f"{text}: {its.path} of {mine.dtype}, not of {its.dtype}")
+
+
+def _numbers(dtype: Any) -> str:
+    """What elements are, as far as an error of them depends on it."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return "complex"
+    return "floating" if jnp.issubdtype(dtype, jnp.floating) else "discrete"
 
 
 def _row(program: _Program, casts: int, results: list[Leaf], wanted: list[Leaf]) -> Row:
     counts = measure.count(program.executable.jaxpr)
-    each = zip(results, wanted, strict=True)
+    errors, each = errors_of(results, wanted)
     return Row(
         program.name,
         program.policy,
@@ -337,6 +337,6 @@ def _row(program: _Program, casts: int, results: list[Leaf], wanted: list[Leaf])
         program.executable.memory,
         None,
         None,
-        error_of(results, wanted),
-        tuple((want.path, error_of([got], [want])) for got, want in each),
+        errors,
+        tuple((leaf.path, own) for leaf, own in zip(wanted, each, strict=True)),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +12,10 @@ from precpass.measure import Counts, Memory, Timing
 from precpass.policy import PrecisionPolicy
 from precpass.report.errors import Errors
 from precpass.report.plot import Point, draw
+from precpass.view.page import table
+from precpass.view.text import as_html, page
 
-__all__ = ["Comparison", "Row", "for_json"]
+__all__ = ["REFERENCES", "Comparison", "Row", "for_json"]
 
 _AXES = {"time": "time (ms)", "memory": "temp memory (MB)"}
 
@@ -187,33 +188,13 @@ class Comparison:
         return "\n".join([self._title, "", line(head), ruler, *map(line, rows), "", *self._notes()])
 
     def _repr_html_(self) -> str:
-        # no colour of its own: the page's text colour is right on a light and on a dark page
-        cell = "padding:.2em .7em;white-space:nowrap;"
-        rule = "border-bottom:1px solid currentColor;"
-        head, *rows = (tuple(map(html.escape, row)) for row in self._table())
-
-        def line(tag: str, cells: tuple[str, ...], style: str) -> str:
-            aligned = ("left", *["right"] * (len(cells) - 1))
-            scope = ' scope="col"' if tag == "th" else ""
-            made = (
-                f'<{tag}{scope} style="{style}text-align:{side};">{text}</{tag}>'
-                for text, side in zip(cells, aligned, strict=True)
-            )
-            return f"<tr>{''.join(made)}</tr>"
-
-        notes = "<br>".join(map(html.escape, self._notes()))
-        body = "".join(line("td", row, cell) for row in rows)
-        return (
-            '<div style="overflow-x:auto;color:inherit;background:transparent;">'
-            '<table style="border-collapse:collapse;color:inherit;background:transparent;">'
-            f'<caption style="text-align:left;color:inherit;{cell}">{html.escape(self._title)}'
-            f"</caption><thead>{line('th', head, cell + rule)}</thead><tbody>{body}</tbody></table>"
-            f'<p style="font-size:85%;color:inherit;">{notes}</p></div>'
-        )
+        head, *rows = self._table()
+        notes = as_html([[(note, "reason")] for note in self._notes()])
+        return page(table(head, rows, caption=self._title, figures=True) + notes)
 
     @property
     def _title(self) -> str:
-        return f"{self.function} against {_REFERENCES[self.reference]}, {self.device}"
+        return f"{self.function} against {REFERENCES[self.reference]}, {self.device}"
 
     def _table(self) -> list[tuple[str, ...]]:
         """The cells, headings first; columns in which no row has anything are left out."""
@@ -272,11 +253,12 @@ class Comparison:
                 ends = row.timing.quartiles if x == "time" and row.timing else (cost, cost)
                 span = ends[0] * scale, ends[1] * scale
                 points.append(Point(row.name, cost * scale, span, error, row in front))
-        against = f"relative error against {_REFERENCES[self.reference]}"
+        against = f"relative error against {REFERENCES[self.reference]}"
         return draw(points, _AXES[x], against, self.function, ax)
 
 
-_REFERENCES = {"f64": "float64", "f32": "float32 (AlwaysF32)"}
+REFERENCES = {"f64": "float64", "f32": "float32"}
+"""What the errors may be against, and how the tables call it."""
 
 
 def _cost(row: Row, by: str) -> float | None:

@@ -1,10 +1,10 @@
-"""How far results are from a reference, and the reference: the function in float64."""
+"""How far results are from a reference, and the reference: the function in float64 or float32."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from precpass import context
 from precpass import jaxpr as ir
 from precpass.leaves import Declared, arguments, dynamic_leaves, unwrapped
 from precpass.planner import make_plan
-from precpass.policy import AlwaysF32, PrecisionWarning
+from precpass.policy import AlwaysF32, quietly
 from precpass.precision import Precision
 from precpass.program import rewritten
 from precpass.rules import keep_scope
@@ -30,9 +30,12 @@ __all__ = [
     "Written",
     "as_written",
     "error_of",
+    "errors_of",
+    "evaluated",
     "fetched",
-    "in_float64",
     "leaves_of",
+    "normwise",
+    "on_arrays",
     "ulp",
 ]
 
@@ -99,59 +102,77 @@ def ulp(x: Array, dtype: Any) -> Array:
 
 def error_of(results: Sequence[Leaf], reference: Sequence[Leaf]) -> Errors:
     """The errors of all leaves together, in the formats that the reference's leaves name."""
-    sums = _Sums()
-    for got, want in zip(results, reference, strict=True):
-        sums.add(got.value, want.value, want.dtype)
-    return sums.errors()
+    return errors_of(results, reference)[0]
 
 
-class _Sums:
-    """Sums over leaves; `scale` keeps the squares of large and small numbers in float64's range."""
+def errors_of(results: Sequence[Leaf], reference: Sequence[Leaf]) -> tuple[Errors, list[Errors]]:
+    """The errors of all leaves together, and those of each."""
+    each = [_sums(got, want) for got, want in zip(results, reference, strict=True)]
+    return _together(each), [_together([sums]) for sums in each]
 
-    def __init__(self) -> None:
-        self.nonfinite = self.differing = 0
-        self.parts: list[tuple[Array, Array]] = []
-        self.max_ulp = 0.0
 
-    def add(self, got: Any, want: Any, dtype: Any) -> None:
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            self.differing += int(np.count_nonzero(got != want))
-            return
-        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-        parts = np.zeros((), dtype).real.dtype if is_complex else dtype
-        x, r = _float64(np.asarray(got)), _float64(np.asarray(want))
-        with np.errstate(over="ignore"):
-            finite = np.isfinite(r.astype(parts))
-        x, r = x[finite], r[finite]
-        self.nonfinite += int(np.count_nonzero(~np.isfinite(x)))
-        if self.nonfinite or not r.size:
-            return
-        with np.errstate(over="ignore"):
-            units = np.abs(x - r) / ulp(r, parts)
-        self.max_ulp = max(self.max_ulp, float(units.max()))
-        self.parts.append((x, r))
+def normwise(found: Leaf, reference: Leaf) -> float:
+    """`|y - r| / |r|` in 2-norms; what is not finite is to be the same."""
+    y, r = found.value, reference.value
+    same = (y == r) | (np.isnan(y) & np.isnan(r))
+    if not (same | np.isfinite(r)).all():
+        return math.inf
+    return error_of([found], [reference]).relative or 0.0
 
-    def errors(self) -> Errors:
-        if not self.parts and not self.nonfinite:
-            # there is nothing finite to compare with
-            return Errors(None, None, None, None, self.nonfinite, self.differing)
-        if self.nonfinite:
-            inf = math.inf
-            return Errors(inf, inf, -inf, math.nan, self.nonfinite, self.differing)
-        scale = max((float(np.abs(a).max()) for pair in self.parts for a in pair), default=0.0)
-        scale = scale or 1.0
-        scaled = [(x / scale, r / scale) for x, r in self.parts]
-        d2 = sum(float(np.vdot(x - r, x - r)) for x, r in scaled)
-        r2 = sum(float(np.vdot(r, r)) for _, r in scaled)
-        x2 = sum(float(np.vdot(x, x)) for x, _ in scaled)
-        dot = sum(float(np.vdot(x, r)) for x, r in scaled)
-        relative = math.sqrt(d2 / r2) if r2 else (math.inf if d2 else 0.0)
-        sqnr = math.inf if not d2 else (10 * math.log10(r2 / d2) if r2 else -math.inf)
-        if x2 and r2:
-            cosine = max(-1.0, min(1.0, dot / math.sqrt(x2) / math.sqrt(r2)))
-        else:
-            cosine = float(x2 == r2)
-        return Errors(relative, self.max_ulp, sqnr, cosine, 0, self.differing)
+
+class _Sums(NamedTuple):
+    """What the figures of a leaf, or of several, are made of.
+
+    The squares are of numbers divided by `scale`, which keeps those of large and of small ones
+    in float64's range; it is 0 where there are none.
+    """
+
+    nonfinite: int = 0
+    differing: int = 0
+    max_ulp: float = 0.0
+    scale: float = 0.0
+    # |d|^2, |r|^2, |x|^2 and the product of x and r; None where there is nothing to compare with
+    squares: Array | None = None
+
+
+def _sums(got: Leaf, want: Leaf) -> _Sums:
+    if not jnp.issubdtype(want.dtype, jnp.inexact):
+        return _Sums(differing=int(np.count_nonzero(got.value != want.value)))
+    is_complex = jnp.issubdtype(want.dtype, jnp.complexfloating)
+    parts = np.zeros((), want.dtype).real.dtype if is_complex else want.dtype
+    x, r = _float64(np.asarray(got.value)), _float64(np.asarray(want.value))
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(r.astype(parts))
+    x, r = x[finite], r[finite]
+    nonfinite = int(np.count_nonzero(~np.isfinite(x)))
+    if nonfinite or not r.size:
+        return _Sums(nonfinite)
+    with np.errstate(over="ignore"):
+        max_ulp = float((np.abs(x - r) / ulp(r, parts)).max())
+    scale = float(max(np.abs(x).max(), np.abs(r).max()))
+    x, r = x / (scale or 1.0), r / (scale or 1.0)
+    d = x - r
+    squares = np.asarray([np.vdot(d, d), np.vdot(r, r), np.vdot(x, x), np.vdot(x, r)])
+    return _Sums(0, 0, max_ulp, scale, squares)
+
+
+def _together(each: Sequence[_Sums]) -> Errors:
+    nonfinite, differing = sum(s.nonfinite for s in each), sum(s.differing for s in each)
+    if nonfinite:
+        return Errors(math.inf, math.inf, -math.inf, math.nan, nonfinite, differing)
+    floats = [(s.scale, s.squares) for s in each if s.squares is not None]
+    if not floats:
+        # there is nothing finite to compare with
+        return Errors(None, None, None, None, 0, differing)
+    scale = max(own for own, _ in floats) or 1.0
+    d2, r2, x2, dot = np.sum([(own / scale) ** 2 * squares for own, squares in floats], 0).tolist()
+    relative = math.sqrt(d2 / r2) if r2 else (math.inf if d2 else 0.0)
+    sqnr = math.inf if not d2 else (10 * math.log10(r2 / d2) if r2 else -math.inf)
+    if x2 and r2:
+        cosine = max(-1.0, min(1.0, dot / math.sqrt(x2) / math.sqrt(r2)))
+    else:
+        cosine = float(x2 == r2)
+    return Errors(relative, max(s.max_ulp for s in each), sqnr, cosine, 0, differing)
 
 
 def _float64(x: Array) -> Array:
@@ -196,6 +217,37 @@ _NUMBERS = (bool, int, float, complex)
 _ARRAYS = (jax.Array, np.ndarray, np.generic, *_NUMBERS)
 
 
+def on_arrays(
+    fn: Callable[..., Any], declared: Declared, name: str, args: Any, kwargs: Any
+) -> tuple[Callable[..., list[Any]], list[Any], list[Leaf]]:
+    """A function as one of the arrays among its arguments, with the arrays of its results.
+
+    What jit refuses is closed over.
+
+    Args:
+        fn: the function.
+        declared: its static arguments.
+        name: the user's name for it.
+        args: the positional arguments.
+        kwargs: the others.
+
+    Returns:
+        The function, its operands, and the leaves of its results, which are there once it was
+        traced.
+    """
+    wrapped = arguments(declared, name, args, kwargs)
+    operands, put = dynamic_leaves(declared, *wrapped, keeps_numbers=False)
+    found: list[Leaf] = []
+
+    def call(*xs: Any) -> list[Any]:
+        args, kwargs = declared.map(lambda x, _: unwrapped(x), *put(xs))
+        found[:] = leaves_of(declared, fn(*args, **kwargs), args, kwargs)
+        return [leaf.value for leaf in found]
+
+    call.__name__ = name
+    return call, operands, found
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Written:
     """A function as it is written, at some arguments.
@@ -223,15 +275,7 @@ def as_written(
         args: the positional arguments.
         kwargs: the others.
     """
-    wrapped = arguments(declared, name, args, kwargs)
-    operands, put = dynamic_leaves(declared, *wrapped, keeps_numbers=False)
-    found: list[Leaf] = []
-
-    def call(*xs: Any) -> list[Any]:
-        args, kwargs = declared.map(lambda x, _: unwrapped(x), *put(xs))
-        found[:] = leaves_of(declared, fn(*args, **kwargs), args, kwargs)
-        return [leaf.value for leaf in found]
-
+    call, operands, found = on_arrays(fn, declared, name, args, kwargs)
     with context.use_policy(None):
         jaxpr = ir.trace(call, *operands)
     avals = ir.out_avals(jaxpr)
@@ -239,23 +283,28 @@ def as_written(
     return Written(jaxpr, operands, results)
 
 
-def in_float64(written: Written) -> list[Leaf]:
-    """The results of a function evaluated in float64, whether or not x64 is on.
+def evaluated(written: Written, precision: Precision) -> list[Leaf]:
+    """The results of a function evaluated in float64, whether or not x64 is on, or in float32.
 
     What runs is the program as it was traced, its equations and operands widened and
     its casts to lower formats left out, not a second trace with x64 on: that would
     draw other random numbers, and keep the float32 that the code spells out. As in a
     `keep("f64")` region, samplers' bits, complex arithmetic, references (`jax.new_ref`)
-    and what opaque primitives compute stay as they are.
+    and what opaque primitives compute stay as they are, and so do formats that are no
+    `Precision`, such as float8.
+
+    Args:
+        written: its trace.
+        precision: F64 or F32, in which float64 values stay float64.
 
     Raises:
-        RuntimeError: when that fails; the text names what else there is.
+        RuntimeError: when that fails; for float64 the text names what else there is.
     """
-    scope = keep_scope(Precision.F64)
-    border = tuple((p, Precision.F64) for p in Precision if p is not Precision.F64)
+    widest = precision is Precision.F64
+    scope = keep_scope(precision) if widest else ""
+    border = tuple((p, precision) for p in Precision if p.is_narrower_than(precision))
     try:
-        with jax.enable_x64(True), warnings.catch_warnings():
-            warnings.simplefilter("ignore", PrecisionWarning)
+        with jax.enable_x64(True) if widest else contextlib.nullcontext(), quietly():
             plan = make_plan(written.jaxpr, AlwaysF32, scope, border=border)
             wide, _ = rewritten(written.jaxpr, plan, context.current(), AlwaysF32, scope)
             # a Python number first as the program reads it, rounded
@@ -265,10 +314,11 @@ def in_float64(written: Written) -> list[Leaf]:
             operands = [x if x.dtype == a.dtype else x.astype(a.dtype) for x, a in pairs]
             values = jax.jit(lambda *xs: ir.evaluate(wide, xs))(*operands)
     except Exception as error:
+        first = str(error).partition(chr(10))[0]
+        other = ": compare with reference='f32', which evaluates it in float32" if widest else ""
         raise RuntimeError(
-            "the function could not be evaluated in float64 for the reference "
-            f"({type(error).__name__}: {str(error).partition(chr(10))[0]}): compare with "
-            "reference='f32', which runs it under AlwaysF32"
+            f"the function could not be evaluated in {precision.dtype} for the reference "
+            f"({type(error).__name__}: {first}){other}"
         ) from error
     named = zip(written.results, values, strict=True)
     return [leaf._replace(value=fetched(x)) for leaf, x in named]

@@ -2,8 +2,8 @@
 
 It reads what `jax.stages.Lowered.as_text(dialect="hlo", debug_info=True)` and
 `jax.stages.Compiled.as_text()` print. JAX's IR is another text: nothing here
-depends on it. The grammar is that of XLA's `HloModule::ToString` (openxla.org/xla/hlo_dumps);
-a line that is not understood is left out.
+depends on it but how name stacks are joined. The grammar is that of XLA's
+`HloModule::ToString` (openxla.org/xla/hlo_dumps); a line that is not understood is left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
-__all__ = ["Computation", "Instruction", "Module", "Placed", "Shape", "bits", "join_names"]
+from precpass.graph import join_scopes
+
+__all__ = ["Computation", "Instruction", "Module", "Placed", "Shape", "bits"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,34 +206,35 @@ class Module:
                     found.setdefault(name, []).append((computation, instruction))
         return found
 
+    def called(self, instruction: Instruction) -> list[Computation]:
+        """The computations that an instruction calls."""
+        names = (name for _, name in instruction.called)
+        return [self.computations[name] for name in names if name in self.computations]
+
     def walk(self) -> Iterator[Placed]:
         """Every instruction where it runs, once per place that calls it.
 
         Combiners of reductions, scatters and sorts are left out.
         """
-        yield from self._inside(self.entry, "", (), None)
+        yield from self._inside(self.computations[self.entry], "", (), None)
 
     def _inside(
-        self, name: str, prefix: str, loops: tuple[str, ...], caller: Instruction | None
+        self,
+        computation: Computation,
+        prefix: str,
+        loops: tuple[str, ...],
+        caller: Instruction | None,
     ) -> Iterator[Placed]:
-        computation = self.computations.get(name)
-        if computation is None:
-            return
         for instruction in computation.instructions:
-            joined = join_names(prefix, instruction.op_name)
+            joined = join_scopes(prefix, instruction.op_name)
             yield Placed(instruction, computation, joined, loops, caller)
             if instruction.opcode not in _CALLERS:
                 continue
             inner = joined if instruction.opcode == "call" else prefix
             deeper = (*loops, joined) if instruction.opcode == "while" else loops
             fusion = instruction if instruction.opcode == "fusion" else caller
-            for _, called in instruction.called:
+            for called in self.called(instruction):
                 yield from self._inside(called, inner, deeper, fusion)
-
-
-def join_names(outer: str, inner: str) -> str:
-    """Two of JAX's name stacks as one, as XLA joins them when it inlines a call."""
-    return f"{outer}/{inner}" if outer and inner else outer or inner
 
 
 # what calls computations of instructions; the others' are combiners of two scalars

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import linecache
+import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
+from precpass.jaxpr import Source
 from precpass.precision import Precision
 from precpass.rules import Rule
-from precpass.view.text import shown_path
+from precpass.view.text import Line, cell_of, heading
 
-__all__ = ["Group", "Place", "grouped"]
+__all__ = ["Group", "Place", "grouped", "notes_on", "shown"]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -34,18 +36,55 @@ class Place:
     primitives: tuple[tuple[str, int], ...] = ()
 
     @property
+    def source(self) -> Source:
+        """The user's line."""
+        return Source(self.file, self.function, self.line)
+
+    @property
     def text(self) -> str:
         """The line itself; "" where its file cannot be read."""
-        return linecache.getline(self.file, self.line).strip() if self.file else ""
+        return next((text for text, style in heading(self.source) if style == "code"), "")
 
     def is_in(self, rule: Rule) -> bool:
         """Whether a rule that names a region matches it."""
         return rule.covers(self.scope, self.file, self.function, self.line)
 
-    def __str__(self) -> str:
-        where = f"{shown_path(self.file)}:{self.line}" if self.file else "<unknown line>"
-        computes = ", ".join(f"{n} {name}" for name, n in self.primitives)
-        return f"{where} {self.function}  {self.text}".rstrip() + f"  ({computes})"
+
+def shown(places: Sequence[Place], *, scopes: bool) -> Line:
+    """Places of one line: the line, and what all of them compute.
+
+    Args:
+        places: of one source.
+        scopes: whether to name their scopes, where there are several.
+    """
+    computed = Counter[str]()
+    for place in places:
+        computed.update(dict(place.primitives))
+    text = ", ".join(f"{n} {name}" for name, n in computed.items())
+    named = list(dict.fromkeys(place.scope or "no scope" for place in places))
+    if scopes and len(named) > 1:
+        more = [f"{len(named) - _SCOPES} more"] if len(named) > _SCOPES else []
+        text += f" in {', '.join([*named[:_SCOPES], *more])}"
+    return [*heading(places[0].source), (f"  ({text})", "reason")]
+
+
+_SCOPES = 4
+"""The most scopes of a line that are named."""
+
+
+def notes_on(rules: Sequence[Rule], kept: Sequence[Sequence[Place]]) -> tuple[str, ...]:
+    """What is to be known of rules that name a notebook's cell: its name is made of its text."""
+    fleeting: list[str] = []
+    for rule, places in zip(rules, kept, strict=True):
+        if rule.file not in (None, "*"):
+            fleeting += [cell for place in places if (cell := cell_of(place.file))]
+    if not fleeting:
+        return ()
+    cells = ", ".join(dict.fromkeys(fleeting))
+    return (
+        f"a rule for lines of {cells} holds until the cell is edited, in later sessions too: a "
+        "function of a name of its own, or a jax.named_scope, gives a rule that lasts",
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,6 +113,7 @@ class _Grouping:
     def __init__(self, precision: Precision, files: Sequence[str]) -> None:
         self.precision = precision
         self.globs = {file: _shortest_glob(file, files) for file in files}
+        self.cells = {file for file in files if cell_of(file)}
 
     def scopes(self, places: Iterable[Place], around: str) -> list[Group]:
         """A group for each scope right inside of another one."""
@@ -90,10 +130,15 @@ class _Grouping:
     def functions(self, places: Iterable[Place]) -> list[Group]:
         """A group for each function; for each line of what is no named function."""
         found: list[Group] = []
-        for (file, function), inside in _by(places, lambda p: (p.file, p.function)).items():
+        by_function = _by(places, lambda p: (p.file, p.function))
+        named = Counter(function for _, function in by_function)
+        for (file, function), inside in by_function.items():
             lines = self.lines(inside)
             if function.isidentifier():
-                rule = Rule(function=function, file=self.globs[file], precision=self.precision)
+                # a cell's name changes with its text
+                alone = file in self.cells and named[function] == 1
+                where = None if alone else self.globs[file]
+                rule = Rule(function=function, file=where, precision=self.precision)
                 found.append(Group(rule, lines))
             else:
                 found += lines
@@ -123,9 +168,15 @@ def _by(places: Iterable[Place], key: Callable[[Place], K]) -> dict[K, list[Plac
 
 def _shortest_glob(file: str, files: Sequence[str]) -> str:
     """The shortest end of a path that tells a file from the others."""
+    if cell := _IPYTHON.fullmatch(file):
+        # by its text, in whatever order a session runs its cells
+        return f"<ipython-input-*-{cell[1]}>"
     parts = file.split("/")
     for length in range(1, len(parts)):
         end = "/" + "/".join(parts[-length:])
         if sum(other.endswith(end) for other in files) == 1:
             return "*" + glob.escape(end)
     return glob.escape(file)
+
+
+_IPYTHON = re.compile(r"<ipython-input-\d+-(\w+)>")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import TypeVar
 
 from precpass import jaxpr as ir
-from precpass.report.hlo import Instruction, Module, Placed, Shape, bits
+from precpass.report.hlo import Computation, Instruction, Module, Placed, Shape, bits
 
 __all__ = [
     "MOVES",
@@ -23,8 +23,11 @@ __all__ = [
     "Key",
     "Sides",
     "change",
+    "entries",
     "factors",
     "is_product",
+    "past_moves",
+    "readers",
     "sizes",
     "widened",
 ]
@@ -123,11 +126,8 @@ class Sides:
         name, computation = placed.instruction.name, placed.computation
         for reader in computation.readers[name]:
             yield reader
-            inner = [self.modules[1].computations.get(c) for _, c in reader.called]
-            for inside in (c for c in inner if c is not None and reader.opcode == "fusion"):
-                entries = [i for i in inside.instructions if i.opcode == "parameter"]
-                read = [i for i in entries if reader.operands[i.index] == name]
-                yield from (r for i in read for r in inside.readers[i.name])
+            for inside, entry in entries(self.modules[1], reader, name):
+                yield from inside.readers[entry.name]
         if placed.instruction.is_root and placed.caller is not None:
             yield placed.caller
         yield from computation.operands(placed.instruction)
@@ -158,6 +158,45 @@ MOVES = frozenset(
     ("bitcast", "broadcast", "copy", "opt-barrier", "reshape", "reverse", "slice", "transpose")
 )
 """What only moves or repeats elements."""
+
+
+def readers(placed: Placed) -> Iterator[Instruction | None]:
+    """What reads a result, moves of it stepped over; None for a reader that is not seen.
+
+    None stands for what reads a computation's result, and for no reader at all.
+    """
+    waiting, seen = [placed.instruction], set[str]()
+    while waiting:
+        instruction = waiting.pop()
+        found = placed.computation.readers[instruction.name]
+        if instruction.is_root or not found:
+            yield None
+        for reader in found:
+            if reader.opcode not in MOVES:
+                yield reader
+            elif reader.name not in seen:
+                seen.add(reader.name)
+                waiting.append(reader)
+
+
+def past_moves(computation: Computation, instruction: Instruction) -> Instruction:
+    """What makes the elements that an instruction moves; itself where it moves none."""
+    while instruction.opcode in MOVES:
+        before = computation.operands(instruction)
+        if len(before) != 1:
+            break
+        (instruction,) = before
+    return instruction
+
+
+def entries(
+    module: Module, fusion: Instruction, name: str
+) -> Iterator[tuple[Computation, Instruction]]:
+    """The parameters through which a fusion reads a value; none of what is no fusion."""
+    for computation in module.called(fusion) if fusion.opcode == "fusion" else ():
+        for instruction in computation.instructions:
+            if instruction.opcode == "parameter" and fusion.operands[instruction.index] == name:
+                yield computation, instruction
 
 
 def is_product(placed: Placed) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from precpass.report.hlo import Computation, Instruction, Module, Placed, Shape, bits
-from precpass.report.sides import MOVES, PRODUCTS, Change, Sides, change, factors, widened
+from precpass.report.sides import PRODUCTS, Change, Sides, change, factors, readers, widened
 
 __all__ = ["buffers", "collectives", "loops"]
 
@@ -66,8 +66,8 @@ def _role(module: Module, body: Computation, name: str, at: int) -> str:
 def _updates(module: Module, instruction: Instruction) -> bool:
     if instruction.opcode == "dynamic-update-slice":
         return True
-    inner = [module.computations.get(name) for _, name in instruction.called]
-    return any(c is not None and c.root is not None and _updates(module, c.root) for c in inner)
+    roots = [computation.root for computation in module.called(instruction)]
+    return any(root is not None and _updates(module, root) for root in roots)
 
 
 # ---------------------------------------------------------------- buffers
@@ -125,34 +125,21 @@ def _feeds_products(module: Module, placed: Placed) -> bool:
     """Whether only products and collectives read a result."""
 
     def takes(reader: Instruction) -> bool:
-        inner = [module.computations.get(name) for _, name in reader.called]
-        within = [i for c in inner if c is not None for i in c.instructions]
+        within = [i for computation in module.called(reader) for i in computation.instructions]
         opcodes = {i.opcode.removesuffix("-start") for i in (reader, *within)}
         return not opcodes.isdisjoint(PRODUCTS | _COLLECTIVES | {"custom-call"})
 
-    readers = placed.computation.readers[placed.instruction.name]
-    return bool(readers) and all(map(takes, readers))
+    direct = placed.computation.readers[placed.instruction.name]
+    return bool(direct) and all(map(takes, direct))
 
 
 def _are_widened(planned: list[Placed], dtype: str) -> bool:
     """Whether the plan itself widens one of these values, or who reads it is not seen."""
-    return any(_is_widened(p, dtype) for p in planned)
-
-
-def _is_widened(planned: Placed, dtype: str) -> bool:
-    waiting, seen = [planned.instruction], set[str]()
-    while waiting:
-        instruction = waiting.pop()
-        readers = planned.computation.readers[instruction.name]
-        if not readers:
-            return True
-        for reader in readers:
-            if reader.opcode == "convert" and reader.shapes[0].dtype == dtype:
-                return True
-            if reader.opcode in MOVES and reader.name not in seen:
-                seen.add(reader.name)
-                waiting.append(reader)
-    return False
+    return any(
+        reader is None or (reader.opcode == "convert" and reader.shapes[0].dtype == dtype)
+        for placed in planned
+        for reader in readers(placed)
+    )
 
 
 # ---------------------------------------------------------------- collectives
@@ -169,6 +156,15 @@ def _collective(placed: Placed) -> str:
     return opcode if opcode in _COLLECTIVES else ""
 
 
+def _sent(placed: Placed) -> tuple[Shape, ...]:
+    """The floating types of a collective's results; its start has those of its operands too."""
+    shapes = tuple(s for s in placed.instruction.shapes if s.bits)
+    operands = placed.computation.operands(placed.instruction)
+    given = sum(s.bits > 0 for i in operands for s in i.shapes)
+    is_start = placed.instruction.opcode.endswith("-start")
+    return shapes[given:] if is_start and len(shapes) == 2 * given else shapes
+
+
 def collectives(sides: Sides) -> Iterator[Change]:
     """Collectives that send more bits than planned, the partitioner's own included."""
     for key, compiled in sides.compiled.items():
@@ -179,7 +175,7 @@ def collectives(sides: Sides) -> Iterator[Change]:
         asked = [p for p in planned if _collective(p)]
         if asked:
             slots = [
-                [(_collective(p), s.dtype) for p in side for s in p.instruction.shapes if s.bits]
+                [(_collective(p), s.dtype) for p in side for s in _sent(p)]
                 for side in (asked, sent)
             ]
             found = [(name, narrow, wide) for name, narrow, wide in widened(*slots)]
@@ -190,13 +186,13 @@ def collectives(sides: Sides) -> Iterator[Change]:
             found = [
                 (_collective(c), widest, s.dtype)
                 for c in sent
-                for s in c.instruction.shapes
+                for s in _sent(c)
                 if s.bits > bits(widest) > 0
             ]
         for name, narrow, wide in found:
             why = f"{bits(wide) // bits(narrow)} times the bytes are sent between devices"
             first = (asked or planned)[0]
-            shape = next((s for s in sent[0].instruction.shapes if s.dtype == wide), wide)
+            shape = next((s for c in sent for s in _sent(c) if s.dtype == wide), wide)
             before = next((s for s in first.instruction.shapes if s.dtype == narrow), narrow)
             types = f"{name} {before}", f"{name} {shape}"
             yield change("collective widened", first, *types, (narrow, wide), why)

@@ -51,14 +51,31 @@ def folded(head: str | Line, body: str, *, is_open: bool = False) -> str:
     return f"<details{_OPEN if is_open else ''}><summary>{spans(line)}</summary>{body}</details>"
 
 
-def table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """A table of plain text."""
+def table(
+    heads: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    *,
+    caption: str = "",
+    figures: bool = False,
+) -> str:
+    """A table of plain text.
+
+    Args:
+        heads: the columns' headings.
+        cells: the rows.
+        caption: what stands above it.
+        figures: whether all columns but the first hold figures, which end at one edge.
+    """
 
     def row(tag: str, texts: Sequence[str]) -> str:
-        cells = (f"<{tag}>{spans([(text, '')])}</{tag}>" for text in texts)
+        start = '<th scope="col">' if tag == "th" else f"<{tag}>"
+        cells = (f"{start}{spans([(text, '')])}</{tag}>" for text in texts)
         return f"<tr>{''.join(cells)}</tr>"
 
-    return f"<table>{row('th', heads)}{''.join(row('td', texts) for texts in cells)}</table>"
+    opening = '<table class="figures">' if figures else "<table>"
+    title = f"<caption>{spans([(caption, '')])}</caption>" if caption else ""
+    body = "".join(row("td", texts) for texts in cells)
+    return f"{opening}{title}<thead>{row('th', heads)}</thead><tbody>{body}</tbody></table>"
 
 
 def policy_page(policy: PrecisionPolicy) -> str:

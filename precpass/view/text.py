@@ -16,6 +16,7 @@ __all__ = [
     "CSS",
     "Line",
     "as_html",
+    "cell_of",
     "heading",
     "page",
     "plain",
@@ -55,6 +56,10 @@ CSS = """
 .precpass details > table { margin-left: 1.4em; }
 .precpass table { font-size: inherit; }
 .precpass td, .precpass th { text-align: left; padding: 1px 10px 1px 0; }
+.precpass caption { text-align: left; padding-bottom: 4px; }
+.precpass .figures { display: block; overflow-x: auto; }
+.precpass .figures td, .precpass .figures th { text-align: right; white-space: nowrap; }
+.precpass .figures tr > :first-child { text-align: left; }
 @media (prefers-color-scheme: dark) {
 .precpass .bf16, .precpass .f16 { color: #3dd68c; } .precpass .f32 { color: #ffca16; }
 .precpass .f64 { color: #ff9592; }
@@ -135,7 +140,7 @@ def shown_path(file: str) -> str:
     A notebook's cell is `In[3]`, as in IPython's tracebacks; a file of an installed package
     begins with the package; others are relative where that is not longer.
     """
-    if cell := _cell(file):
+    if cell := cell_of(file):
         return cell
     if installed := _INSTALLED.search(file):
         return file[installed.end() :]
@@ -146,8 +151,8 @@ def shown_path(file: str) -> str:
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 
 
-def _cell(file: str) -> str:
-    """The cell that IPython compiled under a name of its own making; "" for a file."""
+def cell_of(file: str) -> str:
+    """The cell, as "In[3]", that IPython compiled under a name of its own; "" for a file."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     named = getattr(getattr(shell, "compile", None), "format_code_name", None)
