@@ -77,7 +77,7 @@ def _site(eqn: Any, decision: Decision, caller: ir.Source, casts: tuple[Cast, ..
         tuple(_value(v.aval) for v in eqn.invars),
         tuple(_value(v.aval) for v in eqn.outvars),
         flops(eqn),
-        decision.kind is OpKind.COMPUTE and contracts(eqn),
+        decision.kind is OpKind.COMPUTE and _is_of_numbers(eqn) and contracts(eqn),
         casts,
         tuple(map(_body, ir.bodies(eqn))) if decision.inner else (),
     )
@@ -89,6 +89,10 @@ def _body(body: ir.Body) -> Body:
 
 
 @functools.lru_cache(maxsize=65536)
+def _is_of_numbers(eqn: Any) -> bool:
+    return ir.has_complex(eqn) or any(ir.precision_of(v.aval) for v in eqn.invars)
+
+
 def _value(aval: Any) -> Value:
     dtype = ir.precision_of(aval) or getattr(aval, "dtype", type(aval).__name__)
     shape = tuple(d if isinstance(d, int) else str(d) for d in getattr(aval, "shape", ()))

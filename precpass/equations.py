@@ -15,6 +15,7 @@ from precpass.opkinds import Op, OpKind, op
 from precpass.plan import Action, Border, Decision
 from precpass.precision import Precision
 from precpass.rules import EqnView, clean_scope
+from precpass.wording import counted
 
 # They have no low kernels, and take float64 as they take float32.
 WIDENED = frozenset(
@@ -174,7 +175,10 @@ def unentered(eqn: Any, lowered: dict[Any, ir.Contents]) -> str | None:
         products, python = _contents(eqn, lowered)
         if python:
             return "calls Python: products there keep their precision"
-    return f"contains {products} product(s): they keep their precision" if products else None
+    if not products:
+        return None
+    keep = "it keeps its" if products == 1 else "they keep their"
+    return f"contains {counted(products, 'product')}: {keep} precision"
 
 
 def _contents(eqn: Any, lowered: dict[Any, ir.Contents]) -> ir.Contents:

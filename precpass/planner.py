@@ -224,7 +224,8 @@ class Planner:
         if ir.applies_function(eqn):
             return keep(eqn, table.kind, reasons.OWN_FUNCTION())
         if not floats:
-            return keep(eqn, table.kind, reasons.NO_FLOATS())
+            is_complex = ir.has_complex(eqn)
+            return keep(eqn, table.kind, (reasons.COMPLEX if is_complex else reasons.NO_FLOATS)())
         target, why, ordered = self._target(row, table, scope)
         if target is Precision.F64:
             return in_region(self._float64(eqn, facts, table, floats, why), eqn)

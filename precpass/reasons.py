@@ -103,6 +103,9 @@ FLOAT64_REGION = Reason(
 # ---------------------------------------------------------------- what would gain nothing
 
 NO_FLOATS = Reason("no floating-point values", "nothing: it has no floating-point values")
+COMPLEX = Reason(
+    "complex numbers keep their precision", "compute the real and imaginary parts by real products"
+)
 CONSTANTS = Reason(
     "made of constants alone: computed once, as written", "nothing: it is computed once"
 )

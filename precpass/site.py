@@ -70,7 +70,7 @@ class Site:
         has_line: whether JAX recorded it.
         operands, results: their types in the original program.
         flops: floating-point operations of one execution.
-        contracts: whether it is a product that sums over something.
+        contracts: whether it is a product, of real or complex numbers, that sums over something.
         casts: what the rewritten program has more or less of at this equation.
         bodies: of its inner plans, in their order.
     """

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,11 +22,12 @@ from precpass.jaxpr import Source
 from precpass.lock import Names
 from precpass.plan import Plan
 from precpass.planfile import Named, equations, locked_precision
-from precpass.policy import PrecisionPolicy, PrecisionWarning
+from precpass.policy import PrecisionPolicy, quietly
 from precpass.precision import Precision
 from precpass.rules import clean_scope
 from precpass.view.explain import remedy
 from precpass.view.text import heading, plain
+from precpass.wording import are, counted
 
 __all__ = [
     "Mismatch",
@@ -187,8 +187,7 @@ class Problems:
     def _lines(self) -> Iterator[str]:
         yield from self.notes
         if total := sum(found.times for found in self.mismatches):
-            are = "equation is" if total == 1 else "equations are"
-            yield f"{total} {are} not in the precision {self.against}"
+            yield f"{counted(total, 'equation')} {are(total)} not in the precision {self.against}"
         by_line: dict[Source, list[Mismatch]] = {}
         for found in self.mismatches:
             by_line.setdefault(found.source, []).append(found)
@@ -276,6 +275,5 @@ def _plan(fn: Any, policy: Any, args: Any, kwargs: Mapping[str, Any] | None) -> 
             f"args is the tuple of the positional arguments, ({type(args).__name__},) for one "
             f"argument, and not the {type(args).__name__} itself"
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrecisionWarning)
+    with quietly():
         return inspect(fn, policy)(*args, **(kwargs or {})).plan

@@ -330,3 +330,15 @@ def test_the_work_grows_with_the_program(monkeypatch):
         return len(counted)
 
     assert asked(64) < 4.4 * asked(16)
+
+
+def test_complex_products_are_left_wide_and_those_of_integers_are_no_products():
+    def three(x, w, n):
+        z = lax.complex(x, w)
+        return x @ w, z @ z, n @ n
+
+    found = pp.explain(three, "AutoMixedBf16")(*jnp.ones((2, 8, 8)), jnp.ones((8, 8), jnp.int32))
+    verdict = found.verdict
+    assert (verdict.after.low, verdict.after.products, verdict.left_wide) == (1, 2, 1)
+    assert found.wide[0].reason == "complex numbers keep their precision"
+    assert "real products" in found.wide[0].remedy

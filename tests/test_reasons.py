@@ -76,6 +76,7 @@ GIVEN = {
     "EXACT_DTYPES": (lambda x, w: jnp.linalg.cholesky(x), "AutoMixed"),
     "FLOAT64_REGION": (lambda x, w: jex.jaxpr_as_fun(PLANNED)(x, w), "AutoMixed"),
     "NO_FLOATS": (lambda x, w: jnp.arange(8) + 1, "AlwaysF32"),
+    "COMPLEX": (lambda x, w: lax.complex(x, w) @ lax.complex(w, x), "AutoMixed"),
     "CONSTANTS": (lambda x, w: x + jnp.sin(jnp.ones((8, 8))), "AlwaysBf16"),
     "ELEMENTWISE_PRODUCT": (lambda x, w: jnp.einsum("i,j->ij", x[0], w[0]), "AutoMixed"),
     "SELECTS": (lambda x, w: jnp.sort(x), "AlwaysBf16"),

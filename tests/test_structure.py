@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"precision", "opkinds", "rules", "policy", "site", "wording"},
     "equations": {
         *("reasons", "precision", "opkinds", "boundary", "rules", "jaxpr", "facts", "plan"),
+        "wording",
     },
     "readers": {"reasons", "precision", "opkinds", "jaxpr", "graph", "equations"},
     "asked": {"precision", "lock", "rules", "policy", "jaxpr", "graph", "equations"},
@@ -72,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "expected": {"precision", "opkinds", "rules", "planfile"},
     "testing": {
         *("precision", "rules", "lock", "policy", "jaxpr", "plan", "planfile", "view", "api"),
-        "expected",
+        *("expected", "wording"),
     },
     "report": {
         *("precision", "rules", "policy", "jaxpr", "graph", "plan", "planner", "context"),

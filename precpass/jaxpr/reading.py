@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
@@ -149,6 +150,12 @@ def kernel_features(eqn: Any) -> tuple[Any, Any]:
 def sorted_params(eqn: Any) -> tuple[tuple[str, Any], ...]:
     """The parameters of an equation, by name."""
     return tuple(sorted(eqn.params.items()))
+
+
+def has_complex(eqn: Any) -> bool:
+    """Whether an equation reads or makes complex values."""
+    dtypes = (getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars))
+    return any(d is not None and jnp.issubdtype(d, jnp.complexfloating) for d in dtypes)
 
 
 def has_algorithm(eqn: Any) -> bool:

@@ -22,6 +22,7 @@ from precpass.report.hlo import Module
 from precpass.report.sides import Change
 from precpass.view.page import folded
 from precpass.view.text import Line, as_html, heading, page, rendered
+from precpass.wording import counted
 
 __all__ = ["Audit", "Finding", "audit"]
 
@@ -149,7 +150,7 @@ class Audit:
     def _totals(self) -> str:
         merged = f", {self.merged} merged or fused" if self.merged else ""
         n = len(self.findings)
-        found = "no finding" if self.ok else f"{n} finding{'s' if n > 1 else ''}"
+        found = "no finding" if self.ok else counted(n, "finding")
         return (
             f"{self.inspection.policy_name}, compiled by jax {jax.__version__} for {self.backend}: "
             f"{self.as_planned} of {self.products} products as planned{merged}; {found}. "

@@ -25,6 +25,7 @@ from precpass.report.errors import Leaf, fetched, normwise
 from precpass.report.minimal import OutOfBudget, smallest
 from precpass.report.places import Group, Place, grouped, notes_on
 from precpass.rules import Rule, clean_scope
+from precpass.wording import counted
 
 __all__ = ["bisect"]
 
@@ -161,14 +162,14 @@ class _Search:
                 return self._ended(False, self._why_not(low, written, whole))
         except OutOfBudget:
             begun = f"{name} fails{self._error(low)}, and " if low else ""
-            spent = f"the budget of {_count(self.budget, 'run')} is spent"
+            spent = f"the budget of {counted(self.budget, 'run')} is spent"
             return self._ended(False, f"not found: {begun}{spent}")
         members, minimal = smallest(whole, lambda g: g.parts, self._passes)
         return self._found(low, places, self._coarsened(whole, members), minimal)
 
     def _passes(self, kept: Sequence[Group]) -> bool:
         rules = tuple(group.rule for group in kept)
-        what = f"{_count(len(rules), 'group')} kept wide"
+        what = f"{counted(len(rules), 'group')} kept wide"
         return self._run(_with(self.policy, rules), what, rules).passed
 
     def _run(
@@ -307,12 +308,12 @@ class _Search:
         lines = len({place for inside in kept for place in inside})
         verdict = (
             f"{self.policy.name} fails{self._error(low)}; it passes{self._error(run)} with "
-            f"{lines} of {_count(len(places), 'line')} that it lowers kept wide"
+            f"{lines} of {counted(len(places), 'line')} that it lowers kept wide"
         )
         if minimal and len(rules) > 1:
             verdict += f", and fails without any one of these {len(rules)} rules"
         elif not minimal:
-            spent = f"the budget of {_count(self.budget, 'run')} was spent"
+            spent = f"the budget of {counted(self.budget, 'run')} was spent"
             verdict += f"; {spent} before this was known to be a smallest set"
         found = self._ended(True, verdict, policy, tuple(rules), tuple(kept), minimal)
         return dataclasses.replace(found, notes=notes_on(rules, kept))
@@ -342,7 +343,7 @@ class _Search:
         kept: tuple[tuple[Place, ...], ...] = (),
         minimal: bool | None = None,
     ) -> Bisection:
-        verdict += f" ({_count(len(self.runs), 'run')})"
+        verdict += f" ({counted(len(self.runs), 'run')})"
         minimal = found if minimal is None else minimal
         runs = tuple(self.runs)
         policy = policy or self.policy
@@ -359,10 +360,6 @@ def _with(policy: PrecisionPolicy, rules: Sequence[Rule]) -> PrecisionPolicy:
     own = policy.rules
     at = max((i + 1 for i, rule in enumerate(own) if rule.precision is Precision.F64), default=0)
     return dataclasses.replace(policy, rules=(*own[:at], *rules, *own[at:]))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _inside(group: Group) -> Iterator[Group]:

@@ -184,7 +184,8 @@ def explained(
     """
     found, before = list(rows(plan)), graph.root.jaxpr
     wide = tuple(_wide(found))
-    narrowed = sum(_is_product(r) and r.decision.compute is Precision.F32 for r in _lowered(found))
+    products = (r.decision for r in _lowered(found) if r.decision.kind is OpKind.COMPUTE)
+    narrowed = sum(decision.compute is Precision.F32 for decision in products)
     return Explanation(
         name,
         policy,
@@ -220,14 +221,10 @@ def _lowered(found: list[Row]) -> Iterator[Row]:
     return (row for row in found if row.decision.action is Action.LOWER)
 
 
-def _is_product(row: Row) -> bool:
-    return row.decision.kind is OpKind.COMPUTE and row.decision.compute is not None
-
-
 def _stays_wide(row: Row) -> bool:
     lowered = row.decision.action is Action.LOWER
     is_low = all(operand.dtype in LOW_FORMATS for operand in row.site.operands[:2])
-    return _is_product(row) and row.site.contracts and not lowered and not is_low
+    return row.site.contracts and not lowered and not is_low
 
 
 def _wide(found: list[Row]) -> Iterator[Wide]:
