@@ -71,7 +71,7 @@ KEYS = {
     "diff": "policy changes",
     "compare": "function rows reference rounds device",
     "audit": "policy backend jax ok products findings",
-    "bisect": "policy found minimal verdict tolerance kept runs",
+    "bisect": "policy found minimal verdict tolerance notes kept runs",
     "draw": "written",
     "lock": "written",
     "check": "ok mismatches notes",

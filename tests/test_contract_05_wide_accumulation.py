@@ -74,8 +74,10 @@ SUMS = {
     "convolution": lambda s, x: jnp.convolve(s * x, x, "valid")[0],
     "sum of a product": lambda s, x: jnp.sum(jnp.outer(s * x, x[:2]) @ (x[:2, None] / 2)),
 }
-# the transpose of a window is quadratic in it on CPU: 512 ones, which are 256 in bfloat16
+# the transpose of a window is quadratic in it on CPU: 512 ones, which are 256 in bfloat16, and
+# 4096 in a convolution, which are 2048 in float16
 BACKWARD_SUMS = SUMS | {
+    "convolution": lambda s, x: 4 * jnp.convolve(s * x[:4096], x[:4096], "valid")[0],
     "reduce_window": lambda s, x: (
         32 * lax.reduce_window(s * x[:512], 0.0, lax.add, (512,), (1,), "VALID")[0]
     ),
