@@ -16,6 +16,7 @@ import pytest
 from audit_helpers import audited, bf16, f16, f32, factor_dtypes, kinds, of
 from helpers import PROGRAMS, attention, normal, products
 from jax import lax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, PartitionSpec
 
 import precpass as pp
@@ -261,3 +262,31 @@ def test_lowered_products_that_run_low_give_no_finding():
 def test_a_function_without_products():
     found = audited(lambda x: jnp.tanh(x) + 1, of(f32, 8))
     assert (found.findings, found.products, found.ok) == ((), 0, True)
+
+
+CACHED = {
+    "jax_compilation_cache_dir": None,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
+
+def test_a_persistent_cache_of_programs_does_not_bring_back_old_lines(tmp_path):
+    """A program that differs in its lines alone is in the cache, with the lines of another day."""
+    was = {name: getattr(jax.config, name) for name in CACHED}
+    compilation_cache.reset_cache()
+    for name, value in {**CACHED, "jax_compilation_cache_dir": str(tmp_path / "cache")}.items():
+        jax.config.update(name, value)
+    try:
+        found = []
+        for edit in ("", "\n\n\n"):
+            text = f"{edit}def fn(x, w):\n    return x @ w\n"
+            module: dict[str, Any] = {}
+            exec(compile(text, str(tmp_path / "model.py"), "exec"), module)
+            found.append(pp.audit(module["fn"], "AutoMixed")(jnp.ones((8, 8)), jnp.ones((8, 8))))
+        assert list((tmp_path / "cache").iterdir())
+    finally:
+        for name, value in was.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    assert [(one.as_planned, one.findings[0].source.line) for one in found] == [(0, 2), (0, 5)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -158,6 +159,22 @@ class Audit:
         )
 
 
+@contextlib.contextmanager
+def _with_own_lines() -> Generator[None]:
+    """JAX's persistent cache of compiled programs tells those of other source lines apart.
+
+    It does not by itself: a program that was compiled before an edit would come back with
+    the lines of that time, and nothing in it would be found beside the plan.
+    """
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
 def audit(
     fn: Callable[..., Any], policy: PrecisionPolicy | str | None = None
 ) -> Callable[..., Audit]:
@@ -198,7 +215,7 @@ def audit(
         Declared(mixed.__wrapped__, mixed.jit_options).map(_check_sizes, args, kwargs)
         inspection = inspect(mixed)(*args, **kwargs)
         # the plan's warnings were given by inspect
-        with quietly():
+        with quietly(), _with_own_lines():
             program = measure.compiled(mixed, *args, **kwargs)
         text = program.compiled.as_text()
         planned = Module.parse(program.lowered.as_text(dialect="hlo", debug_info=True))
