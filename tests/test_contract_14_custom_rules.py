@@ -7,7 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from flow_helpers import COMPOSITIONS, assert_all_low, assert_near, normal, run_low
+from flow_helpers import (
+    COMPOSITIONS,
+    assert_all_low,
+    assert_near,
+    low_and_near,
+    normal,
+    run_low,
+)
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero, linear_call
@@ -168,7 +175,7 @@ def test_rules_inside_of(place: str, name: str, compose: Any):
         return jnp.cos(inside(x, w)).sum()
 
     gradient = compose(loss, lambda f: jax.grad(f, (0, 1)))
-    assert_near(run_low(gradient, X, W, least=3), jax.jit(jax.grad(loss, (0, 1)))(X, W), 0.02)
+    low_and_near(gradient, jax.grad(loss, (0, 1)), X, W, least=3, tolerance=0.02)
 
 
 @each_composition
@@ -209,9 +216,7 @@ def test_forward_reverse_and_nesting(name: str, transform: str, compose: Any):
 
     small = W[:3, :3]
     derivative = compose(loss, TRANSFORMS[transform])
-    assert_near(
-        run_low(derivative, small, least=2), jax.jit(TRANSFORMS[transform](loss))(small), 0.02
-    )
+    low_and_near(derivative, TRANSFORMS[transform](loss), small, least=2, tolerance=0.02)
 
 
 # JAX itself cannot differentiate optimize_remat's forward rule a second time.
@@ -231,9 +236,7 @@ def test_reverse_rules_nest(name: str, transform: str, compose: Any):
 
     small = W[:3, :3]
     derivative = compose(loss, TRANSFORMS[transform])
-    assert_near(
-        run_low(derivative, small, least=2), jax.jit(TRANSFORMS[transform](loss))(small), 0.02
-    )
+    low_and_near(derivative, TRANSFORMS[transform](loss), small, least=2, tolerance=0.02)
 
 
 def test_a_reverse_rule_still_refuses_forward_mode():
