@@ -8,8 +8,9 @@ Every report and every benchmark that takes a figure takes it here, so that figu
   XLA's `cost_analysis` counts a scan's body once.
 - Memory is what XLA planned for the compiled program (`Memory`).
 - Time is that of runs which end when their results are there (`timed`), in rounds in which
-  every program takes its turn, so that what disturbs the machine meets all of them
-  (`interleaved`). A figure is a median over the rounds, its spread the interquartile range.
+  every program takes its turn, so that what disturbs the machine meets all of them, and after
+  every other, so that what one leaves in the caches does too (`interleaved`). A figure is a
+  median over the rounds, its spread the interquartile range.
 """
 
 from __future__ import annotations
@@ -327,6 +328,17 @@ def _no_arguments(_name: str) -> Sequence[Any]:
     return ()
 
 
+def _order(names: Sequence[str], turn: int) -> list[str]:
+    """The order of one round, balanced for first-order carry-over (Williams 1949).
+
+    https://doi.org/10.1071/CH9490149
+    """
+    n = len(names)
+    zigzag = [(k + 1) // 2 if k % 2 else n - k // 2 for k in range(n)]
+    order = [names[(k + turn) % n] for k in zigzag]
+    return order[::-1] if n % 2 and turn % 2 else order
+
+
 def interleaved(
     runs: Mapping[str, Callable[..., Any]],
     rounds: int,
@@ -336,7 +348,11 @@ def interleaved(
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int], None] = lambda _round: None,
 ) -> dict[str, Timing]:
-    """Times calls in rounds: every one takes its turn in each, a different one first.
+    """Times calls in rounds, in each of which every one takes its turn.
+
+    The order changes with the round: what runs just before leaves caches as it does, so every
+    call comes after every other equally often, and is first equally often, over as many
+    rounds as there are calls (over twice as many where their number is odd).
 
     Args:
         runs: name -> a call that is compiled already.
@@ -373,8 +389,7 @@ def interleaved(
 
     for turn in range(-warm_up, rounds):
         progress(turn)
-        first = turn % len(names) if names else 0
-        for name in names[first:] + names[:first]:
+        for name in _order(names, turn):
             took = turn_of(name)
             if turn >= 0:
                 found[name].append(took)

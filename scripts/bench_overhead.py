@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich
+from bench_models.transformer import layer
 from jax import lax
 from rich.console import Console
 from rich.table import Table
@@ -38,34 +39,14 @@ WIDTH, HEADS, LENGTH, BATCH, BYTES = 64, 4, 16, 2, 256
 # ---------------------------------------------------------------- programs
 
 
-def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-    centred = x - jnp.mean(x, axis=-1, keepdims=True)
-    variance = jnp.mean(centred**2, axis=-1, keepdims=True)
-    return centred * lax.rsqrt(variance + 1e-6) * scale + bias
-
-
-def layer(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
-    """One pre-norm transformer layer: causal attention, then a gelu MLP."""
-    batch, length, width = x.shape
-    h = layer_norm(x, p["scale1"], p["bias1"])
-    q, k, v = jnp.split((h @ p["qkv"]).reshape(batch, length, HEADS, -1), 3, axis=-1)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(width // HEADS)
-    causal = jnp.tril(jnp.ones((length, length), dtype=bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -1e9), axis=-1)
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-    x = x + mixed.reshape(batch, length, width) @ p["out"]
-    h = layer_norm(x, p["scale2"], p["bias2"])
-    return x + jax.nn.gelu(h @ p["up"]) @ p["down"]
-
-
 def loss(params: Any, tokens: jax.Array, scanned: bool) -> jax.Array:
     """The mean negative log-likelihood of each byte after the first."""
     x = params["embedding"][tokens[:, :-1]]
     if scanned:
-        x, _ = lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"])
+        x, _ = lax.scan(lambda x, p: (layer(x, p, HEADS), None), x, params["layers"])
     else:
         for p in params["layers"]:
-            x = layer(x, p)
+            x = layer(x, p, HEADS)
     logits = jax.nn.log_softmax(x @ params["embedding"].T)
     return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1))
 
