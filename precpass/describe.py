@@ -113,20 +113,12 @@ def _casts(
     """
     casts: dict[int, list[Cast]] = {}
     rows = list(zip(opened.eqns, plan.decisions, spans, strict=True))
-    dropped = {
-        (eqn.invars[0], eqn.outvars[0].aval.dtype): row
-        for row, (eqn, decision, _) in enumerate(rows)
-        if decision.action is Action.DROP and not ir.is_literal(eqn.invars[0])
-    }
+    again, homes = _made_again(rows, last)
     made: dict[Any, int] = {}
 
     def inserted(eqn: Any) -> Cast | None:
-        pair = ir.cast_formats(eqn)
-        if pair is None:
-            return None
-        atom, aval = eqn.invars[0], eqn.outvars[0].aval
-        moved = not ir.is_literal(atom) and (atom, aval.dtype) in dropped
-        return Cast("moved" if moved else "inserted", pair[0], _value(aval))
+        pair = None if id(eqn) in again else ir.cast_formats(eqn)
+        return pair and Cast("inserted", pair[0], _value(eqn.outvars[0].aval))
 
     for row, (eqn, decision, span) in enumerate(rows):
         own = set(eqn.outvars)
@@ -138,18 +130,45 @@ def _casts(
         if decision.action is Action.DROP and (pair := ir.cast_formats(eqn)):
             # one in the same place again was not touched
             same = [c for c in new if (c.before, c.after.dtype) == (pair[0], str(pair[1]))]
-            gone = Cast("removed", pair[0], _value(eqn.outvars[0].aval))
-            new = [c for c in new if c not in same] if same else [gone, *new]
+            gone = Cast(homes.get(row, "removed"), pair[0], _value(eqn.outvars[0].aval))
+            new = [c for c in new if c not in same] if same or not gone.what else [gone, *new]
         if new:
             casts[row] = new
         made.update((v, row) for e in span for v in e.outvars)
     for eqn in last:
         if rows and (cast := inserted(eqn)):
-            atom = eqn.invars[0]
-            # one of an operand of the body comes from where the user wrote it
-            home = dropped.get((atom, eqn.outvars[0].aval.dtype), len(rows) - 1)
-            casts.setdefault(made.get(atom, home), []).append(cast)
+            casts.setdefault(made.get(eqn.invars[0], len(rows) - 1), []).append(cast)
     return casts
+
+
+def _made_again(rows: Sequence[Any], last: Sequence[Any]) -> tuple[set[int], dict[int, str]]:
+    """The casts of a rewrite that are dropped ones, made where they are read.
+
+    Returns:
+        Their identities; and what became of the dropped ones, by row: "moved", or "" where
+        only casts stand between the two places.
+    """
+    dropped: dict[Any, list[tuple[int, int]]] = {}
+    made: list[tuple[Any, int]] = []
+    place = 0
+    for row, (eqn, decision, span) in enumerate(rows):
+        if decision.action is Action.DROP and not ir.is_literal(eqn.invars[0]):
+            key = eqn.invars[0], eqn.outvars[0].aval.dtype
+            dropped.setdefault(key, []).append((row, place))
+        own = set(eqn.outvars)
+        for e in span:
+            if ir.cast_formats(e) is None:
+                place += 1
+            elif own.isdisjoint(e.outvars) and not ir.is_literal(e.invars[0]):
+                made.append((e, place))
+    made += [(e, place) for e in last if ir.cast_formats(e) and not ir.is_literal(e.invars[0])]
+    again, homes = set[int](), dict[int, str]()
+    for e, there in made:
+        if waiting := dropped.get((e.invars[0], e.outvars[0].aval.dtype)):
+            row, here = waiting.pop(0)
+            again.add(id(e))
+            homes[row] = "moved" if there != here else ""
+    return again, homes
 
 
 def _at_island(island: Any, users: Sequence[Any]) -> Iterator[Cast]:

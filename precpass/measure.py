@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -250,9 +249,9 @@ def is_jitted(fn: Callable[..., Any]) -> bool:
         >>> is_jitted(jax.jit(jnp.sin)), is_jitted(lambda x: x)
         (True, False)
     """
-    # the class of what auto_mixed makes stands above this module; a bound method shows its options
-    mixed = not isinstance(fn, types.MethodType) and hasattr(fn, "jit_options")
-    return mixed or isinstance(fn, _JITTED)
+    # The class of what auto_mixed makes stands above this module. Its attributes tell nothing: a
+    # bound method shows them, and functools.wraps copies them, as jax.grad and nnx.jit do.
+    return isinstance(fn, _JITTED) or getattr(type(fn), "stages", False)
 
 
 _JITTED = type(jax.jit(lambda: None))

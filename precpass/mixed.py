@@ -6,7 +6,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -24,7 +24,10 @@ class Mixed:
     Attributes:
         policy: its own policy, or None for the default in force when it is called.
         jit_options: those of `jax.jit`.
+        stages: that `trace` and `lower` give what those of `jax.jit` give.
     """
+
+    stages: ClassVar[bool] = True
 
     def __init__(
         self, fn: Callable[..., Any], policy: PrecisionPolicy | None, jit_options: dict[str, Any]
@@ -32,6 +35,8 @@ class Mixed:
         # an object's own attributes could hide those of this class
         own = ("__dict__",) if isinstance(fn, types.FunctionType) else ()
         functools.update_wrapper(self, fn, updated=own)
+        # what functools.wraps makes of a mixed function bears the attributes of that one
+        self.__dict__.pop("_stateful", None)
         self.__wrapped__ = fn
         self.policy = policy
         self.jit_options = jit_options

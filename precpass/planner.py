@@ -256,7 +256,10 @@ class Planner:
                 return keep(eqn, table.kind, reasons.USERS_PRECISION())
             if native not in self.policy.retypes:
                 return keep(eqn, table.kind, reasons.NOT_RETYPED(native))
-        elif floats == {Precision.F64}:
+        elif floats == {Precision.F64} or (
+            Precision.F64 in floats and reasons.SAVED_PLAN.gave(why)
+        ):
+            # float64 in a file may be that of the result of a product of mixed types
             return keep(eqn, table.kind, why)
         return widen(eqn, table, Precision.F64, why)
 

@@ -19,6 +19,7 @@ class Reason:
     Attributes:
         text: the sentence, with `{}` in the place of what differs between equations.
         remedy: how a user changes such a decision.
+        of_low: how one that lowers; "" where that is no other way.
 
     Example:
         >>> NOT_RETYPED("f64")
@@ -27,6 +28,7 @@ class Reason:
 
     text: str
     remedy: str
+    of_low: str = ""
 
     def __call__(self, *particulars: object) -> str:
         """The sentence for an equation."""
@@ -120,13 +122,22 @@ MAY_RUN = Reason(
     "may run in {}; wide costs nothing inside a fusion",
     "order it by a Rule that names the primitive",
 )
-PRESET = Reason("{}: {} in {}", "ask for a low format by Custom({...}) or a Rule")
+PRESET = Reason(
+    "{}: {} in {}",
+    "ask for a low format by Custom({...}) or a Rule",
+    "leave it as it was written by keep('f32'), or order another precision by a Rule",
+)
 
 ALL = tuple(value for value in globals().values() if isinstance(value, Reason))
 """Every reason for which a plan leaves an equation as it was written."""
 
 
-def remedy(sentence: str) -> str:
-    """How a user changes a decision of this reason."""
-    found = (reason.remedy for reason in ALL if reason.gave(sentence))
+def remedy(sentence: str, is_low: bool = False) -> str:
+    """How a user changes a decision of this reason.
+
+    Args:
+        sentence: the reason.
+        is_low: whether the equation is low, and not to be.
+    """
+    found = ((is_low and reason.of_low) or reason.remedy for reason in ALL if reason.gave(sentence))
     return next(found, "order another precision by a Rule")

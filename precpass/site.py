@@ -31,10 +31,11 @@ class Value(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """A conversion between floating formats that the pass added or took away.
+    """A conversion between floating formats that the pass added, moved or took away.
 
     Attributes:
-        what: "inserted", "moved" (one that the user wrote elsewhere) or "removed".
+        what: "inserted", "moved" (one that the user wrote, and that is made elsewhere) or
+            "removed".
         before: the format that it reads.
         after: the value that it makes.
     """

@@ -157,6 +157,11 @@ class Mismatch:
     reason: str
     times: int = 1
 
+    @property
+    def remedy(self) -> str:
+        """How a user has them in another precision."""
+        return remedy(self.reason, any(str(p) == self.compute for p in Precision if p.is_low))
+
     def __str__(self) -> str:
         what = " ".join((self.primitive, *self.operands))
         scope = f" in {self.scope}" if self.scope else ""
@@ -194,7 +199,7 @@ class Problems:
         for source, there in by_line.items():
             yield plain([heading(source)])
             yield from (f"  {found}" for found in there)
-            for what in dict.fromkeys(remedy(found.reason) for found in there):
+            for what in dict.fromkeys(found.remedy for found in there):
                 yield f"    to change it: {what}"
 
     def to_dict(self) -> dict[str, Any]:

@@ -190,6 +190,15 @@ def test_a_function_with_a_policy_of_its_own_is_a_row():
     assert rows(own, BOTH, X, W)["AutoMixedBf16"].counts.flops == {"bf16": 2 * 16**3}
 
 
+def test_transforms_of_mixed_functions_are_rows():
+    # functools.wraps gives jax.grad's result the attributes of the mixed function
+    mixed = pp.auto_mixed(lambda x, w: product(x, w).sum())
+    plain = jax.grad(lambda x, w: product(x, w).sum())
+    transforms = {"outside": jax.grad(mixed), "recomputed": jax.grad(jax.checkpoint(mixed))}
+    for found in rows(plain, transforms, X, W).values():
+        assert "bf16" in found.counts.flops
+
+
 def test_an_error_in_a_row_says_in_which():
     def wrong(x, w):
         return x @ w[:3]

@@ -212,6 +212,10 @@ def test_what_other_libraries_jit_is_given_to_jit():
     assert not measure.is_jitted(wrapped)
     assert measure.count(measure.compiled(wrapped, ones(4, 4)).jaxpr).products == 1
     assert measure.is_jitted(pp.auto_mixed(jnp.sin)) and measure.is_jitted(jax.jit(jnp.sin))
+    mixed = pp.auto_mixed(lambda x: (x @ x).sum())
+    for transformed in (jax.grad(mixed), nnx.jit(mixed)):
+        assert not measure.is_jitted(transformed)
+        assert measure.count(measure.compiled(transformed, ones(4, 4)).jaxpr).low
 
 
 def test_any_function_keywords_and_static_arguments():

@@ -1,5 +1,6 @@
 """Programs of flax nnx under the pass: modules as arguments, whose state is updated in place."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -196,6 +197,19 @@ def test_a_module_without_updates_is_traced_once_and_low():
     assert len(traces) == 1
     assert_leaves_near(got[-1], module(X), 4 * ROUNDOFF)
     check_products(look(lambda x: module(x), pp.AutoMixedBf16, X).after, pp.AutoMixedBf16, 2)
+
+
+def test_a_function_with_the_attributes_of_a_mixed_one_is_its_own():
+    mixed = pp.auto_mixed(lambda module, x: module(x), **FAST)
+    module = net()
+    module.eval()
+    once = mixed(module, X)
+
+    @functools.wraps(mixed)
+    def thrice(module: Net, x: Any) -> Any:
+        return 3 * module(x)
+
+    np.testing.assert_allclose(pp.auto_mixed(thrice, **FAST)(module, X), 3 * once, rtol=1e-6)
 
 
 class Block(nnx.Module):

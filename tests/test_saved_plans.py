@@ -80,6 +80,15 @@ def test_the_plans_of_programs_from_elsewhere_are_saved(name, tmp_path):
     assert loaded.plan.notes == saved.plan.notes
 
 
+@pytest.mark.parametrize("policy", [pp.AutoMixedBf16, pp.AlwaysF32])
+def test_products_of_float64_with_float32_stay_as_written(policy, tmp_path):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        wide = jnp.ones((8, 8), jnp.float64)
+        saved, loaded = round_trip(lambda w, x: wide @ (w @ x), policy, (W, X), tmp_path / "p.json")
+        assert fates(saved.plan) == fates(loaded.plan)
+        assert str(saved.after) == str(loaded.after)
+
+
 def test_what_is_loaded_does_not_hang_on_the_preset(tmp_path):
     """The file alone decides: its preset is changed to one that would decide otherwise."""
     path = tmp_path / "plan.json"

@@ -58,6 +58,22 @@ def test_a_product_that_is_wide_again_fails_with_its_line_and_reason():
     assert how == "    to change it: leave the order out, or make it by a Rule"
 
 
+def test_what_is_low_and_was_to_be_wide_is_kept_wide(tmp_path):
+    path = tmp_path / "model.precision.json"
+    pp.inspect(model, pp.AlwaysF32)(X, W).plan.save(path)
+    how = "to change it: leave it as it was written by keep('f32'), or order another precision"
+    for fails in (
+        lambda: assert_precision(model, (X, W), {"dot_general": "f32"}),
+        lambda: assert_precision(model, (X, W), {"dot_general": {"bf16": 1, "f32": 1}}),
+        lambda: assert_plan(model, (X, W), path),
+    ):
+        with pytest.raises(AssertionError) as failed:
+            fails()
+        assert how in str(failed.value) and "ask for a low format" not in str(failed.value)
+    with pytest.raises(AssertionError, match="ask for a low format by Custom"):
+        assert_precision(model, (X, W), {"dot_general": "bf16"}, pp.AlwaysF32)
+
+
 def test_a_policy_that_is_switched_off_fails():
     with pytest.raises(AssertionError, match="switched off"), pp.use_policy(None):
         assert_precision(model, (X, W), {"dot_general": "bf16"})

@@ -198,6 +198,7 @@ def totals(plan: Plan, name: str, outputs: int = 0) -> str:
     counts = plan.count()
     lowered = sum(n for (_, a), n in counts.items() if a is Action.LOWER)
     widened = sum(n for (_, a), n in counts.items() if a in (Action.WIDEN, Action.DROP))
+    widened -= sum(row.decision.action is Action.DROP and not row.changes for row in rows(plan))
     total = sum(n for (_, a), n in counts.items() if a is not Action.ENTER)
     casts = Counter(cast.what for row in rows(plan) for cast in row.site.casts)
     casts += Counter({"inserted": outputs})
@@ -241,9 +242,13 @@ def _summary(same: list[Row]) -> _Change:
 def _verb(row: Row) -> str:
     decision = row.decision
     match decision.action:
+        case Action.DROP if not row.changes:
+            return f"stays in {row.site.results[0].dtype}"
+        case Action.DROP if row.site.primitive == "convert_element_type":
+            is_moved = any(cast.what == "moved" for cast in row.site.casts)
+            return "cast moved" if is_moved else "cast removed"
         case Action.DROP:
-            is_cast = row.site.primitive == "convert_element_type"
-            return "cast removed" if is_cast else "removed"
+            return "removed"
         case Action.LOWER if op(row.site.primitive).accumulates:
             return f"in {decision.compute}, accumulated in f32"
         case Action.LOWER | Action.WIDEN:
@@ -268,6 +273,6 @@ def _counted(texts: Counter[str], joint: str = ", ") -> str:
 
 def _fate(row: Row) -> tuple[object, ...]:
     decision = row.decision
-    changed = decision.action not in (Action.KEEP, Action.ENTER)
+    changed = row.changes and decision.action not in (Action.KEEP, Action.ENTER)
     fate = (decision.action, decision.compute, decision.stored) if changed else ()
     return (fate, Counter(row.site.casts))

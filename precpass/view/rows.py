@@ -68,7 +68,12 @@ class Row:
     @property
     def changes(self) -> bool:
         """Whether the rewritten program differs here, bodies apart."""
-        return self.decision.action not in (Action.KEEP, Action.ENTER) or bool(self.site.casts)
+        if self.site.casts:
+            return True
+        if self.decision.action is Action.DROP and self.site.primitive == "convert_element_type":
+            # a cast that was dropped and is made again in its place, if it casts
+            return self.site.operands[0].dtype == self.site.results[0].dtype
+        return self.decision.action not in (Action.KEEP, Action.ENTER)
 
 
 @dataclasses.dataclass(eq=False)
