@@ -18,7 +18,7 @@ from precpass.view.diff import check_level, diff_lines, totals
 from precpass.view.drawing import Picture, picture
 from precpass.view.explain import Explanation, explained
 from precpass.view.page import inspection_page
-from precpass.view.text import Line, rendered
+from precpass.view.text import OFF, Line, rendered, titled
 from precpass.view.unified import unified
 
 __all__ = ["Inspection"]
@@ -136,13 +136,16 @@ class Inspection:
             A `Picture`: it shows itself in a notebook, has `.svg`, and `.save(path)`.
 
         Raises:
+            ValueError: for less than one box.
             RuntimeError: where `dot` is asked for and not installed, or fails.
         """
+        if boxes < 1:
+            raise ValueError(f"boxes={boxes}: at least one box is drawn")
         decided: dict[int, tuple[Decision, int]] = {}
         for eqn, decision, site in _paired(self.before, self.plan, set()):
-            casts = sum(cast.what != "removed" for cast in site.casts)
+            casts = sum(cast.what == "inserted" for cast in site.casts)
             decided.setdefault(id(eqn), (decision, casts))
-        title = f"{self.name or 'program'} under {self.policy_name}"
+        title = titled(self.name or "program", self.policy_name)
         return picture(chart(self._graph, decided, boxes), title, graphviz)
 
     def _outputs(self) -> Counter[str]:
@@ -164,13 +167,13 @@ class Inspection:
     @property
     def policy_name(self) -> str:
         """The policy's name."""
-        return "switched off" if self.policy is None else self.policy.name
+        return OFF if self.policy is None else self.policy.name
 
     def __repr__(self) -> str:
-        return f"<Inspection under {self.policy_name}: {self.plan!r}>"
+        return f"<{titled('Inspection', self.policy_name)}: {self.plan!r}>"
 
     def _repr_html_(self) -> str:
-        name = f"{self.name or 'program'} under {self.policy_name}"
+        name = titled(self.name or "program", self.policy_name)
         jaxprs = self._unified()
         if len(jaxprs) > _SHOWN:
             left = f"... and {len(jaxprs) - _SHOWN} more lines: .diff('jaxpr') has them all"

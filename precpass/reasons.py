@@ -78,7 +78,7 @@ REACHES = Reason(
 )
 VANISHES = Reason("{} {} vanishes in {} (smallest normal {})", REACHES.remedy)
 INTEGERS = Reason(
-    "{} integers up to {}; {} is exact only to {}",
+    "{} has integers up to {}; {} is exact only to {}",
     "keep it so: positions and counts need the digits",
 )
 RANDOM_BITS = Reason(

@@ -206,3 +206,17 @@ def test_a_gradient_that_is_not_as_planned_names_each_line():
         (heading,) = [line for line in headings if line.endswith(f"{source.function}  {text}")]
         assert f"helpers.py:{source.line} " in heading
     assert len(headings) == len({f.source for f in found.findings}) >= 2
+
+
+def test_findings_of_layers_that_differ_in_their_numbers_are_one_line():
+    def stack(x, w):
+        for i in range(3):
+            with jax.named_scope(f"layer_{i}"):
+                x = x @ w[i]
+        return x
+
+    found = pp.audit(stack, "AutoMixed")(of(f32, 8, 8), of(f32, 3, 8, 8))
+    assert [finding.scope for finding in found.findings] == ["layer_0", "layer_1", "layer_2"]
+    _, line, totals = found.text().splitlines()
+    assert "dot_general in layer_*: product widened" in line and line.endswith("(3 times)")
+    assert "3 findings" in totals

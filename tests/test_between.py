@@ -87,3 +87,9 @@ def test_a_plan_without_places_says_where_to_get_one():
     plan = pp.inspect(lambda x: x @ x)(X).plan
     with pytest.raises(ValueError, match=r"take the .plan of\s+precpass.inspect"):
         pp.between(plan, pp.Plan(plan.decisions))
+
+
+def test_what_is_no_plan_is_named():
+    found = pp.inspect(scanned)(X, W)
+    with pytest.raises(TypeError, match=r"between compares plans, not <Inspection under AutoMixed"):
+        pp.between(found.plan, found)  # pyright: ignore[reportArgumentType]

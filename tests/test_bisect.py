@@ -381,3 +381,17 @@ def test_progress_is_told_of_each_run(seen):
     told = []
     found = pp.bisect(apart, None, lambda wide: 3 in wide, progress=told.append)(X, W)
     assert tuple(told) == found.runs
+
+
+def test_a_line_in_several_scopes_is_several_places():
+    def layers(x, w):
+        for i in range(4):
+            with jax.named_scope(f"layer_{i}"):
+                x = cancels(x, w) if i == 2 else harmless(x, w)
+        return x
+
+    def two_lines(x, w):
+        return harmless(cancels(x, w), w)
+
+    assert "with 1 of 4 places that it lowers kept wide" in str(pp.bisect(layers, None, 1e-2)(X, W))
+    assert re.search(r"of 2 lines that it lowers", str(pp.bisect(two_lines, None, 1e-2)(X, W)))

@@ -272,7 +272,7 @@ def test_a_float32_island_between_two_products_is_named():
         return jnp.tanh(lax.dot(h, w, precision="highest")) @ w
 
     (text,) = advised(fn, X, W)
-    assert text.startswith("a f32 island between low products: the user's order")
+    assert text.startswith("an island in f32 between low products: the user's order")
     # in a loop too, and not where nothing low follows
     assert advised(lambda x, w: lax.scan(lambda c, _: (fn(c, w), None), x, length=2)[0], X, W)
     assert advised(lambda x, w: lax.dot(x @ w, w, precision="highest"), X, W) == []
@@ -342,3 +342,25 @@ def test_complex_products_are_left_wide_and_those_of_integers_are_no_products():
     assert (verdict.after.low, verdict.after.products, verdict.left_wide) == (1, 2, 1)
     assert found.wide[0].reason == "complex numbers keep their precision"
     assert "real products" in found.wide[0].remedy
+
+
+def layers(x, w):
+    for i in range(3):
+        with jax.named_scope(f"layer_{i}"):
+            x = lax.dot(lax.dot(x, w, precision="highest"), w[:, :4], precision="highest") @ w[:4]
+    return x
+
+
+def test_a_line_stands_once_above_its_products_and_its_advice():
+    text = pp.explain(layers)(X, W).text()
+    assert text.count("dot_general f32[8,8] f32[8,8] -> f32[8,8] in layer_* (3 times)") == 1
+    assert text.count("dot_general f32[8,8] f32[8,4] -> f32[8,4] in layer_* (3 times)") == 1
+    wide, advice = text.split("advice")
+    assert wide.count("test_explain.py:") == advice.count("test_explain.py:") == 1
+    assert "no multiple of 8" in advice and "island" in advice
+
+
+def test_a_pass_that_is_switched_off_is_in_the_title():
+    with pp.use_policy(None):
+        assert pp.explain(layers)(X, W).text().startswith("layers, switched off\n")
+        assert "layers, switched off" in pp.inspect(layers)(X, W).draw().svg

@@ -186,7 +186,7 @@ def test_the_product_of_positions_stays_exact():
         positions = jnp.arange(512).astype(jnp.float32)
         return positions @ w
 
-    with pytest.warns(pp.PrecisionWarning, match="integers up to 511"):
+    with pytest.warns(pp.PrecisionWarning, match="an operand has integers up to 511"):
         found = after(fn, AutoMixedBf16, f32(512, 4))
     assert found.after is found.before
 

@@ -187,6 +187,15 @@ def test_a_program_is_drawn_also_where_the_pass_is_switched_off(name):
     assert "precpass is switched off" in tree.text and "1 left wide" in tree.text
 
 
+def test_what_cannot_be_drawn_or_saved_is_refused(tmp_path):
+    found = pp.inspect(model)(X, W)
+    with pytest.raises(ValueError, match="boxes=0: at least one box is drawn"):
+        found.draw(boxes=0)
+    with pytest.raises(ValueError, match=r"f\.png: a picture is SVG, not \.png: name it \.svg"):
+        found.draw().save(tmp_path / "f.png")
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_picture_is_saved_and_shows_itself(tmp_path):
     picture = pp.inspect(model)(X, W).draw(graphviz=False)
     picture.save(tmp_path / "model.svg")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from precpass.report.changes import changes
 from precpass.report.hlo import Module
 from precpass.report.sides import Change
 from precpass.view.page import folded
+from precpass.view.rows import alike
 from precpass.view.text import Line, as_html, heading, page, rendered
 from precpass.wording import counted
 
@@ -143,10 +144,13 @@ class Audit:
         return page("".join([*parts, as_html([[(self._totals(), "")]])]))
 
     def _by_line(self) -> Iterator[tuple[Source, list[Finding]]]:
-        lines: dict[Source, list[Finding]] = {}
+        """The findings of each line; those of scopes that differ in their numbers alone as one."""
+        lines: dict[Source, dict[Finding, list[Finding]]] = {}
         for finding in self.findings:
-            lines.setdefault(finding.source, []).append(finding)
-        yield from lines.items()
+            shared = dataclasses.replace(finding, scope=alike(finding.scope), times=1)
+            lines.setdefault(finding.source, {}).setdefault(shared, []).append(finding)
+        for source, there in lines.items():
+            yield source, [_together(shared, found) for shared, found in there.items()]
 
     def _totals(self) -> str:
         merged = f", {self.merged} merged or fused" if self.merged else ""
@@ -173,6 +177,12 @@ def _with_own_lines() -> Generator[None]:
         yield
     finally:
         jax.config.update(name, before)
+
+
+def _together(shared: Finding, found: Sequence[Finding]) -> Finding:
+    """Several findings as one, in their own scope where they have only one."""
+    scope = shared.scope if len({finding.scope for finding in found}) > 1 else found[0].scope
+    return dataclasses.replace(shared, scope=scope, times=sum(f.times for f in found))
 
 
 def audit(

@@ -305,10 +305,11 @@ class _Search:
         policy = _with(self.policy, rules)
         run = self._verdicts[self._program(self._plan(policy)), policy.output]
         kept = [tuple(place for place in places if place.is_in(rule)) for rule in rules]
-        lines = len({place for inside in kept for place in inside})
+        wide = len({place for inside in kept for place in inside})
+        at = "line" if len({place.source for place in places}) == len(places) else "place"
         verdict = (
             f"{self.policy.name} fails{self._error(low)}; it passes{self._error(run)} with "
-            f"{lines} of {counted(len(places), 'line')} that it lowers kept wide"
+            f"{wide} of {counted(len(places), at)} that it lowers kept wide"
         )
         if minimal and len(rules) > 1:
             verdict += f", and fails without any one of these {len(rules)} rules"

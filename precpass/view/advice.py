@@ -116,7 +116,7 @@ def _islands(graph: Graph, decided: dict[int, Decision]) -> Iterator[Advice]:
         if after[row] and before[row]:
             decision = decided[id(eqn)]
             precision = ir.precision_of(eqn.outvars[0].aval)
-            text = f"a {precision} island between low products: {decision.reason}"
+            text = f"an island in {precision} between low products: {decision.reason}"
             yield Advice(graph.source(row), text)
 
 

@@ -158,6 +158,7 @@ def between(
         differently, as `first | second`; the totals at the end.
 
     Raises:
+        TypeError: for what is no plan.
         ValueError: for plans of two programs, or another level.
 
     Example:
@@ -168,6 +169,9 @@ def between(
         >>> print(between(*plans, color=False).splitlines()[-1])
         1 of 1 equations differ
     """
+    for plan in (first, second):
+        if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+            raise TypeError(f"between compares plans, not {plan!r}: give inspect(...)(...).plan")
     if level not in LEVELS[:2]:
         raise ValueError(f"no level {level!r} between plans: legal are 'lines' and 'equations'")
     pairs = list(paired_rows(first, second))

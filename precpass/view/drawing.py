@@ -62,7 +62,13 @@ class Picture:
     svg: str
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file."""
+        """Writes it to a file.
+
+        Raises:
+            ValueError: for a path that ends as one of another format.
+        """
+        if (suffix := Path(path).suffix.lower()) not in ("", ".svg"):
+            raise ValueError(f"{os.fspath(path)}: a picture is SVG, not {suffix}: name it .svg")
         Path(path).write_text(self.svg, encoding="utf-8")
 
     def _repr_svg_(self) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from precpass.graph import NOMINAL_SIZE, Graph
 from precpass.jaxpr import Source
@@ -17,10 +17,12 @@ from precpass.reasons import remedy
 from precpass.residuals import kept_bytes
 from precpass.view.advice import Advice, advice
 from precpass.view.rows import Row, alike, rows
-from precpass.view.text import Line, as_html, heading, page, rendered
+from precpass.view.text import Line, as_html, heading, page, rendered, titled
 from precpass.wording import counted
 
 __all__ = ["Explanation", "Verdict", "Wide", "explained"]
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +119,13 @@ class Explanation:
         return list(self._lines())
 
     def _lines(self) -> Iterator[Line]:
-        yield [(f"{self.name} under {self.policy}", "where")]
+        yield [(titled(self.name, self.policy), "where")]
         yield from ([("  ", ""), *line] for line in self.verdict.lines())
         if self.wide:
             yield [("products left wide", "frame")]
-        for wide in self.wide:
-            yield [("  ", ""), *heading(wide.source)]
+        for wide, is_first in _by_line(self.wide, lambda wide: wide.source):
+            if is_first:
+                yield [("  ", ""), *heading(wide.source)]
             times = f" ({wide.times} times)" if wide.times > 1 else ""
             scope = f" in {wide.scope}" if wide.scope else ""
             yield [(f"    {wide.what}{scope}{times}: ", ""), (wide.reason, "wide")]
@@ -139,8 +142,9 @@ class Explanation:
         yield from ([(f"  {note}", "")] for note in self.notes)
         if self.advice:
             yield [("advice", "frame")]
-        for item, n in self.advice:
-            yield [("  ", ""), *heading(item.source)]
+        for (item, n), is_first in _by_line(self.advice, lambda entry: entry[0].source):
+            if is_first:
+                yield [("  ", ""), *heading(item.source)]
             yield [(f"    {item.text}{f' ({n} times)' if n > 1 else ''}", "")]
 
     def text(self, *, color: bool | None = None) -> str:
@@ -203,6 +207,15 @@ def explained(
         (*plan.notes, *_assumptions(found)),
         tuple(advice(graph, decided)),
     )
+
+
+def _by_line(items: Sequence[T], source: Callable[[T], Source]) -> Iterator[tuple[T, bool]]:
+    """What has one source line together, and whether it is the first there."""
+    lines: dict[Source, list[T]] = {}
+    for item in items:
+        lines.setdefault(source(item), []).append(item)
+    for there in lines.values():
+        yield from ((item, i == 0) for i, item in enumerate(there))
 
 
 def _assumptions(found: list[Row]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from precpass.jaxpr import Source
 
 __all__ = [
     "CSS",
+    "OFF",
     "Line",
     "as_html",
     "cell_of",
@@ -24,7 +25,11 @@ __all__ = [
     "shown_path",
     "shown_source",
     "spans",
+    "titled",
 ]
+
+OFF = "switched off"
+"""What stands for a policy's name where there is none."""
 
 Line = Sequence[tuple[str, str]]
 """Pieces of a line: the text, and the name of a style or ""."""
@@ -158,3 +163,13 @@ def cell_of(file: str) -> str:
     named = getattr(getattr(shell, "compile", None), "format_code_name", None)
     found = named(file) if named is not None else None
     return found[1] if found is not None else ""
+
+
+def titled(name: str, policy: str) -> str:
+    """A title for what is shown of a program.
+
+    Example:
+        >>> titled("loss", "AutoMixedBf16"), titled("loss", OFF)
+        ('loss under AutoMixedBf16', 'loss, switched off')
+    """
+    return f"{name}, {policy}" if policy == OFF else f"{name} under {policy}"
