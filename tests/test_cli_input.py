@@ -69,6 +69,8 @@ def test_policies_and_files_that_are_none(model, capsys):
     given = ["a_model.py:loss", "--args", SHAPES]
     status, _, err = ran(capsys, "explain", *given, "--policy", "AutoMixd")
     assert status == 2 and "Did you mean 'AutoMixed'?" in err
+    status, _, err = ran(capsys, "compare", *given, "--policies", "")
+    assert status == 2 and "''" in err and "Legal are AlwaysF32" in err
     status, _, err = ran(capsys, "explain", *given, "--policy", "none.json")
     assert status == 2 and "none.json" in err
     (model.parent / "x.json").write_text("{}")

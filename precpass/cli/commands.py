@@ -125,7 +125,8 @@ def _diff(task: Task) -> Report:
 
 def _compare(task: Task) -> Report:
     options = task.options
-    texts = [text.strip() for text in options.policies.split(";")] if options.policies else PRESETS
+    given = options.policies
+    texts = PRESETS if given is None else [text.strip() for text in given.split(";")]
     rows = [(text, policy_of(text)) for text in texts]
 
     def said(what: str, done: int, total: int) -> None:
