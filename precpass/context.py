@@ -21,6 +21,7 @@ __all__ = [
     "Region",
     "Resolved",
     "Strayed",
+    "configured",
     "current",
     "keep",
     "region_of_call",
@@ -30,6 +31,17 @@ __all__ = [
 ]
 
 _SWITCHED_OFF = os.environ.get("PRECPASS", "").lower() == "off"
+
+
+@contextlib.contextmanager
+def configured(name: str, value: object) -> Generator[None]:
+    """Around what needs another value of an option of `jax.config`, in all threads."""
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

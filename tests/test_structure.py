@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("stateful", "leaves", "calling", "program", "api", "measure", "inspection", "view"),
         *("mixed", "wording"),
     },
-    "cli": {"plan", "policy", "program", "mixed", "view", "api", "testing", "report"},
+    "cli": {"plan", "policy", "context", "program", "mixed", "view", "api", "testing", "report"},
     "__main__": {"cli"},
     "__init__": {
         *("precision", "opkinds", "rules", "policy", "plan", "view", "inspection", "api"),

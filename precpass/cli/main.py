@@ -12,14 +12,13 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-import jax
-
 from precpass.api import auto_mixed
 from precpass.cli.commands import COMMANDS, Report, Task, policy_of
 from precpass.cli.errors import REFUSED, said, status_of
 from precpass.cli.options import check, parsed
 from precpass.cli.progress import Progress
 from precpass.cli.target import Refused, arguments, load, parameters, unbound
+from precpass.context import configured
 from precpass.policy import PrecisionWarning
 from precpass.report.comparison import for_json
 
@@ -37,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parsed(argv)
     try:
-        with _warnings_as_lines(), _whole_tracebacks():
+        # JAX's own frames in a traceback tell whose an error is
+        with _warnings_as_lines(), configured("jax_traceback_filtering", "off"):
             check(options)
             # what the user's code prints is no part of the report
             with contextlib.redirect_stdout(sys.stderr):
@@ -108,17 +108,6 @@ def _printed(text: str) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return REFUSED
     return 0
-
-
-@contextlib.contextmanager
-def _whole_tracebacks() -> Generator[None]:
-    """JAX leaves its frames in tracebacks, which tell whose an error is."""
-    before = jax.config.jax_traceback_filtering  # pyright: ignore[reportAttributeAccessIssue] -- dynamic
-    jax.config.update("jax_traceback_filtering", "off")
-    try:
-        yield
-    finally:
-        jax.config.update("jax_traceback_filtering", before)
 
 
 @contextlib.contextmanager

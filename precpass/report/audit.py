@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import jax.export
 
 from precpass import measure
 from precpass.api import auto_mixed, inspect
+from precpass.context import configured
 from precpass.inspection import Inspection
 from precpass.jaxpr import Source, source_of
 from precpass.leaves import Declared
@@ -163,20 +163,12 @@ class Audit:
         )
 
 
-@contextlib.contextmanager
-def _with_own_lines() -> Generator[None]:
-    """JAX's persistent cache of compiled programs tells those of other source lines apart.
+_OWN_LINES = "jax_compilation_cache_include_metadata_in_key"
+"""Without it JAX's persistent cache takes programs that differ in their source lines for one.
 
-    It does not by itself: a program that was compiled before an edit would come back with
-    the lines of that time, and nothing in it would be found beside the plan.
-    """
-    name = "jax_compilation_cache_include_metadata_in_key"
-    before = getattr(jax.config, name)
-    jax.config.update(name, True)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
+What was compiled before an edit would come back with the lines of that time, and nothing
+in it would be found beside the plan.
+"""
 
 
 def _together(shared: Finding, found: Sequence[Finding]) -> Finding:
@@ -225,7 +217,7 @@ def audit(
         Declared(mixed.__wrapped__, mixed.jit_options).map(_check_sizes, args, kwargs)
         inspection = inspect(mixed)(*args, **kwargs)
         # the plan's warnings were given by inspect
-        with quietly(), _with_own_lines():
+        with quietly(), configured(_OWN_LINES, True):
             program = measure.compiled(mixed, *args, **kwargs)
         text = program.compiled.as_text()
         planned = Module.parse(program.lowered.as_text(dialect="hlo", debug_info=True))
