@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from precpass import jaxpr as ir
-from precpass.plan import Border, across
+from precpass.plan import Border, Twin, across
 from precpass.precision import Precision
 from precpass.product import low_copy
 
@@ -33,6 +33,7 @@ class Env:
         self.wide_copies: dict[Any, Any] = {}
         self.widened_from: dict[Any, Any] = {}
         self.bits: dict[Any, Any] = {}
+        self.twins: dict[Any, Any] = {}
 
     def enter(self, var: Any, border: Border) -> Any:
         """The operand in the place of `var`, in the format in which it crosses the border."""
@@ -44,6 +45,33 @@ class Env:
         assert held is not None
         self.held[var] = held
         return new
+
+    def enter_twin(self, var: Any, twin: Twin) -> Any:
+        """The operand that is the low twin of `var`."""
+        new = ir.new_variable(ir.twin_aval(var.aval))
+        self.receive(var, new, twin)
+        return new
+
+    def receive(self, var: Any, bits: Any, twin: Twin) -> None:
+        """Takes a low twin that crossed a border as the low copy of `var`."""
+        self.twins[var, twin.precision] = bits
+        if twin.rounds:
+            low = self.low_copy(var, twin.precision)
+            self.values[var] = self.build.rounded(low, self.values.get(var, var))
+
+    def twin(self, atom: Any, precision: Precision) -> Any:
+        """A value's low copy, in the form in which it crosses a border."""
+        key = (atom, precision)
+        if ir.is_literal(atom):
+            return self.build.bits(self.read_as(atom, precision))
+        if key not in self.twins:
+            self.twins[key] = self.build.bits(self.low_copy(atom, precision))
+        return self.twins[key]
+
+    def round(self, var: Any, precision: Precision) -> None:
+        """Has all that reads a value read what a low format leaves of it."""
+        low = self.low_copy(var, precision)
+        self.values[var] = self.build.rounded(low, self.values.get(var, var))
 
     def keep(self, eqn: Any) -> None:
         """Takes over an equation as it is."""
@@ -138,6 +166,8 @@ class Env:
         if ir.is_literal(atom):
             return self.read_as(atom, precision)
         key = (atom, precision)
+        if key not in self.low_copies and key in self.twins:
+            self.low_copies[key] = self.build.from_bits(self.twins[key], precision.dtype)
         if key not in self.low_copies:
             nearest = self._nearest(atom, precision)
             self.low_copies[key] = low_copy(self.build, nearest, precision)

@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from precpass.opkinds import OpKind
 from precpass.policy import PrecisionPolicy
@@ -18,10 +18,39 @@ from precpass.rules import Rule
 from precpass.site import Origin, Site
 from precpass.wording import counted
 
-__all__ = ["Action", "Border", "Decision", "Plan", "across"]
+__all__ = ["Action", "Border", "Decision", "Plan", "Twin", "Twins", "across"]
 
 Border = tuple[tuple[Precision, Precision], ...]
 """The formats in which values cross a jaxpr's border, where they are not their own."""
+
+
+class Twin(NamedTuple):
+    """A value that crosses a body's border in a low format, beside its own.
+
+    Attributes:
+        position: among the body's operands, or among its results.
+        precision: of the low one.
+        rounds: whether all that reads the value inside reads what the low one left of it.
+    """
+
+    position: int
+    precision: Precision
+    rounds: bool
+
+
+class Twins(NamedTuple):
+    """What crosses a body's border a second time, in ascending positions.
+
+    Attributes:
+        operands: of those that it is given.
+        results: of what leaves it.
+    """
+
+    operands: tuple[Twin, ...] = ()
+    results: tuple[Twin, ...] = ()
+
+
+NO_TWINS = Twins()
 
 
 def across(border: Border, native: Precision | None) -> Precision | None:
@@ -65,6 +94,8 @@ class Decision:
         compute: the precision it is evaluated in; None where it has no floating
             values that may change.
         stored: the precision each result is held in; None where a result keeps its dtype.
+            What is computed wide, or a product's, and held low is rounded where it is
+            defined: all that reads it reads what is left, and derivatives pass it by.
         reason: why, in a sentence.
         inner: the plans of its bodies.
         rules: how values cross the borders of its custom rules, which are planned and
@@ -97,7 +128,7 @@ class Decision:
         """Whether the rewritten equation differs."""
         if self.action is Action.ENTER:
             return self.rules is not None or any(plan.changes for plan in self.inner)
-        return self.action is not Action.KEEP
+        return self.action is not Action.KEEP or any(self.stored)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -108,6 +139,7 @@ class Plan:
         decisions: one per equation.
         border: the formats in which values cross the jaxpr's border, where these are
             not their own: float32 under AlwaysF32, float64 in a float64 region.
+        twins: the values that cross it in a low format too.
         notes: of the root alone: what the user should know.
         unmatched: of the root alone: the rules that matched no equation.
         sites: where each equation stands, in a plan that `inspect` made. This and what
@@ -118,6 +150,7 @@ class Plan:
 
     decisions: tuple[Decision, ...]
     border: Border = ()
+    twins: Twins = NO_TWINS
     notes: tuple[str, ...] = ()
     unmatched: tuple[Rule, ...] = ()
     sites: tuple[Site, ...] = ()
@@ -133,7 +166,8 @@ class Plan:
     @functools.cached_property
     def changes(self) -> bool:
         """Whether anything differs from the original."""
-        return bool(self.border) or any(d.changes for d in self.decisions)
+        crosses = self.border or any(self.twins)
+        return bool(crosses) or any(d.changes for d in self.decisions)
 
     @functools.cached_property
     def has_islands(self) -> bool:
@@ -147,7 +181,7 @@ class Plan:
 
     @functools.cached_property
     def _key(self) -> tuple[object, ...]:
-        return (self.decisions, self.border, self.notes, self.unmatched)
+        return (self.decisions, self.border, self.twins, self.notes, self.unmatched)
 
     @functools.cached_property
     def _hash(self) -> int:

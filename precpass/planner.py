@@ -7,6 +7,7 @@ measured; elsewhere XLA fuses the widening.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -124,7 +125,7 @@ class Planner:
         """The plan of the outermost jaxpr, with what was noticed on the way."""
         plan = self.plan(self.facts, (), decides=False, border=border)
         notes = dict.fromkeys((*self.notes, *self.asked.complaints()))
-        return Plan(plan.decisions, plan.border, tuple(notes), self.asked.unmatched())
+        return dataclasses.replace(plan, notes=tuple(notes), unmatched=self.asked.unmatched())
 
     def plan(self, facts: Facts, carried: Feeds, decides: bool, border: Border) -> Plan:
         """The plan of one body at one class of call sites.

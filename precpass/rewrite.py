@@ -6,7 +6,7 @@ An equation that stays as it is is taken over and not bound again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from precpass.environment import Env, crossing_aval
 from precpass.graph import join_scopes
 from precpass.island import Island, from_bits, islands, to_bits
 from precpass.opkinds import OpKind, op
-from precpass.plan import Action, Border, Decision, Plan
+from precpass.plan import Action, Border, Decision, Plan, Twin
 from precpass.precision import Precision
 from precpass.product import lowered
 
@@ -114,6 +114,7 @@ class Rewriter:
         build = ir.Builder(self.templates, within)
         env = Env(opened, build)
         invars = [env.enter(v, plan.border) for v in opened.invars]
+        invars += [env.enter_twin(opened.invars[t.position], t) for t in plan.twins.operands]
         found = islands(opened, plan) if plan.has_islands and not ir.in_x64() else {}
         eqns, row, starts = opened.eqns, 0, list[int]()
         while row < len(eqns):
@@ -127,7 +128,9 @@ class Rewriter:
             row += 1
         starts.append(len(build.eqns))
         build.leave()
-        new = build.finish(jaxpr, invars, [env.output(v, plan.border) for v in opened.outvars])
+        outvars = [env.output(v, plan.border) for v in opened.outvars]
+        outvars += [env.twin(opened.outvars[at], low) for at, low, _ in plan.twins.results]
+        new = build.finish(jaxpr, invars, outvars)
         # holds the jaxpr too: an id is only unique while its object lives
         self.memo[self.key(jaxpr, plan, scope)] = jaxpr, new, starts
 
@@ -168,25 +171,37 @@ class Rewriter:
         action = decision.action
         if action is Action.KEEP:
             env.keep(eqn)
+            if any(decision.stored):
+                env.build.at(eqn)
+                _round(env, eqn, decision)
             return
         env.build.at(eqn)
         if action is Action.ENTER:
-            results = self._enter(env, eqn, decision, scope)
-        elif action is Action.DROP:
+            self._enter(env, eqn, decision, scope)
+            return
+        if action is Action.DROP:
             results = [env.read_as(eqn.invars[0], decision.compute)]
         elif action is Action.WIDEN:
             results = _wide(env, eqn, decision)
         elif decision.kind is OpKind.COMPUTE:
-            results = _product(env, eqn, decision)
+            env.write(eqn.outvars[0], _product(env, eqn, decision), None)
+            _round(env, eqn, decision)
+            return
         else:
             results = _low(env, eqn, decision)
         stored = (decision.compute,) if action is Action.DROP else decision.stored
-        for var, value, precision in zip(eqn.outvars, results, stored, strict=True):
-            env.write(var, value, precision)
+        _write(env, eqn, results, stored)
 
-    def _enter(self, env: Env, eqn: Any, decision: Decision, scope: str) -> Sequence[Any]:
+    def _body(self, eqn: Any, body: ir.Body, plan: Plan, scope: str) -> Any:
+        """The rewritten jaxpr of a body, its twins where the equation has them."""
+        new = self.jaxpr(body.jaxpr, plan, scope)
+        places = [[t.position for t in twins] for twins in plan.twins]
+        return ir.with_twins_in_order(eqn, body, new, *places) if any(places) else new
+
+    def _enter(self, env: Env, eqn: Any, decision: Decision, scope: str) -> None:
         if not decision.changes:
-            return env.build.keep(eqn, [env.read(v) for v in eqn.invars])
+            env.build.keep(eqn, [env.read(v) for v in eqn.invars])
+            return
         inside = join_scopes(scope, ir.scope_of(eqn))
         found = ir.bodies(eqn)
         pairs = list(zip(found, decision.inner, strict=True))
@@ -198,8 +213,10 @@ class Rewriter:
             def on_shards(*xs: Any) -> tuple[Any, ...]:
                 return tuple(ir.evaluate(self.jaxpr(body.jaxpr, plan, inside), xs))
 
-            return env.build.call(lambda *xs: ir.bind_shard_map(eqn, on_shards, xs), args)
-        new = [self.jaxpr(body.jaxpr, plan, inside) for body, plan in pairs]
+            results = env.build.call(lambda *xs: ir.bind_shard_map(eqn, on_shards, xs), args)
+            _write(env, eqn, results, decision.stored)
+            return
+        new = [self._body(eqn, body, plan, inside) for body, plan in pairs]
         params = ir.with_bodies(eqn, found, new)
         if (rules := decision.rules) is not None:
             rewrite = ir.Rewrite(
@@ -209,16 +226,43 @@ class Rewriter:
             ir.with_rewritten_rules(eqn, params, rewrite)
         leaving = {i: plan.border for body, plan in pairs if plan.border for i in body.results}
         avals = [crossing_aval(v.aval, leaving.get(i, ())) for i, v in enumerate(eqn.outvars)]
-        return env.build.keep(eqn, args, params, avals)
+        twins_in = _twins((body.operands, plan.twins.operands) for body, plan in pairs)
+        twins_out = _twins((body.results, plan.twins.results) for body, plan in pairs)
+        if not (twins_in or twins_out):
+            _write(env, eqn, env.build.keep(eqn, args, params, avals), decision.stored)
+            return
+        crossing = ir.crossing(eqn, list(twins_in), list(twins_out))
+        args += [env.twin(eqn.invars[at], twin.precision) for at, twin in twins_in.items()]
+        results = [ir.new_variable(aval) for aval in avals]
+        received = [ir.new_variable(ir.twin_aval(eqn.outvars[at].aval)) for at in twins_out]
+        env.build.cross(eqn, crossing, args, [*results, *received], params)
+        _write(env, eqn, results, decision.stored)
+        for (at, twin), bits in zip(twins_out.items(), received, strict=True):
+            env.receive(eqn.outvars[at], bits, twin)
 
 
-def _product(env: Env, eqn: Any, decision: Decision) -> list[Any]:
+def _twins(sides: Iterable[tuple[Sequence[int], Sequence[Twin]]]) -> dict[int, Twin]:
+    """The twins of an equation, by position, of those of its bodies."""
+    found = {places[t.position]: t for places, twins in sides for t in twins}
+    return dict(sorted(found.items()))
+
+
+def _write(env: Env, eqn: Any, values: Sequence[Any], stored: Sequence[Precision | None]) -> None:
+    for var, value, precision in zip(eqn.outvars, values, stored, strict=True):
+        env.write(var, value, precision)
+
+
+def _round(env: Env, eqn: Any, decision: Decision) -> None:
+    for var, precision in zip(eqn.outvars, decision.stored, strict=True):
+        if precision is not None:
+            env.round(var, precision)
+
+
+def _product(env: Env, eqn: Any, decision: Decision) -> Any:
     assert decision.compute is not None
-    stored = decision.stored[0]
-    dtype = eqn.outvars[0].aval.dtype if stored is None else stored.dtype
-
     low = [env.low_copy(v, decision.compute) for v in eqn.invars[:2]]
-    return [lowered(env.build, eqn, low, [env.read(v) for v in eqn.invars], dtype)]
+    operands = [env.read(v) for v in eqn.invars]
+    return lowered(env.build, eqn, low, operands, eqn.outvars[0].aval.dtype)
 
 
 def _low(env: Env, eqn: Any, decision: Decision) -> Sequence[Any]:

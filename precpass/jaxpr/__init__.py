@@ -75,6 +75,8 @@ from precpass.jaxpr.reading import (
     user_order,
     widening,
 )
+from precpass.jaxpr.rounded import is_rounded
+from precpass.jaxpr.twins import crossing, takes_twins, twin_aval, with_twins_in_order
 
 __all__ = [
     "COMBINERS",
@@ -105,6 +107,7 @@ __all__ = [
     "consts_of",
     "contents_of",
     "convert",
+    "crossing",
     "detach",
     "effects_of",
     "evaluate",
@@ -122,6 +125,7 @@ __all__ = [
     "is_differentiated",
     "is_float64",
     "is_literal",
+    "is_rounded",
     "is_sampler",
     "is_tracing",
     "is_valid",
@@ -142,12 +146,15 @@ __all__ = [
     "sorted_params",
     "source_of",
     "summed_and_batch",
+    "takes_twins",
     "trace",
     "trace_call",
+    "twin_aval",
     "user_order",
     "why_opaque",
     "widening",
     "with_bodies",
     "with_results_in",
     "with_rewritten_rules",
+    "with_twins_in_order",
 ]

@@ -16,8 +16,11 @@ from precpass.jaxpr.binding import DTYPE_PARAMS, bind, convert, trace
 from precpass.jaxpr.carrier import Form, carrier_p, detach_p
 from precpass.jaxpr.float64 import in_x64
 from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_of
+from precpass.jaxpr.rounded import rounded_p
+from precpass.jaxpr.twins import Crossing, named, twin_aval
 
 _cast_p = jex.primitives.convert_element_type_p
+_bitcast_p = jex.primitives.bitcast_convert_type_p
 
 Templates = dict[Hashable, Any]
 """What functions traced to and the avals of other dtypes, by all that they depend on."""
@@ -148,6 +151,35 @@ class Builder:
         params = {"form": form, "batched": ()}
         return self.emit(carrier_p, [out, lhs, rhs, *rest], params, out.aval)
 
+    def rounded(self, low: Any, wide: Any) -> Any:
+        """What a low value left of a wide one, in its dtype and with its derivative."""
+        return self.emit(rounded_p, [self.convert(low, wide.aval.dtype), wide], {}, wide.aval)
+
+    def bits(self, atom: Any) -> Any:
+        """The 16 bits of a low value."""
+        return self._bitcast(atom, twin_aval(atom.aval))
+
+    def from_bits(self, atom: Any, dtype: Any) -> Any:
+        """The low value of 16 bits, from which no derivative is taken."""
+        return self.detach(self._bitcast(atom, self._retyped(atom.aval, np.dtype(dtype))))
+
+    def _bitcast(self, atom: Any, aval: Any) -> Any:
+        return self.emit(_bitcast_p, [atom], {"new_dtype": aval.dtype}, aval)
+
+    def cross(
+        self,
+        eqn: Any,
+        crossing: Crossing,
+        operands: Sequence[Any],
+        outvars: Sequence[Any],
+        params: dict[str, Any],
+    ) -> None:
+        """Adds an equation with twins, which stand behind its other operands and results."""
+        operands = [operands[i] for i in crossing.operands]
+        outvars = [outvars[i] for i in crossing.results]
+        params = {**params, **crossing.params}
+        self.eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params))
+
     def call(
         self, fn: Callable[..., Sequence[Any]], operands: Sequence[Any], key: Hashable = None
     ) -> list[Any]:
@@ -228,7 +260,7 @@ class Builder:
             "outvars": list(outvars),
             "eqns": self.eqns,
             # JAX forgets the names of arguments where variables are others
-            "debug_info": opened.debug_info,
+            "debug_info": named(opened, len(invars)),
         }
         if not hasattr(like, "consts"):
             # on 0.10 the jaxpr of remat and shard_map is open

@@ -1,0 +1,58 @@
+"""The primitive behind which a value is stored low: its wide form, derivative included.
+
+`rounded(low, x)` is `low`, what is left of `x` after a rounding, in the dtype of `x`. Its
+derivative is that of `x` itself, so that the cotangents of all its readers add up in that dtype,
+and none of them passes through the 16 bits (`jaxpr.carrier` does the same for products). In a
+program that is not differentiated `x` has no reader left but what stores it low, and XLA drops
+it wherever it was kept: from the carry of a loop too, where it is a second one beside the low.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import jet
+from jax.interpreters import ad, batching, mlir
+
+__all__ = ["is_rounded", "rounded_p"]
+
+rounded_p = jex.Primitive("precpass_rounded")
+rounded_p.def_impl(lambda low, _x: low)
+rounded_p.def_abstract_eval(lambda low, _x: low)
+mlir.register_lowering(rounded_p, lambda _ctx, low, _x: [low])
+
+
+def is_rounded(eqn: Any) -> bool:
+    """Whether an equation hands on what was stored low."""
+    return eqn.primitive is rounded_p
+
+
+def _jvp(primals: Any, tangents: Any) -> Any:
+    return rounded_p.bind(*primals), tangents[1]
+
+
+def _transpose(cotangent: Any, _low: Any, _x: Any) -> list[Any]:
+    return [None, cotangent]
+
+
+def _batch(operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    low, x = (
+        lax.broadcast(operand, (size,)) if d is None else jnp.moveaxis(operand, d, 0)
+        for operand, d in zip(operands, dims, strict=True)
+    )
+    return rounded_p.bind(low, x), 0
+
+
+def _taylor(primals: Any, series: Any) -> Any:
+    return rounded_p.bind(*primals), list(series[1])
+
+
+ad.primitive_jvps[rounded_p] = _jvp
+ad.primitive_transposes[rounded_p] = _transpose
+batching.primitive_batchers[rounded_p] = _batch
+jet.jet_rules[rounded_p] = _taylor

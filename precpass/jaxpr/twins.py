@@ -1,0 +1,173 @@
+"""Low twins: more operands and results of an equation with bodies, which hold values on 16 bits.
+
+A value that is stored low, or cast once for all trips of a loop, crosses a border beside its wide
+form: that one is what derivatives take their way through, and where nothing is differentiated
+XLA drops it. As unsigned integers the 16 bits stay 16 bits everywhere: XLA:CPU of jax 0.10 holds
+bfloat16 loop state as float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from precpass.jaxpr.bodies import Body, scan_split
+from precpass.jaxpr.reading import open_jaxpr
+
+__all__ = ["Crossing", "crossing", "named", "takes_twins", "twin_aval", "with_twins_in_order"]
+
+_CROSSED = frozenset(("jit", "remat2", "closed_call", "eval_jaxpr", "scan", "while", "cond"))
+
+
+def takes_twins(eqn: Any) -> bool:
+    """Whether an equation's bodies can be given more operands and results.
+
+    Not those of what calls by a rule that somebody wrote for the operands that are there, and
+    not where an effect names an operand by its position.
+    """
+    if eqn.primitive.name not in _CROSSED or (eqn.primitive.name == "jit" and _is_laid_out(eqn)):
+        return False
+    return not any(hasattr(effect, "input_index") for effect in eqn.effects)
+
+
+def _is_laid_out(eqn: Any) -> bool:
+    layouts = (*eqn.params.get("in_layouts", ()), *eqn.params.get("out_layouts", ()))
+    return any(layout is not None for layout in layouts)
+
+
+def twin_aval(aval: Any) -> Any:
+    """The aval of a value's 16 bits."""
+    return aval.update(dtype=np.dtype(np.uint16), weak_type=False)
+
+
+class Crossing(NamedTuple):
+    """An equation with twins.
+
+    Attributes:
+        operands: the order of its operands, as positions among the old ones with the twins
+            behind them; the twins by the positions of what they are twins of.
+        results: the same of its results.
+        params: those that count or describe operands and results, bodies apart.
+    """
+
+    operands: list[int]
+    results: list[int]
+    params: dict[str, Any]
+
+
+def crossing(eqn: Any, operands: Sequence[int], results: Sequence[int]) -> Crossing:
+    """An equation with twins of the operands and results at some positions, in ascending order."""
+    ins, outs = _groups(eqn)
+    old, name = eqn.params, eqn.primitive.name
+    params: dict[str, Any] = {}
+    if name == "jit":
+        ends = {"in_shardings": operands, "in_layouts": operands}
+        ends |= {"out_shardings": results, "out_layouts": results}
+        params = {p: (*old[p], *(old[p][i] for i in at)) for p, at in ends.items()}
+        params["donated_invars"] = (*old["donated_invars"], *(False for _ in operands))
+    elif name == "remat2" and isinstance(old["prevent_cse"], tuple):
+        params = {"prevent_cse": (*old["prevent_cse"], *(True for _ in operands))}
+    elif name in ("scan", "while"):
+        counts = _counts(ins, operands)
+        if name == "while":
+            params = {"cond_nconsts": counts[0], "body_nconsts": counts[1]}
+        elif "num_consts" in old:
+            params = {"num_consts": counts[0], "num_carry": counts[1]}
+        else:
+            trees = _scan_trees(*counts, _counts(outs, results)[1])
+            params = dict(zip(("ft_in", "ft_out"), trees, strict=True))
+    return Crossing(_order(ins, operands), _order(outs, results), params)
+
+
+def _groups(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sizes of the groups in which an equation's operands stand, and its results."""
+    n_in, n_out = len(eqn.invars), len(eqn.outvars)
+    if eqn.primitive.name == "scan":
+        consts, carry = scan_split(eqn.params)
+        return (consts, carry, n_in - consts - carry), (carry, n_out - carry)
+    if eqn.primitive.name == "while":
+        consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        return (*consts, n_in - sum(consts)), (n_out,)
+    return (n_in,), (n_out,)
+
+
+def _counts(groups: Sequence[int], twins: Sequence[int]) -> tuple[int, ...]:
+    ends = np.cumsum(groups)
+    more = np.bincount(np.searchsorted(ends, twins, side="right"), minlength=len(groups))
+    return tuple(int(n) for n in np.asarray(groups) + more)
+
+
+def _order(groups: Sequence[int], twins: Sequence[int]) -> list[int]:
+    """Each group, and behind it the twins of what stands in it."""
+    total, order, start = sum(groups), list[int](), 0
+    for size in groups:
+        order += range(start, start + size)
+        order += (total + k for k, at in enumerate(twins) if start <= at < start + size)
+        start += size
+    return order
+
+
+@functools.lru_cache(maxsize=1024)
+def _scan_trees(consts: int, carry: int, xs: int, ys: int) -> tuple[Any, Any]:
+    """What jax 0.11 has in the place of a scan's two counts, of a scan with these numbers."""
+    scalar, row = jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((1,), np.float32)
+
+    def program(held: Sequence[Any], start: Sequence[Any], rows: Sequence[Any]) -> Any:
+        def body(state: Any, _row: Any) -> Any:
+            for x in held:  # a scan's constants are what its body reads of the values around it
+                lax.neg(x)
+            return state, (np.float32(0),) * ys
+
+        return lax.scan(body, start, rows, length=1)
+
+    jaxpr = jax.make_jaxpr(program)([scalar] * consts, [scalar] * carry, [row] * xs)
+    (eqn,) = (eqn for eqn in open_jaxpr(jaxpr).eqns if eqn.primitive.name == "scan")
+    return eqn.params["ft_in"], eqn.params["ft_out"]
+
+
+def with_twins_in_order(
+    eqn: Any, body: Body, jaxpr: Any, operands: Sequence[int], results: Sequence[int]
+) -> Any:
+    """The jaxpr of a body, whose twins stand behind all its operands and results, as `eqn` has it.
+
+    Args:
+        eqn: without twins.
+        body: of that equation.
+        jaxpr: that of the body with twins.
+        operands: the positions, in the body, of those that have twins.
+        results: likewise.
+    """
+    ins, outs = _groups(eqn)
+    opened = open_jaxpr(jaxpr)
+    order_in = _order(_of_body(ins, body.operands), operands)
+    # the predicate of a while leaves by no result of the equation
+    order_out = _order(_of_body(outs, body.results), results) if body.results else [0]
+    if order_in == sorted(order_in) and order_out == sorted(order_out):
+        return jaxpr
+    parts = {
+        "invars": [opened.invars[i] for i in order_in],
+        "outvars": [opened.outvars[i] for i in order_out],
+        "debug_info": named(opened, len(order_in)),
+    }
+    if opened is jaxpr or hasattr(opened, "with_consts"):  # 0.11 merged the two classes
+        return opened.replace(**parts)
+    return jaxpr.replace(jaxpr=opened.replace(**parts))
+
+
+def named(opened: Any, operands: int) -> Any:
+    """The debug info of a jaxpr that is given more operands, of which the new ones have no name."""
+    info, names = opened.debug_info, opened.debug_info.arg_names
+    if names is None or len(names) >= operands:
+        return info
+    return info._replace(arg_names=(*names, *[""] * (operands - len(names))))
+
+
+def _of_body(groups: Sequence[int], positions: Sequence[int]) -> list[int]:
+    """How many of an equation's operands or results that a body has are of each group."""
+    groups_of = np.searchsorted(np.cumsum(groups), positions, side="right")
+    return np.bincount(groups_of, minlength=len(groups)).tolist()
