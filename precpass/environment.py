@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from precpass import jaxpr as ir
+from precpass.equations import grows, moved_operand
 from precpass.plan import Border, Twin, across
 from precpass.precision import Precision
 from precpass.product import low_copy
@@ -34,6 +35,7 @@ class Env:
         self.widened_from: dict[Any, Any] = {}
         self.bits: dict[Any, Any] = {}
         self.twins: dict[Any, Any] = {}
+        self.moved: dict[Any, Any] = {}
 
     def enter(self, var: Any, border: Border) -> Any:
         """The operand in the place of `var`, in the format in which it crosses the border."""
@@ -76,6 +78,8 @@ class Env:
     def keep(self, eqn: Any) -> None:
         """Takes over an equation as it is."""
         values = self.values
+        if grows(eqn) or (self.twins and moved_operand(eqn) is not None):
+            self.moved.update(dict.fromkeys(eqn.outvars, eqn))
         if (pair := ir.widening(eqn)) is not None:
             self.widened_from.update([pair])
         if values and any(not ir.is_literal(v) and v in values for v in eqn.invars):
@@ -168,10 +172,31 @@ class Env:
         key = (atom, precision)
         if key not in self.low_copies and key in self.twins:
             self.low_copies[key] = self.build.from_bits(self.twins[key], precision.dtype)
+        if key not in self.low_copies and atom in self.moved:
+            self._move_low(self.moved[atom], precision)
         if key not in self.low_copies:
             nearest = self._nearest(atom, precision)
             self.low_copies[key] = low_copy(self.build, nearest, precision)
         return self.low_copies[key]
+
+    def _has_low(self, atom: Any, precision: Precision) -> bool:
+        key = (atom, precision)
+        if key in self.low_copies or key in self.twins:
+            return True
+        moved = self.moved.get(atom)
+        return moved is not None and (
+            grows(moved) or self._has_low(moved_operand(moved), precision)
+        )
+
+    def _move_low(self, eqn: Any, precision: Precision) -> None:
+        """Moves the low copy of what an equation moves, where there is one, or where it grows."""
+        operand = eqn.invars[0] if grows(eqn) else moved_operand(eqn)
+        if not (grows(eqn) or self._has_low(operand, precision)):
+            return
+        low = self.low_copy(operand, precision)
+        moved = [low] if ir.keeps_bits(eqn) else self.build.bind(eqn, [low])
+        for var, value in zip(eqn.outvars, moved, strict=True):
+            self.low_copies[var, precision] = low_copy(self.build, value, precision)
 
     def output(self, atom: Any, border: Border) -> Any:
         """A result of the jaxpr as it crosses the border."""

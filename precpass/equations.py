@@ -11,6 +11,7 @@ from precpass import jaxpr as ir
 from precpass import reasons
 from precpass.boundary import BOUNDARY
 from precpass.facts import ANY, Facts, guard
+from precpass.graph import nbytes
 from precpass.opkinds import Op, OpKind, op
 from precpass.plan import Action, Border, Decision
 from precpass.precision import Precision
@@ -31,6 +32,7 @@ _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilate
 # is rounded too: the derivative of a maximum divides by the number of elements that equal it.
 EQUALITIES = frozenset({"eq", "ne"})
 
+_REPEATS = frozenset(("broadcast_in_dim", "all_gather", "all_gather_invariant", "tile"))
 _ASKS_READERS = frozenset(("convert_element_type", "stop_gradient"))
 
 
@@ -145,6 +147,30 @@ def likeness(row: int, eqn: Any, facts: Facts, adds: bool, decides: bool) -> Has
 def float_vars(eqn: Any) -> list[Any]:
     """The floating operands."""
     return [v for v in eqn.invars if ir.precision_of(v.aval)]
+
+
+def moved_operand(eqn: Any) -> Any:
+    """What an equation only moves, each element once at the most; None where it does more."""
+    row = op(eqn.primitive.name)
+    moves = row.kind is OpKind.DATA_MOVEMENT and not row.spreads and row.data is None
+    if not (moves or ir.keeps_bits(eqn)):
+        return None
+    operands = float_vars(eqn)
+    alone = len(operands) == 1 and len(eqn.invars) == 1 and not ir.is_literal(operands[0])
+    return operands[0] if alone and ir.precision_of(operands[0].aval) is Precision.F32 else None
+
+
+def grows(eqn: Any) -> bool:
+    """Whether an equation only repeats what it is given, so that a cast belongs before it.
+
+    On the wire of an `all_gather` it halves the bytes.
+    """
+    if eqn.primitive.name not in _REPEATS:
+        return False
+    (before, *_), (after, *_) = eqn.invars, eqn.outvars
+    if ir.is_literal(before) or ir.precision_of(before.aval) is not Precision.F32:
+        return False
+    return len(eqn.invars) == 1 and nbytes(after.aval) > nbytes(before.aval)
 
 
 def has_low(eqn: Any) -> bool:

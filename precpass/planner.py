@@ -35,6 +35,7 @@ from precpass.equations import (
 from precpass.facts import Facts, propagate
 from precpass.graph import Graph, join_scopes
 from precpass.opkinds import Op, OpKind, op
+from precpass.placing import Question, placed
 from precpass.plan import Action, Border, Decision, Plan, across
 from precpass.policy import PrecisionPolicy
 from precpass.precision import Precision
@@ -110,6 +111,8 @@ class Planner:
         self._orders = bool(self.asked or policy.orders - {OpKind.COMPUTE})
         self.readers = Readers(graph)
         self._additive = Additive()
+        self._facts_of: dict[int, list[Facts]] = {}
+        self._deciding: set[int] = set()
         self._alike: dict[Hashable, Decision] = {}
         self._only_permits = not (
             self.asked or policy.widens or OpKind.ELEMENTWISE in policy.orders
@@ -123,9 +126,34 @@ class Planner:
 
     def root(self, border: Border) -> Plan:
         """The plan of the outermost jaxpr, with what was noticed on the way."""
-        plan = self.plan(self.facts, (), decides=False, border=border)
+        plan = self._placed(self.plan(self.facts, (), decides=False, border=border))
         notes = dict.fromkeys((*self.notes, *self.asked.complaints()))
         return dataclasses.replace(plan, notes=tuple(notes), unmatched=self.asked.unmatched())
+
+    def _placed(self, plan: Plan) -> Plan:
+        """The plan with the storage of its values, where that is the planner's to choose."""
+        low = self.policy.precision_for(OpKind.COMPUTE)
+        permitted = low.is_low and OpKind.ELEMENTWISE not in self.policy.orders
+        if not permitted or not any(a is Action.LOWER for _, a in plan.count()):
+            return plan
+        asked = Question(
+            self.graph,
+            plan,
+            low,
+            self._facts_of,
+            self._deciding,
+            lambda row: self._permits(row, low),
+            self._additive.cyclic,
+        )
+        return placed(asked)
+
+    def _permits(self, row: int, low: Precision) -> bool:
+        """Whether what an equation makes may be stored low."""
+        eqn, scope = self.graph.eqns[row], self._scope(row)
+        table = op(eqn.primitive.name)
+        if is_fixed(scope) or ir.user_order(eqn) is not None or table.kind is OpKind.BOUNDARY:
+            return ir.keeps_bits(eqn) and not is_fixed(scope)
+        return self._target(row, table, scope)[0] is low
 
     def plan(self, facts: Facts, carried: Feeds, decides: bool, border: Border) -> Plan:
         """The plan of one body at one class of call sites.
@@ -138,6 +166,9 @@ class Planner:
         """
         key = (id(facts), carried, decides, border)
         if key not in self.memo:
+            self._facts_of.setdefault(facts.body, []).append(facts)
+            if decides:
+                self._deciding.add(facts.body)
             node = self.graph.bodies[facts.body]
             adds = self._additive.accumulating(node.jaxpr, carried)
             stored: dict[Any, Precision | None] = {}

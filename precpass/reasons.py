@@ -108,6 +108,11 @@ NO_FLOATS = Reason("no floating-point values", "nothing: it has no floating-poin
 COMPLEX = Reason(
     "complex numbers keep their precision", "compute the real and imaginary parts by real products"
 )
+STORED = Reason(
+    "{}; stored in {}: {}",
+    "keep what makes it wide by keep('f32') or a Rule",
+    "keep what makes it wide by keep('f32') or a Rule",
+)
 CONSTANTS = Reason(
     "made of constants alone: computed once, as written", "nothing: it is computed once"
 )

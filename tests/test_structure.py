@@ -32,19 +32,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "site": {"precision", "jaxpr"},
     "plan": {"precision", "opkinds", "rules", "policy", "site", "wording"},
     "equations": {
-        *("reasons", "precision", "opkinds", "boundary", "rules", "jaxpr", "facts", "plan"),
-        "wording",
+        *("reasons", "precision", "opkinds", "boundary", "rules", "jaxpr", "graph", "facts"),
+        *("plan", "wording"),
     },
     "readers": {"reasons", "precision", "opkinds", "jaxpr", "graph", "equations"},
+    "classes": {"precision", "opkinds", "rules", "jaxpr", "graph", "equations"},
+    "placing": {
+        *("reasons", "wording", "precision", "opkinds", "jaxpr", "graph", "facts", "plan"),
+        "classes",
+    },
     "asked": {"precision", "lock", "rules", "policy", "jaxpr", "graph", "equations"},
     "planfile": {"precision", "opkinds", "rules", "lock", "policy", "graph", "plan", "site"},
     "planner": {
         *("precision", "opkinds", "boundary", "rules", "policy", "jaxpr", "graph", "facts"),
-        *("reasons", "accumulate", "plan", "equations", "readers", "asked"),
+        *("reasons", "accumulate", "plan", "equations", "readers", "asked", "placing"),
     },
     "product": {"precision", "jaxpr"},
     "island": {"precision", "jaxpr", "plan"},
-    "environment": {"precision", "jaxpr", "plan", "product"},
+    "environment": {"precision", "jaxpr", "plan", "equations", "product"},
     "rewrite": {
         *("precision", "opkinds", "jaxpr", "graph", "plan", "product", "island", "environment"),
     },

@@ -172,6 +172,19 @@ def applies_function(eqn: Any) -> bool:
     return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
 
 
+def keeps_bits(eqn: Any) -> bool:
+    """Whether an equation rounds float32 to all of its digits.
+
+    With it JAX keeps XLA from computing again what a checkpoint policy saves.
+    """
+    if eqn.primitive.name != "reduce_precision":
+        return False
+    whole = jnp.finfo(np.float32)
+    params, dtype = eqn.params, eqn.outvars[0].aval.dtype
+    bits = params["exponent_bits"], params["mantissa_bits"]
+    return dtype == np.float32 and bits == (whole.nexp, whole.nmant)
+
+
 def iota_size(eqn: Any) -> Any:
     """How many integers an iota counts through."""
     return eqn.params["shape"][eqn.params["dimension"]]

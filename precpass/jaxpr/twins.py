@@ -121,7 +121,8 @@ def _scan_trees(consts: int, carry: int, xs: int, ys: int) -> tuple[Any, Any]:
         def body(state: Any, _row: Any) -> Any:
             for x in held:  # a scan's constants are what its body reads of the values around it
                 lax.neg(x)
-            return state, (np.float32(0),) * ys
+            # what is handed through is no carry, and a constant no value of the body
+            return [lax.neg(x) for x in state], (lax.iota(np.float32, 1),) * ys
 
         return lax.scan(body, start, rows, length=1)
 

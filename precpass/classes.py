@@ -1,0 +1,255 @@
+"""Values that are one value on two sides of a border, or of a movement: they are stored alike.
+
+What a loop carries, stacks and reads slices of, what a branch or a call is handed and hands back,
+and what of it is only moved, is held in one format. A class is such a set of values, with all
+that its storage costs: where it is defined, stacked and kept, and who reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from precpass import jaxpr as ir
+from precpass.equations import moved_operand
+from precpass.graph import Graph, nbytes
+from precpass.precision import Precision
+from precpass.rules import is_backward
+
+__all__ = ["Classes", "Place", "ValueClass"]
+
+Key = tuple[int, Any]
+"""A variable, and before it the index of its body."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where values of a class are held as they are in memory: a loop's stack or carry.
+
+    Attributes:
+        nbytes: of all values that are held there in one run, at their own width.
+        reads: how often each is read from it.
+        kind: "stack", "carry" or "kept" (by the forward for the backward pass).
+    """
+
+    nbytes: float
+    reads: int
+    kind: str
+
+
+@dataclasses.dataclass
+class ValueClass:
+    """Values that are stored alike.
+
+    Attributes:
+        sample: one of them.
+        defined: the rows that make one of them, and which of their results it is.
+        given: of those that no row makes, the bytes in one run: arguments, constants, literals.
+        low: body -> the rows there that read one on 16 bits.
+        read: body -> the bytes of what is read there on 16 bits, as it is.
+        wide: body -> the rows there that read one as it is.
+        moves: the rows that only move one.
+        places: where they are held.
+        crossed: the rows of the equations whose borders they cross.
+        is_input: whether an argument of the program is one of them.
+        is_output: whether a result of the program is one of them.
+    """
+
+    sample: Any
+    defined: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    given: float = 0.0
+    low: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    read: dict[int, float] = dataclasses.field(default_factory=dict)
+    wide: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    moves: list[int] = dataclasses.field(default_factory=list)
+    places: list[Place] = dataclasses.field(default_factory=list)
+    crossed: set[int] = dataclasses.field(default_factory=set)
+    is_input: bool = False
+    is_output: bool = False
+
+
+class Classes:
+    """The classes of a graph's values that cross a border or are kept for a backward pass.
+
+    Args:
+        graph: the program.
+        crosses: whether values may cross the borders of a row's bodies on 16 bits.
+        reads_low: whether a row reads its first two operands on 16 bits.
+    """
+
+    def __init__(
+        self, graph: Graph, crosses: Callable[[int], bool], reads_low: Callable[[int], bool]
+    ) -> None:
+        self.graph = graph
+        self.reads_low = reads_low
+        self._parents: dict[Key, Key] = {}
+        self._crossed = {row for row in graph.children if crosses(row)}
+        self._scopes: dict[int, bool] = {}
+        for row in sorted(self._crossed):
+            self._link(row)
+        kept = set[Key]()
+        for body in range(len(graph.bodies)):
+            kept |= self._kept(body)
+        for body in range(len(graph.bodies)):
+            self._follow(body)
+        self.found: dict[Key, ValueClass] = {}
+        for body in range(len(graph.bodies)):
+            self._collect(body, kept)
+
+    def of(self, body: int, atom: Any) -> ValueClass | None:
+        """The class of a value."""
+        root = self._root((body, atom)) if not ir.is_literal(atom) else None
+        return None if root is None else self.found.get(root)
+
+    # ------------------------------------------------------------ which values are alike
+
+    def _root(self, key: Key) -> Key | None:
+        parent = self._parents.get(key)
+        if parent is None:
+            return None
+        while parent != key:
+            above = self._parents[parent]
+            self._parents[key] = above
+            key, parent = parent, above
+        return key
+
+    def _join(self, a: Key, b: Key) -> None:
+        for key in (a, b):
+            self._parents.setdefault(key, key)
+        self._parents[self._root(a)] = self._root(b)  # pyright: ignore[reportArgumentType] -- both are there
+
+    def _link(self, row: int) -> None:
+        """Joins what is one value on the two sides of a border, or of two trips."""
+        eqn, around = self.graph.eqns[row], int(self.graph.body[row])
+        for body, child in self.graph.children[row]:
+            opened = ir.open_jaxpr(body.jaxpr)
+            pairs = [
+                (eqn.invars[at], v) for v, at in zip(opened.invars, body.operands, strict=True)
+            ]
+            pairs += [(eqn.outvars[at], v) for v, at in _leaving(body, opened)]
+            for outside, inside in pairs:
+                self._join_atoms((around, outside), (child, inside))
+            # of branches that are handed a literal nothing outside is in common
+            first, at_first = self.graph.children[row][0]
+            own = dict(zip(body.operands, opened.invars, strict=True))
+            for at, v in zip(first.operands, ir.open_jaxpr(first.jaxpr).invars, strict=True):
+                if at in own:
+                    self._join_atoms((child, own[at]), (at_first, v))
+            for invar, outvar in body.carry:
+                self._join_atoms((child, opened.outvars[outvar]), (child, opened.invars[invar]))
+
+    def _join_atoms(self, a: Key, b: Key) -> None:
+        keys = [key for key in (a, b) if not ir.is_literal(key[1]) and _is_wide(key[1])]
+        if keys:
+            self._join(keys[0], keys[-1])
+
+    def _kept(self, body: int) -> set[Key]:
+        """The values that the forward pass makes in a body and the backward pass reads there."""
+        node = self.graph.bodies[body]
+        made, kept = set[Any](), set[Key]()
+        for row in range(node.start, node.stop):
+            eqn = self.graph.eqns[row]
+            if self._is_backward(body, eqn):
+                kept |= {(body, v) for v in eqn.invars if not ir.is_literal(v) and v in made}
+            else:
+                made |= {v for v in eqn.outvars if _is_wide(v)}
+        for key in kept:
+            self._join(key, key)
+        return kept
+
+    def _is_backward(self, body: int, eqn: Any) -> bool:
+        stack = eqn.source_info.name_stack
+        found = self._scopes.get(id(stack))
+        if found is None:
+            found = self._scopes[id(stack)] = is_backward(ir.scope_of(eqn))
+        return found or is_backward(self.graph.bodies[body].scope)
+
+    def _follow(self, body: int) -> None:
+        """Joins a value and what it is where it was moved to."""
+        node = self.graph.bodies[body]
+        for row in range(node.start, node.stop):
+            eqn = self.graph.eqns[row]
+            if (moved := moved_operand(eqn)) is not None and (body, moved) in self._parents:
+                for v in eqn.outvars:
+                    self._join((body, moved), (body, v))
+
+    # ------------------------------------------------------------ what is known of each
+
+    def _class(self, key: Key) -> ValueClass | None:
+        root = self._root(key)
+        if root is None:
+            return None
+        if root not in self.found:
+            self.found[root] = ValueClass(key[1])
+        return self.found[root]
+
+    def _classes(self, body: int, atoms: Sequence[Any]) -> Iterator[tuple[int, ValueClass]]:
+        for i, atom in enumerate(atoms):
+            if not ir.is_literal(atom) and (found := self._class((body, atom))) is not None:
+                yield i, found
+
+    def _collect(self, body: int, kept: set[Key]) -> None:
+        graph, node = self.graph, self.graph.bodies[body]
+        opened = ir.open_jaxpr(node.jaxpr)
+        if body == 0:
+            for i, found in self._classes(0, (*opened.constvars, *opened.invars)):
+                found.is_input = True
+                found.given += nbytes((*opened.constvars, *opened.invars)[i].aval)
+            for _, found in self._classes(0, opened.outvars):
+                found.is_output = True
+        for row in range(node.start, node.stop):
+            eqn = graph.eqns[row]
+            if row in self._crossed:
+                self._cross(row, body)
+                continue
+            moved = moved_operand(eqn)
+            low = self.reads_low(row)
+            for i, found in self._classes(body, eqn.invars):
+                if moved is not None:
+                    found.moves.append(row)
+                else:
+                    readers = found.low if low and i < 2 else found.wide
+                    readers.setdefault(body, []).append(row)
+                    if low and i < 2:
+                        found.read[body] = max(
+                            found.read.get(body, 0.0), nbytes(eqn.invars[i].aval)
+                        )
+            for k, found in self._classes(body, eqn.outvars):
+                if moved is None or self._class((body, moved)) is not found:
+                    found.defined.append((row, k))
+                if (body, eqn.outvars[k]) in kept:
+                    size = nbytes(eqn.outvars[k].aval) * node.calls
+                    found.places.append(Place(size, 1, "kept"))
+
+    def _cross(self, row: int, body: int) -> None:
+        """Notes the crossing of an equation's borders, and what its loop holds in memory."""
+        eqn, calls = self.graph.eqns[row], self.graph.bodies[body].calls
+        atoms = (*eqn.invars, *eqn.outvars)
+        for _, found in self._classes(body, atoms):
+            found.crossed.add(row)
+        consts, carry = ir.scan_split(eqn.params) if eqn.primitive.name == "scan" else (0, 0)
+        for inner, child in self.graph.children[row]:
+            opened = ir.open_jaxpr(inner.jaxpr)
+            for i, found in self._classes(child, opened.invars):
+                if ir.is_literal(eqn.invars[inner.operands[i]]):
+                    found.given += nbytes(opened.invars[i].aval) * calls
+            for invar, _ in inner.carry:
+                for _, found in self._classes(child, [opened.invars[invar]]):
+                    size = nbytes(opened.invars[invar].aval) * self.graph.bodies[child].calls
+                    found.places.append(Place(size, 1, "carry"))
+        if eqn.primitive.name == "scan":
+            for i, found in self._classes(body, eqn.invars):
+                if i >= consts + carry:
+                    found.places.append(Place(nbytes(eqn.invars[i].aval) * calls, 1, "stack"))
+            for k, found in self._classes(body, eqn.outvars):
+                if k >= carry:
+                    found.places.append(Place(nbytes(eqn.outvars[k].aval) * calls, 0, "stack"))
+
+
+def _leaving(body: ir.Body, opened: Any) -> Iterator[tuple[Any, int]]:
+    return zip(opened.outvars, body.results, strict=False)
+
+
+def _is_wide(atom: Any) -> bool:
+    return ir.precision_of(atom.aval) is Precision.F32

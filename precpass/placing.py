@@ -1,0 +1,254 @@
+"""Which values are stored low, and where low copies cross borders: a minimum cut.
+
+For every class of values that are stored alike (`classes`) there are two questions: is it rounded
+where it is defined and held low, and does a low copy cross the borders beside it, so that it is
+cast once and not in every trip and call. Both cost bytes, and bytes are time. Only what is
+really in memory counts: what loops stack and carry, what the forward pass keeps for the backward
+pass, and the copies that products read; a value inside of a fusion costs nothing in any format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from precpass import jaxpr as ir
+from precpass import reasons
+from precpass.classes import Classes, ValueClass
+from precpass.facts import Facts, guard
+from precpass.graph import Graph, nbytes
+from precpass.opkinds import OpKind, op
+from precpass.plan import Action, Decision, Plan, Twin, Twins
+from precpass.precision import Precision
+from precpass.wording import counted
+
+__all__ = ["Question", "placed"]
+
+_HALF = 0.5
+"""The bytes of a low value, in those of a wide one."""
+_CAST = 1.5
+"""What a cast reads and writes."""
+_CACHED = 0.25
+"""What a byte costs that was just written, in those that come from memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What is asked of a planned program.
+
+    Attributes:
+        graph: the program.
+        plan: its plan, every value stored as it is computed.
+        low: the format in question.
+        facts: body -> its facts at each class of call sites.
+        deciding: the bodies that compute the predicates of loops.
+        permits: whether the policy lets what a row makes be low.
+        adds: the operands of a loop's body that it adds to, of which there are bits.
+    """
+
+    graph: Graph
+    plan: Plan
+    low: Precision
+    facts: dict[int, list[Facts]]
+    deciding: set[int]
+    permits: Callable[[int], bool]
+    adds: Callable[[ir.Body], Sequence[int]]
+
+
+def placed(question: Question) -> Plan:
+    """The plan with the storage of its values."""
+    return _Placing(question).plan()
+
+
+class _Placing:
+    def __init__(self, question: Question) -> None:
+        self.q = question
+        self.graph = question.graph
+        self.decisions = dict[int, list[Decision]]()
+        self._read(question.plan)
+        self.classes = Classes(self.graph, self._crosses, self._reads_low)
+        self.rounded = set[int]()
+        self.crossing = set[int]()
+        self.memo: dict[Any, Plan] = {}
+
+    def plan(self) -> Plan:
+        """The plan, itself where nothing is gained."""
+        adding = self._adding()
+        for found in self.classes.found.values():
+            rounds, crosses = self._cheapest(found, id(found) in adding)
+            if rounds:
+                self.rounded.add(id(found))
+            if crosses and found.crossed:
+                self.crossing.add(id(found))
+        if not (self.rounded or self.crossing):
+            return self.q.plan
+        return self._placed(0, self.q.plan, Twins())
+
+    # ------------------------------------------------------------ what was planned
+
+    def _read(self, root: Plan) -> None:
+        seen, todo = set[tuple[int, int]](), [(0, root)]
+        while todo:
+            body, plan = todo.pop()
+            if (body, id(plan)) in seen:
+                continue
+            seen.add((body, id(plan)))
+            start = self.graph.bodies[body].start
+            for row, decision in enumerate(plan.decisions, start):
+                if decision.inner or (
+                    decision.kind is OpKind.COMPUTE and decision.action is Action.LOWER
+                ):
+                    self.decisions.setdefault(row, []).append(decision)
+                children = self.graph.children.get(row, ())
+                todo += [(c, p) for (_, c), p in zip(children, decision.inner, strict=True)]
+
+    def _crosses(self, row: int) -> bool:
+        found = self.decisions.get(row, ())
+        return bool(found) and ir.takes_twins(self.graph.eqns[row]) and all(map(_is_plain, found))
+
+    def _reads_low(self, row: int) -> bool:
+        found = self.decisions.get(row, ())
+        return any(d.action is Action.LOWER and d.compute is self.q.low for d in found)
+
+    def _adding(self) -> set[int]:
+        """The classes that a loop adds to in every trip."""
+        found = set[int]()
+        for row, children in self.graph.children.items():
+            for body, child in children:
+                if not body.carry or not self._crosses(row):
+                    continue
+                opened = ir.open_jaxpr(body.jaxpr)
+                for invar, feeds in zip(opened.invars, self.q.adds(body), strict=False):
+                    if feeds and (of := self.classes.of(child, invar)) is not None:
+                        found.add(id(of))
+        return found
+
+    # ------------------------------------------------------------ what it costs
+
+    def _cheapest(self, found: ValueClass, adds: bool) -> tuple[bool, bool]:
+        """Whether a class is rounded where it is defined, and whether low copies cross borders."""
+        calls = [node.calls for node in self.graph.bodies]
+        eqns, body_of = self.graph.eqns, self.graph.body
+        made = sum(
+            nbytes(eqns[row].outvars[k].aval) * calls[body_of[row]] for row, k in found.defined
+        )
+        cast_inside = _CAST * sum(size * calls[body] for body, size in found.read.items())
+        cast_outside = _CAST * (found.given + made)
+        stacked = sum(p.nbytes for p in found.places)
+        as_it_is = stacked + cast_inside
+        beside = stacked + cast_outside + sum(_beside(p) for p in found.places)
+        low = _HALF * stacked + _CACHED * cast_outside
+        if found.low and not (found.crossed and beside < as_it_is):
+            beside = float("inf")
+        if not adds and low < min(as_it_is, beside) and self._may_round(found):
+            return True, True
+        return False, bool(found.low) and beside < as_it_is
+
+    def _may_round(self, found: ValueClass) -> bool:
+        """Whether what reads a class may read what the low format leaves of it."""
+        if found.is_input or found.is_output or not found.places:
+            return False
+        if found.wide and any(p.kind == "carry" for p in found.places):
+            return False  # a state would be rounded anew in every trip
+        if {p.kind for p in found.places} == {"kept"} and not (
+            found.low or self._is_product(found)
+        ):
+            return False  # XLA may compute it again where it is read
+        return all(map(self._may_define, found.defined)) and all(
+            body not in self.q.deciding and all(map(self._may_read, rows))
+            for body, rows in (*found.wide.items(), *found.low.items())
+        )
+
+    def _is_product(self, found: ValueClass) -> bool:
+        eqns = [self.graph.eqns[row] for row, _ in found.defined]
+        kinds = {op(eqn.primitive.name).kind for eqn in eqns if not ir.keeps_bits(eqn)}
+        return kinds <= {OpKind.COMPUTE}
+
+    def _may_define(self, at: tuple[int, int]) -> bool:
+        row, k = at
+        eqn, body = self.graph.eqns[row], int(self.graph.body[row])
+        if row in self.graph.children or not self.q.permits(row):
+            return False
+        value = eqn.outvars[k]
+        facts = self.q.facts.get(body, ())
+        return not any(guard(f.of(value), self.q.low, "it") for f in facts) and not any(
+            f.of(value).random for f in facts
+        )
+
+    def _may_read(self, row: int) -> bool:
+        eqn = self.graph.eqns[row]
+        table = op(eqn.primitive.name)
+        if row in self.graph.children or table.kind is OpKind.BOUNDARY:
+            return False
+        # their error is that of the operand times a large factor
+        return not (table.wide and table.kind is OpKind.ELEMENTWISE)
+
+    # ------------------------------------------------------------ the plan
+
+    def _placed(self, body: int, plan: Plan, twins: Twins) -> Plan:
+        key = (body, id(plan), twins)
+        if key not in self.memo:
+            start = self.graph.bodies[body].start
+            decisions = tuple(
+                self._decided(row, body, decision)
+                for row, decision in enumerate(plan.decisions, start)
+            )
+            self.memo[key] = dataclasses.replace(plan, decisions=decisions, twins=twins)
+        return self.memo[key]
+
+    def _decided(self, row: int, body: int, decision: Decision) -> Decision:
+        if decision.inner:
+            return self._entered(row, body, decision)
+        classes = [self.classes.of(body, v) for v in self.graph.eqns[row].outvars]
+        defines = [
+            c is not None and id(c) in self.rounded and (row, k) in c.defined
+            for k, c in enumerate(classes)
+        ]
+        if not any(defines):
+            return decision
+        stored = tuple(self.q.low if d else None for d in defines)
+        found = next(c for c, d in zip(classes, defines, strict=True) if c is not None and d)
+        why = reasons.STORED(decision.reason, self.q.low, self._weighed(found))
+        return dataclasses.replace(decision, stored=stored, reason=why)
+
+    def _entered(self, row: int, body: int, decision: Decision) -> Decision:
+        eqn, crosses = self.graph.eqns[row], self._crosses(row)
+        inner: list[Plan] = []
+        for (into, child), plan in zip(self.graph.children[row], decision.inner, strict=True):
+            twins = Twins()
+            if crosses:
+                operands = ir.open_jaxpr(into.jaxpr).invars
+                results = [eqn.outvars[at] for at in into.results]
+                twins = Twins(self._twins(child, operands), self._twins(body, results))
+            inner.append(self._placed(child, plan, twins))
+        same = all(a is b for a, b in zip(inner, decision.inner, strict=True))
+        return decision if same else dataclasses.replace(decision, inner=tuple(inner))
+
+    def _twins(self, body: int, atoms: Sequence[Any]) -> tuple[Twin, ...]:
+        return tuple(self._each_twin(body, atoms))
+
+    def _each_twin(self, body: int, atoms: Sequence[Any]) -> Iterator[Twin]:
+        for position, atom in enumerate(atoms):
+            found = self.classes.of(body, atom)
+            if found is not None and id(found) in self.crossing:
+                yield Twin(position, self.q.low, id(found) in self.rounded)
+
+    def _weighed(self, found: ValueClass) -> str:
+        """What the cut weighed."""
+        products = len({row for rows in found.low.values() for row in rows})
+        saved = _HALF * sum(p.nbytes for p in found.places) / 1e6
+        read = f"read by {counted(products, 'product')}, " if products else ""
+        return f"{read}{saved:.3g} MB saved"
+
+
+def _is_plain(decision: Decision) -> bool:
+    """Whether values cross the borders of an equation's bodies in their own formats."""
+    return not (
+        decision.island or decision.rules is not None or any(p.border for p in decision.inner)
+    )
+
+
+def _beside(place: Any) -> float:
+    """The bytes of a low copy beside a place: a slice of a stack is copied, and read then."""
+    return place.nbytes * (1.0 if place.reads else _HALF)
