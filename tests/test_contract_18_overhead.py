@@ -18,6 +18,7 @@ from jax import lax
 
 import precpass as pp
 from precpass import context
+from precpass.planner import Planner
 from precpass.rewrite import Rewriter
 
 PACKAGE = str(Path(pp.__file__).parent)
@@ -177,6 +178,43 @@ def test_shared_layers_are_rewritten_once(monkeypatch: pytest.MonkeyPatch):
     assert len(low_products(jaxpr)) == 1
     # the layer and the function
     assert len(rewritten) == 2
+
+
+@pytest.mark.parametrize("compose", ("forward", "auto(grad)", "grad(auto)"))
+def test_shared_layers_are_planned_once(compose: str, monkeypatch: pytest.MonkeyPatch):
+    """What is known of a layer's operands is the same at every call here: more is planned apart."""
+    decided: Counter[str] = Counter()
+    leaf = Planner._leaf
+
+    def counted(self: Planner, row: int, *args: Any) -> Any:
+        decided[self.graph.eqns[row].primitive.name] += 1
+        return leaf(self, row, *args)
+
+    monkeypatch.setattr(Planner, "_leaf", counted)
+
+    def planned(n: int) -> Counter[str]:
+        @jax.jit
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.tanh(x) @ w
+
+        def loss(w: Any, x: Any) -> Any:
+            for _ in range(n):
+                x = layer(x, w)
+            return jnp.sum(x)
+
+        mixed = {
+            "forward": lambda: pp.auto_mixed(loss),
+            "auto(grad)": lambda: pp.auto_mixed(jax.grad(loss)),
+            "grad(auto)": lambda: jax.grad(pp.auto_mixed(loss)),
+        }
+        decided.clear()
+        jax.make_jaxpr(mixed[compose]())(X, X)
+        # but for the sum over the layers of what each adds to the weights' gradient
+        return Counter({name: k for name, k in decided.items() if name != "add_any"})
+
+    assert planned(3) == planned(50)
+    # JAX differentiates the first layer apart, whose operand needs no gradient
+    assert decided["tanh"] == 1 or compose == "auto(grad)"
 
 
 def test_a_call_of_a_shared_layer_costs_the_same_whatever_its_size():

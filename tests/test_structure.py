@@ -20,6 +20,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "precision": set(),
     "opkinds": {"precision"},
     "boundary": set(),
+    "network": set(),
+    "cut": {"network"},
     "rules": {"precision", "opkinds"},
     "lock": {"precision", "rules", "wording"},
     "policy": {"precision", "opkinds", "rules", "lock"},

@@ -1,0 +1,105 @@
+"""Networks of edges as flat arrays: searches, and maximum flows with capacities of 61 bits.
+
+scipy's flow has capacities of 32 bits and truncates what is larger without a word. Here a flow is
+found from the top bits down: each round pushes, in integers that scipy holds, as much as fits into
+what the rounds before have left. What is still to flow after a round is less than the lowest bit of
+its integers times the edges of its cut, so a few rounds reach the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, connected_components, maximum_flow
+
+__all__ = ["LARGEST", "SINK", "SOURCE", "components", "reach_sink", "reached", "sums"]
+
+SOURCE, SINK = 0, 1
+"""The nodes that a flow comes from and goes to."""
+
+LARGEST = 1 << 61
+"""The largest capacity: an int64 holds what is left of two of them."""
+
+# An int32 holds what scipy leaves of a capacity together with the flow against it.
+_ROUND_BITS = 29
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+def sums(values: NDArray[Any], groups: Ints, count: int) -> NDArray[Any]:
+    """The sum of each group, exact for integers, where `np.bincount` is not."""
+    found = np.zeros(count, values.dtype)
+    np.add.at(found, groups, values)
+    return found
+
+
+def components(size: int, a: Ints, b: Ints) -> Ints:
+    """The number of each node's connected component."""
+    return connected_components(_graph(size, a, b), directed=False)[1]
+
+
+def reached(size: int, start: int, tail: Ints, head: Ints) -> Bools:
+    """Of each node, whether edges lead to it from `start`."""
+    found = np.zeros(size, np.bool_)
+    found[breadth_first_order(_graph(size, tail, head), start, return_predecessors=False)] = True
+    return found
+
+
+def reach_sink(size: int, tail: Ints, head: Ints, capacity: Ints, component: Ints) -> Bools:
+    """The nodes that reach the sink through what the maximum flow leaves of the capacities.
+
+    They are the smallest sink's side of a minimum cut.
+
+    Args:
+        size: the number of nodes.
+        tail: of each edge, the node it leaves; no two edges have one tail and one head.
+        head: of each edge, the node it enters.
+        capacity: of each edge, at most LARGEST.
+        component: of each node, its connected component, the source and the sink left out.
+    """
+    # each edge beside its reverse, sorted as scipy has them: its flow has the same edges
+    keys = np.concatenate([tail * size + head, head * size + tail])
+    keys, which = np.unique(keys, return_inverse=True)
+    left = sums(capacity, which[: len(tail)], len(keys))
+    tail, head = np.divmod(keys, size)
+    place = component[np.where(tail > SINK, tail, head)]
+    count = int(place.max(initial=-1)) + 1
+    out, into = tail == SOURCE, head == SINK
+    bound = np.minimum(sums(left[out], place[out], count), sums(left[into], place[into], count))
+    while bound.any():
+        edges = np.flatnonzero(bound[place])
+        left[edges], bound = _push(tail[edges], head[edges], left[edges], place[edges], bound)
+    return reached(size, SINK, head[left > 0], tail[left > 0])
+
+
+def _push(tail: Ints, head: Ints, left: Ints, place: Ints, bound: Ints) -> tuple[Ints, Ints]:
+    """Pushes the top bits of the flow; what that leaves, of the capacities and of the bound.
+
+    The bound is of the flow in each component, and `place` the component of each edge.
+    """
+    shifts = np.maximum(np.frexp(bound.astype(np.float64))[1] - _ROUND_BITS, 0)
+    shift = shifts[place]
+    # an edge that takes more than can flow is never full
+    capacity = np.minimum(left >> shift, (bound[place] >> shift) + 1)
+
+    first = np.diff(tail, prepend=-1) > 0
+    nodes, rows = tail[first], np.cumsum(first) - 1
+    size, number = len(nodes), np.zeros(nodes[-1] + 1, np.int64)
+    number[nodes] = np.arange(size)
+    columns, starts = number[head], np.append(np.flatnonzero(first), len(tail))
+    csr = (part.astype(np.int32) for part in (capacity, columns, starts))
+    flow = maximum_flow(csr_array(tuple(csr), shape=(size, size)), SOURCE, SINK).flow.data
+    left = left - (flow.astype(np.int64) << shift)
+
+    some = capacity > flow
+    low = reached(size, SINK, columns[some], rows[some])
+    full = ~low[rows] & low[columns]
+    return left, np.where(shifts > 0, sums(left[full], place[full], len(bound)), 0)
+
+
+def _graph(size: int, tail: Ints, head: Ints) -> Any:
+    return csr_array((np.ones(len(tail)), (tail, head)), shape=(size, size))
