@@ -16,7 +16,7 @@ from precpass.inspection import Inspection
 from precpass.mixed import Mixed, made_of_trace, owner_of
 from precpass.planfile import policy_data
 from precpass.planner import unchanged_plan
-from precpass.policy import PrecisionPolicy, quietly
+from precpass.policy import PrecisionPolicy, parse_profitability, quietly
 from precpass.program import Traced, rewritten
 from precpass.site import Origin
 from precpass.view.explain import Explanation
@@ -26,13 +26,22 @@ __all__ = ["auto_mixed", "explain", "inspect", "keep", "trace_of", "use_policy"]
 
 @overload
 def auto_mixed(
-    fn: Callable[..., Any], *, policy: PrecisionPolicy | str | None = ..., **jit_options: Any
+    fn: Callable[..., Any],
+    *,
+    policy: PrecisionPolicy | str | None = ...,
+    profitability: str | None = ...,
+    **jit_options: Any,
 ) -> Mixed: ...
 @overload
 def auto_mixed(
-    *, policy: PrecisionPolicy | str | None = ..., **jit_options: Any
+    *,
+    policy: PrecisionPolicy | str | None = ...,
+    profitability: str | None = ...,
+    **jit_options: Any,
 ) -> Callable[[Callable[..., Any]], Mixed]: ...
-def auto_mixed(fn: Any = None, *, policy: Any = None, **jit_options: Any) -> Any:
+def auto_mixed(
+    fn: Any = None, *, policy: Any = None, profitability: Any = None, **jit_options: Any
+) -> Any:
     """`jax.jit` of a function, run in the precisions that a policy asks for.
 
     The result has the same signature, output tree, shapes, dtypes and weak types.
@@ -55,13 +64,18 @@ def auto_mixed(fn: Any = None, *, policy: Any = None, **jit_options: Any) -> Any
             `auto_mixed` made, the new policy and options replace its own.
         policy: a policy, a preset's name, or a string such as "p=f32,c=bf16,o=f32".
             Without one, that of `use_policy`, else AutoMixedBf16.
+        profitability: "always" lowers every product that the policy asks for, "assumed" those
+            that pay by a table of devices, "measured" those that are faster when they are timed
+            on the device: each distinct one once, when it is first met, and what came out is
+            kept in a file. Rules, `keep` and saved plans are orders, and come before it.
+            Without one, the policy's own (`with_profitability`), which is "always".
         jit_options: those of `jax.jit` (`donate_argnums`, `static_argnums`, ...).
 
     Raises:
         TypeError: when `fn` is no function that can be traced (a coroutine or
             generator function, a staticmethod object), or, when it is traced, has no
             floating values.
-        ValueError: for an unknown policy.
+        ValueError: for an unknown policy or profitability.
 
     Warns:
         PrecisionWarning: when tracing, where the policy lowered nothing, a rule
@@ -76,24 +90,31 @@ def auto_mixed(fn: Any = None, *, policy: Any = None, **jit_options: Any) -> Any
         dtype('float32')
     """
     parsed = None if policy is None else PrecisionPolicy.parse(policy)
+    pays = None if profitability is None else parse_profitability(profitability)
     if fn is None:
-        return lambda fn: auto_mixed(fn, policy=parsed, **jit_options)
+        return lambda fn: auto_mixed(fn, policy=parsed, profitability=pays, **jit_options)
     calling.check_function(fn)
     if not isinstance(fn, Mixed):
-        return Mixed(fn, parsed, jit_options)
-    if parsed in (None, fn.policy) and not jit_options:
+        return Mixed(fn, parsed, jit_options, pays)
+    if parsed in (None, fn.policy) and pays in (None, fn.profitability) and not jit_options:
         return fn
-    return Mixed(fn.__wrapped__, parsed or fn.policy, {**fn.jit_options, **jit_options})
+    options = {**fn.jit_options, **jit_options}
+    return Mixed(fn.__wrapped__, parsed or fn.policy, options, pays or fn.profitability)
 
 
 def inspect(
-    fn: Callable[..., Any], policy: PrecisionPolicy | str | None = None
+    fn: Callable[..., Any],
+    policy: PrecisionPolicy | str | None = None,
+    *,
+    profitability: str | None = None,
 ) -> Callable[..., Inspection]:
     """What a policy does to a function, without running it.
 
     Args:
         fn: a function, or the result of `auto_mixed`, whose policy and options then count.
         policy: as for `auto_mixed`.
+        profitability: as for `auto_mixed`; the device is that of the arguments where they are
+            committed to one.
 
     Returns:
         A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and
@@ -104,13 +125,14 @@ def inspect(
         >>> print(inspect(lambda x: x @ x)(jnp.ones((4, 4))).plan)
         <Plan: 1 of 1 products lowered, 1 equation lowered, 1 in all>
     """
-    return trace_of(fn, policy, _inspection)
+    return trace_of(fn, policy, _inspection, profitability)
 
 
 def trace_of(
     fn: Callable[..., Any],
     policy: PrecisionPolicy | str | None,
     then: Callable[[Traced], Any],
+    profitability: str | None = None,
 ) -> Callable[..., Any]:
     """A function of arguments of `fn` that gives what `then` makes of its trace.
 
@@ -118,9 +140,10 @@ def trace_of(
         fn: as for `inspect`.
         policy: as for `auto_mixed`.
         then: what is done with each trace; an error in it counts as one of the call.
+        profitability: as for `auto_mixed`.
     """
     fn, owner = owner_of(fn)
-    mixed = auto_mixed(fn, policy=policy)
+    mixed = auto_mixed(fn, policy=policy, profitability=profitability)
 
     def called(*args: Any, **kwargs: Any) -> Any:
         return made_of_trace(mixed, then, (*owner, *args), kwargs)
@@ -141,13 +164,17 @@ def _inspection(traced: Traced) -> Inspection:
 
 
 def explain(
-    fn: Callable[..., Any], policy: PrecisionPolicy | str | None = None
+    fn: Callable[..., Any],
+    policy: PrecisionPolicy | str | None = None,
+    *,
+    profitability: str | None = None,
 ) -> Callable[..., Explanation]:
     """What a policy does to a function, what it leaves wide and why, and what to do about it.
 
     Args:
         fn: as for `inspect`.
         policy: as for `auto_mixed`.
+        profitability: as for `inspect`.
 
     Returns:
         A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and
@@ -162,7 +189,7 @@ def explain(
         >>> print(explanation.text(color=False).splitlines()[1].strip())
         1 of 1 products low, 0 left wide; 100.0% of the FLOPs in low precision
     """
-    inspected = inspect(fn, policy)
+    inspected = inspect(fn, policy, profitability=profitability)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         # the text says it all

@@ -60,15 +60,23 @@ class Region:
     keep: Precision | None = None
     inside: bool = False
 
-    def resolve(self, own: PrecisionPolicy | None) -> Resolved:
-        """What a function with the policy `own`, None for the default, does here."""
+    def resolve(self, own: PrecisionPolicy | None, profitability: str | None = None) -> Resolved:
+        """What a function does here.
+
+        Args:
+            own: its policy; None for the default.
+            profitability: its own; None for the policy's.
+        """
         scope = "" if self.keep is None else keep_scope(self.keep)
         if self.off or _SWITCHED_OFF:
             return Resolved(None, scope, self.inside)
         policy = own or self.policy
         if policy is None and self.inside:
             return Resolved(None, scope, False)
-        return Resolved(policy or AutoMixedBf16, scope, self.inside)
+        policy = policy or AutoMixedBf16
+        if profitability is not None:
+            policy = policy.with_profitability(profitability)
+        return Resolved(policy, scope, self.inside)
 
 
 @dataclasses.dataclass(frozen=True)

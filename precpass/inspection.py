@@ -109,6 +109,7 @@ class Inspection:
                 [("outputs  ", "frame"), (f"{n} {what}: the policy's output", "cast")]
                 for what, n in outputs.items()
             ),
+            *([[("costs  ", "frame"), (self.plan.costs, "reason")]] if self.plan.costs else []),
             [(totals(self.plan, self.policy_name, outputs.total()), "")],
         ]
         return rendered(lines, color)

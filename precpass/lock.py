@@ -44,11 +44,13 @@ class Lock:
         entries: pairs of a key and the precisions of the equations that have it, in
             their order; None for one whose precision nothing decides.
         left_out: the rules of its policy that a file cannot hold, as they print.
+        costs: where what products cost was from, when it was made; "" where nothing was asked.
     """
 
     name: str
     entries: tuple[tuple[str, tuple[Precision | None, ...]], ...]
     left_out: tuple[str, ...] = ()
+    costs: str = dataclasses.field(default="", compare=False)
 
     @functools.cached_property
     def _by_key(self) -> dict[str, tuple[Precision | None, ...]]:

@@ -23,6 +23,7 @@ class Mixed:
 
     Attributes:
         policy: its own policy, or None for the default in force when it is called.
+        profitability: its own, or None for the policy's.
         jit_options: those of `jax.jit`.
         stages: that `trace` and `lower` give what those of `jax.jit` give.
     """
@@ -30,7 +31,11 @@ class Mixed:
     stages: ClassVar[bool] = True
 
     def __init__(
-        self, fn: Callable[..., Any], policy: PrecisionPolicy | None, jit_options: dict[str, Any]
+        self,
+        fn: Callable[..., Any],
+        policy: PrecisionPolicy | None,
+        jit_options: dict[str, Any],
+        profitability: str | None = None,
     ) -> None:
         # an object's own attributes could hide those of this class
         own = ("__dict__",) if isinstance(fn, types.FunctionType) else ()
@@ -39,10 +44,12 @@ class Mixed:
         self.__dict__.pop("_stateful", None)
         self.__wrapped__ = fn
         self.policy = policy
+        self.profitability = profitability
         self.jit_options = jit_options
         name, declared = calling.name_of(fn), Declared(fn, jit_options)
         self._crossing = crossing = calling.Crossing(name, declared)
-        self._program = Program(_crossed(fn, crossing, False), name, declared, jit_options, policy)
+        crossed = _crossed(fn, crossing, False)
+        self._program = Program(crossed, name, declared, jit_options, policy, profitability)
         self._calls: dict[context.Region, Callable[..., Any]] = {}
 
     @functools.cached_property
@@ -53,7 +60,7 @@ class Mixed:
         options = dict(self.jit_options)
         if options.get("out_shardings") is not None:
             options["out_shardings"] = (None, options["out_shardings"])
-        return Program(fn, name, declared, options, self.policy)
+        return Program(fn, name, declared, options, self.policy, self.profitability)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The results of the wrapped function in the policy's precisions."""
@@ -147,7 +154,7 @@ class Mixed:
     def _trace(self, then: Callable[[Traced], Any], args: Any, kwargs: Any) -> Any:
         """What `then` makes of one trace of the function."""
         region = context.current()
-        resolved = region.resolve(self.policy)
+        resolved = region.resolve(self.policy, self.profitability)
         policy, scope = resolved.policy, resolved.scope
 
         def run_of(program: Program) -> Any:
@@ -184,7 +191,7 @@ class Mixed:
             found = getattr(found, part, None)
         if found is self:
             return name
-        return Mixed, (self.__wrapped__, self.policy, self.jit_options)
+        return Mixed, (self.__wrapped__, self.policy, self.jit_options, self.profitability)
 
     def __repr__(self) -> str:
         return f"<auto_mixed {_shown(self.__wrapped__)}, policy={self.policy or 'default'!r}>"

@@ -146,6 +146,8 @@ class Plan:
             follows is no part of what makes two plans equal.
         body: a number that the plans of one jaxpr share.
         origin: of the root alone: what the plan was made of.
+        costs: of the root alone: where what products cost is from, and on which device;
+            "" where nothing was asked.
     """
 
     decisions: tuple[Decision, ...]
@@ -156,6 +158,7 @@ class Plan:
     sites: tuple[Site, ...] = ()
     body: int = 0
     origin: Origin | None = None
+    costs: str = ""
     html: ClassVar[Callable[[Plan], str]]
     """The plan as self-contained HTML; `precpass.view.page` says how."""
     writer: ClassVar[Callable[[Plan], str]]

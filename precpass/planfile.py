@@ -13,7 +13,7 @@ from precpass.graph import join_scopes
 from precpass.lock import Lock, Names
 from precpass.opkinds import OpKind
 from precpass.plan import Decision, Plan
-from precpass.policy import PrecisionPolicy
+from precpass.policy import PrecisionPolicy, parse_profitability
 from precpass.precision import Precision
 from precpass.rules import Rule
 from precpass.site import Site
@@ -59,6 +59,7 @@ def written(plan: Plan) -> str:
         "jax": jax.__version__,
         "function": origin.name,
         "policy": origin.policy,
+        **({"costs": plan.costs} if plan.costs else {}),
         "equations": {key: _shortened(entries[key]) for key in sorted(entries)},
     }
     return json.dumps(whole, indent=1) + "\n"
@@ -95,7 +96,8 @@ def read(text: str, where: str) -> PrecisionPolicy:
         entries = tuple((key, tuple(_lengthened(t))) for key, t in whole["equations"].items())
         policy = policy_from(whole["policy"])
         left_out = tuple(map(str, whole["policy"]["rules_left_out"]))
-        return policy.with_lock(Lock(str(whole["function"]), entries, left_out))
+        costs = str(whole.get("costs", ""))
+        return policy.with_lock(Lock(str(whole["function"]), entries, left_out, costs))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{where} is damaged: {error}; save the plan anew") from error
 
@@ -175,6 +177,7 @@ def policy_data(policy: PrecisionPolicy) -> dict[str, Any]:
         "rules": [{**rule.patterns, "precision": str(rule.precision)} for rule in rules],
         "retypes": sorted(map(str, policy.retypes)),
         "output": None if policy.output is None else str(policy.output),
+        "profitability": policy.profitability,
         "rules_left_out": left_out,
     }
 
@@ -189,6 +192,8 @@ def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
         tuple(Rule(**rule) for rule in whole["rules"]),
         frozenset(map(Precision.parse, whole["retypes"])),
         None if whole["output"] is None else Precision.parse(whole["output"]),
+        # files of before it was an option lack it
+        profitability=parse_profitability(whole.get("profitability", "always")),
     )
 
 

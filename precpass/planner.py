@@ -39,6 +39,7 @@ from precpass.placing import Question, placed
 from precpass.plan import Action, Border, Decision, Plan, across
 from precpass.policy import PrecisionPolicy
 from precpass.precision import Precision
+from precpass.profit import Weighed, Worth
 from precpass.readers import Readers, rounded_by_readers
 from precpass.rules import innermost_keep, is_fixed
 
@@ -51,6 +52,7 @@ def make_plan(
     scope: str = "",
     closed_over: Sequence[Any] = (),
     border: Border = (),
+    worth: Worth | None = None,
 ) -> Plan:
     """The plan for a jaxpr under a policy.
 
@@ -60,9 +62,10 @@ def make_plan(
         scope: the name scopes around it.
         closed_over: the values of its first operands, as far as it closes over them.
         border: the formats in which values cross its border, for a custom rule.
+        worth: tells which products pay; without it all of them do.
     """
     graph = Graph.build(jaxpr, lambda inner: distinguish(policy, join_scopes(scope, inner)))
-    return Planner(graph, propagate(graph, closed_over), policy, scope).root(border)
+    return Planner(graph, propagate(graph, closed_over), policy, scope, worth).root(border)
 
 
 def unchanged_plan(jaxpr: Any) -> Plan:
@@ -97,7 +100,14 @@ def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:
 class Planner:
     """One run of the planner over a graph."""
 
-    def __init__(self, graph: Graph, facts: Facts, policy: PrecisionPolicy, scope: str) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        facts: Facts,
+        policy: PrecisionPolicy,
+        scope: str,
+        worth: Worth | None = None,
+    ) -> None:
         self.graph = graph
         self.facts = facts
         self.policy = policy
@@ -110,6 +120,7 @@ class Planner:
         self.asked = Asked(graph, scope, policy)
         self._orders = bool(self.asked or policy.orders - {OpKind.COMPUTE})
         self.readers = Readers(graph)
+        self._weighed = Weighed(graph, self.readers, worth)
         self._additive = Additive()
         self._facts_of: dict[int, list[Facts]] = {}
         self._deciding: set[int] = set()
@@ -128,7 +139,8 @@ class Planner:
         """The plan of the outermost jaxpr, with what was noticed on the way."""
         plan = self._placed(self.plan(self.facts, (), decides=False, border=border))
         notes = dict.fromkeys((*self.notes, *self.asked.complaints()))
-        return dataclasses.replace(plan, notes=tuple(notes), unmatched=self.asked.unmatched())
+        unmatched, costs = self.asked.unmatched(), self._weighed.costs(self.policy.lock)
+        return dataclasses.replace(plan, notes=tuple(notes), unmatched=unmatched, costs=costs)
 
     def _placed(self, plan: Plan) -> Plan:
         """The plan with the storage of its values, where that is the planner's to choose."""
@@ -316,13 +328,15 @@ class Planner:
         adds: bool,
         stored: dict[Any, Precision | None],
     ) -> Decision:
-        kind, name = table.kind, eqn.primitive.name
+        kind, name, preset = table.kind, eqn.primitive.name, self._presets[table.kind][1]
         read = {stored.get(v) for v in float_vars(eqn) if not ir.is_literal(v)}
         selects = table.selects and not (ordered and name in EQUALITIES and target in read)
         blocked = (
             self._blocked(eqn, table, ordered, adds, selects)
             or guarded(eqn, facts, target, table)
             or rounded_by_readers(eqn, self.readers.of(facts.body), table, target)
+            # what a rule, a region or a saved plan orders is lowered whether or not it pays
+            or (self._weighed.against(eqn, facts.body, target) if why is preset else "")
         )
         if blocked:
             return keep(eqn, kind, blocked)

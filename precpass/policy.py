@@ -17,6 +17,7 @@ from precpass.rules import Rule
 
 __all__ = [
     "PRESETS",
+    "PROFITABILITY",
     "AlwaysBf16",
     "AlwaysF16",
     "AlwaysF32",
@@ -26,6 +27,7 @@ __all__ = [
     "Custom",
     "PrecisionPolicy",
     "PrecisionWarning",
+    "parse_profitability",
     "quietly",
 ]
 
@@ -43,6 +45,25 @@ def quietly() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrecisionWarning)
         yield
+
+
+PROFITABILITY = ("measured", "assumed", "always")
+"""What a policy's profitability may be."""
+
+
+def parse_profitability(value: object) -> str:
+    """Reads a profitability.
+
+    Raises:
+        ValueError: for what is none; the text lists the legal ones.
+    """
+    for known in PROFITABILITY:
+        if value == known:
+            return known
+    raise ValueError(
+        f"unknown profitability {value!r}: legal are 'measured' (products are timed on the device, "
+        "once), 'assumed' (a table of devices decides) and 'always' (every product is lowered)"
+    )
 
 
 _RETYPES = frozenset({Precision.F32, Precision.BF16, Precision.F16})
@@ -64,6 +85,9 @@ class PrecisionPolicy:
         retypes: the formats that may change at all.
         output: the format of floating outputs, or None to keep each one's own.
         lock: the precisions of a saved plan, which come behind the rules.
+        profitability: which of the products that no rule and no saved plan decides are
+            lowered: "always" all of them, "assumed" those that pay by the table of devices,
+            "measured" those that pay when they are timed on the device.
     """
 
     name: str
@@ -74,6 +98,7 @@ class PrecisionPolicy:
     retypes: frozenset[Precision] = _RETYPES
     output: Precision | None = None
     lock: Lock | None = None
+    profitability: str = "always"
     html: ClassVar[Callable[[PrecisionPolicy], str]]
     """The policy as self-contained HTML; `precpass.view.page` says how."""
 
@@ -105,6 +130,18 @@ class PrecisionPolicy:
     def with_lock(self, lock: Lock | None) -> PrecisionPolicy:
         """This policy with the precisions of a saved plan, or without them (`Plan.load`)."""
         return dataclasses.replace(self, lock=lock)
+
+    def with_profitability(self, profitability: str) -> PrecisionPolicy:
+        """This policy for the products that pay, as "measured", "assumed" or "always" has it.
+
+        Raises:
+            ValueError: for anything else.
+
+        Example:
+            >>> AutoMixedBf16.with_profitability("measured")
+            AutoMixedBf16.with_profitability('measured')
+        """
+        return dataclasses.replace(self, profitability=parse_profitability(profitability))
 
     @property
     def lowers(self) -> bool:
@@ -171,6 +208,8 @@ class PrecisionPolicy:
             text += f".with_output({str(self.output)!r})"
         if self.lock is not None:
             text += f".with_lock(<{len(self.lock.entries)} keys of {self.lock.name}>)"
+        if self.profitability != "always":
+            text += f".with_profitability({self.profitability!r})"
         if self.rules:
             text += f".with_rules({', '.join(map(repr, self.rules))})"
         return text

@@ -21,6 +21,7 @@ from precpass.policy import PrecisionPolicy, PrecisionWarning
 from precpass.rewrite import Rewriter
 from precpass.rules import FIXED_SCOPE
 from precpass.selfcheck import check_jax
+from precpass.worth import worth_of
 
 __all__ = ["NEEDS_VALUES", "Program", "Traced", "checked_plan", "rewritten"]
 
@@ -37,6 +38,7 @@ class Program:
         declared: its static arguments.
         options: those of `jax.jit`.
         policy: its own policy, or None.
+        profitability: its own, or None.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class Program:
         declared: Declared,
         options: dict[str, Any],
         policy: PrecisionPolicy | None,
+        profitability: str | None = None,
     ) -> None:
         self.fn = fn
         self.name = name
         self.declared = declared
         self.options = options
         self.policy = policy
+        self.profitability = profitability
         # thrown away: an option that jit does not know is an error where it is given
         jax.jit(fn, **options)
         self.traced: Any = jax.jit(fn, **declared.options)
@@ -62,7 +66,7 @@ class Program:
         """The `jax.jit` function that a call in a region runs."""
         found = self._jitted.get(region)
         if found is None:
-            resolved, fn = region.resolve(self.policy), self.fn
+            resolved, fn = region.resolve(self.policy, self.profitability), self.fn
             if resolved.policy is not None:
                 fn = self._rewritten(region, resolved.policy, resolved.scope)
             made = jax.jit(context.traced_in(region, fn), **self.options)
@@ -162,8 +166,9 @@ class Traced:
 
     def plan(self, policy: PrecisionPolicy) -> Plan:
         """The plan under a policy, without a word."""
-        closed_over = self.call.operands[: self.call.closed_over]
-        return make_plan(self.call.jaxpr, policy, self.scope, closed_over)
+        operands = self.call.operands
+        closed_over, worth = operands[: self.call.closed_over], worth_of(policy, operands)
+        return make_plan(self.call.jaxpr, policy, self.scope, closed_over, worth=worth)
 
     def rewritten(self, plan: Plan, policy: PrecisionPolicy) -> Any:
         """The jaxpr under a plan, itself where nothing changes."""
@@ -198,10 +203,11 @@ def rewritten(
     said = set(plan.notes)
     # a saved plan has no equations of custom rules, which are traced when they are differentiated
     unlocked = policy.with_lock(None) if policy.lock else policy
+    worth = worth_of(unlocked)
 
     def plan_rule(rule: Any, scope: str, border: Border) -> Plan:
-        its_plan = make_plan(rule, unlocked, scope, border=border)
-        for text in its_plan.notes:
+        its_plan = make_plan(rule, unlocked, scope, border=border, worth=worth)
+        for text in (*its_plan.notes, *(worth.complaints() if worth else ())):
             if text not in said:
                 said.add(text)
                 warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
@@ -241,8 +247,9 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
             f", so {policy.name} has nothing to decide: call it without auto_mixed, or pass "
             "arrays of float32, bfloat16, float16 or float64"
         )
-    plan = make_plan(jaxpr, policy, scope, call.operands[: call.closed_over])
-    for text in _complaints(plan, policy, name):
+    worth = worth_of(policy, call.operands)
+    plan = make_plan(jaxpr, policy, scope, call.operands[: call.closed_over], worth=worth)
+    for text in (*_complaints(plan, policy, name), *(worth.complaints() if worth else ())):
         warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
     return plan
 

@@ -127,6 +127,10 @@ MAY_RUN = Reason(
     "may run in {}; wide costs nothing inside a fusion",
     "order it by a Rule that names the primitive",
 )
+DOES_NOT_PAY = Reason(
+    "does not pay {}: {} in {}, {} in {} ({})",
+    "order it by a Rule, or every product by profitability='always'",
+)
 PRESET = Reason(
     "{}: {} in {}",
     "ask for a low format by Custom({...}) or a Rule",

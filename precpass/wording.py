@@ -1,8 +1,8 @@
-"""Numbers of things in words."""
+"""Numbers in words."""
 
 from __future__ import annotations
 
-__all__ = ["are", "counted"]
+__all__ = ["are", "counted", "duration"]
 
 
 def counted(n: int, noun: str) -> str:
@@ -23,3 +23,16 @@ def are(n: int) -> str:
         ('is', 'are')
     """
     return "is" if n == 1 else "are"
+
+
+def duration(seconds: float) -> str:
+    """A time to two or three digits.
+
+    Example:
+        >>> duration(5.23e-5), duration(0.0114), duration(2.0), duration(4e-8)
+        ('52.3 us', '11.4 ms', '2 s', '0.04 us')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"

@@ -26,6 +26,7 @@ from bench_models import MODELS, SIZES
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from precpass.processor import processor
 from precpass.report.comparison import for_json
 
 SCHEMA = 1
@@ -36,16 +37,11 @@ LIBRARIES = ("jax", "jaxlib", "numpy", "optax", "jmp", "scikit-learn")
 
 def machine() -> dict[str, Any]:
     """The processor, as the system names it, and how many cores this process may use."""
-    facts, path = {}, Path("/proc/cpuinfo")
-    if path.exists():
-        lines = [line.partition(":") for line in path.read_text().splitlines()]
-        facts = {key.strip(): value.strip() for key, _, value in reversed(lines)}
-    flags = facts.get("flags", "").split()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = processor()
     return {
-        "processor": facts.get("model name") or platform.processor() or platform.machine(),
-        "bfloat16": [flag for flag in flags if "bf16" in flag],
-        "cores": cores,
+        "processor": found.model,
+        "bfloat16": list(found.bf16),
+        "cores": found.cores,
         "load": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "system": platform.system(),
     }

@@ -82,6 +82,7 @@ GIVEN = {
     "SELECTS": (lambda x, w: jnp.sort(x), "AlwaysBf16"),
     "READERS_ROUND": (lambda x, w: x.T.astype(jnp.bfloat16), "AlwaysBf16"),
     "MAY_RUN": (lambda x, w: x + w, "AutoMixed"),
+    "DOES_NOT_PAY": (product, pp.AutoMixed.with_profitability("assumed")),
     "PRESET": (product, "AlwaysF32"),
 }
 
@@ -134,7 +135,7 @@ def test_no_reason_to_keep_is_made_up_where_it_is_given():
 
 
 PRODUCTS = ["OFF", "FIXED", "KEEP_REGION", "RULE", "SAVED_PLAN", "USERS_ORDER"]
-PRODUCTS += ["REACHES", "VANISHES", "INTEGERS", "PREDICATE", "PRESET"]
+PRODUCTS += ["REACHES", "VANISHES", "INTEGERS", "PREDICATE", "DOES_NOT_PAY", "PRESET"]
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -18,6 +18,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reasons": set(),
     "wording": set(),
     "precision": set(),
+    "processor": set(),
+    "devices": {"precision"},
+    "placement": {"processor", "devices"},
     "opkinds": {"precision"},
     "boundary": set(),
     "network": set(),
@@ -44,10 +47,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "classes",
     },
     "asked": {"precision", "lock", "rules", "policy", "jaxpr", "graph", "equations"},
+    "origins": {"opkinds", "jaxpr", "graph"},
+    "profit": {
+        *("reasons", "wording", "precision", "devices", "jaxpr", "graph", "origins", "lock"),
+        *("opkinds", "equations", "readers"),
+    },
+    "verdicts": {"profit"},
     "planfile": {"precision", "opkinds", "rules", "lock", "policy", "graph", "plan", "site"},
     "planner": {
         *("precision", "opkinds", "boundary", "rules", "policy", "jaxpr", "graph", "facts"),
-        *("reasons", "accumulate", "plan", "equations", "readers", "asked", "placing"),
+        *("reasons", "accumulate", "plan", "equations", "readers", "asked", "placing", "profit"),
     },
     "product": {"precision", "jaxpr"},
     "island": {"precision", "jaxpr", "plan"},
@@ -58,6 +67,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "describe": {"opkinds", "jaxpr", "graph", "plan", "equations", "rewrite", "site"},
     "residuals": {"rules", "jaxpr", "graph"},
     "measure": {"precision", "opkinds", "jaxpr", "graph", "equations"},
+    "probe": {
+        *("opkinds", "policy", "jaxpr", "graph", "origins", "profit", "planner", "rewrite"),
+        "measure",
+    },
+    "worth": {"devices", "placement", "policy", "profit", "verdicts", "probe"},
     "view": {
         *("precision", "opkinds", "rules", "policy", "jaxpr", "graph", "plan", "site"),
         *("reasons", "wording", "residuals", "measure"),
@@ -70,7 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "selfcheck": {"policy", "jaxpr", "planner", "rewrite"},
     "program": {
         *("opkinds", "rules", "policy", "jaxpr", "plan", "planner", "rewrite"),
-        *("reasons", "context", "leaves", "calling", "selfcheck"),
+        *("reasons", "context", "leaves", "calling", "selfcheck", "worth"),
     },
     "mixed": {"policy", "context", "stateful", "leaves", "calling", "program"},
     "api": {

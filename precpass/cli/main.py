@@ -62,6 +62,8 @@ def _run(options: argparse.Namespace) -> Report:
         args, kwargs = arguments(options.args, options.example, module)
         if options.static is not None:
             fn = auto_mixed(fn, static_argnames=_static(options.static, fn, args, kwargs))
+        if options.profitability is not None:
+            fn = auto_mixed(fn, profitability=options.profitability)
         return command(Task(options, fn, args, kwargs, policy, progress))
 
 

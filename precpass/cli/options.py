@@ -9,6 +9,7 @@ from pathlib import Path
 
 from precpass.cli.commands import COMMANDS
 from precpass.cli.target import Refused
+from precpass.policy import PROFITABILITY
 from precpass.view.diff import LEVELS
 
 __all__ = ["check", "parsed"]
@@ -78,6 +79,11 @@ def _common(name: str, one: argparse.ArgumentParser) -> None:
     policy = "a preset, a string such as c=bf16, or the path of a saved plan (.json)"
     hidden = name == "compare"
     one.add_argument("--policy", help=argparse.SUPPRESS if hidden else policy)
+    one.add_argument(
+        "--profitability",
+        choices=PROFITABILITY,
+        help="which products are lowered (default: always)",
+    )
     one.add_argument("--json", action="store_true", help="for machines")
     if name in _COLORS:
         one.add_argument("--color", choices=("auto", "always", "never"), default="auto")

@@ -26,6 +26,7 @@ class Body:
         trips: how often it runs per call; None where only run time knows.
         carry: pairs (invar, outvar) that are fed back.
         decides: whether its result decides how the program runs on.
+        constants: how many of its invars, the first ones, are a loop's constants.
     """
 
     param: str
@@ -36,6 +37,7 @@ class Body:
     trips: int | None = 1
     carry: tuple[tuple[int, int], ...] = ()
     decides: bool = False
+    constants: int = 0
 
     @property
     def name(self) -> str:
@@ -64,7 +66,8 @@ def _scan(eqn: Any) -> tuple[Body, ...]:
     consts, carry = scan_split(eqn.params)
     fed_back = tuple((consts + i, i) for i in range(carry))
     (body,) = _whole("jaxpr")(eqn)
-    return (dataclasses.replace(body, trips=eqn.params["length"], carry=fed_back),)
+    trips = eqn.params["length"]
+    return (dataclasses.replace(body, trips=trips, carry=fed_back, constants=consts),)
 
 
 def _while(eqn: Any) -> tuple[Body, ...]:
@@ -80,11 +83,12 @@ def _while(eqn: Any) -> tuple[Body, ...]:
         (),
         None,
         decides=True,
+        constants=n_cond,
     )
     consts = range(n_cond, n_cond + n_body)
-    body = Body(
-        "body_jaxpr", None, eqn.params["body_jaxpr"], (*consts, *carry), outs, None, fed_back
-    )
+    operands = *consts, *carry
+    body = Body("body_jaxpr", None, eqn.params["body_jaxpr"], operands, outs, None, fed_back)
+    body = dataclasses.replace(body, constants=n_body)
     return cond, body
 
 

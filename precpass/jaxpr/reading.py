@@ -141,6 +141,17 @@ def summed_and_batch(eqn: Any) -> tuple[Any, Any] | None:
     return eqn.params["dimension_numbers"] if is_dot else None
 
 
+def permutation(eqn: Any) -> tuple[int, ...]:
+    """That of a transpose; () for any other equation."""
+    return tuple(eqn.params["permutation"]) if eqn.primitive.name == "transpose" else ()
+
+
+def ragged_dimension(eqn: Any) -> int:
+    """The dimension of a ragged dot's left operand that its groups divide; 0 for any other dot."""
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    return ragged.lhs_ragged_dimensions[0] if ragged is not None else 0
+
+
 def kernel_features(eqn: Any) -> tuple[Any, Any]:
     """The numbers of features that a convolution's kernel makes and reads."""
     spec, shape = eqn.params["dimension_numbers"].rhs_spec, eqn.invars[1].aval.shape

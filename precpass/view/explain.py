@@ -204,7 +204,7 @@ def explained(
         wide,
         tuple(_others(found)),
         tuple(map(repr, plan.unmatched)),
-        (*plan.notes, *_assumptions(found)),
+        (*plan.notes, *_costs(plan), *_assumptions(found)),
         tuple(advice(graph, decided)),
     )
 
@@ -216,6 +216,11 @@ def _by_line(items: Sequence[T], source: Callable[[T], Source]) -> Iterator[tupl
         lines.setdefault(source(item), []).append(item)
     for there in lines.values():
         yield from ((item, i == 0) for i, item in enumerate(there))
+
+
+def _costs(plan: Plan) -> Iterator[str]:
+    if plan.costs:
+        yield f"what products cost in each precision: {plan.costs}"
 
 
 def _assumptions(found: list[Row]) -> Iterator[str]:

@@ -29,7 +29,8 @@ def inspection_page(
 
 
 def _changes(plan: Plan, name: str) -> str:
-    return folded(totals(plan, name), _tree(diff_tree(plan, "equations")), is_open=True)
+    costs = as_html([[(f"costs {plan.costs}", "reason")]]) if plan.costs else ""
+    return folded(totals(plan, name), costs + _tree(diff_tree(plan, "equations")), is_open=True)
 
 
 def _tree(section: Section) -> str:
@@ -92,6 +93,8 @@ def policy_page(policy: PrecisionPolicy) -> str:
         others.append("widens what the program has low")
     if policy.output is not None:
         others.append(f"outputs in {policy.output}")
+    if policy.profitability != "always":
+        others.append(f"products that pay, {policy.profitability}")
     lines = as_html([[(text, "")] for text in others])
     return page(
         folded(policy.name, table(["kind", "precision", "as"], cells) + lines, is_open=True)

@@ -1,0 +1,92 @@
+"""How a program has a product's operands: what its low form would pay for each cast."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from precpass import jaxpr as ir
+from precpass.graph import BodyNode, Graph
+from precpass.opkinds import OpKind, op
+
+__all__ = ["Origin", "Origins"]
+
+
+class Origin(enum.Enum):
+    """How a product's operand comes about."""
+
+    MADE = "made"
+    """By elementwise work, in whose fusion a cast costs nothing."""
+    GIVEN = "given"
+    """In memory as float32: a cast reads and writes it."""
+    HELD = "held"
+    """A loop's constant, which is cast once, outside of the loop."""
+
+    # each product asks for two
+    __hash__ = object.__hash__
+
+
+class Origins:
+    """The origins of the values of a graph. Movement is looked through: casts commute with it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._rows: dict[int, dict[Any, int]] = {}
+
+    def of(self, body: int, atom: Any) -> Origin:
+        """The origin of an operand in a body; where calls differ, that at the first one."""
+        node = self.graph.bodies[body]
+        # the equations whose bodies were entered on the way, with their own bodies
+        entered: list[tuple[BodyNode, Any]] = []
+        while not ir.is_literal(atom):
+            row = self._producers(node).get(atom)
+            if row is None:
+                caller = entered.pop() if entered else (node.around, node.caller)
+                crossed = _outside(node, atom, *caller)
+                if isinstance(crossed, Origin):
+                    return crossed
+                node, atom = crossed
+            elif inside := self._inside(row, atom):
+                entered.append((node, self.graph.eqns[row]))
+                node, atom = inside
+            else:
+                eqn = self.graph.eqns[row]
+                kind = op(eqn.primitive.name).kind
+                if kind is not OpKind.DATA_MOVEMENT:
+                    return Origin.MADE if kind is OpKind.ELEMENTWISE else Origin.GIVEN
+                atom = eqn.invars[0]
+        return Origin.GIVEN
+
+    def _producers(self, node: BodyNode) -> dict[Any, int]:
+        if id(node) not in self._rows:
+            rows = range(node.start, node.stop)
+            self._rows[id(node)] = {v: row for row in rows for v in self.graph.eqns[row].outvars}
+        return self._rows[id(node)]
+
+    def _inside(self, row: int, atom: Any) -> tuple[BodyNode, Any] | None:
+        """The body, run once, that makes a result, and what it is there."""
+        match self.graph.children.get(row, ()):
+            case ((body, child),) if body.trips == 1 and not body.carry:
+                position = self.graph.eqns[row].outvars.index(atom)
+                if position not in body.results:
+                    return None
+                made = ir.open_jaxpr(body.jaxpr).outvars[body.results.index(position)]
+                return self.graph.bodies[child], made
+            case _:
+                return None
+
+
+def _outside(
+    node: BodyNode, atom: Any, around: BodyNode | None, caller: Any
+) -> tuple[BodyNode, Any] | Origin:
+    """What a value of a body's border is where an equation calls the body."""
+    opened = ir.open_jaxpr(node.jaxpr)
+    if caller is None or around is None or atom not in opened.invars:
+        return Origin.GIVEN
+    at = opened.invars.index(atom)
+    (body, *_) = [b for b in ir.bodies(caller) if ir.open_jaxpr(b.jaxpr) is opened]
+    if at < body.constants:
+        return Origin.HELD
+    if body.trips != 1 or body.carry:
+        return Origin.GIVEN
+    return around, caller.invars[body.operands[at]]

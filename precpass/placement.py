@@ -1,0 +1,52 @@
+"""The device that a program is planned for. Nothing here adds an equation to a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.core
+
+from precpass.devices import Device, device_named
+from precpass.processor import processor
+
+__all__ = ["device_for", "kind_of", "placed"]
+
+
+def placed(args: Any = ()) -> Any:
+    """The JAX device on which a call at some arguments runs, the first of several.
+
+    It is that of the first argument that is committed to one; else that of
+    `jax.default_device`; else the default backend's. A tracer tells of none, so a
+    program that is planned while it is traced is planned for one of the latter two.
+
+    Args:
+        args: any tree.
+    """
+    for x in jax.tree.leaves(args):
+        is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+        if is_array and getattr(x, "committed", False):
+            return min(x.devices(), key=lambda device: device.id)
+    # an option of jax.config, which has no type
+    default: Any = getattr(jax.config, "jax_default_device", None)
+    if default is None or isinstance(default, str):
+        return jax.local_devices(backend=default)[0]
+    return default
+
+
+def device_for(args: Any = (), device: Any = None) -> Device:
+    """The facts of the device that a program is planned for.
+
+    Args:
+        args: of the call (`placed`).
+        device: one of JAX's, or facts, which then count. No backend is started for facts.
+    """
+    if isinstance(device, Device):
+        return device
+    device = placed(args) if device is None else device
+    return device_named(device.platform, kind_of(device))
+
+
+def kind_of(device: Any) -> str:
+    """JAX's name for a kind of device; of a CPU, which it calls "cpu", the processor."""
+    return str(processor()) if device.platform == "cpu" else device.device_kind

@@ -1,0 +1,161 @@
+"""Timing a product in float32 and in its low form, as it stands in programs.
+
+What a low product costs hangs on what is around it. So its operands come about as the
+program's do (`precpass.origins`): what elementwise work makes is made by such work, what is in
+memory as float32 is cast with a read and a write, what a loop holds is low already. A
+transpose behind it, which XLA folds into a float32 product, is there too, and elementwise work
+reads the result. The low program is what the pass itself makes of the float32 one.
+
+Both are compiled and run in a thread of their own, where no trace, no context and no region of
+the caller's is in force: no equation is added to anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from precpass import jaxpr as ir
+from precpass import measure
+from precpass.graph import nbytes
+from precpass.opkinds import OpKind
+from precpass.origins import Origin
+from precpass.planner import make_plan
+from precpass.policy import Custom
+from precpass.profit import Product, Verdict
+from precpass.rewrite import Rewriter
+
+__all__ = ["NotTimed", "timed"]
+
+SECONDS, FEWEST, MOST = 0.1, 5, 101
+"""For about how long the two programs of a product are run, and in how many rounds."""
+
+LARGEST = 2**29
+"""The bytes of operands and result from which a product is not timed."""
+
+
+class NotTimed(Exception):
+    """A product is not timed; the text says why."""
+
+
+Runs = Mapping[str, Callable[..., Any]]
+Rounds = Callable[[Runs], dict[str, measure.Timing]]
+
+
+def timed(product: Product, device: Any, rounds: Rounds | None = None) -> Verdict:
+    """The times of a product on a JAX device.
+
+    Args:
+        product: the product.
+        device: where it is to run.
+        rounds: times the runs "wide" and "low" in turns; by default in as many as `SECONDS` has.
+
+    Raises:
+        NotTimed: where it is too large, or what JAX raises when it compiles or runs it.
+    """
+    eqn = product.eqn
+    if sum(nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars)) > LARGEST:
+        raise NotTimed("too large to be timed")
+    return _apart(lambda: _timed(product, device, rounds or _rounds))
+
+
+_one_at_a_time = threading.Lock()
+
+
+def _apart(work: Callable[[], Verdict]) -> Verdict:
+    """The result of work in a thread of its own, one at a time in this process."""
+    found: list[Verdict] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except Exception as error:
+            failed.append(error)
+
+    with _one_at_a_time:
+        thread = threading.Thread(target=run, name="precpass probe", daemon=True)
+        thread.start()
+        thread.join()
+    for error in failed:
+        text = str(error).partition("\n")[0]
+        raise NotTimed(f"it cannot be timed: {type(error).__name__}: {text}") from error
+    return found[0]
+
+
+def _timed(product: Product, device: Any, rounds: Rounds) -> Verdict:
+    # what is set for the whole process counts in this thread too
+    with jax.default_device(device), jax.disable_jit(False), jax.debug_nans(False):
+        operands = [jax.device_put(x, device) for x in _operands(product)]
+        wide = ir.trace(_surrounded(product), *operands)
+        plan = make_plan(wide, Custom({OpKind.COMPUTE: product.low}))
+        low = Rewriter(lambda *_: plan, lambda _: None, contextlib.nullcontext).jaxpr(wide, plan)
+        in_loop = [
+            x.astype(product.low.dtype) if origin is Origin.HELD else x
+            for x, origin in zip(operands, product.origins, strict=False)
+        ]
+        runs = {
+            "wide": _run(wide, operands, operands),
+            "low": _run(low, [*in_loop, *operands[2:]], operands),
+        }
+        found = rounds(runs)
+    ratio = found["low"].ratios(found["wide"]).median
+    return Verdict(found["wide"].median, found["low"].median, ratio, "measured")
+
+
+def _surrounded(product: Product) -> Callable[..., Any]:
+    """The product in float32 between what makes its operands and what reads its result."""
+
+    def program(*operands: Any) -> Any:
+        made = [
+            x * 1.25 + 0.5 if origin is Origin.MADE else x
+            for x, origin in zip(operands, product.origins, strict=False)
+        ]
+        out = product.eqn.primitive.bind(*made, *operands[2:], **product.settings)
+        if product.behind:
+            out = lax.transpose(out, product.behind)
+        return out * 1.5 + 0.5
+
+    return program
+
+
+def _run(jaxpr: Any, given: list[Any], like: list[Any]) -> Callable[[], Any]:
+    """A call of a program, compiled ahead of time; what is given low, XLA never widens."""
+    dtypes = [x.dtype for x in like]
+
+    def program(*xs: Any) -> Any:
+        widened = [x.astype(dtype) for x, dtype in zip(xs, dtypes, strict=True)]
+        return ir.evaluate(jaxpr, widened)
+
+    jitted = jax.jit(program)
+    jax.block_until_ready(jitted(*given))
+    return lambda: jitted(*given)
+
+
+def _operands(product: Product) -> list[np.ndarray[Any, Any]]:
+    """Values of a product's operands; the groups of a ragged one have equal sizes."""
+    rng = np.random.default_rng(0)
+    (_, lhs), *_ = product.avals
+    made: list[Any] = []
+    for dtype, shape in product.avals:
+        if np.issubdtype(dtype, np.floating) or jnp.issubdtype(dtype, jnp.floating):
+            made.append(rng.random(shape, np.float32) - 0.5)
+        elif shape:
+            rows = lhs[ir.ragged_dimension(product.eqn)]
+            made.append(np.full(shape, rows // shape[-1], dtype))
+        else:
+            made.append(np.zeros((), dtype))
+    return made
+
+
+def _rounds(runs: Runs) -> dict[str, measure.Timing]:
+    once = sum(measure.timed(run)[1] for run in runs.values())
+    rounds = min(MOST, max(FEWEST, round(SECONDS / max(once, 1e-6))))
+    return measure.interleaved(runs, rounds)

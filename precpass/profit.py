@@ -1,0 +1,199 @@
+"""Whether a product pays: its time in float32 and in a low format, and who tells it.
+
+The planner asks one object, a `Worth`. What it says is known before the plan is made, from
+the table of devices or from a measurement ahead of time, so that planning stays a function of
+the program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from precpass import jaxpr as ir
+from precpass import reasons
+from precpass.devices import Device, cast_seconds, product_seconds
+from precpass.equations import contracts
+from precpass.graph import NOMINAL_SIZE, Graph, flops, nbytes
+from precpass.lock import Lock
+from precpass.opkinds import OpKind, op
+from precpass.origins import Origin, Origins
+from precpass.precision import Precision
+from precpass.readers import Readers
+from precpass.wording import duration
+
+__all__ = ["Assumed", "Product", "Verdict", "Weighed", "Worth", "sentence"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product, and all of its surroundings that its time hangs on.
+
+    Attributes:
+        eqn: one of the equations that are this product.
+        low: the format that is asked about.
+        origins: of its two data operands.
+        behind: the permutation of a transpose that is all that reads its result, () for none.
+    """
+
+    eqn: Any
+    low: Precision
+    origins: tuple[Origin, Origin]
+    behind: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def avals(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The dtype and the shape of each operand; symbolic dimensions have a nominal size."""
+        return tuple(
+            (np.dtype(v.aval.dtype).name, tuple(map(_size, v.aval.shape))) for v in self.eqn.invars
+        )
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """The parameters of the equation on one device."""
+        settings = dict(ir.sorted_params(self.eqn))
+        return settings | {name: None for name in _SHARDING if name in settings}
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The product in words, the same in every process: no two products share it."""
+        avals = " ".join(f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in self.avals)
+        given = [f"{k}={_shown(v)}" for k, v in self.settings.items() if v is not None]
+        behind = f", then transposed {self.behind}" if self.behind else ""
+        origins = ", ".join(origin.value for origin in self.origins)
+        form = f"{self.eqn.primitive.name} {avals} {' '.join(given)}"
+        return f"{form} in {self.low}: operands {origins}{behind}"
+
+
+_SHARDING = ("out_sharding",)
+
+
+def _size(dimension: Any) -> int:
+    return dimension if isinstance(dimension, int) else NOMINAL_SIZE
+
+
+def _shown(value: Any) -> str:
+    try:
+        return np.dtype(value).name if isinstance(value, type | np.dtype) else repr(value)
+    except TypeError:
+        return repr(value)
+
+
+class Verdict(NamedTuple):
+    """The times of a product.
+
+    Attributes:
+        wide: in float32, in seconds.
+        low: in the low format, its casts included.
+        ratio: of low to wide; of a measurement the median of those within rounds.
+        by: "measured", or "assumed" with the reason where a measurement was asked for.
+    """
+
+    wide: float
+    low: float
+    ratio: float
+    by: str
+
+
+class Worth(Protocol):
+    """What tells whether products pay."""
+
+    @property
+    def costs(self) -> str:
+        """Where it is from, and on which device."""
+        ...
+
+    def against(self, product: Product) -> str:
+        """Why a product does not pay; "" where it does."""
+        ...
+
+    def complaints(self) -> Sequence[str]:
+        """What the user should know since the last time this was asked."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Assumed:
+    """The table of devices tells it.
+
+    Attributes:
+        device: whose figures count.
+        instead: why, where a measurement was asked for.
+    """
+
+    device: Device
+    instead: str = ""
+
+    @property
+    def costs(self) -> str:
+        """The device whose figures count."""
+        return f"assumed for {self.device}{f' ({self.instead})' if self.instead else ''}"
+
+    def against(self, product: Product) -> str:
+        """Why it does not pay by the table."""
+        verdict = self.verdict(product)
+        if verdict.low <= verdict.wide:
+            return ""
+        return sentence(product, verdict, f"on {self.device}")
+
+    def complaints(self) -> Sequence[str]:
+        """Nothing: a table has no accidents."""
+        return ()
+
+    def verdict(self, product: Product, by: str = "assumed") -> Verdict:
+        """The times of a product by the table: a cast of what is given is its low form's."""
+        eqn, device = product.eqn, self.device
+        work, out = flops(eqn), nbytes(eqn.outvars[0].aval)
+        operands = [nbytes(v.aval) for v in eqn.invars[:2]]
+        wide = product_seconds(device, work, sum(operands) + out, Precision.F32)
+        low = product_seconds(device, work, sum(operands) / 2 + out, product.low)
+        casts = (
+            cast_seconds(device, n / 4)
+            for n, origin in zip(operands, product.origins, strict=True)
+            if origin is Origin.GIVEN
+        )
+        low = float(low + sum(casts))
+        return Verdict(float(wide), low, low / float(wide), by)
+
+
+class Weighed:
+    """The products of a graph, each with what is around it, put to a `Worth`.
+
+    Args:
+        graph: that is planned.
+        readers: of its values.
+        worth: without one, everything pays.
+    """
+
+    def __init__(self, graph: Graph, readers: Readers, worth: Worth | None) -> None:
+        self._origins = Origins(graph)
+        self._readers = readers
+        self._worth = worth
+
+    def against(self, eqn: Any, body: int, low: Precision) -> str:
+        """Why a float32 product that sums over something does not pay; "" for all else."""
+        if self._worth is None or op(eqn.primitive.name).kind is not OpKind.COMPUTE:
+            return ""
+        is_asked = ir.precision_of(eqn.invars[0].aval) is Precision.F32 and low.is_low
+        if not (is_asked and contracts(eqn)):
+            return ""
+        lhs, rhs = (self._origins.of(body, v) for v in eqn.invars[:2])
+        readers = self._readers.of(body).get(eqn.outvars[0], ())
+        alone = readers[0] if len(readers) == 1 else None
+        behind = ir.permutation(alone) if alone is not None else ()
+        return self._worth.against(Product(eqn, low, (lhs, rhs), behind))
+
+    def costs(self, lock: Lock | None) -> str:
+        """Where the costs in a plan are from, a saved one among them; "" where none was asked."""
+        saved = f"in the saved plan: {lock.costs}" if lock and lock.costs else ""
+        return "; ".join(filter(None, (self._worth.costs if self._worth else "", saved)))
+
+
+def sentence(product: Product, verdict: Verdict, where: str) -> str:
+    """That a product does not pay, in words."""
+    times = duration(verdict.low), product.low, duration(verdict.wide), Precision.F32
+    return reasons.DOES_NOT_PAY(where, *times, verdict.by)

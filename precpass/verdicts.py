@@ -1,0 +1,201 @@
+"""The file in which measured times of products are kept, one per device kind and JAX version.
+
+It is a cache: whatever befalls it costs a measurement, never a result. Writers of several
+processes merge what they have under a lock file and replace the file as a whole, so a reader
+sees one that is complete. Of two times of one product the first that was written counts, so
+that all processes plan alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from precpass.profit import Verdict
+
+__all__ = ["FORMAT", "Verdicts", "cache_folder", "file_name"]
+
+FORMAT = 1
+"""The version of the files, and of the form that the pass gives a low product: where that
+becomes another one, so does this. A file of another version is rebuilt."""
+
+WAIT, STALE = 5.0, 30.0
+"""Seconds for which a writer waits for the lock, and after which a lock is one that was left."""
+
+
+def cache_folder() -> Path:
+    """Where files are kept: PRECPASS_CACHE_DIR, or the user's cache folder."""
+    if given := os.environ.get("PRECPASS_CACHE_DIR"):
+        return Path(given)
+    # what freedesktop.org, Apple and Microsoft have for caches
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg) / "precpass"
+    if sys.platform == "darwin":
+        return Path("~/Library/Caches/precpass").expanduser()
+    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
+        return Path(local) / "precpass" / "Cache"
+    return Path("~/.cache/precpass").expanduser()
+
+
+def file_name(device: str, jax_version: str) -> str:
+    """The name of a device kind's file."""
+    words = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-")[:80]
+    # kinds that differ in what a file name cannot hold
+    digest = hashlib.sha256(device.encode()).hexdigest()[:8]
+    return f"products-{words}-{digest}-jax-{jax_version}.json"
+
+
+class Verdicts:
+    """The measured times of one device kind, in memory and in a file.
+
+    Args:
+        path: of the file; its folder is made when something is written.
+        device: the kind, and whatever else the times hang on.
+        jax_version: of the JAX that runs the products.
+    """
+
+    def __init__(self, path: Path, device: str, jax_version: str) -> None:
+        self.path = path
+        self._head = {"format": FORMAT, "device": device, "jax": jax_version}
+        self._known: dict[str, Verdict] = {}
+        self._state: tuple[int, int] | None = None
+        self._said: list[str] = []
+        self._writes = True
+        self._lock = threading.RLock()
+
+    def get(self, product: str) -> Verdict | None:
+        """The times of a product; None where nobody has measured it."""
+        with self._lock:
+            if product not in self._known:
+                self._read()
+            return self._known.get(product)
+
+    def put(self, product: str, verdict: Verdict) -> Verdict:
+        """Keeps the times of a product, and gives those that count."""
+        with self._lock:
+            self._read()
+            kept = self._known.setdefault(product, verdict)
+            if self._writes:
+                self._write()
+            return self._known.get(product, kept)
+
+    def complaints(self) -> tuple[str, ...]:
+        """What went wrong since the last time this was asked, in words."""
+        with self._lock:
+            said, self._said = tuple(self._said), []
+            return said
+
+    def _read(self) -> None:
+        """Takes over what the file has, which comes before what is in memory alone."""
+        try:
+            found = self.path.stat()
+            state = found.st_mtime_ns, found.st_size
+            if state == self._state:
+                return
+            text = self.path.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._stop_writing(error)
+            return
+        self._state = state
+        try:
+            self._known.update(self._parsed(text))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            self._said.append(
+                f"{self.path}, which holds measured times of products, is damaged or not "
+                f"precpass's ({type(error).__name__}: {error}): it is rebuilt, and products are "
+                "timed again"
+            )
+
+    def _parsed(self, text: str) -> dict[str, Verdict]:
+        whole = json.loads(text)
+        for key, value in self._head.items():
+            if whole[key] != value:
+                raise ValueError(f"{key} is {whole[key]!r}, not {value!r}")
+        return {str(name): _verdict(found) for name, found in whole["products"].items()}
+
+    def _write(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(self.path):
+                # what others have written since
+                self._read()
+                products = {name: list(self._known[name]) for name in sorted(self._known)}
+                _replace(self.path, json.dumps({**self._head, "products": products}, indent=1))
+        except OSError as error:
+            self._stop_writing(error)
+
+    def _stop_writing(self, error: OSError) -> None:
+        if self._writes:
+            self._writes = False
+            self._said.append(
+                f"measured times of products cannot be kept in {self.path} ({error}): they are "
+                "kept for this process alone; PRECPASS_CACHE_DIR names another folder"
+            )
+
+
+def _verdict(found: Any) -> Verdict:
+    wide, low, ratio, by = found
+    times = float(wide), float(low), float(ratio)
+    if not all(math.isfinite(t) and t > 0 for t in times):
+        raise ValueError(f"{found!r} are no times")
+    return Verdict(*times, str(by))
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Generator[None]:
+    """Around what one writer at a time does; a file is the lock, which every system has.
+
+    A writer that waits too long goes on without: the worst is a product timed twice.
+    """
+    lock = path.with_name(path.name + ".lock")
+    deadline = time.monotonic() + WAIT
+    held = False
+    while not held and time.monotonic() < deadline:
+        try:
+            os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            held = True
+        except FileExistsError:
+            _remove_if_left(lock)
+            time.sleep(0.005)
+    try:
+        yield
+    finally:
+        if held:
+            with contextlib.suppress(OSError):
+                lock.unlink()
+
+
+def _remove_if_left(lock: Path) -> None:
+    """Removes the lock of a process that ended without doing so."""
+    with contextlib.suppress(OSError):
+        if time.time() - lock.stat().st_mtime > STALE:
+            # of several that find it, one renames it
+            aside = lock.with_name(f"{lock.name}.{uuid.uuid4().hex}")
+            os.rename(lock, aside)
+            aside.unlink()
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(prefix=path.name, suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

@@ -1,0 +1,116 @@
+"""Who tells the planner which products pay, as the policy's profitability has it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from precpass import probe
+from precpass.devices import Device
+from precpass.placement import device_for, placed
+from precpass.policy import PrecisionPolicy
+from precpass.profit import Assumed, Product, Verdict, Worth, sentence
+from precpass.verdicts import Verdicts, cache_folder, file_name
+
+__all__ = ["LONGEST", "MARGIN", "Measured", "worth_of"]
+
+MARGIN = 0.03
+"""By this part of the wide time a product must be faster low to count as one that pays."""
+
+LONGEST = 0.5
+"""Seconds that a product takes in float32 by the table, from which it is not timed."""
+
+Probe = Callable[[Product, Any], Verdict]
+
+
+class Measured:
+    """Times on the device tell it; each distinct product is timed once.
+
+    Args:
+        device: its facts, which tell it of a product that is not timed.
+        place: the JAX device.
+        verdicts: the times that are known.
+        probe: times a product on the JAX device; that of `precpass.probe`.
+    """
+
+    def __init__(
+        self, device: Device, place: Any, verdicts: Verdicts, probe: Probe | None = None
+    ) -> None:
+        self.device = device
+        self._place = place
+        self._verdicts = verdicts
+        self._probe = probe
+        self._table = Assumed(device)
+        self._not_timed: dict[str, str] = {}
+
+    @property
+    def costs(self) -> str:
+        """The device on which products were timed."""
+        return f"measured on {self.device}, jax {jax.__version__}"
+
+    def against(self, product: Product) -> str:
+        """Why a product does not pay where it was timed."""
+        verdict = self.verdict(product)
+        is_measured = verdict.by == "measured"
+        if verdict.ratio < 1 - MARGIN or (not is_measured and verdict.ratio <= 1):
+            return ""
+        by = f"measured on {self.device}" if is_measured else verdict.by
+        return sentence(product, verdict._replace(by=by), "here")
+
+    def complaints(self) -> tuple[str, ...]:
+        """What is wrong with the file."""
+        return self._verdicts.complaints()
+
+    def verdict(self, product: Product) -> Verdict:
+        """The times of a product, known, measured or by the table."""
+        name = product.text
+        found = self._verdicts.get(name)
+        if found is not None:
+            return found
+        if name not in self._not_timed:
+            if self._table.verdict(product).wide > LONGEST:
+                self._not_timed[name] = "too long to be timed"
+            else:
+                try:
+                    times = (self._probe or probe.timed)(product, self._place)
+                    return self._verdicts.put(name, times)
+                except probe.NotTimed as error:
+                    self._not_timed[name] = str(error)
+        return self._table.verdict(product, f"assumed: {self._not_timed[name]}")
+
+
+def worth_of(policy: PrecisionPolicy, args: Any = ()) -> Worth | None:
+    """What tells which products pay; None where all are lowered.
+
+    Args:
+        policy: its `profitability` decides.
+        args: of the call that is planned, which tell the device (`precpass.placement`).
+    """
+    if policy.profitability == "always":
+        return None
+    if policy.profitability == "assumed":
+        return Assumed(device_for(args))
+    if jax.process_count() > 1:
+        # all of them must run one program, and would not measure the same
+        return Assumed(device_for(args), "several processes are not measured for")
+    return _measured(placed(args), cache_folder())
+
+
+@functools.lru_cache(maxsize=64)
+def _measured(place: Any, folder: Path) -> Measured:
+    device = device_for(device=place)
+    # flags of XLA make other programs
+    flags = " ".join(sorted(os.environ.get("XLA_FLAGS", "").split()))
+    kind = f"{device.platform} {device.kind}" + (f", XLA_FLAGS {flags}" if flags else "")
+    path = folder / file_name(kind, jax.__version__)
+    return Measured(device, place, _verdicts(path, kind))
+
+
+@functools.lru_cache(maxsize=64)
+def _verdicts(path: Path, kind: str) -> Verdicts:
+    return Verdicts(path, kind, jax.__version__)

@@ -1,0 +1,230 @@
+"""The table of devices, what work costs on them, and which one a program is planned for."""
+
+import dataclasses
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from precpass import placement, processor
+from precpass.devices import (
+    DEVICES,
+    Device,
+    cast_seconds,
+    device_named,
+    elementwise_seconds,
+    product_seconds,
+    stored_seconds,
+)
+from precpass.precision import Precision
+
+each_device = pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+FIGURES = [f.name for f in dataclasses.fields(Device) if f.type in ("float", "bool")]
+XEON = "Intel(R) Xeon(R) Processor with avx512_bf16, amx_bf16, 2 cores"
+
+
+@each_device
+def test_each_figure_has_a_source_with_a_date(device: Device):
+    sourced = [name for source in device.sources for name in source.figures]
+    assert sorted(sourced) == sorted(set(FIGURES) - {"is_known"})
+    for source in device.sources:
+        assert source.title and source.date[:2] == "20"
+        assert "://" not in source.title
+
+
+@each_device
+def test_low_products_are_never_slower_than_wide_ones_by_the_table(device: Device):
+    assert device.bf16 >= device.f32 > 0
+    assert device.f16 >= device.f32
+    assert device.bandwidth > 0 and device.launch > 0
+
+
+@pytest.mark.parametrize(
+    "platform, kind, name",
+    [
+        ("cpu", XEON, "CPU with bfloat16 instructions"),
+        ("cpu", "ARMv8 with bf16, svebf16, 4 cores", "CPU with bfloat16 instructions"),
+        ("cpu", "unknown CPU, 4 cores", "CPU without bfloat16 instructions"),
+        ("gpu", "NVIDIA A100-SXM4-40GB", "NVIDIA A100, 40 GB"),
+        ("gpu", "NVIDIA A100-SXM4-80GB", "NVIDIA A100, 80 GB"),
+        ("cuda", "NVIDIA H100 80GB HBM3", "NVIDIA H100 SXM"),
+        ("gpu", "NVIDIA H200", "NVIDIA H200 SXM"),
+        ("rocm", "AMD Instinct MI300X", "AMD Instinct MI300X"),
+        ("tpu", "TPU v4", "TPU v4"),
+        ("tpu", "TPU v5 lite", "TPU v5e"),
+        ("tpu", "TPU v5", "TPU v5p"),
+        ("tpu", "TPU v6 lite", "TPU v6e"),
+    ],
+)
+def test_a_kind_is_found_as_jax_names_it(platform: str, kind: str, name: str):
+    found = device_named(platform, kind)
+    assert found.name == name
+    assert found.kind == str(found) == kind
+    assert found.is_known
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu", "neuron"])
+def test_an_unknown_device_says_whose_figures_it_has(platform: str):
+    found = device_named(platform, "Quux 9000")
+    assert not found.is_known
+    assert found.platform == platform
+    assert str(found) == f"Quux 9000 (not in the table: figures of {found.name})"
+    assert found.name in {device.name for device in DEVICES}
+
+
+def test_published_figures():
+    h200 = device_named("gpu", "NVIDIA H200")
+    assert (h200.bf16, h200.f32, h200.bandwidth) == (989.4e12, 494.7e12, 4.8e12)
+    v5e = device_named("tpu", "TPU v5 lite")
+    # one pass in bfloat16 either way
+    assert v5e.f32 == v5e.bf16 == 197e12
+
+
+# ---------------------------------------------------------------- costs
+
+
+def test_a_product_takes_what_its_arithmetic_or_its_memory_takes():
+    h200 = device_named("gpu", "NVIDIA H200")
+    computes = product_seconds(h200, 989.4e12, 1.0, Precision.BF16)
+    moves = product_seconds(h200, 1.0, 4.8e12, Precision.BF16)
+    assert computes == pytest.approx(1.0, abs=1e-5)
+    assert moves == pytest.approx(1.0, abs=1e-5)
+    assert product_seconds(h200, 989.4e12, 1.0, Precision.F32) == pytest.approx(2.0, abs=1e-5)
+
+
+def test_what_fits_into_the_cache_is_moved_faster():
+    cpu = device_named("cpu", XEON)
+    assert stored_seconds(cpu, 1e6, kept=False) < stored_seconds(cpu, 1e6, kept=True)
+    assert stored_seconds(cpu, 1e9, kept=False) == stored_seconds(cpu, 1e9, kept=True)
+
+
+def test_low_elementwise_work_is_dearer_on_a_cpu():
+    cpu = device_named("cpu", XEON)
+    assert elementwise_seconds(cpu, 1e6, low=True) == 3 * elementwise_seconds(cpu, 1e6, low=False)
+
+
+@each_device
+def test_costs_of_arrays_are_those_of_their_elements(device: Device):
+    work = np.logspace(0, 12, 7)
+    nbytes = np.logspace(12, 0, 7)
+    costs = {
+        "product": lambda a, b: product_seconds(device, a, b, Precision.BF16),
+        "cast": lambda a, b: cast_seconds(device, a),
+        "stored": lambda a, b: stored_seconds(device, b, kept=False),
+        "kept": lambda a, b: stored_seconds(device, b, kept=True),
+        "elementwise": lambda a, b: elementwise_seconds(device, a, low=True),
+    }
+    for name, cost in costs.items():
+        found = cost(work, nbytes)
+        assert found.shape == work.shape, name
+        each = [float(cost(float(a), float(b))) for a, b in zip(work, nbytes, strict=True)]
+        np.testing.assert_array_equal(found, each)
+        assert np.all(np.isfinite(found)) and np.all(found > 0), name
+
+
+def test_float64_has_no_figure():
+    with pytest.raises(ValueError, match="not for f64"):
+        product_seconds(DEVICES[0], 1.0, 1.0, Precision.F64)
+
+
+# ---------------------------------------------------------------- which device
+
+
+def test_a_committed_argument_tells_its_device():
+    here, there = jax.devices()[:2]
+    x = jax.device_put(jnp.ones(3), there)
+    assert placement.placed((np.ones(3), {"x": x})) is there
+    # where it is not committed it may go anywhere
+    assert placement.placed(jnp.ones(3)) is here
+
+
+def test_without_one_it_is_the_default_device():
+    there = jax.devices()[2]
+    with jax.default_device(there):
+        assert placement.placed(jnp.ones(3)) is there
+    with jax.default_device("cpu"):
+        assert placement.placed() is jax.devices("cpu")[0]
+
+
+def test_under_a_trace_it_is_that_of_the_context_and_no_equation_is_added():
+    there = jax.devices()[1]
+    found = []
+
+    def f(x):
+        found.append(placement.placed(x))
+        return x
+
+    with jax.default_device(there):
+        jaxpr = jax.make_jaxpr(jax.grad(lambda x: f(x).sum()))(jnp.ones(3))
+    assert found == [there]
+    names = {eqn.primitive.name for eqn in jaxpr.eqns}
+    assert names <= {"reduce_sum", "broadcast_in_dim"}
+
+
+def test_a_cpu_is_named_by_its_processor():
+    found = placement.device_for()
+    assert found.kind == str(processor.processor())
+    assert found.platform == "cpu"
+
+
+def test_facts_start_no_backend():
+    code = (
+        "from precpass import placement, devices\n"
+        "h200 = devices.device_named('gpu', 'NVIDIA H200')\n"
+        "assert placement.device_for(device=h200) is h200\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge._backends, xla_bridge._backends\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---------------------------------------------------------------- the processor
+
+
+LINUX = """processor\t: 0
+model name\t: Some CPU
+flags\t\t: fpu avx2 avx512_bf16 amx_bf16
+
+processor\t: 1
+model name\t: Some CPU
+flags\t\t: fpu avx2 avx512_bf16 amx_bf16
+"""
+ARM = "processor\t: 0\nFeatures\t: fp asimd bf16 svebf16\nCPU part\t: 0xd40\n"
+
+
+def test_flags_are_read_as_linux_writes_them():
+    assert processor._of_linux(LINUX) == ("Some CPU", ("avx512_bf16", "amx_bf16"))
+    assert processor._of_linux(ARM) == ("", ("bf16", "svebf16"))
+    assert processor._of_linux("") == ("", ())
+
+
+def test_a_machine_without_cpuinfo_still_has_a_name(monkeypatch: pytest.MonkeyPatch):
+    def missing(*_args: object, **_kwargs: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(processor.Path, "read_text", missing)
+    monkeypatch.setattr(processor.platform, "processor", lambda: "")
+    monkeypatch.setattr(processor.platform, "machine", lambda: "")
+    monkeypatch.setattr(processor.platform, "system", lambda: "Plan9")
+    found = processor.processor.__wrapped__()
+    assert found.model == processor.UNKNOWN
+    assert not found.bf16 and found.cores >= 1
+
+
+def test_a_mac_is_asked_by_sysctl(monkeypatch: pytest.MonkeyPatch):
+    said = {"machdep.cpu.brand_string": "Apple M9\n", "hw.optional.arm.FEAT_BF16": "1\n"}
+
+    def run(command: list[str], **_kwargs: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 0, said[command[-1]], "")
+
+    monkeypatch.setattr(processor.subprocess, "run", run)
+    assert processor._of_mac() == ("Apple M9", ("bf16",))
+
+    def missing(*_args: object, **_kwargs: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(processor.subprocess, "run", missing)
+    assert processor._of_mac() == ("", ())

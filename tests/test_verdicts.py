@@ -1,0 +1,203 @@
+"""The file of measured times: who reads it, who writes it, and what may befall it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from precpass import verdicts
+from precpass.profit import Verdict
+from precpass.verdicts import FORMAT, Verdicts, cache_folder, file_name
+
+FAST = Verdict(2.0, 1.0, 0.5, "measured")
+SLOW = Verdict(1.0, 2.0, 2.0, "measured")
+
+
+def made(folder: Path, device: str = "gpu Quux", version: str = "1.2.3") -> Verdicts:
+    return Verdicts(folder / file_name(device, version), device, version)
+
+
+def test_what_one_process_kept_another_one_knows(tmp_path: Path):
+    here = made(tmp_path / "new" / "folder")
+    assert here.get("a") is None
+    assert here.put("a", FAST) == FAST
+    there = made(tmp_path / "new" / "folder")
+    assert there.get("a") == FAST
+    assert there.get("b") is None
+    assert here.complaints() == there.complaints() == ()
+    assert [path.suffix for path in here.path.parent.iterdir()] == [".json"]
+
+
+def test_what_is_written_later_is_seen_without_reading_what_did_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here, there = made(tmp_path), made(tmp_path)
+    assert here.get("a") is None
+    there.put("a", FAST)
+    assert here.get("a") == FAST
+    read = Path.read_text
+    times = []
+    monkeypatch.setattr(Path, "read_text", lambda *a, **k: times.append(1) or read(*a, **k))
+    assert here.get("b") is None
+    assert not times
+
+
+def test_the_first_time_that_was_written_counts_for_all(tmp_path: Path):
+    here, there = made(tmp_path), made(tmp_path)
+    here.put("a", FAST)
+    # which had not read it before it measured
+    assert there.put("a", SLOW) == FAST
+    assert there.get("a") == here.get("a") == FAST
+
+
+def test_kinds_and_versions_have_files_of_their_own():
+    names = {
+        file_name(device, version)
+        for device in ("NVIDIA H200", "NVIDIA-H200", "TPU v4", "x" * 500, "x" * 501)
+        for version in ("0.10.2", "0.12.0.1")
+    }
+    assert len(names) == 10
+    assert all(len(name) < 150 and "/" not in name and " " not in name for name in names)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from precpass.profit import Verdict
+from precpass.verdicts import Verdicts
+path, who = Path(sys.argv[1]), int(sys.argv[2])
+own = Verdicts(path, "gpu Quux", "1.2.3")
+for i in range(25):
+    own.put(f"{who} {i}", Verdict(1.0, 2.0, 2.0, "measured"))
+    own.put(f"shared {i}", Verdict(1.0, 1.0 + who, 1.0 + who, "measured"))
+assert own.complaints() == (), own.complaints()
+"""
+
+
+def test_processes_that_write_at_once_lose_nothing(tmp_path: Path):
+    path = made(tmp_path).path
+    command = [sys.executable, "-c", WRITER, str(path)]
+    running = [subprocess.Popen([*command, str(who)]) for who in range(4)]
+    assert [process.wait(120) for process in running] == [0] * 4
+    found = json.loads(path.read_text())["products"]
+    assert set(found) == {f"{who} {i}" for who in (0, 1, 2, 3, "shared") for i in range(25)}
+    assert [name for name in os.listdir(tmp_path) if name != path.name] == []
+
+
+def test_threads_that_share_one_lose_nothing(tmp_path: Path):
+    own = made(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: own.put(str(i % 50), FAST), range(200)))
+    assert len(json.loads(own.path.read_text())["products"]) == 50
+
+
+DAMAGED = {
+    "cut off": lambda whole: json.dumps(whole)[:-20],
+    "no JSON": lambda whole: "\x00\xff nothing",
+    "empty": lambda whole: "",
+    "another program's": lambda whole: json.dumps({"theme": "dark"}),
+    "a list": lambda whole: "[]",
+    "another format": lambda whole: json.dumps({**whole, "format": FORMAT + 1}),
+    "another device": lambda whole: json.dumps({**whole, "device": "gpu Other"}),
+    "another JAX": lambda whole: json.dumps({**whole, "jax": "9.9.9"}),
+    "no times": lambda whole: json.dumps({**whole, "products": {"a": ["fast", 1.0, 1.0, "x"]}}),
+    "too few times": lambda whole: json.dumps({**whole, "products": {"a": [1.0]}}),
+    "not a number": lambda whole: json.dumps({**whole, "products": {"a": [1.0, "nan", 1, "x"]}}),
+    "negative": lambda whole: json.dumps({**whole, "products": {"a": [1.0, -1.0, 1.0, "x"]}}),
+    "deep": lambda whole: "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_a_file_that_is_damaged_or_foreign_is_rebuilt_and_named(tmp_path: Path, damage):
+    made(tmp_path).put("a", FAST)
+    path = made(tmp_path).path
+    path.write_text(damage(json.loads(path.read_text())))
+    own = made(tmp_path)
+    assert own.get("a") is None
+    (said,) = own.complaints()
+    assert str(path) in said and "rebuilt" in said
+    assert own.get("a") is None
+    assert own.complaints() == ()
+    own.put("a", SLOW)
+    again = made(tmp_path)
+    assert again.get("a") == SLOW
+    assert again.complaints() == ()
+
+
+def test_a_folder_that_cannot_be_written_is_said_once_and_memory_goes_on(tmp_path: Path):
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    own = made(blocked)
+    assert own.put("a", FAST) == FAST
+    (said,) = own.complaints()
+    assert str(own.path) in said and "PRECPASS_CACHE_DIR" in said
+    own.put("b", SLOW)
+    assert own.complaints() == ()
+    assert (own.get("a"), own.get("b")) == (FAST, SLOW)
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    own = made(tmp_path)
+    own.put("a", FAST)
+    before = own.path.read_text()
+
+    def full(*_args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(verdicts.os, "replace", full)
+    own.put("b", SLOW)
+    assert own.path.read_text() == before
+    assert os.listdir(tmp_path) == [own.path.name]
+    (said,) = own.complaints()
+    assert "No space left" in said
+
+
+def test_the_lock_of_a_process_that_was_killed_is_removed(tmp_path: Path):
+    own = made(tmp_path)
+    lock = own.path.with_name(own.path.name + ".lock")
+    lock.touch()
+    old = time.time() - 2 * verdicts.STALE
+    os.utime(lock, (old, old))
+    own.put("a", FAST)
+    assert os.listdir(tmp_path) == [own.path.name]
+    assert made(tmp_path).get("a") == FAST
+
+
+def test_a_lock_that_is_held_is_waited_for_no_longer_than_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(verdicts, "WAIT", 0.05)
+    own = made(tmp_path)
+    lock = own.path.with_name(own.path.name + ".lock")
+    lock.touch()
+    own.put("a", FAST)
+    assert made(tmp_path).get("a") == FAST
+    assert lock.exists()
+
+
+@pytest.mark.parametrize(
+    "platform, environment, ends",
+    [
+        ("linux", {"PRECPASS_CACHE_DIR": "/given", "XDG_CACHE_HOME": "/xdg"}, "/given"),
+        ("linux", {"XDG_CACHE_HOME": "/xdg"}, "/xdg/precpass"),
+        ("linux", {}, "/home/me/.cache/precpass"),
+        ("darwin", {}, "/home/me/Library/Caches/precpass"),
+        ("win32", {"LOCALAPPDATA": "/local"}, "/local/precpass/Cache"),
+        ("win32", {}, "/home/me/.cache/precpass"),
+    ],
+)
+def test_the_folder_is_the_users(platform, environment, ends, monkeypatch):
+    for name in ("PRECPASS_CACHE_DIR", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/me", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(verdicts.sys, "platform", platform)
+    assert cache_folder() == Path(ends)
