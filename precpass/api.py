@@ -15,10 +15,10 @@ from precpass.describe import described
 from precpass.inspection import Inspection
 from precpass.mixed import Mixed, made_of_trace, owner_of
 from precpass.planfile import policy_data
-from precpass.planner import unchanged_plan
 from precpass.policy import PrecisionPolicy, parse_profitability, quietly
 from precpass.program import Traced, rewritten
 from precpass.site import Origin
+from precpass.switched_off import unchanged_plan
 from precpass.view.explain import Explanation
 
 __all__ = ["auto_mixed", "explain", "inspect", "keep", "trace_of", "use_policy"]

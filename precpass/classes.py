@@ -228,7 +228,6 @@ class Classes:
         atoms = (*eqn.invars, *eqn.outvars)
         for _, found in self._classes(body, atoms):
             found.crossed.add(row)
-        consts, carry = ir.scan_split(eqn.params) if eqn.primitive.name == "scan" else (0, 0)
         for inner, child in self.graph.children[row]:
             opened = ir.open_jaxpr(inner.jaxpr)
             for i, found in self._classes(child, opened.invars):
@@ -238,12 +237,13 @@ class Classes:
                 for _, found in self._classes(child, [opened.invars[invar]]):
                     size = nbytes(opened.invars[invar].aval) * self.graph.bodies[child].calls
                     found.places.append(Place(size, 1, "carry"))
-        if eqn.primitive.name == "scan":
+        if (rows := ir.loop_rows(eqn)) is not None:
+            first_in, first_out = rows
             for i, found in self._classes(body, eqn.invars):
-                if i >= consts + carry:
+                if i >= first_in:
                     found.places.append(Place(nbytes(eqn.invars[i].aval) * calls, 1, "stack"))
             for k, found in self._classes(body, eqn.outvars):
-                if k >= carry:
+                if k >= first_out:
                     found.places.append(Place(nbytes(eqn.outvars[k].aval) * calls, 0, "stack"))
 
 

@@ -14,6 +14,7 @@ from precpass.facts import ANY, Facts, guard
 from precpass.graph import nbytes
 from precpass.opkinds import Op, OpKind, op
 from precpass.plan import Action, Border, Decision
+from precpass.policy import PrecisionPolicy
 from precpass.precision import Precision
 from precpass.rules import EqnView, clean_scope
 from precpass.wording import counted
@@ -72,6 +73,20 @@ def mixes_types(eqn: Any) -> bool:
     """Whether a product's two operands have different types, such as float32 and complex64."""
     lhs, rhs = (v.aval.dtype for v in eqn.invars[:2])
     return lhs != rhs
+
+
+def blocked_by_kind(eqn: Any, table: Op, ordered: bool, adds: bool, selects: bool) -> str | None:
+    """Why an equation is not lowered for what it does, whatever its values are; or None."""
+    if selects:
+        return reasons.SELECTS()
+    if adds:
+        return reasons.ACCUMULATES()
+    if table.kind is OpKind.COMPUTE and mixes_types(eqn):
+        return reasons.MIXED_TYPES()
+    if table.wide and not ordered:
+        return reasons.FULL_PRECISION_SET()
+    order = ir.user_order(eqn)
+    return reasons.USERS_ORDER(order) if order else None
 
 
 def guarded(eqn: Any, facts: Facts, target: Precision, table: Op) -> str | None:
@@ -177,6 +192,14 @@ def has_low(eqn: Any) -> bool:
     """Whether anything inside an equation's bodies is low."""
     inside = (a for body in ir.bodies(eqn) for a in ir.all_avals(body.jaxpr))
     return any(p.is_low for a in inside if (p := ir.precision_of(a)))
+
+
+def crossing_formats(policy: PrecisionPolicy, wide: bool) -> Border:
+    """How values cross the borders of an equation's bodies, in a float64 region or elsewhere."""
+    target = Precision.F64 if wide else Precision.F32
+    lows = (Precision.BF16, Precision.F16) if policy.widens else ()
+    floats = (Precision.F32,) if wide and Precision.F32 in policy.retypes else ()
+    return tuple((native, target) for native in (*lows, *floats))
 
 
 def border_of(jaxpr: Any, border: Border) -> Border:

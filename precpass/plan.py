@@ -70,6 +70,10 @@ class Action(enum.Enum):
     """Bound as it was written."""
     LOWER = "lower"
     """Evaluated in a lower precision."""
+    SWAP = "swap"
+    """A product of its exchanged operands, in the precision in which it was written."""
+    FOLD = "fold"
+    """A transpose for which a product in front of it has its result in that order already."""
     WIDEN = "widen"
     """Evaluated in a higher precision than it was written in."""
     DROP = "drop"
@@ -102,6 +106,8 @@ class Decision:
             rewritten when they are traced; None where they stay as they are.
         island: whether it belongs to a float64 region, whose equations run
             together where x64 is off.
+        swapped: whether it is a product that is evaluated with its operands exchanged,
+            lowered or not, in the place of transposes behind it.
     """
 
     action: Action
@@ -112,10 +118,12 @@ class Decision:
     inner: tuple[Plan, ...] = ()
     rules: Border | None = None
     island: bool = False
+    swapped: bool = False
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.action, self.compute, self.stored, self.reason, self.inner, self.island))
+        own = self.action, self.compute, self.stored, self.reason, self.inner
+        return hash((*own, self.island, self.swapped))
 
     def __hash__(self) -> int:
         return self._hash

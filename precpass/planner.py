@@ -8,6 +8,7 @@ measured; elsewhere XLA fuses the widening.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -19,8 +20,10 @@ from precpass.boundary import BOUNDARY
 from precpass.equations import (
     EQUALITIES,
     WIDENED,
+    blocked_by_kind,
     border_of,
     contracts,
+    crossing_formats,
     float_vars,
     guarded,
     has_low,
@@ -28,7 +31,6 @@ from precpass.equations import (
     keep,
     likeness,
     lower,
-    mixes_types,
     unentered,
     widen,
 )
@@ -42,8 +44,9 @@ from precpass.precision import Precision
 from precpass.profit import Weighed, Worth
 from precpass.readers import Readers, rounded_by_readers
 from precpass.rules import innermost_keep, is_fixed
+from precpass.swaps import with_swaps
 
-__all__ = ["Planner", "distinguish", "make_plan", "unchanged_plan"]
+__all__ = ["Planner", "distinguish", "make_plan"]
 
 
 def make_plan(
@@ -66,28 +69,6 @@ def make_plan(
     """
     graph = Graph.build(jaxpr, lambda inner: distinguish(policy, join_scopes(scope, inner)))
     return Planner(graph, propagate(graph, closed_over), policy, scope, worth).root(border)
-
-
-def unchanged_plan(jaxpr: Any) -> Plan:
-    """The plan of a pass that is switched off: it enters what another one enters."""
-    return _unchanged(jaxpr, {})
-
-
-def _unchanged(jaxpr: Any, known: dict[int, Plan]) -> Plan:
-    opened = ir.open_jaxpr(jaxpr)
-    if id(opened) not in known:
-        decisions: list[Decision] = []
-        for eqn in opened.eqns:
-            kind = op(eqn.primitive.name).kind
-            inner = tuple(_unchanged(body.jaxpr, known) for body in ir.bodies(eqn))
-            stored = (None,) * len(eqn.outvars)
-            decisions.append(
-                Decision(Action.ENTER, kind, None, stored, "entered", inner)
-                if inner
-                else keep(eqn, kind, reasons.OFF())
-            )
-        known[id(opened)] = Plan(tuple(decisions))
-    return known[id(opened)]
 
 
 def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:
@@ -194,6 +175,9 @@ class Planner:
                 decisions.append(decision)
                 if any(decision.stored):
                     stored.update(zip(eqn.outvars, decision.stored, strict=True))
+            if not self.policy.widens:
+                readers = functools.partial(self.readers.of, facts.body)
+                decisions = with_swaps(node.jaxpr, decisions, readers)
             plan = Plan(tuple(decisions), border_of(node.jaxpr, border))
             # equal plans of one jaxpr are one object, so that it is rewritten and lowered once
             self.memo[key] = self.shared.setdefault((facts.body, plan), plan)
@@ -204,7 +188,7 @@ class Planner:
         # with x64 off a body in float64 is evaluated as a whole, which no effect survives
         wide = self._is_wide(row) and (ir.in_x64() or not ir.effects_of(eqn))
         fixed = is_fixed(self._scope(row)) or ir.keeps_border(eqn)
-        border = () if fixed else self._border(wide)
+        border = () if fixed else crossing_formats(self.policy, wide)
         inner: list[Plan] = []
         for (body, _), inside in zip(self.graph.children[row], facts.inner[row], strict=True):
             feeds: Feeds = ()
@@ -219,13 +203,6 @@ class Planner:
         stored = tuple(None if (p := across(border, n)) is n else p for n in natives)
         kind = op(eqn.primitive.name).kind
         return Decision(Action.ENTER, kind, None, stored, "entered", tuple(inner), rules, wide)
-
-    def _border(self, wide: bool) -> Border:
-        """How values cross the borders of an equation's bodies."""
-        target = Precision.F64 if wide else Precision.F32
-        lows = (Precision.BF16, Precision.F16) if self.policy.widens else ()
-        floats = (Precision.F32,) if wide and Precision.F32 in self.policy.retypes else ()
-        return tuple((native, target) for native in (*lows, *floats))
 
     def _plans_rules(self, row: int) -> bool:
         eqn = self.graph.eqns[row]
@@ -332,7 +309,7 @@ class Planner:
         read = {stored.get(v) for v in float_vars(eqn) if not ir.is_literal(v)}
         selects = table.selects and not (ordered and name in EQUALITIES and target in read)
         blocked = (
-            self._blocked(eqn, table, ordered, adds, selects)
+            blocked_by_kind(eqn, table, ordered, adds, selects)
             or guarded(eqn, facts, target, table)
             or rounded_by_readers(eqn, self.readers.of(facts.body), table, target)
             # what a rule, a region or a saved plan orders is lowered whether or not it pays
@@ -357,18 +334,6 @@ class Planner:
         if any(not ir.is_literal(v) and v in facts.unchecked for v in eqn.invars):
             reason += "; a constant of an outer trace is unchecked"
         return lower(kind, target, results, reason)
-
-    def _blocked(self, eqn: Any, table: Op, ordered: bool, adds: bool, selects: bool) -> str | None:
-        if selects:
-            return reasons.SELECTS()
-        if adds:
-            return reasons.ACCUMULATES()
-        if table.kind is OpKind.COMPUTE and mixes_types(eqn):
-            return reasons.MIXED_TYPES()
-        if table.wide and not ordered:
-            return reasons.FULL_PRECISION_SET()
-        order = ir.user_order(eqn)
-        return reasons.USERS_ORDER(order) if order else None
 
     def _boundary(self, row: int, floats: set[Precision]) -> Decision:
         eqn = self.graph.eqns[row]

@@ -17,6 +17,7 @@ The product stays a plain equation, so that checkpoint policies such as
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -151,6 +152,10 @@ def _runnable(build: ir.Builder, eqn: Any, pair: Sequence[Any]) -> tuple[Sequenc
     0.10.2 and 0.12.0). So the left one is brought into the order (batch, kept,
     contracted), behind a barrier. Where it has that order already nothing is
     done: `vmap` can then only add kept or batch dimensions, which is harmless.
+
+    XLA's layouts pass through a barrier: a matrix behind one may be the transposed
+    matrix still, whose product runs on widened operands (measured: 2.8 times the
+    time). A flat array has one layout only.
     """
     lhs, rhs = pair
     numbers = ir.summed_and_batch(eqn)
@@ -163,11 +168,22 @@ def _runnable(build: ir.Builder, eqn: Any, pair: Sequence[Any]) -> tuple[Sequenc
     order = [*batch[0], *kept, *contracting[0]]
     key = ("transpose", tuple(order))
     (lhs,) = build.call(lambda x: [lax.transpose(x, order)], [lhs], key)
-    lhs = build.detach(lhs, pinned=True)
+    lhs = _pinned_flat(build, lhs)
     n_batch = len(batch[0])
     summed = tuple(range(n_batch + len(kept), rank))
     numbers = (summed, tuple(contracting[1])), (tuple(range(n_batch)), tuple(batch[1]))
     return (lhs, rhs), {"dimension_numbers": numbers}
+
+
+def _pinned_flat(build: ir.Builder, x: Any) -> Any:
+    """`x` behind a barrier, in the layout that it is written in."""
+    shape = x.aval.shape
+    if not x.aval.sharding.mesh.empty or not all(isinstance(size, int) for size in shape):
+        return build.detach(x, pinned=True)
+    (flat,) = build.call(lambda x: [lax.reshape(x, (math.prod(shape),))], [x], "flat")
+    flat = build.detach(flat, pinned=True)
+    (back,) = build.call(lambda x: [lax.reshape(x, shape)], [flat], ("back", shape))
+    return back
 
 
 def _in_transposed_order(

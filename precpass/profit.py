@@ -184,7 +184,7 @@ class Weighed:
         lhs, rhs = (self._origins.of(body, v) for v in eqn.invars[:2])
         readers = self._readers.of(body).get(eqn.outvars[0], ())
         alone = readers[0] if len(readers) == 1 else None
-        behind = ir.permutation(alone) if alone is not None else ()
+        behind = (alone is not None and ir.permutation(alone)) or ()
         return self._worth.against(Product(eqn, low, (lhs, rhs), behind))
 
     def costs(self, lock: Lock | None) -> str:

@@ -179,7 +179,7 @@ class Rewriter:
         if action is Action.ENTER:
             self._enter(env, eqn, decision, scope)
             return
-        if action is Action.DROP:
+        if action in (Action.DROP, Action.FOLD):
             results = [env.read_as(eqn.invars[0], decision.compute)]
         elif action is Action.WIDEN:
             results = _wide(env, eqn, decision)
@@ -189,8 +189,8 @@ class Rewriter:
             return
         else:
             results = _low(env, eqn, decision)
-        stored = (decision.compute,) if action is Action.DROP else decision.stored
-        _write(env, eqn, results, stored)
+        dropped = action in (Action.DROP, Action.FOLD)
+        _write(env, eqn, results, (decision.compute,) if dropped else decision.stored)
 
     def _body(self, eqn: Any, body: ir.Body, plan: Plan, scope: str) -> Any:
         """The rewritten jaxpr of a body, its twins where the equation has them."""
@@ -259,9 +259,13 @@ def _round(env: Env, eqn: Any, decision: Decision) -> None:
 
 
 def _product(env: Env, eqn: Any, decision: Decision) -> Any:
+    if decision.swapped:
+        eqn = ir.exchanged(eqn)
+    operands = [env.read(v) for v in eqn.invars]
+    if decision.action is Action.SWAP:
+        return env.build.keep(eqn, operands)[0]
     assert decision.compute is not None
     low = [env.low_copy(v, decision.compute) for v in eqn.invars[:2]]
-    operands = [env.read(v) for v in eqn.invars]
     return lowered(env.build, eqn, low, operands, eqn.outvars[0].aval.dtype)
 
 

@@ -39,7 +39,7 @@ class Column:
         context: under what it is traced.
         scale: the static factor of the loss in a step.
         modes: those in which it is a program of its own.
-        missing: why there is no such program yet.
+        missing: why there is no such program, "" where there is one.
     """
 
     title: str
@@ -113,7 +113,7 @@ COLUMNS = {
     "swapped": Column(
         "float32 swapped",
         "float32, operands swapped instead of transposes behind products",
-        missing="no policy of precpass swaps the operands of float32 products yet",
+        outer=partial(pp.auto_mixed, policy=pp.Custom({})),
     ),
     "hand": Column(
         "by hand",

@@ -277,8 +277,10 @@ class Planned:
             self.products.append((eqn, decision, written))
         if decision.action is pp.Action.WIDEN:
             return _at(eqn, held, decision.compute.dtype, decision.compute.dtype)
-        if decision.action is not pp.Action.LOWER:
-            assert decision.action is pp.Action.KEEP
+        # a transpose that is left out still rounds where it was to be low
+        folds = decision.action is pp.Action.FOLD and any(decision.stored)
+        if decision.action is not pp.Action.LOWER and not folds:
+            assert decision.action in (pp.Action.KEEP, pp.Action.SWAP, pp.Action.FOLD)
             return leaf(eqn, written)
         low = decision.compute.dtype
         rounded = [

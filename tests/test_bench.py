@@ -61,6 +61,9 @@ def test_every_model_has_a_gradient_in_every_column(name: str):
     plain = counts.pop("float32")
     assert plain.flops.keys() == {"f32"} and plain.low == plain.casts == 0 < plain.products
     assert counts.pop("matmul").marked == plain.products
+    swapped = counts.pop("swapped")
+    assert swapped.low == swapped.casts == 0 and swapped.flops == plain.flops
+    assert swapped.products == plain.products
     assert counts.pop("jmp").low > 0
     # what stays wide by hand: the router's products, and those that make the matrices of physics
     assert counts["hand"].low >= 0.75 * counts["hand"].products
@@ -114,9 +117,12 @@ def test_the_loss_scale_is_in_the_step_alone_and_cancels():
 # ---------------------------------------------------------------- a run
 
 
-def test_a_run_measures_its_columns_and_writes_them_as_json(tmp_path: Path, capsys: Any):
+def test_a_run_measures_its_columns_and_writes_them_as_json(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(COLUMNS, "none", Column("none", "", missing="nobody has made this one"))
     file, tables = tmp_path / "bench.json", tmp_path / "bench.md"
-    keys = ["float32", "swapped", "hand", "auto-grad"]
+    keys = ["float32", "swapped", "hand", "auto-grad", "none"]
     options = f"--models mlp --modes gradient --columns {','.join(keys)} --size small"
     written = ["--rounds", "1", "--json", str(file), "--markdown", str(tables)]
     bench.main([*options.split(), *written])
@@ -126,7 +132,7 @@ def test_a_run_measures_its_columns_and_writes_them_as_json(tmp_path: Path, caps
         *("columns", "missing", "cells", "geometric_means"),
     }
     assert found["versions"]["jax"] == jax.__version__ and found["machine"]["processor"]
-    assert found["missing"].keys() == {"swapped"}
+    assert found["missing"].keys() == {"none"}
     cells = {(cell["mode"], cell["column"]): cell for cell in found["cells"]}
     assert cells.keys() == {("gradient", key) for key in keys if key in OWN}
     for cell in cells.values():
@@ -134,10 +140,14 @@ def test_a_run_measures_its_columns_and_writes_them_as_json(tmp_path: Path, caps
         assert cell["temp_bytes"] > 0 and cell["counts"]["products"] > 0
         assert cell["kept_bytes"] > 0
         assert cell["ratios"].keys() == {"to_float32", "to_hand"}
+    for key in ("counts", "kept_bytes"):
+        assert cells["gradient", "swapped"][key] != cells["gradient", "auto-grad"][key]
+    assert cells["gradient", "swapped"]["counts"]["low"] == 0
+    assert cells["gradient", "swapped"]["error"] < 1e-6
     assert cells["gradient", "float32"]["error"] < 1e-6 < 1e-4 < cells["gradient", "hand"]["error"]
     assert cells["gradient", "float32"]["ratios"]["to_float32"]["median"] == 1.0
     shown = capsys.readouterr()
-    assert "mlp, gradient" in shown.out and "no policy of precpass swaps" in shown.out
+    assert "mlp, gradient" in shown.out and "nobody has made this one" in shown.out
     again = tmp_path / "again.md"
     bench.main(["--read", str(file), "--markdown", str(again)])
     assert "| **mlp** | float32 |" in tables.read_text() == again.read_text()
@@ -154,7 +164,8 @@ def test_a_column_that_fails_is_an_error_cell(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(COLUMNS, "traces", Column("traces", "", forward=lambda _: refuse))
     monkeypatch.setitem(COLUMNS, "runs", Column("runs", "", outer=fails_late))
     done: list[int] = []
-    keys = ["float32", "traces", "runs", "swapped", "grad-auto"]
+    monkeypatch.setitem(COLUMNS, "none", Column("none", "", missing="nobody has made this one"))
+    keys = ["float32", "traces", "runs", "none", "grad-auto"]
     cells = bench_cells.measured(
         small("mlp"), "forward", keys, Effort(2, 1), lambda _text, advance: done.append(advance)
     )

@@ -256,7 +256,7 @@ def test_one_line_per_source_line():
     per_line = [line for line in lines if line.startswith("    ")]
     headings = [line for line in lines if "test_diff.py" in line and line.startswith("  ")]
     assert len(per_line) == len(headings) == 4
-    assert per_line[2].strip().startswith("dot_general in bf16, accumulated in f32 (x2); cast")
+    assert re.match(r" *dot_general in bf16, accumulated in f32 \(x2\).*; cast", per_line[2])
 
 
 def test_the_jaxprs_as_a_unified_diff(tmp_path):

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"precision", "opkinds", "rules", "policy", "site", "wording"},
     "equations": {
         *("reasons", "precision", "opkinds", "boundary", "rules", "jaxpr", "graph", "facts"),
-        *("plan", "wording"),
+        *("plan", "policy", "wording"),
     },
     "readers": {"reasons", "precision", "opkinds", "jaxpr", "graph", "equations"},
     "classes": {"precision", "opkinds", "rules", "jaxpr", "graph", "equations"},
@@ -53,10 +53,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("opkinds", "equations", "readers"),
     },
     "verdicts": {"profit"},
+    "swaps": {"reasons", "opkinds", "jaxpr", "plan", "equations"},
     "planfile": {"precision", "opkinds", "rules", "lock", "policy", "graph", "plan", "site"},
+    "switched_off": {"reasons", "opkinds", "jaxpr", "plan", "equations"},
     "planner": {
         *("precision", "opkinds", "boundary", "rules", "policy", "jaxpr", "graph", "facts"),
         *("reasons", "accumulate", "plan", "equations", "readers", "asked", "placing", "profit"),
+        "swaps",
     },
     "product": {"precision", "jaxpr"},
     "island": {"precision", "jaxpr", "plan"},
@@ -88,7 +91,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "mixed": {"policy", "context", "stateful", "leaves", "calling", "program"},
     "api": {
-        *("policy", "jaxpr", "planner", "planfile", "site", "describe", "view", "inspection"),
+        *("policy", "jaxpr", "switched_off", "planfile", "site", "describe", "view", "inspection"),
         *("context", "calling", "program", "mixed"),
     },
     "expected": {"precision", "opkinds", "rules", "planfile"},

@@ -320,7 +320,7 @@ def test_the_gradient_of_what_is_repeated_adds_up_wide():
 
 
 def test_an_all_gather_sends_16_bits():
-    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("i")
 
     @jax.shard_map(mesh=mesh, in_specs=(spec, spec), out_specs=spec)

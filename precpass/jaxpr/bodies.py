@@ -53,6 +53,17 @@ def _whole(param: str) -> Callable[[Any], tuple[Body, ...]]:
     return one
 
 
+def loop_rows(eqn: Any) -> tuple[int, int] | None:
+    """Where the operands of a scan begin that it reads slices of, and the results that it stacks.
+
+    None for all else.
+    """
+    if eqn.primitive.name != "scan":
+        return None
+    consts, carry = scan_split(eqn.params)
+    return consts + carry, carry
+
+
 def scan_split(params: Any) -> tuple[int, int]:
     """The numbers of constants and carries of a scan."""
     if "num_consts" in params:

@@ -134,6 +134,7 @@ def changes(plan: Plan) -> list[dict[str, Any]]:
             "results": list(map(str, row.site.results)),
             "action": row.decision.action.value,
             "compute": None if row.decision.compute is None else str(row.decision.compute),
+            "swapped": row.decision.swapped,
             "casts": [f"{cast} {cast.what}" for cast in row.site.casts],
             "reason": row.decision.reason,
         }
@@ -204,12 +205,14 @@ def totals(plan: Plan, name: str, outputs: int = 0) -> str:
     widened = sum(n for (_, a), n in counts.items() if a in (Action.WIDEN, Action.DROP))
     widened -= sum(row.decision.action is Action.DROP and not row.changes for row in rows(plan))
     total = sum(n for (_, a), n in counts.items() if a is not Action.ENTER)
+    reordered = sum(n for (_, a), n in counts.items() if a in (Action.SWAP, Action.FOLD))
+    order = f"{reordered} reordered, " if reordered else ""
     casts = Counter(cast.what for row in rows(plan) for cast in row.site.casts)
     casts += Counter({"inserted": outputs})
     said = ", ".join(f"{counted(n, 'cast')} {what}" for what, n in sorted(casts.items()))
     return (
-        f"{name}: {lowered} of {total} equations lowered, {widened} widened, "
-        f"{total - lowered - widened} as written{'; ' if said else ''}{said}"
+        f"{name}: {lowered} of {total} equations lowered, {widened} widened, {order}"
+        f"{total - lowered - widened - reordered} as written{'; ' if said else ''}{said}"
     )
 
 
@@ -253,8 +256,13 @@ def _verb(row: Row) -> str:
             return "cast moved" if is_moved else "cast removed"
         case Action.DROP:
             return "removed"
+        case Action.FOLD:
+            return "left out"
+        case Action.SWAP:
+            return "operands exchanged"
         case Action.LOWER if op(row.site.primitive).accumulates:
-            return f"in {decision.compute}, accumulated in f32"
+            how = ", operands exchanged" if decision.swapped else ""
+            return f"in {decision.compute}, accumulated in f32{how}"
         case Action.LOWER | Action.WIDEN:
             return f"in {decision.compute}"
         case _:
@@ -278,5 +286,6 @@ def _counted(texts: Counter[str], joint: str = ", ") -> str:
 def _fate(row: Row) -> tuple[object, ...]:
     decision = row.decision
     changed = row.changes and decision.action not in (Action.KEEP, Action.ENTER)
-    fate = (decision.action, decision.compute, decision.stored) if changed else ()
+    own = decision.action, decision.compute, decision.stored, decision.swapped
+    fate = own if changed else ()
     return (fate, Counter(row.site.casts))

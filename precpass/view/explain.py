@@ -33,7 +33,9 @@ class Verdict:
         before, after: what the two programs compute (`precpass.measure.Counts`): products,
             casts, FLOPs and bytes by format.
         narrowed: the products that the policy runs in float32, and the program in float64.
-        left_wide: the products that stay as they were written, and are not low.
+        left_wide: the products that stay in their precision, and are not low.
+        swapped: the products, of either sort, whose operands are exchanged in the place
+            of transposes behind them.
         kept_before, kept_after: the bytes that the forward pass keeps for the backward
             pass (`precpass.residuals`); 0 in a program without one.
     """
@@ -42,6 +44,7 @@ class Verdict:
     after: Counts
     narrowed: int
     left_wide: int
+    swapped: int
     kept_before: float
     kept_after: float
 
@@ -61,6 +64,9 @@ class Verdict:
             (f"; {changed} than written", "cast"),
             (f", which make {_size(abs(made))} {'more' if made >= 0 else 'less'}", ""),
         ]
+        if self.swapped:
+            what = f"operands of {counted(self.swapped, 'product')} exchanged"
+            yield [(f"{what}, for the transposes behind", "")]
         if self.kept_before or self.kept_after:
             yield [
                 (f"kept for the backward pass: {_size(self.kept_after)}", ""),
@@ -198,6 +204,7 @@ def explained(
             count(after),
             narrowed,
             sum(w.times for w in wide),
+            sum(row.decision.swapped for row in found),
             kept_bytes(before),
             kept_bytes(after),
         ),
