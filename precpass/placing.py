@@ -2,9 +2,9 @@
 
 For every class of values that are stored alike (`classes`) there are two questions: is it rounded
 where it is defined and held low, and does a low copy cross the borders beside it, so that it is
-cast once and not in every trip and call. Both cost bytes, and bytes are time. Only what is
-really in memory counts: what loops stack and carry, what the forward pass keeps for the backward
-pass, and the copies that products read; a value inside of a fusion costs nothing in any format.
+cast once and not in every trip and call. For a product there is one, where it need not be low: does
+it pay. `costs` has what each answer costs; here is which answers are allowed, and what the cheapest
+ones make of a plan.
 """
 
 from __future__ import annotations
@@ -16,21 +16,16 @@ from typing import Any
 from precpass import jaxpr as ir
 from precpass import reasons
 from precpass.classes import Classes, ValueClass
+from precpass.costs import Candidate, Costs
+from precpass.devices import Device
 from precpass.facts import Facts, guard
-from precpass.graph import Graph, nbytes
+from precpass.graph import Graph
 from precpass.opkinds import OpKind, op
 from precpass.plan import Action, Decision, Plan, Twin, Twins
 from precpass.precision import Precision
 from precpass.wording import counted
 
 __all__ = ["Question", "placed"]
-
-_HALF = 0.5
-"""The bytes of a low value, in those of a wide one."""
-_CAST = 1.5
-"""What a cast reads and writes."""
-_CACHED = 0.25
-"""What a byte costs that was just written, in those that come from memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +40,8 @@ class Question:
         deciding: the bodies that compute the predicates of loops.
         permits: whether the policy lets what a row makes be low.
         adds: the operands of a loop's body that it adds to, of which there are bits.
+        candidate: of a row, the product that need not be low; None for all else.
+        device: whose seconds count.
     """
 
     graph: Graph
@@ -54,6 +51,8 @@ class Question:
     deciding: set[int]
     permits: Callable[[int], bool]
     adds: Callable[[ir.Body], Sequence[int]]
+    candidate: Callable[[int], Candidate | None]
+    device: Device
 
 
 def placed(question: Question) -> Plan:
@@ -70,18 +69,13 @@ class _Placing:
         self.classes = Classes(self.graph, self._crosses, self._reads_low)
         self.rounded = set[int]()
         self.crossing = set[int]()
+        self.wide = set[int]()
         self.memo: dict[Any, Plan] = {}
 
     def plan(self) -> Plan:
         """The plan, itself where nothing is gained."""
-        adding = self._adding()
-        for found in self.classes.found.values():
-            rounds, crosses = self._cheapest(found, id(found) in adding)
-            if rounds:
-                self.rounded.add(id(found))
-            if crosses and found.crossed:
-                self.crossing.add(id(found))
-        if not (self.rounded or self.crossing):
+        self._weigh()
+        if not (self.rounded or self.crossing or self.wide):
             return self.q.plan
         return self._placed(0, self.q.plan, Twins())
 
@@ -126,24 +120,24 @@ class _Placing:
 
     # ------------------------------------------------------------ what it costs
 
-    def _cheapest(self, found: ValueClass, adds: bool) -> tuple[bool, bool]:
-        """Whether a class is rounded where it is defined, and whether low copies cross borders."""
-        calls = [node.calls for node in self.graph.bodies]
-        eqns, body_of = self.graph.eqns, self.graph.body
-        made = sum(
-            nbytes(eqns[row].outvars[k].aval) * calls[body_of[row]] for row, k in found.defined
-        )
-        cast_inside = _CAST * sum(size * calls[body] for body, size in found.read.items())
-        cast_outside = _CAST * (found.given + made)
-        stacked = sum(p.nbytes for p in found.places)
-        as_it_is = stacked + cast_inside
-        beside = stacked + cast_outside + sum(_beside(p) for p in found.places)
-        low = _HALF * stacked + _CACHED * cast_outside
-        if found.low and not (found.crossed and beside < as_it_is):
-            beside = float("inf")
-        if not adds and low < min(as_it_is, beside) and self._may_round(found):
-            return True, True
-        return False, bool(found.low) and beside < as_it_is
+    def _weigh(self) -> None:
+        """Labels every class and every product that need not be low."""
+        adding = self._adding()
+        found = self.classes.found.values()
+        may = [c for c in found if id(c) not in adding and self._may_round(c)]
+        candidates = {
+            row: candidate
+            for row in self.decisions
+            if self._reads_low(row) and (candidate := self.q.candidate(row)) is not None
+        }
+        self.costs = Costs(self.graph, self.classes, may, candidates, self.q.device)
+        low = self.costs.minimum().low
+        for of, nodes in self.costs.nodes.items():
+            if low[nodes.rounded]:
+                self.rounded.add(of)
+            if low[nodes.crossing]:
+                self.crossing.add(of)
+        self.wide = {row for row, node in self.costs.products.items() if not low[node]}
 
     def _may_round(self, found: ValueClass) -> bool:
         """Whether what reads a class may read what the low format leaves of it."""
@@ -200,6 +194,8 @@ class _Placing:
     def _decided(self, row: int, body: int, decision: Decision) -> Decision:
         if decision.inner:
             return self._entered(row, body, decision)
+        if row in self.wide:
+            decision = _left_wide(decision, self.costs.candidates[row].why)
         classes = [self.classes.of(body, v) for v in self.graph.eqns[row].outvars]
         defines = [
             c is not None and id(c) in self.rounded and (row, k) in c.defined
@@ -237,7 +233,7 @@ class _Placing:
     def _weighed(self, found: ValueClass) -> str:
         """What the cut weighed."""
         products = len({row for rows in found.low.values() for row in rows})
-        saved = _HALF * sum(p.nbytes for p in found.places) / 1e6
+        saved = sum(p.nbytes for p in found.places) / 2e6
         read = f"read by {counted(products, 'product')}, " if products else ""
         return f"{read}{saved:.3g} MB saved"
 
@@ -249,6 +245,7 @@ def _is_plain(decision: Decision) -> bool:
     )
 
 
-def _beside(place: Any) -> float:
-    """The bytes of a low copy beside a place: a slice of a stack is copied, and read then."""
-    return place.nbytes * (1.0 if place.reads else _HALF)
+def _left_wide(decision: Decision, why: str) -> Decision:
+    """A product's decision where it does not pay."""
+    action = Action.SWAP if decision.swapped else Action.KEEP
+    return dataclasses.replace(decision, action=action, compute=Precision.F32, reason=why)

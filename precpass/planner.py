@@ -17,6 +17,7 @@ from precpass import reasons
 from precpass.accumulate import Additive, Feeds, all_feeds
 from precpass.asked import Asked
 from precpass.boundary import BOUNDARY
+from precpass.costs import NOMINAL, Candidate
 from precpass.equations import (
     EQUALITIES,
     WIDENED,
@@ -103,6 +104,9 @@ class Planner:
         self.readers = Readers(graph)
         self._weighed = Weighed(graph, self.readers, worth)
         self._additive = Additive()
+        # where elementwise work follows an order, storage does too
+        compute = policy.precision_for(OpKind.COMPUTE)
+        self._cuts = compute.is_low and OpKind.ELEMENTWISE not in policy.orders
         self._facts_of: dict[int, list[Facts]] = {}
         self._deciding: set[int] = set()
         self._alike: dict[Hashable, Decision] = {}
@@ -125,10 +129,9 @@ class Planner:
 
     def _placed(self, plan: Plan) -> Plan:
         """The plan with the storage of its values, where that is the planner's to choose."""
-        low = self.policy.precision_for(OpKind.COMPUTE)
-        permitted = low.is_low and OpKind.ELEMENTWISE not in self.policy.orders
-        if not permitted or not any(a is Action.LOWER for _, a in plan.count()):
+        if not self._cuts or not any(a is Action.LOWER for _, a in plan.count()):
             return plan
+        low = self.policy.precision_for(OpKind.COMPUTE)
         asked = Question(
             self.graph,
             plan,
@@ -137,8 +140,20 @@ class Planner:
             self._deciding,
             lambda row: self._permits(row, low),
             self._additive.cyclic,
+            self._candidate,
+            self._weighed.device or NOMINAL,
         )
         return placed(asked)
+
+    def _candidate(self, row: int) -> Candidate | None:
+        """A product that the preset alone has in a low format; None for others."""
+        eqn, low = self.graph.eqns[row], self.policy.precision_for(OpKind.COMPUTE)
+        body = int(self.graph.body[row])
+        found = self._weighed.candidate(eqn, row, body, low)
+        preset = self._presets[OpKind.COMPUTE][1]
+        table = op(eqn.primitive.name)
+        is_free = found is not None and self._target(row, table, self._scope(row))[1] is preset
+        return found if is_free else None
 
     def _permits(self, row: int, low: Precision) -> bool:
         """Whether what an equation makes may be stored low."""
@@ -308,12 +323,13 @@ class Planner:
         kind, name, preset = table.kind, eqn.primitive.name, self._presets[table.kind][1]
         read = {stored.get(v) for v in float_vars(eqn) if not ir.is_literal(v)}
         selects = table.selects and not (ordered and name in EQUALITIES and target in read)
+        # what a rule, a region or a saved plan orders is lowered whether or not it pays
+        is_asked = why is preset and not self._cuts
         blocked = (
             blocked_by_kind(eqn, table, ordered, adds, selects)
             or guarded(eqn, facts, target, table)
             or rounded_by_readers(eqn, self.readers.of(facts.body), table, target)
-            # what a rule, a region or a saved plan orders is lowered whether or not it pays
-            or (self._weighed.against(eqn, facts.body, target) if why is preset else "")
+            or (is_asked and self._weighed.against(eqn, facts.body, target))
         )
         if blocked:
             return keep(eqn, kind, blocked)

@@ -16,6 +16,7 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass import reasons
+from precpass.costs import Candidate
 from precpass.devices import Device, cast_seconds, product_seconds
 from precpass.equations import contracts
 from precpass.graph import NOMINAL_SIZE, Graph, flops, nbytes
@@ -107,8 +108,22 @@ class Worth(Protocol):
         """Where it is from, and on which device."""
         ...
 
-    def against(self, product: Product) -> str:
-        """Why a product does not pay; "" where it does."""
+    @property
+    def device(self) -> Device:
+        """Whose other figures count."""
+        ...
+
+    @property
+    def margin(self) -> float:
+        """By which part of its wide time a product must be faster low to pay."""
+        ...
+
+    def verdict(self, product: Product) -> Verdict:
+        """The times of a product by itself, its casts included."""
+        ...
+
+    def sentence(self, product: Product, verdict: Verdict) -> str:
+        """That a product does not pay, in words."""
         ...
 
     def complaints(self) -> Sequence[str]:
@@ -127,36 +142,33 @@ class Assumed:
 
     device: Device
     instead: str = ""
+    margin: float = 0.0
 
     @property
     def costs(self) -> str:
         """The device whose figures count."""
         return f"assumed for {self.device}{f' ({self.instead})' if self.instead else ''}"
 
-    def against(self, product: Product) -> str:
-        """Why it does not pay by the table."""
-        verdict = self.verdict(product)
-        if verdict.low <= verdict.wide:
-            return ""
+    def sentence(self, product: Product, verdict: Verdict) -> str:
+        """That it does not pay by the table, in words."""
         return sentence(product, verdict, f"on {self.device}")
 
     def complaints(self) -> Sequence[str]:
         """Nothing: a table has no accidents."""
         return ()
 
-    def verdict(self, product: Product, by: str = "assumed") -> Verdict:
+    def verdict(self, product: Product) -> Verdict:
+        """The times of a product by the table."""
+        return self.by_table(product)
+
+    def by_table(self, product: Product, by: str = "assumed") -> Verdict:
         """The times of a product by the table: a cast of what is given is its low form's."""
         eqn, device = product.eqn, self.device
         work, out = flops(eqn), nbytes(eqn.outvars[0].aval)
         operands = [nbytes(v.aval) for v in eqn.invars[:2]]
         wide = product_seconds(device, work, sum(operands) + out, Precision.F32)
         low = product_seconds(device, work, sum(operands) / 2 + out, product.low)
-        casts = (
-            cast_seconds(device, n / 4)
-            for n, origin in zip(operands, product.origins, strict=True)
-            if origin is Origin.GIVEN
-        )
-        low = float(low + sum(casts))
+        low = float(low) + casting(product, device)
         return Verdict(float(wide), low, low / float(wide), by)
 
 
@@ -174,23 +186,57 @@ class Weighed:
         self._readers = readers
         self._worth = worth
 
+    @property
+    def device(self) -> Device | None:
+        """Whose figures count; None where everything pays."""
+        return self._worth.device if self._worth else None
+
     def against(self, eqn: Any, body: int, low: Precision) -> str:
-        """Why a float32 product that sums over something does not pay; "" for all else."""
-        if self._worth is None or op(eqn.primitive.name).kind is not OpKind.COMPUTE:
+        """Why a float32 product does not pay by itself; "" where it does, and for all else."""
+        found = self.asked(eqn, body, low)
+        if self._worth is None or found is None:
             return ""
+        verdict = self._worth.verdict(found)
+        pays = verdict.ratio < 1 - self._worth.margin or (
+            verdict.by != "measured" and verdict.ratio <= 1
+        )
+        return "" if pays else self._worth.sentence(found, verdict)
+
+    def candidate(self, eqn: Any, row: int, body: int, low: Precision) -> Candidate | None:
+        """The times of such a product without the casts of its operands; None for all else."""
+        found = self.asked(eqn, body, low)
+        if self._worth is None or found is None:
+            return None
+        verdict = self._worth.verdict(found)
+        casts = min(casting(found, self._worth.device), verdict.low / 2)
+        wide = verdict.wide * (1 - self._worth.margin)
+        return Candidate(row, wide, verdict.low - casts, self._worth.sentence(found, verdict))
+
+    def asked(self, eqn: Any, body: int, low: Precision) -> Product | None:
+        """A float32 product that sums over something, as it is put to a `Worth`."""
+        if self._worth is None or op(eqn.primitive.name).kind is not OpKind.COMPUTE:
+            return None
         is_asked = ir.precision_of(eqn.invars[0].aval) is Precision.F32 and low.is_low
         if not (is_asked and contracts(eqn)):
-            return ""
+            return None
         lhs, rhs = (self._origins.of(body, v) for v in eqn.invars[:2])
         readers = self._readers.of(body).get(eqn.outvars[0], ())
         alone = readers[0] if len(readers) == 1 else None
         behind = (alone is not None and ir.permutation(alone)) or ()
-        return self._worth.against(Product(eqn, low, (lhs, rhs), behind))
+        return Product(eqn, low, (lhs, rhs), behind)
 
     def costs(self, lock: Lock | None) -> str:
         """Where the costs in a plan are from, a saved one among them; "" where none was asked."""
         saved = f"in the saved plan: {lock.costs}" if lock and lock.costs else ""
         return "; ".join(filter(None, (self._worth.costs if self._worth else "", saved)))
+
+
+def casting(product: Product, device: Device) -> float:
+    """The seconds of the casts of a product's operands that no fusion takes in."""
+    operands = [nbytes(v.aval) for v in product.eqn.invars[:2]]
+    given = (o is Origin.GIVEN for o in product.origins)
+    casts = (cast_seconds(device, n / 4) for n, g in zip(operands, given, strict=True) if g)
+    return float(sum(casts))
 
 
 def sentence(product: Product, verdict: Verdict, where: str) -> str:

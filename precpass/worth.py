@@ -53,12 +53,14 @@ class Measured:
         """The device on which products were timed."""
         return f"measured on {self.device}, jax {jax.__version__}"
 
-    def against(self, product: Product) -> str:
-        """Why a product does not pay where it was timed."""
-        verdict = self.verdict(product)
+    @property
+    def margin(self) -> float:
+        """What the noise of a measurement may be."""
+        return MARGIN
+
+    def sentence(self, product: Product, verdict: Verdict) -> str:
+        """That a product does not pay where it was timed, in words."""
         is_measured = verdict.by == "measured"
-        if verdict.ratio < 1 - MARGIN or (not is_measured and verdict.ratio <= 1):
-            return ""
         by = f"measured on {self.device}" if is_measured else verdict.by
         return sentence(product, verdict._replace(by=by), "here")
 
@@ -81,7 +83,7 @@ class Measured:
                     return self._verdicts.put(name, times)
                 except probe.NotTimed as error:
                     self._not_timed[name] = str(error)
-        return self._table.verdict(product, f"assumed: {self._not_timed[name]}")
+        return self._table.by_table(product, f"assumed: {self._not_timed[name]}")
 
 
 def worth_of(policy: PrecisionPolicy, args: Any = ()) -> Worth | None:

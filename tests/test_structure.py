@@ -44,13 +44,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "classes": {"precision", "opkinds", "rules", "jaxpr", "graph", "equations"},
     "placing": {
         *("reasons", "wording", "precision", "opkinds", "jaxpr", "graph", "facts", "plan"),
-        "classes",
+        *("classes", "costs", "devices"),
     },
+    "costs": {"precision", "opkinds", "jaxpr", "graph", "classes", "cut", "devices"},
     "asked": {"precision", "lock", "rules", "policy", "jaxpr", "graph", "equations"},
     "origins": {"opkinds", "jaxpr", "graph"},
     "profit": {
         *("reasons", "wording", "precision", "devices", "jaxpr", "graph", "origins", "lock"),
-        *("opkinds", "equations", "readers"),
+        *("opkinds", "equations", "readers", "costs"),
     },
     "verdicts": {"profit"},
     "swaps": {"reasons", "opkinds", "jaxpr", "plan", "equations"},
@@ -59,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner": {
         *("precision", "opkinds", "boundary", "rules", "policy", "jaxpr", "graph", "facts"),
         *("reasons", "accumulate", "plan", "equations", "readers", "asked", "placing", "profit"),
-        "swaps",
+        *("swaps", "costs"),
     },
     "product": {"precision", "jaxpr"},
     "island": {"precision", "jaxpr", "plan"},

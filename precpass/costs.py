@@ -1,0 +1,203 @@
+"""What storage and products cost, as an energy whose minimum is the cheapest plan.
+
+Nodes, each WIDE or LOW:
+
+- of a class of values that are stored alike (`classes`): `rounded`, whether it is rounded where it
+  is defined and held low, and `crossing`, whether low copies cross borders beside it;
+- of what products read in a body: `copied`, whether there is a low copy of it;
+- of a product that need not be low: `product`, the precision in which it runs.
+
+Costs are seconds of a device, for one run of the program: of memory for what loops stack and carry
+and what the forward pass keeps for the backward pass, of casts, and of products. A value inside of
+a fusion costs nothing in any format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from precpass import jaxpr as ir
+from precpass.classes import Classes, Place, ValueClass
+from precpass.cut import LOW, WIDE, Cut, Energy
+from precpass.devices import DEVICES, Device, cast_seconds
+from precpass.graph import Graph, nbytes
+from precpass.opkinds import OpKind, op
+
+__all__ = ["NOMINAL", "Candidate", "Costs", "Nodes"]
+
+NOMINAL = DEVICES[0]
+"""Whose figures count where a plan is to be the same on every device: only ratios matter then."""
+
+_CACHED = 0.25
+"""The time of a byte that was just written, in that of one from memory (assumed)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A product that is low if that pays.
+
+    Attributes:
+        row: its equation.
+        wide: seconds of one execution in float32.
+        low: the same in the low format, casts apart.
+        why: that it does not pay, in words.
+    """
+
+    row: int
+    wide: float
+    low: float
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """The nodes of a class: WIDE where there is no choice."""
+
+    rounded: int = WIDE
+    crossing: int = WIDE
+
+
+class Costs:
+    """The energy of a program.
+
+    Args:
+        graph: the program.
+        classes: of its values.
+        roundable: the classes that may be rounded where they are defined.
+        candidates: the products that need not be low, by row; all others that read low are.
+        device: whose seconds count.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        classes: Classes,
+        roundable: Sequence[ValueClass],
+        candidates: Mapping[int, Candidate],
+        device: Device = NOMINAL,
+    ) -> None:
+        self.graph = graph
+        self.classes = classes
+        self.candidates = candidates
+        self.device = device
+        self.energy = Energy()
+        self.products = {row: self.energy.node() for row in candidates}
+        self.nodes: dict[int, Nodes] = {}
+        self._copies: dict[tuple[int, Any], int] = {}
+        may = set(map(id, roundable))
+        for found in classes.found.values():
+            self._store(found, id(found) in may)
+        for row in candidates:
+            self._product(row)
+
+    def minimum(self) -> Cut:
+        """The cheapest labels."""
+        return self.energy.minimum()
+
+    # ------------------------------------------------------------ what memory takes
+
+    def _store(self, found: ValueClass, roundable: bool) -> None:
+        if not (roundable or (found.low and found.crossed)):
+            return
+        energy = self.energy
+        rounded = energy.node() if roundable else WIDE
+        crossing = energy.node() if found.crossed else rounded
+        self.nodes[id(found)] = Nodes(rounded, crossing if found.crossed else WIDE)
+        if roundable:
+            energy.pay(rounded, LOW, self.held(found))
+            energy.pay(WIDE, rounded, self.held(found) / 2 + self.rounding(found))
+        if found.crossed:
+            energy.pay(rounded, crossing, self.beside(found))
+            if roundable:
+                energy.forbid(crossing, rounded)
+        for body, rows in found.low.items():
+            copied = self._copied(rows)
+            if copied is not WIDE:
+                energy.pay(crossing, copied, self.copying(found, body))
+
+    def _copied(self, rows: Sequence[int]) -> int:
+        """The node of a low copy that some products in one body read."""
+        free = [self.products[row] for row in rows if row in self.products]
+        if len(free) < len(rows):
+            return LOW
+        copied = self.energy.node()
+        for product in free:
+            self.energy.forbid(copied, product)
+        return copied
+
+    def held(self, found: ValueClass) -> float:
+        """Where a class is in memory, at its own width."""
+        return sum(map(_traffic, found.places)) / self.device.bandwidth
+
+    def rounding(self, found: ValueClass) -> float:
+        """The pass that rounds what products make; in any other fusion it is free."""
+        made = (
+            nbytes(self.graph.eqns[row].outvars[k].aval) * self._calls(row)
+            for row, k in found.defined
+            if not self._is_fused(row)
+        )
+        return _CACHED * 1.5 * sum(made) / self.device.bandwidth
+
+    def beside(self, found: ValueClass) -> float:
+        """Low copies beside a class: the casts where it begins, and their own traffic."""
+        made = sum(
+            nbytes(self.graph.eqns[row].outvars[k].aval) * self._calls(row)
+            for row, k in found.defined
+        )
+        # of a stack a slice is copied, and read then
+        copies = sum(p.nbytes if p.reads else p.nbytes / 2 for p in found.places)
+        return (1.5 * (found.given + made) + copies) / self.device.bandwidth
+
+    def copying(self, found: ValueClass, body: int) -> float:
+        """The casts of what products read in a body, where no low copy crosses its border."""
+        here = {row for row, _ in found.defined if int(self.graph.body[row]) == body}
+        if here and all(map(self._is_fused, here)):
+            return 0.0
+        return 1.5 * found.read[body] * self.graph.bodies[body].calls / self.device.bandwidth
+
+    # ------------------------------------------------------------ what products take
+
+    def _product(self, row: int) -> None:
+        product, candidate = self.products[row], self.candidates[row]
+        calls = self._calls(row)
+        self.energy.pay(product, LOW, candidate.wide * calls)
+        self.energy.pay(WIDE, product, candidate.low * calls)
+        body = int(self.graph.body[row])
+        for atom in self.graph.eqns[row].invars[:2]:
+            found = self.classes.of(body, atom)
+            if found is None or id(found) not in self.nodes:
+                seconds = self.casting(body, atom) * calls
+                if seconds:
+                    self.energy.forbid(self._copy(body, atom, seconds), product)
+
+    def _copy(self, body: int, atom: Any, seconds: float) -> int:
+        """The node of a low copy that all products in a body share."""
+        key = (body, atom)
+        if key not in self._copies:
+            self._copies[key] = node = self.energy.node()
+            self.energy.pay(WIDE, node, seconds)
+        return self._copies[key]
+
+    def casting(self, body: int, atom: Any) -> float:
+        """One cast of an operand that belongs to no class: free where it is made in a fusion."""
+        if ir.is_literal(atom) or self._made_in_fusion(body, atom):
+            return 0.0
+        return float(cast_seconds(self.device, nbytes(atom.aval) / 4))
+
+    def _made_in_fusion(self, body: int, atom: Any) -> bool:
+        row = self.classes.producer(body, atom)
+        return row is not None and self._is_fused(row)
+
+    def _is_fused(self, row: int) -> bool:
+        eqn = self.graph.eqns[row]
+        return op(eqn.primitive.name).kind is OpKind.ELEMENTWISE
+
+    def _calls(self, row: int) -> float:
+        return self.graph.bodies[int(self.graph.body[row])].calls
+
+
+def _traffic(place: Place) -> float:
+    """The bytes that are written and read."""
+    return place.nbytes * {"stack": 1.0, "carry": 2.0, "kept": 2.0}[place.kind]
