@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precpass import jaxpr as ir
+from precpass import reasons
 from precpass.equations import view_of
 from precpass.graph import Graph, join_scopes
 from precpass.lock import Names
+from precpass.opkinds import Op, OpKind
 from precpass.policy import PrecisionPolicy
 from precpass.precision import Precision
-from precpass.rules import Rule, clean_scope
+from precpass.rules import Rule, clean_scope, innermost_keep
 
 __all__ = ["Asked"]
 
@@ -27,6 +29,11 @@ class Asked:
     def __init__(self, graph: Graph, scope: str, policy: PrecisionPolicy) -> None:
         self._graph = graph
         self._policy = policy
+        given = {kind: policy.precision_for(kind) for kind in OpKind}
+        self._presets = {
+            kind: (precision, reasons.PRESET(policy.name, kind, precision), kind in policy.orders)
+            for kind, precision in given.items()
+        }
         self._matched: set[Rule] = set()
         self._rules_of: dict[tuple[str, ir.Source], list[Rule]] = {}
         regions = [rule for rule in policy.rules if rule.is_region]
@@ -38,6 +45,33 @@ class Asked:
 
     def __bool__(self) -> bool:
         return bool(self._policy.rules or self._policy.lock)
+
+    def preset(self, kind: OpKind) -> str:
+        """The reason of an equation that the preset alone decides."""
+        return self._presets[kind][1]
+
+    def target(self, row: int, table: Op, scope: str) -> tuple[Precision, str, bool]:
+        """The precision that is asked for, by whom, and whether as an order."""
+        kept = innermost_keep(scope)
+        if kept is not None:
+            return kept, reasons.KEEP_REGION(kept), table.kind is OpKind.COMPUTE and kept.is_low
+        rule = self.rule(row, scope)
+        if rule is not None:
+            precision = Precision.parse(rule.precision)
+            whole = not rule.is_region or table.kind is OpKind.COMPUTE
+            return precision, repr(rule), whole
+        if (locked := self.locked(row)) is not None:
+            return locked, reasons.SAVED_PLAN(), True
+        return self._presets[table.kind]
+
+    def permits(self, row: int, table: Op, scope: str, low: Precision) -> bool:
+        """Whether what an equation makes may be stored low, whatever it is computed in.
+
+        A saved plan has what equations are computed in alone.
+        """
+        if self.locked(row) is not None and not (innermost_keep(scope) or self.rule(row, scope)):
+            return self._presets[table.kind][0] is low
+        return self.target(row, table, scope)[0] is low
 
     def _lock_rows(self, scope: str) -> None:
         graph, lock = self._graph, self._policy.lock

@@ -113,11 +113,6 @@ class Planner:
         self._only_permits = not (
             self.asked or policy.widens or OpKind.ELEMENTWISE in policy.orders
         )
-        given = {kind: policy.precision_for(kind) for kind in OpKind}
-        self._presets = {
-            kind: (precision, reasons.PRESET(policy.name, kind, precision), kind in policy.orders)
-            for kind, precision in given.items()
-        }
         self._may_run = {p: reasons.MAY_RUN(p) for p in Precision}
 
     def root(self, border: Border) -> Plan:
@@ -150,9 +145,9 @@ class Planner:
         eqn, low = self.graph.eqns[row], self.policy.precision_for(OpKind.COMPUTE)
         body = int(self.graph.body[row])
         found = self._weighed.candidate(eqn, row, body, low)
-        preset = self._presets[OpKind.COMPUTE][1]
+        preset = self.asked.preset(OpKind.COMPUTE)
         table = op(eqn.primitive.name)
-        is_free = found is not None and self._target(row, table, self._scope(row))[1] is preset
+        is_free = found is not None and self.asked.target(row, table, self._scope(row))[1] is preset
         return found if is_free else None
 
     def _permits(self, row: int, low: Precision) -> bool:
@@ -161,7 +156,7 @@ class Planner:
         table = op(eqn.primitive.name)
         if is_fixed(scope) or ir.user_order(eqn) is not None or table.kind is OpKind.BOUNDARY:
             return ir.keeps_bits(eqn) and not is_fixed(scope)
-        return self._target(row, table, scope)[0] is low
+        return self.asked.permits(row, table, scope, low)
 
     def plan(self, facts: Facts, carried: Feeds, decides: bool, border: Border) -> Plan:
         """The plan of one body at one class of call sites.
@@ -262,7 +257,7 @@ class Planner:
         if not floats:
             is_complex = ir.has_complex(eqn)
             return keep(eqn, table.kind, (reasons.COMPLEX if is_complex else reasons.NO_FLOATS)())
-        target, why, ordered = self._target(row, table, scope)
+        target, why, ordered = self.asked.target(row, table, scope)
         if target is Precision.F64:
             return in_region(self._float64(eqn, facts, table, floats, why), eqn)
         if target is Precision.F32 and self.policy.widens and any(p.is_low for p in floats):
@@ -320,7 +315,7 @@ class Planner:
         adds: bool,
         stored: dict[Any, Precision | None],
     ) -> Decision:
-        kind, name, preset = table.kind, eqn.primitive.name, self._presets[table.kind][1]
+        kind, name, preset = table.kind, eqn.primitive.name, self.asked.preset(table.kind)
         read = {stored.get(v) for v in float_vars(eqn) if not ir.is_literal(v)}
         selects = table.selects and not (ordered and name in EQUALITIES and target in read)
         # what a rule, a region or a saved plan orders is lowered whether or not it pays
@@ -378,17 +373,3 @@ class Planner:
         if is_fixed(scope):
             return False
         return kept is Precision.F64 if kept is not None else self.asked.in_float64(row, scope)
-
-    def _target(self, row: int, table: Op, scope: str) -> tuple[Precision, str, bool]:
-        """The precision that is asked for, by whom, and whether as an order."""
-        kept = innermost_keep(scope)
-        if kept is not None:
-            return kept, reasons.KEEP_REGION(kept), table.kind is OpKind.COMPUTE and kept.is_low
-        rule = self.asked.rule(row, scope)
-        if rule is not None:
-            precision = Precision.parse(rule.precision)
-            whole = not rule.is_region or table.kind is OpKind.COMPUTE
-            return precision, repr(rule), whole
-        if (locked := self.asked.locked(row)) is not None:
-            return locked, reasons.SAVED_PLAN(), True
-        return self._presets[table.kind]

@@ -90,14 +90,17 @@ class Verdict(NamedTuple):
     Attributes:
         wide: in float32, in seconds.
         low: in the low format, its casts included.
-        ratio: of low to wide; of a measurement the median of those within rounds.
         by: "measured", or "assumed" with the reason where a measurement was asked for.
     """
 
     wide: float
     low: float
-    ratio: float
     by: str
+
+    @property
+    def ratio(self) -> float:
+        """The low time to the wide one."""
+        return self.low / self.wide
 
 
 class Worth(Protocol):
@@ -169,7 +172,7 @@ class Assumed:
         wide = product_seconds(device, work, sum(operands) + out, Precision.F32)
         low = product_seconds(device, work, sum(operands) / 2 + out, product.low)
         low = float(low) + casting(product, device)
-        return Verdict(float(wide), low, low / float(wide), by)
+        return Verdict(float(wide), low, by)
 
 
 class Weighed:

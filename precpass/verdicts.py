@@ -37,16 +37,22 @@ WAIT, STALE = 5.0, 30.0
 
 def cache_folder() -> Path:
     """Where files are kept: PRECPASS_CACHE_DIR, or the user's cache folder."""
-    if given := os.environ.get("PRECPASS_CACHE_DIR"):
-        return Path(given)
-    # what freedesktop.org, Apple and Microsoft have for caches
+    folder = Path(os.environ.get("PRECPASS_CACHE_DIR") or _users_folder())
+    try:
+        return folder.expanduser()
+    except RuntimeError:  # a user without a home, as containers have
+        return Path(tempfile.gettempdir()) / "precpass"
+
+
+def _users_folder() -> Path:
+    """What freedesktop.org, Apple and Microsoft have for caches."""
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg) / "precpass"
     if sys.platform == "darwin":
-        return Path("~/Library/Caches/precpass").expanduser()
+        return Path("~/Library/Caches/precpass")
     if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
         return Path(local) / "precpass" / "Cache"
-    return Path("~/.cache/precpass").expanduser()
+    return Path("~/.cache/precpass")
 
 
 def file_name(device: str, jax_version: str) -> str:
@@ -148,8 +154,8 @@ class Verdicts:
 
 
 def _verdict(found: Any) -> Verdict:
-    wide, low, ratio, by = found
-    times = float(wide), float(low), float(ratio)
+    wide, low, by = found
+    times = float(wide), float(low)
     if not all(math.isfinite(t) and t > 0 for t in times):
         raise ValueError(f"{found!r} are no times")
     return Verdict(*times, str(by))

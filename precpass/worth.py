@@ -20,7 +20,7 @@ from precpass.verdicts import Verdicts, cache_folder, file_name
 __all__ = ["LONGEST", "MARGIN", "Measured", "worth_of"]
 
 MARGIN = 0.03
-"""By this part of the wide time a product must be faster low to count as one that pays."""
+"""By this part of the wide time a product that was timed must be faster low to pay."""
 
 LONGEST = 0.5
 """Seconds that a product takes in float32 by the table, from which it is not timed."""

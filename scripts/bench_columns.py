@@ -137,6 +137,11 @@ COLUMNS = {
         "auto_mixed(jax.grad(f)), bfloat16; of the forward pass and of the whole step likewise",
         outer=partial(pp.auto_mixed, policy=pp.AutoMixedBf16),
     ),
+    "auto-measured": Column(
+        "auto(grad), measured",
+        'as auto(grad), with profitability="measured": products that do not pay stay float32',
+        outer=partial(pp.auto_mixed, policy=pp.AutoMixedBf16, profitability="measured"),
+    ),
     "float16": Column(
         "auto float16",
         f"auto_mixed(jax.grad(f)), float16; a step with a loss scale of {LOSS_SCALE:.0f}",

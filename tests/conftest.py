@@ -11,8 +11,12 @@ os.environ["XLA_FLAGS"] = " ".join(
     )
 )
 
+from pathlib import Path
+from typing import Any
+
 import hypothesis
 import jax
+import numpy as np
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -27,13 +31,44 @@ hypothesis.settings.load_profile("precpass")
 def nothing_is_measured(tmp_path_factory: pytest.TempPathFactory):
     """No test reads or writes the user's cache, or hangs on how fast the machine is.
 
-    The one that measures for all that takes the patch back (`test_profitability`).
+    The one that measures for all that goes around the patch (`test_probe`).
     """
 
     def measures(*_args: object, **_kwargs: object) -> None:
-        raise AssertionError("a test times products: give it a probe or rounds of its own")
+        raise AssertionError("a test times products: give it a probe of its own")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PRECPASS_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr("precpass.probe._rounds", measures)
+        patch.setattr("precpass.probe.timed", measures)
         yield
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A probe that asks no clock, and an empty folder of verdicts."""
+    from profit_helpers import Clock
+
+    found = Clock()
+    monkeypatch.setattr("precpass.probe.timed", found)
+    monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path / "verdicts"))
+    return found
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """The results of all that the probe itself compiles and runs, without a clock."""
+    from profit_helpers import REAL
+
+    from precpass.measure import Timing
+
+    seen: list[dict[str, Any]] = []
+
+    def rounds(runs: Any) -> dict[str, Timing]:
+        seen.append({name: np.asarray(run()[0], np.float32) for name, run in runs.items()})
+        # disturbed in most rounds
+        return {"wide": Timing((2.0, 4.0, 4.0)), "low": Timing((8.0, 9.0, 1.0))}
+
+    monkeypatch.setattr("precpass.probe.timed", REAL)
+    monkeypatch.setattr("precpass.probe._rounds", rounds)
+    monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path / "verdicts"))
+    return seen

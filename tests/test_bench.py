@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from precpass import measure
+from precpass.profit import Verdict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
@@ -54,7 +55,11 @@ def dtypes(tree: Any) -> set[Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_model_has_a_gradient_in_every_column(name: str):
+def test_every_model_has_a_gradient_in_every_column(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("precpass.probe.timed", lambda *_: Verdict(2.0, 1.0, "measured"))
     traces = {key: traced(name, "gradient", key) for key in OWN}
     counts = {key: measure.count(trace.jaxpr) for key, trace in traces.items()}
     assert all(dtypes(trace.out_info) == {jnp.dtype("float32")} for trace in traces.values())
@@ -69,6 +74,8 @@ def test_every_model_has_a_gradient_in_every_column(name: str):
     assert counts["hand"].low >= 0.75 * counts["hand"].products
     assert counts["grad-auto"].low > 0.9 * plain.products
     assert counts["auto-grad"].low > 0.9 * plain.products
+    # where every product pays
+    assert counts["auto-measured"] == counts["auto-grad"]
     assert counts["float16"].low > 0.9 * plain.products
     assert {"bf16"} <= counts["auto-grad"].flops.keys() and "f16" in counts["float16"].flops
 

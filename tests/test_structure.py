@@ -42,12 +42,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "readers": {"reasons", "precision", "opkinds", "jaxpr", "graph", "equations"},
     "classes": {"precision", "opkinds", "rules", "jaxpr", "graph", "equations"},
+    "costs": {"precision", "opkinds", "jaxpr", "graph", "classes", "cut", "devices"},
     "placing": {
         *("reasons", "wording", "precision", "opkinds", "jaxpr", "graph", "facts", "plan"),
         *("classes", "costs", "devices"),
     },
-    "costs": {"precision", "opkinds", "jaxpr", "graph", "classes", "cut", "devices"},
-    "asked": {"precision", "lock", "rules", "policy", "jaxpr", "graph", "equations"},
+    "asked": {
+        *(
+            "reasons",
+            "opkinds",
+            "precision",
+            "lock",
+            "rules",
+            "policy",
+            "jaxpr",
+            "graph",
+            "equations",
+        ),
+    },
     "origins": {"opkinds", "jaxpr", "graph"},
     "profit": {
         *("reasons", "wording", "precision", "devices", "jaxpr", "graph", "origins", "lock"),

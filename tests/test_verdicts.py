@@ -14,8 +14,8 @@ from precpass import verdicts
 from precpass.profit import Verdict
 from precpass.verdicts import FORMAT, Verdicts, cache_folder, file_name
 
-FAST = Verdict(2.0, 1.0, 0.5, "measured")
-SLOW = Verdict(1.0, 2.0, 2.0, "measured")
+FAST = Verdict(2.0, 1.0, "measured")
+SLOW = Verdict(1.0, 2.0, "measured")
 
 
 def made(folder: Path, device: str = "gpu Quux", version: str = "1.2.3") -> Verdicts:
@@ -73,8 +73,8 @@ from precpass.verdicts import Verdicts
 path, who = Path(sys.argv[1]), int(sys.argv[2])
 own = Verdicts(path, "gpu Quux", "1.2.3")
 for i in range(25):
-    own.put(f"{who} {i}", Verdict(1.0, 2.0, 2.0, "measured"))
-    own.put(f"shared {i}", Verdict(1.0, 1.0 + who, 1.0 + who, "measured"))
+    own.put(f"{who} {i}", Verdict(1.0, 2.0, "measured"))
+    own.put(f"shared {i}", Verdict(1.0, 1.0 + who, "measured"))
 assert own.complaints() == (), own.complaints()
 """
 
@@ -105,10 +105,10 @@ DAMAGED = {
     "another format": lambda whole: json.dumps({**whole, "format": FORMAT + 1}),
     "another device": lambda whole: json.dumps({**whole, "device": "gpu Other"}),
     "another JAX": lambda whole: json.dumps({**whole, "jax": "9.9.9"}),
-    "no times": lambda whole: json.dumps({**whole, "products": {"a": ["fast", 1.0, 1.0, "x"]}}),
+    "no times": lambda whole: json.dumps({**whole, "products": {"a": ["fast", 1.0, "x"]}}),
     "too few times": lambda whole: json.dumps({**whole, "products": {"a": [1.0]}}),
-    "not a number": lambda whole: json.dumps({**whole, "products": {"a": [1.0, "nan", 1, "x"]}}),
-    "negative": lambda whole: json.dumps({**whole, "products": {"a": [1.0, -1.0, 1.0, "x"]}}),
+    "not a number": lambda whole: json.dumps({**whole, "products": {"a": [1.0, "nan", "x"]}}),
+    "negative": lambda whole: json.dumps({**whole, "products": {"a": [1.0, -1.0, "x"]}}),
     "deep": lambda whole: "[" * 100_000,
 }
 
@@ -187,6 +187,7 @@ def test_a_lock_that_is_held_is_waited_for_no_longer_than_the_limit(
     "platform, environment, ends",
     [
         ("linux", {"PRECPASS_CACHE_DIR": "/given", "XDG_CACHE_HOME": "/xdg"}, "/given"),
+        ("linux", {"PRECPASS_CACHE_DIR": "~/given"}, "/home/me/given"),
         ("linux", {"XDG_CACHE_HOME": "/xdg"}, "/xdg/precpass"),
         ("linux", {}, "/home/me/.cache/precpass"),
         ("darwin", {}, "/home/me/Library/Caches/precpass"),
@@ -201,3 +202,12 @@ def test_the_folder_is_the_users(platform, environment, ends, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(verdicts.sys, "platform", platform)
     assert cache_folder() == Path(ends)
+
+
+def test_a_user_without_a_home_has_a_temporary_folder(monkeypatch: pytest.MonkeyPatch):
+    def homeless(_path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("PRECPASS_CACHE_DIR")
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert cache_folder() == Path(verdicts.tempfile.gettempdir()) / "precpass"
