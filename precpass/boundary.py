@@ -92,7 +92,7 @@ BOUNDARY: dict[str, str] = {
     ),
     **_because(
         "serves a product that was lowered before, by this package",
-        "precpass_carrier precpass_detach",
+        "precpass_carrier precpass_detach precpass_pin",
     ),
     **_because("a step of JAX's own differentiation", "custom_lin to_edtype from_edtype"),
     **_because(

@@ -111,6 +111,6 @@ def from_bits(bits: Any, rounded: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Widening:
+class _Widening(ir.Form):
     def tangent(self, tangent: Any, other: Any, rest: Sequence[Any], side: int) -> Any:
         return lax.convert_element_type(tangent, Precision.F64.dtype)

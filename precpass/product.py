@@ -7,8 +7,9 @@ shared: a cast that is shared before a fan-out makes a sum of 16384 ones come
 out as 256. So the low copies are detached, and may be shared,
 hoisted and stored at will, while the carrier (`jaxpr.carrier`), which hands its
 first operand through, takes the derivative with respect to the wide operands.
-Its tangent is again a pair of low products, each with a cast of its own. Where
-nothing is differentiated it disappears in lowering.
+Its tangent is again a pair of products of this form, each with a cast of its own,
+and its transpose another one. Where nothing is differentiated it disappears in
+lowering.
 
 The product stays a plain equation, so that checkpoint policies such as
 `dots_saveable` see it.
@@ -25,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
+from precpass.dots import Numbers, batched, kept, transposed
 from precpass.precision import Precision
 
 __all__ = ["Bilinear", "low_copy", "lowered"]
@@ -33,7 +35,7 @@ Params = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Bilinear:
+class Bilinear(ir.Form):
     """A bilinear equation and the low format that it runs in.
 
     Attributes:
@@ -56,10 +58,15 @@ class Bilinear:
         """Whether it is a `dot_general`."""
         return self.primitive.name == "dot_general"
 
-    def low_product(self, pair: Sequence[Any], rest: Sequence[Any], **params: Any) -> Any:
-        """The product of low operands, with parameters changed, rounded to the low format."""
-        given = {**dict(self.items), **params, "preferred_element_type": self.low}
-        return ir.convert(self.primitive.bind(*pair, *rest, **given), self.dtype)
+    @property
+    def numbers(self) -> Numbers:
+        """The dimension numbers of a dot."""
+        return dict(self.items)["dimension_numbers"]
+
+    def with_numbers(self, numbers: Numbers) -> Bilinear:
+        """A dot with other dimension numbers."""
+        items = {**dict(self.items), "dimension_numbers": numbers}
+        return dataclasses.replace(self, items=tuple(sorted(items.items())))
 
     @property
     def sums_in(self) -> np.dtype[Any]:
@@ -74,17 +81,62 @@ class Bilinear:
     def tangent(self, tangent: Any, other: Any, rest: Sequence[Any], side: int) -> Any:
         """The low product with `tangent` in the place of operand `side`.
 
-        Its result is rounded: the transpose of (low, low) -> f32 would be a
-        float32 product. Both operands get casts of their own, so that
-        cotangents add up wide.
+        Both operands get casts of their own, so that cotangents add up wide.
         """
-        params: Params = {}
-        if self.is_dot:
-            contracting, batch = dict(self.items)["dimension_numbers"]
-            tangent, numbers = _in_transposed_order(tangent, contracting, batch, side)
-            params["dimension_numbers"] = numbers
-        cast = [ir.convert(x, self.low) for x in (tangent, other)]
-        return self.low_product(cast if side == 0 else cast[::-1], rest, **params)
+        if not self._is_transposed_here(tangent):
+            # JAX transposes a product only whose result has the operands' type
+            pair = _ordered([_as(self.low, x) for x in (tangent, other)], side)
+            given = {**dict(self.items), "preferred_element_type": self.low}
+            return _as(self.dtype, self.primitive.bind(*pair, *rest, **given))
+        pinned = _needs_barriers(self.low)
+        # the backward pass keeps one value: the product's operand is the carrier's
+        low = _as(self.low, other)
+        low = ir.pin(low) if pinned else low
+        pair = [ir.detach(_as(self.low, tangent), pinned=pinned), low]
+        return _evaluated(
+            ir.Direct(), self, _ordered(pair, side), _ordered([tangent, low], side), detached=True
+        )
+
+    def cotangent(self, cotangent: Any, other: Any, side: int, aval: Any) -> Any:
+        """The cotangent of operand `side`: a low product again, with a wide result and a carrier.
+
+        What JAX's transposition makes of (low, low) -> f32 is a float32 product.
+        """
+        if not self._is_transposed_here(cotangent):
+            return None
+        ndims = [aval.ndim, other.ndim]
+        dot = transposed(self.numbers, _ordered(ndims, side), side)
+        pinned, wide = _needs_barriers(self.low), [cotangent, other]
+        pair = [
+            x if x.dtype == self.low else ir.detach(_as(self.low, x), pinned=pinned) for x in wide
+        ]
+        form = dataclasses.replace(self.with_numbers(dot.numbers), dtype=cotangent.dtype)
+        out = _evaluated(
+            ir.Direct(), form, _ordered(pair, dot.side), _ordered(wide, dot.side), detached=True
+        )
+        return _as(aval.dtype, out if dot.order is None else lax.transpose(out, dot.order))
+
+    def batched(
+        self, ndims: Sequence[int], dims: Sequence[int | None]
+    ) -> tuple[Bilinear, int] | None:
+        """A dot under a vmap as a single dot, and the batch dimension of its result."""
+        if not self.is_dot or all(dim is None for dim in dims):
+            return None
+        numbers, dim = batched(self.numbers, ndims, dims)
+        return self.with_numbers(numbers), dim
+
+    def _is_transposed_here(self, x: Any) -> bool:
+        # of types with a sharding JAX knows how each product's result is sharded
+        return self.is_dot and not ir.is_sharded_by_type(x)
+
+
+def _as(dtype: np.dtype[Any], x: Any) -> Any:
+    return x if x.dtype == dtype else ir.convert(x, dtype)
+
+
+def _ordered(pair: Sequence[Any], side: int) -> list[Any]:
+    """A pair whose first element is to be at `side`."""
+    return list(pair if side == 0 else pair[::-1])
 
 
 def lowered(
@@ -106,18 +158,39 @@ def lowered(
     Returns:
         The product, differentiable to any order in forward and reverse mode.
     """
-    lhs, rhs, *rest = operands
-    low = low_operands[0].aval.dtype
-    form = Bilinear(eqn.primitive, ir.sorted_params(eqn), low, dtype)
-    pinned, zeros = _needs_barriers(low), eqn.primitive.name == "ragged_dot_general"
-    runs = pinned and form.is_dot
-    pair, params = _runnable(build, eqn, low_operands) if runs else (low_operands, {})
-    params = {**dict(form.items), **params, "preferred_element_type": form.sums_in}
+    form = Bilinear(eqn.primitive, ir.sorted_params(eqn), low_operands[0].aval.dtype, dtype)
     aval = eqn.outvars[0].aval.update(dtype=form.sums_in, weak_type=False)
-    out = build.emit(eqn.primitive, [*pair, *rest], params, aval)
-    if form.sums_in != dtype:
-        out = build.convert(out, dtype)
-    if pinned or zeros:
+    return _evaluated(build, form, low_operands, operands, aval)
+
+
+def _evaluated(
+    build: ir.Builder | ir.Direct,
+    form: Bilinear,
+    low_operands: Sequence[Any],
+    operands: Sequence[Any],
+    aval: Any = None,
+    *,
+    detached: bool = False,
+) -> Any:
+    """A product with its carrier.
+
+    Args:
+        build: where its equations are added.
+        form: the product.
+        low_operands: its two data operands in the low format.
+        operands: all its operands, with those through which the derivative goes.
+        aval: of the low operands' product, where `build` asks for it.
+        detached: whether a derivative passes through the low operands, and is to end.
+    """
+    lhs, rhs, *rest = operands
+    pinned, zeros = _needs_barriers(form.low), form.primitive.name == "ragged_dot_general"
+    runs = pinned and form.is_dot
+    pair, params = _runnable(build, form.numbers, low_operands) if runs else (low_operands, {})
+    params = {**dict(form.items), **params, "preferred_element_type": form.sums_in}
+    out = build.emit(form.primitive, [*pair, *rest], params, aval)
+    if form.sums_in != form.dtype:
+        out = build.convert(out, form.dtype)
+    if pinned or zeros or detached:
         out = build.detach(out, pinned=pinned, zeros=zeros)
     return build.carry(form, out, lhs, rhs, rest)
 
@@ -142,7 +215,9 @@ def _needs_barriers(low: np.dtype[Any]) -> bool:
     return low == Precision.BF16.dtype
 
 
-def _runnable(build: ir.Builder, eqn: Any, pair: Sequence[Any]) -> tuple[Sequence[Any], Params]:
+def _runnable(
+    build: ir.Builder | ir.Direct, numbers: Numbers, pair: Sequence[Any]
+) -> tuple[Sequence[Any], Params]:
     """The form of a (bf16, bf16) -> f32 dot that XLA:CPU has a kernel for.
 
     It has none (at run time: "Unsupported element type for DotThunk") where a
@@ -158,24 +233,22 @@ def _runnable(build: ir.Builder, eqn: Any, pair: Sequence[Any]) -> tuple[Sequenc
     time). A flat array has one layout only.
     """
     lhs, rhs = pair
-    numbers = ir.summed_and_batch(eqn)
-    assert numbers is not None
     contracting, batch = numbers
     rank = lhs.aval.ndim
-    kept = [d for d in range(rank) if d not in contracting[0] and d not in batch[0]]
-    if not kept or not contracting[0] or min(contracting[0]) > max(kept):
+    own = kept(rank, contracting[0], batch[0])
+    if not own or not contracting[0] or min(contracting[0]) > max(own):
         return pair, {}
-    order = [*batch[0], *kept, *contracting[0]]
+    order = [*batch[0], *own, *contracting[0]]
     key = ("transpose", tuple(order))
     (lhs,) = build.call(lambda x: [lax.transpose(x, order)], [lhs], key)
     lhs = _pinned_flat(build, lhs)
     n_batch = len(batch[0])
-    summed = tuple(range(n_batch + len(kept), rank))
+    summed = tuple(range(n_batch + len(own), rank))
     numbers = (summed, tuple(contracting[1])), (tuple(range(n_batch)), tuple(batch[1]))
     return (lhs, rhs), {"dimension_numbers": numbers}
 
 
-def _pinned_flat(build: ir.Builder, x: Any) -> Any:
+def _pinned_flat(build: ir.Builder | ir.Direct, x: Any) -> Any:
     """`x` behind a barrier, in the layout that it is written in."""
     shape = x.aval.shape
     if not x.aval.sharding.mesh.empty or not all(isinstance(size, int) for size in shape):
@@ -184,29 +257,3 @@ def _pinned_flat(build: ir.Builder, x: Any) -> Any:
     flat = build.detach(flat, pinned=True)
     (back,) = build.call(lambda x: [lax.reshape(x, shape)], [flat], ("back", shape))
     return back
-
-
-def _in_transposed_order(
-    x: Any, contracting: Sequence[Sequence[int]], batch: Sequence[Sequence[int]], side: int
-) -> tuple[Any, Any]:
-    """An operand's dimensions as (batch, kept, contracted), and the numbers of that product.
-
-    It is the order in which JAX transposes a product without a permutation
-    behind it, which XLA:CPU would fold into the slow form of the product
-    (measured: 1131 against 310 ms for the gradient of a four-layer transformer).
-    """
-    own, others = contracting[side], contracting[1 - side]
-    by_other = np.argsort(others)
-    summed = [own[i] for i in by_other]
-    kept = [d for d in range(x.ndim) if d not in own and d not in batch[side]]
-    order = [*batch[side], *kept, *summed]
-    n_batch = len(batch[side])
-    new_sum = tuple(range(n_batch + len(kept), x.ndim))
-    new = new_sum, tuple(range(n_batch))
-    other = tuple(others[i] for i in by_other), tuple(batch[1 - side])
-    pairs = (
-        tuple(zip(new, other, strict=True)) if side == 0 else tuple(zip(other, new, strict=True))
-    )
-    if order != list(range(x.ndim)):
-        x = lax.transpose(x, order)
-    return x, pairs

@@ -319,6 +319,7 @@ RULES: dict[str, Rule] = {
     "optimization_barrier": lambda eqn, *xs: list(xs),
     "precpass_carrier": lambda eqn, x, *_: x,
     "precpass_detach": lambda eqn, x: x,
+    "precpass_pin": lambda eqn, x: x,
     "reshape": lambda eqn, x, *_: x.reshape(eqn.params["new_sizes"]),
     "squeeze": lambda eqn, x: x.reshape(eqn.outvars[0].aval.shape),
     "expand_dims": lambda eqn, x: x.reshape(eqn.outvars[0].aval.shape),

@@ -74,7 +74,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("reasons", "accumulate", "plan", "equations", "readers", "asked", "placing", "profit"),
         *("swaps", "costs"),
     },
-    "product": {"precision", "jaxpr"},
+    "dots": set(),
+    "product": {"precision", "jaxpr", "dots"},
     "island": {"precision", "jaxpr", "plan"},
     "environment": {"precision", "jaxpr", "plan", "equations", "product"},
     "rewrite": {

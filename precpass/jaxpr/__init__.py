@@ -38,6 +38,7 @@ from precpass.jaxpr.bodies import (
 )
 from precpass.jaxpr.building import (
     Builder,
+    Direct,
     Templates,
     alike,
     exchanged,
@@ -45,7 +46,7 @@ from precpass.jaxpr.building import (
     new_variable,
     with_results_in,
 )
-from precpass.jaxpr.carrier import Form, carry, detach, is_carrier, is_detach
+from precpass.jaxpr.carrier import Form, carry, detach, is_carrier, is_detach, pin
 from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
 from precpass.jaxpr.float64 import float64, in_x64, is_float64
 from precpass.jaxpr.lowering import Contents, contents_of
@@ -66,6 +67,7 @@ from precpass.jaxpr.reading import (
     is_literal,
     is_plain_cast,
     is_sampler,
+    is_sharded_by_type,
     keeps_bits,
     kernel_features,
     open_jaxpr,
@@ -92,6 +94,7 @@ __all__ = [
     "Builder",
     "Call",
     "Contents",
+    "Direct",
     "Form",
     "Printer",
     "Rewrite",
@@ -136,6 +139,7 @@ __all__ = [
     "is_plain_cast",
     "is_rounded",
     "is_sampler",
+    "is_sharded_by_type",
     "is_tracing",
     "is_valid",
     "jit_is_disabled",
@@ -149,6 +153,7 @@ __all__ = [
     "open_jaxpr",
     "out_avals",
     "permutation",
+    "pin",
     "precision_of",
     "ragged_dimension",
     "reduced_sizes",

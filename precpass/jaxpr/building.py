@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from precpass.jaxpr.binding import DTYPE_PARAMS, bind, convert, trace
-from precpass.jaxpr.carrier import Form, carrier_p, detach_p
+from precpass.jaxpr.carrier import Form, carrier_p, carry, detach, detach_p
 from precpass.jaxpr.float64 import in_x64
 from precpass.jaxpr.reading import (
     consts_of,
@@ -291,6 +291,34 @@ def with_results_in(jaxpr: Any, dtypes: Sequence[Any]) -> Any:
     if len(build.eqns) == len(opened.eqns):
         return jaxpr
     return build.finish(jaxpr, opened.invars, results)
+
+
+class Direct:
+    """As `Builder`, but of arrays and tracers: every equation is bound where it is made."""
+
+    def emit(
+        self, primitive: Any, operands: Sequence[Any], params: dict[str, Any], aval: Any
+    ) -> Any:
+        """The result of an equation, whatever `aval` says."""
+        return primitive.bind(*operands, **params)
+
+    def convert(self, x: Any, dtype: Any) -> Any:
+        """A value in another dtype."""
+        return convert(x, dtype)
+
+    def detach(self, x: Any, *, pinned: bool = False, zeros: bool = False) -> Any:
+        """As `precpass.jaxpr.detach`."""
+        return detach(x, pinned=pinned, zeros=zeros)
+
+    def carry(self, form: Form, out: Any, lhs: Any, rhs: Any, rest: Sequence[Any] = ()) -> Any:
+        """As `precpass.jaxpr.carry`."""
+        return carry(form, out, lhs, rhs, rest)
+
+    def call(
+        self, fn: Callable[..., Sequence[Any]], operands: Sequence[Any], key: Hashable = None
+    ) -> Sequence[Any]:
+        """The results of a function."""
+        return fn(*operands)
 
 
 def new_variable(aval: Any) -> Any:

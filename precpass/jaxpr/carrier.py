@@ -10,6 +10,8 @@ of `lhs` and `rhs`. It is a primitive and not a `jax.custom_jvp`, because
 
 `detach(x)` is `x` without a derivative: `stop_gradient` has no transpose, not
 even the zero one that a product in a custom rule's tangents needs.
+
+`pin(x)` is `x` with its derivative, behind the barrier of a detached value.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from typing import Any, Protocol
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["Form", "carrier_p", "carry", "detach", "detach_p", "is_carrier", "is_detach"]
+__all__ = ["Form", "carrier_p", "carry", "detach", "detach_p", "is_carrier", "is_detach", "pin"]
 
 
 class Form(Protocol):
@@ -33,6 +36,24 @@ class Form(Protocol):
     def tangent(self, tangent: Any, other: Any, rest: Sequence[Any], side: int) -> Any:
         """The product with `tangent` in the place of operand `side` (0 or 1)."""
         ...
+
+    def cotangent(self, cotangent: Any, other: Any, side: int, aval: Any) -> Any:
+        """The cotangent of operand `side`, whose type is `aval`, given the product's.
+
+        None where JAX's transposition of `tangent` is to make it.
+        """
+        return None
+
+    def batched(self, ndims: Sequence[int], dims: Sequence[int | None]) -> tuple[Form, int] | None:
+        """The product under a vmap as a single one, and the batch dimension of its result.
+
+        None where there is none.
+
+        Args:
+            ndims: the dimensions of its two operands, with those of the batch.
+            dims: the batch dimension of each; None where it has none.
+        """
+        return None
 
 
 # For each vmap around, innermost first: the batch dimension of every operand, and the result's.
@@ -63,8 +84,8 @@ def is_carrier(eqn: Any) -> bool:
 
 
 def is_detach(eqn: Any) -> bool:
-    """Whether an equation detaches a lowered product's operand."""
-    return eqn.primitive is detach_p
+    """Whether an equation detaches or pins a lowered product's operand."""
+    return eqn.primitive in (detach_p, pin_p)
 
 
 def _tangent(form: Form, batched: Batched, side: int, operands: Sequence[Any], tangent: Any) -> Any:
@@ -101,6 +122,10 @@ def _transpose(cotangent: Any, *operands: Any, form: Form, batched: Batched) -> 
         return cotangents
     side = 0 if ad.is_undefined_primal(operands[1]) else 1
     aval = operands[1 + side].aval
+    made = None if batched else form.cotangent(cotangent, operands[2 - side], side, aval)
+    if made is not None:
+        cotangents[1 + side] = made
+        return cotangents
 
     def product(tangent: Any) -> Any:
         return _tangent(form, batched, side, operands[1:], tangent)
@@ -116,6 +141,12 @@ def _batch(
     if out_dim is None:
         sizes = (x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
         out, out_dim = lax.broadcast(out, (next(sizes),)), 0
+    both = operands[1:3]
+    found = None if batched else form.batched([x.ndim for x in both], dims[1:3])
+    if found is not None:
+        whole, dim = found
+        out = jnp.moveaxis(out, out_dim, dim)
+        return carrier_p.bind(out, *operands[1:], form=whole, batched=()), dim
     level = (tuple(dims[1:]), out_dim)
     new = carrier_p.bind(out, *operands[1:], form=form, batched=(*batched, level))
     return new, out_dim
@@ -150,6 +181,17 @@ for _platform in ("gpu", "tpu"):
     mlir.register_lowering(detach_p, lambda _ctx, x, **_params: [x], platform=_platform)
 
 
+def pin(x: Any) -> Any:
+    """`x`, with its derivative, across which XLA:CPU moves no operations."""
+    return pin_p.bind(x)
+
+
+pin_p = jex.Primitive("precpass_pin")
+pin_p.def_impl(lambda x: x)
+pin_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(pin_p, lambda ctx, x: _lower_barrier(ctx, x))
+
+
 def _detach_jvp(primals: Any, _tangents: Any, **params: bool) -> Any:
     return detach(primals[0], **params), ad.Zero(jax.typeof(primals[0]).to_tangent_aval())
 
@@ -176,6 +218,13 @@ def _detach_taylor(primals: Any, series: Any, **params: bool) -> Any:
     return detach(primals[0], **params), [lax.full_like(x, 0) for x in series[0]]
 
 
+for _platform in ("gpu", "tpu"):
+    mlir.register_lowering(pin_p, lambda _ctx, x: [x], platform=_platform)
+jet.jet_rules[pin_p] = lambda primals, series: (pin(primals[0]), series[0])
+# what is linear in `x` needs no barrier: it is no operand of a product
+ad.primitive_jvps[pin_p] = lambda primals, tangents: (pin(primals[0]), tangents[0])
+ad.primitive_transposes[pin_p] = lambda cotangent, _x: [cotangent]
+batching.primitive_batchers[pin_p] = lambda args, dims: (pin(args[0]), dims[0])
 jet.jet_rules[carrier_p] = _carrier_taylor
 jet.jet_rules[detach_p] = _detach_taylor
 ad.primitive_jvps[detach_p] = _detach_jvp

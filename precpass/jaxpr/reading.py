@@ -184,6 +184,12 @@ def exchanged_order(eqn: Any) -> tuple[int, ...] | None:
     return (*range(first), *range(second, last), *range(first, second))
 
 
+def is_sharded_by_type(x: Any) -> bool:
+    """Whether the type of a value says how it is sharded, as on a mesh of explicit axes."""
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+    return any(t == jax.sharding.AxisType.Explicit for t in getattr(mesh, "axis_types", ()))
+
+
 def has_complex(eqn: Any) -> bool:
     """Whether an equation reads or makes complex values."""
     dtypes = (getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars))

@@ -1,0 +1,85 @@
+"""The dimension numbers of dots: of one that is transposed, and of one under a vmap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Numbers", "Transposed", "batched", "kept", "transposed"]
+
+Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+"""The summed and the batch dimensions, each of both sides."""
+
+
+class Transposed(NamedTuple):
+    """A dot that gives the cotangent of an operand of another one.
+
+    Attributes:
+        numbers: its dimension numbers.
+        side: which of its operands the cotangent of the other dot's result is.
+        order: the permutation that brings its result into the operand's order; None for none.
+    """
+
+    numbers: Numbers
+    side: int
+    order: tuple[int, ...] | None
+
+
+def kept(ndim: int, summed: Sequence[int], batch: Sequence[int]) -> list[int]:
+    """The dimensions of an operand that are neither summed nor those of a batch."""
+    return [d for d in range(ndim) if d not in summed and d not in batch]
+
+
+def transposed(numbers: Numbers, ndims: Sequence[int], side: int) -> Transposed:
+    """The dot of a cotangent and the other operand, in the order that leaves no transpose behind.
+
+    Args:
+        numbers: those of the dot.
+        ndims: the dimensions of its operands.
+        side: the operand whose cotangent is wanted.
+    """
+    (own, others), (own_batch, other_batch) = (
+        pair if side == 0 else pair[::-1] for pair in numbers
+    )
+    own_kept = kept(ndims[side], own, own_batch)
+    other_kept = kept(ndims[1 - side], others, other_batch)
+    n_batch = len(own_batch)
+    start = n_batch + (len(own_kept) if side == 0 else 0)
+    cotangents = tuple(range(start, start + len(other_kept))), tuple(range(n_batch))
+    sides = [cotangents, (tuple(other_kept), tuple(other_batch))]
+    # the operand's dimensions as the result has them, which are in the order of the other's
+    summed = [own[i] for i in sorted(range(len(others)), key=lambda i: others[i])]
+    first, second = [*own_batch, *own_kept, *summed], [*own_batch, *summed, *own_kept]
+    at = 1 if first != sorted(first) and second == sorted(second) else 0
+    (a, a_batch), (b, b_batch) = sides[::-1] if at else sides
+    made = second if at else first
+    order = None if made == sorted(made) else tuple(made.index(d) for d in range(ndims[side]))
+    return Transposed(((a, b), (a_batch, b_batch)), at, order)
+
+
+def batched(
+    numbers: Numbers, ndims: Sequence[int], dims: Sequence[int | None]
+) -> tuple[Numbers, int]:
+    """The dimension numbers of a dot under a vmap, and the batch dimension of its result.
+
+    They are those of JAX's own rule.
+
+    Args:
+        numbers: those of the dot.
+        ndims: the dimensions of its operands, with those of the batch.
+        dims: the batch dimension of each; None for one that has none, as not both may.
+    """
+    summed, batch = (
+        tuple(
+            tuple(d + (dim is not None and d >= dim) for d in of_side)
+            for of_side, dim in zip(pair, dims, strict=True)
+        )
+        for pair in numbers
+    )
+    if None not in dims:
+        both = tuple((dim, *of_side) for dim, of_side in zip(dims, batch, strict=True))
+        return (summed, both), 0  # pyright: ignore[reportReturnType] -- pairs
+    side = 0 if dims[1] is None else 1
+    before = len(kept(ndims[0], summed[0], batch[0])) if side == 1 else 0
+    own = kept(ndims[side], summed[side], batch[side])
+    return (summed, batch), len(batch[0]) + before + own.index(dims[side])  # pyright: ignore
