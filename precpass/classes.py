@@ -86,7 +86,6 @@ class Classes:
         self._parents: dict[Key, Key] = {}
         self._crossed = {row for row in graph.children if crosses(row)}
         self._scopes: dict[int, bool] = {}
-        self._producers: dict[int, dict[Any, int]] = {}
         for row in sorted(self._crossed):
             self._link(row)
         kept = set[Key]()
@@ -102,14 +101,6 @@ class Classes:
         """The class of a value."""
         root = self._root((body, atom)) if not ir.is_literal(atom) else None
         return None if root is None else self.found.get(root)
-
-    def producer(self, body: int, atom: Any) -> int | None:
-        """The row of a body that makes a value; None for what it is given."""
-        if body not in self._producers:
-            node = self.graph.bodies[body]
-            rows = range(node.start, node.stop)
-            self._producers[body] = {v: r for r in rows for v in self.graph.eqns[r].outvars}
-        return self._producers[body].get(atom)
 
     # ------------------------------------------------------------ which values are alike
 

@@ -18,10 +18,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from precpass import jaxpr as ir
 from precpass.classes import Classes, Place, ValueClass
 from precpass.cut import LOW, WIDE, Cut, Energy
-from precpass.devices import DEVICES, Device, cast_seconds
+from precpass.devices import DEVICES, Device
 from precpass.graph import Graph, nbytes
 from precpass.opkinds import OpKind, op
 
@@ -39,15 +38,15 @@ class Candidate:
     """A product that is low if that pays.
 
     Attributes:
-        row: its equation.
         wide: seconds of one execution in float32.
         low: the same in the low format, casts apart.
+        casts: those of each of its two operands.
         why: that it does not pay, in words.
     """
 
-    row: int
     wide: float
     low: float
+    casts: tuple[float, float] = (0.0, 0.0)
     why: str = ""
 
 
@@ -165,12 +164,11 @@ class Costs:
         self.energy.pay(product, LOW, candidate.wide * calls)
         self.energy.pay(WIDE, product, candidate.low * calls)
         body = int(self.graph.body[row])
-        for atom in self.graph.eqns[row].invars[:2]:
+        operands = self.graph.eqns[row].invars[:2]
+        for atom, seconds in zip(operands, candidate.casts, strict=True):
             found = self.classes.of(body, atom)
-            if found is None or id(found) not in self.nodes:
-                seconds = self.casting(body, atom) * calls
-                if seconds:
-                    self.energy.forbid(self._copy(body, atom, seconds), product)
+            if seconds and (found is None or id(found) not in self.nodes):
+                self.energy.forbid(self._copy(body, atom, seconds * calls), product)
 
     def _copy(self, body: int, atom: Any, seconds: float) -> int:
         """The node of a low copy that all products in a body share."""
@@ -179,16 +177,6 @@ class Costs:
             self._copies[key] = node = self.energy.node()
             self.energy.pay(WIDE, node, seconds)
         return self._copies[key]
-
-    def casting(self, body: int, atom: Any) -> float:
-        """One cast of an operand that belongs to no class: free where it is made in a fusion."""
-        if ir.is_literal(atom) or self._made_in_fusion(body, atom):
-            return 0.0
-        return float(cast_seconds(self.device, nbytes(atom.aval) / 4))
-
-    def _made_in_fusion(self, body: int, atom: Any) -> bool:
-        row = self.classes.producer(body, atom)
-        return row is not None and self._is_fused(row)
 
     def _is_fused(self, row: int) -> bool:
         eqn = self.graph.eqns[row]

@@ -143,12 +143,11 @@ class Planner:
     def _candidate(self, row: int) -> Candidate | None:
         """A product that the preset alone has in a low format; None for others."""
         eqn, low = self.graph.eqns[row], self.policy.precision_for(OpKind.COMPUTE)
-        body = int(self.graph.body[row])
-        found = self._weighed.candidate(eqn, row, body, low)
-        preset = self.asked.preset(OpKind.COMPUTE)
-        table = op(eqn.primitive.name)
-        is_free = found is not None and self.asked.target(row, table, self._scope(row))[1] is preset
-        return found if is_free else None
+        _, why, _ = self.asked.target(row, op(eqn.primitive.name), self._scope(row))
+        # what a rule, a region or a saved plan orders is lowered whether or not it pays
+        if why is not self.asked.preset(OpKind.COMPUTE):
+            return None
+        return self._weighed.candidate(eqn, int(self.graph.body[row]), low)
 
     def _permits(self, row: int, low: Precision) -> bool:
         """Whether what an equation makes may be stored low."""

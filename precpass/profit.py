@@ -171,7 +171,7 @@ class Assumed:
         operands = [nbytes(v.aval) for v in eqn.invars[:2]]
         wide = product_seconds(device, work, sum(operands) + out, Precision.F32)
         low = product_seconds(device, work, sum(operands) / 2 + out, product.low)
-        low = float(low) + casting(product, device)
+        low = float(low) + sum(casting(product, device))
         return Verdict(float(wide), low, by)
 
 
@@ -205,15 +205,19 @@ class Weighed:
         )
         return "" if pays else self._worth.sentence(found, verdict)
 
-    def candidate(self, eqn: Any, row: int, body: int, low: Precision) -> Candidate | None:
-        """The times of such a product without the casts of its operands; None for all else."""
+    def candidate(self, eqn: Any, body: int, low: Precision) -> Candidate | None:
+        """The times of such a product, its casts apart; None for all else."""
         found = self.asked(eqn, body, low)
         if self._worth is None or found is None:
             return None
         verdict = self._worth.verdict(found)
-        casts = min(casting(found, self._worth.device), verdict.low / 2)
+        # measured with its casts: what the table has for them may be more than it took
+        casts = casting(found, self._worth.device)
+        part = min(1.0, verdict.low / 2 / sum(casts)) if sum(casts) else 0.0
+        left, right = (part * seconds for seconds in casts)
         wide = verdict.wide * (1 - self._worth.margin)
-        return Candidate(row, wide, verdict.low - casts, self._worth.sentence(found, verdict))
+        why = self._worth.sentence(found, verdict)
+        return Candidate(wide, verdict.low - left - right, (left, right), why)
 
     def asked(self, eqn: Any, body: int, low: Precision) -> Product | None:
         """A float32 product that sums over something, as it is put to a `Worth`."""
@@ -234,12 +238,13 @@ class Weighed:
         return "; ".join(filter(None, (self._worth.costs if self._worth else "", saved)))
 
 
-def casting(product: Product, device: Device) -> float:
-    """The seconds of the casts of a product's operands that no fusion takes in."""
-    operands = [nbytes(v.aval) for v in product.eqn.invars[:2]]
-    given = (o is Origin.GIVEN for o in product.origins)
-    casts = (cast_seconds(device, n / 4) for n, g in zip(operands, given, strict=True) if g)
-    return float(sum(casts))
+def casting(product: Product, device: Device) -> tuple[float, float]:
+    """The seconds of the casts of a product's operands; none where a fusion takes a cast in."""
+    left, right = (
+        float(cast_seconds(device, nbytes(v.aval) / 4)) if origin is Origin.GIVEN else 0.0
+        for v, origin in zip(product.eqn.invars[:2], product.origins, strict=True)
+    )
+    return left, right
 
 
 def sentence(product: Product, verdict: Verdict, where: str) -> str:
