@@ -1,0 +1,166 @@
+"""The cut of random nested programs: no other choice of what is stored and lowered is cheaper."""
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import pytest
+import random_flow  # noqa: F401 -- fills the ingredients
+import random_ops  # noqa: F401 -- likewise
+from random_programs import build, seeded_program
+
+import precpass as pp
+from precpass import placing
+from precpass.classes import ValueClass
+from precpass.costs import NOMINAL, Costs
+from precpass.planner import make_plan
+from precpass.profit import Product, Verdict
+
+SMALL = 12
+"""So many nodes are tried in all ways."""
+CHUNKS, PROGRAMS = 10, 101
+
+
+class Drawn:
+    """Times that are drawn for each product: whole microseconds, so that there are ties."""
+
+    costs, margin, device = "drawn", 0.0, NOMINAL
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._known: dict[str, Verdict] = {}
+
+    def verdict(self, product: Product) -> Verdict:
+        wide, low = self._rng.randint(1, 4) * 1e-6, self._rng.randint(1, 4) * 1e-6
+        return self._known.setdefault(product.text, Verdict(wide, low, "drawn"))
+
+    def sentence(self, product: Product, verdict: Verdict) -> str:
+        return f"{verdict.low} s low, {verdict.wide} s wide"
+
+    def complaints(self) -> tuple[str, ...]:
+        return ()
+
+
+Choice = dict[Any, bool]
+
+
+def cost_of(costs: Costs, choice: Choice) -> float:
+    """What a choice costs; infinite where it is none.
+
+    Args:
+        costs: whose figures are taken, but not its energy.
+        choice: of ("rounded", class), ("crossing", class) and ("low", row).
+    """
+    total, shared = 0.0, dict[tuple[int, Any], float]()
+
+    def is_low(row: int) -> bool:
+        return choice.get(("low", row), True)
+
+    for found in costs.classes.found.values():
+        if id(found) not in costs.nodes:
+            continue
+        rounded = choice.get(("rounded", id(found)), False)
+        crossing = choice.get(("crossing", id(found)), False)
+        if rounded and found.crossed and not crossing:
+            return float("inf")
+        if rounded:
+            total += costs.held(found) / 2 + costs.rounding(found)
+        elif ("rounded", id(found)) in choice:
+            total += costs.held(found)
+        if crossing and not rounded:
+            total += costs.beside(found)
+        for body, rows in found.low.items():
+            if any(map(is_low, rows)) and not (rounded or crossing):
+                total += costs.copying(found, body)
+    for row, candidate in costs.candidates.items():
+        calls = costs.graph.calls[row]
+        total += (candidate.low if is_low(row) else candidate.wide) * calls
+        if is_low(row):
+            body, operands = int(costs.graph.body[row]), costs.graph.eqns[row].invars[:2]
+            for atom, seconds in zip(operands, candidate.casts, strict=True):
+                found = costs.classes.of(body, atom)
+                if found is None or id(found) not in costs.nodes:
+                    shared.setdefault((body, id(atom)), seconds * calls)
+    return total + sum(shared.values())
+
+
+def choices(costs: Costs, may: set[int]) -> Iterator[Choice]:
+    """All of them."""
+    free: list[Any] = [("low", row) for row in costs.candidates]
+    for found in costs.classes.found.values():
+        if id(found) in costs.nodes:
+            free += [("rounded", id(found))] * (id(found) in may)
+            free += [("crossing", id(found))] * bool(found.crossed)
+    if len(free) > SMALL:
+        return
+    for labels in itertools.product((False, True), repeat=len(free)):
+        yield dict(zip(free, labels, strict=True))
+
+
+def taken(costs: Costs, may: set[int]) -> Choice:
+    """The choice of the cut."""
+    cut = costs.minimum()
+    found: Choice = {("low", r): bool(cut.low[n]) for r, n in costs.products.items()}
+    for of, nodes in costs.nodes.items():
+        if of in may:
+            found["rounded", of] = bool(cut.low[nodes.rounded])
+        if nodes.crossing:
+            found["crossing", of] = bool(cut.low[nodes.crossing])
+    return found
+
+
+@pytest.fixture
+def energies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Costs, set[int]]]:
+    """The costs of each program that is planned, and the classes that may be rounded."""
+    made: list[tuple[Costs, set[int]]] = []
+
+    class Noted(Costs):
+        def __init__(self, graph: Any, classes: Any, roundable: list[ValueClass], *args: Any):
+            super().__init__(graph, classes, roundable, *args)
+            made.append((self, set(map(id, roundable))))
+
+    monkeypatch.setattr(placing, "Costs", Noted)
+    return made
+
+
+def traced(fn: Callable[..., Any], args: Sequence[Any], is_gradient: bool) -> Any:
+    """A program, or its gradient with what the forward pass keeps; a while loop has none."""
+    if is_gradient:
+        with contextlib.suppress(ValueError, TypeError, NotImplementedError):
+            return jax.make_jaxpr(jax.grad(fn, has_aux=True))(*args)
+    return jax.make_jaxpr(fn)(*args)
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_the_cut_is_the_cheapest_of_all_choices(energies: Any, chunk: int):
+    rng = random.Random(chunk)
+    tried, kinds = 0, set[tuple[bool, bool, bool]]()
+    for index in itertools.count():
+        if tried == PROGRAMS:
+            break
+        program = seeded_program(chunk, index)
+        if program.x64:
+            continue
+        fn, _log = build(program)
+        jaxpr = traced(fn, program.args(), is_gradient=index % 2 == 1)
+        energies.clear()
+        make_plan(jaxpr, pp.AutoMixedBf16, worth=Drawn(rng))
+        for costs, may in energies:
+            options = [(cost_of(costs, c), c) for c in choices(costs, may)]
+            if len(options) < 2:
+                continue
+            choice = taken(costs, may)
+            least = min(cost for cost, _ in options)
+            assert cost_of(costs, choice) == pytest.approx(least, rel=1e-9)
+            ties = [c for cost, c in options if cost <= least * (1 + 1e-12)]
+            # of equal choices the one that leaves the most as it is
+            assert all(choice[k] <= c[k] for c in ties for k in choice)
+            tried += 1
+            kinds.add(tuple(any(c for (k, _), c in choice.items() if k == kind) for kind in KINDS))
+    assert len(kinds) > 2, kinds
+
+
+KINDS = ("low", "rounded", "crossing")
