@@ -49,7 +49,6 @@ class ValueClass:
         low: body -> the rows there that read one on 16 bits.
         read: body -> the bytes of what is read there on 16 bits, as it is.
         wide: body -> the rows there that read one as it is.
-        moves: the rows that only move one.
         places: where they are held.
         crossed: the rows of the equations whose borders they cross.
         is_input: whether an argument of the program is one of them.
@@ -62,7 +61,6 @@ class ValueClass:
     low: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     read: dict[int, float] = dataclasses.field(default_factory=dict)
     wide: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-    moves: list[int] = dataclasses.field(default_factory=list)
     places: list[Place] = dataclasses.field(default_factory=list)
     crossed: set[int] = dataclasses.field(default_factory=set)
     is_input: bool = False
@@ -94,20 +92,22 @@ class Classes:
         for body in range(len(graph.bodies)):
             self._follow(body)
         self.found: dict[Key, ValueClass] = {}
+        self._of: list[dict[Any, ValueClass]] = [{} for _ in graph.bodies]
+        for body, atom in self._parents:
+            root = self._root((body, atom))
+            self._of[body][atom] = self.found.setdefault(root, ValueClass(atom))
         for body in range(len(graph.bodies)):
-            self._collect(body, kept)
+            if self._of[body]:
+                self._collect(body, kept)
 
     def of(self, body: int, atom: Any) -> ValueClass | None:
         """The class of a value."""
-        root = self._root((body, atom)) if not ir.is_literal(atom) else None
-        return None if root is None else self.found.get(root)
+        return None if ir.is_literal(atom) else self._of[body].get(atom)
 
     # ------------------------------------------------------------ which values are alike
 
-    def _root(self, key: Key) -> Key | None:
-        parent = self._parents.get(key)
-        if parent is None:
-            return None
+    def _root(self, key: Key) -> Key:
+        parent = self._parents[key]
         while parent != key:
             above = self._parents[parent]
             self._parents[key] = above
@@ -117,7 +117,7 @@ class Classes:
     def _join(self, a: Key, b: Key) -> None:
         for key in (a, b):
             self._parents.setdefault(key, key)
-        self._parents[self._root(a)] = self._root(b)  # pyright: ignore[reportArgumentType] -- both are there
+        self._parents[self._root(a)] = self._root(b)
 
     def _link(self, row: int) -> None:
         """Joins what is one value on the two sides of a border, or of two trips."""
@@ -176,18 +176,9 @@ class Classes:
 
     # ------------------------------------------------------------ what is known of each
 
-    def _class(self, key: Key) -> ValueClass | None:
-        root = self._root(key)
-        if root is None:
-            return None
-        if root not in self.found:
-            self.found[root] = ValueClass(key[1])
-        return self.found[root]
-
-    def _classes(self, body: int, atoms: Sequence[Any]) -> Iterator[tuple[int, ValueClass]]:
-        for i, atom in enumerate(atoms):
-            if not ir.is_literal(atom) and (found := self._class((body, atom))) is not None:
-                yield i, found
+    def _classes(self, body: int, atoms: Sequence[Any]) -> list[tuple[int, ValueClass]]:
+        own = self._of[body]
+        return [(i, own[v]) for i, v in enumerate(atoms) if not ir.is_literal(v) and v in own]
 
     def _collect(self, body: int, kept: set[Key]) -> None:
         graph, node = self.graph, self.graph.bodies[body]
@@ -203,20 +194,19 @@ class Classes:
             if row in self._crossed:
                 self._cross(row, body)
                 continue
-            moved = moved_operand(eqn)
+            reads, makes = self._classes(body, eqn.invars), self._classes(body, eqn.outvars)
+            moved = moved_operand(eqn) if reads and makes else None
             low = self.reads_low(row)
-            for i, found in self._classes(body, eqn.invars):
+            for i, found in reads:
                 if moved is not None:
-                    found.moves.append(row)
-                else:
-                    readers = found.low if low and i < 2 else found.wide
-                    readers.setdefault(body, []).append(row)
-                    if low and i < 2:
-                        found.read[body] = max(
-                            found.read.get(body, 0.0), nbytes(eqn.invars[i].aval)
-                        )
-            for k, found in self._classes(body, eqn.outvars):
-                if moved is None or self._class((body, moved)) is not found:
+                    continue
+                readers = found.low if low and i < 2 else found.wide
+                readers.setdefault(body, []).append(row)
+                if low and i < 2:
+                    size = nbytes(eqn.invars[i].aval)
+                    found.read[body] = max(found.read.get(body, 0.0), size)
+            for k, found in makes:
+                if moved is None or self.of(body, moved) is not found:
                     found.defined.append((row, k))
                 if (body, eqn.outvars[k]) in kept:
                     size = nbytes(eqn.outvars[k].aval) * node.calls
