@@ -13,7 +13,7 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.equations import moved_operand
-from precpass.graph import Graph, nbytes
+from precpass.graph import NOMINAL_SIZE, Graph, nbytes
 from precpass.precision import Precision
 from precpass.rules import is_backward
 
@@ -29,12 +29,13 @@ class Place:
 
     Attributes:
         nbytes: of all values that are held there in one run, at their own width.
-        reads: how often each is read from it.
-        kind: "stack", "carry" or "kept" (by the forward for the backward pass).
+        times: how many values that are.
+        kind: "stacked" and "sliced" by a loop, its "carry", or "kept" by the forward pass for
+            the backward pass.
     """
 
     nbytes: float
-    reads: int
+    times: float
     kind: str
 
 
@@ -210,7 +211,7 @@ class Classes:
                     found.defined.append((row, k))
                 if (body, eqn.outvars[k]) in kept:
                     size = nbytes(eqn.outvars[k].aval) * node.calls
-                    found.places.append(Place(size, 1, "kept"))
+                    found.places.append(Place(size, node.calls, "kept"))
 
     def _cross(self, row: int, body: int) -> None:
         """Notes the crossing of an equation's borders, and what its loop holds in memory."""
@@ -225,16 +226,24 @@ class Classes:
                     found.given += nbytes(opened.invars[i].aval) * calls
             for invar, _ in inner.carry:
                 for _, found in self._classes(child, [opened.invars[invar]]):
-                    size = nbytes(opened.invars[invar].aval) * self.graph.bodies[child].calls
-                    found.places.append(Place(size, 1, "carry"))
+                    trips = self.graph.bodies[child].calls
+                    size = nbytes(opened.invars[invar].aval) * trips
+                    found.places.append(Place(size, trips, "carry"))
         if (rows := ir.loop_rows(eqn)) is not None:
             first_in, first_out = rows
             for i, found in self._classes(body, eqn.invars):
                 if i >= first_in:
-                    found.places.append(Place(nbytes(eqn.invars[i].aval) * calls, 1, "stack"))
+                    found.places.append(_rows(eqn.invars[i], calls, "sliced"))
             for k, found in self._classes(body, eqn.outvars):
                 if k >= first_out:
-                    found.places.append(Place(nbytes(eqn.outvars[k].aval) * calls, 0, "stack"))
+                    found.places.append(_rows(eqn.outvars[k], calls, "stacked"))
+
+
+def _rows(atom: Any, calls: float, kind: str) -> Place:
+    """The values that a loop stacks, or reads slices of."""
+    length, *_ = atom.aval.shape
+    times = length if isinstance(length, int) else NOMINAL_SIZE
+    return Place(nbytes(atom.aval) * calls, times * calls, kind)
 
 
 def _leaving(body: ir.Body, opened: Any) -> Iterator[tuple[Any, int]]:

@@ -146,7 +146,7 @@ class Costs:
             for row, k in found.defined
         )
         # of a stack a slice is copied, and read then
-        copies = sum(p.nbytes if p.reads else p.nbytes / 2 for p in found.places)
+        copies = sum(p.nbytes if p.kind == "sliced" else p.nbytes / 2 for p in found.places)
         return (1.5 * (found.given + made) + copies) / self.device.bandwidth
 
     def copying(self, found: ValueClass, body: int) -> float:
@@ -188,4 +188,4 @@ class Costs:
 
 def _traffic(place: Place) -> float:
     """The bytes that are written and read."""
-    return place.nbytes * {"stack": 1.0, "carry": 2.0, "kept": 2.0}[place.kind]
+    return place.nbytes * (2.0 if place.kind in ("carry", "kept") else 1.0)

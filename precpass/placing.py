@@ -233,9 +233,11 @@ class _Placing:
     def _weighed(self, found: ValueClass) -> str:
         """What the cut weighed."""
         products = len({row for rows in found.low.values() for row in rows})
-        saved = sum(p.nbytes for p in found.places) / 2e6
+        written = [p for p in found.places if p.kind != "sliced"]
+        times = max(sum(p.times for p in written), 1.0)
+        saved = f"{sum(p.nbytes for p in written) / times / 2e6:.3g} MB saved"
         read = f"read by {counted(products, 'product')}, " if products else ""
-        return f"{read}{saved:.3g} MB saved"
+        return f"{read}{saved}{f' x {times:.0f} iterations' if times > 1 else ''}"
 
 
 def _is_plain(decision: Decision) -> bool:
