@@ -164,15 +164,18 @@ class _Placing:
         eqn, body = self.graph.eqns[row], int(self.graph.body[row])
         if row in self.graph.children or not self.q.permits(row):
             return False
-        value = eqn.outvars[k]
-        facts = self.q.facts.get(body, ())
-        return not any(guard(f.of(value), self.q.low, "it") for f in facts) and not any(
-            f.of(value).random for f in facts
-        )
+        facts, value = self.q.facts.get(body, ()), eqn.outvars[k]
+        known = [f.of(value) for f in facts]
+        if any(f.sampler for f in facts) or any(fact.random for fact in known):
+            return False
+        return not any(guard(fact, self.q.low, "it") for fact in known)
 
     def _may_read(self, row: int) -> bool:
         eqn = self.graph.eqns[row]
         table = op(eqn.primitive.name)
+        body = int(self.graph.body[row])
+        if any(facts.sampler for facts in self.q.facts.get(body, ())):
+            return False
         if row in self.graph.children or table.kind is OpKind.BOUNDARY:
             return False
         # their error is that of the operand times a large factor

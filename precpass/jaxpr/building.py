@@ -267,8 +267,11 @@ class Builder:
             "outvars": list(outvars),
             "eqns": self.eqns,
             # JAX forgets the names of arguments where variables are others
-            "debug_info": named(opened, len(invars)),
+            "debug_info": opened.debug_info,
         }
+        if len(invars) + len(outvars) > len(opened.invars) + len(opened.outvars):
+            orders = range(len(invars)), range(len(outvars))
+            parts["debug_info"] = named(opened, *orders)
         if not hasattr(like, "consts"):
             # on 0.10 the jaxpr of remat and shard_map is open
             if self.consts:

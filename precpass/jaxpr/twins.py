@@ -146,26 +146,38 @@ def with_twins_in_order(
     ins, outs = _groups(eqn)
     opened = open_jaxpr(jaxpr)
     order_in = _order(_of_body(ins, body.operands), operands)
-    # the predicate of a while leaves by no result of the equation
-    order_out = _order(_of_body(outs, body.results), results) if body.results else [0]
+    order_out = _order(_of_body(outs, body.results), results)
+    if not body.results:  # the predicate of a while leaves by no result of the equation
+        order_out = list(range(len(opened.outvars)))
     if order_in == sorted(order_in) and order_out == sorted(order_out):
         return jaxpr
     parts = {
         "invars": [opened.invars[i] for i in order_in],
         "outvars": [opened.outvars[i] for i in order_out],
-        "debug_info": named(opened, len(order_in)),
+        "debug_info": named(opened, order_in, order_out),
     }
     if opened is jaxpr or hasattr(opened, "with_consts"):  # 0.11 merged the two classes
         return opened.replace(**parts)
     return jaxpr.replace(jaxpr=opened.replace(**parts))
 
 
-def named(opened: Any, operands: int) -> Any:
-    """The debug info of a jaxpr that is given more operands, of which the new ones have no name."""
-    info, names = opened.debug_info, opened.debug_info.arg_names
-    if names is None or len(names) >= operands:
-        return info
-    return info._replace(arg_names=(*names, *[""] * (operands - len(names))))
+def named(opened: Any, operands: Sequence[int], results: Sequence[int]) -> Any:
+    """The debug info of a jaxpr whose operands and results are others.
+
+    Args:
+        opened: the jaxpr that had them before.
+        operands: of each operand, its position before; one beyond the end for a new one.
+        results: likewise.
+    """
+    info = opened.debug_info
+
+    def chosen(names: Any, order: Sequence[int]) -> Any:
+        if names is None:
+            return None
+        return tuple(names[i] if i < len(names) else "" for i in order)
+
+    arguments, paths = chosen(info.arg_names, operands), chosen(info.result_paths, results)
+    return info._replace(arg_names=arguments, result_paths=paths)
 
 
 def _of_body(groups: Sequence[int], positions: Sequence[int]) -> list[int]:
