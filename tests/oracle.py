@@ -281,22 +281,36 @@ class Planned:
         folds = decision.action is pp.Action.FOLD and any(decision.stored)
         if decision.action is not pp.Action.LOWER and not folds:
             assert decision.action in (pp.Action.KEEP, pp.Action.SWAP, pp.Action.FOLD)
-            return leaf(eqn, written)
+            return _stored(leaf(eqn, written), decision)
         low = decision.compute.dtype
         rounded = [
             _as(_as(x, low), x.dtype) if is_float(v.aval) else x
             for x, v in zip(written, eqn.invars, strict=True)
         ]
-        out = leaf(eqn, rounded)
-        pairs = zip(out, decision.stored, strict=True)
-        return [_as(_as(x, p.dtype), x.dtype) if p is not None else x for x, p in pairs]
+        return _stored(leaf(eqn, rounded), decision)
 
     def _caller(self, decision: pp.Decision) -> Call:
         def call(k: int, jaxpr: Any, args: Sequence[Array]) -> list[Array]:
             plan, invars = decision.inner[k], opened(jaxpr).invars
-            return self.body(jaxpr, plan, _crossing(args, invars, plan))
+            given = _rounded(_crossing(args, invars, plan), plan.twins.operands)
+            return _rounded(self.body(jaxpr, plan, given), plan.twins.results)
 
         return call
+
+
+def _stored(values: Sequence[Array], decision: pp.Decision) -> list[Array]:
+    """Results as they are left by the formats in which they are stored."""
+    pairs = zip(values, decision.stored, strict=True)
+    return [_as(_as(x, p.dtype), x.dtype) if p is not None else x for x, p in pairs]
+
+
+def _rounded(values: Sequence[Array], twins: Any) -> list[Array]:
+    """Values of which those that cross a border on 16 bits are what these left of them."""
+    left = list(values)
+    for position, low, rounds in twins:
+        if rounds:
+            left[position] = _as(_as(left[position], low.dtype), left[position].dtype)
+    return left
 
 
 def _crossing(values: Sequence[Array], atoms: Sequence[Any], plan: pp.Plan) -> list[Array]:

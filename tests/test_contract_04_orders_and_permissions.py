@@ -77,7 +77,7 @@ def test_that_of_the_other_kinds_is_a_permission_that_does_not_pay_here(policy):
 
 
 def _kinds(x, w):
-    y = (x @ w).T  # movement
+    y = jnp.flip(x @ w, 0)  # movement
     return jnp.sum(jnp.tanh(y * x), axis=0)  # elementwise, reduction
 
 
@@ -85,7 +85,7 @@ EQUATIONS = {
     pp.OpKind.COMPUTE: ("dot_general",),
     pp.OpKind.ELEMENTWISE: ("mul", "tanh"),
     pp.OpKind.REDUCTION: ("reduce_sum",),
-    pp.OpKind.DATA_MOVEMENT: ("transpose",),
+    pp.OpKind.DATA_MOVEMENT: ("rev",),
 }
 
 
