@@ -52,8 +52,9 @@ class ValueClass:
         wide: body -> the rows there that read one as it is.
         places: where they are held.
         crossed: the rows of the equations whose borders they cross.
-        is_input: whether an argument of the program is one of them.
-        is_output: whether a result of the program is one of them.
+        is_input: whether an argument of the program is one of them, or of a call whose border
+            is as it is.
+        is_output: whether a result is one of them.
     """
 
     sample: Any
@@ -100,6 +101,7 @@ class Classes:
         for body in range(len(graph.bodies)):
             if self._of[body]:
                 self._collect(body, kept)
+        self._close()
 
     def of(self, body: int, atom: Any) -> ValueClass | None:
         """The class of a value."""
@@ -212,6 +214,16 @@ class Classes:
                 if (body, eqn.outvars[k]) in kept:
                     size = nbytes(eqn.outvars[k].aval) * node.calls
                     found.places.append(Place(size, node.calls, "kept"))
+
+    def _close(self) -> None:
+        """Marks what crosses a border of a body as it is, whoever else calls that body."""
+        for row, children in self.graph.children.items():
+            for body, child in children if row not in self._crossed else ():
+                opened = ir.open_jaxpr(body.jaxpr)
+                for _, found in self._classes(child, opened.invars):
+                    found.is_input = True
+                for _, found in self._classes(child, opened.outvars):
+                    found.is_output = True
 
     def _cross(self, row: int, body: int) -> None:
         """Notes the crossing of an equation's borders, and what its loop holds in memory."""

@@ -19,13 +19,16 @@ from precpass.classes import Classes, ValueClass
 from precpass.costs import Candidate, Costs
 from precpass.devices import Device
 from precpass.facts import Facts, guard
-from precpass.graph import Graph
+from precpass.graph import Graph, nbytes
 from precpass.opkinds import OpKind, op
 from precpass.plan import Action, Decision, Plan, Twin, Twins
 from precpass.precision import Precision
 from precpass.wording import counted
 
 __all__ = ["Question", "placed"]
+
+_LINE = 64
+"""The bytes of a cache line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Question:
         facts: body -> its facts at each class of call sites.
         deciding: the bodies that compute the predicates of loops.
         permits: whether the policy lets what a row makes be low.
+        is_fixed: whether a row belongs to a function with a policy of its own.
         adds: the operands of a loop's body that it adds to, of which there are bits.
         candidate: of a row, the product that need not be low; None for all else.
         device: whose seconds count.
@@ -50,6 +54,7 @@ class Question:
     facts: dict[int, list[Facts]]
     deciding: set[int]
     permits: Callable[[int], bool]
+    is_fixed: Callable[[int], bool]
     adds: Callable[[ir.Body], Sequence[int]]
     candidate: Callable[[int], Candidate | None]
     device: Device
@@ -99,7 +104,8 @@ class _Placing:
 
     def _crosses(self, row: int) -> bool:
         found = self.decisions.get(row, ())
-        return bool(found) and ir.takes_twins(self.graph.eqns[row]) and all(map(_is_plain, found))
+        may = bool(found) and ir.takes_twins(self.graph.eqns[row]) and all(map(_is_plain, found))
+        return may and not self.q.is_fixed(row)
 
     def _reads_low(self, row: int) -> bool:
         found = self.decisions.get(row, ())
@@ -141,7 +147,7 @@ class _Placing:
 
     def _may_round(self, found: ValueClass) -> bool:
         """Whether what reads a class may read what the low format leaves of it."""
-        if found.is_input or found.is_output or not found.places:
+        if found.is_input or found.is_output or not found.places or self._is_small(found):
             return False
         if found.wide and any(p.kind == "carry" for p in found.places):
             return False  # a state would be rounded anew in every trip
@@ -153,6 +159,11 @@ class _Placing:
             body not in self.q.deciding and all(map(self._may_read, rows))
             for body, rows in (*found.wide.items(), *found.low.items())
         )
+
+    def _is_small(self, found: ValueClass) -> bool:
+        """Whether memory moves as much for a value in any format."""
+        made = (nbytes(self.graph.eqns[row].outvars[k].aval) for row, k in found.defined)
+        return max(made, default=0.0) < _LINE
 
     def _is_product(self, found: ValueClass) -> bool:
         eqns = [self.graph.eqns[row] for row, _ in found.defined]

@@ -134,6 +134,7 @@ class Planner:
             self._facts_of,
             self._deciding,
             lambda row: self._permits(row, low),
+            lambda row: is_fixed(self._scope(row)),
             self._additive.cyclic,
             self._candidate,
             self._weighed.device or NOMINAL,

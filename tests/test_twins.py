@@ -97,13 +97,13 @@ def test_xla_drops_the_wide_stacks_that_nothing_reads():
 
 def test_a_stack_is_differentiated_through_its_wide_form():
     """The second derivative takes its way past the 16 bits, as does that of vmap."""
-    x, w = normal(0, 3, 4), 0.3 * normal(1, 3, 4, 4)
+    x, w = normal(0, 4, 8), 0.3 * normal(1, 3, 8, 8)
     gradient = jax.grad(stacked)
     mixed = pp.auto_mixed(gradient)
     assert bits_out(named(rewritten(gradient, x, w), "scan")[0])
     assert_near(jax.jacrev(mixed)(x, w), jax.jacrev(gradient)(x, w), 0.03)
     assert_near(jax.jacfwd(mixed)(x, w), jax.jacfwd(gradient)(x, w), 0.03)
-    xs = normal(2, 2, 3, 4)
+    xs = normal(2, 2, 4, 8)
     mapped = jax.vmap(mixed, (0, None))(xs, w)
     assert_near(mapped, jax.vmap(gradient, (0, None))(xs, w))
     along = jax.jvp(mixed, (x, w), (jnp.ones_like(x), jnp.ones_like(w)))
@@ -331,3 +331,48 @@ def test_an_all_gather_sends_16_bits():
     jaxpr = rewritten(program, x, w)
     (gathered,) = [e for e in named(jaxpr, "all_gather") if e.outvars[0].aval.dtype == LOW]
     assert gathered.invars[0].aval.dtype == LOW
+
+
+def test_a_function_with_its_own_policy_is_given_no_twins():
+    inner = pp.auto_mixed(lambda w, x: jnp.tanh(x @ w), policy=pp.AutoMixedBf16)
+
+    def program(w: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.scan(lambda x, _: (inner(w, x) + jnp.sin(x @ w), None), x, length=3)[0]
+
+    w, x = 0.3 * normal(0, 8, 8), normal(1, 4, 8)
+    jaxpr = rewritten(program, w, x)
+    (scan,) = named(jaxpr, "scan")
+    assert (8, 8) in bits_in(scan)
+    calls = [e for e in named(scan.params["jaxpr"], "jit") if "lambda" in str(e.params["name"])]
+    assert calls
+    assert not any(bits_in(call) for call in calls)
+
+
+def test_what_another_border_hands_back_keeps_its_digits():
+    """One jitted body, whose result is stacked here and is a result of the program there."""
+    shared = jax.jit(lambda x: jnp.sin(x))
+
+    @jax.custom_jvp
+    def ruled(x: jax.Array) -> jax.Array:
+        return shared(x)
+
+    ruled.defjvp(lambda xs, ts: (shared(xs[0]), ts[0]))
+
+    def program(x: jax.Array, w: jax.Array) -> Any:
+        rows = lax.scan(lambda c, w: (jnp.tanh(c @ w), shared(c)), x, w)[1]
+        return lax.scan(lambda c, r: (jnp.tanh(c + r @ w[0]), None), x, rows)[0], ruled(x)
+
+    x, w = normal(0, 16, 8), 0.3 * normal(1, 5, 8, 8)
+    _, sines = pp.auto_mixed(program)(x, w)
+    assert identical(sines, jnp.sin(x))
+
+
+def test_scalars_are_not_worth_a_cast():
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        def body(s: jax.Array, w: jax.Array) -> Any:
+            return jnp.tanh(s) * jnp.sum(x @ w), None
+
+        return lax.scan(body, 1.0, w)[0]
+
+    for scan in named(rewritten(jax.grad(loss), normal(0, 4, 8), normal(1, 5, 8, 8)), "scan"):
+        assert not [shape for shape in bits_out(scan) if shape == (5,)]
