@@ -231,7 +231,8 @@ class Rewriter:
         if not (twins_in or twins_out):
             _write(env, eqn, env.build.keep(eqn, args, params, avals), decision.stored)
             return
-        crossing = ir.crossing(eqn, list(twins_in), list(twins_out))
+        unread = {at for at, twin in twins_in.items() if twin.rounds}
+        crossing = ir.crossing(eqn, list(twins_in), list(twins_out), unread)
         args += [env.twin(eqn.invars[at], twin.precision) for at, twin in twins_in.items()]
         results = [ir.new_variable(aval) for aval in avals]
         received = [ir.new_variable(ir.twin_aval(eqn.outvars[at].aval)) for at in twins_out]

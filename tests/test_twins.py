@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flow_helpers import assert_near, low_and_near, low_products, named, normal
-from helpers import identical, rel_error
+from helpers import identical, opened, rel_error
 from jax import lax
 
 import precpass as pp
@@ -376,3 +376,29 @@ def test_scalars_are_not_worth_a_cast():
 
     for scan in named(rewritten(jax.grad(loss), normal(0, 4, 8), normal(1, 5, 8, 8)), "scan"):
         assert not [shape for shape in bits_out(scan) if shape == (5,)]
+
+
+def test_a_checkpoint_holds_no_wide_form_that_nothing_reads():
+    """Its barrier would keep in memory what stands behind it."""
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        policy = jax.checkpoint_policies.dots_saveable
+        layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w) @ w, policy=policy)
+        for _ in range(3):
+            x = layer(x, w)
+        return jnp.sum(x)
+
+    x, w = normal(0, 16, 8), 0.3 * normal(1, 8, 8)
+    gradient = jax.grad(loss, (0, 1))
+    crossed = [e for e in named(rewritten(gradient, x, w), "remat2") if bits_in(e)]
+    assert crossed
+    for eqn in crossed:
+        bars = dict(zip(eqn.invars, eqn.params["prevent_cse"], strict=True))
+        inside = opened(eqn.params["jaxpr"])
+        inner = dict(zip(inside.invars, eqn.invars, strict=True))
+        hidden = [e.invars[1] for e in inside.eqns if e.primitive.name == "precpass_rounded"]
+        assert [v for v in hidden if v in inner]
+        assert not any(bars[inner[v]] for v in hidden if v in inner)
+        assert all(bars[v] for v in eqn.invars if v.aval.dtype == BITS)
+    assert_near(pp.auto_mixed(gradient)(x, w), gradient(x, w), 0.03)
+    assert_near(jax.grad(pp.auto_mixed(loss), (0, 1))(x, w), gradient(x, w), 0.03)

@@ -9,7 +9,7 @@ bfloat16 loop state as float32.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -60,8 +60,17 @@ class Crossing(NamedTuple):
     params: dict[str, Any]
 
 
-def crossing(eqn: Any, operands: Sequence[int], results: Sequence[int]) -> Crossing:
-    """An equation with twins of the operands and results at some positions, in ascending order."""
+def crossing(
+    eqn: Any, operands: Sequence[int], results: Sequence[int], unread: Collection[int] = ()
+) -> Crossing:
+    """An equation with twins.
+
+    Args:
+        eqn: the equation.
+        operands: the positions, ascending, of those that have twins.
+        results: likewise.
+        unread: the positions of operands whose twins all readers read in their place.
+    """
     ins, outs = _groups(eqn)
     old, name = eqn.params, eqn.primitive.name
     params: dict[str, Any] = {}
@@ -70,8 +79,8 @@ def crossing(eqn: Any, operands: Sequence[int], results: Sequence[int]) -> Cross
         ends |= {"out_shardings": results, "out_layouts": results}
         params = {p: (*old[p], *(old[p][i] for i in at)) for p, at in ends.items()}
         params["donated_invars"] = (*old["donated_invars"], *(False for _ in operands))
-    elif name == "remat2" and isinstance(old["prevent_cse"], tuple):
-        params = {"prevent_cse": (*old["prevent_cse"], *(True for _ in operands))}
+    elif name == "remat2":
+        params = {"prevent_cse": _barred(old["prevent_cse"], ins[0], operands, unread)}
     elif name in ("scan", "while"):
         counts = _counts(ins, operands)
         if name == "while":
@@ -82,6 +91,20 @@ def crossing(eqn: Any, operands: Sequence[int], results: Sequence[int]) -> Cross
             trees = _scan_trees(*counts, _counts(outs, results)[1])
             params = dict(zip(("ft_in", "ft_out"), trees, strict=True))
     return Crossing(_order(ins, operands), _order(outs, results), params)
+
+
+def _barred(
+    old: bool | tuple[bool, ...], count: int, operands: Sequence[int], unread: Collection[int]
+) -> bool | tuple[bool, ...]:
+    """Which operands of a checkpoint stand behind the barrier that keeps it from being merged.
+
+    What stands there stays in memory until then, whether or not anything reads it.
+    """
+    before = old if isinstance(old, tuple) else (old,) * count
+    if not any(before):
+        return old if isinstance(old, bool) else (*before, *(False for _ in operands))
+    own = (bar and i not in unread for i, bar in enumerate(before))
+    return (*own, *(before[i] for i in operands))
 
 
 def _groups(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
