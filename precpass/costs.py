@@ -21,7 +21,7 @@ from typing import Any
 from precpass.classes import Classes, Place, ValueClass
 from precpass.cut import LOW, WIDE, Cut, Energy
 from precpass.devices import DEVICES, Device
-from precpass.graph import Graph, nbytes
+from precpass.graph import BodyNode, Graph, nbytes, trips_of
 from precpass.opkinds import OpKind, op
 
 __all__ = ["NOMINAL", "Candidate", "Costs", "Nodes"]
@@ -100,6 +100,8 @@ class Costs:
     def _store(self, found: ValueClass, roundable: bool) -> None:
         if not (roundable or (found.low and found.crossed)):
             return
+        if not (roundable or self._repeats(found)):
+            return
         energy = self.energy
         rounded = energy.node() if roundable else WIDE
         crossing = energy.node() if found.crossed else rounded
@@ -115,6 +117,24 @@ class Costs:
             copied = self._copied(rows)
             if copied is not WIDE:
                 energy.pay(crossing, copied, self.copying(found, body))
+
+    def _repeats(self, found: ValueClass) -> bool:
+        """Whether a loop casts again what was there before it.
+
+        Elsewhere a low copy would stay in memory from its first reader to its last.
+        """
+        begins = [self._trips(int(self.graph.body[row])) for row, _ in found.defined]
+        first = 1.0 if found.given or not begins else min(begins)
+        return any(self._trips(body) > first for body in found.low)
+
+    def _trips(self, body: int) -> float:
+        """How often the loops around a body, as it is called first, run it."""
+        node: BodyNode | None = self.graph.bodies[body]
+        trips = 1.0
+        while node is not None and node.caller is not None:
+            trips *= trips_of(node)
+            node = node.around
+        return trips
 
     def _copied(self, rows: Sequence[int]) -> int:
         """The node of a low copy that some products in one body read."""

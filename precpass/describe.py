@@ -13,9 +13,9 @@ from precpass import jaxpr as ir
 from precpass.equations import contracts
 from precpass.graph import flops, join_scopes, nbytes
 from precpass.opkinds import OpKind
-from precpass.plan import Action, Decision, Plan
+from precpass.plan import Action, Decision, Plan, Twin
 from precpass.rewrite import Rewriter
-from precpass.site import Body, Cast, Origin, Site, Value
+from precpass.site import Body, Cast, Crossed, Origin, Site, Value
 
 __all__ = ["described"]
 
@@ -38,6 +38,8 @@ class _Describer:
         self.rewriter = rewriter
         self.memo: dict[Any, Plan] = {}
         self.bodies: dict[int, int] = {}
+        self.homeless: list[Cast] = []
+        """Of bodies without equations, until what enters them has them."""
 
     def plan(self, jaxpr: Any, plan: Plan, scope: str, caller: ir.Source) -> Plan:
         """A body's plan; one that several equations share stays one object."""
@@ -46,12 +48,12 @@ class _Describer:
         if key not in self.memo:
             added = rewriter.added(jaxpr, plan, scope) if rewriter else None
             casts = _casts(ir.open_jaxpr(jaxpr), plan, *added) if added else {}
+            self.homeless += casts.get(_NOWHERE, ())
             sites: list[Site] = []
             decisions: list[Decision] = []
             eqns = ir.open_jaxpr(jaxpr).eqns
             for row, (eqn, decision) in enumerate(zip(eqns, plan.decisions, strict=True)):
                 site = _site(eqn, decision, caller, tuple(casts.get(row, ())))
-                sites.append(site)
                 if decision.inner:
                     inside = join_scopes(scope, site.scope)
                     inner = tuple(
@@ -59,6 +61,9 @@ class _Describer:
                         for body, its_plan in zip(ir.bodies(eqn), decision.inner, strict=True)
                     )
                     decision = dataclasses.replace(decision, inner=inner)
+                    site = dataclasses.replace(site, casts=(*site.casts, *self.homeless))
+                    self.homeless.clear()
+                sites.append(site)
                 decisions.append(decision)
             body = self.bodies.setdefault(id(ir.open_jaxpr(jaxpr)), len(self.bodies))
             self.memo[key] = dataclasses.replace(
@@ -80,7 +85,21 @@ def _site(eqn: Any, decision: Decision, caller: ir.Source, casts: tuple[Cast, ..
         decision.kind is OpKind.COMPUTE and _is_of_numbers(eqn) and contracts(eqn),
         casts,
         tuple(map(_body, ir.bodies(eqn))) if decision.inner else (),
+        tuple(_crossed(eqn, decision)),
     )
+
+
+def _crossed(eqn: Any, decision: Decision) -> Iterator[Crossed]:
+    """What crosses an equation's borders on 16 bits, of all its bodies once."""
+    found: dict[tuple[bool, int], tuple[Any, Twin]] = {}
+    for body, plan in zip(ir.bodies(eqn), decision.inner, strict=bool(decision.inner)):
+        twins = plan.twins
+        found |= {(False, body.operands[t.position]): (eqn.invars, t) for t in twins.operands}
+        found |= {(True, body.results[t.position]): (eqn.outvars, t) for t in twins.results}
+    for (leaves, at), (atoms, twin) in sorted(found.items(), key=lambda item: item[0]):
+        own, low = _value(atoms[at].aval), twin.precision
+        nbytes = own.nbytes / atoms[at].aval.dtype.itemsize * low.dtype.itemsize
+        yield Crossed(Value(str(low), own.shape, nbytes), not leaves, twin.rounds)
 
 
 def _body(body: ir.Body) -> Body:
@@ -99,14 +118,25 @@ def _value(aval: Any) -> Value:
     return Value(str(dtype), shape, nbytes(aval))
 
 
+_NOWHERE = -1
+
+
 def _casts(
-    opened: Any, plan: Plan, spans: Sequence[Sequence[Any]], last: Sequence[Any]
+    opened: Any,
+    plan: Plan,
+    first: Sequence[Any],
+    spans: Sequence[Sequence[Any]],
+    last: Sequence[Any],
 ) -> dict[int, list[Cast]]:
     """The casts that a body's rewrite has more or less of, by the equation that they stand at.
+
+    In a body without equations that is `_NOWHERE`.
 
     Args:
         opened: the body.
         plan: its plan.
+        first: what begins the body: the casts of its operands, which stand at the first
+            equation that reads what they make.
         spans: for each equation, those in its place.
         last: what follows all of them: the casts of the body's results, which stand at
             the equation that makes what they cast.
@@ -136,9 +166,28 @@ def _casts(
             casts[row] = new
         made.update((v, row) for e in span for v in e.outvars)
     for eqn in last:
-        if rows and (cast := inserted(eqn)):
+        if cast := inserted(eqn):
             casts.setdefault(made.get(eqn.invars[0], len(rows) - 1), []).append(cast)
+    for row, eqn in _read_first(first, spans):
+        if cast := inserted(eqn):
+            casts.setdefault(row, []).insert(0, cast)
     return casts
+
+
+def _read_first(first: Sequence[Any], spans: Sequence[Sequence[Any]]) -> Iterator[tuple[int, Any]]:
+    """The equations that begin a body, last ones first, each with what first reads its results.
+
+    What nothing but the body's results is made of is read by the last equation.
+    """
+    read: dict[Any, int] = {}
+    for row, span in enumerate(spans if first else ()):
+        for v in (v for eqn in span for v in eqn.invars if not ir.is_literal(v)):
+            read.setdefault(v, row)
+    for eqn in reversed(first):
+        row = min((read[v] for v in eqn.outvars if v in read), default=len(spans) - 1)
+        for v in (v for v in eqn.invars if not ir.is_literal(v)):
+            read[v] = min(row, read.get(v, row))
+        yield row, eqn
 
 
 def _made_again(rows: Sequence[Any], last: Sequence[Any]) -> tuple[set[int], dict[int, str]]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from precpass import jaxpr as ir
 from precpass.opkinds import OpKind, op
 
-__all__ = ["NOMINAL_SIZE", "BodyNode", "Graph", "flops", "nbytes", "product_sizes"]
+__all__ = ["NOMINAL_SIZE", "BodyNode", "Graph", "flops", "nbytes", "product_sizes", "trips_of"]
 
 NOMINAL_SIZE = 128
 """What a symbolic dimension, or a while loop's unknown trip count, counts as."""
@@ -58,6 +58,14 @@ class BodyNode:
                 return own
             node = node.around
         return ir.Source()
+
+
+def trips_of(node: BodyNode) -> float:
+    """How often the equation that calls a body first runs it."""
+    opened = ir.open_jaxpr(node.jaxpr)
+    found = (b.trips for b in ir.bodies(node.caller) if ir.open_jaxpr(b.jaxpr) is opened)
+    trips = next(found, 1)
+    return float(_size((NOMINAL_SIZE if trips is None else trips,)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -87,7 +87,8 @@ class Inspection:
         Returns:
             One heading per line of the user's code, in order of execution, inside of the
             loops, branches and custom rules that it runs in; the totals at the end. A body
-            that is called often stands once.
+            that is called often stands once. Where a body's operands or results are cast at
+            its border, the cast stands at the equation in it that reads or makes them.
 
         Raises:
             ValueError: for another level.

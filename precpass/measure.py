@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from precpass import jaxpr as ir
 from precpass.equations import contracts
 from precpass.graph import Graph, nbytes
+from precpass.liveness import unread
 from precpass.opkinds import OpKind, op
 from precpass.precision import Precision
 
@@ -49,6 +50,8 @@ __all__ = [
 @dataclasses.dataclass(frozen=True)
 class Counts:
     """What a jaxpr computes, as it stands: nothing of this depends on a device.
+
+    What the pass has in it for later derivatives alone is left out (`precpass.liveness`).
 
     Equations are counted once, however often they run: those of a scan's body, and
     those of a jaxpr that is called many times. FLOPs and bytes are those of one run
@@ -136,13 +139,14 @@ class _Tally:
 
     def add(self, jaxpr: Any, times: float) -> None:
         graph = Graph.build(jaxpr)
+        dropped = unread(graph).rows
         for row, eqn in enumerate(graph.eqns):
             calls = times * float(graph.calls[row])
             if ir.is_float64(eqn):
                 for inner in ir.hidden_jaxprs(eqn):
                     self.add(inner, calls)
             # what hands a value on makes none
-            elif row not in graph.children and not (ir.is_carrier(eqn) or ir.is_detach(eqn)):
+            elif not (row in graph.children or ir.hands_on(eqn) or dropped[row]):
                 self._leaf(eqn, float(graph.flops[row]), calls)
 
     def _leaf(self, eqn: Any, flops: float, calls: float) -> None:

@@ -23,7 +23,7 @@ from precpass.graph import Graph, nbytes
 from precpass.opkinds import OpKind, op
 from precpass.plan import Action, Decision, Plan, Twin, Twins
 from precpass.precision import Precision
-from precpass.wording import counted
+from precpass.wording import counted, sized
 
 __all__ = ["Question", "placed"]
 
@@ -189,8 +189,9 @@ class _Placing:
             return False
         if row in self.graph.children or table.kind is OpKind.BOUNDARY:
             return False
-        # their error is that of the operand times a large factor
-        return not (table.wide and table.kind is OpKind.ELEMENTWISE)
+        # their error is that of the operand times a large factor, of a difference times any
+        is_delicate = table.wide or eqn.primitive.name == "sub"
+        return not (is_delicate and table.kind is OpKind.ELEMENTWISE)
 
     # ------------------------------------------------------------ the plan
 
@@ -249,7 +250,7 @@ class _Placing:
         products = len({row for rows in found.low.values() for row in rows})
         written = [p for p in found.places if p.kind != "sliced"]
         times = max(sum(p.times for p in written), 1.0)
-        saved = f"{sum(p.nbytes for p in written) / times / 2e6:.3g} MB saved"
+        saved = f"{sized(sum(p.nbytes for p in written) / times / 2)} saved"
         read = f"read by {counted(products, 'product')}, " if products else ""
         return f"{read}{saved}{f' x {times:.0f} iterations' if times > 1 else ''}"
 

@@ -67,7 +67,7 @@ class Action(enum.Enum):
     """What the rewriter does with an equation."""
 
     KEEP = "keep"
-    """Bound as it was written."""
+    """Bound as it was written; what it makes may be stored low (`Decision.stored`)."""
     LOWER = "lower"
     """Evaluated in a lower precision."""
     SWAP = "swap"
@@ -131,11 +131,24 @@ class Decision:
     def __getstate__(self) -> dict[str, object]:
         return _own_state(self)
 
+    @property
+    def stores_low(self) -> bool:
+        """Whether it is computed as its action says, and its results are rounded and held low."""
+        is_product = self.action in (Action.LOWER, Action.SWAP) and self.kind is OpKind.COMPUTE
+        return (is_product or self.action is Action.KEEP) and any(self.stored)
+
     @functools.cached_property
     def changes(self) -> bool:
         """Whether the rewritten equation differs."""
         if self.action is Action.ENTER:
             return self.rules is not None or any(plan.changes for plan in self.inner)
+        return self.alters
+
+    @property
+    def alters(self) -> bool:
+        """Whether an equation without bodies becomes another, or has its results rounded."""
+        if self.action is Action.ENTER:
+            return False
         return self.action is not Action.KEEP or any(self.stored)
 
 
@@ -214,6 +227,8 @@ class Plan:
 
         An equation is named by its name scopes, the user's function that it is made
         in, its primitive and its occurrence there, so that a file outlives edits elsewhere.
+        What is stored low, and what crosses borders on 16 bits, is no part of it: that follows
+        from these precisions and the policy.
 
         Raises:
             ValueError: for a plan that `inspect` did not make.
@@ -252,7 +267,7 @@ class Plan:
                 stack.extend(decision.inner)
 
     def count(self) -> Counter[tuple[OpKind, Action]]:
-        """The number of decisions of each kind and action.
+        """The number of decisions of each kind and action, however results are stored.
 
         Example:
             `plan.count()[OpKind.COMPUTE, Action.LOWER]` is the number of lowered products.
@@ -267,7 +282,9 @@ class Plan:
         lowered = sum(n for (_, action), n in counts.items() if action is Action.LOWER)
         products = sum(n for (kind, _), n in counts.items() if kind is OpKind.COMPUTE)
         low = counts[OpKind.COMPUTE, Action.LOWER]
+        stored = sum(d.stores_low for d in self.walk())
+        held = f"{stored} stored low, " if stored else ""
         return (
             f"<Plan: {low} of {products} products lowered, {counted(lowered, 'equation')} lowered, "
-            f"{sum(counts.values())} in all>"
+            f"{held}{sum(counts.values())} in all>"
         )

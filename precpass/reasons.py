@@ -1,4 +1,4 @@
-"""Why a plan leaves an equation as it was written, and what a user can do about it.
+"""Why a plan leaves an equation as it was written, or only stores it low, and what to do about it.
 
 A reason stands beside its remedy: who decides gives the one, `explain` finds the other.
 """
@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 
-__all__ = ["ALL", "Reason", "remedy"]
+__all__ = ["ALL", "Reason", "of_compute", "remedy"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,15 @@ class Reason:
     def _pattern(self) -> re.Pattern[str]:
         return re.compile(".*".join(map(re.escape, self.text.split("{}"))), re.DOTALL)
 
+
+# ---------------------------------------------------------------- what is asked of storage
+
+# the first of all: the reason before it may be any other one
+STORED = Reason(
+    "{}; stored in {}: {}",
+    "keep what makes it wide by keep('f32') or a Rule",
+    "keep what makes it wide by keep('f32') or a Rule",
+)
 
 # ---------------------------------------------------------------- what the user asked for
 
@@ -108,11 +117,6 @@ NO_FLOATS = Reason("no floating-point values", "nothing: it has no floating-poin
 COMPLEX = Reason(
     "complex numbers keep their precision", "compute the real and imaginary parts by real products"
 )
-STORED = Reason(
-    "{}; stored in {}: {}",
-    "keep what makes it wide by keep('f32') or a Rule",
-    "keep what makes it wide by keep('f32') or a Rule",
-)
 CONSTANTS = Reason(
     "made of constants alone: computed once, as written", "nothing: it is computed once"
 )
@@ -138,7 +142,17 @@ PRESET = Reason(
 )
 
 ALL = tuple(value for value in globals().values() if isinstance(value, Reason))
-"""Every reason for which a plan leaves an equation as it was written."""
+"""Every reason for which a plan does not lower an equation."""
+
+
+def of_compute(sentence: str) -> str:
+    """Why an equation is computed as it is, wherever its results are stored.
+
+    Example:
+        >>> of_compute(STORED("keep('f32')", "bf16", "12.6 MB saved"))
+        "keep('f32')"
+    """
+    return sentence.partition(STORED.text.split("{}")[1])[0] if STORED.gave(sentence) else sentence
 
 
 def remedy(sentence: str, is_low: bool = False) -> str:

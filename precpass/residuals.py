@@ -6,6 +6,7 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.graph import Graph, nbytes
+from precpass.liveness import unread
 from precpass.rules import is_backward
 
 __all__ = ["kept_bytes"]
@@ -15,7 +16,9 @@ def kept_bytes(jaxpr: Any) -> float:
     """The bytes of the values that the forward pass computes and the backward pass reads.
 
     Seen from the jaxpr in which both stand: what a scan stacks counts whole. Arguments are
-    there anyway and do not count, nor does what is made of constants alone. XLA may
+    there anyway and do not count, nor does what is made of constants alone. What is stored
+    low counts as its 16 bits, whether they are read or what they are widened to; what is there
+    for derivatives of this program alone does not count (`precpass.liveness`). XLA may
     compute a value again instead of keeping it.
 
     Args:
@@ -28,18 +31,36 @@ def kept_bytes(jaxpr: Any) -> float:
         2048.0
     """
     graph = Graph.build(jaxpr, is_backward)
-    total = 0.0
-    for node in graph.bodies:
+    dropped, total = unread(graph).values, 0.0
+    for at, node in enumerate(graph.bodies):
         made, constant, kept = set[Any](), set[Any](), set[Any]()
+        held, widened = dict[Any, Any](), dict[Any, Any]()
         for row in range(node.start, node.stop):
             eqn = graph.eqns[row]
-            # a carrier is lowered to its first operand: it reads no other
-            operands = eqn.invars[:1] if ir.is_carrier(eqn) else eqn.invars
+            operands = eqn.invars[:1] if ir.hands_on(eqn) else eqn.invars
+            if (source := _source(eqn, widened)) is not None:
+                held[eqn.outvars[0]] = held.get(source, source)
+            widened.update(filter(None, [ir.widening(eqn)]))
             if is_backward(graph.scope(row)):
-                kept.update(v for v in operands if not ir.is_literal(v) and v in made)
+                read = (v for v in operands if not ir.is_literal(v) and (v, at) not in dropped)
+                kept.update(home for v in read if (home := held.get(v, v)) in made)
             elif all(ir.is_literal(v) or v in constant for v in eqn.invars):
                 constant.update(eqn.outvars)
             else:
                 made.update(eqn.outvars)
         total += node.calls * sum(nbytes(v.aval) for v in kept)
     return total
+
+
+def _source(eqn: Any, widened: dict[Any, Any]) -> Any:
+    """What holds the result of an equation that the pass has for its form alone; None for others.
+
+    Args:
+        eqn: the equation.
+        widened: what each wide copy of a low value before it is a copy of.
+    """
+    source = eqn.invars[0] if eqn.invars else None
+    if ir.is_rounded(eqn):
+        return None if ir.is_literal(source) else widened.get(source, source)
+    changes_form = ir.hands_on(eqn) or eqn.primitive.name == "bitcast_convert_type"
+    return source if changes_form and not ir.is_literal(source) else None

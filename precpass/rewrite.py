@@ -71,8 +71,8 @@ class Rewriter:
 
     def added(
         self, jaxpr: Any, plan: Plan, scope: str
-    ) -> tuple[list[Sequence[Any]], Sequence[Any]] | None:
-        """For each equation of a body, those in its place; and what follows them all.
+    ) -> tuple[Sequence[Any], list[Sequence[Any]], Sequence[Any]] | None:
+        """What begins a body; for each of its equations those in its place; and what ends it.
 
         Of consecutive equations of a float64 region the first has what replaces all.
         None where nothing was rewritten here.
@@ -83,7 +83,7 @@ class Rewriter:
         eqns, starts = ir.open_jaxpr(found[1]).eqns, found[2]
         pairs = zip(starts, [*starts[1:], len(eqns)], strict=True)
         *spans, last = [eqns[start:stop] for start, stop in pairs]
-        return spans, last
+        return eqns[: starts[0]], spans, last
 
     def key(self, jaxpr: Any, plan: Plan, scope: str) -> _Key:
         """What tells the rewrite of a body apart from others."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from precpass.jaxpr import Source
 from precpass.precision import Precision
 
-__all__ = ["Body", "Cast", "Origin", "Site", "Value"]
+__all__ = ["Body", "Cast", "Crossed", "Origin", "Site", "Value"]
 
 
 class Value(NamedTuple):
@@ -48,6 +48,21 @@ class Cast:
         return f"{self.before} -> {self.after}"
 
 
+class Crossed(NamedTuple):
+    """A value that crosses the borders of an equation's bodies on 16 bits, beside its own form.
+
+    Attributes:
+        value: its type in the low format.
+        is_operand: whether it enters the bodies; else it leaves them.
+        alone: whether all that reads the value inside reads these 16 bits, so that XLA
+            drops its own form where nothing is differentiated.
+    """
+
+    value: Value
+    is_operand: bool
+    alone: bool
+
+
 class Body(NamedTuple):
     """A body that an equation enters.
 
@@ -72,8 +87,12 @@ class Site:
         operands, results: their types in the original program.
         flops: floating-point operations of one execution.
         contracts: whether it is a product, of real or complex numbers, that sums over something.
-        casts: what the rewritten program has more or less of at this equation.
+        casts: what the rewritten program has more or less of at this equation. A cast at the
+            start of a body stands at the first equation that reads what it makes, one at
+            its end at the equation that makes what it casts; those of a body without
+            equations stand at what enters it.
         bodies: of its inner plans, in their order.
+        crossed: what crosses the borders of these on 16 bits.
     """
 
     primitive: str
@@ -86,6 +105,7 @@ class Site:
     contracts: bool = False
     casts: tuple[Cast, ...] = ()
     bodies: tuple[Body, ...] = ()
+    crossed: tuple[Crossed, ...] = ()
 
     @property
     def signature(self) -> str:

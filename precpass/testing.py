@@ -24,8 +24,8 @@ from precpass.plan import Plan
 from precpass.planfile import Named, equations, locked_precision
 from precpass.policy import PrecisionPolicy, quietly
 from precpass.precision import Precision
+from precpass.reasons import of_compute, remedy
 from precpass.rules import clean_scope
-from precpass.view.explain import remedy
 from precpass.view.text import heading, plain
 from precpass.wording import are, counted
 
@@ -58,7 +58,8 @@ def assert_precision(
         fn: a function, or the result of `auto_mixed`, whose policy then counts.
         args: its positional arguments, arrays or `jax.ShapeDtypeStruct`s.
         expected: pattern -> precision, or pattern -> {precision: how many equations}, which
-            are then all that the pattern matches. A pattern is a primitive ("dot_general",
+            are then all that the pattern matches. It is what equations are computed in,
+            however their results are stored. A pattern is a primitive ("dot_general",
             "reduce_*") or an `OpKind`: all of these; or a name scope ("*/head"), a file or a
             line of it ("model.py:41"): all products there. The last pattern that an equation
             matches counts. A body that is called often has its equations once for each scope.
@@ -160,7 +161,9 @@ class Mismatch:
     @property
     def remedy(self) -> str:
         """How a user has them in another precision."""
-        return remedy(self.reason, any(str(p) == self.compute for p in Precision if p.is_low))
+        return remedy(
+            of_compute(self.reason), any(str(p) == self.compute for p in Precision if p.is_low)
+        )
 
     def __str__(self) -> str:
         what = " ".join((self.primitive, *self.operands))

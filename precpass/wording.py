@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["are", "counted", "duration"]
+__all__ = ["are", "counted", "duration", "sized"]
 
 
 def counted(n: int, noun: str) -> str:
@@ -23,6 +23,19 @@ def are(n: int) -> str:
         ('is', 'are')
     """
     return "is" if n == 1 else "are"
+
+
+def sized(nbytes: float) -> str:
+    """A number of bytes to three digits.
+
+    Example:
+        >>> sized(96), sized(768), sized(12.58e6)
+        ('96 bytes', '768 bytes', '12.6 MB')
+    """
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return counted(round(nbytes), "byte")
 
 
 def duration(seconds: float) -> str:

@@ -12,6 +12,7 @@ from unit_helpers import f32
 
 import precpass as pp
 from precpass.residuals import kept_bytes
+from precpass.view.rows import rows
 
 X, W = f32(8, 8), f32(8, 8)
 
@@ -52,7 +53,9 @@ def test_loops_weigh_what_runs_in_them():
 
     verdict = pp.explain(fn)(X, W).verdict
     assert (verdict.after.low, verdict.after.products) == (1, 1)
-    assert verdict.after.cast_bytes == 10 * 2 * 64 * 2
+    # the carry in each trip, and the loop's constant once before it
+    assert verdict.after.cast_bytes == (10 + 1) * 64 * 2
+    assert verdict.crossed == 1
     assert verdict.after.flops["bf16"] == 10 * 2 * 8**3
 
 
@@ -84,6 +87,29 @@ def test_what_a_scan_stacks_is_kept_whole_and_remat_keeps_less():
     plain, less = (kept_bytes(jax.make_jaxpr(jax.grad(f, 1))(X, ws)) for f in (loss, rematted))
     assert plain >= 2 * 5 * 64 * 4
     assert less == 5 * 64 * 4
+
+
+def test_what_is_stored_low_is_kept_as_its_16_bits():
+    def loss(x, w):
+        return lax.scan(lambda c, _: (jnp.tanh(c @ w) @ w, None), x, length=5)[0].sum()
+
+    found = pp.inspect(jax.grad(loss, 1))(X, W)
+    forward = next(row for row in rows(found.plan) if row.site.primitive == "scan").site
+    stacks = sum(value.shape == (5, 8, 8) for value in forward.results)
+    low = sum(c.alone and c.value.shape == (5, 8, 8) for c in forward.crossed)
+    assert stacks == 3 and low > 0
+    verdict = found.explain().verdict
+    # each is stacked in both forms, of which one is read; and the loops share the low copy of w
+    assert verdict.kept_before == stacks * 5 * 64 * 4
+    assert verdict.kept_after == (stacks - low) * 5 * 64 * 4 + low * 5 * 64 * 2 + 64 * 2
+    assert verdict.stored == sum(row.decision.stores_low for row in rows(found.plan)) > 0
+    inserted = sum(len(row.site.casts) for row in rows(found.plan))
+    assert verdict.unread_casts == inserted - (verdict.after.casts - verdict.before.casts) > 0
+    text = found.explain().text()
+    assert f"; {verdict.unread_casts} for derivatives of it alone" in text
+    assert f"{verdict.stored} results stored low, {verdict.crossed} values on 16 bits" in text
+    # what is stored low does not stay as written
+    assert not any("stored in" in reason for _, reason, _ in found.explain().others)
 
 
 def test_what_is_made_of_constants_alone_is_not_kept():

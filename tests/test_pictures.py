@@ -17,6 +17,7 @@ from jax import lax
 from unit_helpers import f32
 
 import precpass as pp
+from precpass.view.rows import rows
 
 X, W = f32(8, 8), f32(8, 8)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -75,6 +76,28 @@ def test_a_small_program_is_drawn_equation_by_equation():
     assert len([p for p in root.iter(f"{SVG}path")]) == 2
     marks = [t for t in root.iter(f"{SVG}text") if t.get("class") == "mark"]
     assert [mark.text for mark in marks] == ["2", "1"]
+
+
+@pytest.mark.parametrize("boxes", [60, 6, 1])
+def test_all_casts_are_drawn_those_of_borders_inside_and_what_is_stored_low_is_said(boxes):
+    def loss(x, w):
+        def step(c, _):
+            h = jnp.tanh(c @ w)
+            return lax.cond(c[0, 0] > 2, lambda h: h, lambda h: 2 * h, h) @ w + h @ w, None
+
+        return lax.scan(step, x, length=3)[0].sum()
+
+    found = pp.inspect(jax.grad(loss, 1))(X, W)
+    at_borders = [cast for row in rows(found.plan) if row.site.bodies for cast in row.site.casts]
+    assert at_borders
+    casts = sum(len(row.site.casts) for row in rows(found.plan))
+    stored = sum(row.decision.stores_low for row in rows(found.plan))
+    root = ET.fromstring(found.draw(graphviz=False, boxes=boxes).svg)
+    marks = [int(t.text) for t in root.iter(f"{SVG}text") if t.get("class") == "mark"]
+    assert sum(marks) == casts
+    titles = "".join("".join(t.itertext()) for t in root.iter(f"{SVG}title"))
+    said = re.findall(r"results of (\d+) equations? stored low", titles)
+    assert sum(map(int, said)) == stored > 0
 
 
 def test_scopes_and_loops_are_boxes_around_what_is_in_them():

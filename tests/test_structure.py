@@ -82,8 +82,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("precision", "opkinds", "jaxpr", "graph", "plan", "product", "island", "environment"),
     },
     "describe": {"opkinds", "jaxpr", "graph", "plan", "equations", "rewrite", "site"},
-    "residuals": {"rules", "jaxpr", "graph"},
-    "measure": {"precision", "opkinds", "jaxpr", "graph", "equations"},
+    "liveness": {"jaxpr", "graph"},
+    "residuals": {"rules", "jaxpr", "graph", "liveness"},
+    "measure": {"precision", "opkinds", "jaxpr", "graph", "equations", "liveness"},
     "probe": {
         *("opkinds", "policy", "jaxpr", "graph", "origins", "profit", "planner", "rewrite"),
         "measure",
@@ -91,7 +92,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worth": {"devices", "placement", "policy", "profit", "verdicts", "probe"},
     "view": {
         *("precision", "opkinds", "rules", "policy", "jaxpr", "graph", "plan", "site"),
-        *("reasons", "wording", "residuals", "measure"),
+        *("reasons", "wording", "residuals", "liveness", "measure"),
     },
     "inspection": {"policy", "jaxpr", "graph", "plan", "site", "view"},
     "context": {"precision", "rules", "policy", "jaxpr"},
@@ -111,7 +112,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "expected": {"precision", "opkinds", "rules", "planfile"},
     "testing": {
         *("precision", "rules", "lock", "policy", "jaxpr", "plan", "planfile", "view", "api"),
-        *("expected", "wording"),
+        *("expected", "wording", "reasons"),
     },
     "report": {
         *("precision", "rules", "policy", "jaxpr", "graph", "plan", "planner", "context"),

@@ -83,7 +83,7 @@ from precpass.jaxpr.reading import (
     user_order,
     widening,
 )
-from precpass.jaxpr.rounded import is_rounded
+from precpass.jaxpr.rounded import hands_on, is_rounded
 from precpass.jaxpr.twins import crossing, takes_twins, twin_aval, with_twins_in_order
 
 __all__ = [
@@ -124,6 +124,7 @@ __all__ = [
     "exchanged_order",
     "exponent",
     "float64",
+    "hands_on",
     "has_algorithm",
     "has_complex",
     "has_rules",

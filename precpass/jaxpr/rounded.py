@@ -18,12 +18,19 @@ from jax import lax
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["is_rounded", "rounded_p"]
+from precpass.jaxpr.carrier import carrier_p, detach_p
+
+__all__ = ["hands_on", "is_rounded", "rounded_p"]
 
 rounded_p = jex.Primitive("precpass_rounded")
 rounded_p.def_impl(lambda low, _x: low)
 rounded_p.def_abstract_eval(lambda low, _x: low)
 mlir.register_lowering(rounded_p, lambda _ctx, low, _x: [low])
+
+
+def hands_on(eqn: Any) -> bool:
+    """Whether an equation only hands its first operand on; others are there for derivatives."""
+    return eqn.primitive in (rounded_p, carrier_p, detach_p)
 
 
 def is_rounded(eqn: Any) -> bool:

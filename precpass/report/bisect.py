@@ -40,10 +40,10 @@ def bisect(
 ) -> Callable[..., Bisection]:
     """Finds a smallest set of equations that must stay wide for a check to pass.
 
-    The function is traced once. Then the policy is run as it is, then with all that it lowers
-    kept as it was written, then with some of it: name scopes first (functions where there are
-    none), then those within, then single lines. Programs that are the same are run once.
-    Arguments are not donated, and modules of flax nnx not updated.
+    The function is traced once. Then the policy is run as it is, then with all that it lowers or
+    stores low kept as it was written, then with some of it: name scopes first (functions where
+    there are none), then those within, then single lines. Programs that are the same are run
+    once. Arguments are not donated, and modules of flax nnx not updated.
 
     The set is 1-minimal: the check passes with it, and fails without any one of its members, all
     of which was run. For a check that is monotone (keeping more wide never breaks it), no part of
@@ -196,7 +196,7 @@ class _Search:
         except Exception as raised:
             raised.add_note(f"bisect: in run {len(self.runs) + 1}, {what} {listed(rules)}".strip())
             raise
-        low = sum(n for (_, action), n in plan.count().items() if action is Action.LOWER)
+        low = sum(d.action is Action.LOWER or d.stores_low for d in plan.walk())
         run = Run(len(self.runs) + 1, what, rules, low, error, passed)
         self.runs.append(run)
         self._verdicts[program] = run
@@ -245,12 +245,14 @@ class _Search:
             if decision.action is Action.ENTER and not any(inner) and not any(decision.stored):
                 return None
             # custom rules that are still there when the program is run are not used
-            kept = decision.action in _AS_PRECISE and not decision.island
+            kept = decision.action in _AS_PRECISE and not (decision.island or decision.stores_low)
             return None if kept else (*_own(decision), inner)
 
         decisions = tuple(map(of, plan.decisions))
-        changes = bool(plan.border) or any(decisions)
-        key = (plan.border, decisions) if changes else _AS_WRITTEN
+        # a low copy that crosses a border beside what is read there changes no value
+        rounded = tuple(tuple(t for t in twins if t.rounds) for twins in plan.twins)
+        changes = bool(plan.border) or any(rounded) or any(decisions)
+        key = (plan.border, rounded, decisions) if changes else _AS_WRITTEN
         number = self._keys.setdefault(key, len(self._keys))
         return self._programs.setdefault(plan, number)
 

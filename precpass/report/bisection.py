@@ -24,7 +24,7 @@ class Run:
         number: the first one has 1.
         what: what was run, in words.
         rules: the rules that kept something wide; () for a policy as it is.
-        low: how many equations were lowered.
+        low: how many equations were lowered, or had their results stored low.
         error: the error, where the check is a tolerance.
         passed: whether the check passed.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 
 from precpass import jaxpr as ir
 from precpass.graph import BodyNode, Graph
@@ -28,7 +28,9 @@ class Box:
         first: the first equation's row, for the order on the page.
         formats: how many equations run in each format.
         low, products: how many of its products are low, and how many there are.
-        casts: the casts that the rewritten program has more.
+        casts: the casts that the rewritten program has more; those at what enters a body,
+            which is drawn as what is inside, stand at the first equation there.
+        stored: how many are computed as written, and their results stored low.
         lines: how many stand on each source line.
     """
 
@@ -39,6 +41,7 @@ class Box:
     low: int = 0
     products: int = 0
     casts: int = 0
+    stored: int = 0
     lines: Counter[ir.Source] = dataclasses.field(default_factory=Counter)
 
 
@@ -94,6 +97,20 @@ def chart(graph: Graph, decided: dict[int, tuple[Decision, int]], limit: int) ->
     return _merged(graph, decided, places, keys)
 
 
+def _first_inside(graph: Graph, row: int, drawn: Collection[int]) -> int:
+    """The first drawn equation inside of another; the one before it where nothing is inside."""
+    todo = [row]
+    while todo:
+        at = todo.pop()
+        if at in drawn:
+            return at
+        bodies = [graph.bodies[child] for _, child in graph.children.get(at, ())]
+        todo += [
+            inner for node in reversed(bodies) for inner in reversed(range(node.start, node.stop))
+        ]
+    return max((other for other in drawn if other < row), default=next(iter(drawn)))
+
+
 def _whole(depth: int) -> Callable[[_Place], tuple[Path, Hashable, str]]:
     def key(place: _Place) -> tuple[Path, Hashable, str]:
         path = _alike(place.path)
@@ -124,8 +141,12 @@ def _merged(
                 box.products += 1
                 box.low += decision.action is Action.LOWER
         box.casts += casts
+        box.stored += decision.stores_low
         if place.source.file:
             box.lines[place.source] += 1
+    for row in graph.children if position else ():
+        if (casts := decided[id(graph.eqns[row])][1]) > 0:
+            boxes[position[_first_inside(graph, row, position)]].casts += casts
     index = {key: i for i, key in enumerate(boxes)}
     edges = {
         (index[position[a]], index[position[b]])

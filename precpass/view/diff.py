@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from precpass.jaxpr import Source
 from precpass.opkinds import op
 from precpass.plan import Action, Plan
-from precpass.site import Cast
+from precpass.site import Cast, Crossed
 from precpass.view.rows import Frame, Row, paired_rows, rows
 from precpass.view.text import Line, heading, rendered
-from precpass.wording import counted
+from precpass.wording import are, counted
 
 __all__ = [
     "LEVELS",
@@ -27,6 +28,9 @@ __all__ = [
 ]
 
 LEVELS = ("lines", "equations", "jaxpr")
+
+_TYPES = 3
+"""How many types are named of what crosses a border."""
 
 
 class _Change(NamedTuple):
@@ -135,6 +139,11 @@ def changes(plan: Plan) -> list[dict[str, Any]]:
             "action": row.decision.action.value,
             "compute": None if row.decision.compute is None else str(row.decision.compute),
             "swapped": row.decision.swapped,
+            "stored": [None if p is None else str(p) for p in row.decision.stored],
+            "crossed": [
+                {"value": str(value), "is_operand": is_operand, "alone": alone}
+                for value, is_operand, alone in row.site.crossed
+            ],
             "casts": [f"{cast} {cast.what}" for cast in row.site.casts],
             "reason": row.decision.reason,
         }
@@ -195,7 +204,10 @@ def between(
     outputs = [origin.output or "their own format" for p in (first, second) if (origin := p.origin)]
     if len(set(outputs)) > 1:
         lines.append([("outputs  ", "frame"), (" | ".join(outputs), "cast")])
-    return rendered([*lines, [(f"{len(differing)} of {total} equations differ", "")]], color)
+    entered = sum(a.decision.action is Action.ENTER for a, _ in differing)
+    said = f"{len(differing) - entered} of {total} equations differ"
+    said += f", and {entered} that {are(entered)} entered" if entered else ""
+    return rendered([*lines, [(said, "")]], color)
 
 
 def totals(plan: Plan, name: str, outputs: int = 0) -> str:
@@ -206,13 +218,16 @@ def totals(plan: Plan, name: str, outputs: int = 0) -> str:
     widened -= sum(row.decision.action is Action.DROP and not row.changes for row in rows(plan))
     total = sum(n for (_, a), n in counts.items() if a is not Action.ENTER)
     reordered = sum(n for (_, a), n in counts.items() if a in (Action.SWAP, Action.FOLD))
+    kept_low = [d for d in plan.walk() if d.stores_low]
+    stored = sum(d.action is Action.KEEP for d in kept_low)
     order = f"{reordered} reordered, " if reordered else ""
+    order += f"{stored} stored low, " if stored else ""
     casts = Counter(cast.what for row in rows(plan) for cast in row.site.casts)
     casts += Counter({"inserted": outputs})
     said = ", ".join(f"{counted(n, 'cast')} {what}" for what, n in sorted(casts.items()))
     return (
         f"{name}: {lowered} of {total} equations lowered, {widened} widened, {order}"
-        f"{total - lowered - widened - reordered} as written{'; ' if said else ''}{said}"
+        f"{total - lowered - widened - reordered - stored} as written{'; ' if said else ''}{said}"
     )
 
 
@@ -242,11 +257,25 @@ def _contrast(a: Row, b: Row) -> _Change:
 
 
 def _summary(same: list[Row]) -> _Change:
-    counts = Counter(f"{row.site.primitive} {_verb(row)}" for row in same)
+    # a cast stands at an equation that stays too: it is named where nothing of the line changes
+    own = [row for row in same if row.site.crossed or row.decision.alters]
+    joints = {True: ": ", False: " "}
+    counts = Counter(
+        f"{row.site.primitive}{joints[bool(row.site.crossed)]}{_verb(row)}" for row in own or same
+    )
     return _Change(((_counted(counts), "low"),))
 
 
 def _verb(row: Row) -> str:
+    if row.site.crossed:
+        return _crossed(row.site.crossed)
+    held = {p: None for p in row.decision.stored if p is not None}
+    stored = f", stored in {', '.join(map(str, held))}" if row.decision.stores_low else ""
+    return _computed(row) + stored
+
+
+def _computed(row: Row) -> str:
+    """What an equation is evaluated in, wherever its results are held."""
     decision = row.decision
     match decision.action:
         case Action.DROP if not row.changes:
@@ -269,8 +298,25 @@ def _verb(row: Row) -> str:
             return f"stays in {decision.compute}" if decision.compute else "stays"
 
 
+def _crossed(crossed: Sequence[Crossed]) -> str:
+    """What crosses on 16 bits, in words."""
+    said: list[str] = []
+    for is_operand, alone in itertools.product((True, False), repeat=2):
+        types = [str(c.value) for c in crossed if c[1:] == (is_operand, alone)]
+        if not types:
+            continue
+        verb = "crosses" if len(types) == 1 else "cross"
+        text = f"{counted(len(types), 'operand' if is_operand else 'result')} {verb} on 16 bits"
+        counts = Counter(types)
+        some = _counted(Counter(dict(list(counts.items())[:_TYPES])))
+        text += f"{'' if alone else ' too'} ({some}{', ...' if len(counts) > _TYPES else ''})"
+        said.append(text + (", cast once outside" if is_operand and not alone else ""))
+    return "; ".join(said)
+
+
 def _style(row: Row) -> str:
-    return "low" if row.decision.action is Action.LOWER else "wide"
+    low = row.decision.action is Action.LOWER or row.decision.stores_low or row.site.crossed
+    return "low" if low else "wide"
 
 
 def _casts(casts: Iterable[Cast]) -> str:
@@ -285,7 +331,7 @@ def _counted(texts: Counter[str], joint: str = ", ") -> str:
 
 def _fate(row: Row) -> tuple[object, ...]:
     decision = row.decision
-    changed = row.changes and decision.action not in (Action.KEEP, Action.ENTER)
+    changed = row.changes and decision.alters
     own = decision.action, decision.compute, decision.stored, decision.swapped
     fate = own if changed else ()
-    return (fate, Counter(row.site.casts))
+    return (fate, row.site.crossed, Counter(row.site.casts))

@@ -118,6 +118,7 @@ def _details(box: Box) -> str:
     formats = ", ".join(f"{n} in {name}" for name, n in box.formats.most_common())
     lines = "\n".join(shown_source(line) for line, _ in box.lines.most_common(5))
     casts = f"\n{counted(box.casts, 'cast')} inserted" if box.casts else ""
+    casts += f"\nresults of {counted(box.stored, 'equation')} stored low" if box.stored else ""
     return f"{'/'.join((*box.path, box.label))}\n{formats}{casts}\n{lines}".strip()
 
 

@@ -7,18 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from precpass import jaxpr as ir
 from precpass.graph import NOMINAL_SIZE, Graph
 from precpass.jaxpr import Source
+from precpass.liveness import unread
 from precpass.measure import LOW_FORMATS, Counts, count
 from precpass.opkinds import OpKind
 from precpass.plan import Action, Decision, Plan
 from precpass.precision import Precision
-from precpass.reasons import remedy
+from precpass.reasons import of_compute, remedy
 from precpass.residuals import kept_bytes
 from precpass.view.advice import Advice, advice
 from precpass.view.rows import Row, alike, rows
 from precpass.view.text import Line, as_html, heading, page, rendered, titled
-from precpass.wording import counted
+from precpass.wording import counted, sized
 
 __all__ = ["Explanation", "Verdict", "Wide", "explained"]
 
@@ -34,8 +36,14 @@ class Verdict:
             casts, FLOPs and bytes by format.
         narrowed: the products that the policy runs in float32, and the program in float64.
         left_wide: the products that stay in their precision, and are not low.
+        unread_casts: the casts that the rewritten program has beside those for derivatives of it
+            alone, which are dropped where nobody takes any.
         swapped: the products, of either sort, whose operands are exchanged in the place
             of transposes behind them.
+        stored: the results that are rounded where they are defined and held low, whatever
+            they are computed in.
+        crossed: the operands and results of loops, branches and calls that cross their
+            borders on 16 bits, alone or beside their own form.
         kept_before, kept_after: the bytes that the forward pass keeps for the backward
             pass (`precpass.residuals`); 0 in a program without one.
     """
@@ -44,7 +52,10 @@ class Verdict:
     after: Counts
     narrowed: int
     left_wide: int
+    unread_casts: int
     swapped: int
+    stored: int
+    crossed: int
     kept_before: float
     kept_after: float
 
@@ -60,17 +71,22 @@ class Verdict:
         casts, made = after.casts - self.before.casts, after.cast_bytes - self.before.cast_bytes
         changed = f"{counted(abs(casts), 'cast')} {'more' if casts >= 0 else 'fewer'}"
         yield [
-            (f"{_size(after.low_bytes)} held low", ""),
+            (f"{sized(after.low_bytes)} held low", ""),
             (f"; {changed} than written", "cast"),
-            (f", which make {_size(abs(made))} {'more' if made >= 0 else 'less'}", ""),
+            (f", which make {sized(abs(made))} {'more' if made >= 0 else 'less'}", ""),
+            (f"; {self.unread_casts} for derivatives of it alone" if self.unread_casts else "", ""),
         ]
         if self.swapped:
             what = f"operands of {counted(self.swapped, 'product')} exchanged"
             yield [(f"{what}, for the transposes behind", "")]
+        if self.stored or self.crossed:
+            borders = f"{counted(self.crossed, 'value')} on 16 bits across borders"
+            stored = f"{counted(self.stored, 'result')} stored low"
+            yield [(f"{stored}, {borders}", "low")]
         if self.kept_before or self.kept_after:
             yield [
-                (f"kept for the backward pass: {_size(self.kept_after)}", ""),
-                (f" ({_size(self.kept_before)} as written)", "reason"),
+                (f"kept for the backward pass: {sized(self.kept_after)}", ""),
+                (f" ({sized(self.kept_before)} as written)", "reason"),
             ]
 
 
@@ -105,7 +121,8 @@ class Explanation:
         policy: the policy's name.
         verdict: the figures.
         wide: the products that stay wide, those of one line together.
-        others: (kind, reason, number) of all other equations that stay as written.
+        others: (kind, reason, number) of all other equations that stay as written, in how they
+            are computed and how they are stored.
         unmatched: the rules that matched no equation.
         notes: what the user should know.
         advice: what the graph suggests, and about how many equations.
@@ -195,6 +212,7 @@ def explained(
     found, before = list(rows(plan)), graph.root.jaxpr
     wide = tuple(_wide(found))
     products = (r.decision for r in _lowered(found) if r.decision.kind is OpKind.COMPUTE)
+    stored = [row.decision for row in found if row.decision.stores_low]
     narrowed = sum(decision.compute is Precision.F32 for decision in products)
     return Explanation(
         name,
@@ -204,7 +222,10 @@ def explained(
             count(after),
             narrowed,
             sum(w.times for w in wide),
+            _unread_casts(after),
             sum(row.decision.swapped for row in found),
+            sum(p is not None for d in stored for p in d.stored),
+            sum(len(row.site.crossed) for row in found),
             kept_bytes(before),
             kept_bytes(after),
         ),
@@ -213,6 +234,13 @@ def explained(
         tuple(map(repr, plan.unmatched)),
         (*plan.notes, *_costs(plan), *_assumptions(found)),
         tuple(advice(graph, decided)),
+    )
+
+
+def _unread_casts(after: Any) -> int:
+    graph = Graph.build(after)
+    return sum(
+        ir.cast_formats(graph.eqns[row]) is not None for row in unread(graph).rows.nonzero()[0]
     )
 
 
@@ -259,20 +287,15 @@ def _wide(found: list[Row]) -> Iterator[Wide]:
         scopes.setdefault(key, []).append(row.scope)
     for (source, shared, what, reason), own in scopes.items():
         scope = own[0] if len(set(own)) == 1 else shared
-        yield Wide(source, scope, what, reason, remedy(reason), len(own))
+        yield Wide(source, scope, what, reason, remedy(of_compute(reason)), len(own))
 
 
 def _others(found: list[Row]) -> Iterator[tuple[str, str, int]]:
     kept = [
-        row.decision for row in found if row.decision.action is Action.KEEP and not _stays_wide(row)
+        row.decision
+        for row in found
+        if row.decision.action is Action.KEEP and not (_stays_wide(row) or row.decision.stores_low)
     ]
     counts = Counter((str(d.kind), d.reason) for d in kept if d.compute is not None)
     for (kind, reason), n in counts.most_common():
         yield kind, reason, n
-
-
-def _size(nbytes: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return counted(round(nbytes), "byte")

@@ -73,7 +73,9 @@ class Row:
         if self.decision.action is Action.DROP and self.site.primitive == "convert_element_type":
             # a cast that was dropped and is made again in its place, if it casts
             return self.site.operands[0].dtype == self.site.results[0].dtype
-        return self.decision.action not in (Action.KEEP, Action.ENTER)
+        if self.decision.action is Action.ENTER:
+            return bool(self.site.crossed)
+        return self.decision.alters
 
 
 @dataclasses.dataclass(eq=False)
