@@ -15,7 +15,7 @@ a fusion costs nothing in any format.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from precpass.classes import Classes, Place, ValueClass
@@ -84,12 +84,14 @@ class Costs:
         self.energy = Energy()
         self.products = {row: self.energy.node() for row in candidates}
         self.nodes: dict[int, Nodes] = {}
-        self._copies: dict[tuple[int, Any], int] = {}
+        self._copies: dict[tuple[int, Any], float] = {}
+        self._trips_of: dict[int, float] = {}
         may = set(map(id, roundable))
         for found in classes.found.values():
             self._store(found, id(found) in may)
         for row in candidates:
             self._product(row)
+        self._share()
 
     def minimum(self) -> Cut:
         """The cheapest labels."""
@@ -129,12 +131,16 @@ class Costs:
 
     def _trips(self, body: int) -> float:
         """How often the loops around a body, as it is called first, run it."""
+        chain: list[BodyNode] = []
         node: BodyNode | None = self.graph.bodies[body]
-        trips = 1.0
-        while node is not None and node.caller is not None:
-            trips *= trips_of(node)
+        while node is not None and id(node) not in self._trips_of:
+            chain.append(node)
             node = node.around
-        return trips
+        for inner in reversed(chain):
+            outside = self._trips_of[id(inner.around)] if inner.around is not None else 1.0
+            trips = trips_of(inner) if inner.caller is not None else 1.0
+            self._trips_of[id(inner)] = outside * trips
+        return self._trips_of[id(self.graph.bodies[body])]
 
     def _copied(self, rows: Sequence[int]) -> int:
         """The node of a low copy that some products in one body read."""
@@ -183,20 +189,26 @@ class Costs:
         calls = self._calls(row)
         self.energy.pay(product, LOW, candidate.wide * calls)
         self.energy.pay(WIDE, product, candidate.low * calls)
+        for key, seconds in self.casts(row):
+            self._copies[key] = max(seconds, self._copies.get(key, 0.0))
+
+    def casts(self, row: int) -> Iterator[tuple[tuple[int, Any], float]]:
+        """The operands of a candidate whose low copies are no class's, and the seconds of each."""
         body = int(self.graph.body[row])
         operands = self.graph.eqns[row].invars[:2]
-        for atom, seconds in zip(operands, candidate.casts, strict=True):
+        for atom, seconds in zip(operands, self.candidates[row].casts, strict=True):
             found = self.classes.of(body, atom)
             if seconds and (found is None or id(found) not in self.nodes):
-                self.energy.forbid(self._copy(body, atom, seconds * calls), product)
+                yield (body, atom), seconds * self._calls(row)
 
-    def _copy(self, body: int, atom: Any, seconds: float) -> int:
-        """The node of a low copy that all products in a body share."""
-        key = (body, atom)
-        if key not in self._copies:
-            self._copies[key] = node = self.energy.node()
-            self.energy.pay(WIDE, node, seconds)
-        return self._copies[key]
+    def _share(self) -> None:
+        """One low copy for all products in a body that read it."""
+        nodes = {key: self.energy.node() for key in self._copies}
+        for key, seconds in self._copies.items():
+            self.energy.pay(WIDE, nodes[key], seconds)
+        for row, product in self.products.items():
+            for key, _ in self.casts(row):
+                self.energy.forbid(nodes[key], product)
 
     def _is_fused(self, row: int) -> bool:
         eqn = self.graph.eqns[row]

@@ -54,7 +54,8 @@ def cost_of(costs: Costs, choice: Choice) -> float:
         costs: whose figures are taken, but not its energy.
         choice: of ("rounded", class), ("crossing", class) and ("low", row).
     """
-    total, shared = 0.0, dict[tuple[int, Any], float]()
+    total = 0.0
+    needed, dearest = set[Any](), dict[Any, float]()
 
     def is_low(row: int) -> bool:
         return choice.get(("low", row), True)
@@ -78,13 +79,12 @@ def cost_of(costs: Costs, choice: Choice) -> float:
     for row, candidate in costs.candidates.items():
         calls = costs.graph.calls[row]
         total += (candidate.low if is_low(row) else candidate.wide) * calls
-        if is_low(row):
-            body, operands = int(costs.graph.body[row]), costs.graph.eqns[row].invars[:2]
-            for atom, seconds in zip(operands, candidate.casts, strict=True):
-                found = costs.classes.of(body, atom)
-                if found is None or id(found) not in costs.nodes:
-                    shared.setdefault((body, id(atom)), seconds * calls)
-    return total + sum(shared.values())
+        for key, seconds in costs.casts(row):
+            # as dear as to the product that pays most for it
+            dearest[key] = max(seconds, dearest.get(key, 0.0))
+            if is_low(row):
+                needed.add(key)
+    return total + sum(dearest[key] for key in needed)
 
 
 def choices(costs: Costs, may: set[int]) -> Iterator[Choice]:
@@ -145,7 +145,10 @@ def test_the_cut_is_the_cheapest_of_all_choices(energies: Any, chunk: int):
         if program.x64:
             continue
         fn, _log = build(program)
-        jaxpr = traced(fn, program.args(), is_gradient=index % 2 == 1)
+        try:
+            jaxpr = traced(fn, program.args(), is_gradient=index % 2 == 1)
+        except NotImplementedError:  # of JAX: a ragged_dot under two vmaps
+            continue
         energies.clear()
         make_plan(jaxpr, pp.AutoMixedBf16, worth=Drawn(rng))
         for costs, may in energies:
