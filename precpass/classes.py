@@ -153,7 +153,7 @@ class Classes:
         made, kept = set[Any](), set[Key]()
         for row in range(node.start, node.stop):
             eqn = self.graph.eqns[row]
-            if self._is_backward(body, eqn):
+            if self.is_backward(body, eqn):
                 kept |= {(body, v) for v in eqn.invars if not ir.is_literal(v) and v in made}
             else:
                 made |= {v for v in eqn.outvars if _is_wide(v)}
@@ -161,7 +161,8 @@ class Classes:
             self._join(key, key)
         return kept
 
-    def _is_backward(self, body: int, eqn: Any) -> bool:
+    def is_backward(self, body: int, eqn: Any) -> bool:
+        """Whether an equation of a body belongs to a backward pass."""
         stack = eqn.source_info.name_stack
         found = self._scopes.get(id(stack))
         if found is None:

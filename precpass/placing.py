@@ -15,14 +15,16 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass import reasons
+from precpass.accumulate import Additive, Feeds, all_feeds
 from precpass.classes import Classes, ValueClass
 from precpass.costs import Candidate, Costs
 from precpass.devices import Device
-from precpass.facts import Facts, guard
-from precpass.graph import Graph, nbytes
-from precpass.opkinds import OpKind, op
+from precpass.facts import Facts
+from precpass.graph import Graph
+from precpass.opkinds import OpKind
 from precpass.plan import Action, Decision, Plan, Twin, Twins
 from precpass.precision import Precision
+from precpass.roundable import Roundable
 from precpass.wording import counted, sized
 
 __all__ = ["Question", "placed"]
@@ -43,7 +45,7 @@ class Question:
         deciding: the bodies that compute the predicates of loops.
         permits: whether the policy lets what a row makes be low.
         is_fixed: whether a row belongs to a function with a policy of its own.
-        adds: the operands of a loop's body that it adds to, of which there are bits.
+        additive: the paths on which loops add up.
         candidate: of a row, the product that need not be low; None for all else.
         device: whose seconds count.
     """
@@ -55,7 +57,7 @@ class Question:
     deciding: set[int]
     permits: Callable[[int], bool]
     is_fixed: Callable[[int], bool]
-    adds: Callable[[ir.Body], Sequence[int]]
+    additive: Additive
     candidate: Callable[[int], Candidate | None]
     device: Device
 
@@ -112,31 +114,55 @@ class _Placing:
         return any(d.action is Action.LOWER and d.compute is self.q.low for d in found)
 
     def _adding(self) -> set[int]:
-        """The classes that a loop adds to in every trip."""
-        found = set[int]()
+        """The classes that a loop adds to in every trip, and of what scales them on the way."""
+        found, todo = set[int](), list[tuple[int, Feeds]]()
         for row, children in self.graph.children.items():
             for body, child in children:
                 if not body.carry or not self._crosses(row):
                     continue
-                opened = ir.open_jaxpr(body.jaxpr)
-                for invar, feeds in zip(opened.invars, self.q.adds(body), strict=False):
-                    if feeds and (of := self.classes.of(child, invar)) is not None:
-                        found.add(id(of))
+                feeds = self.q.additive.cyclic(body)
+                invars = ir.open_jaxpr(body.jaxpr).invars
+                carried = [v for v, fed in zip(invars, feeds, strict=False) if fed]
+                found |= self._ids(child, carried)
+                todo.append((child, feeds))
+        seen = set[tuple[int, Feeds]]()
+        while todo:
+            at = todo.pop()
+            if at not in seen:
+                seen.add(at)
+                todo += self._on_the_way(*at, found)
         return found
+
+    def _on_the_way(self, body: int, feeds: Feeds, found: set[int]) -> Iterator[tuple[int, Feeds]]:
+        """Adds the classes of one body; what it yields are bodies within."""
+        node = self.graph.bodies[body]
+        for at in self.q.additive.accumulating(node.jaxpr, feeds):
+            row = node.start + at
+            eqn = self.graph.eqns[row]
+            found |= self._ids(body, eqn.outvars)
+            if eqn.primitive.name in ("mul", "div"):
+                # a decay of 0.999 is 1 in bfloat16
+                found |= self._ids(body, eqn.invars)
+            for inner, child in self.graph.children.get(row, ()):
+                yield child, all_feeds(len(inner.operands), len(inner.results))
+
+    def _ids(self, body: int, atoms: Sequence[Any]) -> set[int]:
+        return {id(of) for v in atoms if (of := self.classes.of(body, v)) is not None}
 
     # ------------------------------------------------------------ what it costs
 
     def _weigh(self) -> None:
         """Labels every class and every product that need not be low."""
-        adding = self._adding()
+        adding, q = self._adding(), self.q
+        roundable = Roundable(self.graph, self.classes, q.low, q.facts, q.deciding, q.permits)
         found = self.classes.found.values()
-        may = [c for c in found if id(c) not in adding and self._may_round(c)]
+        may = [c for c in found if id(c) not in adding and roundable.may(c)]
         candidates = {
             row: candidate
             for row in self.decisions
-            if self._reads_low(row) and (candidate := self.q.candidate(row)) is not None
+            if self._reads_low(row) and (candidate := q.candidate(row)) is not None
         }
-        self.costs = Costs(self.graph, self.classes, may, candidates, self.q.device)
+        self.costs = Costs(self.graph, self.classes, may, candidates, q.device)
         low = self.costs.minimum().low
         for of, nodes in self.costs.nodes.items():
             if low[nodes.rounded]:
@@ -144,54 +170,6 @@ class _Placing:
             if low[nodes.crossing]:
                 self.crossing.add(of)
         self.wide = {row for row, node in self.costs.products.items() if not low[node]}
-
-    def _may_round(self, found: ValueClass) -> bool:
-        """Whether what reads a class may read what the low format leaves of it."""
-        if found.is_input or found.is_output or not found.places or self._is_small(found):
-            return False
-        if found.wide and any(p.kind == "carry" for p in found.places):
-            return False  # a state would be rounded anew in every trip
-        if {p.kind for p in found.places} == {"kept"} and not (
-            found.low or self._is_product(found)
-        ):
-            return False  # XLA may compute it again where it is read
-        return all(map(self._may_define, found.defined)) and all(
-            body not in self.q.deciding and all(map(self._may_read, rows))
-            for body, rows in (*found.wide.items(), *found.low.items())
-        )
-
-    def _is_small(self, found: ValueClass) -> bool:
-        """Whether memory moves as much for a value in any format."""
-        made = (nbytes(self.graph.eqns[row].outvars[k].aval) for row, k in found.defined)
-        return max(made, default=0.0) < _LINE
-
-    def _is_product(self, found: ValueClass) -> bool:
-        eqns = [self.graph.eqns[row] for row, _ in found.defined]
-        kinds = {op(eqn.primitive.name).kind for eqn in eqns if not ir.keeps_bits(eqn)}
-        return kinds <= {OpKind.COMPUTE}
-
-    def _may_define(self, at: tuple[int, int]) -> bool:
-        row, k = at
-        eqn, body = self.graph.eqns[row], int(self.graph.body[row])
-        if row in self.graph.children or not self.q.permits(row):
-            return False
-        facts, value = self.q.facts.get(body, ()), eqn.outvars[k]
-        known = [f.of(value) for f in facts]
-        if any(f.sampler for f in facts) or any(fact.random for fact in known):
-            return False
-        return not any(guard(fact, self.q.low, "it") for fact in known)
-
-    def _may_read(self, row: int) -> bool:
-        eqn = self.graph.eqns[row]
-        table = op(eqn.primitive.name)
-        body = int(self.graph.body[row])
-        if any(facts.sampler for facts in self.q.facts.get(body, ())):
-            return False
-        if row in self.graph.children or table.kind is OpKind.BOUNDARY:
-            return False
-        # their error is that of the operand times a large factor, of a difference times any
-        is_delicate = table.wide or eqn.primitive.name == "sub"
-        return not (is_delicate and table.kind is OpKind.ELEMENTWISE)
 
     # ------------------------------------------------------------ the plan
 

@@ -135,7 +135,7 @@ class Planner:
             self._deciding,
             lambda row: self._permits(row, low),
             lambda row: is_fixed(self._scope(row)),
-            self._additive.cyclic,
+            self._additive,
             self._candidate,
             self._weighed.device or NOMINAL,
         )

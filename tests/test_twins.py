@@ -279,7 +279,10 @@ def test_the_plan_says_what_was_weighed():
     plan = pp.inspect(jax.grad(stacked), policy=pp.AutoMixedBf16)(x, w).plan
     stored = [d for d in plan.walk() if any(d.stored) and d.action is not pp.Action.ENTER]
     assert stored
-    assert all(re.search(r"stored in bf16: .*\d (bytes|kB|MB) saved( x \d+ iterations)?$", d.reason) for d in stored)
+    assert all(
+        re.search(r"stored in bf16: .*\d (bytes|kB|MB) saved( x \d+ iterations)?$", d.reason)
+        for d in stored
+    )
 
 
 def test_float32_stays_what_it_was():

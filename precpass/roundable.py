@@ -1,0 +1,227 @@
+"""Which values may be held in a low format: those of whose readers none tells the difference.
+
+What products make, or read low anyway, has lost its digits already. A position, a time and a state
+that small steps add up to have not, and nobody would write them in 16 bits by hand.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from precpass import jaxpr as ir
+from precpass.classes import Classes, ValueClass
+from precpass.fact import Fact
+from precpass.facts import Facts, guard
+from precpass.graph import Graph
+from precpass.opkinds import OpKind, op
+from precpass.precision import Precision
+
+__all__ = ["Roundable"]
+
+_SUMS = frozenset(("add", "sub", "add_any"))
+_SCALES = frozenset(("mul", "div", "neg", "copy", "select_n", "convert_element_type"))
+_COMPARES = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "le_to", "lt_to"))
+_PICKS = frozenset(("argmax", "argmin", "sort", "top_k", "approx_top_k"))
+
+
+class Roundable:
+    """Judges the classes of a program's values.
+
+    Args:
+        graph: the program.
+        classes: of its values.
+        low: the format in question.
+        facts: body -> its facts at each class of call sites.
+        deciding: the bodies that compute the predicates of loops.
+        permits: whether the policy lets what a row makes be low.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        classes: Classes,
+        low: Precision,
+        facts: Mapping[int, Sequence[Facts]],
+        deciding: set[int],
+        permits: Callable[[int], bool],
+    ) -> None:
+        self.graph = graph
+        self.classes = classes
+        self.low = low
+        self.facts = facts
+        self.deciding = deciding
+        self.permits = permits
+        self._readers: dict[int, dict[Any, list[Any]]] = {}
+
+    def may(self, found: ValueClass) -> bool:
+        """Whether what reads a class may read what the low format leaves of it."""
+        if found.is_input or found.is_output or not found.places:
+            return False
+        if found.wide and any(p.kind == "carry" for p in found.places):
+            return False  # a state would be rounded anew in every trip
+        kept = {p.kind for p in found.places} == {"kept"}
+        if not (found.low or self._is_product(found)) and (kept or self._is_users(found)):
+            return False  # XLA may compute again where it is read what is only kept
+        if found.wide and not self._follows_products(found):
+            return False
+        is_read_low = bool(found.low) and not found.wide
+        if self._is_sum(found) and self._is_added_to(found):
+            return False
+        return all(self._may_define(at, is_read_low) for at in found.defined) and all(
+            body not in self.deciding and all(map(self._may_read, rows))
+            for body, rows in (*found.wide.items(), *found.low.items())
+        )
+
+    # ------------------------------------------------------------ what it is
+
+    def _is_product(self, found: ValueClass) -> bool:
+        eqns = [self.graph.eqns[row] for row, _ in found.defined]
+        kinds = {op(eqn.primitive.name).kind for eqn in eqns if not ir.keeps_bits(eqn)}
+        return kinds <= {OpKind.COMPUTE}
+
+    def _is_users(self, found: ValueClass) -> bool:
+        """Whether the user's program stacks it, and no derivative of it keeps it."""
+        read = [(body, row) for body, rows in found.wide.items() for row in rows]
+        return bool(read) and not any(self._is_backward(*at) for at in read)
+
+    def _follows_products(self, found: ValueClass) -> bool:
+        """Whether it has lost its digits already, as no position or time has."""
+        outvars = (self.graph.eqns[row].outvars[k] for row, k in found.defined)
+        return all(v in self._following for v in outvars)
+
+    @functools.cached_property
+    def _following(self) -> set[Any]:
+        """What is computed of the result of a low product, however far behind it."""
+        after = dict[Any, list[list[Any]]]()
+        todo = list[Any]()
+        for row, eqn in enumerate(self.graph.eqns):
+            if self.classes.reads_low(row):
+                todo += eqn.outvars
+                continue
+            for before, behind in self._steps(row, eqn):
+                if not ir.is_literal(before):
+                    after.setdefault(before, []).append(behind)
+        found = set[Any]()
+        while todo:
+            v = todo.pop()
+            if v not in found:
+                found.add(v)
+                todo += itertools.chain.from_iterable(after.get(v, ()))
+        return found
+
+    def _steps(self, row: int, eqn: Any) -> Iterator[tuple[Any, list[Any]]]:
+        """Each value that an equation reads and what it makes of it, across its borders too."""
+        if row not in self.graph.children:
+            yield from ((v, eqn.outvars) for v in eqn.invars)
+        for body, _ in self.graph.children.get(row, ()):
+            opened = ir.open_jaxpr(body.jaxpr)
+            yield from (
+                (eqn.invars[i], [v]) for i, v in zip(body.operands, opened.invars, strict=True)
+            )
+            yield from (
+                (v, [eqn.outvars[i]]) for v, i in zip(opened.outvars, body.results, strict=False)
+            )
+            yield from ((opened.outvars[o], [opened.invars[i]]) for i, o in body.carry)
+
+    def _is_sum(self, found: ValueClass) -> bool:
+        """Whether it is the sum of whole arrays, and not of one and a bias."""
+        return any(self._adds_arrays(row) for row, _ in found.defined)
+
+    def _adds_arrays(self, row: int) -> bool:
+        eqn = self.graph.eqns[row]
+        if eqn.primitive.name not in _SUMS:
+            return False
+        return not any(
+            ir.is_literal(v) or v in self._spread or v.aval.shape != eqn.outvars[0].aval.shape
+            for v in eqn.invars
+        )
+
+    @functools.cached_property
+    def _spread(self) -> set[Any]:
+        """What is repeated to the shape that it has."""
+        named = (eqn for eqn in self.graph.eqns if eqn.primitive.name == "broadcast_in_dim")
+        return {eqn.outvars[0] for eqn in named}
+
+    def _is_added_to(self, found: ValueClass) -> bool:
+        """Whether the forward pass adds to it, so that a small step would be lost."""
+        return any(
+            self._adds(body, self.graph.eqns[row])
+            for body, rows in found.wide.items()
+            for row in rows
+            if not self._is_backward(body, row)
+        )
+
+    def _adds(self, body: int, reader: Any) -> bool:
+        todo, seen = [reader], set[int]()
+        while todo:
+            eqn = todo.pop()
+            if id(eqn) in seen or self.classes.is_backward(body, eqn):
+                continue
+            seen.add(id(eqn))
+            if eqn.primitive.name in _SUMS:
+                return True
+            if eqn.primitive.name in _SCALES:
+                todo += self._readers_of(body).get(eqn.outvars[0], ())
+        return False
+
+    def _readers_of(self, body: int) -> dict[Any, list[Any]]:
+        if body not in self._readers:
+            node = self.graph.bodies[body]
+            readers = self._readers[body] = {}
+            for row in range(node.start, node.stop):
+                eqn = self.graph.eqns[row]
+                for v in eqn.invars:
+                    if not ir.is_literal(v):
+                        readers.setdefault(v, []).append(eqn)
+        return self._readers[body]
+
+    def _is_backward(self, body: int, row: int) -> bool:
+        return self.classes.is_backward(body, self.graph.eqns[row])
+
+    # ------------------------------------------------------------ who makes and reads it
+
+    def _may_define(self, at: tuple[int, int], is_read_low: bool) -> bool:
+        row, k = at
+        eqn, body = self.graph.eqns[row], int(self.graph.body[row])
+        if row in self.graph.children or not self.permits(row):
+            return False
+        known = [facts.of(eqn.outvars[k]) for facts in self.facts.get(body, ())]
+        return not any(
+            fact.random
+            or guard(_as_a_whole(fact), self.low)
+            or not (is_read_low or self._fits(fact))
+            for fact in known
+        )
+
+    def _fits(self, fact: Fact) -> bool:
+        """Whether the low format has the range for it: float16 has not for all that float32 has."""
+        if self.low.smallest_normal <= Precision.F32.smallest_normal:
+            return True
+        return max(abs(fact.lo), abs(fact.hi)) <= self.low.max
+
+    def _may_read(self, row: int) -> bool:
+        eqn = self.graph.eqns[row]
+        table, name = op(eqn.primitive.name), eqn.primitive.name
+        if row in self.graph.children or table.kind is OpKind.BOUNDARY:
+            return False
+        # their error is that of the operand times a large factor
+        if table.wide and table.kind is OpKind.ELEMENTWISE:
+            return False
+        if name == "convert_element_type":
+            return ir.precision_of(eqn.outvars[0].aval) is not None
+        # the sign survives a rounding; no other comparison does
+        compares = name in _COMPARES and not any(map(_is_zero, eqn.invars))
+        return not (compares or name in _PICKS)
+
+
+def _as_a_whole(fact: Fact) -> Fact:
+    """A fact in which a multiple of a constant is as large, and as small, as the constant."""
+    sizes = [size for size in (fact.tiny, fact.magnitude) if size]
+    return fact._replace(tiny=min(sizes, default=0.0), reaches=max(fact.reaches, fact.magnitude))
+
+
+def _is_zero(atom: Any) -> bool:
+    return ir.is_literal(atom) and not atom.val
