@@ -29,9 +29,6 @@ from precpass.wording import counted, sized
 
 __all__ = ["Question", "placed"]
 
-_LINE = 64
-"""The bytes of a cache line."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Question:
@@ -82,7 +79,12 @@ class _Placing:
     def plan(self) -> Plan:
         """The plan, itself where nothing is gained."""
         self._weigh()
-        if not (self.rounded or self.crossing or self.wide):
+        if self.wide:
+            # what the other values lose was judged as if these products were low
+            self.rounded, self.crossing = set(), set()
+            wide = self._placed(0, self.q.plan, Twins())
+            return _Placing(dataclasses.replace(self.q, plan=wide)).plan()
+        if not (self.rounded or self.crossing):
             return self.q.plan
         return self._placed(0, self.q.plan, Twins())
 

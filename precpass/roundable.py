@@ -15,11 +15,14 @@ from precpass import jaxpr as ir
 from precpass.classes import Classes, ValueClass
 from precpass.fact import Fact
 from precpass.facts import Facts, guard
-from precpass.graph import Graph
+from precpass.graph import Graph, nbytes
 from precpass.opkinds import OpKind, op
 from precpass.precision import Precision
 
 __all__ = ["Roundable"]
+
+_LINE = 64
+"""The bytes of a cache line."""
 
 _SUMS = frozenset(("add", "sub", "add_any"))
 _SCALES = frozenset(("mul", "div", "neg", "copy", "select_n", "convert_element_type"))
@@ -58,7 +61,7 @@ class Roundable:
 
     def may(self, found: ValueClass) -> bool:
         """Whether what reads a class may read what the low format leaves of it."""
-        if found.is_input or found.is_output or not found.places:
+        if found.is_input or found.is_output or not found.places or self._is_small(found):
             return False
         if found.wide and any(p.kind == "carry" for p in found.places):
             return False  # a state would be rounded anew in every trip
@@ -76,6 +79,14 @@ class Roundable:
         )
 
     # ------------------------------------------------------------ what it is
+
+    def _is_small(self, found: ValueClass) -> bool:
+        """Whether memory moves as much for a value in any format."""
+        made = (nbytes(self.graph.eqns[row].outvars[k].aval) for row, k in found.defined)
+        return max(made, default=0.0) < _LINE
+
+    def _in_sampler(self, row: int) -> bool:
+        return any(facts.sampler for facts in self.facts.get(int(self.graph.body[row]), ()))
 
     def _is_product(self, found: ValueClass) -> bool:
         eqns = [self.graph.eqns[row] for row, _ in found.defined]
@@ -186,7 +197,7 @@ class Roundable:
     def _may_define(self, at: tuple[int, int], is_read_low: bool) -> bool:
         row, k = at
         eqn, body = self.graph.eqns[row], int(self.graph.body[row])
-        if row in self.graph.children or not self.permits(row):
+        if row in self.graph.children or self._in_sampler(row) or not self.permits(row):
             return False
         known = [facts.of(eqn.outvars[k]) for facts in self.facts.get(body, ())]
         return not any(
@@ -205,10 +216,10 @@ class Roundable:
     def _may_read(self, row: int) -> bool:
         eqn = self.graph.eqns[row]
         table, name = op(eqn.primitive.name), eqn.primitive.name
-        if row in self.graph.children or table.kind is OpKind.BOUNDARY:
+        if row in self.graph.children or table.kind is OpKind.BOUNDARY or self._in_sampler(row):
             return False
-        # their error is that of the operand times a large factor
-        if table.wide and table.kind is OpKind.ELEMENTWISE:
+        # their error is that of the operand times a large factor, of a difference times any
+        if (table.wide or name == "sub") and table.kind is OpKind.ELEMENTWISE:
             return False
         if name == "convert_element_type":
             return ir.precision_of(eqn.outvars[0].aval) is not None
