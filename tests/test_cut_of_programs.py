@@ -139,7 +139,7 @@ def test_the_cut_is_the_cheapest_of_all_choices(energies: Any, chunk: int):
     rng = random.Random(chunk)
     tried, kinds = 0, set[tuple[bool, bool, bool]]()
     for index in itertools.count():
-        if tried == PROGRAMS:
+        if tried >= PROGRAMS:
             break
         program = seeded_program(chunk, index)
         if program.x64:
