@@ -307,7 +307,8 @@ def test_one_line_per_source_line():
     assert len(per_line) == len(headings) == 4
     # what stays beside a cast is not named
     assert re.match(r" *dot_general in bf16, accumulated in f32 \(x2\).*; cast", per_line[2])
-    assert "tanh stays in f32, stored in bf16" in per_line[0]
+    # what of tanh is kept for the backward pass is another equation by JAX's version
+    assert re.search(r"\w+ stays in f32, stored in bf16", per_line[0])
     assert re.match(
         r"  scan: 2 operands cross on 16 bits too \(bf16\[8,8\] \(x2\)\), cast", lines[1]
     )
