@@ -100,9 +100,7 @@ class Costs:
     # ------------------------------------------------------------ what memory takes
 
     def _store(self, found: ValueClass, roundable: bool) -> None:
-        if not (roundable or (found.low and found.crossed)):
-            return
-        if not (roundable or self._repeats(found)):
+        if not (roundable or (found.crossed and self._repeats(found))):
             return
         energy = self.energy
         rounded = energy.node() if roundable else WIDE
@@ -116,9 +114,7 @@ class Costs:
             if roundable:
                 energy.forbid(crossing, rounded)
         for body, rows in found.low.items():
-            copied = self._copied(rows)
-            if copied is not WIDE:
-                energy.pay(crossing, copied, self.copying(found, body))
+            energy.pay(crossing, self._copied(rows), self.copying(found, body))
 
     def _repeats(self, found: ValueClass) -> bool:
         """Whether a loop casts again what was there before it.
@@ -143,7 +139,7 @@ class Costs:
         return self._trips_of[id(self.graph.bodies[body])]
 
     def _copied(self, rows: Sequence[int]) -> int:
-        """The node of a low copy that some products in one body read."""
+        """The node of a low copy that some products in one body read: LOW where one must."""
         free = [self.products[row] for row in rows if row in self.products]
         if len(free) < len(rows):
             return LOW

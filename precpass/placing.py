@@ -74,6 +74,7 @@ class _Placing:
         self.rounded = set[int]()
         self.crossing = set[int]()
         self.wide = set[int]()
+        self.defining = dict[tuple[int, int], ValueClass]()
         self.memo: dict[Any, Plan] = {}
 
     def plan(self) -> Plan:
@@ -81,7 +82,7 @@ class _Placing:
         self._weigh()
         if self.wide:
             # what the other values lose was judged as if these products were low
-            self.rounded, self.crossing = set(), set()
+            self.rounded, self.crossing, self.defining = set(), set(), {}
             wide = self._placed(0, self.q.plan, Twins())
             return _Placing(dataclasses.replace(self.q, plan=wide)).plan()
         if not (self.rounded or self.crossing):
@@ -166,12 +167,15 @@ class _Placing:
         }
         self.costs = Costs(self.graph, self.classes, may, candidates, q.device)
         low = self.costs.minimum().low
-        for of, nodes in self.costs.nodes.items():
+        for key, nodes in self.costs.nodes.items():
             if low[nodes.rounded]:
-                self.rounded.add(of)
+                self.rounded.add(key)
             if low[nodes.crossing]:
-                self.crossing.add(of)
+                self.crossing.add(key)
         self.wide = {row for row, node in self.costs.products.items() if not low[node]}
+        for of in found:
+            if id(of) in self.rounded:
+                self.defining.update(dict.fromkeys(of.defined, of))
 
     # ------------------------------------------------------------ the plan
 
@@ -191,16 +195,12 @@ class _Placing:
             return self._entered(row, body, decision)
         if row in self.wide:
             decision = _left_wide(decision, self.costs.candidates[row].why)
-        classes = [self.classes.of(body, v) for v in self.graph.eqns[row].outvars]
-        defines = [
-            c is not None and id(c) in self.rounded and (row, k) in c.defined
-            for k, c in enumerate(classes)
-        ]
-        if not any(defines):
+        defines = [self.defining.get((row, k)) for k in range(len(decision.stored))]
+        rounded = [found for found in defines if found is not None]
+        if not rounded:
             return decision
-        stored = tuple(self.q.low if d else None for d in defines)
-        found = next(c for c, d in zip(classes, defines, strict=True) if c is not None and d)
-        why = reasons.STORED(decision.reason, self.q.low, self._weighed(found))
+        stored = tuple(None if found is None else self.q.low for found in defines)
+        why = reasons.STORED(decision.reason, self.q.low, self._weighed(rounded[0]))
         return dataclasses.replace(decision, stored=stored, reason=why)
 
     def _entered(self, row: int, body: int, decision: Decision) -> Decision:

@@ -1,8 +1,8 @@
 """Graph, facts and policy in; `Plan` out.
 
-The simple planner: products run low with wide results, the rest stays as it
-was written unless the policy orders otherwise. On CPU it is the fastest rule
-measured; elsewhere XLA fuses the widening.
+Products run low with wide results, arithmetic stays as it was written unless the policy
+orders otherwise: inside of a fusion it costs nothing. What is really in memory, what crosses
+borders and which products pay is then decided by a minimum cut (`placing`).
 """
 
 from __future__ import annotations
