@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Numbers", "Transposed", "batched", "kept", "transposed"]
+__all__ = ["Numbers", "Transposed", "batched", "kept", "transposed", "untransposed"]
 
 Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 """The summed and the batch dimensions, each of both sides."""
@@ -83,3 +83,22 @@ def batched(
     before = len(kept(ndims[0], summed[0], batch[0])) if side == 1 else 0
     own = kept(ndims[side], summed[side], batch[side])
     return (summed, batch), len(batch[0]) + before + own.index(dims[side])  # pyright: ignore
+
+
+def untransposed(numbers: Numbers, side: int, permutation: Sequence[int]) -> Numbers | None:
+    """The dimension numbers of a dot that reads what one of its operands is a transpose of.
+
+    Its result is the same; None where its dimensions would come in another order.
+
+    Args:
+        numbers: those of the dot.
+        side: the operand.
+        permutation: where each dimension of the operand comes from.
+    """
+    summed, batch = (list(pair) for pair in numbers)
+    own = [permutation[d] for d in kept(len(permutation), summed[side], batch[side])]
+    if own != sorted(own):
+        return None
+    for pair in (summed, batch):
+        pair[side] = tuple(permutation[d] for d in pair[side])
+    return (summed[0], summed[1]), (batch[0], batch[1])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from precpass import jaxpr as ir
+from precpass.dots import untransposed
 from precpass.equations import grows, moved_operand
 from precpass.plan import Border, Twin, across
 from precpass.precision import Precision
@@ -176,8 +177,39 @@ class Env:
             self._move_low(self.moved[atom], precision)
         if key not in self.low_copies:
             nearest = self._nearest(atom, precision)
-            self.low_copies[key] = low_copy(self.build, nearest, precision)
+            self.low_copies[key] = low_copy(
+                self.build, nearest, precision, transposed=atom in self.transposed
+            )
         return self.low_copies[key]
+
+    @functools.cached_property
+    def transposed(self) -> dict[Any, Any]:
+        """The transposes, by what they make."""
+        return {e.outvars[0]: e for e in self.opened.eqns if ir.permutation(e) is not None}
+
+    def without_transposes(self, eqn: Any, precision: Precision) -> Any:
+        """A product that reads what its operands are transposes of, as far as a dot can say that.
+
+        XLA:CPU widens the operands of a low product that are transposed matrices in memory.
+        """
+        if ir.dot_numbers(eqn) is None:
+            return eqn
+        for side in (0, 1):
+            while (transpose := self._transposing(eqn.invars[side], precision)) is not None:
+                order = ir.permutation(transpose)
+                assert order is not None
+                numbers = untransposed(ir.dot_numbers(eqn), side, order)
+                if numbers is None:
+                    break
+                eqn = ir.with_operand(eqn, side, transpose.invars[0], numbers)
+        return eqn
+
+    def _transposing(self, atom: Any, precision: Precision) -> Any:
+        """The transpose that makes a value which is nowhere in another form than that."""
+        if ir.is_literal(atom) or atom in self.values:
+            return None
+        is_low = any((atom, precision) in known for known in (self.twins, self.low_copies))
+        return None if is_low else self.transposed.get(atom)
 
     def _has_low(self, atom: Any, precision: Precision) -> bool:
         key = (atom, precision)
@@ -196,7 +228,9 @@ class Env:
         low = self.low_copy(operand, precision)
         moved = [low] if ir.keeps_bits(eqn) else self.build.bind(eqn, [low])
         for var, value in zip(eqn.outvars, moved, strict=True):
-            self.low_copies[var, precision] = low_copy(self.build, value, precision)
+            self.low_copies[var, precision] = low_copy(
+                self.build, value, precision, transposed=var in self.transposed
+            )
 
     def output(self, atom: Any, border: Border) -> Any:
         """A result of the jaxpr as it crosses the border."""

@@ -195,13 +195,20 @@ def _evaluated(
     return build.carry(form, out, lhs, rhs, rest)
 
 
-def low_copy(build: ir.Builder, x: Any, precision: Precision) -> Any:
+def low_copy(build: ir.Builder, x: Any, precision: Precision, *, transposed: bool = False) -> Any:
     """A copy of a product's operand in a low format, which any number of products may share.
 
     No derivative passes through it.
+
+    Args:
+        build: where its equations are added.
+        x: the operand.
+        precision: the format.
+        transposed: whether it is what a transpose made, whose layout XLA may leave as it was.
     """
     low = x if x.aval.dtype == precision.dtype else build.convert(x, precision.dtype)
-    return build.detach(low, pinned=_needs_barriers(precision.dtype))
+    pinned = _needs_barriers(precision.dtype)
+    return _pinned_flat(build, low) if pinned and transposed else build.detach(low, pinned=pinned)
 
 
 def _needs_barriers(low: np.dtype[Any]) -> bool:

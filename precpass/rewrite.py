@@ -262,10 +262,11 @@ def _round(env: Env, eqn: Any, decision: Decision) -> None:
 def _product(env: Env, eqn: Any, decision: Decision) -> Any:
     if decision.swapped:
         eqn = ir.exchanged(eqn)
-    operands = [env.read(v) for v in eqn.invars]
     if decision.action is Action.SWAP:
-        return env.build.keep(eqn, operands)[0]
+        return env.build.keep(eqn, [env.read(v) for v in eqn.invars])[0]
     assert decision.compute is not None
+    eqn = env.without_transposes(eqn, decision.compute)
+    operands = [env.read(v) for v in eqn.invars]
     low = [env.low_copy(v, decision.compute) for v in eqn.invars[:2]]
     return lowered(env.build, eqn, low, operands, eqn.outvars[0].aval.dtype)
 

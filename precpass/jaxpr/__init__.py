@@ -41,7 +41,6 @@ from precpass.jaxpr.building import (
     Direct,
     Templates,
     alike,
-    exchanged,
     literal,
     new_variable,
     with_results_in,
@@ -50,6 +49,13 @@ from precpass.jaxpr.carrier import Form, carry, detach, is_carrier, is_detach, p
 from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
 from precpass.jaxpr.float64 import float64, in_x64, is_float64
 from precpass.jaxpr.lowering import Contents, contents_of
+from precpass.jaxpr.orders import (
+    dot_numbers,
+    exchanged,
+    exchanged_order,
+    permutation,
+    with_operand,
+)
 from precpass.jaxpr.printing import Printer
 from precpass.jaxpr.reading import (
     Source,
@@ -58,7 +64,6 @@ from precpass.jaxpr.reading import (
     cast_formats,
     consts_of,
     effects_of,
-    exchanged_order,
     exponent,
     has_algorithm,
     has_complex,
@@ -72,7 +77,6 @@ from precpass.jaxpr.reading import (
     kernel_features,
     open_jaxpr,
     out_avals,
-    permutation,
     precision_of,
     ragged_dimension,
     reduced_sizes,
@@ -118,6 +122,7 @@ __all__ = [
     "convert",
     "crossing",
     "detach",
+    "dot_numbers",
     "effects_of",
     "evaluate",
     "exchanged",
@@ -172,6 +177,7 @@ __all__ = [
     "why_opaque",
     "widening",
     "with_bodies",
+    "with_operand",
     "with_results_in",
     "with_rewritten_rules",
     "with_twins_in_order",

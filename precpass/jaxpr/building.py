@@ -17,10 +17,8 @@ from precpass.jaxpr.carrier import Form, carrier_p, carry, detach, detach_p
 from precpass.jaxpr.float64 import in_x64
 from precpass.jaxpr.reading import (
     consts_of,
-    exchanged_order,
     is_literal,
     open_jaxpr,
-    out_avals,
     precision_of,
 )
 from precpass.jaxpr.rounded import rounded_p
@@ -333,23 +331,6 @@ def literal(value: Any, like: Any) -> Any:
     """A literal of another dtype in the place of one."""
     value = np.asarray(value)
     return jex.Literal(value, like.aval.update(dtype=value.dtype, weak_type=False))
-
-
-def exchanged(eqn: Any) -> Any:
-    """A dot with its operands exchanged, whose result is a new variable."""
-    lhs, rhs = eqn.invars
-    summed, batch = eqn.params["dimension_numbers"]
-    params = {**eqn.params, "dimension_numbers": (summed[::-1], batch[::-1])}
-    aval, order = eqn.outvars[0].aval, exchanged_order(eqn)
-    assert order is not None
-    if aval.sharding.mesh.empty:
-        aval = aval.update(shape=tuple(aval.shape[i] for i in order))
-    else:
-        # how the dimensions are sharded changes with their order
-        (aval,) = out_avals(
-            trace(lambda *xs: eqn.primitive.bind(*xs, **params), rhs.aval, lhs.aval)
-        )
-    return eqn.replace(invars=[rhs, lhs], outvars=[jex.Var(aval)], params=params)
 
 
 def alike(eqn: Any, params: dict[str, Any] | None = None) -> Hashable:

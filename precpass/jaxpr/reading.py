@@ -23,7 +23,6 @@ source_info_util.register_exclusion(_OWN_FOLDER)
 
 # looked up once: these are asked of every value of every program
 _Literal, _of, _cast_p = jex.Literal, BY_DTYPE.get, jex.primitives.convert_element_type_p
-_transpose_p, _dot_p = jex.primitives.transpose_p, jex.primitives.dot_general_p
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
@@ -157,31 +156,6 @@ def kernel_features(eqn: Any) -> tuple[Any, Any]:
 def sorted_params(eqn: Any) -> tuple[tuple[str, Any], ...]:
     """The parameters of an equation, by name."""
     return tuple(sorted(eqn.params.items()))
-
-
-def permutation(eqn: Any) -> tuple[int, ...] | None:
-    """Of a transpose: where each dimension of its result comes from; None of all else."""
-    return eqn.params["permutation"] if eqn.primitive is _transpose_p else None
-
-
-def exchanged_order(eqn: Any) -> tuple[int, ...] | None:
-    """The dimensions of a dot's result in the order of the dot with its operands exchanged.
-
-    None for what is no dot, and where the user said how it is computed (that both
-    operands have the same `jax.lax.Precision` is the same order behind the exchange) or
-    how its result is sharded.
-    """
-    if eqn.primitive is not _dot_p or eqn.params["out_sharding"] is not None:
-        return None
-    precision, preferred = eqn.params["precision"], eqn.params["preferred_element_type"]
-    dtypes = {v.aval.dtype for v in eqn.invars} | ({np.dtype(preferred)} if preferred else set())
-    pair = set(precision) if isinstance(precision, tuple) else {precision}
-    if len(dtypes) > 1 or len(pair) > 1 or has_algorithm(eqn):
-        return None
-    (summed, _), (batch, _) = eqn.params["dimension_numbers"]
-    first = len(batch)
-    second, last = eqn.invars[0].aval.ndim - len(summed), eqn.outvars[0].aval.ndim
-    return (*range(first), *range(second, last), *range(first, second))
 
 
 def is_sharded_by_type(x: Any) -> bool:

@@ -1,0 +1,68 @@
+"""Dots, and the transposes of what they read and make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.extend.core as jex
+import numpy as np
+
+from precpass.jaxpr.binding import trace
+from precpass.jaxpr.reading import has_algorithm, out_avals
+
+__all__ = ["dot_numbers", "exchanged", "exchanged_order", "permutation", "with_operand"]
+
+_transpose_p, _dot_p = jex.primitives.transpose_p, jex.primitives.dot_general_p
+
+
+def dot_numbers(eqn: Any) -> Any:
+    """The dimension numbers of a `dot_general`; None of all else."""
+    return eqn.params["dimension_numbers"] if eqn.primitive is _dot_p else None
+
+
+def permutation(eqn: Any) -> tuple[int, ...] | None:
+    """Of a transpose: where each dimension of its result comes from; None of all else."""
+    return eqn.params["permutation"] if eqn.primitive is _transpose_p else None
+
+
+def exchanged_order(eqn: Any) -> tuple[int, ...] | None:
+    """The dimensions of a dot's result in the order of the dot with its operands exchanged.
+
+    None for what is no dot, and where the user said how it is computed (that both
+    operands have the same `jax.lax.Precision` is the same order behind the exchange) or
+    how its result is sharded.
+    """
+    if eqn.primitive is not _dot_p or eqn.params["out_sharding"] is not None:
+        return None
+    precision, preferred = eqn.params["precision"], eqn.params["preferred_element_type"]
+    dtypes = {v.aval.dtype for v in eqn.invars} | ({np.dtype(preferred)} if preferred else set())
+    pair = set(precision) if isinstance(precision, tuple) else {precision}
+    if len(dtypes) > 1 or len(pair) > 1 or has_algorithm(eqn):
+        return None
+    (summed, _), (batch, _) = eqn.params["dimension_numbers"]
+    first = len(batch)
+    second, last = eqn.invars[0].aval.ndim - len(summed), eqn.outvars[0].aval.ndim
+    return (*range(first), *range(second, last), *range(first, second))
+
+
+def exchanged(eqn: Any) -> Any:
+    """A dot with its operands exchanged, whose result is a new variable."""
+    lhs, rhs = eqn.invars
+    summed, batch = eqn.params["dimension_numbers"]
+    params = {**eqn.params, "dimension_numbers": (summed[::-1], batch[::-1])}
+    aval, order = eqn.outvars[0].aval, exchanged_order(eqn)
+    assert order is not None
+    if aval.sharding.mesh.empty:
+        aval = aval.update(shape=tuple(aval.shape[i] for i in order))
+    else:
+        # how the dimensions are sharded changes with their order
+        (aval,) = out_avals(
+            trace(lambda *xs: eqn.primitive.bind(*xs, **params), rhs.aval, lhs.aval)
+        )
+    return eqn.replace(invars=[rhs, lhs], outvars=[jex.Var(aval)], params=params)
+
+
+def with_operand(eqn: Any, side: int, operand: Any, numbers: Any) -> Any:
+    """A dot with another operand at `side`, and with dimension numbers for it."""
+    invars = [operand if i == side else v for i, v in enumerate(eqn.invars)]
+    return eqn.replace(invars=invars, params={**eqn.params, "dimension_numbers": numbers})
