@@ -18,7 +18,6 @@ The product stays a plain equation, so that checkpoint policies such as
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,7 +91,7 @@ class Bilinear(ir.Form):
         # the backward pass keeps one value: the product's operand is the carrier's
         low = _as(self.low, other)
         low = ir.pin(low) if pinned else low
-        pair = [ir.detach(_as(self.low, tangent), pinned=pinned), low]
+        pair = [ir.detach(_as(self.low, tangent), pinned=pinned, flat=pinned), low]
         return _evaluated(
             ir.Direct(), self, _ordered(pair, side), _ordered([tangent, low], side), detached=True
         )
@@ -108,7 +107,8 @@ class Bilinear(ir.Form):
         dot = transposed(self.numbers, _ordered(ndims, side), side)
         pinned, wide = _needs_barriers(self.low), [cotangent, other]
         pair = [
-            x if x.dtype == self.low else ir.detach(_as(self.low, x), pinned=pinned) for x in wide
+            x if x.dtype == self.low else ir.detach(_as(self.low, x), pinned=pinned, flat=pinned)
+            for x in wide
         ]
         form = dataclasses.replace(self.with_numbers(dot.numbers), dtype=cotangent.dtype)
         out = _evaluated(
@@ -208,7 +208,7 @@ def low_copy(build: ir.Builder, x: Any, precision: Precision, *, transposed: boo
     """
     low = x if x.aval.dtype == precision.dtype else build.convert(x, precision.dtype)
     pinned = _needs_barriers(precision.dtype)
-    return _pinned_flat(build, low) if pinned and transposed else build.detach(low, pinned=pinned)
+    return build.detach(low, pinned=pinned, flat=pinned and transposed)
 
 
 def _needs_barriers(low: np.dtype[Any]) -> bool:
@@ -235,9 +235,8 @@ def _runnable(
     contracted), behind a barrier. Where it has that order already nothing is
     done: `vmap` can then only add kept or batch dimensions, which is harmless.
 
-    XLA's layouts pass through a barrier: a matrix behind one may be the transposed
-    matrix still, whose product runs on widened operands (measured: 2.8 times the
-    time). A flat array has one layout only.
+    A matrix behind a mere barrier may be the transposed matrix still, whose product
+    runs on widened operands (measured: 2.8 times the time), hence `flat`.
     """
     lhs, rhs = pair
     contracting, batch = numbers
@@ -248,19 +247,8 @@ def _runnable(
     order = [*batch[0], *own, *contracting[0]]
     key = ("transpose", tuple(order))
     (lhs,) = build.call(lambda x: [lax.transpose(x, order)], [lhs], key)
-    lhs = _pinned_flat(build, lhs)
+    lhs = build.detach(lhs, pinned=True, flat=True)
     n_batch = len(batch[0])
     summed = tuple(range(n_batch + len(own), rank))
     numbers = (summed, tuple(contracting[1])), (tuple(range(n_batch)), tuple(batch[1]))
     return (lhs, rhs), {"dimension_numbers": numbers}
-
-
-def _pinned_flat(build: ir.Builder | ir.Direct, x: Any) -> Any:
-    """`x` behind a barrier, in the layout that it is written in."""
-    shape = x.aval.shape
-    if not x.aval.sharding.mesh.empty or not all(isinstance(size, int) for size in shape):
-        return build.detach(x, pinned=True)
-    (flat,) = build.call(lambda x: [lax.reshape(x, (math.prod(shape),))], [x], "flat")
-    flat = build.detach(flat, pinned=True)
-    (back,) = build.call(lambda x: [lax.reshape(x, shape)], [flat], ("back", shape))
-    return back

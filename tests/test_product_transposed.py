@@ -1,6 +1,7 @@
 """Design section 5: under `jax.grad(auto_mixed(f))` too every product has the lowered form."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from test_product_form import CASES, ORDERS, weighed
 
 import precpass as pp
 from precpass import measure
-from precpass.dots import batched, transposed
+from precpass.dots import batched, transposed, untransposed
 from precpass.residuals import kept_bytes
 
 DOTS = [name for name in CASES if name.startswith("dot")]
@@ -228,3 +229,43 @@ def test_convolutions_and_ragged_dots_are_as_before():
         fn, x, w = test_product_form.CASES[name]
         jaxpr = jax.make_jaxpr(jax.grad(weighed(pp.auto_mixed(fn)), has_aux=True))(x, w)
         assert all(form[:2] == ("bfloat16", "bfloat16") for form in forms(jaxpr))
+
+
+NUMBERS = {
+    "matrices": (((1,), (0,)), ((), ())),
+    "rows with rows": (((1,), (1,)), ((), ())),
+    "a batch": (((2,), (1,)), ((0,), (0,))),
+    "a batch inside": (((0,), (2,)), ((2,), (1,))),
+    "two summed": (((1, 2), (0, 2)), ((), ())),
+    "two kept": (((1,), (2,)), ((), ())),
+}
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_dot_reads_what_its_operand_is_a_transpose_of(name: str, side: int):
+    """All orders of an operand: the same numbers where the result's order can stay."""
+    numbers = NUMBERS[name]
+    ndim = 2 if name in ("matrices", "rows with rows") else 3
+    # equal sizes where sums and batches meet, whatever they are
+    operands = [integers(seed, *[4] * ndim) for seed in (0, 1)]
+    found = 0
+    for order in itertools.permutations(range(ndim)):
+        pair = [x.transpose(order) if i == side else x for i, x in enumerate(operands)]
+        want = lax.dot_general(*pair, numbers)
+        other = untransposed(numbers, side, order)
+        summed, batch = numbers
+        own = [order[d] for d in range(ndim) if d not in summed[side] and d not in batch[side]]
+        assert (other is None) == (own != sorted(own))
+        if other is not None:
+            np.testing.assert_array_equal(want, lax.dot_general(*operands, other))
+            found += 1
+    assert found > 1
+
+
+def test_a_transposed_operand_is_read_before_its_transpose():
+    x, e = normal(0, 8, 16), normal(1, 24, 16)
+    fn = pp.auto_mixed(lambda x, e: x @ e.T, policy="AutoMixedBf16")
+    (product,) = products(jax.make_jaxpr(fn)(x, e))
+    assert product.params["dimension_numbers"] == (((1,), (1,)), ((), ()))
+    assert product.invars[1].aval.shape == e.shape

@@ -78,7 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dots": set(),
     "product": {"precision", "jaxpr", "dots"},
     "island": {"precision", "jaxpr", "plan"},
-    "environment": {"precision", "jaxpr", "plan", "equations", "product"},
+    "environment": {"dots", "precision", "jaxpr", "plan", "equations", "product"},
     "rewrite": {
         *("precision", "opkinds", "jaxpr", "graph", "plan", "product", "island", "environment"),
     },

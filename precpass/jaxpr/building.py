@@ -147,9 +147,12 @@ class Builder:
         params = {"new_dtype": dtype, "weak_type": weak_type, "sharding": None}
         return self.emit(_cast_p, [atom], params, self._retyped(atom.aval, dtype, weak_type))
 
-    def detach(self, atom: Any, *, pinned: bool = False, zeros: bool = False) -> Any:
+    def detach(
+        self, atom: Any, *, pinned: bool = False, flat: bool = False, zeros: bool = False
+    ) -> Any:
         """As `precpass.jaxpr.detach`."""
-        return self.emit(detach_p, [atom], {"pinned": pinned, "zeros": zeros}, atom.aval)
+        params = {"pinned": pinned, "flat": flat, "zeros": zeros}
+        return self.emit(detach_p, [atom], params, atom.aval)
 
     def carry(self, form: Form, out: Any, lhs: Any, rhs: Any, rest: Sequence[Any] = ()) -> Any:
         """As `precpass.jaxpr.carry`."""
@@ -307,9 +310,11 @@ class Direct:
         """A value in another dtype."""
         return convert(x, dtype)
 
-    def detach(self, x: Any, *, pinned: bool = False, zeros: bool = False) -> Any:
+    def detach(
+        self, x: Any, *, pinned: bool = False, flat: bool = False, zeros: bool = False
+    ) -> Any:
         """As `precpass.jaxpr.detach`."""
-        return detach(x, pinned=pinned, zeros=zeros)
+        return detach(x, pinned=pinned, flat=flat, zeros=zeros)
 
     def carry(self, form: Form, out: Any, lhs: Any, rhs: Any, rest: Sequence[Any] = ()) -> Any:
         """As `precpass.jaxpr.carry`."""

@@ -152,7 +152,7 @@ def _batch(
     return new, out_dim
 
 
-def detach(x: Any, *, pinned: bool = False, zeros: bool = False) -> Any:
+def detach(x: Any, *, pinned: bool = False, flat: bool = False, zeros: bool = False) -> Any:
     """`x`, through which no derivative passes in either mode.
 
     Args:
@@ -161,17 +161,28 @@ def detach(x: Any, *, pinned: bool = False, zeros: bool = False) -> Any:
             `lax.optimization_barrier`; that one is no part of this form since jax
             0.10 transposes its zero cotangent into zeros, and these through the product.
             In a program that is lowered for another platform nothing is left of it.
+        flat: whether it is then in memory as it is written, its last dimension the inner one.
         zeros: whether its transpose is an array of zeros, for what `x` is made by: JAX's
             transpose of a `ragged_dot_general` takes no symbolic zero.
     """
-    return detach_p.bind(x, pinned=pinned, zeros=zeros)
+    return detach_p.bind(x, pinned=pinned, flat=flat, zeros=zeros)
 
 
-def _lower_detach(ctx: Any, x: Any, *, pinned: bool, **_params: Any) -> Any:
-    return _lower_barrier(ctx, x) if pinned else [x]
+def _lower_detach(ctx: Any, x: Any, *, pinned: bool, flat: bool, **_params: Any) -> Any:
+    if not pinned:
+        return [x]
+    (aval,) = ctx.avals_in
+    is_here = all(isinstance(size, int) for size in aval.shape) and aval.sharding.mesh.empty
+    return (_lower_flat if flat and is_here else _lower_barrier)(ctx, x)
+
+
+def _in_order(x: Any) -> Any:
+    # XLA's layouts pass through a barrier, but a flat array has one layout only
+    return lax.reshape(lax.optimization_barrier(lax.reshape(x, (x.size,))), x.shape)
 
 
 _lower_barrier = mlir.lower_fun(lambda x: lax.optimization_barrier(x), multiple_results=False)
+_lower_flat = mlir.lower_fun(_in_order, multiple_results=False)
 detach_p = jex.Primitive("precpass_detach")
 detach_p.def_impl(lambda x, **_params: x)
 detach_p.def_abstract_eval(lambda x, **_params: x)
