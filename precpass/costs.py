@@ -21,6 +21,7 @@ from typing import Any
 from precpass.classes import Classes, Place, ValueClass
 from precpass.cut import LOW, WIDE, Cut, Energy
 from precpass.devices import DEVICES, Device
+from precpass.equations import moved_operand
 from precpass.graph import BodyNode, Graph, nbytes, trips_of
 from precpass.opkinds import OpKind, op
 
@@ -86,6 +87,7 @@ class Costs:
         self.nodes: dict[int, Nodes] = {}
         self._copies: dict[tuple[int, Any], float] = {}
         self._trips_of: dict[int, float] = {}
+        self._rows: dict[int, dict[Any, int]] = {}
         may = set(map(id, roundable))
         for found in classes.found.values():
             self._store(found, id(found) in may)
@@ -114,7 +116,7 @@ class Costs:
             if roundable:
                 energy.forbid(crossing, rounded)
         for body, rows in found.low.items():
-            energy.pay(crossing, self._copied(rows), self.copying(found, body))
+            energy.pay(crossing, self._copied(rows), self.copying(found, body, rows))
 
     def _repeats(self, found: ValueClass) -> bool:
         """Whether a loop casts again what was there before it.
@@ -171,12 +173,43 @@ class Costs:
         copies = sum(p.nbytes if p.kind == "sliced" else p.nbytes / 2 for p in found.places)
         return (1.5 * (found.given + made) + copies) / self.device.bandwidth
 
-    def copying(self, found: ValueClass, body: int) -> float:
+    def copying(self, found: ValueClass, body: int, rows: Sequence[int]) -> float:
         """The casts of what products read in a body, where no low copy crosses its border."""
-        here = {row for row, _ in found.defined if int(self.graph.body[row]) == body}
-        if here and all(map(self._is_fused, here)):
-            return 0.0
-        return 1.5 * found.read[body] * self.graph.bodies[body].calls / self.device.bandwidth
+        calls = self.graph.bodies[body].calls
+        reads = self._reads(found, body, rows)
+        return max(self._copying(found, body, row, at) for row, at in reads) * calls
+
+    def _copying(self, found: ValueClass, body: int, row: int, at: int) -> float:
+        """The cast of a product's operand: as it is a part of the product's own time, if it is."""
+        own = self.candidates[row].casts[at] if row in self.candidates else 0.0
+        if own or self._is_made(body, self.graph.eqns[row].invars[at]):
+            return own
+        return 1.5 * found.read[body] / self.device.bandwidth
+
+    def _reads(self, found: ValueClass, body: int, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """The operands of products that are of a class."""
+        return [
+            (row, at)
+            for row in rows
+            for at, atom in enumerate(self.graph.eqns[row].invars[:2])
+            if self.classes.of(body, atom) is found
+        ]
+
+    def _is_made(self, body: int, atom: Any) -> bool:
+        """Whether a fusion in a body makes a value, in which its cast is free."""
+        rows = self._producers(body)
+        while (row := rows.get(atom)) is not None:
+            if (moved := moved_operand(self.graph.eqns[row])) is None:
+                return self._is_fused(row)
+            atom = moved
+        return False
+
+    def _producers(self, body: int) -> dict[Any, int]:
+        if body not in self._rows:
+            node, eqns = self.graph.bodies[body], self.graph.eqns
+            rows = range(node.start, node.stop)
+            self._rows[body] = {v: row for row in rows for v in eqns[row].outvars}
+        return self._rows[body]
 
     # ------------------------------------------------------------ what products take
 

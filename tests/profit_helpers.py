@@ -43,12 +43,13 @@ class Clock:
         self.asked: list[Product] = []
         self.devices: list[Any] = []
         self.ratio = ratio or (lambda product: 2.0 if 1 in product.avals[0][1] else 0.5)
+        self.seconds = 1e-5
 
     def __call__(self, product: Product, device: Any) -> Verdict:
         self.asked.append(product)
         self.devices.append(device)
         ratio = self.ratio(product)
-        return Verdict(1e-5, 1e-5 * ratio, "measured")
+        return Verdict(self.seconds, self.seconds * ratio, "measured")
 
 
 def restarted() -> None:

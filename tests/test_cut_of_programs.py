@@ -75,7 +75,7 @@ def cost_of(costs: Costs, choice: Choice) -> float:
             total += costs.beside(found)
         for body, rows in found.low.items():
             if any(map(is_low, rows)) and not (rounded or crossing):
-                total += costs.copying(found, body)
+                total += costs.copying(found, body, rows)
     for row, candidate in costs.candidates.items():
         calls = costs.graph.calls[row]
         total += (candidate.low if is_low(row) else candidate.wide) * calls

@@ -127,7 +127,7 @@ def test_a_transpose_that_alone_reads_a_product_belongs_to_it(clock: Clock):
 ORIGINS: dict[str, tuple[Callable[..., Any], tuple[Origin, Origin]]] = {
     "arguments": (lambda x, w: x @ w, (Origin.GIVEN, Origin.GIVEN)),
     "elementwise": (lambda x, w: jnp.tanh(x) @ w, (Origin.MADE, Origin.GIVEN)),
-    "movement": (lambda x, w: (x + 1).reshape(8, 8).T @ w.T, (Origin.MADE, Origin.GIVEN)),
+    "movement": (lambda x, w: (x + 1).reshape(x.shape).T @ w.T, (Origin.MADE, Origin.GIVEN)),
     "in a jit": (lambda x, w: jax.nn.relu(x) @ jax.jit(jnp.sin)(w), (Origin.MADE, Origin.MADE)),
     "into a jit": (lambda x, w: jax.jit(jnp.matmul)(x + 1, w), (Origin.MADE, Origin.GIVEN)),
     "a sum": (lambda x, w: x.sum(0)[None] @ w, (Origin.GIVEN, Origin.GIVEN)),
@@ -155,6 +155,28 @@ def test_how_operands_come_about(clock: Clock, name: str):
     fn, origins = ORIGINS[name]
     actions(fn, MEASURED, f32(8, 8), f32(8, 8))
     assert [p.origins for p in clock.asked] == [origins]
+
+
+# that loop's state may be held low: then its cast is no part of the product any more
+@pytest.mark.parametrize("ratio, action", [(1.05, Action.KEEP), (0.9, Action.LOWER)])
+@pytest.mark.parametrize("size, seconds", [(8, 1e-5), (256, 1e-3)])
+@pytest.mark.parametrize("name", [name for name in ORIGINS if name != "a loop's constant"])
+def test_a_product_that_shares_nothing_is_judged_by_its_own_times(
+    clock: Clock, name: str, size: int, seconds: float, ratio: float, action: Action
+):
+    """What its operands' casts take is a part of them, wherever these are cast."""
+    clock.ratio, clock.seconds = (lambda product: ratio), seconds
+    fn, _ = ORIGINS[name]
+    assert actions(fn, MEASURED, f32(size, size), f32(size, size)) == [action]
+
+
+def test_of_products_that_share_an_operand_all_may_pay_where_none_does_alone(clock: Clock):
+    """What the second one takes is without the cast that the first one pays for."""
+    clock.ratio = lambda product: 1.02 if Origin.GIVEN in product.origins else 0.5
+    x, *ws = (f32(2048, 2048) for _ in range(4))
+    assert actions(lambda x, w: x @ (w + 1), MEASURED, x, ws[0]) == [Action.KEEP]
+    found = actions(lambda x, *ws: [x @ (w + 1) for w in ws], MEASURED, x, *ws)
+    assert found == [Action.LOWER] * 3
 
 
 # ---------------------------------------------------------------- assumed

@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "readers": {"reasons", "precision", "opkinds", "jaxpr", "graph", "equations"},
     "classes": {"precision", "opkinds", "rules", "jaxpr", "graph", "equations"},
-    "costs": {"precision", "opkinds", "jaxpr", "graph", "classes", "cut", "devices"},
+    "costs": {"precision", "opkinds", "jaxpr", "equations", "graph", "classes", "cut", "devices"},
     "roundable": {"precision", "opkinds", "jaxpr", "graph", "fact", "facts", "classes"},
     "placing": {
         *("reasons", "wording", "precision", "opkinds", "jaxpr", "graph", "facts", "plan"),
