@@ -2,8 +2,10 @@
 
 from precpass.api import auto_mixed, explain, inspect, keep, use_policy
 from precpass.inspection import Inspection
+from precpass.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from precpass.mixed import Mixed
 from precpass.opkinds import OpKind
+from precpass.optimizing import ScaledState, scaled_optimizer
 from precpass.plan import Action, Decision, Plan
 from precpass.policy import (
     AlwaysBf16,
@@ -23,6 +25,7 @@ from precpass.report.bisection import Bisection
 from precpass.report.compare import compare
 from precpass.report.comparison import Comparison
 from precpass.rules import EqnView, Rule
+from precpass.scaled import all_finite, scaled_value_and_grad, skip_nonfinite
 from precpass.view.diff import between
 from precpass.view.explain import Explanation
 
@@ -39,16 +42,22 @@ __all__ = [
     "Comparison",
     "Custom",
     "Decision",
+    "DynamicLossScale",
     "EqnView",
     "Explanation",
     "Inspection",
+    "LossScale",
     "Mixed",
+    "NoOpLossScale",
     "OpKind",
     "Plan",
     "Precision",
     "PrecisionPolicy",
     "PrecisionWarning",
     "Rule",
+    "ScaledState",
+    "StaticLossScale",
+    "all_finite",
     "audit",
     "auto_mixed",
     "between",
@@ -57,5 +66,8 @@ __all__ = [
     "explain",
     "inspect",
     "keep",
+    "scaled_optimizer",
+    "scaled_value_and_grad",
+    "skip_nonfinite",
     "use_policy",
 ]

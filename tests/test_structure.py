@@ -19,6 +19,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wording": set(),
     "precision": set(),
     "processor": set(),
+    "loss_scale": set(),
+    "scaled": {"loss_scale"},
+    "optimizing": {"loss_scale", "scaled"},
     "devices": {"precision"},
     "placement": {"processor", "devices"},
     "opkinds": {"precision"},
@@ -124,7 +127,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
     "__init__": {
         *("precision", "opkinds", "rules", "policy", "plan", "view", "inspection", "api"),
-        *("mixed", "report"),
+        *("mixed", "report", "loss_scale", "scaled", "optimizing"),
     },
 }
 # The only module that touches JAX's IR.

@@ -1,0 +1,194 @@
+"""Loss scaling for float16: gradients that would vanish are computed of a larger loss.
+
+The smallest normal number of float16 is 2^-14, and cotangents are often smaller. So the loss is
+multiplied by a scale, and the gradient divided by it in float32 (Micikevicius et al. 2018,
+"Mixed precision training", https://arxiv.org/abs/1710.03740, section 3.2). A scale is a pytree:
+it goes into a step and comes out of it, is saved with the parameters, and nothing else has state.
+
+    scale = pp.DynamicLossScale()
+    grads_of = pp.scaled_value_and_grad(pp.auto_mixed(loss, policy="AutoMixed"))
+
+    @jax.jit
+    def step(params, opt_state, scale, batch):
+        value, grads, finite = grads_of(scale, params, batch)
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_opt_state
+        params, opt_state = pp.skip_nonfinite(finite, new, (params, opt_state))
+        return params, opt_state, scale.adjusted(finite), value
+
+bfloat16 has the exponents of float32 and needs none of this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["DynamicLossScale", "LossScale", "NoOpLossScale", "StaticLossScale"]
+
+
+@runtime_checkable
+class LossScale(Protocol):
+    """What the loss is multiplied by, and how that changes."""
+
+    @property
+    def value(self) -> Any:
+        """The scale, a float32 scalar."""
+        ...
+
+    def adjusted(self, finite: Any) -> LossScale:
+        """The scale of the next step.
+
+        Args:
+            finite: a boolean scalar, whether this step's gradient is finite.
+        """
+        ...
+
+
+def _pytree(cls: type[Any]) -> type[Any]:
+    """Registers a dataclass, whose static fields are a part of the structure.
+
+    What JAX or a user puts in the place of a leaf (0 in `in_axes`, a tracer) is not validated: only
+    what is constructed is.
+    """
+    fields = dataclasses.fields(cls)
+    data = [f.name for f in fields if not f.metadata.get("static")]
+    meta = [f.name for f in fields if f.metadata.get("static")]
+
+    def flatten(scale: Any) -> tuple[Any, Any]:
+        keys = [(jax.tree_util.GetAttrKey(name), getattr(scale, name)) for name in data]
+        return keys, tuple(getattr(scale, name) for name in meta)
+
+    def unflatten(static: Any, leaves: Any) -> Any:
+        scale = object.__new__(cls)
+        for name, value in zip((*data, *meta), (*leaves, *static), strict=True):
+            object.__setattr__(scale, name, value)
+        return scale
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+    return cls
+
+
+@_pytree
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale:
+    """No scaling, for programs in bfloat16 or float32: it has no leaves, and multiplies by one.
+
+    Example:
+        >>> NoOpLossScale().value
+        1.0
+    """
+
+    @property
+    def value(self) -> float:
+        """One."""
+        return 1.0
+
+    def adjusted(self, finite: Any) -> NoOpLossScale:
+        """The same again."""
+        return self
+
+
+@_pytree
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale:
+    """A scale that stays.
+
+    Attributes:
+        value: the scale, a positive finite scalar.
+
+    Example:
+        >>> float(StaticLossScale(1024.0).adjusted(False).value)
+        1024.0
+    """
+
+    value: Any = 2.0**12
+
+    def __post_init__(self) -> None:
+        _checked("StaticLossScale", "value", self.value)
+
+    def adjusted(self, finite: Any) -> StaticLossScale:
+        """The same again."""
+        return self
+
+
+@_pytree
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale:
+    """A scale that is halved where the gradient overflows and doubled after many steps without.
+
+    The defaults and the steps are those of torch.amp.GradScaler (torch 2,
+    https://docs.pytorch.org/docs/stable/amp.html), the ceiling is that of NVIDIA's apex
+    (`max_loss_scale`). flax's `DynamicScale` has no ceiling and ends at infinity
+    (google/flax#2547); a floor of one is too high where the gradient itself overflows
+    (tensorflow/tensorflow#38357).
+
+    Attributes:
+        value: the scale, a float32 scalar.
+        steps: finite steps since it last changed, an int32 scalar.
+        growth: by what it is multiplied after `interval` finite steps.
+        backoff: by what it is multiplied after a step that is not finite.
+        interval: how many finite steps in a row let it grow.
+        floor: it never is less.
+        ceiling: it never is more.
+
+    Raises:
+        ValueError: for a growth of less than one, a backoff that is not between zero and one, an
+            interval of less than one, or a scale that is not between a positive floor and a
+            finite ceiling.
+
+    Example:
+        >>> scale = DynamicLossScale(interval=2)
+        >>> [float(s.value) for s in (scale.adjusted(False), scale.adjusted(True).adjusted(True))]
+        [32768.0, 131072.0]
+    """
+
+    value: Any = 2.0**16
+    steps: Any = 0
+    growth: float = dataclasses.field(default=2.0, metadata={"static": True})
+    backoff: float = dataclasses.field(default=0.5, metadata={"static": True})
+    interval: int = dataclasses.field(default=2000, metadata={"static": True})
+    floor: float = dataclasses.field(default=2.0**-24, metadata={"static": True})
+    ceiling: float = dataclasses.field(default=2.0**24, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        name = "DynamicLossScale"
+        if not 1.0 <= self.growth < math.inf:
+            raise ValueError(f"{name}(growth={self.growth!r}): it is to be finite, 1 or more")
+        if not 0.0 < self.backoff <= 1.0:
+            raise ValueError(f"{name}(backoff={self.backoff!r}): it is to be in (0, 1]")
+        if not (self.interval >= 1 and self.interval % 1 == 0):
+            raise ValueError(f"{name}(interval={self.interval!r}): it is to be a whole number >= 1")
+        if not 0.0 < self.floor <= self.ceiling < math.inf:
+            bounds = f"floor={self.floor!r}, ceiling={self.ceiling!r}"
+            raise ValueError(f"{name}({bounds}): it takes 0 < floor <= ceiling < inf")
+        _checked(name, "value", self.value, self.floor, self.ceiling)
+
+    def adjusted(self, finite: Any) -> DynamicLossScale:
+        """The scale of the next step.
+
+        Args:
+            finite: a boolean scalar, whether this step's gradient is finite.
+        """
+        value, steps = jnp.asarray(self.value, jnp.float32), jnp.asarray(self.steps, jnp.int32) + 1
+        grows = steps >= self.interval
+        after = jnp.where(grows, value * self.growth, value)
+        value = jnp.where(finite, after, value * self.backoff)
+        steps = jnp.where(jnp.logical_and(finite, ~grows), steps, 0)
+        value = jnp.clip(value, self.floor, self.ceiling)
+        _, static = jax.tree_util.tree_flatten(self)
+        return jax.tree_util.tree_unflatten(static, [value, steps])
+
+
+def _checked(owner: str, name: str, value: Any, low: float = 0.0, high: float = math.inf) -> None:
+    """Refuses a value that is known and out of bounds; in a trace, or as a part of a tree, any."""
+    if not isinstance(value, int | float | np.number):
+        return
+    if not (math.isfinite(value) and value > 0.0 and low <= value <= high):
+        legal = f"from {low} to {high}" if low else "positive and finite"
+        raise ValueError(f"{owner}({name}={value!r}): it is to be {legal}")

@@ -1,0 +1,81 @@
+"""Loss scaling as a part of an optax optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from precpass.loss_scale import DynamicLossScale, LossScale
+from precpass.scaled import Axes, all_finite, skip_nonfinite, unscaled
+
+if TYPE_CHECKING:
+    import optax
+
+__all__ = ["ScaledState", "scaled_optimizer"]
+
+
+class ScaledState(NamedTuple):
+    """The state of an optimizer of gradients of scaled losses.
+
+    Attributes:
+        scale: by which the next loss is to be multiplied.
+        inner: the optimizer's own.
+        skipped: steps that were left out since the first, an int32 scalar.
+    """
+
+    scale: Any
+    inner: Any
+    skipped: Any
+
+
+def scaled_optimizer(
+    optimizer: optax.GradientTransformation,
+    scale: LossScale | None = None,
+    *,
+    axis_name: Axes = None,
+) -> optax.GradientTransformationExtraArgs:
+    """An optax optimizer that takes gradients of a scaled loss, and leaves out steps that overflow.
+
+    Of a step whose gradient is not finite the updates are zeros, and nothing of the state changes
+    but the scale and the number of steps that were left out.
+
+    Args:
+        optimizer: of optax.
+        scale: the first scale; `DynamicLossScale()` by default.
+        axis_name: as of `precpass.all_finite`.
+
+    Raises:
+        ModuleNotFoundError: without optax.
+
+    Example:
+        >>> import optax
+        >>> optimizer = scaled_optimizer(optax.sgd(1.0), DynamicLossScale(8.0))
+        >>> state = optimizer.init(jnp.float32(3.0))
+        >>> gradient = jax.grad(lambda x: x**2 * state.scale.value)(jnp.float32(3.0))
+        >>> updates, state = optimizer.update(gradient, state)
+        >>> float(gradient), float(updates)
+        (48.0, -6.0)
+    """
+    import optax
+
+    first = DynamicLossScale() if scale is None else scale
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> ScaledState:
+        arrays = jax.tree.map(jnp.asarray, first)
+        return ScaledState(arrays, inner.init(params), jnp.zeros((), jnp.int32))
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, ScaledState]:
+        gradient = unscaled(updates, state.scale.value)
+        finite = all_finite(gradient, axis_name)
+        new, after = inner.update(gradient, state.inner, params, **extra)
+        nothing = jax.tree.map(jnp.zeros_like, new)
+        new, after = skip_nonfinite(finite, (new, after), (nothing, state.inner))
+        skipped = jnp.where(finite, state.skipped, state.skipped + 1)
+        return new, ScaledState(state.scale.adjusted(finite), after, skipped)
+
+    return optax.GradientTransformationExtraArgs(init, update)

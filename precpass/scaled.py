@@ -1,0 +1,177 @@
+"""Gradients of scaled losses, and steps that are left out where one overflows (`loss_scale`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from precpass.loss_scale import LossScale
+
+__all__ = ["Axes", "all_finite", "scaled_value_and_grad", "skip_nonfinite", "unscaled"]
+
+Axes = str | tuple[str, ...] | None
+Tree = Any
+
+
+def scaled_value_and_grad(
+    fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    axis_name: Axes = None,
+) -> Callable[..., tuple[Any, Any, Any]]:
+    """`jax.value_and_grad` of a loss that is scaled, and a gradient without the scale.
+
+    Args:
+        fn: returns the loss, a real floating scalar, or with `has_aux` a pair of it and anything.
+        argnums: as of `jax.value_and_grad`, in the arguments of `fn`.
+        has_aux: as of `jax.value_and_grad`.
+        axis_name: of a `jax.shard_map` or `jax.vmap` around, the axes along which all are to agree
+            whether the gradient is finite: needed where each has a gradient of its own.
+
+    Returns:
+        `(scale, *args, **kwargs) -> (value, gradient, finite)`, where the value is `fn`'s, not
+        scaled, in its dtype; the gradient has the tree and the dtypes of `jax.value_and_grad`'s,
+        divided by the scale that it was computed with; `finite` is a boolean scalar. A loss in
+        float16 is multiplied in float32, and its cotangent by no more than float16 holds.
+
+    Raises:
+        TypeError: where `scale` is no loss scale.
+
+    Example:
+        >>> from precpass import StaticLossScale
+        >>> grads_of = scaled_value_and_grad(lambda x: x**2)
+        >>> [float(x) for x in grads_of(StaticLossScale(8.0), 3.0)]
+        [9.0, 6.0, 1.0]
+    """
+
+    def scaled(scale: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        if not isinstance(scale, LossScale):
+            raise TypeError(
+                f"the first argument is a {type(scale).__name__}, and is to be a loss scale: "
+                "NoOpLossScale(), StaticLossScale(...), DynamicLossScale(...)"
+            )
+
+        def larger(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            result = fn(*args, **kwargs)
+            loss, aux = result if has_aux else (result, None)
+            if not _is_loss(loss):
+                raise TypeError(
+                    f"{getattr(fn, '__name__', fn)} returned {_shown(loss)}, and a loss is a real "
+                    "floating scalar" + ("" if has_aux else " (has_aux=True takes a pair)")
+                )
+            used = _usable(scale.value, jnp.result_type(loss))
+            wide = jnp.asarray(loss, _wide(loss))
+            return wide * used.astype(wide.dtype), (loss, aux, used)
+
+        differentiated = jax.grad(larger, argnums, has_aux=True)
+        gradient, (loss, aux, used) = differentiated(*args, **kwargs)
+        gradient = unscaled(gradient, used)
+        value = (loss, aux) if has_aux else loss
+        return value, gradient, all_finite(gradient, axis_name)
+
+    return scaled
+
+
+def unscaled(gradient: Tree, scale: Any) -> Tree:
+    """A gradient divided by a scale, in float32 at least and back in its own dtypes.
+
+    Args:
+        gradient: a pytree; what is not floating (float0 of integer arguments) stays.
+        scale: a scalar.
+    """
+
+    def divided(x: Any) -> Any:
+        if not _is_inexact(x):
+            return x
+        wide = jnp.asarray(x, _wide(x))
+        return (wide / jnp.asarray(scale, jnp.finfo(wide.dtype).dtype)).astype(x.dtype)
+
+    return jax.tree.map(divided, gradient)
+
+
+def all_finite(tree: Tree, axis_name: Axes = None) -> jax.Array:
+    """Whether a tree holds neither an infinity nor a NaN: a boolean scalar.
+
+    Args:
+        tree: any pytree; what is not floating or complex is finite, and so is an empty tree.
+        axis_name: axes of a `jax.shard_map` or `jax.vmap` around, along which all are to agree.
+
+    Example:
+        >>> bool(all_finite({"w": jnp.ones(3), "n": 1})), bool(all_finite([jnp.inf]))
+        (True, False)
+    """
+    leaves = [x for x in jax.tree.leaves(tree) if _is_inexact(x)]
+    finite = jnp.asarray(True)
+    for x in leaves:
+        finite = jnp.logical_and(finite, jnp.all(jnp.isfinite(x)))
+    if axis_name is not None:
+        finite = lax.pmin(finite.astype(jnp.int32), axis_name) > 0
+    return finite
+
+
+def skip_nonfinite(finite: Any, new: Tree, old: Tree) -> Tree:
+    """The new state after a finite step, the old one after any other.
+
+    Parameters, the optimizer's state and counters are to be in one tree: a step is taken or left
+    out as a whole.
+
+    Args:
+        finite: a boolean scalar.
+        new: a pytree, of arrays and of anything that jit takes as an argument.
+        old: one of the same structure, shapes and dtypes.
+
+    Raises:
+        ValueError: where a leaf has another shape or dtype than the old one, or the structures
+            differ.
+
+    Example:
+        >>> new, old = (jnp.float32(2.0), jnp.int32(5)), (jnp.float32(1.0), jnp.int32(4))
+        >>> [x.item() for x in skip_nonfinite(False, new, old)]
+        [1.0, 4]
+    """
+
+    def chosen(path: Any, ours: Any, theirs: Any) -> Any:
+        pair = [(jnp.shape(x), jnp.result_type(x)) for x in (ours, theirs)]
+        if pair[0] != pair[1]:
+            at = jax.tree_util.keystr(path) or "the state"
+            raise ValueError(
+                f"skip_nonfinite: {at} is {_shown(ours)} after the step and was {_shown(theirs)}"
+            )
+        return lax.select(jnp.asarray(finite, bool), jnp.asarray(ours), jnp.asarray(theirs))
+
+    return jax.tree_util.tree_map_with_path(chosen, new, old)
+
+
+def _is_loss(x: Any) -> bool:
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic | float)
+    return is_array and not jnp.shape(x) and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def _usable(scale: Any, dtype: Any) -> jax.Array:
+    """A scale that the cotangent of a loss of a dtype can be."""
+    largest = 2.0 ** (jnp.finfo(dtype).maxexp - 1)
+    return jnp.minimum(jnp.asarray(scale, jnp.float32), np.float32(min(largest, 2.0**127)))
+
+
+def _wide(x: Any) -> Any:
+    """The dtype of a value, or float32 where that has more digits."""
+    dtype = jnp.result_type(x)
+    return dtype if jnp.finfo(dtype).bits >= 32 else np.dtype(np.float32)
+
+
+def _shown(x: Any) -> str:
+    try:
+        return f"{jnp.result_type(x)}[{','.join(map(str, jnp.shape(x)))}]"
+    except TypeError:
+        return f"a {type(x).__name__}"
+
+
+def _is_inexact(x: Any) -> bool:
+    # of a PRNG key `jnp.result_type` is an error
+    return jnp.issubdtype(getattr(x, "dtype", None) or jnp.result_type(x), jnp.inexact)
