@@ -12,10 +12,10 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.dots import untransposed
-from precpass.equations import grows, moved_operand
+from precpass.equations import grows, hands_on_layout, moved_operand
 from precpass.plan import Border, Twin, across
 from precpass.precision import Precision
-from precpass.product import low_copy
+from precpass.product import is_in_order, low_copy
 
 __all__ = ["Env", "crossing_aval"]
 
@@ -178,7 +178,7 @@ class Env:
         if key not in self.low_copies:
             nearest = self._nearest(atom, precision)
             self.low_copies[key] = low_copy(
-                self.build, nearest, precision, transposed=atom in self.transposed
+                self.build, nearest, precision, transposed=atom in self.out_of_order
             )
         return self.low_copies[key]
 
@@ -186,6 +186,22 @@ class Env:
     def transposed(self) -> dict[Any, Any]:
         """The transposes, by what they make."""
         return {e.outvars[0]: e for e in self.opened.eqns if ir.permutation(e) is not None}
+
+    @functools.cached_property
+    def out_of_order(self) -> set[Any]:
+        """What transposes make, and what is computed of it element by element or moved.
+
+        XLA gives the results of such equations the layout of their operands.
+        """
+        found = set[Any]()
+        for eqn in self.opened.eqns:
+            if ir.permutation(eqn) is not None or (
+                found
+                and any(not ir.is_literal(v) and v in found for v in eqn.invars)
+                and hands_on_layout(eqn)
+            ):
+                found.update(eqn.outvars)
+        return found
 
     def without_transposes(self, eqn: Any, precision: Precision) -> Any:
         """A product that reads what its operands are transposes of, as far as a dot can say that.
@@ -195,13 +211,16 @@ class Env:
         if ir.dot_numbers(eqn) is None:
             return eqn
         for side in (0, 1):
-            while (transpose := self._transposing(eqn.invars[side], precision)) is not None:
+            read = eqn
+            while (transpose := self._transposing(read.invars[side], precision)) is not None:
                 order = ir.permutation(transpose)
                 assert order is not None
-                numbers = untransposed(ir.dot_numbers(eqn), side, order)
+                numbers = untransposed(ir.dot_numbers(read), side, order)
                 if numbers is None:
                     break
-                eqn = ir.with_operand(eqn, side, transpose.invars[0], numbers)
+                read = ir.with_operand(read, side, transpose.invars[0], numbers)
+                # one that is transposed again for it would be kept twice for the backward pass
+                eqn = read if side == 1 or is_in_order(len(order), numbers) else eqn
         return eqn
 
     def _transposing(self, atom: Any, precision: Precision) -> Any:
@@ -229,7 +248,7 @@ class Env:
         moved = [low] if ir.keeps_bits(eqn) else self.build.bind(eqn, [low])
         for var, value in zip(eqn.outvars, moved, strict=True):
             self.low_copies[var, precision] = low_copy(
-                self.build, value, precision, transposed=var in self.transposed
+                self.build, value, precision, transposed=var in self.out_of_order
             )
 
     def output(self, atom: Any, border: Border) -> Any:

@@ -175,6 +175,12 @@ def moved_operand(eqn: Any) -> Any:
     return operands[0] if alone and ir.precision_of(operands[0].aval) is Precision.F32 else None
 
 
+def hands_on_layout(eqn: Any) -> bool:
+    """Whether XLA gives what an equation makes the layout of what it reads."""
+    kind = op(eqn.primitive.name).kind
+    return kind in (OpKind.ELEMENTWISE, OpKind.DATA_MOVEMENT) or ir.keeps_bits(eqn)
+
+
 def grows(eqn: Any) -> bool:
     """Whether an equation only repeats what it is given, so that a cast belongs before it.
 

@@ -28,7 +28,7 @@ from precpass import jaxpr as ir
 from precpass.dots import Numbers, batched, kept, transposed
 from precpass.precision import Precision
 
-__all__ = ["Bilinear", "low_copy", "lowered"]
+__all__ = ["Bilinear", "is_in_order", "low_copy", "lowered"]
 
 Params = dict[str, Any]
 
@@ -204,7 +204,7 @@ def low_copy(build: ir.Builder, x: Any, precision: Precision, *, transposed: boo
         build: where its equations are added.
         x: the operand.
         precision: the format.
-        transposed: whether it is what a transpose made, whose layout XLA may leave as it was.
+        transposed: whether it comes of a transpose, whose layout XLA may leave as it was.
     """
     low = x if x.aval.dtype == precision.dtype else build.convert(x, precision.dtype)
     pinned = _needs_barriers(precision.dtype)
@@ -220,6 +220,13 @@ def _needs_barriers(low: np.dtype[Any]) -> bool:
     platforms take every layout, and there the barriers are lowered to nothing.
     """
     return low == Precision.BF16.dtype
+
+
+def is_in_order(rank: int, numbers: Numbers) -> bool:
+    """Whether a dot's left operand has its contracted dimensions behind those that are kept."""
+    contracting, batch = numbers
+    own = kept(rank, contracting[0], batch[0])
+    return not own or not contracting[0] or min(contracting[0]) > max(own)
 
 
 def _runnable(
@@ -242,7 +249,7 @@ def _runnable(
     contracting, batch = numbers
     rank = lhs.aval.ndim
     own = kept(rank, contracting[0], batch[0])
-    if not own or not contracting[0] or min(contracting[0]) > max(own):
+    if is_in_order(rank, numbers):
         return pair, {}
     order = [*batch[0], *own, *contracting[0]]
     key = ("transpose", tuple(order))

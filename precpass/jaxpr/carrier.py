@@ -11,7 +11,7 @@ of `lhs` and `rhs`. It is a primitive and not a `jax.custom_jvp`, because
 `detach(x)` is `x` without a derivative: `stop_gradient` has no transpose, not
 even the zero one that a product in a custom rule's tangents needs.
 
-`pin(x)` is `x` with its derivative, behind the barrier of a detached value.
+`pin(x)` is `x` with its derivative, behind the barrier of a detached value, and flat.
 """
 
 from __future__ import annotations
@@ -172,8 +172,18 @@ def _lower_detach(ctx: Any, x: Any, *, pinned: bool, flat: bool, **_params: Any)
     if not pinned:
         return [x]
     (aval,) = ctx.avals_in
-    is_here = all(isinstance(size, int) for size in aval.shape) and aval.sharding.mesh.empty
-    return (_lower_flat if flat and is_here else _lower_barrier)(ctx, x)
+    is_static = all(isinstance(size, int) for size in aval.shape)
+    is_flat = flat and is_static and not _is_partitioned(ctx, aval)
+    return (_lower_flat if is_flat else _lower_barrier)(ctx, x)
+
+
+def _is_partitioned(ctx: Any, aval: Any) -> bool:
+    """Whether XLA may divide a value between devices: it gathers one that is made flat."""
+    mesh = aval.sharding.mesh
+    if not mesh.empty:
+        return not mesh.are_all_axes_manual  # in a shard_map it is divided already
+    # `in_shardings` and constraints are in no type
+    return getattr(ctx.module_context.axis_context, "num_devices", 1) > 1
 
 
 def _in_order(x: Any) -> Any:
@@ -193,14 +203,14 @@ for _platform in ("gpu", "tpu"):
 
 
 def pin(x: Any) -> Any:
-    """`x`, with its derivative, across which XLA:CPU moves no operations."""
+    """`x`, with its derivative: XLA:CPU moves no operations across it, nor another layout."""
     return pin_p.bind(x)
 
 
 pin_p = jex.Primitive("precpass_pin")
 pin_p.def_impl(lambda x: x)
 pin_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(pin_p, lambda ctx, x: _lower_barrier(ctx, x))
+mlir.register_lowering(pin_p, lambda ctx, x: _lower_detach(ctx, x, pinned=True, flat=True))
 
 
 def _detach_jvp(primals: Any, _tangents: Any, **params: bool) -> Any:
