@@ -91,7 +91,8 @@ class Bilinear(ir.Form):
         # the backward pass keeps one value: the product's operand is the carrier's
         low = _as(self.low, other)
         low = ir.pin(low) if pinned else low
-        pair = [ir.detach(_as(self.low, tangent), pinned=pinned, flat=pinned), low]
+        flat = pinned and tangent.ndim <= 2  # see `Env.out_of_order`
+        pair = [ir.detach(_as(self.low, tangent), pinned=pinned, flat=flat), low]
         return _evaluated(
             ir.Direct(), self, _ordered(pair, side), _ordered([tangent, low], side), detached=True
         )

@@ -280,6 +280,17 @@ def test_gradients_accumulate_wide(name, policy):
     assert rel_error(run(fn, policy, *args), fn(*args)) < 0.01
 
 
+def test_the_cotangents_of_a_fan_out_add_up_wide():
+    """300 ones, added up one by one: 256 in bfloat16, whoever orders every addition low."""
+
+    def fn(w, x):
+        return jnp.sum(jnp.concatenate([row[None] @ w for row in x]))
+
+    w, x = jnp.ones((1, 1)), jnp.ones((300, 1))
+    for form, got in both_grads(fn, pp.AlwaysBf16, w, x).items():
+        assert got == 300.0, form
+
+
 @each_format
 @pytest.mark.parametrize("name", ["embedding", "loop constant", "rnn"])
 def test_second_derivatives_accumulate_wide(name, policy):

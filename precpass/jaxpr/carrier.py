@@ -11,7 +11,7 @@ of `lhs` and `rhs`. It is a primitive and not a `jax.custom_jvp`, because
 `detach(x)` is `x` without a derivative: `stop_gradient` has no transpose, not
 even the zero one that a product in a custom rule's tangents needs.
 
-`pin(x)` is `x` with its derivative, behind the barrier of a detached value, and flat.
+`pin(x)` is `x` with its derivative, behind the barrier of a detached value; a matrix is flat.
 """
 
 from __future__ import annotations
@@ -203,14 +203,16 @@ for _platform in ("gpu", "tpu"):
 
 
 def pin(x: Any) -> Any:
-    """`x`, with its derivative: XLA:CPU moves no operations across it, nor another layout."""
+    """`x`, with its derivative: XLA:CPU moves no operations across it, nor a matrix's layout."""
     return pin_p.bind(x)
 
 
 pin_p = jex.Primitive("precpass_pin")
 pin_p.def_impl(lambda x: x)
 pin_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(pin_p, lambda ctx, x: _lower_detach(ctx, x, pinned=True, flat=True))
+mlir.register_lowering(
+    pin_p, lambda ctx, x: _lower_detach(ctx, x, pinned=True, flat=ctx.avals_in[0].ndim <= 2)
+)
 
 
 def _detach_jvp(primals: Any, _tangents: Any, **params: bool) -> Any:
