@@ -69,7 +69,7 @@ TABLE: dict[str, Op] = {
     ),
     # Follow their operands: one rounding per result, exact for neg, abs, sign, copy.
     **_rows(
-        "add sub mul neg abs sign copy real stop_gradient div max min clamp"
+        "add sub add_any mul neg abs sign copy real stop_gradient div max min clamp"
         " select_n tanh logistic erf erfc sqrt cbrt square integer_pow convert_element_type"
         " one_minus_square",
         Op(_E),
@@ -84,9 +84,6 @@ TABLE: dict[str, Op] = {
         " round rem polynomial",
         Op(_E, wide=True),
     ),
-    # Where a value is read several times, derivatives add up its cotangents by it: 300 ones are
-    # 256 in bfloat16.
-    **_rows("add_any", Op(_E, wide=True)),
     **_rows("eq ne lt le gt ge eq_to le_to lt_to is_finite", Op(_E, selects=True)),
     # Measured on CPU: 16384 ones add up to 256 in bfloat16 by reduce_window, scatter-add,
     # segment_sum and a scan carry; kernels do not accumulate wide by themselves.

@@ -101,6 +101,10 @@ PREDICATE = Reason(
 ACCUMULATES = Reason(
     "accumulates in a loop's carry", "nothing: a carry that adds up loses what it adds"
 )
+COTANGENTS = Reason(
+    "adds up the cotangents of a value that is read several times",
+    "nothing: a sum in a low format loses what it adds",
+)
 FULL_PRECISION_SET = Reason(
     "of the full-precision set", "order it by a Rule that names the primitive"
 )

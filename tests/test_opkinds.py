@@ -55,7 +55,7 @@ DECIDED: dict[OpKind, str] = {
 WIDE = (
     "rsqrt exp exp2 expm1 pow log log2 log1p sin cos tan asin acos atan atan2 sinh cosh asinh"
     " acosh atanh erf_inv lgamma digamma polygamma igamma igammac igamma_grad_a zeta bessel_i0e"
-    " bessel_i1e regularized_incomplete_beta floor ceil round rem add_any reduce_window_sum"
+    " bessel_i1e regularized_incomplete_beta floor ceil round rem reduce_window_sum"
     " select_and_scatter_add scatter-add scatter-sub scatter-mul psum reduce_scatter"
 )
 ACCUMULATES = (

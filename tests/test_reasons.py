@@ -72,6 +72,7 @@ GIVEN = {
         "AutoMixed",
     ),
     "ACCUMULATES": (adds_up, "AlwaysBf16"),
+    "COTANGENTS": (jax.grad(lambda x, w: (x @ w + w @ x).sum()), "AlwaysBf16"),
     "FULL_PRECISION_SET": (lambda x, w: jnp.exp(x), "AutoMixed"),
     "EXACT_DTYPES": (lambda x, w: jnp.linalg.cholesky(x), "AutoMixed"),
     "FLOAT64_REGION": (lambda x, w: jex.jaxpr_as_fun(PLANNED)(x, w), "AutoMixed"),
