@@ -14,6 +14,7 @@ a fusion costs nothing in any format.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -98,6 +99,18 @@ class Costs:
     def minimum(self) -> Cut:
         """The cheapest labels."""
         return self.energy.minimum()
+
+    def without_products(self) -> Cut:
+        """The cheapest labels of all else where no product that need not be low is."""
+        energy = copy.deepcopy(self.energy)
+        for node in self.products.values():
+            energy.fix(node, WIDE)
+        return energy.minimum()
+
+    @property
+    def wide_seconds(self) -> float:
+        """What the products that need not be low take wide."""
+        return sum(of.wide * self._calls(row) for row, of in self.candidates.items())
 
     # ------------------------------------------------------------ what memory takes
 

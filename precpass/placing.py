@@ -25,9 +25,13 @@ from precpass.opkinds import OpKind
 from precpass.plan import Action, Decision, Plan, Twin, Twins
 from precpass.precision import Precision
 from precpass.roundable import Roundable
-from precpass.wording import counted, sized
+from precpass.wording import counted, duration, sized
 
-__all__ = ["Question", "placed"]
+__all__ = ["LITTLE", "Question", "placed"]
+
+LITTLE = 0.005
+"""The part of all products' time that lowering some must save: what it changes around them, in
+XLA's fusions, is in no product's time, and was seen to cost as much."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +78,7 @@ class _Placing:
         self.rounded = set[int]()
         self.crossing = set[int]()
         self.wide = set[int]()
+        self.little: dict[int, str] = {}
         self.defining = dict[tuple[int, int], ValueClass]()
         self.memo: dict[Any, Plan] = {}
 
@@ -166,7 +171,7 @@ class _Placing:
             if self._reads_low(row) and (candidate := q.candidate(row)) is not None
         }
         self.costs = Costs(self.graph, self.classes, may, candidates, q.device)
-        low = self.costs.minimum().low
+        low = self._labels()
         for key, nodes in self.costs.nodes.items():
             if low[nodes.rounded]:
                 self.rounded.add(key)
@@ -176,6 +181,20 @@ class _Placing:
         for of in found:
             if id(of) in self.rounded:
                 self.defining.update(dict.fromkeys(of.defined, of))
+
+    def _labels(self) -> Any:
+        """The cheapest labels, or those that lower no product where that is hardly dearer."""
+        cut = self.costs.minimum()
+        paying = [row for row, node in self.costs.products.items() if cut.low[node]]
+        if not paying:
+            return cut.low
+        wide = self.costs.without_products()
+        saved, of = wide.seconds - cut.seconds, self.costs.wide_seconds
+        if saved >= LITTLE * of:
+            return cut.low
+        why = reasons.GAINS_LITTLE(duration(saved), duration(of))
+        self.little = dict.fromkeys(paying, why)
+        return wide.low
 
     # ------------------------------------------------------------ the plan
 
@@ -194,7 +213,8 @@ class _Placing:
         if decision.inner:
             return self._entered(row, body, decision)
         if row in self.wide:
-            decision = _left_wide(decision, self.costs.candidates[row].why)
+            why = self.little.get(row, self.costs.candidates[row].why)
+            decision = _left_wide(decision, why)
         defines = [self.defining.get((row, k)) for k in range(len(decision.stored))]
         rounded = [found for found in defines if found is not None]
         if not rounded:

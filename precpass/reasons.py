@@ -139,6 +139,10 @@ DOES_NOT_PAY = Reason(
     "does not pay {}: {} in {}, {} in {} ({})",
     "order it by a Rule, or every product by profitability='always'",
 )
+GAINS_LITTLE = Reason(
+    "pays here, but all that pays would save {} of the products' {}",
+    "order it by a Rule, or every product by profitability='always'",
+)
 PRESET = Reason(
     "{}: {} in {}",
     "ask for a low format by Custom({...}) or a Rule",

@@ -1,5 +1,6 @@
 """Products that do not pay stay float32: by the table, or by times that a probe takes."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from precpass import Action, reasons, worth
 from precpass.devices import device_named
 from precpass.origins import Origin
 from precpass.planner import make_plan
-from precpass.profit import Assumed, Product
+from precpass.profit import Assumed, Product, Verdict
 
 # ---------------------------------------------------------------- measured
 
@@ -177,6 +178,27 @@ def test_of_products_that_share_an_operand_all_may_pay_where_none_does_alone(clo
     assert actions(lambda x, w: x @ (w + 1), MEASURED, x, ws[0]) == [Action.KEEP]
     found = actions(lambda x, *ws: [x @ (w + 1) for w in ws], MEASURED, x, *ws)
     assert found == [Action.LOWER] * 3
+
+
+@pytest.mark.parametrize("part, action", [(0.002, Action.KEEP), (0.2, Action.LOWER)])
+def test_a_program_is_left_alone_for_next_to_nothing(clock: Clock, part: float, action: Action):
+    """What lowering one product changes around it may cost more than that product gains."""
+
+    def verdict(product: Product, device: Any) -> Verdict:
+        is_small = product.avals[1][1] == (16, 4)
+        wide = 1e-3 * (part if is_small else 1.0)
+        return Verdict(wide, wide * (0.5 if is_small else 1.5), "measured")
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", pp.PrecisionWarning)
+        patch.setattr("precpass.probe.timed", verdict)
+        found = products(pp.inspect(mlp, MEASURED)(PARAMS, f32(64, 8)))
+    assert [d.action for d in found] == [Action.KEEP, Action.KEEP, action]
+    assert reasons.DOES_NOT_PAY.gave(found[0].reason)
+    if action is Action.KEEP:
+        said = "pays here, but all that pays would save 0.94 us of the products' 1.94 ms"
+        assert found[2].reason == said and reasons.GAINS_LITTLE.gave(said)
+        assert reasons.remedy(said) == reasons.GAINS_LITTLE.remedy
 
 
 # ---------------------------------------------------------------- assumed

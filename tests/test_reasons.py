@@ -98,7 +98,9 @@ def sentences(fn, policy, args=(X, W)):
 
 
 def test_each_reason_has_a_program_here():
-    assert {getattr(reasons, name) for name in GIVEN} == set(reasons.ALL)
+    # test_profitability has one for this, and a clock to make it
+    elsewhere = {reasons.GAINS_LITTLE}
+    assert {getattr(reasons, name) for name in GIVEN} == set(reasons.ALL) - elsewhere
 
 
 @pytest.mark.parametrize("name", GIVEN)
