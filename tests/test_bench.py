@@ -74,8 +74,9 @@ def test_every_model_has_a_gradient_in_every_column(
     assert counts["hand"].low >= 0.75 * counts["hand"].products
     assert counts["grad-auto"].low > 0.9 * plain.products
     assert counts["auto-grad"].low > 0.9 * plain.products
-    # where every product pays
-    assert counts["auto-measured"] == counts["auto-grad"]
+    # where every product pays all are low; what is stored hangs on what they take
+    assert counts["auto-measured"].low == counts["auto-grad"].low
+    assert counts["auto-measured"].products == counts["auto-grad"].products
     assert counts["float16"].low > 0.9 * plain.products
     assert {"bf16"} <= counts["auto-grad"].flops.keys() and "f16" in counts["float16"].flops
 
