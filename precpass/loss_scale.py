@@ -110,7 +110,7 @@ class StaticLossScale:
     value: Any = 2.0**12
 
     def __post_init__(self) -> None:
-        _checked("StaticLossScale", "value", self.value)
+        _checked(self)
 
     def adjusted(self, finite: Any) -> StaticLossScale:
         """The same again."""
@@ -167,7 +167,7 @@ class DynamicLossScale:
         if not 0.0 < self.floor <= self.ceiling < math.inf:
             bounds = f"floor={self.floor!r}, ceiling={self.ceiling!r}"
             raise ValueError(f"{name}({bounds}): it takes 0 < floor <= ceiling < inf")
-        _checked(name, "value", self.value, self.floor, self.ceiling)
+        _checked(self, self.floor, self.ceiling)
 
     def adjusted(self, finite: Any) -> DynamicLossScale:
         """The scale of the next step.
@@ -185,10 +185,16 @@ class DynamicLossScale:
         return jax.tree_util.tree_unflatten(static, [value, steps])
 
 
-def _checked(owner: str, name: str, value: Any, low: float = 0.0, high: float = math.inf) -> None:
-    """Refuses a value that is known and out of bounds; in a trace, or as a part of a tree, any."""
-    if not isinstance(value, int | float | np.number):
-        return
-    if not (math.isfinite(value) and value > 0.0 and low <= value <= high):
-        legal = f"from {low} to {high}" if low else "positive and finite"
-        raise ValueError(f"{owner}({name}={value!r}): it is to be {legal}")
+def _checked(scale: Any, low: float = 0.0, high: float = math.inf) -> None:
+    """Refuses a scale that is known and out of bounds, and gives numbers the types of a step's.
+
+    A step that is given Python's numbers would be compiled again for the arrays that it returns.
+    """
+    value, owner = scale.value, type(scale).__name__
+    if isinstance(value, int | float | np.number):
+        if not (math.isfinite(value) and value > 0.0 and low <= value <= high):
+            legal = f"from {low} to {high}" if low else "positive and finite"
+            raise ValueError(f"{owner}(value={value!r}): it is to be {legal}")
+        object.__setattr__(scale, "value", np.float32(value))
+    if isinstance(getattr(scale, "steps", None), int):
+        object.__setattr__(scale, "steps", np.int32(scale.steps))

@@ -107,7 +107,7 @@ def test_the_others_stay(name: str):
 def test_a_scale_is_a_pytree(name: str):
     """In a scan's carry, under vmap, with another thing in the place of each leaf, and printed."""
     scale = SCALES[name]
-    arrays = jax.tree.map(lambda x, d: jnp.asarray(x, d), scale, dtypes(scale))
+    arrays = jax.tree.map(jnp.asarray, scale)
     finite = jnp.asarray([True, True, True, False])
     last, values = lax.scan(lambda s, ok: (s.adjusted(ok), f32(s.value)), arrays, finite)
     assert jax.tree.structure(last) == jax.tree.structure(scale)
@@ -119,8 +119,19 @@ def test_a_scale_is_a_pytree(name: str):
     assert type(scale).__name__ in repr(scale)
 
 
-def dtypes(scale: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.int32 if isinstance(x, int) else jnp.float32, scale)
+def test_a_step_is_compiled_once():
+    traces = []
+
+    @jax.jit
+    def step(scale: Any) -> Any:
+        traces.append(scale)
+        return scale.adjusted(True)
+
+    for scale in (pp.DynamicLossScale(), pp.StaticLossScale(4.0)):
+        traces.clear()
+        for _ in range(3):
+            scale = step(scale)
+        assert len(traces) == 1
 
 
 @pytest.mark.parametrize(
