@@ -185,7 +185,7 @@ class Env:
     @functools.cached_property
     def transposed(self) -> dict[Any, Any]:
         """The transposes, by what they make."""
-        return {e.outvars[0]: e for e in self.opened.eqns if ir.permutation(e) is not None}
+        return ir.transposes(self.opened)
 
     @functools.cached_property
     def out_of_order(self) -> set[Any]:
@@ -195,13 +195,10 @@ class Env:
         dimensions its kernels mostly take in any, and to bring it in order costs more (measured:
         tangents under a vmap, twice the time of a gradient).
         """
-        found = set[Any]()
-        for eqn in self.opened.eqns:
-            if ir.permutation(eqn) is not None or (
-                found
-                and any(not ir.is_literal(v) and v in found for v in eqn.invars)
-                and hands_on_layout(eqn)
-            ):
+        found = set(self.transposed)
+        for eqn in self.opened.eqns if found else ():
+            reads = any(not ir.is_literal(v) and v in found for v in eqn.invars)
+            if reads and hands_on_layout(eqn):
                 found.update(eqn.outvars)
         return {v for v in found if v in self.transposed or v.aval.ndim <= 2}
 
@@ -210,7 +207,7 @@ class Env:
 
         XLA:CPU widens the operands of a low product that are transposed matrices in memory.
         """
-        if ir.dot_numbers(eqn) is None:
+        if not self.transposed or ir.dot_numbers(eqn) is None:
             return eqn
         for side in (0, 1):
             read = eqn

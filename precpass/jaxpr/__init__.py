@@ -54,6 +54,7 @@ from precpass.jaxpr.orders import (
     exchanged,
     exchanged_order,
     permutation,
+    transposes,
     with_operand,
 )
 from precpass.jaxpr.printing import Printer
@@ -172,6 +173,7 @@ __all__ = [
     "takes_twins",
     "trace",
     "trace_call",
+    "transposes",
     "twin_aval",
     "user_order",
     "why_opaque",

@@ -10,7 +10,14 @@ import numpy as np
 from precpass.jaxpr.binding import trace
 from precpass.jaxpr.reading import has_algorithm, out_avals
 
-__all__ = ["dot_numbers", "exchanged", "exchanged_order", "permutation", "with_operand"]
+__all__ = [
+    "dot_numbers",
+    "exchanged",
+    "exchanged_order",
+    "permutation",
+    "transposes",
+    "with_operand",
+]
 
 _transpose_p, _dot_p = jex.primitives.transpose_p, jex.primitives.dot_general_p
 
@@ -23,6 +30,12 @@ def dot_numbers(eqn: Any) -> Any:
 def permutation(eqn: Any) -> tuple[int, ...] | None:
     """Of a transpose: where each dimension of its result comes from; None of all else."""
     return eqn.params["permutation"] if eqn.primitive is _transpose_p else None
+
+
+def transposes(jaxpr: Any) -> dict[Any, Any]:
+    """The transposes of an open jaxpr, by what they make."""
+    # every body is searched: no call for each equation
+    return {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is _transpose_p}
 
 
 def exchanged_order(eqn: Any) -> tuple[int, ...] | None:
