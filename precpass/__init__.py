@@ -5,7 +5,7 @@ from precpass.inspection import Inspection
 from precpass.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from precpass.mixed import Mixed
 from precpass.opkinds import OpKind
-from precpass.optimizing import ScaledState, scaled_optimizer
+from precpass.optax_scaling import ScaledState, scaled_optimizer
 from precpass.plan import Action, Decision, Plan
 from precpass.policy import (
     AlwaysBf16,
@@ -25,7 +25,7 @@ from precpass.report.bisection import Bisection
 from precpass.report.compare import compare
 from precpass.report.comparison import Comparison
 from precpass.rules import EqnView, Rule
-from precpass.scaled import all_finite, scaled_value_and_grad, skip_nonfinite
+from precpass.scaled_gradients import all_finite, scaled_value_and_grad, skip_nonfinite
 from precpass.view.diff import between
 from precpass.view.explain import Explanation
 

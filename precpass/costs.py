@@ -22,9 +22,9 @@ from typing import Any
 from precpass.classes import Classes, Place, ValueClass
 from precpass.cut import LOW, WIDE, Cut, Energy
 from precpass.devices import DEVICES, Device
-from precpass.equations import moved_operand
 from precpass.graph import BodyNode, Graph, nbytes, trips_of
 from precpass.opkinds import OpKind, op
+from precpass.origins import Origins
 
 __all__ = ["NOMINAL", "Candidate", "Costs", "Nodes"]
 
@@ -88,7 +88,7 @@ class Costs:
         self.nodes: dict[int, Nodes] = {}
         self._copies: dict[tuple[int, Any], float] = {}
         self._trips_of: dict[int, float] = {}
-        self._rows: dict[int, dict[Any, int]] = {}
+        self._origins = Origins(graph)
         may = set(map(id, roundable))
         for found in classes.found.values():
             self._store(found, id(found) in may)
@@ -195,7 +195,7 @@ class Costs:
     def _copying(self, found: ValueClass, body: int, row: int, at: int) -> float:
         """The cast of a product's operand: as it is a part of the product's own time, if it is."""
         own = self.candidates[row].casts[at] if row in self.candidates else 0.0
-        if own or self._is_made(body, self.graph.eqns[row].invars[at]):
+        if own or self._origins.is_made_in(body, self.graph.eqns[row].invars[at]):
             return own
         return 1.5 * found.read[body] / self.device.bandwidth
 
@@ -207,22 +207,6 @@ class Costs:
             for at, atom in enumerate(self.graph.eqns[row].invars[:2])
             if self.classes.of(body, atom) is found
         ]
-
-    def _is_made(self, body: int, atom: Any) -> bool:
-        """Whether a fusion in a body makes a value, in which its cast is free."""
-        rows = self._producers(body)
-        while (row := rows.get(atom)) is not None:
-            if (moved := moved_operand(self.graph.eqns[row])) is None:
-                return self._is_fused(row)
-            atom = moved
-        return False
-
-    def _producers(self, body: int) -> dict[Any, int]:
-        if body not in self._rows:
-            node, eqns = self.graph.bodies[body], self.graph.eqns
-            rows = range(node.start, node.stop)
-            self._rows[body] = {v: row for row in rows for v in eqns[row].outvars}
-        return self._rows[body]
 
     # ------------------------------------------------------------ what products take
 

@@ -178,7 +178,7 @@ class Env:
         if key not in self.low_copies:
             nearest = self._nearest(atom, precision)
             self.low_copies[key] = low_copy(
-                self.build, nearest, precision, transposed=atom in self.out_of_order
+                self.build, nearest, precision, flat=atom in self.out_of_order
             )
         return self.low_copies[key]
 
@@ -247,7 +247,7 @@ class Env:
         moved = [low] if ir.keeps_bits(eqn) else self.build.bind(eqn, [low])
         for var, value in zip(eqn.outvars, moved, strict=True):
             self.low_copies[var, precision] = low_copy(
-                self.build, value, precision, transposed=var in self.out_of_order
+                self.build, value, precision, flat=var in self.out_of_order
             )
 
     def output(self, atom: Any, border: Border) -> Any:

@@ -81,7 +81,7 @@ def blocked_by_kind(eqn: Any, table: Op, ordered: bool, adds: bool, selects: boo
         return reasons.SELECTS()
     if adds:
         return reasons.ACCUMULATES()
-    if eqn.primitive.name == "add_any":
+    if table.joins:
         return reasons.COTANGENTS()
     if table.kind is OpKind.COMPUTE and mixes_types(eqn):
         return reasons.MIXED_TYPES()

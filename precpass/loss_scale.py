@@ -181,8 +181,7 @@ class DynamicLossScale:
         value = jnp.where(finite, after, value * self.backoff)
         steps = jnp.where(jnp.logical_and(finite, ~grows), steps, 0)
         value = jnp.clip(value, self.floor, self.ceiling)
-        _, static = jax.tree_util.tree_flatten(self)
-        return jax.tree_util.tree_unflatten(static, [value, steps])
+        return dataclasses.replace(self, value=value, steps=steps)
 
 
 def _checked(scale: Any, low: float = 0.0, high: float = math.inf) -> None:

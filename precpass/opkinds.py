@@ -41,6 +41,7 @@ class Op:
             accumulated, and rounded once.
         selects: its result is a choice among, or a comparison of, its operands:
             it runs in the widest operand's precision and is never a reason to narrow.
+        joins: adds up the cotangents of a value that is read several times: it is never low.
         spreads: one element of an operand reaches many results, so that its
             transpose accumulates: a low copy is made of the result, not shared before.
         data: the operands that hold data, for primitives that also take
@@ -51,6 +52,7 @@ class Op:
     wide: bool = False
     accumulates: bool = False
     selects: bool = False
+    joins: bool = False
     spreads: bool = False
     data: tuple[int, ...] | None = None
 
@@ -69,11 +71,13 @@ TABLE: dict[str, Op] = {
     ),
     # Follow their operands: one rounding per result, exact for neg, abs, sign, copy.
     **_rows(
-        "add sub add_any mul neg abs sign copy real stop_gradient div max min clamp"
+        "add sub mul neg abs sign copy real stop_gradient div max min clamp"
         " select_n tanh logistic erf erfc sqrt cbrt square integer_pow convert_element_type"
         " one_minus_square",
         Op(_E),
     ),
+    # 300 ones, added one by one, are 256 in bfloat16.
+    **_rows("add_any", Op(_E, joins=True)),
     # The full-precision set: their error is the operand's error times a large factor
     # (exp, pow: the argument's magnitude; log, rsqrt: near 0; sin, cos: all digits of a
     # large argument), or they do not commute with rounding (floor, rem).

@@ -57,6 +57,17 @@ class Origins:
                 atom = eqn.invars[0]
         return Origin.GIVEN
 
+    def is_made_in(self, body: int, atom: Any) -> bool:
+        """Whether elementwise work in the very body makes an operand."""
+        rows = self._producers(self.graph.bodies[body])
+        while not ir.is_literal(atom) and (row := rows.get(atom)) is not None:
+            eqn = self.graph.eqns[row]
+            kind = op(eqn.primitive.name).kind
+            if kind is not OpKind.DATA_MOVEMENT:
+                return kind is OpKind.ELEMENTWISE
+            atom = eqn.invars[0]
+        return False
+
     def _producers(self, node: BodyNode) -> dict[Any, int]:
         if id(node) not in self._rows:
             rows = range(node.start, node.stop)

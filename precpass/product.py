@@ -196,7 +196,7 @@ def _evaluated(
     return build.carry(form, out, lhs, rhs, rest)
 
 
-def low_copy(build: ir.Builder, x: Any, precision: Precision, *, transposed: bool = False) -> Any:
+def low_copy(build: ir.Builder, x: Any, precision: Precision, *, flat: bool = False) -> Any:
     """A copy of a product's operand in a low format, which any number of products may share.
 
     No derivative passes through it.
@@ -205,11 +205,11 @@ def low_copy(build: ir.Builder, x: Any, precision: Precision, *, transposed: boo
         build: where its equations are added.
         x: the operand.
         precision: the format.
-        transposed: whether it comes of a transpose, whose layout XLA may leave as it was.
+        flat: whether it is brought into order in memory: XLA leaves a transpose's layout as it was.
     """
     low = x if x.aval.dtype == precision.dtype else build.convert(x, precision.dtype)
     pinned = _needs_barriers(precision.dtype)
-    return build.detach(low, pinned=pinned, flat=pinned and transposed)
+    return build.detach(low, pinned=pinned, flat=pinned and flat)
 
 
 def _needs_barriers(low: np.dtype[Any]) -> bool:

@@ -29,6 +29,7 @@ from rich.table import Table
 
 import precpass as pp
 from precpass import measure
+from precpass.residuals import kept_bytes
 
 PRESETS = (
     "AlwaysF32",
@@ -41,7 +42,6 @@ PRESETS = (
 UNDER_GRAD = "AutoMixedBf16-under-grad"
 MATMUL = "default_matmul_precision"
 DEFAULT_ROWS = ("AlwaysF32", "AutoMixedBf16", UNDER_GRAD, "jmp", MATMUL)
-CALLS = {"jit", "closed_call", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 DIFF_LINES = 25
 
 
@@ -75,55 +75,6 @@ def label(name: str) -> str:
     return "jmp p=f32,c=bf16,o=f32" if name == "jmp" else "matmul BF16_BF16_F32"
 
 
-def sub_jaxprs(eqn: Any) -> list[Any]:
-    """Every jaxpr among an equation's parameters, closed or open, in JAX 0.10 and 0.12 alike."""
-    found = [getattr(leaf, "jaxpr", leaf) for leaf in jax.tree.leaves(eqn.params)]
-    return [jaxpr for jaxpr in found if hasattr(jaxpr, "eqns")]
-
-
-@dataclass(eq=False, frozen=True)
-class Value:
-    """What `kept_bytes` needs to know of one value of the flattened program."""
-
-    nbytes: int
-    of_tokens: bool
-    backward: bool
-
-
-CONSTANT = Value(0, of_tokens=False, backward=False)
-
-
-def flow(jaxpr: Any, inputs: list[Value], backward: bool, kept: set[Value]) -> list[Value]:
-    """Follow values through calls (loops whole), noting what the backward pass reads."""
-    env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(atom: Any) -> Value:
-        return CONSTANT if hasattr(atom, "val") else env.get(atom, CONSTANT)
-
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        stack = str(eqn.source_info.name_stack)
-        late = backward or "transpose(" in stack or any(value.backward for value in operands)
-        if eqn.primitive.name in CALLS:
-            outputs = flow(sub_jaxprs(eqn)[0], operands, backward or "transpose(" in stack, kept)
-        else:
-            of_tokens = any(value.of_tokens for value in operands)
-            avals = [var.aval for var in eqn.outvars]
-            outputs = [Value(a.size * a.dtype.itemsize, of_tokens, late) for a in avals]
-            if late:
-                kept.update(v for v in operands if v.of_tokens and not v.backward)
-        env.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def kept_bytes(jaxpr: Any) -> int:
-    """Bytes of all values that the forward pass computes from the tokens and the backward reads."""
-    kept: set[Value] = set()
-    tokens = Value(0, of_tokens=True, backward=False)
-    flow(jaxpr, [CONSTANT] * (len(jaxpr.invars) - 1) + [tokens], False, kept)
-    return sum(value.nbytes for value in kept)
-
-
 @dataclass
 class Row:
     """One compiled training step, its own copy of the state, and what was measured of it."""
@@ -134,7 +85,7 @@ class Row:
     products: str
     casts: int
     temp_bytes: int
-    kept_bytes: int
+    kept_bytes: float
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -160,7 +111,7 @@ def compile_row(name: str, task: Task, tokens: np.ndarray) -> Row:
         f"{counts.low}/{counts.products}" + (f" ({counts.marked} marked)" if counts.marked else ""),
         counts.casts,
         program.memory.temp,
-        kept_bytes(getattr(program.jaxpr, "jaxpr", program.jaxpr)),
+        kept_bytes(program.jaxpr),
     )
 
 

@@ -20,8 +20,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "precision": set(),
     "processor": set(),
     "loss_scale": set(),
-    "scaled": {"loss_scale"},
-    "optimizing": {"loss_scale", "scaled"},
+    "scaled_gradients": {"loss_scale"},
+    "optax_scaling": {"loss_scale", "scaled_gradients"},
     "devices": {"precision"},
     "placement": {"processor", "devices"},
     "opkinds": {"precision"},
@@ -45,7 +45,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "readers": {"reasons", "precision", "opkinds", "jaxpr", "graph", "equations"},
     "classes": {"precision", "opkinds", "rules", "jaxpr", "graph", "equations"},
-    "costs": {"precision", "opkinds", "jaxpr", "equations", "graph", "classes", "cut", "devices"},
+    "origins": {"opkinds", "jaxpr", "graph"},
+    "costs": {"precision", "opkinds", "jaxpr", "graph", "origins", "classes", "cut", "devices"},
     "roundable": {"precision", "opkinds", "jaxpr", "graph", "fact", "facts", "classes"},
     "placing": {
         *("reasons", "wording", "precision", "opkinds", "jaxpr", "graph", "facts", "plan"),
@@ -64,7 +65,6 @@ MAY_IMPORT: dict[str, set[str]] = {
             "equations",
         ),
     },
-    "origins": {"opkinds", "jaxpr", "graph"},
     "profit": {
         *("reasons", "wording", "precision", "devices", "jaxpr", "graph", "origins", "lock"),
         *("opkinds", "equations", "readers", "costs"),
@@ -127,7 +127,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
     "__init__": {
         *("precision", "opkinds", "rules", "policy", "plan", "view", "inspection", "api"),
-        *("mixed", "report", "loss_scale", "scaled", "optimizing"),
+        *("mixed", "report", "loss_scale", "scaled_gradients", "optax_scaling"),
     },
 }
 # The only module that touches JAX's IR.

@@ -173,5 +173,4 @@ def _shown(x: Any) -> str:
 
 
 def _is_inexact(x: Any) -> bool:
-    # of a PRNG key `jnp.result_type` is an error
-    return jnp.issubdtype(getattr(x, "dtype", None) or jnp.result_type(x), jnp.inexact)
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from precpass.loss_scale import DynamicLossScale, LossScale
-from precpass.scaled import Axes, all_finite, skip_nonfinite, unscaled
+from precpass.scaled_gradients import Axes, all_finite, skip_nonfinite, unscaled
 
 if TYPE_CHECKING:
     import optax
