@@ -172,8 +172,7 @@ def make_table(rows: list[Row]) -> Table:
         "Products (floating, contracting dot_general) and casts: equations of the traced step, "
         "forward,\nbackward and recomputed; a scan's body counts once. low: both operands stored "
         "in 16 bits;\nmarked: float32 operands with an algorithm preset, which the backend may "
-        "ignore.\nkept: all values computed from the tokens in the forward pass and read by the "
-        "backward pass."
+        "ignore.\nkept: what the forward pass computes and the backward pass reads."
     )
     return table
 
