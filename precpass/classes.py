@@ -8,7 +8,7 @@ that its storage costs: where it is defined, stacked and kept, and who reads it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
@@ -75,11 +75,11 @@ class Classes:
     Args:
         graph: the program.
         crosses: whether values may cross the borders of a row's bodies on 16 bits.
-        reads_low: whether a row reads its first two operands on 16 bits.
+        reads_low: the rows that read their first two operands on 16 bits.
     """
 
     def __init__(
-        self, graph: Graph, crosses: Callable[[int], bool], reads_low: Callable[[int], bool]
+        self, graph: Graph, crosses: Callable[[int], bool], reads_low: Collection[int]
     ) -> None:
         self.graph = graph
         self.reads_low = reads_low
@@ -200,7 +200,7 @@ class Classes:
                 continue
             reads, makes = self._classes(body, eqn.invars), self._classes(body, eqn.outvars)
             moved = moved_operand(eqn) if reads and makes else None
-            low = self.reads_low(row)
+            low = row in self.reads_low
             for i, found in reads:
                 if moved is not None:
                     continue

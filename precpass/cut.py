@@ -93,10 +93,7 @@ class Energy:
         if isinstance(wide, int) and isinstance(low, int) and isinstance(seconds, float):
             inside = 0 <= wide < self.size and 0 <= low < self.size
             if inside and 0 <= seconds < math.inf:
-                wides, lows, costs = self._terms
-                wides.append(wide)
-                lows.append(low)
-                costs.append(seconds)
+                self._add(wide, low, seconds)
                 return
         w, l, paid = _rows(self._known(wide), self._known(low), np.asarray(seconds, np.float64))
         for i in np.flatnonzero(~((paid >= 0) & (paid < np.inf))):
@@ -106,8 +103,20 @@ class Energy:
             )
         _extend(self._terms, w, l, paid)
 
+    def _add(self, wide: int, low: int, seconds: float) -> None:
+        wides, lows, costs = self._terms
+        wides.append(wide)
+        lows.append(low)
+        costs.append(seconds)
+
     def forbid(self, wide: ArrayLike, low: ArrayLike) -> None:
         """Rules out that node `wide` is WIDE and node `low` is LOW."""
+        # as in `pay`, of two nodes that are neither WIDE nor LOW themselves
+        if isinstance(wide, int) and isinstance(low, int):
+            unbound = min(wide, low) > LOW
+            if unbound and max(wide, low) < self.size:
+                self._add(wide, low, math.inf)
+                return
         w, l = _rows(self._known(wide), self._known(low))
         self.fix(l[w == WIDE], WIDE)
         self.fix(w[l == LOW], LOW)

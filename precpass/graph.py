@@ -152,7 +152,18 @@ class Graph:
 
     def scope(self, row: int) -> str:
         """The whole name scope of an equation, its callers' scopes first."""
-        return join_scopes(self._body_of(row).scope, ir.scope_of(self.eqns[row]))
+        eqn = self.eqns[row]
+        # a name stack is one object for all that was bound below it, and is slow to print
+        key = int(self.body[row]), id(eqn.source_info.name_stack)
+        found = self._scopes.get(key)
+        if found is None:
+            around = self.bodies[key[0]].scope
+            found = self._scopes[key] = join_scopes(around, ir.scope_of(eqn))
+        return found
+
+    @functools.cached_property
+    def _scopes(self) -> dict[tuple[int, int], str]:
+        return {}
 
     def source(self, row: int) -> ir.Source:
         """The source line of an equation; its caller's where JAX recorded none of its own."""

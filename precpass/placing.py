@@ -74,7 +74,8 @@ class _Placing:
         self.graph = question.graph
         self.decisions = dict[int, list[Decision]]()
         self._read(question.plan)
-        self.classes = Classes(self.graph, self._crosses, self._reads_low)
+        self.reads_low = {row for row, found in self.decisions.items() if self._lowers(found)}
+        self.classes = Classes(self.graph, self._crosses, self.reads_low)
         self.rounded = set[int]()
         self.crossing = set[int]()
         self.wide = set[int]()
@@ -117,8 +118,7 @@ class _Placing:
         may = bool(found) and ir.takes_twins(self.graph.eqns[row]) and all(map(_is_plain, found))
         return may and not self.q.is_fixed(row)
 
-    def _reads_low(self, row: int) -> bool:
-        found = self.decisions.get(row, ())
+    def _lowers(self, found: Sequence[Decision]) -> bool:
         return any(d.action is Action.LOWER and d.compute is self.q.low for d in found)
 
     def _adding(self) -> set[int]:
@@ -167,8 +167,8 @@ class _Placing:
         may = [c for c in found if id(c) not in adding and roundable.may(c)]
         candidates = {
             row: candidate
-            for row in self.decisions
-            if self._reads_low(row) and (candidate := q.candidate(row)) is not None
+            for row in sorted(self.reads_low)
+            if (candidate := q.candidate(row)) is not None
         }
         self.costs = Costs(self.graph, self.classes, may, candidates, q.device)
         low = self._labels()

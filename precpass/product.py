@@ -252,10 +252,8 @@ def _runnable(
     own = kept(rank, contracting[0], batch[0])
     if is_in_order(rank, numbers):
         return pair, {}
-    order = [*batch[0], *own, *contracting[0]]
-    key = ("transpose", tuple(order))
-    (lhs,) = build.call(lambda x: [lax.transpose(x, order)], [lhs], key)
-    lhs = build.detach(lhs, pinned=True, flat=True)
+    order = (*batch[0], *own, *contracting[0])
+    lhs = build.detach(build.transpose(lhs, order), pinned=True, flat=True)
     n_batch = len(batch[0])
     summed = tuple(range(n_batch + len(own), rank))
     numbers = (summed, tuple(contracting[1])), (tuple(range(n_batch)), tuple(batch[1]))

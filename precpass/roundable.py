@@ -106,13 +106,15 @@ class Roundable:
     @functools.cached_property
     def _following(self) -> set[Any]:
         """What is computed of the result of a low product, however far behind it."""
-        after = dict[Any, list[list[Any]]]()
+        after = dict[Any, list[Sequence[Any]]]()
         todo = list[Any]()
         for row, eqn in enumerate(self.graph.eqns):
-            if self.classes.reads_low(row):
+            if row in self.classes.reads_low:
                 todo += eqn.outvars
                 continue
-            for before, behind in self._steps(row, eqn):
+            # no call for each equation: every gradient is walked
+            steps = ((v, eqn.outvars) for v in eqn.invars)
+            for before, behind in steps if row not in self.graph.children else self._steps(row):
                 if not ir.is_literal(before):
                     after.setdefault(before, []).append(behind)
         found = set[Any]()
@@ -123,11 +125,10 @@ class Roundable:
                 todo += itertools.chain.from_iterable(after.get(v, ()))
         return found
 
-    def _steps(self, row: int, eqn: Any) -> Iterator[tuple[Any, list[Any]]]:
-        """Each value that an equation reads and what it makes of it, across its borders too."""
-        if row not in self.graph.children:
-            yield from ((v, eqn.outvars) for v in eqn.invars)
-        for body, _ in self.graph.children.get(row, ()):
+    def _steps(self, row: int) -> Iterator[tuple[Any, Sequence[Any]]]:
+        """Each value on one side of an equation's borders, and what it is on the other."""
+        eqn = self.graph.eqns[row]
+        for body, _ in self.graph.children[row]:
             opened = ir.open_jaxpr(body.jaxpr)
             yield from (
                 (eqn.invars[i], [v]) for i, v in zip(body.operands, opened.invars, strict=True)

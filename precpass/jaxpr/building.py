@@ -10,17 +10,14 @@ import jax
 import jax.core
 import jax.extend.core as jex
 import numpy as np
+from jax import lax
 from jax.extend import source_info_util
 
 from precpass.jaxpr.binding import DTYPE_PARAMS, bind, convert, trace
 from precpass.jaxpr.carrier import Form, carrier_p, carry, detach, detach_p
 from precpass.jaxpr.float64 import in_x64
-from precpass.jaxpr.reading import (
-    consts_of,
-    is_literal,
-    open_jaxpr,
-    precision_of,
-)
+from precpass.jaxpr.orders import reordered, transpose_p
+from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_of
 from precpass.jaxpr.rounded import rounded_p
 from precpass.jaxpr.twins import Crossing, named, twin_aval
 
@@ -146,6 +143,13 @@ class Builder:
             return self.call(lambda x: [convert(x, dtype, weak_type)], [atom], key)[0]
         params = {"new_dtype": dtype, "weak_type": weak_type, "sharding": None}
         return self.emit(_cast_p, [atom], params, self._retyped(atom.aval, dtype, weak_type))
+
+    def transpose(self, atom: Any, order: tuple[int, ...]) -> Any:
+        """A value with its dimensions in another order."""
+        if self._ctx is None or not atom.aval.sharding.mesh.empty:
+            return self.call(lambda x: [lax.transpose(x, order)], [atom], ("transpose", order))[0]
+        aval = reordered(atom.aval, order)
+        return self.emit(transpose_p, [atom], {"permutation": order}, aval)
 
     def detach(
         self, atom: Any, *, pinned: bool = False, flat: bool = False, zeros: bool = False
@@ -309,6 +313,10 @@ class Direct:
     def convert(self, x: Any, dtype: Any) -> Any:
         """A value in another dtype."""
         return convert(x, dtype)
+
+    def transpose(self, x: Any, order: tuple[int, ...]) -> Any:
+        """A value with its dimensions in another order."""
+        return lax.transpose(x, order)
 
     def detach(
         self, x: Any, *, pinned: bool = False, flat: bool = False, zeros: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -15,11 +16,13 @@ __all__ = [
     "exchanged",
     "exchanged_order",
     "permutation",
+    "reordered",
+    "transpose_p",
     "transposes",
     "with_operand",
 ]
 
-_transpose_p, _dot_p = jex.primitives.transpose_p, jex.primitives.dot_general_p
+transpose_p, _dot_p = jex.primitives.transpose_p, jex.primitives.dot_general_p
 
 
 def dot_numbers(eqn: Any) -> Any:
@@ -29,13 +32,18 @@ def dot_numbers(eqn: Any) -> Any:
 
 def permutation(eqn: Any) -> tuple[int, ...] | None:
     """Of a transpose: where each dimension of its result comes from; None of all else."""
-    return eqn.params["permutation"] if eqn.primitive is _transpose_p else None
+    return eqn.params["permutation"] if eqn.primitive is transpose_p else None
 
 
 def transposes(jaxpr: Any) -> dict[Any, Any]:
     """The transposes of an open jaxpr, by what they make."""
     # every body is searched: no call for each equation
-    return {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is _transpose_p}
+    return {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is transpose_p}
+
+
+def reordered(aval: Any, order: Sequence[int]) -> Any:
+    """An aval without a mesh with its dimensions in another order."""
+    return aval.update(shape=tuple(aval.shape[i] for i in order))
 
 
 def exchanged_order(eqn: Any) -> tuple[int, ...] | None:
@@ -66,7 +74,7 @@ def exchanged(eqn: Any) -> Any:
     aval, order = eqn.outvars[0].aval, exchanged_order(eqn)
     assert order is not None
     if aval.sharding.mesh.empty:
-        aval = aval.update(shape=tuple(aval.shape[i] for i in order))
+        aval = reordered(aval, order)
     else:
         # how the dimensions are sharded changes with their order
         (aval,) = out_avals(
