@@ -48,6 +48,7 @@ class Additive:
     def __init__(self) -> None:
         # holds the jaxpr too: an id is only unique while its object lives
         self._passes: dict[int, tuple[Any, list[int]]] = {}
+        self._reached: dict[int, tuple[Any, dict[Any, int]]] = {}
 
     def accumulating(self, jaxpr: Any, feeds: Feeds) -> frozenset[int]:
         """The equations on an additive path from an operand to a result that is fed back into it.
@@ -125,6 +126,8 @@ class Additive:
 
     def _forward(self, opened: Any) -> dict[Any, int]:
         """Of each value of a jaxpr, the operands that reach it through additive equations."""
+        if (held := self._reached.get(id(opened))) is not None:
+            return held[1]
         reached = {v: 1 << i for i, v in enumerate(opened.invars)}
         for eqn in opened.eqns:
             reads = [0 if ir.is_literal(v) else reached.get(v, 0) for v in eqn.invars]
@@ -135,6 +138,7 @@ class Additive:
                         total |= reads[i]
                     if total:
                         reached[v] = total
+        self._reached[id(opened)] = opened, reached
         return reached
 
     def _passed(self, eqn: Any) -> list[int]:

@@ -316,8 +316,10 @@ class Planner:
         stored: dict[Any, Precision | None],
     ) -> Decision:
         kind, name, preset = table.kind, eqn.primitive.name, self.asked.preset(table.kind)
-        read = {stored.get(v) for v in float_vars(eqn) if not ir.is_literal(v)}
-        selects = table.selects and not (ordered and name in EQUALITIES and target in read)
+        selects = table.selects
+        if selects and ordered and name in EQUALITIES:
+            read = {stored.get(v) for v in float_vars(eqn) if not ir.is_literal(v)}
+            selects = target not in read
         # what a rule, a region or a saved plan orders is lowered whether or not it pays
         is_asked = why is preset and not self._cuts
         blocked = (

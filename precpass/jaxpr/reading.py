@@ -112,10 +112,14 @@ def effects_of(eqn: Any) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
+_ORDERS = frozenset(("precision", "preferred_element_type", "out_dtype"))
+
+
 def user_order(eqn: Any) -> str | None:
     """What the user said about a product's precision, in words; None where nothing."""
     params = eqn.params
-    if not params:
+    # every equation is asked
+    if _ORDERS.isdisjoint(params):
         return None
     precision = params.get("precision")
     given = precision if isinstance(precision, tuple) else (precision,)
