@@ -246,8 +246,8 @@ class Planner:
         scope = self._scope(row)
         if is_fixed(scope):
             return keep(eqn, table.kind, reasons.FIXED())
-        if self.policy.widens and (ir.is_carrier(eqn) or ir.is_detach(eqn)):
-            why = "the product it serves is wide again"
+        if self.policy.widens and (ir.hands_on(eqn) or ir.is_detach(eqn)):
+            why = "what it serves is wide again"
             return Decision(Action.DROP, table.kind, Precision.F32, (Precision.F32,), why)
         floats = {p for v in (*eqn.invars, *eqn.outvars) if (p := ir.precision_of(v.aval))}
         if table.kind is OpKind.BOUNDARY:

@@ -42,12 +42,14 @@ class Bilinear(ir.Form):
         items: its parameters, sorted by name.
         low: the dtype of its operands.
         dtype: the dtype of its result.
+        kept: the operand, low itself, whose 16 bits stand behind all operands; None for none.
     """
 
     primitive: Any
     items: tuple[tuple[str, Any], ...]
     low: np.dtype[Any]
     dtype: np.dtype[Any]
+    kept: int | None = None
 
     def __str__(self) -> str:
         return f"{self.primitive.name} in {self.low.name}"
@@ -93,17 +95,23 @@ class Bilinear(ir.Form):
         low = ir.pin(low) if pinned else low
         flat = pinned and tangent.ndim <= 2  # see `Env.out_of_order`
         pair = [ir.detach(_as(self.low, tangent), pinned=pinned, flat=flat), low]
-        return _evaluated(
-            ir.Direct(), self, _ordered(pair, side), _ordered([tangent, low], side), detached=True
-        )
+        wide, form = _ordered([tangent, low], side), dataclasses.replace(self, kept=None)
+        if pinned and ir.WIDENS_STACKS:
+            form = dataclasses.replace(self, kept=1 - side)
+            wide.append(ir.bits(low))
+        return _evaluated(ir.Direct(), form, _ordered(pair, side), wide, detached=True)
 
-    def cotangent(self, cotangent: Any, other: Any, side: int, aval: Any) -> Any:
+    def cotangent(
+        self, cotangent: Any, other: Any, rest: Sequence[Any], side: int, aval: Any
+    ) -> Any:
         """The cotangent of operand `side`: a low product again, with a wide result and a carrier.
 
         What JAX's transposition makes of (low, low) -> f32 is a float32 product.
         """
         if not self._is_transposed_here(cotangent):
             return None
+        if self.kept == 1 - side and rest[-1].shape == other.shape:
+            other = ir.recalled(rest[-1], other)
         ndims = [aval.ndim, other.ndim]
         dot = transposed(self.numbers, _ordered(ndims, side), side)
         pinned, wide = _needs_barriers(self.low), [cotangent, other]
@@ -111,7 +119,8 @@ class Bilinear(ir.Form):
             x if x.dtype == self.low else ir.detach(_as(self.low, x), pinned=pinned, flat=pinned)
             for x in wide
         ]
-        form = dataclasses.replace(self.with_numbers(dot.numbers), dtype=cotangent.dtype)
+        form = self.with_numbers(dot.numbers)
+        form = dataclasses.replace(form, dtype=cotangent.dtype, kept=None)
         out = _evaluated(
             ir.Direct(), form, _ordered(pair, dot.side), _ordered(wide, dot.side), detached=True
         )
@@ -184,11 +193,12 @@ def _evaluated(
         detached: whether a derivative passes through the low operands, and is to end.
     """
     lhs, rhs, *rest = operands
+    others = rest if form.kept is None else rest[:-1]
     pinned, zeros = _needs_barriers(form.low), form.primitive.name == "ragged_dot_general"
     runs = pinned and form.is_dot
     pair, params = _runnable(build, form.numbers, low_operands) if runs else (low_operands, {})
     params = {**dict(form.items), **params, "preferred_element_type": form.sums_in}
-    out = build.emit(form.primitive, [*pair, *rest], params, aval)
+    out = build.emit(form.primitive, [*pair, *others], params, aval)
     if form.sums_in != form.dtype:
         out = build.convert(out, form.dtype)
     if pinned or zeros or detached:

@@ -180,7 +180,7 @@ class Rewriter:
             self._enter(env, eqn, decision, scope)
             return
         if action in (Action.DROP, Action.FOLD):
-            results = [env.read_as(eqn.invars[0], decision.compute)]
+            results = [env.read_as(ir.wide_operand(eqn), decision.compute)]
         elif action is Action.WIDEN:
             results = _wide(env, eqn, decision)
         elif decision.kind is OpKind.COMPUTE:

@@ -45,7 +45,7 @@ from precpass.jaxpr.building import (
     new_variable,
     with_results_in,
 )
-from precpass.jaxpr.carrier import Form, carry, detach, is_carrier, is_detach, pin
+from precpass.jaxpr.carrier import Form, carry, detach, is_detach, pin
 from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
 from precpass.jaxpr.float64 import float64, in_x64, is_float64
 from precpass.jaxpr.lowering import Contents, contents_of
@@ -88,13 +88,14 @@ from precpass.jaxpr.reading import (
     user_order,
     widening,
 )
-from precpass.jaxpr.rounded import hands_on, is_rounded
+from precpass.jaxpr.rounded import WIDENS_STACKS, bits, hands_on, is_rounded, recalled, wide_operand
 from precpass.jaxpr.twins import crossing, takes_twins, twin_aval, with_twins_in_order
 
 __all__ = [
     "COMBINERS",
     "ENTERED",
     "OPAQUE",
+    "WIDENS_STACKS",
     "Body",
     "Builder",
     "Call",
@@ -115,6 +116,7 @@ __all__ = [
     "axis_size",
     "bind",
     "bind_shard_map",
+    "bits",
     "bodies",
     "carry",
     "cast_formats",
@@ -138,7 +140,6 @@ __all__ = [
     "in_avals",
     "in_x64",
     "iota_size",
-    "is_carrier",
     "is_detach",
     "is_differentiated",
     "is_float64",
@@ -163,6 +164,7 @@ __all__ = [
     "pin",
     "precision_of",
     "ragged_dimension",
+    "recalled",
     "reduced_sizes",
     "retyped",
     "run",
@@ -177,6 +179,7 @@ __all__ = [
     "twin_aval",
     "user_order",
     "why_opaque",
+    "wide_operand",
     "widening",
     "with_bodies",
     "with_operand",

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["Form", "carrier_p", "carry", "detach", "detach_p", "is_carrier", "is_detach", "pin"]
+__all__ = ["Form", "carrier_p", "carry", "detach", "detach_p", "is_detach", "pin"]
 
 
 class Form(Protocol):
@@ -37,7 +37,9 @@ class Form(Protocol):
         """The product with `tangent` in the place of operand `side` (0 or 1)."""
         ...
 
-    def cotangent(self, cotangent: Any, other: Any, side: int, aval: Any) -> Any:
+    def cotangent(
+        self, cotangent: Any, other: Any, rest: Sequence[Any], side: int, aval: Any
+    ) -> Any:
         """The cotangent of operand `side`, whose type is `aval`, given the product's.
 
         None where JAX's transposition of `tangent` is to make it.
@@ -76,11 +78,6 @@ def carry(form: Form, out: Any, lhs: Any, rhs: Any, rest: Sequence[Any] = ()) ->
         rest: operands without derivative, such as group sizes.
     """
     return carrier_p.bind(out, lhs, rhs, *rest, form=form, batched=())
-
-
-def is_carrier(eqn: Any) -> bool:
-    """Whether an equation carries the derivative of a lowered product."""
-    return eqn.primitive is carrier_p
 
 
 def is_detach(eqn: Any) -> bool:
@@ -122,7 +119,8 @@ def _transpose(cotangent: Any, *operands: Any, form: Form, batched: Batched) -> 
         return cotangents
     side = 0 if ad.is_undefined_primal(operands[1]) else 1
     aval = operands[1 + side].aval
-    made = None if batched else form.cotangent(cotangent, operands[2 - side], side, aval)
+    other, rest = operands[2 - side], operands[3:]
+    made = None if batched else form.cotangent(cotangent, other, rest, side, aval)
     if made is not None:
         cotangents[1 + side] = made
         return cotangents

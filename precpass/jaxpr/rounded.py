@@ -12,15 +12,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
-from precpass.jaxpr.carrier import carrier_p, detach_p
+from precpass.jaxpr.carrier import carrier_p, detach, detach_p
 
-__all__ = ["hands_on", "is_rounded", "rounded_p"]
+__all__ = [
+    "WIDENS_STACKS",
+    "bits",
+    "hands_on",
+    "is_rounded",
+    "recalled",
+    "rounded_p",
+    "wide_operand",
+]
+
+WIDENS_STACKS = jax.__version_info__ < (0, 11)
+"""Whether XLA:CPU holds a stack of bfloat16 as float32, as it did before jax 0.11, and converts
+the whole of it in every trip of a loop."""
 
 rounded_p = jex.Primitive("precpass_rounded")
 rounded_p.def_impl(lambda low, _x: low)
@@ -28,9 +42,24 @@ rounded_p.def_abstract_eval(lambda low, _x: low)
 mlir.register_lowering(rounded_p, lambda _ctx, low, _x: [low])
 
 
+def bits(low: Any) -> Any:
+    """The 16 bits of a low value, through which no derivative passes."""
+    return lax.bitcast_convert_type(low, np.uint16)
+
+
+def recalled(kept: Any, low: Any) -> Any:
+    """A low value as its `bits` have it, with the derivative of that value."""
+    return rounded_p.bind(detach(lax.bitcast_convert_type(kept, low.dtype)), low)
+
+
 def hands_on(eqn: Any) -> bool:
     """Whether an equation only hands its first operand on; others are there for derivatives."""
     return eqn.primitive in (rounded_p, carrier_p, detach_p)
+
+
+def wide_operand(eqn: Any) -> Any:
+    """What stands in the place of an equation's result where nothing is low."""
+    return eqn.invars[1 if is_rounded(eqn) else 0]
 
 
 def is_rounded(eqn: Any) -> bool:
