@@ -116,9 +116,8 @@ class Worth(Protocol):
         """Whose other figures count."""
         ...
 
-    @property
-    def margin(self) -> float:
-        """By which part of its wide time a product must be faster low to pay."""
+    def least_gain(self, wide: float) -> float:
+        """By how many seconds a product must be faster low to pay, by those that it takes wide."""
         ...
 
     def verdict(self, product: Product) -> Verdict:
@@ -145,12 +144,15 @@ class Assumed:
 
     device: Device
     instead: str = ""
-    margin: float = 0.0
 
     @property
     def costs(self) -> str:
         """The device whose figures count."""
         return f"assumed for {self.device}{f' ({self.instead})' if self.instead else ''}"
+
+    def least_gain(self, wide: float) -> float:
+        """None: a table has no noise."""
+        return 0.0
 
     def sentence(self, product: Product, verdict: Verdict) -> str:
         """That it does not pay by the table, in words."""
@@ -200,8 +202,8 @@ class Weighed:
         if self._worth is None or found is None:
             return ""
         verdict = self._worth.verdict(found)
-        pays = verdict.ratio < 1 - self._worth.margin or (
-            verdict.by != "measured" and verdict.ratio <= 1
+        pays = verdict.low < verdict.wide - self._worth.least_gain(verdict.wide) or (
+            verdict.by != "measured" and verdict.low <= verdict.wide
         )
         return "" if pays else self._worth.sentence(found, verdict)
 
@@ -211,11 +213,14 @@ class Weighed:
         if self._worth is None or found is None:
             return None
         verdict = self._worth.verdict(found)
-        # measured with its casts: what the table has for them may be more than it took
         casts = casting(found, self._worth.device)
+        if verdict.by == "measured":
+            # with its casts, of which the table may have more than they took: a small one has
+            # no launch of its own
+            casts = [max(seconds - self._worth.device.launch, 0.0) for seconds in casts]
         part = min(1.0, verdict.low / 2 / sum(casts)) if sum(casts) else 0.0
         left, right = (part * seconds for seconds in casts)
-        wide = verdict.wide * (1 - self._worth.margin)
+        wide = max(verdict.wide - self._worth.least_gain(verdict.wide), 0.0)
         why = self._worth.sentence(found, verdict)
         return Candidate(wide, verdict.low - left - right, (left, right), why)
 

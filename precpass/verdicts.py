@@ -27,7 +27,7 @@ from precpass.profit import Verdict
 
 __all__ = ["FORMAT", "Verdicts", "cache_folder", "file_name"]
 
-FORMAT = 2
+FORMAT = 3
 """The version of the files, and of the form that the pass gives a low product: where that
 becomes another one, so does this. A file of another version is rebuilt."""
 
