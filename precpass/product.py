@@ -79,6 +79,10 @@ class Bilinear(ir.Form):
         wide = self.dtype != self.low and self.low.itemsize < 4
         return np.dtype(np.float32) if wide else self.dtype
 
+    def others(self, rest: Sequence[Any]) -> Sequence[Any]:
+        """What the equation itself reads of the operands behind the first two."""
+        return rest if self.kept is None else rest[:-1]
+
     def tangent(self, tangent: Any, other: Any, rest: Sequence[Any], side: int) -> Any:
         """The low product with `tangent` in the place of operand `side`.
 
@@ -88,17 +92,18 @@ class Bilinear(ir.Form):
             # JAX transposes a product only whose result has the operands' type
             pair = _ordered([_as(self.low, x) for x in (tangent, other)], side)
             given = {**dict(self.items), "preferred_element_type": self.low}
-            return _as(self.dtype, self.primitive.bind(*pair, *rest, **given))
+            return _as(self.dtype, self.primitive.bind(*pair, *self.others(rest), **given))
         pinned = _needs_barriers(self.low)
         # the backward pass keeps one value: the product's operand is the carrier's
         low = _as(self.low, other)
         low = ir.pin(low) if pinned else low
         flat = pinned and tangent.ndim <= 2  # see `Env.out_of_order`
         pair = [ir.detach(_as(self.low, tangent), pinned=pinned, flat=flat), low]
-        wide, form = _ordered([tangent, low], side), dataclasses.replace(self, kept=None)
-        if pinned and ir.WIDENS_STACKS:
-            form = dataclasses.replace(self, kept=1 - side)
+        wide = _ordered([tangent, low], side)
+        keeps_bits = pinned and ir.WIDENS_STACKS
+        if keeps_bits:
             wide.append(ir.bits(low))
+        form = dataclasses.replace(self, kept=1 - side if keeps_bits else None)
         return _evaluated(ir.Direct(), form, _ordered(pair, side), wide, detached=True)
 
     def cotangent(
@@ -193,12 +198,11 @@ def _evaluated(
         detached: whether a derivative passes through the low operands, and is to end.
     """
     lhs, rhs, *rest = operands
-    others = rest if form.kept is None else rest[:-1]
     pinned, zeros = _needs_barriers(form.low), form.primitive.name == "ragged_dot_general"
     runs = pinned and form.is_dot
     pair, params = _runnable(build, form.numbers, low_operands) if runs else (low_operands, {})
     params = {**dict(form.items), **params, "preferred_element_type": form.sums_in}
-    out = build.emit(form.primitive, [*pair, *others], params, aval)
+    out = build.emit(form.primitive, [*pair, *form.others(rest)], params, aval)
     if form.sums_in != form.dtype:
         out = build.convert(out, form.dtype)
     if pinned or zeros or detached:

@@ -27,7 +27,7 @@ CHUNKS, PROGRAMS = 10, 101
 class Drawn:
     """Times that are drawn for each product: whole microseconds, so that there are ties."""
 
-    costs, margin, device = "drawn", 0.0, NOMINAL
+    costs, device = "drawn", NOMINAL
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -36,6 +36,9 @@ class Drawn:
     def verdict(self, product: Product) -> Verdict:
         wide, low = self._rng.randint(1, 4) * 1e-6, self._rng.randint(1, 4) * 1e-6
         return self._known.setdefault(product.text, Verdict(wide, low, "drawn"))
+
+    def least_gain(self, wide: float) -> float:
+        return 0.0
 
     def sentence(self, product: Product, verdict: Verdict) -> str:
         return f"{verdict.low} s low, {verdict.wide} s wide"

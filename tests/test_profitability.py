@@ -57,8 +57,10 @@ def test_the_reason_has_both_times_and_the_device(clock: Clock):
     "ratio, action", [(0.96, Action.LOWER), (0.98, Action.KEEP), (1.0, Action.KEEP)]
 )
 def test_a_product_must_be_clearly_faster(clock: Clock, ratio: float, action: Action):
-    clock.ratio, clock.seconds = (lambda product: ratio), 1e-3
-    assert set(actions(mlp, MEASURED, PARAMS, f32(64, 8))) == {action}
+    """In company of one that pays well: little is left alone anyway."""
+    clock.seconds = 1e-3
+    clock.ratio = lambda product: 0.2 if product.avals[1][1] == (16, 16) else ratio
+    assert actions(mlp, MEASURED, PARAMS, f32(64, 8)) == [action, Action.LOWER, action]
 
 
 def test_each_distinct_product_is_timed_once(clock: Clock):
@@ -201,7 +203,7 @@ def test_of_products_that_share_an_operand_all_may_pay_where_none_does_alone(clo
     assert found == [Action.LOWER] * 3
 
 
-@pytest.mark.parametrize("part, action", [(0.002, Action.KEEP), (0.2, Action.LOWER)])
+@pytest.mark.parametrize("part, action", [(0.002, Action.KEEP), (0.4, Action.LOWER)])
 def test_a_program_is_left_alone_for_next_to_nothing(clock: Clock, part: float, action: Action):
     """What lowering one product changes around it may cost more than that product gains."""
 
