@@ -57,6 +57,15 @@ class Origins:
                 atom = eqn.invars[0]
         return Origin.GIVEN
 
+    def waits_for_branch(self, body: int, atom: Any) -> bool:
+        """Whether a loop runs the body as a part of a branch, and has the operand from outside."""
+        node = self.graph.bodies[body]
+        while node.around is not None and node.caller.primitive.name not in ("scan", "while"):
+            if node.caller.primitive.name == "cond":
+                return self.of(body, atom) is Origin.HELD
+            node = node.around
+        return False
+
     def is_made_in(self, body: int, atom: Any) -> bool:
         """Whether elementwise work in the very body makes an operand."""
         rows = self._producers(self.graph.bodies[body])

@@ -31,8 +31,8 @@ __all__ = ["LITTLE", "Question", "placed"]
 
 LITTLE = 0.05
 """The part of all products' time that lowering some must save: what it changes around them, in
-XLA's fusions, is in no product's time. The gradient of a CNN (`scripts/bench`, jax 0.10.2, CPU) that
-was to save 2.9 % took 1.00 of float32's time, and its step 1.06."""
+XLA's fusions, is in no product's time. The gradient of a CNN (`scripts/bench`, jax 0.10.2, CPU)
+that was to save 2.9 % took 1.00 of float32's time, and its step 1.06."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,6 +108,8 @@ class Decision:
             together where x64 is off.
         swapped: whether it is a product that is evaluated with its operands exchanged,
             lowered or not, in the place of transposes behind it.
+        waits: of a product, whether each operand is there before a loop that has the product
+            in a branch: no low copy of it is kept for a backward pass.
     """
 
     action: Action
@@ -119,11 +121,12 @@ class Decision:
     rules: Border | None = None
     island: bool = False
     swapped: bool = False
+    waits: tuple[bool, bool] = (False, False)
 
     @functools.cached_property
     def _hash(self) -> int:
         own = self.action, self.compute, self.stored, self.reason, self.inner
-        return hash((*own, self.island, self.swapped))
+        return hash((*own, self.island, self.swapped, self.waits))
 
     def __hash__(self) -> int:
         return self._hash

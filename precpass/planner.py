@@ -346,7 +346,11 @@ class Planner:
         reason = "moves a low value" if not ordered else why
         if any(not ir.is_literal(v) and v in facts.unchecked for v in eqn.invars):
             reason += "; a constant of an outer trace is unchecked"
-        return lower(kind, target, results, reason)
+        decision = lower(kind, target, results, reason)
+        if kind is OpKind.COMPUTE:
+            lhs, rhs = (self._weighed.waits_for_branch(facts.body, v) for v in eqn.invars[:2])
+            decision = dataclasses.replace(decision, waits=(lhs, rhs)) if lhs or rhs else decision
+        return decision
 
     def _boundary(self, row: int, floats: set[Precision]) -> Decision:
         eqn = self.graph.eqns[row]

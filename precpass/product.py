@@ -21,6 +21,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 
@@ -43,6 +44,8 @@ class Bilinear(ir.Form):
         low: the dtype of its operands.
         dtype: the dtype of its result.
         kept: the operand, low itself, whose 16 bits stand behind all operands; None for none.
+        waits: whether each operand is there anyway when the backward pass reads it, and is to be
+            cast again then (`Decision.waits`).
     """
 
     primitive: Any
@@ -50,6 +53,7 @@ class Bilinear(ir.Form):
     low: np.dtype[Any]
     dtype: np.dtype[Any]
     kept: int | None = None
+    waits: tuple[bool, bool] = (False, False)
 
     def __str__(self) -> str:
         return f"{self.primitive.name} in {self.low.name}"
@@ -88,6 +92,11 @@ class Bilinear(ir.Form):
 
         Both operands get casts of their own, so that cotangents add up wide.
         """
+        if self.waits[1 - side]:
+            form = dataclasses.replace(self, waits=(False, False))
+            # a checkpoint keeps its operands alone
+            late = jax.checkpoint(lambda t, x: form.tangent(t, x, rest, side), prevent_cse=False)
+            return late(tangent, other)
         if not self._is_transposed_here(tangent):
             # JAX transposes a product only whose result has the operands' type
             pair = _ordered([_as(self.low, x) for x in (tangent, other)], side)
@@ -103,7 +112,8 @@ class Bilinear(ir.Form):
         keeps_bits = pinned and ir.WIDENS_STACKS
         if keeps_bits:
             wide.append(ir.bits(low))
-        form = dataclasses.replace(self, kept=1 - side if keeps_bits else None)
+        kept = 1 - side if keeps_bits else None
+        form = dataclasses.replace(self, kept=kept, waits=(False, False))
         return _evaluated(ir.Direct(), form, _ordered(pair, side), wide, detached=True)
 
     def cotangent(
@@ -125,7 +135,7 @@ class Bilinear(ir.Form):
             for x in wide
         ]
         form = self.with_numbers(dot.numbers)
-        form = dataclasses.replace(form, dtype=cotangent.dtype, kept=None)
+        form = dataclasses.replace(form, dtype=cotangent.dtype, kept=None, waits=(False, False))
         out = _evaluated(
             ir.Direct(), form, _ordered(pair, dot.side), _ordered(wide, dot.side), detached=True
         )
@@ -160,6 +170,7 @@ def lowered(
     low_operands: Sequence[Any],
     operands: Sequence[Any],
     dtype: np.dtype[Any],
+    waits: tuple[bool, bool] = (False, False),
 ) -> Any:
     """A bilinear equation evaluated in low precision.
 
@@ -169,11 +180,13 @@ def lowered(
         low_operands: its two data operands in the low format, from `low_copy`.
         operands: all its operands as they were, wide.
         dtype: the dtype of the result. A dot whose result is wide is not rounded.
+        waits: as `Bilinear` has it.
 
     Returns:
         The product, differentiable to any order in forward and reverse mode.
     """
-    form = Bilinear(eqn.primitive, ir.sorted_params(eqn), low_operands[0].aval.dtype, dtype)
+    low = low_operands[0].aval.dtype
+    form = Bilinear(eqn.primitive, ir.sorted_params(eqn), low, dtype, waits=waits)
     aval = eqn.outvars[0].aval.update(dtype=form.sums_in, weak_type=False)
     return _evaluated(build, form, low_operands, operands, aval)
 

@@ -191,6 +191,10 @@ class Weighed:
         self._readers = readers
         self._worth = worth
 
+    def waits_for_branch(self, body: int, atom: Any) -> bool:
+        """As `Origins` has it."""
+        return self._origins.waits_for_branch(body, atom)
+
     @property
     def device(self) -> Device | None:
         """Whose figures count; None where everything pays."""

@@ -260,15 +260,16 @@ def _round(env: Env, eqn: Any, decision: Decision) -> None:
 
 
 def _product(env: Env, eqn: Any, decision: Decision) -> Any:
+    waits = decision.waits
     if decision.swapped:
-        eqn = ir.exchanged(eqn)
+        eqn, waits = ir.exchanged(eqn), (waits[1], waits[0])
     if decision.action is Action.SWAP:
         return env.build.keep(eqn, [env.read(v) for v in eqn.invars])[0]
     assert decision.compute is not None
     eqn = env.without_transposes(eqn, decision.compute)
     operands = [env.read(v) for v in eqn.invars]
     low = [env.low_copy(v, decision.compute) for v in eqn.invars[:2]]
-    return lowered(env.build, eqn, low, operands, eqn.outvars[0].aval.dtype)
+    return lowered(env.build, eqn, low, operands, eqn.outvars[0].aval.dtype, waits)
 
 
 def _low(env: Env, eqn: Any, decision: Decision) -> Sequence[Any]:

@@ -110,3 +110,67 @@ def test_products_are_wide_again_under_always_f32(low: Callable[..., Any]):
     assert "precpass" not in str(found.after)
     assert not any(map(is_low, products(found.after)))
     assert_near(jaxpr_as_fun(found.after)(*ARGS)[0], jax.grad(rnn)(*ARGS))
+
+
+# ---------------------------------------------------------------- branches in loops
+
+SQUARE, ROW = normal(2, WIDTH, WIDTH) / 4, normal(3, BATCH, WIDTH)
+
+
+def looped(body: Callable[..., Any]) -> Callable[..., Any]:
+    def fn(w: Any, x: Any) -> Any:
+        def step(c: Any, i: Any) -> Any:
+            # what a trip makes is soon forgotten, and its rounding with it
+            return 0.5 * body(c, i, w) + x, None
+
+        return lax.scan(step, x, jnp.arange(TRIPS))[0].sum()
+
+    return fn
+
+
+BRANCHES: dict[str, Callable[..., Any]] = {
+    "cond": lambda c, i, w: lax.cond(i % 2 == 0, lambda c: jnp.tanh(c @ w), lambda c: c, c),
+    "cond with an operand": lambda c, i, w: lax.cond(
+        i % 2 == 0, lambda c, w: jnp.tanh(c @ w), lambda c, w: c, c, w
+    ),
+    "switch": lambda c, i, w: lax.switch(
+        i % 3, [lambda c: jnp.tanh(c @ w), lambda c: c, lambda c: jnp.sin(c @ w.T)], c
+    ),
+    "transposed": lambda c, i, w: lax.cond(
+        i % 2 == 0, lambda c: jnp.tanh((w @ c.T).T), lambda c: c, c
+    ),
+    "in a jit": lambda c, i, w: jax.jit(
+        lambda c: lax.cond(i % 2 == 0, lambda c: jnp.tanh(c @ w), lambda c: c, c)
+    )(c),
+    "under vmap": lambda c, i, w: jax.vmap(
+        lambda r: lax.cond(i % 2 == 0, lambda r: jnp.tanh(r @ w), lambda r: r, r)
+    )(c),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_no_copy_of_a_loops_constant_is_kept_for_each_trip(name: str):
+    """In a branch JAX cannot see that the low copy is a constant of the loop around it."""
+    fn = looped(BRANCHES[name])
+    jaxpr = jax.make_jaxpr(jax.grad(pp.auto_mixed(fn), (0, 1)))(SQUARE, ROW)
+    stacks = re.findall(rf"(?:bf16|u16)\[{TRIPS},{WIDTH},{WIDTH}\]", str(jaxpr))
+    assert not stacks
+    assert any(map(is_low, products(jaxpr)))
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("of", ["grad", "grad of jvp", "jvp of grad"])
+def test_such_derivatives_are_near(name: str, of: str):
+    fn, derivative = looped(BRANCHES[name]), DERIVATIVES[of]
+    got = jax.jit(derivative(pp.auto_mixed(fn)))(SQUARE, ROW)
+    assert_near(got, jax.jit(derivative(fn))(SQUARE, ROW), 0.03)
+
+
+def test_what_a_trip_makes_is_kept_low():
+    """That of a branch too: only what is there anyway is cast again."""
+
+    def body(c: Any, i: Any, w: Any) -> Any:
+        return lax.cond(i % 2 == 0, lambda c: jnp.tanh(jnp.sin(c) @ w), lambda c: c, c)
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(pp.auto_mixed(looped(body))))(SQUARE, ROW))
+    assert re.search(rf"(?:bf16|u16)\[{STACK}\]", jaxpr)
