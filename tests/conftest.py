@@ -1,4 +1,16 @@
 import os
+
+# XLA reads its flags once, when jax starts its backend; the last mention of a flag wins.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=4",
+        # XLA's own passes and kernels are as always; LLVM's optimizations of the loops between
+        # them are a quarter of the time that the tests take
+        "--xla_backend_optimization_level=0",
+    )
+)
+
 from pathlib import Path
 from typing import Any
 
@@ -6,14 +18,6 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
-
-# XLA reads its flags once, when jax starts its backend; the last mention of a flag wins. Its own
-# passes and kernels are as always: what makes the loops between them is half of the tests' time.
-_FLAGS = ["--xla_force_host_platform_device_count=4", "--xla_backend_optimization_level=0"]
-if jax.__version_info__ < (0, 11):
-    # later ones have no other emitters
-    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_FLAGS))
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
