@@ -155,11 +155,9 @@ class Graph:
         eqn = self.eqns[row]
         # a name stack is one object for all that was bound below it, and is slow to print
         key = int(self.body[row]), id(eqn.source_info.name_stack)
-        found = self._scopes.get(key)
-        if found is None:
-            around = self.bodies[key[0]].scope
-            found = self._scopes[key] = join_scopes(around, ir.scope_of(eqn))
-        return found
+        if key not in self._scopes:
+            self._scopes[key] = join_scopes(self.bodies[key[0]].scope, ir.scope_of(eqn))
+        return self._scopes[key]
 
     @functools.cached_property
     def _scopes(self) -> dict[tuple[int, int], str]:
@@ -168,10 +166,7 @@ class Graph:
     def source(self, row: int) -> ir.Source:
         """The source line of an equation; its caller's where JAX recorded none of its own."""
         own = ir.source_of(self.eqns[row])
-        return own if own.file else self._body_of(row).source
-
-    def _body_of(self, row: int) -> BodyNode:
-        return self.bodies[int(self.body[row])]
+        return own if own.file else self.bodies[int(self.body[row])].source
 
     def to_networkx(self) -> Any:
         """The dataflow as a `networkx.MultiDiGraph`.
