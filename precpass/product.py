@@ -83,6 +83,10 @@ class Bilinear(ir.Form):
         wide = self.dtype != self.low and self.low.itemsize < 4
         return np.dtype(np.float32) if wide else self.dtype
 
+    def bare(self) -> Bilinear:
+        """Without what is known of these operands alone."""
+        return dataclasses.replace(self, kept=None, waits=(False, False))
+
     def others(self, rest: Sequence[Any]) -> Sequence[Any]:
         """What the equation itself reads of the operands behind the first two."""
         return rest if self.kept is None else rest[:-1]
@@ -93,7 +97,7 @@ class Bilinear(ir.Form):
         Both operands get casts of their own, so that cotangents add up wide.
         """
         if self.waits[1 - side]:
-            form = dataclasses.replace(self, waits=(False, False))
+            form = self.bare()
             # a checkpoint keeps its operands alone
             late = jax.checkpoint(lambda t, x: form.tangent(t, x, rest, side), prevent_cse=False)
             return late(tangent, other)
@@ -113,7 +117,7 @@ class Bilinear(ir.Form):
         if keeps_bits:
             wide.append(ir.bits(low))
         kept = 1 - side if keeps_bits else None
-        form = dataclasses.replace(self, kept=kept, waits=(False, False))
+        form = dataclasses.replace(self.bare(), kept=kept)
         return _evaluated(ir.Direct(), form, _ordered(pair, side), wide, detached=True)
 
     def cotangent(
@@ -134,8 +138,7 @@ class Bilinear(ir.Form):
             x if x.dtype == self.low else ir.detach(_as(self.low, x), pinned=pinned, flat=pinned)
             for x in wide
         ]
-        form = self.with_numbers(dot.numbers)
-        form = dataclasses.replace(form, dtype=cotangent.dtype, kept=None, waits=(False, False))
+        form = dataclasses.replace(self.with_numbers(dot.numbers).bare(), dtype=cotangent.dtype)
         out = _evaluated(
             ir.Direct(), form, _ordered(pair, dot.side), _ordered(wide, dot.side), detached=True
         )
