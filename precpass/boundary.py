@@ -7,7 +7,7 @@ that knows every primitive of the installed JAX. Those that hold jaxprs are `jax
 
 from __future__ import annotations
 
-__all__ = ["BOUNDARY"]
+__all__ = ["BOUNDARY", "FUSES"]
 
 
 def _because(reason: str, names: str) -> dict[str, str]:
@@ -104,3 +104,10 @@ BOUNDARY: dict[str, str] = {
     ),
 }
 """Name -> why it keeps its dtypes."""
+
+FUSES = frozenset(
+    name
+    for name, why in BOUNDARY.items()
+    if why in ("works on bits", "complex numbers have no low format")
+)
+"""Those that are elementwise work for a compiler, however exact."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.equations import moved_operand
+from precpass.equations import CHOOSES, chosen_operand, moved_operand
 from precpass.graph import NOMINAL_SIZE, Graph, nbytes
 from precpass.precision import Precision
 from precpass.rules import is_backward
@@ -91,8 +91,10 @@ class Classes:
         kept = set[Key]()
         for body in range(len(graph.bodies)):
             kept |= self._kept(body)
+        self._chosen = set[int]()
         for body in range(len(graph.bodies)):
             self._follow(body)
+            self._choose(body)
         self.found: dict[Key, ValueClass] = {}
         self._of: list[dict[Any, ValueClass]] = [{} for _ in graph.bodies]
         for body, atom in self._parents:
@@ -178,6 +180,37 @@ class Classes:
                 for v in eqn.outvars:
                     self._join((body, moved), (body, v))
 
+    def _choose(self, body: int) -> None:
+        """Joins a value and the part of it that is chosen at run time.
+
+        Not a part that is of a class itself: what the forward pass keeps of it is rounded where
+        it is chosen, however often.
+        """
+        node = self.graph.bodies[body]
+        rows = range(node.start, node.stop)
+        eqns = self.graph.eqns
+        choose = [row for row in rows if eqns[row].primitive.name in CHOOSES]
+        wholes = {row: chosen_operand(eqns[row]) for row in choose}
+        wholes = {row: v for row, v in wholes.items() if (body, v) in self._parents}
+        if not wholes:
+            return
+        taken = set[Any]()
+        for row in reversed(rows):
+            moved, made = moved_operand(eqns[row]), eqns[row].outvars
+            if moved is not None and any((body, v) in self._parents or v in taken for v in made):
+                taken.add(moved)
+        for row, whole in wholes.items():
+            (part,) = eqns[row].outvars
+            if (body, part) not in self._parents and part not in taken:
+                self._chosen.add(row)
+                self._join((body, whole), (body, part))
+        self._follow(body)
+
+    def _moved(self, row: int) -> Any:
+        """What an equation hands on to the class of its result."""
+        eqn = self.graph.eqns[row]
+        return chosen_operand(eqn) if row in self._chosen else moved_operand(eqn)
+
     # ------------------------------------------------------------ what is known of each
 
     def _classes(self, body: int, atoms: Sequence[Any]) -> list[tuple[int, ValueClass]]:
@@ -199,7 +232,7 @@ class Classes:
                 self._cross(row, body)
                 continue
             reads, makes = self._classes(body, eqn.invars), self._classes(body, eqn.outvars)
-            moved = moved_operand(eqn) if reads and makes else None
+            moved = self._moved(row) if reads and makes else None
             low = row in self.reads_low
             for i, found in reads:
                 if moved is not None:

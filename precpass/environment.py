@@ -12,7 +12,7 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.dots import untransposed
-from precpass.equations import grows, hands_on_layout, moved_operand
+from precpass.equations import chosen_operand, grows, hands_on_layout, moved_operand
 from precpass.plan import Border, Twin, across
 from precpass.precision import Precision
 from precpass.product import is_in_order, low_copy
@@ -79,7 +79,7 @@ class Env:
     def keep(self, eqn: Any) -> None:
         """Takes over an equation as it is."""
         values = self.values
-        if grows(eqn) or (self.twins and moved_operand(eqn) is not None):
+        if grows(eqn) or (self.twins and _handed_on(eqn) is not None):
             self.moved.update(dict.fromkeys(eqn.outvars, eqn))
         if (pair := ir.widening(eqn)) is not None:
             self.widened_from.update([pair])
@@ -234,17 +234,16 @@ class Env:
         if key in self.low_copies or key in self.twins:
             return True
         moved = self.moved.get(atom)
-        return moved is not None and (
-            grows(moved) or self._has_low(moved_operand(moved), precision)
-        )
+        return moved is not None and (grows(moved) or self._has_low(_handed_on(moved), precision))
 
     def _move_low(self, eqn: Any, precision: Precision) -> None:
         """Moves the low copy of what an equation moves, where there is one, or where it grows."""
-        operand = eqn.invars[0] if grows(eqn) else moved_operand(eqn)
+        operand = eqn.invars[0] if grows(eqn) else _handed_on(eqn)
         if not (grows(eqn) or self._has_low(operand, precision)):
             return
         low = self.low_copy(operand, precision)
-        moved = [low] if ir.keeps_bits(eqn) else self.build.bind(eqn, [low])
+        others = [self.read(v) for v in eqn.invars[1:]]
+        moved = [low] if ir.keeps_bits(eqn) else self.build.bind(eqn, [low, *others])
         for var, value in zip(eqn.outvars, moved, strict=True):
             self.low_copies[var, precision] = low_copy(
                 self.build, value, precision, flat=var in self.out_of_order
@@ -261,6 +260,12 @@ class Env:
         if weak != getattr(value.aval, "weak_type", False):
             value = self.build.convert(value, atom.aval.dtype, weak)
         return value
+
+
+def _handed_on(eqn: Any) -> Any:
+    """What an equation moves, or takes a part of."""
+    moved = moved_operand(eqn)
+    return chosen_operand(eqn) if moved is None else moved
 
 
 def crossing_aval(aval: Any, border: Border) -> Any:

@@ -34,6 +34,8 @@ _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilate
 EQUALITIES = frozenset({"eq", "ne"})
 
 _REPEATS = frozenset(("broadcast_in_dim", "all_gather", "all_gather_invariant", "tile"))
+CHOOSES = frozenset(("dynamic_slice",))
+"""Those that take a part of an operand which is chosen at run time."""
 _ASKS_READERS = frozenset(("convert_element_type", "stop_gradient"))
 
 
@@ -175,6 +177,15 @@ def moved_operand(eqn: Any) -> Any:
     operands = float_vars(eqn)
     alone = len(operands) == 1 and len(eqn.invars) == 1 and not ir.is_literal(operands[0])
     return operands[0] if alone and ir.precision_of(operands[0].aval) is Precision.F32 else None
+
+
+def chosen_operand(eqn: Any) -> Any:
+    """What an equation takes a part of that is chosen at run time; None where it does not."""
+    if eqn.primitive.name not in CHOOSES:
+        return None
+    whole = eqn.invars[0]
+    is_wide = not ir.is_literal(whole) and ir.precision_of(whole.aval) is Precision.F32
+    return whole if is_wide else None
 
 
 def hands_on_layout(eqn: Any) -> bool:

@@ -15,7 +15,7 @@ from precpass.leaves import Declared, results, unwrapped
 from precpass.policy import PrecisionPolicy
 from precpass.program import Program, Traced
 
-__all__ = ["Mixed", "made_of_trace", "owner_of"]
+__all__ = ["Mixed", "Staged", "made_of_trace", "owner_of"]
 
 
 class Mixed:
@@ -231,6 +231,68 @@ def _crossed(
 def calls_users_code(code: types.CodeType) -> bool:
     """Whether a frame with this code is the one in which the user's function is called."""
     return code in _crossed.__code__.co_consts and code.co_name == "crossed"
+
+
+class Staged:
+    """A `jax.jit` of what is made of the traces of a mixed function.
+
+    Args:
+        mixed: the function.
+        then: makes of a trace, and of what a call is given besides, the results of the jaxpr
+            and anything.
+        more: how many values a call is given besides.
+    """
+
+    def __init__(
+        self, mixed: Mixed, then: Callable[..., tuple[Sequence[Any], Any]], more: int = 0
+    ) -> None:
+        self._mixed = mixed
+        self._then = then
+        self._more = more
+        self._jitted: dict[tuple[Program, context.Region], Any] = {}
+
+    def __call__(self, more: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The function's output, and what was made besides."""
+        __tracebackhide__ = True
+        return self._run(lambda jitted: jitted, more, args, kwargs)
+
+    def shape(self, more: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The shapes and dtypes of both; nothing runs."""
+        return self._run(lambda jitted: jitted.eval_shape, more, args, kwargs)
+
+    def _run(self, part: Callable[[Any], Any], more: Any, args: Any, kwargs: Any) -> Any:
+        region = context.current()
+
+        def run_of(program: Program) -> Any:
+            found = part(self._of(program, region))
+            return lambda *inner, **inner_kwargs: found(more, *inner, **inner_kwargs)
+
+        def finish(splits: bool, out: Any) -> Any:
+            outward = self._mixed._crossing.outward  # pyright: ignore[reportPrivateUsage]
+            return outward(splits, out[0]), out[1]
+
+        return self._mixed._run(run_of, args, kwargs, finish)  # pyright: ignore[reportPrivateUsage]
+
+    def _of(self, program: Program, region: context.Region) -> Any:
+        key = program, region
+        if key not in self._jitted:
+            resolved = region.resolve(program.policy, program.profitability)
+
+            def traced(more: Any, *args: Any, **kwargs: Any) -> Any:
+                call = program.trace(region, args, kwargs, keeps_numbers=False)
+
+                def output(results: Sequence[Any]) -> Any:
+                    return jax.tree.unflatten(call.tree, results)
+
+                own = resolved.policy, resolved.scope
+                seen = Traced(call, program.name, region, *own, output)
+                results, made = self._then(seen, *more)
+                return output(results), made
+
+            traced.__name__ = program.name
+            options = program.shifted_options()
+            self._jitted[key] = jax.jit(context.traced_in(region, traced), **options)
+        return self._jitted[key]
 
 
 def made_of_trace(mixed: Mixed, then: Callable[[Traced], Any], args: Any, kwargs: Any) -> Any:

@@ -46,6 +46,7 @@ class Bilinear(ir.Form):
         kept: the operand, low itself, whose 16 bits stand behind all operands; None for none.
         waits: whether each operand is there anyway when the backward pass reads it, and is to be
             cast again then (`Decision.waits`).
+        mapped: whether it is under a vmap and no single product.
     """
 
     primitive: Any
@@ -54,6 +55,7 @@ class Bilinear(ir.Form):
     dtype: np.dtype[Any]
     kept: int | None = None
     waits: tuple[bool, bool] = (False, False)
+    mapped: bool = False
 
     def __str__(self) -> str:
         return f"{self.primitive.name} in {self.low.name}"
@@ -62,6 +64,11 @@ class Bilinear(ir.Form):
     def is_dot(self) -> bool:
         """Whether it is a `dot_general`."""
         return self.primitive.name == "dot_general"
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether it is a `ragged_dot_general`."""
+        return self.primitive.name == "ragged_dot_general"
 
     @property
     def numbers(self) -> Numbers:
@@ -104,21 +111,20 @@ class Bilinear(ir.Form):
         if not self._is_transposed_here(tangent):
             # JAX transposes a product only whose result has the operands' type
             pair = _ordered([_as(self.low, x) for x in (tangent, other)], side)
-            given = {**dict(self.items), "preferred_element_type": self.low}
-            return _as(self.dtype, self.primitive.bind(*pair, *self.others(rest), **given))
+            return _as(self.dtype, self._rounded(pair, rest))
         pinned = _needs_barriers(self.low)
         # the backward pass keeps one value: the product's operand is the carrier's
         low = _as(self.low, other)
         low = ir.pin(low) if pinned else low
         flat = pinned and tangent.ndim <= 2  # see `Env.out_of_order`
         pair = [ir.detach(_as(self.low, tangent), pinned=pinned, flat=flat), low]
-        wide = _ordered([tangent, low], side)
+        wide = [*_ordered([tangent, low], side), *self.others(rest)]
         keeps_bits = pinned and ir.WIDENS_STACKS
         if keeps_bits:
             wide.append(ir.bits(low))
         kept = 1 - side if keeps_bits else None
         form = dataclasses.replace(self.bare(), kept=kept)
-        return _evaluated(ir.Direct(), form, _ordered(pair, side), wide, detached=True)
+        return form.evaluated(_ordered(pair, side), wide)
 
     def cotangent(
         self, cotangent: Any, other: Any, rest: Sequence[Any], side: int, aval: Any
@@ -131,31 +137,62 @@ class Bilinear(ir.Form):
             return None
         if self.kept == 1 - side and rest[-1].shape == other.shape:
             other = ir.recalled(rest[-1], other)
+        if not self.is_dot:
+            return self._as_jax_transposes(cotangent, other, rest, side, aval)
         ndims = [aval.ndim, other.ndim]
         dot = transposed(self.numbers, _ordered(ndims, side), side)
-        pinned, wide = _needs_barriers(self.low), [cotangent, other]
+        form = dataclasses.replace(self.with_numbers(dot.numbers).bare(), dtype=cotangent.dtype)
+        out = form.lowered(_ordered([cotangent, other], dot.side))
+        return _as(aval.dtype, out if dot.order is None else lax.transpose(out, dot.order))
+
+    def _as_jax_transposes(
+        self, cotangent: Any, other: Any, rest: Sequence[Any], side: int, aval: Any
+    ) -> Any:
+        def product(x: Any) -> Any:
+            return self._rounded(_ordered([x, other], side), rest)
+
+        def apply(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+            if eqn.primitive is not self.primitive:
+                return ir.bind(eqn, operands)
+            form = Bilinear(eqn.primitive, ir.sorted_params(eqn), self.low, cotangent.dtype)
+            return [form.lowered(operands)]
+
+        made = jax.linear_transpose(product, jax.ShapeDtypeStruct(aval.shape, self.low))
+        jaxpr = ir.trace(made, jax.ShapeDtypeStruct(cotangent.shape, self.low))
+        return _as(aval.dtype, ir.one_by_one(jaxpr, [cotangent], apply)[0])
+
+    def lowered(self, operands: Sequence[Any]) -> Any:
+        """The product of two operands, wide or low, and of what the equation reads beside them."""
+        pinned = _needs_barriers(self.low)
         pair = [
             x if x.dtype == self.low else ir.detach(_as(self.low, x), pinned=pinned, flat=pinned)
-            for x in wide
+            for x in operands[:2]
         ]
-        form = dataclasses.replace(self.with_numbers(dot.numbers).bare(), dtype=cotangent.dtype)
-        out = _evaluated(
-            ir.Direct(), form, _ordered(pair, dot.side), _ordered(wide, dot.side), detached=True
-        )
-        return _as(aval.dtype, out if dot.order is None else lax.transpose(out, dot.order))
+        return self.evaluated(pair, operands)
+
+    def evaluated(self, pair: Sequence[Any], operands: Sequence[Any]) -> Any:
+        """The product of low operands, with the derivative that passes through `operands`."""
+        build = ir.Direct(called=self.is_ragged)
+        return _evaluated(build, self, pair, operands, detached=True)
+
+    def _rounded(self, pair: Sequence[Any], rest: Sequence[Any]) -> Any:
+        """The product of low operands as JAX transposes it: its result has their type."""
+        given = {**dict(self.items), "preferred_element_type": self.low}
+        return self.primitive.bind(*pair, *self.others(rest), **given)
 
     def batched(
         self, ndims: Sequence[int], dims: Sequence[int | None]
-    ) -> tuple[Bilinear, int] | None:
-        """A dot under a vmap as a single dot, and the batch dimension of its result."""
+    ) -> tuple[Bilinear, int | None]:
+        """As a dot under a vmap is a single dot."""
         if not self.is_dot or all(dim is None for dim in dims):
-            return None
+            return dataclasses.replace(self, mapped=True), None
         numbers, dim = batched(self.numbers, ndims, dims)
         return self.with_numbers(numbers), dim
 
     def _is_transposed_here(self, x: Any) -> bool:
         # of types with a sharding JAX knows how each product's result is sharded
-        return self.is_dot and not ir.is_sharded_by_type(x)
+        own = self.is_dot or (self.is_ragged and not self.mapped)
+        return own and not ir.is_sharded_by_type(x)
 
 
 def _as(dtype: np.dtype[Any], x: Any) -> Any:
@@ -214,7 +251,8 @@ def _evaluated(
         detached: whether a derivative passes through the low operands, and is to end.
     """
     lhs, rhs, *rest = operands
-    pinned, zeros = _needs_barriers(form.low), form.primitive.name == "ragged_dot_general"
+    # JAX's transpose of a ragged dot takes no symbolic zero
+    pinned, zeros = _needs_barriers(form.low), form.is_ragged and not detached
     runs = pinned and form.is_dot
     pair, params = _runnable(build, form.numbers, low_operands) if runs else (low_operands, {})
     params = {**dict(form.items), **params, "preferred_element_type": form.sums_in}

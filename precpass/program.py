@@ -113,6 +113,21 @@ class Program:
         self._jitted.clear()
         self._calls.clear()
 
+    def shifted_options(self) -> dict[str, Any]:
+        """`options` for a function with one more argument before, and one more result behind."""
+        found = dict(self.options)
+        for name in ("static_argnums", "donate_argnums"):
+            given = found.get(name)
+            if given is not None:
+                each = (given,) if isinstance(given, int) else given
+                found[name] = tuple(i + 1 if i >= 0 else i for i in each)
+        if found.get("in_shardings") is not None:
+            given = found["in_shardings"]
+            found["in_shardings"] = (None, *(given if isinstance(given, tuple) else (given,)))
+        if found.get("out_shardings") is not None:
+            found["out_shardings"] = (found["out_shardings"], None)
+        return found
+
     def _rewritten(
         self, region: context.Region, policy: PrecisionPolicy, scope: str
     ) -> Callable[..., Any]:

@@ -73,6 +73,7 @@ class Rule:
         line: a line of that file, counted from 1; it asks for `file`.
         where: a predicate on the equation (`EqnView`).
         precision: "f64", "f32", "bf16", "f16" or a `Precision`.
+        evidence: why the rule is there, as a plan's reasons show it; it makes no two rules differ.
 
     Raises:
         ValueError: for a rule without a pattern, a pattern that no primitive of
@@ -90,6 +91,7 @@ class Rule:
     line: int | None = None
     where: Callable[[EqnView], bool] | None = None
     precision: Precision | str = dataclasses.field(kw_only=True)
+    evidence: str = dataclasses.field(default="", kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", Precision.parse(self.precision))
@@ -126,7 +128,10 @@ class Rule:
             f"{name}={getattr(value, '__qualname__', None) or repr(value)}"
             for name, value in self.patterns.items()
         ]
-        return f"Rule({', '.join([*given, f'precision={str(self.precision)!r}'])})"
+        given.append(f"precision={str(self.precision)!r}")
+        if self.evidence:
+            given.append(f"evidence={self.evidence!r}")
+        return f"Rule({', '.join(given)})"
 
     def matches(self, eqn: EqnView) -> bool:
         """Whether every given pattern matches the equation."""

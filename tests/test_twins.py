@@ -58,6 +58,46 @@ def test_a_loop_constant_is_cast_once_outside():
     low_and_near(pp.auto_mixed(recurrent), recurrent, w, x, least=2)
 
 
+def chosen(trips: int) -> Callable[..., Any]:
+    """A loop that takes one of a few matrices in each trip."""
+
+    def fn(ws: jax.Array, x: jax.Array) -> jax.Array:
+        def cell(h: jax.Array, i: jax.Array) -> Any:
+            return h + 0.1 * jnp.tanh(h @ ws[i % ws.shape[0]].T), None
+
+        return lax.scan(cell, x, jnp.arange(trips))[0]
+
+    return fn
+
+
+def test_of_few_matrices_that_a_loop_chooses_from_all_are_cast_outside():
+    ws, x = 0.3 * normal(0, 2, 8, 8), normal(1, 4, 8)
+    often, once = (rewritten(chosen(trips), ws, x) for trips in (12, 2))
+    (scan,) = named(often, "scan")
+    assert bits_in(scan) == [(2, 8, 8)] and len(low_products(scan.params["jaxpr"])) == 1
+    assert not narrowing(scan.params["jaxpr"], (8, 8)) and len(narrowing(often, (2, 8, 8))) == 1
+    # where each is taken once, the casts inside are as many as those outside
+    (scan,) = named(once, "scan")
+    assert not bits_in(scan) and len(narrowing(scan.params["jaxpr"], (8, 8))) == 1
+    low_and_near(pp.auto_mixed(chosen(12)), chosen(12), ws, x)
+    for transform in (jax.grad, lambda f: jax.vmap(f, (0, None))):
+        args = (ws, x) if transform is jax.grad else (jnp.stack([ws, 0.5 * ws]), x)
+        plain = transform(lambda *xs: (chosen(12)(*xs) ** 2).sum())
+        outside = transform(lambda *xs: (pp.auto_mixed(chosen(12))(*xs) ** 2).sum())
+        assert_near(jax.jit(outside)(*args), jax.jit(plain)(*args))
+        low_and_near(pp.auto_mixed(plain), plain, *args)
+
+
+def test_what_is_chosen_and_kept_for_the_backward_pass_is_rounded_by_itself():
+    """Its stack has 16 bits, and the matrices that it is chosen from are not copied beside it."""
+    ws, x = 0.3 * normal(0, 2, 8, 8), normal(1, 4, 8)
+    gradient = jax.grad(lambda *xs: (chosen(12)(*xs) ** 2).sum(), (0, 1))
+    forward, backward = named(rewritten(gradient, ws, x), "scan")
+    assert (12, 8, 8) in bits_out(forward) and (12, 8, 8) in bits_in(backward)
+    assert (2, 8, 8) not in bits_in(forward)
+    low_and_near(pp.auto_mixed(gradient), gradient, ws, x, least=3)
+
+
 def test_the_gradient_of_a_loop_constant_adds_up_wide():
     def total(w: jax.Array, x: jax.Array) -> jax.Array:
         return lax.scan(lambda s, row: (s + jnp.sum(row @ w), None), 0.0, x)[0]

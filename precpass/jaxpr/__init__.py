@@ -14,6 +14,7 @@ from precpass.jaxpr.binding import (
     is_tracing,
     is_valid,
     jit_is_disabled,
+    one_by_one,
     retyped,
     run,
     trace,
@@ -47,6 +48,7 @@ from precpass.jaxpr.building import (
 )
 from precpass.jaxpr.carrier import Form, carry, detach, is_detach, pin
 from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
+from precpass.jaxpr.entering import watched
 from precpass.jaxpr.float64 import float64, in_x64, is_float64
 from precpass.jaxpr.lowering import Contents, contents_of
 from precpass.jaxpr.orders import (
@@ -57,10 +59,11 @@ from precpass.jaxpr.orders import (
     transposes,
     with_operand,
 )
-from precpass.jaxpr.printing import Printer
+from precpass.jaxpr.printing import Printer, told_by
 from precpass.jaxpr.reading import (
     Source,
     applies_function,
+    asked_precision,
     axis_size,
     cast_formats,
     consts_of,
@@ -90,6 +93,8 @@ from precpass.jaxpr.reading import (
 )
 from precpass.jaxpr.rounded import WIDENS_STACKS, bits, hands_on, is_rounded, recalled, wide_operand
 from precpass.jaxpr.twins import crossing, takes_twins, twin_aval, with_twins_in_order
+from precpass.jaxpr.undifferentiated import undifferentiated
+from precpass.jaxpr.watching import Look, Place, Ran
 
 __all__ = [
     "COMBINERS",
@@ -102,7 +107,10 @@ __all__ = [
     "Contents",
     "Direct",
     "Form",
+    "Look",
+    "Place",
     "Printer",
+    "Ran",
     "Rewrite",
     "Source",
     "Templates",
@@ -113,6 +121,7 @@ __all__ = [
     "all_held_eqns",
     "applies_function",
     "as_operand",
+    "asked_precision",
     "axis_size",
     "bind",
     "bind_shard_map",
@@ -158,6 +167,7 @@ __all__ = [
     "loop_rows",
     "name_of",
     "new_variable",
+    "one_by_one",
     "open_jaxpr",
     "out_avals",
     "permutation",
@@ -173,11 +183,14 @@ __all__ = [
     "source_of",
     "summed_and_batch",
     "takes_twins",
+    "told_by",
     "trace",
     "trace_call",
     "transposes",
     "twin_aval",
+    "undifferentiated",
     "user_order",
+    "watched",
     "why_opaque",
     "wide_operand",
     "widening",

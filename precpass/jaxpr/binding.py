@@ -80,13 +80,26 @@ def trace_call(call: Callable[..., Any], arguments: Sequence[Any]) -> Call:
 def run(call: Call, jaxpr: Any) -> list[Any]:
     """The results of a call whose jaxpr has become another one."""
     if jit_is_disabled() or not is_tracing():
-        return _one_by_one(jaxpr, call.operands)
+        return one_by_one(jaxpr, call.operands)
     if call.eqn is None:
         return evaluate(jaxpr, call.operands)
     return bind(call.eqn, call.operands, {**call.eqn.params, "jaxpr": jaxpr})
 
 
-def _one_by_one(jaxpr: Any, args: Sequence[Any], within: Any = None) -> list[Any]:
+def bind(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """An equation's primitive applied to other operands or params; always a list."""
+    params = eqn.params if params is None else params
+    primitive = eqn.primitive
+    out = primitive.bind(*args, **primitive.get_bind_params(params))
+    return list(out) if primitive.multiple_results else [out]
+
+
+def one_by_one(
+    jaxpr: Any,
+    args: Sequence[Any],
+    apply: Callable[[Any, Sequence[Any]], Sequence[Any]] = bind,
+    within: Any = None,
+) -> list[Any]:
     """The results of a jaxpr, its jits run equation by equation too.
 
     JAX's own evaluation compiles them, and reports a NaN that `jax_debug_nans` finds
@@ -95,6 +108,7 @@ def _one_by_one(jaxpr: Any, args: Sequence[Any], within: Any = None) -> list[Any
     Args:
         jaxpr: the jaxpr.
         args: its operands.
+        apply: what gives the results of an equation, of the values of its operands.
         within: the jit whose line an equation has that has none of the user's.
     """
     opened = open_jaxpr(jaxpr)
@@ -109,13 +123,13 @@ def _one_by_one(jaxpr: Any, args: Sequence[Any], within: Any = None) -> list[Any
         operands = [read(v) for v in eqn.invars]
         place = eqn if within is None or source_of(eqn).file else within
         if eqn.primitive.name == "jit":
-            results = _one_by_one(eqn.params["jaxpr"], operands, place)
+            results = one_by_one(eqn.params["jaxpr"], operands, apply, place)
         else:
             stack = outside + eqn.source_info.name_stack
             traceback = place.source_info.traceback
             user = source_info_util.user_context(traceback, name_stack=stack)
             with user, eqn.ctx.manager:
-                results = bind(eqn, operands)
+                results = apply(eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(v) for v in opened.outvars]
 
@@ -158,17 +172,10 @@ def retrace(jaxpr: Any, fn: Callable[..., Any], avals: Sequence[Any] | None = No
     return open_jaxpr(closed)
 
 
-def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr at `args`."""
-    return jax.core.eval_jaxpr(open_jaxpr(jaxpr), consts_of(jaxpr), *args)
-
-
-def bind(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-    """An equation's primitive applied to other operands or params; always a list."""
-    params = eqn.params if params is None else params
-    primitive = eqn.primitive
-    out = primitive.bind(*args, **primitive.get_bind_params(params))
-    return list(out) if primitive.multiple_results else [out]
+def evaluate(jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] | None = None) -> list[Any]:
+    """The results of a jaxpr at `args`, and at other constants than its own if they are given."""
+    consts = consts_of(jaxpr) if consts is None else consts
+    return jax.core.eval_jaxpr(open_jaxpr(jaxpr), consts, *args)
 
 
 def retyped(eqn: Any, dtype: Any) -> dict[str, Any]:
@@ -190,8 +197,10 @@ def retyped(eqn: Any, dtype: Any) -> dict[str, Any]:
     return params
 
 
-def bind_shard_map(eqn: Any, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-    """`fn` mapped over shards as an equation of `shard_map` says.
+def bind_shard_map(
+    eqn: Any, fn: Callable[..., Any], args: Sequence[Any], out_specs: Sequence[Any] | None = None
+) -> list[Any]:
+    """`fn` mapped over shards as an equation of `shard_map` says, or with other `out_specs`.
 
     The public form is used because the primitive wants its specs as thunks, and
     because a body with collectives can only be traced with its axes bound.
@@ -201,7 +210,7 @@ def bind_shard_map(eqn: Any, fn: Callable[..., Any], args: Sequence[Any]) -> lis
         fn,
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
+        out_specs=tuple(params["out_specs"] if out_specs is None else out_specs),
         check_vma=params["check_vma"],
         axis_names=set(params["newly_manual_axes"]),
     )

@@ -302,12 +302,22 @@ def with_results_in(jaxpr: Any, dtypes: Sequence[Any]) -> Any:
 
 
 class Direct:
-    """As `Builder`, but of arrays and tracers: every equation is bound where it is made."""
+    """As `Builder`, but of arrays and tracers: every equation is bound where it is made.
+
+    Args:
+        called: whether each is bound in a jit of its own, which is transposed also where the
+            primitive's own rule takes no symbolic zero.
+    """
+
+    def __init__(self, *, called: bool = False) -> None:
+        self.called = called
 
     def emit(
         self, primitive: Any, operands: Sequence[Any], params: dict[str, Any], aval: Any
     ) -> Any:
         """The result of an equation, whatever `aval` says."""
+        if self.called:
+            return jax.jit(lambda *xs: primitive.bind(*xs, **params))(*operands)
         return primitive.bind(*operands, **params)
 
     def convert(self, x: Any, dtype: Any) -> Any:

@@ -46,16 +46,16 @@ class Form(Protocol):
         """
         return None
 
-    def batched(self, ndims: Sequence[int], dims: Sequence[int | None]) -> tuple[Form, int] | None:
-        """The product under a vmap as a single one, and the batch dimension of its result.
+    def batched(self, ndims: Sequence[int], dims: Sequence[int | None]) -> tuple[Form, int | None]:
+        """The product under a vmap, and the batch dimension of its result.
 
-        None where there is none.
+        None for one that is no single product then: it is the form of what is mapped.
 
         Args:
             ndims: the dimensions of its two operands, with those of the batch.
             dims: the batch dimension of each; None where it has none.
         """
-        return None
+        return self, None
 
 
 # For each vmap around, innermost first: the batch dimension of every operand, and the result's.
@@ -140,11 +140,12 @@ def _batch(
         sizes = (x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
         out, out_dim = lax.broadcast(out, (next(sizes),)), 0
     both = operands[1:3]
-    found = None if batched else form.batched([x.ndim for x in both], dims[1:3])
-    if found is not None:
-        whole, dim = found
+    dim = None
+    if not batched:
+        form, dim = form.batched([x.ndim for x in both], dims[1:3])
+    if dim is not None:
         out = jnp.moveaxis(out, out_dim, dim)
-        return carrier_p.bind(out, *operands[1:], form=whole, batched=()), dim
+        return carrier_p.bind(out, *operands[1:], form=form, batched=()), dim
     level = (tuple(dims[1:]), out_dim)
     new = carrier_p.bind(out, *operands[1:], form=form, batched=(*batched, level))
     return new, out_dim

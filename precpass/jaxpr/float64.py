@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from precpass.jaxpr.binding import evaluate, trace
-from precpass.jaxpr.reading import open_jaxpr, out_avals
+from precpass.jaxpr.reading import consts_of, open_jaxpr, out_avals
 
 __all__ = ["float64", "in_x64", "is_float64"]
 
@@ -38,11 +39,24 @@ def float64(fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
 
     Args:
         fn: from arrays to a sequence of arrays; none of them has 64 bits.
-        args: its operands. It must close over no tracer.
+        args: its operands. What it closes over of outer traces becomes one of them.
     """
+    # before x64 is on, where a tracer of a numpy array would have 64 bits
+    avals = list(map(jax.typeof, args))
     with jax.enable_x64(True):
-        jaxpr = trace(fn, *map(jax.typeof, args))
+        jaxpr = trace(fn, *avals)
+        outer = [isinstance(c, jax.core.Tracer) for c in consts_of(jaxpr)]
+        if any(outer):
+            given, own = _split(outer, consts_of(jaxpr))
+            closed = functools.partial(_with_consts, jaxpr, outer, own)
+            args = [*given, *args]
+            jaxpr = trace(closed, *map(jax.typeof, given), *avals)
     return _float64_p.bind(*args, jaxpr=jaxpr)
+
+
+def _with_consts(jaxpr: Any, outer: Sequence[bool], own: Sequence[Any], *args: Any) -> list[Any]:
+    given = sum(outer)
+    return evaluate(jaxpr, args[given:], _merge(outer, args[:given], own))
 
 
 def is_float64(eqn: Any) -> bool:
@@ -53,6 +67,12 @@ def is_float64(eqn: Any) -> bool:
 def _run(*args: Any, jaxpr: Any) -> list[Any]:
     with jax.enable_x64(True):
         return evaluate(jaxpr, args)
+
+
+def _impl(*args: Any, jaxpr: Any) -> list[Any]:
+    # lowering rules trace too, such as that of argmax
+    with jax.enable_x64(True):
+        return _jitted(jaxpr)(*args)
 
 
 @functools.lru_cache(maxsize=256)
@@ -76,6 +96,8 @@ def _split(mask: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any], list
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any) -> Any:
+    # numpy arrays and Python's numbers, which tracers of derivatives hold as they are
+    primals = [x if isinstance(x, jax.core.Tracer) else jnp.asarray(x) for x in primals]
     moves = [not isinstance(t, ad.Zero) for t in tangents]
     given, _ = _split(moves, tangents)
     inexact = [_is_inexact(a) for a in out_avals(jaxpr)]
@@ -135,7 +157,7 @@ _lower_run = mlir.lower_fun(_run, multiple_results=True)
 
 
 def _lower(ctx: Any, *operands: Any, jaxpr: Any) -> Any:
-    # lowering rules trace too, such as that of argmax
+    # as in `_impl`
     with jax.enable_x64(True):
         return _lower_run(ctx, *operands, jaxpr=jaxpr)
 
@@ -154,7 +176,7 @@ def _evaluate(jaxpr: Any, *args: Any) -> list[Any]:
 
 _float64_p = jex.Primitive("precpass_float64")
 _float64_p.multiple_results = True
-_float64_p.def_impl(lambda *args, jaxpr: _jitted(jaxpr)(*args))
+_float64_p.def_impl(_impl)
 # the effects are the named axes of collectives
 _float64_p.def_effectful_abstract_eval(
     lambda *_avals, jaxpr: (out_avals(jaxpr), open_jaxpr(jaxpr).effects)

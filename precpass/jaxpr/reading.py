@@ -180,6 +180,20 @@ def has_algorithm(eqn: Any) -> bool:
     return isinstance(eqn.params.get("precision"), algorithms)
 
 
+def asked_precision(eqn: Any) -> str:
+    """How precise a product is to be: "default", "high", "highest", or its algorithm's name."""
+    given = eqn.params.get("precision")
+    if isinstance(given, jax.lax.DotAlgorithmPreset):
+        return given.name if given is not jax.lax.DotAlgorithmPreset.DEFAULT else "default"
+    if isinstance(given, jax.lax.DotAlgorithm):
+        formats = given.lhs_precision_type, given.rhs_precision_type, given.accumulation_type
+        names = [str(_of(np.dtype(t)) or "any").upper() for t in formats]
+        return f"{'_'.join(names)}_X{given.num_primitive_operations}"
+    each = given if isinstance(given, tuple) else (given,)
+    asked = [p for p in each if p is not None]
+    return max(asked, key=lambda p: p.value).name.lower() if asked else "default"
+
+
 def applies_function(eqn: Any) -> bool:
     """Whether an equation applies a function of the user's own to elements in place.
 

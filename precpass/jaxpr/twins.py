@@ -19,7 +19,15 @@ from jax import lax
 from precpass.jaxpr.bodies import Body, scan_split
 from precpass.jaxpr.reading import open_jaxpr
 
-__all__ = ["Crossing", "crossing", "named", "takes_twins", "twin_aval", "with_twins_in_order"]
+__all__ = [
+    "Crossing",
+    "crossing",
+    "named",
+    "scan_counts",
+    "takes_twins",
+    "twin_aval",
+    "with_twins_in_order",
+]
 
 _CROSSED = frozenset(("jit", "remat2", "closed_call", "eval_jaxpr", "scan", "while", "cond"))
 
@@ -81,15 +89,12 @@ def crossing(
         params["donated_invars"] = (*old["donated_invars"], *(False for _ in operands))
     elif name == "remat2":
         params = {"prevent_cse": _barred(old["prevent_cse"], ins[0], operands, unread)}
-    elif name in ("scan", "while"):
+    elif name == "while":
         counts = _counts(ins, operands)
-        if name == "while":
-            params = {"cond_nconsts": counts[0], "body_nconsts": counts[1]}
-        elif "num_consts" in old:
-            params = {"num_consts": counts[0], "num_carry": counts[1]}
-        else:
-            trees = _scan_trees(*counts, _counts(outs, results)[1])
-            params = dict(zip(("ft_in", "ft_out"), trees, strict=True))
+        params = {"cond_nconsts": counts[0], "body_nconsts": counts[1]}
+    elif name == "scan":
+        consts, carry, xs = _counts(ins, operands)
+        params = scan_counts(eqn, consts, carry, xs, _counts(outs, results)[1])
     return Crossing(_order(ins, operands), _order(outs, results), params)
 
 
@@ -135,6 +140,13 @@ def _order(groups: Sequence[int], twins: Sequence[int]) -> list[int]:
     return order
 
 
+def scan_counts(eqn: Any, consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
+    """The params of a scan that count its operands and results, for other numbers of them."""
+    if "num_consts" in eqn.params:
+        return {"num_consts": consts, "num_carry": carry}
+    return dict(zip(("ft_in", "ft_out"), _scan_trees(consts, carry, xs, ys), strict=True))
+
+
 @functools.lru_cache(maxsize=1024)
 def _scan_trees(consts: int, carry: int, xs: int, ys: int) -> tuple[Any, Any]:
     """What jax 0.11 has in the place of a scan's two counts, of a scan with these numbers."""
@@ -149,7 +161,8 @@ def _scan_trees(consts: int, carry: int, xs: int, ys: int) -> tuple[Any, Any]:
 
         return lax.scan(body, start, rows, length=1)
 
-    jaxpr = jax.make_jaxpr(program)([scalar] * consts, [scalar] * carry, [row] * xs)
+    with jax.disable_jit(False):  # without it there is no scan
+        jaxpr = jax.make_jaxpr(program)([scalar] * consts, [scalar] * carry, [row] * xs)
     (eqn,) = (eqn for eqn in open_jaxpr(jaxpr).eqns if eqn.primitive.name == "scan")
     return eqn.params["ft_in"], eqn.params["ft_out"]
 

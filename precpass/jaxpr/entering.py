@@ -1,0 +1,184 @@
+"""How a watched evaluation enters equations with bodies, so that records cross their borders."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from precpass.jaxpr.binding import bind, bind_shard_map, evaluate, trace
+from precpass.jaxpr.bodies import bodies, scan_split, with_bodies
+from precpass.jaxpr.reading import in_avals, open_jaxpr, out_avals
+from precpass.jaxpr.twins import scan_counts
+from precpass.jaxpr.watching import Enter, Entered, Look, Place, Record, Watch
+
+__all__ = ["watched"]
+
+
+def watched(
+    jaxpr: Any, args: Sequence[Any], look: Look, dead: frozenset[int] = frozenset()
+) -> tuple[list[Any], Record, tuple[Place, ...]]:
+    """A jaxpr's results, and the record of its equations.
+
+    Args:
+        jaxpr: the jaxpr.
+        args: its operands.
+        look: what is recorded.
+        dead: the ids of equations that nothing reads, which are not looked at.
+
+    Returns:
+        The results, the record, and the place of each of its rows.
+    """
+    return Watch(look, dead, _entered).run(jaxpr, args)
+
+
+def _jit(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
+    body = watch.body(eqn.params["jaxpr"])
+    more = len(out_avals(body.jaxpr)) - len(eqn.outvars)
+    params = {**eqn.params, "jaxpr": body.jaxpr}
+    params["out_shardings"] = (*params["out_shardings"], *[_unspecified()] * more)
+    params["out_layouts"] = (*params["out_layouts"], *[None] * more)
+    results = bind(eqn, operands, params)
+    return *watch.split(results, len(body.places), len(eqn.outvars)), body.places
+
+
+@functools.cache
+def _unspecified() -> Any:
+    """What a jit has in the place of a result's sharding that nobody gave."""
+    with jax.disable_jit(False):
+        (eqn,) = open_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x))(1.0)).eqns
+    return eqn.params["out_shardings"][0]
+
+
+def _call(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
+    found = bodies(eqn)
+    body = watch.body(found[0].jaxpr)
+    results = bind(eqn, operands, with_bodies(eqn, found, [body.jaxpr]))
+    return *watch.split(results, len(body.places), len(eqn.outvars)), body.places
+
+
+def _inline(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
+    """The first body in the place of an equation that has rules for derivatives alone."""
+    body = bodies(eqn)[0]
+    return watch.run(body.jaxpr, [operands[i] for i in body.operands])
+
+
+def _solve(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
+    at = eqn.params["jaxprs"]._fields.index("solve")
+    body = next(body for body in bodies(eqn) if body.index == at)
+    return watch.run(body.jaxpr, [operands[i] for i in body.operands])
+
+
+def _cond(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
+    found = [watch.body(branch) for branch in eqn.params["branches"]]
+    own = len(eqn.outvars)
+
+    def branch(at: int) -> Any:
+        def run(*args: Any) -> list[Any]:
+            results, record = watch.split(
+                evaluate(found[at].jaxpr, args), len(found[at].places), own
+            )
+            records = [watch.none(len(body.places)) for body in found]
+            records[at] = record
+            return [*results, *jax.tree.leaves(watch.concatenated(records))]
+
+        return trace(run, *(x.aval for x in open_jaxpr(found[at].original).invars))
+
+    branches = tuple(map(branch, range(len(found))))
+    results = bind(eqn, operands, {**eqn.params, "branches": branches})
+    places = [
+        place.inside_of(f"branch {at}") for at, body in enumerate(found) for place in body.places
+    ]
+    return *watch.split(results, len(places), own), tuple(places)
+
+
+def _scan(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
+    body, (consts, carry) = watch.body(eqn.params["jaxpr"]), scan_split(eqn.params)
+    start, tree = jax.tree.flatten((np.int32(0), watch.none(len(body.places))))
+    more = len(start)
+
+    def run(*args: Any) -> list[Any]:
+        held, state, rows = _cut(args, consts + carry, more)
+        results, record = watch.split(
+            evaluate(body.jaxpr, [*held, *rows]), len(body.places), len(eqn.outvars)
+        )
+        state = watch.after(jax.tree.unflatten(tree, state), record)
+        return [*results[:carry], *jax.tree.leaves(state), *results[carry:]]
+
+    own, _, rows = _cut(operands, consts + carry, 0)
+    inner = in_avals(body.original)
+    jaxpr = trace(run, *inner[: consts + carry], *map(jax.typeof, start), *inner[consts + carry :])
+    ys = len(eqn.outvars) - carry
+    params = {**eqn.params, "jaxpr": jaxpr, **scan_counts(eqn, consts, carry + more, len(rows), ys)}
+    results = bind(eqn, [*own, *start, *rows], params)
+    _, record = jax.tree.unflatten(tree, results[carry : carry + more])
+    places = tuple(place.inside_of("scan") for place in body.places)
+    return [*results[:carry], *results[carry + more :]], record, places
+
+
+def _while(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
+    params = eqn.params
+    body, condition = watch.body(params["body_jaxpr"]), params["cond_jaxpr"]
+    start, tree = jax.tree.flatten((np.int32(0), watch.none(len(body.places))))
+    own = len(eqn.outvars)
+
+    def run(*args: Any) -> list[Any]:
+        given, state, _ = _cut(args, len(args) - len(start), len(start))
+        results, record = watch.split(evaluate(body.jaxpr, given), len(body.places), own)
+        state = watch.after(jax.tree.unflatten(tree, state), record)
+        return [*results, *jax.tree.leaves(state)]
+
+    def goes_on(*args: Any) -> list[Any]:
+        return evaluate(condition, args[: len(args) - len(start)])
+
+    more = [jax.typeof(x) for x in start]
+    new = trace(run, *in_avals(body.original), *more)
+    until = trace(goes_on, *in_avals(condition), *more)
+    results = bind(eqn, [*operands, *start], {**params, "body_jaxpr": new, "cond_jaxpr": until})
+    _, record = jax.tree.unflatten(tree, results[own:])
+    return results[:own], record, tuple(place.inside_of("while") for place in body.places)
+
+
+def _shard_map(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
+    places: list[Place] = []
+    axes = tuple(eqn.params["newly_manual_axes"])
+
+    def on_shards(*args: Any) -> tuple[Any, ...]:
+        results, record, inner = watch.run(eqn.params["jaxpr"], args)
+        places[:] = inner
+        return *results, *jax.tree.leaves(watch.look.over_shards(record, axes))
+
+    none = jax.tree.leaves(watch.none(0))
+    specs = (*eqn.params["out_specs"], *[PartitionSpec() for _ in none])
+    results = bind_shard_map(eqn, on_shards, operands, specs)
+    return *watch.split(results, len(places), len(eqn.outvars)), tuple(places)
+
+
+def _cut(args: Sequence[Any], start: int, size: int) -> tuple[list[Any], list[Any], list[Any]]:
+    return list(args[:start]), list(args[start : start + size]), list(args[start + size :])
+
+
+_ENTERED: dict[str, Enter] = {
+    "jit": _jit,
+    **dict.fromkeys(("remat2", "call", "closed_call", "eval_jaxpr"), _call),
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+    "shard_map": _shard_map,
+    "custom_linear_solve": _solve,
+    # what they are called with besides is for derivatives, and none is taken
+    **dict.fromkeys(
+        ("custom_jvp_call", "custom_vjp_call", "remat_opt", "linear_call", "call_hi_primitive"),
+        _inline,
+    ),
+}
+"""The primitives whose equations are looked at inside. What calls by a rule of its own for batches
+or for lowering (`custom_vmap`, `composite`) is bound as it is."""
+
+
+def _entered(eqn: Any) -> Enter | None:
+    return _ENTERED.get(eqn.primitive.name) if bodies(eqn) else None

@@ -1,0 +1,253 @@
+"""Evaluating a jaxpr beside a record of its equations, which crosses loops, branches and calls.
+
+A record has a row for each equation that is looked at: of the whole flattened program, in a fixed
+order. What a row holds, and how two of them are joined, is a `Look`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import source_info_util
+
+from precpass.jaxpr.binding import bind, trace
+from precpass.jaxpr.bodies import hidden_jaxprs, name_of
+from precpass.jaxpr.reading import (
+    Source,
+    consts_of,
+    is_literal,
+    open_jaxpr,
+    scope_of,
+    source_of,
+)
+
+__all__ = ["Body", "Enter", "Entered", "Look", "Place", "Ran", "Record", "Watch"]
+
+Record = Any
+"""A pytree of arrays with a row per place."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """An equation of the flattened program.
+
+    Attributes:
+        primitive: its name; that of what is hidden in a hi-primitive.
+        scope: the name scopes around it, as JAX prints them.
+        source: the user's line; that of the first caller where JAX recorded none.
+        inside: the loops and branches that it runs in, outermost first.
+        dtype, shape: of its first floating result; places that differ in shape alone are equal.
+        is_entered: False for one whose inside is out of sight, a kernel or a callback.
+    """
+
+    primitive: str
+    scope: str
+    source: Source
+    inside: tuple[str, ...]
+    dtype: str
+    shape: tuple[Any, ...] = dataclasses.field(compare=False)
+    is_entered: bool = True
+
+    def inside_of(self, what: str) -> Place:
+        """The place, in a loop or branch around it."""
+        return dataclasses.replace(self, inside=(what, *self.inside))
+
+
+class Ran(NamedTuple):
+    """An equation that ran, with the values that it read and made."""
+
+    eqn: Any
+    operands: Sequence[Any]
+    results: Sequence[Any]
+
+
+class Look(Protocol):
+    """What is recorded of equations."""
+
+    def sees(self, eqn: Any) -> bool:
+        """Whether an equation without bodies that has floating results has a row."""
+        ...
+
+    def record(self, ran: Sequence[Ran]) -> Record:
+        """The rows of equations that ran one after another."""
+        ...
+
+    def none(self, places: int) -> Record:
+        """The record of as many equations that did not run."""
+        ...
+
+    def joined(self, one: Record, other: Record) -> Record:
+        """The record of two runs."""
+        ...
+
+    def in_trip(self, record: Record, trip: Any) -> Record:
+        """The record of one trip of a loop, an int32 scalar."""
+        ...
+
+    def over_shards(self, record: Record, axes: tuple[str, ...]) -> Record:
+        """The record of all shards."""
+        ...
+
+
+Entered = tuple[Sequence[Any], Record, tuple[Place, ...]]
+"""The results of an equation, the record of what its bodies ran, and the places of its rows."""
+Enter = Callable[["Watch", Any, Sequence[Any]], Entered]
+
+
+class Body:
+    """A jaxpr whose last results are the record of its equations."""
+
+    def __init__(self, jaxpr: Any, original: Any, places: tuple[Place, ...]) -> None:
+        self.jaxpr = jaxpr
+        self.original = original  # holds it: an id is only unique while its object lives
+        self.places = places
+
+
+class Watch:
+    """An evaluation beside a record.
+
+    Args:
+        look: what is recorded.
+        dead: the ids of equations that nothing reads, which are not looked at.
+        entered: how an equation is entered; None for one that is not.
+    """
+
+    def __init__(
+        self, look: Look, dead: frozenset[int], entered: Callable[[Any], Enter | None]
+    ) -> None:
+        self.look = look
+        self.dead = dead
+        self.entered = entered
+        self.traced: dict[Any, Body] = {}
+
+    def run(self, jaxpr: Any, args: Sequence[Any]) -> tuple[list[Any], Record, tuple[Place, ...]]:
+        """The results of a jaxpr, the record, and the places of its rows."""
+        opened = open_jaxpr(jaxpr)
+        values = dict(zip(opened.constvars, consts_of(jaxpr), strict=True))
+        values.update(zip(opened.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if is_literal(atom) else values[atom]
+
+        places: list[Place] = []
+        records: list[Record] = []
+        ran: list[Ran] = []
+
+        def close() -> None:
+            if ran:
+                records.append(jax.tree.map(_varying, self.look.record(ran)))
+                ran.clear()
+
+        outside = source_info_util.current_name_stack()
+        for eqn in opened.eqns:
+            operands = [read(v) for v in eqn.invars]
+            stack = outside + eqn.source_info.name_stack
+            user = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+            enter = None if id(eqn) in self.dead else self.entered(eqn)
+            with user, eqn.ctx.manager:
+                if enter is None:
+                    results = bind(eqn, operands)
+                    if self.sees(eqn):
+                        ran.append(Ran(eqn, operands, results))
+                        places.append(_place(eqn))
+                else:
+                    results, record, inner = enter(self, eqn, operands)
+                    if inner:
+                        close()
+                        records.append(record)
+                        places += [_within(eqn, place) for place in inner]
+            values.update(zip(eqn.outvars, results, strict=True))
+        close()
+        record = records[0] if len(records) == 1 else self.concatenated(records)
+        return [read(v) for v in opened.outvars], record, tuple(places)
+
+    def sees(self, eqn: Any) -> bool:
+        """Whether an equation without bodies has a row."""
+        floats = any(_is_floating(v.aval) for v in eqn.outvars)
+        return floats and id(eqn) not in self.dead and self.look.sees(eqn)
+
+    def none(self, places: int) -> Record:
+        """The record of equations that did not run."""
+        return jax.tree.map(_varying, self.look.none(places))
+
+    def concatenated(self, records: Sequence[Record]) -> Record:
+        """One record of several."""
+        if not records:
+            return self.none(0)
+        return jax.tree.map(lambda *xs: lax.concatenate(xs, 0), *records)
+
+    def body(self, jaxpr: Any) -> Body:
+        """A body with its record, traced once for all who call it."""
+        key = id(open_jaxpr(jaxpr)), jax.sharding.get_abstract_mesh()
+        found = self.traced.get(key)
+        if found is None:
+            places: list[Place] = []
+
+            def run(*args: Any) -> list[Any]:
+                results, record, inner = self.run(jaxpr, args)
+                places[:] = inner
+                return [*results, *jax.tree.leaves(record)]
+
+            avals = [v.aval for v in open_jaxpr(jaxpr).invars]
+            new = trace(run, *avals)
+            if not hasattr(jaxpr, "consts"):
+                # on 0.10 the jaxpr of remat is open
+                assert not consts_of(new)
+                new = open_jaxpr(new)
+            found = self.traced[key] = Body(new, jaxpr, tuple(places))
+        return found
+
+    def split(self, results: Sequence[Any], places: int, own: int) -> tuple[list[Any], Record]:
+        """The results of an equation's own, and the record behind them."""
+        tree = jax.tree.structure(self.none(places))
+        return list(results[:own]), jax.tree.unflatten(tree, results[own:])
+
+    def after(self, state: Any, record: Record) -> Any:
+        """The number of a loop's next trip and the record so far, after one more trip."""
+        trip, before = state
+        return trip + np.int32(1), self.look.joined(before, self.look.in_trip(record, trip))
+
+
+def _is_floating(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or hasattr(x, "inner_aval"):  # a token or a reference
+        return False
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _varying(x: Any) -> Any:
+    """An array as one that may differ between the shards of a `shard_map` around.
+
+    A record that is carried through a loop there has one type, whatever it was made of.
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    kind: Any = jax.typeof(x)
+    missing = tuple(axis for axis in axes if axis not in kind.manual_axis_type.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _place(eqn: Any) -> Place:
+    result = next(v.aval for v in eqn.outvars if _is_floating(v.aval))
+    return Place(
+        name_of(eqn),
+        scope_of(eqn),
+        source_of(eqn),
+        (),
+        str(result.dtype),
+        tuple(result.shape),
+        not hidden_jaxprs(eqn),
+    )
+
+
+def _within(eqn: Any, place: Place) -> Place:
+    """A place of a body, as its caller has it."""
+    outer = scope_of(eqn)
+    scope = f"{outer}/{place.scope}" if outer and place.scope else outer or place.scope
+    source = place.source if place.source.file else source_of(eqn)
+    return dataclasses.replace(place, scope=scope, source=source)
