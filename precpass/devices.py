@@ -1,8 +1,9 @@
 """What devices can do, as vendors say or as it was measured, and what work costs on them.
 
-A figure is a peak, dense, without sparsity. It decides nothing by itself: costs are compared
-with each other, so a device that reaches half of everything is planned for as well. Where
-a figure is assumed and neither published nor measured, its source says so.
+An accelerator's figures are published peaks (`precpass.peaks`). They decide nothing by
+themselves: costs are compared with each other, so a device that reaches half of everything is
+planned for as well. Where a figure is assumed and neither published nor measured, its source
+says so.
 
 Costs are in seconds, of numbers or of NumPy arrays of them.
 """
@@ -11,17 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from precpass.peaks import Source, peaks_of
 from precpass.precision import Precision
 
 __all__ = [
     "DEVICES",
     "Device",
-    "Source",
     "cast_seconds",
     "device_named",
     "elementwise_seconds",
@@ -30,20 +31,6 @@ __all__ = [
 ]
 
 Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
-
-
-class Source(NamedTuple):
-    """Where figures are from.
-
-    Attributes:
-        figures: the attributes of `Device`.
-        title: of the vendor's document, or how it was measured, or why it is assumed.
-        date: of the document, or of the measurement; a year, month or day.
-    """
-
-    figures: tuple[str, ...]
-    title: str
-    date: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,10 +151,7 @@ _WIDENS = (
 _STATE = "precpass.audit: XLA:CPU on jax 0.10 holds bfloat16 loop state as float32"
 _ACCELERATOR = "assumed: kernel launches of microseconds, arithmetic hidden behind memory"
 _ASSUMED = ("cache_bandwidth", "cache", "launch", "element", "low_element", "keeps_low_state")
-_PRODUCTS = ("f32", "bf16", "f16")
-_TPU_DOTS = (
-    "jax.lax.Precision: by default float32 products are bfloat16 ones on a TPU; float16 assumed"
-)
+_NO_FLOAT16 = "assumed: as fast as bfloat16, as no figure is published"
 
 
 def _cpu(name: str, kinds: tuple[str, ...], bf16: float, source: Source) -> Device:
@@ -195,58 +179,31 @@ def _cpu(name: str, kinds: tuple[str, ...], bf16: float, source: Source) -> Devi
     )
 
 
-def _accelerator(
-    name: str,
-    platform: str,
-    kinds: tuple[str, ...],
-    f32: float,
-    low: float,
-    bandwidth: float,
-    *sources: Source,
-) -> Device:
-    assumed = Source(_ASSUMED, _ACCELERATOR, "2026-11-22")
+def _accelerator(name: str, platform: str, *kinds: str) -> Device:
+    """An accelerator by its published peaks."""
+    (peaks,) = peaks_of([name])
+    wide, _ = peaks.float32["default"]
+    origins = {"f32": wide, "bf16": "bf16", "f16": "f16", "bandwidth": "bandwidth"}
+    sources = [peaks.source_of(origin)._replace(figures=(f,)) for f, origin in origins.items()]
+    if peaks.f16 is None:
+        sources[2] = Source(("f16",), _NO_FLOAT16, "2026-11")
     return Device(
-        name,
+        peaks.name,
         platform,
         kinds,
-        f32=f32,
-        bf16=low,
-        f16=low,
-        bandwidth=bandwidth,
-        cache_bandwidth=bandwidth,
+        f32=getattr(peaks, wide),
+        bf16=peaks.bf16,
+        f16=peaks.f16 or peaks.bf16,
+        bandwidth=peaks.bandwidth,
+        cache_bandwidth=peaks.bandwidth,
         cache=0.0,
         launch=2e-6,
         element=1e-13,
         low_element=1.0,
         keeps_low_state=True,
-        sources=(*sources, assumed),
+        sources=(*sources, Source(_ASSUMED, _ACCELERATOR, "2026-11-22")),
     )
 
-
-def _nvidia(
-    name: str,
-    kinds: tuple[str, ...],
-    f32: float,
-    low: float,
-    bandwidth: float,
-    products: Source,
-    memory: Source,
-) -> Device:
-    return _accelerator(name, "gpu", kinds, f32, low, bandwidth, products, memory)
-
-
-def _tpu(
-    name: str, kinds: tuple[str, ...], flops: float, bandwidth: float, title: str, date: str
-) -> Device:
-    sources = (
-        Source(("bf16", "bandwidth"), title, date),
-        Source(("f32", "f16"), _TPU_DOTS, "2026-11"),
-    )
-    return _accelerator(name, "tpu", kinds, flops, flops, bandwidth, *sources)
-
-
-_AMPERE = Source(_PRODUCTS, "NVIDIA A100 Tensor Core GPU data sheet; f32 in TF32", "2021-06")
-_HOPPER = Source(_PRODUCTS, "NVIDIA H100 Tensor Core GPU Architecture; f32 in TF32", "2022-03")
 
 DEVICES: tuple[Device, ...] = (
     _cpu(
@@ -261,80 +218,15 @@ DEVICES: tuple[Device, ...] = (
         155e9,
         Source(("bf16",), f"assumed from {_WIDENS}", "2026-11-22"),
     ),
-    _nvidia(
-        "NVIDIA A100, 40 GB",
-        ("nvidia a100*40gb*",),
-        156e12,
-        312e12,
-        1.555e12,
-        _AMPERE,
-        Source(("bandwidth",), "NVIDIA A100 Tensor Core GPU Architecture", "2020-05"),
-    ),
-    _nvidia(
-        "NVIDIA A100, 80 GB",
-        ("nvidia a100*",),
-        156e12,
-        312e12,
-        2.039e12,
-        _AMPERE,
-        Source(("bandwidth",), "NVIDIA A100 Tensor Core GPU data sheet, SXM", "2021-06"),
-    ),
-    _nvidia(
-        "NVIDIA H100 SXM",
-        ("nvidia h100*",),
-        494.7e12,
-        989.4e12,
-        3.35e12,
-        _HOPPER,
-        Source(("bandwidth",), "NVIDIA H100 Tensor Core GPU data sheet, SXM", "2023"),
-    ),
-    _nvidia(
-        "NVIDIA H200 SXM",
-        ("nvidia h200*",),
-        494.7e12,
-        989.4e12,
-        4.8e12,
-        _HOPPER,
-        Source(("bandwidth",), "NVIDIA H200 Tensor Core GPU data sheet", "2023-11"),
-    ),
-    _accelerator(
-        "AMD Instinct MI300X",
-        "gpu",
-        ("amd instinct mi300x*",),
-        163.4e12,
-        1307.4e12,
-        5.3e12,
-        Source(
-            (*_PRODUCTS, "bandwidth"),
-            "AMD Instinct MI300X Accelerator data sheet; f32 by its matrix cores",
-            "2023-12",
-        ),
-    ),
-    _tpu("TPU v4", ("tpu v4*",), 275e12, 1.2e12, "Google Cloud documentation: TPU v4", "2026-11"),
-    _tpu(
-        "TPU v5e",
-        ("tpu v5 lite*", "tpu v5e*"),
-        197e12,
-        819e9,
-        "Google Cloud documentation: TPU v5e",
-        "2026-11",
-    ),
-    _tpu(
-        "TPU v5p",
-        ("tpu v5", "tpu v5p*"),
-        459e12,
-        2.765e12,
-        "Google Cloud documentation: TPU v5p",
-        "2026-11",
-    ),
-    _tpu(
-        "TPU v6e",
-        ("tpu v6 lite*", "tpu v6e*"),
-        918e12,
-        1.638e12,
-        "Google Cloud documentation: TPU v6e",
-        "2026-11",
-    ),
+    _accelerator("a100-40gb", "gpu", "nvidia a100*40gb*"),
+    _accelerator("a100", "gpu", "nvidia a100*"),
+    _accelerator("h100", "gpu", "nvidia h100*"),
+    _accelerator("h200", "gpu", "nvidia h200*"),
+    _accelerator("mi300x", "gpu", "amd instinct mi300x*"),
+    _accelerator("v4", "tpu", "tpu v4*"),
+    _accelerator("v5e", "tpu", "tpu v5 lite*", "tpu v5e*"),
+    _accelerator("v5p", "tpu", "tpu v5", "tpu v5p*"),
+    _accelerator("v6e", "tpu", "tpu v6 lite*", "tpu v6e*"),
 )
 """Of each platform the first row whose glob matches counts."""
 

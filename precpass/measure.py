@@ -39,6 +39,7 @@ __all__ = [
     "Timing",
     "compiled",
     "count",
+    "format_of",
     "interleaved",
     "is_jitted",
     "timed",
@@ -150,9 +151,10 @@ class _Tally:
                 self._leaf(eqn, float(graph.flops[row]), calls)
 
     def _leaf(self, eqn: Any, flops: float, calls: float) -> None:
-        given, made = ([v.aval for v in vs if _format(v.aval)] for vs in (eqn.invars, eqn.outvars))
+        sides = eqn.invars, eqn.outvars
+        given, made = ([a for v in vs if format_of(a := v.aval)] for vs in sides)
         for aval in made:
-            name = _format(aval)
+            name = format_of(aval)
             self.result_bytes[name] = self.result_bytes.get(name, 0.0) + calls * nbytes(aval)
         if eqn.primitive.name == "convert_element_type":
             if given and made and given[0].dtype != made[0].dtype:
@@ -161,18 +163,17 @@ class _Tally:
             return
         if not (given or made):
             return
-        if op(eqn.primitive.name).kind is OpKind.COMPUTE:
-            self.products += contracts(eqn)
-            self.low += contracts(eqn) and all(_format(a) in LOW_FORMATS for a in given[:2])
-            self.marked += contracts(eqn) and ir.has_algorithm(eqn)
-        name = _format(max(given or made[:1], key=lambda aval: aval.dtype.itemsize))
+        if op(eqn.primitive.name).kind is OpKind.COMPUTE and contracts(eqn):
+            self.products += 1
+            self.low += all(format_of(a) in LOW_FORMATS for a in given[:2])
+            self.marked += ir.has_algorithm(eqn)
+        name = format_of(max(given or made[:1], key=lambda aval: aval.dtype.itemsize))
         self.flops[name] = self.flops.get(name, 0.0) + calls * flops
 
 
-def _format(aval: Any) -> str:
+def format_of(aval: Any) -> str:
     """The name of a floating or complex value's format; "" for all else."""
-    precision = ir.precision_of(aval)
-    if precision is not None:
+    if (precision := ir.precision_of(aval)) is not None:
         return str(precision)
     dtype = getattr(aval, "dtype", None)
     return str(dtype) if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else ""

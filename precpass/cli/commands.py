@@ -19,6 +19,7 @@ from precpass.report.audit import audit
 from precpass.report.bisect import bisect
 from precpass.report.bisection import Run
 from precpass.report.compare import compare
+from precpass.report.profile import DEVICES, profile
 from precpass.testing import Problems, plan_problems, precision_problems
 from precpass.view.diff import between, changes
 
@@ -125,23 +126,44 @@ def _diff(task: Task) -> Report:
 
 def _compare(task: Task) -> Report:
     options = task.options
-    given = options.policies
-    texts = PRESETS if given is None else [text.strip() for text in given.split(";")]
-    rows = [(text, policy_of(text)) for text in texts]
-
-    def said(what: str, done: int, total: int) -> None:
-        task.progress.say(f"{what}, step {done + 1} of {total}", done, total)
-
     with _refusing():
         prepared = compare(
             task.fn,
-            rows,
+            _rows(task),
             reference=options.reference,
             rounds=options.rounds,
-            progress=said,
+            progress=_steps(task),
         )
     found = task.call(prepared, doing="the reference", on_arrays=True)
     return Report(lambda: str(found), found.to_dict())
+
+
+def _profile(task: Task) -> Report:
+    options = task.options
+    with _refusing():
+        given = options.devices
+        devices = DEVICES if given is None else [*filter(None, map(str.strip, given.split(",")))]
+        prepared = profile(
+            task.fn, _rows(task), devices=devices, rounds=options.rounds, progress=_steps(task)
+        )
+    # nothing runs without rounds, and shapes will do
+    on_arrays = options.rounds > 0 or options.seed is not None
+    found = task.call(prepared, doing="the float32 program", on_arrays=on_arrays)
+    return Report(lambda: str(found), found.to_dict())
+
+
+def _rows(task: Task) -> list[tuple[str, PrecisionPolicy | str]]:
+    """The policies that are set side by side, by their texts."""
+    given = task.options.policies
+    texts = PRESETS if given is None else [text.strip() for text in given.split(";")]
+    return [(text, policy_of(text)) for text in texts]
+
+
+def _steps(task: Task) -> Callable[[str, int, int], None]:
+    def said(what: str, done: int, total: int) -> None:
+        task.progress.say(f"{what}, step {done + 1} of {total}", done, total)
+
+    return said
 
 
 def _audit(task: Task) -> Report:
@@ -235,6 +257,7 @@ COMMANDS: dict[str, tuple[Callable[[Task], Report], str]] = {
     "explain": (_explain, "what runs low, what stays wide and why, and advice"),
     "diff": (_diff, "what a policy changes, by source line"),
     "compare": (_compare, "policies side by side: products, memory, time, error"),
+    "profile": (_profile, "what policies take, and gain on other devices by their peaks"),
     "audit": (_audit, "what XLA runs in another precision than planned"),
     "bisect": (_bisect, "what must stay wide for an error below a tolerance"),
     "draw": (_draw, "a picture (SVG), coloured by precision"),

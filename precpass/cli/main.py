@@ -20,7 +20,7 @@ from precpass.cli.progress import Progress
 from precpass.cli.target import Refused, arguments, load, parameters, unbound
 from precpass.context import configured
 from precpass.policy import PrecisionWarning
-from precpass.report.comparison import for_json
+from precpass.report.tables import for_json
 
 __all__ = ["main"]
 

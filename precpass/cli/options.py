@@ -24,7 +24,8 @@ Exit status: 0 fine; 1 not as expected (audit, bisect, check); 2 refused: bad
 Example: precpass explain model.py:loss --args "f32[64,32], f32[128,64]"
 """
 
-_DRAWS = ("compare", "bisect")
+_ROWS = ("compare", "profile")
+_DRAWS = (*_ROWS, "bisect")
 _COLORS = ("explain", "diff", "audit")
 
 
@@ -57,8 +58,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
     # the help is one screen, without a section for itself
     top.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    # before 3.13 argparse leaves no more room for a command's name than for this one
     commands = top.add_subparsers(
-        dest="command", required=True, metavar="COMMAND", title="commands", prog="precpass"
+        dest="command", required=True, metavar="COMMAND ...", title="commands", prog="precpass"
     )
     for name, (_, what) in COMMANDS.items():
         one = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
@@ -75,9 +77,9 @@ def _common(name: str, one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--static", metavar="NAMES", help="the arguments that are static, such as n,mode"
     )
-    # compare's rows have policies of their own; `check` says so
+    # rows have policies of their own; `check` says so
     policy = "a preset, a string such as c=bf16, or the path of a saved plan (.json)"
-    hidden = name == "compare"
+    hidden = name in _ROWS
     one.add_argument("--policy", help=argparse.SUPPRESS if hidden else policy)
     one.add_argument(
         "--profitability",
@@ -95,10 +97,13 @@ def _own(name: str, one: argparse.ArgumentParser) -> None:
     if name == "diff":
         one.add_argument("--level", choices=LEVELS, help="how fine (default: equations)")
         one.add_argument("--between", metavar="POLICY", help="another policy to compare with")
-    elif name == "compare":
+    elif name in _ROWS:
         one.add_argument("--policies", metavar="A;B;C", help="the rows (default: all presets)")
-        one.add_argument("--reference", choices=("f64", "f32"), default="f64")
         one.add_argument("--rounds", type=int, default=10, help="0: take no times")
+        if name == "compare":
+            one.add_argument("--reference", choices=("f64", "f32"), default="f64")
+        else:
+            one.add_argument("--devices", metavar="A,B,C", help="such as h100,v5e (default: all)")
     elif name == "bisect":
         one.add_argument("--tolerance", type=float, required=True, help="normwise relative error")
         one.add_argument("--budget", type=int, default=100, help="of runs")
@@ -129,8 +134,8 @@ def check(options: argparse.Namespace) -> None:
 
 def _conflict(options: argparse.Namespace) -> str:
     name = options.command
-    if name == "compare" and options.policy is not None:
-        return f"compare takes --policies {options.policy!r}, not --policy: a row for each"
+    if name in _ROWS and options.policy is not None:
+        return f"{name} takes --policies {options.policy!r}, not --policy: a row for each"
     if options.json and getattr(options, "color", "") == "always":
         return "--json has no colours: leave --color always out"
     if name == "diff" and options.json and options.between is not None:

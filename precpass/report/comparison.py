@@ -12,10 +12,21 @@ from precpass.measure import Counts, Memory, Timing
 from precpass.policy import PrecisionPolicy
 from precpass.report.errors import Errors
 from precpass.report.plot import Point, draw
+from precpass.report.tables import (
+    TIMES,
+    aligned,
+    cells_of,
+    for_json,
+    framed,
+    milliseconds,
+    row_data,
+    shares,
+    short,
+)
 from precpass.view.page import table
 from precpass.view.text import as_html, page
 
-__all__ = ["REFERENCES", "Comparison", "Row", "for_json"]
+__all__ = ["REFERENCES", "Comparison", "Row"]
 
 _AXES = {"time": "time (ms)", "memory": "temp memory (MB)"}
 
@@ -143,10 +154,7 @@ class Comparison:
         """
         rows = [
             {
-                "name": row.name,
-                "policy": None if row.policy is None else repr(row.policy),
-                **row.figures(),
-                "all_seconds": [] if row.timing is None else list(row.timing.seconds),
+                **row_data(row),
                 "leaves": [{"path": p, **_error_figures(e)} for p, e in row.leaves],
             }
             for row in self.rows
@@ -160,32 +168,12 @@ class Comparison:
         Raises:
             ImportError: without pandas.
         """
-        try:
-            import pandas  # optional
-        except ImportError:
-            raise ImportError(
-                "to_frame needs pandas: pip install pandas; or use to_dict()"
-            ) from None
-
-        names = [row.name for row in self.rows]
-        figures = [row.figures() for row in self.rows]
-        frame = pandas.DataFrame(figures, index=pandas.Index(names, name="program"))
-        flops = [name for name in frame.columns if name.startswith("flops_")]
-        frame[flops] = frame[flops].fillna(0.0)  # a format that a row does not use
-        return frame.apply(pandas.to_numeric)
+        return framed({row.name: row.figures() for row in self.rows})
 
     # ------------------------------------------------------------ as a table
 
     def __str__(self) -> str:
-        head, *rows = self._table()
-        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-
-        def line(cells: tuple[str, ...]) -> str:
-            first, *others = zip(cells, widths, strict=True)
-            return "  ".join([first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)]).rstrip()
-
-        ruler = "-" * len(line(tuple("x" * w for w in widths)))
-        return "\n".join([self._title, "", line(head), ruler, *map(line, rows), "", *self._notes()])
+        return "\n".join([self._title, "", *aligned(self._table()), "", *self._notes()])
 
     def _repr_html_(self) -> str:
         head, *rows = self._table()
@@ -197,10 +185,8 @@ class Comparison:
         return f"{self.function} against {REFERENCES[self.reference]}, {self.device}"
 
     def _table(self) -> list[tuple[str, ...]]:
-        """The cells, headings first; columns in which no row has anything are left out."""
-        columns = [[heading, *map(cell, self.rows)] for heading, cell in _COLUMNS]
-        kept = [c for c in columns if c[0] in _ALWAYS or any(text for text in c[1:])]
-        return list(zip(*([c[0], *(text or "-" for text in c[1:])] for c in kept), strict=True))
+        """The cells, headings first."""
+        return cells_of(_COLUMNS, self.rows, _ALWAYS)
 
     def _notes(self) -> list[str]:
         return [
@@ -209,14 +195,7 @@ class Comparison:
             "16-bit MB: results of equations in bfloat16 or float16; FLOPs and these with trip "
             f"counts, {NOMINAL_SIZE} where only run time knows one. temp: what XLA allocates "
             "beside arguments and results.",
-            *(
-                [
-                    f"ms: median of {self.rounds} interleaved rounds (lower-upper quartile); "
-                    "ratio: to the first row, median over rounds."
-                ]
-                if self.rounds
-                else []
-            ),
+            *([TIMES.format(self.rounds)] if self.rounds else []),
             "rel. error: |d| / |r| over all floating results where the reference is finite; ULP: "
             "of the output's own format; non-finite: of values that are finite in the reference.",
         ]
@@ -267,29 +246,11 @@ def _cost(row: Row, by: str) -> float | None:
     return None if row.memory is None else float(row.memory.temp)
 
 
-def for_json(value: Any) -> Any:
-    """Values as JSON has them: numbers that are not finite are the strings "inf", "-inf", "nan"."""
-    if isinstance(value, dict):
-        return {key: for_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [for_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
 # ---------------------------------------------------------------- cells
 
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
-
-
-def _short(value: float) -> str:
-    """Three digits, without an exponent as long as that stays short."""
-    if not value or not 1e-3 <= abs(value) < 1e6:
-        return f"{value:.3g}"
-    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
 def _low(row: Row) -> str:
@@ -298,30 +259,17 @@ def _low(row: Row) -> str:
     return f"{counts.low}/{counts.products}{marked}"
 
 
-def _flops(row: Row) -> str:
-    total = sum(row.counts.flops.values())
-    shares = sorted(row.counts.flops.items(), key=lambda item: -item[1])
-    return " ".join(f"{name} {100 * n / total:.0f}%" for name, n in shares if n >= total / 200)
-
-
-def _milliseconds(row: Row) -> str:
-    if row.timing is None:
-        return ""
-    median, low, high = (_short(1e3 * s) for s in (row.timing.median, *row.timing.quartiles))
-    return f"{median} ({low}-{high})"
-
-
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("program", lambda row: row.name),
     ("products low", _low),
     ("casts added", lambda row: f"{row.casts_inserted:+d}"),
-    ("16-bit MB", lambda row: _short(row.counts.low_bytes / 1e6)),
-    ("FLOPs in", _flops),
-    ("temp MB", lambda row: "" if row.memory is None else _short(row.memory.temp / 1e6)),
-    ("ms", _milliseconds),
+    ("16-bit MB", lambda row: short(row.counts.low_bytes / 1e6)),
+    ("FLOPs in", lambda row: shares(row.counts.flops)),
+    ("temp MB", lambda row: "" if row.memory is None else short(row.memory.temp / 1e6)),
+    ("ms", lambda row: milliseconds(row.timing)),
     ("ratio", lambda row: _number(row.ratio, ".2f")),
     ("rel. error", lambda row: _number(row.errors.relative, ".1e")),
-    ("max ULP", lambda row: "" if row.errors.max_ulp is None else _short(row.errors.max_ulp)),
+    ("max ULP", lambda row: "" if row.errors.max_ulp is None else short(row.errors.max_ulp)),
     ("SQNR dB", lambda row: _number(row.errors.sqnr, ".1f")),
     ("cosine", lambda row: _number(row.errors.cosine, ".6f")),
     ("non-finite", lambda row: str(row.errors.nonfinite)),

@@ -1,0 +1,322 @@
+"""A loop's body, or what is outside of all loops, as kernels: what of it is read from memory.
+
+A model of XLA's fusion that is simple and the same for every device. Of a stretch of equations
+without loops and branches, calls written out:
+
+- A product is a kernel, which reads its operands and writes its result. So is what neither fuses
+  nor contracts: a sort, a scatter, a kernel of linear algebra.
+- Elementwise work, movement and casts between two such are one fusion, and so are the reductions
+  that end it. It reads each value once that is from outside and writes what others read.
+- What another fusion can make from no more than it would read is made again there and not
+  stored: a broadcast, a cast from 16 bits, a mask.
+- Views (a slice, a transpose, a reshape) move nothing.
+- A cast of a loop's constant to 16 bits runs once, outside of the loop.
+
+This is how `precpass.costs` reckons: a value inside of a fusion costs nothing, a cast of what is in
+memory reads and writes it, and a product's sums leave it in the format of its result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from precpass import jaxpr as ir
+from precpass.boundary import FUSES
+from precpass.equations import contracts
+from precpass.graph import flops, nbytes
+from precpass.opkinds import OpKind, op
+
+__all__ = ["Kernel", "Stretch", "Value"]
+
+# Under another name the same bytes: XLA reads them through a layout.
+_SAME = frozenset(
+    ("reshape", "squeeze", "transpose", "copy", "copy_p", "stop_gradient", "name", "device_put")
+    + ("optimization_barrier", "sharding_constraint", "reshard", "layout_constraint", "pvary")
+    + ("random_wrap", "random_unwrap", "bitcast_convert_type")
+)
+_PARTS = frozenset(("slice", "dynamic_slice", "split", "unstack"))
+# It writes into its first operand, whose buffer is the result's; so do scatters.
+_IN_PLACE = "dynamic_update_slice"
+_OWN_KERNELS = frozenset(
+    (_IN_PLACE, "gather", "scatter", "all_gather", "all_gather_invariant", "all_to_all")
+    + ("ppermute", "pbroadcast", "pmax", "pmin", "reduce_scatter")
+)
+# A value of more sources is stored: nothing with that many is cheap to make again.
+_MOST_SOURCES = 8
+# How much more than its own bytes a fusion may read to make a value again: a row's mean beside it.
+_SLACK = 1.25
+
+
+class Kernel(NamedTuple):
+    """One kernel.
+
+    Attributes:
+        name: of the primitive; "fusion" where it is several.
+        nbytes: what it reads from memory and writes to it.
+        flops: of a product; 0 for all else.
+        eqn: of a product.
+    """
+
+    name: str
+    nbytes: float
+    flops: float = 0.0
+    eqn: Any = None
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Value:
+    """A value of a stretch.
+
+    Attributes:
+        size: its bytes.
+        level: of the first fusion that can read it.
+        maker: what makes it; None for what is there before, and for a view.
+        sources: what other fusions read in its place, and how many bytes of each; None where
+            they read it.
+        base: of a view, the value that it is a part of.
+        writes: how often it is written.
+        is_constant: whether it is a loop's constant.
+    """
+
+    size: float
+    level: int = 0
+    maker: _Step | None = None
+    sources: dict[Value, float] | None = None
+    base: Value | None = None
+    writes: int = 0
+    is_constant: bool = False
+
+    def origins(self) -> dict[Value, float]:
+        """What another fusion reads to have it."""
+        return {self: self.size} if self.sources is None else self.sources
+
+    def part(self, size: float) -> Value:
+        """A view of some of its elements."""
+        if not self.size or self.size == size:
+            return self
+        base = self.base or self
+        if self.sources is None:
+            return Value(size, self.level, None, {base: size}, base)
+        share = min(size / self.size, 1.0)
+        sources = {source: taken * share for source, taken in self.sources.items()}
+        return Value(size, self.level, None, sources, base)
+
+    def keep(self) -> float:
+        """Has it in memory; the bytes that a kernel reads of it."""
+        stored = self.base or self
+        stored.writes = max(stored.writes, 1)
+        if stored.maker is not None:
+            stored.maker.runs = True
+        return self.size
+
+
+Inside = Sequence[Any]
+"""Bodies, and how often each runs; whoever adds an equation knows what they are."""
+
+NOTHING = Value(0.0)
+"""What takes no memory: literals, tokens."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Step:
+    """An equation.
+
+    Attributes:
+        eqn: the equation.
+        level: that of its fusion.
+        fuses: whether it is a part of one.
+        reads, makes: its values.
+        inside: the bodies that it runs.
+        runs: whether anything needs it.
+    """
+
+    eqn: Any
+    level: int
+    fuses: bool
+    reads: list[Value]
+    makes: list[Value]
+    inside: Inside
+    runs: bool = False
+
+
+class Stretch:
+    """A stretch of equations, added in order; `kernels` then says what they are.
+
+    Attributes:
+        by_bytes: the primitives whose arithmetic nobody has counted.
+    """
+
+    def __init__(self) -> None:
+        self.by_bytes: set[str] = set()
+        self._steps: list[_Step] = []
+        self._hoisted: dict[Value, Kernel] = {}
+
+    def add(self, eqn: Any, reads: list[Value]) -> list[Value]:
+        """Adds an equation without bodies; its results.
+
+        Args:
+            eqn: the equation.
+            reads: its operands.
+        """
+        name = eqn.primitive.name
+        if ir.hands_on(eqn) or ir.keeps_bits(eqn) or name in _SAME:
+            # the other operands are there for derivatives, or say where
+            return reads[: len(eqn.outvars)]
+        sizes = [nbytes(v.aval) for v in eqn.outvars]
+        if ir.cast_formats(eqn) is not None and reads[0].is_constant and sizes[0] < reads[0].size:
+            return [self._cast_outside(reads[0], sizes[0])]
+        if name in _PARTS:
+            return [reads[0].part(size) for size in sizes]
+        if _is_fused(eqn):
+            return self._fused(eqn, reads, sizes)
+        kind = op(name).kind
+        if kind is OpKind.BOUNDARY and any(sizes) and not ir.effects_of(eqn):
+            self.by_bytes.add(name)
+        elif kind is OpKind.COMPUTE and not _has_counted_flops(eqn):
+            self.by_bytes.add(f"{name} of integers")
+        return self.kernel(eqn, reads, sizes)
+
+    def kernel(
+        self, eqn: Any, reads: list[Value], sizes: Iterable[float], inside: Inside = ()
+    ) -> list[Value]:
+        """Adds an equation that is a kernel, or has bodies: its results.
+
+        Args:
+            eqn: the equation.
+            reads: its operands.
+            sizes: the bytes of its results.
+            inside: what it runs, which reads the operands and writes the results.
+        """
+        level = 1 + max((v.level for v in reads), default=0)
+        step = _Step(eqn, level, False, reads, [], inside, ir.effects_of(eqn))
+        step.makes = [Value(size, level, step) for size in sizes]
+        self._steps.append(step)
+        return step.makes
+
+    def _cast_outside(self, value: Value, size: float) -> Value:
+        """A cast of a loop's constant to fewer bits: it is made once, outside of the loop."""
+        made = Value(size, is_constant=True)
+        self._hoisted[made] = Kernel("fusion", value.size + size)
+        return made
+
+    def _fused(self, eqn: Any, reads: list[Value], sizes: list[float]) -> list[Value]:
+        level = max((v.level for v in reads), default=0)
+        step = _Step(eqn, level, True, reads, [], ())
+        ends = op(eqn.primitive.name).kind is OpKind.REDUCTION
+        for size in sizes:
+            sources = None if ends else _sources(reads, size)
+            step.makes.append(Value(size, level + ends, step, sources))
+        self._steps.append(step)
+        return step.makes
+
+    # ------------------------------------------------------------ what is read
+
+    def kernels(self, results: Iterable[Value]) -> tuple[list[Kernel], list[Any]]:
+        """The kernels of what the results and effects need, and what is inside of the others.
+
+        Args:
+            results: what is in memory at the end; what is there twice is written twice.
+        """
+        wanted: dict[Value, int] = {}
+        for value in results:
+            value.keep()
+            wanted[value.base or value] = wanted.get(value.base or value, 0) + 1
+        for value, times in wanted.items():
+            value.writes = times
+        found: list[Kernel] = []
+        inside: list[Any] = []
+        read: dict[int, dict[Value, float]] = {}
+        for step in reversed(self._steps):
+            if not step.fuses and (step.runs or any(v.writes for v in step.makes)):
+                moved = _moved(step)
+                inside += step.inside
+                if not step.inside:
+                    found.append(_kernel(step.eqn, moved))
+            elif step.fuses and step.runs:
+                for value in step.reads:
+                    _read(value, read.setdefault(step.level, {}), step.level)
+        found.reverse()
+        fusions = {level: sum(sizes.values()) for level, sizes in read.items()}
+        for step in self._steps:
+            if step.fuses and step.runs:
+                made = sum(v.size * v.writes for v in step.makes)
+                fusions[step.level] = fusions.get(step.level, 0.0) + made
+        found += [Kernel("fusion", moved) for moved in fusions.values() if moved]
+        return found, inside
+
+    def outside(self) -> list[Kernel]:
+        """Of a loop's body, what runs once before the loop; once `kernels` was asked."""
+        return [kernel for value, kernel in self._hoisted.items() if value.writes]
+
+
+def _read(value: Value, read: dict[Value, float], level: int) -> None:
+    """Notes what a fusion reads to have a value."""
+    if value.maker is not None and value.maker.fuses and value.maker.level == level:
+        value.maker.runs = True
+        return
+    for source, size in value.origins().items():
+        made = source.maker
+        if made is not None and made.fuses and made.level == level:
+            made.runs = True
+        elif source.size:
+            source.keep()
+            read[source] = max(size, read.get(source, 0.0))
+
+
+def _moved(step: _Step) -> float:
+    """What a kernel reads and writes."""
+    name = step.eqn.primitive.name
+    made = sum(v.size for v in step.makes)
+    read = [v.keep() if v.size else 0.0 for v in step.reads]
+    if name == _IN_PLACE or name.startswith("scatter"):
+        # the update and the indices, and the elements that are updated
+        return sum(read[1:]) + (read[1] if name == _IN_PLACE else 2.0 * read[-1])
+    if name == "gather":
+        return sum(read[1:]) + 2.0 * made
+    return sum(read) + made
+
+
+def _kernel(eqn: Any, moved: float) -> Kernel:
+    name, counts = eqn.primitive.name, _has_counted_flops(eqn)
+    return Kernel(name, moved, flops(eqn), eqn) if counts else Kernel(name, moved)
+
+
+def _has_counted_flops(eqn: Any) -> bool:
+    """Whether an equation is a product of numbers that are no integers."""
+    is_product = op(eqn.primitive.name).kind is OpKind.COMPUTE
+    return is_product and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[:2])
+
+
+# ---------------------------------------------------------------- kinds of equations
+
+
+def _is_fused(eqn: Any) -> bool:
+    """Whether an equation is a part of a fusion."""
+    name = eqn.primitive.name
+    if name in _OWN_KERNELS:
+        return False
+    match op(name).kind:
+        case OpKind.COMPUTE:
+            return not contracts(eqn)
+        case OpKind.REDUCTION:
+            is_plain = name.startswith("reduce_") and not name.startswith("reduce_window")
+            return is_plain or name in ("argmax", "argmin")
+        case OpKind.BOUNDARY:
+            return name in FUSES or not eqn.invars
+        case _:
+            return True
+
+
+def _sources(reads: list[Value], size: float) -> dict[Value, float] | None:
+    """What a value is cheaply made from, of what is in memory; None where it is not."""
+    found: dict[Value, float] = {}
+    for value in reads:
+        for source, taken in value.origins().items():
+            if source.size:
+                found[source] = max(taken, found.get(source, 0.0))
+    is_cheap = len(found) <= _MOST_SOURCES and sum(found.values()) <= _SLACK * size
+    return found if is_cheap else None

@@ -1,0 +1,229 @@
+"""Published peaks of accelerators: products by format, and memory, each with its source.
+
+Peaks are dense, without sparsity, and of one device: a GPU in its SXM or OAM form, a TPU chip.
+Nothing here is measured, and what no vendor publishes is None.
+
+What a product of float32 operands runs in is JAX's choice, not the device's. `jax.lax.Precision`
+(JAX's documentation, 2026-11): by default, and at HIGH, it is TF32 on an NVIDIA GPU that has it,
+and at HIGHEST float32; on a TPU it is one pass in bfloat16 by default, three at HIGH and six
+at HIGHEST. On AMD's XLA takes float32 throughout (openxla/xla#46177, 2026-07, which would
+change that, is open).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
+
+__all__ = ["PEAKS", "Peaks", "Source", "peaks_of"]
+
+
+class Source(NamedTuple):
+    """Where figures are from.
+
+    Attributes:
+        figures: the attributes of `Device` or `Peaks`.
+        title: of the vendor's document, or how it was measured, or why it is assumed.
+        date: of the document, or of the measurement, or when the page was read; a year,
+            month or day.
+        url: of the document.
+    """
+
+    figures: tuple[str, ...]
+    title: str
+    date: str
+    url: str = ""
+
+
+Form = tuple[str, int]
+"""A format, and how many passes in it a product takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+    """The published peaks of a device.
+
+    Attributes:
+        name: the device's.
+        aliases: what else it is called, in lower case.
+        f64, f32, tf32, bf16, f16: FLOP/s of matrix products in a format, by the fastest
+            units that compute in it; None where nothing is published.
+        bandwidth: of its memory, in bytes/s.
+        float32: what products of float32 operands run in, at JAX's precisions "default",
+            "high" and "highest".
+        sources: where the figures are from.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    f64: float | None
+    f32: float | None
+    tf32: float | None
+    bf16: float
+    f16: float | None
+    bandwidth: float
+    float32: dict[str, Form]
+    sources: tuple[Source, ...]
+
+    def flops(self, name: str, asked: str = "default") -> float | None:
+        """FLOP/s of products; None where nothing is published.
+
+        Args:
+            name: of the operands' format, "f32", or that of a dtype. Products of complex
+                numbers are those of their parts.
+            asked: how precise float32 products are to be, "default", "high" or "highest", or
+                the name of a dot algorithm, which then has the format.
+
+        Example:
+            >>> (h100,) = peaks_of("h100")
+            >>> h100.flops("f32") == h100.tf32, h100.flops("f32", "highest") == h100.f32
+            (True, True)
+            >>> h100.flops("f32", "BF16_BF16_F32_X3") == h100.bf16 / 3
+            True
+        """
+        name = {"complex64": "f32", "complex128": "f64"}.get(name, name)
+        if "_" not in asked:
+            form, passes = self.float32[asked] if name == "f32" else (name, 1)
+        else:  # BF16_BF16_F32_X3: the operands', the sums' format, and the passes
+            form, _, more = asked.lower().partition("_")
+            passes = int(more.rpartition("_x")[2]) if "_x" in more else 1
+        peak = getattr(self, form) if form in _FORMS else None
+        return None if peak is None else peak / passes
+
+    def source_of(self, figure: str) -> Source:
+        """Where a figure is from; of one that is not published, no source."""
+        found = (source for source in self.sources if figure in source.figures)
+        return next(found, Source((figure,), "not published", ""))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_FORMS = ("f64", "f32", "tf32", "bf16", "f16")
+
+
+def peaks_of(names: str | Iterable[str]) -> tuple[Peaks, ...]:
+    """The peaks of a device or of several, by name or alias in any case; each once.
+
+    Raises:
+        ValueError: for a name that is in no row; the text lists the legal ones.
+
+    Example:
+        >>> [str(peaks) for peaks in peaks_of(["H100", "v5e"])]
+        ['NVIDIA H100 SXM', 'TPU v5e']
+    """
+    found: list[Peaks] = []
+    for name in (names,) if isinstance(names, str) else names:
+        known = [p for p in PEAKS if str(name).lower() in (p.name.lower(), *p.aliases)]
+        if not known:
+            legal = ", ".join(repr(peaks.aliases[0]) for peaks in PEAKS)
+            raise ValueError(f"unknown device {name!r}: legal are {legal}")
+        found += [peaks for peaks in known if peaks not in found]
+    return tuple(found)
+
+
+# ---------------------------------------------------------------- the table
+
+_NVIDIA: dict[str, Form] = {"default": ("tf32", 1), "high": ("tf32", 1), "highest": ("f32", 1)}
+_AMD: dict[str, Form] = {"default": ("f32", 1), "high": ("f32", 1), "highest": ("f32", 1)}
+_TPU: dict[str, Form] = {"default": ("bf16", 1), "high": ("bf16", 3), "highest": ("bf16", 6)}
+
+_AMPERE = Source(
+    _FORMS,
+    "NVIDIA A100 Tensor Core GPU data sheet",
+    "2021-06",
+    "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
+    "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
+)
+_HOPPER = Source(
+    _FORMS,
+    "NVIDIA H100 Tensor Core GPU Architecture",
+    "2022-10",
+    "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper",
+)
+_CDNA3 = Source(
+    ("f64", "f32", "tf32", "bf16", "f16", "bandwidth"),
+    "AMD Instinct MI300X Accelerator data sheet, by its matrix cores",
+    "2023-12",
+    "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
+)
+
+
+def _memory(title: str, date: str, url: str) -> Source:
+    return Source(("bandwidth",), title, date, url)
+
+
+def _ampere(name: str, aliases: tuple[str, ...], bandwidth: float, memory: Source) -> Peaks:
+    flops = 19.5e12, 19.5e12, 156e12, 312e12, 312e12
+    return Peaks(name, aliases, *flops, bandwidth, _NVIDIA, (_AMPERE, memory))
+
+
+def _hopper(name: str, aliases: tuple[str, ...], bandwidth: float, memory: Source) -> Peaks:
+    flops = 66.9e12, 66.9e12, 494.7e12, 989.4e12, 989.4e12
+    return Peaks(name, aliases, *flops, bandwidth, _NVIDIA, (_HOPPER, memory))
+
+
+def _tpu(version: str, aliases: tuple[str, ...], bf16: float, bandwidth: float) -> Peaks:
+    url = f"https://cloud.google.com/tpu/docs/{version}"
+    source = Source(("bf16", "bandwidth"), f"Google Cloud: TPU {version}", "2026-11-22", url)
+    aliases = version, f"tpu-{version}", f"tpu{version}", *aliases
+    flops = None, None, None, bf16, None
+    return Peaks(f"TPU {version}", aliases, *flops, bandwidth, _TPU, (source,))
+
+
+PEAKS: tuple[Peaks, ...] = (
+    _ampere(
+        "NVIDIA A100, 80 GB",
+        ("a100", "a100-80gb"),
+        2.039e12,
+        _AMPERE._replace(figures=("bandwidth",)),
+    ),
+    _ampere(
+        "NVIDIA A100, 40 GB",
+        ("a100-40gb",),
+        1.555e12,
+        _memory(
+            "NVIDIA A100 Tensor Core GPU Architecture",
+            "2020-05",
+            "https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/"
+            "nvidia-ampere-architecture-whitepaper.pdf",
+        ),
+    ),
+    _hopper(
+        "NVIDIA H100 SXM",
+        ("h100", "h100-sxm"),
+        3.35e12,
+        _memory(
+            "NVIDIA H100 Tensor Core GPU data sheet",
+            "2023",
+            "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet",
+        ),
+    ),
+    _hopper(
+        "NVIDIA H200 SXM",
+        ("h200", "h200-sxm"),
+        4.8e12,
+        _memory(
+            "NVIDIA H200 Tensor Core GPU data sheet; its products are the H100's",
+            "2023-11",
+            "https://www.nvidia.com/en-us/data-center/h200/",
+        ),
+    ),
+    Peaks(
+        "AMD Instinct MI300X",
+        ("mi300x",),
+        163.4e12,
+        163.4e12,
+        653.7e12,
+        1307.4e12,
+        1307.4e12,
+        5.3e12,
+        _AMD,
+        (_CDNA3,),
+    ),
+    _tpu("v4", (), 275e12, 1.2e12),
+    _tpu("v5e", ("v5litepod",), 197e12, 819e9),
+    _tpu("v5p", (), 459e12, 2.765e12),
+    _tpu("v6e", ("trillium",), 918e12, 1.64e12),
+)

@@ -1,0 +1,164 @@
+"""`profile`: what a function takes under several policies, here and by other devices' peaks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from precpass import measure
+from precpass.api import auto_mixed
+from precpass.mixed import owner_of
+from precpass.peaks import Peaks, peaks_of
+from precpass.policy import AlwaysF32
+from precpass.report.profiled import Estimate, Profile, ProfileRow
+from precpass.report.programs import (
+    Made,
+    Policies,
+    Program,
+    Progress,
+    Subject,
+    check_rounds,
+    entries,
+    timed,
+)
+from precpass.roofline import Work, work_of
+
+__all__ = ["DEVICES", "profile"]
+
+DEVICES = ("a100", "h100", "h200", "mi300x", "v4", "v5e", "v5p", "v6e")
+"""Those of an estimate where none is named."""
+
+
+def profile(
+    fn: Callable[..., Any],
+    policies: Policies,
+    *,
+    devices: str | Sequence[str] = DEVICES,
+    rounds: int = 10,
+    progress: Progress = lambda _what, _done, _total: None,
+) -> Callable[..., Profile]:
+    """What a function takes under several policies: time, memory, FLOPs, bytes; and elsewhere.
+
+    Each row is traced, compiled and timed in rounds in which every row takes its turn, as by
+    `compare`, which says what the rows cost in accuracy. FLOPs and the bytes that kernels move
+    are counted in the traced program, with the trip counts of its loops
+    (`precpass.graph.NOMINAL_SIZE` where only run time knows one, as of a while loop); memory is
+    what XLA allocates on the device that the program is compiled for.
+
+    Of other devices the gain is estimated, by a roofline (`precpass.roofline`): a kernel takes the
+    time of its arithmetic, at the device's published dense peak for the format of its operands, or
+    of its bytes, at the memory's published bandwidth, whichever is longer. The gain is the sum of
+    these for the program under `AlwaysF32` over that of the row. float32 products count as JAX runs
+    them by default, unless the program asks for more: in TF32 on NVIDIA's GPUs, in float32 on
+    AMD's, in one bfloat16 pass on TPUs. Kernels are those of a model of XLA's fusion, the same
+    for all devices (`precpass.fusion`).
+
+    It is an upper estimate from peaks, not a measurement. Launches, caches, communication between
+    devices, arithmetic other than that of products, and what falls short of a peak are left out:
+    where they take time, low precision gains less. A cast of an operand that is in memory counts
+    in full, as the planner counts it: where XLA fuses it into the product, as on TPUs, low
+    precision gains more.
+
+    Args:
+        fn: the function, or what `auto_mixed` made of it, whose options then count.
+        policies: what the rows are, as `compare` takes them: policies and other functions.
+        devices: for which a gain is estimated: "a100" (80 GB), "a100-40gb", "h100", "h200",
+            "mi300x", "v4", "v5e", "v5p", "v6e"; () for none.
+        rounds: how many times each row is timed; 0 for no times. Nothing runs then, and
+            the arguments may be `jax.ShapeDtypeStruct`s.
+        progress: is called with a text, the steps done and their number.
+
+    Returns:
+        A function that takes the arguments of `fn`, and gives a `Profile`.
+
+    Raises:
+        TypeError: for a row that is neither policy nor function, a name that is no text, and
+            (of the returned function) shapes in the place of arrays where rows are timed.
+        ValueError: for an unknown policy or device, a negative `rounds`, names that are given
+            twice, and no rows.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
+        >>> found = profile(jnp.dot, ["AlwaysF32", "AutoMixedBf16"], devices="h100", rounds=0)(x, x)
+        >>> wide, low = found.rows
+        >>> low.counts.flops == {"bf16": 2.0 * 8192**3}, low.memory.arguments
+        (True, 536870912)
+        >>> 1.5 < low.estimates[0].gain < 2.0  # 2 is the ratio of the peaks
+        True
+    """
+    check_rounds(rounds)
+    peaks = peaks_of(devices)
+    made = entries(policies, "profile")
+    fn, owner = owner_of(fn)
+    subject = auto_mixed(fn)
+
+    def profiled(*args: Any, **kwargs: Any) -> Profile:
+        at = Subject.at(
+            subject,
+            owner,
+            args,
+            kwargs,
+            "profile",
+            takes_shapes=rounds == 0,
+            hint="; with rounds=0 nothing runs, and shapes will do",
+        )
+        return _profile(at, made, peaks, rounds, progress)
+
+    return profiled
+
+
+def _profile(
+    subject: Subject, made: Sequence[Made], peaks: Sequence[Peaks], rounds: int, progress: Progress
+) -> Profile:
+    total = 1 + len(made) + rounds
+    progress("the float32 program", 0, total)
+    wide = subject.call(AlwaysF32)
+    base = work_of(wide.fn.trace(*wide.args, **wide.kwargs).jaxpr)
+    programs: list[Program] = []
+    rows: list[ProfileRow] = []
+    for done, one in enumerate(made, 1):
+        progress(one[0], done, total)
+        try:
+            programs.append(subject.program(one))
+        except Exception as error:
+            error.add_note(f"in the row {one[0]!r} of profile")
+            raise
+        rows.append(_row(programs[-1], base, peaks))
+    if rounds:
+        times = timed(programs, rounds, progress, total)
+        rows = [
+            dataclasses.replace(row, timing=timing, ratio=ratio)
+            for row, (timing, ratio) in zip(rows, times, strict=True)
+        ]
+    device = f"{programs[0].executable.device.device_kind}, jax {jax.__version__}"
+    return Profile(subject.name, tuple(rows), rounds, device, tuple(peaks))
+
+
+def _row(program: Program, base: Work, peaks: Sequence[Peaks]) -> ProfileRow:
+    work = work_of(program.executable.jaxpr)
+    return ProfileRow(
+        program.name,
+        program.call.policy,
+        measure.count(program.executable.jaxpr),
+        program.executable.memory,
+        None,
+        None,
+        work.nbytes,
+        tuple(_estimate(work, base, of) for of in peaks),
+        work.guesses,
+        tuple(sorted(work.by_bytes)),
+    )
+
+
+def _estimate(work: Work, base: Work, peaks: Peaks) -> Estimate:
+    wide, seconds = base.seconds(peaks), work.seconds(peaks)
+    missing = work.without_peak(peaks) | base.without_peak(peaks)
+    gain = None
+    if wide is not None and seconds is not None:
+        # of a program that moves nothing
+        gain = wide / seconds if seconds else 1.0
+    return Estimate(peaks.aliases[0], seconds, gain, tuple(sorted(missing)))

@@ -1,0 +1,237 @@
+"""`Profile`: what `profile` found, as text, HTML, a pandas frame and a dict."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from precpass.graph import NOMINAL_SIZE
+from precpass.measure import Counts, Memory, Timing
+from precpass.peaks import Peaks
+from precpass.policy import PrecisionPolicy
+from precpass.report.tables import (
+    TIMES,
+    aligned,
+    cells_of,
+    for_json,
+    framed,
+    milliseconds,
+    row_data,
+    shares,
+    short,
+)
+from precpass.view.page import table
+from precpass.view.text import as_html, page
+
+__all__ = ["Estimate", "Profile", "ProfileRow"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What a program takes on another device by that device's published peaks.
+
+    Attributes:
+        device: its name, as `profile` takes it.
+        seconds: of one run; None where no peak is published for a format of its products.
+        gain: the float32 program's seconds over these; None where either is.
+        without_peak: those formats.
+    """
+
+    device: str
+    seconds: float | None
+    gain: float | None
+    without_peak: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileRow:
+    """One program of a profile.
+
+    Attributes:
+        name: as the tables show it.
+        policy: its policy; None for a function given instead of one.
+        counts: what its traced step computes.
+        memory: what XLA planned, on the device where it was compiled; None where the backend
+            does not tell.
+        timing: its runs; None where none was timed.
+        ratio: the median over the rounds of its time over the first row's in the same
+            round; None where nothing was timed.
+        moved: the bytes that its kernels read and write in one run, by a model of fusion
+            (`precpass.fusion`): no device's.
+        estimates: one per device.
+        guesses: whether it has a loop whose trips only run time knows.
+        by_bytes: the primitives whose arithmetic is in no figure.
+    """
+
+    name: str
+    policy: PrecisionPolicy | None
+    counts: Counts
+    memory: Memory | None
+    timing: Timing | None
+    ratio: float | None
+    moved: float
+    estimates: tuple[Estimate, ...]
+    guesses: bool
+    by_bytes: tuple[str, ...]
+
+    @property
+    def flops(self) -> float:
+        """The floating-point operations of one run, in all formats."""
+        return sum(self.counts.flops.values())
+
+    def figures(self) -> dict[str, Any]:
+        """All figures under the names that the frame and the dict have: bytes, seconds, FLOPs."""
+        quartiles = (None, None) if self.timing is None else self.timing.quartiles
+        memory = {f.name: getattr(self.memory, f.name, None) for f in dataclasses.fields(Memory)}
+        return {
+            "seconds": None if self.timing is None else self.timing.median,
+            "seconds_lower": quartiles[0],
+            "seconds_upper": quartiles[1],
+            "ratio": self.ratio,
+            "argument_bytes": memory["arguments"],
+            "output_bytes": memory["outputs"],
+            "aliased_bytes": memory["aliased"],
+            "temp_bytes": memory["temp"],
+            "flops": self.flops,
+            "low_flops_share": self.counts.low_flops,
+            **{f"flops_{name}": n for name, n in sorted(self.counts.flops.items())},
+            "moved_bytes": self.moved,
+            **{f"seconds_{e.device}": e.seconds for e in self.estimates},
+            **{f"gain_{e.device}": e.gain for e in self.estimates},
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """A function under several policies: what it takes here, and an estimate for elsewhere.
+
+    `print` it for tables; in a notebook it is some.
+
+    Attributes:
+        function: the function's name.
+        rows: one per policy or function, in the order in which they were given.
+        rounds: how many times each was timed.
+        device: the device and the JAX release for which it was compiled.
+        peaks: those of the devices of the estimates, each figure with its source and date.
+    """
+
+    function: str
+    rows: tuple[ProfileRow, ...]
+    rounds: int
+    device: str
+    peaks: tuple[Peaks, ...]
+
+    # ------------------------------------------------------------ as data
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, and the devices' with their sources, as values that JSON knows.
+
+        Numbers that are not finite are the strings "inf", "-inf" and "nan".
+        """
+        rows = [row_data(row) for row in self.rows]
+        head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        peaks = [
+            dataclasses.asdict(of) | {"sources": [s._asdict() for s in of.sources]}
+            for of in self.peaks
+        ]
+        return for_json({**head, "rows": rows, "peaks": peaks, "notes": self.notes})
+
+    def to_frame(self) -> Any:
+        """The figures as a `pandas.DataFrame`, one row per program; None is NaN.
+
+        Raises:
+            ImportError: without pandas.
+        """
+        return framed({row.name: row.figures() for row in self.rows})
+
+    # ------------------------------------------------------------ as tables
+
+    def __str__(self) -> str:
+        lines = [self._title, "", *aligned(self._measured())]
+        if self.peaks:
+            lines += ["", _ESTIMATED, "", *aligned(self._estimated())]
+        return "\n".join([*lines, "", *self.notes])
+
+    def _repr_html_(self) -> str:
+        tables = [(self._title, self._measured())]
+        if self.peaks:
+            tables.append((_ESTIMATED, self._estimated()))
+        body = "".join(table(t[0], t[1:], caption=title, figures=True) for title, t in tables)
+        return page(body + as_html([[(note, "reason")] for note in self.notes]))
+
+    @property
+    def _title(self) -> str:
+        return f"{self.function}, {self.device}"
+
+    def _measured(self) -> list[tuple[str, ...]]:
+        return cells_of(_COLUMNS, self.rows, ("program",))
+
+    def _estimated(self) -> list[tuple[str, ...]]:
+        columns = [
+            (e.device, lambda row, k=k: _gain(row.estimates[k]))
+            for k, e in enumerate(self.rows[0].estimates)
+        ]
+        return cells_of([_COLUMNS[0], *columns], self.rows, [heading for heading, _ in columns])
+
+    @property
+    def notes(self) -> list[str]:
+        """What the figures mean, and what they leave out."""
+        found = [
+            "args, out, temp: what XLA allocates here. GFLOP: of one run, with trip counts. moved: "
+            "what kernels read and write by a model of fusion."
+        ]
+        if self.rounds:
+            found.append(TIMES.format(self.rounds))
+        if self.peaks:
+            found += _MEANING
+        if any(row.guesses for row in self.rows):
+            found.append(
+                "loops whose trips only run time knows (while, linear solvers) count as "
+                f"{NOMINAL_SIZE} of them."
+            )
+        names = sorted({name for row in self.rows for name in row.by_bytes})
+        if names:
+            found.append(f"arithmetic not counted: {', '.join(names)}: by their bytes alone.")
+        missing: dict[str, list[str]] = {}
+        for row in self.rows:
+            for e in row.estimates:
+                for name in e.without_peak:
+                    missing.setdefault(name, [])
+                    missing[name] += [e.device] if e.device not in missing[name] else []
+        found += [
+            f"-: no peak is published for {name} on {', '.join(devices)}."
+            for name, devices in missing.items()
+        ]
+        return found
+
+
+_ESTIMATED = "estimated gain over float32 by published peaks: an upper estimate, no measurement"
+_MEANING = (
+    "gain: the reckoned time of the program under AlwaysF32 over the row's, each kernel at its "
+    "device's peak or bandwidth, whichever takes longer. float32 products as JAX runs them by "
+    "default: TF32 on NVIDIA's, float32 on AMD's, one bfloat16 pass on TPUs.",
+    "left out: launches, caches, what falls short of a peak, communication, arithmetic other than "
+    "products'; where these take time, low precision gains less. A cast of an operand in memory "
+    "counts in full; where XLA fuses it into the product, as on TPUs, low precision gains more.",
+)
+
+
+def _gain(estimate: Estimate) -> str:
+    return "" if estimate.gain is None else f"{estimate.gain:.2f}"
+
+
+def _megabytes(row: ProfileRow, name: str) -> str:
+    return "" if row.memory is None else short(getattr(row.memory, name) / 1e6)
+
+
+_COLUMNS = (
+    ("program", lambda row: row.name),
+    ("ms", lambda row: milliseconds(row.timing)),
+    ("ratio", lambda row: "" if row.ratio is None else f"{row.ratio:.2f}"),
+    ("args MB", lambda row: _megabytes(row, "arguments")),
+    ("out MB", lambda row: _megabytes(row, "outputs")),
+    ("temp MB", lambda row: _megabytes(row, "temp")),
+    ("GFLOP", lambda row: short(row.flops / 1e9)),
+    ("FLOPs in", lambda row: shares(row.counts.flops)),
+    ("moved MB", lambda row: short(row.moved / 1e6)),
+)

@@ -1,0 +1,294 @@
+"""Programs that are measured side by side: a function under policies, and other functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+
+from precpass import calling, measure, stateful
+from precpass import jaxpr as ir
+from precpass.api import auto_mixed
+from precpass.leaves import Declared, refused
+from precpass.mixed import Mixed
+from precpass.policy import PrecisionPolicy
+from precpass.report.errors import Leaf, fetched, leaves_of, on_arrays
+
+__all__ = [
+    "Made",
+    "Policies",
+    "Program",
+    "Progress",
+    "Subject",
+    "check_rounds",
+    "entries",
+    "timed",
+]
+
+Progress = Callable[[str, int, int], None]
+Entry = PrecisionPolicy | str | Callable[..., Any]
+Policies = (
+    Entry | Iterable[Entry | tuple[str, Entry]] | Mapping[str, PrecisionPolicy | Callable[..., Any]]
+)
+
+
+Made = tuple[str, PrecisionPolicy | Callable[..., Any]]
+"""A row's name, and its policy or function."""
+
+
+def check_rounds(rounds: Any) -> None:
+    """Refuses what is no number of rounds."""
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
+        raise ValueError(f"rounds={rounds!r}: a whole number, 0 for no times")
+
+
+# ---------------------------------------------------------------- what the rows are
+
+
+def entries(policies: Any, report: str) -> list[Made]:
+    """The rows' names, made unique, and what they are.
+
+    Args:
+        policies: as the user gave them.
+        report: the name of what was called, for errors.
+    """
+    if isinstance(policies, Mapping):
+        items = [*policies.items()]
+        for name, _ in items:
+            if not isinstance(name, str):
+                raise TypeError(f"{report}: a dict has the rows' names as its keys, not {name!r}")
+    else:
+        several = isinstance(policies, Iterable) and not isinstance(policies, str)
+        items: list[Any] = [*policies] if several else [policies]
+    found: list[Made] = []
+    given: list[str] = []
+    for item in items:
+        match item:
+            case (str() as name, entry):
+                given.append(name)
+            case entry:
+                name = None
+        made = entry if callable(entry) else PrecisionPolicy.parse(entry)
+        found.append((name or _name(entry), made))
+    if not found:
+        raise ValueError(f"{report}: no rows; give at least one policy or function")
+    twice = [name for name, n in Counter(given).items() if n > 1]
+    if twice:
+        raise ValueError(f"{report}: the name {twice[0]!r} is given twice")
+    return list(zip(_numbered([name for name, _ in found]), (e for _, e in found), strict=True))
+
+
+def _name(entry: Any) -> str:
+    if isinstance(entry, str):
+        return entry
+    if not isinstance(entry, PrecisionPolicy):
+        return calling.name_of(entry)
+    rules = len(entry.rules)
+    return entry.name + (f" with {rules} rule{'s' * (rules > 1)}" if rules else "")
+
+
+def _numbered(names: list[str]) -> list[str]:
+    """The names, a number behind each that was there before."""
+    found: list[str] = []
+    for name in names:
+        unique, n = name, 1
+        while unique in found:
+            n += 1
+            unique = f"{name} ({n})"
+        found.append(unique)
+    return found
+
+
+# ---------------------------------------------------------------- the programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """The function that a report is about, and its arguments.
+
+    Attributes:
+        fn: what `auto_mixed` made of it.
+        owner: the arguments that it is bound to.
+        declared: which of its arguments are static.
+        args, kwargs: the arguments, on a device, those that it is bound to among them.
+        is_abstract: whether there are shapes in the place of arrays.
+    """
+
+    fn: Mixed
+    owner: tuple[Any, ...]
+    declared: Declared
+    args: Any
+    kwargs: Any
+    is_abstract: bool
+
+    @classmethod
+    def at(
+        cls,
+        fn: Mixed,
+        owner: tuple[Any, ...],
+        args: Any,
+        kwargs: Any,
+        report: str,
+        *,
+        takes_shapes: bool = False,
+        hint: str = "",
+    ) -> Subject:
+        """A function at some arguments.
+
+        Args:
+            fn: what `auto_mixed` made of it.
+            owner: the arguments that it is bound to.
+            args: the positional arguments.
+            kwargs: the others.
+            report: what was called, for errors.
+            takes_shapes: whether `jax.ShapeDtypeStruct`s will do.
+            hint: what to do instead where they will not.
+
+        Raises:
+            TypeError: for tracers, and for shapes where arrays are needed.
+        """
+        declared = Declared(fn.__wrapped__, fn.jit_options)
+        shapes: list[Any] = []
+
+        def on_device(x: Any, name: str) -> Any:
+            def leaf(x: Any) -> Any:
+                if isinstance(x, jax.ShapeDtypeStruct) and takes_shapes:
+                    shapes.append(x)
+                    return x
+                if isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer):
+                    raise TypeError(
+                        f"{report} runs the function: {name} must hold arrays, not "
+                        f"{type(x).__name__}s (and it is called outside of jit){hint}"
+                    )
+                return ir.as_operand(x)
+
+            return x if stateful.has_nodes(x) else jax.tree.map(leaf, x)
+
+        args, kwargs = declared.map(on_device, (*owner, *args), kwargs)
+        return cls(fn, owner, declared, args, kwargs, bool(shapes))
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return calling.name_of(self.fn.__wrapped__)
+
+    def program(self, made: Made) -> Program:
+        """One row, compiled."""
+        call = self.call(made[1])
+        return Program(made[0], call, measure.compiled(call.fn, *call.args, **call.kwargs))
+
+    def call(self, entry: PrecisionPolicy | Callable[..., Any]) -> Call:
+        """What a row calls."""
+        policy = entry if isinstance(entry, PrecisionPolicy) else None
+        fn: Any = entry if policy is None else auto_mixed(self.fn, policy=policy)
+        args, kwargs, declared = self.args, self.kwargs, self.declared
+        if policy is None:
+            args = args[len(self.owner) :]
+            declared = Declared(fn, {} if self.owner else declared.options)
+        named: list[Leaf] = []
+        if self.is_abstract:
+            # no call of these is timed
+            fn = fn if measure.is_jitted(fn) else jax.jit(fn, **declared.options)
+        # what crosses into jit in steps takes Python longer than a small program runs: no row pays
+        elif not measure.is_jitted(fn) or _crosses_in_steps(declared, args, kwargs):
+            own = calling.name_of(fn)
+            call, args, named = on_arrays(fn, declared, own, args, kwargs)
+            fn, kwargs = jax.jit(call), {}
+            declared = Declared(fn, {})
+        return Call(policy, fn, declared, args, kwargs, named)
+
+
+class Call(NamedTuple):
+    """A jitted function and its own arguments.
+
+    Attributes:
+        policy: its policy; None for a function given instead of one.
+        fn: the function.
+        declared: which of its arguments are static.
+        args, kwargs: its arguments.
+        named: the leaves of its results where it gives their arrays alone.
+    """
+
+    policy: PrecisionPolicy | None
+    fn: Any
+    declared: Declared
+    args: Any
+    kwargs: Any
+    named: list[Leaf]
+
+
+class Program(NamedTuple):
+    """One row to be."""
+
+    name: str
+    call: Call
+    executable: measure.Executable
+
+    def fresh(self) -> tuple[Any, Any]:
+        """Arguments that one run may overwrite."""
+        call = self.call
+        if not self.executable.donates:
+            return call.args, call.kwargs
+        return _copied(call.declared, call.args, call.kwargs)
+
+    def results(self) -> list[Leaf]:
+        """The arrays that a run gives, on the host."""
+        args, kwargs = self.fresh()
+        found = leaves_of(self.call.declared, self.call.fn(*args, **kwargs), args, kwargs)
+        values = [fetched(leaf.value) for leaf in found]
+        pairs = zip(self.call.named or found, values, strict=True)
+        return [leaf._replace(value=value) for leaf, value in pairs]
+
+
+def _copied(declared: Declared, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def copied(x: Any, _name: str) -> Any:
+        return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, x)
+
+    return declared.map(copied, args, kwargs)
+
+
+def _crosses_in_steps(declared: Declared, args: Any, kwargs: Any) -> bool:
+    """Whether there are modules, or leaves that jit refuses, among the arguments."""
+    found: list[bool] = []
+
+    def look(x: Any, _name: str) -> None:
+        found.append(stateful.has_nodes(x) or any(map(refused, jax.tree.leaves(x))))
+
+    declared.map(look, args, kwargs)
+    return any(found)
+
+
+def timed(
+    programs: Sequence[Program], rounds: int, progress: Progress, total: int
+) -> list[tuple[measure.Timing, float]]:
+    """The times of programs in interleaved rounds, and their ratios to the first one.
+
+    A ratio is the median over the rounds of those within a round.
+
+    Args:
+        programs: of which each takes its turn in each round.
+        rounds: how many.
+        progress: is told each.
+        total: the steps of the whole report, of which the rounds are the last.
+    """
+    by_name = {program.name: program for program in programs}
+
+    def run_of(program: Program) -> Callable[..., Any]:
+        return lambda args, kwargs: program.call.fn(*args, **kwargs)
+
+    def tell(turn: int) -> None:
+        text = "warm-up" if turn < 0 else f"round {turn + 1}"
+        progress(text, total - rounds + max(turn, 0), total)
+
+    found = measure.interleaved(
+        {name: run_of(program) for name, program in by_name.items()},
+        rounds,
+        prepare=lambda name: by_name[name].fresh(),
+        progress=tell,
+    )
+    timings = [found[program.name] for program in programs]
+    return [(timing, timing.ratios(timings[0]).median) for timing in timings]

@@ -1,0 +1,116 @@
+"""Rows of figures as aligned text, as values for JSON, and as a pandas frame."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+from precpass.measure import Timing
+
+__all__ = [
+    "TIMES",
+    "aligned",
+    "cells_of",
+    "for_json",
+    "framed",
+    "milliseconds",
+    "row_data",
+    "shares",
+    "short",
+]
+
+R = TypeVar("R")
+
+TIMES = (
+    "ms: median of {} interleaved rounds (lower-upper quartile); ratio: to the first row, "
+    "median over rounds."
+)
+
+
+def cells_of(
+    columns: Sequence[tuple[str, Callable[[R], str]]], rows: Sequence[R], always: Collection[str]
+) -> list[tuple[str, ...]]:
+    """A table's cells, headings first.
+
+    Args:
+        columns: each with its heading, and what it shows of a row.
+        rows: the rows.
+        always: the headings of the columns that stay where no row has anything.
+    """
+    texts = [[heading, *map(cell, rows)] for heading, cell in columns]
+    kept = [column for column in texts if column[0] in always or any(column[1:])]
+    return list(zip(*([c[0], *(text or "-" for text in c[1:])] for c in kept), strict=True))
+
+
+def row_data(row: Any) -> dict[str, Any]:
+    """What every report's row has as data: its name, policy, figures and all times, in seconds."""
+    return {
+        "name": row.name,
+        "policy": None if row.policy is None else repr(row.policy),
+        **row.figures(),
+        "all_seconds": [] if row.timing is None else list(row.timing.seconds),
+    }
+
+
+def aligned(table: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of a table, headings first: names to the left, figures to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+
+    def line(cells: tuple[str, ...]) -> str:
+        first, *others = zip(cells, widths, strict=True)
+        return "  ".join([first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)]).rstrip()
+
+    ruler = "-" * len(line(tuple("x" * w for w in widths)))
+    return [line(table[0]), ruler, *map(line, table[1:])]
+
+
+def short(value: float) -> str:
+    """Three digits, without an exponent as long as that stays short."""
+    if not value or not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def milliseconds(timing: Timing | None) -> str:
+    """The median of runs and their quartiles; nothing where none was timed."""
+    if timing is None:
+        return ""
+    median, low, high = (short(1e3 * s) for s in (timing.median, *timing.quartiles))
+    return f"{median} ({low}-{high})"
+
+
+def shares(flops: Mapping[str, float]) -> str:
+    """The formats of FLOPs, each with its share, without those of half a percent."""
+    total = sum(flops.values())
+    each = sorted(flops.items(), key=lambda item: -item[1])
+    return " ".join(f"{name} {100 * n / total:.0f}%" for name, n in each if n >= total / 200)
+
+
+def framed(figures: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Rows of figures, by name, as a `pandas.DataFrame`; None is NaN.
+
+    Raises:
+        ImportError: without pandas.
+    """
+    try:
+        import pandas  # optional
+    except ImportError:
+        raise ImportError("to_frame needs pandas: pip install pandas; or use to_dict()") from None
+
+    index = pandas.Index(list(figures), name="program")
+    frame = pandas.DataFrame(list(figures.values()), index=index)
+    flops = [name for name in frame.columns if name.startswith("flops_")]
+    frame[flops] = frame[flops].fillna(0.0)  # a format that a row does not use
+    return frame.apply(pandas.to_numeric)
+
+
+def for_json(value: Any) -> Any:
+    """Values as JSON has them: numbers that are not finite are the strings "inf", "-inf", "nan"."""
+    if isinstance(value, dict):
+        return {key: for_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [for_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,278 @@
+"""A program's time by a device's peaks: the roofline of each of its kernels, added up.
+
+Each kernel takes what its arithmetic or its memory takes, whichever is longer (Williams, Waterman
+and Patterson 2009, "Roofline", https://doi.org/10.1145/1498765.1498785). Kernels are those of
+`precpass.fusion`, run as often as the loops around them say; XLA's `cost_analysis` counts a loop's
+body once. Only products have arithmetic that counts: that of all else is taken to hide behind
+memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from precpass import jaxpr as ir
+from precpass.fusion import NOTHING, Kernel, Stretch, Value
+from precpass.graph import NOMINAL_SIZE, Graph, nbytes
+from precpass.liveness import unread
+from precpass.measure import format_of
+from precpass.peaks import Peaks
+
+__all__ = ["Work", "work_of"]
+
+Env = dict[Any, Value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a program moves and computes.
+
+    Attributes:
+        kernels: each, and how often it runs.
+        guesses: whether it has a loop whose trips only run time knows, and which counts as
+            `precpass.graph.NOMINAL_SIZE` of them.
+        by_bytes: the primitives whose arithmetic is in no figure.
+    """
+
+    kernels: tuple[tuple[Kernel, float], ...]
+    guesses: bool
+    by_bytes: frozenset[str]
+
+    @property
+    def nbytes(self) -> float:
+        """The bytes that all kernels together read and write."""
+        return sum(kernel.nbytes * runs for kernel, runs in self.kernels)
+
+    def seconds(self, peaks: Peaks) -> float | None:
+        """The time at a device's peaks; None where it has none for a product (`without_peak`).
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from precpass.peaks import peaks_of
+            >>> x = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)
+            >>> work = work_of(jax.make_jaxpr(jnp.dot)(x, x))
+            >>> (a100,) = peaks_of("a100")
+            >>> work.seconds(a100) == 2 * 8192**3 / a100.bf16
+            True
+        """
+        total = 0.0
+        for kernel, runs in self.kernels:
+            flops = _peak(kernel, peaks) if kernel.flops else 1.0
+            if flops is None:
+                return None
+            total += runs * max(kernel.flops / flops, kernel.nbytes / peaks.bandwidth)
+        return total
+
+    def without_peak(self, peaks: Peaks) -> frozenset[str]:
+        """The formats of products for which a device has no published peak."""
+        products = (kernel for kernel, _ in self.kernels if kernel.flops)
+        return frozenset(_format(k.eqn) for k in products if _peak(k, peaks) is None)
+
+
+def _peak(kernel: Kernel, peaks: Peaks) -> float | None:
+    return peaks.flops(_format(kernel.eqn), ir.asked_precision(kernel.eqn))
+
+
+def _format(eqn: Any) -> str:
+    """The format of a product: that of its wider operand."""
+    widest = max((v.aval for v in eqn.invars[:2]), key=lambda aval: aval.dtype.itemsize)
+    return format_of(widest) or str(widest.dtype)
+
+
+def work_of(jaxpr: Any) -> Work:
+    """What a program moves and computes.
+
+    What only later derivatives read is left out (`precpass.liveness`), as is what nothing
+    needs. As in `precpass.measure.count`, a while loop runs `precpass.graph.NOMINAL_SIZE` times,
+    all branches of a `cond` run, and a `shard_map` counts as one shard.
+
+    Args:
+        jaxpr: open or closed.
+    """
+    return _Program(jaxpr).work()
+
+
+class _Body(NamedTuple):
+    """A body that is no part of what is around it.
+
+    Attributes:
+        row: its index in the graph.
+        constants: how many of its operands, the first ones, are a loop's constants.
+        carried: of a loop, the results that it carries, with the operand of each; None for a
+            branch and the like.
+        unread: the results that only later derivatives read outside.
+    """
+
+    row: int
+    constants: int = 0
+    carried: tuple[tuple[int, int], ...] | None = None
+    unread: frozenset[int] = frozenset()
+
+
+class _Found(NamedTuple):
+    """What a body is: its kernels, those before a loop of it, and what it runs, how often."""
+
+    kernels: list[Kernel]
+    before: list[Kernel]
+    inside: list[tuple[_Body | Work, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Frame:
+    """A body or a call in it, while its equations are added.
+
+    Attributes:
+        row: its index in the graph.
+        rows: those of its equations that are left.
+        env: its values.
+        leaving: of a call, for each result the variable outside and what it is inside.
+    """
+
+    row: int
+    rows: Iterator[int]
+    env: Env
+    leaving: tuple[tuple[Any, Any], ...] = ()
+
+
+class _Program:
+    def __init__(self, jaxpr: Any) -> None:
+        self.graph = Graph.build(jaxpr)
+        self.unread = unread(self.graph).values
+        self.guesses = False
+        self.by_bytes: set[str] = set()
+        self.found: dict[_Body, _Found] = {}
+
+    def work(self) -> Work:
+        """All of it."""
+        kernels: list[tuple[Kernel, float]] = []
+        # how often each body runs, and how often what is before its loop
+        runs, entered = {_Body(0): 1.0}, {_Body(0): 1.0}
+        for body in self._callers_first():
+            found, times = self.found[body], runs[body]
+            kernels += [(kernel, times) for kernel in found.kernels]
+            kernels += [(kernel, entered[body]) for kernel in found.before]
+            for inner, trips in found.inside:
+                if isinstance(inner, Work):
+                    kernels += [(kernel, times * own) for kernel, own in inner.kernels]
+                else:
+                    runs[inner] = runs.get(inner, 0.0) + times * trips
+                    entered[inner] = entered.get(inner, 0.0) + times
+        return Work(tuple(kernels), self.guesses, frozenset(self.by_bytes))
+
+    def _callers_first(self) -> list[_Body]:
+        """The bodies that run, each behind all that run it."""
+        order: list[_Body] = []
+        walk = [(_Body(0), self._enter(_Body(0)))]
+        while walk:
+            body, inner = walk[-1]
+            child = next(inner, None)
+            if child is None:
+                walk.pop()
+                order.append(body)
+            elif child not in self.found:
+                walk.append((child, self._enter(child)))
+        return order[::-1]
+
+    def _enter(self, body: _Body) -> Iterator[_Body]:
+        self.found[body] = self._kernels(body)
+        inside = (inner for inner, _ in self.found[body].inside)
+        return iter([inner for inner in inside if isinstance(inner, _Body)])
+
+    def _kernels(self, body: _Body) -> _Found:
+        node = self.graph.bodies[body.row]
+        opened = ir.open_jaxpr(node.jaxpr)
+        env = {v: Value(nbytes(v.aval)) for v in (*opened.constvars, *opened.invars)}
+        for v in opened.invars[: body.constants]:
+            env[v].is_constant = True
+        given = dict(zip(opened.invars, range(len(opened.invars)), strict=True))
+        stretch = Stretch()
+        self._fill(stretch, body.row, env)
+        results: list[Value] = []
+        copied: list[Kernel] = []
+        for k, atom in enumerate(opened.outvars):
+            value = self._value(body.row, env, atom)
+            if not value.size or k in body.unread:
+                continue
+            results.append(value)
+            is_given = (value.base or value).maker is None
+            if is_given and body.carried is not None and (given.get(atom), k) not in body.carried:
+                copied.append(Kernel("copy", 2.0 * value.size))
+        kernels, inside = stretch.kernels(results)
+        self.by_bytes |= stretch.by_bytes
+        return _Found(kernels + copied, stretch.outside(), inside)
+
+    # ------------------------------------------------------------ its equations
+
+    def _fill(self, stretch: Stretch, index: int, env: Env) -> None:
+        """Adds the equations of a body, with those of the calls in it."""
+        walk = [_Frame(index, self._rows(index), env)]
+        while walk:
+            frame = walk[-1]
+            row = next(frame.rows, None)
+            if row is None:
+                walk.pop()
+                for outside, inner in frame.leaving:
+                    walk[-1].env[outside] = self._value(frame.row, frame.env, inner)
+                continue
+            eqn = self.graph.eqns[row]
+            reads = [self._value(frame.row, frame.env, v) for v in eqn.invars]
+            children = self.graph.children.get(row, ())
+            if len(children) == 1 and _is_call(children[0][0]):
+                walk.append(self._call(eqn, *children[0], reads))
+                continue
+            sizes = [nbytes(v.aval) for v in eqn.outvars]
+            if children:
+                made = stretch.kernel(
+                    eqn, reads, sizes, [self._loop(eqn, frame.row, *c) for c in children]
+                )
+            elif ir.is_float64(eqn):
+                made = stretch.kernel(eqn, reads, sizes, self._hidden(eqn))
+            else:
+                made = stretch.add(eqn, reads)
+            frame.env.update(zip(eqn.outvars, made, strict=True))
+
+    def _rows(self, index: int) -> Iterator[int]:
+        node = self.graph.bodies[index]
+        return iter(range(node.start, node.stop))
+
+    def _value(self, row: int, env: Env, atom: Any) -> Value:
+        """A value of a body; what only later derivatives read is nothing."""
+        if ir.is_literal(atom) or (atom, row) in self.unread:
+            return NOTHING
+        return env.get(atom, NOTHING)
+
+    def _call(self, eqn: Any, body: ir.Body, index: int, reads: list[Value]) -> _Frame:
+        """A call, whose equations are as good as its caller's own."""
+        opened = ir.open_jaxpr(body.jaxpr)
+        env = {v: Value(nbytes(v.aval)) for v in opened.constvars}
+        # a shard_map hands in a shard of each
+        pairs = zip(opened.invars, body.operands, strict=True)
+        env |= {v: reads[k].part(nbytes(v.aval)) for v, k in pairs}
+        leaving = zip(opened.outvars, body.results, strict=False)
+        return _Frame(index, self._rows(index), env, tuple((eqn.outvars[k], v) for v, k in leaving))
+
+    def _loop(self, eqn: Any, around: int, body: ir.Body, index: int) -> tuple[_Body, float]:
+        """A loop's body or a branch, and how often it runs."""
+        trips = body.trips if isinstance(body.trips, int) else NOMINAL_SIZE
+        self.guesses = self.guesses or not isinstance(body.trips, int)
+        is_loop = body.trips != 1 or body.carry
+        carried = {k for _, k in body.carry}
+        dead = (k for k, at in enumerate(body.results) if (eqn.outvars[at], around) in self.unread)
+        unread = frozenset(k for k in dead if k not in carried)
+        found = _Body(index, body.constants, body.carry if is_loop else None, unread)
+        return found, float(trips)
+
+    def _hidden(self, eqn: Any) -> list[tuple[Work, float]]:
+        """A float64 region, whose jaxpr no graph enters."""
+        found = [work_of(jaxpr) for jaxpr in ir.hidden_jaxprs(eqn)]
+        for work in found:
+            self.guesses = self.guesses or work.guesses
+            self.by_bytes |= work.by_bytes
+        return [(work, 1.0) for work in found]
+
+
+def _is_call(body: ir.Body) -> bool:
+    """Whether a body runs once, so that compilers know no border of it."""
+    return body.trips == 1 and not body.carry and not body.constants

@@ -1,0 +1,75 @@
+"""Published peaks: each figure's source, and what runs in which format."""
+
+import dataclasses
+
+import pytest
+
+from precpass.peaks import PEAKS, Peaks, peaks_of
+
+each_device = pytest.mark.parametrize("peaks", PEAKS, ids=str)
+
+
+@each_device
+def test_each_published_figure_has_one_source_with_its_address_and_date(peaks: Peaks):
+    figures = {f.name: getattr(peaks, f.name) for f in dataclasses.fields(Peaks)}
+    numbers = [name for name, value in figures.items() if isinstance(value, float)]
+    assert {"bf16", "bandwidth"} <= set(numbers)
+    for name in numbers:
+        sources = [source for source in peaks.sources if name in source.figures]
+        assert len(sources) == 1, name
+        assert sources[0].url.startswith("https://")
+        assert "2020" <= sources[0].date[:4] <= "2026"
+        assert peaks.source_of(name) == sources[0]
+
+
+def test_what_nobody_publishes_is_none():
+    (v5e,) = peaks_of(["v5e"])
+    assert v5e.flops("f64") is v5e.flops("f16") is v5e.flops("float8_e4m3fn") is None
+    assert v5e.source_of("f64").title == "not published"
+
+
+@pytest.mark.parametrize(
+    "device, default, high, highest",
+    [
+        ("a100", 156e12, 156e12, 19.5e12),
+        ("h200", 494.7e12, 494.7e12, 66.9e12),
+        ("mi300x", 163.4e12, 163.4e12, 163.4e12),
+        ("v4", 275e12, 275e12 / 3, 275e12 / 6),
+    ],
+)
+def test_float32_runs_in_what_jax_takes_for_it(device, default, high, highest):
+    (peaks,) = peaks_of([device])
+    found = [peaks.flops("f32", asked) for asked in ("default", "high", "highest")]
+    assert found == [default, high, highest]
+    # other formats are what they are, whatever is asked
+    assert peaks.flops("bf16", "highest") == peaks.bf16
+
+
+def test_an_algorithm_names_its_format_and_its_passes():
+    (h100,) = peaks_of(["h100"])
+    assert h100.flops("f32", "TF32_TF32_F32") == h100.tf32
+    assert h100.flops("f32", "BF16_BF16_F32_X9") == 989.4e12 / 9
+    assert h100.flops("f32", "F32_F32_F32") == h100.f32
+    assert h100.flops("f32", "ANY_F8_ANY_F8_F32") is None
+    assert h100.flops("complex64") == h100.tf32
+    assert h100.flops("complex128") == h100.f64
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    [("H100", "NVIDIA H100 SXM"), ("tpu-v5p", "TPU v5p"), ("TPU v6e", "TPU v6e")],
+)
+def test_a_device_has_several_names(name, found):
+    assert [str(peaks) for peaks in peaks_of([name, name])] == [found]
+
+
+def test_names_are_of_one_device():
+    names = [name for peaks in PEAKS for name in (peaks.name.lower(), *peaks.aliases)]
+    assert len(names) == len(set(names))
+    assert all(alias == alias.lower() for peaks in PEAKS for alias in peaks.aliases)
+
+
+@pytest.mark.parametrize("name", ["b100", "", None, 3])
+def test_an_unknown_device_is_told_the_legal_ones(name):
+    with pytest.raises(ValueError, match=r"unknown device .*'a100', .*'mi300x', 'v4', 'v5e'"):
+        peaks_of([name])
