@@ -4,6 +4,15 @@ from precpass.api import auto_mixed, explain, inspect, keep, use_policy
 from precpass.inspection import Inspection
 from precpass.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from precpass.mixed import Mixed
+from precpass.numerics.calibrate import calibrate
+from precpass.numerics.checks import IllConditioned, NonFinite, OutOfRange, Predicate
+from precpass.numerics.fallback import FallbackReport, with_fallback
+from precpass.numerics.health import Health
+from precpass.numerics.ladder import Ladder
+from precpass.numerics.least_squares import LeastSquares, least_squares
+from precpass.numerics.linear import LinearSolve, solve
+from precpass.numerics.monitor import monitor
+from precpass.numerics.roles import Roles
 from precpass.opkinds import OpKind
 from precpass.optax_scaling import ScaledState, scaled_optimizer
 from precpass.plan import Action, Decision, Plan
@@ -24,6 +33,8 @@ from precpass.report.bisect import bisect
 from precpass.report.bisection import Bisection
 from precpass.report.compare import compare
 from precpass.report.comparison import Comparison
+from precpass.report.profile import profile
+from precpass.report.profiled import Profile
 from precpass.rules import EqnView, Rule
 from precpass.scaled_gradients import all_finite, scaled_value_and_grad, skip_nonfinite
 from precpass.view.diff import between
@@ -45,15 +56,26 @@ __all__ = [
     "DynamicLossScale",
     "EqnView",
     "Explanation",
+    "FallbackReport",
+    "Health",
+    "IllConditioned",
     "Inspection",
+    "Ladder",
+    "LeastSquares",
+    "LinearSolve",
     "LossScale",
     "Mixed",
     "NoOpLossScale",
+    "NonFinite",
     "OpKind",
+    "OutOfRange",
     "Plan",
     "Precision",
     "PrecisionPolicy",
     "PrecisionWarning",
+    "Predicate",
+    "Profile",
+    "Roles",
     "Rule",
     "ScaledState",
     "StaticLossScale",
@@ -62,12 +84,18 @@ __all__ = [
     "auto_mixed",
     "between",
     "bisect",
+    "calibrate",
     "compare",
     "explain",
     "inspect",
     "keep",
+    "least_squares",
+    "monitor",
+    "profile",
     "scaled_optimizer",
     "scaled_value_and_grad",
     "skip_nonfinite",
+    "solve",
     "use_policy",
+    "with_fallback",
 ]

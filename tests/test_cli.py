@@ -70,6 +70,7 @@ KEYS = {
     "explain": "name policy verdict wide others unmatched notes advice",
     "diff": "policy changes",
     "compare": "function rows reference rounds device",
+    "profile": "function rows rounds device peaks notes",
     "audit": "policy backend jax ok products findings",
     "bisect": "policy found minimal verdict tolerance notes kept runs",
     "draw": "written",
@@ -78,6 +79,7 @@ KEYS = {
 }
 MORE = {
     "compare": ["--policies", "c=bf16", "--rounds", "1"],
+    "profile": ["--policies", "c=bf16", "--rounds", "1"],
     "bisect": ["--tolerance", "1e-6"],
     "check": ["--expect", "dot_general=bf16"],
 }
@@ -149,6 +151,17 @@ def test_compare_draws_arrays_for_shapes(model, capsys):
     rows = json.loads(out)["rows"]
     assert status == 0 and len(rows) == 2
     assert 0 < rows[0]["relative_error"] < rows[1]["relative_error"] < 0.1
+
+
+def test_profile_takes_shapes_and_names_of_devices(model, capsys):
+    given = ["a_model.py:loss", "--args", "f32[65536,65536], f32[65536,65536]", "--rounds", "0"]
+    given += ["--policies", "AlwaysF32; c=bf16"]
+    status, out, _ = ran(capsys, "profile", *given, "--devices", "h100, v5e", "--json")
+    found = json.loads(out)
+    assert status == 0 and [of["aliases"][0] for of in found["peaks"]] == ["h100", "v5e"]
+    assert [row["gain_h100"] for row in found["rows"]] == [1.0, pytest.approx(2.0, rel=0.05)]
+    status, out, err = ran(capsys, "profile", *given, "--devices", "b200")
+    assert (status, out) == (2, "") and "unknown device 'b200': legal are 'a100'" in err
 
 
 def test_audit_is_zero_where_xla_does_as_planned_and_one_elsewhere(model, capsys):

@@ -22,7 +22,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loss_scale": set(),
     "scaled_gradients": {"loss_scale"},
     "optax_scaling": {"loss_scale", "scaled_gradients"},
-    "devices": {"precision"},
+    "peaks": set(),
+    "devices": {"peaks", "precision"},
     "placement": {"processor", "devices"},
     "opkinds": {"precision"},
     "boundary": set(),
@@ -89,6 +90,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "liveness": {"jaxpr", "graph"},
     "residuals": {"rules", "jaxpr", "graph", "liveness"},
     "measure": {"precision", "opkinds", "jaxpr", "graph", "equations", "liveness"},
+    "fusion": {"opkinds", "boundary", "jaxpr", "graph", "equations"},
+    "roofline": {"peaks", "jaxpr", "graph", "liveness", "measure", "fusion"},
     "probe": {
         *("opkinds", "policy", "jaxpr", "graph", "origins", "profit", "planner", "rewrite"),
         "measure",
@@ -113,6 +116,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("policy", "jaxpr", "switched_off", "planfile", "site", "describe", "view", "inspection"),
         *("context", "calling", "program", "mixed"),
     },
+    "numerics": {
+        *("opkinds", "precision", "rules", "policy", "jaxpr", "graph", "liveness", "plan"),
+        *("scaled_gradients", "context", "calling", "stateful", "inspection", "program"),
+        *("mixed", "api", "view", "wording"),
+    },
     "expected": {"precision", "opkinds", "rules", "planfile"},
     "testing": {
         *("precision", "rules", "lock", "policy", "jaxpr", "plan", "planfile", "view", "api"),
@@ -121,13 +129,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {
         *("precision", "rules", "policy", "jaxpr", "graph", "plan", "planner", "context"),
         *("stateful", "leaves", "calling", "program", "api", "measure", "inspection", "view"),
-        *("mixed", "wording"),
+        *("mixed", "wording", "peaks", "roofline"),
     },
     "cli": {"plan", "policy", "context", "program", "mixed", "view", "api", "testing", "report"},
     "__main__": {"cli"},
     "__init__": {
         *("precision", "opkinds", "rules", "policy", "plan", "view", "inspection", "api"),
-        *("mixed", "report", "loss_scale", "scaled_gradients", "optax_scaling"),
+        *("mixed", "report", "numerics", "loss_scale", "scaled_gradients", "optax_scaling"),
     },
 }
 # The only module that touches JAX's IR.

@@ -1,0 +1,1 @@
+"""Numerical tools on top of the pass, one topic a file: what catches low precision's failures."""

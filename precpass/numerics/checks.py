@@ -1,0 +1,298 @@
+"""Checks of `with_fallback`: what says that a result is not to be trusted."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from precpass.numerics.condition import condition_number
+from precpass.numerics.rungs import Rung
+
+__all__ = ["Check", "IllConditioned", "NonFinite", "OutOfRange", "Predicate", "parse_checks"]
+
+Verdict = tuple[Any, Any]
+Call = Callable[[Callable[..., Any]], Any]
+"""Gives a function of the arguments of the call those arguments."""
+
+
+@runtime_checkable
+class Check(Protocol):
+    """A check, asked before or after a function has run on a rung.
+
+    Attributes:
+        before: whether it looks at the arguments alone. A rung on which it fires is not run.
+    """
+
+    before: bool
+
+    def bound(self, fn: Callable[..., Any]) -> Check:
+        """The check for the arguments of a function.
+
+        Raises:
+            ValueError: where it names what the function does not have.
+        """
+        ...
+
+    def seen(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What it looks at, the same on every rung for a check with `before`.
+
+        Args:
+            out: the result; None for a check with `before`.
+            args: the positional arguments of the call.
+            kwargs: the others.
+        """
+        ...
+
+    def fires(self, seen: Any, rung: Rung) -> Verdict:
+        """A boolean scalar, and the number that shows why."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """What is said where it fires; "{:.3g}" stands for the number."""
+        ...
+
+
+class _OfResult:
+    """A check of the result, which is the same for every function and every rung."""
+
+    before = False
+
+    def bound(self, fn: Callable[..., Any]) -> Any:
+        return self
+
+    def seen(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFinite(_OfResult):
+    """Fires where a result holds an infinity or a NaN; the report has their number.
+
+    Example:
+        >>> NonFinite().text.format(3)
+        '3 values are not finite'
+    """
+
+    def fires(self, seen: Any, rung: Rung) -> Verdict:
+        """Whether there are any, and how many."""
+        count = jnp.zeros((), jnp.float32)
+        for x in _inexact(seen):
+            count += jnp.sum(~jnp.isfinite(x)).astype(jnp.float32)
+        return count > 0, count
+
+    @property
+    def text(self) -> str:
+        """With their number."""
+        return "{:.3g} values are not finite"
+
+
+@dataclasses.dataclass(frozen=True)
+class OutOfRange(_OfResult):
+    """Fires where a result has an element of more than a magnitude, or a NaN.
+
+    Attributes:
+        limit: of |x|, a positive number.
+
+    Raises:
+        ValueError: for a limit that is not positive.
+
+    Example:
+        >>> OutOfRange(limit=1e3).text.format(2e5)
+        'a magnitude of 2e+05, above 1000'
+    """
+
+    limit: float
+
+    def __post_init__(self) -> None:
+        limit: Any = self.limit
+        if not (isinstance(limit, int | float | np.number) and 0 < limit < math.inf):
+            raise ValueError(f"OutOfRange(limit={self.limit!r}): it is to be positive and finite")
+
+    def fires(self, seen: Any, rung: Rung) -> Verdict:
+        """Whether there are any, and the largest magnitude."""
+        largest, within = jnp.zeros((), jnp.float32), jnp.asarray(True)
+        for x in _inexact(seen):
+            # a limit of 16 bits would be another one, or an infinity
+            size = jnp.abs(x)
+            size = size if size.dtype == jnp.float64 else size.astype(jnp.float32)
+            # a NaN is below nothing; a limit that the format does not hold is its largest number
+            limit = min(float(self.limit), float(jnp.finfo(size.dtype).max))
+            within &= jnp.all(size <= limit)
+            largest = jnp.maximum(largest, jnp.max(size, initial=0).astype(jnp.float32))
+        return ~within, largest
+
+    @property
+    def text(self) -> str:
+        """With the largest magnitude."""
+        return f"a magnitude of {{:.3g}}, above {self.limit:g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicate(_OfResult):
+    """Fires where a function of the result says so.
+
+    Attributes:
+        fn: gives a boolean scalar, true where the result is not to be trusted. It runs as it is
+            written, in the dtypes of the result.
+        takes_args: whether it is called `fn(out, *args, **kwargs)`, not `fn(out)`.
+        name: what the report calls it; the function's own name by default.
+
+    Raises:
+        TypeError: where `fn` is no function, and when it is traced, where it returns anything but
+            a boolean scalar.
+
+    Example:
+        >>> Predicate(lambda variance: jnp.any(variance < 0), name="negative").text
+        'negative'
+    """
+
+    fn: Callable[..., Any]
+    takes_args: bool = False
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise TypeError(f"Predicate({self.fn!r}): it is to be a function of the result")
+
+    def seen(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the function says."""
+        said = self.fn(out, *args, **kwargs) if self.takes_args else self.fn(out)
+        is_array = isinstance(said, bool | np.bool_ | jax.Array | np.ndarray)
+        if not is_array or jnp.shape(said) or not jnp.issubdtype(jnp.result_type(said), jnp.bool_):
+            shown = jax.typeof(said).str_short() if is_array else repr(said)
+            raise TypeError(
+                f"the check {self._called!r} returned {shown}, and is to return a boolean scalar: "
+                "use jnp.any or jnp.all"
+            )
+        return said
+
+    def fires(self, seen: Any, rung: Rung) -> Verdict:
+        """What the function said."""
+        fires = jnp.asarray(seen)
+        return fires, fires.astype(jnp.float32)
+
+    @property
+    def text(self) -> str:
+        """Its name."""
+        return self._called.replace("{", "{{").replace("}", "}}")
+
+    @property
+    def _called(self) -> str:
+        return self.name or getattr(self.fn, "__name__", repr(self.fn))
+
+
+@dataclasses.dataclass(frozen=True)
+class IllConditioned:
+    """Fires where a matrix is too ill-conditioned for a rung, which then is not run.
+
+    With the condition number kappa and the rung's unit roundoff u, the relative error of a stable
+    solution of a linear system is about kappa u (Higham 2002, "Accuracy and Stability of
+    Numerical Algorithms", chapter 7): so it fires where kappa > 10^-digits / u. The estimate is
+    that of `precpass.numerics.condition.condition_number`, made once, from the arguments.
+
+    Attributes:
+        matrix: the name of an argument, or a function of all arguments that returns the matrix,
+            real and [..., n, n]: `lambda x, y: x.T @ x`.
+        digits: how many decimal digits are to be left, 1 by default; 0 compares with 1 / u.
+
+    Raises:
+        ValueError: for a number of digits below zero, a name that the function has not, or
+            a matrix that is not square.
+        TypeError: for a matrix that is neither named nor a function, or not real and floating.
+
+    Example:
+        >>> IllConditioned("a").text.format(1e10)
+        'a condition number of 1e+10 leaves less than 1 digit'
+    """
+
+    matrix: str | Callable[..., Any]
+    digits: float = 1.0
+    before = True
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.matrix, str) or callable(self.matrix)):
+            raise TypeError(
+                f"IllConditioned(matrix={self.matrix!r}): it is to be an argument's name or a "
+                "function of the arguments"
+            )
+        if not 0 <= self.digits < math.inf:
+            raise ValueError(f"IllConditioned(digits={self.digits!r}): it is to be 0 or more")
+
+    def bound(self, fn: Callable[..., Any]) -> IllConditioned:
+        """The check, its matrix a function of the arguments."""
+        name = self.matrix
+        if not isinstance(name, str):
+            return self
+        signature = inspect.signature(fn)
+        if name not in signature.parameters:
+            known = ", ".join(map(repr, signature.parameters)) or "none"
+            raise ValueError(
+                f"IllConditioned(matrix={name!r}): the function's arguments are {known}"
+            )
+
+        def named(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return given.arguments[name]
+
+        return dataclasses.replace(self, matrix=named)
+
+    def seen(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The condition number."""
+        assert not isinstance(self.matrix, str)
+        return condition_number(self.matrix(*args, **kwargs))
+
+    def fires(self, seen: Any, rung: Rung) -> Verdict:
+        """Whether it is too large, and the condition number."""
+        return ~(seen <= 10**-self.digits / rung.unit_roundoff), seen
+
+    @property
+    def text(self) -> str:
+        """With the condition number."""
+        unit = "digit" if self.digits == 1 else "digits"
+        return f"a condition number of {{:.3g}} leaves less than {self.digits:g} {unit}"
+
+
+def parse_checks(owner: str, unstable: Any, fn: Callable[..., Any]) -> tuple[Check, ...]:
+    """The checks that a user gave, as checks of a function's call.
+
+    Args:
+        owner: whose they are, for errors.
+        unstable: a check, a function of the result, or a sequence of those.
+        fn: the function.
+
+    Raises:
+        ValueError: where there is none, or one does not fit the function.
+        TypeError: for what is no check.
+    """
+    several = unstable if isinstance(unstable, tuple | list) else (unstable,)
+    if not several:
+        raise ValueError(
+            f"{owner}: unstable={unstable!r} has no check: leave it out for NonFinite()"
+        )
+    found: list[Check] = []
+    for given in several:
+        if isinstance(given, type):
+            raise TypeError(f"{owner}: unstable has the class {given.__name__}: give a value of it")
+        if not isinstance(given, Check):
+            if not callable(given):
+                raise TypeError(
+                    f"{owner}: unstable has {given!r}, which is no check: legal are NonFinite(), "
+                    "OutOfRange(limit), IllConditioned(matrix), Predicate(fn), and a function of "
+                    "the result that returns a boolean scalar"
+                )
+            given = Predicate(given)
+        found.append(given.bound(fn))
+    return tuple(found)
+
+
+def _inexact(tree: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]

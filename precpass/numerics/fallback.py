@@ -1,0 +1,303 @@
+"""Fallback: a function runs low, and again higher where a check says that the result is bad.
+
+    solve = pp.with_fallback(jnp.linalg.solve, ("f32", "f64"), unstable=pp.IllConditioned("a"))
+    x, report = solve(a, b)
+    print(report)  # f64 [f32: a condition number of 3.3e+09 leaves less than 1 digit]
+
+All is one program, with a `lax.cond` for each rung above the first, so that a higher rung costs
+nothing but its compilation unless it is taken. There is no state and nothing is printed: the
+report is a pytree beside the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from precpass import calling
+from precpass.api import auto_mixed
+from precpass.context import keep
+from precpass.mixed import Mixed
+from precpass.numerics.checks import Check, NonFinite, parse_checks
+from precpass.numerics.chosen import differentiated_if_chosen
+from precpass.numerics.rungs import Rung, parse_ladder
+from precpass.policy import Custom
+from precpass.scaled_gradients import Axes
+from precpass.stateful import has_nodes
+
+__all__ = ["FallbackReport", "with_fallback"]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rung", "stable", "fired", "evidence"],
+    meta_fields=["ladder", "checks"],
+)
+@dataclasses.dataclass(frozen=True)
+class FallbackReport:
+    """Which rung a result of `with_fallback` is from, and why.
+
+    Under `jax.vmap` and `jax.lax.scan` the arrays have the batch's dimensions in front.
+
+    Attributes:
+        rung: the index of the rung in the ladder, int32[].
+        stable: bool[], whether no check fired on that rung. False on the last alone: then there
+            is nothing higher, and the result is what that gives.
+        fired: bool[rungs, checks], which fired; false on rungs that were not asked.
+        evidence: float32[rungs, checks], the number that a check gives: how many values are not
+            finite, the largest magnitude, a condition number; zero where it was not asked.
+        ladder: the names of the rungs.
+        checks: what each check says, with "{:.3g}" in the place of the number.
+    """
+
+    rung: Any
+    stable: Any
+    fired: Any
+    evidence: Any
+    ladder: tuple[str, ...]
+    checks: tuple[str, ...]
+
+    def summary(self) -> str:
+        """The rung and what fired on those below, or how many results are of each rung."""
+        leaves = (self.rung, self.stable, self.fired, self.evidence)
+        if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves) or any(
+            isinstance(x, jax.core.Tracer) for x in leaves
+        ):
+            return f"one of {', '.join(self.ladder)}: not known while it is traced"
+        rungs = np.asarray(self.rung)
+        if rungs.ndim:
+            return self._of_many(rungs.ravel())
+        fired, evidence = np.asarray(self.fired), np.asarray(self.evidence)
+        lines: list[str] = []
+        for i, name in enumerate(self.ladder):
+            said = [c.format(evidence[i, j]) for j, c in enumerate(self.checks) if fired[i, j]]
+            if said:
+                lines.append(f"{name}: {', '.join(said)}")
+        chosen = self.ladder[int(rungs)]
+        return f"{chosen} [{'; '.join(lines)}]" if lines else chosen
+
+    def _of_many(self, rungs: Any) -> str:
+        counts = [(name, int(np.sum(rungs == i))) for i, name in enumerate(self.ladder)]
+        text = f"{', '.join(f'{count} in {name}' for name, count in counts)}, of {rungs.size}"
+        bad = int(np.sum(~np.asarray(self.stable)))
+        return f"{text}; a check fires on {bad} of those in {self.ladder[-1]} too" if bad else text
+
+    __str__ = summary
+
+
+def with_fallback(
+    fn: Callable[..., Any],
+    ladder: Sequence[Any] = ("bf16", "f32", "f64"),
+    unstable: Any = None,
+    *,
+    axis_name: Axes = None,
+    **jit_options: Any,
+) -> Mixed:
+    """A function that runs low, and again on a higher rung where a check fires.
+
+    A rung named by a precision is the function under a policy. "bf16" and "f16" are
+    `AutoMixedBf16` and `AutoMixed`, which lower products and what is stored for them, and leave a
+    program without products as it is, with a `PrecisionWarning`; "f32" is `AlwaysF32`; "f64" is
+    evaluated in float64, with x64 on or off. Where the function itself has float64 values (x64
+    on), "bf16", "f16" and "f32" lower products of these too. The result has the function's own
+    dtypes on every rung: with x64 off, that of "f64" is rounded to float32, once. A function
+    inside that `auto_mixed` made with a policy of its own keeps it on all rungs but "f64". Under
+    `use_policy(None)` every rung is the function as it is written.
+
+    It can be differentiated, also through "f64" with x64 off: what is differentiated is the rung
+    that was taken. Only reverse mode over reverse mode is NaN where a lower rung overflowed.
+    Complex numbers are on every rung as they are written. The rungs above the first keep nothing
+    for the backward pass but their arguments, and run again there. Under `jax.vmap` every rung
+    runs, for the whole batch (`lax.cond` becomes a select), and each result is from its own rung.
+    `fn` is to be a function of its arguments: what it prints or updates, it does on each rung that
+    runs.
+
+    Args:
+        fn: returns a pytree of arrays.
+        ladder: two or more rungs, from the coarsest to the finest, each a precision ("bf16",
+            "f16", "f32", "f64") or a policy.
+        unstable: one check or several: `NonFinite()`, which it is by default, `OutOfRange(limit)`,
+            `IllConditioned(matrix)`, `Predicate(fn)`, or a function of the result that returns a
+            boolean scalar. A rung is left where any of them fires. `IllConditioned` looks at the
+            arguments, and the rung is then not run at all. On the last rung they only report.
+        axis_name: as of `precpass.all_finite`: along these axes all take the same rung, which is
+            needed where `fn` has collectives, and for derivatives of arguments that devices share.
+        jit_options: those of `jax.jit` (`static_argnums`, `donate_argnums`, ...).
+
+    Returns:
+        `(*args, **kwargs) -> (result, FallbackReport)`, called as a function of `auto_mixed` is.
+
+    Raises:
+        ValueError: for a ladder or a check that is none, with the legal ones.
+        TypeError: for what is no function, and when it is traced, where it returns anything but
+            arrays.
+
+    Example:
+        >>> from precpass import IllConditioned
+        >>> guarded = with_fallback(jnp.linalg.solve, ("f32", "f64"), IllConditioned("a"))
+        >>> a = jnp.asarray([[1.0, 1.0], [1.0, 1.0 + 2.0**-20]])
+        >>> x, report = guarded(a, a.sum(1))
+        >>> print(x, int(report.rung), bool(report.stable))
+        [1. 1.] 1 True
+        >>> print(report)
+        f64 [f32: a condition number of 4.19e+06 leaves less than 1 digit]
+    """
+    calling.check_function(fn)
+    owner = "with_fallback"
+    rungs = parse_ladder(owner, ladder)
+    checks = parse_checks(owner, NonFinite() if unstable is None else unstable, fn)
+    static = {k: v for k, v in jit_options.items() if k in ("static_argnums", "static_argnames")}
+    runs = [rung.applied(fn, static) for rung in rungs]
+
+    @functools.wraps(fn)
+    def guarded(*args: Any, **kwargs: Any) -> tuple[Any, FallbackReport]:
+        _refuse_modules(args, kwargs)
+        return _Climb(rungs, checks, runs, args, kwargs, axis_name).result()
+
+    # it decides nothing itself: every rung has a policy of its own
+    return auto_mixed(guarded, policy=Custom({}), **jit_options)
+
+
+class _State(NamedTuple):
+    """What is carried from rung to rung: the result, and a report of the rungs so far."""
+
+    out: Any
+    done: Any
+    rung: Any
+    fired: Any
+    evidence: Any
+
+
+class _Climb:
+    """One call: the rungs in order, each run unless one before it has given the result."""
+
+    def __init__(
+        self,
+        rungs: tuple[Rung, ...],
+        checks: tuple[Check, ...],
+        runs: Sequence[Callable[..., Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        axis_name: Axes,
+    ) -> None:
+        self._rungs, self._checks, self._runs = rungs, checks, runs
+        self._args, self._kwargs, self._axis_name = args, kwargs, axis_name
+        self._last = len(rungs) - 1
+        with keep("f32"):
+            self._known = [
+                lax.stop_gradient(c.seen(None, args, kwargs)) if c.before else None for c in checks
+            ]
+
+    def result(self) -> tuple[Any, FallbackReport]:
+        """The result of the first rung on which nothing fires, or of the last."""
+        state = self._from(0, None)
+        report = FallbackReport(
+            state.rung,
+            state.done,
+            state.fired,
+            state.evidence,
+            tuple(rung.name for rung in self._rungs),
+            tuple(check.text for check in self._checks),
+        )
+        return state.out, report
+
+    def _from(self, i: int, state: _State | None) -> _State:
+        """What comes of the rungs from `i` on, where none before has given the result."""
+        state = self._run(i, state)
+        if i == self._last:
+            return state
+        # one within the other: the derivative of a program that stays low has one branch to pass
+        return lax.cond(state.done, lambda kept: kept, lambda kept: self._from(i + 1, kept), state)
+
+    def _run(self, i: int, state: _State | None) -> _State:
+        if not any(check.before for check in self._checks):
+            return self._attempt(i, state)
+        if state is None:
+            # nothing has run yet: what stands in the result's place is never returned
+            shapes = jax.eval_shape(lambda: self._attempt(0, None))
+            return self._unless_ruled_out(i, jax.tree.map(_zeros, shapes))
+        return self._unless_ruled_out(i, state)
+
+    def _unless_ruled_out(self, i: int, state: _State) -> _State:
+        fired, evidence = self._asked(i, None, before=True)
+        state = state._replace(
+            fired=state.fired.at[i].set(fired), evidence=state.evidence.at[i].set(evidence)
+        )
+        if i == self._last:
+            return self._attempt(i, state)
+        attempt = functools.partial(self._attempt, i)
+        return lax.cond(jnp.any(fired), lambda kept: kept, attempt, state)
+
+    def _attempt(self, i: int, state: _State | None) -> _State:
+        run = functools.partial(self._runs[i], *self._args, **self._kwargs)
+        shape = len(self._rungs), len(self._checks)
+        if state is None:
+            before = jnp.zeros(shape, bool), jnp.zeros(shape, jnp.float32)
+        else:
+            before = state.fired, state.evidence
+
+        def attempted() -> tuple[_State, Any]:
+            out = run()
+            _check_arrays(out)
+            fired, evidence = self._asked(i, lax.stop_gradient(out))
+            fired, evidence = fired | before[0][i], evidence + before[1][i]
+            rows = before[0].at[i].set(fired), before[1].at[i].set(evidence)
+            done = ~jnp.any(fired)
+            # under `jax.vmap` a rung runs also where one before it has given the result
+            asked = jnp.asarray(True) if state is None else ~state.done
+            chosen = asked if i == self._last else asked & done
+            return _State(out, done, jnp.asarray(i, jnp.int32), *rows), chosen
+
+        attempt = functools.partial(differentiated_if_chosen, attempted)
+        return jax.checkpoint(attempt)() if i else attempt()
+
+    def _asked(self, i: int, out: Any, *, before: bool = False) -> tuple[jax.Array, jax.Array]:
+        """What the checks of a result say, or `before` there is one those of the arguments."""
+        fired: list[Any] = []
+        evidence: list[Any] = []
+        # a keep region around this call would round what is compared here
+        with keep("f32"):
+            for check, known in zip(self._checks, self._known, strict=True):
+                fires, number = jnp.asarray(False), jnp.zeros((), jnp.float32)
+                if check.before == before:
+                    seen = known if before else check.seen(out, self._args, self._kwargs)
+                    fires, number = check.fires(seen, self._rungs[i])
+                fired.append(fires)
+                evidence.append(number)
+            rows = jnp.stack(fired), jnp.stack(evidence)
+            if self._axis_name is not None:
+                rows = lax.pmax(rows[0].astype(jnp.int32), self._axis_name) > 0, rows[1]
+        return rows
+
+
+def _zeros(aval: Any) -> jax.Array:
+    """Zeros that vary along the axes of a `jax.shard_map` along which a value of this type does."""
+    zeros = lax.full(aval.shape, 0, aval.dtype)
+    manual = aval.manual_axis_type
+    axes = tuple(manual.varying) if manual is not None else ()
+    return lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+
+def _refuse_modules(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if has_nodes((args, kwargs)):
+        raise TypeError(
+            "with_fallback was given a module of flax nnx, whose state each rung would update: "
+            "give the function the state (graphdef, state = nnx.split(module)) and merge inside"
+        )
+
+
+def _check_arrays(out: Any) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path(out):
+        if not isinstance(x, jax.Array):
+            raise TypeError(
+                f"with_fallback takes a function that returns arrays, and result"
+                f"{jax.tree_util.keystr(path)} is {x!r}, a {type(x).__name__}"
+            )

@@ -1,0 +1,275 @@
+"""What is recorded of one run of an equation: how large its results are, and what went wrong.
+
+Magnitudes are compared as the bits of float32, whose order as unsigned integers is that of the
+numbers (IEEE 754-2019, 3.4): XLA:CPU takes subnormal numbers for zero in its arithmetic, but not
+in that of integers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from precpass import jaxpr as ir
+from precpass.opkinds import OpKind, op
+
+__all__ = ["INFINITY", "MOST", "NEVER", "Figures", "Recorder", "joined", "none"]
+
+INFINITY = np.uint32(0x7F800000)
+"""The bits of float32's infinity; a NaN's are more."""
+MOST = NEVER = np.int32(2**31 - 1)
+_UNBOUNDED = np.uint32(2**32 - 1)
+
+
+class Figures(NamedTuple):
+    """Arrays with a row per equation. Magnitudes are bits of float32, as uint32.
+
+    Attributes:
+        largest: the largest finite magnitude of the results; 0 where there is none.
+        smallest: the smallest nonzero one; infinity where there is none.
+        counts: int32 `[..., 5]`: runs, results that are not finite, infinities made of finite
+            operands, NaNs made of operands without one, and results that were lost to zero.
+            They stay at `MOST` once they reach it.
+        first: the trip of the outermost loop in which the first infinity or NaN was made, int32;
+            0 outside of loops, `NEVER` where none was.
+        reads: uint32 `[..., 3]`: the largest and the smallest magnitude of the operands, and the
+            largest one of the operand in which that is smallest; None where nobody asked.
+    """
+
+    largest: Any
+    smallest: Any
+    counts: Any
+    first: Any
+    reads: Any = None
+
+
+def none(places: int, *, reads: bool = False) -> Figures:
+    """Those of equations that did not run."""
+    operands = [lax.full((places, 1), x, np.uint32) for x in (0, INFINITY, INFINITY)]
+    return Figures(
+        lax.full((places,), 0, np.uint32),
+        lax.full((places,), INFINITY, np.uint32),
+        lax.full((places, 5), 0, np.int32),
+        lax.full((places,), NEVER, np.int32),
+        lax.concatenate(operands, 1) if reads else None,
+    )
+
+
+def joined(one: Figures, other: Figures) -> Figures:
+    """Those of two runs together."""
+    reads = None
+    if one.reads is not None:
+        largest = lax.max(one.reads[..., :1], other.reads[..., :1])
+        least = lax.min(one.reads[..., 1:], other.reads[..., 1:])
+        reads = lax.concatenate((largest, least), largest.ndim - 1)
+    return Figures(
+        lax.max(one.largest, other.largest),
+        lax.min(one.smallest, other.smallest),
+        one.counts + lax.min(other.counts, MOST - one.counts),
+        lax.min(one.first, other.first),
+        reads,
+    )
+
+
+class Recorder:
+    """`ir.Look` for `Figures`.
+
+    Args:
+        reads: whether operands are recorded too.
+    """
+
+    def __init__(self, *, reads: bool = False) -> None:
+        self.reads = reads
+
+    def sees(self, eqn: Any) -> bool:
+        """As `ir.Look` says: all but what only moves values."""
+        name = eqn.primitive.name
+        # a gather makes NaNs of indices out of bounds
+        moves = op(name).kind is OpKind.DATA_MOVEMENT and name != "gather"
+        return not (moves or ir.hands_on(eqn))
+
+    def record(self, ran: Sequence[ir.Ran]) -> Figures:
+        """As `ir.Look` says."""
+        rows = [_row(step, self.reads) for step in ran]
+
+        def column(name: str) -> Any:
+            return jnp.stack([row[name] for row in rows])
+
+        infinities, nans = column("infinities"), column("nans")
+        # where results are made of many elements, only operands without any show a birth
+        infinities = jnp.where(column("top") < INFINITY, infinities, 0)
+        nans = jnp.where(column("top") <= INFINITY, nans, 0)
+        bad, lost = column("bad"), column("lost")
+        counts = jnp.stack([jnp.ones_like(bad), bad, infinities, nans, lost], 1)
+        first = jnp.where(lax.max(infinities, nans) > 0, np.int32(0), NEVER)
+        reads = None
+        if self.reads:
+            ends = column("largest_read"), _nonzero(column("smallest_read")), column("whole")
+            reads = jnp.stack(ends, 1)
+        return Figures(column("largest"), _nonzero(column("smallest")), counts, first, reads)
+
+    def none(self, places: int) -> Figures:
+        """As `ir.Look` says."""
+        return none(places, reads=self.reads)
+
+    def joined(self, one: Figures, other: Figures) -> Figures:
+        """As `ir.Look` says."""
+        return joined(one, other)
+
+    def in_trip(self, record: Figures, trip: Any) -> Figures:
+        """As `ir.Look` says."""
+        return record._replace(first=jnp.where(record.first < NEVER, trip, NEVER))
+
+    def over_shards(self, record: Figures, axes: tuple[str, ...]) -> Figures:
+        """As `ir.Look` says."""
+        shards = lax.all_gather(record, axes)
+        count = jax.tree.leaves(shards)[0].shape[0]
+        each = [jax.tree.map(lambda x, i=i: x[i], shards) for i in range(count)]
+        whole = functools.reduce(joined, each)
+        # equal on all of them, which the type of a maximum says
+        return jax.tree.map(lambda x: lax.pmax(x, axes), whole)
+
+
+# ---------------------------------------------------------------- one equation
+
+# zero of what is not zero only where the result was too small for its format
+_OF_NONZERO = frozenset(
+    (
+        *("convert_element_type", "reduce_precision", "mul", "square", "sqrt", "cbrt", "tanh"),
+        *("expm1", "log1p", "erf", "sin", "tan", "sinh", "asinh", "asin", "atan", "atanh"),
+    )
+)
+# never zero of a finite operand
+_NEVER_ZERO = frozenset(("exp", "exp2", "logistic", "erfc"))
+# zero of a first operand that is zero, or of an infinity
+_OF_FIRST = frozenset(("div", "pow", "integer_pow"))
+# what these make is one of their operands, or its magnitude
+_CHOOSE = frozenset(
+    (
+        *("neg", "abs", "copy", "select_n", "max", "min", "clamp", "sort", "cummax", "cummin"),
+        *("reduce_max", "reduce_min", "stop_gradient", "top_k", "sign"),
+    )
+)
+
+
+def _row(step: ir.Ran, reads: bool) -> dict[str, Any]:
+    name = step.eqn.primitive.name
+    results = [x for x in step.results if _is_floating(x)]
+    operands = [x for x in step.operands if _is_floating(x) or _is_complex(x)]
+    given = [_bits(x) for x in operands]
+    row: dict[str, Any] = dict.fromkeys(("infinities", "nans", "lost"), np.int32(0))
+    row |= {"top": np.uint32(0), "bad": np.int32(0), "largest": np.uint32(0)}
+    row["smallest"] = _UNBOUNDED
+    if any(map(_is_ref, step.operands)):
+        row["top"] = _UNBOUNDED  # nobody knows what was in it
+    shapes = {jnp.shape(x) for x in operands} - {()}
+    pointwise = op(name).kind is OpKind.ELEMENTWISE and shapes <= {jnp.shape(results[0])}
+    if not pointwise and name not in _CHOOSE:
+        tops = [_reduced([(x, "max")])[0] for x in given]
+        row["top"] = functools.reduce(lax.max, tops, row["top"])
+    for x in results:
+        bits = _bits(x)
+        columns = [(_finite(bits), "max"), (bits - np.uint32(1), "min"), (bits >= INFINITY, "sum")]
+        names = ["largest", "smallest", "bad"]
+        if name not in _CHOOSE:
+            around = given if pointwise else []
+            columns.append(((bits == INFINITY) & _all(b < INFINITY for b in around), "sum"))
+            columns.append(((bits > INFINITY) & _all(b <= INFINITY for b in around), "sum"))
+            names += ["infinities", "nans"]
+        not_zero = _not_zero(name, given) if pointwise else None
+        if not_zero is not None:
+            columns.append(((bits == 0) & not_zero, "sum"))
+            names.append("lost")
+        for key, (_, how), value in zip(names, columns, _reduced(columns), strict=True):
+            row[key] = _COMBINE[how](row[key], value)
+    if reads:
+        row |= _reads(given)
+    return row
+
+
+def _reads(given: Sequence[Any]) -> dict[str, Any]:
+    """What an equation's operands reach."""
+    each = [_reduced([(_finite(bits), "max"), (bits - np.uint32(1), "min")]) for bits in given]
+    largest = [top for top, _ in each]
+    wholes = [jnp.where(top > 0, top, INFINITY) for top in largest]
+    return {
+        "largest_read": functools.reduce(lax.max, largest, np.uint32(0)),
+        "smallest_read": functools.reduce(lax.min, [low for _, low in each], _UNBOUNDED),
+        "whole": functools.reduce(lax.min, wholes, INFINITY),
+    }
+
+
+def _not_zero(name: str, given: Sequence[Any]) -> Any:
+    """Where the exact result is not zero; None where that cannot be told."""
+    if not given:
+        return None
+    finite = _all(bits < INFINITY for bits in given)
+    if name in _OF_NONZERO:
+        return _all((bits > 0 for bits in given), finite)
+    if name in _NEVER_ZERO:
+        return finite
+    return (given[0] > 0) & finite if name in _OF_FIRST else None
+
+
+_COMBINE = {"max": lax.max, "min": lax.min, "sum": lax.add}
+_START = {"max": np.uint32(0), "min": _UNBOUNDED, "sum": np.int32(0)}
+
+
+def _reduced(columns: Sequence[tuple[Any, str]]) -> Sequence[Any]:
+    """Arrays of one shape as scalars, in one loop: "max", "min" of uint32, "sum" of booleans."""
+    hows = [how for _, how in columns]
+    arrays = [x.astype(np.int32) if how == "sum" else x for x, how in columns]
+
+    def combined(one: Any, other: Any) -> Any:
+        return tuple(_COMBINE[how](a, b) for how, a, b in zip(hows, one, other, strict=True))
+
+    if not jnp.ndim(arrays[0]):
+        return arrays
+    starts = [_START[how] for how in hows]
+    return lax.reduce(arrays, starts, combined, tuple(range(jnp.ndim(arrays[0]))))
+
+
+def _all(tests: Any, found: Any = True) -> Any:
+    return functools.reduce(jnp.logical_and, tests, found)
+
+
+def _is_floating(x: Any) -> bool:
+    return not _is_ref(x) and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def _is_complex(x: Any) -> bool:
+    return not _is_ref(x) and jnp.issubdtype(jnp.result_type(x), jnp.complexfloating)
+
+
+def _is_ref(x: Any) -> bool:
+    return hasattr(jax.typeof(x), "inner_aval")
+
+
+def _bits(x: Any) -> Any:
+    """The bits of magnitudes in float32; beyond its range they are those of its ends.
+
+    Of a complex number those of its larger part, a NaN before all.
+    """
+    x = jnp.asarray(x)
+    if _is_complex(x):
+        return lax.max(_bits(lax.real(x)), _bits(lax.imag(x)))
+    bits = lax.bitcast_convert_type(x.astype(np.float32), np.uint32) & np.uint32(0x7FFFFFFF)
+    if x.dtype != np.float64:
+        return bits
+    bits = jnp.where(jnp.isfinite(x) & (bits == INFINITY), INFINITY - np.uint32(1), bits)
+    return jnp.where((x != 0) & (bits == 0), np.uint32(1), bits)
+
+
+def _finite(bits: Any) -> Any:
+    return jnp.where(bits < INFINITY, bits, np.uint32(0))
+
+
+def _nonzero(less_one: Any) -> Any:
+    """The smallest bits that are not zero, of the smallest of all bits less one."""
+    return lax.min(less_one, INFINITY - np.uint32(1)) + np.uint32(1)

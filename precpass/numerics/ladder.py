@@ -1,0 +1,390 @@
+"""A precision that rises with the convergence of an iterative method.
+
+    def step(x, a, b):  # one step, and the norm of the residual that is left
+        x = x + omega * (b - a @ x)
+        return x, jnp.linalg.norm(b - a @ x)
+
+    ladder = pp.Ladder.create(("bf16", "f32", "f64"), x, scale=jnp.linalg.norm(b), tol=1e-6)
+    ladder = jax.lax.while_loop(lambda s: s.running, lambda s: s.step(step, a, b), ladder)
+    x = ladder.best
+    print(ladder)  # converged at f32 after 61 steps: 22 in bf16, 39 in f32, 0 in f64 ...
+
+The accuracy that a method can attain in a precision is limited by its unit roundoff u: a residual
+that is computed in it is off by some u times the size of what is subtracted (Barrett et al. 1994,
+"Templates for the Solution of Linear Systems", section 4.2.3, "Accounting for Floating Point
+Errors"; Higham & Mary 2022, "Mixed precision algorithms in numerical linear algebra", Acta
+Numerica 31, https://doi.org/10.1017/S0962492922000022). So progress is judged in units of u times
+a scale, and never in absolute ones, and the precision is raised where there is none: the state
+machine is that of extra-precise iterative refinement (Demmel et al. 2006,
+https://doi.org/10.1145/1141885.1141894), which raises the precision of what stalls and goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from precpass import jaxpr as ir
+from precpass.numerics.ladder_terms import (
+    CONVERGED,
+    EASY,
+    ENDED,
+    NONFINITE,
+    ROUNDOFF,
+    RUNNING,
+    STALLED,
+    check_numbers,
+    summary,
+)
+from precpass.numerics.rungs import Rung, parse_ladder
+from precpass.policy import quietly
+from precpass.scaled_gradients import skip_nonfinite
+
+__all__ = ["Ladder"]
+
+_EASY_RATIO = 0.5
+"""A step is easy that halves the measure: slower is "no progress" for Demmel et al. (their 0.5)."""
+
+_LOST_RATIO = 10.0
+"""What is this many times as bad as the best has not stalled, it has diverged."""
+
+_DATA = (
+    *("state", "best", "best_measure", "rung", "status", "steps", "used", "scale"),
+    *("reference", "waited", "easy", "needed", "switched", "switches", "log"),
+)
+_META = ("rungs", "tol", "patience", "factor", "lower_after")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=list(_DATA), meta_fields=list(_META)
+)
+@dataclasses.dataclass(frozen=True)
+class Ladder:
+    """The state of an iterative method whose precision rises as it converges.
+
+    `create` makes one, `step` takes a step; it is a pytree of arrays of fixed shapes, for
+    `lax.while_loop`, `lax.scan`, `jax.vmap` (under which the steps of all rungs are computed) and
+    checkpoints. In a `jax.shard_map` the measure is to be the same on all devices (`lax.psum`).
+
+    The *measure* f of a state is a norm of its residual, or anything else that is zero at the
+    solution. On a rung with unit roundoff u it is known to `factor` u `scale`, and so:
+
+    - The rung is raised where in `patience` steps the best f of the rung has fallen by no more
+      than `factor` u `scale` in all, and at once where f is no larger than that or not finite.
+      The method goes on where it is, or from the best state where f is not finite or ten times
+      the best. So a rung has about `patience` / (`factor` u) steps at the most.
+    - It has converged where f + `factor` u `scale` <= `tol` `scale`: what a rung cannot tell it
+      does not claim, and `tol` is the same on every rung.
+    - Where the last rung would be raised, the method ends: `running` is false, and so is
+      `converged`.
+
+    A measure that `step` computes beside the step, on the last rung (`measure=`), is known better
+    than the step itself: then progress is judged relative to f, by `factor` u f, and steps stay
+    low as long as they help, as in iterative refinement.
+
+    Attributes:
+        state: where the next step starts.
+        best: the state with the smallest measure. One that was measured on a rung replaces those
+            that were measured on lower ones.
+        best_measure: its measure; inf before the first.
+        rung: the index of the rung of the next step, int32[].
+        status: 0 while it runs, 1 converged, 2 ended without; int32[].
+        steps: how many were taken, int32[].
+        used: how many on each rung, int32[rungs].
+        scale: of the measure.
+        switched: bool[], whether the last step ended with a switch.
+        switches: how many there were, int32[].
+        log: the first of them, a dict of arrays: the `step` after which, the rung `to` which,
+            `why` (1 stalled, 2 at its roundoff, 3 not finite, 4 easy progress) and the `measure`.
+        reference, waited, easy, needed: the best measure at the begin of the present wait, the
+            steps since, the easy steps in a row, and how many of them lower the rung.
+        rungs, tol, patience, factor, lower_after: as given to `create`.
+
+    Example:
+        >>> from jax import lax
+        >>> def step(x, a, b):
+        ...     x = x + 0.5 * (b - a @ x)
+        ...     return x, jnp.linalg.norm(b - a @ x)
+        >>> a, b = jnp.asarray([[1.0, 0.3], [0.3, 1.2]]), jnp.asarray([1.0, 2.0])
+        >>> ladder = Ladder.create(("bf16", "f32"), jnp.zeros(2), tol=1e-6)
+        >>> ladder = lax.while_loop(lambda s: s.running, lambda s: s.step(step, a, b), ladder)
+        >>> print(ladder.rungs[int(ladder.rung)].name, bool(ladder.converged))
+        f32 True
+        >>> bool(jnp.allclose(a @ ladder.best, b, rtol=1e-5))
+        True
+    """
+
+    state: Any
+    best: Any
+    best_measure: Any
+    rung: Any
+    status: Any
+    steps: Any
+    used: Any
+    scale: Any
+    reference: Any
+    waited: Any
+    easy: Any
+    needed: Any
+    switched: Any
+    switches: Any
+    log: dict[str, Any]
+    rungs: tuple[Rung, ...]
+    tol: float
+    patience: int
+    factor: float
+    lower_after: int | None
+
+    @classmethod
+    def create(
+        cls,
+        ladder: Sequence[Any],
+        state: Any,
+        *,
+        scale: Any = None,
+        tol: float = 0.0,
+        patience: int = 10,
+        factor: float = 1.0,
+        lower_after: int | None = None,
+        log_size: int = 16,
+    ) -> Ladder:
+        """The first state, on the lowest rung.
+
+        Args:
+            ladder: two or more rungs, from the coarsest to the finest, as of `with_fallback`.
+            state: the method's own, a pytree of arrays; it keeps its dtypes on every rung. With
+                x64 off a float32 state limits what an "f64" rung attains.
+            scale: what the measure is relative to, a positive scalar, such as the norm of the
+                right-hand side; the first measure by default.
+            tol: relative to the scale, the measure with which it has converged; 0 goes on until
+                the last rung stalls.
+            patience: how many steps without progress raise the rung, or end it all on the last one;
+                more than those in which the measure of a method may rise before it falls.
+            factor: how many unit roundoffs are no progress.
+            lower_after: how many steps in a row, each of which halves the measure, lower the rung
+                again; None never does. After each time that this was in vain twice as many.
+            log_size: how many switches are kept; `switches` counts all.
+
+        Raises:
+            ValueError: for a bad ladder, a tolerance that the last rung cannot tell, or a number
+                out of range.
+        """
+        name = "Ladder.create"
+        rungs = parse_ladder(name, ladder)
+        check_numbers(name, rungs, tol, patience, factor, lower_after, log_size)
+        if isinstance(scale, int | float | np.number) and not 0 < scale < math.inf:
+            raise ValueError(f"{name}(scale={scale!r}): it is to be positive and finite")
+        state = jax.tree.map(_strong, state)
+        wide = jnp.float64 if ir.in_x64() else jnp.float32
+        inf, zero = jnp.asarray(jnp.inf, wide), jnp.asarray(0, jnp.int32)
+        logged = {key: jnp.zeros(log_size, jnp.int32) for key in ("step", "to", "why")}
+        return cls(
+            state=state,
+            best=state,
+            best_measure=inf,
+            rung=zero,
+            status=zero,
+            steps=zero,
+            used=jnp.zeros(len(rungs), jnp.int32),
+            # until the first measure is known
+            scale=jnp.asarray(0 if scale is None else scale).astype(wide),
+            reference=inf,
+            waited=zero,
+            easy=zero,
+            needed=jnp.asarray(lower_after or 0, jnp.int32),
+            switched=jnp.asarray(False),
+            switches=zero,
+            log={**logged, "measure": jnp.zeros(log_size, wide)},
+            rungs=rungs,
+            tol=float(tol),
+            patience=int(patience),
+            factor=float(factor),
+            lower_after=lower_after,
+        )
+
+    @property
+    def running(self) -> jax.Array:
+        """Whether there is a step to take, bool[]."""
+        return jnp.asarray(self.status) == RUNNING
+
+    @property
+    def converged(self) -> jax.Array:
+        """Whether the tolerance was met, bool[]."""
+        return jnp.asarray(self.status) == CONVERGED
+
+    def step(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        measure: Callable[..., Any] | None = None,
+        restart: Callable[..., Any] | None = None,
+    ) -> Ladder:
+        """A step on the present rung; what has ended stays as it is.
+
+        Args:
+            fn: `(state, *args) -> (state, measure)`: one step, written as in float32 (or float64),
+                and the measure of the state that it returns, a real scalar; the state alone where
+                `measure` is given.
+            args: arrays that it needs.
+            measure: `(state, *args) -> measure`, computed on the last rung after each step.
+            restart: `(state, *args) -> state`, computed on the new rung before the first step
+                after a switch, for a method with memory: the residual and direction of conjugate
+                gradients are to be those of the state, not what was carried.
+
+        Raises:
+            TypeError: where a function returns something else than this says.
+        """
+        runs = [self._on(rung, fn, restart, measure is None) for rung in self.rungs]
+        operands = self.state, self.switched, args
+        state, found = lax.switch(self.rung, runs, *operands)
+        if measure is not None:
+            found = self._scalar("measure", self.rungs[-1].applied(measure, {})(state, *args))
+        new = self.updated(found, state, exact=measure is not None)
+        return jax.tree.map(functools.partial(lax.select, self.running), new, self)
+
+    def _on(
+        self, rung: Rung, fn: Callable[..., Any], restart: Callable[..., Any] | None, measures: bool
+    ) -> Callable[..., Any]:
+        def run(state: Any, switched: Any, args: Any) -> tuple[Any, Any]:
+            if restart is not None:
+                again = rung.applied(restart, {})
+                # one that only copies has no products to lower, and need not
+                with quietly():
+                    state = lax.cond(
+                        switched,
+                        lambda: self._like_state("restart", again(state, *args)),
+                        lambda: state,
+                    )
+            out = rung.applied(fn, {})(state, *args)
+            if not measures:
+                return self._like_state("the step", out), jnp.zeros((), self.scale.dtype)
+            if not (isinstance(out, tuple) and len(out) == 2):
+                raise TypeError(
+                    "Ladder.step: the step is to return (state, measure), and returned "
+                    f"{jax.tree.structure(out)}; give measure= for one that returns the state"
+                )
+            state, found = out
+            return self._like_state("the step", state), self._scalar("the step", found)
+
+        return run
+
+    def _like_state(self, whose: str, state: Any) -> Any:
+        """A state that a function returned, which is to be of the type of the first."""
+        ours, theirs = jax.tree.structure(self.state), jax.tree.structure(state)
+        if ours != theirs:
+            raise TypeError(f"Ladder.step: {whose} returned {theirs}, and the state is {ours}")
+
+        def checked(path: Any, was: Any, now: Any) -> Any:
+            if (jnp.shape(was), jnp.result_type(was)) != (jnp.shape(now), jnp.result_type(now)):
+                at = jax.tree_util.keystr(path)
+                raise TypeError(
+                    f"Ladder.step: {whose} returned state{at} as {jax.typeof(now).str_short()}, "
+                    f"and it was {jax.typeof(was).str_short()}"
+                )
+            return _strong(now)
+
+        return jax.tree_util.tree_map_with_path(checked, self.state, state)
+
+    def _scalar(self, whose: str, x: Any) -> jax.Array:
+        is_real = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+        if not is_real or x.shape:
+            shown = jax.typeof(x).str_short() if isinstance(x, jax.Array) else repr(x)
+            raise TypeError(
+                f"Ladder.step: {whose} returned {shown} as the measure, and it is to be a real "
+                "scalar, such as the norm of the residual"
+            )
+        return x.astype(self.scale.dtype)
+
+    def updated(self, measure: Any, state: Any, *, exact: bool = False) -> Ladder:
+        """After a step that was taken on the rung `self.rung`, in whatever way.
+
+        `step` calls this; call it yourself where you run the rungs.
+
+        Args:
+            measure: of the state, a real scalar.
+            state: where the step ended.
+            exact: whether the measure is as good as the last rung's, not only as the present one's.
+        """
+        wide, last = self.scale.dtype, len(self.rungs) - 1
+        f = jnp.asarray(measure).astype(wide)
+        finite = jnp.isfinite(f)
+        scale = jnp.where(self.scale > 0, self.scale, jnp.where(finite, f, 0))
+        units = self.factor * jnp.asarray([r.unit_roundoff for r in self.rungs], wide)
+        floor = (units[last] if exact else units[self.rung]) * scale
+        known = jax.tree.map(jnp.asarray, (self.best, self.best_measure))
+        better = finite & (f < self.best_measure)
+        best, best_measure = skip_nonfinite(better, (state, f), known)
+
+        met = finite & (f + floor <= self.tol * scale)
+        quantum = units[self.rung] * (0 if exact else scale)
+        shrunk = self.reference * (1 - units[self.rung]) if exact else self.reference
+        progress = best_measure < shrunk - quantum
+        waited = jnp.where(progress, 0, self.waited + 1)
+        at_floor = finite & (f <= floor)
+        why = jnp.where(waited >= self.patience, STALLED, 0)
+        why = jnp.where(at_floor, ROUNDOFF, why)
+        why = jnp.where(met, 0, jnp.where(finite, why, NONFINITE))
+        # beyond the last rung there is nothing, and below its roundoff no measure tells
+        ends = (why > 0) & ((self.rung == last) | (exact & at_floor))
+        raised = (why > 0) & ~ends
+        easy = jnp.where(f <= _EASY_RATIO * self.best_measure, self.easy + 1, 0)
+        lowered = jnp.asarray(False)
+        if self.lower_after is not None:
+            # two units above what the lower rung can tell, or it would be raised at once
+            useful = exact | (f > 2 * units[jnp.maximum(self.rung - 1, 0)] * scale)
+            lowered = (self.rung > 0) & (why == 0) & ~met & (easy >= self.needed) & useful
+        why = jnp.where(lowered, EASY, why).astype(jnp.int32)
+        switched = raised | lowered
+        rung = jnp.where(lowered, self.rung - 1, jnp.where(raised, self.rung + 1, self.rung))
+        # what only wanders in its rounding goes on; what was lost begins again at the best
+        lost = raised & ~(f <= _LOST_RATIO * best_measure)
+        state = skip_nonfinite(lost, best, state)
+        return dataclasses.replace(
+            self,
+            state=state,
+            best=best,
+            # what a higher rung measures outranks what a lower one did
+            best_measure=best_measure if exact else jnp.where(raised, jnp.inf, best_measure),
+            rung=rung,
+            status=jnp.where(met, CONVERGED, jnp.where(ends, ENDED, RUNNING)).astype(jnp.int32),
+            steps=self.steps + 1,
+            used=self.used.at[self.rung].add(1),
+            scale=scale,
+            reference=jnp.where(
+                switched, jnp.inf, jnp.where(progress, best_measure, self.reference)
+            ),
+            waited=jnp.where(switched, 0, waited),
+            easy=jnp.where(switched, 0, easy),
+            needed=jnp.where(lowered, 2 * self.needed, self.needed),
+            switched=switched,
+            switches=self.switches + switched.astype(jnp.int32),
+            log=self._logged(switched, rung, why, f),
+        )
+
+    def _logged(self, switched: Any, rung: Any, why: Any, measure: Any) -> dict[str, Any]:
+        if not self.log["step"].shape[0]:
+            return self.log
+        entry = {"step": self.steps + 1, "to": rung, "why": why, "measure": measure}
+        # out of the log's bounds nothing is written
+        at = jnp.where(switched, self.switches, self.log["step"].shape[0])
+        return {key: self.log[key].at[at].set(x, mode="drop") for key, x in entry.items()}
+
+    def summary(self) -> str:
+        """How it went: the end, the steps on each rung, and the switches."""
+        return summary(self)
+
+    __str__ = summary
+
+
+def _strong(x: Any) -> jax.Array:
+    """An array without the weak type of Python's numbers, which a loop's carry would lose."""
+    x = jnp.asarray(x)
+    return lax.convert_element_type(x, x.dtype) if jnp.issubdtype(x.dtype, np.number) else x

@@ -1,0 +1,97 @@
+"""What a `Ladder` takes and says: its numbers checked, its end and its switches in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+
+from precpass.numerics.rungs import Rung
+
+__all__ = [
+    "CONVERGED",
+    "EASY",
+    "ENDED",
+    "NONFINITE",
+    "ROUNDOFF",
+    "RUNNING",
+    "STALLED",
+    "check_numbers",
+    "summary",
+]
+
+STALLED, ROUNDOFF, NONFINITE, EASY = 1, 2, 3, 4
+_WHY = ("", "stalled", "at its roundoff", "not finite", "easy progress")
+RUNNING, CONVERGED, ENDED = 0, 1, 2
+
+
+def check_numbers(
+    name: str,
+    rungs: Sequence[Rung],
+    tol: Any,
+    patience: Any,
+    factor: Any,
+    lower_after: Any,
+    log_size: Any,
+) -> None:
+    """Raises ValueError for a number of `Ladder.create` that is out of range."""
+    for label, value, least in (
+        ("patience", patience, 1),
+        ("log_size", log_size, 0),
+        ("lower_after", 1 if lower_after is None else lower_after, 1),
+    ):
+        if not (isinstance(value, int | np.integer) and value >= least):
+            raise ValueError(f"{name}({label}={value!r}): it is to be a whole number >= {least}")
+    if not (isinstance(factor, int | float | np.number) and 0 < factor < math.inf):
+        raise ValueError(f"{name}(factor={factor!r}): it is to be positive and finite")
+    if not (isinstance(tol, int | float | np.number) and 0 <= tol < 1):
+        raise ValueError(
+            f"{name}(tol={tol!r}): it is to be a number in [0, 1), relative to the scale"
+        )
+    least = factor * rungs[-1].unit_roundoff
+    if 0 < tol <= least:
+        raise ValueError(
+            f"{name}(tol={tol!r}): {rungs[-1].name}, the last rung, tells no measure below "
+            f"{least:.2g} of the scale (factor * its unit roundoff). Take a higher rung, a larger "
+            "tolerance, or tol=0, which goes on until the last rung stalls"
+        )
+
+
+def summary(ladder: Any) -> str:
+    """How the steps of a `Ladder` went: the end, the steps on each rung, and the switches."""
+    names = [rung.name for rung in ladder.rungs]
+    leaves = jax.tree.leaves((ladder.status, ladder.used, ladder.log, ladder.scale))
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves) or any(
+        isinstance(x, jax.core.Tracer) for x in leaves
+    ):
+        return f"on one of {', '.join(names)}: not known while it is traced"
+    status, used = np.asarray(ladder.status), np.asarray(ladder.used)
+    steps = ", ".join(
+        f"{n} in {name}" for n, name in zip(used.reshape(-1, len(names)).sum(0), names, strict=True)
+    )
+    if status.ndim:
+        counts = [int(np.sum(status == s)) for s in (CONVERGED, ENDED, RUNNING)]
+        ends = "{} converged, {} ended without, {} run".format(*counts)
+        return f"of {status.size}: {ends}; {steps}"
+    at = names[int(np.asarray(ladder.rung))]
+    ended = "ended without convergence" if ladder.tol else "at its limit"
+    end = ("running", "converged", ended)[int(status)]
+    lines = [f"{end} in {at}, after {int(np.asarray(ladder.steps))} steps: {steps}"]
+    return "\n".join([*lines, *_switch_lines(ladder, names)])
+
+
+def _switch_lines(ladder: Any, names: Sequence[str]) -> list[str]:
+    log = {key: np.asarray(x) for key, x in ladder.log.items()}
+    shown = min(int(np.asarray(ladder.switches)), log["step"].size)
+    scale, lines = float(np.asarray(ladder.scale)) or 1.0, list[str]()
+    for step, to, why, f in zip(
+        *(log[key][:shown] for key in ("step", "to", "why", "measure")), strict=True
+    ):
+        lines.append(f"  after {step}: to {names[to]}, {_WHY[why]} at {f / scale:.2g}")
+    if (more := int(np.asarray(ladder.switches)) - shown) > 0:
+        lines.append(f"  and {more} more")
+    return lines

@@ -1,0 +1,214 @@
+"""Nonlinear least squares through optimistix, with a precision for each role."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from precpass import jaxpr as ir
+from precpass.numerics.roles import Roles
+from precpass.numerics.wide import in_float64, own_array
+from precpass.precision import Precision
+
+__all__ = ["LeastSquares", "least_squares"]
+
+_SOLVERS = ("LevenbergMarquardt", "Dogleg", "GaussNewton")
+_TOLERANCES = {Precision.F64: (1e-10, 1e-14), Precision.F32: (1e-5, 1e-7)}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("solution", "cosine", "step"),
+    meta_fields=("roles",),
+)
+@dataclasses.dataclass(frozen=True)
+class LeastSquares:
+    """What `least_squares` found, and how good it is.
+
+    Attributes:
+        solution: optimistix's `Solution`, without its solver's inner state: `value` has the tree of
+            the start, `result` says what ended the solve, `stats` has `num_steps` and
+            `num_accepted_steps`.
+        cosine: the largest cosine between the residual and a column of its Jacobian, zero at a
+            stationary point (MINPACK's `gnorm`; Moré 1978, "The Levenberg-Marquardt algorithm",
+            https://doi.org/10.1007/BFb0067700). A residual that is zero has none: there it is
+            that of rounding errors.
+        step: the size of the next Gauss-Newton step, the largest relative to its unknown: about the
+            relative error of the value, as far as the problem is as linear as that near the
+            solution.
+        roles: the precisions.
+
+    `cosine` and `step` are of the precision of the residual throughout, whatever the other roles.
+    """
+
+    solution: Any
+    cosine: Any
+    step: Any
+    roles: Roles
+
+    @property
+    def value(self) -> Any:
+        """The unknowns, a pytree like the start."""
+        return self.solution.value
+
+    @property
+    def steps(self) -> Any:
+        """How many steps were tried, an integer scalar."""
+        return self.solution.stats["num_steps"]
+
+    @property
+    def converged(self) -> Any:
+        """Whether the solver's tolerances were met, a boolean scalar."""
+        import optimistix as optx
+
+        return self.solution.result == optx.RESULTS.successful
+
+    def summary(self) -> str:
+        """The result in four lines, outside of `jax.jit`."""
+        import optimistix as optx
+
+        ended = optx.RESULTS[self.solution.result] or "its tolerances were met"
+        accepted = self.solution.stats["num_accepted_steps"]
+        return "\n".join(
+            (
+                f"{self.roles!r}",
+                f"{int(self.steps)} steps, {int(accepted)} of them accepted; ended: {ended}",
+                f"next Gauss-Newton step {float(self.step):.1e} of the unknowns",
+                f"residual and Jacobian at a cosine of {float(self.cosine):.1e}",
+            )
+        )
+
+
+def least_squares(
+    residual: Callable[..., Any],
+    x0: Any,
+    args: Any = None,
+    *,
+    roles: Roles | Mapping[str, Any] | None = None,
+    solver: Any = "LevenbergMarquardt",
+    rtol: float | None = None,
+    atol: float | None = None,
+    max_steps: int = 1024,
+) -> LeastSquares:
+    """The minimum of a sum of squares, by a solver of optimistix in mixed precision.
+
+    The solver's loop, search and termination are optimistix's. By default the residual and the
+    gradient are float64, and the Jacobian on the left side of a step is float32: it decides how
+    many steps are taken, not where they end. Float64 is float64 with x64 off too.
+
+    Args:
+        residual: from the unknowns and `args` to a pytree of real floating arrays. It is traced
+            with unknowns in float64 in every call, and evaluated in the precision of its role; it
+            is compiled again where it reads other shapes or other numbers that are no arrays, or
+            cannot be hashed. Data that it holds should be numpy arrays of float64, which stay so.
+        x0: where to start, a pytree of floating arrays.
+        args: the second argument of `residual`.
+        roles: the precision of each part, `Roles()` by default; a dict names only what differs.
+            A residual with a `lax.while_loop`, which has no transpose, takes `Roles.all("f64")`.
+        solver: "LevenbergMarquardt", "Dogleg" or "GaussNewton", or a solver of optimistix with a
+            `descent` (an `AbstractGaussNewton`) and tolerances of its own.
+        rtol: how small a step is to be relative to the unknowns and a change relative to the
+            residual; 1e-10 for a residual in float64, and 1e-5 in float32.
+        atol: the same, absolute; 1e-14, and 1e-7 in float32.
+        max_steps: how many steps are tried at most.
+
+    Returns:
+        A `LeastSquares`, a pytree. Its arrays have the precision of the residual. With x64 off,
+        those of float64 are numpy arrays; inside of `jax.jit` and other transforms they are rounded
+        to float32. Nothing is raised for a solve that does not converge: `converged` says so. It
+        is differentiated by the implicit function theorem, in `args` and what `residual` closes
+        over.
+
+    Raises:
+        ModuleNotFoundError: without optimistix.
+        TypeError: for a start or a residual that is not real and floating, a residual narrower
+            than its role, or a solver that is none.
+        ValueError: for an unknown role, precision or solver, and for a start without unknowns.
+
+    Example:
+        >>> import numpy as np
+        >>> t = np.linspace(0.0, 1.0, 8)
+        >>> y = 2.0 * np.exp(-3.0 * t)
+        >>> fit = least_squares(lambda b, _: b[0] * jnp.exp(-b[1] * t) - y, np.array([1.0, 1.0]))
+        >>> bool(fit.converged), np.round(fit.value, 9).tolist()
+        (True, [2.0, 3.0])
+    """
+    fitting = _fitting()
+    roles = Roles.of({} if roles is None else roles)
+    precision = Precision.parse(roles.residual)
+    leaves, structure = jax.tree.flatten(x0)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(x0)[0]:
+        _check_start(jax.tree_util.keystr(path), leaf)
+    if not sum(jnp.size(leaf) for leaf in leaves):
+        raise ValueError("x0 has no unknowns: give a pytree of floating arrays")
+    if not isinstance(max_steps, int) or max_steps < 1:  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+        raise ValueError(f"max_steps={max_steps!r}: it is to be a whole number of 1 or more")
+    shapes = tuple(jnp.shape(leaf) for leaf in leaves)
+    spec = fitting.Spec(structure, shapes, precision)
+    x64 = ir.in_x64()
+    roled = fitting.solver_with(roles, _solver(solver, precision, rtol, atol))
+
+    def run(leaves: Any, args: Any) -> Any:
+        leaves, args = jax.tree.map(own_array, (leaves, args))
+        flat = [jnp.asarray(leaf).ravel().astype(precision.dtype) for leaf in leaves]
+        x, args = jnp.concatenate(flat), jax.tree.map(jnp.asarray, args)
+        problem = fitting.program(residual, spec, x, args, x64)
+        return fitting.fit(problem, roled, x, args, max_steps)
+
+    # float32 throughout is traced with x64 on too: JAX mixes up numpy arrays that it meets in both
+    # modes, as `fitting.program` says
+    solution, cosine, step = in_float64(run, leaves, args)
+    return LeastSquares(solution, cosine, step, roles)
+
+
+def _fitting() -> Any:
+    try:
+        from precpass.numerics import fitting
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("optimistix", "lineax", "equinox"):
+            raise
+        raise ModuleNotFoundError(
+            f"least_squares needs {error.name}: pip install precpass[solvers]", name=error.name
+        ) from error
+    return fitting
+
+
+def _check_start(path: str, leaf: Any) -> None:
+    try:
+        dtype = jnp.result_type(leaf)
+    except TypeError:
+        raise TypeError(
+            f"x0{path} is a {type(leaf).__name__}: unknowns are floating arrays"
+        ) from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"x0{path} is {dtype.name}: unknowns are real and floating, such as 1.0 for 1 (split "
+            "complex ones into real and imaginary parts; close over what is no unknown)"
+        )
+
+
+def _solver(solver: Any, precision: Precision, rtol: float | None, atol: float | None) -> Any:
+    import optimistix as optx
+
+    legal = f"{', '.join(map(repr, _SOLVERS))} or a solver of optimistix with a `descent`"
+    if not isinstance(solver, str):
+        if not isinstance(solver, optx.AbstractGaussNewton):
+            raise TypeError(f"solver={solver!r}: legal are {legal}")
+        if rtol is not None or atol is not None:
+            raise ValueError(
+                "rtol and atol are the solver's own where a solver is given: set them in it"
+            )
+        return solver
+    if solver not in _SOLVERS:
+        raise ValueError(f"solver={solver!r}: legal are {legal}")
+    given = (rtol, atol)
+    tolerances = [d if g is None else g for g, d in zip(given, _TOLERANCES[precision], strict=True)]
+    for name, value in zip(("rtol", "atol"), tolerances, strict=True):
+        if not 0 < value < 1:
+            raise ValueError(f"{name}={value!r}: it is to be between 0 and 1")
+    return getattr(optx, solver)(*tolerances)

@@ -1,0 +1,192 @@
+"""`monitor`: a function under a policy, with what became of its numbers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from precpass import jaxpr as ir
+from precpass.api import auto_mixed
+from precpass.graph import Graph
+from precpass.liveness import unread
+from precpass.mixed import Staged, owner_of
+from precpass.numerics.figures import Recorder
+from precpass.numerics.health import Health
+from precpass.policy import PrecisionPolicy, quietly
+from precpass.program import Traced
+
+__all__ = ["Monitored", "monitor"]
+
+
+def monitor(
+    fn: Callable[..., Any],
+    policy: PrecisionPolicy | str | None = None,
+    *,
+    profitability: str | None = None,
+    every: int | None = None,
+) -> Monitored:
+    """A function under a policy that also says how its numbers fared, equation by equation.
+
+    What runs is the program that `auto_mixed(fn, policy=policy)` runs, and beside it the same one
+    again, from the same arguments, with a reduction at each equation whose results are floating:
+    so no bit of the output changes. Nothing is called back: what is found is a small pytree. A
+    program with effects (callbacks, references) runs once, with the reductions in it.
+
+    Scans, while loops, branches, `jax.checkpoint`, `shard_map`, custom rules and jits are looked
+    into; of Pallas kernels, callbacks, `custom_vmap`, `composite`, float64 regions and of the
+    conditions of while loops only the results are seen. What only moves values has no row.
+
+    An infinity is born where it is made of finite operands, and a NaN where no operand is one:
+    in elementwise equations for each element, in all others (products, sums, gathers) where all
+    of the operands are so.
+
+    Args:
+        fn: as for `auto_mixed`; `jax.grad(loss)` to see the gradient.
+        policy: as for `auto_mixed`.
+        profitability: as for `auto_mixed`.
+        every: look at each so many calls only, the first among them. The health is then the
+            first argument too: `(out, health) = monitored(health, *args)`, begun by
+            `health = monitored.init(*args)`. It adds up. Under `jax.vmap` of the health all calls
+            cost what one that is looked at does.
+
+    Returns:
+        A function of `fn`'s arguments that gives `(out, health)`; see `Health`.
+
+    Raises:
+        ValueError: for an `every` that is no whole number of 1 or more, and in a call for the
+            health of another program.
+        TypeError: in a call, where a derivative is taken through it, or without a `Health`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> monitored = monitor(lambda x: jnp.log(x).sum(), "AlwaysF32")
+        >>> out, health = monitored(jnp.asarray([1.0, 0.0, -1.0]))
+        >>> [(seen.place.primitive, seen.infinities, seen.nans) for seen in health.born()]
+        [('log', 1, 1)]
+    """
+    return Monitored(fn, policy, profitability=profitability, every=every)
+
+
+class Monitored:
+    """What `monitor` gives.
+
+    Attributes:
+        every: as `monitor` has it.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        policy: PrecisionPolicy | str | None,
+        *,
+        profitability: str | None = None,
+        every: int | None = None,
+        reads: bool = False,
+    ) -> None:
+        whole = isinstance(every, int) and not isinstance(every, bool)
+        if every is not None and not (whole and every >= 1):
+            raise ValueError(f"monitor(every={every!r}): it is to be a whole number of 1 or more")
+        fn, self._owner = owner_of(fn)
+        mixed = auto_mixed(fn, policy=policy, profitability=profitability)
+        functools.update_wrapper(self, mixed, updated=())
+        self.every = every
+        self._recorder = Recorder(reads=reads)
+        self._always = Staged(mixed, self._looked)
+        self._sometimes = Staged(mixed, self._in_turn, more=1)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Health]:
+        """The output and the health, as `monitor` says."""
+        if self.every is None:
+            return self._always((), (*self._owner, *args), kwargs)
+        health, *rest = args if args else (None,)
+        if not isinstance(health, Health):
+            raise TypeError(
+                f"with every={self.every} the first argument is a health, not a "
+                f"{type(health).__name__}: begin with monitored.init(*args)"
+            )
+        return self._sometimes((health,), (*self._owner, *rest), kwargs)
+
+    def init(self, *args: Any, **kwargs: Any) -> Health:
+        """The health before the first call.
+
+        Args:
+            args: as of a call, arrays or `jax.ShapeDtypeStruct`s.
+            kwargs: the others.
+        """
+        return Health.empty(self._always.shape((), (*self._owner, *args), kwargs)[1])
+
+    def _looked(self, traced: Traced) -> tuple[list[Any], Health]:
+        program = _Program(traced, self._recorder)
+        if program.effects:
+            results, figures, places = program.watched(program.operands)
+        else:
+            results = ir.evaluate(program.jaxpr, program.operands)
+            _, figures, places = program.watched(lax.optimization_barrier(program.operands))
+        return results, Health(figures, jnp.int32(1), jnp.int32(1), places, traced.name)
+
+    def _in_turn(self, traced: Traced, before: Health) -> tuple[list[Any], Health]:
+        assert self.every is not None
+        program = _Program(traced, self._recorder)
+        places: list[Any] = []
+
+        def figures_of(operands: Any) -> Any:
+            results, figures, found = program.watched(operands)
+            places[:] = found
+            return (results if program.effects else []), figures
+
+        ir.trace(figures_of, program.operands)
+
+        def plain(operands: Any) -> Any:
+            results = ir.evaluate(program.jaxpr, operands) if program.effects else []
+            return results, self._recorder.none(len(places))
+
+        turn = before.calls % np.int32(self.every) == 0
+        behind = program.operands
+        if not program.effects:
+            behind = lax.optimization_barrier(behind)
+        results, figures = lax.cond(turn, figures_of, plain, behind)
+        if not program.effects:
+            results = ir.evaluate(program.jaxpr, program.operands)
+        looked = turn.astype(np.int32)
+        now = Health(figures, jnp.int32(1), looked, tuple(places), traced.name)
+        return results, before.merged(now)
+
+    def __repr__(self) -> str:
+        return f"<monitor of {getattr(self, '__name__', '<unnamed function>')}>"
+
+
+class _Program:
+    """What a traced call runs under its policy.
+
+    Attributes:
+        jaxpr: the rewritten program.
+        operands: its operands.
+        effects: whether it has effects.
+    """
+
+    def __init__(self, traced: Traced, recorder: Recorder) -> None:
+        self.jaxpr = traced.call.jaxpr
+        if traced.policy is not None:
+            self.jaxpr = traced.rewritten(traced.checked_plan(traced.policy), traced.policy)
+        self.operands = [ir.undifferentiated(x, _ADVICE) for x in traced.call.operands]
+        self.effects = bool(ir.open_jaxpr(self.jaxpr).effects)
+        graph = Graph.build(self.jaxpr)
+        rows = unread(graph).rows
+        self._dead = frozenset(id(e) for e, dead in zip(graph.eqns, rows, strict=True) if dead)
+        self._recorder = recorder
+
+    def watched(self, operands: Any) -> tuple[list[Any], Any, tuple[ir.Place, ...]]:
+        """The results and the figures of an evaluation."""
+        with quietly():
+            return ir.watched(self.jaxpr, operands, self._recorder, self._dead)
+
+
+_ADVICE = (
+    "a monitored function is not differentiated: monitor the gradient itself, "
+    "monitor(jax.grad(loss)) for jax.grad(monitor(loss))"
+)

@@ -1,0 +1,149 @@
+"""Rungs: the precisions that a function is run in, one after another, each finer than the last."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from precpass.api import auto_mixed
+from precpass.context import keep
+from precpass.opkinds import OpKind
+from precpass.policy import (
+    PRESETS,
+    AlwaysF32,
+    AutoMixed,
+    AutoMixedBf16,
+    PrecisionPolicy,
+    quietly,
+)
+from precpass.precision import Precision
+
+__all__ = ["Rung", "parse_ladder"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """One precision of a ladder.
+
+    Attributes:
+        name: as it is shown.
+        policy: under which the function runs.
+        precision: that of its products.
+    """
+
+    name: str
+    policy: PrecisionPolicy
+    precision: Precision
+
+    @property
+    def unit_roundoff(self) -> float:
+        """That of the precision of its products."""
+        return self.precision.unit_roundoff
+
+    def applied(self, fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+        """`fn` on this rung; its results have the dtypes of `fn`'s own.
+
+        Args:
+            fn: the function.
+            options: of `jax.jit`.
+        """
+        if self.precision.is_low:
+            return auto_mixed(fn, policy=self.policy, **options)
+        if self.precision is Precision.F64:
+            return auto_mixed(_in_float64(fn), policy=self.policy, **options)
+        mixed = auto_mixed(fn, policy=self.policy, **options)
+
+        @functools.wraps(fn)
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            # a float32 program is on this rung as it is: nothing is missing where nothing changes
+            with quietly():
+                return mixed(*args, **kwargs)
+
+        return plain
+
+
+def _in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with keep("f64"):
+            return fn(*args, **kwargs)
+
+    return kept
+
+
+_EVERY = tuple(Precision)
+_POLICIES = {
+    Precision.BF16: AutoMixedBf16.with_retypes(*_EVERY),
+    Precision.F16: AutoMixed.with_retypes(*_EVERY),
+    # products of a float64 program in float32 too, beside AlwaysF32's own widening
+    Precision.F32: dataclasses.replace(
+        AlwaysF32.with_retypes(*_EVERY), orders=frozenset({OpKind.COMPUTE})
+    ),
+    Precision.F64: AlwaysF32,
+}
+
+
+def parse_ladder(owner: str, ladder: Any) -> tuple[Rung, ...]:
+    """The rungs of a ladder that a user gave.
+
+    Args:
+        owner: whose ladder it is, for errors.
+        ladder: from the coarsest to the finest, each a precision ("bf16", "f16", "f32", "f64",
+            a `Precision`, a dtype) or a policy.
+
+    Raises:
+        ValueError: for an unknown rung, fewer than two, one that is given twice, or one that is
+            coarser than the one before.
+        TypeError: for what is no sequence.
+
+    Example:
+        >>> [rung.name for rung in parse_ladder("f", ("bf16", "f32"))]
+        ['bf16', 'f32']
+    """
+    if isinstance(ladder, str | PrecisionPolicy) or not isinstance(ladder, Sequence):
+        raise TypeError(f"{owner}: ladder={ladder!r} is to be a tuple such as ('bf16', 'f32')")
+    rungs = tuple(_rung(owner, given) for given in ladder)
+    if len(rungs) < 2:
+        raise ValueError(
+            f"{owner}: ladder={ladder!r} has {len(rungs)} rungs, and takes two or more, such as "
+            "('bf16', 'f32', 'f64'); auto_mixed(fn, policy=...) runs on one"
+        )
+    for i, (low, high) in enumerate(itertools.pairwise(rungs)):
+        if any(high == before for before in rungs[: i + 1]):
+            raise ValueError(f"{owner}: ladder={ladder!r} has {high.name!r} twice")
+        if high.unit_roundoff > low.unit_roundoff:
+            raise ValueError(
+                f"{owner}: ladder={ladder!r} does not rise: {high.name!r} (unit roundoff "
+                f"{high.unit_roundoff:.2g}) comes after {low.name!r} ({low.unit_roundoff:.2g}). "
+                "The order is bf16, f16, f32, f64"
+            )
+    return rungs
+
+
+def _rung(owner: str, given: Any) -> Rung:
+    is_text = isinstance(given, str)
+    names_policy = is_text and ("=" in given or given.lower() in map(str.lower, PRESETS))
+    if isinstance(given, PrecisionPolicy) or names_policy:
+        policy = PrecisionPolicy.parse(given)
+        if policy.output is not None:
+            raise ValueError(
+                f"{owner}: the rung {given!r} has an output format, and all rungs return what fn "
+                "does: leave it out (policy.with_output(None))"
+            )
+        preset = PRESETS.get(policy.name)
+        name = policy.name if policy == preset else repr(policy)
+        return Rung(name, policy, policy.precision_for(OpKind.COMPUTE))
+    try:
+        precision = Precision.parse(given)
+    except ValueError as error:
+        raise ValueError(
+            f"{owner}: unknown rung {given!r}: legal are {', '.join(repr(p.value) for p in _ORDER)}"
+            f", a PrecisionPolicy, and the names of presets ({', '.join(PRESETS)})"
+        ) from error
+    return Rung(precision.value, _POLICIES[precision], precision)
+
+
+_ORDER = sorted(Precision, key=lambda p: -p.unit_roundoff)
