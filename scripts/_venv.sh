@@ -57,3 +57,17 @@ install_project() {
     "$python" -m pip install --quiet --upgrade 'pip>=25.1' &&
         (cd "$root" && "$python" -m pip install --quiet --editable . --group "$group")
 }
+
+# Passes pytest on both cores. The tests differ much in length: an idle worker takes some of the
+# other's.
+run_pytest() {
+    "$venv/bin/python" -m pytest -n 2 --dist worksteal "$@"
+}
+
+# The closing line of a script of tests, which `.ci/run` reads back.
+say_versions() {
+    "$venv/bin/python" -c '
+import platform, jax
+print(f"precpass: tested with Python {platform.python_version()}, jax {jax.__version__}")
+'
+}

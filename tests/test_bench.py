@@ -25,6 +25,8 @@ from bench_cells import Cell, Effort
 from bench_columns import COLUMNS, MODES, Column
 from bench_models import MODELS, Model
 
+pytestmark = pytest.mark.programs
+
 OWN = [key for key, column in COLUMNS.items() if not column.missing]
 
 

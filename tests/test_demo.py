@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import demo_model
 
+pytestmark = pytest.mark.programs
+
 SHAPE = demo_model.Shape(layers=2, width=64, heads=2, length=32, batch=2)
 STEPS = 4
 

@@ -21,6 +21,8 @@ from jax import lax
 import precpass as pp
 from precpass import opkinds
 
+pytestmark = pytest.mark.programs
+
 SAMPLE = harness_programs.sample()
 
 

@@ -10,6 +10,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import notebooks
 
+pytestmark = pytest.mark.programs
+
 each_notebook = pytest.mark.parametrize("path", notebooks.NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -56,6 +58,6 @@ def test_the_pictures_are_those_of_the_notebooks():
 
 def test_the_list_of_notebooks_is_complete():
     listed = (notebooks.FOLDER / "README.md").read_text(encoding="utf-8")
-    assert len(notebooks.NOTEBOOKS) == 4
+    assert len(notebooks.NOTEBOOKS) == 8
     for path in notebooks.NOTEBOOKS:
         assert f"({path.name})" in listed

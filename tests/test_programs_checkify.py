@@ -12,6 +12,8 @@ from program_helpers import FAST, assert_leaves_near, check_products
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 X = jnp.asarray(normal(0, 8, 16))
 W = jnp.asarray(normal(1, 16, 16)) / 4
 ERRORS = checkify.all_checks | checkify.user_checks

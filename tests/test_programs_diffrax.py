@@ -21,6 +21,8 @@ from program_helpers import (
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 NET = eqx.nn.MLP(8, 8, 16, 1, activation=jnp.tanh, key=jax.random.key(0))
 WEIGHTS, STATIC = eqx.partition(NET, eqx.is_array)
 Y0 = jnp.asarray(normal(0, 4, 8))

@@ -16,6 +16,8 @@ from training_helpers import assert_trains_alike
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 ROUNDOFF = pp.Precision.BF16.unit_roundoff
 KEY = jax.random.key(0)
 X = jnp.asarray(normal(0, 16, 32))

@@ -25,6 +25,8 @@ from training_helpers import assert_trains_alike, next_character_loss, text_batc
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 KEY = jax.random.key(0)
 X = jnp.asarray(normal(0, 4, 8, 32))
 

@@ -22,6 +22,8 @@ from program_helpers import (
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 ROUNDOFF = pp.Precision.BF16.unit_roundoff
 X = jnp.asarray(normal(0, 16, 32))
 

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from helpers import normal
 from program_helpers import check_program, parameters
 from training_helpers import assert_trains_alike, next_character_loss, text_batches
+
+pytestmark = pytest.mark.programs
 
 KEY = jax.random.key(0)
 X = jnp.asarray(normal(0, 4, 8, 32))

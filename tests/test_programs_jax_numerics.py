@@ -19,6 +19,8 @@ from program_helpers import FAST, assert_leaves_near, check_program, ordered
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 
 def array(seed, *shape):
     return jnp.asarray(normal(seed, *shape))

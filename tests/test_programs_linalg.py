@@ -28,6 +28,8 @@ from program_helpers import check_program
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 each_auto = pytest.mark.parametrize("policy", AUTO, ids=lambda p: p.name)
 
 # The square matrix is far from singular and its eigenvalues are apart: derivatives of

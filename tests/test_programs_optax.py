@@ -13,6 +13,8 @@ from training_helpers import assert_trains_alike
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 
 @pytest.fixture(scope="module", autouse=True)
 def optax_is_written_for_standard_promotion() -> Iterator[None]:

@@ -20,6 +20,8 @@ from program_helpers import FAST, assert_leaves_near, is_ordered
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 A = jnp.asarray(normal(0, 16, 16)) / 20
 B = jnp.asarray(normal(1, 16))
 X = jnp.asarray(normal(2, 64, 16)) / 4

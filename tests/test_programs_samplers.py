@@ -10,6 +10,8 @@ from helpers import AUTO, identical, look, normal, run, touches_low, walk
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 SHAPE = (64,)
 COVARIANCE = np.eye(4, dtype=np.float32) + np.float32(0.3)
 

@@ -16,6 +16,8 @@ from program_helpers import FAST, assert_leaves_near, check_products, combined, 
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 P = PartitionSpec
 X = jnp.asarray(normal(0, 8, 16))
 W = jnp.asarray(normal(1, 16, 32)) / 4

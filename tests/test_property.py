@@ -28,6 +28,8 @@ from random_shrink import shrunk
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 fixed = hypothesis.settings(
     derandomize=True,
     database=None,

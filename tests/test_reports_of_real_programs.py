@@ -17,6 +17,8 @@ from test_views_of_real_programs import MADE, each, promoting
 import precpass as pp
 from precpass import measure
 
+pytestmark = pytest.mark.programs
+
 BOTH = ("AlwaysF32", "AutoMixedBf16")
 
 
