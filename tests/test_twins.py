@@ -58,6 +58,33 @@ def test_a_loop_constant_is_cast_once_outside():
     low_and_near(pp.auto_mixed(recurrent), recurrent, w, x, least=2)
 
 
+@pytest.mark.parametrize("shape", [(24, 16), (8, 48)], ids=["as is", "moved"])
+@pytest.mark.parametrize("policy", [None, "dots_saveable"])
+def test_nor_does_a_checkpoint_cast_it_again_in_the_backward_loop(
+    policy: str | None, shape: tuple[int, ...]
+):
+    def read(w: jax.Array) -> jax.Array:
+        return w if w.shape == (24, 16) else w.reshape(24, 16)
+
+    kept = None if policy is None else getattr(jax.checkpoint_policies, policy)
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        def cell(h: jax.Array, row: jax.Array) -> jax.Array:
+            return jnp.tanh(jnp.tanh(h @ read(w)) @ read(w).T + row)
+
+        layer = jax.jit(jax.checkpoint(cell, policy=kept))
+        h, _ = lax.scan(lambda h, row: (layer(h, row), None), jnp.ones((5, 24)), x)
+        return jnp.sum(h**2)
+
+    w, x = 0.3 * normal(0, *shape), normal(1, 6, 5, 24)
+    for gradient in (jax.grad(pp.auto_mixed(loss)), pp.auto_mixed(jax.grad(loss))):
+        made = jax.jit(gradient).lower(w, x).compile().as_text()
+        loops = [part for part in made.split("\n\n") if "while/body" in part and "ENTRY" not in part]
+        casts = [part for part in loops if re.search(r"bf16\[(8,48|24,16|384)\]\S* convert\(", part)]
+        assert loops and not casts
+        assert_near(gradient(w, x), jax.grad(loss)(w, x), 0.03)
+
+
 def chosen(trips: int) -> Callable[..., Any]:
     """A loop that takes one of a few matrices in each trip."""
 
