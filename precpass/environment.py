@@ -36,7 +36,6 @@ class Env:
         self.widened_from: dict[Any, Any] = {}
         self.bits: dict[Any, Any] = {}
         self.twins: dict[Any, Any] = {}
-        self.recalled: dict[Any, Any] = {}
         self.moved: dict[Any, Any] = {}
 
     def enter(self, var: Any, border: Border) -> Any:
@@ -59,7 +58,6 @@ class Env:
     def receive(self, var: Any, bits: Any, twin: Twin) -> None:
         """Takes a low twin that crossed a border as the low copy of `var`."""
         self.twins[var, twin.precision] = bits
-        self.recalled[var, twin.precision] = None
         if twin.rounds:
             low = self.low_copy(var, twin.precision)
             self.values[var] = self.build.rounded(low, self.values.get(var, var))
@@ -231,20 +229,6 @@ class Env:
         is_low = any((atom, precision) in known for known in (self.twins, self.low_copies))
         return None if is_low else self.transposed.get(atom)
 
-    def recall(self, atom: Any, precision: Precision) -> Any:
-        """A product's operand for its derivative, which in turn reads a low copy that is there.
-
-        What crossed a border beside its wide form is cast again otherwise wherever a checkpoint's
-        body runs a second time: in each trip of a backward loop.
-        """
-        value = self.read(atom)
-        if ir.is_literal(atom) or (atom, precision) not in self.recalled:
-            return value
-        key = (atom, precision)
-        if self.recalled[key] is None:
-            self.recalled[key] = self.build.rounded(self.low_copy(atom, precision), value)
-        return self.recalled[key]
-
     def _has_low(self, atom: Any, precision: Precision) -> bool:
         key = (atom, precision)
         if key in self.low_copies or key in self.twins:
@@ -264,8 +248,6 @@ class Env:
             self.low_copies[var, precision] = low_copy(
                 self.build, value, precision, flat=var in self.out_of_order
             )
-            if (operand, precision) in self.recalled:
-                self.recalled[var, precision] = None
 
     def output(self, atom: Any, border: Border) -> Any:
         """A result of the jaxpr as it crosses the border."""

@@ -7,9 +7,11 @@ shared: a cast that is shared before a fan-out makes a sum of 16384 ones come
 out as 256. So the low copies are detached, and may be shared,
 hoisted and stored at will, while the carrier (`jaxpr.carrier`), which hands its
 first operand through, takes the derivative with respect to the wide operands.
-Its tangent is again a pair of products of this form, each with a cast of its own,
-and its transpose another one. Where nothing is differentiated it disappears in
-lowering.
+Its tangent is again a pair of products of this form and its transpose another one.
+They read the same low copies, which the carrier holds behind its other operands:
+casts of their own were one more pass over each, and in a checkpoint, which makes
+them again, one in every trip of a backward loop. Where nothing is differentiated
+the carrier disappears in lowering.
 
 The product stays a plain equation, so that checkpoint policies such as
 `dots_saveable` see it.
@@ -47,6 +49,8 @@ class Bilinear(ir.Form):
         waits: whether each operand is there anyway when the backward pass reads it, and is to be
             cast again then (`Decision.waits`).
         mapped: whether it is under a vmap and no single product.
+        copied: whether low copies of the two operands stand behind all others. They are what the
+            derivative reads, so that it makes none of its own.
     """
 
     primitive: Any
@@ -56,6 +60,7 @@ class Bilinear(ir.Form):
     kept: int | None = None
     waits: tuple[bool, bool] = (False, False)
     mapped: bool = False
+    copied: bool = False
 
     def __str__(self) -> str:
         return f"{self.primitive.name} in {self.low.name}"
@@ -92,30 +97,39 @@ class Bilinear(ir.Form):
 
     def bare(self) -> Bilinear:
         """Without what is known of these operands alone."""
-        return dataclasses.replace(self, kept=None, waits=(False, False))
+        return dataclasses.replace(self, kept=None, waits=(False, False), copied=False)
 
     def others(self, rest: Sequence[Any]) -> Sequence[Any]:
         """What the equation itself reads of the operands behind the first two."""
-        return rest if self.kept is None else rest[:-1]
+        count = len(rest) - (self.kept is not None) - 2 * self.copied
+        return rest[:count]
+
+    def without_copies(self, operands: Sequence[Any]) -> tuple[Bilinear, Sequence[Any]]:
+        """The form, and its operands, without low copies of these."""
+        if not self.copied:
+            return self, operands
+        return dataclasses.replace(self, copied=False), operands[:-2]
 
     def tangent(self, tangent: Any, other: Any, rest: Sequence[Any], side: int) -> Any:
         """The low product with `tangent` in the place of operand `side`.
 
-        Both operands get casts of their own, so that cotangents add up wide.
+        Derivatives pass through a cast of each operand's own, so that cotangents add up wide.
         """
         if self.waits[1 - side]:
-            form = self.bare()
+            form, rest = self.bare(), self.others(rest)
             # a checkpoint keeps its operands alone
             late = jax.checkpoint(lambda t, x: form.tangent(t, x, rest, side), prevent_cse=False)
             return late(tangent, other)
+        low = _as(self.low, other)
+        if self.copied:
+            low = ir.in_place_of(low, rest[-1 - side])
         if not self._is_transposed_here(tangent):
             # JAX transposes a product only whose result has the operands' type
-            pair = _ordered([_as(self.low, x) for x in (tangent, other)], side)
+            pair = _ordered([_as(self.low, tangent), low], side)
             return _as(self.dtype, self._rounded(pair, rest))
         pinned = _needs_barriers(self.low)
         # the backward pass keeps one value: the product's operand is the carrier's
-        low = _as(self.low, other)
-        low = ir.pin(low) if pinned else low
+        low = ir.pin(low) if pinned and not self.copied else low
         flat = pinned and tangent.ndim <= 2  # see `Env.out_of_order`
         pair = [ir.detach(_as(self.low, tangent), pinned=pinned, flat=flat), low]
         wide = [*_ordered([tangent, low], side), *self.others(rest)]
@@ -226,9 +240,9 @@ def lowered(
         The product, differentiable to any order in forward and reverse mode.
     """
     low = low_operands[0].aval.dtype
-    form = Bilinear(eqn.primitive, ir.sorted_params(eqn), low, dtype, waits=waits)
+    form = Bilinear(eqn.primitive, ir.sorted_params(eqn), low, dtype, waits=waits, copied=True)
     aval = eqn.outvars[0].aval.update(dtype=form.sums_in, weak_type=False)
-    return _evaluated(build, form, low_operands, operands, aval)
+    return _evaluated(build, form, low_operands, [*operands, *low_operands], aval)
 
 
 def _evaluated(

@@ -267,9 +267,8 @@ def _product(env: Env, eqn: Any, decision: Decision) -> Any:
         return env.build.keep(eqn, [env.read(v) for v in eqn.invars])[0]
     assert decision.compute is not None
     eqn = env.without_transposes(eqn, decision.compute)
+    operands = [env.read(v) for v in eqn.invars]
     low = [env.low_copy(v, decision.compute) for v in eqn.invars[:2]]
-    operands = [env.recall(v, decision.compute) for v in eqn.invars[:2]]
-    operands += [env.read(v) for v in eqn.invars[2:]]
     return lowered(env.build, eqn, low, operands, eqn.outvars[0].aval.dtype, waits)
 
 

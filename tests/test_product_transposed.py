@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,10 @@ from jax.interpreters import partial_eval
 from test_product_form import CASES, ORDERS, weighed
 
 import precpass as pp
+from precpass import jaxpr as ir
 from precpass import measure
 from precpass.dots import batched, transposed, untransposed
+from precpass.product import Bilinear
 from precpass.residuals import kept_bytes
 
 DOTS = [name for name in CASES if name.startswith("dot")]
@@ -111,6 +114,7 @@ def test_a_dot_under_a_vmap_is_jaxs(name: str, dims: tuple[int | None, int | Non
     )
 
 
+LOW = jnp.bfloat16
 X, W = normal(0, 4, 6, 8), normal(1, 8, 5)
 
 
@@ -141,6 +145,52 @@ def test_the_backward_pass_keeps_one_low_copy_of_what_a_product_read():
     kept = kept_bytes(jax.make_jaxpr(jax.grad(pp.auto_mixed(fn)))(w, x))
     # of each of three steps h in bfloat16 and the cosine; w once, in bfloat16
     assert kept <= 3 * (2 + 4) * x.size + 2 * w.size
+
+
+@pytest.mark.parametrize(("rows", "casts"), [(1, 2), (3, 1)])
+def test_both_passes_read_one_low_copy_of_a_weight(rows: int, casts: int):
+    """One cast of it, and one back where XLA takes the product of a row in float32."""
+
+    def loss(ws: Any, x: Any) -> Any:
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x**2)
+
+    ws, x = [0.3 * normal(4, 24, 16), 0.3 * normal(5, 16, 40)], normal(6, rows, 24)
+    for gradient in (jax.grad(pp.auto_mixed(loss)), pp.auto_mixed(jax.grad(loss))):
+        text = jax.jit(gradient).lower(ws, x).compile().as_text()
+        for shape in ("24,16|384", "16,40|640"):
+            found = re.findall(rf"\b(b?f\d\d)\[(?:{shape})\]\S* convert\(", text)
+            assert len(found) == casts, found
+        assert_near(gradient(ws, x), jax.grad(loss)(ws, x), 0.03)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("dims", list(itertools.product((0, 1, None), repeat=2)))
+def test_low_copies_are_mapped_with_what_they_are_copies_of(dims: tuple[Any, Any], side: int):
+    """Whatever the batch dimension that an operand has, and its copy."""
+    operands = [normal(7, 5, 4, 6), normal(8, 5, 6, 3)]
+    if None in dims:
+        operands[side] = jnp.broadcast_to(operands[side][:1], operands[side].shape)
+    (eqn,) = products(jax.make_jaxpr(jnp.matmul)(*(x[0].astype(LOW) for x in operands)))
+    low, wide = np.dtype(LOW), np.dtype(np.float32)
+    form = Bilinear(eqn.primitive, ir.sorted_params(eqn), low, wide, copied=True)
+    axes = [0, 0, 0, 0]
+    axes[side], axes[2 + side] = dims
+
+    def placed(x: Any, dim: int | None) -> Any:
+        return x[0] if dim is None else jnp.moveaxis(x, 0, dim)
+
+    given = [placed(x, dim) for x, dim in zip([*operands, *operands], axes, strict=True)]
+    copies = [x.astype(LOW) for x in given[2:]]
+
+    def carried(x: Any, w: Any, low_x: Any, low_w: Any) -> Any:
+        return ir.carry(form, jnp.zeros((4, 3)), x, w, [low_x, low_w])
+
+    tangents = [normal(9, *x.shape) for x in given[:2]]
+    _, got = jax.jvp(lambda x, w: jax.vmap(carried, axes)(x, w, *copies), given[:2], tangents)
+    _, wanted = jax.jvp(jax.vmap(jnp.matmul, axes[:2]), given[:2], tangents)
+    assert_near(got, wanted, 0.02)
 
 
 def composed() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:

@@ -91,7 +91,15 @@ from precpass.jaxpr.reading import (
     user_order,
     widening,
 )
-from precpass.jaxpr.rounded import WIDENS_STACKS, bits, hands_on, is_rounded, recalled, wide_operand
+from precpass.jaxpr.rounded import (
+    WIDENS_STACKS,
+    bits,
+    hands_on,
+    in_place_of,
+    is_rounded,
+    recalled,
+    wide_operand,
+)
 from precpass.jaxpr.twins import crossing, takes_twins, twin_aval, with_twins_in_order
 from precpass.jaxpr.undifferentiated import undifferentiated
 from precpass.jaxpr.watching import Look, Place, Ran
@@ -147,6 +155,7 @@ __all__ = [
     "has_rules",
     "hidden_jaxprs",
     "in_avals",
+    "in_place_of",
     "in_x64",
     "iota_size",
     "is_detach",

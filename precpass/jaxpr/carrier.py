@@ -46,6 +46,13 @@ class Form(Protocol):
         """
         return None
 
+    def without_copies(self, operands: Sequence[Any]) -> tuple[Form, Sequence[Any]]:
+        """The form and its operands without those last two that are low copies of the first two.
+
+        They hold for these operands alone, and only where their values are there.
+        """
+        return self, operands
+
     def batched(self, ndims: Sequence[int], dims: Sequence[int | None]) -> tuple[Form, int | None]:
         """The product under a vmap, and the batch dimension of its result.
 
@@ -75,7 +82,7 @@ def carry(form: Form, out: Any, lhs: Any, rhs: Any, rest: Sequence[Any] = ()) ->
         out: its value, from which no derivative is taken.
         lhs: its first operand, in the precision in which cotangents add up.
         rhs: its second one.
-        rest: operands without derivative, such as group sizes.
+        rest: operands without derivative: group sizes, the low copies of `lhs` and `rhs`.
     """
     return carrier_p.bind(out, lhs, rhs, *rest, form=form, batched=())
 
@@ -92,7 +99,7 @@ def _tangent(form: Form, batched: Batched, side: int, operands: Sequence[Any], t
         return form.tangent(tangent, other, rest, side)
 
     for dims, out_dim in batched:
-        axes = (dims[side], dims[1 - side], *dims[2:])
+        axes = (dims[side], dims[1 - side], *dims[2 : len(operands)])
         if all(axis is None for axis in axes):
             continue
         product = jax.vmap(product, in_axes=axes, out_axes=out_dim)
@@ -125,8 +132,10 @@ def _transpose(cotangent: Any, *operands: Any, form: Form, batched: Batched) -> 
         cotangents[1 + side] = made
         return cotangents
 
+    form, given = form.without_copies(operands[1:])
+
     def product(tangent: Any) -> Any:
-        return _tangent(form, batched, side, operands[1:], tangent)
+        return _tangent(form, batched, side, given, tangent)
 
     (cotangents[1 + side],) = jax.linear_transpose(product, aval)(cotangent)
     return cotangents
@@ -139,6 +148,8 @@ def _batch(
     if out_dim is None:
         sizes = (x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
         out, out_dim = lax.broadcast(out, (next(sizes),)), 0
+    if form.without_copies(operands[1:])[0] is not form:
+        operands, dims = _alike(operands, dims)
     both = operands[1:3]
     dim = None
     if not batched:
@@ -149,6 +160,19 @@ def _batch(
     level = (tuple(dims[1:]), out_dim)
     new = carrier_p.bind(out, *operands[1:], form=form, batched=(*batched, level))
     return new, out_dim
+
+
+def _alike(operands: Sequence[Any], dims: Sequence[int | None]) -> tuple[list[Any], list[Any]]:
+    """With one batch dimension for operands 1 and 2 each and their low copies, the last two."""
+    operands, dims = list(operands), list(dims)
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    for i, copy in ((1, -2), (2, -1)):
+        if dims[i] != dims[copy]:
+            for at in (i, copy):
+                x, dim = operands[at], dims[at]
+                spread = lax.broadcast(x, (size,)) if dim is None else jnp.moveaxis(x, dim, 0)
+                operands[at], dims[at] = spread, 0
+    return operands, dims
 
 
 def detach(x: Any, *, pinned: bool = False, flat: bool = False, zeros: bool = False) -> Any:
@@ -224,12 +248,12 @@ def _detach_transpose(_cotangent: Any, x: Any, *, zeros: bool, **_params: Any) -
 
 def _carrier_taylor(primals: Any, series: Any, *, form: Form, batched: Batched) -> Any:
     """The Taylor coefficients of a product: those of its operands, convolved."""
-    _, lhs, rhs, *rest = primals
+    plain, (lhs, rhs, *rest) = form.without_copies(primals[1:])
     coefficients = [[lhs, *series[1]], [rhs, *series[2]]]
 
     def term(i: int, j: int) -> Any:
         operands = [coefficients[0][i], coefficients[1][j], *rest]
-        return _tangent(form, batched, 0, operands, operands[0])
+        return _tangent(plain, batched, 0, operands, operands[0])
 
     orders = range(1, len(coefficients[0]))
     sums = [functools.reduce(lax.add, [term(i, k - i) for i in range(k + 1)]) for k in orders]

@@ -26,6 +26,7 @@ __all__ = [
     "WIDENS_STACKS",
     "bits",
     "hands_on",
+    "in_place_of",
     "is_rounded",
     "recalled",
     "rounded_p",
@@ -49,7 +50,12 @@ def bits(low: Any) -> Any:
 
 def recalled(kept: Any, low: Any) -> Any:
     """A low value as its `bits` have it, with the derivative of that value."""
-    return rounded_p.bind(detach(lax.bitcast_convert_type(kept, low.dtype)), low)
+    return in_place_of(low, detach(lax.bitcast_convert_type(kept, low.dtype)))
+
+
+def in_place_of(x: Any, same: Any) -> Any:
+    """`same`, a value equal to `x` that is there anyway, with the derivative of `x`."""
+    return rounded_p.bind(same, x)
 
 
 def hands_on(eqn: Any) -> bool:
