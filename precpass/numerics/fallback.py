@@ -214,8 +214,13 @@ class _Climb:
         state = self._run(i, state)
         if i == self._last:
             return state
+
+        def higher(state: _State) -> _State:
+            return self._from(i + 1, state)
+
         # one within the other: the derivative of a program that stays low has one branch to pass
-        return lax.cond(state.done, lambda kept: kept, lambda kept: self._from(i + 1, kept), state)
+        rest = higher if i else jax.checkpoint(higher)
+        return lax.cond(state.done, lambda kept: kept, rest, state)
 
     def _run(self, i: int, state: _State | None) -> _State:
         if not any(check.before for check in self._checks):
@@ -256,8 +261,7 @@ class _Climb:
             chosen = asked if i == self._last else asked & done
             return _State(out, done, jnp.asarray(i, jnp.int32), *rows), chosen
 
-        attempt = functools.partial(differentiated_if_chosen, attempted)
-        return jax.checkpoint(attempt)() if i else attempt()
+        return differentiated_if_chosen(attempted)
 
     def _asked(self, i: int, out: Any, *, before: bool = False) -> tuple[jax.Array, jax.Array]:
         """What the checks of a result say, or `before` there is one those of the arguments."""
