@@ -5,23 +5,25 @@ from __future__ import annotations
 import dataclasses
 import glob
 import math
+import numbers
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import jax
 import ml_dtypes
 
 from precpass import jaxpr as ir
-from precpass.api import inspect
+from precpass.api import auto_mixed
 from precpass.graph import join_scopes
-from precpass.inspection import Inspection
-from precpass.numerics.health import Seen
-from precpass.numerics.monitor import Monitored
+from precpass.mixed import Staged, owner_of
+from precpass.numerics.figures import Recorder
+from precpass.numerics.health import Health, Seen
+from precpass.numerics.monitor import looked
 from precpass.opkinds import TABLE, OpKind
 from precpass.plan import Action, Plan
 from precpass.policy import AlwaysF32, PrecisionPolicy, PrecisionWarning, quietly
 from precpass.precision import Precision
+from precpass.program import Traced
 from precpass.rules import Rule, clean_scope
 from precpass.wording import counted
 
@@ -37,9 +39,10 @@ def calibrate(
 ) -> PrecisionPolicy:
     """A policy with rules that keep wide what real inputs drive out of a low format's range.
 
-    Each batch is run in float32 and its ranges are recorded; one is held at a time. Only
-    equations that the policy lowers, or whose results it stores low, get a rule, which names their
-    primitive, scope, function and line, and has as its `evidence` what was seen:
+    Each batch is run in float32, float64 where it is written so, and its ranges are recorded; one
+    is held at a time. Only equations that the policy lowers, or whose results it stores low, get
+    a rule, which names their primitive, scope, function and line, and has as its `evidence` what
+    was seen:
 
     - for a magnitude of what is rounded, operands or results, of which `safety` times is more
       than the format's largest number;
@@ -50,16 +53,18 @@ def calibrate(
 
     Several runs merge: calibrate what came out with more batches, or put the rules of one into
     the other, `policy.with_rules(*other.rules)`. An equation that any of them keeps wide stays so.
+    Under `use_policy(None)` and `PRECPASS=off` it gives the same rules.
 
     Args:
         fn: as for `auto_mixed`; the whole `jax.grad(loss)` where that is what will run.
         policy: the policy that will run, with what rules it has.
         batches: tuples of arguments of `fn`, of shapes that may differ. They are read once.
-        safety: how many times larger or smaller other inputs may be, 1 or more.
+            What `jax.jit` traces anew, is planned and compiled anew.
+        safety: how many times larger or smaller other inputs may be, a number of 1 or more.
 
     Raises:
         ValueError: for no batches, or a `safety` of less than 1.
-        TypeError: for a batch that is no tuple.
+        TypeError: for a batch that is no tuple, or holds what is no array and has no hash.
 
     Warns:
         PrecisionWarning: where a batch gives NaNs or infinities in float32, which are no part of
@@ -74,13 +79,12 @@ def calibrate(
         ['operands reach 1.2e+05, and f16 ends at 6.55e+04']
     """
     parsed = PrecisionPolicy.parse(policy)
-    if not (isinstance(safety, int | float) and 1.0 <= safety < math.inf):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+    factor = _factor(safety)
+    if factor is None:
         raise ValueError(f"calibrate(safety={safety!r}): it is to be a finite number of 1 or more")
-    monitored = Monitored(fn, AlwaysF32, reads=True)
-    planned: dict[_Key, _Low] = {}
+    watch = _Watch(fn, parsed)
     ranges: dict[_Key, Seen] = {}
     unsound: dict[_Key, Seen] = {}
-    kinds: set[Hashable] = set()
     count = 0
     for batch in batches:
         if not isinstance(batch, tuple):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
@@ -88,13 +92,11 @@ def calibrate(
                 f"calibrate: batch {count} is a {type(batch).__name__}, and is to be a tuple of "
                 "the function's arguments: (batch,) for one"
             )
-        leaves, tree = jax.tree.flatten(batch)
-        kind = tree, *(_kind(x) for x in leaves)
-        with quietly():
-            if kind not in kinds:
-                kinds.add(kind)
-                planned |= _planned(inspect(fn, parsed)(*batch))
-            _, health = monitored(*batch)
+        try:
+            health = watch(batch)
+        except Exception as error:
+            error.add_note(f"in batch {count} of calibrate")
+            raise
         for seen in health.seen():
             key = _key(seen.place)
             ranges[key] = _joined(ranges[key], seen) if key in ranges else seen
@@ -103,19 +105,57 @@ def calibrate(
         count += 1
     if not count:
         raise ValueError("calibrate: there are no batches: give at least one tuple of arguments")
-    for text in _complaints(planned, ranges, unsound):
+    for text in _complaints(watch.planned, ranges, unsound):
         warnings.warn(text, PrecisionWarning, stacklevel=2)
     found = (
         _rule(key, why, low.native)
-        for key, low in planned.items()
-        if key in ranges and (why := _evidence(low, ranges[key], safety))
+        for key, low in watch.planned.items()
+        if key in ranges and (why := _evidence(low, ranges[key], factor))
     )
     return parsed.with_rules(*found)
 
 
-def _kind(x: Any) -> Hashable:
-    """What a trace knows of a leaf."""
-    return (x.shape, x.dtype) if hasattr(x, "dtype") else (type(x), x)
+def _factor(safety: Any) -> float | None:
+    """A finite number of 1 or more; None for anything else."""
+    if isinstance(safety, bool) or not isinstance(safety, numbers.Real):
+        return None
+    try:
+        found = float(safety)
+    except OverflowError:
+        return None
+    return found if 1.0 <= found < math.inf else None
+
+
+class _Watch:
+    """A function that is run wide, with its ranges.
+
+    Attributes:
+        planned: what the policy rounds in all that was traced.
+
+    Args:
+        fn: the function.
+        policy: the one that will run.
+    """
+
+    def __init__(self, fn: Callable[..., Any], policy: PrecisionPolicy) -> None:
+        self.planned: dict[_Key, _Low] = {}
+        fn, self._owner = owner_of(fn)
+        mixed = auto_mixed(fn, policy=policy)
+        pays = mixed.profitability
+        self._policy = policy if pays is None else policy.with_profitability(pays)
+        self._recorder = Recorder(reads=True)
+        self._run = Staged(mixed, self._looked)
+
+    def __call__(self, batch: tuple[Any, ...]) -> Health:
+        """The health of a run."""
+        with quietly():
+            return self._run((), (*self._owner, *batch), {})[1]
+
+    def _looked(self, traced: Traced) -> tuple[list[Any], Health]:
+        plan = traced.checked_plan(self._policy)
+        _walk(traced.call.jaxpr, plan, traced.scope, ir.Source(), self.planned)
+        # the trace's own policy is the one that will run, or none where the pass is switched off
+        return looked(dataclasses.replace(traced, policy=AlwaysF32), self._recorder)
 
 
 class _Key(NamedTuple):
@@ -142,15 +182,18 @@ class _Low:
     computes: Precision | None
     stores: Precision | None
 
+    @property
+    def sums_in(self) -> Precision | None:
+        """The format in which its results are made; None where that is the native one."""
+        if self.kind is not OpKind.COMPUTE or self.computes is None:
+            return self.computes
+        # as `product.Bilinear.sums_in` has it
+        wide = Precision.F32 if self.computes.is_low else self.native
+        return wide if wide.is_narrower_than(self.native) else None
+
 
 def _key(place: ir.Place) -> _Key:
     return _Key(place.primitive, clean_scope(place.scope), place.source)
-
-
-def _planned(found: Inspection) -> dict[_Key, _Low]:
-    lowered: dict[_Key, _Low] = {}
-    _walk(found.before, found.plan, found.scope, ir.Source(), lowered)
-    return lowered
 
 
 def _walk(jaxpr: Any, plan: Plan, scope: str, caller: ir.Source, found: dict[_Key, _Low]) -> None:
@@ -163,14 +206,20 @@ def _walk(jaxpr: Any, plan: Plan, scope: str, caller: ir.Source, found: dict[_Ke
         name = eqn.primitive.name
         if decision.inner or name not in TABLE:
             continue
-        stores = next((p for p in decision.stored if p is not None and p.is_low), None)
-        low = decision.compute if decision.action is Action.LOWER else None
-        low = low if low is not None and low.is_low else None
         native = next((p for v in eqn.outvars if (p := ir.precision_of(v.aval))), None)
-        if native is not None and (low or stores):
-            found[_Key(name, clean_scope(inside), source)] = _Low(
-                decision.kind, native, low, stores
-            )
+        if native is None:
+            continue
+        computes = decision.compute if decision.action is Action.LOWER else None
+        low, stores = (_first_low(native, of) for of in ((computes,), decision.stored))
+        if low or stores:
+            key = _Key(name, clean_scope(inside), source)
+            found[key] = _Low(decision.kind, native, low, stores)
+
+
+def _first_low(native: Precision, precisions: Iterable[Precision | None]) -> Precision | None:
+    """The first of 16 bits, or narrower than the format in which an equation was written."""
+    found = (p for p in precisions if p is not None)
+    return next((p for p in found if p.is_low or p.is_narrower_than(native)), None)
 
 
 def _joined(one: Seen, other: Seen) -> Seen:
@@ -202,25 +251,34 @@ def _evidence(low: _Low, seen: Seen, safety: float) -> str:
         why = why or ("" if is_product else _vanishes("operands", least, low.computes, safety))
         if why:
             return why
-    # the sums of a lowered product are wide
-    stores = low.stores or (None if low.kind is OpKind.COMPUTE else low.computes)
+    stores = low.stores or low.sums_in
     if stores is None:
         return ""
     why = _reaches("results", seen.largest, stores, safety)
     return why or _vanishes("results", seen.smallest, stores, safety)
 
 
+def _least(precision: Precision) -> float:
+    return float(ml_dtypes.finfo(precision.dtype).smallest_subnormal)
+
+
+_LARGEST, _LEAST = Precision.F32.max, _least(Precision.F32)
+"""What is recorded of a float64 number beyond either."""
+
+
 def _reaches(what: str, largest: float, low: Precision, safety: float) -> str:
-    if largest * safety <= low.max:
+    if largest * safety <= low.max and largest < _LARGEST:
         return ""
-    return f"{what} reach {largest:.3g}, and {low} ends at {low.max:.3g}"
+    more = "" if largest < _LARGEST else " or more"
+    return f"{what} reach {largest:.3g}{more}, and {low} ends at {low.max:.3g}"
 
 
 def _vanishes(what: str, smallest: float, low: Precision, safety: float) -> str:
-    least = float(ml_dtypes.finfo(low.dtype).smallest_subnormal)
-    if smallest / safety >= least / 2:
+    least = _least(low)
+    if smallest / safety >= least / 2 and smallest > _LEAST:
         return ""
-    return f"{what} come down to {smallest:.3g}, and {low} to {least:.3g}"
+    less = "" if smallest > _LEAST else " or less"
+    return f"{what} come down to {smallest:.3g}{less}, and {low} to {least:.3g}"
 
 
 def _rule(key: _Key, evidence: str, native: Precision) -> Rule:

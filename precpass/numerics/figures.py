@@ -81,18 +81,15 @@ class Recorder:
     """`ir.Look` for `Figures`.
 
     Args:
-        reads: whether operands are recorded too.
+        reads: whether operands are recorded too, and what only moves values, which may be low.
     """
 
     def __init__(self, *, reads: bool = False) -> None:
         self.reads = reads
 
     def sees(self, eqn: Any) -> bool:
-        """As `ir.Look` says: all but what only moves values."""
-        name = eqn.primitive.name
-        # a gather makes NaNs of indices out of bounds
-        moves = op(name).kind is OpKind.DATA_MOVEMENT and name != "gather"
-        return not (moves or ir.hands_on(eqn))
+        """As `ir.Look` says: all but what only moves values, and that too with its reads."""
+        return not ir.hands_on(eqn) and (self.reads or not _moves(eqn.primitive.name))
 
     def record(self, ran: Sequence[ir.Ran]) -> Figures:
         """As `ir.Look` says."""
@@ -158,8 +155,14 @@ _CHOOSE = frozenset(
 )
 
 
+def _moves(name: str) -> bool:
+    # a gather makes NaNs of indices out of bounds
+    return op(name).kind is OpKind.DATA_MOVEMENT and name != "gather"
+
+
 def _row(step: ir.Ran, reads: bool) -> dict[str, Any]:
     name = step.eqn.primitive.name
+    chooses = name in _CHOOSE or _moves(name)
     results = [x for x in step.results if _is_floating(x)]
     operands = [x for x in step.operands if _is_floating(x) or _is_complex(x)]
     given = [_bits(x) for x in operands]
@@ -170,14 +173,14 @@ def _row(step: ir.Ran, reads: bool) -> dict[str, Any]:
         row["top"] = _UNBOUNDED  # nobody knows what was in it
     shapes = {jnp.shape(x) for x in operands} - {()}
     pointwise = op(name).kind is OpKind.ELEMENTWISE and shapes <= {jnp.shape(results[0])}
-    if not pointwise and name not in _CHOOSE:
+    if not (pointwise or chooses):
         tops = [_reduced([(x, "max")])[0] for x in given]
         row["top"] = functools.reduce(lax.max, tops, row["top"])
     for x in results:
         bits = _bits(x)
         columns = [(_finite(bits), "max"), (bits - np.uint32(1), "min"), (bits >= INFINITY, "sum")]
         names = ["largest", "smallest", "bad"]
-        if name not in _CHOOSE:
+        if not chooses:
             around = given if pointwise else []
             columns.append(((bits == INFINITY) & _all(b < INFINITY for b in around), "sum"))
             columns.append(((bits > INFINITY) & _all(b <= INFINITY for b in around), "sum"))

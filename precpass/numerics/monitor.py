@@ -20,7 +20,9 @@ from precpass.numerics.health import Health
 from precpass.policy import PrecisionPolicy, quietly
 from precpass.program import Traced
 
-__all__ = ["Monitored", "monitor"]
+__all__ = ["Monitored", "looked", "monitor"]
+
+_RECORDER = Recorder()
 
 
 def monitor(
@@ -86,7 +88,6 @@ class Monitored:
         *,
         profitability: str | None = None,
         every: int | None = None,
-        reads: bool = False,
     ) -> None:
         whole = isinstance(every, int) and not isinstance(every, bool)
         if every is not None and not (whole and every >= 1):
@@ -95,8 +96,7 @@ class Monitored:
         mixed = auto_mixed(fn, policy=policy, profitability=profitability)
         functools.update_wrapper(self, mixed, updated=())
         self.every = every
-        self._recorder = Recorder(reads=reads)
-        self._always = Staged(mixed, self._looked)
+        self._always = Staged(mixed, lambda traced: looked(traced, _RECORDER))
         self._sometimes = Staged(mixed, self._in_turn, more=1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Health]:
@@ -120,18 +120,9 @@ class Monitored:
         """
         return Health.empty(self._always.shape((), (*self._owner, *args), kwargs)[1])
 
-    def _looked(self, traced: Traced) -> tuple[list[Any], Health]:
-        program = _Program(traced, self._recorder)
-        if program.effects:
-            results, figures, places = program.watched(program.operands)
-        else:
-            results = ir.evaluate(program.jaxpr, program.operands)
-            _, figures, places = program.watched(lax.optimization_barrier(program.operands))
-        return results, Health(figures, jnp.int32(1), jnp.int32(1), places, traced.name)
-
     def _in_turn(self, traced: Traced, before: Health) -> tuple[list[Any], Health]:
         assert self.every is not None
-        program = _Program(traced, self._recorder)
+        program = _Program(traced, _RECORDER)
         places: list[Any] = []
 
         def figures_of(operands: Any) -> Any:
@@ -143,7 +134,7 @@ class Monitored:
 
         def plain(operands: Any) -> Any:
             results = ir.evaluate(program.jaxpr, operands) if program.effects else []
-            return results, self._recorder.none(len(places))
+            return results, _RECORDER.none(len(places))
 
         turn = before.calls % np.int32(self.every) == 0
         behind = program.operands
@@ -152,12 +143,27 @@ class Monitored:
         results, figures = lax.cond(turn, figures_of, plain, behind)
         if not program.effects:
             results = ir.evaluate(program.jaxpr, program.operands)
-        looked = turn.astype(np.int32)
-        now = Health(figures, jnp.int32(1), looked, tuple(places), traced.name)
+        now = Health(figures, jnp.int32(1), turn.astype(np.int32), tuple(places), traced.name)
         return results, before.merged(now)
 
     def __repr__(self) -> str:
         return f"<monitor of {getattr(self, '__name__', '<unnamed function>')}>"
+
+
+def looked(traced: Traced, recorder: Recorder) -> tuple[list[Any], Health]:
+    """The results of a traced call under its policy, and the health of one look at it.
+
+    Args:
+        traced: the call; nothing is rewritten where it has no policy.
+        recorder: what is recorded.
+    """
+    program = _Program(traced, recorder)
+    if program.effects:
+        results, figures, places = program.watched(program.operands)
+    else:
+        results = ir.evaluate(program.jaxpr, program.operands)
+        _, figures, places = program.watched(lax.optimization_barrier(program.operands))
+    return results, Health(figures, jnp.int32(1), jnp.int32(1), places, traced.name)
 
 
 class _Program:
