@@ -487,6 +487,10 @@ def test_bad_ladders_are_refused(ladder: Any, said: str):
     assert said in str(error.value) and "with_fallback" in str(error.value)
 
 
+def several(*args: Any, **kinds: Any) -> Any:
+    return layer(*args, **kinds)
+
+
 @pytest.mark.parametrize("ladder", ["bf16", pp.AutoMixed, 3])
 def test_what_is_no_ladder_is_refused(ladder: Any):
     with pytest.raises(TypeError, match="is to be a tuple such as"):
@@ -508,6 +512,17 @@ def test_what_is_no_ladder_is_refused(ladder: Any):
             lambda: pp.with_fallback(layer, unstable=pp.IllConditioned("a")),
             ValueError,
             "the function's arguments are 'w', 'x'",
+        ),
+        (
+            lambda: pp.with_fallback(several, unstable=pp.IllConditioned("args")),
+            ValueError,
+            "*args is any number of arguments, and the matrix is one: give a function of all "
+            "arguments that returns it, such as `lambda *args, **kinds: args[0]`",
+        ),
+        (
+            lambda: pp.with_fallback(several, unstable=pp.IllConditioned("kinds")),
+            ValueError,
+            "such as `lambda *args, **kinds: kinds['a']`",
         ),
         (lambda: pp.with_fallback(3), TypeError, "3"),
     ],
@@ -534,6 +549,12 @@ def test_what_is_found_while_tracing_is_refused(fn: Any, check: Any, error: Any,
     with pytest.raises(error) as found:
         pp.with_fallback(fn, unstable=check)(W, V)
     assert said in str(found.value)
+
+
+def test_one_of_several_arguments_as_the_matrix():
+    check = pp.IllConditioned(lambda *args: args[0])
+    _, report = pp.with_fallback(several, ("f16", "f32"), check)(W, V)
+    assert int(report.rung) == 0
 
 
 def test_modules_with_state_are_refused():

@@ -200,12 +200,12 @@ class IllConditioned:
 
     Attributes:
         matrix: the name of an argument, or a function of all arguments that returns the matrix,
-            real and [..., n, n]: `lambda x, y: x.T @ x`.
+            real and [..., n, n]: `lambda x, y: x.T @ x`, or `lambda *args: args[0]`.
         digits: how many decimal digits are to be left, 1 by default; 0 compares with 1 / u.
 
     Raises:
-        ValueError: for a number of digits below zero, a name that the function has not, or
-            a matrix that is not square.
+        ValueError: for a number of digits below zero, a name that the function has not or that
+            of its *args or **kwargs, or a matrix that is not square.
         TypeError: for a matrix that is neither named nor a function, or not real and floating.
 
     Example:
@@ -231,11 +231,19 @@ class IllConditioned:
         name = self.matrix
         if not isinstance(name, str):
             return self
+        owner = f"IllConditioned(matrix={name!r})"
         signature = inspect.signature(fn)
         if name not in signature.parameters:
             known = ", ".join(map(repr, signature.parameters)) or "none"
+            raise ValueError(f"{owner}: the function's arguments are {known}")
+        kind = signature.parameters[name].kind
+        if kind in _STARS:
+            stars = [_STARS.get(p.kind, "") + p.name for p in signature.parameters.values()]
+            one = "0" if kind is inspect.Parameter.VAR_POSITIONAL else "'a'"
             raise ValueError(
-                f"IllConditioned(matrix={name!r}): the function's arguments are {known}"
+                f"{owner}: {_STARS[kind]}{name} is any number of arguments, and the matrix is one: "
+                "give a function of all arguments that returns it, such as "
+                f"`lambda {', '.join(stars)}: {name}[{one}]`"
             )
 
         def named(*args: Any, **kwargs: Any) -> Any:
@@ -259,6 +267,9 @@ class IllConditioned:
         """With the condition number."""
         unit = "digit" if self.digits == 1 else "digits"
         return f"a condition number of {{:.3g}} leaves less than {self.digits:g} {unit}"
+
+
+_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
 def parse_checks(owner: str, unstable: Any, fn: Callable[..., Any]) -> tuple[Check, ...]:
