@@ -22,6 +22,7 @@ __all__ = [
     "check_function",
     "name_of",
     "note_source",
+    "note_static",
     "remove_own_frames",
     "user_stacklevel",
 ]
@@ -194,6 +195,27 @@ def note_source(error: FloatingPointError) -> None:
         error.add_note(
             "The operation is from\n" + "".join(traceback.format_list(own[-1:])).rstrip()
         )
+
+
+def note_static(error: Exception, name: str) -> None:
+    """Notes what to do on JAX's error of static arguments that are traced.
+
+    Args:
+        error: any that a call raised.
+        name: the function's.
+    """
+    is_of_tracer = "Non-hashable static arguments" in str(error) and "Tracer" in str(error)
+    if not (isinstance(error, ValueError) and is_of_tracer):
+        return
+    head = "a function that jax.jit made with static arguments, "
+    # where calls are nested, the innermost is the one whose argument it is
+    if any(note.startswith(head) for note in getattr(error, "__notes__", ())):
+        return
+    error.add_note(
+        f"{head}{name} or one that it calls, is given a traced one: declare it static to "
+        f"auto_mixed too, auto_mixed({name}, static_argnums=...) or static_argnames=..., and give "
+        "that to profile, compare or inspect; or close over it"
+    )
 
 
 def user_stacklevel() -> int:

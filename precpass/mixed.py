@@ -78,7 +78,7 @@ class Mixed:
                 pass
             except Exception as error:
                 if not crossing.changes(True, error, args, kwargs):
-                    calling.remove_own_frames(error)
+                    self._explain(error)
                     raise
             else:
                 return out if crossing.direct else unwrapped(out)
@@ -114,8 +114,13 @@ class Mixed:
                     return finish(splits, run(*inner, **inner_kwargs))
             except Exception as error:
                 if not self._crossing.changes(direct, error, args, kwargs):
-                    calling.remove_own_frames(error)
+                    self._explain(error)
                     raise
+
+    def _explain(self, error: Exception) -> None:
+        """Makes an error say what the user can do about it, and where."""
+        calling.note_static(error, self._crossing.name)
+        calling.remove_own_frames(error)
 
     def _staged(self, name: str, args: Any, kwargs: Any) -> Any:
         __tracebackhide__ = True

@@ -1,5 +1,6 @@
 """`profile`: time, memory, FLOPs and bytes of each row, and the estimates."""
 
+import functools
 import json
 
 import jax
@@ -171,6 +172,12 @@ def test_what_is_not_counted_is_said():
     assert not any("run time knows" in note for note in profiled(product, BOTH, X, X).notes)
 
 
+def test_none_for_the_devices_is_the_default():
+    found = profiled(product, BOTH, X, X, devices=None)
+    assert found == profiled(product, BOTH, X, X)
+    assert [e.device for e in found.rows[0].estimates] == list(DEVICES)
+
+
 # ---------------------------------------------------------------- errors
 
 
@@ -198,6 +205,21 @@ def test_shapes_are_refused_where_rows_are_timed():
         pp.profile(product, BOTH)(shape(2, 2), X)
     with pytest.raises(TypeError, match=r"must hold arrays, not .*Tracer"):
         jax.jit(lambda x: pp.profile(product, BOTH, rounds=0)(x, X) and x)(X)
+
+
+@pytest.mark.parametrize("report", [pp.profile, pp.compare])
+@pytest.mark.parametrize("static", [{"static_argnums": 1}, {"static_argnames": "n"}])
+def test_static_arguments_of_its_own_are_to_be_declared(report, static):
+    @functools.partial(jax.jit, **static)
+    def power(x, n):
+        return x if n == 0 else x @ x
+
+    with pytest.raises(ValueError, match="Non-hashable static arguments") as found:
+        report(power, "AutoMixedBf16", rounds=0)(X, n=2)
+    (note,) = (note for note in found.value.__notes__ if "made with static arguments" in note)
+    assert "auto_mixed(power, static_argnums=...) or static_argnames=..." in note
+    (row,) = report(pp.auto_mixed(power, **static), "AutoMixedBf16", rounds=0)(X, 2).rows
+    assert row.counts.low == 1
 
 
 def test_an_error_says_in_which_row_it_was():

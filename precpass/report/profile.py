@@ -36,7 +36,7 @@ def profile(
     fn: Callable[..., Any],
     policies: Policies,
     *,
-    devices: str | Sequence[str] = DEVICES,
+    devices: str | Sequence[str] | None = DEVICES,
     rounds: int = 10,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> Callable[..., Profile]:
@@ -66,7 +66,7 @@ def profile(
         fn: the function, or what `auto_mixed` made of it, whose options then count.
         policies: what the rows are, as `compare` takes them: policies and other functions.
         devices: for which a gain is estimated: "a100" (80 GB), "a100-40gb", "h100", "h200",
-            "mi300x", "v4", "v5e", "v5p", "v6e"; () for none.
+            "mi300x", "v4", "v5e", "v5p", "v6e"; () for none of them, None for those of the default.
         rounds: how many times each row is timed; 0 for no times. Nothing runs then, and
             the arguments may be `jax.ShapeDtypeStruct`s.
         progress: is called with a text, the steps done and their number.
@@ -91,7 +91,7 @@ def profile(
         True
     """
     check_rounds(rounds)
-    peaks = peaks_of(devices)
+    peaks = peaks_of(DEVICES if devices is None else devices)
     made = entries(policies, "profile")
     fn, owner = owner_of(fn)
     subject = auto_mixed(fn)
