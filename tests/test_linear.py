@@ -115,6 +115,40 @@ def test_solutions_of_any_scale(power: int, method: str):
         assert np.max(np.abs(found.x / times - x)) < 1e-12 * np.max(np.abs(x))
 
 
+@pytest.mark.parametrize("method", ["classic", "gmres"])
+def test_residuals_that_would_underflow_are_those_of_any_scale(method: str):
+    """The first step is off by 1e-3, and its residual is below all numbers of float64."""
+    a, x, b = system(2)
+    found = pp.solve(a * 1e-300, b * 1e-300, factor="f16", method=method)
+    assert bool(found.converged) and error(found, x) < 1e-12
+    assert float(found.backward_error) > 0.0
+
+
+@pytest.mark.parametrize(
+    "b, options",
+    [
+        (np.array([1e-315, 2e-315]), {}),
+        # the solution is a tenth of it
+        (np.array([3e-308, 6e-308]), {}),
+        (np.array([1e-40, 0.0], np.float32), {}),
+        (np.array([1e-50, 2e-50]), {"refine": "f32"}),
+    ],
+)
+def test_what_underflows_is_not_called_converged(b: Any, options: Any):
+    a = np.array([[4.0, 1.0], [2.0, 3.0]])
+    found = pp.solve(a, b, **options)
+    assert found.reason.endswith("scale b") and float(found.error) == np.inf
+    # beside a column that is solved, and one of zeros
+    columns = np.stack([b.astype(np.float64), 0 * b, np.ones(2)], 1).astype(b.dtype)
+    assert pp.solve(a, columns, **options).converged.tolist() == [False, True, True]
+    with jax.enable_x64(True):
+        assert not bool(jax.jit(lambda b: pp.solve(a, b, **options).converged)(b))
+        # of a constant XLA may compute what a processor takes for zero
+        folded = jax.jit(lambda: pp.solve(a, b, **options))()
+        is_right = np.allclose(folded.x, np.linalg.solve(a, np.asarray(b, np.float64)), atol=0)
+        assert is_right or not bool(folded.converged)
+
+
 def test_a_numpy_array_that_it_was_given_under_a_transform_is_that_of_float32_programs_too():
     a, b = np.array([[4.0, 1.0], [2.0, 3.0]]), np.array([1.0, 2.0])
     jax.grad(lambda a: jnp.sum(pp.solve(a, b).x))(jnp.asarray(a))
@@ -195,6 +229,7 @@ def test_what_is_singular_or_not_finite(method: str):
         ({"b": np.ones(3)}, r"b has the shape \(3,\): it is to be \(2,\) or \(2, k\)"),
         ({"max_steps": 0}, "max_steps=0"),
         ({"restart": 1.5}, "restart=1.5"),
+        ({"max_steps": True}, "max_steps=True: it is to be a whole number of 1 or more"),
     ],
 )
 def test_bad_values_are_refused(given: dict[str, Any], said: str):

@@ -31,7 +31,10 @@ _REASONS = (
     "something is not finite: the matrix is singular, or it or its factors overflow",
     "the backward error is that of rounding, but the estimated error leaves no correct digit: "
     "the matrix is singular to the precision of refinement",
+    "b or the solution is below the normal numbers of the precision of refinement, where digits "
+    "are lost or all is zero: scale b",
 )
+_UNDERFLOW = 5
 
 
 @functools.partial(
@@ -109,7 +112,9 @@ def solve(
 
     Args:
         A: a real matrix of shape (n, n). For batches use `jax.vmap`.
-        b: of shape (n,) or (n, k).
+        b: of shape (n,) or (n, k), of any scale; where it, or the solution, is not zero but below
+            the normal numbers of `refine` (2e-308, and 1e-38 in float32), which most processors
+            take for zero, it has not converged.
         factor: "f32", "f16" or "bf16". Rows and columns are scaled by powers of two first, so that
             matrices of any scale fit.
         refine: of residuals, updates and the result: "f64" (with x64 off too), or "f32".
@@ -142,7 +147,8 @@ def solve(
     if method not in _METHODS:
         raise ValueError(f"method={method!r}: legal are {', '.join(map(repr, _METHODS))}")
     for name, value in (("max_steps", max_steps), ("restart", restart)):
-        if not isinstance(value, int) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+        is_whole = isinstance(value, int) and not isinstance(value, bool)  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+        if not is_whole or value < 1:
             raise ValueError(f"{name}={value!r}: it is to be a whole number of 1 or more")
     _check_arrays(A, b)
     how = _How(low, high, method, max_steps, min(restart, np.shape(A)[0]))
@@ -180,6 +186,7 @@ def _check_arrays(a: Any, b: Any) -> None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _solve(how: _How, a: Any, b: Any) -> Any:
+    vanished = _vanishes(jnp.asarray(b), how.high)
     a, b = (jnp.asarray(x).astype(how.high.dtype) for x in (a, b))
     fixed = lax.stop_gradient(a)
     factored = factors(fixed, how.low)
@@ -197,8 +204,23 @@ def _solve(how: _How, a: Any, b: Any) -> Any:
         transpose_solve=lambda _, b: columns(b, True),
         has_aux=True,
     )
-    x, report = solved
-    return x, *report
+    x, (status, steps, backward, error) = solved
+    return (
+        x,
+        jnp.where(vanished, jnp.int32(_UNDERFLOW), status),
+        steps,
+        jnp.where(vanished, jnp.ones_like(backward), backward),
+        jnp.where(vanished, jnp.full_like(error, jnp.inf), error),
+    )
+
+
+def _vanishes(b: Any, precision: Precision) -> Any:
+    """Whether a column is not zero, and would be without subnormal numbers in a precision."""
+    unsigned = jnp.dtype(f"uint{8 * b.dtype.itemsize}")
+    # comparisons take subnormal numbers for zero where arithmetic does
+    bits = lax.bitcast_convert_type(lax.stop_gradient(b), unsigned) << 1
+    size = jnp.max(jnp.abs(lax.stop_gradient(b).astype(precision.dtype)), axis=0)
+    return jnp.any(bits != 0, axis=0) & (size < jnp.finfo(precision.dtype).tiny)
 
 
 class _State(NamedTuple):
@@ -211,6 +233,9 @@ class _State(NamedTuple):
 
 def _refined(how: _How, a: Any, apply: Callable[..., Any], b: Any) -> tuple[Any, Any]:
     """The solution, and `LinearSolve`'s report."""
+    # residuals are smaller than b by the unit roundoff, and are not to underflow
+    power = _power_below(jnp.max(jnp.abs(b)))
+    b = b / power
     tolerance = math.sqrt(b.size) * how.high.unit_roundoff
     size = jnp.max(jnp.sum(jnp.abs(a), axis=1))
 
@@ -244,11 +269,28 @@ def _refined(how: _How, a: Any, apply: Callable[..., Any], b: Any) -> tuple[Any,
     error = backward_error(zero, b)
     first = _State(zero, b, error, count, status(error, jnp.full_like(error, jnp.inf), count))
     last = lax.while_loop(lambda state: state.status < 0, step, first)
-    remains = jnp.max(jnp.abs(_correction(how, a, apply, last.residual)))
-    length = jnp.max(jnp.abs(last.x))
-    error = remains / jnp.where(length > 0, length, jnp.ones_like(length))
-    ended = jnp.where((last.status == 0) & ~(error < 0.1), jnp.int32(4), last.status)
-    return last.x, (ended, last.steps, last.backward_error, error)
+    # the solution may be beyond what its format holds, and XLA would multiply by nothing instead
+    x = lax.optimization_barrier(last.x * power)
+    kept = x / power
+    is_whole = jnp.all(kept == last.x)
+    residual = jnp.where(is_whole, last.residual, b - jnp.matmul(a, kept, precision="highest"))
+    backward = jnp.where(is_whole, last.backward_error, backward_error(kept, residual))
+    remains = jnp.max(jnp.abs(_correction(how, a, apply, residual)))
+    length = jnp.max(jnp.abs(kept))
+    none = jnp.where(remains > 0, jnp.full_like(remains, jnp.inf), jnp.zeros_like(remains))
+    error = jnp.where(length > 0, remains / jnp.where(length > 0, length, 1), none)
+    beyond = jnp.where(jnp.all(jnp.isfinite(x)), jnp.int32(_UNDERFLOW), jnp.int32(3))
+    ended = jnp.where((last.status == 0) & ~(backward <= tolerance), beyond, last.status)
+    ended = jnp.where((ended == 0) & ~(error < 0.1), jnp.int32(4), ended)
+    return x, (ended, last.steps, backward, error)
+
+
+def _power_below(x: Any) -> Any:
+    """A power of two that takes a positive number to about one, and can be divided by; else one."""
+    _, exponent = jnp.frexp(x)
+    limit = jnp.finfo(x.dtype).maxexp - 3
+    power = jnp.ldexp(jnp.ones_like(x), jnp.clip(exponent, -limit, limit))
+    return jnp.where((x > 0) & jnp.isfinite(x), power, jnp.ones_like(x))
 
 
 def _correction(how: _How, a: Any, apply: Callable[..., Any], residual: Any) -> Any:
