@@ -43,7 +43,7 @@ CHECKS: dict[str, tuple[Any, Any, tuple[Any, ...], tuple[Any, ...], str]] = {
         pp.NonFinite(),
         (jnp.eye(8), V),
         (jnp.eye(8), BIG),
-        "f16: 8 values are not finite",
+        "f16: values not finite: 8",
     ),
     "out of range": (
         lambda w, x: w @ x,
@@ -112,7 +112,7 @@ def test_several_checks_are_told_apart():
     assert out.tolist() == [8e5] * 8
     assert report.evidence[1].tolist() == [8e5, 0.0, 1.0]
     assert str(report) == (
-        "f32 [f16: a magnitude of inf, above 10, 8 values are not finite, <lambda>; "
+        "f32 [f16: a magnitude of inf, above 10, values not finite: 8, <lambda>; "
         "f32: a magnitude of 8e+05, above 10, <lambda>]"
     )
 

@@ -79,6 +79,82 @@ def test_the_first_measure_is_the_scale_where_none_is_given():
     assert float(seen[-1].scale) == 3.0
 
 
+@pytest.mark.parametrize("scale", [-1.0, np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("exact", [False, True])
+def test_beside_a_traced_scale_that_is_none_nothing_converges(scale: float, exact: bool):
+    begun = jax.jit(lambda s: fresh(scale=s, tol=1e-3))(scale)
+    ladder = followed(begun, [1.0, 1e-6] + [0.0] * 12, exact)[-1]
+    # it ends, after some steps without progress on each rung
+    assert not bool(ladder.converged) and not bool(ladder.running)
+    text = str(ladder).splitlines()
+    assert text[0].startswith("ended without convergence in f64")
+    assert text[1] == "  its scale was no positive number, and no measure is small beside that"
+    assert text[2].startswith("  after ") and text[2].endswith(": to f32, stalled at 0")
+
+
+def test_a_traced_scale_of_zero_is_none():
+    ladder = jax.jit(lambda s: fresh(scale=s, tol=1e-1).updated(f32(3.0), f32(0)))(0.0)
+    assert float(ladder.scale) == 3.0
+
+
+def test_a_negative_measure_tells_nothing():
+    seen = followed(fresh(tol=0.5), [0.9, -1e-9])
+    assert rungs(seen) == "bf" and [status for _, status in seen[:-1]] == [0, 0]
+    ladder = seen[-1]
+    assert float(ladder.best) == 1.0 == float(ladder.state)
+    assert str(ladder).splitlines()[1] == "  after 2: to f32, negative at -1e-09"
+    assert rungs(followed(fresh(scale=None), [-1.0, 3.0])) == "ff"
+    assert float(followed(fresh(scale=None), [-1.0, 3.0])[-1].scale) == 3.0
+    last = followed(fresh(tol=0.5), [-1.0] * 3)[-1]
+    assert not bool(last.converged) and not bool(last.running)
+    low = followed(fresh(tol=0.5), [-1.0], exact=True)[-1]
+    assert bool(low.running) and not bool(low.converged)
+
+
+def test_a_negative_measure_is_refused_where_it_is_known():
+    with pytest.raises(ValueError, match=r"Ladder.updated: the measure is -1.0, .* a magnitude"):
+        fresh().updated(f32(-1.0), f32(0))
+    ladder = pp.Ladder.create(("f32", "f64"), jnp.ones(3))
+    for step, options in (
+        (lambda x: (x, -jnp.sum(x)), {}),
+        (lambda x: x, {"measure": lambda x: -jnp.sum(x)}),
+    ):
+        with pytest.raises(ValueError, match=r"Ladder.step: the measure is -3.0, .* a magnitude"):
+            ladder.step(step, **options)
+    assert int(ladder.step(lambda x: (x, jnp.sum(x) * jnp.nan)).rung) == 1
+
+
+def test_outside_of_jit_a_step_is_traced_once():
+    traced = 0
+
+    def step(x: Any, w: Any) -> Any:
+        nonlocal traced
+        traced += 1
+        x = 0.5 * (w @ x)
+        return x, jnp.linalg.norm(x)
+
+    a = jnp.eye(4)
+    ladder = pp.Ladder.create(("bf16", "f32"), jnp.ones(4), tol=1e-4)
+    together = driven(ladder, step, a)
+    once = None
+    while bool(ladder.running):
+        ladder = ladder.step(step, a)
+        once = traced if once is None else once
+    assert traced == once and int(ladder.steps) > 5
+    assert ladder.used.tolist() == together.used.tolist()
+    np.testing.assert_allclose(ladder.best, together.best, rtol=1e-6)
+
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, x: Any, w: Any) -> Any:
+            return step(x, w)
+
+    begun = pp.Ladder.create(("bf16", "f32"), jnp.ones(4), tol=1e-4).step(Unhashable(), a)
+    assert int(begun.steps) == 1
+    assert str(begun).splitlines()[0] == "running in bf16, after 1 step: 1 in bf16, 0 in f32"
+
+
 def test_a_larger_factor_and_patience():
     assert rungs(followed(fresh(factor=16.0), [0.5, 0.45, 0.4, 0.35])) == "bbbb"
     assert rungs(followed(fresh(factor=16.0), [0.5, 0.48, 0.46, 0.45])) == "bbbf"
@@ -373,7 +449,7 @@ def test_odd_states_and_a_traced_summary():
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"ladder": ("bf16",)}, "Ladder.create: ladder=('bf16',) has 1 rungs"),
+        ({"ladder": ("bf16",)}, "Ladder.create: ladder=('bf16',) has 1 rung,"),
         ({"ladder": ("f32", "bf16")}, "does not rise"),
         ({"tol": 1e-8, "ladder": ("bf16", "f32")}, "f32, the last rung, tells no measure below 6e"),
         ({"tol": -1.0}, "tol=-1.0"),
@@ -386,6 +462,16 @@ def test_odd_states_and_a_traced_summary():
         ({"log_size": -1}, "log_size=-1"),
         ({"scale": 0.0}, "scale=0.0"),
         ({"scale": np.inf}, "scale=inf"),
+        ({"scale": jnp.float32(-2.0)}, "scale=-2.0): it is to be positive and finite"),
+        ({"scale": jnp.float32(np.nan)}, "scale=nan"),
+        ({"scale": jnp.float32(0.0)}, "scale=0.0"),
+        ({"scale": np.nan}, "scale=nan"),
+        ({"scale": jnp.ones(1)}, "scale is float32[1], and it is to be a real scalar"),
+        ({"scale": np.ones((2, 3))}, "[2,3], and it is to be a real scalar"),
+        ({"scale": 1j}, "scale is complex"),
+        ({"scale": jnp.complex64(1)}, "scale is complex64[], and it is to be a real scalar"),
+        ({"scale": True}, "scale is bool[], and it is to be a real scalar"),
+        ({"scale": "float32"}, "scale='float32'): it is to be a real scalar"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], said: str):

@@ -78,7 +78,7 @@ class NonFinite(_OfResult):
 
     Example:
         >>> NonFinite().text.format(3)
-        '3 values are not finite'
+        'values not finite: 3'
     """
 
     def fires(self, seen: Any, rung: Rung) -> Verdict:
@@ -91,7 +91,7 @@ class NonFinite(_OfResult):
     @property
     def text(self) -> str:
         """With their number."""
-        return "{:.3g} values are not finite"
+        return "values not finite: {:.3g}"
 
 
 @dataclasses.dataclass(frozen=True)

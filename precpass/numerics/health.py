@@ -173,7 +173,7 @@ class Health:
         elif passed:
             lines += _listed(passed[:1], limit, "not finite as it was given", _passed)
         lost = sorted((s for s in seen if s.lost), key=lambda s: -s.lost)
-        lines += _listed(lost, limit, "lost to zero", lambda s: f"{_number(s.lost)} values")
+        lines += _listed(lost, limit, "lost to zero", lambda s: _values(s.lost))
         if not (births or passed or lost):
             lines.append("all values are finite, and none was lost to zero")
         lines += _extremes(seen)
@@ -206,7 +206,11 @@ def _birth(seen: Seen) -> str:
 
 
 def _passed(seen: Seen) -> str:
-    return f"{_number(seen.nonfinite)} values"
+    return _values(seen.nonfinite)
+
+
+def _values(count: int) -> str:
+    return f"{_number(count)} value{'' if count == 1 else 's'}"
 
 
 def _number(count: int) -> str:

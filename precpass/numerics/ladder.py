@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -37,11 +37,14 @@ from precpass.numerics.ladder_terms import (
     CONVERGED,
     EASY,
     ENDED,
+    NEGATIVE,
     NONFINITE,
     ROUNDOFF,
     RUNNING,
     STALLED,
+    check_measure,
     check_numbers,
+    check_scale,
     summary,
 )
 from precpass.numerics.rungs import Rung, parse_ladder
@@ -74,13 +77,14 @@ class Ladder:
     `lax.while_loop`, `lax.scan`, `jax.vmap` (under which the steps of all rungs are computed) and
     checkpoints. In a `jax.shard_map` the measure is to be the same on all devices (`lax.psum`).
 
-    The *measure* f of a state is a norm of its residual, or anything else that is zero at the
-    solution. On a rung with unit roundoff u it is known to `factor` u `scale`, and so:
+    The *measure* f of a state is a norm of its residual, or any other magnitude that is zero at
+    the solution. One that is negative or not finite tells nothing: it never counts as converged,
+    nor as the best. On a rung with unit roundoff u it is known to `factor` u `scale`, and so:
 
     - The rung is raised where in `patience` steps the best f of the rung has fallen by no more
-      than `factor` u `scale` in all, and at once where f is no larger than that or not finite.
-      The method goes on where it is, or from the best state where f is not finite or ten times
-      the best. So a rung has about `patience` / (`factor` u) steps at the most.
+      than `factor` u `scale` in all, and at once where f is no larger than that, negative or not
+      finite. The method goes on where it is, or from the best state where f is negative, not
+      finite or ten times the best. So a rung has about `patience` / (`factor` u) steps at the most.
     - It has converged where f + `factor` u `scale` <= `tol` `scale`: what a rung cannot tell it
       does not claim, and `tol` is the same on every rung.
     - Where the last rung would be raised, the method ends: `running` is false, and so is
@@ -103,7 +107,8 @@ class Ladder:
         switched: bool[], whether the last step ended with a switch.
         switches: how many there were, int32[].
         log: the first of them, a dict of arrays: the `step` after which, the rung `to` which,
-            `why` (1 stalled, 2 at its roundoff, 3 not finite, 4 easy progress) and the `measure`.
+            `why` (1 stalled, 2 at its roundoff, 3 not finite, 4 easy progress, 5 negative) and the
+            `measure`.
         reference, waited, easy, needed: the best measure at the begin of the present wait, the
             steps since, the easy steps in a row, and how many of them lower the rung.
         rungs, tol, patience, factor, lower_after: as given to `create`.
@@ -163,7 +168,9 @@ class Ladder:
             state: the method's own, a pytree of arrays; it keeps its dtypes on every rung. With
                 x64 off a float32 state limits what an "f64" rung attains.
             scale: what the measure is relative to, a positive scalar, such as the norm of the
-                right-hand side; the first measure by default.
+                right-hand side; the first measure by default. While it is traced its value cannot
+                be refused: then zero is as none, and beside one that is negative or not finite no
+                measure ever counts as converged.
             tol: relative to the scale, the measure with which it has converged; 0 goes on until
                 the last rung stalls.
             patience: how many steps without progress raise the rung, or end it all on the last one;
@@ -174,16 +181,17 @@ class Ladder:
             log_size: how many switches are kept; `switches` counts all.
 
         Raises:
-            ValueError: for a bad ladder, a tolerance that the last rung cannot tell, or a number
-                out of range.
+            ValueError: for a bad ladder, a tolerance that the last rung cannot tell, a scale that
+                is no real scalar, or a number out of range.
         """
         name = "Ladder.create"
         rungs = parse_ladder(name, ladder)
         check_numbers(name, rungs, tol, patience, factor, lower_after, log_size)
-        if isinstance(scale, int | float | np.number) and not 0 < scale < math.inf:
-            raise ValueError(f"{name}(scale={scale!r}): it is to be positive and finite")
+        check_scale(name, scale)
         state = jax.tree.map(_strong, state)
         wide = jnp.float64 if ir.in_x64() else jnp.float32
+        # zero until the first measure is known
+        scale = jnp.asarray(0 if scale is None else scale).astype(wide)
         inf, zero = jnp.asarray(jnp.inf, wide), jnp.asarray(0, jnp.int32)
         logged = {key: jnp.zeros(log_size, jnp.int32) for key in ("step", "to", "why")}
         return cls(
@@ -194,8 +202,7 @@ class Ladder:
             status=zero,
             steps=zero,
             used=jnp.zeros(len(rungs), jnp.int32),
-            # until the first measure is known
-            scale=jnp.asarray(0 if scale is None else scale).astype(wide),
+            scale=jnp.where((scale >= 0) & jnp.isfinite(scale), scale, jnp.nan),
             reference=inf,
             waited=zero,
             easy=zero,
@@ -229,10 +236,14 @@ class Ladder:
     ) -> Ladder:
         """A step on the present rung; what has ended stays as it is.
 
+        Outside of `jax.jit` it is compiled once for each `fn`, `measure` and `restart`, as by
+        `jax.jit`: what they read beside their arguments is read then. What is defined again
+        before each call, such as a lambda within a Python loop, is compiled in each.
+
         Args:
             fn: `(state, *args) -> (state, measure)`: one step, written as in float32 (or float64),
-                and the measure of the state that it returns, a real scalar; the state alone where
-                `measure` is given.
+                and the measure of the state that it returns, a real scalar that is not negative;
+                the state alone where `measure` is given.
             args: arrays that it needs.
             measure: `(state, *args) -> measure`, computed on the last rung after each step.
             restart: `(state, *args) -> state`, computed on the new rung before the first step
@@ -241,14 +252,31 @@ class Ladder:
 
         Raises:
             TypeError: where a function returns something else than this says.
+            ValueError: for a negative measure, outside of `jax.jit`.
         """
+        if ir.is_tracing() or not _are_hashable(fn, measure, restart):
+            new, found = self._stepped(fn, measure, restart, args)
+        else:
+            new, found = _compiled_step(self, fn, measure, restart, args)
+        if not isinstance(found, jax.core.Tracer) and bool(self.running):
+            check_measure("Ladder.step", found)
+        return new
+
+    def _stepped(
+        self,
+        fn: Callable[..., Any],
+        measure: Callable[..., Any] | None,
+        restart: Callable[..., Any] | None,
+        args: tuple[Any, ...],
+    ) -> tuple[Ladder, Any]:
+        """After the step, and the measure."""
         runs = [self._on(rung, fn, restart, measure is None) for rung in self.rungs]
         operands = self.state, self.switched, args
         state, found = lax.switch(self.rung, runs, *operands)
         if measure is not None:
             found = self._scalar("measure", self.rungs[-1].applied(measure, {})(state, *args))
-        new = self.updated(found, state, exact=measure is not None)
-        return jax.tree.map(functools.partial(lax.select, self.running), new, self)
+        new = self._updated(found, state, measure is not None)
+        return jax.tree.map(functools.partial(lax.select, self.running), new, self), found
 
     def _on(
         self, rung: Rung, fn: Callable[..., Any], restart: Callable[..., Any] | None, measures: bool
@@ -309,29 +337,38 @@ class Ladder:
         `step` calls this; call it yourself where you run the rungs.
 
         Args:
-            measure: of the state, a real scalar.
+            measure: of the state, a real scalar that is not negative.
             state: where the step ended.
             exact: whether the measure is as good as the last rung's, not only as the present one's.
+
+        Raises:
+            ValueError: for a negative measure, where its value is known.
         """
+        check_measure("Ladder.updated", measure)
+        return self._updated(measure, state, exact)
+
+    def _updated(self, measure: Any, state: Any, exact: bool) -> Ladder:
         wide, last = self.scale.dtype, len(self.rungs) - 1
         f = jnp.asarray(measure).astype(wide)
         finite = jnp.isfinite(f)
-        scale = jnp.where(self.scale > 0, self.scale, jnp.where(finite, f, 0))
+        told = finite & (f >= 0)
+        scale = jnp.where(self.scale == 0, jnp.where(told, f, 0), self.scale)
         units = self.factor * jnp.asarray([r.unit_roundoff for r in self.rungs], wide)
         floor = (units[last] if exact else units[self.rung]) * scale
         known = jax.tree.map(jnp.asarray, (self.best, self.best_measure))
-        better = finite & (f < self.best_measure)
+        better = told & (f < self.best_measure)
         best, best_measure = skip_nonfinite(better, (state, f), known)
 
-        met = finite & (f + floor <= self.tol * scale)
+        met = told & (f + floor <= self.tol * scale)
         quantum = units[self.rung] * (0 if exact else scale)
         shrunk = self.reference * (1 - units[self.rung]) if exact else self.reference
         progress = best_measure < shrunk - quantum
         waited = jnp.where(progress, 0, self.waited + 1)
-        at_floor = finite & (f <= floor)
+        at_floor = told & (f <= floor)
         why = jnp.where(waited >= self.patience, STALLED, 0)
         why = jnp.where(at_floor, ROUNDOFF, why)
-        why = jnp.where(met, 0, jnp.where(finite, why, NONFINITE))
+        why = jnp.where(told, why, jnp.where(finite, NEGATIVE, NONFINITE))
+        why = jnp.where(met, 0, why)
         # beyond the last rung there is nothing, and below its roundoff no measure tells
         ends = (why > 0) & ((self.rung == last) | (exact & at_floor))
         raised = (why > 0) & ~ends
@@ -345,7 +382,7 @@ class Ladder:
         switched = raised | lowered
         rung = jnp.where(lowered, self.rung - 1, jnp.where(raised, self.rung + 1, self.rung))
         # what only wanders in its rounding goes on; what was lost begins again at the best
-        lost = raised & ~(f <= _LOST_RATIO * best_measure)
+        lost = raised & ~(told & (f <= _LOST_RATIO * best_measure))
         state = skip_nonfinite(lost, best, state)
         return dataclasses.replace(
             self,
@@ -382,6 +419,19 @@ class Ladder:
         return summary(self)
 
     __str__ = summary
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _compiled_step(ladder: Ladder, fn: Any, measure: Any, restart: Any, args: Any) -> Any:
+    return ladder._stepped(fn, measure, restart, args)  # pyright: ignore[reportPrivateUsage] -- its own
+
+
+def _are_hashable(*fns: Any) -> bool:
+    try:
+        hash(fns)
+    except TypeError:
+        return False
+    return True
 
 
 def _strong(x: Any) -> jax.Array:

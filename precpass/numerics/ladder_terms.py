@@ -8,24 +8,29 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from precpass.numerics.rungs import Rung
+from precpass.wording import counted
 
 __all__ = [
     "CONVERGED",
     "EASY",
     "ENDED",
+    "NEGATIVE",
     "NONFINITE",
     "ROUNDOFF",
     "RUNNING",
     "STALLED",
+    "check_measure",
     "check_numbers",
+    "check_scale",
     "summary",
 ]
 
-STALLED, ROUNDOFF, NONFINITE, EASY = 1, 2, 3, 4
-_WHY = ("", "stalled", "at its roundoff", "not finite", "easy progress")
+STALLED, ROUNDOFF, NONFINITE, EASY, NEGATIVE = 1, 2, 3, 4, 5
+_WHY = ("", "stalled", "at its roundoff", "not finite", "easy progress", "negative")
 RUNNING, CONVERGED, ENDED = 0, 1, 2
 
 
@@ -61,6 +66,41 @@ def check_numbers(
         )
 
 
+def check_scale(name: str, scale: Any) -> None:
+    """Raises ValueError for a scale that is no real scalar, or is known and not positive."""
+    if scale is None:
+        return
+    is_number = isinstance(scale, int | float | complex)
+    if not (is_number or (hasattr(scale, "dtype") and hasattr(scale, "shape"))):
+        raise ValueError(
+            f"{name}(scale={scale!r}): it is to be a real scalar, such as jnp.linalg.norm(b)"
+        )
+    shape, dtype = jnp.shape(scale), jnp.result_type(scale)
+    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    if shape or not is_real:
+        raise ValueError(
+            f"{name}: scale is {dtype.name}[{','.join(map(str, shape))}], and it is to be a real "
+            "scalar, such as jnp.linalg.norm(b)"
+        )
+    if isinstance(scale, jax.core.Tracer):
+        return
+    value = float(np.asarray(scale))
+    if not 0 < value < math.inf:
+        raise ValueError(
+            f"{name}(scale={value!r}): it is to be positive and finite; leave it out for the first "
+            "measure"
+        )
+
+
+def check_measure(name: str, measure: Any) -> None:
+    """Raises ValueError for a measure whose value is known, and negative."""
+    if not isinstance(measure, jax.core.Tracer) and bool(jnp.all(jnp.asarray(measure) < 0)):
+        raise ValueError(
+            f"{name}: the measure is {float(measure)!r}, and it is to be a magnitude that is zero "
+            "at the solution, such as the norm of the residual"
+        )
+
+
 def summary(ladder: Any) -> str:
     """How the steps of a `Ladder` went: the end, the steps on each rung, and the switches."""
     names = [rung.name for rung in ladder.rungs]
@@ -80,14 +120,17 @@ def summary(ladder: Any) -> str:
     at = names[int(np.asarray(ladder.rung))]
     ended = "ended without convergence" if ladder.tol else "at its limit"
     end = ("running", "converged", ended)[int(status)]
-    lines = [f"{end} in {at}, after {int(np.asarray(ladder.steps))} steps: {steps}"]
+    lines = [f"{end} in {at}, after {counted(int(np.asarray(ladder.steps)), 'step')}: {steps}"]
+    if np.isnan(np.asarray(ladder.scale)):
+        lines.append("  its scale was no positive number, and no measure is small beside that")
     return "\n".join([*lines, *_switch_lines(ladder, names)])
 
 
 def _switch_lines(ladder: Any, names: Sequence[str]) -> list[str]:
     log = {key: np.asarray(x) for key, x in ladder.log.items()}
     shown = min(int(np.asarray(ladder.switches)), log["step"].size)
-    scale, lines = float(np.asarray(ladder.scale)) or 1.0, list[str]()
+    known, lines = float(np.asarray(ladder.scale)), list[str]()
+    scale = known if known > 0 else 1.0
     for step, to, why, f in zip(
         *(log[key][:shown] for key in ("step", "to", "why", "measure")), strict=True
     ):

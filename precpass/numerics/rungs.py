@@ -20,6 +20,7 @@ from precpass.policy import (
     quietly,
 )
 from precpass.precision import Precision
+from precpass.wording import counted
 
 __all__ = ["Rung", "parse_ladder"]
 
@@ -108,8 +109,8 @@ def parse_ladder(owner: str, ladder: Any) -> tuple[Rung, ...]:
     rungs = tuple(_rung(owner, given) for given in ladder)
     if len(rungs) < 2:
         raise ValueError(
-            f"{owner}: ladder={ladder!r} has {len(rungs)} rungs, and takes two or more, such as "
-            "('bf16', 'f32', 'f64'); auto_mixed(fn, policy=...) runs on one"
+            f"{owner}: ladder={ladder!r} has {counted(len(rungs), 'rung')}, and takes two or "
+            "more, such as ('bf16', 'f32', 'f64'); auto_mixed(fn, policy=...) runs on one"
         )
     for i, (low, high) in enumerate(itertools.pairwise(rungs)):
         if any(high == before for before in rungs[: i + 1]):
