@@ -218,6 +218,107 @@ def test_a_jacobian_that_overflows_its_format_is_computed_again():
     assert bool(large.converged) and lre(large.value, exact()) > SOLVED
 
 
+# ---------------------------------------------------------------- derivatives
+
+ROLES = {
+    "default": pp.Roles(),
+    "float64": pp.Roles.all("f64"),
+    "float32": pp.Roles.all("f32"),
+    "bfloat16": pp.Roles(jacobian="bf16", gradient="f32", solve="f32"),
+}
+
+
+def looped(b: Any, scale: Any = None) -> Any:
+    """`decay` with the exponential by its series, to a tolerance of its own."""
+
+    def body(state: Any) -> Any:
+        k, term, total = state
+        term = term * (-b[1] * T) / k
+        return k + 1, term, total + term
+
+    one = jnp.ones_like(T) + 0 * b[0]
+    start = (jnp.ones_like(b[0]), one, one)
+    return b[0] * lax.while_loop(lambda s: jnp.max(jnp.abs(s[1])) > 1e-20, body, start)[2] - Y
+
+
+@jax.custom_vjp
+def exponential(x: Any) -> Any:
+    return jnp.exp(x)
+
+
+exponential.defvjp(lambda x: (jnp.exp(x), jnp.exp(x)), lambda y, g: (g * y,))
+
+
+def backwards(b: Any, scale: Any = None) -> Any:
+    return b[0] * exponential(-b[1] * T) - (1.0 if scale is None else scale) * Y
+
+
+@pytest.mark.parametrize(
+    "roles, solver",
+    [(roles, "LevenbergMarquardt") for roles in ROLES]
+    + [("float64", "Dogleg"), ("default", "GaussNewton")],
+)
+@pytest.mark.parametrize("residual", [looped, backwards])
+def test_one_mode_of_differentiation_is_enough(residual: Any, roles: str, solver: str):
+    found = pp.least_squares(residual, START, roles=ROLES[roles], solver=solver)
+    assert bool(found.converged)
+    assert lre(found.value, exact()) > (3 if roles == "float32" else 7)
+
+
+def test_a_loop_that_ends_in_no_lower_precision_ends():
+    """Newton's square root; in float32 and bfloat16 it never comes to its tolerance."""
+
+    def root(x: Any) -> Any:
+        return lax.while_loop(
+            lambda y: jnp.abs(y * y - x) > 1e-14 * x, lambda y: (y + x / y) / 2, x
+        )
+
+    target = np.array([2.0, 3.0])
+    found = pp.least_squares(
+        lambda b, _: jnp.stack([root(b[0]), root(b[1])]) - target,
+        np.array([3.0, 5.0]),
+        roles={"jacobian": "bf16"},
+    )
+    assert bool(found.converged)
+    np.testing.assert_allclose(found.value, [4.0, 9.0], rtol=1e-9)
+
+
+def test_what_has_no_forward_mode_has_derivatives_of_its_fit():
+    def first(fn: Any, s: Any) -> Any:
+        return pp.least_squares(fn, START, s).value[0]
+
+    ours, want = (jax.grad(functools.partial(first, fn))(1.0) for fn in (backwards, decay))
+    np.testing.assert_allclose(ours, want, rtol=1e-6)
+
+
+def test_what_has_no_derivative_is_refused():
+    def called(b: Any, _: Any) -> Any:
+        return jax.pure_callback(lambda b: b - 1, jax.typeof(b), b)
+
+    with pytest.raises(TypeError, match=r"neither forwards nor backwards.*Forwards: "):
+        pp.least_squares(called, START)
+
+
+def test_the_diagnostics_are_constants_in_derivatives():
+    """And those of the value stay what they are beside them, for a wide Jacobian too."""
+
+    def fit(s: Any, held: bool = False) -> Any:
+        residual, args = (lambda b, _: decay(b, s), None) if held else (decay, s)
+        found = pp.least_squares(residual, START, args)
+        return found.value[0], found.step, found.cosine
+
+    def wide(s: Any) -> Any:
+        found = pp.least_squares(lambda b, s: b[:1] - s, START, s)
+        return found.step + found.cosine
+
+    for held in (False, True):
+        value, step, cosine = jax.jacrev(functools.partial(fit, held=held))(1.0)
+        assert float(step) == 0 == float(cosine)
+        # b[0] is proportional to the scale
+        np.testing.assert_allclose(value, exact()[0], rtol=1e-4)
+    assert float(jax.grad(wide)(1.0)) == 0
+
+
 # ---------------------------------------------------------------- x64 and transforms
 
 
@@ -253,6 +354,7 @@ def test_the_result_goes_out_of_jit_and_says_what_it_is():
     assert found.roles == pp.Roles() and int(found.steps) > 1
     text = found.summary()
     assert "jacobian='f32'" in text and "its tolerances were met" in text
+    assert "\n1 step, " in pp.least_squares(decay, START, max_steps=1).summary()
 
 
 def test_a_numpy_array_is_that_of_float32_programs_too():
@@ -292,7 +394,14 @@ def test_what_does_not_converge_says_so():
         ({"roles": {"residual": "f32"}}, "gradient='f64'.* is wider than residual='f32'"),
         ({"solver": "Newton"}, "solver='Newton': legal are 'LevenbergMarquardt', 'Dogleg'"),
         ({"rtol": 2.0}, "rtol=2.0"),
+        ({"rtol": "a"}, "rtol='a': it is to be a number between 0 and 1.*None for"),
+        ({"rtol": True}, "rtol=True: it is to be a number"),
+        ({"atol": 1j}, "atol=1j: it is to be a number"),
+        ({"atol": np.nan}, "atol=nan: it is to be a number"),
+        ({"atol": np.ones(2)}, r"atol=array\(.*: it is to be a number"),
         ({"max_steps": 0}, "max_steps=0"),
+        ({"max_steps": True}, "max_steps=True: it is to be a whole number of 1 or more"),
+        ({"max_steps": 2.5}, "max_steps=2.5: it is to be a whole number of 1 or more"),
         ({"solver": optx.GaussNewton(1e-3, 1e-3), "rtol": 1e-3}, "set them in it"),
         ({"x0": []}, "no unknowns"),
         ({"residual": lambda b, _: b[:0]}, "returned no residuals"),
@@ -311,6 +420,13 @@ def test_bad_values_are_refused(given: dict[str, Any], said: str):
         ({"x0": {"b": np.array([1, 2])}}, r"x0\['b'\] is int"),
         ({"x0": [1j]}, r"x0\[0\] is complex"),
         ({"x0": [jax.random.key(0)]}, "unknowns are real and floating"),
+        ({"x0": ["float32"]}, r"x0\[0\] is a str: unknowns are floating arrays"),
+        ({"residual": 3}, "residual is a int: it is to be a function of the unknowns and args"),
+        ({"args": "t"}, "args is a str: args are arrays and numbers; hold what is neither"),
+        ({"args": {"mode": "bfloat16"}}, r"args\['mode'\] is a str"),
+        ({"args": (1.0, object())}, r"args\[1\] is a object"),
+        ({"args": [jnp.float32]}, r"args\[0\] is a \w+: args are"),
+        ({"args": [np.array([None])]}, r"args\[0\] is a ndarray of object"),
         ({"residual": lambda b, _: lax.complex(b, b)}, "split complex numbers"),
         ({"residual": lambda b, _: b.astype(jnp.float32)}, "its role is f64"),
     ],
@@ -318,6 +434,17 @@ def test_bad_values_are_refused(given: dict[str, Any], said: str):
 def test_bad_types_are_refused(given: dict[str, Any], said: str):
     with pytest.raises(TypeError, match=said):
         pp.least_squares(**{"residual": decay, "x0": START, **given})
+
+
+def test_a_traced_tolerance_is_refused():
+    with pytest.raises(ValueError, match=r"rtol=.*known while it is\s+traced"):
+        jax.jit(lambda rtol: pp.least_squares(decay, START, rtol=rtol).value)(1e-3)
+
+
+def test_args_may_be_anything_that_jax_computes_with():
+    given = {"t": 1.0, "n": 2, "none": None, "key": jax.random.key(0), "is": np.True_, "c": 1j}
+    found = pp.least_squares(lambda b, a: b - a["t"] * a["n"], START, given, rtol=jnp.float32(1e-3))
+    np.testing.assert_allclose(found.value, 2.0)
 
 
 def test_without_optimistix_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -186,10 +186,12 @@ class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
     Attributes:
         inner: what makes the step.
         roles: the precisions.
+        has_transpose: whether the linearised residual has one.
     """
 
     inner: optx.AbstractDescent[Any, Any, Any]
     roles: Roles = eqx.field(static=True)
+    has_transpose: bool = eqx.field(static=True)
 
     def init(self, y: Any, f_info_struct: Info) -> Any:
         narrow = eqx.filter_eval_shape(self.narrowed, f_info_struct)
@@ -214,8 +216,12 @@ class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
         """The problem of `n` rows that has the gradient and the matrix of this one, by roles."""
         structure = f_info.jac.in_structure()
         eye = jnp.eye(structure.size, dtype=structure.dtype)
-        jacobian = self._in("jacobian", jax.vmap(f_info.jac.mv))(eye).T.astype(self._dtype)
-        transposed = self._in("gradient", f_info.jac.transpose().mv)
+        jac = f_info.jac
+        if not self.has_transpose:
+            # what it has is a loop, which may never end in a precision below its tolerance
+            jac = lx.MatrixLinearOperator(jax.vmap(jac.mv)(eye).T)
+        jacobian = self._in("jacobian", jax.vmap(jac.mv))(eye).T.astype(self._dtype)
+        transposed = self._in("gradient", jac.transpose().mv)
         gradient = transposed(f_info.residual).astype(self._dtype)
         roundoff = max(
             Precision.parse(p).unit_roundoff for p in (self.roles.jacobian, self.roles.solve)
@@ -242,16 +248,26 @@ class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
         return with_fallback
 
 
-def solver_with(roles: Roles, solver: Any) -> Any:
+def solver_with(roles: Roles, solver: Any, has_transpose: bool = True) -> Any:
     """An optimistix solver whose descent has the roles' precisions."""
-    if roles.is_uniform and roles.residual is Precision.F64:
+    if roles.is_uniform and roles.residual is Precision.F64 and has_transpose:
         return solver
-    return eqx.tree_at(lambda s: s.descent, solver, RoledDescent(solver.descent, roles))
+    return eqx.tree_at(
+        lambda s: s.descent, solver, RoledDescent(solver.descent, roles, has_transpose)
+    )
 
 
 @eqx.filter_jit
-def fit(problem: Problem, solver: Any, x0: Any, args: Any, max_steps: int) -> Any:
+def fit(problem: Problem, solver: Any, roles: Roles, x0: Any, args: Any, max_steps: int) -> Any:
     """The solution by optimistix, and how well it satisfies what it should.
+
+    Args:
+        problem: the residual.
+        solver: of optimistix.
+        roles: the precision of each part.
+        x0: where to start, a vector.
+        args: of the residual.
+        max_steps: at most.
 
     Returns:
         The `Solution` with the pytree as its value, the largest cosine between the residual and a
@@ -261,7 +277,16 @@ def fit(problem: Problem, solver: Any, x0: Any, args: Any, max_steps: int) -> An
     fn: Callable[..., Any] = problem
     if problem.spec.precision is Precision.F32:
         fn = eqx.Partial(_in_float32, problem)
-    found = optx.least_squares(fn, solver, x0, args, max_steps=max_steps, throw=False)
+    forward, backward = _derivatives(fn, x0, args)
+    found = optx.least_squares(
+        fn,
+        solver_with(roles, solver, backward),
+        x0,
+        args,
+        {"jac": "fwd" if forward else "bwd"},
+        max_steps=max_steps,
+        throw=False,
+    )
     accepted = {"num_accepted_steps": found.state.num_accepted_steps, **found.stats}
     shown = eqx.tree_at(
         lambda s: (s.value, s.state, s.stats),
@@ -269,7 +294,43 @@ def fit(problem: Problem, solver: Any, x0: Any, args: Any, max_steps: int) -> An
         (problem.spec.unflat(found.value), None, accepted),
         is_leaf=lambda x: x is None,
     )
-    return shown, *_quality(lambda x: fn(x, args), found.value)
+    return shown, *_quality(fn, found.value, args, jax.jacfwd if forward else jax.jacrev)
+
+
+def _derivatives(fn: Callable[..., Any], x: Any, args: Any) -> tuple[bool, bool]:
+    """Whether a residual can be differentiated forwards, and backwards.
+
+    A `lax.while_loop` has no transpose, and a `jax.custom_vjp` no forward mode.
+
+    Raises:
+        TypeError: where it is neither.
+    """
+
+    def backward(x: Any) -> Any:
+        out, transposed = jax.vjp(lambda x: fn(x, args), x)
+        return transposed(out)
+
+    errors: list[Exception | None] = []
+    for derivative in (jax.jacfwd(lambda x: fn(x, args)), backward):
+        try:
+            jax.eval_shape(derivative, x)
+        except Exception as error:  # a rule for derivatives may raise anything
+            errors.append(error)
+        else:
+            errors.append(None)
+    if all(errors):
+        raise TypeError(
+            "the residual can be differentiated neither forwards nor backwards, and least_squares "
+            "needs its Jacobian: give what is in the way a derivative by jax.custom_jvp (or all "
+            "of the residual one by jax.custom_vjp). "
+            f"Forwards: {_first_line(errors[0])}. Backwards: {_first_line(errors[1])}."
+        ) from errors[0]
+    return errors[0] is None, errors[1] is None
+
+
+def _first_line(error: Exception | None) -> str:
+    line = str(error).strip().partition("\n")[0].rstrip(".")
+    return f"{type(error).__name__}: {line[:300]}"
 
 
 def _in_float32(problem: Problem, x: Any, args: Any) -> Any:
@@ -278,10 +339,13 @@ def _in_float32(problem: Problem, x: Any, args: Any) -> Any:
         return lowered(problem, x.astype(np.float64), args).astype(np.float32)
 
 
-def _quality(fn: Callable[..., Any], x: Any) -> tuple[Any, Any]:
-    # nobody differentiates these, and the QR factorisation of a wide matrix cannot be
-    x = jax.lax.stop_gradient(x)
-    r, jacobian = fn(x), jax.jacfwd(fn)(x)
+def _quality(
+    fn: Callable[..., Any], x: Any, args: Any, jacobian_of: Callable[..., Any]
+) -> tuple[Any, Any]:
+    # these judge a solve, and the QR factorisation of a wide matrix has no derivative
+    held, rest = eqx.partition((fn, x, args), eqx.is_inexact_array)
+    fn, x, args = eqx.combine(jax.lax.stop_gradient(held), rest)
+    r, jacobian = fn(x, args), jacobian_of(lambda x: fn(x, args))(x)
     lengths = _lengths(jacobian)[None]
     size = jnp.linalg.norm(r)
     cosines = r @ (jacobian / lengths) / jnp.where(size > 0, size, jnp.ones_like(size))

@@ -8,12 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.numerics.roles import Roles
 from precpass.numerics.wide import in_float64, own_array
 from precpass.precision import Precision
+from precpass.wording import counted
 
 __all__ = ["LeastSquares", "least_squares"]
 
@@ -77,7 +80,8 @@ class LeastSquares:
         return "\n".join(
             (
                 f"{self.roles!r}",
-                f"{int(self.steps)} steps, {int(accepted)} of them accepted; ended: {ended}",
+                f"{counted(int(self.steps), 'step')}, {int(accepted)} of them accepted; "
+                f"ended: {ended}",
                 f"next Gauss-Newton step {float(self.step):.1e} of the unknowns",
                 f"residual and Jacobian at a cosine of {float(self.cosine):.1e}",
             )
@@ -107,9 +111,11 @@ def least_squares(
             is compiled again where it reads other shapes or other numbers that are no arrays, or
             cannot be hashed. Data that it holds should be numpy arrays of float64, which stay so.
         x0: where to start, a pytree of floating arrays.
-        args: the second argument of `residual`.
+        args: the second argument of `residual`, a pytree of arrays and numbers.
         roles: the precision of each part, `Roles()` by default; a dict names only what differs.
-            A residual with a `lax.while_loop`, which has no transpose, takes `Roles.all("f64")`.
+            Of a residual with a `lax.while_loop`, which has no reverse mode, or a
+            `jax.custom_vjp`, which has no forward mode, the Jacobian is computed in the precision
+            of the residual, and then rounded.
         solver: "LevenbergMarquardt", "Dogleg" or "GaussNewton", or a solver of optimistix with a
             `descent` (an `AbstractGaussNewton`) and tolerances of its own.
         rtol: how small a step is to be relative to the unknowns and a change relative to the
@@ -122,12 +128,13 @@ def least_squares(
         those of float64 are numpy arrays; inside of `jax.jit` and other transforms they are rounded
         to float32. Nothing is raised for a solve that does not converge: `converged` says so. It
         is differentiated by the implicit function theorem, in `args` and what `residual` closes
-        over.
+        over, where `residual` has a reverse mode; `cosine` and `step` are constants there.
 
     Raises:
         ModuleNotFoundError: without optimistix.
-        TypeError: for a start or a residual that is not real and floating, a residual narrower
-            than its role, or a solver that is none.
+        TypeError: for a start or a residual that is not real and floating, a residual that is no
+            function, has no derivative or is narrower than its role, `args` that are no arrays,
+            or a solver that is none.
         ValueError: for an unknown role, precision or solver, and for a start without unknowns.
 
     Example:
@@ -139,26 +146,38 @@ def least_squares(
         (True, [2.0, 3.0])
     """
     fitting = _fitting()
+    if not callable(residual):
+        raise TypeError(
+            f"residual is a {type(residual).__name__}: it is to be a function of the unknowns and "
+            "args, such as lambda b, t: b[0] * jnp.exp(-b[1] * t) - y"
+        )
     roles = Roles.of({} if roles is None else roles)
     precision = Precision.parse(roles.residual)
     leaves, structure = jax.tree.flatten(x0)
     for path, leaf in jax.tree_util.tree_flatten_with_path(x0)[0]:
         _check_start(jax.tree_util.keystr(path), leaf)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(args)[0]:
+        if _dtype_of(leaf) is None:
+            raise TypeError(
+                f"args{jax.tree_util.keystr(path)} is {_described(leaf)}: args are arrays and "
+                "numbers; hold what is neither in the residual, such as by functools.partial"
+            )
     if not sum(jnp.size(leaf) for leaf in leaves):
         raise ValueError("x0 has no unknowns: give a pytree of floating arrays")
-    if not isinstance(max_steps, int) or max_steps < 1:  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+    is_whole = isinstance(max_steps, int) and not isinstance(max_steps, bool)  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+    if not is_whole or max_steps < 1:
         raise ValueError(f"max_steps={max_steps!r}: it is to be a whole number of 1 or more")
     shapes = tuple(jnp.shape(leaf) for leaf in leaves)
     spec = fitting.Spec(structure, shapes, precision)
     x64 = ir.in_x64()
-    roled = fitting.solver_with(roles, _solver(solver, precision, rtol, atol))
+    solver = _solver(solver, precision, rtol, atol)
 
     def run(leaves: Any, args: Any) -> Any:
         leaves, args = jax.tree.map(own_array, (leaves, args))
         flat = [jnp.asarray(leaf).ravel().astype(precision.dtype) for leaf in leaves]
         x, args = jnp.concatenate(flat), jax.tree.map(jnp.asarray, args)
         problem = fitting.program(residual, spec, x, args, x64)
-        return fitting.fit(problem, roled, x, args, max_steps)
+        return fitting.fit(problem, solver, roles, x, args, max_steps)
 
     # float32 throughout is traced with x64 on too: JAX mixes up numpy arrays that it meets in both
     # modes, as `fitting.program` says
@@ -178,13 +197,27 @@ def _fitting() -> Any:
     return fitting
 
 
-def _check_start(path: str, leaf: Any) -> None:
+def _dtype_of(leaf: Any) -> Any:
+    """The dtype of an array or a number; None for anything else."""
+    is_array = hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")
+    # a name or a class of a dtype would be taken for the dtype
+    if isinstance(leaf, type) or not (is_array or isinstance(leaf, int | float | complex)):
+        return None
     try:
-        dtype = jnp.result_type(leaf)
+        return jnp.result_type(leaf)
     except TypeError:
-        raise TypeError(
-            f"x0{path} is a {type(leaf).__name__}: unknowns are floating arrays"
-        ) from None
+        return None
+
+
+def _described(leaf: Any) -> str:
+    dtype = f" of {leaf.dtype}" if isinstance(leaf, np.ndarray) else ""
+    return f"a {type(leaf).__name__}{dtype}"
+
+
+def _check_start(path: str, leaf: Any) -> None:
+    dtype = _dtype_of(leaf)
+    if dtype is None:
+        raise TypeError(f"x0{path} is {_described(leaf)}: unknowns are floating arrays")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             f"x0{path} is {dtype.name}: unknowns are real and floating, such as 1.0 for 1 (split "
@@ -209,6 +242,17 @@ def _solver(solver: Any, precision: Precision, rtol: float | None, atol: float |
     given = (rtol, atol)
     tolerances = [d if g is None else g for g, d in zip(given, _TOLERANCES[precision], strict=True)]
     for name, value in zip(("rtol", "atol"), tolerances, strict=True):
-        if not 0 < value < 1:
-            raise ValueError(f"{name}={value!r}: it is to be between 0 and 1")
-    return getattr(optx, solver)(*tolerances)
+        if not (_is_number(value) and 0 < value < 1):
+            raise ValueError(
+                f"{name}={value!r}: it is to be a number between 0 and 1, known while it is "
+                f"traced; None for {name} of the residual's precision"
+            )
+    return getattr(optx, solver)(*map(float, tolerances))
+
+
+def _is_number(x: Any) -> bool:
+    """Whether it is a real number whose value is known."""
+    if isinstance(x, jax.Array):
+        is_known = not isinstance(x, jax.core.Tracer)
+        return is_known and not x.shape and jnp.issubdtype(x.dtype, jnp.floating)
+    return isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
