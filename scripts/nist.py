@@ -32,6 +32,7 @@ ROLES = {
     "jacobian, solve f32": pp.Roles(solve="f32"),
     "jacobian, gradient f32": pp.Roles(gradient="f32"),
     "jacobian bf16": pp.Roles(jacobian="bf16"),
+    "jacobian bf16 to f64": pp.Roles(jacobian=("bf16", "f32", "f64")),
     "all f32": pp.Roles.all("f32"),
 }
 SOLVED = 6.0

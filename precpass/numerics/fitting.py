@@ -1,15 +1,8 @@
 """Nonlinear least squares with a precision for each role, of optimistix's own pieces.
 
 optimistix's Gauss-Newton, Levenberg-Marquardt and Dogleg linearise the residual, ask a descent for
-a step, and a search whether it is good. The descent alone sees the Jacobian as a matrix. So a
-descent that hands the one inside it a narrower problem gives each role its precision, and loop,
-search and termination are optimistix's, in the precision of the residual.
-
-The narrower problem has as many rows as unknowns. With `J` the Jacobian in its role's precision and
-`D` the lengths of its columns, `Q R` is the QR factorisation of `[J; u D]`, and `z = R^-T g` for
-the gradient `g = J^T r` of its own role: then `R^T R = J^T J + u^2 D^2` and `R^T z = g`, so that
-the descent inside makes its step of the inexact matrix and the exact gradient. The unit roundoff
-`u` of the Jacobian is how well its columns are known; below that `R` would be rounding errors.
+a step, and a search whether it is good; `precpass.numerics.descents` has the descents. Here the
+residual is traced, solved for, and what was found is judged.
 
 This module needs optimistix, and is imported where it is used.
 """
@@ -20,27 +13,25 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import numpy as np
 import optimistix as optx
 
 from precpass import jaxpr as ir
 from precpass.api import auto_mixed
+from precpass.numerics.descents import RisingState, applied_in, evaluated_in, lengths, solver_with
+from precpass.numerics.monitor import monitor
 from precpass.numerics.roles import Roles
 from precpass.numerics.wide import own_array
-from precpass.opkinds import OpKind
-from precpass.policy import Custom, PrecisionPolicy, quietly
+from precpass.policy import Custom, quietly
 from precpass.precision import Precision
 
-__all__ = ["Problem", "Spec", "fit", "program", "solver_with"]
-
-Info = Any
+__all__ = ["Problem", "Spec", "fit", "program"]
 
 
 class Problem(eqx.Module):
@@ -172,93 +163,34 @@ def _is_rounded(x: Any) -> bool:
     return isinstance(x, np.ndarray) and x.dtype == np.float32
 
 
-def evaluated_in(precision: Precision) -> PrecisionPolicy:
-    """The policy under which all arithmetic is done in one precision."""
-    kinds: dict[OpKind | str, Precision | str] = {
-        kind: precision for kind in OpKind if kind is not OpKind.BOUNDARY
-    }
-    return Custom(kinds).with_retypes("f64", "f32")
-
-
-class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
-    """A descent whose step comes of a Jacobian, a gradient and a factorisation of other precisions.
+class Fit(NamedTuple):
+    """What `fit` found.
 
     Attributes:
-        inner: what makes the step.
-        roles: the precisions.
-        has_transpose: whether the linearised residual has one.
+        solution: optimistix's, with the pytree as its value.
+        cosine: the largest between the residual and a column of the Jacobian.
+        step: the size of the next Gauss-Newton step relative to the unknowns.
+        ladder: of the Jacobian; None for one precision.
+        health: of the residual and its linearisation; None where nobody asked.
     """
 
-    inner: optx.AbstractDescent[Any, Any, Any]
-    roles: Roles = eqx.field(static=True)
-    has_transpose: bool = eqx.field(static=True)
-
-    def init(self, y: Any, f_info_struct: Info) -> Any:
-        narrow = eqx.filter_eval_shape(self.narrowed, f_info_struct)
-        state = self.inner.init(y.astype(self._dtype), narrow)
-        # its scalars have JAX's default type
-        return jax.tree.map(
-            lambda x: x.astype(self._dtype) if eqx.is_inexact_array(x) else x, state
-        )
-
-    def query(self, y: Any, f_info: Info, state: Any) -> Any:
-        return self.inner.query(y.astype(self._dtype), self.narrowed(f_info), state)
-
-    def step(self, step_size: Any, state: Any) -> Any:
-        diff, result = self.inner.step(step_size.astype(self._dtype), state)
-        return diff.astype(Precision.parse(self.roles.residual).dtype), result
-
-    @property
-    def _dtype(self) -> Any:
-        return Precision.parse(self.roles.solve).dtype
-
-    def narrowed(self, f_info: Info) -> Info:
-        """The problem of `n` rows that has the gradient and the matrix of this one, by roles."""
-        structure = f_info.jac.in_structure()
-        eye = jnp.eye(structure.size, dtype=structure.dtype)
-        jac = f_info.jac
-        if not self.has_transpose:
-            # what it has is a loop, which may never end in a precision below its tolerance
-            jac = lx.MatrixLinearOperator(jax.vmap(jac.mv)(eye).T)
-        jacobian = self._in("jacobian", jax.vmap(jac.mv))(eye).T.astype(self._dtype)
-        transposed = self._in("gradient", jac.transpose().mv)
-        gradient = transposed(f_info.residual).astype(self._dtype)
-        roundoff = max(
-            Precision.parse(p).unit_roundoff for p in (self.roles.jacobian, self.roles.solve)
-        )
-        stacked = jnp.concatenate([jacobian, jnp.diag(roundoff * _lengths(jacobian))])
-        triangle = jnp.linalg.qr(stacked, mode="r")
-        rows = jax.scipy.linalg.solve_triangular(triangle, gradient, trans="T")
-        return optx.FunctionInfo.ResidualJac(rows, lx.MatrixLinearOperator(triangle))
-
-    def _in(self, role: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        precision = Precision.parse(getattr(self.roles, role))
-        if precision is Precision.parse(self.roles.residual):
-            return fn
-        lowered = auto_mixed(fn, policy=evaluated_in(precision))
-
-        def with_fallback(x: Any) -> Any:
-            # an intermediate value may overflow the low format far from the solution
-            with quietly():  # a Jacobian without arithmetic has nothing to lower
-                low = lowered(x)
-            # a method of an operator is not hashable, and cond asks for that
-            finite = jnp.all(jnp.isfinite(low))
-            return jax.lax.cond(finite, lambda _: low, lambda x: fn(x), x)
-
-        return with_fallback
-
-
-def solver_with(roles: Roles, solver: Any, has_transpose: bool = True) -> Any:
-    """An optimistix solver whose descent has the roles' precisions."""
-    if roles.is_uniform and roles.residual is Precision.F64 and has_transpose:
-        return solver
-    return eqx.tree_at(
-        lambda s: s.descent, solver, RoledDescent(solver.descent, roles, has_transpose)
-    )
+    solution: Any
+    cosine: Any
+    step: Any
+    ladder: Any
+    health: Any
 
 
 @eqx.filter_jit
-def fit(problem: Problem, solver: Any, roles: Roles, x0: Any, args: Any, max_steps: int) -> Any:
+def fit(
+    problem: Problem,
+    solver: Any,
+    roles: Roles,
+    x0: Any,
+    args: Any,
+    max_steps: int,
+    looks: bool,
+) -> Fit:
     """The solution by optimistix, and how well it satisfies what it should.
 
     Args:
@@ -268,11 +200,7 @@ def fit(problem: Problem, solver: Any, roles: Roles, x0: Any, args: Any, max_ste
         x0: where to start, a vector.
         args: of the residual.
         max_steps: at most.
-
-    Returns:
-        The `Solution` with the pytree as its value, the largest cosine between the residual and a
-        column of the Jacobian, and the size of the next Gauss-Newton step relative to the
-        unknowns.
+        looks: whether the residual is monitored at the start and at the end.
     """
     fn: Callable[..., Any] = problem
     if problem.spec.precision is Precision.F32:
@@ -287,14 +215,52 @@ def fit(problem: Problem, solver: Any, roles: Roles, x0: Any, args: Any, max_ste
         max_steps=max_steps,
         throw=False,
     )
-    accepted = {"num_accepted_steps": found.state.num_accepted_steps, **found.stats}
+    state, ladder = found.state, None
+    if isinstance(state, RisingState):
+        state, ladder = state.inner, state.ladder
+    accepted = {"num_accepted_steps": state.num_accepted_steps, **found.stats}
     shown = eqx.tree_at(
         lambda s: (s.value, s.state, s.stats),
         found,
         (problem.spec.unflat(found.value), None, accepted),
         is_leaf=lambda x: x is None,
     )
-    return shown, *_quality(fn, found.value, args, jax.jacfwd if forward else jax.jacrev)
+    at_end = jax.lax.stop_gradient(found.value)
+    quality = _quality(fn, at_end, args, jax.jacfwd if forward else jax.jacrev)
+    looked = _Looked(fn, roles, forward, backward)
+    health = looked.at((jax.lax.stop_gradient(x0), at_end), args) if looks else None
+    return Fit(shown, *quality, ladder, health)
+
+
+class _Looked(NamedTuple):
+    """A residual and its linearisation by roles, to be monitored."""
+
+    fn: Callable[..., Any]
+    roles: Roles
+    forward: bool
+    backward: bool
+
+    def at(self, points: Sequence[Any], args: Any) -> Any:
+        """The health at some points together."""
+        args = jax.tree.map(jax.lax.stop_gradient, args)
+        looked = monitor(self.linearised, Custom({}))
+        with quietly():
+            return functools.reduce(
+                lambda one, other: one.merged(other), (looked(x, args)[1] for x in points)
+            )
+
+    def linearised(self, x: Any, args: Any) -> Any:
+        """The residual, and what a first step reads of its Jacobian and of its gradient."""
+        eye = jnp.eye(x.size, dtype=x.dtype)
+        if not self.forward:
+            return self.fn(x, args), jax.jacrev(lambda x: self.fn(x, args))(x)
+        out, push = jax.linearize(lambda x: self.fn(x, args), x)
+        if not self.backward:
+            return out, jax.vmap(push)(eye)
+        jacobian = applied_in(self.roles.rungs[0], self.roles, jax.vmap(push))(eye)
+        pull = jax.linear_transpose(push, x)
+        precision = Precision.parse(self.roles.gradient)
+        return out, jacobian, applied_in(precision, self.roles, lambda out: pull(out)[0])(out)
 
 
 def _derivatives(fn: Callable[..., Any], x: Any, args: Any) -> tuple[bool, bool]:
@@ -346,15 +312,9 @@ def _quality(
     held, rest = eqx.partition((fn, x, args), eqx.is_inexact_array)
     fn, x, args = eqx.combine(jax.lax.stop_gradient(held), rest)
     r, jacobian = fn(x, args), jacobian_of(lambda x: fn(x, args))(x)
-    lengths = _lengths(jacobian)[None]
+    columns = lengths(jacobian)[None]
     size = jnp.linalg.norm(r)
-    cosines = r @ (jacobian / lengths) / jnp.where(size > 0, size, jnp.ones_like(size))
-    step = jnp.linalg.lstsq(jacobian / lengths, r)[0] / lengths[0]
+    cosines = r @ (jacobian / columns) / jnp.where(size > 0, size, jnp.ones_like(size))
+    step = jnp.linalg.lstsq(jacobian / columns, r)[0] / columns[0]
     unknowns = jnp.maximum(jnp.abs(x), jnp.finfo(x.dtype).tiny)
     return jnp.max(jnp.abs(cosines)), jnp.max(jnp.abs(step) / unknowns)
-
-
-def _lengths(jacobian: Any) -> Any:
-    """The lengths of the columns, one for those that are zero."""
-    lengths = jnp.linalg.norm(jacobian, axis=0)
-    return jnp.where(lengths > 0, lengths, jnp.ones_like(lengths))

@@ -29,14 +29,15 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
+from precpass.numerics.ladder_step import Step, strong
 from precpass.numerics.ladder_terms import (
     CONVERGED,
     EASY,
     ENDED,
+    METHOD,
     NEGATIVE,
     NONFINITE,
     ROUNDOFF,
@@ -48,7 +49,6 @@ from precpass.numerics.ladder_terms import (
     summary,
 )
 from precpass.numerics.rungs import Rung, parse_ladder
-from precpass.policy import quietly
 from precpass.scaled_gradients import skip_nonfinite
 
 __all__ = ["Ladder"]
@@ -107,8 +107,8 @@ class Ladder:
         switched: bool[], whether the last step ended with a switch.
         switches: how many there were, int32[].
         log: the first of them, a dict of arrays: the `step` after which, the rung `to` which,
-            `why` (1 stalled, 2 at its roundoff, 3 not finite, 4 easy progress, 5 negative) and the
-            `measure`.
+            `why` (1 stalled, 2 at its roundoff, 3 not finite, 4 easy progress, 5 negative, 6 the
+            method ended) and the `measure`.
         reference, waited, easy, needed: the best measure at the begin of the present wait, the
             steps since, the easy steps in a row, and how many of them lower the rung.
         rungs, tol, patience, factor, lower_after: as given to `create`.
@@ -188,7 +188,7 @@ class Ladder:
         rungs = parse_ladder(name, ladder)
         check_numbers(name, rungs, tol, patience, factor, lower_after, log_size)
         check_scale(name, scale)
-        state = jax.tree.map(_strong, state)
+        state = jax.tree.map(strong, state)
         wide = jnp.float64 if ir.in_x64() else jnp.float32
         # zero until the first measure is known
         scale = jnp.asarray(0 if scale is None else scale).astype(wide)
@@ -270,68 +270,14 @@ class Ladder:
         args: tuple[Any, ...],
     ) -> tuple[Ladder, Any]:
         """After the step, and the measure."""
-        runs = [self._on(rung, fn, restart, measure is None) for rung in self.rungs]
-        operands = self.state, self.switched, args
-        state, found = lax.switch(self.rung, runs, *operands)
-        if measure is not None:
-            found = self._scalar("measure", self.rungs[-1].applied(measure, {})(state, *args))
+        step = Step(fn, measure, restart, self.state, self.scale.dtype)
+        state, found = step.taken(self.rungs, self.rung, self.state, self.switched, args)
         new = self._updated(found, state, measure is not None)
         return jax.tree.map(functools.partial(lax.select, self.running), new, self), found
 
-    def _on(
-        self, rung: Rung, fn: Callable[..., Any], restart: Callable[..., Any] | None, measures: bool
-    ) -> Callable[..., Any]:
-        def run(state: Any, switched: Any, args: Any) -> tuple[Any, Any]:
-            if restart is not None:
-                again = rung.applied(restart, {})
-                # one that only copies has no products to lower, and need not
-                with quietly():
-                    state = lax.cond(
-                        switched,
-                        lambda: self._like_state("restart", again(state, *args)),
-                        lambda: state,
-                    )
-            out = rung.applied(fn, {})(state, *args)
-            if not measures:
-                return self._like_state("the step", out), jnp.zeros((), self.scale.dtype)
-            if not (isinstance(out, tuple) and len(out) == 2):
-                raise TypeError(
-                    "Ladder.step: the step is to return (state, measure), and returned "
-                    f"{jax.tree.structure(out)}; give measure= for one that returns the state"
-                )
-            state, found = out
-            return self._like_state("the step", state), self._scalar("the step", found)
-
-        return run
-
-    def _like_state(self, whose: str, state: Any) -> Any:
-        """A state that a function returned, which is to be of the type of the first."""
-        ours, theirs = jax.tree.structure(self.state), jax.tree.structure(state)
-        if ours != theirs:
-            raise TypeError(f"Ladder.step: {whose} returned {theirs}, and the state is {ours}")
-
-        def checked(path: Any, was: Any, now: Any) -> Any:
-            if (jnp.shape(was), jnp.result_type(was)) != (jnp.shape(now), jnp.result_type(now)):
-                at = jax.tree_util.keystr(path)
-                raise TypeError(
-                    f"Ladder.step: {whose} returned state{at} as {jax.typeof(now).str_short()}, "
-                    f"and it was {jax.typeof(was).str_short()}"
-                )
-            return _strong(now)
-
-        return jax.tree_util.tree_map_with_path(checked, self.state, state)
-
-    def _scalar(self, whose: str, x: Any) -> jax.Array:
-        is_real = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
-        if not is_real or x.shape:
-            shown = jax.typeof(x).str_short() if isinstance(x, jax.Array) else repr(x)
-            raise TypeError(
-                f"Ladder.step: {whose} returned {shown} as the measure, and it is to be a real "
-                "scalar, such as the norm of the residual"
-            )
-        return x.astype(self.scale.dtype)
-
-    def updated(self, measure: Any, state: Any, *, exact: bool = False) -> Ladder:
+    def updated(
+        self, measure: Any, state: Any, *, exact: bool = False, ended: Any = False
+    ) -> Ladder:
         """After a step that was taken on the rung `self.rung`, in whatever way.
 
         `step` calls this; call it yourself where you run the rungs.
@@ -340,14 +286,15 @@ class Ladder:
             measure: of the state, a real scalar that is not negative.
             state: where the step ended.
             exact: whether the measure is as good as the last rung's, not only as the present one's.
+            ended: whether the method says itself that steps of this rung lead no further, bool[].
 
         Raises:
             ValueError: for a negative measure, where its value is known.
         """
         check_measure("Ladder.updated", measure)
-        return self._updated(measure, state, exact)
+        return self._updated(measure, state, exact, ended)
 
-    def _updated(self, measure: Any, state: Any, exact: bool) -> Ladder:
+    def _updated(self, measure: Any, state: Any, exact: bool, ended: Any = False) -> Ladder:
         wide, last = self.scale.dtype, len(self.rungs) - 1
         f = jnp.asarray(measure).astype(wide)
         finite = jnp.isfinite(f)
@@ -367,6 +314,7 @@ class Ladder:
         at_floor = told & (f <= floor)
         why = jnp.where(waited >= self.patience, STALLED, 0)
         why = jnp.where(at_floor, ROUNDOFF, why)
+        why = jnp.where(ended, METHOD, why)
         why = jnp.where(told, why, jnp.where(finite, NEGATIVE, NONFINITE))
         why = jnp.where(met, 0, why)
         # beyond the last rung there is nothing, and below its roundoff no measure tells
@@ -432,9 +380,3 @@ def _are_hashable(*fns: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _strong(x: Any) -> jax.Array:
-    """An array without the weak type of Python's numbers, which a loop's carry would lose."""
-    x = jnp.asarray(x)
-    return lax.convert_element_type(x, x.dtype) if jnp.issubdtype(x.dtype, np.number) else x

@@ -18,6 +18,7 @@ __all__ = [
     "CONVERGED",
     "EASY",
     "ENDED",
+    "METHOD",
     "NEGATIVE",
     "NONFINITE",
     "ROUNDOFF",
@@ -27,10 +28,11 @@ __all__ = [
     "check_numbers",
     "check_scale",
     "summary",
+    "switches",
 ]
 
-STALLED, ROUNDOFF, NONFINITE, EASY, NEGATIVE = 1, 2, 3, 4, 5
-_WHY = ("", "stalled", "at its roundoff", "not finite", "easy progress", "negative")
+STALLED, ROUNDOFF, NONFINITE, EASY, NEGATIVE, METHOD = 1, 2, 3, 4, 5, 6
+_WHY = ("", "stalled", "at its roundoff", "not finite", "easy progress", "negative", "ended")
 RUNNING, CONVERGED, ENDED = 0, 1, 2
 
 
@@ -110,9 +112,7 @@ def summary(ladder: Any) -> str:
     ):
         return f"on one of {', '.join(names)}: not known while it is traced"
     status, used = np.asarray(ladder.status), np.asarray(ladder.used)
-    steps = ", ".join(
-        f"{n} in {name}" for n, name in zip(used.reshape(-1, len(names)).sum(0), names, strict=True)
-    )
+    steps = _steps(used, names)
     if status.ndim:
         counts = [int(np.sum(status == s)) for s in (CONVERGED, ENDED, RUNNING)]
         ends = "{} converged, {} ended without, {} run".format(*counts)
@@ -124,6 +124,18 @@ def summary(ladder: Any) -> str:
     if np.isnan(np.asarray(ladder.scale)):
         lines.append("  its scale was no positive number, and no measure is small beside that")
     return "\n".join([*lines, *_switch_lines(ladder, names)])
+
+
+def switches(ladder: Any) -> str:
+    """The steps on each rung, and the switches, of a ladder whose end is that of another method."""
+    names = [rung.name for rung in ladder.rungs]
+    steps = _steps(np.asarray(ladder.used), names)
+    return "\n".join([steps, *_switch_lines(ladder, names)])
+
+
+def _steps(used: Any, names: Sequence[str]) -> str:
+    counts = used.reshape(-1, len(names)).sum(0)
+    return ", ".join(f"{n} in {name}" for n, name in zip(counts, names, strict=True))
 
 
 def _switch_lines(ladder: Any, names: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from precpass import jaxpr as ir
+from precpass.numerics.ladder_terms import switches
 from precpass.numerics.roles import Roles
 from precpass.numerics.wide import in_float64, own_array
 from precpass.precision import Precision
@@ -26,7 +27,7 @@ _TOLERANCES = {Precision.F64: (1e-10, 1e-14), Precision.F32: (1e-5, 1e-7)}
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("solution", "cosine", "step"),
+    data_fields=("solution", "cosine", "step", "ladder", "health"),
     meta_fields=("roles",),
 )
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,10 @@ class LeastSquares:
         step: the size of the next Gauss-Newton step, the largest relative to its unknown: about the
             relative error of the value, as far as the problem is as linear as that near the
             solution.
+        ladder: the `Ladder` of the Jacobian, with the steps on each rung and the switches; None
+            where it has one precision.
+        health: with `monitor=True` the `Health` of the residual, the Jacobian and the gradient in
+            their precisions, at the start and at the end; None without.
         roles: the precisions.
 
     `cosine` and `step` are of the precision of the residual throughout, whatever the other roles.
@@ -52,6 +57,8 @@ class LeastSquares:
     solution: Any
     cosine: Any
     step: Any
+    ladder: Any
+    health: Any
     roles: Roles
 
     @property
@@ -72,11 +79,14 @@ class LeastSquares:
         return self.solution.result == optx.RESULTS.successful
 
     def summary(self) -> str:
-        """The result in four lines, outside of `jax.jit`."""
+        """The result in four lines, outside of `jax.jit`; more with a ladder or a health."""
         import optimistix as optx
 
         ended = optx.RESULTS[self.solution.result] or "its tolerances were met"
         accepted = self.solution.stats["num_accepted_steps"]
+        more = [] if self.ladder is None else [f"Jacobian: {switches(self.ladder)}"]
+        if self.health is not None:
+            more.append(self.health.summary())
         return "\n".join(
             (
                 f"{self.roles!r}",
@@ -84,6 +94,7 @@ class LeastSquares:
                 f"ended: {ended}",
                 f"next Gauss-Newton step {float(self.step):.1e} of the unknowns",
                 f"residual and Jacobian at a cosine of {float(self.cosine):.1e}",
+                *more,
             )
         )
 
@@ -98,6 +109,7 @@ def least_squares(
     rtol: float | None = None,
     atol: float | None = None,
     max_steps: int = 1024,
+    monitor: bool = False,
 ) -> LeastSquares:
     """The minimum of a sum of squares, by a solver of optimistix in mixed precision.
 
@@ -122,6 +134,7 @@ def least_squares(
             residual; 1e-10 for a residual in float64, and 1e-5 in float32.
         atol: the same, absolute; 1e-14, and 1e-7 in float32.
         max_steps: how many steps are tried at most.
+        monitor: whether the result has a `health`. It costs two more linearisations, looked at.
 
     Returns:
         A `LeastSquares`, a pytree. Its arrays have the precision of the residual. With x64 off,
@@ -167,6 +180,8 @@ def least_squares(
     is_whole = isinstance(max_steps, int) and not isinstance(max_steps, bool)  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
     if not is_whole or max_steps < 1:
         raise ValueError(f"max_steps={max_steps!r}: it is to be a whole number of 1 or more")
+    if not isinstance(monitor, bool):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+        raise TypeError(f"monitor={monitor!r}: it is to be True or False")
     shapes = tuple(jnp.shape(leaf) for leaf in leaves)
     spec = fitting.Spec(structure, shapes, precision)
     x64 = ir.in_x64()
@@ -177,12 +192,11 @@ def least_squares(
         flat = [jnp.asarray(leaf).ravel().astype(precision.dtype) for leaf in leaves]
         x, args = jnp.concatenate(flat), jax.tree.map(jnp.asarray, args)
         problem = fitting.program(residual, spec, x, args, x64)
-        return fitting.fit(problem, solver, roles, x, args, max_steps)
+        return fitting.fit(problem, solver, roles, x, args, max_steps, monitor)
 
     # float32 throughout is traced with x64 on too: JAX mixes up numpy arrays that it meets in both
     # modes, as `fitting.program` says
-    solution, cosine, step = in_float64(run, leaves, args)
-    return LeastSquares(solution, cosine, step, roles)
+    return LeastSquares(*in_float64(run, leaves, args), roles)
 
 
 def _fitting() -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from precpass.precision import Precision
@@ -32,13 +33,16 @@ class Roles:
         residual: of the residual `r`, the unknowns, and what accepts a step and ends the solve;
             "f64" or "f32". The residual is linearised in this precision.
         gradient: of `J^T r`, one product with the transpose of that linearisation.
-        jacobian: of `J` on the left side, one product with that linearisation for each unknown.
+        jacobian: of `J` on the left side, one product with that linearisation for each unknown. A
+            tuple such as ("bf16", "f32", "f64") is a ladder: it is raised where steps of the
+            present precision no longer bring the residual and the Jacobian closer to a right
+            angle, and where the solve would end (`Ladder`, with a patience of 10 steps).
         solve: of the QR factorisation of `J` and of what follows from it; "f64" or "f32", since
             LAPACK has no other.
 
     Raises:
         ValueError: for an unknown precision, one that a role cannot have, or one above that of
-            the residual.
+            the residual, a ladder that does not rise, or one for another role than the Jacobian.
 
     Example:
         >>> Roles(jacobian="bf16")
@@ -49,28 +53,31 @@ class Roles:
 
     residual: Precision | str = Precision.F64
     gradient: Precision | str = Precision.F64
-    jacobian: Precision | str = Precision.F32
+    jacobian: Precision | str | tuple[Precision | str, ...] = Precision.F32
     solve: Precision | str = Precision.F64
 
     def __post_init__(self) -> None:
-        for role, legal in _LEGAL.items():
-            try:
-                precision = Precision.parse(getattr(self, role))
-            except ValueError as error:
-                raise ValueError(f"Roles({role}=...): {error}") from None
-            if precision not in legal:
-                raise ValueError(
-                    f"Roles({role}={str(precision)!r}): legal are "
-                    f"{', '.join(repr(str(p)) for p in legal)}"
-                )
-            object.__setattr__(self, role, precision)
+        for role in _LEGAL:
+            given = getattr(self, role)
+            if role == "jacobian" and isinstance(given, Sequence) and not isinstance(given, str):
+                parsed: Any = _ladder([_parsed(role, p) for p in given])
+            else:
+                parsed = _parsed(role, given)
+            object.__setattr__(self, role, parsed)
         widest = Precision.parse(self.residual)
         for role in ("gradient", "jacobian", "solve"):
-            if widest.is_narrower_than(precision := Precision.parse(getattr(self, role))):
-                raise ValueError(
-                    f"Roles({role}={str(precision)!r}) is wider than residual={str(widest)!r}, "
-                    f"from which it comes: raise the residual or lower {role}"
-                )
+            for precision in self.rungs if role == "jacobian" else (getattr(self, role),):
+                if widest.is_narrower_than(precision):
+                    raise ValueError(
+                        f"Roles({role}={str(precision)!r}) is wider than residual={str(widest)!r}, "
+                        f"from which it comes: raise the residual or lower {role}"
+                    )
+
+    @property
+    def rungs(self) -> tuple[Precision, ...]:
+        """The precisions of the Jacobian, from the one with which the solve begins."""
+        given: Any = self.jacobian
+        return given if isinstance(given, tuple) else (given,)
 
     @classmethod
     def all(cls, precision: Precision | str) -> Roles:
@@ -99,7 +106,35 @@ class Roles:
     @property
     def is_uniform(self) -> bool:
         """Whether all have one precision."""
-        return len({getattr(self, role) for role in _LEGAL}) == 1
+        return {self.residual, self.gradient, self.solve, *self.rungs} == {self.residual}
 
     def __repr__(self) -> str:
-        return f"Roles({', '.join(f'{role}={str(getattr(self, role))!r}' for role in _LEGAL)})"
+        rungs = tuple(str(p) for p in self.rungs)
+        shown = {role: str(getattr(self, role)) for role in _LEGAL}
+        shown |= {"jacobian": rungs[0] if len(rungs) == 1 else rungs}
+        return f"Roles({', '.join(f'{role}={name!r}' for role, name in shown.items())})"
+
+
+def _parsed(role: str, given: Any) -> Precision:
+    legal = _LEGAL[role]
+    try:
+        precision = Precision.parse(given)
+    except ValueError as error:
+        raise ValueError(f"Roles({role}=...): {error}") from None
+    if precision not in legal:
+        raise ValueError(
+            f"Roles({role}={str(precision)!r}): legal are {', '.join(repr(str(p)) for p in legal)}"
+        )
+    return precision
+
+
+def _ladder(rungs: list[Precision]) -> Precision | tuple[Precision, ...]:
+    if not rungs:
+        raise ValueError("Roles(jacobian=()): give a precision, or several that rise")
+    for low, high in itertools.pairwise(rungs):
+        if high.unit_roundoff >= low.unit_roundoff:
+            raise ValueError(
+                f"Roles(jacobian=...): a ladder rises, and {str(high)!r} (unit roundoff "
+                f"{high.unit_roundoff:.2g}) comes after {str(low)!r} ({low.unit_roundoff:.2g})"
+            )
+    return rungs[0] if len(rungs) == 1 else tuple(rungs)

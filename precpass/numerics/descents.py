@@ -1,0 +1,248 @@
+"""The pieces of optimistix that give a step of least squares a precision for each role.
+
+A descent alone sees the Jacobian as a matrix. So one that hands the descent inside it a narrower
+problem gives each role its precision, and loop, search and termination are optimistix's, in the
+precision of the residual.
+
+The narrower problem has as many rows as unknowns. With `J` the Jacobian in its role's precision and
+`D` the lengths of its columns, `Q R` is the QR factorisation of `[J; u D]`, and `z = R^-T g` for
+the gradient `g = J^T r` of its own role: then `R^T R = J^T J + u^2 D^2` and `R^T z = g`, so that
+the descent inside makes its step of the inexact matrix and the exact gradient. The unit roundoff
+`u` of the Jacobian is how well its columns are known; below that `R` would be rounding errors.
+
+This module needs optimistix, and is imported where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import optimistix as optx
+from jax import lax
+
+from precpass.api import auto_mixed
+from precpass.numerics.ladder import Ladder
+from precpass.numerics.roles import Roles
+from precpass.opkinds import OpKind
+from precpass.policy import Custom, PrecisionPolicy, quietly
+from precpass.precision import Precision
+
+__all__ = ["RisingState", "applied_in", "evaluated_in", "lengths", "solver_with"]
+
+Info = Any
+
+
+def evaluated_in(precision: Precision) -> PrecisionPolicy:
+    """The policy under which all arithmetic is done in one precision."""
+    kinds: dict[OpKind | str, Precision | str] = {
+        kind: precision for kind in OpKind if kind is not OpKind.BOUNDARY
+    }
+    return Custom(kinds).with_retypes("f64", "f32")
+
+
+def applied_in(precision: Precision, roles: Roles, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A linear function of the linearised residual in the precision of a role."""
+    if precision is Precision.parse(roles.residual):
+        return fn
+    return auto_mixed(fn, policy=evaluated_in(precision))
+
+
+class _DescentState(eqx.Module):
+    """What `RoledDescent` keeps: the state of the descent inside, and a measure of the problem.
+
+    Attributes:
+        inner: of the descent inside.
+        cosine: the largest between the residual and a column of the Jacobian; inf before the first.
+    """
+
+    inner: Any
+    cosine: Any
+
+
+class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
+    """A descent whose step comes of a Jacobian, a gradient and a factorisation of other precisions.
+
+    Attributes:
+        inner: what makes the step.
+        rung: which of the Jacobian's precisions it has, int32[].
+        roles: the precisions.
+        has_transpose: whether the linearised residual has one.
+    """
+
+    inner: optx.AbstractDescent[Any, Any, Any]
+    rung: Any
+    roles: Roles = eqx.field(static=True)
+    has_transpose: bool = eqx.field(static=True)
+
+    def init(self, y: Any, f_info_struct: Info) -> Any:
+        narrow, _ = eqx.filter_eval_shape(self.narrowed, f_info_struct)
+        state = self.inner.init(y.astype(self._dtype), narrow)
+        # its scalars have JAX's default type
+        state = jax.tree.map(
+            lambda x: x.astype(self._dtype) if eqx.is_inexact_array(x) else x, state
+        )
+        return _DescentState(state, jnp.asarray(jnp.inf, self._dtype))
+
+    def query(self, y: Any, f_info: Info, state: Any) -> Any:
+        narrow, cosine = self.narrowed(f_info)
+        return _DescentState(self.inner.query(y.astype(self._dtype), narrow, state.inner), cosine)
+
+    def step(self, step_size: Any, state: Any) -> Any:
+        diff, result = self.inner.step(step_size.astype(self._dtype), state.inner)
+        return diff.astype(Precision.parse(self.roles.residual).dtype), result
+
+    @property
+    def _dtype(self) -> Any:
+        return Precision.parse(self.roles.solve).dtype
+
+    def narrowed(self, f_info: Info) -> tuple[Info, Any]:
+        """The problem of `n` rows with the gradient and the matrix of this one, and the cosine."""
+        structure = f_info.jac.in_structure()
+        eye = jnp.eye(structure.size, dtype=structure.dtype)
+        jac = f_info.jac
+        if not self.has_transpose:
+            # what it has is a loop, which may never end in a precision below its tolerance
+            jac = lx.MatrixLinearOperator(jax.vmap(jac.mv)(eye).T)
+        rungs = self.roles.rungs
+        columns = [self._in(rung, jax.vmap(jac.mv)) for rung in rungs]
+        rows = columns[0](eye) if len(rungs) == 1 else lax.switch(self.rung, columns, eye)
+        jacobian = rows.T.astype(self._dtype)
+        transposed = self._in(Precision.parse(self.roles.gradient), jac.transpose().mv)
+        gradient = transposed(f_info.residual).astype(self._dtype)
+        least = Precision.parse(self.roles.solve).unit_roundoff
+        roundoffs = jnp.asarray([max(p.unit_roundoff, least) for p in rungs], self._dtype)
+        sizes = lengths(jacobian)
+        stacked = jnp.concatenate([jacobian, jnp.diag(roundoffs[self.rung] * sizes)])
+        triangle = jnp.linalg.qr(stacked, mode="r")
+        problem = jax.scipy.linalg.solve_triangular(triangle, gradient, trans="T")
+        norm = jnp.linalg.norm(f_info.residual).astype(self._dtype)
+        cosine = jnp.max(jnp.abs(gradient) / sizes) / jnp.where(norm > 0, norm, 1)
+        info = optx.FunctionInfo.ResidualJac(problem, lx.MatrixLinearOperator(triangle))
+        return info, cosine
+
+    def _in(self, precision: Precision, fn: Callable[..., Any]) -> Callable[..., Any]:
+        lowered = applied_in(precision, self.roles, fn)
+        if lowered is fn:
+            return fn
+
+        def with_fallback(x: Any) -> Any:
+            # an intermediate value may overflow the low format far from the solution
+            with quietly():  # a Jacobian without arithmetic has nothing to lower
+                low = lowered(x)
+            # a method of an operator is not hashable, and cond asks for that
+            finite = jnp.all(jnp.isfinite(low))
+            return lax.cond(finite, lambda _: low, lambda x: fn(x), x)
+
+        return with_fallback
+
+
+class RisingState(eqx.Module):
+    """The state of a `RisingSolver`: that of the solver inside, and the ladder."""
+
+    inner: Any
+    ladder: Ladder
+
+
+class RisingSolver(optx.AbstractLeastSquaresSolver[Any, Any, Any, Any]):
+    """A solver of optimistix whose descent has a Jacobian of a precision that rises.
+
+    It is raised by a `Ladder` whose measure is the cosine between the residual and the Jacobian,
+    and where the solver would end: a tolerance met by steps of a low Jacobian may be met by their
+    smallness alone. On the last rung the solver ends as it does by itself.
+
+    Attributes:
+        solver: with a `RoledDescent`.
+    """
+
+    solver: Any
+
+    @property
+    def rtol(self) -> Any:
+        return self.solver.rtol
+
+    @property
+    def atol(self) -> Any:
+        return self.solver.atol
+
+    @property
+    def norm(self) -> Any:
+        return self.solver.norm
+
+    def init(
+        self, fn: Any, y: Any, args: Any, options: Any, f_struct: Any, aux_struct: Any, tags: Any
+    ) -> Any:
+        inner = self.solver.init(fn, y, args, options, f_struct, aux_struct, tags)
+        rungs = self.solver.descent.roles.rungs
+        return RisingState(inner, Ladder.create(rungs, (), scale=1.0))
+
+    def step(
+        self, fn: Any, y: Any, args: Any, options: Any, state: Any, tags: Any
+    ) -> tuple[Any, Any, Any]:
+        rung = state.ladder.rung
+        y, inner, aux = self._on(rung).step(fn, y, args, options, state.inner, tags)
+        ends, result = self.solver.terminate(fn, y, args, options, inner, tags)
+        ends = ends | (result != optx.RESULTS.successful)
+        measure = inner.descent_state.cosine
+        ladder = state.ladder.updated(measure, (), exact=True, ended=ends)
+        raised = ladder.rung > rung
+        dynamic, static = eqx.partition(inner.descent_state, eqx.is_array)
+
+        def again() -> Any:
+            new = self._on(ladder.rung).descent.query(y, inner.f_info, inner.descent_state)
+            return eqx.filter(new, eqx.is_array)
+
+        descent = eqx.combine(lax.cond(raised, again, lambda: dynamic), static)
+        inner = eqx.tree_at(
+            lambda s: (s.descent_state, s.terminate, s.result, s.y_eval),
+            inner,
+            (
+                descent,
+                inner.terminate & ~raised,
+                optx.RESULTS.where(raised, optx.RESULTS.successful, inner.result),
+                # a step that a low Jacobian made is not to be taken where it leads nowhere
+                jnp.where(raised & ~jnp.all(jnp.isfinite(inner.y_eval)), y, inner.y_eval),
+            ),
+        )
+        return y, RisingState(inner, ladder), aux
+
+    def terminate(
+        self, fn: Any, y: Any, args: Any, options: Any, state: Any, tags: Any
+    ) -> tuple[Any, Any]:
+        return self.solver.terminate(fn, y, args, options, state.inner, tags)
+
+    def postprocess(
+        self,
+        fn: Any,
+        y: Any,
+        aux: Any,
+        args: Any,
+        options: Any,
+        state: Any,
+        tags: Any,
+        result: Any,
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        return self.solver.postprocess(fn, y, aux, args, options, state.inner, tags, result)
+
+    def _on(self, rung: Any) -> Any:
+        return eqx.tree_at(lambda s: s.descent.rung, self.solver, rung)
+
+
+def solver_with(roles: Roles, solver: Any, has_transpose: bool = True) -> Any:
+    """An optimistix solver whose steps have the roles' precisions."""
+    if roles.is_uniform and roles.residual is Precision.F64 and has_transpose:
+        return solver
+    first = jnp.asarray(0, jnp.int32)
+    descent = RoledDescent(solver.descent, first, roles, has_transpose)
+    solver = eqx.tree_at(lambda s: s.descent, solver, descent)
+    return solver if len(roles.rungs) == 1 else RisingSolver(solver)
+
+
+def lengths(jacobian: Any) -> Any:
+    """The lengths of the columns, one for those that are zero."""
+    found = jnp.linalg.norm(jacobian, axis=0)
+    return jnp.where(found > 0, found, jnp.ones_like(found))
