@@ -405,5 +405,8 @@ def test_the_summary_has_the_worst_first():
     assert "return (jnp.log(x - 2.0) + lost).sum()" in lines[2]
     assert [line for line in lines if line.startswith("lost to zero")]
     assert repr(health).endswith("born at 1, values are lost to zero at 1>")
+    for n, said in ((1, "  1 value by exp"), (2, "  2 values by exp")):
+        _, health = monitor(jnp.exp)(jnp.full(n, -1e4))
+        assert said in health.summary()
     _, health = monitor(jnp.sin)(jnp.ones(2))
     assert "all values are finite, and none was lost to zero" in health.summary()
