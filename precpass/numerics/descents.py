@@ -198,14 +198,12 @@ class RisingSolver(optx.AbstractLeastSquaresSolver[Any, Any, Any, Any]):
 
         descent = eqx.combine(lax.cond(raised, again, lambda: dynamic), static)
         inner = eqx.tree_at(
-            lambda s: (s.descent_state, s.terminate, s.result, s.y_eval),
+            lambda s: (s.descent_state, s.terminate, s.result),
             inner,
             (
                 descent,
                 inner.terminate & ~raised,
                 optx.RESULTS.where(raised, optx.RESULTS.successful, inner.result),
-                # a step that a low Jacobian made is not to be taken where it leads nowhere
-                jnp.where(raised & ~jnp.all(jnp.isfinite(inner.y_eval)), y, inner.y_eval),
             ),
         )
         return y, RisingState(inner, ladder), aux

@@ -31,7 +31,7 @@ from precpass.numerics.wide import own_array
 from precpass.policy import Custom, quietly
 from precpass.precision import Precision
 
-__all__ = ["Problem", "Spec", "fit", "program"]
+__all__ = ["Problem", "Spec", "fit", "looked_at", "program"]
 
 
 class Problem(eqx.Module):
@@ -171,26 +171,16 @@ class Fit(NamedTuple):
         cosine: the largest between the residual and a column of the Jacobian.
         step: the size of the next Gauss-Newton step relative to the unknowns.
         ladder: of the Jacobian; None for one precision.
-        health: of the residual and its linearisation; None where nobody asked.
     """
 
     solution: Any
     cosine: Any
     step: Any
     ladder: Any
-    health: Any
 
 
 @eqx.filter_jit
-def fit(
-    problem: Problem,
-    solver: Any,
-    roles: Roles,
-    x0: Any,
-    args: Any,
-    max_steps: int,
-    looks: bool,
-) -> Fit:
+def fit(problem: Problem, solver: Any, roles: Roles, x0: Any, args: Any, max_steps: int) -> Fit:
     """The solution by optimistix, and how well it satisfies what it should.
 
     Args:
@@ -200,11 +190,8 @@ def fit(
         x0: where to start, a vector.
         args: of the residual.
         max_steps: at most.
-        looks: whether the residual is monitored at the start and at the end.
     """
-    fn: Callable[..., Any] = problem
-    if problem.spec.precision is Precision.F32:
-        fn = eqx.Partial(_in_float32, problem)
+    fn = _of_its_precision(problem)
     forward, backward = _derivatives(fn, x0, args)
     found = optx.least_squares(
         fn,
@@ -225,11 +212,22 @@ def fit(
         (problem.spec.unflat(found.value), None, accepted),
         is_leaf=lambda x: x is None,
     )
-    at_end = jax.lax.stop_gradient(found.value)
-    quality = _quality(fn, at_end, args, jax.jacfwd if forward else jax.jacrev)
-    looked = _Looked(fn, roles, forward, backward)
-    health = looked.at((jax.lax.stop_gradient(x0), at_end), args) if looks else None
-    return Fit(shown, *quality, ladder, health)
+    return Fit(
+        shown, *_quality(fn, found.value, args, jax.jacfwd if forward else jax.jacrev), ladder
+    )
+
+
+@eqx.filter_jit
+def looked_at(problem: Problem, roles: Roles, points: Sequence[Any], args: Any) -> Any:
+    """The health of the residual and its linearisation at some points, a program of its own."""
+    points, args = jax.tree.map(jax.lax.stop_gradient, (points, args))
+    points, args = jax.lax.optimization_barrier((points, args))
+    fn = _of_its_precision(problem)
+    forward, backward = _derivatives(fn, points[0], args)
+    monitored = monitor(_Looked(fn, roles, forward, backward).linearised, Custom({}))
+    with quietly():
+        healths = [monitored(x, args)[1] for x in points]
+    return functools.reduce(lambda one, other: one.merged(other), healths)
 
 
 class _Looked(NamedTuple):
@@ -239,15 +237,6 @@ class _Looked(NamedTuple):
     roles: Roles
     forward: bool
     backward: bool
-
-    def at(self, points: Sequence[Any], args: Any) -> Any:
-        """The health at some points together."""
-        args = jax.tree.map(jax.lax.stop_gradient, args)
-        looked = monitor(self.linearised, Custom({}))
-        with quietly():
-            return functools.reduce(
-                lambda one, other: one.merged(other), (looked(x, args)[1] for x in points)
-            )
 
     def linearised(self, x: Any, args: Any) -> Any:
         """The residual, and what a first step reads of its Jacobian and of its gradient."""
@@ -297,6 +286,12 @@ def _derivatives(fn: Callable[..., Any], x: Any, args: Any) -> tuple[bool, bool]
 def _first_line(error: Exception | None) -> str:
     line = str(error).strip().partition("\n")[0].rstrip(".")
     return f"{type(error).__name__}: {line[:300]}"
+
+
+def _of_its_precision(problem: Problem) -> Callable[..., Any]:
+    if problem.spec.precision is Precision.F32:
+        return eqx.Partial(_in_float32, problem)
+    return problem
 
 
 def _in_float32(problem: Problem, x: Any, args: Any) -> Any:
