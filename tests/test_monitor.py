@@ -122,6 +122,19 @@ def test_what_complex_numbers_hand_on_is_not_born(fn: Any):
     assert not health.born() and sum(seen.nonfinite for seen in health.seen()) >= 1
 
 
+def test_complex_results_have_rows():
+    def f(z: Any) -> Any:
+        return jnp.abs(z * z), jnp.fft.ifft(z)
+
+    z = jnp.asarray([3 + 4j, 1e30 + 0j, 1e-30 + 1e-32j], jnp.complex64)
+    mul = seen_of(health_of(f, z[::2]), "mul")
+    assert (mul.place.dtype, mul.largest, mul.lost, mul.nonfinite) == ("complex64", 24.0, 1, 0)
+    health = health_of(f, z[:2])
+    mul, fft = seen_of(health, "mul"), seen_of(health, "fft")
+    assert mul.is_birth and (mul.nonfinite, fft.nonfinite) == (1, 0)
+    assert [seen.place.primitive for seen in health.born()] == ["mul"]
+
+
 def test_a_gather_out_of_bounds_bears_a_nan():
     health = health_of(lambda x: x.at[jnp.asarray([7])].get(mode="fill"), jnp.ones(3))
     assert [s.place.primitive for s in health.born()][:1] == ["gather"]

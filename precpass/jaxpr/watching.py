@@ -42,7 +42,7 @@ class Place:
         scope: the name scopes around it, as JAX prints them.
         source: the user's line; that of the first caller where JAX recorded none.
         inside: the loops and branches that it runs in, outermost first.
-        dtype, shape: of its first floating result; places that differ in shape alone are equal.
+        dtype, shape: of its first floating or complex result; places that differ in shape alone are equal.
         is_entered: False for one whose inside is out of sight, a kernel or a callback.
     """
 
@@ -71,7 +71,7 @@ class Look(Protocol):
     """What is recorded of equations."""
 
     def sees(self, eqn: Any) -> bool:
-        """Whether an equation without bodies that has floating results has a row."""
+        """Whether an equation without bodies that has floating or complex results has a row."""
         ...
 
     def record(self, ran: Sequence[Ran]) -> Record:
@@ -169,8 +169,8 @@ class Watch:
 
     def sees(self, eqn: Any) -> bool:
         """Whether an equation without bodies has a row."""
-        floats = any(_is_floating(v.aval) for v in eqn.outvars)
-        return floats and id(eqn) not in self.dead and self.look.sees(eqn)
+        inexact = any(_is_inexact(v.aval) for v in eqn.outvars)
+        return inexact and id(eqn) not in self.dead and self.look.sees(eqn)
 
     def none(self, places: int) -> Record:
         """The record of equations that did not run."""
@@ -214,11 +214,11 @@ class Watch:
         return trip + np.int32(1), self.look.joined(before, self.look.in_trip(record, trip))
 
 
-def _is_floating(x: Any) -> bool:
+def _is_inexact(x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
     if dtype is None or hasattr(x, "inner_aval"):  # a token or a reference
         return False
-    return jnp.issubdtype(dtype, jnp.floating)
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _varying(x: Any) -> Any:
@@ -233,7 +233,7 @@ def _varying(x: Any) -> Any:
 
 
 def _place(eqn: Any) -> Place:
-    result = next(v.aval for v in eqn.outvars if _is_floating(v.aval))
+    result = next(v.aval for v in eqn.outvars if _is_inexact(v.aval))
     return Place(
         name_of(eqn),
         scope_of(eqn),

@@ -163,8 +163,8 @@ def _moves(name: str) -> bool:
 def _row(step: ir.Ran, reads: bool) -> dict[str, Any]:
     name = step.eqn.primitive.name
     chooses = name in _CHOOSE or _moves(name)
-    results = [x for x in step.results if _is_floating(x)]
-    operands = [x for x in step.operands if _is_floating(x) or _is_complex(x)]
+    results = [x for x in step.results if _is_inexact(x)]
+    operands = [x for x in step.operands if _is_inexact(x)]
     given = [_bits(x) for x in operands]
     row: dict[str, Any] = dict.fromkeys(("infinities", "nans", "lost"), np.int32(0))
     row |= {"top": np.uint32(0), "bad": np.int32(0), "largest": np.uint32(0)}
@@ -242,8 +242,8 @@ def _all(tests: Any, found: Any = True) -> Any:
     return functools.reduce(jnp.logical_and, tests, found)
 
 
-def _is_floating(x: Any) -> bool:
-    return not _is_ref(x) and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+def _is_inexact(x: Any) -> bool:
+    return not _is_ref(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def _is_complex(x: Any) -> bool:

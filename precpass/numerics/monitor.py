@@ -35,9 +35,10 @@ def monitor(
     """A function under a policy that also says how its numbers fared, equation by equation.
 
     What runs is the program that `auto_mixed(fn, policy=policy)` runs, and beside it the same one
-    again, from the same arguments, with a reduction at each equation whose results are floating:
-    so no bit of the output changes. Nothing is called back: what is found is a small pytree. A
-    program with effects (callbacks, references) runs once, with the reductions in it.
+    again, from the same arguments, with a reduction at each equation whose results are floating or
+    complex (of a complex number its larger part counts): so no bit of the output changes. Nothing
+    is called back: what is found is a small pytree. A program with effects (callbacks, references)
+    runs once, with the reductions in it.
 
     Scans, while loops, branches, `jax.checkpoint`, `shard_map`, custom rules and jits are looked
     into; of Pallas kernels, callbacks, `custom_vmap`, `composite`, float64 regions and of the
