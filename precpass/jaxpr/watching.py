@@ -42,7 +42,8 @@ class Place:
         scope: the name scopes around it, as JAX prints them.
         source: the user's line; that of the first caller where JAX recorded none.
         inside: the loops and branches that it runs in, outermost first.
-        dtype, shape: of its first floating or complex result; places that differ in shape alone are equal.
+        dtype, shape: of its first floating or complex result; of two places, those that differ in
+            shape alone are equal.
         is_entered: False for one whose inside is out of sight, a kernel or a callback.
     """
 
