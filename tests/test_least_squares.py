@@ -58,6 +58,7 @@ def count(roles: pp.Roles) -> int:
     return sum(x >= SOLVED for x in digits(roles).values())
 
 
+@pytest.mark.programs
 def test_nist_with_a_float32_jacobian_is_solved_as_in_float64():
     """27 problems from two starts; the baseline is optimistix's own solver."""
     baseline = count(pp.Roles.all("f64"))

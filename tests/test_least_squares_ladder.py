@@ -53,6 +53,7 @@ def test_each_rung_has_products_of_its_format():
     assert {"bf16", "f32"} <= {name for name in ("bf16", "f16", "f32") if f":{name}[" in text}
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("name", ["Bennett5", "Lanczos1", "Lanczos2", "Lanczos3", "MGH10"])
 def test_nist_problems_that_bfloat16_does_not_solve_are_solved(name: str):
     """By its Jacobian alone, in 2,000 steps; with the ladder they are, from NIST's second start."""
@@ -76,6 +77,22 @@ def test_what_stalls_is_raised_before_it_ends():
     fit = pp.least_squares(residual, START, roles=RISING, max_steps=4000)
     assert bool(fit.converged) and lre(fit.value, want) > SOLVED
     assert "stalled" in fit.summary()
+
+
+@pytest.mark.parametrize("rungs", [("bf16", "f32", "f64"), ("f32", "f64")])
+def test_a_solution_that_a_low_rung_found_ends_the_solve(rungs: tuple[str, ...]):
+    """At it the residual is all rounding, and optimistix accepts no more steps."""
+    fit = pp.least_squares(lambda b, _: b**2 - 2, 1.0, roles={"jacobian": rungs}, max_steps=200)
+    assert bool(fit.converged) and int(fit.steps) < 60
+    assert abs(float(fit.value) - 2**0.5) < 1e-15
+
+
+def test_the_summary_of_many_fits_counts_them():
+    def fitted(c: Any) -> Any:
+        return pp.least_squares(lambda b, c: b**2 - c.astype(b.dtype), 1.0, c, roles=RISING)
+
+    text = jax.vmap(fitted)(jnp.arange(2.0, 5.0)).summary()
+    assert re.search(r"\nof 3 fits 3 met their tolerances, after \d+ to \d+ steps$", text)
 
 
 def test_a_fit_on_a_ladder_is_differentiated_and_mapped():

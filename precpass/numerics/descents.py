@@ -142,10 +142,17 @@ class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
 
 
 class RisingState(eqx.Module):
-    """The state of a `RisingSolver`: that of the solver inside, and the ladder."""
+    """The state of a `RisingSolver`.
+
+    Attributes:
+        inner: that of the solver inside.
+        ladder: the Jacobian's.
+        met: whether the solver's tolerances were met on a low rung, bool[].
+    """
 
     inner: Any
     ladder: Ladder
+    met: Any
 
 
 class RisingSolver(optx.AbstractLeastSquaresSolver[Any, Any, Any, Any]):
@@ -155,41 +162,39 @@ class RisingSolver(optx.AbstractLeastSquaresSolver[Any, Any, Any, Any]):
     and where the solver would end: a tolerance met by steps of a low Jacobian may be met by their
     smallness alone. On the last rung the solver ends as it does by itself.
 
+    Where none of `patience` steps on the last rung leads further than a low one that ended, the
+    solve has ended there.
+
     Attributes:
+        rtol, atol, norm: the solver's.
         solver: with a `RoledDescent`.
     """
 
+    rtol: Any
+    atol: Any
+    norm: Any
     solver: Any
-
-    @property
-    def rtol(self) -> Any:
-        return self.solver.rtol
-
-    @property
-    def atol(self) -> Any:
-        return self.solver.atol
-
-    @property
-    def norm(self) -> Any:
-        return self.solver.norm
 
     def init(
         self, fn: Any, y: Any, args: Any, options: Any, f_struct: Any, aux_struct: Any, tags: Any
     ) -> Any:
         inner = self.solver.init(fn, y, args, options, f_struct, aux_struct, tags)
         rungs = self.solver.descent.roles.rungs
-        return RisingState(inner, Ladder.create(rungs, (), scale=1.0))
+        return RisingState(inner, Ladder.create(rungs, (), scale=1.0), jnp.asarray(False))
 
     def step(
         self, fn: Any, y: Any, args: Any, options: Any, state: Any, tags: Any
     ) -> tuple[Any, Any, Any]:
         rung = state.ladder.rung
         y, inner, aux = self._on(rung).step(fn, y, args, options, state.inner, tags)
-        ends, result = self.solver.terminate(fn, y, args, options, inner, tags)
-        ends = ends | (result != optx.RESULTS.successful)
+        done, result = self.solver.terminate(fn, y, args, options, inner, tags)
+        failed = result != optx.RESULTS.successful
         measure = inner.descent_state.cosine
-        ladder = state.ladder.updated(measure, (), exact=True, ended=ends)
+        ladder = state.ladder.updated(measure, (), exact=True, ended=done | failed)
         raised = ladder.rung > rung
+        met = state.met | (done & ~failed)
+        # optimistix ends where it accepts a step, and at the solution it may accept none
+        exhausted = state.met & ~raised & ~ladder.running
         dynamic, static = eqx.partition(inner.descent_state, eqx.is_array)
 
         def again() -> Any:
@@ -202,11 +207,11 @@ class RisingSolver(optx.AbstractLeastSquaresSolver[Any, Any, Any, Any]):
             inner,
             (
                 descent,
-                inner.terminate & ~raised,
+                (inner.terminate | exhausted) & ~raised,
                 optx.RESULTS.where(raised, optx.RESULTS.successful, inner.result),
             ),
         )
-        return y, RisingState(inner, ladder), aux
+        return y, RisingState(inner, ladder, met), aux
 
     def terminate(
         self, fn: Any, y: Any, args: Any, options: Any, state: Any, tags: Any
@@ -237,7 +242,9 @@ def solver_with(roles: Roles, solver: Any, has_transpose: bool = True) -> Any:
     first = jnp.asarray(0, jnp.int32)
     descent = RoledDescent(solver.descent, first, roles, has_transpose)
     solver = eqx.tree_at(lambda s: s.descent, solver, descent)
-    return solver if len(roles.rungs) == 1 else RisingSolver(solver)
+    if len(roles.rungs) == 1:
+        return solver
+    return RisingSolver(solver.rtol, solver.atol, solver.norm, solver)
 
 
 def lengths(jacobian: Any) -> Any:

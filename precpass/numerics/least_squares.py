@@ -82,6 +82,8 @@ class LeastSquares:
         """The result in four lines, outside of `jax.jit`; more with a ladder or a health."""
         import optimistix as optx
 
+        if jnp.ndim(self.step):
+            return self._of_many()
         ended = optx.RESULTS[self.solution.result] or "its tolerances were met"
         accepted = self.solution.stats["num_accepted_steps"]
         more = [] if self.ladder is None else [f"Jacobian: {switches(self.ladder)}"]
@@ -95,6 +97,16 @@ class LeastSquares:
                 f"next Gauss-Newton step {float(self.step):.1e} of the unknowns",
                 f"residual and Jacobian at a cosine of {float(self.cosine):.1e}",
                 *more,
+            )
+        )
+
+    def _of_many(self) -> str:
+        converged, steps = np.asarray(self.converged), np.asarray(self.steps)
+        return "\n".join(
+            (
+                f"{self.roles!r}",
+                f"of {counted(converged.size, 'fit')} {int(converged.sum())} met their tolerances, "
+                f"after {steps.min()} to {steps.max()} steps",
             )
         )
 
@@ -200,7 +212,8 @@ def least_squares(
 
     # float32 throughout is traced with x64 on too: JAX mixes up numpy arrays that it meets in both
     # modes, as `fitting.program` says
-    return LeastSquares(*in_float64(run, leaves, args), roles)
+    solution, cosine, step, ladder, health = in_float64(run, leaves, args)
+    return LeastSquares(solution, cosine, step, ladder, health, roles)
 
 
 def _fitting() -> Any:
