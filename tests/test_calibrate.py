@@ -15,6 +15,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 f32 = jnp.float32
 
 

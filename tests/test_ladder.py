@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 f32 = jnp.float32
 BF16, F32 = (pp.Precision.parse(p).unit_roundoff for p in ("bf16", "f32"))
 LADDER = ("bf16", "f32", "f64")

@@ -14,6 +14,8 @@ from nist_problems import any_residual, lre, padded, problems, read
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 SOLVED = 6.0
 T = np.linspace(0.0, 2.0, 12)
 Y = 2.0 * np.exp(-1.5 * T) + 0.5 * np.sin(40.0 * T)
@@ -58,7 +60,6 @@ def count(roles: pp.Roles) -> int:
     return sum(x >= SOLVED for x in digits(roles).values())
 
 
-@pytest.mark.programs
 def test_nist_with_a_float32_jacobian_is_solved_as_in_float64():
     """27 problems from two starts; the baseline is optimistix's own solver."""
     baseline = count(pp.Roles.all("f64"))

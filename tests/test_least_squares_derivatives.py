@@ -13,6 +13,8 @@ from test_least_squares import START, T, Y, decay, exact
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 ROLES = {
     "default": pp.Roles(),
     "float64": pp.Roles.all("f64"),

@@ -12,6 +12,8 @@ from scipy.linalg import lu_factor
 import precpass as pp
 from precpass.numerics.factoring import factors
 
+pytestmark = pytest.mark.programs
+
 N = 100
 # the largest power of ten for which it converges, and one for which it cannot
 LIMITS = {
