@@ -19,6 +19,8 @@ from precpass.costs import NOMINAL, Costs
 from precpass.planner import make_plan
 from precpass.profit import Product, Verdict
 
+pytestmark = pytest.mark.programs
+
 SMALL = 12
 """So many nodes are tried in all ways."""
 CHUNKS, PROGRAMS = 10, 101

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 import precpass as pp
 from precpass.numerics.condition import condition_number
 
+pytestmark = pytest.mark.programs
+
 f32 = jnp.float32
 W, V = jnp.asarray(normal(0, 8, 8)), jnp.asarray(normal(1, 8))
 

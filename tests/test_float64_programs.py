@@ -16,6 +16,8 @@ from jax import lax
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 F32_PRODUCTS = pp.Custom({pp.OpKind.COMPUTE: "f32"}).with_retypes("f64")
 UNIT = float(pp.Precision.F32.unit_roundoff)
 _RNG = np.random.default_rng(0)

@@ -15,6 +15,8 @@ from counting import FLAGS, Counts, counts
 from flow_helpers import config, named
 from product_counts import PROGRAMS, settings
 
+pytestmark = pytest.mark.programs
+
 UNDER_FLAGS = ("compositions", "graph", "scopes")
 # What JAX itself refuses: jax_scan3 has no rule for references inside of custom_linear_solve, and
 # its scans cannot be differentiated in reverse or batched.

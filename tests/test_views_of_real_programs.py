@@ -19,6 +19,8 @@ from unit_helpers import f32
 import precpass as pp
 from precpass import Action, OpKind
 
+pytestmark = pytest.mark.programs
+
 
 class Residual(nn.Module):
     features: int
