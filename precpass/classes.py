@@ -85,7 +85,6 @@ class Classes:
         self.reads_low = reads_low
         self._parents: dict[Key, Key] = {}
         self._crossed = {row for row in graph.children if crosses(row)}
-        self._scopes: dict[int, bool] = {}
         for row in sorted(self._crossed):
             self._link(row)
         kept = set[Key]()
@@ -165,11 +164,7 @@ class Classes:
 
     def is_backward(self, body: int, eqn: Any) -> bool:
         """Whether an equation of a body belongs to a backward pass."""
-        stack = eqn.source_info.name_stack
-        found = self._scopes.get(id(stack))
-        if found is None:
-            found = self._scopes[id(stack)] = is_backward(ir.scope_of(eqn))
-        return found or is_backward(self.graph.bodies[body].scope)
+        return is_backward(self.graph.scope_in(body, eqn))
 
     def _follow(self, body: int) -> None:
         """Joins a value and what it is where it was moved to."""
@@ -218,7 +213,7 @@ class Classes:
         return [(i, own[v]) for i, v in enumerate(atoms) if not ir.is_literal(v) and v in own]
 
     def _collect(self, body: int, kept: set[Key]) -> None:
-        graph, node = self.graph, self.graph.bodies[body]
+        graph, node, own = self.graph, self.graph.bodies[body], self._of[body]
         opened = ir.open_jaxpr(node.jaxpr)
         if body == 0:
             for i, found in self._classes(0, (*opened.constvars, *opened.invars)):
@@ -231,7 +226,8 @@ class Classes:
             if row in self._crossed:
                 self._cross(row, body)
                 continue
-            reads, makes = self._classes(body, eqn.invars), self._classes(body, eqn.outvars)
+            reads = self._classes(body, eqn.invars)
+            makes = [(k, own[v]) for k, v in enumerate(eqn.outvars) if v in own]
             moved = self._moved(row) if reads and makes else None
             low = row in self.reads_low
             for i, found in reads:

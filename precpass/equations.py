@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable
 from typing import Any
 
 from precpass import jaxpr as ir
@@ -36,7 +35,6 @@ EQUALITIES = frozenset({"eq", "ne"})
 _REPEATS = frozenset(("broadcast_in_dim", "all_gather", "all_gather_invariant", "tile"))
 CHOOSES = frozenset(("dynamic_slice",))
 """Those that take a part of an operand which is chosen at run time."""
-_ASKS_READERS = frozenset(("convert_element_type", "stop_gradient"))
 
 
 def view_of(eqn: Any, scope: str, source: ir.Source) -> EqnView:
@@ -151,18 +149,6 @@ def widen(eqn: Any, table: Op, target: Precision, reason: str) -> Decision:
     return Decision(action, table.kind, target, stored, reason)
 
 
-def likeness(row: int, eqn: Any, facts: Facts, adds: bool, decides: bool) -> Hashable:
-    """All that the decision for an elementwise equation hangs on, under a mere permission."""
-    name = eqn.primitive.name
-    atoms = (*eqn.invars, *eqn.outvars)
-    dtypes = [getattr(v.aval, "dtype", None) for v in atoms]
-    known = [facts.of(v) for v in atoms]
-    # those of its readers matter too
-    alone = name in _ASKS_READERS or not Precision.of(dtypes[len(eqn.invars) - 1])
-    where = id(eqn.source_info.name_stack), facts.body
-    return name, row if alone else -1, where, adds, decides, facts.sampler, *dtypes, *known
-
-
 def float_vars(eqn: Any) -> list[Any]:
     """The floating operands."""
     return [v for v in eqn.invars if ir.precision_of(v.aval)]
@@ -170,13 +156,15 @@ def float_vars(eqn: Any) -> list[Any]:
 
 def moved_operand(eqn: Any) -> Any:
     """What an equation only moves, each element once at the most; None where it does more."""
+    if len(eqn.invars) != 1:
+        return None
     row = op(eqn.primitive.name)
     moves = row.kind is OpKind.DATA_MOVEMENT and not row.spreads and row.data is None
     if not (moves or ir.keeps_bits(eqn)):
         return None
-    operands = float_vars(eqn)
-    alone = len(operands) == 1 and len(eqn.invars) == 1 and not ir.is_literal(operands[0])
-    return operands[0] if alone and ir.precision_of(operands[0].aval) is Precision.F32 else None
+    (moved,) = eqn.invars
+    is_wide = ir.precision_of(moved.aval) is Precision.F32
+    return moved if is_wide and not ir.is_literal(moved) else None
 
 
 def chosen_operand(eqn: Any) -> Any:

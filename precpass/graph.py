@@ -83,6 +83,7 @@ class Graph:
     bodies: tuple[BodyNode, ...]
     eqns: tuple[Any, ...]
     children: dict[int, tuple[tuple[ir.Body, int], ...]]
+    _scopes: dict[tuple[int, int], str] = dataclasses.field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def primitives(self) -> tuple[str, ...]:
@@ -152,16 +153,15 @@ class Graph:
 
     def scope(self, row: int) -> str:
         """The whole name scope of an equation, its callers' scopes first."""
-        eqn = self.eqns[row]
-        # a name stack is one object for all that was bound below it, and is slow to print
-        key = int(self.body[row]), id(eqn.source_info.name_stack)
-        if key not in self._scopes:
-            self._scopes[key] = join_scopes(self.bodies[key[0]].scope, ir.scope_of(eqn))
-        return self._scopes[key]
+        return self.scope_in(int(self.body[row]), self.eqns[row])
 
-    @functools.cached_property
-    def _scopes(self) -> dict[tuple[int, int], str]:
-        return {}
+    def scope_in(self, body: int, eqn: Any) -> str:
+        """That of one of a body's equations."""
+        # a name stack is one object for all that was bound below it, and is slow to print
+        key = body, id(eqn.source_info.name_stack)
+        if key not in self._scopes:
+            self._scopes[key] = join_scopes(self.bodies[body].scope, ir.scope_of(eqn))
+        return self._scopes[key]
 
     def source(self, row: int) -> ir.Source:
         """The source line of an equation; its caller's where JAX recorded none of its own."""

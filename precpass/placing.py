@@ -80,6 +80,7 @@ class _Placing:
         self.rounded = set[int]()
         self.crossing = set[int]()
         self.wide = set[int]()
+        self.changing = set[int]()
         self.little: dict[int, str] = {}
         self.defining = dict[tuple[int, int], ValueClass]()
         self.memo: dict[Any, Plan] = {}
@@ -90,10 +91,12 @@ class _Placing:
         if self.wide:
             # what the other values lose was judged as if these products were low
             self.rounded, self.crossing, self.defining = set(), set(), {}
+            self.changing = self.wide
             wide = self._placed(0, self.q.plan, Twins())
             return _Placing(dataclasses.replace(self.q, plan=wide)).plan()
         if not (self.rounded or self.crossing):
             return self.q.plan
+        self.changing = {row for row, _ in self.defining}
         return self._placed(0, self.q.plan, Twins())
 
     # ------------------------------------------------------------ what was planned
@@ -205,6 +208,8 @@ class _Placing:
             start = self.graph.bodies[body].start
             decisions = tuple(
                 self._decided(row, body, decision)
+                if decision.inner or row in self.changing
+                else decision
                 for row, decision in enumerate(plan.decisions, start)
             )
             self.memo[key] = dataclasses.replace(plan, decisions=decisions, twins=twins)

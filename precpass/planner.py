@@ -30,13 +30,13 @@ from precpass.equations import (
     has_low,
     in_region,
     keep,
-    likeness,
     lower,
     unentered,
     widen,
 )
 from precpass.facts import Facts, propagate
 from precpass.graph import Graph, join_scopes
+from precpass.likeness import distinguished, likeness
 from precpass.opkinds import Op, OpKind, op
 from precpass.placing import Question, placed
 from precpass.plan import Action, Border, Decision, Plan, across
@@ -76,7 +76,7 @@ def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:
     """What of a scope the policy's rules can tell apart."""
     if policy.lock is not None or any(rule.scope or rule.where for rule in policy.rules):
         return scope
-    return innermost_keep(scope), is_fixed(scope)
+    return distinguished(scope)
 
 
 class Planner:
@@ -110,9 +110,8 @@ class Planner:
         self._facts_of: dict[int, list[Facts]] = {}
         self._deciding: set[int] = set()
         self._alike: dict[Hashable, Decision] = {}
-        self._only_permits = not (
-            self.asked or policy.widens or OpKind.ELEMENTWISE in policy.orders
-        )
+        # nothing but presets decides, and of those none orders more than products
+        self._presets_alone = self._cuts and not (self.asked or policy.widens)
         self._may_run = {p: reasons.MAY_RUN(p) for p in Precision}
 
     def root(self, border: Border) -> Plan:
@@ -221,22 +220,25 @@ class Planner:
         asks = self.policy.lowers or self.policy.rules or innermost_keep(self._scope(row))
         return bool(asks or (self.policy.widens and has_low(eqn)))
 
-    def _scope(self, row: int) -> str:
-        return join_scopes(self.scope, self.graph.scope(row))
+    def _scope(self, row: int, body: int | None = None) -> str:
+        graph = self.graph
+        scope = graph.scope(row) if body is None else graph.scope_in(body, graph.eqns[row])
+        return join_scopes(self.scope, scope) if self.scope else scope
 
     # ------------------------------------------------------------ leaves
 
     def _leaf(
         self, row: int, facts: Facts, decides: bool, adds: bool, stored: dict[Any, Precision | None]
     ) -> Decision:
-        eqn = self.graph.eqns[row]
-        table = op(eqn.primitive.name)
-        if table.kind is OpKind.ELEMENTWISE and self._only_permits:
-            key = likeness(row, eqn, facts, adds, decides)
-            if key not in self._alike:
-                self._alike[key] = self._decided(row, facts, decides, adds, stored)
-            return self._alike[key]
-        return self._decided(row, facts, decides, adds, stored)
+        if not self._presets_alone:
+            return self._decided(row, facts, decides, adds, stored)
+        eqn, scope = self.graph.eqns[row], self._scope(row, facts.body)
+        key = likeness(eqn, scope, facts, self.readers, stored, adds=adds, decides=decides)
+        if key is None:
+            return self._decided(row, facts, decides, adds, stored)
+        if key not in self._alike:
+            self._alike[key] = self._decided(row, facts, decides, adds, stored)
+        return self._alike[key]
 
     def _decided(
         self, row: int, facts: Facts, decides: bool, adds: bool, stored: dict[Any, Precision | None]

@@ -22,6 +22,7 @@ class Readers:
         self.graph = graph
         self._readers: dict[int, dict[Any, list[Any]]] = {}
         self._widenings: dict[int, dict[Any, Any]] = {}
+        self._cast: dict[int, frozenset[Any]] = {}
 
     def of(self, body: int) -> Mapping[Any, Sequence[Any]]:
         """Of each variable of a body: the equations that read it, None for its border."""
@@ -34,6 +35,15 @@ class Readers:
                         found.setdefault(v, []).append(reader)
             self._readers[body] = found
         return self._readers[body]
+
+    def cast(self, body: int) -> frozenset[Any]:
+        """The variables of a body that a cast reads."""
+        if body not in self._cast:
+            eqns = ir.open_jaxpr(self.graph.bodies[body].jaxpr).eqns
+            casts = (e for e in eqns if e.primitive.name == "convert_element_type")
+            atoms = (e.invars[0] for e in casts)
+            self._cast[body] = frozenset(v for v in atoms if not ir.is_literal(v))
+        return self._cast[body]
 
     def widened_from(self, body: int, atom: Any) -> Any:
         """The low variable of which a value is a widening cast, or None."""

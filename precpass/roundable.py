@@ -6,8 +6,8 @@ that small steps add up to have not, and nobody would write them in 16 bits by h
 
 from __future__ import annotations
 
+import collections
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -106,23 +106,28 @@ class Roundable:
     @functools.cached_property
     def _following(self) -> set[Any]:
         """What is computed of the result of a low product, however far behind it."""
-        after = dict[Any, list[Sequence[Any]]]()
+        after = collections.defaultdict[Any, list[Sequence[Any]]](list)
         todo = list[Any]()
+        # no call for each equation: every gradient is walked
         for row, eqn in enumerate(self.graph.eqns):
             if row in self.classes.reads_low:
                 todo += eqn.outvars
-                continue
-            # no call for each equation: every gradient is walked
-            steps = ((v, eqn.outvars) for v in eqn.invars)
-            for before, behind in steps if row not in self.graph.children else self._steps(row):
-                if not ir.is_literal(before):
-                    after.setdefault(before, []).append(behind)
+            elif row in self.graph.children:
+                for before, behind in self._steps(row):
+                    if not ir.is_literal(before):
+                        after[before].append(behind)
+            else:
+                behind = eqn.outvars
+                for before in eqn.invars:
+                    if not ir.is_literal(before):
+                        after[before].append(behind)
         found = set[Any]()
         while todo:
             v = todo.pop()
             if v not in found:
                 found.add(v)
-                todo += itertools.chain.from_iterable(after.get(v, ()))
+                for behind in after.get(v, ()):
+                    todo += behind
         return found
 
     def _steps(self, row: int) -> Iterator[tuple[Any, Sequence[Any]]]:

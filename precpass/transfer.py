@@ -27,7 +27,8 @@ def results(eqn: Any, operands: list[Fact]) -> list[Fact]:
     """What is known of an equation's results, given what is known of its operands."""
     name = eqn.primitive.name
     avals = [v.aval for v in eqn.outvars]
-    if all(f is ANY for f in operands) and _learns_nothing(name):
+    # every equation comes here: no call of Python's for each operand
+    if operands.count(ANY) == len(operands) and _learns_nothing(name):
         return [of_aval(a) for a in avals]
     if op(name).kind is OpKind.ELEMENTWISE and _RULES.get(name) is not _power:
         return [_elementwise(name, avals[0].dtype, *operands)]
@@ -37,6 +38,9 @@ def results(eqn: Any, operands: list[Fact]) -> list[Fact]:
         return list(operands)
     if name in ("top_k", "approx_top_k"):
         return [operands[0], *(_position_below(eqn.invars[0].aval.shape[-1:]),) * (len(avals) - 1)]
+    if name not in _RULES and not ir.applies_function(eqn):
+        data = tuple(_data(eqn, operands)) if _moves(name) else ()
+        return [_moved(name, getattr(a, "dtype", None), data, *operands) for a in avals]
     known = _known(name, operands, eqn)
     return [_settled(name, known, operands, getattr(a, "dtype", None)) for a in avals]
 
@@ -45,6 +49,20 @@ def results(eqn: Any, operands: list[Fact]) -> list[Fact]:
 def _elementwise(name: str, dtype: Any, *operands: Fact) -> Fact:
     # none of their parameters matters, and a program repeats itself
     return _settled(name, _known(name, operands), operands, dtype)
+
+
+@functools.lru_cache(maxsize=65536)
+def _moved(name: str, dtype: Any, data: tuple[Fact, ...], *operands: Fact) -> Fact:
+    # nor do they here, but for which operands are moved
+    known = hull(data) if data else ANY
+    return _settled(name, _learned(name, known, operands), operands, dtype)
+
+
+@functools.cache
+def _moves(name: str) -> bool:
+    """Whether a primitive hands on elements of its operands."""
+    row = op(name)
+    return row.kind is OpKind.DATA_MOVEMENT or (row.selects and row.kind is OpKind.REDUCTION)
 
 
 def _settled(name: str, known: Fact, operands: Sequence[Fact], dtype: Any) -> Fact:
@@ -74,13 +92,12 @@ def _of_constants(known: Fact, moves: bool) -> Fact:
 
 
 def _known(name: str, operands: Sequence[Fact], eqn: Any = None) -> Fact:
-    row, rule = op(name), _RULES.get(name)
-    if rule is not None:
-        known = rule(eqn, operands)
-    else:
-        moves = row.kind is OpKind.DATA_MOVEMENT or (row.selects and row.kind is OpKind.REDUCTION)
-        moves = moves and not ir.applies_function(eqn)
-        known = hull(_data(eqn, operands)) if moves and operands else ANY
+    rule = _RULES.get(name)
+    return _learned(name, ANY if rule is None else rule(eqn, operands), operands)
+
+
+def _learned(name: str, known: Fact, operands: Sequence[Fact]) -> Fact:
+    """What is known of a result beside what its bounds say."""
     learned: dict[str, float] = {}
     if name in _KEEPS_REACH:
         learned["reaches"] = _reach(operands)
