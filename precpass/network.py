@@ -39,12 +39,17 @@ def sums(values: NDArray[Any], groups: Ints, count: int) -> NDArray[Any]:
 
 def components(size: int, a: Ints, b: Ints) -> Ints:
     """The number of each node's connected component."""
+    if not len(a):
+        return np.arange(size)  # scipy takes as long for none as for a hundred
     return connected_components(_graph(size, a, b), directed=False)[1]
 
 
 def reached(size: int, start: int, tail: Ints, head: Ints) -> Bools:
     """Of each node, whether edges lead to it from `start`."""
     found = np.zeros(size, np.bool_)
+    if not len(tail):
+        found[start] = True
+        return found
     found[breadth_first_order(_graph(size, tail, head), start, return_predecessors=False)] = True
     return found
 
