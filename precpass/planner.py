@@ -110,7 +110,7 @@ class Planner:
         self._facts_of: dict[int, list[Facts]] = {}
         self._deciding: set[int] = set()
         self._alike: dict[Hashable, Decision] = {}
-        # nothing but presets decides, and of those none orders more than products
+        # nothing but presets decides, and they order no elementwise work
         self._presets_alone = self._cuts and not (self.asked or policy.widens)
         self._may_run = {p: reasons.MAY_RUN(p) for p in Precision}
 
@@ -220,10 +220,8 @@ class Planner:
         asks = self.policy.lowers or self.policy.rules or innermost_keep(self._scope(row))
         return bool(asks or (self.policy.widens and has_low(eqn)))
 
-    def _scope(self, row: int, body: int | None = None) -> str:
-        graph = self.graph
-        scope = graph.scope(row) if body is None else graph.scope_in(body, graph.eqns[row])
-        return join_scopes(self.scope, scope) if self.scope else scope
+    def _scope(self, row: int) -> str:
+        return join_scopes(self.scope, self.graph.scope(row))
 
     # ------------------------------------------------------------ leaves
 
@@ -232,7 +230,8 @@ class Planner:
     ) -> Decision:
         if not self._presets_alone:
             return self._decided(row, facts, decides, adds, stored)
-        eqn, scope = self.graph.eqns[row], self._scope(row, facts.body)
+        eqn = self.graph.eqns[row]
+        scope = join_scopes(self.scope, self.graph.scope_in(facts.body, eqn))
         key = likeness(eqn, scope, facts, self.readers, stored, adds=adds, decides=decides)
         if key is None:
             return self._decided(row, facts, decides, adds, stored)

@@ -74,10 +74,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "swaps": {"reasons", "opkinds", "jaxpr", "plan", "equations"},
     "planfile": {"precision", "opkinds", "rules", "lock", "policy", "graph", "plan", "site"},
     "switched_off": {"reasons", "opkinds", "jaxpr", "plan", "equations"},
+    "likeness": {"precision", "opkinds", "rules", "jaxpr", "facts", "readers"},
     "planner": {
         *("precision", "opkinds", "boundary", "rules", "policy", "jaxpr", "graph", "facts"),
         *("reasons", "accumulate", "plan", "equations", "readers", "asked", "placing", "profit"),
-        *("swaps", "costs"),
+        *("swaps", "costs", "likeness"),
     },
     "dots": set(),
     "product": {"precision", "jaxpr", "dots"},
