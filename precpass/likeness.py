@@ -48,11 +48,10 @@ def likeness(
         decides: whether it computes a loop's predicate.
     """
     name = eqn.primitive.name
-    kind = op(name).kind
     # the decision on a cast depends on what is around it, and so does that on what it reads
-    if kind not in _KINDS or name == "convert_element_type" or eqn.effects or facts.unchecked:
+    if op(name).kind not in _KINDS or name == "convert_element_type" or eqn.effects:
         return None
-    if kind is not OpKind.ELEMENTWISE and (ir.applies_function(eqn) or ir.user_order(eqn)):
+    if facts.unchecked or ir.applies_function(eqn) or ir.user_order(eqn):
         return None
     if not readers.cast(facts.body).isdisjoint(eqn.outvars):
         return None

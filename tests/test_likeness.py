@@ -72,3 +72,15 @@ def test_what_a_cast_reads_is_judged_by_itself(judged):
     assert judged.count("transpose") == 2
     reasons = [d.reason for d in plan.decisions]
     assert any("round" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("ordered_first", [False, True])
+def test_what_the_user_ordered_is_said_of_that_equation_alone(ordered_first):
+    def fn(x, w):
+        y = x @ w
+        orders = [{}, {"out_dtype": jnp.float32}]
+        return [jax.lax.mul(y, y, **k) for k in (reversed(orders) if ordered_first else orders)]
+
+    jaxpr = jax.make_jaxpr(fn)(jnp.ones((8, 8)), jnp.ones((8, 8)))
+    _, *said = (d.reason for d in make_plan(jaxpr, pp.AutoMixedBf16).decisions)
+    assert ["out_dtype=float32" in why for why in said] == [ordered_first, not ordered_first]
