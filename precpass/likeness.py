@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.facts import Facts
+from precpass.facts import ANY, Facts
 from precpass.opkinds import OpKind, op
 from precpass.precision import Precision
 from precpass.readers import Readers
@@ -48,19 +48,22 @@ def likeness(
         decides: whether it computes a loop's predicate.
     """
     name = eqn.primitive.name
-    # the decision on a cast depends on what is around it, and so does that on what it reads
-    if op(name).kind not in _KINDS or name == "convert_element_type" or eqn.effects:
+    if not _repeats(name) or eqn.effects:
         return None
     if facts.unchecked or ir.applies_function(eqn) or ir.user_order(eqn):
         return None
     if not readers.cast(facts.body).isdisjoint(eqn.outvars):
         return None
-    key: list[Hashable] = [name, len(eqn.invars), *distinguished(scope), adds, decides]
-    key.append(facts.sampler)
-    for v in eqn.invars:
-        key += (getattr(v.aval, "dtype", None), facts.of(v))
-        if stored:
-            key.append(None if ir.is_literal(v) else stored.get(v))
-    for v in eqn.outvars:
-        key += (getattr(v.aval, "dtype", None), facts.of(v))
-    return tuple(key)
+    atoms = (*eqn.invars, *eqn.outvars)
+    dtypes = tuple([getattr(v.aval, "dtype", None) for v in atoms])
+    # hashing nothing is quicker than hashing that nothing is known
+    known = tuple([None if (fact := facts.of(v)) is ANY else fact for v in atoms])
+    held = [None if ir.is_literal(v) else stored.get(v) for v in eqn.invars] if stored else []
+    around = (distinguished(scope), adds, decides, facts.sampler)
+    return (name, len(eqn.invars), around, dtypes, known, tuple(held))
+
+
+@functools.cache
+def _repeats(name: str) -> bool:
+    # the decision on a cast depends on what is around it, and so does that on what it reads
+    return op(name).kind in _KINDS and name != "convert_element_type"

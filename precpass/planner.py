@@ -110,8 +110,7 @@ class Planner:
         self._facts_of: dict[int, list[Facts]] = {}
         self._deciding: set[int] = set()
         self._alike: dict[Hashable, Decision] = {}
-        # nothing but presets decides, and they order no elementwise work
-        self._presets_alone = self._cuts and not (self.asked or policy.widens)
+        self._presets_alone = not (self.asked or policy.widens)
         self._may_run = {p: reasons.MAY_RUN(p) for p in Precision}
 
     def root(self, border: Border) -> Plan:

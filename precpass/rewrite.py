@@ -280,22 +280,25 @@ def _low(env: Env, eqn: Any, decision: Decision) -> Sequence[Any]:
     if row.spreads:
         results = env.build.bind(eqn, [env.read(v) for v in eqn.invars])
         return [env.as_(x, low) for x in results]
-    args = [_spread(env, v, eqn, low) for v in eqn.invars]
+    if row.kind is OpKind.ELEMENTWISE:
+        shape = eqn.outvars[0].aval.shape
+        args = [_spread(env, v, shape, low) for v in eqn.invars]
+    else:
+        args = [env.read_as(v, low) for v in eqn.invars]
     if row.accumulates:
         pairs = zip(args, eqn.invars, strict=True)
         args = [env.as_(x, ir.precision_of(v.aval)) for x, v in pairs]
     return [env.as_(x, low) for x in env.build.bind(eqn, args)]
 
 
-def _spread(env: Env, atom: Any, eqn: Any, low: Precision) -> Any:
-    """An operand in the low format, in the result's shape where the equation spreads it.
+def _spread(env: Env, atom: Any, out: tuple[Any, ...], low: Precision) -> Any:
+    """An operand of an elementwise equation in the low format, in the shape of its result.
 
-    Elementwise equations stretch dimensions of size 1, and clamp stretches
-    scalar bounds: the transpose would add up in the low format.
+    These stretch dimensions of size 1, and clamp stretches scalar bounds: the transpose would add
+    up in the low format.
     """
-    shape, out = getattr(atom.aval, "shape", ()), eqn.outvars[0].aval.shape
-    elementwise = op(eqn.primitive.name).kind is OpKind.ELEMENTWISE
-    if not elementwise or shape == out or ir.is_literal(atom) or ir.precision_of(atom.aval) is None:
+    shape = getattr(atom.aval, "shape", ())
+    if shape == out or ir.is_literal(atom) or ir.precision_of(atom.aval) is None:
         return env.read_as(atom, low)
     dims = tuple(range(len(out) - len(shape), len(out)))
 

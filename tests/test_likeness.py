@@ -37,19 +37,27 @@ def layers(count):
     return jax.make_jaxpr(jax.grad(fn, argnums=1))(x, ws)
 
 
-def test_more_layers_are_more_products_to_judge_and_nothing_else(judged):
+@pytest.mark.parametrize("policy", [pp.AutoMixedBf16, pp.AlwaysBf16], ids=lambda p: p.name)
+def test_more_layers_are_more_products_to_judge_and_nothing_else(policy, judged):
     counts = []
     for count in (4, 40):
         judged.clear()
         jaxpr = layers(count)
-        make_plan(jaxpr, pp.AutoMixedBf16)
+        make_plan(jaxpr, policy)
         products = judged.count("dot_general")
         assert products >= 2 * count
         counts.append(len(judged) - products)
     assert counts[1] == counts[0] > 5
 
 
-@pytest.mark.parametrize("policy", [pp.AutoMixedBf16, pp.AutoMixed], ids=lambda p: p.name)
+POLICIES = {
+    **{p.name: p for p in (pp.AutoMixedBf16, pp.AutoMixed, pp.AlwaysBf16, pp.AlwaysF16)},
+    "some kinds": pp.Custom({"elementwise": "bf16", "reduction": "f16"}),
+    "float64": pp.Custom({"elementwise": "f64", "compute": "bf16"}),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_a_plan_is_that_of_equations_judged_one_by_one(policy, monkeypatch):
     jaxprs = []
     for index in range(1, 40):

@@ -119,7 +119,8 @@ class Builder:
             operands: those of floating types have their own type or all the same one.
             params: other ones.
         """
-        if params is None and not any(eqn.params.get(name) is not None for name in DTYPE_PARAMS):
+        own = eqn.params
+        if params is None and not (own and any(own.get(name) is not None for name in DTYPE_PARAMS)):
             new = {
                 v.aval.dtype
                 for v, own in zip(operands, eqn.invars, strict=True)
@@ -138,10 +139,14 @@ class Builder:
     def convert(self, atom: Any, dtype: Any, weak_type: bool = False) -> Any:
         """A value in another dtype."""
         dtype = np.dtype(dtype)
+        key = ("convert", dtype, weak_type)
         if self._ctx is None or not atom.aval.sharding.mesh.empty:
-            key = ("convert", dtype, weak_type)
             return self.call(lambda x: [convert(x, dtype, weak_type)], [atom], key)[0]
-        params = {"new_dtype": dtype, "weak_type": weak_type, "sharding": None}
+        # a program may have as many casts as equations: they share what they are alike in
+        params = self._templates.get(key)
+        if params is None:
+            params = {"new_dtype": dtype, "weak_type": weak_type, "sharding": None}
+            self._templates[key] = params
         return self.emit(_cast_p, [atom], params, self._retyped(atom.aval, dtype, weak_type))
 
     def transpose(self, atom: Any, order: tuple[int, ...]) -> Any:
