@@ -9,6 +9,7 @@ that all processes plan alike.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -166,6 +167,9 @@ def _alone(path: Path) -> Generator[None]:
     """Around what one writer at a time does; a file is the lock, which every system has.
 
     A writer that waits too long goes on without: the worst is a product timed twice.
+
+    Raises:
+        OSError: where the lock cannot be made.
     """
     lock = path.with_name(path.name + ".lock")
     deadline = time.monotonic() + WAIT
@@ -174,7 +178,11 @@ def _alone(path: Path) -> Generator[None]:
         try:
             os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
             held = True
-        except FileExistsError:
+        except FileExistsError as error:
+            if lock.is_dir():
+                # no writer of ours made it, and none will remove it
+                what = os.strerror(errno.EISDIR)
+                raise IsADirectoryError(errno.EISDIR, what, str(lock)) from error
             _remove_if_left(lock)
             time.sleep(0.005)
     try:

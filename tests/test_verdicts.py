@@ -183,6 +183,22 @@ def test_a_lock_that_is_held_is_waited_for_no_longer_than_the_limit(
     assert lock.exists()
 
 
+def test_a_folder_in_the_place_of_the_lock_is_named_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def asleep(_seconds: float) -> None:
+        raise AssertionError("waits for a lock that nobody will remove")
+
+    monkeypatch.setattr(verdicts.time, "sleep", asleep)
+    own = made(tmp_path)
+    lock = own.path.with_name(own.path.name + ".lock")
+    lock.mkdir()
+    assert own.put("a", FAST) == FAST
+    (said,) = own.complaints()
+    assert str(lock) in said and "PRECPASS_CACHE_DIR" in said
+    assert lock.is_dir()
+
+
 @pytest.mark.parametrize(
     "platform, environment, ends",
     [
