@@ -12,6 +12,8 @@ from jax import lax
 
 import precpass as pp
 
+pytestmark = pytest.mark.programs
+
 N = 16384
 EYE = jnp.eye(8)
 each_composition = pytest.mark.parametrize("compose", COMPOSITIONS.values(), ids=COMPOSITIONS)

@@ -57,16 +57,23 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_a_plan_is_that_of_equations_judged_one_by_one(policy, monkeypatch):
-    jaxprs = []
+@pytest.fixture(scope="module")
+def jaxprs():
+    """Random programs, and their gradients."""
+    found = []
     for index in range(1, 40):
         program = seeded_program(0, index)
         fn, _log = build(program)
         with program.context():
-            jaxprs.append(jax.make_jaxpr(fn)(*program.args()))
+            found.append(jax.make_jaxpr(fn)(*program.args()))
             loss = jax.grad(lambda *xs, fn=fn: fn(*xs)[0])
-            jaxprs.append(jax.make_jaxpr(loss)(*program.args()))
+            found.append(jax.make_jaxpr(loss)(*program.args()))
+    return found
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_a_plan_is_that_of_equations_judged_one_by_one(policy, jaxprs, monkeypatch):
     together = [make_plan(jaxpr, policy) for jaxpr in jaxprs]
     monkeypatch.setattr(planner, "likeness", lambda *_, **__: None)
     assert [make_plan(jaxpr, policy) for jaxpr in jaxprs] == together
