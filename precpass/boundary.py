@@ -94,6 +94,10 @@ BOUNDARY: dict[str, str] = {
         "serves a product that was lowered before, by this package",
         "precpass_carrier precpass_detach precpass_pin",
     ),
+    **_because(
+        "masks derivatives of what is not chosen, and has the dtype of what it masks",
+        "precpass_masked precpass_guarded",
+    ),
     **_because("a step of JAX's own differentiation", "custom_lin to_edtype from_edtype"),
     **_because(
         "a step of a kernel, inside of Pallas",

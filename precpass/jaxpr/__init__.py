@@ -51,6 +51,7 @@ from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
 from precpass.jaxpr.entering import watched
 from precpass.jaxpr.float64 import float64, in_x64, is_float64
 from precpass.jaxpr.lowering import Contents, contents_of
+from precpass.jaxpr.masking import guarded, masked, selected
 from precpass.jaxpr.orders import (
     dot_numbers,
     exchanged,
@@ -149,6 +150,7 @@ __all__ = [
     "exchanged_order",
     "exponent",
     "float64",
+    "guarded",
     "hands_on",
     "has_algorithm",
     "has_complex",
@@ -174,6 +176,7 @@ __all__ = [
     "kernel_features",
     "literal",
     "loop_rows",
+    "masked",
     "name_of",
     "new_variable",
     "one_by_one",
@@ -188,6 +191,7 @@ __all__ = [
     "retyped",
     "run",
     "scope_of",
+    "selected",
     "sorted_params",
     "source_of",
     "summed_and_batch",

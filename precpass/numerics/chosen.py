@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +18,24 @@ Tree = Any
 
 
 def differentiated_if_chosen(fn: Callable[[], tuple[Tree, Any]]) -> Tree:
-    """A result whose derivative is zero, and no NaN, where it is not chosen.
+    """A result whose derivatives, of every order, are zero, and no NaN, where it is not chosen.
 
     What is not chosen gets a cotangent of zero, and zero times the infinite derivative of what
     overflowed is a NaN. So what is masked is the tangents of all that `fn` closes over, but of
-    what the devices of a `jax.shard_map` share where they do not choose alike. Reverse mode over
-    reverse mode is not masked a second time.
+    what the devices of a `jax.shard_map` share where they do not choose alike. What a derivative
+    keeps is made in the same way, and its own derivatives are masked: those of the next order.
+
+    In a `jax.lax.scan` or `fori_loop`, jax 0.10 forgets this (as all custom rules) where reverse
+    mode is over reverse mode and the loop's body is in no `jax.checkpoint`.
 
     Args:
         fn: gives a pytree of arrays, and whether it is chosen, a boolean scalar.
     """
+    return _differentiated(fn, first=True)
+
+
+def _differentiated(fn: Callable[[], tuple[Tree, Any]], *, first: bool) -> Tree:
+    """`differentiated_if_chosen`, `first` of the result itself, and then of what is kept."""
     structure: list[Any] = []
 
     def flat() -> list[Any]:
@@ -43,24 +52,35 @@ def differentiated_if_chosen(fn: Callable[[], tuple[Tree, Any]]) -> Tree:
     def rule(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
         (operands,), (moves,) = primals, tangents
         moving = [i for i, t in enumerate(moves) if not isinstance(t, SymbolicZero)]
+        maps: list[_Linear] = []
 
-        def on_moving(*xs: Any) -> tuple[list[Any], list[Any]]:
-            given = dict(zip(moving, xs, strict=True))
-            results = evaluated([given.get(i, x) for i, x in enumerate(operands)])
-            return [x for x in results if _is_inexact(x)], results
+        def linearized() -> tuple[Any, Any]:
+            results, linear, residuals = _linearized(evaluated, operands, moving)
+            maps[:] = [linear]
+            return (results, residuals), results[-1]
 
-        at = [operands[i] for i in moving]
-        _, push, results = jax.linearize(on_moving, *at, has_aux=True)
-        pushed = iter(push(*(_masked(results[-1], moves[i]) for i in moving)))
-        return results, [
+        # jax 0.10 forgets rules in a loop with a checkpoint around, but not in one within
+        results, residuals = _held(lambda: _differentiated(linearized, first=False))()
+        given = [moves[i] for i in moving]
+        pushed = iter(_pushed(maps[0], residuals, operands, results[-1], given, first=first))
+        return alike(results), [
             next(pushed) if _is_inexact(x) else SymbolicZero(jax.typeof(x).to_tangent_aval())
             for x in results
+        ]
+
+    def alike(results: Sequence[Any]) -> list[Any]:
+        """Batched where their tangents are: JAX takes that for granted, and those are masked."""
+        *leaves, chosen = results
+        return [
+            *(ir.selected(chosen, x, x) if first and _is_inexact(x) else x for x in leaves),
+            chosen,
         ]
 
     operands = ir.consts_of(jaxpr)
     # JAX refuses effects in custom rules
     if any(map(_is_inexact, operands)) and not any(map(ir.effects_of, ir.open_jaxpr(jaxpr).eqns)):
-        masked = jax.custom_jvp(evaluated)
+        # a checkpoint's batch dimension is the first, in the function as in the rule
+        masked = jax.custom_jvp(_held(lambda operands: alike(evaluated(operands))))
         masked.defjvp(rule, symbolic_zeros=True)
         *leaves, _ = masked(operands)
     else:
@@ -68,9 +88,68 @@ def differentiated_if_chosen(fn: Callable[[], tuple[Tree, Any]]) -> Tree:
     return jax.tree.unflatten(structure[0], leaves)
 
 
-def _masked(chosen: Any, tangent: Any) -> Any:
-    masked = jnp.where(chosen, tangent, 0)
-    return masked if jax.typeof(masked) == jax.typeof(tangent) else tangent
+class _Linear(NamedTuple):
+    """The linear map that a derivative is.
+
+    Attributes:
+        jaxpr: of the tangents; its constants are the residuals.
+        places: of each residual the index of the operand that it is; None of one computed.
+    """
+
+    jaxpr: Any
+    places: Sequence[int | None]
+
+
+def _linearized(
+    evaluated: Callable[[Any], list[Any]], operands: Sequence[Any], moving: Sequence[int]
+) -> tuple[list[Any], _Linear, list[Any]]:
+    """The results at `operands`, their derivative by those `moving`, and the computed residuals."""
+
+    def on_moving(*xs: Any) -> tuple[list[Any], list[Any]]:
+        given = dict(zip(moving, xs, strict=True))
+        results = evaluated([given.get(i, x) for i, x in enumerate(operands)])
+        return [x for x in results if _is_inexact(x)], results
+
+    at = [operands[i] for i in moving]
+    _, push, results = jax.linearize(on_moving, *at, has_aux=True)
+    jaxpr = ir.trace(push, *at)
+    index = {id(x): i for i, x in enumerate(operands)}
+    residuals = ir.consts_of(jaxpr)
+    places = [index.get(id(x)) for x in residuals]
+    computed = [x for x, place in zip(residuals, places, strict=True) if place is None]
+    return results, _Linear(jaxpr, places), computed
+
+
+def _pushed(
+    linear: _Linear,
+    computed: Iterable[Any],
+    operands: Sequence[Any],
+    chosen: Any,
+    tangents: Sequence[Any],
+    *,
+    first: bool,
+) -> list[Any]:
+    """The linear map at masked tangents, with its residuals guarded."""
+    shared = {i: operands[i] for i in linear.places if i is not None}
+
+    # masks and guards run again with the map: no zeros are kept, and of the operands no copies
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def push(shared: Any, computed: Any, chosen: Any, tangents: Any) -> list[Any]:
+        rest = iter(computed)
+        residuals = [next(rest) if i is None else shared[i] for i in linear.places]
+        # what elements of a vmap share has a mask for each of them only here, as they are copies
+        masked = [ir.selected(chosen, t, 0) if first else ir.masked(chosen, t) for t in tangents]
+        own = [i is None for i in linear.places]
+        guarded = ir.guarded(chosen, residuals, own, filled=not first)
+        return ir.evaluate(linear.jaxpr, masked, guarded)
+
+    return push(shared, computed, chosen, tangents)
+
+
+def _held(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """In a checkpoint that keeps everything."""
+    saved = jax.checkpoint_policies.everything_saveable
+    return jax.checkpoint(fn, prevent_cse=False, policy=saved)
 
 
 def _is_inexact(x: Any) -> bool:

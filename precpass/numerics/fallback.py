@@ -112,13 +112,13 @@ def with_fallback(
     inside that `auto_mixed` made with a policy of its own keeps it on all rungs but "f64". Under
     `use_policy(None)` every rung is the function as it is written.
 
-    It can be differentiated, also through "f64" with x64 off: what is differentiated is the rung
-    that was taken. Only reverse mode over reverse mode is NaN where a lower rung overflowed.
-    Complex numbers are on every rung as they are written. The rungs above the first keep nothing
-    for the backward pass but their arguments, and run again there. Under `jax.vmap` every rung
-    runs, for the whole batch (`lax.cond` becomes a select), and each result is from its own rung.
-    `fn` is to be a function of its arguments: what it prints or updates, it does on each rung that
-    runs.
+    It can be differentiated to any order, also through "f64" with x64 off: what is differentiated
+    is the rung that was taken. (On jax 0.10, reverse mode over reverse mode through a loop is NaN
+    where a lower rung overflowed, unless the loop's body is in a `jax.checkpoint`.) Complex numbers
+    are on every rung as they are written. The rungs above the first keep nothing for the backward
+    pass but their arguments, and run again there. Under `jax.vmap` every rung runs, for the whole
+    batch (`lax.cond` becomes a select), and each result is from its own rung. `fn` is to be a
+    function of its arguments: what it prints or updates, it does on each rung that runs.
 
     Args:
         fn: returns a pytree of arrays.
@@ -249,19 +249,20 @@ class _Climb:
         else:
             before = state.fired, state.evidence
 
-        def attempted() -> tuple[_State, Any]:
+        def attempted() -> tuple[Any, Any]:
             out = run()
             _check_arrays(out)
             fired, evidence = self._asked(i, lax.stop_gradient(out))
-            fired, evidence = fired | before[0][i], evidence + before[1][i]
-            rows = before[0].at[i].set(fired), before[1].at[i].set(evidence)
-            done = ~jnp.any(fired)
+            done = ~jnp.any(fired | before[0][i])
             # under `jax.vmap` a rung runs also where one before it has given the result
             asked = jnp.asarray(True) if state is None else ~state.done
             chosen = asked if i == self._last else asked & done
-            return _State(out, done, jnp.asarray(i, jnp.int32), *rows), chosen
+            return (out, done, fired, evidence), chosen
 
-        return differentiated_if_chosen(attempted)
+        out, done, fired, evidence = differentiated_if_chosen(attempted)
+        # out here: the backward pass runs what is above again, and keeps its operands for that
+        rows = before[0].at[i].max(fired), before[1].at[i].add(evidence)
+        return _State(out, done, jnp.asarray(i, jnp.int32), *rows)
 
     def _asked(self, i: int, out: Any, *, before: bool = False) -> tuple[jax.Array, jax.Array]:
         """What the checks of a result say, or `before` there is one those of the arguments."""
