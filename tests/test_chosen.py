@@ -122,6 +122,44 @@ def test_what_the_elements_of_a_vmap_share(order: str, nested: bool):
     assert_close(jax.jit(derive(total))(w), jax.jit(derive(want))(w))
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("order", ["grad of grad", "jacrev of jacrev", "jacrev of jacfwd"])
+def test_what_a_checkpoint_computes_again_of_elements_not_chosen(order: str, nested: bool):
+    """Of their operands: it overflows there, and what is shared has a sum of that."""
+
+    @jax.checkpoint
+    def logs(w: Any, x: Any, i: Any) -> Any:
+        # of a one, which is not in the function's domain, the logarithm is no number either
+        scaled = x * jnp.asarray([1.0, 6e4])[i]
+        return jnp.log(jnp.sum((w @ scaled) ** 2)) * jnp.sum(jnp.log(x - 1.25))
+
+    derive, guarded = ORDERS[order], pp.with_fallback(logs, ("f16", "f32"))
+    low, high = alone(pp.AutoMixed, logs), alone(pp.AlwaysF32, logs)
+    # scaled as the second, both are above float16's largest number
+    xs, at = jnp.stack([LOW * 5, LOW / 2]), jnp.arange(2)
+    assert jax.vmap(guarded, (None, 0, 0))(W, xs, at)[1].rung.tolist() == [0, 1]
+
+    def total(w: Any) -> Any:
+        each = jax.vmap(lambda x, i: guarded(w, x, i)[0])
+        batched = jax.vmap(lambda s: each(s * xs, at))
+        return jnp.sum(batched(jnp.ones(1)) if nested else each(xs, at))
+
+    def want(w: Any) -> Any:
+        return low(w, xs[0], at[0]) + high(w, xs[1], at[1])
+
+    assert_close(jax.jit(derive(total))(W), jax.jit(derive(want))(W))
+
+
+@pytest.mark.parametrize("order", ["grad", "jacrev of jacrev"])
+def test_a_batch_without_elements(order: str):
+    guarded = pp.with_fallback(fn, ("f16", "f32"))
+    none = jnp.zeros((0, 4))
+    each = jax.vmap(ORDERS[order](result(guarded)))(none)
+    assert each.shape == (0, *(4,) * (1 if order == "grad" else 2))
+    shared = ORDERS[order](lambda w: jnp.sum(jax.vmap(lambda x: guarded(w, x)[0])(none)))(W)
+    assert not np.any(shared)
+
+
 @pytest.mark.parametrize("order", ["grad", "jacfwd", "grad of grad"])
 def test_a_result_of_what_is_shared_alone(order: str):
     def both(w: Any, x: Any) -> Any:

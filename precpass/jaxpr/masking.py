@@ -6,7 +6,8 @@ their derivatives are masked.
 Under `jax.vmap` a `jnp.where` makes a copy of what the elements share for each of them. These
 leave it as it is, and mask it where none of them is chosen. A cotangent of it is a sum over the
 elements, and an infinity of one that is not chosen would make a NaN of it: so where they are
-differentiated, those are ones in what is guarded.
+differentiated, what is guarded is there what it is of an element that is chosen. (What a
+`jax.checkpoint` computes again from that is then finite too.)
 """
 
 from __future__ import annotations
@@ -38,23 +39,19 @@ def masked(chosen: Any, x: Any) -> Any:
     return _masked_p.bind(x, chosen, has=()) if _keeps_type(chosen, x) else x
 
 
-def guarded(chosen: Any, xs: Sequence[Any], fills: Sequence[bool], *, filled: bool) -> list[Any]:
+def guarded(chosen: Any, xs: Sequence[Any], *, filled: bool) -> list[Any]:
     """`xs`, whose derivatives are masked where they are not chosen.
 
     Args:
         chosen: a boolean scalar.
-        xs: arrays; integers and the like are handed through.
-        fills: of each, whether elements that are not chosen may become ones.
-        filled: whether they are so at once, and not only where they are differentiated.
+        xs: arrays, integers and keys too.
+        filled: whether elements of a batch that are not chosen become as one that is at once, and
+            not only where they are differentiated.
     """
     out = list(xs)
-    at = [
-        i
-        for i, x in enumerate(xs)
-        if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) and _keeps_type(chosen, x)
-    ]
-    params = {"has": ((),) * len(at), "fills": tuple(fills[i] for i in at), "filled": filled}
-    for i, x in zip(at, _guarded_p.bind(*(xs[i] for i in at), chosen, **params), strict=True):
+    at = [i for i, x in enumerate(xs) if _keeps_type(chosen, x)]
+    masks = _guarded_p.bind(*(xs[i] for i in at), chosen, has=((),) * len(at), filled=filled)
+    for i, x in zip(at, masks, strict=True):
         out[i] = x
     return out
 
@@ -63,8 +60,8 @@ def _keeps_type(chosen: Any, x: Any) -> bool:
     return out_avals(trace(lambda: jnp.where(chosen, x, x))) == [jax.typeof(x)]
 
 
-def _where(x: Any, chosen: Any, has: Has, otherwise: int) -> jax.Array:
-    of_x = jnp.any(chosen, axis=tuple(i for i, shared in enumerate(has) if not shared))
+def _where(x: Any, chosen: Any, has: Has, otherwise: Any) -> jax.Array:
+    of_x = jnp.any(chosen, axis=tuple(i for i, of_x in enumerate(has) if not of_x))
     return jnp.where(jnp.expand_dims(of_x, range(of_x.ndim, x.ndim)), x, otherwise)
 
 
@@ -72,12 +69,17 @@ def _masked(x: Any, chosen: Any, *, has: Has) -> jax.Array:
     return _where(x, chosen, has, 0)
 
 
-def _guarded(*operands: Any, has: Sequence[Has], fills: Sequence[bool], filled: bool) -> list[Any]:
+def _guarded(*operands: Any, has: Sequence[Has], filled: bool) -> list[Any]:
     *xs, chosen = operands
-    return [
-        _where(x, chosen, of_x, 1) if filled and fill and any(of_x) else x
-        for x, of_x, fill in zip(xs, has, fills, strict=True)
-    ]
+    if not (filled and chosen.ndim and chosen.size):
+        return xs
+    one = jnp.unravel_index(jnp.argmax(chosen), chosen.shape)
+
+    def fill(x: Any, of_x: Has) -> jax.Array:
+        at = tuple(i for i, batched in zip(one, of_x, strict=True) if batched)
+        return _where(x, chosen, of_x, x[at]) if at else x
+
+    return [fill(x, of_x) for x, of_x in zip(xs, has, strict=True)]
 
 
 _masked_p = jex.Primitive("precpass_masked")
@@ -93,7 +95,7 @@ mlir.register_lowering(_guarded_p, mlir.lower_fun(_guarded, multiple_results=Tru
 
 
 def _masked_tangent(tangent: Any, chosen: Any, has: Has) -> Any:
-    zero = isinstance(tangent, ad.Zero)
+    zero = isinstance(tangent, ad.Zero) or jax.typeof(tangent).dtype == jax.dtypes.float0
     return tangent if zero else _masked_p.bind(tangent, chosen, has=has)
 
 
@@ -101,11 +103,11 @@ def _masked_jvp(primals: Any, tangents: Any, *, has: Has) -> Any:
     return _masked_p.bind(*primals, has=has), _masked_tangent(tangents[0], primals[1], has)
 
 
-def _guarded_jvp(primals: Any, tangents: Any, *, has: Any, fills: Any, filled: bool) -> Any:
+def _guarded_jvp(primals: Any, tangents: Any, *, has: Any, filled: bool) -> Any:
     del filled
     pairs = zip(tangents[:-1], has, strict=True)
     return (
-        _guarded_p.bind(*primals, has=has, fills=fills, filled=True),
+        _guarded_p.bind(*primals, has=has, filled=True),
         [_masked_tangent(tangent, primals[-1], of_x) for tangent, of_x in pairs],
     )
 
@@ -126,13 +128,13 @@ def _masked_batched(args: Any, dims: Any, *, has: Has) -> tuple[Any, int | None]
     return _masked_p.bind(x, _in_front(args[1], dims[1]), has=has), dim
 
 
-def _guarded_batched(args: Any, dims: Any, *, has: Any, **params: Any) -> tuple[Any, Any]:
+def _guarded_batched(args: Any, dims: Any, *, has: Any, filled: bool) -> tuple[Any, Any]:
     moved = [
         _moved(x, dim, of_x, dims[-1] is not None)
         for x, dim, of_x in zip(args[:-1], dims[:-1], has, strict=True)
     ]
     xs, out_dims, has = zip(*moved, strict=True) if moved else ((), (), ())
-    return _guarded_p.bind(*xs, _in_front(args[-1], dims[-1]), has=has, **params), out_dims
+    return _guarded_p.bind(*xs, _in_front(args[-1], dims[-1]), has=has, filled=filled), out_dims
 
 
 def _in_front(chosen: Any, dim: int | None) -> Any:

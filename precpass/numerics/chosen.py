@@ -26,7 +26,8 @@ def differentiated_if_chosen(fn: Callable[[], tuple[Tree, Any]]) -> Tree:
     keeps is made in the same way, and its own derivatives are masked: those of the next order.
 
     In a `jax.lax.scan` or `fori_loop`, jax 0.10 forgets this (as all custom rules) where reverse
-    mode is over reverse mode and the loop's body is in no `jax.checkpoint`.
+    mode is over reverse mode and the loop's body is in no `jax.checkpoint`. A `lax.cond` in `fn`
+    whose predicate a `jax.vmap` batches cannot be transposed then (jax-ml/jax#39219).
 
     Args:
         fn: gives a pytree of arrays, and whether it is chosen, a boolean scalar.
@@ -139,8 +140,7 @@ def _pushed(
         residuals = [next(rest) if i is None else shared[i] for i in linear.places]
         # what elements of a vmap share has a mask for each of them only here, as they are copies
         masked = [ir.selected(chosen, t, 0) if first else ir.masked(chosen, t) for t in tangents]
-        own = [i is None for i in linear.places]
-        guarded = ir.guarded(chosen, residuals, own, filled=not first)
+        guarded = ir.guarded(chosen, residuals, filled=not first)
         return ir.evaluate(linear.jaxpr, masked, guarded)
 
     return push(shared, computed, chosen, tangents)

@@ -114,11 +114,14 @@ def with_fallback(
 
     It can be differentiated to any order, also through "f64" with x64 off: what is differentiated
     is the rung that was taken. (On jax 0.10, reverse mode over reverse mode through a loop is NaN
-    where a lower rung overflowed, unless the loop's body is in a `jax.checkpoint`.) Complex numbers
-    are on every rung as they are written. The rungs above the first keep nothing for the backward
-    pass but their arguments, and run again there. Under `jax.vmap` every rung runs, for the whole
-    batch (`lax.cond` becomes a select), and each result is from its own rung. `fn` is to be a
-    function of its arguments: what it prints or updates, it does on each rung that runs.
+    where a lower rung overflowed, unless the loop's body is in a `jax.checkpoint`. Where `fn` has a
+    `lax.cond`, or calls another such function, the gradient of its `jax.vmap` raises JAX's
+    `NotImplementedError` if the predicate is batched, jax-ml/jax#39219; the `jax.vmap` of its
+    gradient does not.) Complex numbers are on every rung as they are written. The rungs above the
+    first keep nothing for the backward pass but their arguments, and run again there. Under
+    `jax.vmap` every rung runs, for the whole batch (`lax.cond` becomes a select), and each result
+    is from its own rung. `fn` is to be a function of its arguments: what it prints or updates, it
+    does on each rung that runs.
 
     Args:
         fn: returns a pytree of arrays.
