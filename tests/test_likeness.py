@@ -10,6 +10,7 @@ from random_programs import build, seeded_program
 import precpass as pp
 from precpass import planner
 from precpass.planner import make_plan
+from precpass.rules import FIXED_SCOPE
 
 
 @pytest.fixture
@@ -77,6 +78,69 @@ def test_a_plan_is_that_of_equations_judged_one_by_one(policy, jaxprs, monkeypat
     together = [make_plan(jaxpr, policy) for jaxpr in jaxprs]
     monkeypatch.setattr(planner, "likeness", lambda *_, **__: None)
     assert [make_plan(jaxpr, policy) for jaxpr in jaxprs] == together
+
+
+def _times_in(scope):
+    def times(x, _low, _key):
+        with scope():
+            return x * 3.0
+
+    return times
+
+
+def _times(x, _low, _key):
+    return x * 3.0
+
+
+# the first of each pair is an equation like the second but for what is named
+PAIRS = {
+    "region": (_times_in(lambda: pp.keep("f32")), _times),
+    "a policy of its own": (_times_in(lambda: jax.named_scope(FIXED_SCOPE)), _times),
+    "dtype": (lambda _x, low, _key: low * 3, _times),
+    "what is known of an operand": (lambda x, *_: x * 1e9, _times),
+    "what is known of the result": (
+        lambda x, *_: jnp.clip(x, -10.0, 10.0) ** 6,
+        lambda x, *_: jnp.clip(x, -10.0, 10.0) ** 2,
+    ),
+    "how an operand is held": (lambda x, *_: x + x == x + x, lambda x, *_: x == x),
+    "sampler": (
+        lambda x, _low, key: jax.random.multivariate_normal(key, x[0], jnp.eye(4)),
+        lambda x, *_: x[0] + x[1],
+    ),
+    "the user's own function": (
+        lambda x, *_: x.at[jnp.arange(2)].apply(jnp.tanh),
+        lambda x, *_: x.at[jnp.arange(2)].set(jnp.zeros((2, 4))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("step", [1, -1], ids=["first", "last"])
+def test_what_one_thing_tells_apart_is_judged_apart(name, step, monkeypatch):
+    def fn(*args):
+        return [one(*args) for one in PAIRS[name][::step]]
+
+    x = jnp.ones((4, 4))
+    jaxpr = jax.make_jaxpr(fn)(x, x.astype(jnp.bfloat16), jax.random.key(0))
+    together = [make_plan(jaxpr, policy) for policy in POLICIES.values()]
+    monkeypatch.setattr(planner, "likeness", lambda *_, **__: None)
+    assert [make_plan(jaxpr, policy) for policy in POLICIES.values()] == together
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_no_one_can_check_is_said_of_that_equation_alone(first):
+    def fn(c, x):
+        return [-x, *[v * 3.0 for v in ((c, x), (x, c))[first]]]
+
+    jaxpr, said = jax.make_jaxpr(fn)(1.0, 2.0), []
+
+    def outer(c):
+        plan = make_plan(jaxpr, pp.AlwaysBf16, closed_over=[c])
+        said.extend("unchecked" in d.reason for d in plan.decisions)
+        return c
+
+    jax.make_jaxpr(outer)(1.0)
+    assert said == [False, first == 0, first == 1]
 
 
 def test_what_a_cast_reads_is_judged_by_itself(judged):
