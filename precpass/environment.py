@@ -147,11 +147,14 @@ class Env:
             own = np.asarray(atom.val, atom.aval.dtype)
             return ir.literal(own.astype(precision.dtype), atom)
         value = self._nearest(atom, precision)
-        if value.aval.dtype.itemsize >= precision.dtype.itemsize:
-            return self.as_(value, precision)
+        held = ir.precision_of(value.aval)
+        if held is precision or held is None:
+            return value
+        if not held.is_narrower_than(precision):
+            return self.build.convert(value, precision.dtype)
         key = (atom, precision)
         if key not in self.wide_copies:
-            self.wide_copies[key] = self.as_(value, precision)
+            self.wide_copies[key] = self.build.convert(value, precision.dtype)
         return self.wide_copies[key]
 
     def as_(self, value: Any, precision: Precision | None) -> Any:
@@ -161,6 +164,8 @@ class Env:
         return self.build.convert(value, precision.dtype)
 
     def _nearest(self, atom: Any, precision: Precision) -> Any:
+        if not self.widened_from:
+            return self.values.get(atom, atom)
         source = self.widened_from.get(atom)
         widened = source is not None and ir.precision_of(source.aval) is precision
         nearest = source if widened else atom

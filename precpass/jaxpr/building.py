@@ -23,6 +23,7 @@ from precpass.jaxpr.twins import Crossing, named, twin_aval
 
 _cast_p = jex.primitives.convert_element_type_p
 _bitcast_p = jex.primitives.bitcast_convert_type_p
+_DTYPES = frozenset(DTYPE_PARAMS)
 
 Templates = dict[Hashable, Any]
 """What functions traced to and the avals of other dtypes, by all that they depend on."""
@@ -102,11 +103,10 @@ class Builder:
     ) -> Any:
         """The result of an equation without effects whose only result has a known aval."""
         out = jex.Var(aval)
-        self.eqns.append(
-            jex.new_jaxpr_eqn(
-                operands, [out], primitive, params, jex.no_effects, self._source, self._ctx
-            )
-        )
+        # the function that makes equations looks for what these have not: three times as long
+        make = jex.JaxprEqn if self._ctx is not None else jex.new_jaxpr_eqn
+        parts = (primitive, params, jex.no_effects, self._source, self._ctx)
+        self.eqns.append(make(operands, [out], *parts))
         return out
 
     def bind(
@@ -119,16 +119,10 @@ class Builder:
             operands: those of floating types have their own type or all the same one.
             params: other ones.
         """
-        own = eqn.params
-        if params is None and not (own and any(own.get(name) is not None for name in DTYPE_PARAMS)):
-            new = {
-                v.aval.dtype
-                for v, own in zip(operands, eqn.invars, strict=True)
-                if precision_of(own.aval) and v.aval.dtype != own.aval.dtype
-            }
-            if not new:
+        if params is None and not _names_dtypes(eqn.params):
+            dtype = _new_dtype(operands, eqn.invars)
+            if dtype is None:
                 return self.keep(eqn, operands)
-            (dtype,) = new
             avals = [
                 v.aval if precision_of(v.aval) is None else self._retyped(v.aval, dtype)
                 for v in eqn.outvars
@@ -359,6 +353,19 @@ def literal(value: Any, like: Any) -> Any:
     """A literal of another dtype in the place of one."""
     value = np.asarray(value)
     return jex.Literal(value, like.aval.update(dtype=value.dtype, weak_type=False))
+
+
+def _names_dtypes(params: dict[str, Any]) -> bool:
+    named = _DTYPES & params.keys()
+    return bool(named) and any(params[name] is not None for name in named)
+
+
+def _new_dtype(operands: Sequence[Any], own: Sequence[Any]) -> Any:
+    """The other type that floating operands have; None where all have their own."""
+    for v, before in zip(operands, own, strict=True):
+        if precision_of(before.aval) and v.aval.dtype != before.aval.dtype:
+            return v.aval.dtype
+    return None
 
 
 def alike(eqn: Any, params: dict[str, Any] | None = None) -> Hashable:
