@@ -90,10 +90,12 @@ class Classes:
         kept = set[Key]()
         for body in range(len(graph.bodies)):
             kept |= self._kept(body)
-        self._chosen = set[int]()
+        self._moved: dict[int, Any] = {}
         for body in range(len(graph.bodies)):
-            self._follow(body)
-            self._choose(body)
+            moved = self._movements(body)
+            self._moved |= moved
+            self._follow(body, moved)
+            self._choose(body, moved)
         self.found: dict[Key, ValueClass] = {}
         self._of: list[dict[Any, ValueClass]] = [{} for _ in graph.bodies]
         for body, atom in self._parents:
@@ -151,13 +153,18 @@ class Classes:
     def _kept(self, body: int) -> set[Key]:
         """The values that the forward pass makes in a body and the backward pass reads there."""
         node = self.graph.bodies[body]
-        made, kept = set[Any](), set[Key]()
-        for row in range(node.start, node.stop):
-            eqn = self.graph.eqns[row]
-            if self.is_backward(body, eqn):
-                kept |= {(body, v) for v in eqn.invars if not ir.is_literal(v) and v in made}
+        made, read, is_literal = set[Any](), set[Any](), ir.is_literal
+        backward: dict[int, bool] = {}
+        # no call for each value: every equation of every gradient is looked at, here and below
+        for eqn in self.graph.eqns[node.start : node.stop]:
+            stack = id(eqn.source_info.name_stack)
+            if stack not in backward:
+                backward[stack] = self.is_backward(body, eqn)
+            if backward[stack]:
+                read.update([v for v in eqn.invars if not is_literal(v)])
             else:
-                made |= {v for v in eqn.outvars if _is_wide(v)}
+                made.update(eqn.outvars)
+        kept = {(body, v) for v in made & read if _is_wide(v)}
         for key in kept:
             self._join(key, key)
         return kept
@@ -166,16 +173,20 @@ class Classes:
         """Whether an equation of a body belongs to a backward pass."""
         return is_backward(self.graph.scope_in(body, eqn))
 
-    def _follow(self, body: int) -> None:
-        """Joins a value and what it is where it was moved to."""
-        node = self.graph.bodies[body]
-        for row in range(node.start, node.stop):
-            eqn = self.graph.eqns[row]
-            if (moved := moved_operand(eqn)) is not None and (body, moved) in self._parents:
-                for v in eqn.outvars:
-                    self._join((body, moved), (body, v))
+    def _movements(self, body: int) -> dict[int, Any]:
+        """The rows of a body that only move a value, and the value."""
+        node, eqns = self.graph.bodies[body], self.graph.eqns
+        each = ((row, moved_operand(eqns[row])) for row in range(node.start, node.stop))
+        return {row: moved for row, moved in each if moved is not None}
 
-    def _choose(self, body: int) -> None:
+    def _follow(self, body: int, moved: dict[int, Any]) -> None:
+        """Joins a value and what it is where it was moved to."""
+        for row, atom in moved.items():
+            if (body, atom) in self._parents:
+                for v in self.graph.eqns[row].outvars:
+                    self._join((body, atom), (body, v))
+
+    def _choose(self, body: int, moved: dict[int, Any]) -> None:
         """Joins a value and the part of it that is chosen at run time.
 
         Not a part that is of a class itself: what the forward pass keeps of it is rounded where
@@ -190,21 +201,15 @@ class Classes:
         if not wholes:
             return
         taken = set[Any]()
-        for row in reversed(rows):
-            moved, made = moved_operand(eqns[row]), eqns[row].outvars
-            if moved is not None and any((body, v) in self._parents or v in taken for v in made):
-                taken.add(moved)
+        for row, atom in reversed(moved.items()):
+            if any((body, v) in self._parents or v in taken for v in eqns[row].outvars):
+                taken.add(atom)
         for row, whole in wholes.items():
             (part,) = eqns[row].outvars
             if (body, part) not in self._parents and part not in taken:
-                self._chosen.add(row)
+                self._moved[row] = whole
                 self._join((body, whole), (body, part))
-        self._follow(body)
-
-    def _moved(self, row: int) -> Any:
-        """What an equation hands on to the class of its result."""
-        eqn = self.graph.eqns[row]
-        return chosen_operand(eqn) if row in self._chosen else moved_operand(eqn)
+        self._follow(body, moved)
 
     # ------------------------------------------------------------ what is known of each
 
@@ -214,7 +219,7 @@ class Classes:
 
     def _collect(self, body: int, kept: set[Key]) -> None:
         graph, node, own = self.graph, self.graph.bodies[body], self._of[body]
-        opened = ir.open_jaxpr(node.jaxpr)
+        opened, is_literal = ir.open_jaxpr(node.jaxpr), ir.is_literal
         if body == 0:
             for i, found in self._classes(0, (*opened.constvars, *opened.invars)):
                 found.is_input = True
@@ -226,24 +231,28 @@ class Classes:
             if row in self._crossed:
                 self._cross(row, body)
                 continue
-            reads = self._classes(body, eqn.invars)
+            reads = [
+                (i, own[v]) for i, v in enumerate(eqn.invars) if not is_literal(v) and v in own
+            ]
             makes = [(k, own[v]) for k, v in enumerate(eqn.outvars) if v in own]
-            moved = self._moved(row) if reads and makes else None
-            low = row in self.reads_low
-            for i, found in reads:
-                if moved is not None:
-                    continue
-                readers = found.low if low and i < 2 else found.wide
-                readers.setdefault(body, []).append(row)
-                if low and i < 2:
-                    size = nbytes(eqn.invars[i].aval)
-                    found.read[body] = max(found.read.get(body, 0.0), size)
+            moved = self._moved.get(row) if reads and makes else None
+            if reads and moved is None:
+                self._note_readers(row, body, reads)
             for k, found in makes:
-                if moved is None or self.of(body, moved) is not found:
+                if moved is None or own.get(moved) is not found:
                     found.defined.append((row, k))
                 if (body, eqn.outvars[k]) in kept:
                     size = nbytes(eqn.outvars[k].aval) * node.calls
                     found.places.append(Place(size, node.calls, "kept"))
+
+    def _note_readers(self, row: int, body: int, reads: list[tuple[int, ValueClass]]) -> None:
+        low, eqn = row in self.reads_low, self.graph.eqns[row]
+        for i, found in reads:
+            readers = found.low if low and i < 2 else found.wide
+            readers.setdefault(body, []).append(row)
+            if low and i < 2:
+                size = nbytes(eqn.invars[i].aval)
+                found.read[body] = max(found.read.get(body, 0.0), size)
 
     def _close(self) -> None:
         """Marks what crosses a border of a body as it is, whoever else calls that body."""

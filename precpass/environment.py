@@ -12,12 +12,15 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.dots import untransposed
-from precpass.equations import chosen_operand, grows, hands_on_layout, moved_operand
+from precpass.equations import REPEATS, chosen_operand, grows, hands_on_layout, moved_operand
 from precpass.plan import Border, Twin, across
 from precpass.precision import Precision
 from precpass.product import is_in_order, low_copy
 
 __all__ = ["Env", "crossing_aval"]
+
+_NOTED = REPEATS | {"convert_element_type"}
+"""The equations whose results may have a low copy from before them."""
 
 
 class Env:
@@ -78,30 +81,36 @@ class Env:
 
     def keep(self, eqn: Any) -> None:
         """Takes over an equation as it is."""
-        values = self.values
+        # no call for each value: most equations come here
+        values, is_literal = self.values, ir.is_literal
+        if self.twins or eqn.primitive.name in _NOTED:
+            self._note(eqn)
+        for v in eqn.invars:
+            if not is_literal(v) and v in values:
+                self.build.at(eqn)
+                self.build.keep(eqn, [self.read(v) for v in eqn.invars])
+                return
+        self.build.eqns.append(eqn)
+
+    def _note(self, eqn: Any) -> None:
+        """Remembers of an equation how to make low copies of what it makes."""
         if grows(eqn) or (self.twins and _handed_on(eqn) is not None):
             self.moved.update(dict.fromkeys(eqn.outvars, eqn))
         if (pair := ir.widening(eqn)) is not None:
             self.widened_from.update([pair])
-        if values and any(not ir.is_literal(v) and v in values for v in eqn.invars):
-            self.build.at(eqn)
-            self.build.keep(eqn, [self.read(v) for v in eqn.invars])
-        else:
-            self.build.keep(eqn)
 
     @functools.cached_property
-    def uses(self) -> dict[Any, int]:
-        """How often each variable is read, where a body and a border count as several readers."""
-        uses: dict[Any, int] = {}
+    def shared(self) -> set[Any]:
+        """What has several readers, where a body and a border count as such."""
+        found, once, is_literal = set[Any](), set[Any](), ir.is_literal
         for eqn in self.opened.eqns:
-            weight = 2 if ir.bodies(eqn) else 1
-            for atom in eqn.invars:
-                if not ir.is_literal(atom):
-                    uses[atom] = uses.get(atom, 0) + weight
-        for atom in self.opened.outvars:
-            if not ir.is_literal(atom):
-                uses[atom] = uses.get(atom, 0) + 2
-        return uses
+            for v in eqn.invars:
+                if not is_literal(v):
+                    (found if v in once else once).add(v)
+            if ir.bodies(eqn):
+                found.update([v for v in eqn.invars if not is_literal(v)])
+        found.update([v for v in self.opened.outvars if not is_literal(v)])
+        return found
 
     def write(self, var: Any, value: Any, stored: Precision | None) -> None:
         """Holds a result.
@@ -114,7 +123,7 @@ class Env:
         native = ir.precision_of(var.aval)
         if stored is None or native is None or stored is native:
             return
-        if stored.is_narrower_than(native) and self.uses.get(var, 0) > 1:
+        if var in self.shared and stored.is_narrower_than(native):
             self.values[var] = self.build.convert(value, var.aval.dtype)
         else:
             self.held[var] = stored
@@ -146,7 +155,8 @@ class Env:
             # a literal may have kept more digits than the program computes with
             own = np.asarray(atom.val, atom.aval.dtype)
             return ir.literal(own.astype(precision.dtype), atom)
-        value = self._nearest(atom, precision)
+        near = self._nearest(atom, precision) if self.widened_from else atom
+        value = self.values.get(near, near)
         held = ir.precision_of(value.aval)
         if held is precision or held is None:
             return value
@@ -164,12 +174,10 @@ class Env:
         return self.build.convert(value, precision.dtype)
 
     def _nearest(self, atom: Any, precision: Precision) -> Any:
-        if not self.widened_from:
-            return self.values.get(atom, atom)
+        """What a value was widened from, if that has the precision, or else itself."""
         source = self.widened_from.get(atom)
         widened = source is not None and ir.precision_of(source.aval) is precision
-        nearest = source if widened else atom
-        return self.values.get(nearest, nearest)
+        return source if widened else atom
 
     def low_copy(self, atom: Any, precision: Precision) -> Any:
         """A low copy that all products share; no derivative passes through it."""
@@ -181,10 +189,9 @@ class Env:
         if key not in self.low_copies and atom in self.moved:
             self._move_low(self.moved[atom], precision)
         if key not in self.low_copies:
-            nearest = self._nearest(atom, precision)
-            self.low_copies[key] = low_copy(
-                self.build, nearest, precision, flat=atom in self.out_of_order
-            )
+            near = self._nearest(atom, precision)
+            value, flat = self.values.get(near, near), atom in self.out_of_order
+            self.low_copies[key] = low_copy(self.build, value, precision, flat=flat)
         return self.low_copies[key]
 
     @functools.cached_property
@@ -200,11 +207,13 @@ class Env:
         dimensions its kernels mostly take in any, and to bring it in order costs more (measured:
         tangents under a vmap, twice the time of a gradient).
         """
-        found = set(self.transposed)
+        found, is_literal = set(self.transposed), ir.is_literal
         for eqn in self.opened.eqns if found else ():
-            reads = any(not ir.is_literal(v) and v in found for v in eqn.invars)
-            if reads and hands_on_layout(eqn):
-                found.update(eqn.outvars)
+            for v in eqn.invars:
+                if not is_literal(v) and v in found:
+                    if hands_on_layout(eqn):
+                        found.update(eqn.outvars)
+                    break
         return {v for v in found if v in self.transposed or v.aval.ndim <= 2}
 
     def without_transposes(self, eqn: Any, precision: Precision) -> Any:

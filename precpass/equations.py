@@ -32,7 +32,8 @@ _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilate
 # is rounded too: the derivative of a maximum divides by the number of elements that equal it.
 EQUALITIES = frozenset({"eq", "ne"})
 
-_REPEATS = frozenset(("broadcast_in_dim", "all_gather", "all_gather_invariant", "tile"))
+REPEATS = frozenset(("broadcast_in_dim", "all_gather", "all_gather_invariant", "tile"))
+"""Those that may only repeat what they are given."""
 CHOOSES = frozenset(("dynamic_slice",))
 """Those that take a part of an operand which is chosen at run time."""
 
@@ -187,7 +188,7 @@ def grows(eqn: Any) -> bool:
 
     On the wire of an `all_gather` it halves the bytes.
     """
-    if eqn.primitive.name not in _REPEATS:
+    if eqn.primitive.name not in REPEATS:
         return False
     (before, *_), (after, *_) = eqn.invars, eqn.outvars
     if ir.is_literal(before) or ir.precision_of(before.aval) is not Precision.F32:

@@ -96,9 +96,7 @@ def of_array(value: Any) -> Fact:
     if isinstance(value, jax.core.Tracer) or not hasattr(value, "dtype"):
         is_number = isinstance(value, (int, float, bool))
         return _of_scalar(np.result_type(value), value) if is_number else ANY
-    if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == np.bool_):
-        return ANY
-    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+    if not _is_real(value.dtype):
         return ANY
     size = np.size(value)
     if size == 1:
@@ -113,6 +111,12 @@ def of_array(value: Any) -> Fact:
     # weak, so that no buffer lives longer for having been looked at
     _known[key] = (weakref.ref(value, lambda _: _known.pop(key, None)), fact)
     return fact
+
+
+@functools.cache
+def _is_real(dtype: Any) -> bool:
+    is_number = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
+    return bool(is_number and not jnp.issubdtype(dtype, jnp.complexfloating))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -347,6 +347,7 @@ def _size(shape: tuple[Any, ...]) -> float:
     return math.prod((d if isinstance(d, int) else NOMINAL_SIZE for d in shape), start=1.0)
 
 
+@functools.lru_cache(maxsize=4096)
 def nbytes(aval: Any) -> float:
     """The bytes of a value; 0 for tokens, keys and references."""
     itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)

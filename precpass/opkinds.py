@@ -121,6 +121,9 @@ TABLE: dict[str, Op] = {
     **_rows("scatter", Op(_M, data=(0, 2))),
 }
 
+COMPUTING = frozenset(name for name, row in TABLE.items() if row.kind is OpKind.COMPUTE)
+"""The products."""
+
 _BOUNDARY = Op(OpKind.BOUNDARY)
 
 

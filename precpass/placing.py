@@ -20,10 +20,11 @@ from precpass.classes import Classes, ValueClass
 from precpass.costs import Candidate, Costs
 from precpass.devices import Device
 from precpass.facts import Facts
-from precpass.graph import Graph
-from precpass.opkinds import OpKind
+from precpass.graph import BodyNode, Graph
+from precpass.opkinds import COMPUTING, OpKind
 from precpass.plan import Action, Decision, Plan, Twin, Twins
 from precpass.precision import Precision
+from precpass.readers import Readers
 from precpass.roundable import Roundable
 from precpass.wording import counted, duration, sized
 
@@ -49,6 +50,7 @@ class Question:
         is_fixed: whether a row belongs to a function with a policy of its own.
         additive: the paths on which loops add up.
         candidate: of a row, the product that need not be low; None for all else.
+        readers: of the graph's values.
         device: whose seconds count.
     """
 
@@ -61,6 +63,7 @@ class Question:
     is_fixed: Callable[[int], bool]
     additive: Additive
     candidate: Callable[[int], Candidate | None]
+    readers: Readers
     device: Device
 
 
@@ -74,6 +77,8 @@ class _Placing:
         self.q = question
         self.graph = question.graph
         self.decisions = dict[int, list[Decision]]()
+        # all that the cut can change, but for what it rounds
+        self.rows = [self._rows(node) for node in self.graph.bodies]
         self._read(question.plan)
         self.reads_low = {row for row, found in self.decisions.items() if self._lowers(found)}
         self.classes = Classes(self.graph, self._crosses, self.reads_low)
@@ -101,6 +106,12 @@ class _Placing:
 
     # ------------------------------------------------------------ what was planned
 
+    def _rows(self, node: BodyNode) -> list[int]:
+        """The products of a body, and what has bodies of its own."""
+        children, eqns = self.graph.children, self.graph.eqns[node.start : node.stop]
+        each = enumerate(eqns, node.start)
+        return [row for row, eqn in each if eqn.primitive.name in COMPUTING or row in children]
+
     def _read(self, root: Plan) -> None:
         seen, todo = set[tuple[int, int]](), [(0, root)]
         while todo:
@@ -109,7 +120,8 @@ class _Placing:
                 continue
             seen.add((body, id(plan)))
             start = self.graph.bodies[body].start
-            for row, decision in enumerate(plan.decisions, start):
+            for row in self.rows[body]:
+                decision = plan.decisions[row - start]
                 if decision.inner or (
                     decision.kind is OpKind.COMPUTE and decision.action is Action.LOWER
                 ):
@@ -166,7 +178,8 @@ class _Placing:
     def _weigh(self) -> None:
         """Labels every class and every product that need not be low."""
         adding, q = self._adding(), self.q
-        roundable = Roundable(self.graph, self.classes, q.low, q.facts, q.deciding, q.permits)
+        each = (q.low, q.facts, q.deciding, q.permits, q.readers)
+        roundable = Roundable(self.graph, self.classes, *each)
         found = self.classes.found.values()
         may = [c for c in found if id(c) not in adding and roundable.may(c)]
         candidates = {
@@ -205,14 +218,12 @@ class _Placing:
     def _placed(self, body: int, plan: Plan, twins: Twins) -> Plan:
         key = (body, id(plan), twins)
         if key not in self.memo:
-            start = self.graph.bodies[body].start
-            decisions = tuple(
-                self._decided(row, body, decision)
-                if decision.inner or row in self.changing
-                else decision
-                for row, decision in enumerate(plan.decisions, start)
-            )
-            self.memo[key] = dataclasses.replace(plan, decisions=decisions, twins=twins)
+            node, decisions = self.graph.bodies[body], list(plan.decisions)
+            changing = self.changing.intersection(range(node.start, node.stop))
+            for row in changing.union(self.rows[body]):
+                at = row - node.start
+                decisions[at] = self._decided(row, body, decisions[at])
+            self.memo[key] = dataclasses.replace(plan, decisions=tuple(decisions), twins=twins)
         return self.memo[key]
 
     def _decided(self, row: int, body: int, decision: Decision) -> Decision:

@@ -134,11 +134,16 @@ class Decision:
     def __getstate__(self) -> dict[str, object]:
         return _own_state(self)
 
+    @functools.cached_property
+    def converts(self) -> bool:
+        """Whether a result is held in another format than its own."""
+        return any(self.stored)
+
     @property
     def stores_low(self) -> bool:
         """Whether it is computed as its action says, and its results are rounded and held low."""
         is_product = self.action in (Action.LOWER, Action.SWAP) and self.kind is OpKind.COMPUTE
-        return (is_product or self.action is Action.KEEP) and any(self.stored)
+        return (is_product or self.action is Action.KEEP) and self.converts
 
     @functools.cached_property
     def changes(self) -> bool:
@@ -152,7 +157,7 @@ class Decision:
         """Whether an equation without bodies becomes another, or has its results rounded."""
         if self.action is Action.ENTER:
             return False
-        return self.action is not Action.KEEP or any(self.stored)
+        return self.action is not Action.KEEP or self.converts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -195,6 +200,11 @@ class Plan:
         """Whether anything differs from the original."""
         crosses = self.border or any(self.twins)
         return bool(crosses) or any(d.changes for d in self.decisions)
+
+    @functools.cached_property
+    def lowers(self) -> bool:
+        """Whether any equation runs in a lower precision, those of bodies included."""
+        return any(d.action is Action.LOWER for d in self.walk())
 
     @functools.cached_property
     def has_islands(self) -> bool:

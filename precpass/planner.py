@@ -36,7 +36,7 @@ from precpass.equations import (
 )
 from precpass.facts import Facts, propagate
 from precpass.graph import Graph, join_scopes
-from precpass.likeness import distinguished, likeness
+from precpass.likeness import Likeness, distinguished
 from precpass.opkinds import Op, OpKind, op
 from precpass.placing import Question, placed
 from precpass.plan import Action, Border, Decision, Plan, across
@@ -122,7 +122,7 @@ class Planner:
 
     def _placed(self, plan: Plan) -> Plan:
         """The plan with the storage of its values, where that is the planner's to choose."""
-        if not self._cuts or not any(a is Action.LOWER for _, a in plan.count()):
+        if not (self._cuts and plan.lowers):
             return plan
         low = self.policy.precision_for(OpKind.COMPUTE)
         asked = Question(
@@ -135,6 +135,7 @@ class Planner:
             lambda row: is_fixed(self._scope(row)),
             self._additive,
             self._candidate,
+            self.readers,
             self._weighed.device or NOMINAL,
         )
         return placed(asked)
@@ -174,14 +175,19 @@ class Planner:
             adds = self._additive.accumulating(node.jaxpr, carried)
             stored: dict[Any, Precision | None] = {}
             decisions: list[Decision] = []
-            for row in range(node.start, node.stop):
-                eqn = self.graph.eqns[row]
+            alike = self._likeness(facts, decides)
+            for at, eqn in enumerate(self.graph.eqns[node.start : node.stop]):
+                row, is_added = node.start + at, at in adds
                 if row in self.graph.children:
-                    decision = self._enter(row, facts, decides, row - node.start in adds)
+                    decision = self._enter(row, facts, decides, is_added)
+                elif (key := alike and alike.of(eqn, stored, adds=is_added)) in self._alike:
+                    decision = self._alike[key]
                 else:
-                    decision = self._leaf(row, facts, decides, row - node.start in adds, stored)
+                    decision = self._decided(row, facts, decides, is_added, stored)
+                    if key is not None:
+                        self._alike[key] = decision
                 decisions.append(decision)
-                if any(decision.stored):
+                if decision.converts:
                     stored.update(zip(eqn.outvars, decision.stored, strict=True))
             if not self.policy.widens:
                 readers = functools.partial(self.readers.of, facts.body)
@@ -224,19 +230,15 @@ class Planner:
 
     # ------------------------------------------------------------ leaves
 
-    def _leaf(
-        self, row: int, facts: Facts, decides: bool, adds: bool, stored: dict[Any, Precision | None]
-    ) -> Decision:
+    def _likeness(self, facts: Facts, decides: bool) -> Likeness | None:
+        """Tells the equations of a body that are decided alike; None where rules can tell more."""
         if not self._presets_alone:
-            return self._decided(row, facts, decides, adds, stored)
-        eqn = self.graph.eqns[row]
-        scope = join_scopes(self.scope, self.graph.scope_in(facts.body, eqn))
-        key = likeness(eqn, scope, facts, self.readers, stored, adds=adds, decides=decides)
-        if key is None:
-            return self._decided(row, facts, decides, adds, stored)
-        if key not in self._alike:
-            self._alike[key] = self._decided(row, facts, decides, adds, stored)
-        return self._alike[key]
+            return None
+
+        def scope_of(eqn: Any) -> str:
+            return join_scopes(self.scope, self.graph.scope_in(facts.body, eqn))
+
+        return Likeness(facts, self.readers, scope_of, decides=decides)
 
     def _decided(
         self, row: int, facts: Facts, decides: bool, adds: bool, stored: dict[Any, Precision | None]

@@ -241,7 +241,7 @@ def lowered(
     """
     low = low_operands[0].aval.dtype
     form = Bilinear(eqn.primitive, ir.sorted_params(eqn), low, dtype, waits=waits, copied=True)
-    aval = eqn.outvars[0].aval.update(dtype=form.sums_in, weak_type=False)
+    aval = ir.with_dtype(eqn.outvars[0].aval, form.sums_in)
     return _evaluated(build, form, low_operands, [*operands, *low_operands], aval)
 
 
@@ -269,9 +269,10 @@ def _evaluated(
     pinned, zeros = _needs_barriers(form.low), form.is_ragged and not detached
     runs = pinned and form.is_dot
     pair, params = _runnable(build, form.numbers, low_operands) if runs else (low_operands, {})
-    params = {**dict(form.items), **params, "preferred_element_type": form.sums_in}
+    sums_in = form.sums_in
+    params = {**dict(form.items), **params, "preferred_element_type": sums_in}
     out = build.emit(form.primitive, [*pair, *form.others(rest)], params, aval)
-    if form.sums_in != form.dtype:
+    if sums_in != form.dtype:
         out = build.convert(out, form.dtype)
     if pinned or zeros or detached:
         out = build.detach(out, pinned=pinned, zeros=zeros)

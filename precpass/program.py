@@ -15,7 +15,7 @@ from precpass import jaxpr as ir
 from precpass.calling import note_source, user_stacklevel
 from precpass.leaves import Declared, arguments, dynamic_leaves
 from precpass.opkinds import OpKind
-from precpass.plan import Action, Border, Plan
+from precpass.plan import Border, Plan
 from precpass.planner import distinguish, make_plan
 from precpass.policy import PrecisionPolicy, PrecisionWarning
 from precpass.rewrite import Rewriter
@@ -273,8 +273,7 @@ def _complaints(plan: Plan, policy: PrecisionPolicy, name: str) -> Iterator[str]
     yield from plan.notes
     for rule in plan.unmatched:
         yield f"{rule!r} matched no equation of {name}"
-    counts = plan.count()
-    if policy.lowers and not any(action is Action.LOWER for _, action in counts):
+    if policy.lowers and not plan.lowers:
         given = {d.reason for d in plan.walk() if d.kind is OpKind.COMPUTE}
         none = "what is not entered holds its products" if plan.notes else "it has no products"
         why = "; ".join(sorted(given)[:3]) or none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,28 +29,30 @@ class Readers:
         """Of each variable of a body: the equations that read it, None for its border."""
         if body not in self._readers:
             opened = ir.open_jaxpr(self.graph.bodies[body].jaxpr)
-            found: dict[Any, list[Any]] = {}
-            for reader in (*opened.eqns, None):
-                for v in opened.outvars if reader is None else reader.invars:
-                    if not ir.is_literal(v):
-                        found.setdefault(v, []).append(reader)
-            self._readers[body] = found
+            found = collections.defaultdict[Any, list[Any]](list)
+            is_literal = ir.is_literal
+            for reader in opened.eqns:
+                for v in reader.invars:
+                    if not is_literal(v):
+                        found[v].append(reader)
+            for v in opened.outvars:
+                if not is_literal(v):
+                    found[v].append(None)
+            self._readers[body] = dict(found)
         return self._readers[body]
 
     def cast(self, body: int) -> frozenset[Any]:
         """The variables of a body that a cast reads."""
         if body not in self._cast:
-            eqns = ir.open_jaxpr(self.graph.bodies[body].jaxpr).eqns
-            casts = (e for e in eqns if e.primitive.name == "convert_element_type")
-            atoms = (e.invars[0] for e in casts)
+            atoms = (e.invars[0] for e in ir.casts(self.graph.bodies[body].jaxpr))
             self._cast[body] = frozenset(v for v in atoms if not ir.is_literal(v))
         return self._cast[body]
 
     def widened_from(self, body: int, atom: Any) -> Any:
         """The low variable of which a value is a widening cast, or None."""
         if body not in self._widenings:
-            opened = ir.open_jaxpr(self.graph.bodies[body].jaxpr)
-            self._widenings[body] = dict(filter(None, map(ir.widening, opened.eqns)))
+            casts = ir.casts(self.graph.bodies[body].jaxpr)
+            self._widenings[body] = dict(filter(None, map(ir.widening, casts)))
         return None if ir.is_literal(atom) else self._widenings[body].get(atom)
 
 

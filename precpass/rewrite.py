@@ -94,9 +94,10 @@ class Rewriter:
     def _not_rewritten(self, jaxpr: Any, plan: Plan, scope: str) -> list[Any]:
         """The bodies that `jaxpr` needs first, each with its equation, plan and scope."""
         found: list[Any] = []
-        for eqn, decision in zip(ir.open_jaxpr(jaxpr).eqns, plan.decisions, strict=True):
+        pairs = zip(ir.open_jaxpr(jaxpr).eqns, plan.decisions, strict=True)
+        for eqn, decision in [pair for pair in pairs if pair[1].inner]:
             # shards are rewritten in their own place, where their axes are bound
-            if not decision.inner or eqn.primitive.name == "shard_map":
+            if eqn.primitive.name == "shard_map":
                 continue
             # nor are the bodies of an island, where x64 is on
             if decision.island and not ir.in_x64():
@@ -116,17 +117,15 @@ class Rewriter:
         invars = [env.enter(v, plan.border) for v in opened.invars]
         invars += [env.enter_twin(opened.invars[t.position], t) for t in plan.twins.operands]
         found = islands(opened, plan) if plan.has_islands and not ir.in_x64() else {}
-        eqns, row, starts = opened.eqns, 0, list[int]()
-        while row < len(eqns):
-            starts.append(len(build.eqns))
+        starts, made, beyond = list[int](), build.eqns, 0
+        for row, (eqn, decision) in enumerate(zip(opened.eqns, plan.decisions, strict=True)):
+            starts.append(len(made))
             if row in found:
                 self._island(env, found[row], scope)
-                starts += [len(build.eqns)] * (found[row].stop - row - 1)
-                row = found[row].stop
-                continue
-            self._eqn(env, eqns[row], plan.decisions[row], scope)
-            row += 1
-        starts.append(len(build.eqns))
+                beyond = found[row].stop
+            if row >= beyond:
+                self._eqn(env, eqn, decision, scope)
+        starts.append(len(made))
         build.leave()
         outvars = [env.output(v, plan.border) for v in opened.outvars]
         outvars += [env.twin(opened.outvars[at], low) for at, low, _ in plan.twins.results]
@@ -171,26 +170,23 @@ class Rewriter:
         action = decision.action
         if action is Action.KEEP:
             env.keep(eqn)
-            if any(decision.stored):
+            if decision.converts:
                 env.build.at(eqn)
                 _round(env, eqn, decision)
             return
         env.build.at(eqn)
         if action is Action.ENTER:
             self._enter(env, eqn, decision, scope)
-            return
-        if action in (Action.DROP, Action.FOLD):
-            results = [env.read_as(ir.wide_operand(eqn), decision.compute)]
+        elif action in (Action.DROP, Action.FOLD):
+            kept = env.read_as(ir.wide_operand(eqn), decision.compute)
+            _write(env, eqn, [kept], (decision.compute,))
         elif action is Action.WIDEN:
-            results = _wide(env, eqn, decision)
+            _write(env, eqn, _wide(env, eqn, decision), decision.stored)
         elif decision.kind is OpKind.COMPUTE:
             env.write(eqn.outvars[0], _product(env, eqn, decision), None)
             _round(env, eqn, decision)
-            return
         else:
-            results = _low(env, eqn, decision)
-        dropped = action in (Action.DROP, Action.FOLD)
-        _write(env, eqn, results, (decision.compute,) if dropped else decision.stored)
+            _write(env, eqn, _low(env, eqn, decision), decision.stored)
 
     def _body(self, eqn: Any, body: ir.Body, plan: Plan, scope: str) -> Any:
         """The rewritten jaxpr of a body, its twins where the equation has them."""
@@ -281,8 +277,11 @@ def _low(env: Env, eqn: Any, decision: Decision) -> Sequence[Any]:
         results = env.build.bind(eqn, [env.read(v) for v in eqn.invars])
         return [env.as_(x, low) for x in results]
     if row.kind is OpKind.ELEMENTWISE:
-        shape = eqn.outvars[0].aval.shape
-        args = [_spread(env, v, shape, low) for v in eqn.invars]
+        shape, read_as = eqn.outvars[0].aval.shape, env.read_as
+        args = [
+            read_as(v, low) if v.aval.shape == shape else _spread(env, v, shape, low)
+            for v in eqn.invars
+        ]
     else:
         args = [env.read_as(v, low) for v in eqn.invars]
     if row.accumulates:
@@ -297,10 +296,9 @@ def _spread(env: Env, atom: Any, out: tuple[Any, ...], low: Precision) -> Any:
     These stretch dimensions of size 1, and clamp stretches scalar bounds: the transpose would add
     up in the low format.
     """
-    shape = getattr(atom.aval, "shape", ())
-    if shape == out or ir.is_literal(atom) or ir.precision_of(atom.aval) is None:
+    if ir.is_literal(atom) or ir.precision_of(atom.aval) is None:
         return env.read_as(atom, low)
-    dims = tuple(range(len(out) - len(shape), len(out)))
+    dims = tuple(range(len(out) - len(atom.aval.shape), len(out)))
 
     def spread(x: Any) -> list[Any]:
         return [lax.broadcast_in_dim(x, out, dims)]

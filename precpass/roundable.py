@@ -18,6 +18,7 @@ from precpass.facts import Facts, guard
 from precpass.graph import Graph, nbytes
 from precpass.opkinds import OpKind, op
 from precpass.precision import Precision
+from precpass.readers import Readers
 
 __all__ = ["Roundable"]
 
@@ -40,6 +41,7 @@ class Roundable:
         facts: body -> its facts at each class of call sites.
         deciding: the bodies that compute the predicates of loops.
         permits: whether the policy lets what a row makes be low.
+        readers: of the graph's values.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Roundable:
         facts: Mapping[int, Sequence[Facts]],
         deciding: set[int],
         permits: Callable[[int], bool],
+        readers: Readers,
     ) -> None:
         self.graph = graph
         self.classes = classes
@@ -57,7 +60,7 @@ class Roundable:
         self.facts = facts
         self.deciding = deciding
         self.permits = permits
-        self._readers: dict[int, dict[Any, list[Any]]] = {}
+        self.readers = readers
 
     def may(self, found: ValueClass) -> bool:
         """Whether what reads a class may read what the low format leaves of it."""
@@ -106,28 +109,28 @@ class Roundable:
     @functools.cached_property
     def _following(self) -> set[Any]:
         """What is computed of the result of a low product, however far behind it."""
-        after = collections.defaultdict[Any, list[Sequence[Any]]](list)
-        todo = list[Any]()
+        eqns = self.graph.eqns
+        across = collections.defaultdict[Any, list[Sequence[Any]]](list)
+        for row in self.graph.children:
+            for before, behind in self._steps(row):
+                if not ir.is_literal(before):
+                    across[before].append(behind)
+        entered = {id(eqns[row]) for row in self.graph.children}
+        readers = dict[Any, Sequence[Any]]()
+        for body in range(len(self.graph.bodies)):
+            readers.update(self.readers.of(body))
         # no call for each equation: every gradient is walked
-        for row, eqn in enumerate(self.graph.eqns):
-            if row in self.classes.reads_low:
-                todo += eqn.outvars
-            elif row in self.graph.children:
-                for before, behind in self._steps(row):
-                    if not ir.is_literal(before):
-                        after[before].append(behind)
-            else:
-                behind = eqn.outvars
-                for before in eqn.invars:
-                    if not ir.is_literal(before):
-                        after[before].append(behind)
-        found = set[Any]()
+        found, todo = set[Any](), [v for row in self.classes.reads_low for v in eqns[row].outvars]
         while todo:
             v = todo.pop()
-            if v not in found:
-                found.add(v)
-                for behind in after.get(v, ()):
-                    todo += behind
+            if v in found:
+                continue
+            found.add(v)
+            for reader in readers.get(v, ()):
+                if reader is not None and id(reader) not in entered:
+                    todo += reader.outvars
+            for behind in across.get(v, ()):
+                todo += behind
         return found
 
     def _steps(self, row: int) -> Iterator[tuple[Any, Sequence[Any]]]:
@@ -181,19 +184,9 @@ class Roundable:
             if eqn.primitive.name in _SUMS:
                 return True
             if eqn.primitive.name in _SCALES:
-                todo += self._readers_of(body).get(eqn.outvars[0], ())
+                readers = self.readers.of(body).get(eqn.outvars[0], ())
+                todo += [reader for reader in readers if reader is not None]
         return False
-
-    def _readers_of(self, body: int) -> dict[Any, list[Any]]:
-        if body not in self._readers:
-            node = self.graph.bodies[body]
-            readers = self._readers[body] = {}
-            for row in range(node.start, node.stop):
-                eqn = self.graph.eqns[row]
-                for v in eqn.invars:
-                    if not ir.is_literal(v):
-                        readers.setdefault(v, []).append(eqn)
-        return self._readers[body]
 
     def _is_backward(self, body: int, row: int) -> bool:
         return self.classes.is_backward(body, self.graph.eqns[row])

@@ -10,6 +10,7 @@ arithmetic in any precision.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from precpass.plan import Action, Decision
 __all__ = ["with_swaps"]
 
 Readers = Mapping[Any, Sequence[Any]]
+
+_LINKS = frozenset(("transpose", "convert_element_type"))
 
 EXCHANGED = "the order of its result is that of the product's exchanged operands"
 UNDONE = "undoes what another transpose of the same product does"
@@ -37,15 +40,16 @@ def with_swaps(
         decisions: one per equation.
         readers: of each variable, the equations that read it, None for the border.
     """
-    eqns = ir.open_jaxpr(jaxpr).eqns
-    if not any(decision.kind is OpKind.COMPUTE for decision in decisions):
+    opened = ir.open_jaxpr(jaxpr)
+    eqns = opened.eqns
+    products = [row for row, of in enumerate(decisions) if of.kind is OpKind.COMPUTE]
+    if not products or not ir.transposes(opened):
         return decisions
     rows = {id(eqn): row for row, eqn in enumerate(eqns) if _commutes(eqn)}
-    if not any(ir.permutation(eqns[row]) for row in rows.values()):
-        return decisions
     new = list(decisions)
-    for row, (eqn, decision) in enumerate(zip(eqns, decisions, strict=True)):
-        if decision.kind is not OpKind.COMPUTE or not _is_free(decision):
+    for row in products:
+        eqn, decision = eqns[row], decisions[row]
+        if not _is_free(decision):
             continue
         exchanged = ir.exchanged_order(eqn)
         if exchanged is None or not contracts(eqn) or ir.precision_of(eqn.outvars[0].aval) is None:
@@ -53,15 +57,18 @@ def with_swaps(
         order, chain = _chain(eqn, decisions, rows, readers(), exchanged)
         swaps = order == exchanged and chain
         if swaps:
-            action = Action.SWAP if decision.action is Action.KEEP else decision.action
-            new[row] = dataclasses.replace(decision, action=action, swapped=True)
+            new[row] = _swapped(decision)
         for link in chain:
-            new[link] = _folded(eqns[link], decisions[link], EXCHANGED if swaps else UNDONE)
+            transposes = ir.permutation(eqns[link]) is not None
+            why = EXCHANGED if swaps else UNDONE
+            new[link] = _folded(decisions[link], why if transposes else None)
     return new
 
 
 def _commutes(eqn: Any) -> bool:
     """Whether an equation may stand in a chain behind a product."""
+    if eqn.primitive.name not in _LINKS:
+        return False
     return ir.permutation(eqn) is not None or ir.is_plain_cast(eqn)
 
 
@@ -102,8 +109,17 @@ def _chain(
         link = reader
 
 
-def _folded(eqn: Any, decision: Decision, why: str) -> Decision:
-    if ir.permutation(eqn) is not None:
+# layers repeat what is decided, and each is one object
+@functools.lru_cache(maxsize=4096)
+def _swapped(decision: Decision) -> Decision:
+    action = Action.SWAP if decision.action is Action.KEEP else decision.action
+    return dataclasses.replace(decision, action=action, swapped=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def _folded(decision: Decision, why: str | None) -> Decision:
+    """The decision for a transpose in a chain, and why it is folded; for a cast there, None."""
+    if why is not None:
         return dataclasses.replace(decision, action=Action.FOLD, reason=why)
     # made in its place again, of a value in another order
     return dataclasses.replace(decision, action=Action.DROP)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.fact import ANY, Fact, of_aval, of_dtype
 from precpass.opkinds import OpKind, op
 
-__all__ = ["hull", "results"]
+__all__ = ["Learned", "hull", "results"]
 
 _UNIT = Fact(-1.0, 1.0)
 _SAMPLES = ("random_", "threefry", "rng_")
@@ -23,37 +23,58 @@ _BITS = frozenset(
 )
 
 
-def results(eqn: Any, operands: list[Fact]) -> list[Fact]:
-    """What is known of an equation's results, given what is known of its operands."""
+Learned = dict[Hashable, tuple[Sequence[Fact], Sequence[Fact]]]
+"""What was learned, and of which operands; these are held, since they are told apart by identity.
+
+A program repeats itself, and to hash what is known of a value takes as long as most rules do.
+"""
+
+
+def results(eqn: Any, operands: Sequence[Fact], learned: Learned) -> Sequence[Fact]:
+    """What is known of an equation's results.
+
+    Args:
+        eqn: the equation.
+        operands: what is known of its operands.
+        learned: of the equations before it.
+    """
     name = eqn.primitive.name
-    avals = [v.aval for v in eqn.outvars]
-    # every equation comes here: no call of Python's for each operand
+    if not _is_computed(name):
+        return _handed_on(eqn, operands)
+    # none of their other parameters matters
+    dtype, read = eqn.outvars[0].aval.dtype, _READ[name](eqn) if name in _READ else None
+    key = name, dtype, read, *map(id, operands)
+    if key not in learned:
+        fact = _settled(name, _known(name, operands, read), operands, dtype)
+        learned[key] = [fact], operands
+    return learned[key][0]
+
+
+@functools.cache
+def _is_computed(name: str) -> bool:
+    """Whether a primitive has one result, of which its operands and what `_READ` has tell all."""
+    return name in _RULES or op(name).kind is OpKind.ELEMENTWISE
+
+
+def _handed_on(eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+    name = eqn.primitive.name
     if operands.count(ANY) == len(operands) and _learns_nothing(name):
-        return [of_aval(a) for a in avals]
-    if op(name).kind is OpKind.ELEMENTWISE and _RULES.get(name) is not _power:
-        return [_elementwise(name, avals[0].dtype, *operands)]
+        return [of_aval(v.aval) for v in eqn.outvars]
+    avals = [v.aval for v in eqn.outvars]
     if name.startswith(_SAMPLES):
         return [of_aval(a)._replace(random=True) for a in avals]
     if name == "sort":
         return list(operands)
     if name in ("top_k", "approx_top_k"):
         return [operands[0], *(_position_below(eqn.invars[0].aval.shape[-1:]),) * (len(avals) - 1)]
-    if name not in _RULES and not ir.applies_function(eqn):
-        data = tuple(_data(eqn, operands)) if _moves(name) else ()
-        return [_moved(name, getattr(a, "dtype", None), data, *operands) for a in avals]
-    known = _known(name, operands, eqn)
-    return [_settled(name, known, operands, getattr(a, "dtype", None)) for a in avals]
-
-
-@functools.lru_cache(maxsize=65536)
-def _elementwise(name: str, dtype: Any, *operands: Fact) -> Fact:
-    # none of their parameters matters, and a program repeats itself
-    return _settled(name, _known(name, operands), operands, dtype)
+    moves = _moves(name) and not ir.applies_function(eqn)
+    data = tuple(_data(eqn, operands)) if moves else ()
+    return [_moved(name, getattr(a, "dtype", None), data, *operands) for a in avals]
 
 
 @functools.lru_cache(maxsize=65536)
 def _moved(name: str, dtype: Any, data: tuple[Fact, ...], *operands: Fact) -> Fact:
-    # nor do they here, but for which operands are moved
+    # none of their parameters matters, but for which operands are moved
     known = hull(data) if data else ANY
     return _settled(name, _learned(name, known, operands), operands, dtype)
 
@@ -78,9 +99,7 @@ def _settled(name: str, known: Fact, operands: Sequence[Fact], dtype: Any) -> Fa
 @functools.cache
 def _learns_nothing(name: str) -> bool:
     """Whether nothing is known of a primitive's results where nothing is of its operands."""
-    if name in ("sort", "top_k", "approx_top_k") or name.startswith(_SAMPLES):
-        return False
-    return name not in _RULES or name in _HANDS_ON
+    return name not in ("sort", "top_k", "approx_top_k") and not name.startswith(_SAMPLES)
 
 
 def _of_constants(known: Fact, moves: bool) -> Fact:
@@ -91,9 +110,9 @@ def _of_constants(known: Fact, moves: bool) -> Fact:
     return known._replace(constant=True, reaches=reaches)
 
 
-def _known(name: str, operands: Sequence[Fact], eqn: Any = None) -> Fact:
+def _known(name: str, operands: Sequence[Fact], read: Any) -> Fact:
     rule = _RULES.get(name)
-    return _learned(name, ANY if rule is None else rule(eqn, operands), operands)
+    return _learned(name, ANY if rule is None else rule(read, operands), operands)
 
 
 def _learned(name: str, known: Fact, operands: Sequence[Fact]) -> Fact:
@@ -113,13 +132,6 @@ def _learned(name: str, known: Fact, operands: Sequence[Fact]) -> Fact:
     return known
 
 
-# Rules that make ANY of ANY.
-_HANDS_ON = frozenset(
-    (
-        *("add", "sub", "mul", "div", "neg", "max", "min", "select_n"),
-        *("convert_element_type", "copy", "stop_gradient"),
-    )
-)
 _KEEPS_SCALE = frozenset(("add", "sub", "add_any", "neg", "abs"))
 
 # A mask's constant survives what adds to it or chooses among values.
@@ -215,7 +227,7 @@ def _interval(
             written as floats.
     """
 
-    def rule(_eqn: Any, operands: Sequence[Fact]) -> Fact:
+    def rule(_read: Any, operands: Sequence[Fact]) -> Fact:
         ends = combine(*((f.lo, f.hi) for f in operands))
         integer = all(f.integer for f in operands)
         if not integer and max(map(abs, ends)) <= counts_to:
@@ -229,22 +241,20 @@ def _interval(
     return rule
 
 
-def _iota(eqn: Any, _operands: Sequence[Fact]) -> Fact:
-    size = ir.iota_size(eqn)
+def _iota(size: Any, _operands: Sequence[Fact]) -> Fact:
     return Fact(0.0, float(size - 1) if isinstance(size, int) else math.inf, integer=True)
 
 
-def _axis_index(eqn: Any, _operands: Sequence[Fact]) -> Fact:
-    size = ir.axis_size(eqn)
+def _axis_index(size: int | None, _operands: Sequence[Fact]) -> Fact:
     return ANY if size is None else _position_below([size])
 
 
-def _convert(_eqn: Any, operands: Sequence[Fact]) -> Fact:
+def _convert(_read: Any, operands: Sequence[Fact]) -> Fact:
     return operands[0]
 
 
-def _position(eqn: Any, _operands: Sequence[Fact]) -> Fact:
-    return _position_below(ir.reduced_sizes(eqn))
+def _position(sizes: Sequence[Any], _operands: Sequence[Fact]) -> Fact:
+    return _position_below(sizes)
 
 
 def _position_below(sizes: Sequence[Any]) -> Fact:
@@ -252,14 +262,13 @@ def _position_below(sizes: Sequence[Any]) -> Fact:
     return Fact(0.0, float(max([*sizes, 1])) if known else math.inf, integer=True)
 
 
-def _sum(eqn: Any, operands: Sequence[Fact]) -> Fact:
-    sizes = ir.reduced_sizes(eqn)
+def _sum(sizes: Sequence[Any], operands: Sequence[Fact]) -> Fact:
     terms = math.prod(sizes) if all(type(size) is int for size in sizes) else 1
     return Fact(scale=(operands[0].magnitude or 1.0) * terms)
 
 
-def _power(eqn: Any, operands: Sequence[Fact]) -> Fact:
-    fact, y = operands[0], ir.exponent(eqn)
+def _power(y: int, operands: Sequence[Fact]) -> Fact:
+    fact = operands[0]
     if y < 0 and fact.lo <= 0 <= fact.hi:
         return ANY
     try:
@@ -269,13 +278,24 @@ def _power(eqn: Any, operands: Sequence[Fact]) -> Fact:
     return Fact(min(ends), max(ends), 0.0, fact.integer and y >= 0)
 
 
+_READ: dict[str, Callable[[Any], Hashable]] = {
+    "iota": ir.iota_size,
+    "axis_index": ir.axis_size,
+    "reduce_sum": ir.reduced_sizes,
+    "square": ir.exponent,
+    "integer_pow": ir.exponent,
+    "argmax": ir.reduced_sizes,
+    "argmin": ir.reduced_sizes,
+}
+"""What a rule reads of its equation, beside what is known of the operands."""
+
 _RULES: dict[str, Callable[[Any, Sequence[Fact]], Fact]] = {
     "iota": _iota,
     "axis_index": _axis_index,
     "convert_element_type": _convert,
     "copy": _convert,
     "stop_gradient": _convert,
-    "select_n": lambda eqn, fs: hull(fs[1:]),
+    "select_n": lambda read, fs: hull(fs[1:]),
     "clamp": _interval(lambda a, x, b: [max(x[0], a[0]), min(x[1], b[1])]),
     "add": _interval(lambda a, b: [a[0] + b[0], a[1] + b[1]], counts_to=math.inf),
     "sub": _interval(lambda a, b: [a[0] - b[1], a[1] - b[0]], counts_to=math.inf),
@@ -291,6 +311,6 @@ _RULES: dict[str, Callable[[Any, Sequence[Fact]], Fact]] = {
     "integer_pow": _power,
     "argmax": _position,
     "argmin": _position,
-    **dict.fromkeys(("tanh", "erf", "sin", "cos", "sign"), lambda eqn, fs: _UNIT),
-    "logistic": lambda eqn, fs: Fact(0.0, 1.0),
+    **dict.fromkeys(("tanh", "erf", "sin", "cos", "sign"), lambda read, fs: _UNIT),
+    "logistic": lambda read, fs: Fact(0.0, 1.0),
 }

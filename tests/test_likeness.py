@@ -76,7 +76,7 @@ def jaxprs():
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_a_plan_is_that_of_equations_judged_one_by_one(policy, jaxprs, monkeypatch):
     together = [make_plan(jaxpr, policy) for jaxpr in jaxprs]
-    monkeypatch.setattr(planner, "likeness", lambda *_, **__: None)
+    monkeypatch.setattr(planner.Likeness, "of", lambda *_, **__: None)
     assert [make_plan(jaxpr, policy) for jaxpr in jaxprs] == together
 
 
@@ -123,7 +123,7 @@ def test_what_one_thing_tells_apart_is_judged_apart(name, step, monkeypatch):
     x = jnp.ones((4, 4))
     jaxpr = jax.make_jaxpr(fn)(x, x.astype(jnp.bfloat16), jax.random.key(0))
     together = [make_plan(jaxpr, policy) for policy in POLICIES.values()]
-    monkeypatch.setattr(planner, "likeness", lambda *_, **__: None)
+    monkeypatch.setattr(planner.Likeness, "of", lambda *_, **__: None)
     assert [make_plan(jaxpr, policy) for policy in POLICIES.values()] == together
 
 

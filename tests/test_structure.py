@@ -48,10 +48,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "classes": {"precision", "opkinds", "rules", "jaxpr", "graph", "equations"},
     "origins": {"opkinds", "jaxpr", "graph"},
     "costs": {"precision", "opkinds", "jaxpr", "graph", "origins", "classes", "cut", "devices"},
-    "roundable": {"precision", "opkinds", "jaxpr", "graph", "fact", "facts", "classes"},
+    "roundable": {"precision", "opkinds", "jaxpr", "graph", "fact", "facts", "classes", "readers"},
     "placing": {
         *("reasons", "wording", "precision", "opkinds", "jaxpr", "graph", "facts", "plan"),
-        *("classes", "costs", "devices", "accumulate", "roundable"),
+        *("classes", "costs", "devices", "accumulate", "roundable", "readers"),
     },
     "asked": {
         *(

@@ -44,6 +44,7 @@ from precpass.jaxpr.building import (
     alike,
     literal,
     new_variable,
+    with_dtype,
     with_results_in,
 )
 from precpass.jaxpr.carrier import Form, carry, detach, is_detach, pin
@@ -67,6 +68,7 @@ from precpass.jaxpr.reading import (
     asked_precision,
     axis_size,
     cast_formats,
+    casts,
     consts_of,
     effects_of,
     exponent,
@@ -138,6 +140,7 @@ __all__ = [
     "bodies",
     "carry",
     "cast_formats",
+    "casts",
     "consts_of",
     "contents_of",
     "convert",
@@ -208,6 +211,7 @@ __all__ = [
     "wide_operand",
     "widening",
     "with_bodies",
+    "with_dtype",
     "with_operand",
     "with_results_in",
     "with_rewritten_rules",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_
 from precpass.jaxpr.rounded import rounded_p
 from precpass.jaxpr.twins import Crossing, named, twin_aval
 
+# looked up once: these are made for every equation that changes
+_Var, _Eqn, _no_effects = jex.Var, jex.JaxprEqn, jex.no_effects
 _cast_p = jex.primitives.convert_element_type_p
 _bitcast_p = jex.primitives.bitcast_convert_type_p
 _DTYPES = frozenset(DTYPE_PARAMS)
@@ -72,7 +75,7 @@ class Builder:
     def keep(
         self,
         eqn: Any,
-        operands: Sequence[Any] | None = None,
+        operands: Sequence[Any],
         params: dict[str, Any] | None = None,
         avals: Sequence[Any] | None = None,
     ) -> Sequence[Any]:
@@ -80,7 +83,7 @@ class Builder:
 
         Args:
             eqn: the equation.
-            operands: others of the same types.
+            operands: its own, or others of the same types.
             params: other ones.
             avals: of its results, where they may not be its own any more.
 
@@ -90,23 +93,21 @@ class Builder:
         outvars = eqn.outvars
         if avals is not None:
             outvars = [
-                v if v.aval is aval else jex.Var(aval)
+                v if v.aval is aval else _Var(aval)
                 for v, aval in zip(eqn.outvars, avals, strict=True)
             ]
-        if operands is not None or params is not None or outvars is not eqn.outvars:
-            eqn = eqn.replace(invars=operands, outvars=outvars, params=params)
-        self.eqns.append(eqn)
+        self.eqns.append(_remade(eqn, operands, outvars, params))
         return outvars
 
     def emit(
         self, primitive: Any, operands: Sequence[Any], params: dict[str, Any], aval: Any
     ) -> Any:
         """The result of an equation without effects whose only result has a known aval."""
-        out = jex.Var(aval)
+        out = _Var(aval)
         # the function that makes equations looks for what these have not: three times as long
-        make = jex.JaxprEqn if self._ctx is not None else jex.new_jaxpr_eqn
-        parts = (primitive, params, jex.no_effects, self._source, self._ctx)
-        self.eqns.append(make(operands, [out], *parts))
+        make = jex.new_jaxpr_eqn if self._ctx is None else _Eqn
+        eqn = make(operands, [out], primitive, params, _no_effects, self._source, self._ctx)
+        self.eqns.append(eqn)
         return out
 
     def bind(
@@ -123,25 +124,25 @@ class Builder:
             dtype = _new_dtype(operands, eqn.invars)
             if dtype is None:
                 return self.keep(eqn, operands)
-            avals = [
-                v.aval if precision_of(v.aval) is None else self._retyped(v.aval, dtype)
+            outvars = [
+                v if precision_of(v.aval) is None else _Var(with_dtype(v.aval, dtype))
                 for v in eqn.outvars
             ]
-            return self.keep(eqn, operands, avals=avals)
+            self.eqns.append(_remade(eqn, operands, outvars))
+            return outvars
         return self.call(lambda *xs: bind(eqn, xs, params), operands, alike(eqn, params))
 
     def convert(self, atom: Any, dtype: Any, weak_type: bool = False) -> Any:
         """A value in another dtype."""
-        dtype = np.dtype(dtype)
-        key = ("convert", dtype, weak_type)
-        if self._ctx is None or not atom.aval.sharding.mesh.empty:
-            return self.call(lambda x: [convert(x, dtype, weak_type)], [atom], key)[0]
         # a program may have as many casts as equations: they share what they are alike in
-        params = self._templates.get(key)
-        if params is None:
-            params = {"new_dtype": dtype, "weak_type": weak_type, "sharding": None}
-            self._templates[key] = params
-        return self.emit(_cast_p, [atom], params, self._retyped(atom.aval, dtype, weak_type))
+        key = "convert", atom.aval, dtype, weak_type
+        found = self._templates.get(key)
+        if found is None:
+            found = self._templates[key] = _cast(atom.aval, np.dtype(dtype), weak_type)
+        params, aval = found
+        if aval is None or self._ctx is None:
+            return self.call(lambda x: [convert(x, dtype, weak_type)], [atom], key)[0]
+        return self.emit(_cast_p, [atom], params, aval)
 
     def transpose(self, atom: Any, order: tuple[int, ...]) -> Any:
         """A value with its dimensions in another order."""
@@ -172,7 +173,7 @@ class Builder:
 
     def from_bits(self, atom: Any, dtype: Any) -> Any:
         """The low value of 16 bits, from which no derivative is taken."""
-        return self.detach(self._bitcast(atom, self._retyped(atom.aval, np.dtype(dtype))))
+        return self.detach(self._bitcast(atom, with_dtype(atom.aval, np.dtype(dtype))))
 
     def _bitcast(self, atom: Any, aval: Any) -> Any:
         return self.emit(_bitcast_p, [atom], {"new_dtype": aval.dtype}, aval)
@@ -189,7 +190,7 @@ class Builder:
         operands = [operands[i] for i in crossing.operands]
         outvars = [outvars[i] for i in crossing.results]
         params = {**params, **crossing.params}
-        self.eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params))
+        self.eqns.append(_remade(eqn, operands, outvars, params))
 
     def call(
         self, fn: Callable[..., Sequence[Any]], operands: Sequence[Any], key: Hashable = None
@@ -227,14 +228,6 @@ class Builder:
                 found = trace(fn, *avals)
             if whole is not None:
                 self._templates[whole] = found
-        return found
-
-    def _retyped(self, aval: Any, dtype: Any, weak_type: bool = False) -> Any:
-        # making an aval takes longer than making an equation
-        key = (aval, dtype, weak_type)
-        found = self._templates.get(key)
-        if found is None:
-            found = self._templates[key] = aval.update(dtype=dtype, weak_type=weak_type)
         return found
 
     def _configured(self) -> contextlib.AbstractContextManager[None]:
@@ -344,6 +337,14 @@ class Direct:
         return fn(*operands)
 
 
+def _remade(
+    eqn: Any, operands: Sequence[Any], outvars: Sequence[Any], params: dict[str, Any] | None = None
+) -> Any:
+    params = eqn.params if params is None else params
+    rest = eqn.effects, eqn.source_info, eqn.ctx
+    return _Eqn(operands, outvars, eqn.primitive, params, *rest)
+
+
 def new_variable(aval: Any) -> Any:
     """A variable of a jaxpr in the making."""
     return jex.Var(aval)
@@ -352,18 +353,31 @@ def new_variable(aval: Any) -> Any:
 def literal(value: Any, like: Any) -> Any:
     """A literal of another dtype in the place of one."""
     value = np.asarray(value)
-    return jex.Literal(value, like.aval.update(dtype=value.dtype, weak_type=False))
+    return jex.Literal(value, with_dtype(like.aval, value.dtype))
+
+
+@functools.lru_cache(maxsize=65536)
+def with_dtype(aval: Any, dtype: Any, weak_type: bool = False) -> Any:
+    """An aval in another dtype; to make one takes longer than to make an equation."""
+    return aval.update(dtype=dtype, weak_type=weak_type)
+
+
+def _cast(aval: Any, dtype: Any, weak_type: bool) -> tuple[dict[str, Any], Any]:
+    """The parameters of a cast, and the aval of its result; None where a mesh decides on that."""
+    params = {"new_dtype": dtype, "weak_type": weak_type, "sharding": None}
+    return params, with_dtype(aval, dtype, weak_type) if aval.sharding.mesh.empty else None
 
 
 def _names_dtypes(params: dict[str, Any]) -> bool:
-    named = _DTYPES & params.keys()
-    return bool(named) and any(params[name] is not None for name in named)
+    if _DTYPES.isdisjoint(params):
+        return False
+    return any(params[name] is not None for name in _DTYPES & params.keys())
 
 
 def _new_dtype(operands: Sequence[Any], own: Sequence[Any]) -> Any:
     """The other type that floating operands have; None where all have their own."""
     for v, before in zip(operands, own, strict=True):
-        if precision_of(before.aval) and v.aval.dtype != before.aval.dtype:
+        if v is not before and precision_of(before.aval) and v.aval.dtype != before.aval.dtype:
             return v.aval.dtype
     return None
 

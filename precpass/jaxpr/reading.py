@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,9 +35,8 @@ def consts_of(jaxpr: Any) -> Sequence[Any]:
     return getattr(jaxpr, "consts", ())
 
 
-def is_literal(atom: Any) -> bool:
-    """Whether an operand is a value written into the equation."""
-    return isinstance(atom, _Literal)
+is_literal: Callable[[Any], bool] = _Literal.__instancecheck__
+"""Whether an operand is a value written into the equation: `isinstance` without a call between."""
 
 
 def in_avals(jaxpr: Any) -> list[Any]:
@@ -52,7 +51,10 @@ def out_avals(jaxpr: Any) -> list[Any]:
 
 def precision_of(aval: Any) -> Precision | None:
     """The precision of a floating value of a known format; None for all else."""
-    return _of(getattr(aval, "dtype", None))
+    try:
+        return _of(aval.dtype)
+    except AttributeError:  # a token
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,10 +222,10 @@ def iota_size(eqn: Any) -> Any:
     return eqn.params["shape"][eqn.params["dimension"]]
 
 
-def reduced_sizes(eqn: Any) -> list[Any]:
+def reduced_sizes(eqn: Any) -> tuple[Any, ...]:
     """The sizes of the dimensions that a reduction takes away."""
     shape = eqn.invars[0].aval.shape
-    return [shape[axis] for axis in eqn.params["axes"]]
+    return tuple([shape[axis] for axis in eqn.params["axes"]])
 
 
 def exponent(eqn: Any) -> int:
@@ -243,6 +245,12 @@ def cast_formats(eqn: Any) -> tuple[Precision, Precision] | None:
         return None
     before, after = precision_of(eqn.invars[0].aval), precision_of(eqn.outvars[0].aval)
     return (before, after) if before and after and before is not after else None
+
+
+def casts(jaxpr: Any) -> list[Any]:
+    """The casts of a jaxpr, its bodies' apart."""
+    # every body is searched: no call for each equation
+    return [eqn for eqn in open_jaxpr(jaxpr).eqns if eqn.primitive is _cast_p]
 
 
 def is_plain_cast(eqn: Any) -> bool:
