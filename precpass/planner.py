@@ -180,12 +180,12 @@ class Planner:
                 row, is_added = node.start + at, at in adds
                 if row in self.graph.children:
                     decision = self._enter(row, facts, decides, is_added)
-                elif (key := alike and alike.of(eqn, stored, adds=is_added)) in self._alike:
-                    decision = self._alike[key]
+                elif (told := alike and alike.of(eqn, stored, adds=is_added)) in self._alike:
+                    decision = self._alike[told]
                 else:
                     decision = self._decided(row, facts, decides, is_added, stored)
-                    if key is not None:
-                        self._alike[key] = decision
+                    if told is not None:
+                        self._alike[told] = decision
                 decisions.append(decision)
                 if decision.converts:
                     stored.update(zip(eqn.outvars, decision.stored, strict=True))

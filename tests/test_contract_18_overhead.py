@@ -184,13 +184,16 @@ def test_shared_layers_are_rewritten_once(monkeypatch: pytest.MonkeyPatch):
 def test_shared_layers_are_planned_once(compose: str, monkeypatch: pytest.MonkeyPatch):
     """What is known of a layer's operands is the same at every call here: more is planned apart."""
     decided: Counter[str] = Counter()
-    leaf = Planner._leaf
+    begin = Planner._likeness
 
-    def counted(self: Planner, row: int, *args: Any) -> Any:
-        decided[self.graph.eqns[row].primitive.name] += 1
-        return leaf(self, row, *args)
+    def counted(self: Planner, facts: Any, *args: Any) -> Any:
+        """Every body that is planned begins here."""
+        node = self.graph.bodies[facts.body]
+        leaves = (row for row in range(node.start, node.stop) if row not in self.graph.children)
+        decided.update(self.graph.eqns[row].primitive.name for row in leaves)
+        return begin(self, facts, *args)
 
-    monkeypatch.setattr(Planner, "_leaf", counted)
+    monkeypatch.setattr(Planner, "_likeness", counted)
 
     def planned(n: int) -> Counter[str]:
         @jax.jit
