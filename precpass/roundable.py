@@ -116,9 +116,11 @@ class Roundable:
                 if not ir.is_literal(before):
                     across[before].append(behind)
         entered = {id(eqns[row]) for row in self.graph.children}
-        readers = dict[Any, Sequence[Any]]()
+        # a body of which JAX has left out what nobody reads has the variables of the whole one
+        readers = collections.defaultdict[Any, list[Any]](list)
         for body in range(len(self.graph.bodies)):
-            readers.update(self.readers.of(body))
+            for v, of_body in self.readers.of(body).items():
+                readers[v] += of_body
         # no call for each equation: every gradient is walked
         found, todo = set[Any](), [v for row in self.classes.reads_low for v in eqns[row].outvars]
         while todo:

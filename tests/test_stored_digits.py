@@ -179,3 +179,22 @@ def test_a_sign_survives_a_rounding():
     after = pp.inspect(jax.grad(loss, argnums=(0, 1)), policy=pp.AutoMixedBf16)(x, w).after
     forward = named(after, "scan")[0]
     assert [v for v in forward.outvars if v.aval.dtype == np.uint16 and v.aval.shape[0] == 5]
+
+
+def test_a_residual_is_low_beside_a_smaller_copy_of_its_loop():
+    """What JAX makes of a body by leaving out what nobody reads has that body's variables."""
+    w, rows = normal(0, 256, 256), normal(1, 16, 256, 256)
+
+    @jax.jit
+    def loss(w: jax.Array, rows: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, x: (c + jnp.sum(jnp.sin(x @ w) * x), None), 0.0, rows)[0]
+
+    gradient = jax.jit(jax.value_and_grad(loss))
+
+    def program(w: jax.Array, rows: jax.Array) -> Any:
+        scaled = jax.checkpoint(lambda scale: jnp.sin(gradient(w, rows)[0] * scale))
+        return gradient(w, rows), jax.linearize(scaled, 2.0)[1](1.0)
+
+    for fn in (gradient, program):
+        plan = pp.inspect(fn, policy=pp.AutoMixedBf16)(w, rows).plan
+        assert any(decision.stores_low for decision in plan.walk())
