@@ -15,7 +15,7 @@ import jax.core
 from precpass import jaxpr as ir
 from precpass.fact import ANY, Fact, guard, of_array, of_aval
 from precpass.graph import Graph
-from precpass.transfer import Learned, hull, results
+from precpass.transfer import Memo, hull, results
 
 __all__ = ["ANY", "Fact", "Facts", "guard", "of_array", "propagate"]
 
@@ -72,16 +72,18 @@ def propagate(graph: Graph, closed_over: Sequence[Any] = ()) -> Facts:
 
 
 class _Propagation:
+    """One run over a graph: each body once for all calls of which the same is known."""
+
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.memo: dict[Any, Facts] = {}
-        self.learned: Learned = {}
+        self.bodies: dict[Any, Facts] = {}
+        self.results: Memo = {}
 
     def body(self, at: int, given: tuple[Fact, ...], *, sampler: bool) -> Facts:
         """The facts of a body whose operands' are `given`, inside of a sampler or not."""
         key = (at, given, sampler)
-        if key in self.memo:
-            return self.memo[key]
+        if key in self.bodies:
+            return self.bodies[key]
         node = self.graph.bodies[at]
         opened = ir.open_jaxpr(node.jaxpr)
         consts = ir.consts_of(node.jaxpr)
@@ -89,16 +91,16 @@ class _Propagation:
         begin = [*zip(opened.invars, given, strict=True), *((v, of_array(c)) for v, c in pairs)]
         values = {v: fact for v, fact in begin if fact is not ANY}
         unchecked = frozenset(var for var, const in pairs if isinstance(const, jax.core.Tracer))
-        facts = self.memo[key] = Facts(at, values, {}, unchecked, sampler)
+        facts = self.bodies[key] = Facts(at, values, {}, unchecked, sampler)
         # no call of Python's for each value: every equation comes here
         get, fact_of, is_literal = values.get, facts.of, ir.is_literal
-        children, learned, unknown = self.graph.children, self.learned, ANY
+        children, memo, unknown = self.graph.children, self.results, ANY
         for row, eqn in enumerate(self.graph.eqns[node.start : node.stop], node.start):
             operands = [fact_of(v) if is_literal(v) else get(v, unknown) for v in eqn.invars]
             if row in children:
                 made = self._enter(row, operands, facts)
             else:
-                made = results(eqn, operands, learned)
+                made = results(eqn, operands, memo)
             for place, fact in enumerate(made):
                 if fact is not unknown:
                     values[eqn.outvars[place]] = fact

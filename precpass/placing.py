@@ -178,8 +178,9 @@ class _Placing:
     def _weigh(self) -> None:
         """Labels every class and every product that need not be low."""
         adding, q = self._adding(), self.q
-        each = (q.low, q.facts, q.deciding, q.permits, q.readers)
-        roundable = Roundable(self.graph, self.classes, *each)
+        roundable = Roundable(
+            self.graph, self.classes, q.low, q.facts, q.deciding, q.permits, q.readers
+        )
         found = self.classes.found.values()
         may = [c for c in found if id(c) not in adding and roundable.may(c)]
         candidates = {

@@ -11,7 +11,7 @@ from precpass import jaxpr as ir
 from precpass.fact import ANY, Fact, of_aval, of_dtype
 from precpass.opkinds import OpKind, op
 
-__all__ = ["Learned", "hull", "results"]
+__all__ = ["Memo", "hull", "results"]
 
 _UNIT = Fact(-1.0, 1.0)
 _SAMPLES = ("random_", "threefry", "rng_")
@@ -23,31 +23,31 @@ _BITS = frozenset(
 )
 
 
-Learned = dict[Hashable, tuple[Sequence[Fact], Sequence[Fact]]]
-"""What was learned, and of which operands; these are held, since they are told apart by identity.
+Memo = dict[Hashable, tuple[Sequence[Fact], Sequence[Fact]]]
+"""Facts of results and those of the operands, which are held because their identity tells them.
 
 A program repeats itself, and to hash what is known of a value takes as long as most rules do.
 """
 
 
-def results(eqn: Any, operands: Sequence[Fact], learned: Learned) -> Sequence[Fact]:
+def results(eqn: Any, operands: Sequence[Fact], memo: Memo) -> Sequence[Fact]:
     """What is known of an equation's results.
 
     Args:
         eqn: the equation.
         operands: what is known of its operands.
-        learned: of the equations before it.
+        memo: what was found of the equations before it.
     """
     name = eqn.primitive.name
     if not _is_computed(name):
-        return _handed_on(eqn, operands)
+        return _of_others(eqn, operands)
     # none of their other parameters matters
     dtype, read = eqn.outvars[0].aval.dtype, _READ[name](eqn) if name in _READ else None
     key = name, dtype, read, *map(id, operands)
-    if key not in learned:
+    if key not in memo:
         fact = _settled(name, _known(name, operands, read), operands, dtype)
-        learned[key] = [fact], operands
-    return learned[key][0]
+        memo[key] = [fact], operands
+    return memo[key][0]
 
 
 @functools.cache
@@ -56,7 +56,8 @@ def _is_computed(name: str) -> bool:
     return name in _RULES or op(name).kind is OpKind.ELEMENTWISE
 
 
-def _handed_on(eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+def _of_others(eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+    """What is known of the results of what samples, sorts, moves or is known nothing of."""
     name = eqn.primitive.name
     if operands.count(ANY) == len(operands) and _learns_nothing(name):
         return [of_aval(v.aval) for v in eqn.outvars]

@@ -206,12 +206,12 @@ class Builder:
         opened = open_jaxpr(template)
         new: dict[Any, Any] = dict(zip(opened.invars, operands, strict=True))
         for var, const in zip(opened.constvars, consts_of(template), strict=True):
-            new[var] = own = jex.Var(var.aval)
+            new[var] = own = _Var(var.aval)
             self.constvars.append(own)
             self.consts.append(const)
         for eqn in opened.eqns:
             invars = [v if is_literal(v) else new[v] for v in eqn.invars]
-            outvars = [jex.Var(v.aval) for v in eqn.outvars]
+            outvars = [_Var(v.aval) for v in eqn.outvars]
             new.update(zip(eqn.outvars, outvars, strict=True))
             source = self._placed(eqn.source_info)
             self.eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=source))
@@ -347,7 +347,7 @@ def _remade(
 
 def new_variable(aval: Any) -> Any:
     """A variable of a jaxpr in the making."""
-    return jex.Var(aval)
+    return _Var(aval)
 
 
 def literal(value: Any, like: Any) -> Any:
@@ -363,7 +363,7 @@ def with_dtype(aval: Any, dtype: Any, weak_type: bool = False) -> Any:
 
 
 def _cast(aval: Any, dtype: Any, weak_type: bool) -> tuple[dict[str, Any], Any]:
-    """The parameters of a cast, and the aval of its result; None where a mesh decides on that."""
+    """The parameters of a cast and its result's aval, which is None where a mesh decides on it."""
     params = {"new_dtype": dtype, "weak_type": weak_type, "sharding": None}
     return params, with_dtype(aval, dtype, weak_type) if aval.sharding.mesh.empty else None
 
