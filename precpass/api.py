@@ -42,17 +42,18 @@ def auto_mixed(
 def auto_mixed(
     fn: Any = None, *, policy: Any = None, profitability: Any = None, **jit_options: Any
 ) -> Any:
-    """`jax.jit` of a function, run in the precisions that a policy asks for.
+    """`jax.jit` of a function in a policy's precisions; a call updates what the function does.
 
     The result has the same signature, output tree, shapes, dtypes and weak types.
     Differentiate inside where you can, `auto_mixed(jax.value_and_grad(loss))`: the
     pass then sees the backward products. `jax.grad(auto_mixed(loss))` is right and
     low too.
 
-    A call is that of `jax.jit`, and takes more: a leaf that jit refuses (a string,
-    a function, a field of a module) is static, hashed and compared like an argument
-    of `static_argnums`; a result that is no array is handed through as it was when
-    the function was traced; modules of flax nnx are updated as by `nnx.jit`.
+    A call is that of `jax.jit`, and takes more: a leaf that jit refuses and that is a value (a
+    string, a type, a function without arrays in its closure, a frozen dataclass of such) is
+    static, hashed and compared like an argument of `static_argnums`; a result that is no array
+    is handed through as it was when the function was traced; modules of flax nnx are updated as
+    by `nnx.jit`.
 
     Inside another `auto_mixed` function, one with a policy of its own keeps it, and
     one without leaves the decision to the outer one. The options of a function that
@@ -73,13 +74,14 @@ def auto_mixed(
 
     Raises:
         TypeError: when `fn` is no function that can be traced (a coroutine or
-            generator function, a staticmethod object), or, when it is traced, has no
-            floating values.
+            generator function, a staticmethod object); in a call, for an object that jit
+            refuses and that is no value either, such as one that holds arrays and is no pytree.
         ValueError: for an unknown policy or profitability.
 
     Warns:
-        PrecisionWarning: when tracing, where the policy lowered nothing, a rule
-            matched no equation, or a primitive with products could not be entered.
+        PrecisionWarning: when tracing, where the policy lowered nothing, the function has no
+            floating values, a rule matched no equation, or a primitive with products could not
+            be entered.
 
     Example:
         >>> import jax.numpy as jnp

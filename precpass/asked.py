@@ -46,11 +46,7 @@ class Asked:
     def __bool__(self) -> bool:
         return bool(self._policy.rules or self._policy.lock)
 
-    def preset(self, kind: OpKind) -> str:
-        """The reason of an equation that the preset alone decides."""
-        return self._presets[kind][1]
-
-    def target(self, row: int, table: Op, scope: str) -> tuple[Precision, str, bool]:
+    def target(self, row: int, table: Op, scope: str) -> tuple[Precision, reasons.Reason, bool]:
         """The precision that is asked for, by whom, and whether as an order."""
         kept = innermost_keep(scope)
         if kept is not None:
@@ -59,7 +55,7 @@ class Asked:
         if rule is not None:
             precision = Precision.parse(rule.precision)
             whole = not rule.is_region or table.kind is OpKind.COMPUTE
-            return precision, repr(rule), whole
+            return precision, reasons.RULE(repr(rule)), whole
         if (locked := self.locked(row)) is not None:
             return locked, reasons.SAVED_PLAN(), True
         return self._presets[table.kind]

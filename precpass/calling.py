@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from precpass import stateful
-from precpass.leaves import Declared, arguments, refused, unwrapped
+from precpass.leaves import Declared, arguments, copied, refused, unwrapped
 
 __all__ = [
     "Crossing",
@@ -34,13 +34,19 @@ class Crossing:
     Attributes:
         direct: whether jit takes the arguments and gives the results as they are.
         splits: whether modules are split on the way in and updated on the way out.
+
+    Args:
+        name: the user's name for the function, for errors.
+        declared: its static arguments.
+        in_shardings: those of `jax.jit`'s options.
     """
 
-    __slots__ = ("declared", "direct", "name", "splits")
+    __slots__ = ("declared", "direct", "in_shardings", "name", "splits")
 
-    def __init__(self, name: str, declared: Declared) -> None:
+    def __init__(self, name: str, declared: Declared, in_shardings: Any = None) -> None:
         self.name = name
         self.declared = declared
+        self.in_shardings = in_shardings
         self.direct = True
         self.splits = False
 
@@ -82,16 +88,19 @@ class Crossing:
             splits: whether the call is of split modules.
             args: the positional arguments.
             kwargs: the others.
-            on_clones: whether clones of the modules take the updates.
+            on_clones: whether clones of the modules and references take the updates.
         """
         args, kwargs = arguments(self.declared, self.name, args, kwargs)
+        if on_clones:
+            args, kwargs = self.declared.map(lambda x, _: copied(x, arrays=False), args, kwargs)
         if not splits:
             yield args, kwargs
             return
         if on_clones:
             args, kwargs = stateful.cloned(self.declared.map, args, kwargs)
-        with stateful.split_modules(self.declared.map, args, kwargs) as split:
-            yield split
+        split = stateful.split_modules(self.declared.map, args, kwargs, self.in_shardings)
+        with split as inner:
+            yield inner
 
     def outward(self, splits: bool, out: Any) -> Any:
         """The results as the caller gets them; modules are updated."""
@@ -114,7 +123,7 @@ class Stage:
             )
         return unwrapped(value) if name == "out_info" else value
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The results of the compiled program."""
         with self._crossing.inward(self._splits, args, kwargs) as (args, kwargs):
             return self._crossing.outward(self._splits, self._stage(*args, **kwargs))

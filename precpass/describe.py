@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -107,7 +106,6 @@ def _body(body: ir.Body) -> Body:
     return Body(body.name, trips if trips is None or isinstance(trips, int) else str(trips))
 
 
-@functools.lru_cache(maxsize=65536)
 def _is_of_numbers(eqn: Any) -> bool:
     return ir.has_complex(eqn) or any(ir.precision_of(v.aval) for v in eqn.invars)
 

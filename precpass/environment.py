@@ -185,7 +185,7 @@ class Env:
             return self.read_as(atom, precision)
         key = (atom, precision)
         if key not in self.low_copies and key in self.twins:
-            self.low_copies[key] = self.build.from_bits(self.twins[key], precision.dtype)
+            self.low_copies[key] = self.build.from_bits(self.twins[key], precision.dtype, atom.aval)
         if key not in self.low_copies and atom in self.moved:
             self._move_low(self.moved[atom], precision)
         if key not in self.low_copies:
@@ -284,7 +284,7 @@ def _handed_on(eqn: Any) -> Any:
 
 def crossing_aval(aval: Any, border: Border) -> Any:
     """The aval with which a value of `aval` crosses a border."""
-    if not border:
+    if not border or ir.is_ref(aval):
         return aval
     native = ir.precision_of(aval)
     crossing = across(border, native)

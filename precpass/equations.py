@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from precpass import jaxpr as ir
@@ -32,7 +33,7 @@ _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilate
 # is rounded too: the derivative of a maximum divides by the number of elements that equal it.
 EQUALITIES = frozenset({"eq", "ne"})
 
-REPEATS = frozenset(("broadcast_in_dim", "all_gather", "all_gather_invariant", "tile"))
+REPEATS = frozenset(("broadcast_in_dim", "all_gather", "all_gather_invariant", "tile", "reshard"))
 """Those that may only repeat what they are given."""
 CHOOSES = frozenset(("dynamic_slice",))
 """Those that take a part of an operand which is chosen at run time."""
@@ -82,6 +83,8 @@ def blocked_by_kind(eqn: Any, table: Op, ordered: bool, adds: bool, selects: boo
         return reasons.SELECTS()
     if adds:
         return reasons.ACCUMULATES()
+    if table.kind is not OpKind.COMPUTE and any(map(_is_term, (*eqn.invars, *eqn.outvars))):
+        return reasons.TERMS()
     if table.joins:
         return reasons.COTANGENTS()
     if table.kind is OpKind.COMPUTE and mixes_types(eqn):
@@ -90,6 +93,10 @@ def blocked_by_kind(eqn: Any, table: Op, ordered: bool, adds: bool, selects: boo
         return reasons.FULL_PRECISION_SET()
     order = ir.user_order(eqn)
     return reasons.USERS_ORDER(order) if order else None
+
+
+def _is_term(atom: Any) -> bool:
+    return ir.is_unreduced(atom.aval)
 
 
 def guarded(eqn: Any, facts: Facts, target: Precision, table: Op) -> str | None:
@@ -160,12 +167,28 @@ def moved_operand(eqn: Any) -> Any:
     if len(eqn.invars) != 1:
         return None
     row = op(eqn.primitive.name)
-    moves = row.kind is OpKind.DATA_MOVEMENT and not row.spreads and row.data is None
-    if not (moves or ir.keeps_bits(eqn)):
-        return None
+    moves = row.kind is OpKind.DATA_MOVEMENT and not spreads(eqn) and row.data is None
     (moved,) = eqn.invars
+    if not (moves or ir.keeps_bits(eqn)) or ir.is_unreduced(moved.aval):
+        return None
     is_wide = ir.precision_of(moved.aval) is Precision.F32
     return moved if is_wide and not ir.is_literal(moved) else None
+
+
+def spreads(eqn: Any) -> bool:
+    """Whether one element of an operand reaches many results, whose cotangents are added up.
+
+    So it is with a reshard to a type that is reduced over axes: each device has a cotangent.
+    """
+    is_reshard = eqn.primitive.name == "reshard"
+    return op(eqn.primitive.name).spreads or (is_reshard and ir.is_reduced(eqn.outvars[0].aval))
+
+
+def moves_low(eqn: Any, stored: Mapping[Any, Precision | None], low: Precision) -> bool:
+    """Whether an equation only moves values that are stored in a low format."""
+    if op(eqn.primitive.name).kind is not OpKind.DATA_MOVEMENT or spreads(eqn):
+        return False
+    return all(not ir.is_literal(v) and stored.get(v) is low for v in float_vars(eqn))
 
 
 def chosen_operand(eqn: Any) -> Any:
@@ -186,14 +209,17 @@ def hands_on_layout(eqn: Any) -> bool:
 def grows(eqn: Any) -> bool:
     """Whether an equation only repeats what it is given, so that a cast belongs before it.
 
-    On the wire of an `all_gather` it halves the bytes.
+    On the wire of an `all_gather`, and of a reshard that is one, it halves the bytes.
     """
     if eqn.primitive.name not in REPEATS:
         return False
     (before, *_), (after, *_) = eqn.invars, eqn.outvars
     if ir.is_literal(before) or ir.precision_of(before.aval) is not Precision.F32:
         return False
-    return len(eqn.invars) == 1 and nbytes(after.aval) > nbytes(before.aval)
+    if len(eqn.invars) != 1 or ir.is_unreduced(before.aval):
+        return False
+    here, there = (nbytes(v.aval) / ir.shards(v.aval) for v in (before, after))
+    return there > here
 
 
 def has_low(eqn: Any) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import functools
 import math
-import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +16,9 @@ import numpy as np
 
 from precpass import reasons
 from precpass.precision import Precision
+from precpass.weak import WeakIdMap
 
-__all__ = ["ANY", "Fact", "guard", "of_array", "of_aval", "of_dtype"]
+__all__ = ["ANY", "Fact", "guard", "is_readable", "of_array", "of_aval", "of_dtype"]
 
 
 class Fact(NamedTuple):
@@ -84,33 +87,52 @@ def of_dtype(dtype: Any) -> Fact:
     return ANY
 
 
+# ---------------------------------------------------------------- constants
+
 _LARGE = 1 << 20
-_known: dict[int, tuple[weakref.ref[Any], Fact]] = {}
+"""From this many elements on an accelerator reduces an array: a compilation pays only then."""
+# weak, so that no buffer lives longer for having been looked at
+_known = WeakIdMap[Fact]()
+
+
+def is_readable(value: Any) -> bool:
+    """Whether a constant's elements can be read here.
+
+    They cannot where the constant is a tracer of an outer transform, where a part of it lies on
+    another process's devices, where each device holds one term of a sum, or where it was donated.
+    """
+    if isinstance(value, jax.core.Tracer):
+        return False
+    if not isinstance(value, jax.Array):
+        return True
+    spec = getattr(value.sharding, "spec", None)
+    return (
+        value.is_fully_addressable
+        and not value.is_deleted()
+        and not getattr(spec, "unreduced", None)
+    )
 
 
 def of_array(value: Any) -> Fact:
-    """The fact of a constant. Large device arrays are reduced on their device, once per buffer.
+    """The fact of a constant; ANY where nothing can be read of it.
 
-    A constant that is a tracer of an outer transform is unknown.
+    An array of an accelerator is reduced on its own devices, and once as long as it lives.
     """
-    if isinstance(value, jax.core.Tracer) or not hasattr(value, "dtype"):
-        is_number = isinstance(value, (int, float, bool))
-        return _of_scalar(np.result_type(value), value) if is_number else ANY
-    if not _is_real(value.dtype):
+    if isinstance(value, (int, float, bool)):  # a literal's number bears its dtype
+        return _of_scalar(getattr(value, "dtype", np.result_type(value)), value)
+    # a reference is no array: what it holds may change
+    if not (hasattr(value, "__array__") and is_readable(value) and _is_real(value.dtype)):
         return ANY
-    size = np.size(value)
-    if size == 1:
-        return _of_scalar(value.dtype, np.asarray(value).item())
-    if size < _LARGE:
-        return _of_numpy(np.asarray(value))
-    key = id(value)
-    held = _known.get(key)
-    if held is not None and held[0]() is value:
-        return held[1]
-    fact = _of_large(value)
-    # weak, so that no buffer lives longer for having been looked at
-    _known[key] = (weakref.ref(value, lambda _: _known.pop(key, None)), fact)
-    return fact
+    if not isinstance(value, jax.Array):
+        array = np.asarray(value)  # its owner may still change it: looked at each time
+        return _of_scalar(array.dtype, array.item()) if array.size == 1 else _of_parts([array])
+    if (known := _known.get(value)) is not None:
+        return known
+    with jax.transfer_guard("allow"):
+        if value.size == 1:
+            return _of_scalar(value.dtype, np.asarray(value).item())
+        parts = [shard.data for shard in value.addressable_shards if shard.replica_id == 0]
+        return _known.setdefault(value, _of_parts(parts))
 
 
 @functools.cache
@@ -121,42 +143,130 @@ def _is_real(dtype: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _of_scalar(dtype: Any, value: Any) -> Fact:
-    return _of_numpy(np.asarray(value, dtype))
+    return _of_parts([np.asarray(value, dtype)])
 
 
-def _of_numpy(value: np.ndarray[Any, Any]) -> Fact:
-    wide = value.astype(np.float64)
-    wide = wide[~np.isnan(wide)]
-    if wide.size == 0:
+class _Summary(NamedTuple):
+    """What a part of a constant's elements tells; NaNs tell nothing.
+
+    Attributes:
+        lo, hi: the bounds; NaN where there is no number.
+        tiny: the smallest magnitude that is neither zero nor infinite; 0 where there is none.
+        reaches: the largest magnitude that is not infinite; 0 where there is none.
+        whole: whether all are whole numbers or infinite.
+    """
+
+    lo: float
+    hi: float
+    tiny: float
+    reaches: float
+    whole: bool
+
+    def joined(self, other: _Summary) -> _Summary:
+        """The summary of both parts."""
+        tiny = min(self.tiny or math.inf, other.tiny or math.inf)
+        return _Summary(
+            float(np.fmin(self.lo, other.lo)),
+            float(np.fmax(self.hi, other.hi)),
+            tiny if tiny < math.inf else 0.0,
+            max(self.reaches, other.reaches),
+            self.whole and other.whole,
+        )
+
+
+_NO_NUMBER = _Summary(math.nan, math.nan, 0.0, 0.0, True)
+
+
+def _of_parts(parts: Sequence[Any]) -> Fact:
+    """The fact of a constant, of arrays that have each of its elements in one of them."""
+    size, is_float = sum(part.size for part in parts), False
+    found = _NO_NUMBER
+    for part in parts:
+        is_float = jnp.issubdtype(part.dtype, jnp.floating)
+        on_host = part.size < _LARGE or _is_host_memory(part)
+        summary = _on_host(np.asarray(part)) if on_host else _on_device(part)
+        found = found.joined(summary)
+    if math.isnan(found.lo):
         return Fact(0.0, 0.0, constant=True)
-    magnitudes = np.abs(wide[np.isfinite(wide) & (wide != 0)])
-    is_float = jnp.issubdtype(value.dtype, jnp.floating)
+    lo, hi, tiny, reaches, whole = found
     # a lone 1000.0 is a scale, not a count; a whole table of integers is positions
-    whole = value.size > 1 and bool((wide == np.rint(wide)).all())
-    return Fact(
-        float(wide.min()),
-        float(wide.max()),
-        float(magnitudes.min(initial=math.inf)) if magnitudes.size else 0.0,
-        whole or not is_float,
-        constant=True,
-        reaches=float(magnitudes.max(initial=0.0)),
-    )
+    return Fact(lo, hi, tiny, (whole and size > 1) or not is_float, constant=True, reaches=reaches)
 
 
-def _of_large(value: Any) -> Fact:
-    def reduce(x: Any) -> Any:
+def _is_host_memory(part: Any) -> bool:
+    """Whether NumPy sees the elements of an array on one device without a copy."""
+    if not isinstance(part, jax.Array):
+        return True
+    (device,) = part.devices()
+    return device.platform == "cpu" or "host" in str(part.sharding.memory_kind)
+
+
+_CHUNK = 1 << 16
+"""So many elements stay in a core's cache while they are looked at several times."""
+
+
+def _on_host(values: np.ndarray[Any, Any]) -> _Summary:
+    values = values.ravel(order="K")
+    found = _NO_NUMBER
+    for start in range(0, values.size, _CHUNK):
+        found = found.joined(_of_chunk(values[start : start + _CHUNK]))
+    return found
+
+
+def _of_chunk(values: np.ndarray[Any, Any]) -> _Summary:
+    if values.dtype not in (np.float32, np.float64):
+        is_short = jnp.issubdtype(values.dtype, jnp.floating) and values.dtype.itemsize < 4
+        values = values.astype(np.float32 if is_short else np.float64)
+    magnitudes = np.abs(values)
+    if not np.isfinite(magnitudes.max()):
+        values = values[~np.isnan(values)]
+        if values.size == 0:
+            return _NO_NUMBER
+        magnitudes = magnitudes[np.isfinite(magnitudes)]
+    tiny = reaches = 0.0
+    if magnitudes.size:
+        # the order of positive numbers is that of their bits; with 1 subtracted, zero's wrap
+        # around to the largest, and with 1 added to the smallest, back to zero
+        bits = magnitudes.view(f"u{magnitudes.dtype.itemsize}")
+        smallest = np.subtract(bits, 1).min(keepdims=True) + bits.dtype.type(1)
+        tiny, reaches = float(smallest.view(magnitudes.dtype)[0]), float(magnitudes.max())
+    whole = bool((values == np.rint(values)).all())
+    return _Summary(float(values.min()), float(values.max()), tiny, reaches, whole)
+
+
+def _on_device(part: Any) -> _Summary:
+    # A thread of its own is under no trace and no mesh of the user's. What is set for all threads
+    # is left aside by name.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(_reduced_undisturbed, part).result()
+
+
+def _reduced_undisturbed(part: Any) -> _Summary:
+    with contextlib.ExitStack() as stack:
+        for setting in (
+            jax.disable_jit(False),
+            jax.debug_nans(False),
+            jax.debug_infs(False),
+            jax.transfer_guard("allow"),
+            jax.numpy_dtype_promotion("standard"),
+            # with x64 off, JAX would narrow what is in 64 bits
+            jax.enable_x64(part.dtype.itemsize == 8),
+        ):
+            stack.enter_context(setting)
+        return _Summary(*(x.item() for x in jax.device_get(_reduced(part))))
+
+
+@jax.jit
+def _reduced(x: Any) -> tuple[Any, ...]:
+    """The fields of a `_Summary`."""
+    if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize >= 4):
         x = x.astype(jnp.float32)
-        number = ~jnp.isnan(x)
-        magnitude = jnp.where(jnp.isfinite(x) & (x != 0), jnp.abs(x), jnp.nan)
-        low, high = jnp.where(number, x, jnp.inf), jnp.where(number, x, -jnp.inf)
-        whole = jnp.all(jnp.where(number, x == jnp.round(x), True))
-        return low.min(), high.max(), jnp.nanmin(magnitude), jnp.nanmax(magnitude), whole
-
-    # compiled ahead of time: a plain call would be staged into the trace around it
-    with jax.numpy_dtype_promotion("standard"):
-        reduced = jax.jit(reduce).lower(jax.ShapeDtypeStruct(value.shape, value.dtype)).compile()
-    lo, hi, tiny, reaches, whole = (float(x) for x in reduced(value))
-    if lo > hi:
-        return Fact(0.0, 0.0, constant=True)
-    tiny, reaches = (0.0 if math.isnan(x) else x for x in (tiny, reaches))
-    return Fact(lo, hi, tiny, bool(whole), constant=True, reaches=reaches)
+    number, finite, magnitude = ~jnp.isnan(x), jnp.isfinite(x), jnp.abs(x)
+    tiny = jnp.min(magnitude, where=finite & (x != 0), initial=jnp.inf)
+    return (
+        jnp.where(number.any(), jnp.min(x, where=number, initial=jnp.inf), jnp.nan),
+        jnp.where(number.any(), jnp.max(x, where=number, initial=-jnp.inf), jnp.nan),
+        jnp.where(tiny < jnp.inf, tiny, 0),
+        jnp.max(magnitude, where=finite, initial=0),
+        jnp.all(x == jnp.round(x), where=number),
+    )

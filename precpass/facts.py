@@ -10,10 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax.core
-
 from precpass import jaxpr as ir
-from precpass.fact import ANY, Fact, guard, of_array, of_aval
+from precpass.fact import ANY, Fact, guard, is_readable, of_array, of_aval
 from precpass.graph import Graph
 from precpass.transfer import Memo, hull, results
 
@@ -28,7 +26,7 @@ class Facts:
         body: its index in the graph.
         values: variable -> fact, where anything is known; never ANY.
         inner: equation row -> the facts of its bodies.
-        unchecked: the constants that an outer trace has not computed yet.
+        unchecked: the constants whose elements cannot be read here (`fact.is_readable`).
         sampler: whether it is inside of one of JAX's samplers.
         literals: the facts of literals that were asked for, by id; the graph holds them.
     """
@@ -56,10 +54,10 @@ def propagate(graph: Graph, closed_over: Sequence[Any] = ()) -> Facts:
     Args:
         graph: the program.
         closed_over: the values of its first operands, as far as it closes over
-            them; those that an outer trace has not computed yet nobody can check.
+            them.
     """
     opened = ir.open_jaxpr(graph.root.jaxpr)
-    known = [None if isinstance(x, jax.core.Tracer) else of_array(x) for x in closed_over]
+    known = [of_array(x) if is_readable(x) else None for x in closed_over]
     given = known + [None] * (len(opened.invars) - len(known))
     facts = tuple(
         of_aval(v.aval) if fact is None else fact
@@ -90,7 +88,7 @@ class _Propagation:
         pairs = [*zip(opened.constvars, consts, strict=False)]
         begin = [*zip(opened.invars, given, strict=True), *((v, of_array(c)) for v, c in pairs)]
         values = {v: fact for v, fact in begin if fact is not ANY}
-        unchecked = frozenset(var for var, const in pairs if isinstance(const, jax.core.Tracer))
+        unchecked = frozenset(var for var, const in pairs if not is_readable(const))
         facts = self.bodies[key] = Facts(at, values, {}, unchecked, sampler)
         # no call of Python's for each value: every equation comes here
         get, fact_of, is_literal = values.get, facts.of, ir.is_literal

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from precpass import jaxpr as ir
 from precpass.opkinds import OpKind, op
+from precpass.scope_names import as_written
 
 __all__ = ["NOMINAL_SIZE", "BodyNode", "Graph", "flops", "nbytes", "product_sizes", "trips_of"]
 
@@ -184,7 +185,7 @@ class Graph:
                 ("eqn", row),
                 primitive=self.primitives[row],
                 kind=str(_KINDS[self.kinds[row]]),
-                scope=self.scope(row),
+                scope=as_written(self.scope(row)),
                 source=str(self.source(row)),
                 flops=float(self.flops[row]),
                 calls=float(self.calls[row]),

@@ -12,12 +12,14 @@ import jax.core
 
 from precpass import jaxpr as ir
 from precpass.stateful import is_node
+from precpass.static_leaves import found_in, refusal
 
 __all__ = [
     "Declared",
     "HandedThrough",
     "Static",
     "arguments",
+    "copied",
     "dynamic_leaves",
     "refused",
     "results",
@@ -76,6 +78,24 @@ def unwrapped(tree: Any) -> Any:
     )
 
 
+def copied(tree: Any, *, arrays: bool = True) -> Any:
+    """A tree whose references are others, so that nothing that runs changes the caller's.
+
+    Args:
+        tree: any.
+        arrays: whether arrays are copies too, for what runs to donate.
+    """
+
+    def copy(x: Any) -> Any:
+        if isinstance(x, jax.core.Tracer):
+            return x
+        if isinstance(x, jax.Ref):
+            return jax.new_ref(x[...])
+        return x.copy() if arrays and isinstance(x, jax.Array) else x
+
+    return jax.tree.map(copy, tree, is_leaf=is_node)
+
+
 # ---------------------------------------------------------------- arguments
 
 
@@ -110,12 +130,25 @@ class Declared:
             positions = {i % count if count else i for i in self._nums}
             self._names = {name for i, name in either if i in positions}
 
-    def map(self, fn: Callable[[Any, str], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """`fn` of each argument that is not declared static, and of its name."""
-        static = {i % max(len(args), 1) for i in self._nums if i < len(args)}
+    def map(
+        self,
+        fn: Callable[[Any, str], Any],
+        args: Any,
+        kwargs: Any,
+        static: Callable[[Any], Any] = lambda x: x,
+    ) -> tuple[Any, Any]:
+        """The arguments, each as a function gives it.
+
+        Args:
+            fn: of each argument that is not declared static, and of its name.
+            args: the positional arguments.
+            kwargs: the others.
+            static: of each argument that is.
+        """
+        at = {i % max(len(args), 1) for i in self._nums if i < len(args)}
         return (
-            tuple(x if i in static else fn(x, self._name(i)) for i, x in enumerate(args)),
-            {k: x if k in self._names else fn(x, k) for k, x in kwargs.items()},
+            tuple(static(x) if i in at else fn(x, self._name(i)) for i, x in enumerate(args)),
+            {k: static(x) if k in self._names else fn(x, k) for k, x in kwargs.items()},
         )
 
     def _name(self, position: int) -> str:
@@ -144,7 +177,9 @@ def arguments(declared: Declared, name: str, args: Any, kwargs: Any) -> tuple[An
         def leaf(path: Any, x: Any) -> Any:
             if is_node(x) or not refused(x):
                 return x
-            _check_static(x, f"{label}{jax.tree_util.keystr(path)}", name)
+            why = refusal(x)
+            if why is not None:
+                raise TypeError(f"{name} was given {label}{jax.tree_util.keystr(path)}{why}")
             return Static(x)
 
         return jax.tree_util.tree_map_with_path(leaf, argument, is_leaf=is_node)
@@ -155,25 +190,6 @@ def arguments(declared: Declared, name: str, args: Any, kwargs: Any) -> tuple[An
 def refused(x: Any) -> bool:
     """Whether jit takes no such leaf."""
     return not (isinstance(x, jax.Array) or ir.is_valid(x))
-
-
-def _check_static(x: Any, where: str, name: str) -> None:
-    try:
-        hash(x)
-    except TypeError as error:
-        raise TypeError(
-            f"{name} was given {where} = {x!r} of {type(x)}: jit cannot trace it, and it cannot be "
-            f"static, since it has no hash ({error}). Pass an array, a pytree of arrays, or "
-            "something hashable (a tuple for a list, a frozenset for a set), or close over it"
-        ) from None
-    own = {} if isinstance(x, type) else getattr(x, "__dict__", {})
-    if type(x).__hash__ is object.__hash__ and any(isinstance(v, jax.Array) for v in own.values()):
-        raise TypeError(
-            f"{name} was given {where} of {type(x)}, which holds arrays and is no pytree: as a "
-            "static argument its arrays would be constants of the program, and assigning others "
-            "would go unnoticed. Register its class as a pytree "
-            "(jax.tree_util.register_dataclass), or close over it"
-        )
 
 
 def dynamic_leaves(
@@ -248,9 +264,20 @@ def results(out: Any, name: str) -> tuple[Any, bool]:
             return x
         if ir.is_valid(x) and not isinstance(x, jax.ShapeDtypeStruct):
             return x
+        _refuse_traced(x, name)
         found = True
         return HandedThrough(x)
 
     if isinstance(out, _SUSPENDED):  # a pytree library may not look at one without a warning
         leaf(out)
     return jax.tree.map(leaf, out, is_leaf=is_node), found
+
+
+def _refuse_traced(x: Any, name: str) -> None:
+    held = found_in(x, lambda part: isinstance(part, jax.core.Tracer))
+    if held is not None:
+        raise TypeError(
+            f"{name} returned an object of {type(x)} that is no pytree and holds arrays of the "
+            f"trace ({held.strip().removeprefix('.') or 'itself'}), which end with it: return the "
+            "arrays, or register its class as a pytree (jax.tree_util.register_dataclass)"
+        )

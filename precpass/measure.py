@@ -143,7 +143,9 @@ class _Tally:
         dropped = unread(graph).rows
         for row, eqn in enumerate(graph.eqns):
             calls = times * float(graph.calls[row])
-            if ir.is_float64(eqn):
+            # the pass enters no jit of references, such as the call of a whole program
+            of_refs = eqn.primitive.name == "jit" and row not in graph.children
+            if ir.is_float64(eqn) or of_refs:
                 for inner in ir.hidden_jaxprs(eqn):
                     self.add(inner, calls)
             # what hands a value on makes none
@@ -220,7 +222,7 @@ class Executable:
     donates: bool
 
 
-def compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Executable:
+def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable:
     """Traces a function once, and compiles it.
 
     A later call of the same `jax.jit` or `auto_mixed` function with such arguments

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 import jax
 
-from precpass import calling, context, stateful
-from precpass.leaves import Declared, results, unwrapped
+from precpass import calling, context
+from precpass.leaves import unwrapped
 from precpass.policy import PrecisionPolicy
 from precpass.program import Program, Traced
+from precpass.programs import programs_of
 
 __all__ = ["Mixed", "Staged", "made_of_trace", "owner_of"]
 
@@ -40,29 +41,14 @@ class Mixed:
         # an object's own attributes could hide those of this class
         own = ("__dict__",) if isinstance(fn, types.FunctionType) else ()
         functools.update_wrapper(self, fn, updated=own)
-        # what functools.wraps makes of a mixed function bears the attributes of that one
-        self.__dict__.pop("_stateful", None)
         self.__wrapped__ = fn
         self.policy = policy
         self.profitability = profitability
         self.jit_options = jit_options
-        name, declared = calling.name_of(fn), Declared(fn, jit_options)
-        self._crossing = crossing = calling.Crossing(name, declared)
-        crossed = _crossed(fn, crossing, False)
-        self._program = Program(crossed, name, declared, jit_options, policy, profitability)
-        self._calls: dict[context.Region, Callable[..., Any]] = {}
+        self._programs = programs = programs_of(fn, policy, profitability, jit_options)
+        self._crossing, self._calls = programs.crossing, programs.calls
 
-    @functools.cached_property
-    def _stateful(self) -> Program:
-        """The program whose modules are split."""
-        name, declared = self._crossing.name, self._crossing.declared
-        fn = stateful.functional(_crossed(self.__wrapped__, self._crossing, True), declared.map)
-        options = dict(self.jit_options)
-        if options.get("out_shardings") is not None:
-            options["out_shardings"] = (None, options["out_shardings"])
-        return Program(fn, name, declared, options, self.policy, self.profitability)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The results of the wrapped function in the policy's precisions."""
         __tracebackhide__ = True
         # Every layer that takes *args copies them, and a name that a lambda shares is slower to
@@ -72,7 +58,7 @@ class Mixed:
             try:
                 call = self._calls.get(region)
                 if call is None:
-                    call = self._calls.setdefault(region, self._program.call(region))
+                    call = self._calls.setdefault(region, self._programs.whole.call(region))
                 out = call(*args, **kwargs) if kwargs else call(*args)
             except context.Strayed:
                 pass
@@ -105,9 +91,9 @@ class Mixed:
         __tracebackhide__ = True
         while True:
             direct, splits = self._crossing.direct, self._crossing.splits
-            run = run_of(self._stateful if splits else self._program)
+            run = run_of(self._programs.split if splits else self._programs.whole)
             try:
-                if direct:
+                if direct and not on_clones:
                     return finish(splits, run(*args, **kwargs))
                 inward = self._crossing.inward(splits, args, kwargs, on_clones)
                 with inward as (inner, inner_kwargs):
@@ -136,17 +122,17 @@ class Mixed:
 
         return self._run(run_of, args, kwargs, finish)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(f).lower`."""
         __tracebackhide__ = True
         return self._staged("lower", args, kwargs)
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
+    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(f).trace`."""
         __tracebackhide__ = True
         return self._staged("trace", args, kwargs)
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(f).eval_shape`."""
         __tracebackhide__ = True
         region = context.current()
@@ -164,7 +150,7 @@ class Mixed:
 
         def run_of(program: Program) -> Any:
             def traced(*inner: Any, **inner_kwargs: Any) -> Any:
-                call = program.trace(region, inner, inner_kwargs, keeps_numbers=False)
+                call = program.written.trace(region, inner, inner_kwargs, keeps_numbers=False)
 
                 def output(results: Sequence[Any]) -> Any:
                     def same(*_: Any, **__: Any) -> Any:
@@ -173,7 +159,7 @@ class Mixed:
                     outward = self._crossing.outward
                     return self._run(lambda _: same, args, kwargs, outward, on_clones=True)
 
-                return then(Traced(call, program.name, region, policy, scope, output))
+                return then(Traced(call, program.written.name, region, policy, scope, output))
 
             return traced
 
@@ -181,10 +167,7 @@ class Mixed:
 
     def clear_cache(self) -> None:
         """Forgets every trace and compiled program."""
-        self._program.clear_cache()
-        self._calls.clear()
-        if "_stateful" in self.__dict__:
-            self._stateful.clear_cache()
+        self._programs.clear_cache()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -202,42 +185,6 @@ class Mixed:
         return f"<auto_mixed {_shown(self.__wrapped__)}, policy={self.policy or 'default'!r}>"
 
 
-def _crossed(
-    fn: Callable[..., Any], crossing: calling.Crossing, takes_modules: bool
-) -> Callable[..., Any]:
-    """`fn` of arguments and with results as `precpass.leaves` hands them on."""
-
-    @functools.wraps(fn)
-    def crossed(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = crossing.declared.map(lambda x, _: unwrapped(x), args, kwargs)
-        out, hands_through = results(fn(*args, **kwargs), crossing.name)
-        if hands_through:
-            crossing.direct = False
-        return out
-
-    crossed.__name__ = crossing.name
-    if takes_modules:
-        return crossed
-
-    @functools.wraps(crossed)
-    def without_modules(*args: Any, **kwargs: Any) -> Any:
-        def refuse(x: Any, _name: str) -> None:
-            if stateful.has_nodes(x):
-                raise stateful.HoldsState
-
-        crossing.declared.map(refuse, args, kwargs)
-        out = crossed(*args, **kwargs)
-        refuse(out, "")
-        return out
-
-    return without_modules
-
-
-def calls_users_code(code: types.CodeType) -> bool:
-    """Whether a frame with this code is the one in which the user's function is called."""
-    return code in _crossed.__code__.co_consts and code.co_name == "crossed"
-
-
 class Staged:
     """A `jax.jit` of what is made of the traces of a mixed function.
 
@@ -245,27 +192,39 @@ class Staged:
         mixed: the function.
         then: makes of a trace, and of what a call is given besides, the results of the jaxpr
             and anything.
-        more: how many values a call is given besides.
+        key: tells `then` from all others; with it the programs are found again as those of
+            `mixed` are.
+        on_copies: whether a call leaves its arguments as they are: modules and references are
+            copied, and nothing is donated.
     """
 
     def __init__(
-        self, mixed: Mixed, then: Callable[..., tuple[Sequence[Any], Any]], more: int = 0
+        self,
+        mixed: Mixed,
+        then: Callable[..., tuple[Sequence[Any], Any]],
+        key: Hashable = None,
+        *,
+        on_copies: bool = False,
     ) -> None:
         self._mixed = mixed
         self._then = then
-        self._more = more
-        self._jitted: dict[tuple[Program, context.Region], Any] = {}
+        self._on_copies = on_copies
+        programs = mixed._programs  # pyright: ignore[reportPrivateUsage] -- its own module
+        own: dict[tuple[Program, context.Region], Any] = {}
+        self._jitted = own if key is None else programs.staged.setdefault(key, own)
 
     def __call__(self, more: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The function's output, and what was made besides."""
         __tracebackhide__ = True
-        return self._run(lambda jitted: jitted, more, args, kwargs)
+        return self._run(lambda jitted: jitted, more, args, kwargs, self._on_copies)
 
     def shape(self, more: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The shapes and dtypes of both; nothing runs."""
-        return self._run(lambda jitted: jitted.eval_shape, more, args, kwargs)
+        return self._run(lambda jitted: jitted.eval_shape, more, args, kwargs, True)
 
-    def _run(self, part: Callable[[Any], Any], more: Any, args: Any, kwargs: Any) -> Any:
+    def _run(
+        self, part: Callable[[Any], Any], more: Any, args: Any, kwargs: Any, on_copies: bool
+    ) -> Any:
         region = context.current()
 
         def run_of(program: Program) -> Any:
@@ -276,28 +235,40 @@ class Staged:
             outward = self._mixed._crossing.outward  # pyright: ignore[reportPrivateUsage]
             return outward(splits, out[0]), out[1]
 
-        return self._mixed._run(run_of, args, kwargs, finish)  # pyright: ignore[reportPrivateUsage]
+        run = self._mixed._run  # pyright: ignore[reportPrivateUsage] -- its own module
+        return run(run_of, args, kwargs, finish, on_clones=on_copies)
 
     def _of(self, program: Program, region: context.Region) -> Any:
         key = program, region
         if key not in self._jitted:
-            resolved = region.resolve(program.policy, program.profitability)
-
-            def traced(more: Any, *args: Any, **kwargs: Any) -> Any:
-                call = program.trace(region, args, kwargs, keeps_numbers=False)
-
-                def output(results: Sequence[Any]) -> Any:
-                    return jax.tree.unflatten(call.tree, results)
-
-                own = resolved.policy, resolved.scope
-                seen = Traced(call, program.name, region, *own, output)
-                results, made = self._then(seen, *more)
-                return output(results), made
-
-            traced.__name__ = program.name
-            options = program.shifted_options()
-            self._jitted[key] = jax.jit(context.traced_in(region, traced), **options)
+            options = program.shifted_options(donates=not self._on_copies)
+            self._jitted[key] = _staged(program, region, self._then, options)
         return self._jitted[key]
+
+
+def _staged(
+    program: Program,
+    region: context.Region,
+    then: Callable[..., tuple[Sequence[Any], Any]],
+    options: dict[str, Any],
+) -> Any:
+    # what is jitted refers to neither the program nor the `Staged`, which hold it
+    written, resolved = program.written, region.resolve(program.policy, program.profitability)
+
+    # where a keyword has the name of a parameter, JAX counts one name too few: no user's has these
+    def traced(*_precpass_args: Any, **_precpass_kwargs: Any) -> Any:
+        more, *args = _precpass_args
+        call = written.trace(region, args, _precpass_kwargs, keeps_numbers=False)
+
+        def output(results: Sequence[Any]) -> Any:
+            return jax.tree.unflatten(call.tree, results)
+
+        own = resolved.policy, resolved.scope
+        results, made = then(Traced(call, written.name, region, *own, output), *more)
+        return output(results), made
+
+    traced.__name__ = written.name
+    return jax.jit(context.traced_in(region, traced), **options)
 
 
 def made_of_trace(mixed: Mixed, then: Callable[[Traced], Any], args: Any, kwargs: Any) -> Any:

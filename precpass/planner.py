@@ -31,6 +31,7 @@ from precpass.equations import (
     in_region,
     keep,
     lower,
+    moves_low,
     unentered,
     widen,
 )
@@ -145,7 +146,7 @@ class Planner:
         eqn, low = self.graph.eqns[row], self.policy.precision_for(OpKind.COMPUTE)
         _, why, _ = self.asked.target(row, op(eqn.primitive.name), self._scope(row))
         # what a rule, a region or a saved plan orders is lowered whether or not it pays
-        if why is not self.asked.preset(OpKind.COMPUTE):
+        if not reasons.PRESET.gave(why):
             return None
         return self._weighed.candidate(eqn, int(self.graph.body[row]), low)
 
@@ -215,8 +216,8 @@ class Planner:
         rules = border if has_rules else None
         natives = [ir.precision_of(v.aval) for v in eqn.outvars]
         stored = tuple(None if (p := across(border, n)) is n else p for n in natives)
-        kind = op(eqn.primitive.name).kind
-        return Decision(Action.ENTER, kind, None, stored, "entered", tuple(inner), rules, wide)
+        kind, why = op(eqn.primitive.name).kind, reasons.ENTERED()
+        return Decision(Action.ENTER, kind, None, stored, why, tuple(inner), rules, wide)
 
     def _plans_rules(self, row: int) -> bool:
         eqn = self.graph.eqns[row]
@@ -249,8 +250,8 @@ class Planner:
         if is_fixed(scope):
             return keep(eqn, table.kind, reasons.FIXED())
         if self.policy.widens and (ir.hands_on(eqn) or ir.is_detach(eqn)):
-            why = "what it serves is wide again"
-            return Decision(Action.DROP, table.kind, Precision.F32, (Precision.F32,), why)
+            why, wide = reasons.WIDE_AGAIN(), Precision.F32
+            return Decision(Action.DROP, table.kind, wide, (wide,), why)
         floats = {p for v in (*eqn.invars, *eqn.outvars) if (p := ir.precision_of(v.aval))}
         if table.kind is OpKind.BOUNDARY:
             return self._boundary(row, floats)
@@ -263,7 +264,7 @@ class Planner:
         if target is Precision.F64:
             return in_region(self._float64(eqn, facts, table, floats, why), eqn)
         if target is Precision.F32 and self.policy.widens and any(p.is_low for p in floats):
-            return widen(eqn, table, target, "AlwaysF32 removes low precision")
+            return widen(eqn, table, target, reasons.REMOVES_LOW())
         if eqn.primitive.name == "convert_element_type":
             return self._cast(eqn, facts.body)
         if decides:
@@ -302,8 +303,7 @@ class Planner:
         # one reader: several would add up their cotangents in the low format
         alone = len(self.readers.of(body).get(eqn.invars[0], ())) == 1 if source else False
         if source is not None and alone and ir.precision_of(source.aval) is target:
-            why = "narrows what was just widened: exact without both casts"
-            return Decision(Action.DROP, kind, target, (None,), why)
+            return Decision(Action.DROP, kind, target, (None,), reasons.EXACT_CASTS())
         return keep(eqn, kind, reasons.USERS_CAST())
 
     def _lower(
@@ -317,13 +317,13 @@ class Planner:
         adds: bool,
         stored: dict[Any, Precision | None],
     ) -> Decision:
-        kind, name, preset = table.kind, eqn.primitive.name, self.asked.preset(table.kind)
+        kind, name = table.kind, eqn.primitive.name
         selects = table.selects
         if selects and ordered and name in EQUALITIES:
             read = {stored.get(v) for v in float_vars(eqn) if not ir.is_literal(v)}
             selects = target not in read
         # what a rule, a region or a saved plan orders is lowered whether or not it pays
-        is_asked = why is preset and not self._cuts
+        is_asked = reasons.PRESET.gave(why) and not self._cuts
         blocked = (
             blocked_by_kind(eqn, table, ordered, adds, selects)
             or guarded(eqn, facts, target, table)
@@ -335,19 +335,14 @@ class Planner:
         elementwise_low = OpKind.ELEMENTWISE in self.policy.orders
         if kind is OpKind.COMPUTE and not (contracts(eqn) or elementwise_low):
             return keep(eqn, kind, reasons.ELEMENTWISE_PRODUCT())
-        moves_low = (
-            kind is OpKind.DATA_MOVEMENT
-            and not table.spreads
-            and all(not ir.is_literal(v) and stored.get(v) is target for v in float_vars(eqn))
-        )
-        if not (ordered or moves_low):
+        if not (ordered or moves_low(eqn, stored, target)):
             return keep(eqn, kind, self._may_run[target])
         # (low, low) -> f32 is the fast and the accurate form of a product: its sums stay wide
         held = None if kind is OpKind.COMPUTE else target
         results = tuple(held if ir.precision_of(v.aval) else None for v in eqn.outvars)
-        reason = "moves a low value" if not ordered else why
+        reason = why if ordered else reasons.MOVES_LOW()
         if any(not ir.is_literal(v) and v in facts.unchecked for v in eqn.invars):
-            reason += "; a constant of an outer trace is unchecked"
+            reason = reasons.UNCHECKED(reason)
         decision = lower(kind, target, results, reason)
         if kind is OpKind.COMPUTE:
             lhs, rhs = (self._weighed.waits_for_branch(facts.body, v) for v in eqn.invars[:2])
@@ -369,7 +364,7 @@ class Planner:
         kept = keep(eqn, OpKind.BOUNDARY, reasons.EXACT_DTYPES(why))
         if self._is_wide(row):
             if eqn.primitive.name in WIDENED and floats == {Precision.F32}:
-                why = "has no low kernels; its region is in f64"
+                why = reasons.NO_LOW_KERNELS()
                 kept = widen(eqn, op(eqn.primitive.name), Precision.F64, why)
             return in_region(kept, eqn)
         return kept

@@ -80,9 +80,9 @@ class Bilinear(ir.Form):
         """The dimension numbers of a dot."""
         return dict(self.items)["dimension_numbers"]
 
-    def with_numbers(self, numbers: Numbers) -> Bilinear:
-        """A dot with other dimension numbers."""
-        items = {**dict(self.items), "dimension_numbers": numbers}
+    def with_numbers(self, numbers: Numbers, out_sharding: Any) -> Bilinear:
+        """A dot with other dimension numbers and another sharding of its result."""
+        items = {**dict(self.items), "dimension_numbers": numbers, "out_sharding": out_sharding}
         return dataclasses.replace(self, items=tuple(sorted(items.items())))
 
     @property
@@ -123,7 +123,7 @@ class Bilinear(ir.Form):
         low = _as(self.low, other)
         if self.copied:
             low = ir.in_place_of(low, rest[-1 - side])
-        if not self._is_transposed_here(tangent):
+        if not self._keeps_sums(side, tangent):
             # JAX transposes a product only whose result has the operands' type
             pair = _ordered([_as(self.low, tangent), low], side)
             return _as(self.dtype, self._rounded(pair, rest))
@@ -147,7 +147,7 @@ class Bilinear(ir.Form):
 
         What JAX's transposition makes of (low, low) -> f32 is a float32 product.
         """
-        if not self._is_transposed_here(cotangent):
+        if not self._keeps_sums(side, cotangent):
             return None
         if self.kept == 1 - side and rest[-1].shape == other.shape:
             other = ir.recalled(rest[-1], other)
@@ -155,15 +155,22 @@ class Bilinear(ir.Form):
             return self._as_jax_transposes(cotangent, other, rest, side, aval)
         ndims = [aval.ndim, other.ndim]
         dot = transposed(self.numbers, _ordered(ndims, side), side)
-        form = dataclasses.replace(self.with_numbers(dot.numbers).bare(), dtype=cotangent.dtype)
+        # what the operands' types say of the sum over a sharded dimension may be ambiguous
+        like = self.with_numbers(dot.numbers, ir.sharding_before(aval, dot.order))
+        form = dataclasses.replace(like.bare(), dtype=cotangent.dtype)
         out = form.lowered(_ordered([cotangent, other], dot.side))
         return _as(aval.dtype, out if dot.order is None else lax.transpose(out, dot.order))
 
     def _as_jax_transposes(
         self, cotangent: Any, other: Any, rest: Sequence[Any], side: int, aval: Any
     ) -> Any:
-        def product(x: Any) -> Any:
-            return self._rounded(_ordered([x, other], side), rest)
+        low = aval.update(dtype=self.low)
+
+        def low_transpose(cotangent: Any, other: Any) -> Any:
+            def product(x: Any) -> Any:
+                return self._rounded(_ordered([x, other], side), rest)
+
+            return jax.linear_transpose(product, low)(cotangent)
 
         def apply(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
             if eqn.primitive is not self.primitive:
@@ -171,9 +178,10 @@ class Bilinear(ir.Form):
             form = Bilinear(eqn.primitive, ir.sorted_params(eqn), self.low, cotangent.dtype)
             return [form.lowered(operands)]
 
-        made = jax.linear_transpose(product, jax.ShapeDtypeStruct(aval.shape, self.low))
-        jaxpr = ir.trace(made, jax.ShapeDtypeStruct(cotangent.shape, self.low))
-        return _as(aval.dtype, ir.one_by_one(jaxpr, [cotangent], apply)[0])
+        # both as they are, wide or low: each product casts what it reads
+        given = [cotangent, other]
+        jaxpr = ir.trace(low_transpose, *(jax.typeof(x).update(dtype=self.low) for x in given))
+        return _as(aval.dtype, ir.one_by_one(jaxpr, given, apply)[0])
 
     def lowered(self, operands: Sequence[Any]) -> Any:
         """The product of two operands, wide or low, and of what the equation reads beside them."""
@@ -195,18 +203,30 @@ class Bilinear(ir.Form):
         return self.primitive.bind(*pair, *self.others(rest), **given)
 
     def batched(
-        self, ndims: Sequence[int], dims: Sequence[int | None]
+        self, avals: Sequence[Any], dims: Sequence[int | None]
     ) -> tuple[Bilinear, int | None]:
         """As a dot under a vmap is a single dot."""
         if not self.is_dot or all(dim is None for dim in dims):
             return dataclasses.replace(self, mapped=True), None
-        numbers, dim = batched(self.numbers, ndims, dims)
-        return self.with_numbers(numbers), dim
+        numbers, dim = batched(self.numbers, [aval.ndim for aval in avals], dims)
+        given = dict(self.items)["out_sharding"]
+        return self.with_numbers(numbers, ir.sharding_under_vmap(given, avals, dims, dim)), dim
 
-    def _is_transposed_here(self, x: Any) -> bool:
-        # of types with a sharding JAX knows how each product's result is sharded
-        own = self.is_dot or (self.is_ragged and not self.mapped)
-        return own and not ir.is_sharded_by_type(x)
+    def _keeps_sums(self, side: int, x: Any) -> bool:
+        """Whether the derivative for an operand is made here, with sums in the result's dtype.
+
+        Otherwise JAX transposes a product whose result has the operands' dtype.
+
+        Args:
+            side: the operand: of a convolution that of the kernel's gradient, which adds up over
+                the batch, and so over the devices that have a part of it each.
+            x: its tangent, or the product's cotangent.
+        """
+        if self.is_dot:
+            return True
+        # JAX itself has no rule for how the result of a ragged product is sharded
+        by_type = self.is_ragged and ir.is_sharded_by_type(x)
+        return not (self.mapped or by_type) and (self.is_ragged or side == 1)
 
 
 def _as(dtype: np.dtype[Any], x: Any) -> Any:

@@ -13,7 +13,7 @@ import jax
 from precpass import context, reasons
 from precpass import jaxpr as ir
 from precpass.calling import note_source, user_stacklevel
-from precpass.leaves import Declared, arguments, dynamic_leaves
+from precpass.leaves import Declared, Static, arguments, copied, dynamic_leaves
 from precpass.opkinds import OpKind
 from precpass.plan import Border, Plan
 from precpass.planner import distinguish, make_plan
@@ -23,70 +23,29 @@ from precpass.rules import FIXED_SCOPE
 from precpass.selfcheck import check_jax
 from precpass.worth import worth_of
 
-__all__ = ["NEEDS_VALUES", "Program", "Traced", "checked_plan", "rewritten"]
+__all__ = ["NEEDS_VALUES", "Program", "Traced", "Written", "checked_plan", "rewritten"]
 
 
-class Program:
-    """A function, and the `jax.jit` of it in each region.
+class Written:
+    """A function as it is written, to be traced.
 
     Attributes:
-        traced: its `jax.jit` as it is written; all policies share its traces.
-
-    Args:
         fn: the function, of arguments as `precpass.calling` hands them on.
         name: the user's name for it, for errors.
         declared: its static arguments.
-        options: those of `jax.jit`.
-        policy: its own policy, or None.
-        profitability: its own, or None.
+        jitted: its `jax.jit`; all policies share its traces.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        name: str,
-        declared: Declared,
-        options: dict[str, Any],
-        policy: PrecisionPolicy | None,
-        profitability: str | None = None,
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], name: str, declared: Declared) -> None:
         self.fn = fn
         self.name = name
         self.declared = declared
-        self.options = options
-        self.policy = policy
-        self.profitability = profitability
-        # thrown away: an option that jit does not know is an error where it is given
-        jax.jit(fn, **options)
-        self.traced: Any = jax.jit(fn, **declared.options)
-        self._jitted: dict[context.Region, Any] = {}
-        self._calls: dict[context.Region, Callable[..., Any]] = {}
-
-    def jitted(self, region: context.Region) -> Any:
-        """The `jax.jit` function that a call in a region runs."""
-        found = self._jitted.get(region)
-        if found is None:
-            resolved, fn = region.resolve(self.policy, self.profitability), self.fn
-            if resolved.policy is not None:
-                fn = self._rewritten(region, resolved.policy, resolved.scope)
-            made = jax.jit(context.traced_in(region, fn), **self.options)
-            # another thread may have been first: all share one
-            found = self._jitted.setdefault(region, made)
-        return found
-
-    def call(self, region: context.Region) -> Callable[..., Any]:
-        """`jitted`, marked as fixed where an enclosing function is to leave it alone."""
-        found = self._calls.get(region)
-        if found is None:
-            jitted = self.jitted(region)
-            fixed = region.resolve(self.policy).is_fixed
-            found = self._calls.setdefault(region, _marked(jitted) if fixed else jitted)
-        return found
+        self.jitted: Any = jax.jit(fn, **declared.options)
 
     def trace(
         self, region: context.Region, args: Any, kwargs: Any, *, keeps_numbers: bool
     ) -> ir.Call:
-        """The jaxpr of the function as it is written, at some arguments.
+        """The jaxpr at some arguments.
 
         Args:
             region: where it is called.
@@ -98,39 +57,19 @@ class Program:
         leaves, put = dynamic_leaves(self.declared, args, kwargs, keeps_numbers=keeps_numbers)
 
         def call(*values: Any) -> Any:
-            put_args, put_kwargs = put(values)
-            return self.traced(*put_args, **put_kwargs)
+            # JAX compares static arguments of a call inside of a trace with themselves, by `==`
+            put_args, put_kwargs = self.declared.map(lambda x, _: x, *put(values), static=Static)
+            return self.jitted(*put_args, **put_kwargs)
 
         # with jit disabled too, so that the plan is that of the program with its loops
         with context.tracing(region), jax.disable_jit(False):
             return ir.trace_call(call, leaves)
 
-    def clear_cache(self) -> None:
-        """Forgets every trace and compiled program."""
-        self.traced.clear_cache()
-        for jitted in list(self._jitted.values()):
-            jitted.clear_cache()
-        self._jitted.clear()
-        self._calls.clear()
-
-    def shifted_options(self) -> dict[str, Any]:
-        """`options` for a function with one more argument before, and one more result behind."""
-        found = dict(self.options)
-        for name in ("static_argnums", "donate_argnums"):
-            given = found.get(name)
-            if given is not None:
-                each = (given,) if isinstance(given, int) else given
-                found[name] = tuple(i + 1 if i >= 0 else i for i in each)
-        if found.get("in_shardings") is not None:
-            given = found["in_shardings"]
-            found["in_shardings"] = (None, *(given if isinstance(given, tuple) else (given,)))
-        if found.get("out_shardings") is not None:
-            found["out_shardings"] = (found["out_shardings"], None)
-        return found
-
-    def _rewritten(
+    def rewritten(
         self, region: context.Region, policy: PrecisionPolicy, scope: str
     ) -> Callable[..., Any]:
+        """The function under a policy, which traces, plans and rewrites it when it is traced."""
+
         @functools.wraps(self.fn)
         def mixed(*args: Any, **kwargs: Any) -> Any:
             # Python's numbers are tracers, unless jit is disabled or looks for NaNs
@@ -153,6 +92,91 @@ class Program:
             return jax.tree.unflatten(call.tree, results)
 
         return mixed
+
+
+class Program:
+    """A function, and the `jax.jit` of it in each region.
+
+    What is jitted refers to `written` and not to the program, which would otherwise be a cycle.
+
+    Attributes:
+        written: the function as it is written.
+
+    Args:
+        fn: as of `Written`.
+        name: as of `Written`.
+        declared: as of `Written`.
+        options: those of `jax.jit`.
+        policy: its own policy, or None.
+        profitability: its own, or None.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        name: str,
+        declared: Declared,
+        options: dict[str, Any],
+        policy: PrecisionPolicy | None,
+        profitability: str | None = None,
+    ) -> None:
+        self.written = Written(fn, name, declared)
+        self.options = options
+        self.policy = policy
+        self.profitability = profitability
+        # thrown away: an option that jit does not know is an error where it is given
+        jax.jit(fn, **options)
+        self._jitted: dict[context.Region, Any] = {}
+        self._calls: dict[context.Region, Callable[..., Any]] = {}
+
+    def jitted(self, region: context.Region) -> Any:
+        """The `jax.jit` function that a call in a region runs."""
+        found = self._jitted.get(region)
+        if found is None:
+            resolved, fn = region.resolve(self.policy, self.profitability), self.written.fn
+            if resolved.policy is not None:
+                fn = self.written.rewritten(region, resolved.policy, resolved.scope)
+            made = jax.jit(context.traced_in(region, fn), **self.options)
+            # another thread may have been first: all share one
+            found = self._jitted.setdefault(region, made)
+        return found
+
+    def call(self, region: context.Region) -> Callable[..., Any]:
+        """`jitted`, marked as fixed where an enclosing function is to leave it alone."""
+        found = self._calls.get(region)
+        if found is None:
+            jitted = self.jitted(region)
+            fixed = region.resolve(self.policy).is_fixed
+            found = self._calls.setdefault(region, _marked(jitted) if fixed else jitted)
+        return found
+
+    def clear_cache(self) -> None:
+        """Forgets every trace and compiled program."""
+        self.written.jitted.clear_cache()
+        for jitted in list(self._jitted.values()):
+            jitted.clear_cache()
+        self._jitted.clear()
+        self._calls.clear()
+
+    def shifted_options(self, *, donates: bool = True) -> dict[str, Any]:
+        """`options` for a function with one more argument before, and one more result behind.
+
+        Args:
+            donates: whether arguments are donated as `options` have it, or none.
+        """
+        left = () if donates else ("donate_argnums", "donate_argnames")
+        found = {name: given for name, given in self.options.items() if name not in left}
+        for name in ("static_argnums", "donate_argnums"):
+            given = found.get(name)
+            if given is not None:
+                each = (given,) if isinstance(given, int) else given
+                found[name] = tuple(i + 1 if i >= 0 else i for i in each)
+        if found.get("in_shardings") is not None:
+            given = found["in_shardings"]
+            found["in_shardings"] = (None, *(given if isinstance(given, tuple) else (given,)))
+        if found.get("out_shardings") is not None:
+            found["out_shardings"] = (found["out_shardings"], None)
+        return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -190,9 +214,10 @@ class Traced:
         return rewritten(self.call.jaxpr, plan, self.region, policy, self.scope)[0]
 
     def run(self, plan: Plan, policy: PrecisionPolicy) -> Any:
-        """The function's output under a plan, compiled anew; it donates no argument."""
+        """The function's output under a plan, compiled anew; it changes and donates no argument."""
         new = self.rewritten(plan, policy)
-        return self.output(jax.jit(lambda *xs: ir.evaluate(new, xs))(*self.call.operands))
+        operands = copied(self.call.operands, arrays=False)
+        return self.output(jax.jit(lambda *xs: ir.evaluate(new, xs))(*operands))
 
 
 NEEDS_VALUES = (
@@ -247,24 +272,23 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
     """The plan of a traced call.
 
     Raises:
-        TypeError: for a function without floating-point values.
         RuntimeError: on a JAX release newer than those tested, where the pass does not work.
 
     Warns:
         PrecisionWarning: of what the user should know.
     """
     check_jax()
-    jaxpr = call.jaxpr
-    if not policy.widens and not any(ir.precision_of(a) for a in ir.all_avals(jaxpr)):
-        dtypes = sorted({str(a.dtype) for a in ir.in_avals(jaxpr) if hasattr(a, "dtype")})
-        raise TypeError(
-            f"{name} has no floating-point values (its arguments are {', '.join(dtypes) or 'none'})"
-            f", so {policy.name} has nothing to decide: call it without auto_mixed, or pass "
-            "arrays of float32, bfloat16, float16 or float64"
-        )
     worth = worth_of(policy, call.operands)
-    plan = make_plan(jaxpr, policy, scope, call.operands[: call.closed_over], worth=worth)
-    for text in (*_complaints(plan, policy, name), *(worth.complaints() if worth else ())):
+    plan = make_plan(call.jaxpr, policy, scope, call.operands[: call.closed_over], worth=worth)
+    texts = [*_complaints(plan, policy, name), *(worth.complaints() if worth else ())]
+    if not policy.widens and not any(ir.precision_of(a) for a in ir.all_avals(call.jaxpr)):
+        dtypes = sorted({str(a.dtype) for a in ir.in_avals(call.jaxpr) if hasattr(a, "dtype")})
+        given = f"its arguments are {', '.join(dtypes)}" if dtypes else "it has no arguments"
+        texts = [
+            f"{name} has no floating-point values ({given}): it runs as written, since "
+            f"{policy.name} has nothing to decide"
+        ]
+    for text in texts:
         warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
     return plan
 

@@ -6,6 +6,7 @@ An equation that stays as it is is taken over and not bound again.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax import lax
 
 from precpass import jaxpr as ir
 from precpass.environment import Env, crossing_aval
+from precpass.equations import spreads
 from precpass.graph import join_scopes
 from precpass.island import Island, from_bits, islands, to_bits
 from precpass.opkinds import OpKind, op
@@ -160,12 +162,6 @@ class Rewriter:
         outvars = [env.output(v, ()) for v in island.outvars]
         return build.evaluate(opened, [*island.invars, *bits], [*outvars, *exact], args)
 
-    @contextlib.contextmanager
-    def _around_rule(self) -> Generator[None]:
-        # a rule that is traced in an island is the user's code, written for x64 as it was outside
-        with self.around_rule(), jax.enable_x64(self.x64):
-            yield
-
     def _eqn(self, env: Env, eqn: Any, decision: Decision, scope: str) -> None:
         action = decision.action
         if action is Action.KEEP:
@@ -187,6 +183,26 @@ class Rewriter:
             _round(env, eqn, decision)
         else:
             _write(env, eqn, _low(env, eqn, decision), decision.stored)
+
+    @functools.cached_property
+    def _of_rules(self) -> Rewriter:
+        """What rewrites custom rules.
+
+        The rewritten equations refer to it, and this rewriter to them: were it this one, they
+        would hold each other, and all that the program closes over, until the cycle collector
+        runs.
+        """
+        rewriter = Rewriter(self.plan_rule, self.distinguish, self.around_rule)
+        rewriter.x64, rewriter.templates = self.x64, self.templates
+        return rewriter
+
+    def _rewrites_of_rules(self, scope: str, border: Border) -> ir.Rewrite:
+        rewriter, plan_rule = self._of_rules, self.plan_rule
+
+        def rewritten(rule: Any) -> Any:
+            return rewriter.jaxpr(rule, plan_rule(rule, scope, border), scope)
+
+        return ir.Rewrite(rewritten, functools.partial(_around_rule, self.around_rule, self.x64))
 
     def _body(self, eqn: Any, body: ir.Body, plan: Plan, scope: str) -> Any:
         """The rewritten jaxpr of a body, its twins where the equation has them."""
@@ -214,11 +230,8 @@ class Rewriter:
             return
         new = [self._body(eqn, body, plan, inside) for body, plan in pairs]
         params = ir.with_bodies(eqn, found, new)
-        if (rules := decision.rules) is not None:
-            rewrite = ir.Rewrite(
-                lambda rule: self.jaxpr(rule, self.plan_rule(rule, inside, rules), inside),
-                self._around_rule,
-            )
+        if decision.rules is not None:
+            rewrite = self._rewrites_of_rules(inside, decision.rules)
             ir.with_rewritten_rules(eqn, params, rewrite)
         leaving = {i: plan.border for body, plan in pairs if plan.border for i in body.results}
         avals = [crossing_aval(v.aval, leaving.get(i, ())) for i, v in enumerate(eqn.outvars)]
@@ -236,6 +249,15 @@ class Rewriter:
         _write(env, eqn, results, decision.stored)
         for (at, twin), bits in zip(twins_out.items(), received, strict=True):
             env.receive(eqn.outvars[at], bits, twin)
+
+
+@contextlib.contextmanager
+def _around_rule(
+    around: Callable[[], contextlib.AbstractContextManager[Any]], x64: bool
+) -> Generator[None]:
+    # a rule that is traced in an island is the user's code, written for x64 as it was outside
+    with around(), jax.enable_x64(x64):
+        yield
 
 
 def _twins(sides: Iterable[tuple[Sequence[int], Sequence[Twin]]]) -> dict[int, Twin]:
@@ -273,7 +295,7 @@ def _low(env: Env, eqn: Any, decision: Decision) -> Sequence[Any]:
     low = decision.compute
     assert low is not None
     row = op(eqn.primitive.name)
-    if row.spreads:
+    if spreads(eqn):
         results = env.build.bind(eqn, [env.read(v) for v in eqn.invars])
         return [env.as_(x, low) for x in results]
     if row.kind is OpKind.ELEMENTWISE:

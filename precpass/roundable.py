@@ -200,6 +200,8 @@ class Roundable:
         eqn, body = self.graph.eqns[row], int(self.graph.body[row])
         if row in self.graph.children or self._in_sampler(row) or not self.permits(row):
             return False
+        if ir.is_unreduced(eqn.outvars[k].aval):
+            return False  # each device would round its term of a sum
         known = [facts.of(eqn.outvars[k]) for facts in self.facts.get(body, ())]
         return not any(
             fact.random

@@ -12,6 +12,7 @@ from typing import Any
 
 from precpass.opkinds import TABLE, OpKind
 from precpass.precision import Precision
+from precpass.scope_names import as_written
 
 __all__ = [
     "FIXED_SCOPE",
@@ -189,13 +190,13 @@ def _check_primitive(pattern: str) -> None:
     )
 
 
-_WRAPPED = re.compile(r"\b(?:jvp|transpose|vmap|checkpoint|remat|jit|pjit|linearize)\(([^()]*)\)")
+_WRAPPED = re.compile(r"[^/()]+\(([^()]*)\)")
 _KEEP = re.compile(r"precpass\.keep\[(\w+)\]")
 
 
 @functools.lru_cache(maxsize=65536)
 def clean_scope(stack: str) -> str:
-    """A name stack without what JAX's transforms add to it.
+    """A name stack without what JAX's transforms add to it, with names as the user wrote them.
 
     Example:
         >>> clean_scope("transpose(jvp(model))/head/rematted_computation")
@@ -205,7 +206,7 @@ def clean_scope(stack: str) -> str:
     while previous != stack:
         previous, stack = stack, _WRAPPED.sub(r"\1", stack)
     dropped = ("", "rematted_computation", "checkpoint")
-    return "/".join(part for part in stack.split("/") if part not in dropped)
+    return as_written("/".join(part for part in stack.split("/") if part not in dropped))
 
 
 def is_backward(stack: str) -> bool:

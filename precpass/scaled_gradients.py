@@ -25,7 +25,7 @@ def scaled_value_and_grad(
     *,
     axis_name: Axes = None,
 ) -> Callable[..., tuple[Any, Any, Any]]:
-    """`jax.value_and_grad` of a loss that is scaled, and a gradient without the scale.
+    """`jax.value_and_grad` of a loss, called with its updates, that is scaled for the gradient.
 
     Args:
         fn: returns the loss, a real floating scalar, or with `has_aux` a pair of it and anything.
@@ -50,7 +50,7 @@ def scaled_value_and_grad(
         [9.0, 6.0, 1.0]
     """
 
-    def scaled(scale: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    def scaled(scale: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         if not isinstance(scale, LossScale):
             raise TypeError(
                 f"the first argument is a {type(scale).__name__}, and is to be a loss scale: "

@@ -13,8 +13,18 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
+import jax.core
 
-__all__ = ["HoldsState", "cloned", "functional", "has_nodes", "is_node", "split_modules", "updated"]
+__all__ = [
+    "HoldsState",
+    "cloned",
+    "functional",
+    "has_nodes",
+    "is_node",
+    "split_modules",
+    "updated",
+    "without_modules",
+]
 
 _TAG = "precpass"
 # maps a function over the arguments that are not declared static
@@ -41,7 +51,9 @@ def _nnx() -> Any:
 def is_node(x: Any) -> bool:
     """Whether a value is a module, a variable or another node of nnx's graphs."""
     nnx = _nnx()
-    return nnx is not None and (isinstance(x, nnx.Variable) or nnx.graph.is_graph_node(x))
+    if nnx is None or isinstance(x, jax.Ref):  # nnx counts references too, which jit itself takes
+        return False
+    return isinstance(x, nnx.Variable) or nnx.graph.is_graph_node(x)
 
 
 def has_nodes(tree: Any) -> bool:
@@ -76,8 +88,16 @@ def _nodes(map_arguments: Map, args: Any, kwargs: Any) -> list[Any]:
     return nodes
 
 
-def functional(fn: Callable[..., Any], map_arguments: Map) -> Callable[..., Any]:
-    """`fn` of split modules; it returns them as `fn` left them, before the results of `fn`."""
+def functional(
+    fn: Callable[..., Any], map_arguments: Map, out_shardings: Any = None
+) -> Callable[..., Any]:
+    """`fn` of split modules; it returns them as `fn` left them, before the results of `fn`.
+
+    Args:
+        fn: the function.
+        map_arguments: maps a function over its arguments.
+        out_shardings: those of its results, of which only those given for modules count.
+    """
 
     @functools.wraps(fn)
     def pure(*args: Any, **kwargs: Any) -> Any:
@@ -85,6 +105,7 @@ def functional(fn: Callable[..., Any], map_arguments: Map) -> Callable[..., Any]
         with nnx.merge_context(_TAG, inner=True) as context:
             args, kwargs = map_arguments(lambda x, _: _merge(context, x), args, kwargs)
         out = fn(*args, **kwargs)
+        _for_modules(_constrain, out_shardings, out)
         nodes = _nodes(map_arguments, args, kwargs)
         with nnx.split_context(_TAG) as context:
             return _split(context, nodes), _split(context, out)
@@ -105,12 +126,28 @@ def cloned(map_arguments: Map, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def split_modules(map_arguments: Map, args: Any, kwargs: Any) -> Generator[tuple[Any, Any]]:
-    """The arguments of a `functional`, around its call."""
+def split_modules(
+    map_arguments: Map, args: Any, kwargs: Any, in_shardings: Any = None
+) -> Generator[tuple[Any, Any]]:
+    """The arguments of a `functional`, around its call.
+
+    Args:
+        map_arguments: maps a function over the arguments that are not static.
+        args: the positional arguments.
+        kwargs: the others.
+        in_shardings: those of `jax.jit`'s options, of which only those given for modules count.
+    """
     nnx = _nnx()
     with nnx.update_context(_TAG):
         with nnx.split_context(_TAG) as context:
             args, kwargs = map_arguments(lambda x, _: _split(context, x), args, kwargs)
+        if isinstance(in_shardings, (tuple, list)):
+            each = iter(in_shardings)  # of the arguments that are not static
+
+            def placed(x: Any, _name: str) -> Any:
+                return _for_modules(_placed, next(each, None), x)
+
+            args, _ = map_arguments(placed, args, {})
         yield args, kwargs
 
 
@@ -118,3 +155,118 @@ def updated(out: Any) -> Any:
     """The results of a `functional`, after the modules around it took their updates."""
     with _nnx().merge_context(_TAG, inner=False) as context:
         return _merge(context, out)[1]
+
+
+# ---------------------------------------------------------------- shardings of modules
+
+
+def without_modules(shardings: Any) -> Any:
+    """The shardings of `jax.jit`'s options with None where they are given as or for modules."""
+    if not _is_loaded_prefix(shardings):
+        return shardings
+    return jax.tree.map(
+        lambda x: None if _is_of_module(x) else x,
+        shardings,
+        is_leaf=lambda x: x is None or _is_of_module(x),
+    )
+
+
+def _is_loaded_prefix(shardings: Any) -> bool:
+    leaves = jax.tree.leaves(shardings, is_leaf=_is_of_module)
+    return _nnx() is not None and any(map(_is_of_module, leaves))
+
+
+def _is_of_module(x: Any) -> bool:
+    """Whether shardings have the form of a module, of its state, or nnx's own for one."""
+    nnx = _nnx()
+    return nnx is not None and (is_node(x) or isinstance(x, (nnx.State, nnx.StateSharding)))
+
+
+def _for_modules(act: Callable[[Callable[..., Any], Any], Any], shardings: Any, tree: Any) -> Any:
+    """A tree with what is done with its modules for which shardings have the form of one.
+
+    Args:
+        act: of what finds the sharding of a variable at a path, and of a module or its split.
+        shardings: a prefix of the tree.
+        tree: any.
+    """
+    if not _is_loaded_prefix(shardings):
+        return tree
+
+    def each(prefix: Any, part: Any) -> Any:
+        return act(_finder(prefix), part) if _is_of_module(prefix) else part
+
+    return jax.tree.map(each, shardings, tree, is_leaf=lambda x: x is None or _is_of_module(x))
+
+
+def _finder(prefix: Any) -> Callable[..., Any]:
+    """Finds the sharding of a variable in shardings that are given for its module."""
+    nnx = _nnx()
+    if isinstance(prefix, nnx.StateSharding):
+        return prefix.map_prefix
+    state = prefix if isinstance(prefix, nnx.State) else nnx.split(prefix)[1]
+    known = {
+        path: leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+        for path, leaf in nnx.to_flat_state(state)
+    }
+
+    def find(path: Any, variable: Any) -> Any:
+        if path not in known:
+            raise ValueError(
+                f"the shardings of a module have none at {_shown(path)}, where it has a "
+                f"{type(variable).__name__}: make them of the module itself, "
+                "jax.tree.map(lambda _: sharding, module)"
+            )
+        return known[path]
+
+    return find
+
+
+def _placed(find: Callable[..., Any], split: _Split) -> _Split:
+    """A split module with its arrays on their devices, as `jax.jit` would put them there."""
+    nnx = _nnx()
+    flat = [
+        (path, variable.replace(_put(variable.get_raw_value(), find(path, variable), path)))
+        for path, variable in nnx.to_flat_state(split.state)
+    ]
+    return dataclasses.replace(split, state=nnx.from_flat_state(flat))
+
+
+def _put(x: Any, sharding: Any, path: Any) -> Any:
+    if sharding is None or not hasattr(x, "dtype") or isinstance(x, jax.Ref):
+        return x
+    if isinstance(sharding, jax.sharding.PartitionSpec):
+        sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), sharding)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    if isinstance(x, jax.core.Tracer):
+        return _constrained(x, sharding)
+    is_there = x.sharding.is_equivalent_to(sharding, x.ndim)
+    if getattr(x, "committed", False) and not is_there:
+        raise ValueError(
+            f"the array at {_shown(path)} of a module is committed to {x.sharding}, and "
+            f"in_shardings has {sharding} for it: put it there by jax.device_put, or leave the "
+            "sharding out"
+        )
+    return jax.device_put(x, sharding)
+
+
+def _constrain(find: Callable[..., Any], module: Any) -> Any:
+    """Has the arrays of a module that a function returns sharded as its out_shardings say."""
+    nnx = _nnx()
+    for path, variable in nnx.iter_graph(module):
+        if isinstance(variable, nnx.Variable):
+            value, sharding = variable.get_raw_value(), find(path, variable)
+            if sharding is not None and not isinstance(value, jax.Ref):
+                variable.set_raw_value(_constrained(value, sharding))
+    return module
+
+
+def _constrained(x: Any, sharding: Any) -> Any:
+    mesh = getattr(jax.typeof(x).sharding, "mesh", None)
+    explicit = any(t == jax.sharding.AxisType.Explicit for t in getattr(mesh, "axis_types", ()))
+    return (jax.reshard if explicit else jax.lax.with_sharding_constraint)(x, sharding)
+
+
+def _shown(path: Any) -> str:
+    return ".".join(map(str, path)) or "its root"

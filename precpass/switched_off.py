@@ -27,7 +27,7 @@ def _unchanged(jaxpr: Any, known: dict[int, Plan]) -> Plan:
             inner = tuple(_unchanged(body.jaxpr, known) for body in ir.bodies(eqn))
             stored = (None,) * len(eqn.outvars)
             decisions.append(
-                Decision(Action.ENTER, kind, None, stored, "entered", inner)
+                Decision(Action.ENTER, kind, None, stored, reasons.ENTERED(), inner)
                 if inner
                 else keep(eqn, kind, reasons.OFF())
             )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import identical
 from unit_helpers import f32, product_dtypes, stable_id
 
 import precpass as pp
@@ -98,22 +99,35 @@ def test_what_cannot_be_called_is_refused(bad):
     [
         ((jnp.arange(3),), ["int32"]),
         ((jnp.arange(3), jnp.ones(3, bool)), ["bool", "int32"]),
-        ((), ["none"]),
+        ((), ["no arguments"]),
     ],
     ids=["int", "int and bool", "nothing"],
 )
-def test_a_function_without_floats_is_refused_when_it_is_traced(args, offenders):
+def test_a_function_without_floats_runs_as_written_and_says_so_once(args, offenders):
     def count(*xs):
         return sum((x.sum() for x in xs), start=jnp.int32(0))
 
-    with pytest.raises(TypeError) as caught:
-        pp.auto_mixed(count)(*args)
-    text = str(caught.value)
-    assert "count has no floating-point values" in text
+    mixed = pp.auto_mixed(count)
+    with pytest.warns(pp.PrecisionWarning, match="count has no floating-point values") as caught:
+        assert identical(mixed(*args), jax.jit(count)(*args))
+    (text,) = (str(warning.message) for warning in caught)
+    assert "it runs as written" in text
     assert all(dtype in text for dtype in offenders)
-    assert all(legal in text for legal in ("float32", "bfloat16", "float16", "without auto_mixed"))
-    with pytest.raises(TypeError, match="no floating-point values"):
-        pp.inspect(count)(*args)
+    mixed(*args)  # compiled: no word more, which would be an error here
+    for policy in ("AutoMixed", "AlwaysBf16", pp.Custom({"compute": "f16"})):
+        with pytest.warns(pp.PrecisionWarning, match="has nothing to decide") as caught:
+            found = pp.inspect(count, policy)(*args)
+        assert len(caught) == 1
+        assert found.after is found.before
+    assert identical(pp.auto_mixed(count, policy="AlwaysF32")(*args), jax.jit(count)(*args))
+
+
+def test_keys_are_no_floating_values_either():
+    with pytest.warns(pp.PrecisionWarning, match=r"its arguments are key<fry>"):
+        got = pp.auto_mixed(jax.random.split)(jax.random.key(0))
+    assert (
+        jax.random.key_data(got) == jax.random.key_data(jax.random.split(jax.random.key(0)))
+    ).all()
 
 
 def test_floats_that_arise_inside_are_enough():

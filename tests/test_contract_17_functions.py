@@ -1,5 +1,6 @@
 """Design section 3, line 17: what can be wrapped, and how it binds."""
 
+import ast
 import copy
 import dataclasses
 import functools
@@ -11,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from calling_helpers import W, X
-from helpers import rel_error
+from flax import nnx
+from helpers import quiet, rel_error
+from test_structure import FILES, parse
 from unit_helpers import product_dtypes
 
 import precpass as pp
+from precpass.testing import assert_precision
 
 
 @pp.auto_mixed
@@ -305,3 +309,81 @@ def test_an_equal_policy_of_another_process_shares_the_program():
         first = mixed.trace(X, W).jaxpr
     with pp.use_policy(pickle.loads(pickle.dumps(policy))):
         assert mixed.trace(X, W).jaxpr is first
+
+
+# ---------------------------------------------------------------- keywords of any name
+
+# every name that a parameter of the package has: none may be in a user's way
+NAMES = sorted(
+    {
+        arg.arg
+        for path in FILES
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.Lambda)
+        for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+    }
+)
+
+
+def of_keywords(**named):
+    assert named.keys() == set(NAMES)
+    return named["self"] @ named["fn"]
+
+
+def loss_of_keywords(weights_, /, **named):
+    return (weights_ @ of_keywords(**named)).sum()
+
+
+POLICIES = ["AlwaysF32", "AutoMixedBf16"]
+FORWARDING = {
+    "call": lambda f: pp.auto_mixed(f),
+    "lower": lambda f: pp.auto_mixed(f).lower,
+    "trace": lambda f: pp.auto_mixed(f).trace,
+    "eval_shape": lambda f: pp.auto_mixed(f).eval_shape,
+    "static": lambda f: pp.auto_mixed(f, static_argnames="owner"),
+    "modules": lambda f: lambda **named: nnx_called(f, named),
+    "inspect": pp.inspect,
+    "explain": pp.explain,
+    "compare": lambda f: pp.compare(f, POLICIES, rounds=1),
+    "profile": lambda f: pp.profile(f, POLICIES, rounds=1),
+    "audit": pp.audit,
+    "bisect": lambda f: pp.bisect(f, "AutoMixedBf16", lambda out: True),
+    "monitor": pp.monitor,
+    "monitor, at times": lambda f: (
+        lambda **n: pp.monitor(f, every=2)(pp.monitor(f, every=2).init(**n), **n)
+    ),
+    "fallback": pp.with_fallback,
+    "assert_precision": lambda f: (
+        lambda **named: assert_precision(f, (), {"dot_general": {"bf16": 1}}, kwargs=named)
+    ),
+}
+
+
+def nnx_called(f, named):
+    linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    return pp.auto_mixed(lambda model, **named: model(f(**named)))(linear, **named)
+
+
+@pytest.mark.parametrize("way", FORWARDING)
+def test_a_keyword_may_have_any_name(way):
+    assert {"self", "fn", "policy", "args", "kwargs", "more", "scale", "name"} <= set(NAMES)
+    named = {name: 2 if name == "owner" and way == "static" else X for name in NAMES}
+    with quiet():
+        assert FORWARDING[way](of_keywords)(**named) is not None or way == "assert_precision"
+
+
+def test_the_keywords_of_a_scaled_loss_are_the_losss():
+    named = dict.fromkeys(NAMES, X)
+    value, gradient, finite = pp.scaled_value_and_grad(loss_of_keywords)(
+        pp.StaticLossScale(8.0), X, **named
+    )
+    assert bool(finite) and rel_error(value, loss_of_keywords(X, **named)) < 1e-6
+    assert gradient.shape == X.shape
+
+
+def test_a_keyword_named_as_in_a_call_of_jit_itself_is_refused_by_jax_alone():
+    """The compiled program that `lower` gives is JAX's own."""
+    for wrap in (jax.jit, pp.auto_mixed):
+        compiled = wrap(lambda self: self @ self).lower(self=X).compile()
+        with pytest.raises(TypeError, match=r"Compiled.__call__\(\) got multiple values"):
+            compiled(self=X)

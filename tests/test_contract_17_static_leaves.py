@@ -1,16 +1,29 @@
 """Design section 3, line 17: what jit refuses is static by itself, or handed through."""
 
 import dataclasses
+import datetime
 import enum
+import fractions
+import functools
+import logging
+import operator
+import pathlib
+import re
+import threading
 import types
 
 import equinox as eqx
+import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from calling_helpers import Layer, W, X, counted
-from helpers import rel_error
+from helpers import quiet, rel_error
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from unit_helpers import product_dtypes
 
 import precpass as pp
@@ -50,7 +63,6 @@ LEAVES = {
     "frozen dataclass": Config(2),
     "module": types,
     "class": Config,
-    "object": object(),
     "dtype struct": np.dtype([("a", "f4")]),
 }
 
@@ -153,19 +165,276 @@ def test_what_has_no_hash_is_refused_by_name(args, kwargs, where):
     assert "tuple for a list" in str(caught.value)
 
 
-def test_an_object_that_holds_arrays_is_no_constant():
+class Plain:
+    """Compared by identity; it holds what it is given."""
+
+    def __init__(self, *args, **kwargs):
+        self.args = list(args)
+        self.params = kwargs
+
+    def loss(self, x):
+        return x @ x
+
+
+class Slotted:
+    __slots__ = ("empty", "w")
+
+    def __init__(self, w):
+        self.w = w
+
+
+class ByName:
+    """Compared by its name, whatever else it holds."""
+
+    def __init__(self, name, **held):
+        self.name = name
+        self.held = held
+
+    def __eq__(self, other):
+        return isinstance(other, ByName) and self.name == other.name
+
+    def __hash__(self):
+        return hash(self.name)
+
+
+class Tensor:
+    """An array of another library."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+class HashedTensor(Tensor):
+    def __eq__(self, other):
+        return self is other
+
+    def __hash__(self):
+        return id(self)
+
+
+class WithDlpack:
+    def __dlpack__(self, **_):
+        raise AssertionError("it was exported")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    field: object
+
+
+@dataclasses.dataclass
+class Mutable:
+    w: object
+    __hash__ = object.__hash__
+
+
+def closing_over(value):
+    return lambda x: x @ x if value is None else x
+
+
+ONES = np.ones(3)
+
+
+def with_default(x, w=ONES):
+    return x @ x
+
+
+@functools.wraps(with_default)
+def wrapping(x):
+    return x @ x
+
+
+HOLDING = {
+    "attribute": (lambda: Slotted(W), "w"),
+    "item of a dict": (lambda: Plain(w=W), "params['w']"),
+    "item of a list": (lambda: Plain(1, W), "args[1]"),
+    "nested object": (lambda: Plain(inner=Plain(w=W)), "params['inner'].params['w']"),
+    "numpy's": (lambda: Plain(w=np.ones(3)), "params['w']"),
+    "tensor": (lambda: Plain(w=Tensor(np.ones(3))), "params['w']"),
+    "object compared by its name": (lambda: ByName("a", w=W), "held['w']"),
+    "closure": (lambda: closing_over(W), "closes over value"),
+    "object in a closure": (lambda: closing_over(Plain(w=W)), "closes over value.params['w']"),
+    "default": (lambda: with_default, "__defaults__[0]"),
+    "wrapped": (lambda: wrapping, "__wrapped__.__defaults__[0]"),
+    "partial": (lambda: functools.partial(jnp.dot, W), "args[0]"),
+    "bound method": (lambda: Plain(w=W).loss, "__self__.params['w']"),
+    "method of a list": (lambda: [W].append, "__self__[0]"),
+    "optimizer": (lambda: optax.sgd(W).update, "closes over"),
+    "named tuple": (lambda: Frozen((1, closing_over(W))), "field[1] closes over value"),
+    "dataclass": (lambda: Mutable(W), "w"),
+    "mixed function": (lambda: pp.auto_mixed(closing_over(W)), "__wrapped__ closes over value"),
+}
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_an_object_that_holds_arrays_is_no_constant(name):
+    make, where = HOLDING[name]
+    with pytest.raises(TypeError) as caught:
+        pp.auto_mixed(lambda x, thing: x @ x)(X, thing=make())
+    text = str(caught.value)
+    assert text.startswith("<lambda> was given thing of <class ")
+    assert f"which holds arrays ({where}" in text
+    assert "jax.tree_util.register_dataclass" in text and "static_argnums" in text
+
+
+def test_nor_is_one_whose_method_is_mixed():
     class Model:
         def __init__(self):
-            self.w = W
+            self.params = {"w": W}
 
         @pp.auto_mixed
         def __call__(self, x):
-            return x @ self.w
+            return x @ self.params["w"]
 
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(TypeError, match=r"__call__ was given self of .*params\['w'\]"):
         Model()(X)
-    assert "__call__ was given self of" in str(caught.value)
-    assert "register_dataclass" in str(caught.value)
+
+
+IDENTITIES = {
+    "object": (object, ""),
+    "plain": (Plain, ""),
+    "logger": (lambda: logging.getLogger("a"), ""),
+    "lock": (threading.Lock, ""),
+    "field": (lambda: Frozen(Plain()), "whose field is of"),
+    "item": (lambda: frozenset({Plain()}), "whose [0] is of"),
+    "mutable dataclass": (lambda: Mutable(1), ""),
+}
+
+
+@pytest.mark.parametrize("name", IDENTITIES)
+def test_an_object_that_is_compared_by_identity_is_refused(name):
+    make, where = IDENTITIES[name]
+    with pytest.raises(TypeError, match="which is compared by identity") as caught:
+        pp.auto_mixed(lambda x, thing: x @ x)(X, {"deep": [make()]})
+    text = str(caught.value)
+    assert "was given thing['deep'][0] of <class " in text
+    assert where in text and "static_argnames" in text
+
+
+@pytest.mark.parametrize("make", [Tensor, HashedTensor, lambda _: WithDlpack()])
+def test_an_array_of_another_library_is_refused_as_jit_refuses_it(make):
+    tensor = make(np.ones((8, 8), np.float32))
+    fn = lambda x, t: x @ jnp.asarray(t)  # noqa: E731
+    with pytest.raises(TypeError):
+        jax.jit(fn)(X, tensor)
+    with pytest.raises(TypeError, match=r"was given t of .* an array of another library: convert"):
+        pp.auto_mixed(fn)(X, tensor)
+
+
+def test_what_is_declared_static_is_the_callers_to_answer_for():
+    model = Plain(w=W)
+    mixed = pp.auto_mixed(lambda x, m: x @ m.params["w"], static_argnums=1)
+    assert rel_error(mixed(X, model), X @ W) < 2e-2
+    mixed = pp.auto_mixed(lambda x, m: x @ m.params["w"], static_argnames="m")
+    assert rel_error(mixed(X, m=model), X @ W) < 2e-2
+
+
+class Layers(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.width)(x)
+
+
+VALUES = {
+    "mesh": lambda: jax.make_mesh((2,), ("x",)),
+    "abstract mesh": lambda: jax.make_mesh((2,), ("x",)).abstract_mesh,
+    "sharding": lambda: NamedSharding(jax.make_mesh((2,), ("x",)), P("x")),
+    "partition": lambda: P("x"),
+    "device": lambda: jax.devices()[0],
+    "tree": lambda: jax.tree.structure((1, 2)),
+    "aval": lambda: jax.core.ShapedArray((2,), jnp.float32),
+    "precision": lambda: jax.lax.Precision.HIGH,
+    "checkpoint policy": lambda: jax.checkpoint_policies.save_only_these_names("a"),
+    "ufunc": lambda: np.sin,
+    "jnp ufunc": lambda: jnp.add,
+    "jitted": lambda: jnp.tanh,
+    "custom jvp": lambda: jax.nn.relu,
+    "initializer": jax.nn.initializers.lecun_normal,
+    "gradient": lambda: jax.grad(closing_over(None)),
+    "partial": lambda: functools.partial(jnp.sum, axis=0),
+    "getter": lambda: operator.itemgetter(1),
+    "method of a string": lambda: "a".upper,
+    "optax": lambda: optax.adam(1e-3).update,
+    "schedule": lambda: optax.cosine_decay_schedule(1.0, 100),
+    "haiku": lambda: hk.transform(lambda x: hk.Linear(3)(x)).apply,
+    "linen module": lambda: Layers(3),
+    "policy": lambda: pp.AutoMixedBf16.with_rules(pp.Rule(where=bool, precision="f32")),
+    "mixed function": lambda: pp.auto_mixed(closing_over(None)),
+    "date": lambda: datetime.date(2020, 1, 1),
+    "path": lambda: pathlib.PurePath("a"),
+    "pattern": lambda: re.compile("a"),
+    "fraction": lambda: fractions.Fraction(1, 2),
+    "frozen set": lambda: frozenset({1, "a", None}),
+    "frozen dataclass of a function": lambda: Frozen((jax.nn.relu, None, Mode.ONCE)),
+    "numpy's string": lambda: np.str_("a"),
+    "date of numpy's": lambda: np.datetime64("2020"),
+    "compared by its name": lambda: ByName("a", depth=3),
+    "closure": lambda: closing_over(["a", {"b": 2}]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_is_static_by_itself(name):
+    counting, runs = counted(lambda x, value: x @ x)
+    mixed = pp.auto_mixed(counting)
+    value = VALUES[name]()
+    for _ in range(3):
+        assert rel_error(mixed(X, value), X @ X) < 2e-2
+    # jit itself traces the function before it refuses these
+    assert len(runs) == 1 + (name in ("aval", "date of numpy's"))
+
+
+def test_values_that_are_equal_are_one_program_and_others_are_not():
+    counting, runs = counted(lambda x, config: x * config.field)
+    with quiet():
+        mixed = pp.auto_mixed(counting)
+        for value in (1.0, 1.0, 2.0, 1.0, 2.0):
+            np.testing.assert_array_equal(mixed(X, Frozen(value)), X * value)
+    assert len(runs) == 2
+
+
+def test_an_object_that_is_its_own_cycle_is_looked_through_once():
+    one = ByName("a")
+    one.held["itself"] = one
+    assert rel_error(pp.auto_mixed(lambda x, thing: x @ x)(X, one), X @ X) < 2e-2
+    one.held["w"] = W
+    with pytest.raises(TypeError, match="holds arrays"):
+        pp.auto_mixed(lambda x, thing: x @ x)(X, one)
+
+
+class RaisesWhenCompared:
+    def __hash__(self):
+        return 0
+
+    def __eq__(self, other):
+        raise RuntimeError("not to be compared")
+
+
+def test_a_static_argument_whose_comparison_raises_is_taken_as_under_jit():
+    # two names: JAX compares what is static to functions of one name and line
+    def plain(x, key):
+        return x @ x
+
+    def mixed(x, key):
+        return x @ x
+
+    def said(jitted):
+        one, other = RaisesWhenCompared(), RaisesWhenCompared()
+        for key in (one, one, other, one):
+            try:
+                yield jitted(X, key).shape
+            except ValueError as error:
+                yield str(error).partition(".")[0]
+
+    wanted = list(said(jax.jit(plain, static_argnums=1)))
+    assert list(said(pp.auto_mixed(mixed, static_argnums=1))) == wanted
+    assert wanted[:2] == [(8, 8), (8, 8)]
+    assert wanted[2] == "static arguments should be comparable using __eq__"
 
 
 def test_an_error_of_the_function_itself_is_not_taken_for_a_refused_leaf():
@@ -208,7 +477,7 @@ RESULTS = {
     "enum": Mode.ONCE,
     "dtype": np.dtype("float16"),
     "unhashable": {1, 2},
-    "object": object(),
+    "object": Config(2),
     "shape": jax.ShapeDtypeStruct((2,), jnp.float32),
     "array of strings": np.array(["a"]),
 }
@@ -226,6 +495,18 @@ def test_a_result_that_is_no_array_is_handed_through(name):
         assert rel_error(out["y"], X @ X) < 2e-2
         assert isinstance(out["n"], jax.Array)
     assert len(runs) == 1
+
+
+def test_an_object_that_is_compared_by_identity_is_handed_through():
+    kept = object()
+    assert pp.auto_mixed(lambda x: (x @ x, kept))(X)[1] is kept
+
+
+@pytest.mark.parametrize("make", [Plain, Frozen, closing_over, lambda y: functools.partial(max, y)])
+def test_arrays_of_the_trace_do_not_leave_it_in_an_object(make):
+    """They are refused by name: a tracer that is used later raises far from here."""
+    with pytest.raises(TypeError, match=r"returned an object of .* holds arrays of the trace"):
+        pp.auto_mixed(lambda x: {"y": x @ x, "state": make(x @ x)})(X)
 
 
 def test_nothing_but_a_string():

@@ -135,7 +135,8 @@ def test_it_is_counted_where_it_is_planned():
 
 
 def test_a_test_that_gives_less_under_a_flag_is_a_failure():
-    plain, flagged = given(linear), given(linear)
+    # two functions: the program of one would be found again
+    plain, flagged = given(lambda x: linear(x)), given(lambda x: linear(x))
     flagged.given["a test"] = 1
     flagged.settle(plain)
     assert flagged.failures.keys() == {"a test"}

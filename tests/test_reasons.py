@@ -98,8 +98,9 @@ def sentences(fn, policy, args=(X, W)):
 
 
 def test_each_reason_has_a_program_here():
-    # test_profitability has one for this, and a clock to make it
-    elsewhere = {reasons.GAINS_LITTLE}
+    # test_profitability has one for the first, and a clock to make it, and
+    # test_explicit_sharding one for the second, on a mesh
+    elsewhere = {reasons.GAINS_LITTLE, reasons.TERMS}
     assert {getattr(reasons, name) for name in GIVEN} == set(reasons.ALL) - elsewhere
 
 
@@ -151,3 +152,66 @@ def test_a_product_that_is_left_wide_is_explained_with_its_remedy(name, tmp_path
         found = pp.explain(fn, policy)(X, W)
     assert {wide.remedy for wide in found.wide if reason.gave(wide.reason)} == {reason.remedy}
     assert f"to change it: {reason.remedy}" in found.text()
+
+
+# ---------------------------------------------------------------- the user's words in a reason
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        "overflowed; stored in notes: run 3",
+        "as in the saved plan",
+        "the user's own precision",
+        "of an auto_mixed function with a policy of its own",
+        "a '{}' and a \"{0}\"",
+        "; a constant whose values cannot be read here is unchecked",
+    ],
+)
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
+def test_a_rules_evidence_is_neither_cut_nor_taken_for_another_reason(evidence, precision):
+    rule = pp.Rule(primitive="dot_general", precision=precision, evidence=evidence)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pp.PrecisionWarning)
+        found = pp.inspect(product, pp.AutoMixed.with_rules(rule))(X, W)
+        text = str(pp.explain(product, pp.AutoMixed.with_rules(rule))(X, W))
+        mixed = pp.auto_mixed(product, policy=pp.AutoMixed.with_rules(rule))
+    (decision,) = found.plan.walk()
+    assert decision.reason == repr(rule) == reasons.of_compute(decision.reason)
+    assert reasons.RULE.gave(decision.reason)
+    assert not any(t.gave(decision.reason) for t in reasons.ALL if t is not reasons.RULE)
+    assert reasons.remedy(decision.reason) == reasons.RULE.remedy
+    if precision == "f32":
+        assert repr(rule) in text and reasons.RULE.remedy in text
+        assert "lowered nothing" in warned(lambda: mixed.trace(X, W))
+
+
+def warned(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return " ".join(str(w.message) for w in caught)
+
+
+def test_evidence_is_kept_where_its_equation_is_stored_low_too():
+    def loss(x, w):
+        return jnp.sin(jnp.tanh(x @ w) @ w).sum()
+
+    rule = pp.Rule(primitive="tanh", precision="f32", evidence="seen; stored in f16: notes")
+    plan = pp.inspect(jax.grad(loss, 1), pp.AutoMixedBf16.with_rules(rule))(X, W).plan
+    of_rule = [d.reason for d in plan.walk() if "notes" in d.reason]
+    assert of_rule
+    assert {str(reasons.of_compute(r)) for r in of_rule} == {repr(rule)}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_reason_survives_pickling_and_copying(name):
+    import copy
+    import pickle
+
+    template = getattr(reasons, name)
+    reason = template(*map(str, range(template.text.count("{}"))))
+    for again in (pickle.loads(pickle.dumps(reason)), copy.deepcopy(reason), copy.copy(reason)):
+        assert again == reason and template.gave(again)
+        assert again.particulars == reason.particulars
+    assert isinstance(reason, str) and str(reason) == template.text.format(*reason.particulars)

@@ -157,6 +157,7 @@ def test_a_loaded_policy_is_hashable_equal_and_pickled(tmp_path):
     pp.inspect(fn)(X, W).plan.save(tmp_path / "plan.json")
     one, other = (pp.Plan.load(tmp_path / "plan.json") for _ in range(2))
     mixed = pp.auto_mixed(fn)
+    mixed.clear_cache()
     traced.clear()
     for policy in (one, other):
         with pp.use_policy(policy):

@@ -1,8 +1,12 @@
 """Scopes, rules and keep regions end to end: under transforms, in shared bodies, in what order."""
 
+import glob
+import warnings
+
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import low_products
 from unit_helpers import (
     PRODUCTS,
     decided,
@@ -24,9 +28,14 @@ from precpass import (
     PrecisionWarning,
     Rule,
 )
+from precpass import jaxpr as ir
+from precpass.graph import Graph
+from precpass.residuals import kept_bytes
+from precpass.rules import clean_scope, is_backward
 
 HEAD = Rule(scope="*/head", precision="f32")
 # Every product of the body, forward or backward, has a dimension of 16; none of the head has.
+
 X, W, V = f32(8, 16), f32(16, 12), f32(12, 12)
 SQUARE = f32(8, 8)
 
@@ -327,3 +336,64 @@ def test_a_jitted_function_called_inside_and_outside_a_keep_region_is_both():
 
     found = pp.inspect(fn, AutoMixedBf16)(SQUARE, SQUARE)
     assert product_dtypes(found.after) == ["bfloat16", "float32"]
+
+
+# ---------------------------------------------------------------- names with parentheses
+
+MARKS = ("transpose(x)", "jvp(head)", "vmap(a)", "rows(2)", ")(", "transpose(jvp(", "f(g(h))")
+
+
+def named_so(name):
+    def loss(x, w):
+        with jax.named_scope("model"), jax.named_scope(name):
+            return jnp.tanh(x @ w).sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_a_users_scope_is_not_taken_for_a_mark_of_jaxs(name):
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
+    fn, plain = named_so(name), named_so("other")
+    explained = pp.explain(fn)(x, w)
+    assert str(explained).replace(name, "other") == str(pp.explain(plain)(x, w))
+    (eqn, *_) = jax.make_jaxpr(fn)(x, w).jaxpr.eqns
+    assert not is_backward(ir.scope_of(eqn))
+    assert clean_scope(ir.scope_of(eqn)) == f"model/{name}"
+    gradient = jax.make_jaxpr(jax.grad(fn, (0, 1)))(x, w)
+    (reference,) = (jax.make_jaxpr(jax.grad(plain, (0, 1)))(x, w),)
+    backward = [is_backward(ir.scope_of(e)) for e in gradient.jaxpr.eqns]
+    assert backward == [is_backward(ir.scope_of(e)) for e in reference.jaxpr.eqns]
+    assert any(backward) and not all(backward)
+    assert kept_bytes(gradient) == kept_bytes(reference) > 0
+    scopes = {clean_scope(ir.scope_of(e)) for e in gradient.jaxpr.eqns}
+    assert scopes == {f"model/{name}"}
+
+
+@pytest.mark.parametrize("name", MARKS)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.grad, jax.checkpoint], ids=stable_id)
+def test_a_rule_addresses_a_scope_by_the_name_that_the_user_wrote(name, wrap):
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
+    rule = pp.Rule(scope=f"*/{glob.escape(name)}", precision="f32")
+    policy = pp.AutoMixedBf16.with_rules(rule)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pp.PrecisionWarning)
+        found = pp.inspect(wrap(named_so(name)), policy)(x, w)
+    assert found.plan.unmatched == ()
+    assert low_products(found.after) == []
+
+
+def test_what_is_shown_has_the_name_as_it_was_written():
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
+    fn = jax.grad(named_so("rows(2)"))
+    found = pp.inspect(fn)(x, w)
+    drawn = Graph.build(found.before).to_networkx()
+    shown = [
+        *(str(node.get("scope")) for _, node in drawn.nodes.data()),
+        str(pp.explain(fn, pp.AutoMixedBf16.with_rules(pp.Rule(scope="*", precision="f32")))(x, w)),
+        str(pp.monitor(fn)(x, w)[1].summary()),
+        str(found.diff()),
+    ]
+    assert any("rows(2)" in text for text in shown[:-3])
+    assert "rows(2)" in shown[-3]
+    assert not any("\ue000" in text for text in shown)

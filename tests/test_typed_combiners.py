@@ -50,3 +50,22 @@ def test_its_gradient_too(how):
         jax.grad(pp.auto_mixed(loss, policy=pp.AlwaysF32)),
     ):
         np.testing.assert_allclose(form(X, Y), jax.grad(loss)(X, Y), atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["add", "multiply", "min", "max"])
+def test_a_combiner_is_evaluated_on_its_own_types(how):
+    """JAX's own checks see an equation on other types than those that it was made for."""
+    x = jnp.arange(8, dtype=jnp.bfloat16)
+
+    def fn(x):
+        return getattr(x.at[jnp.array([0, 0, 3])], how)(jnp.full(3, 3, jnp.bfloat16))
+
+    with jax.enable_checks(True):
+        got = pp.auto_mixed(fn, policy="AlwaysF32")(x)
+        derivative = None
+        if how == "add":
+            total = pp.auto_mixed(lambda x: fn(x).astype(jnp.float32).sum(), policy="AlwaysF32")
+            derivative = jax.grad(total)(x)
+    assert got.dtype == jnp.bfloat16
+    assert (got == fn(x)).all()
+    assert derivative is None or (derivative == 1).all()

@@ -12,8 +12,8 @@ import types
 from collections.abc import Iterator
 
 from precpass.cli.target import Raised, Refused
-from precpass.mixed import calls_users_code
 from precpass.program import NEEDS_VALUES
+from precpass.programs import calls_users_code
 
 __all__ = ["FAILED", "RAISED", "REFUSED", "has_users_lines", "said", "status_of"]
 

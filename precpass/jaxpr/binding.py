@@ -193,7 +193,13 @@ def retyped(eqn: Any, dtype: Any) -> dict[str, Any]:
         avals = [
             a if precision_of(a) is None else a.update(dtype=dtype) for a in in_avals(combiner)
         ]
-        params["update_jaxpr"] = retrace(combiner, lambda *xs: evaluate(combiner, xs), avals)
+
+        def combined(*xs: Any) -> list[Any]:
+            return one_by_one(
+                combiner, xs, lambda inner, ops: bind(inner, ops, retyped(inner, dtype))
+            )
+
+        params["update_jaxpr"] = retrace(combiner, combined, avals)
     return params
 
 

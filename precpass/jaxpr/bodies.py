@@ -208,14 +208,15 @@ OPAQUE: dict[str, str] = {
 def bodies(eqn: Any) -> tuple[Body, ...]:
     """The sub-jaxprs of an equation that are entered; () for a leaf or an opaque one."""
     rule = ENTERED.get(eqn.primitive.name)
-    if rule is None or any(_is_ref(v.aval) for v in eqn.invars):
+    if rule is None or any(is_ref(v.aval) for v in eqn.invars):
         return ()
     found = rule(eqn)
     crosses = all(len(open_jaxpr(b.jaxpr).invars) == len(b.operands) for b in found)
     return found if crosses else ()
 
 
-def _is_ref(aval: Any) -> bool:
+def is_ref(aval: Any) -> bool:
+    """Whether a type is that of a reference to an array, which a program may change."""
     return hasattr(aval, "inner_aval")
 
 
@@ -226,7 +227,7 @@ def why_opaque(eqn: Any) -> str | None:
         return OPAQUE.get(name)
     if name == "call_hi_primitive" and hi_body(eqn) is None:
         return why_not_entered(eqn.params["_prim"])
-    refs = any(_is_ref(v.aval) for v in eqn.invars)
+    refs = any(is_ref(v.aval) for v in eqn.invars)
     return "it works on references" if refs else "its operands are not those of its jaxpr"
 
 

@@ -19,7 +19,8 @@ from precpass.jaxpr.carrier import Form, carrier_p, carry, detach, detach_p
 from precpass.jaxpr.float64 import in_x64
 from precpass.jaxpr.orders import reordered, transpose_p
 from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_of
-from precpass.jaxpr.rounded import rounded_p
+from precpass.jaxpr.rounded import bits, low_value, rounded_p
+from precpass.jaxpr.shardings import is_reduced
 from precpass.jaxpr.twins import Crossing, named, twin_aval
 
 # looked up once: these are made for every equation that changes
@@ -169,10 +170,21 @@ class Builder:
 
     def bits(self, atom: Any) -> Any:
         """The 16 bits of a low value."""
+        if is_reduced(atom.aval):
+            return self.call(lambda x: [bits(x)], [atom], "bits")[0]
         return self._bitcast(atom, twin_aval(atom.aval))
 
-    def from_bits(self, atom: Any, dtype: Any) -> Any:
-        """The low value of 16 bits, from which no derivative is taken."""
+    def from_bits(self, atom: Any, dtype: Any, like: Any) -> Any:
+        """The low value of 16 bits, from which no derivative is taken.
+
+        Args:
+            atom: the bits.
+            dtype: of the low value.
+            like: the type of what was stored in it.
+        """
+        if is_reduced(like):
+            key = "from bits", dtype, like
+            return self.call(lambda x: [low_value(x, with_dtype(like, dtype))], [atom], key)[0]
         return self.detach(self._bitcast(atom, with_dtype(atom.aval, np.dtype(dtype))))
 
     def _bitcast(self, atom: Any, aval: Any) -> Any:
@@ -353,7 +365,17 @@ def new_variable(aval: Any) -> Any:
 def literal(value: Any, like: Any) -> Any:
     """A literal of another dtype in the place of one."""
     value = np.asarray(value)
-    return jex.Literal(value, with_dtype(like.aval, value.dtype))
+    return jex.Literal(value.view(_typed_array()), with_dtype(like.aval, value.dtype))
+
+
+@functools.cache
+def _typed_array() -> type:
+    """The class of a traced literal's value, whose type is its own whether or not x64 is on.
+
+    JAX exports it nowhere.
+    """
+    traced = trace(lambda: lax.add(np.float32(1.0), np.float32(2.0)))
+    return type(open_jaxpr(traced).eqns[0].invars[0].val)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -53,13 +53,13 @@ class Form(Protocol):
         """
         return self, operands
 
-    def batched(self, ndims: Sequence[int], dims: Sequence[int | None]) -> tuple[Form, int | None]:
+    def batched(self, avals: Sequence[Any], dims: Sequence[int | None]) -> tuple[Form, int | None]:
         """The product under a vmap, and the batch dimension of its result.
 
         None for one that is no single product then: it is the form of what is mapped.
 
         Args:
-            ndims: the dimensions of its two operands, with those of the batch.
+            avals: the types of its two operands, with the dimension of the batch.
             dims: the batch dimension of each; None where it has none.
         """
         return self, None
@@ -153,7 +153,7 @@ def _batch(
     both = operands[1:3]
     dim = None
     if not batched:
-        form, dim = form.batched([x.ndim for x in both], dims[1:3])
+        form, dim = form.batched(list(map(jax.typeof, both)), dims[1:3])
     if dim is not None:
         out = jnp.moveaxis(out, out_dim, dim)
         return carrier_p.bind(out, *operands[1:], form=form, batched=()), dim

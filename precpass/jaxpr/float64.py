@@ -14,6 +14,7 @@ so reverse mode computes the stretch again and keeps nothing of it.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from jax.interpreters import ad, batching, mlir
 
 from precpass.jaxpr.binding import evaluate, trace
 from precpass.jaxpr.reading import consts_of, open_jaxpr, out_avals
+from precpass.weak import WeakIdMap
 
 __all__ = ["float64", "in_x64", "is_float64"]
 
@@ -75,9 +77,16 @@ def _impl(*args: Any, jaxpr: Any) -> list[Any]:
         return _jitted(jaxpr)(*args)
 
 
-@functools.lru_cache(maxsize=256)
+_known = WeakIdMap[Any]()
+
+
 def _jitted(jaxpr: Any) -> Any:
-    return jax.jit(functools.partial(_run, jaxpr=jaxpr))
+    """The `jax.jit` of a jaxpr, found again while the jaxpr lives, which it does not hold."""
+    found = _known.get(jaxpr)
+    if found is None:
+        borrowed = weakref.ref(jaxpr)
+        found = _known.setdefault(jaxpr, jax.jit(lambda *args: _run(*args, jaxpr=borrowed())))
+    return found
 
 
 def _is_inexact(x: Any) -> bool:

@@ -12,7 +12,6 @@ leaf that keeps its dtypes, with a warning if it holds products.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ import jax.stages
 
 from precpass.jaxpr.binding import evaluate, trace
 from precpass.jaxpr.reading import open_jaxpr
+from precpass.weak import WeakIdMap
 
 
 class _Layout(NamedTuple):
@@ -120,14 +120,18 @@ def hi_body(eqn: Any) -> Any:
     if layout is None:
         return None
     if not layout.jaxpr:
-        return _expansion(prim, vars(prim).get("expand"))
+        return _expansion(prim)
     return _jaxpr_in(prim.params[layout.jaxpr])
 
 
-@functools.lru_cache(maxsize=256)
-def _expansion(prim: Any, _own: Any) -> Any:
-    # one jaxpr for all who ask; a copy with another `expand` equals its original
-    return trace(prim.expand, *prim.in_avals)
+_known = WeakIdMap[Any]()
+
+
+def _expansion(prim: Any) -> Any:
+    """What a hi-primitive expands to: one jaxpr for all who ask."""
+    # by identity: a copy with another `expand` equals its original
+    found = _known.get(prim)
+    return _known.setdefault(prim, trace(prim.expand, *prim.in_avals)) if found is None else found
 
 
 def _jaxpr_in(value: Any) -> Any:
@@ -223,7 +227,7 @@ def hi_jaxprs(prim: Any) -> list[Any]:
     if found:
         return found
     try:
-        return [_expansion(prim, vars(prim).get("expand"))]
+        return [_expansion(prim)]
     except Exception:  # the expansion of a step of a kernel runs nowhere else
         return []
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from precpass.jaxpr.binding import trace
 from precpass.jaxpr.reading import has_algorithm, out_avals
+from precpass.jaxpr.shardings import permuted
 
 __all__ = [
     "dot_numbers",
@@ -50,10 +51,9 @@ def exchanged_order(eqn: Any) -> tuple[int, ...] | None:
     """The dimensions of a dot's result in the order of the dot with its operands exchanged.
 
     None for what is no dot, and where the user said how it is computed (that both
-    operands have the same `jax.lax.Precision` is the same order behind the exchange) or
-    how its result is sharded.
+    operands have the same `jax.lax.Precision` is the same order behind the exchange).
     """
-    if eqn.primitive is not _dot_p or eqn.params["out_sharding"] is not None:
+    if eqn.primitive is not _dot_p:
         return None
     precision, preferred = eqn.params["precision"], eqn.params["preferred_element_type"]
     dtypes = {v.aval.dtype for v in eqn.invars} | ({np.dtype(preferred)} if preferred else set())
@@ -73,6 +73,8 @@ def exchanged(eqn: Any) -> Any:
     params = {**eqn.params, "dimension_numbers": (summed[::-1], batch[::-1])}
     aval, order = eqn.outvars[0].aval, exchanged_order(eqn)
     assert order is not None
+    if params["out_sharding"] is not None:
+        params["out_sharding"] = permuted(params["out_sharding"], order)
     if aval.sharding.mesh.empty:
         aval = reordered(aval, order)
     else:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from precpass.precision import BY_DTYPE, Precision
+from precpass.scope_names import escaped
 
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
 source_info_util.register_exclusion(_OWN_FOLDER)
@@ -104,9 +105,22 @@ def _in_sampler(traceback: Any) -> bool:
 
 
 def scope_of(eqn: Any) -> str:
-    """The equation's own name stack as JAX prints it; its callers' stacks come before."""
+    """The equation's own name stack as JAX prints it; its callers' stacks come before.
+
+    Parentheses are JAX's own marks: the names of users' scopes have escapes (`scope_names`).
+    """
     stack = eqn.source_info.name_stack
-    return str(stack) if stack.stack else ""
+    parts = stack.stack
+    if not parts:
+        return ""
+    if any("(" in part.name or ")" in part.name for part in parts):
+        parts = (p if _is_mark(p) else p._replace(name=escaped(p.name)) for p in parts)
+        stack = dataclasses.replace(stack, stack=tuple(parts))
+    return str(stack)
+
+
+def _is_mark(part: Any) -> bool:
+    return type(part).__name__ == "Transform"  # JAX exports neither it nor `Scope`
 
 
 def effects_of(eqn: Any) -> bool:
@@ -162,12 +176,6 @@ def kernel_features(eqn: Any) -> tuple[Any, Any]:
 def sorted_params(eqn: Any) -> tuple[tuple[str, Any], ...]:
     """The parameters of an equation, by name."""
     return tuple(sorted(eqn.params.items()))
-
-
-def is_sharded_by_type(x: Any) -> bool:
-    """Whether the type of a value says how it is sharded, as on a mesh of explicit axes."""
-    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
-    return any(t == jax.sharding.AxisType.Explicit for t in getattr(mesh, "axis_types", ()))
 
 
 def has_complex(eqn: Any) -> bool:

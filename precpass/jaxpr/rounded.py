@@ -21,6 +21,7 @@ from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
 from precpass.jaxpr.carrier import carrier_p, detach, detach_p
+from precpass.jaxpr.shardings import resharded_to, summed_up
 
 __all__ = [
     "WIDENS_STACKS",
@@ -28,6 +29,7 @@ __all__ = [
     "hands_on",
     "in_place_of",
     "is_rounded",
+    "low_value",
     "recalled",
     "rounded_p",
     "wide_operand",
@@ -39,18 +41,23 @@ the whole of it in every trip of a loop."""
 
 rounded_p = jex.Primitive("precpass_rounded")
 rounded_p.def_impl(lambda low, _x: low)
-rounded_p.def_abstract_eval(lambda low, _x: low)
+rounded_p.def_abstract_eval(lambda _low, x: x)
 mlir.register_lowering(rounded_p, lambda _ctx, low, _x: [low])
 
 
 def bits(low: Any) -> Any:
     """The 16 bits of a low value, through which no derivative passes."""
-    return lax.bitcast_convert_type(low, np.uint16)
+    return lax.bitcast_convert_type(summed_up(low), np.uint16)
 
 
 def recalled(kept: Any, low: Any) -> Any:
     """A low value as its `bits` have it, with the derivative of that value."""
-    return in_place_of(low, detach(lax.bitcast_convert_type(kept, low.dtype)))
+    return in_place_of(low, low_value(kept, jax.typeof(low)))
+
+
+def low_value(kept: Any, aval: Any) -> Any:
+    """The low value of `bits`, of this type, through which no derivative passes."""
+    return detach(resharded_to(lax.bitcast_convert_type(kept, aval.dtype), aval))
 
 
 def in_place_of(x: Any, same: Any) -> Any:

@@ -18,6 +18,7 @@ from jax import lax
 
 from precpass.jaxpr.bodies import Body, scan_split
 from precpass.jaxpr.reading import open_jaxpr
+from precpass.jaxpr.shardings import without_reduced
 
 __all__ = [
     "Crossing",
@@ -50,7 +51,7 @@ def _is_laid_out(eqn: Any) -> bool:
 
 def twin_aval(aval: Any) -> Any:
     """The aval of a value's 16 bits."""
-    return aval.update(dtype=np.dtype(np.uint16), weak_type=False)
+    return without_reduced(aval).update(dtype=np.dtype(np.uint16), weak_type=False)
 
 
 class Crossing(NamedTuple):

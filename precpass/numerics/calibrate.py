@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
 import math
 import numbers
@@ -142,20 +143,26 @@ class _Watch:
         fn, self._owner = owner_of(fn)
         mixed = auto_mixed(fn, policy=policy)
         pays = mixed.profitability
-        self._policy = policy if pays is None else policy.with_profitability(pays)
-        self._recorder = Recorder(reads=True)
-        self._run = Staged(mixed, self._looked)
+        policy = policy if pays is None else policy.with_profitability(pays)
+        looked_at = functools.partial(_looked, policy, self.planned)
+        self._run = Staged(mixed, looked_at, on_copies=True)
 
     def __call__(self, batch: tuple[Any, ...]) -> Health:
         """The health of a run."""
         with quietly():
             return self._run((), (*self._owner, *batch), {})[1]
 
-    def _looked(self, traced: Traced) -> tuple[list[Any], Health]:
-        plan = traced.checked_plan(self._policy)
-        _walk(traced.call.jaxpr, plan, traced.scope, ir.Source(), self.planned)
-        # the trace's own policy is the one that will run, or none where the pass is switched off
-        return looked(dataclasses.replace(traced, policy=AlwaysF32), self._recorder)
+
+_RECORDER = Recorder(reads=True)
+
+
+def _looked(
+    policy: PrecisionPolicy, planned: dict[_Key, _Low], traced: Traced
+) -> tuple[list[Any], Health]:
+    plan = traced.checked_plan(policy)
+    _walk(traced.call.jaxpr, plan, traced.scope, ir.Source(), planned)
+    # the trace's own policy is the one that will run, or none where the pass is switched off
+    return looked(dataclasses.replace(traced, policy=AlwaysF32), _RECORDER)
 
 
 class _Key(NamedTuple):

@@ -251,7 +251,7 @@ def _is_complex(x: Any) -> bool:
 
 
 def _is_ref(x: Any) -> bool:
-    return hasattr(jax.typeof(x), "inner_aval")
+    return ir.is_ref(jax.typeof(x))
 
 
 def _bits(x: Any) -> Any:
@@ -259,7 +259,7 @@ def _bits(x: Any) -> Any:
 
     Of a complex number those of its larger part, a NaN before all.
     """
-    x = jnp.asarray(x)
+    x = ir.summed_up(jnp.asarray(x))
     if _is_complex(x):
         return lax.max(_bits(lax.real(x)), _bits(lax.imag(x)))
     bits = lax.bitcast_convert_type(x.astype(np.float32), np.uint32) & np.uint32(0x7FFFFFFF)

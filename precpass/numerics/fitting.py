@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from precpass.numerics.roles import Roles
 from precpass.numerics.wide import own_array
 from precpass.policy import Custom, quietly
 from precpass.precision import Precision
+from precpass.weak import Recent, WeakIdMap
 
 __all__ = ["Problem", "Spec", "fit", "looked_at", "program"]
 
@@ -139,24 +141,24 @@ def program(fn: Callable[..., Any], spec: Spec, x: Any, args: Any, x64: bool) ->
         return ir.evaluate(closed, args, consts)
 
     # a program of an outer trace may hold its tracers
-    kept = [] if ir.is_tracing() else _kept((fn, spec, structure, avals, ir.told_by(closed)))
+    kept = [] if ir.is_tracing() else _kept(fn, (spec, structure, avals, ir.told_by(closed)))
     if not kept:
         # the first holds them itself
         kept.append(ir.trace(with_consts, list(map(jax.typeof, consts)), *avals))
     return Problem([own_array(c) for c in consts], kept[0], spec)
 
 
-def _kept(key: tuple[Any, ...]) -> list[Any]:
-    """Where the program of a key is kept; of a residual that cannot be hashed none is."""
+_known = WeakIdMap[Recent[list[Any]]]()
+
+
+def _kept(fn: Callable[..., Any], key: tuple[Any, ...]) -> list[Any]:
+    """Where the program of a residual is kept while it lives, or its object if it is a method."""
+    # a bound method is another object each time that it is asked for
+    owner, of = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn, None)
     try:
-        return _place(key)
-    except TypeError:
+        return _known.setdefault(owner, Recent(64)).get((of, *key), list)
+    except TypeError:  # unhashable static arguments, or an object without weak references
         return []
-
-
-@functools.lru_cache(maxsize=64)
-def _place(_key: tuple[Any, ...]) -> list[Any]:
-    return []
 
 
 def _is_rounded(x: Any) -> bool:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -32,7 +33,7 @@ def monitor(
     profitability: str | None = None,
     every: int | None = None,
 ) -> Monitored:
-    """A function under a policy that also says how its numbers fared, equation by equation.
+    """A function, which updates what it does, that also says how its numbers fared, by equation.
 
     What runs is the program that `auto_mixed(fn, policy=policy)` runs, and beside it the same one
     again, from the same arguments, with a reduction at each equation whose results are floating or
@@ -97,10 +98,11 @@ class Monitored:
         mixed = auto_mixed(fn, policy=policy, profitability=profitability)
         functools.update_wrapper(self, mixed, updated=())
         self.every = every
-        self._always = Staged(mixed, lambda traced: looked(traced, _RECORDER))
-        self._sometimes = Staged(mixed, self._in_turn, more=1)
+        self._always = Staged(mixed, lambda traced: looked(traced, _RECORDER), "monitor")
+        sometimes = functools.partial(_in_turn, every)
+        self._sometimes = Staged(mixed, sometimes, ("monitor", every))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Health]:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Health]:
         """The output and the health, as `monitor` says."""
         if self.every is None:
             return self._always((), (*self._owner, *args), kwargs)
@@ -112,7 +114,7 @@ class Monitored:
             )
         return self._sometimes((health,), (*self._owner, *rest), kwargs)
 
-    def init(self, *args: Any, **kwargs: Any) -> Health:
+    def init(self, /, *args: Any, **kwargs: Any) -> Health:
         """The health before the first call.
 
         Args:
@@ -121,34 +123,35 @@ class Monitored:
         """
         return Health.empty(self._always.shape((), (*self._owner, *args), kwargs)[1])
 
-    def _in_turn(self, traced: Traced, before: Health) -> tuple[list[Any], Health]:
-        assert self.every is not None
-        program = _Program(traced, _RECORDER)
-        places: list[Any] = []
-
-        def figures_of(operands: Any) -> Any:
-            results, figures, found = program.watched(operands)
-            places[:] = found
-            return (results if program.effects else []), figures
-
-        ir.trace(figures_of, program.operands)
-
-        def plain(operands: Any) -> Any:
-            results = ir.evaluate(program.jaxpr, operands) if program.effects else []
-            return results, _RECORDER.none(len(places))
-
-        turn = before.calls % np.int32(self.every) == 0
-        behind = program.operands
-        if not program.effects:
-            behind = lax.optimization_barrier(behind)
-        results, figures = lax.cond(turn, figures_of, plain, behind)
-        if not program.effects:
-            results = ir.evaluate(program.jaxpr, program.operands)
-        now = Health(figures, jnp.int32(1), turn.astype(np.int32), tuple(places), traced.name)
-        return results, before.merged(now)
-
     def __repr__(self) -> str:
         return f"<monitor of {getattr(self, '__name__', '<unnamed function>')}>"
+
+
+def _in_turn(every: int | None, traced: Traced, before: Health) -> tuple[list[Any], Health]:
+    assert every is not None
+    program = _Program(traced, _RECORDER)
+    places: list[Any] = []
+
+    def figures_of(operands: Any) -> Any:
+        results, figures, found = program.watched(operands)
+        places[:] = found
+        return (results if program.effects else []), figures
+
+    ir.trace(figures_of, program.operands)
+
+    def plain(operands: Any) -> Any:
+        results = ir.evaluate(program.jaxpr, operands) if program.effects else []
+        return results, _RECORDER.none(len(places))
+
+    turn = before.calls % np.int32(every) == 0
+    behind = program.operands
+    if not program.effects:
+        behind = lax.optimization_barrier(behind)
+    results, figures = lax.cond(turn, figures_of, plain, behind)
+    if not program.effects:
+        results = ir.evaluate(program.jaxpr, program.operands)
+    now = Health(figures, jnp.int32(1), turn.astype(np.int32), tuple(places), traced.name)
+    return results, before.merged(now)
 
 
 def looked(traced: Traced, recorder: Recorder) -> tuple[list[Any], Health]:
@@ -180,7 +183,11 @@ class _Program:
         self.jaxpr = traced.call.jaxpr
         if traced.policy is not None:
             self.jaxpr = traced.rewritten(traced.checked_plan(traced.policy), traced.policy)
-        self.operands = [ir.undifferentiated(x, _ADVICE) for x in traced.call.operands]
+        # a reference is no value that a derivative could be taken of
+        self.operands = [
+            x if isinstance(x, jax.Ref) else ir.undifferentiated(x, _ADVICE)
+            for x in traced.call.operands
+        ]
         self.effects = bool(ir.open_jaxpr(self.jaxpr).effects)
         graph = Graph.build(self.jaxpr)
         rows = unread(graph).rows

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from precpass import context
 from precpass import jaxpr as ir
-from precpass.leaves import Declared, arguments, dynamic_leaves, unwrapped
+from precpass.leaves import Declared, arguments, copied, dynamic_leaves, unwrapped
 from precpass.planner import make_plan
 from precpass.policy import AlwaysF32, quietly
 from precpass.precision import Precision
@@ -310,6 +310,7 @@ def evaluated(written: Written, precision: Precision) -> list[Leaf]:
             # a Python number first as the program reads it, rounded
             read = zip(written.operands, ir.in_avals(written.jaxpr), strict=True)
             given = [x if hasattr(x, "dtype") else np.asarray(x, a.dtype) for x, a in read]
+            given = copied(given, arrays=False)
             pairs = zip(given, ir.in_avals(wide), strict=True)
             operands = [x if x.dtype == a.dtype else x.astype(a.dtype) for x, a in pairs]
             values = jax.jit(lambda *xs: ir.evaluate(wide, xs))(*operands)

@@ -13,7 +13,7 @@ import jax.core
 from precpass import calling, measure, stateful
 from precpass import jaxpr as ir
 from precpass.api import auto_mixed
-from precpass.leaves import Declared, refused
+from precpass.leaves import Declared, copied, refused
 from precpass.mixed import Mixed
 from precpass.policy import PrecisionPolicy
 from precpass.report.errors import Leaf, fetched, leaves_of, on_arrays
@@ -230,10 +230,8 @@ class Program(NamedTuple):
 
     def fresh(self) -> tuple[Any, Any]:
         """Arguments that one run may overwrite."""
-        call = self.call
-        if not self.executable.donates:
-            return call.args, call.kwargs
-        return _copied(call.declared, call.args, call.kwargs)
+        call, donates = self.call, self.executable.donates
+        return call.declared.map(lambda x, _: copied(x, arrays=donates), call.args, call.kwargs)
 
     def results(self) -> list[Leaf]:
         """The arrays that a run gives, on the host."""
@@ -242,13 +240,6 @@ class Program(NamedTuple):
         values = [fetched(leaf.value) for leaf in found]
         pairs = zip(self.call.named or found, values, strict=True)
         return [leaf._replace(value=value) for leaf, value in pairs]
-
-
-def _copied(declared: Declared, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    def copied(x: Any, _name: str) -> Any:
-        return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, x)
-
-    return declared.map(copied, args, kwargs)
 
 
 def _crosses_in_steps(declared: Declared, args: Any, kwargs: Any) -> bool:

@@ -1,0 +1,140 @@
+"""Types that say how a value is sharded, as on a mesh of explicit axes they do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+__all__ = [
+    "is_reduced",
+    "is_sharded_by_type",
+    "is_unreduced",
+    "permuted",
+    "resharded_to",
+    "sharding_before",
+    "sharding_under_vmap",
+    "shards",
+    "summed_up",
+    "without_reduced",
+]
+
+
+def is_sharded_by_type(x: Any) -> bool:
+    """Whether the type of a value says how it is sharded."""
+    return _has_explicit_axes(_mesh_of(jax.typeof(x)))
+
+
+def is_reduced(aval: Any) -> bool:
+    """Whether a value is the same on all devices along an axis, over which its cotangent is a sum.
+
+    Each device makes a term of the cotangent, which JAX has the type unreduced for.
+    """
+    return bool(getattr(_spec_of(aval), "reduced", None))
+
+
+def is_unreduced(aval: Any) -> bool:
+    """Whether each device holds one term of the sum that a value is."""
+    return bool(getattr(_spec_of(aval), "unreduced", None))
+
+
+def shards(aval: Any) -> int:
+    """The number of parts in which a value lies on as many devices."""
+    spec = _spec_of(aval)
+    parts = () if spec is None else spec.partitions
+    axes = [axis for part in parts for axis in (part if isinstance(part, tuple) else (part,))]
+    return math.prod(_mesh_of(aval).shape[axis] for axis in axes if isinstance(axis, str))
+
+
+def permuted(sharding: Any, order: Sequence[int]) -> Any:
+    """The sharding of a value whose dimension `i` was dimension `order[i]`."""
+    own = sharding.spec.partitions
+    parts = (*own, *[None] * (len(order) - len(own)))
+    return sharding.update(spec=_respelled(sharding.spec, [parts[i] for i in order]))
+
+
+def sharding_before(aval: Any, order: Sequence[int] | None) -> Any:
+    """The sharding to ask of what is then transposed to a value of this type.
+
+    Args:
+        aval: the type.
+        order: the permutation of the transpose; None for none.
+
+    Returns:
+        None where types say nothing of shardings.
+    """
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        # what has no mesh is replicated over that of its context
+        mesh = jax.sharding.get_abstract_mesh()
+        return NamedSharding(mesh, _nowhere(aval.ndim)) if _has_explicit_axes(mesh) else None
+    if not _has_explicit_axes(sharding.mesh):
+        return None
+    return sharding if order is None else permuted(sharding, [*map(order.index, range(aval.ndim))])
+
+
+def sharding_under_vmap(
+    sharding: Any, avals: Sequence[Any], dims: Sequence[int | None], at: int
+) -> Any:
+    """The sharding asked of a result, under a vmap.
+
+    Args:
+        sharding: what was asked of the result without the dimension of the batch; None for none.
+        avals: the types of the operands.
+        dims: the batch dimension of each; None where it has none.
+        at: that of the result.
+    """
+    if sharding is None:
+        return None
+    aval, dim = next((a, d) for a, d in zip(avals, dims, strict=True) if d is not None)
+    spec = _spec_of(aval)
+    parts, own = [*sharding.spec.partitions], () if spec is None else spec.partitions
+    parts[at:at] = [own[dim] if dim < len(own) else None]
+    return sharding.update(spec=_respelled(sharding.spec, parts))
+
+
+def without_reduced(aval: Any) -> Any:
+    """A type that is the same, but says nothing of axes over which there are or will be sums."""
+    if not (is_reduced(aval) or is_unreduced(aval)):
+        return aval
+    plain = PartitionSpec(*_spec_of(aval).partitions)
+    return aval.update(sharding=aval.sharding.update(spec=plain))
+
+
+def resharded_to(x: Any, aval: Any) -> Any:
+    """A value with the sharding of a type, itself where it has it."""
+    if _spec_of(jax.typeof(x)) == _spec_of(aval):
+        return x
+    return jax.reshard(x, aval.sharding)
+
+
+def summed_up(x: Any) -> Any:
+    """A value of which every device has the elements, and not a term of a sum.
+
+    JAX has rules for few operations on what its type says is reduced or unreduced.
+    """
+    return resharded_to(x, without_reduced(jax.typeof(x)))
+
+
+def _mesh_of(aval: Any) -> Any:
+    return getattr(getattr(aval, "sharding", None), "mesh", None)
+
+
+def _spec_of(aval: Any) -> Any:
+    return getattr(getattr(aval, "sharding", None), "spec", None)
+
+
+def _has_explicit_axes(mesh: Any) -> bool:
+    return any(kind == AxisType.Explicit for kind in getattr(mesh, "axis_types", ()))
+
+
+def _nowhere(ndim: int) -> PartitionSpec:
+    return PartitionSpec(*[None] * ndim)
+
+
+def _respelled(spec: Any, parts: Sequence[Any]) -> PartitionSpec:
+    """A spec with other dimensions, and with the same axes of sums."""
+    return PartitionSpec(*parts, unreduced=spec.unreduced, reduced=spec.reduced)

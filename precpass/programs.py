@@ -1,0 +1,192 @@
+"""The programs of a function under one policy and set of options, found again while it lives."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+from precpass import stateful
+from precpass.calling import Crossing, name_of
+from precpass.context import Region
+from precpass.leaves import Declared, Static, results, unwrapped
+from precpass.policy import PrecisionPolicy
+from precpass.program import Program
+from precpass.weak import Recent, WeakIdMap
+
+__all__ = ["Programs", "calls_users_code", "programs_of"]
+
+
+class Programs:
+    """What all mixed functions of one function, policy and options share.
+
+    The function itself is not held: it belongs to the mixed functions. So it goes with the last
+    of them, and with it the arrays that it closes over and its compiled programs, without the
+    cycle collector.
+
+    Attributes:
+        crossing: how calls cross into jit and back.
+        calls: what a call in a region runs, of those regions in which there was one.
+        staged: what else is made of their traces (`mixed.Staged`), by what makes it.
+        whole: the program in which a module of flax nnx cannot be.
+
+    Args:
+        fn: the function.
+        policy: its own policy, or None.
+        profitability: its own, or None.
+        options: those of `jax.jit`.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        policy: PrecisionPolicy | None,
+        profitability: str | None,
+        options: dict[str, Any],
+    ) -> None:
+        self._shardings = {
+            name: options[name]
+            for name in ("in_shardings", "out_shardings")
+            if options.get(name) is not None
+        }
+        self.crossing = Crossing(
+            name_of(fn), Declared(fn, options), self._shardings.get("in_shardings")
+        )
+        # those of modules are seen to where modules are split
+        kept = {k: stateful.without_modules(given) for k, given in self._shardings.items()}
+        self._options = options = {**options, **kept}
+        self.calls: dict[Region, Callable[..., Any]] = {}
+        self.staged: dict[Hashable, dict[tuple[Program, Region], Any]] = {}
+        crossed = _crossed(fn, self.crossing)
+        self._of = functools.partial(
+            Program,
+            name=self.crossing.name,
+            declared=self.crossing.declared,
+            policy=policy,
+            profitability=profitability,
+        )
+        self._crossed = crossed
+        self.whole = self._of(_without_modules(crossed, self.crossing), options=options)
+
+    @functools.cached_property
+    def split(self) -> Program:
+        """The program whose modules are split."""
+        of_results = self._shardings.get("out_shardings")
+        fn = stateful.functional(self._crossed, self.crossing.declared.map, of_results)
+        options = dict(self._options)
+        if of_results is not None:
+            options["out_shardings"] = (None, options["out_shardings"])
+        return self._of(fn, options=options)
+
+    def clear_cache(self) -> None:
+        """Forgets every trace and compiled program."""
+        self.whole.clear_cache()
+        self.calls.clear()
+        self.staged.clear()
+        if "split" in self.__dict__:
+            self.split.clear_cache()
+
+
+_MOST = 64
+"""So many policies and sets of options of one function are found again: a search that tries one
+policy after the other leaves no more programs behind."""
+_known = WeakIdMap[Recent[Programs]]()
+
+
+def programs_of(
+    fn: Callable[..., Any],
+    policy: PrecisionPolicy | None,
+    profitability: str | None,
+    options: dict[str, Any],
+) -> Programs:
+    """The programs of a function, which are found again where it has been given before.
+
+    Args:
+        fn: the function.
+        policy: its own policy, or None.
+        profitability: its own, or None.
+        options: those of `jax.jit`.
+    """
+
+    def make() -> Programs:
+        return Programs(fn, policy, profitability, options)
+
+    leaves, tree = jax.tree.flatten(options)
+    evidence = policy and tuple(rule.evidence for rule in policy.rules)
+    key = (policy, evidence, profitability, tree, *((type(x), x) for x in leaves))
+    try:
+        hash(key)
+        of_fn = _known.setdefault(fn, Recent(_MOST))
+    except TypeError:  # unhashable options, or an object that no one can refer to weakly
+        return make()
+    return of_fn.get(key, make)
+
+
+class _Borrowed:
+    """A function as a callable that does not hold it.
+
+    What `__wrapped__` gives is all that JAX reads of a function: its signature and its line.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        try:
+            self._fn: Callable[[], Any] = weakref.ref(fn)
+        except TypeError:  # nobody can refer to it weakly, and so no one finds its programs again
+            self._fn = lambda: fn
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        fn = self._fn()
+        if fn is None:
+            raise ReferenceError("a program is traced after its function has gone")
+        return fn
+
+
+def _crossed(fn: Callable[..., Any], crossing: Crossing) -> Callable[..., Any]:
+    """`fn` of arguments and with results as `precpass.leaves` hands them on."""
+    borrowed = _Borrowed(fn)
+
+    def crossed(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = crossing.declared.map(
+            lambda x, _: unwrapped(x), args, kwargs, static=_unwrapped_static
+        )
+        out, hands_through = results(borrowed.__wrapped__(*args, **kwargs), crossing.name)
+        if hands_through:
+            crossing.direct = False
+        return out
+
+    # its own attributes stay its own: they may hold arrays
+    functools.update_wrapper(crossed, fn, updated=())
+    crossed.__name__ = crossing.name
+    vars(crossed)["__wrapped__"] = borrowed
+    return crossed
+
+
+def _unwrapped_static(x: Any) -> Any:
+    return x.value if type(x) is Static else x
+
+
+def _without_modules(crossed: Callable[..., Any], crossing: Crossing) -> Callable[..., Any]:
+    """A function that refuses modules among its arguments and results."""
+
+    @functools.wraps(crossed)
+    def without_modules(*args: Any, **kwargs: Any) -> Any:
+        def refuse(x: Any, _name: str) -> None:
+            if stateful.has_nodes(x):
+                raise stateful.HoldsState
+
+        crossing.declared.map(refuse, args, kwargs)
+        out = crossed(*args, **kwargs)
+        refuse(out, "")
+        return out
+
+    return without_modules
+
+
+def calls_users_code(code: types.CodeType) -> bool:
+    """Whether a frame with this code is the one in which the user's function is called."""
+    return code in _crossed.__code__.co_consts and code.co_name == "crossed"

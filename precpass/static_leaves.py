@@ -1,0 +1,211 @@
+"""Which leaves of arguments are static by themselves, and which are refused.
+
+What is static by itself is a part of a program, which is found again for what equals it. So it is
+to equal only what makes the same program: it has the semantics of a value. An object that is
+compared by identity can change and still be found, and then its old arrays would be used without
+a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import operator
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from precpass.weak import WeakIdMap
+
+__all__ = ["found_in", "is_array", "refusal"]
+
+_WHAT_TO_DO = (
+    "Register its class as a pytree (jax.tree_util.register_dataclass, flax.struct.dataclass, an "
+    "equinox.Module), give its arrays as arguments, filter it with its own library "
+    "(equinox.partition, flax.nnx.split), or declare it by static_argnums or static_argnames if "
+    "it never changes"
+)
+_AS_A_CONSTANT = (
+    "as a static argument its arrays would be constants of the program, and assigning others "
+    "would go unnoticed"
+)
+
+
+def refusal(x: Any) -> str | None:
+    """Why a leaf that jit does not take cannot be static by itself; None where it can.
+
+    Args:
+        x: the leaf, whose name comes before the text.
+    """
+    if _is_foreign_array(x):
+        return (
+            f" of {type(x)}, an array of another library: convert it by jax.numpy.asarray or "
+            "numpy.asarray"
+        )
+    try:
+        hash(x)
+    except TypeError as error:
+        return (
+            f" = {x!r} of {type(x)}: jit cannot trace it, and it cannot be static, since it has no "
+            f"hash ({error}). Pass an array, a pytree of arrays, or something hashable (a tuple "
+            "for a list, a frozenset for a set), or close over it"
+        )
+    part = _part_without_value(x)
+    if part is None:
+        return None
+    path, blamed = part
+    held = found_in(blamed, is_array)
+    if held is not None:
+        where = (path + held).strip().removeprefix(".")
+        return (
+            f" of {type(x)}, which holds arrays ({where}) and is no pytree: {_AS_A_CONSTANT}. "
+            f"{_WHAT_TO_DO}"
+        )
+    where = f", whose {path.lstrip('.')} is of {type(blamed)}" if path else ""
+    return (
+        f" of {type(x)}{where}, which is compared by identity: it could change, and the program of "
+        f"before would still be used. {_WHAT_TO_DO}"
+    )
+
+
+def is_array(x: Any) -> bool:
+    """Whether a value holds numbers that a program reads: of JAX, NumPy or another library."""
+    if isinstance(x, np.ndarray):
+        return x.dtype != object  # as of the devices of a mesh
+    return isinstance(x, jax.Array) or _is_foreign_array(x)
+
+
+def _is_foreign_array(x: Any) -> bool:
+    if isinstance(x, (type, np.generic, np.ndarray, jax.Array)):
+        return False
+    return hasattr(type(x), "__array__") or hasattr(type(x), "__dlpack__")
+
+
+# ---------------------------------------------------------------- values
+
+# compared by identity, and yet the same wherever they are met, or without anything that can change
+_UNIQUE = (
+    *(type, types.ModuleType, types.NoneType, types.EllipsisType, types.NotImplementedType),
+    *(enum.Enum, operator.itemgetter, operator.attrgetter, operator.methodcaller),
+)
+_OF_JAX = ("jax", "jaxlib")
+"""The packages whose hashable objects are values: devices, meshes, shardings, types of arrays."""
+_FUNCTIONS = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodWrapperType,
+    types.ClassMethodDescriptorType,
+    functools.partial,
+    np.ufunc,
+)
+
+
+def _part_without_value(x: Any, path: str = "") -> tuple[str, Any] | None:
+    """The first part of a leaf that has not the semantics of a value, and where it stands."""
+    if isinstance(x, _UNIQUE):
+        return None
+    if _is_function(x):
+        return None if _arrays_of(x) is None else (path, x)
+    if type(x).__module__.partition(".")[0] in _OF_JAX:
+        return None
+    parts: Iterator[tuple[str, Any]] | None = None
+    if isinstance(x, (tuple, frozenset)):
+        parts = ((f"[{i}]", item) for i, item in enumerate(x))
+    elif dataclasses.is_dataclass(x) and type(x).__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue] -- as `is_dataclass` says
+        names = (field.name for field in dataclasses.fields(x))
+        parts = ((f".{name}", getattr(x, name, None)) for name in names)
+    if parts is not None:
+        found = (_part_without_value(item, path + step) for step, item in parts)
+        return next((part for part in found if part is not None), None)
+    by_value = type(x).__eq__ is not object.__eq__ and type(x).__hash__ is not object.__hash__
+    if by_value and found_in(x, is_array) is None:
+        return None
+    return path, x
+
+
+def _is_function(x: Any) -> bool:
+    """Whether a value is a function, or one that JAX or `functools.wraps` made of a function."""
+    return isinstance(x, _FUNCTIONS) or (callable(x) and hasattr(x, "__wrapped__"))
+
+
+_known = WeakIdMap[tuple[str | None]]()
+
+
+def _arrays_of(fn: Any) -> str | None:
+    """Where a function holds an array, by its closure or otherwise; None where it holds none."""
+    known = _known.get(fn)
+    if known is None:
+        known = (found_in(fn, is_array),)
+        if isinstance(fn, types.FunctionType):
+            known = _known.setdefault(fn, known)
+    return known[0]
+
+
+# ---------------------------------------------------------------- what an object holds
+
+_LEAVES = (str, bytes, int, float, complex, type, types.ModuleType, np.generic, np.dtype, enum.Enum)
+
+
+def found_in(x: Any, test: Callable[[Any], bool]) -> str | None:
+    """Where an object holds a value of which a test is true; None where it holds none.
+
+    Args:
+        x: any object. Its attributes, items and closures are looked through, not those of modules
+            and classes.
+        test: of a value.
+
+    Example:
+        >>> found_in(functools.partial(max, {"w": [np.zeros(3)]}), is_array)
+        ".args[0]['w'][0]"
+    """
+    todo, seen = [("", x)], set[int]()
+    while todo:
+        path, value = todo.pop()
+        if value is None or isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        if test(value):
+            return path
+        seen.add(id(value))
+        todo += reversed([(path + step, part) for step, part in _parts(value)])
+    return None
+
+
+_BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+
+
+def _parts(x: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(x, dict):
+        yield from ((f"[{key!r}]", value) for key, value in x.items())
+        return
+    if isinstance(x, (list, tuple, set, frozenset)):
+        yield from ((f"[{i}]", value) for i, value in enumerate(x))
+    if isinstance(x, functools.partial):
+        yield from ((f".{name}", getattr(x, name)) for name in ("func", "args", "keywords"))
+    if isinstance(x, _BOUND):
+        yield ".__self__", x.__self__
+    if isinstance(x, types.MethodType):
+        yield "", x.__func__
+    if isinstance(x, types.FunctionType):
+        for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # of a variable that has no value yet
+                yield f" closes over {name}", cell.cell_contents
+        yield from ((f".{n}", getattr(x, n)) for n in ("__defaults__", "__kwdefaults__"))
+    yield from ((f".{name}", value) for name, value in _attributes(x))
+
+
+def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(x, "__dict__", {}).items()
+    for cls in type(x).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                with contextlib.suppress(AttributeError):  # of a slot that has no value yet
+                    yield name, getattr(x, name)
