@@ -63,7 +63,14 @@ class Crossing:
         if isinstance(error, stateful.HoldsState):
             self.direct, self.splits = False, True
             return True
-        if not (was_direct and isinstance(error, TypeError)):
+        if not (was_direct and isinstance(error, (TypeError, ValueError))):
+            return False
+        if stateful.nodes(self.declared.map, args, kwargs):
+            # A trace meets modules before it enters the function, so jit itself refused them:
+            # a module that holds one reference twice is no argument unless it is split.
+            self.direct, self.splits = False, True
+            return True
+        if isinstance(error, ValueError):
             return False
         found: list[bool] = []
 

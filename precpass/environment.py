@@ -270,9 +270,8 @@ class Env:
         if crossing is not native:
             return self.read_as(atom, crossing)
         value = self.read(atom)
-        weak = getattr(atom.aval, "weak_type", False)
-        if weak != getattr(value.aval, "weak_type", False):
-            value = self.build.convert(value, atom.aval.dtype, weak)
+        if ir.is_array(atom.aval) and atom.aval.weak_type != value.aval.weak_type:
+            value = self.build.convert(value, atom.aval.dtype, atom.aval.weak_type)
         return value
 
 

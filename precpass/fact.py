@@ -14,6 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from precpass import jaxpr as ir
 from precpass import reasons
 from precpass.precision import Precision
 from precpass.weak import WeakIdMap
@@ -104,7 +105,7 @@ def is_readable(value: Any) -> bool:
     if isinstance(value, jax.core.Tracer):
         return False
     if not isinstance(value, jax.Array):
-        return True
+        return ir.is_array(jax.typeof(value))  # and no value of a type of hijax
     spec = getattr(value.sharding, "spec", None)
     return (
         value.is_fully_addressable

@@ -21,6 +21,7 @@ __all__ = [
     "functional",
     "has_nodes",
     "is_node",
+    "nodes",
     "split_modules",
     "updated",
     "without_modules",
@@ -53,6 +54,8 @@ def is_node(x: Any) -> bool:
     nnx = _nnx()
     if nnx is None or isinstance(x, jax.Ref):  # nnx counts references too, which jit itself takes
         return False
+    if isinstance(x, getattr(nnx.variablelib, "HijaxVariable", ())):
+        return False  # it is its own type in a jaxpr, which jit takes as it is
     return isinstance(x, nnx.Variable) or nnx.graph.is_graph_node(x)
 
 
@@ -67,25 +70,28 @@ def has_nodes(tree: Any) -> bool:
 
 def _split(context: Any, tree: Any) -> Any:
     return jax.tree.map(
-        lambda x: _Split(*context.split(x)) if is_node(x) else x, tree, is_leaf=is_node
+        lambda x: _Split(*context.flatten(x)) if is_node(x) else x, tree, is_leaf=is_node
     )
 
 
 def _merge(context: Any, tree: Any) -> Any:
     def whole(x: Any) -> Any:
-        return context.merge(x.graphdef, x.state) if isinstance(x, _Split) else x
+        return context.unflatten(x.graphdef, x.state) if isinstance(x, _Split) else x
 
     return jax.tree.map(whole, tree, is_leaf=lambda x: isinstance(x, _Split))
 
 
-def _nodes(map_arguments: Map, args: Any, kwargs: Any) -> list[Any]:
-    nodes: list[Any] = []
+def nodes(map_arguments: Map, args: Any, kwargs: Any) -> list[Any]:
+    """The modules, variables and other nodes of nnx's graphs among arguments."""
+    if _nnx() is None:
+        return []
+    found: list[Any] = []
 
     def collect(x: Any, _name: str) -> None:
-        nodes.extend(filter(is_node, jax.tree.leaves(x, is_leaf=is_node)))
+        found.extend(filter(is_node, jax.tree.leaves(x, is_leaf=is_node)))
 
     map_arguments(collect, args, kwargs)
-    return nodes
+    return found
 
 
 def functional(
@@ -106,16 +112,16 @@ def functional(
             args, kwargs = map_arguments(lambda x, _: _merge(context, x), args, kwargs)
         out = fn(*args, **kwargs)
         _for_modules(_constrain, out_shardings, out)
-        nodes = _nodes(map_arguments, args, kwargs)
+        held = nodes(map_arguments, args, kwargs)
         with nnx.split_context(_TAG) as context:
-            return _split(context, nodes), _split(context, out)
+            return _split(context, held), _split(context, out)
 
     return pure
 
 
 def cloned(map_arguments: Map, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments with copies of their modules, which share what the modules share."""
-    clones = iter(_nnx().clone(_nodes(map_arguments, args, kwargs)))
+    clones = iter(_nnx().clone(nodes(map_arguments, args, kwargs)))
 
     def replace(x: Any, _name: str) -> Any:
         return jax.tree.map(
@@ -224,12 +230,11 @@ def _finder(prefix: Any) -> Callable[..., Any]:
 
 def _placed(find: Callable[..., Any], split: _Split) -> _Split:
     """A split module with its arrays on their devices, as `jax.jit` would put them there."""
-    nnx = _nnx()
     flat = [
         (path, variable.replace(_put(variable.get_raw_value(), find(path, variable), path)))
-        for path, variable in nnx.to_flat_state(split.state)
+        for path, variable in split.state
     ]
-    return dataclasses.replace(split, state=nnx.from_flat_state(flat))
+    return dataclasses.replace(split, state=type(split.state)(flat, sort=False))
 
 
 def _put(x: Any, sharding: Any, path: Any) -> Any:

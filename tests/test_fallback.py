@@ -1,5 +1,6 @@
 """Fallback: every check fires on a program built to fire it, and is quiet on one built not to."""
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -407,6 +408,7 @@ def test_it_is_called_as_a_function_of_auto_mixed():
         out, _ = guarded(W, V, times=3, mode=mode)
         np.testing.assert_allclose(out["out"], sign * 8 * (W @ V), rtol=0.05, atol=0.1)
 
+    @dataclasses.dataclass(frozen=True)
     class Model:
         @pp.with_fallback
         def apply(self, w: Any, x: Any) -> Any:

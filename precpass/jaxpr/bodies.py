@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax.core
 import jax.extend.core as jex
 import numpy as np
 
@@ -218,6 +219,14 @@ def bodies(eqn: Any) -> tuple[Body, ...]:
 def is_ref(aval: Any) -> bool:
     """Whether a type is that of a reference to an array, which a program may change."""
     return hasattr(aval, "inner_aval")
+
+
+def is_array(aval: Any) -> bool:
+    """Whether a type is an array's, and not that of a reference or of a hi-value.
+
+    `jax.experimental.hijax` lets a library define types of its own, as flax does for its variables.
+    """
+    return isinstance(aval, jax.core.ShapedArray)
 
 
 def why_opaque(eqn: Any) -> str | None:
