@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Hashable, Sequence
@@ -47,6 +48,14 @@ class Mixed:
         self.jit_options = jit_options
         self._programs = programs = programs_of(fn, policy, profitability, jit_options)
         self._crossing, self._calls = programs.crossing, programs.calls
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the wrapped function, also for a caller that does not follow `__wrapped__`."""
+        try:
+            return inspect.signature(self.__wrapped__)
+        except (ValueError, TypeError) as error:  # a builtin's; `hasattr` expects this
+            raise AttributeError(str(error)) from None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The results of the wrapped function in the policy's precisions."""

@@ -100,6 +100,7 @@ def test_the_program_has_jits_name(name):
 def test_what_a_function_says_of_itself():
     assert (decorated.__name__, decorated.__doc__) == ("decorated", "Its text.")
     assert inspect.signature(decorated) == inspect.signature(plain)
+    assert inspect.signature(decorated, follow_wrapped=False) == inspect.signature(plain)
     partial = functools.partial(plain, w=2)
     assert inspect.signature(pp.auto_mixed(partial)) == inspect.signature(partial)
     assert "Times" in repr(pp.auto_mixed(Times()))
