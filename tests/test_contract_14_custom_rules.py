@@ -231,6 +231,11 @@ NESTED = [
 @each_composition
 @pytest.mark.parametrize(("name", "transform"), NESTED)
 def test_reverse_rules_nest(name: str, transform: str, compose: Any):
+    refused = ("vjp optimize_remat", "vmap of grad", COMPOSITIONS["grad_of_mixed"])
+    checks = jax.config.jax_enable_checks and jax.__version_info__ < (0, 11)
+    if checks and (name, transform, compose) == refused:
+        pytest.skip("around jax.jit too jax 0.10's check raises: _check_closed_call() got 'name'")
+
     def loss(w):
         return jnp.cos(REVERSE[name](X[:, :3], w)).sum()
 

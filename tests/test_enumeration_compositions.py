@@ -36,7 +36,8 @@ def test_the_matrix(primitive: str, composition: str):
     fns = forms(primitive, composition)
     found = {name: jaxpr_or_error(fn) for name, fn in fns.items()}
     before = found["plain"]
-    if VERSION in COMMITTED:
+    # jax 0.10's own checks refuse closed_call, remat_opt and custom_linear_solve in a few places
+    if VERSION in COMMITTED and not jax.config.jax_enable_checks:
         shown = COMMITTED[VERSION]["compositions"][primitive][composition]
         assert outcome_of(before, primitive) == shown, "run scripts/enumerate"
     if isinstance(before, Exception):
