@@ -205,7 +205,7 @@ def clean_scope(stack: str) -> str:
     previous = None
     while previous != stack:
         previous, stack = stack, _WRAPPED.sub(r"\1", stack)
-    dropped = ("", "rematted_computation", "checkpoint")
+    dropped = ("", "rematted_computation")
     return as_written("/".join(part for part in stack.split("/") if part not in dropped))
 
 

@@ -12,8 +12,10 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import gc
 import operator
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,9 +69,10 @@ def refusal(x: Any) -> str | None:
             f"{_WHAT_TO_DO}"
         )
     where = f", whose {path.lstrip('.')} is of {type(blamed)}" if path else ""
+    how = "has no hash" if type(blamed).__hash__ is None else "is compared by identity"
     return (
-        f" of {type(x)}{where}, which is compared by identity: it could change, and the program of "
-        f"before would still be used. {_WHAT_TO_DO}"
+        f" of {type(x)}{where}, which {how}: it could change, and the program of before would "
+        f"still be used. {_WHAT_TO_DO}"
     )
 
 
@@ -91,7 +94,7 @@ def _is_foreign_array(x: Any) -> bool:
 # compared by identity, and yet the same wherever they are met, or without anything that can change
 _UNIQUE = (
     *(type, types.ModuleType, types.NoneType, types.EllipsisType, types.NotImplementedType),
-    *(enum.Enum, operator.itemgetter, operator.attrgetter, operator.methodcaller),
+    *(operator.itemgetter, operator.attrgetter, operator.methodcaller),
 )
 _OF_JAX = ("jax", "jaxlib")
 """The packages whose hashable objects are values: devices, meshes, shardings, types of arrays."""
@@ -110,25 +113,39 @@ _FUNCTIONS = (
 
 def _part_without_value(x: Any, path: str = "") -> tuple[str, Any] | None:
     """The first part of a leaf that has not the semantics of a value, and where it stands."""
-    if isinstance(x, _UNIQUE):
+    if is_array(x):
+        return path, x
+    if isinstance(x, _UNIQUE) or type(x).__module__.partition(".")[0] in _OF_JAX:
         return None
-    if _is_function(x):
-        return None if _arrays_of(x) is None else (path, x)
-    if type(x).__module__.partition(".")[0] in _OF_JAX:
-        return None
-    parts: Iterator[tuple[str, Any]] | None = None
-    if isinstance(x, (tuple, frozenset)):
-        parts = ((f"[{i}]", item) for i, item in enumerate(x))
-    elif dataclasses.is_dataclass(x) and type(x).__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue] -- as `is_dataclass` says
-        names = (field.name for field in dataclasses.fields(x))
-        parts = ((f".{name}", getattr(x, name, None)) for name in names)
+    if _is_function(x) and _arrays_of(x) is not None:
+        return path, x
+    parts = _immutable_parts(x)
     if parts is not None:
         found = (_part_without_value(item, path + step) for step, item in parts)
         return next((part for part in found if part is not None), None)
-    by_value = type(x).__eq__ is not object.__eq__ and type(x).__hash__ is not object.__hash__
-    if by_value and found_in(x, is_array) is None:
+    by_value = type(x).__eq__ is not object.__eq__ and type(x).__hash__ is not None
+    is_value = by_value and type(x).__hash__ is not object.__hash__
+    if (is_value or isinstance(x, enum.Enum)) and found_in(x, is_array) is None:
         return None
     return path, x
+
+
+def _immutable_parts(x: Any) -> Iterator[tuple[str, Any]] | None:
+    """The parts that make a value what it is, if it holds the same ones for all its life."""
+    if isinstance(x, functools.partial):
+        given = {**dict(enumerate(x.args)), **x.keywords}
+        return iter([(".func", x.func), *((f"({at})", part) for at, part in given.items())])
+    if isinstance(x, _BOUND):  # a function's own `__self__` is its module
+        return iter([(".__self__", x.__self__)])
+    if _is_function(x):
+        return iter(())
+    if isinstance(x, (tuple, frozenset)):
+        items = [(f"[{i}]", item) for i, item in enumerate(x)]
+        return iter([*items, *((f".{k}", v) for k, v in getattr(x, "__dict__", {}).items())])
+    if dataclasses.is_dataclass(x) and type(x).__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue] -- as `is_dataclass` says
+        names = (field.name for field in dataclasses.fields(x))
+        return ((f".{name}", getattr(x, name, None)) for name in names)
+    return None
 
 
 def _is_function(x: Any) -> bool:
@@ -151,7 +168,9 @@ def _arrays_of(fn: Any) -> str | None:
 
 # ---------------------------------------------------------------- what an object holds
 
-_LEAVES = (str, bytes, int, float, complex, type, types.ModuleType, np.generic, np.dtype, enum.Enum)
+_LEAVES = (type, types.ModuleType, np.generic, np.dtype)
+_EXACT_LEAVES = frozenset((str, bytes, int, float, complex, bool, types.NoneType, types.CodeType))
+"""Leaves unless they are of a class of the user's, which may have attributes."""
 
 
 def found_in(x: Any, test: Callable[[Any], bool]) -> str | None:
@@ -169,7 +188,7 @@ def found_in(x: Any, test: Callable[[Any], bool]) -> str | None:
     todo, seen = [("", x)], set[int]()
     while todo:
         path, value = todo.pop()
-        if value is None or isinstance(value, _LEAVES) or id(value) in seen:
+        if type(value) in _EXACT_LEAVES or isinstance(value, _LEAVES) or id(value) in seen:
             continue
         if test(value):
             return path
@@ -198,14 +217,18 @@ def _parts(x: Any) -> Iterator[tuple[str, Any]]:
             with contextlib.suppress(ValueError):  # of a variable that has no value yet
                 yield f" closes over {name}", cell.cell_contents
         yield from ((f".{n}", getattr(x, n)) for n in ("__defaults__", "__kwdefaults__"))
-    yield from ((f".{name}", value) for name, value in _attributes(x))
-
-
-def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
-    yield from getattr(x, "__dict__", {}).items()
+    if isinstance(x, weakref.ref):
+        yield "()", x()
+    if isinstance(x, np.ndarray):  # of objects
+        yield from ((f"[{i}]", value) for i, value in enumerate(x.flat))
+    yield from ((f".{name}", value) for name, value in getattr(x, "__dict__", {}).items())
+    if isinstance(x, types.FunctionType):  # what else it refers to are the globals of its module
+        return
     for cls in type(x).__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__"):
                 with contextlib.suppress(AttributeError):  # of a slot that has no value yet
-                    yield name, getattr(x, name)
+                    yield f".{name}", getattr(x, name)
+    # what no name leads to: the items of a deque, a slot of a private name
+    yield from ((f" in a {type(x).__name__}", value) for value in gc.get_referents(x))

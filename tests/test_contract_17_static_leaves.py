@@ -1,5 +1,6 @@
 """Design section 3, line 17: what jit refuses is static by itself, or handed through."""
 
+import collections
 import dataclasses
 import datetime
 import enum
@@ -11,6 +12,7 @@ import pathlib
 import re
 import threading
 import types
+import weakref
 
 import equinox as eqx
 import flax.linen as nn
@@ -197,6 +199,37 @@ class ByName:
         return hash(self.name)
 
 
+class Private(ByName):
+    __slots__ = ("__w",)
+
+    def __init__(self, w):
+        super().__init__("a")
+        self.__w = w
+
+
+class Text(str):
+    """With attributes of its own."""
+
+
+class Names(frozenset):
+    """With attributes of its own."""
+
+
+def with_attribute(x, w):
+    x.w = w
+    return x
+
+
+def of_objects(x):
+    array = np.empty(1, object)
+    array[0] = x
+    return array
+
+
+class Weights(enum.Enum):
+    FIRST = W
+
+
 class Tensor:
     """An array of another library."""
 
@@ -222,6 +255,11 @@ class WithDlpack:
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
+    field: object
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ByIdentity:
     field: object
 
 
@@ -266,6 +304,17 @@ HOLDING = {
     "named tuple": (lambda: Frozen((1, closing_over(W))), "field[1] closes over value"),
     "dataclass": (lambda: Mutable(W), "w"),
     "mixed function": (lambda: pp.auto_mixed(closing_over(W)), "__wrapped__ closes over value"),
+    "private slot": (lambda: Private(W), "in a Private"),
+    "deque": (lambda: ByName("a", w=collections.deque([W])), "held['w'] in a deque"),
+    "array of objects": (lambda: ByName("a", w=of_objects(W)), "held['w'][0]"),
+    "view of a dict": (
+        lambda: ByName("a", w=types.MappingProxyType({"w": W})),
+        "held['w'] in a mappingproxy['w']",
+    ),
+    "weak reference": (lambda: ByName("a", w=weakref.ref(W)), "held['w']()"),
+    "enum": (lambda: Weights.FIRST, "_value_"),
+    "text": (lambda: with_attribute(Text("a"), W), "w"),
+    "frozen set": (lambda: with_attribute(Names("a"), W), "w"),
 }
 
 
@@ -275,7 +324,7 @@ def test_an_object_that_holds_arrays_is_no_constant(name):
     with pytest.raises(TypeError) as caught:
         pp.auto_mixed(lambda x, thing: x @ x)(X, thing=make())
     text = str(caught.value)
-    assert text.startswith("<lambda> was given thing of <class ")
+    assert text.startswith(f"<lambda> was given thing of {type(make())}, which holds arrays")
     assert f"which holds arrays ({where}" in text
     assert "jax.tree_util.register_dataclass" in text and "static_argnums" in text
 
@@ -301,6 +350,12 @@ IDENTITIES = {
     "field": (lambda: Frozen(Plain()), "whose field is of"),
     "item": (lambda: frozenset({Plain()}), "whose [0] is of"),
     "mutable dataclass": (lambda: Mutable(1), ""),
+    "bound method": (lambda: Plain().loss, "whose __self__ is of"),
+    "partial of a method": (
+        lambda: functools.partial(Plain().loss, 1),
+        "whose func.__self__ is of",
+    ),
+    "argument of a partial": (lambda: functools.partial(max, key=Plain()), "whose (key) is of"),
 }
 
 
@@ -312,6 +367,24 @@ def test_an_object_that_is_compared_by_identity_is_refused(name):
     text = str(caught.value)
     assert "was given thing['deep'][0] of <class " in text
     assert where in text and "static_argnames" in text
+
+
+CHANGING = {
+    "argument of a partial": (
+        lambda: functools.partial(max, [1]),
+        "whose (0) is of <class 'list'>",
+    ),
+    "method of a dict": (lambda: {}.get, "whose __self__ is of <class 'dict'>"),
+    "field": (lambda: ByIdentity([1]), "whose field is of <class 'list'>"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_what_can_change_is_refused_behind_what_has_a_hash(name):
+    make, where = CHANGING[name]
+    with pytest.raises(TypeError, match="which has no hash: it could change") as caught:
+        pp.auto_mixed(lambda x, thing: x @ x)(X, make())
+    assert where in str(caught.value)
 
 
 @pytest.mark.parametrize("make", [Tensor, HashedTensor, lambda _: WithDlpack()])
@@ -375,6 +448,10 @@ VALUES = {
     "date of numpy's": lambda: np.datetime64("2020"),
     "compared by its name": lambda: ByName("a", depth=3),
     "closure": lambda: closing_over(["a", {"b": 2}]),
+    "method of a value": lambda: Frozen(1).__repr__,
+    "method of a linen module": lambda: Layers(3).apply,
+    "text with attributes": lambda: with_attribute(Text("a"), "b"),
+    "frozen, by identity": lambda: ByIdentity((1, "a")),
 }
 
 

@@ -421,3 +421,21 @@ def test_reports_of_reduced_weights(report: str, weights: Any):
         "calibrate": lambda: pp.calibrate(fn, "AutoMixed", [weights]),
     }
     assert str(text[report]())
+
+
+@each_composition
+@pytest.mark.parametrize("placement", ["sharded", "replicated"])
+def test_axes_that_are_automatic_for_a_part_of_the_program(placement: str, compose: Any):
+    """The equations of `jax.sharding.auto_axes` have another mesh than the program around them."""
+
+    def loss(w: Any, x: Any) -> Any:
+        hidden = jax.sharding.auto_axes(
+            lambda x, w: jnp.tanh(x @ w), out_sharding=P("d", None), axes=("d", "m")
+        )
+        return (hidden(x, whole(w, placement)) ** 2).mean()
+
+    w = placed(normal(0, 8, 6) / 3, placement, P("d", None))
+    x = placed(normal(1, 16, 8), "sharded", P("d", None))
+    gradient = compose(loss)
+    check_all_low(jax.make_jaxpr(gradient)(w, x), 2)
+    assert_near(jax.jit(gradient)(w, x), jax.jit(jax.grad(loss))(w, x), 0.02)

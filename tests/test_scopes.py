@@ -338,9 +338,18 @@ def test_a_jitted_function_called_inside_and_outside_a_keep_region_is_both():
     assert product_dtypes(found.after) == ["bfloat16", "float32"]
 
 
-# ---------------------------------------------------------------- names with parentheses
+# ---------------------------------------------------------------- names that JAX uses too
 
-MARKS = ("transpose(x)", "jvp(head)", "vmap(a)", "rows(2)", ")(", "transpose(jvp(", "f(g(h))")
+MARKS = (
+    "transpose(x)",
+    "jvp(head)",
+    "vmap(a)",
+    "rows(2)",
+    ")(",
+    "transpose(jvp(",
+    "f(g(h))",
+    "checkpoint",
+)
 
 
 def named_so(name):

@@ -79,9 +79,9 @@ def exchanged(eqn: Any) -> Any:
         aval = reordered(aval, order)
     else:
         # how the dimensions are sharded changes with their order
-        (aval,) = out_avals(
-            trace(lambda *xs: eqn.primitive.bind(*xs, **params), rhs.aval, lhs.aval)
-        )
+        with eqn.ctx.manager:  # the mesh of the equation, which `jax.sharding.auto_axes` changes
+            traced = trace(lambda *xs: eqn.primitive.bind(*xs, **params), rhs.aval, lhs.aval)
+        (aval,) = out_avals(traced)
     return eqn.replace(invars=[rhs, lhs], outvars=[jex.Var(aval)], params=params)
 
 

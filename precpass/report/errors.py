@@ -241,8 +241,9 @@ def on_arrays(
 
     def call(*xs: Any) -> list[Any]:
         args, kwargs = declared.map(lambda x, _: unwrapped(x), *put(xs))
-        found[:] = leaves_of(declared, fn(*args, **kwargs), args, kwargs)
-        return [leaf.value for leaf in found]
+        leaves = leaves_of(declared, fn(*args, **kwargs), args, kwargs)
+        found[:] = [leaf._replace(value=None) for leaf in leaves]  # values end with their trace
+        return [leaf.value for leaf in leaves]
 
     call.__name__ = name
     return call, operands, found
