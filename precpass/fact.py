@@ -14,7 +14,6 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from precpass import jaxpr as ir
 from precpass import reasons
 from precpass.precision import Precision
 from precpass.weak import WeakIdMap
@@ -105,7 +104,7 @@ def is_readable(value: Any) -> bool:
     if isinstance(value, jax.core.Tracer):
         return False
     if not isinstance(value, jax.Array):
-        return ir.is_array(jax.typeof(value))  # and no value of a type of hijax
+        return isinstance(jax.typeof(value), jax.core.ShapedArray)  # no value of hijax
     spec = getattr(value.sharding, "spec", None)
     return (
         value.is_fully_addressable
