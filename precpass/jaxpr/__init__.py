@@ -94,6 +94,7 @@ from precpass.jaxpr.reading import (
     summed_and_batch,
     user_order,
     widening,
+    without_consts,
 )
 from precpass.jaxpr.rounded import (
     WIDENS_STACKS,
@@ -234,4 +235,5 @@ __all__ = [
     "with_results_in",
     "with_rewritten_rules",
     "with_twins_in_order",
+    "without_consts",
 ]

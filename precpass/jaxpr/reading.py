@@ -36,6 +36,13 @@ def consts_of(jaxpr: Any) -> Sequence[Any]:
     return getattr(jaxpr, "consts", ())
 
 
+def without_consts(jaxpr: Any) -> Any:
+    """A jaxpr to be evaluated at constants of the caller's: no tracer outlives its trace in it."""
+    opened = open_jaxpr(jaxpr)
+    consts = [None] * len(consts_of(opened))
+    return opened.with_consts(consts) if consts else opened  # 0.11 merged the two classes
+
+
 is_literal: Callable[[Any], bool] = _Literal.__instancecheck__
 """Whether an operand is a value written into the equation: `isinstance` without a call between."""
 

@@ -45,7 +45,8 @@ def _differentiated(fn: Callable[[], tuple[Tree, Any]], *, first: bool) -> Tree:
         structure[:] = [tree]
         return [*leaves, jnp.asarray(chosen)]
 
-    jaxpr = ir.trace(flat)
+    traced = ir.trace(flat)
+    operands, jaxpr = ir.consts_of(traced), ir.without_consts(traced)
 
     def evaluated(operands: Any) -> list[Any]:
         return ir.evaluate(jaxpr, (), operands)
@@ -77,7 +78,6 @@ def _differentiated(fn: Callable[[], tuple[Tree, Any]], *, first: bool) -> Tree:
             chosen,
         ]
 
-    operands = ir.consts_of(jaxpr)
     # JAX refuses effects in custom rules
     if any(map(_is_inexact, operands)) and not any(map(ir.effects_of, ir.open_jaxpr(jaxpr).eqns)):
         # a checkpoint's batch dimension is the first, in the function as in the rule
