@@ -362,7 +362,8 @@ def test_as_under_jit_with_the_function_that_still_holds_it():
 def test_a_residual_of_least_squares_goes_too():
     def fitted(data):
         t = np.linspace(0.0, 2.0, 50)
-        with jax.numpy_dtype_promotion("standard"):
+        # optimistix alone leaves tracers behind, which jax_check_tracer_leaks would report
+        with jax.numpy_dtype_promotion("standard"), jax.check_tracer_leaks(False):
             pp.least_squares(lambda b, _: b[0] * t - data, np.array([1.0]))
         return weakref.ref(data)
 
