@@ -64,7 +64,10 @@ def widened(compare, *, exact=False):
             one, other = one.astype(np.float64), other.astype(np.float64)
         finite = np.abs(other[np.isfinite(other)])
         atol = ABSOLUTE * max(1.0, float(finite.max(initial=0.0)))
-        return wide(one, other, rtol=RELATIVE, atol=atol, equal_nan=True)
+        # a test that allows more keeps what it allows
+        own = (kwargs.get(name) or 0 for name in ("rtol", "atol"))
+        rtol, atol = map(max, (RELATIVE, atol), own)
+        return wide(one, other, rtol=rtol, atol=atol, equal_nan=True)
 
     return compared
 

@@ -136,7 +136,7 @@ def test_a_rule_that_names_only_a_place_is_a_region(given, is_region):
         ("transpose(jvp(model/head))", "model/head"),
         ("vmap(transpose(jvp(model)))/vmap(head)", "model/head"),
         ("model/rematted_computation/head", "model/head"),
-        ("checkpoint/model", "checkpoint/model"),  # a user's name: JAX marks compiled code alone
+        ("checkpoint/model", "checkpoint/model"),  # a user's name: no jaxpr of JAX's has it
         ("jvp()/model", "model"),
         ("model[3]", "model[3]"),
     ],
