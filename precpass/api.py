@@ -42,7 +42,7 @@ def auto_mixed(
 def auto_mixed(
     fn: Any = None, *, policy: Any = None, profitability: Any = None, **jit_options: Any
 ) -> Any:
-    """`jax.jit` of a function in a policy's precisions; a call updates what the function does.
+    """`jax.jit` of a function in a policy's precisions; a call makes the function's updates.
 
     The result has the same signature, output tree, shapes, dtypes and weak types.
     Differentiate inside where you can, `auto_mixed(jax.value_and_grad(loss))`: the

@@ -25,7 +25,7 @@ def scaled_value_and_grad(
     *,
     axis_name: Axes = None,
 ) -> Callable[..., tuple[Any, Any, Any]]:
-    """`jax.value_and_grad` of a loss, called with its updates, that is scaled for the gradient.
+    """`jax.value_and_grad` of a scaled loss; a call makes the updates of the loss function.
 
     Args:
         fn: returns the loss, a real floating scalar, or with `has_aux` a pair of it and anything.

@@ -44,6 +44,13 @@ def nothing_is_measured(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture
+def jax_leaks_too():
+    """For a program in which plain JAX leaves tracers behind, and so fails its own check of that."""
+    with jax.check_tracer_leaks(False):
+        yield
+
+
+@pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A probe that asks no clock, and an empty folder of verdicts."""
     from profit_helpers import Clock

@@ -131,6 +131,7 @@ def test_an_unhashable_static_argument_is_jits_error():
 # ---------------------------------------------------------------- leaks
 
 
+@pytest.mark.usefixtures("jax_leaks_too")
 def test_a_leaked_tracer_is_named_as_under_jit():
     kept = []
 

@@ -193,6 +193,7 @@ def total(x: Any) -> Any:
     ],
     ids=["region in shard_map", "shard_map in region", "pass in shard_map"],
 )
+@pytest.mark.usefixtures("jax_leaks_too")  # a grad of a jit of a shard_map
 def test_a_sum_across_devices_is_float64(form: Fn):
     want = in_float64(lambda x: jax.value_and_grad(lambda x: jnp.sum(fragile(x) ** 2))(x), X)
     assert_float64(jax.value_and_grad(form())(X), want)

@@ -117,6 +117,7 @@ def test_a_copy_takes_the_updates_of_a_monitor_and_a_comparison():
 # ---------------------------------------------------------------- hijax
 
 
+@pytest.mark.usefixtures("jax_leaks_too")  # a jit in a jit
 def test_a_hijax_variable_is_taken_as_jit_takes_it():
     variable = nnx.Variable(jnp.ones((8, 8)), hijax=True)
 
@@ -133,6 +134,7 @@ def test_a_hijax_variable_is_taken_as_jit_takes_it():
 @pytest.mark.skipif(
     jax.__version_info__ >= (0, 11), reason="flax forbids to write one inside jit since jax 0.11"
 )
+@pytest.mark.usefixtures("jax_leaks_too")
 def test_a_hijax_variable_takes_the_updates():
     variable = nnx.Variable(jnp.ones((8, 8)), hijax=True)
 

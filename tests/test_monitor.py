@@ -336,6 +336,7 @@ def test_counts_stay_at_their_largest_value():
     [jax.grad, lambda f: jax.grad(jax.jit(f)), lambda f: lambda x: jax.jvp(f, (x,), (x,))],
     ids=["grad", "grad-jit", "jvp"],
 )
+@pytest.mark.usefixtures("jax_leaks_too")  # a jit whose trace raises
 def test_a_derivative_through_it_is_an_error(around: Any):
     with pytest.raises(TypeError, match=r"monitor\(jax.grad\(loss\)\)"):
         around(lambda x: monitor(jnp.sin)(x)[0])(f32(1.0))

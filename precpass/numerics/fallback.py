@@ -101,7 +101,7 @@ def with_fallback(
     axis_name: Axes = None,
     **jit_options: Any,
 ) -> Mixed:
-    """A function that runs low, and again, with its updates, on a higher rung where a check fires.
+    """A function that runs low, and on a higher rung where a check fires; it makes its updates.
 
     A rung named by a precision is the function under a policy. "bf16" and "f16" are
     `AutoMixedBf16` and `AutoMixed`, which lower products and what is stored for them, and leave a

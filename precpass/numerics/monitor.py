@@ -33,7 +33,7 @@ def monitor(
     profitability: str | None = None,
     every: int | None = None,
 ) -> Monitored:
-    """A function, which updates what it does, that also says how its numbers fared, by equation.
+    """Says how a function's numbers fared in each equation; a call makes the function's updates.
 
     What runs is the program that `auto_mixed(fn, policy=policy)` runs, and beside it the same one
     again, from the same arguments, with a reduction at each equation whose results are floating or
