@@ -70,8 +70,6 @@ class Crossing:
             # a module that holds one reference twice is no argument unless it is split.
             self.direct, self.splits = False, True
             return True
-        if isinstance(error, ValueError):
-            return False
         found: list[bool] = []
 
         def look(x: Any, _name: str) -> None:

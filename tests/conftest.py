@@ -45,7 +45,7 @@ def nothing_is_measured(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def jax_leaks_too():
-    """For a program in which plain JAX leaves tracers behind, and so fails its own check of that."""
+    """Without the check for leaks, for programs in which plain JAX leaves tracers behind."""
     with jax.check_tracer_leaks(False):
         yield
 

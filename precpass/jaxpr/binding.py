@@ -149,6 +149,8 @@ def is_tracing() -> bool:
 
 def is_valid(x: Any) -> bool:
     """Whether `jax.jit` takes a leaf; what it has an error of its own for counts as valid."""
+    if isinstance(x, type):  # JAX looks for `__jax_array__`, which the class of an array has too
+        return False
     try:
         return jex.valid_jaxtype(x)
     except (OverflowError, ValueError):
