@@ -53,7 +53,7 @@ def solves(x):
     return solve(x[0]) + solve(x[1])
 
 
-def linear(x):
+def linear_call(x):
     """Its transpose is not lowered; its body is inlined at each call."""
     once = lambda y: jax.custom_derivatives.linear_call(  # noqa: E731
         lambda r, v: r @ v, lambda r, v: r.T @ v, x, y
@@ -66,7 +66,7 @@ PROGRAMS: dict[Callable[..., Any], tuple[int, int]] = {
     unrolled: (3, 0),
     lanes: (5, 0),
     solves: (2, 0),
-    linear: (2, 0),
+    linear_call: (2, 0),
 }
 """Program -> its numbers of products that JAX lowers, and drops."""
 
@@ -93,7 +93,7 @@ def test_the_numbers_are_jaxs(fn: Callable[..., Any]):
 
 @pytest.mark.parametrize(
     "fn, primitive",
-    [(shared_and_dead, "jit"), (unrolled, "scan"), (lanes, "while"), (linear, "linear_call")],
+    [(shared_and_dead, "jit"), (unrolled, "scan"), (lanes, "while"), (linear_call, "linear_call")],
 )
 def test_what_is_not_entered_is_a_failure(
     fn: Callable[..., Any], primitive: str, monkeypatch: pytest.MonkeyPatch
@@ -136,7 +136,7 @@ def test_it_is_counted_where_it_is_planned():
 
 def test_a_test_that_gives_less_under_a_flag_is_a_failure():
     # two functions: the program of one would be found again
-    plain, flagged = given(lambda x: linear(x)), given(lambda x: linear(x))
+    plain, flagged = given(lambda x: unrolled(x)), given(lambda x: unrolled(x))
     flagged.given["a test"] = 1
     flagged.settle(plain)
     assert flagged.failures.keys() == {"a test"}
