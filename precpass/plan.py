@@ -7,9 +7,9 @@ import enum
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from precpass.opkinds import OpKind
 from precpass.policy import PrecisionPolicy
@@ -188,12 +188,6 @@ class Plan:
     body: int = 0
     origin: Origin | None = None
     costs: str = ""
-    html: ClassVar[Callable[[Plan], str]]
-    """The plan as self-contained HTML; `precpass.view.page` says how."""
-    writer: ClassVar[Callable[[Plan], str]]
-    """The text of its file; `precpass.planfile` says how."""
-    reader: ClassVar[Callable[[str, str], PrecisionPolicy]]
-    """The policy that the text of a file stands for, and the file's name."""
 
     @functools.cached_property
     def changes(self) -> bool:
@@ -246,7 +240,9 @@ class Plan:
         Raises:
             ValueError: for a plan that `inspect` did not make.
         """
-        Path(path).write_text(type(self).writer(self), encoding="utf-8")
+        from precpass.planfile import written
+
+        Path(path).write_text(written(self), encoding="utf-8")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> PrecisionPolicy:
@@ -262,9 +258,11 @@ class Plan:
                 function is traced that has none of its equations.
             OSError: where it cannot be read.
         """
-        # what is no text is no plan either, and is said to be none
+        from precpass.planfile import read
+
+        # a file that is not text is reported as one that is no plan
         text = Path(path).read_text(encoding="utf-8", errors="replace")
-        return Plan.reader(text, os.fspath(path))
+        return read(text, os.fspath(path))
 
     def walk(self) -> Iterator[Decision]:
         """Every decision, those of bodies behind their equation's; shared bodies once."""
@@ -288,7 +286,9 @@ class Plan:
         return Counter((d.kind, d.action) for d in self.walk())
 
     def _repr_html_(self) -> str:
-        return type(self).html(self)
+        from precpass.view.page import plan_page
+
+        return plan_page(self)
 
     def __repr__(self) -> str:
         counts = self.count()

@@ -195,8 +195,3 @@ def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
         # files of before it was an option lack it
         profitability=parse_profitability(whole.get("profitability", "always")),
     )
-
-
-# What a file looks like stands above what a plan is.
-Plan.writer = written
-Plan.reader = read

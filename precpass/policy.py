@@ -7,8 +7,8 @@ import dataclasses
 import difflib
 import re
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any
 
 from precpass.lock import Lock
 from precpass.opkinds import OpKind
@@ -99,8 +99,6 @@ class PrecisionPolicy:
     output: Precision | None = None
     lock: Lock | None = None
     profitability: str = "always"
-    html: ClassVar[Callable[[PrecisionPolicy], str]]
-    """The policy as self-contained HTML; `precpass.view.page` says how."""
 
     def precision_for(self, kind: OpKind | str) -> Precision:
         """The precision of a kind.
@@ -193,7 +191,9 @@ class PrecisionPolicy:
         return repr(self)
 
     def _repr_html_(self) -> str:
-        return type(self).html(self)
+        from precpass.view.page import policy_page
+
+        return policy_page(self)
 
     def __repr__(self) -> str:
         preset = PRESETS.get(self.name)

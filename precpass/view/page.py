@@ -10,7 +10,7 @@ from precpass.policy import PrecisionPolicy
 from precpass.view.diff import Section, diff_tree, totals
 from precpass.view.text import Line, as_html, page, spans
 
-__all__ = ["folded", "inspection_page", "policy_page", "table"]
+__all__ = ["folded", "inspection_page", "plan_page", "policy_page", "table"]
 
 
 def inspection_page(
@@ -101,10 +101,6 @@ def policy_page(policy: PrecisionPolicy) -> str:
     )
 
 
-def _plan_html(self: Plan) -> str:
-    return page(_changes(self, "plan") if self.sites else spans([(repr(self), "")]))
-
-
-# How a value is rendered stands above what it is: its module knows of no text.
-Plan.html = _plan_html
-PrecisionPolicy.html = policy_page
+def plan_page(plan: Plan) -> str:
+    """A plan: its changes by source line, or its totals where it was not made by `inspect`."""
+    return page(_changes(plan, "plan") if plan.sites else spans([(repr(plan), "")]))
