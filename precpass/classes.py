@@ -44,7 +44,6 @@ class ValueClass:
     """Values that are stored alike.
 
     Attributes:
-        sample: one of them.
         defined: the rows that make one of them, and which of their results it is.
         given: of those that no row makes, the bytes in one run: arguments, constants, literals.
         low: body -> the rows there that read one on 16 bits.
@@ -57,7 +56,6 @@ class ValueClass:
         is_output: whether a result is one of them.
     """
 
-    sample: Any
     defined: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     given: float = 0.0
     low: dict[int, list[int]] = dataclasses.field(default_factory=dict)
@@ -100,7 +98,7 @@ class Classes:
         self._of: list[dict[Any, ValueClass]] = [{} for _ in graph.bodies]
         for body, atom in self._parents:
             root = self._root((body, atom))
-            self._of[body][atom] = self.found.setdefault(root, ValueClass(atom))
+            self._of[body][atom] = self.found.setdefault(root, ValueClass())
         for body in range(len(graph.bodies)):
             if self._of[body]:
                 self._collect(body, kept)

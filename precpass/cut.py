@@ -63,18 +63,15 @@ class Energy:
         >>> cut = energy.minimum()
         >>> bool(cut.low[product]), cut.seconds
         (True, 3.0)
-        >>> energy.difference(cut.low, product).tolist()
-        [2.0]
 
-    Nodes are numbers, and what takes one takes an array of them too. A node that fixes, equalities
-    and what is forbidden bind to both labels is WIDE: that is never wrong, only slow.
+    Nodes are numbers, and every method that takes one takes an array of them too. A node that
+    `fix` and `forbid` bind to both labels is WIDE: that is never wrong, only slow.
     """
 
     def __init__(self) -> None:
         self.size = 2
         # what is forbidden is a term of infinite cost
         self._terms = array("q"), array("q"), array("d")
-        self._equal = array("q"), array("q")
         # WIDE and a node that is bound to it, or a node that is bound to LOW and LOW
         self._fixed = array("q"), array("q")
 
@@ -123,15 +120,6 @@ class Energy:
         free = (w > LOW) & (l > LOW)
         _extend(self._terms, w[free], l[free], np.full(np.sum(free), np.inf))
 
-    def equal(self, a: ArrayLike, b: ArrayLike) -> None:
-        """Gives two nodes one label."""
-        one, other = _rows(self._known(a), self._known(b))
-        for label in (WIDE, LOW):
-            self.fix(other[one == label], label)
-            self.fix(one[other == label], label)
-        free = (one > LOW) & (other > LOW)
-        _extend(self._equal, one[free], other[free])
-
     def fix(self, node: ArrayLike, label: int) -> None:
         """Gives a node the label WIDE or LOW."""
         if label not in (WIDE, LOW):
@@ -145,64 +133,24 @@ class Energy:
     def cost(self, low: ArrayLike) -> float:
         """The energy at these labels, true for LOW; infinite if two of them are forbidden together.
 
-        It is no sum over fixes and equalities: what they exclude has its cost too.
+        Labels that `fix` excludes have their cost too.
         """
         labels = np.asarray(low, np.bool_)
         wide_end, low_end, seconds = _read(self._terms)
         return float(seconds[~labels[wide_end] & labels[low_end]].sum())
 
-    def alternatives(
-        self, low: ArrayLike, nodes: ArrayLike, groups: ArrayLike = 0
-    ) -> tuple[Floats, Floats]:
-        """What is paid because of groups of nodes, as they are and if they were flipped.
-
-        Args:
-            low: the labels, by node, true for LOW.
-            nodes: nodes, each in one group.
-            groups: of each of the nodes, the number of its group, counted from 0.
-
-        Returns:
-            By group, the costs of the terms with a node of the group that are paid at these
-            labels, and at the labels where all nodes of the group and no others are flipped.
-        """
-        members, numbers = _rows(self._known(nodes), np.asarray(groups, np.int64))
-        group = np.full(self.size, -1, np.int64)
-        group[members] = numbers
-        count = int(numbers.max(initial=-1)) + 1
-        labels = np.asarray(low, np.bool_)
-        wide_end, low_end, seconds = _read(self._terms)
-        of_wide, of_low = group[wide_end], group[low_end]
-        one = of_wide == of_low
-        others = np.where(one, -1, of_low)
-        wide, fits = ~labels[wide_end], labels[low_end]
-
-        def paid(group: Ints, where: Bools) -> Floats:
-            where = where & (group >= 0)
-            return sums(seconds[where], group[where], count)
-
-        now = paid(of_wide, wide & fits) + paid(others, wide & fits)
-        flipped = paid(of_wide, ~wide & (fits ^ one)) + paid(others, wide & ~fits)
-        return now, flipped
-
-    def difference(self, low: ArrayLike, nodes: ArrayLike, groups: ArrayLike = 0) -> Floats:
-        """By group of nodes, what the energy gains if the group is flipped: see `alternatives`."""
-        now, flipped = self.alternatives(low, nodes, groups)
-        return flipped - now
-
-    def classes(self) -> Ints:
-        """Of each node, the first node that always has its label; WIDE or LOW where it is bound."""
-        _, first, joined = np.unique(components(self.size, *_read(self._equal)), True, True)
-        found: Ints = first[joined]
+    def bound(self) -> Ints:
+        """Each node's label, WIDE or LOW, where `fix` and `forbid` leave no choice; else itself."""
         *pairs, seconds = _read(self._terms)
         ruled = np.isinf(seconds)
         pairs = zip(pairs, _read(self._fixed), strict=True)
-        tail, head = (found[np.append(ends[ruled], fixed)] for ends, fixed in pairs)
+        tail, head = (np.append(ends[ruled], fixed) for ends, fixed in pairs)
         # a tail that is WIDE binds its head to WIDE, and a head that is LOW its tail to LOW
         inner = head != LOW
         bound_wide = reached(self.size, WIDE, tail[inner], head[inner])
         free = ~bound_wide[tail]
         bound_low = reached(self.size, LOW, head[free], tail[free])
-        return np.where(bound_wide, WIDE, np.where(bound_low, LOW, found))[found]
+        return np.where(bound_wide, WIDE, np.where(bound_low, LOW, np.arange(self.size)))
 
     def minimum(self) -> Cut:
         """The cheapest labels, and of several cheapest those with the most nodes WIDE.
@@ -216,15 +164,15 @@ class Energy:
         nodes with 300,000 terms take about half a second. Each length of the paths on which
         costs meet adds a search of the graph, so chains that are dear to cut take longer.
         """
-        classes = self.classes()
+        bound = self.bound()
         wide, low, seconds = _read(self._terms)
-        wide, low = classes[wide], classes[low]
+        wide, low = bound[wide], bound[low]
         kept = (wide != low) & (wide != LOW) & (low != WIDE) & (seconds > 0)
         kept &= (wide != WIDE) | (low != LOW)
         pairs, which = np.unique(wide[kept] * self.size + low[kept], return_inverse=True)
         wide, low = np.divmod(pairs, self.size)
         costs = sums(seconds[kept], which, len(pairs))
-        labels = _cheapest(self.size, wide, low, costs)[classes]
+        labels = _cheapest(self.size, wide, low, costs)[bound]
         return Cut(labels, self.cost(labels))
 
     def _known(self, nodes: ArrayLike) -> Ints:

@@ -17,7 +17,7 @@ from typing import TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from precpass.peaks import Source, peaks_of
+from precpass.peaks import PEAKS, Peaks, Source
 from precpass.precision import Precision
 
 __all__ = [
@@ -25,9 +25,7 @@ __all__ = [
     "Device",
     "cast_seconds",
     "device_named",
-    "elementwise_seconds",
     "product_seconds",
-    "stored_seconds",
 ]
 
 Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
@@ -47,9 +45,6 @@ class Device:
         cache_bandwidth: in bytes/s where all that is moved fits into `cache` bytes.
         cache: those bytes; 0 where the memory's figure is taken throughout.
         launch: seconds that each kernel takes beyond its work.
-        element: seconds of one elementwise operation in float32, its memory aside.
-        low_element: how many times those it takes in a format of 16 bits.
-        keeps_low_state: whether loop state of 16 bits is held as such, not widened.
         sources: where all of these are from.
         kind: as JAX names this one; "" in the table.
         is_known: whether it is in the table; else the figures are another one's.
@@ -65,9 +60,6 @@ class Device:
     cache_bandwidth: float
     cache: float
     launch: float
-    element: float
-    low_element: float
-    keeps_low_state: bool
     sources: tuple[Source, ...]
     kind: str = ""
     is_known: bool = True
@@ -116,23 +108,6 @@ def cast_seconds(device: Device, n: Amount) -> Amount:
     return _moved(device, 6.0 * n) + device.launch
 
 
-def stored_seconds(device: Device, nbytes: Amount, kept: bool) -> Amount:
-    """The time in which a value is written and read again.
-
-    Args:
-        device: where it is.
-        nbytes: its bytes, as they are held there (`Device.keeps_low_state`).
-        kept: whether it is held long: loop state, or what the forward pass keeps for the
-            backward pass. No cache holds that.
-    """
-    return 2.0 * nbytes / device.bandwidth if kept else _moved(device, 2.0 * nbytes)
-
-
-def elementwise_seconds(device: Device, n: Amount, low: bool) -> Amount:
-    """The time of n elementwise operations inside of a fusion, in 16 bits or in float32."""
-    return n * (device.element * (device.low_element if low else 1.0))
-
-
 def _moved(device: Device, nbytes: Amount) -> Amount:
     fits = np.less_equal(nbytes, device.cache)
     return nbytes / cast(Amount, np.where(fits, device.cache_bandwidth, device.bandwidth))
@@ -144,13 +119,12 @@ _MEASURED_HERE = (
     "measured: 2048 x 2048 products, elementwise programs of 1 and 256 MB, jax 0.10.2 and "
     "0.12.0.1, two cores of an Intel Xeon with AVX512-BF16 and AMX"
 )
-_CPU_FIGURES = ("f32", "bandwidth", "cache_bandwidth", "cache", "launch", "element", "low_element")
+_CPU_FIGURES = ("f32", "bandwidth", "cache_bandwidth", "cache", "launch")
 _WIDENS = (
     "precpass.audit: XLA:CPU has no kernel, and runs the product on operands widened to float32"
 )
-_STATE = "precpass.audit: XLA:CPU on jax 0.10 holds bfloat16 loop state as float32"
-_ACCELERATOR = "assumed: kernel launches of microseconds, arithmetic hidden behind memory"
-_ASSUMED = ("cache_bandwidth", "cache", "launch", "element", "low_element", "keeps_low_state")
+_ACCELERATOR = "assumed: kernel launches of microseconds, no figure for caches"
+_ASSUMED = ("cache_bandwidth", "cache", "launch")
 _NO_FLOAT16 = "assumed: as fast as bfloat16, as no figure is published"
 
 
@@ -159,7 +133,6 @@ def _cpu(name: str, kinds: tuple[str, ...], bf16: float, source: Source) -> Devi
         Source(_CPU_FIGURES, _MEASURED_HERE, "2026-11-22"),
         source,
         Source(("f16",), _WIDENS, "2026-11-22"),
-        Source(("keeps_low_state",), _STATE, "2026-11-22"),
     )
     return Device(
         name,
@@ -172,16 +145,12 @@ def _cpu(name: str, kinds: tuple[str, ...], bf16: float, source: Source) -> Devi
         cache_bandwidth=12e9,
         cache=4e6,
         launch=1e-6,
-        element=0.6e-9,
-        low_element=3.0,
-        keeps_low_state=False,
         sources=sources,
     )
 
 
-def _accelerator(name: str, platform: str, *kinds: str) -> Device:
+def _accelerator(peaks: Peaks) -> Device:
     """An accelerator by its published peaks."""
-    (peaks,) = peaks_of([name])
     wide, _ = peaks.float32["default"]
     origins = {"f32": wide, "bf16": "bf16", "f16": "f16", "bandwidth": "bandwidth"}
     sources = [peaks.source_of(origin)._replace(figures=(f,)) for f, origin in origins.items()]
@@ -189,8 +158,8 @@ def _accelerator(name: str, platform: str, *kinds: str) -> Device:
         sources[2] = Source(("f16",), _NO_FLOAT16, "2026-11")
     return Device(
         peaks.name,
-        platform,
-        kinds,
+        peaks.platform,
+        peaks.kinds,
         f32=getattr(peaks, wide),
         bf16=peaks.bf16,
         f16=peaks.f16 or peaks.bf16,
@@ -198,9 +167,6 @@ def _accelerator(name: str, platform: str, *kinds: str) -> Device:
         cache_bandwidth=peaks.bandwidth,
         cache=0.0,
         launch=2e-6,
-        element=1e-13,
-        low_element=1.0,
-        keeps_low_state=True,
         sources=(*sources, Source(_ASSUMED, _ACCELERATOR, "2026-11-22")),
     )
 
@@ -218,15 +184,7 @@ DEVICES: tuple[Device, ...] = (
         155e9,
         Source(("bf16",), f"assumed from {_WIDENS}", "2026-11-22"),
     ),
-    _accelerator("a100-40gb", "gpu", "nvidia a100*40gb*"),
-    _accelerator("a100", "gpu", "nvidia a100*"),
-    _accelerator("h100", "gpu", "nvidia h100*"),
-    _accelerator("h200", "gpu", "nvidia h200*"),
-    _accelerator("mi300x", "gpu", "amd instinct mi300x*"),
-    _accelerator("v4", "tpu", "tpu v4*"),
-    _accelerator("v5e", "tpu", "tpu v5 lite*", "tpu v5e*"),
-    _accelerator("v5p", "tpu", "tpu v5", "tpu v5p*"),
-    _accelerator("v6e", "tpu", "tpu v6 lite*", "tpu v6e*"),
+    *map(_accelerator, PEAKS),
 )
 """Of each platform the first row whose glob matches counts."""
 

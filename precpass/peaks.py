@@ -47,6 +47,8 @@ class Peaks:
     Attributes:
         name: the device's.
         aliases: what else it is called, in lower case.
+        platform: JAX's, "gpu" or "tpu".
+        kinds: globs of JAX's `device_kind`, in lower case; the first row that matches counts.
         f64, f32, tf32, bf16, f16: FLOP/s of matrix products in a format, by the fastest
             units that compute in it; None where nothing is published.
         bandwidth: of its memory, in bytes/s.
@@ -57,6 +59,8 @@ class Peaks:
 
     name: str
     aliases: tuple[str, ...]
+    platform: str
+    kinds: tuple[str, ...]
     f64: float | None
     f32: float | None
     tf32: float | None
@@ -154,34 +158,33 @@ def _memory(title: str, date: str, url: str) -> Source:
     return Source(("bandwidth",), title, date, url)
 
 
-def _ampere(name: str, aliases: tuple[str, ...], bandwidth: float, memory: Source) -> Peaks:
+def _ampere(
+    name: str, aliases: tuple[str, ...], kind: str, bandwidth: float, memory: Source
+) -> Peaks:
     flops = 19.5e12, 19.5e12, 156e12, 312e12, 312e12
-    return Peaks(name, aliases, *flops, bandwidth, _NVIDIA, (_AMPERE, memory))
+    return Peaks(name, aliases, "gpu", (kind,), *flops, bandwidth, _NVIDIA, (_AMPERE, memory))
 
 
-def _hopper(name: str, aliases: tuple[str, ...], bandwidth: float, memory: Source) -> Peaks:
+def _hopper(
+    name: str, aliases: tuple[str, ...], kind: str, bandwidth: float, memory: Source
+) -> Peaks:
     flops = 66.9e12, 66.9e12, 494.7e12, 989.4e12, 989.4e12
-    return Peaks(name, aliases, *flops, bandwidth, _NVIDIA, (_HOPPER, memory))
+    return Peaks(name, aliases, "gpu", (kind,), *flops, bandwidth, _NVIDIA, (_HOPPER, memory))
 
 
-def _tpu(version: str, aliases: tuple[str, ...], bf16: float, bandwidth: float) -> Peaks:
+def _tpu(version: str, kinds: tuple[str, ...], bf16: float, bandwidth: float, *more: str) -> Peaks:
     url = f"https://cloud.google.com/tpu/docs/{version}"
     source = Source(("bf16", "bandwidth"), f"Google Cloud: TPU {version}", "2026-11-22", url)
-    aliases = version, f"tpu-{version}", f"tpu{version}", *aliases
+    aliases = version, f"tpu-{version}", f"tpu{version}", *more
     flops = None, None, None, bf16, None
-    return Peaks(f"TPU {version}", aliases, *flops, bandwidth, _TPU, (source,))
+    return Peaks(f"TPU {version}", aliases, "tpu", kinds, *flops, bandwidth, _TPU, (source,))
 
 
 PEAKS: tuple[Peaks, ...] = (
     _ampere(
-        "NVIDIA A100, 80 GB",
-        ("a100", "a100-80gb"),
-        2.039e12,
-        _AMPERE._replace(figures=("bandwidth",)),
-    ),
-    _ampere(
         "NVIDIA A100, 40 GB",
         ("a100-40gb",),
+        "nvidia a100*40gb*",
         1.555e12,
         _memory(
             "NVIDIA A100 Tensor Core GPU Architecture",
@@ -190,9 +193,17 @@ PEAKS: tuple[Peaks, ...] = (
             "nvidia-ampere-architecture-whitepaper.pdf",
         ),
     ),
+    _ampere(
+        "NVIDIA A100, 80 GB",
+        ("a100", "a100-80gb"),
+        "nvidia a100*",
+        2.039e12,
+        _AMPERE._replace(figures=("bandwidth",)),
+    ),
     _hopper(
         "NVIDIA H100 SXM",
         ("h100", "h100-sxm"),
+        "nvidia h100*",
         3.35e12,
         _memory(
             "NVIDIA H100 Tensor Core GPU data sheet",
@@ -203,6 +214,7 @@ PEAKS: tuple[Peaks, ...] = (
     _hopper(
         "NVIDIA H200 SXM",
         ("h200", "h200-sxm"),
+        "nvidia h200*",
         4.8e12,
         _memory(
             "NVIDIA H200 Tensor Core GPU data sheet; its products are the H100's",
@@ -213,17 +225,19 @@ PEAKS: tuple[Peaks, ...] = (
     Peaks(
         "AMD Instinct MI300X",
         ("mi300x",),
-        163.4e12,
-        163.4e12,
-        653.7e12,
-        1307.4e12,
-        1307.4e12,
-        5.3e12,
-        _AMD,
-        (_CDNA3,),
+        "gpu",
+        ("amd instinct mi300x*",),
+        f64=163.4e12,
+        f32=163.4e12,
+        tf32=653.7e12,
+        bf16=1307.4e12,
+        f16=1307.4e12,
+        bandwidth=5.3e12,
+        float32=_AMD,
+        sources=(_CDNA3,),
     ),
-    _tpu("v4", (), 275e12, 1.2e12),
-    _tpu("v5e", ("v5litepod",), 197e12, 819e9),
-    _tpu("v5p", (), 459e12, 2.765e12),
-    _tpu("v6e", ("trillium",), 918e12, 1.64e12),
+    _tpu("v4", ("tpu v4*",), 275e12, 1.2e12),
+    _tpu("v5e", ("tpu v5 lite*", "tpu v5e*"), 197e12, 819e9, "v5litepod"),
+    _tpu("v5p", ("tpu v5", "tpu v5p*"), 459e12, 2.765e12),
+    _tpu("v6e", ("tpu v6 lite*", "tpu v6e*"), 918e12, 1.64e12, "trillium"),
 )
