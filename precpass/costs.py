@@ -25,6 +25,7 @@ from precpass.devices import DEVICES, Device
 from precpass.graph import BodyNode, Graph, nbytes, trips_of
 from precpass.opkinds import OpKind, op
 from precpass.origins import Origins
+from precpass.reasons import Reason
 
 __all__ = ["NOMINAL", "Candidate", "Costs", "Nodes"]
 
@@ -43,13 +44,13 @@ class Candidate:
         wide: seconds of one execution in float32.
         low: the same in the low format, casts apart.
         casts: those of each of its two operands.
-        why: that it does not pay, in words.
+        why: the reason for which it stays wide where it does not pay.
     """
 
     wide: float
     low: float
-    casts: tuple[float, float] = (0.0, 0.0)
-    why: str = ""
+    casts: tuple[float, float]
+    why: Reason
 
 
 @dataclasses.dataclass(frozen=True)

@@ -199,7 +199,8 @@ def _made_again(rows: Sequence[Any], last: Sequence[Any]) -> tuple[set[int], dic
     made: list[tuple[Any, int]] = []
     place = 0
     for row, (eqn, decision, span) in enumerate(rows):
-        if decision.action is Action.DROP and not ir.is_literal(eqn.invars[0]):
+        is_dropped = decision.action is Action.DROP and not decision.reorders
+        if is_dropped and not ir.is_literal(eqn.invars[0]):
             key = eqn.invars[0], eqn.outvars[0].aval.dtype
             dropped.setdefault(key, []).append((row, place))
         own = set(eqn.outvars)

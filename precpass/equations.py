@@ -77,7 +77,9 @@ def mixes_types(eqn: Any) -> bool:
     return lhs != rhs
 
 
-def blocked_by_kind(eqn: Any, table: Op, ordered: bool, adds: bool, selects: bool) -> str | None:
+def blocked_by_kind(
+    eqn: Any, table: Op, ordered: bool, adds: bool, selects: bool
+) -> reasons.Reason | None:
     """Why an equation is not lowered for what it does, whatever its values are; or None."""
     if selects:
         return reasons.SELECTS()
@@ -99,7 +101,7 @@ def _is_term(atom: Any) -> bool:
     return ir.is_unreduced(atom.aval)
 
 
-def guarded(eqn: Any, facts: Facts, target: Precision, table: Op) -> str | None:
+def guarded(eqn: Any, facts: Facts, target: Precision, table: Op) -> reasons.Reason | None:
     """Why the facts forbid an equation to run in `target`, or None."""
     operands = [facts.of(v) for v in eqn.invars]
     if table.kind is not OpKind.COMPUTE and all(fact.constant for fact in operands):
@@ -124,20 +126,20 @@ def _is_samplers(facts: Facts, table: Op) -> bool:
     return facts.sampler and table.kind is OpKind.COMPUTE
 
 
-def keep(eqn: Any, kind: OpKind, reason: str) -> Decision:
+def keep(eqn: Any, kind: OpKind, reason: reasons.Reason) -> Decision:
     """The decision to bind an equation as it was written."""
     native = next((p for v in eqn.outvars if (p := ir.precision_of(v.aval))), None)
     return _kept(kind, native, len(eqn.outvars), reason)
 
 
 @functools.lru_cache(maxsize=4096)
-def _kept(kind: OpKind, native: Precision | None, results: int, reason: str) -> Decision:
+def _kept(kind: OpKind, native: Precision | None, results: int, reason: reasons.Reason) -> Decision:
     return Decision(Action.KEEP, kind, native, (None,) * results, reason)
 
 
 @functools.lru_cache(maxsize=4096)
 def lower(
-    kind: OpKind, target: Precision, stored: tuple[Precision | None, ...], reason: str
+    kind: OpKind, target: Precision, stored: tuple[Precision | None, ...], reason: reasons.Reason
 ) -> Decision:
     """The decision to evaluate an equation in a lower precision."""
     return Decision(Action.LOWER, kind, target, stored, reason)
@@ -148,7 +150,7 @@ def in_region(decision: Decision, eqn: Any) -> Decision:
     return decision if ir.effects_of(eqn) else dataclasses.replace(decision, island=True)
 
 
-def widen(eqn: Any, table: Op, target: Precision, reason: str) -> Decision:
+def widen(eqn: Any, table: Op, target: Precision, reason: reasons.Reason) -> Decision:
     """The decision to evaluate an equation in a higher precision."""
     stored = tuple(target if ir.precision_of(v.aval) else None for v in eqn.outvars)
     is_cast = eqn.primitive.name == "convert_element_type"

@@ -56,7 +56,7 @@ ANY = Fact()
 _BOOL = Fact(0.0, 1.0, integer=True)
 
 
-def guard(fact: Fact, target: Precision, what: str = "it") -> str | None:
+def guard(fact: Fact, target: Precision, what: str = "it") -> reasons.Reason | None:
     """Why a value with this fact must not be held in `target`, or None; `what` names it."""
     bound = max(abs(fact.lo), abs(fact.hi))
     # an infinity is as good in the low format; what it must not do is make new ones

@@ -57,8 +57,12 @@ class Origins:
                 atom = eqn.invars[0]
         return Origin.GIVEN
 
-    def waits_for_branch(self, body: int, atom: Any) -> bool:
-        """Whether a loop runs the body as a part of a branch, and has the operand from outside."""
+    def is_recast(self, body: int, atom: Any) -> bool:
+        """Whether a backward pass casts a product's operand again (`ProductForm`).
+
+        That is so where a loop runs the body as a part of a branch and has the operand from
+        outside.
+        """
         node = self.graph.bodies[body]
         while node.around is not None and node.caller.primitive.name not in ("scan", "while"):
             if node.caller.primitive.name == "cond":

@@ -86,7 +86,7 @@ class _Placing:
         self.crossing = set[int]()
         self.wide = set[int]()
         self.changing = set[int]()
-        self.little: dict[int, str] = {}
+        self.little: dict[int, reasons.Reason] = {}
         self.defining = dict[tuple[int, int], ValueClass]()
         self.memo: dict[Any, Plan] = {}
 
@@ -280,7 +280,6 @@ def _is_plain(decision: Decision) -> bool:
     )
 
 
-def _left_wide(decision: Decision, why: str) -> Decision:
+def _left_wide(decision: Decision, why: reasons.Reason) -> Decision:
     """A product's decision where it does not pay."""
-    action = Action.SWAP if decision.swapped else Action.KEEP
-    return dataclasses.replace(decision, action=action, compute=Precision.F32, reason=why)
+    return dataclasses.replace(decision, action=Action.KEEP, compute=Precision.F32, reason=why)

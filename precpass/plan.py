@@ -14,11 +14,12 @@ from typing import NamedTuple
 from precpass.opkinds import OpKind
 from precpass.policy import PrecisionPolicy
 from precpass.precision import Precision
+from precpass.reasons import DecidedBy, Reason
 from precpass.rules import Rule
 from precpass.site import Origin, Site
 from precpass.wording import counted
 
-__all__ = ["Action", "Border", "Decision", "Plan", "Twin", "Twins", "across"]
+__all__ = ["Action", "Border", "Decision", "Plan", "ProductForm", "Twin", "Twins", "across"]
 
 Border = tuple[tuple[Precision, Precision], ...]
 """The formats in which values cross a jaxpr's border, where they are not their own."""
@@ -67,17 +68,15 @@ class Action(enum.Enum):
     """What the rewriter does with an equation."""
 
     KEEP = "keep"
-    """Bound as it was written; what it makes may be stored low (`Decision.stored`)."""
+    """Evaluated in the precision it was written in; its results may be stored low
+    (`Decision.stored`), and a product's operands may be exchanged (`Decision.product`)."""
     LOWER = "lower"
     """Evaluated in a lower precision."""
-    SWAP = "swap"
-    """A product of its exchanged operands, in the precision in which it was written."""
-    FOLD = "fold"
-    """A transpose for which a product in front of it has its result in that order already."""
     WIDEN = "widen"
     """Evaluated in a higher precision than it was written in."""
     DROP = "drop"
-    """A cast whose operand already has the precision that is wanted."""
+    """Replaced by its operand: a cast to the format that the operand has already, or a transpose
+    into the order that the product before it has already."""
     ENTER = "enter"
     """Its bodies have plans of their own."""
 
@@ -86,6 +85,23 @@ class Action(enum.Enum):
 
     def __repr__(self) -> str:
         return f"Action.{self.name}"
+
+
+class ProductForm(NamedTuple):
+    """How a product is evaluated, its precision apart.
+
+    Attributes:
+        exchanged: whether its operands are exchanged, in the place of transposes behind it.
+        recast_in_backward: of each operand, whether the backward pass casts it again. That is so
+            where a loop has the product in a branch and the operand is there before the loop:
+            keeping a low copy for the backward pass would keep one for each trip.
+    """
+
+    exchanged: bool = False
+    recast_in_backward: tuple[bool, bool] = (False, False)
+
+
+AS_WRITTEN = ProductForm()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,39 +116,40 @@ class Decision:
         stored: the precision each result is held in; None where a result keeps its dtype.
             What is computed wide, or a product's, and held low is rounded where it is
             defined: all that reads it reads what is left, and derivatives pass it by.
-        reason: why, in a sentence.
+        reason: why; `str(decision.reason)` is a sentence.
         inner: the plans of its bodies.
         rules: how values cross the borders of its custom rules, which are planned and
             rewritten when they are traced; None where they stay as they are.
         island: whether it belongs to a float64 region, whose equations run
             together where x64 is off.
-        swapped: whether it is a product that is evaluated with its operands exchanged,
-            lowered or not, in the place of transposes behind it.
-        waits: of a product, whether each operand is there before a loop that has the product
-            in a branch: no low copy of it is kept for a backward pass.
+        product: the form of a product that has another one than it was written in.
     """
 
     action: Action
     kind: OpKind
     compute: Precision | None
     stored: tuple[Precision | None, ...]
-    reason: str
+    reason: Reason
     inner: tuple[Plan, ...] = ()
     rules: Border | None = None
     island: bool = False
-    swapped: bool = False
-    waits: tuple[bool, bool] = (False, False)
+    product: ProductForm = AS_WRITTEN
 
     @functools.cached_property
     def _hash(self) -> int:
         own = self.action, self.compute, self.stored, self.reason, self.inner
-        return hash((*own, self.island, self.swapped, self.waits))
+        return hash((*own, self.island, self.product))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __getstate__(self) -> dict[str, object]:
         return _own_state(self)
+
+    @property
+    def decided_by(self) -> DecidedBy:
+        """Who decided in what the equation is computed."""
+        return self.reason.decided_by
 
     @functools.cached_property
     def converts(self) -> bool:
@@ -142,8 +159,19 @@ class Decision:
     @property
     def stores_low(self) -> bool:
         """Whether it is computed as its action says, and its results are rounded and held low."""
-        is_product = self.action in (Action.LOWER, Action.SWAP) and self.kind is OpKind.COMPUTE
+        is_product = self.action is Action.LOWER and self.kind is OpKind.COMPUTE
         return (is_product or self.action is Action.KEEP) and self.converts
+
+    @property
+    def reorders(self) -> bool:
+        """Whether all that changes is the order of elements in memory.
+
+        That is so for a product of exchanged operands in the precision in which it was written,
+        and for a transpose that is dropped.
+        """
+        if self.action is Action.DROP:
+            return self.kind is OpKind.DATA_MOVEMENT
+        return self.action is Action.KEEP and self.product.exchanged
 
     @functools.cached_property
     def changes(self) -> bool:
@@ -157,7 +185,7 @@ class Decision:
         """Whether an equation without bodies becomes another, or has its results rounded."""
         if self.action is Action.ENTER:
             return False
-        return self.action is not Action.KEEP or self.converts
+        return self.action is not Action.KEEP or self.converts or self.product.exchanged
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -40,11 +40,12 @@ from precpass.graph import Graph, join_scopes
 from precpass.likeness import Likeness, distinguished
 from precpass.opkinds import Op, OpKind, op
 from precpass.placing import Question, placed
-from precpass.plan import Action, Border, Decision, Plan, across
+from precpass.plan import Action, Border, Decision, Plan, ProductForm, across
 from precpass.policy import PrecisionPolicy
 from precpass.precision import Precision
 from precpass.profit import Weighed, Worth
 from precpass.readers import Readers, rounded_by_readers
+from precpass.reasons import DecidedBy
 from precpass.rules import innermost_keep, is_fixed
 from precpass.swaps import with_swaps
 
@@ -146,7 +147,7 @@ class Planner:
         eqn, low = self.graph.eqns[row], self.policy.precision_for(OpKind.COMPUTE)
         _, why, _ = self.asked.target(row, op(eqn.primitive.name), self._scope(row))
         # what a rule, a region or a saved plan orders is lowered whether or not it pays
-        if not reasons.PRESET.gave(why):
+        if why.decided_by is not DecidedBy.PRESET:
             return None
         return self._weighed.candidate(eqn, int(self.graph.body[row]), low)
 
@@ -279,7 +280,7 @@ class Planner:
         return self._lower(eqn, facts, table, target, why, ordered, adds, stored)
 
     def _float64(
-        self, eqn: Any, facts: Facts, table: Op, floats: set[Precision], why: str
+        self, eqn: Any, facts: Facts, table: Op, floats: set[Precision], why: reasons.Reason
     ) -> Decision:
         """The decision for an equation that is to run in float64."""
         if facts.sampler or any(facts.of(v).random for v in eqn.outvars):
@@ -291,7 +292,7 @@ class Planner:
             if native not in self.policy.retypes:
                 return keep(eqn, table.kind, reasons.NOT_RETYPED(native))
         elif floats == {Precision.F64} or (
-            Precision.F64 in floats and reasons.SAVED_PLAN.gave(why)
+            Precision.F64 in floats and why.decided_by is DecidedBy.SAVED_PLAN
         ):
             # float64 in a file may be that of the result of a product of mixed types
             return keep(eqn, table.kind, why)
@@ -312,7 +313,7 @@ class Planner:
         facts: Facts,
         table: Op,
         target: Precision,
-        why: str,
+        why: reasons.Reason,
         ordered: bool,
         adds: bool,
         stored: dict[Any, Precision | None],
@@ -323,7 +324,7 @@ class Planner:
             read = {stored.get(v) for v in float_vars(eqn) if not ir.is_literal(v)}
             selects = target not in read
         # what a rule, a region or a saved plan orders is lowered whether or not it pays
-        is_asked = reasons.PRESET.gave(why) and not self._cuts
+        is_asked = why.decided_by is DecidedBy.PRESET and not self._cuts
         blocked = (
             blocked_by_kind(eqn, table, ordered, adds, selects)
             or guarded(eqn, facts, target, table)
@@ -345,8 +346,9 @@ class Planner:
             reason = reasons.UNCHECKED(reason)
         decision = lower(kind, target, results, reason)
         if kind is OpKind.COMPUTE:
-            lhs, rhs = (self._weighed.waits_for_branch(facts.body, v) for v in eqn.invars[:2])
-            decision = dataclasses.replace(decision, waits=(lhs, rhs)) if lhs or rhs else decision
+            lhs, rhs = (self._weighed.is_recast(facts.body, v) for v in eqn.invars[:2])
+            form = ProductForm(recast_in_backward=(lhs, rhs))
+            decision = dataclasses.replace(decision, product=form) if lhs or rhs else decision
         return decision
 
     def _boundary(self, row: int, floats: set[Precision]) -> Decision:

@@ -46,8 +46,8 @@ class Bilinear(ir.Form):
         low: the dtype of its operands.
         dtype: the dtype of its result.
         kept: the operand, low itself, whose 16 bits stand behind all operands; None for none.
-        waits: whether each operand is there anyway when the backward pass reads it, and is to be
-            cast again then (`Decision.waits`).
+        recast: of each operand, whether the backward pass casts it again
+            (`ProductForm.recast_in_backward`).
         mapped: whether it is under a vmap and no single product.
         copied: whether low copies of the two operands stand behind all others. They are what the
             derivative reads, so that it makes none of its own.
@@ -58,7 +58,7 @@ class Bilinear(ir.Form):
     low: np.dtype[Any]
     dtype: np.dtype[Any]
     kept: int | None = None
-    waits: tuple[bool, bool] = (False, False)
+    recast: tuple[bool, bool] = (False, False)
     mapped: bool = False
     copied: bool = False
 
@@ -97,7 +97,7 @@ class Bilinear(ir.Form):
 
     def bare(self) -> Bilinear:
         """Without what is known of these operands alone."""
-        return dataclasses.replace(self, kept=None, waits=(False, False), copied=False)
+        return dataclasses.replace(self, kept=None, recast=(False, False), copied=False)
 
     def others(self, rest: Sequence[Any]) -> Sequence[Any]:
         """What the equation itself reads of the operands behind the first two."""
@@ -115,7 +115,7 @@ class Bilinear(ir.Form):
 
         Derivatives pass through a cast of each operand's own, so that cotangents add up wide.
         """
-        if self.waits[1 - side]:
+        if self.recast[1 - side]:
             form, rest = self.bare(), self.others(rest)
             # a checkpoint keeps its operands alone
             late = jax.checkpoint(lambda t, x: form.tangent(t, x, rest, side), prevent_cse=False)
@@ -244,7 +244,7 @@ def lowered(
     low_operands: Sequence[Any],
     operands: Sequence[Any],
     dtype: np.dtype[Any],
-    waits: tuple[bool, bool] = (False, False),
+    recast: tuple[bool, bool] = (False, False),
 ) -> Any:
     """A bilinear equation evaluated in low precision.
 
@@ -254,13 +254,13 @@ def lowered(
         low_operands: its two data operands in the low format, from `low_copy`.
         operands: all its operands as they were, wide.
         dtype: the dtype of the result. A dot whose result is wide is not rounded.
-        waits: as `Bilinear` has it.
+        recast: as `Bilinear` has it.
 
     Returns:
         The product, differentiable to any order in forward and reverse mode.
     """
     low = low_operands[0].aval.dtype
-    form = Bilinear(eqn.primitive, ir.sorted_params(eqn), low, dtype, waits=waits, copied=True)
+    form = Bilinear(eqn.primitive, ir.sorted_params(eqn), low, dtype, recast=recast, copied=True)
     aval = ir.with_dtype(eqn.outvars[0].aval, form.sums_in)
     return _evaluated(build, form, low_operands, [*operands, *low_operands], aval)
 

@@ -124,8 +124,8 @@ class Worth(Protocol):
         """The times of a product by itself, its casts included."""
         ...
 
-    def sentence(self, product: Product, verdict: Verdict) -> str:
-        """That a product does not pay, in words."""
+    def sentence(self, product: Product, verdict: Verdict) -> reasons.Reason:
+        """That a product does not pay."""
         ...
 
     def complaints(self) -> Sequence[str]:
@@ -154,8 +154,8 @@ class Assumed:
         """None: a table has no noise."""
         return 0.0
 
-    def sentence(self, product: Product, verdict: Verdict) -> str:
-        """That it does not pay by the table, in words."""
+    def sentence(self, product: Product, verdict: Verdict) -> reasons.Reason:
+        """That it does not pay by the table."""
         return sentence(product, verdict, f"on {self.device}")
 
     def complaints(self) -> Sequence[str]:
@@ -191,25 +191,25 @@ class Weighed:
         self._readers = readers
         self._worth = worth
 
-    def waits_for_branch(self, body: int, atom: Any) -> bool:
+    def is_recast(self, body: int, atom: Any) -> bool:
         """As `Origins` has it."""
-        return self._origins.waits_for_branch(body, atom)
+        return self._origins.is_recast(body, atom)
 
     @property
     def device(self) -> Device | None:
         """Whose figures count; None where everything pays."""
         return self._worth.device if self._worth else None
 
-    def against(self, eqn: Any, body: int, low: Precision) -> str:
-        """Why a float32 product does not pay by itself; "" where it does, and for all else."""
+    def against(self, eqn: Any, body: int, low: Precision) -> reasons.Reason | None:
+        """Why a float32 product does not pay by itself; None where it does, and for all else."""
         found = self.asked(eqn, body, low)
         if self._worth is None or found is None:
-            return ""
+            return None
         verdict = self._worth.verdict(found)
         pays = verdict.low < verdict.wide - self._worth.least_gain(verdict.wide) or (
             verdict.by != "measured" and verdict.low <= verdict.wide
         )
-        return "" if pays else self._worth.sentence(found, verdict)
+        return None if pays else self._worth.sentence(found, verdict)
 
     def candidate(self, eqn: Any, body: int, low: Precision) -> Candidate | None:
         """The times of such a product, its casts apart; None for all else."""
@@ -256,7 +256,7 @@ def casting(product: Product, device: Device) -> tuple[float, float]:
     return left, right
 
 
-def sentence(product: Product, verdict: Verdict, where: str) -> str:
-    """That a product does not pay, in words."""
+def sentence(product: Product, verdict: Verdict, where: str) -> reasons.Reason:
+    """That a product does not pay."""
     times = duration(verdict.low), product.low, duration(verdict.wide), Precision.F32
     return reasons.DOES_NOT_PAY(where, *times, verdict.by)

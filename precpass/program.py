@@ -299,7 +299,8 @@ def _complaints(plan: Plan, policy: PrecisionPolicy, name: str) -> Iterator[str]
         yield f"{rule!r} matched no equation of {name}"
     if policy.lowers and not plan.lowers:
         given = {d.reason for d in plan.walk() if d.kind is OpKind.COMPUTE}
+        asked_so = {reasons.USERS_PRECISION, reasons.FIXED} & {why.template for why in given}
         none = "what is not entered holds its products" if plan.notes else "it has no products"
-        why = "; ".join(sorted(given)[:3]) or none
-        if not given & {reasons.USERS_PRECISION(), reasons.FIXED()}:
+        why = "; ".join(sorted(map(str, given))[:3]) or none
+        if not asked_so:
             yield f"{policy.name} lowered nothing in {name}: {why}"

@@ -58,7 +58,7 @@ class Readers:
 
 def rounded_by_readers(
     eqn: Any, readers: Mapping[Any, Sequence[Any]], table: Op, target: Precision
-) -> str | None:
+) -> reasons.Reason | None:
     """Whether there is nothing to do because every reader rounds.
 
     Rounding commutes with movement, and a sum is rounded once anyway. A

@@ -1,44 +1,43 @@
 """Why a plan decides about an equation as it does, and how a user changes that.
 
-A decision's reason is a sentence that knows the template that it was made from, so that its
-remedy is found by the template and not by the words, some of which are the user's.
+A reason is a value: its template, what stands in the places of that, and so who decided. Nothing
+is decided by the words, some of which are the user's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import enum
 from typing import Any
 
-__all__ = ["ALL", "Reason", "Template", "of_compute", "remedy"]
+__all__ = ["ALL", "DecidedBy", "Reason", "Template"]
 
 
-class Reason(str):
-    """A sentence of a plan.
+class DecidedBy(enum.Enum):
+    """Who decides about an equation; each comes before those below it."""
 
-    Attributes:
-        template: what it was made from.
-        particulars: what stands in the places of the template.
+    TYPES = "types"
+    """The primitive, or the dtypes of what it reads and makes, allow nothing else."""
+    USER = "user"
+    """The user wrote it so: a cast, an explicit product, a function with its own policy."""
+    GUARD = "guard"
+    """Its result would be wrong in a low format."""
+    KEEP = "keep"
+    """A `keep` region."""
+    RULE = "rule"
+    """A `Rule` of the policy."""
+    SAVED_PLAN = "saved plan"
+    """The file of a plan (`Plan.load`)."""
+    COST = "cost"
+    """The low format would gain nothing."""
+    PRESET = "preset"
+    """The policy's precision for this kind of equation."""
 
-    Example:
-        >>> reason = NOT_RETYPED("f64")
-        >>> reason, reason.template is NOT_RETYPED, reason.particulars
-        ("f64 is not in the policy's retypes", True, ('f64',))
-    """
+    # a plan of many equations hashes many of these, and an Enum's own hash is Python code
+    __hash__ = object.__hash__
 
-    __slots__ = ("particulars", "template")
-
-    template: Template
-    particulars: tuple[Any, ...]
-
-    def __new__(cls, template: Template, *particulars: Any) -> Reason:
-        """The sentence of a template and its particulars."""
-        made = super().__new__(cls, template.text.format(*particulars))
-        made.template, made.particulars = template, particulars
-        return made
-
-    def __reduce__(self) -> Any:
-        return _again, (self.template.text, self.particulars)
+    def __repr__(self) -> str:
+        return f"DecidedBy.{self.name}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,37 +45,86 @@ class Template:
     """A kind of reason.
 
     Attributes:
+        decided_by: who decides for this reason.
         text: the sentence, with `{}` in the place of what differs between equations.
         remedy: how a user changes such a decision.
-        of_low: how one that lowers; "" where that is no other way.
+        of_low: how a user changes one that lowers; "" where that is no other way.
     """
 
+    decided_by: DecidedBy
     text: str
     remedy: str
     of_low: str = ""
 
-    def __call__(self, *particulars: Any) -> Reason:
+    def __call__(self, *args: Any) -> Reason:
         """The reason for an equation."""
-        return Reason(self, *particulars) if particulars else self._alone
+        return Reason(self, args)
 
-    def gave(self, sentence: str) -> bool:
-        """Whether a sentence was made from this template."""
-        return isinstance(sentence, Reason) and sentence.template is self
-
-    @functools.cached_property
-    def _alone(self) -> Reason:
-        return Reason(self)
+    def gave(self, reason: Reason) -> bool:
+        """Whether a reason was made from this template."""
+        return reason.template.text == self.text
 
 
-def _again(text: str, particulars: tuple[Any, ...]) -> Reason:
-    templates = (value for value in globals().values() if isinstance(value, Template))
-    return next(template for template in templates if template.text == text)(*particulars)
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """The reason for a decision; `str` gives the sentence.
 
+    Attributes:
+        template: what it was made from.
+        args: what stands in the places of the template.
+
+    Example:
+        >>> reason = NOT_RETYPED("f64")
+        >>> str(reason), reason.decided_by
+        ("f64 is not in the policy's retypes", DecidedBy.PRESET)
+    """
+
+    template: Template
+    args: tuple[Any, ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((self.template.text, self.args))
+
+    def __str__(self) -> str:
+        return self.template.text.format(*self.args)
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+    @property
+    def of_compute(self) -> Reason:
+        """Why the equation is computed as it is, wherever its results are stored.
+
+        Example:
+            >>> STORED(KEEP_REGION("f32"), "bf16", "12.6 MB saved").of_compute
+            "keep('f32')"
+        """
+        reason = self
+        while reason.template in (STORED, UNCHECKED):
+            (reason, *_) = reason.args
+        return reason
+
+    @property
+    def decided_by(self) -> DecidedBy:
+        """Who decides in what the equation is computed."""
+        return self.of_compute.template.decided_by
+
+    def remedy(self, *, is_low: bool = False) -> str:
+        """How a user changes a decision of this reason.
+
+        Args:
+            is_low: whether the equation is low, and not to be.
+        """
+        return (is_low and self.template.of_low) or self.template.remedy
+
+
+_TYPES, _USER, _GUARD, _KEEP, _RULE, _SAVED_PLAN, _COST, _PRESET = DecidedBy
 
 # ---------------------------------------------------------------- what is asked of storage
 
 # the first of all: the reason before it may be any other one
 STORED = Template(
+    _COST,
     "{}; stored in {}: {}",
     "keep what makes it wide by keep('f32') or a Rule",
     "keep what makes it wide by keep('f32') or a Rule",
@@ -84,31 +132,35 @@ STORED = Template(
 
 # ---------------------------------------------------------------- what the user asked for
 
-OFF = Template("precpass is switched off", "leave use_policy(None), and unset PRECPASS")
+OFF = Template(_USER, "precpass is switched off", "leave use_policy(None), and unset PRECPASS")
 FIXED = Template(
+    _USER,
     "of an auto_mixed function with a policy of its own",
     "change the policy of that function",
 )
-KEEP_REGION = Template("keep('{}')", "leave the keep region, or narrow it")
-RULE = Template("{}", "change that rule of the policy")
+KEEP_REGION = Template(_KEEP, "keep('{}')", "leave the keep region, or narrow it")
+RULE = Template(_RULE, "{}", "change that rule of the policy")
 """A rule's own repr is the sentence."""
 SAVED_PLAN = Template(
+    _SAVED_PLAN,
     "as in the saved plan",
     "add a Rule, which comes before the file, or save the plan anew",
 )
-USERS_ORDER = Template("the user's order: {}", "leave the order out, or make it by a Rule")
-USERS_CAST = Template("a cast that the user wrote", "leave the cast out")
+USERS_ORDER = Template(_USER, "the user's order: {}", "leave the order out, or make it by a Rule")
+USERS_CAST = Template(_USER, "a cast that the user wrote", "leave the cast out")
 USERS_PRECISION = Template(
+    _USER,
     "the user's own precision",
     "make all its operands float32, or cast them yourself",
 )
 MIXED_TYPES = Template(
-    "its operands have different types", "find what promotes one of them and cast it"
+    _TYPES, "its operands have different types", "find what promotes one of them and cast it"
 )
 NOT_RETYPED = Template(
-    "{} is not in the policy's retypes", "add the format by policy.with_retypes(...)"
+    _PRESET, "{} is not in the policy's retypes", "add the format by policy.with_retypes(...)"
 )
 OWN_FUNCTION = Template(
+    _TYPES,
     "applies the user's own function in place",
     "write the function outside of .apply",
 )
@@ -116,78 +168,94 @@ OWN_FUNCTION = Template(
 # ---------------------------------------------------------------- what would go wrong
 
 REACHES = Template(
+    _GUARD,
     "{} reaches {}, above {}'s largest value {}",
     "scale the values, or use bfloat16, which has float32's range",
 )
-VANISHES = Template("{} {} vanishes in {} (smallest normal {})", REACHES.remedy)
+VANISHES = Template(_GUARD, "{} {} vanishes in {} (smallest normal {})", REACHES.remedy)
 INTEGERS = Template(
+    _GUARD,
     "{} has integers up to {}; {} is exact only to {}",
     "keep it so: positions and counts need the digits",
 )
 RANDOM_BITS = Template(
+    _GUARD,
     "follows random bits: a sampler's digits",
     "nothing: samplers lose their digits in low precision",
 )
 PREDICATE = Template(
+    _GUARD,
     "decides whether a loop goes on: computed wide",
     "nothing: a predicate in low precision loops wrongly often",
 )
 ACCUMULATES = Template(
+    _GUARD,
     "accumulates in a loop's carry",
     "nothing: a carry that adds up loses what it adds",
 )
 TERMS = Template(
+    _GUARD,
     "each device holds one term of a sum, which is added up as it was written",
     "nothing: a sum in a low format loses what it adds",
 )
 COTANGENTS = Template(
+    _GUARD,
     "adds up the cotangents of a value that is read several times",
     "nothing: a sum in a low format loses what it adds",
 )
 FULL_PRECISION_SET = Template(
-    "of the full-precision set", "order it by a Rule that names the primitive"
+    _GUARD, "of the full-precision set", "order it by a Rule that names the primitive"
 )
 EXACT_DTYPES = Template(
-    "keeps its exact dtypes: {}", "nothing: it is made for the dtypes that it has"
+    _TYPES, "keeps its exact dtypes: {}", "nothing: it is made for the dtypes that it has"
 )
 FLOAT64_REGION = Template(
+    _TYPES,
     "a float64 region as it was planned before",
     "leave the keep('f64') region, or narrow it",
 )
 
 # ---------------------------------------------------------------- what would gain nothing
 
-NO_FLOATS = Template("no floating-point values", "nothing: it has no floating-point values")
+NO_FLOATS = Template(_TYPES, "no floating-point values", "nothing: it has no floating-point values")
 COMPLEX = Template(
+    _TYPES,
     "complex numbers keep their precision",
     "compute the real and imaginary parts by real products",
 )
 CONSTANTS = Template(
+    _COST,
     "made of constants alone: computed once, as written",
     "nothing: it is computed once",
 )
 ELEMENTWISE_PRODUCT = Template(
+    _GUARD,
     "an elementwise product: nothing is contracted",
     "nothing to gain: it sums over nothing",
 )
 SELECTS = Template(
+    _COST,
     "selects or compares: runs in its widest operand's precision",
     "nothing: it rounds nothing",
 )
-READERS_ROUND = Template("every reader rounds to {}", "nothing: what reads it rounds it")
+READERS_ROUND = Template(_COST, "every reader rounds to {}", "nothing: what reads it rounds it")
 MAY_RUN = Template(
+    _COST,
     "may run in {}; wide costs nothing inside a fusion",
     "order it by a Rule that names the primitive",
 )
 DOES_NOT_PAY = Template(
+    _COST,
     "does not pay {}: {} in {}, {} in {} ({})",
     "order it by a Rule, or every product by profitability='always'",
 )
 GAINS_LITTLE = Template(
+    _COST,
     "pays here, but all that pays would save {} of the products' {}",
     "order it by a Rule, or every product by profitability='always'",
 )
 PRESET = Template(
+    _PRESET,
     "{}: {} in {}",
     "ask for a low format by Custom({...}) or a Rule",
     "leave it as it was written by keep('f32'), or order another precision by a Rule",
@@ -198,46 +266,34 @@ ALL = tuple(value for value in globals().values() if isinstance(value, Template)
 
 # ---------------------------------------------------------------- what is changed
 
-ENTERED = Template("entered", "nothing: its body has decisions of its own")
-MOVES_LOW = Template("moves a low value", "keep what makes it wide by keep('f32') or a Rule")
-WIDE_AGAIN = Template("what it serves is wide again", "lower what it serves")
+ENTERED = Template(_TYPES, "entered", "nothing: its body has decisions of its own")
+MOVES_LOW = Template(_COST, "moves a low value", "keep what makes it wide by keep('f32') or a Rule")
+WIDE_AGAIN = Template(_PRESET, "what it serves is wide again", "lower what it serves")
 EXACT_CASTS = Template(
+    _COST,
     "narrows what was just widened: exact without both casts",
     "nothing: no value changes",
 )
 REMOVES_LOW = Template(
-    "AlwaysF32 removes low precision", "use a policy that leaves casts as they are"
+    _PRESET, "AlwaysF32 removes low precision", "use a policy that leaves casts as they are"
 )
 NO_LOW_KERNELS = Template(
+    _KEEP,
     "has no low kernels; its region is in f64",
     "leave the keep('f64') region, or narrow it",
 )
 UNCHECKED = Template(
+    _COST,
     "{}; a constant whose values cannot be read here is unchecked",
     "pass the constant as an argument, or keep its reader by keep('f32') or a Rule",
 )
-
-
-def of_compute(sentence: str) -> str:
-    """Why an equation is computed as it is, wherever its results are stored.
-
-    Example:
-        >>> of_compute(STORED(KEEP_REGION("f32"), "bf16", "12.6 MB saved"))
-        "keep('f32')"
-    """
-    while isinstance(sentence, Reason) and sentence.template in (STORED, UNCHECKED):
-        sentence = sentence.particulars[0]
-    return sentence
-
-
-def remedy(sentence: str, is_low: bool = False) -> str:
-    """How a user changes a decision of this reason.
-
-    Args:
-        sentence: the reason.
-        is_low: whether the equation is low, and not to be.
-    """
-    if not isinstance(sentence, Reason):
-        return "order another precision by a Rule"
-    template = sentence.template
-    return (is_low and template.of_low) or template.remedy
+EXCHANGED = Template(
+    _COST,
+    "the order of its result is that of the product's exchanged operands",
+    "nothing: no value changes",
+)
+UNDONE = Template(
+    _COST,
+    "undoes what another transpose of the same product does",
+    "nothing: no value changes",
+)

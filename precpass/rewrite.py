@@ -165,7 +165,11 @@ class Rewriter:
     def _eqn(self, env: Env, eqn: Any, decision: Decision, scope: str) -> None:
         action = decision.action
         if action is Action.KEEP:
-            env.keep(eqn)
+            if decision.product.exchanged:
+                env.build.at(eqn)
+                env.write(eqn.outvars[0], _exchanged(env, eqn), None)
+            else:
+                env.keep(eqn)
             if decision.converts:
                 env.build.at(eqn)
                 _round(env, eqn, decision)
@@ -173,7 +177,7 @@ class Rewriter:
         env.build.at(eqn)
         if action is Action.ENTER:
             self._enter(env, eqn, decision, scope)
-        elif action in (Action.DROP, Action.FOLD):
+        elif action is Action.DROP:
             kept = env.read_as(ir.wide_operand(eqn), decision.compute)
             _write(env, eqn, [kept], (decision.compute,))
         elif action is Action.WIDEN:
@@ -277,17 +281,20 @@ def _round(env: Env, eqn: Any, decision: Decision) -> None:
             env.round(var, precision)
 
 
+def _exchanged(env: Env, eqn: Any) -> Any:
+    """A product of exchanged operands in the precision in which it was written."""
+    eqn = ir.exchanged(eqn)
+    return env.build.keep(eqn, [env.read(v) for v in eqn.invars])[0]
+
+
 def _product(env: Env, eqn: Any, decision: Decision) -> Any:
-    waits = decision.waits
-    if decision.swapped:
-        eqn, waits = ir.exchanged(eqn), (waits[1], waits[0])
-    if decision.action is Action.SWAP:
-        return env.build.keep(eqn, [env.read(v) for v in eqn.invars])[0]
+    exchanged, (lhs, rhs) = decision.product
+    eqn, recast = (ir.exchanged(eqn), (rhs, lhs)) if exchanged else (eqn, (lhs, rhs))
     assert decision.compute is not None
     eqn = env.without_transposes(eqn, decision.compute)
     operands = [env.read(v) for v in eqn.invars]
     low = [env.low_copy(v, decision.compute) for v in eqn.invars[:2]]
-    return lowered(env.build, eqn, low, operands, eqn.outvars[0].aval.dtype, waits)
+    return lowered(env.build, eqn, low, operands, eqn.outvars[0].aval.dtype, recast)
 
 
 def _low(env: Env, eqn: Any, decision: Decision) -> Sequence[Any]:

@@ -26,9 +26,6 @@ Readers = Mapping[Any, Sequence[Any]]
 
 _LINKS = frozenset(("transpose", "convert_element_type"))
 
-EXCHANGED = "the order of its result is that of the product's exchanged operands"
-UNDONE = "undoes what another transpose of the same product does"
-
 
 def with_swaps(
     jaxpr: Any, decisions: list[Decision], readers: Callable[[], Readers]
@@ -55,13 +52,13 @@ def with_swaps(
         if exchanged is None or not contracts(eqn) or ir.precision_of(eqn.outvars[0].aval) is None:
             continue
         order, chain = _chain(eqn, decisions, rows, readers(), exchanged)
-        swaps = order == exchanged and chain
-        if swaps:
-            new[row] = _swapped(decision)
+        exchanges = order == exchanged and chain
+        if exchanges:
+            new[row] = _with_exchanged_operands(decision)
         for link in chain:
             transposes = ir.permutation(eqns[link]) is not None
-            why = EXCHANGED if swaps else UNDONE
-            new[link] = _folded(decisions[link], why if transposes else None)
+            why = (reasons.EXCHANGED if exchanges else reasons.UNDONE)()
+            new[link] = _dropped(decisions[link], why if transposes else None)
     return new
 
 
@@ -75,8 +72,8 @@ def _commutes(eqn: Any) -> bool:
 def _is_free(decision: Decision) -> bool:
     """Whether an equation may change at all: the pass, a region or a user may have said no."""
     if decision.action is Action.KEEP:
-        why = decision.reason
-        return not (reasons.FIXED.gave(why) or reasons.KEEP_REGION.gave(why) or decision.island)
+        asked_so = decision.reason.template in (reasons.FIXED, reasons.KEEP_REGION)
+        return not (asked_so or decision.island)
     return decision.action in (Action.LOWER, Action.DROP) and not decision.island
 
 
@@ -111,15 +108,16 @@ def _chain(
 
 # layers repeat what is decided, and each is one object
 @functools.lru_cache(maxsize=4096)
-def _swapped(decision: Decision) -> Decision:
-    action = Action.SWAP if decision.action is Action.KEEP else decision.action
-    return dataclasses.replace(decision, action=action, swapped=True)
+def _with_exchanged_operands(decision: Decision) -> Decision:
+    return dataclasses.replace(decision, product=decision.product._replace(exchanged=True))
 
 
 @functools.lru_cache(maxsize=4096)
-def _folded(decision: Decision, why: str | None) -> Decision:
-    """The decision for a transpose in a chain, and why it is folded; for a cast there, None."""
-    if why is not None:
-        return dataclasses.replace(decision, action=Action.FOLD, reason=why)
-    # made in its place again, of a value in another order
-    return dataclasses.replace(decision, action=Action.DROP)
+def _dropped(decision: Decision, why: reasons.Reason | None) -> Decision:
+    """The decision for an equation between a product and the last transpose behind it.
+
+    A transpose is dropped, and `why` says for what. A cast, for which `why` is None, keeps its
+    reason: the rewriter makes it again in its place, of a value in another order.
+    """
+    reason = decision.reason if why is None else why
+    return dataclasses.replace(decision, action=Action.DROP, reason=reason)

@@ -24,7 +24,7 @@ from precpass.plan import Plan
 from precpass.planfile import Named, equations, locked_precision
 from precpass.policy import PrecisionPolicy, quietly
 from precpass.precision import Precision
-from precpass.reasons import of_compute, remedy
+from precpass.reasons import Reason
 from precpass.rules import clean_scope
 from precpass.view.text import heading, plain
 from precpass.wording import are, counted
@@ -155,15 +155,14 @@ class Mismatch:
     operands: tuple[str, ...]
     compute: str
     wanted: str
-    reason: str
+    reason: Reason
     times: int = 1
 
     @property
     def remedy(self) -> str:
         """How a user has them in another precision."""
-        return remedy(
-            of_compute(self.reason), any(str(p) == self.compute for p in Precision if p.is_low)
-        )
+        is_low = any(str(p) == self.compute for p in Precision if p.is_low)
+        return self.reason.of_compute.remedy(is_low=is_low)
 
     def __str__(self) -> str:
         what = " ".join((self.primitive, *self.operands))
@@ -207,7 +206,9 @@ class Problems:
 
     def to_dict(self) -> dict[str, Any]:
         """The problems as values that JSON has."""
-        mismatches = list(map(dataclasses.asdict, self.mismatches))
+        mismatches = [
+            {**dataclasses.asdict(found), "reason": str(found.reason)} for found in self.mismatches
+        ]
         return {"ok": not self, "mismatches": mismatches, "notes": list(self.notes)}
 
 

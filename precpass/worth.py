@@ -15,6 +15,7 @@ from precpass.devices import Device
 from precpass.placement import device_for, placed
 from precpass.policy import PrecisionPolicy
 from precpass.profit import Assumed, Product, Verdict, Worth, sentence
+from precpass.reasons import Reason
 from precpass.verdicts import Verdicts, cache_folder, file_name
 
 __all__ = ["LONGEST", "MARGIN", "TICK", "Measured", "worth_of"]
@@ -60,8 +61,8 @@ class Measured:
         """What the noise of a measurement may be."""
         return MARGIN * wide + TICK
 
-    def sentence(self, product: Product, verdict: Verdict) -> str:
-        """That a product does not pay where it was timed, in words."""
+    def sentence(self, product: Product, verdict: Verdict) -> Reason:
+        """That a product does not pay where it was timed."""
         is_measured = verdict.by == "measured"
         by = f"measured on {self.device}" if is_measured else verdict.by
         return sentence(product, verdict._replace(by=by), "here")

@@ -130,7 +130,7 @@ def low_products(jaxpr: Any, dtype: Any = None) -> list[Any]:
 
 def text_of(inspection: pp.Inspection) -> str:
     """All that an inspection says in words: every reason, and the notes."""
-    reasons = [decision.reason for decision in inspection.plan.walk()]
+    reasons = [str(decision.reason) for decision in inspection.plan.walk()]
     return "\n".join([*reasons, *inspection.plan.notes])
 
 

@@ -267,7 +267,8 @@ class Planned:
         name = eqn.primitive.name
         held = [read(env, v) for v in eqn.invars]
         written = [_as(x, v.aval.dtype) for x, v in zip(held, eqn.invars, strict=True)]
-        if decision.action is pp.Action.DROP:
+        leaves_out = decision.action is pp.Action.DROP and name == "transpose"
+        if decision.action is pp.Action.DROP and not leaves_out:
             return [_as(held[0], decision.compute.dtype)]
         if name in CALLBACKS:
             return [*map(np.asarray, eqn.params["callback"](*written) or ())]
@@ -278,9 +279,9 @@ class Planned:
         if decision.action is pp.Action.WIDEN:
             return _at(eqn, held, decision.compute.dtype, decision.compute.dtype)
         # a transpose that is left out still rounds where it was to be low
-        folds = decision.action is pp.Action.FOLD and any(decision.stored)
-        if decision.action is not pp.Action.LOWER and not folds:
-            assert decision.action in (pp.Action.KEEP, pp.Action.SWAP, pp.Action.FOLD)
+        rounds = decision.action is pp.Action.LOWER or (leaves_out and any(decision.stored))
+        if not rounds:
+            assert decision.action is pp.Action.KEEP or leaves_out
             return _stored(leaf(eqn, written), decision)
         low = decision.compute.dtype
         rounded = [

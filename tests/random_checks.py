@@ -226,14 +226,14 @@ class _Check:
         decided: set[int] = set()
         for eqn, decision, source in found.decisions():
             decided.add(id(eqn))
-            assert decision.reason.strip(), eqn
+            assert str(decision.reason).strip(), eqn
             assert source.file or not has_user_line(eqn), f"no source line: {eqn}"
             assert len(decision.stored) == len(eqn.outvars)
         assert decided == eqns, "equations without a decision"
         counts = found.plan.count()
         lowered = sum(n for (_, a), n in counts.items() if a is pp.Action.LOWER)
         complaint = any("lowered nothing" in text for text in messages)
-        own = any("the user's own precision" in d.reason for d in found.plan.walk())
+        own = any("the user's own precision" in str(d.reason) for d in found.plan.walk())
         if self.policy.lowers:
             assert complaint == (lowered == 0) or own, messages
         self.outcome.products = sum(n for (k, _), n in counts.items() if k is pp.OpKind.COMPUTE)
@@ -248,7 +248,7 @@ class _Check:
             name = eqn.primitive.name
             floats = {v.aval.dtype for v in (*eqn.invars, *eqn.outvars) if is_float(v.aval)}
             assert floats <= retypes and not floats & LOW, eqn
-            if self.case.policy in AUTO and "keep(" not in decision.reason:
+            if self.case.policy in AUTO and "keep(" not in str(decision.reason):
                 moves = decision.kind is pp.OpKind.DATA_MOVEMENT
                 assert moves or name in PRODUCTS, f"not ordered: {eqn}"
                 assert moves or contracts(eqn), f"nothing contracted: {eqn}"

@@ -192,8 +192,8 @@ def dot_like(jaxpr: Any) -> list[Any]:
 def counts(found: pp.Inspection) -> tuple[int, int, int]:
     """The products with exchanged operands, transposes left out, and products lowered."""
     count = found.plan.count()
-    folded = count[pp.OpKind.DATA_MOVEMENT, pp.Action.FOLD]
-    swapped = sum(decision.swapped for decision in found.plan.walk())
+    folded = count[pp.OpKind.DATA_MOVEMENT, pp.Action.DROP]
+    swapped = sum(decision.product.exchanged for decision in found.plan.walk())
     return swapped, folded, count[pp.OpKind.COMPUTE, pp.Action.LOWER]
 
 

@@ -46,7 +46,7 @@ def test_a_program_that_overflows_is_right_and_else_low_afterwards():
     assert (rule.primitive, rule.scope) == ("dot_general", "large")
     assert rule.evidence.startswith("operands reach ")
     assert "evidence=" in repr(rule)
-    reasons = [d.reason for d in pp.inspect(two_products, policy)(X, W).plan.walk()]
+    reasons = [str(d.reason) for d in pp.inspect(two_products, policy)(X, W).plan.walk()]
     assert repr(rule) in reasons
 
 

@@ -256,7 +256,7 @@ def refused(jit):
         return str(error).partition("\\n")[0]
 assert refused(pp.auto_mixed) == refused(jax.jit) is not None
 plan = pp.inspect(lambda x: x @ whole)(x).plan
-assert "unchecked" in plan.decisions[0].reason, plan
+assert "unchecked" in str(plan.decisions[0].reason), plan
 print("fine")
 """
 

@@ -70,7 +70,7 @@ def test_with_that_reason(value, policy):
     fits = abs(value) <= policy.low.max
     assert touches_low(select) is fits
     (decision,) = [d for e, d, _ in inspection.decisions() if e.primitive.name == "select_n"]
-    assert ("above" in decision.reason and str(policy.low) in decision.reason) is not fits
+    assert ("above" in str(decision.reason) and str(policy.low) in str(decision.reason)) is not fits
 
 
 # ---------------------------------------------------------------- vanishing

@@ -141,7 +141,7 @@ def test_rules_that_differ_in_their_evidence_alone_keep_their_own():
         rule = pp.Rule(primitive="dot_general", precision="f32", evidence=text)
         with quiet():
             plan = pp.inspect(fn, pp.AutoMixedBf16.with_rules(rule))(X).plan
-        assert text in str(next(d.reason for d in plan.walk() if "Rule" in d.reason))
+        assert text in next(str(d.reason) for d in plan.walk() if "Rule" in str(d.reason))
 
 
 def test_options_are_told_apart():

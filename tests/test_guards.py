@@ -149,7 +149,7 @@ def test_a_product_of_what_was_scaled_to_nothing_stays_wide(fn, low):
     with quiet():
         found = after(fn, AutoMixed, f32(8, 8), f32(8, 8))
     assert product_dtypes(found.after) == ["float16" if low else "float32"]
-    assert ("vanishes in f16" in decided(found, "dot_general")[0].reason) != low
+    assert ("vanishes in f16" in str(decided(found, "dot_general")[0].reason)) != low
     # bfloat16 has the range of float32
     assert product_dtypes(after(fn, AutoMixedBf16, f32(8, 8), f32(8, 8)).after) == ["bfloat16"]
 
@@ -266,8 +266,8 @@ def test_no_equation_of_a_sampler_is_low_and_its_own_say_why():
     assert low_values(sampler.params["jaxpr"]) == []
     assert product_dtypes(found.after) == ["bfloat16"]
     (inverse,), (largest,) = decided(found, "erf_inv"), decided(found, "max")
-    assert "random bits" in inverse.reason
-    assert "random bits" in largest.reason
+    assert "random bits" in str(inverse.reason)
+    assert "random bits" in str(largest.reason)
 
 
 def test_what_a_sample_is_added_to_is_lowered_all_the_same():
@@ -293,7 +293,7 @@ def test_a_guard_beats_a_rule_and_a_keep_region():
     assert operand_dtypes(found.after, "add") == ["float32"]
     plain = after(lambda x: (x @ x) + lax.full((8, 8), -1e9), AutoMixed.with_rules(rule), f32(8, 8))
     assert operand_dtypes(plain.after, "add") == ["float32"]
-    assert "1e+09" in decided(plain, "add")[0].reason
+    assert "1e+09" in str(decided(plain, "add")[0].reason)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_what_no_one_can_check_is_said_of_that_equation_alone(first):
 
     def outer(c):
         plan = make_plan(jaxpr, pp.AlwaysBf16, closed_over=[c])
-        said.extend("unchecked" in d.reason for d in plan.decisions)
+        said.extend("unchecked" in str(d.reason) for d in plan.decisions)
         return c
 
     jax.make_jaxpr(outer)(1.0)
@@ -149,7 +149,7 @@ def test_what_a_cast_reads_is_judged_by_itself(judged):
 
     plan = make_plan(jax.make_jaxpr(fn)(jnp.ones((4, 4))), pp.AutoMixedBf16)
     assert judged.count("transpose") == 2
-    reasons = [d.reason for d in plan.decisions]
+    reasons = [str(d.reason) for d in plan.decisions]
     assert any("round" in reason for reason in reasons)
 
 
@@ -161,5 +161,5 @@ def test_what_the_user_ordered_is_said_of_that_equation_alone(ordered_first):
         return [jax.lax.mul(y, y, **k) for k in (reversed(orders) if ordered_first else orders)]
 
     jaxpr = jax.make_jaxpr(fn)(jnp.ones((8, 8)), jnp.ones((8, 8)))
-    _, *said = (d.reason for d in make_plan(jaxpr, pp.AutoMixedBf16).decisions)
+    _, *said = (str(d.reason) for d in make_plan(jaxpr, pp.AutoMixedBf16).decisions)
     assert ["out_dtype=float32" in why for why in said] == [ordered_first, not ordered_first]

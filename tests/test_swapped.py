@@ -238,7 +238,7 @@ def test_diff_explain_and_json_name_it():
     from precpass.view.diff import changes
 
     actions = {c["primitive"]: (c["action"], c["swapped"]) for c in changes(found.plan)}
-    assert actions == {"dot_general": ("lower", True), "transpose": ("fold", False)}
+    assert actions == {"dot_general": ("lower", True), "transpose": ("drop", False)}
     assert "<svg" in found.draw(graphviz=False).svg
     assert "operands exchanged" in quiet(SWAPS, weight, X, G).diff(color=False)
     lines = [line for line in found.diff("jaxpr", color=False).splitlines() if line[:1] in "+-"]
@@ -251,7 +251,7 @@ def test_plans_tell_it_apart():
     assert plan != off
     for other in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
         assert other == plan and hash(other) == hash(plan)
-        assert [d.swapped for d in other.decisions] == [True, False]
+        assert [d.product.exchanged for d in other.decisions] == [True, False]
 
 
 @each_policy
@@ -263,7 +263,7 @@ def test_a_saved_plan_exchanges_them_again(policy: Any, tmp_path: Path):
     again = quiet(pp.Plan.load(path), jax.grad(fn), *args)
 
     def fates(plan: pp.Plan) -> list[Any]:
-        return [(d.action, d.compute, d.swapped) for d in plan.walk()]
+        return [(d.action, d.compute, d.product.exchanged) for d in plan.walk()]
 
     assert fates(again.plan) == fates(found.plan)
     assert str(again.after) == str(found.after)

@@ -347,7 +347,7 @@ def test_the_plan_says_what_was_weighed():
     stored = [d for d in plan.walk() if any(d.stored) and d.action is not pp.Action.ENTER]
     assert stored
     assert all(
-        re.search(r"stored in bf16: .*\d (bytes|kB|MB) saved( x \d+ iterations)?$", d.reason)
+        re.search(r"stored in bf16: .*\d (bytes|kB|MB) saved( x \d+ iterations)?$", str(d.reason))
         for d in stored
     )
 

@@ -256,7 +256,7 @@ def _findings(found: tuple[Change, ...], inspection: Inspection) -> Iterator[Fin
     for eqn, decision, source in inspection.decisions():
         name = eqn.primitive.name
         there = reasons.setdefault((source.file, source.line, name), {})
-        there[decision.reason] = str(decision.compute or "")
+        there[str(decision.reason)] = str(decision.compute or "")
         if not source_of(eqn).file:
             callers.setdefault(name, set()).add(source)
     counted: dict[Finding, int] = {}

@@ -114,7 +114,6 @@ def _check_arguments(check: Any, budget: Any) -> None:
 
 
 _AS_WRITTEN = "as it was written"
-_AS_PRECISE = frozenset((Action.KEEP, Action.SWAP, Action.FOLD))
 
 
 class _Search:
@@ -245,7 +244,8 @@ class _Search:
             if decision.action is Action.ENTER and not any(inner) and not any(decision.stored):
                 return None
             # custom rules that are still there when the program is run are not used
-            kept = decision.action in _AS_PRECISE and not (decision.island or decision.stores_low)
+            kept = decision.action is Action.KEEP or decision.reorders
+            kept = kept and not (decision.island or decision.stores_low)
             return None if kept else (*_own(decision), inner)
 
         decisions = tuple(map(of, plan.decisions))

@@ -138,14 +138,14 @@ def changes(plan: Plan) -> list[dict[str, Any]]:
             "results": list(map(str, row.site.results)),
             "action": row.decision.action.value,
             "compute": None if row.decision.compute is None else str(row.decision.compute),
-            "swapped": row.decision.swapped,
+            "swapped": row.decision.product.exchanged,
             "stored": [None if p is None else str(p) for p in row.decision.stored],
             "crossed": [
                 {"value": str(value), "is_operand": is_operand, "alone": alone}
                 for value, is_operand, alone in row.site.crossed
             ],
             "casts": [f"{cast} {cast.what}" for cast in row.site.casts],
-            "reason": row.decision.reason,
+            "reason": str(row.decision.reason),
         }
         for row in rows(plan)
         if row.changes
@@ -215,11 +215,12 @@ def totals(plan: Plan, name: str, outputs: int = 0) -> str:
     counts = plan.count()
     lowered = sum(n for (_, a), n in counts.items() if a is Action.LOWER)
     widened = sum(n for (_, a), n in counts.items() if a in (Action.WIDEN, Action.DROP))
-    widened -= sum(row.decision.action is Action.DROP and not row.changes for row in rows(plan))
+    dropped = [row for row in rows(plan) if row.decision.action is Action.DROP]
+    widened -= sum(row.decision.reorders or not row.changes for row in dropped)
     total = sum(n for (_, a), n in counts.items() if a is not Action.ENTER)
-    reordered = sum(n for (_, a), n in counts.items() if a in (Action.SWAP, Action.FOLD))
+    reordered = sum(d.reorders for d in plan.walk())
     kept_low = [d for d in plan.walk() if d.stores_low]
-    stored = sum(d.action is Action.KEEP for d in kept_low)
+    stored = sum(d.action is Action.KEEP and not d.reorders for d in kept_low)
     order = f"{reordered} reordered, " if reordered else ""
     order += f"{stored} stored low, " if stored else ""
     casts = Counter(cast.what for row in rows(plan) for cast in row.site.casts)
@@ -244,13 +245,13 @@ def _grouped(found: Iterable[tuple[Row, _Change, Iterable[Cast]]]) -> Section:
 
 def _change(row: Row) -> _Change:
     head = (f"{row.site.signature}: ", ""), (_verb(row), _style(row))
-    return _Change(head, row.decision.reason)
+    return _Change(head, str(row.decision.reason))
 
 
 def _contrast(a: Row, b: Row) -> _Change:
     casts = [_casts(row.site.casts) or "no casts" for row in (a, b)]
     differ = [(f"; {casts[0]} | {casts[1]}", "cast")] if casts[0] != casts[1] else []
-    reasons = [row.decision.reason for row in (a, b)]
+    reasons = [str(row.decision.reason) for row in (a, b)]
     verbs = (_verb(a), _style(a)), (" | ", ""), (_verb(b), _style(b))
     head = (f"{a.site.signature}: ", ""), *verbs, *differ
     return _Change(head, " | ".join(dict.fromkeys(reasons)))
@@ -284,13 +285,11 @@ def _computed(row: Row) -> str:
             is_moved = any(cast.what == "moved" for cast in row.site.casts)
             return "cast moved" if is_moved else "cast removed"
         case Action.DROP:
-            return "removed"
-        case Action.FOLD:
-            return "left out"
-        case Action.SWAP:
+            return "left out" if decision.reorders else "removed"
+        case Action.KEEP if decision.reorders:
             return "operands exchanged"
         case Action.LOWER if op(row.site.primitive).accumulates:
-            how = ", operands exchanged" if decision.swapped else ""
+            how = ", operands exchanged" if decision.product.exchanged else ""
             return f"in {decision.compute}, accumulated in f32{how}"
         case Action.LOWER | Action.WIDEN:
             return f"in {decision.compute}"
@@ -332,6 +331,6 @@ def _counted(texts: Counter[str], joint: str = ", ") -> str:
 def _fate(row: Row) -> tuple[object, ...]:
     decision = row.decision
     changed = row.changes and decision.alters
-    own = decision.action, decision.compute, decision.stored, decision.swapped
+    own = decision.action, decision.compute, decision.stored, decision.product.exchanged
     fate = own if changed else ()
     return (fate, row.site.crossed, Counter(row.site.casts))

@@ -15,7 +15,7 @@ from precpass.measure import LOW_FORMATS, Counts, count
 from precpass.opkinds import OpKind
 from precpass.plan import Action, Decision, Plan
 from precpass.precision import Precision
-from precpass.reasons import of_compute, remedy
+from precpass.reasons import Reason
 from precpass.residuals import kept_bytes
 from precpass.view.advice import Advice, advice
 from precpass.view.rows import Row, alike, rows
@@ -223,7 +223,7 @@ def explained(
             narrowed,
             sum(w.times for w in wide),
             _unread_casts(after),
-            sum(row.decision.swapped for row in found),
+            sum(row.decision.product.exchanged for row in found),
             sum(p is not None for d in stored for p in d.stored),
             sum(len(row.site.crossed) for row in found),
             kept_bytes(before),
@@ -281,13 +281,14 @@ def _stays_wide(row: Row) -> bool:
 
 
 def _wide(found: list[Row]) -> Iterator[Wide]:
-    scopes: dict[tuple[Source, str, str, str], list[str]] = {}
+    scopes: dict[tuple[Source, str, str, Reason], list[str]] = {}
     for row in filter(_stays_wide, found):
         key = row.site.source, alike(row.scope), row.site.signature, row.decision.reason
         scopes.setdefault(key, []).append(row.scope)
     for (source, shared, what, reason), own in scopes.items():
         scope = own[0] if len(set(own)) == 1 else shared
-        yield Wide(source, scope, what, reason, remedy(of_compute(reason)), len(own))
+        remedy = reason.of_compute.remedy()
+        yield Wide(source, scope, what, str(reason), remedy, len(own))
 
 
 def _others(found: list[Row]) -> Iterator[tuple[str, str, int]]:
@@ -296,6 +297,6 @@ def _others(found: list[Row]) -> Iterator[tuple[str, str, int]]:
         for row in found
         if row.decision.action is Action.KEEP and not (_stays_wide(row) or row.decision.stores_low)
     ]
-    counts = Counter((str(d.kind), d.reason) for d in kept if d.compute is not None)
+    counts = Counter((str(d.kind), str(d.reason)) for d in kept if d.compute is not None)
     for (kind, reason), n in counts.most_common():
         yield kind, reason, n
