@@ -20,22 +20,6 @@ __all__ = ["Additive", "Feeds", "all_feeds"]
 Feeds = tuple[int, ...]
 """Of each operand of a jaxpr, the set of its results that are fed back into it."""
 
-_ADDS = frozenset(
-    (
-        "add",
-        "sub",
-        "add_any",
-        "mul",
-        "neg",
-        "copy",
-        "select_n",
-        "convert_element_type",
-        "max",
-        "min",
-        "clamp",
-    )
-)
-
 
 def all_feeds(operands: int, results: int) -> Feeds:
     """Every result may come back through every operand."""
@@ -147,7 +131,7 @@ class Additive:
         if not found:
             row = op(eqn.primitive.name)
             adds = row.kind in (OpKind.DATA_MOVEMENT, OpKind.REDUCTION)
-            adds = adds or eqn.primitive.name in _ADDS
+            adds = adds or row.carries_sums
             return [(1 << len(eqn.invars)) - 1 if adds else 0] * len(eqn.outvars)
         passed = [0] * len(eqn.outvars)
         for body in found:

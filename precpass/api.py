@@ -11,6 +11,7 @@ import jax
 from precpass import calling
 from precpass import jaxpr as ir
 from precpass.context import keep, use_policy
+from precpass.decisions import unchanged_plan
 from precpass.describe import described
 from precpass.inspection import Inspection
 from precpass.mixed import Mixed, made_of_trace, owner_of
@@ -18,7 +19,6 @@ from precpass.planfile import policy_data
 from precpass.policy import PrecisionPolicy, parse_profitability, quietly
 from precpass.program import Traced, rewritten
 from precpass.site import Origin
-from precpass.switched_off import unchanged_plan
 from precpass.view.explain import Explanation
 
 __all__ = ["auto_mixed", "explain", "inspect", "keep", "trace_of", "use_policy"]

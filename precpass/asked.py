@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
 from precpass import reasons
-from precpass.equations import view_of
 from precpass.graph import Graph, join_scopes
 from precpass.lock import Names
-from precpass.opkinds import Op, OpKind
+from precpass.opkinds import Op, OpKind, op
 from precpass.policy import PrecisionPolicy
 from precpass.precision import Precision
-from precpass.rules import Rule, clean_scope, innermost_keep
+from precpass.rules import EqnView, Rule, clean_scope, innermost_keep, is_fixed
 
-__all__ = ["Asked"]
+__all__ = ["Asked", "Request"]
+
+
+class Request(NamedTuple):
+    """What a policy asks for an equation.
+
+    Attributes:
+        precision: in which it is to be evaluated.
+        reason: who asks.
+        is_order: whether it is an order; else a permission, used where that pays.
+    """
+
+    precision: Precision
+    reason: reasons.Reason
+    is_order: bool
 
 
 class Asked:
-    """The rules and the lock of a policy over one graph; false where it has neither.
+    """A policy over one graph: what it asks for each equation.
+
+    Attributes:
+        graph: the graph.
+        tells_equations_apart: whether the policy has rules, or a saved plan, and so may ask for
+            more than the kind of an equation and the keep regions around it.
 
     Args:
         graph: one that tells all scopes apart which these can.
@@ -27,11 +46,15 @@ class Asked:
     """
 
     def __init__(self, graph: Graph, scope: str, policy: PrecisionPolicy) -> None:
-        self._graph = graph
+        self.graph = graph
+        self.tells_equations_apart = bool(policy.rules or policy.lock)
         self._policy = policy
+        self._scope = scope
         given = {kind: policy.precision_for(kind) for kind in OpKind}
         self._presets = {
-            kind: (precision, reasons.PRESET(policy.name, kind, precision), kind in policy.orders)
+            kind: Request(
+                precision, reasons.PRESET(policy.name, kind, precision), kind in policy.orders
+            )
             for kind, precision in given.items()
         }
         self._matched: set[Rule] = set()
@@ -43,34 +66,46 @@ class Asked:
         if policy.lock is not None:
             self._lock_rows(scope)
 
-    def __bool__(self) -> bool:
-        return bool(self._policy.rules or self._policy.lock)
+    def scope(self, row: int) -> str:
+        """The whole name stack of an equation."""
+        return join_scopes(self._scope, self.graph.scope(row))
 
-    def target(self, row: int, table: Op, scope: str) -> tuple[Precision, reasons.Reason, bool]:
-        """The precision that is asked for, by whom, and whether as an order."""
+    def is_fixed(self, row: int) -> bool:
+        """Whether an equation belongs to a function with a policy of its own."""
+        return is_fixed(self.scope(row))
+
+    def request(self, row: int, table: Op, scope: str) -> Request:
+        """What is asked for an equation: by a keep region, a rule, a saved plan, or the preset."""
         kept = innermost_keep(scope)
         if kept is not None:
-            return kept, reasons.KEEP_REGION(kept), table.kind is OpKind.COMPUTE and kept.is_low
+            is_order = table.kind is OpKind.COMPUTE and kept.is_low
+            return Request(kept, reasons.KEEP_REGION(kept), is_order)
         rule = self.rule(row, scope)
         if rule is not None:
-            precision = Precision.parse(rule.precision)
-            whole = not rule.is_region or table.kind is OpKind.COMPUTE
-            return precision, reasons.RULE(repr(rule)), whole
+            is_order = not rule.is_region or table.kind is OpKind.COMPUTE
+            return Request(Precision.parse(rule.precision), reasons.RULE(repr(rule)), is_order)
         if (locked := self.locked(row)) is not None:
-            return locked, reasons.SAVED_PLAN(), True
+            return Request(locked, reasons.SAVED_PLAN(), True)
         return self._presets[table.kind]
 
-    def permits(self, row: int, table: Op, scope: str, low: Precision) -> bool:
-        """Whether what an equation makes may be stored low, whatever it is computed in.
+    def may_store(self, row: int, low: Precision) -> bool:
+        """Whether what an equation makes may be stored in a low format, by its policy.
 
-        A saved plan has what equations are computed in alone.
+        What it is computed in does not matter: a saved plan says nothing else, and so what the
+        preset says of storage counts behind it.
         """
+        eqn, scope = self.graph.eqns[row], self.scope(row)
+        table = op(eqn.primitive.name)
+        if is_fixed(scope):
+            return False
+        if ir.user_order(eqn) is not None or table.kind is OpKind.BOUNDARY:
+            return ir.keeps_bits(eqn)
         if self.locked(row) is not None and not (innermost_keep(scope) or self.rule(row, scope)):
-            return self._presets[table.kind][0] is low
-        return self.target(row, table, scope)[0] is low
+            return self._presets[table.kind].precision is low
+        return self.request(row, table, scope).precision is low
 
     def _lock_rows(self, scope: str) -> None:
-        graph, lock = self._graph, self._policy.lock
+        graph, lock = self.graph, self._policy.lock
         assert lock is not None
         for node in graph.bodies:
             for row in range(node.start, node.stop):
@@ -91,7 +126,7 @@ class Asked:
         """The first rule that matches an equation."""
         if not self._policy.rules:
             return None
-        eqn, source = self._graph.eqns[row], self._graph.source(row)
+        eqn, source = self.graph.eqns[row], self.graph.source(row)
         place = scope, source
         if place not in self._rules_of:
             where = clean_scope(scope), source.file, source.function, source.line
@@ -107,10 +142,17 @@ class Asked:
         return None
 
     def in_float64(self, row: int, scope: str) -> bool:
-        """Whether the first region of the rules that an equation stands in is one in float64."""
+        """Whether an equation stands in a region that is to run in float64.
+
+        That is said by the innermost keep region, or by the first of the rules that name one.
+        """
+        if is_fixed(scope):
+            return False
+        if (kept := innermost_keep(scope)) is not None:
+            return kept is Precision.F64
         if not self._wide_regions:
             return False
-        view = view_of(self._graph.eqns[row], scope, self._graph.source(row))
+        view = view_of(self.graph.eqns[row], scope, self.graph.source(row))
         rule = next((r for r in self._wide_regions if r.matches(view)), None)
         if rule is None or rule.precision is not Precision.F64:
             return False
@@ -126,3 +168,27 @@ class Asked:
         if (lock := self._policy.lock) is not None:
             yield from lock.complaints(self._names.counts, "this program", self._policy.name)
             yield from lock.rules_left_out()
+
+
+def view_of(eqn: Any, scope: str, source: ir.Source) -> EqnView:
+    """What rules see of an equation under a whole name stack."""
+
+    def shapes(atoms: list[Any]) -> tuple[tuple[Any, ...], ...]:
+        return tuple(tuple(getattr(v.aval, "shape", ())) for v in atoms)
+
+    def dtypes(atoms: list[Any]) -> tuple[str, ...]:
+        return tuple(str(getattr(v.aval, "dtype", "")) for v in atoms)
+
+    return EqnView(
+        eqn.primitive.name,
+        op(eqn.primitive.name).kind,
+        clean_scope(scope),
+        source.file,
+        source.function,
+        source.line,
+        shapes(eqn.invars),
+        dtypes(eqn.invars),
+        shapes(eqn.outvars),
+        dtypes(eqn.outvars),
+        dict(ir.sorted_params(eqn)),
+    )

@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.equations import CHOOSES, chosen_operand, moved_operand
+from precpass.equations import chosen_operand, moved_operand
 from precpass.graph import NOMINAL_SIZE, Graph, nbytes
+from precpass.opkinds import op
 from precpass.precision import Precision
 from precpass.rules import is_backward
 
@@ -193,7 +194,7 @@ class Classes:
         node = self.graph.bodies[body]
         rows = range(node.start, node.stop)
         eqns = self.graph.eqns
-        choose = [row for row in rows if eqns[row].primitive.name in CHOOSES]
+        choose = [row for row in rows if op(eqns[row].primitive.name).takes_a_part]
         wholes = {row: chosen_operand(eqns[row]) for row in choose}
         wholes = {row: v for row, v in wholes.items() if (body, v) in self._parents}
         if not wholes:

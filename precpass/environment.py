@@ -12,14 +12,15 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.dots import untransposed
-from precpass.equations import REPEATS, chosen_operand, grows, hands_on_layout, moved_operand
+from precpass.equations import chosen_operand, grows, hands_on_layout, moved_operand
+from precpass.opkinds import named
 from precpass.plan import Border, Twin, across
 from precpass.precision import Precision
 from precpass.product import is_in_order, low_copy
 
 __all__ = ["Env", "crossing_aval"]
 
-_NOTED = REPEATS | {"convert_element_type"}
+_NOTED = named("repeats") | {"convert_element_type"}
 """The equations whose results may have a low copy from before them."""
 
 

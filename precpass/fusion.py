@@ -25,26 +25,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from precpass import jaxpr as ir
-from precpass.boundary import FUSES
 from precpass.equations import contracts
 from precpass.graph import flops, nbytes
 from precpass.opkinds import OpKind, op
 
 __all__ = ["Kernel", "Stretch", "Value"]
 
-# Under another name the same bytes: XLA reads them through a layout.
-_SAME = frozenset(
-    ("reshape", "squeeze", "transpose", "copy", "copy_p", "stop_gradient", "name", "device_put")
-    + ("optimization_barrier", "sharding_constraint", "reshard", "layout_constraint", "pvary")
-    + ("random_wrap", "random_unwrap", "bitcast_convert_type")
-)
-_PARTS = frozenset(("slice", "dynamic_slice", "split", "unstack"))
 # It writes into its first operand, whose buffer is the result's; so do scatters.
 _IN_PLACE = "dynamic_update_slice"
-_OWN_KERNELS = frozenset(
-    (_IN_PLACE, "gather", "scatter", "all_gather", "all_gather_invariant", "all_to_all")
-    + ("ppermute", "pbroadcast", "pmax", "pmin", "reduce_scatter")
-)
 # A value of more sources is stored: nothing with that many is cheap to make again.
 _MOST_SOURCES = 8
 # How much more than its own bytes a fusion may read to make a value again: a row's mean beside it.
@@ -163,13 +151,13 @@ class Stretch:
             reads: its operands.
         """
         name = eqn.primitive.name
-        if ir.hands_on(eqn) or ir.keeps_bits(eqn) or name in _SAME:
+        if ir.hands_on(eqn) or ir.keeps_bits(eqn) or op(name).is_view:
             # the other operands are there for derivatives, or say where
             return reads[: len(eqn.outvars)]
         sizes = [nbytes(v.aval) for v in eqn.outvars]
         if ir.cast_formats(eqn) is not None and reads[0].is_constant and sizes[0] < reads[0].size:
             return [self._cast_outside(reads[0], sizes[0])]
-        if name in _PARTS:
+        if op(name).is_slice:
             return [reads[0].part(size) for size in sizes]
         if _is_fused(eqn):
             return self._fused(eqn, reads, sizes)
@@ -297,7 +285,7 @@ def _has_counted_flops(eqn: Any) -> bool:
 def _is_fused(eqn: Any) -> bool:
     """Whether an equation is a part of a fusion."""
     name = eqn.primitive.name
-    if name in _OWN_KERNELS:
+    if op(name).own_kernel:
         return False
     match op(name).kind:
         case OpKind.COMPUTE:
@@ -306,7 +294,7 @@ def _is_fused(eqn: Any) -> bool:
             is_plain = name.startswith("reduce_") and not name.startswith("reduce_window")
             return is_plain or name in ("argmax", "argmin")
         case OpKind.BOUNDARY:
-            return name in FUSES or not eqn.invars
+            return op(name).fuses or not eqn.invars
         case _:
             return True
 

@@ -1,6 +1,11 @@
-"""The one table: what each JAX primitive may do in low precision, and why.
+"""The one table: what each JAX primitive does to precision, and why.
 
-A primitive in no row is `OpKind.BOUNDARY`: it gets exactly its original dtypes.
+It has three parts. `TABLE` has a row for each primitive that may run in another precision.
+`BOUNDARY` says for each other known primitive why it keeps exactly the dtypes that it was written
+with; a primitive that is in neither does so too. `_COLUMNS` has, for each question that the package
+asks about primitives, those for which the answer is yes. `op` answers all of it.
+
+Primitives that hold jaxprs are `jaxpr.ENTERED` or `jaxpr.OPAQUE`.
 """
 
 from __future__ import annotations
@@ -8,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-__all__ = ["TABLE", "Op", "OpKind", "op"]
+__all__ = ["BOUNDARY", "COMPUTING", "TABLE", "Op", "OpKind", "named", "op"]
 
 
 class OpKind(enum.Enum):
@@ -30,31 +35,56 @@ class OpKind(enum.Enum):
         return self.value
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """One row of the table.
+    """What the table says of a primitive.
 
     Attributes:
         kind: the kind under which a policy finds its precision.
-        wide: of the full-precision set: the AutoMixed policies never run it low.
-        accumulates: adds or multiplies many terms: low operands are widened,
-            accumulated, and rounded once.
-        selects: its result is a choice among, or a comparison of, its operands:
-            it runs in the widest operand's precision and is never a reason to narrow.
-        joins: adds up the cotangents of a value that is read several times: it is never low.
-        spreads: one element of an operand reaches many results, so that its
-            transpose accumulates: a low copy is made of the result, not shared before.
-        data: the operands that hold data, for primitives that also take
-            floating operands of another meaning; None for all.
+        full_precision: of the full-precision set: the AutoMixed policies never run it low.
+        accumulates: adds or multiplies many terms: low operands are widened, accumulated, and
+            rounded once.
+        selects: its result is a choice among, or a comparison of, its operands: it runs in the
+            widest operand's precision and is never a reason to narrow.
+        adds_cotangents: adds up the cotangents of a value that is read several times: it is
+            never low.
+        spreads: one element of an operand reaches many results, so that its transpose
+            accumulates: a low copy is made of the result, not shared before.
+        data: the operands that hold data, for primitives that also take floating operands of
+            another meaning; None for all.
+
+    The others are the columns of `_COLUMNS`, which says why a primitive is in one.
     """
 
     kind: OpKind
-    wide: bool = False
+    full_precision: bool = False
     accumulates: bool = False
     selects: bool = False
-    joins: bool = False
+    adds_cotangents: bool = False
     spreads: bool = False
     data: tuple[int, ...] | None = None
+    adds: bool = False
+    scales: bool = False
+    carries_sums: bool = False
+    compares: bool = False
+    tests_equality: bool = False
+    ranks: bool = False
+    repeats: bool = False
+    takes_a_part: bool = False
+    no_low_kernel: bool = False
+    hides_products: bool = False
+    makes_random_bits: bool = False
+    keeps_random_bits: bool = False
+    keeps_largest: bool = False
+    keeps_scale: bool = False
+    is_view: bool = False
+    is_slice: bool = False
+    own_kernel: bool = False
+    fuses: bool = False
+    never_zero: bool = False
+    zero_if_too_small: bool = False
+    zero_if_first_is: bool = False
+    makes_an_operand: bool = False
 
 
 def _rows(names: str, row: Op) -> dict[str, Op]:
@@ -77,7 +107,7 @@ TABLE: dict[str, Op] = {
         Op(_E),
     ),
     # 300 ones, added one by one, are 256 in bfloat16.
-    **_rows("add_any", Op(_E, joins=True)),
+    **_rows("add_any", Op(_E, adds_cotangents=True)),
     # The full-precision set: their error is the operand's error times a large factor
     # (exp, pow: the argument's magnitude; log, rsqrt: near 0; sin, cos: all digits of a
     # large argument), or they do not commute with rounding (floor, rem).
@@ -86,7 +116,7 @@ TABLE: dict[str, Op] = {
         " asinh acosh atanh erf_inv lgamma digamma polygamma igamma igammac igamma_grad_a"
         " zeta bessel_i0e bessel_i1e regularized_incomplete_beta floor ceil"
         " round rem polynomial",
-        Op(_E, wide=True),
+        Op(_E, full_precision=True),
     ),
     **_rows("eq ne lt le gt ge eq_to le_to lt_to is_finite", Op(_E, selects=True)),
     # Measured on CPU: 16384 ones add up to 256 in bfloat16 by reduce_window, scatter-add,
@@ -94,11 +124,11 @@ TABLE: dict[str, Op] = {
     **_rows("reduce_sum reduce_prod cumsum cumprod cumlogsumexp", Op(_R, accumulates=True)),
     **_rows(
         "reduce_window_sum select_and_scatter_add psum psum_invariant reduce_scatter",
-        Op(_R, wide=True, accumulates=True),
+        Op(_R, full_precision=True, accumulates=True),
     ),
     **_rows(
         "scatter-add scatter-sub scatter-mul",
-        Op(_R, wide=True, accumulates=True, data=(0, 2)),
+        Op(_R, full_precision=True, accumulates=True, data=(0, 2)),
     ),
     # Monotone: rounding commutes with selection; sorting low would only make new ties.
     **_rows(
@@ -120,18 +150,219 @@ TABLE: dict[str, Op] = {
     **_rows("dynamic_update_slice", Op(_M, data=(0, 1))),
     **_rows("scatter", Op(_M, data=(0, 2))),
 }
+"""Name -> row, for the primitives that may run in another precision."""
+
+
+def _because(reason: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), reason)
+
+
+BOUNDARY: dict[str, str] = {
+    **_because(
+        "works on bits",
+        "and or xor not shift_left shift_right_arithmetic shift_right_logical population_count clz"
+        " mulhi bitcast bitcast_convert_type nextafter reduce_precision reduce_and reduce_or"
+        " reduce_xor",
+    ),
+    **_because(
+        "random bits",
+        "random_bits random_clone random_fold_in random_gamma random_seed random_split"
+        " random_unwrap random_wrap rng_bit_generator rng_uniform threefry2x32 threefry4x32"
+        " philox2x32 philox4x32 iota_2x32_shape consume assert_consumed_value",
+    ),
+    **_because(
+        "makes numbers that must be exact",  # iota(300) has 279 distinct values in bfloat16
+        "iota empty empty2 axis_index platform_index dim_as_value dimension_size"
+        " lu_pivots_to_permutation",
+    ),
+    **_because("complex numbers have no low format", "complex conj imag"),
+    **_because(
+        "linear algebra without low kernels",
+        "cholesky cholesky_update eig eigh fft geqp3 geqrf hessenberg householder_product lu ormqr"
+        " qr schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve",
+    ),
+    **_because(
+        "a product whose precision somebody has decided",
+        "scaled_dot scaled_matmul scaled_matmul_wrapper dot_product_attention_fwd_wrapper"
+        " dot_product_attention_bwd_wrapper dot_product_attention_fp8_fwd"
+        " dot_product_attention_fp8_bwd dot_product_attention_fp8_fwd_wrapper"
+        " dot_product_attention_fp8_bwd_wrapper rnn_fwd rnn_bwd",
+    ),
+    **_because(
+        "a sparse format's own kernels and index arrays",
+        "bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices"
+        " bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general"
+        " bcsr_extract bcsr_fromdense bcsr_todense coo_fromdense coo_matmat coo_matvec coo_spmm"
+        " coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense"
+        " todense spsolve",
+    ),
+    **_because(
+        "code outside of JAX reads its operands",
+        "ffi_call call_exported tpu_custom_call mosaic_gpu_p pure_callback io_callback"
+        " buffer_callback debug_callback debug_print inspect_sharding check shape_assertion",
+    ),
+    **_because(
+        "tokens, and what is only there for its effect",
+        "create_token after_all dce_sink tie stage unreachable",
+    ),
+    **_because(
+        "a reference has one dtype",
+        "new_ref empty_ref freeze get swap addupdate accum_grad_in_ref create_linear pin unpin"
+        " broadcast_to get_global new_box box_get box_set new_log log_extend log_read",
+    ),
+    **_because(
+        "places a value or says how it is laid out",
+        "device_put layout_constraint relayout with_memory_space_constraint remove_memory_space"
+        " shard_alike global_array_to_host_local_array host_local_array_to_global_array"
+        " xla_metadata_value",
+    ),
+    **_because(
+        "a half of a collective, whose other half expects what it sends",
+        "all_gather_start all_gather_done all_gather_reduced_start all_to_all_start all_to_all_done"
+        " pbroadcast_start pbroadcast_done ppermute_start ppermute_done psum_start psum_done"
+        " psum_invariant_start reduce_scatter_start reduce_scatter_done unreduced_psum_start"
+        " unreduced_reduce_scatter_start psend precv",
+    ),
+    **_because(
+        "a collective of the explicit sharding types, or of sizes that only run time knows",
+        "all_gather_reduced preduced unreduced_psum unreduced_pmax unreduced_pmin"
+        " unreduced_reduce_scatter reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast"
+        " vary_unreduced_cast_p pbroadcast_dynamic ragged_all_to_all",
+    ),
+    **_because(
+        "it combines pairs of scalars by a function of the user's",
+        "reduce reduce_window select_and_scatter",
+    ),
+    **_because(
+        "serves a product that was lowered before, by this package",
+        "precpass_carrier precpass_detach precpass_pin",
+    ),
+    **_because(
+        "masks derivatives of what is not chosen, and has the dtype of what it masks",
+        "precpass_masked precpass_guarded",
+    ),
+    **_because("a step of JAX's own differentiation", "custom_lin to_edtype from_edtype"),
+    **_because(
+        "a step of a kernel, inside of Pallas",
+        "reciprocal roll einshape_lo max_contiguous multiple_of atomic_cas atomic_rmw masked_load"
+        " masked_swap mgpu_atomic_store dma_start dma_wait semaphore_read semaphore_signal"
+        " semaphore_wait inline_mgpu wgmma_ref wgmma_accumulator_deref wgmma_accumulator_deref_p"
+        " wgmma_accumulator_store wgmma_accumulator_store_p thunky.inline_constant",
+    ),
+}
+"""Name -> why it keeps its dtypes."""
+
+_COLUMNS: dict[str, str] = {
+    # A sum of two values: a small step that is added to a rounded one is lost.
+    "adds": "add sub add_any",
+    # Hand on an operand, or its multiple: what adds to their result adds to the operand.
+    "scales": "mul div neg copy select_n convert_element_type",
+    # A loop that carries what these make of its carry may accumulate. (So may movement and
+    # reductions, by their kind.)
+    "carries_sums": "add sub add_any mul neg copy select_n convert_element_type max min clamp",
+    # The result may change with the last digit of an operand.
+    "compares": "eq ne lt le gt ge eq_to le_to lt_to",
+    # max's gradient tests `x == max(x)`. If a policy lowers one side, both are to be low: otherwise
+    # nothing compares equal, and the gradient divides by zero.
+    "tests_equality": "eq ne",
+    # The result says which operand, or which order, is the largest: rounding makes ties.
+    "ranks": "argmax argmin sort top_k approx_top_k",
+    # May only repeat what they are given: a cast belongs before them, where there is less.
+    "repeats": "broadcast_in_dim all_gather all_gather_invariant tile reshard",
+    # Take a part that is chosen at run time: of a stack, a loop takes another part in every trip.
+    "takes_a_part": "dynamic_slice",
+    # In a float64 region they run in float64; nowhere do they run in 16 bits.
+    "no_low_kernel": (
+        "cholesky cholesky_update eigh geqrf hessenberg householder_product lu ormqr qr schur svd"
+        " symmetric_product triangular_solve tridiagonal tridiagonal_solve"
+    ),
+    # They hold no jaxpr that shows their products: what they are lowered to shows them.
+    "hides_products": (
+        "bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices"
+        " bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general"
+        " bcsr_extract bcsr_fromdense bcsr_todense coo_fromdense coo_matmat coo_matvec coo_spmm"
+        " coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense"
+        " todense spsolve call_exported"
+    ),
+    # What they make, samplers turn into numbers whose every digit matters.
+    "makes_random_bits": (
+        "random_bits random_clone random_fold_in random_gamma random_seed random_split"
+        " random_unwrap random_wrap rng_bit_generator rng_uniform threefry2x32 threefry4x32"
+        " philox2x32 philox4x32"
+    ),
+    # Of random bits they make random bits. (So do elementwise work and movement, by their kind.)
+    "keeps_random_bits": (
+        "shift_left shift_right_logical shift_right_arithmetic and or xor not bitcast_convert_type"
+    ),
+    # The largest constant in an operand is in the result: a mask survives what adds to it.
+    "keeps_largest": "add sub add_any max min neg abs convert_element_type stop_gradient",
+    # The result is as large as the operands are as a whole.
+    "keeps_scale": "add sub add_any neg abs",
+    # The same bytes under another name: XLA reads them through a layout.
+    "is_view": (
+        "reshape squeeze transpose copy stop_gradient name device_put optimization_barrier"
+        " sharding_constraint reshard layout_constraint pvary random_wrap random_unwrap"
+        " bitcast_convert_type"
+    ),
+    # Parts of the bytes: nothing is moved either.
+    "is_slice": "slice dynamic_slice split unstack",
+    # XLA has a kernel for each of these, which no fusion takes in.
+    "own_kernel": (
+        "dynamic_update_slice gather scatter all_gather all_gather_invariant all_to_all ppermute"
+        " pbroadcast pmax pmin reduce_scatter"
+    ),
+    # Elementwise work for a compiler, however exact.
+    "fuses": (
+        "and or xor not shift_left shift_right_arithmetic shift_right_logical population_count clz"
+        " mulhi bitcast bitcast_convert_type nextafter reduce_precision reduce_and reduce_or"
+        " reduce_xor complex conj imag"
+    ),
+    # Not zero for any finite operand.
+    "never_zero": "exp exp2 logistic erfc",
+    # Zero of an operand that is not zero only if the result was too small for its format.
+    "zero_if_too_small": (
+        "convert_element_type reduce_precision mul square sqrt cbrt tanh expm1 log1p erf sin tan"
+        " sinh asinh asin atan atanh"
+    ),
+    # Zero if the first operand is, or if the other one is too large.
+    "zero_if_first_is": "div pow integer_pow",
+    # The result is one of the operands, or its magnitude.
+    "makes_an_operand": (
+        "neg abs copy select_n max min clamp sort cummax cummin reduce_max reduce_min"
+        " stop_gradient top_k sign"
+    ),
+}
+"""Column -> the primitives that are in it, and above it the reason."""
+
+
+def _whole_table() -> dict[str, Op]:
+    boundary = Op(OpKind.BOUNDARY)
+    rows = dict.fromkeys(BOUNDARY, boundary) | TABLE
+    for column, names in _COLUMNS.items():
+        for name in names.split():
+            rows[name] = dataclasses.replace(rows[name], **{column: True})
+    return rows
+
+
+_ROWS = _whole_table()
+_UNKNOWN = Op(OpKind.BOUNDARY)
 
 COMPUTING = frozenset(name for name, row in TABLE.items() if row.kind is OpKind.COMPUTE)
 """The products."""
 
-_BOUNDARY = Op(OpKind.BOUNDARY)
-
 
 def op(primitive: str) -> Op:
-    """The row of a primitive; the boundary row for a primitive that is in no row.
+    """What the table says of a primitive; of one that it does not know, that it is BOUNDARY.
 
     Example:
         >>> op("dot_general").kind, op("threefry2x32").kind
         (OpKind.COMPUTE, OpKind.BOUNDARY)
+        >>> op("argmax").ranks, op("add").ranks
+        (True, False)
     """
-    return TABLE.get(primitive, _BOUNDARY)
+    return _ROWS.get(primitive, _UNKNOWN)
+
+
+def named(column: str) -> frozenset[str]:
+    """The primitives in a column, for loops that ask every equation of a program."""
+    return frozenset(_COLUMNS[column].split())

@@ -10,25 +10,26 @@ ones make of a plan.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
 from precpass import reasons
-from precpass.accumulate import Additive, Feeds, all_feeds
+from precpass.accumulate import Feeds, all_feeds
+from precpass.analysis import Analysis
+from precpass.asked import Asked
 from precpass.classes import Classes, ValueClass
-from precpass.costs import Candidate, Costs
-from precpass.devices import Device
-from precpass.facts import Facts
-from precpass.graph import BodyNode, Graph
+from precpass.costs import NOMINAL, Candidate, Costs
+from precpass.graph import BodyNode
 from precpass.opkinds import COMPUTING, OpKind
 from precpass.plan import Action, Decision, Plan, Twin, Twins
 from precpass.precision import Precision
-from precpass.readers import Readers
-from precpass.roundable import Roundable
+from precpass.profit import Weighed
+from precpass.reasons import DecidedBy
+from precpass.roundable import Eligibility
 from precpass.wording import counted, duration, sized
 
-__all__ = ["LITTLE", "Question", "placed"]
+__all__ = ["LITTLE", "placed"]
 
 LITTLE = 0.05
 """The part of all products' time that lowering some must save: what it changes around them, in
@@ -36,73 +37,74 @@ XLA's fusions, is in no product's time. The gradient of a CNN (`scripts/bench`, 
 that was to save 2.9 % took 1.00 of float32's time, and its step 1.06."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """What is asked of a planned program.
+def placed(plan: Plan, analysis: Analysis, asked: Asked, weighed: Weighed, low: Precision) -> Plan:
+    """The plan with the storage of its values, and without the products that do not pay.
 
-    Attributes:
-        graph: the program.
-        plan: its plan, every value stored as it is computed.
+    Args:
+        plan: of the program, with every value stored as it is computed.
+        analysis: of the program.
+        asked: what the policy asks of single equations.
+        weighed: what products cost.
         low: the format in question.
-        facts: body -> its facts at each class of call sites.
-        deciding: the bodies that compute the predicates of loops.
-        permits: whether the policy lets what a row makes be low.
-        is_fixed: whether a row belongs to a function with a policy of its own.
-        additive: the paths on which loops add up.
-        candidate: of a row, the product that need not be low; None for all else.
-        readers: of the graph's values.
-        device: whose seconds count.
     """
-
-    graph: Graph
-    plan: Plan
-    low: Precision
-    facts: dict[int, list[Facts]]
-    deciding: set[int]
-    permits: Callable[[int], bool]
-    is_fixed: Callable[[int], bool]
-    additive: Additive
-    candidate: Callable[[int], Candidate | None]
-    readers: Readers
-    device: Device
-
-
-def placed(question: Question) -> Plan:
-    """The plan with the storage of its values."""
-    return _Placing(question).plan()
+    found = _Placing(plan, analysis, asked, weighed, low)
+    while found.wide:
+        # what the other values lose was judged as if these products were low
+        found = _Placing(found.with_products_wide(), analysis, asked, weighed, low)
+    return found.with_storage()
 
 
 class _Placing:
-    def __init__(self, question: Question) -> None:
-        self.q = question
-        self.graph = question.graph
+    """The cheapest storage of a planned program's values.
+
+    Attributes:
+        wide: the rows of the products that do not pay.
+    """
+
+    def __init__(
+        self, plan: Plan, analysis: Analysis, asked: Asked, weighed: Weighed, low: Precision
+    ) -> None:
+        self._plan = plan
+        self.graph = analysis.graph
+        self.analysis = analysis
+        self.asked = asked
+        self.low = low
         self.decisions = dict[int, list[Decision]]()
-        # all that the cut can change, but for what it rounds
+        # Rows whose decision the cut may change: products, and equations with bodies. Rows whose
+        # results it rounds are added later.
         self.rows = [self._rows(node) for node in self.graph.bodies]
-        self._read(question.plan)
+        self._read(plan)
         self.reads_low = {row for row, found in self.decisions.items() if self._lowers(found)}
         self.classes = Classes(self.graph, self._crosses, self.reads_low)
-        self.rounded = set[int]()
-        self.crossing = set[int]()
-        self.wide = set[int]()
+        candidates = self._candidates(weighed)
+        device = weighed.device or NOMINAL
+        self.costs = Costs(self.graph, self.classes, self._eligible(), candidates, device)
+        self.little: reasons.Reason | None = None
+        self.paying = set[int]()
+        labels = self._labels()
+        nodes = self.costs.nodes
+        self.rounded = {key for key, of in nodes.items() if labels[of.rounded]}
+        self.crossing = {key for key, of in nodes.items() if labels[of.crossing]}
+        self.wide = {row for row, node in self.costs.products.items() if not labels[node]}
         self.changing = set[int]()
-        self.little: dict[int, reasons.Reason] = {}
         self.defining = dict[tuple[int, int], ValueClass]()
         self.memo: dict[Any, Plan] = {}
 
-    def plan(self) -> Plan:
-        """The plan, itself where nothing is gained."""
-        self._weigh()
-        if self.wide:
-            # what the other values lose was judged as if these products were low
-            self.rounded, self.crossing, self.defining = set(), set(), {}
-            self.changing = self.wide
-            wide = self._placed(0, self.q.plan, Twins())
-            return _Placing(dataclasses.replace(self.q, plan=wide)).plan()
+    def with_products_wide(self) -> Plan:
+        """The plan in which products that do not pay are wide, and nothing else is changed."""
+        self.rounded, self.crossing = set(), set()
+        self.changing = self.wide
+        return self._placed(0, self._plan, Twins())
+
+    def with_storage(self) -> Plan:
+        """The plan with the storage of its values, itself where nothing is gained."""
         if not (self.rounded or self.crossing):
-            return self.q.plan
+            return self._plan
+        for found in self.classes.found.values():
+            if id(found) in self.rounded:
+                self.defining.update(dict.fromkeys(found.defined, found))
         self.changing = {row for row, _ in self.defining}
-        return self._placed(0, self.q.plan, Twins())
+        return self._placed(0, self._plan, Twins())
 
     # ------------------------------------------------------------ what was planned
 
@@ -132,10 +134,10 @@ class _Placing:
     def _crosses(self, row: int) -> bool:
         found = self.decisions.get(row, ())
         may = bool(found) and ir.takes_twins(self.graph.eqns[row]) and all(map(_is_plain, found))
-        return may and not self.q.is_fixed(row)
+        return may and not self.asked.is_fixed(row)
 
     def _lowers(self, found: Sequence[Decision]) -> bool:
-        return any(d.action is Action.LOWER and d.compute is self.q.low for d in found)
+        return any(d.action is Action.LOWER and d.compute is self.low for d in found)
 
     def _adding(self) -> set[int]:
         """The classes that a loop adds to in every trip, and of what scales them on the way."""
@@ -144,7 +146,7 @@ class _Placing:
             for body, child in children:
                 if not body.carry or not self._crosses(row):
                     continue
-                feeds = self.q.additive.cyclic(body)
+                feeds = self.analysis.additive.cyclic(body)
                 invars = ir.open_jaxpr(body.jaxpr).invars
                 carried = [v for v, fed in zip(invars, feeds, strict=False) if fed]
                 found |= self._ids(child, carried)
@@ -160,7 +162,7 @@ class _Placing:
     def _on_the_way(self, body: int, feeds: Feeds, found: set[int]) -> Iterator[tuple[int, Feeds]]:
         """Adds the classes of one body; what it yields are bodies within."""
         node = self.graph.bodies[body]
-        for at in self.q.additive.accumulating(node.jaxpr, feeds):
+        for at in self.analysis.additive.accumulating(node.jaxpr, feeds):
             row = node.start + at
             eqn = self.graph.eqns[row]
             found |= self._ids(body, eqn.outvars)
@@ -175,30 +177,23 @@ class _Placing:
 
     # ------------------------------------------------------------ what it costs
 
-    def _weigh(self) -> None:
-        """Labels every class and every product that need not be low."""
-        adding, q = self._adding(), self.q
-        roundable = Roundable(
-            self.graph, self.classes, q.low, q.facts, q.deciding, q.permits, q.readers
-        )
+    def _candidates(self, weighed: Weighed) -> dict[int, Candidate]:
+        """The products that need not be low, because the preset alone lowers them."""
+        found: dict[int, Candidate] = {}
+        for row in sorted(self.reads_low):
+            # what a rule, a region or a saved plan orders is lowered whether or not it pays
+            if any(d.decided_by is DecidedBy.PRESET for d in self.decisions[row]):
+                eqn, body = self.graph.eqns[row], int(self.graph.body[row])
+                if (candidate := weighed.candidate(eqn, body, self.low)) is not None:
+                    found[row] = candidate
+        return found
+
+    def _eligible(self) -> list[ValueClass]:
+        """The classes that may be rounded where they are defined."""
+        adding = self._adding()
+        eligibility = Eligibility(self.analysis, self.classes, self.low, self.asked)
         found = self.classes.found.values()
-        may = [c for c in found if id(c) not in adding and roundable.may(c)]
-        candidates = {
-            row: candidate
-            for row in sorted(self.reads_low)
-            if (candidate := q.candidate(row)) is not None
-        }
-        self.costs = Costs(self.graph, self.classes, may, candidates, q.device)
-        low = self._labels()
-        for key, nodes in self.costs.nodes.items():
-            if low[nodes.rounded]:
-                self.rounded.add(key)
-            if low[nodes.crossing]:
-                self.crossing.add(key)
-        self.wide = {row for row, node in self.costs.products.items() if not low[node]}
-        for of in found:
-            if id(of) in self.rounded:
-                self.defining.update(dict.fromkeys(of.defined, of))
+        return [c for c in found if id(c) not in adding and eligibility.may_store(c)]
 
     def _labels(self) -> Any:
         """The cheapest labels, or those that lower no product where that is hardly dearer."""
@@ -210,8 +205,8 @@ class _Placing:
         saved, of = wide.seconds - cut.seconds, self.costs.wide_seconds
         if saved >= LITTLE * of:
             return cut.low
-        why = reasons.GAINS_LITTLE(duration(saved), duration(of))
-        self.little = dict.fromkeys(paying, why)
+        self.little = reasons.GAINS_LITTLE(duration(saved), duration(of))
+        self.paying = set(paying)
         return wide.low
 
     # ------------------------------------------------------------ the plan
@@ -231,14 +226,14 @@ class _Placing:
         if decision.inner:
             return self._entered(row, body, decision)
         if row in self.wide:
-            why = self.little.get(row, self.costs.candidates[row].why)
-            decision = _left_wide(decision, why)
+            gains_little = self.little if row in self.paying else None
+            decision = _left_wide(decision, gains_little or self.costs.candidates[row].why)
         defines = [self.defining.get((row, k)) for k in range(len(decision.stored))]
         rounded = [found for found in defines if found is not None]
         if not rounded:
             return decision
-        stored = tuple(None if found is None else self.q.low for found in defines)
-        why = reasons.STORED(decision.reason, self.q.low, self._weighed(rounded[0]))
+        stored = tuple(None if found is None else self.low for found in defines)
+        why = reasons.STORED(decision.reason, self.low, self._weighed(rounded[0]))
         return dataclasses.replace(decision, stored=stored, reason=why)
 
     def _entered(self, row: int, body: int, decision: Decision) -> Decision:
@@ -261,7 +256,7 @@ class _Placing:
         for position, atom in enumerate(atoms):
             found = self.classes.of(body, atom)
             if found is not None and id(found) in self.crossing:
-                yield Twin(position, self.q.low, id(found) in self.rounded)
+                yield Twin(position, self.low, id(found) in self.rounded)
 
     def _weighed(self, found: ValueClass) -> str:
         """What the cut weighed."""

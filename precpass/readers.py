@@ -7,13 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass import reasons
-from precpass.equations import float_vars
 from precpass.graph import Graph
-from precpass.opkinds import Op, OpKind
-from precpass.precision import Precision
 
-__all__ = ["Readers", "rounded_by_readers"]
+__all__ = ["Readers"]
 
 
 class Readers:
@@ -54,26 +50,3 @@ class Readers:
             casts = ir.casts(self.graph.bodies[body].jaxpr)
             self._widenings[body] = dict(filter(None, map(ir.widening, casts)))
         return None if ir.is_literal(atom) else self._widenings[body].get(atom)
-
-
-def rounded_by_readers(
-    eqn: Any, readers: Mapping[Any, Sequence[Any]], table: Op, target: Precision
-) -> reasons.Reason | None:
-    """Whether there is nothing to do because every reader rounds.
-
-    Rounding commutes with movement, and a sum is rounded once anyway. A
-    program that was rewritten before has this form.
-    """
-    moves = table.kind is OpKind.DATA_MOVEMENT or eqn.primitive.name == "stop_gradient"
-    moves = moves or not float_vars(eqn)
-    if not (moves or (table.accumulates and table.kind is OpKind.REDUCTION)):
-        return None
-    rounds = all(
-        r is not None
-        and r.primitive.name == "convert_element_type"
-        and ir.precision_of(r.outvars[0].aval) is target
-        for v in eqn.outvars
-        for r in readers.get(v, ())
-    )
-    read = any(readers.get(v) for v in eqn.outvars)
-    return reasons.READERS_ROUND(target) if rounds and read else None

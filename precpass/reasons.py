@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import Any
 
 __all__ = ["ALL", "DecidedBy", "Reason", "Template"]
@@ -82,8 +83,17 @@ class Reason:
     template: Template
     args: tuple[Any, ...] = ()
 
-    def __hash__(self) -> int:
+    @functools.cached_property
+    def _hash(self) -> int:
         return hash((self.template.text, self.args))
+
+    def __hash__(self) -> int:
+        # every query about an equation has one in it
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        # the hash of a text is that of one process
+        return {"template": self.template, "args": self.args}
 
     def __str__(self) -> str:
         return self.template.text.format(*self.args)

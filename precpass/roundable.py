@@ -1,113 +1,67 @@
-"""Which values may be held in a low format: those of whose readers none tells the difference.
+"""Which values may be stored in a low format: those whose every reader tolerates the rounding.
 
 What products make, or read low anyway, has lost its digits already. A position, a time and a state
 that small steps add up to have not, and nobody would write them in 16 bits by hand.
+
+A veto takes a class of values that are stored alike, and what is known of the program, and returns
+a reason against storing the class low, or None. `VETOES` has them in their order.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
+from precpass.analysis import Analysis
+from precpass.asked import Asked
 from precpass.classes import Classes, ValueClass
-from precpass.fact import Fact
-from precpass.facts import Facts, guard
-from precpass.graph import Graph, nbytes
+from precpass.fact import Fact, guard
+from precpass.graph import nbytes
 from precpass.opkinds import OpKind, op
 from precpass.precision import Precision
-from precpass.readers import Readers
 
-__all__ = ["Roundable"]
+__all__ = ["VETOES", "Eligibility", "Veto"]
 
 _LINE = 64
 """The bytes of a cache line."""
 
-_SUMS = frozenset(("add", "sub", "add_any"))
-_SCALES = frozenset(("mul", "div", "neg", "copy", "select_n", "convert_element_type"))
-_COMPARES = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "le_to", "lt_to"))
-_PICKS = frozenset(("argmax", "argmin", "sort", "top_k", "approx_top_k"))
 
-
-class Roundable:
-    """Judges the classes of a program's values.
+class Eligibility:
+    """What the vetoes ask of a program.
 
     Args:
-        graph: the program.
+        analysis: of the program.
         classes: of its values.
         low: the format in question.
-        facts: body -> its facts at each class of call sites.
-        deciding: the bodies that compute the predicates of loops.
-        permits: whether the policy lets what a row makes be low.
-        readers: of the graph's values.
+        asked: what the policy asks of single equations.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        classes: Classes,
-        low: Precision,
-        facts: Mapping[int, Sequence[Facts]],
-        deciding: set[int],
-        permits: Callable[[int], bool],
-        readers: Readers,
-    ) -> None:
-        self.graph = graph
+    def __init__(self, analysis: Analysis, classes: Classes, low: Precision, asked: Asked) -> None:
+        self.graph = analysis.graph
+        self.analysis = analysis
         self.classes = classes
         self.low = low
-        self.facts = facts
-        self.deciding = deciding
-        self.permits = permits
-        self.readers = readers
+        self.asked = asked
+        self.readers = analysis.readers
 
-    def may(self, found: ValueClass) -> bool:
-        """Whether what reads a class may read what the low format leaves of it."""
-        if found.is_input or found.is_output or not found.places or self._is_small(found):
-            return False
-        if found.wide and any(p.kind == "carry" for p in found.places):
-            return False  # a state would be rounded anew in every trip
-        kept = {p.kind for p in found.places} == {"kept"}
-        if not (found.low or self._is_product(found)) and (kept or self._is_users(found)):
-            return False  # XLA may compute again where it is read what is only kept
-        if found.wide and not self._follows_products(found):
-            return False
-        is_read_low = bool(found.low) and not found.wide
-        if self._is_sum(found) and self._is_added_to(found):
-            return False
-        return all(self._may_define(at, is_read_low) for at in found.defined) and all(
-            body not in self.deciding and all(map(self._may_read, rows))
-            for body, rows in (*found.wide.items(), *found.low.items())
-        )
+    def may_store(self, found: ValueClass) -> bool:
+        """Whether a class of values may be stored low."""
+        return all(veto(self, found) is None for veto in VETOES)
 
-    # ------------------------------------------------------------ what it is
+    def in_sampler(self, row: int) -> bool:
+        """Whether an equation belongs to one of JAX's samplers."""
+        body = int(self.graph.body[row])
+        return any(facts.sampler for facts in self.analysis.facts_of.get(body, ()))
 
-    def _is_small(self, found: ValueClass) -> bool:
-        """Whether memory moves as much for a value in any format."""
-        made = (nbytes(self.graph.eqns[row].outvars[k].aval) for row, k in found.defined)
-        return max(made, default=0.0) < _LINE
-
-    def _in_sampler(self, row: int) -> bool:
-        return any(facts.sampler for facts in self.facts.get(int(self.graph.body[row]), ()))
-
-    def _is_product(self, found: ValueClass) -> bool:
-        eqns = [self.graph.eqns[row] for row, _ in found.defined]
-        kinds = {op(eqn.primitive.name).kind for eqn in eqns if not ir.keeps_bits(eqn)}
-        return kinds <= {OpKind.COMPUTE}
-
-    def _is_users(self, found: ValueClass) -> bool:
-        """Whether the user's program stacks it, and no derivative of it keeps it."""
-        read = [(body, row) for body, rows in found.wide.items() for row in rows]
-        return bool(read) and not any(self._is_backward(*at) for at in read)
-
-    def _follows_products(self, found: ValueClass) -> bool:
-        """Whether it has lost its digits already, as no position or time has."""
-        outvars = (self.graph.eqns[row].outvars[k] for row, k in found.defined)
-        return all(v in self._following for v in outvars)
+    def is_backward(self, body: int, row: int) -> bool:
+        """Whether an equation of a body belongs to a backward pass."""
+        return self.classes.is_backward(body, self.graph.eqns[row])
 
     @functools.cached_property
-    def _following(self) -> set[Any]:
+    def following_products(self) -> set[Any]:
         """What is computed of the result of a low product, however far behind it."""
         eqns = self.graph.eqns
         across = collections.defaultdict[Any, list[Sequence[Any]]](list)
@@ -148,94 +102,200 @@ class Roundable:
             )
             yield from ((opened.outvars[o], [opened.invars[i]]) for i, o in body.carry)
 
-    def _is_sum(self, found: ValueClass) -> bool:
-        """Whether it is the sum of whole arrays, and not of one and a bias."""
-        return any(self._adds_arrays(row) for row, _ in found.defined)
-
-    def _adds_arrays(self, row: int) -> bool:
-        eqn = self.graph.eqns[row]
-        if eqn.primitive.name not in _SUMS:
-            return False
-        return not any(
-            ir.is_literal(v) or v in self._spread or v.aval.shape != eqn.outvars[0].aval.shape
-            for v in eqn.invars
-        )
-
     @functools.cached_property
-    def _spread(self) -> set[Any]:
+    def spread(self) -> set[Any]:
         """What is repeated to the shape that it has."""
         named = (eqn for eqn in self.graph.eqns if eqn.primitive.name == "broadcast_in_dim")
         return {eqn.outvars[0] for eqn in named}
 
-    def _is_added_to(self, found: ValueClass) -> bool:
-        """Whether the forward pass adds to it, so that a small step would be lost."""
-        return any(
-            self._adds(body, self.graph.eqns[row])
-            for body, rows in found.wide.items()
-            for row in rows
-            if not self._is_backward(body, row)
-        )
-
-    def _adds(self, body: int, reader: Any) -> bool:
+    def adds(self, body: int, reader: Any) -> bool:
+        """Whether an equation, or one that its result is scaled on the way to, adds to it."""
         todo, seen = [reader], set[int]()
         while todo:
             eqn = todo.pop()
             if id(eqn) in seen or self.classes.is_backward(body, eqn):
                 continue
             seen.add(id(eqn))
-            if eqn.primitive.name in _SUMS:
+            row = op(eqn.primitive.name)
+            if row.adds:
                 return True
-            if eqn.primitive.name in _SCALES:
+            if row.scales:
                 readers = self.readers.of(body).get(eqn.outvars[0], ())
                 todo += [reader for reader in readers if reader is not None]
         return False
 
-    def _is_backward(self, body: int, row: int) -> bool:
-        return self.classes.is_backward(body, self.graph.eqns[row])
 
-    # ------------------------------------------------------------ who makes and reads it
-
-    def _may_define(self, at: tuple[int, int], is_read_low: bool) -> bool:
-        row, k = at
-        eqn, body = self.graph.eqns[row], int(self.graph.body[row])
-        if row in self.graph.children or self._in_sampler(row) or not self.permits(row):
-            return False
-        if ir.is_unreduced(eqn.outvars[k].aval):
-            return False  # each device would round its term of a sum
-        known = [facts.of(eqn.outvars[k]) for facts in self.facts.get(body, ())]
-        return not any(
-            fact.random
-            or guard(_as_a_whole(fact), self.low)
-            or not (is_read_low or self._fits(fact))
-            for fact in known
-        )
-
-    def _fits(self, fact: Fact) -> bool:
-        """Whether the low format has the range for it: float16 has not for all that float32 has."""
-        if self.low.smallest_normal <= Precision.F32.smallest_normal:
-            return True
-        return max(abs(fact.lo), abs(fact.hi)) <= self.low.max
-
-    def _may_read(self, row: int) -> bool:
-        eqn = self.graph.eqns[row]
-        table, name = op(eqn.primitive.name), eqn.primitive.name
-        if row in self.graph.children or table.kind is OpKind.BOUNDARY or self._in_sampler(row):
-            return False
-        # their error is that of the operand times a large factor, of a difference times any
-        if (table.wide or name == "sub") and table.kind is OpKind.ELEMENTWISE:
-            return False
-        if name == "convert_element_type":
-            return ir.precision_of(eqn.outvars[0].aval) is not None
-        # the sign survives a rounding; no other comparison does
-        compares = name in _COMPARES and not any(map(_is_zero, eqn.invars))
-        return not (compares or name in _PICKS)
+# ---------------------------------------------------------------- what the class is
 
 
-def _as_a_whole(fact: Fact) -> Fact:
+def crosses_the_programs_border(_program: Eligibility, found: ValueClass) -> str | None:
+    """An argument and a result have the dtype that the user gave them."""
+    return "is an argument or a result" if found.is_input or found.is_output else None
+
+
+def is_never_in_memory(_program: Eligibility, found: ValueClass) -> str | None:
+    """Inside a fusion a value costs nothing in any format."""
+    return None if found.places else "is never in memory"
+
+
+def is_small(program: Eligibility, found: ValueClass) -> str | None:
+    """Memory moves whole cache lines."""
+    eqns = program.graph.eqns
+    made = (nbytes(eqns[row].outvars[k].aval) for row, k in found.defined)
+    return "is smaller than a cache line" if max(made, default=0.0) < _LINE else None
+
+
+def is_a_loops_state(_program: Eligibility, found: ValueClass) -> str | None:
+    """A carry that is read wide would be rounded anew in every trip."""
+    is_carried = bool(found.wide) and any(place.kind == "carry" for place in found.places)
+    return "is a loop's state" if is_carried else None
+
+
+def may_be_computed_again(program: Eligibility, found: ValueClass) -> str | None:
+    """XLA may compute again, where it is read, what is only kept for a backward pass.
+
+    The same holds for a stack that the user's program makes, unless a derivative reads it.
+    """
+    if found.low or _is_made_by_products(program, found):
+        return None
+    is_only_kept = {place.kind for place in found.places} == {"kept"}
+    read = [(body, row) for body, rows in found.wide.items() for row in rows]
+    is_users = bool(read) and not any(program.is_backward(*at) for at in read)
+    return "may be computed again where it is read" if is_only_kept or is_users else None
+
+
+def has_all_digits(program: Eligibility, found: ValueClass) -> str | None:
+    """No product that was lowered has taken its digits: a position and a time have them all."""
+    if not found.wide:
+        return None
+    made = (program.graph.eqns[row].outvars[k] for row, k in found.defined)
+    follows = all(v in program.following_products for v in made)
+    return None if follows else "has all of its digits"
+
+
+def is_added_to(program: Eligibility, found: ValueClass) -> str | None:
+    """The forward pass adds to a sum of whole arrays: a small step would be lost."""
+    if not any(_adds_arrays(program, row) for row, _ in found.defined):
+        return None
+    is_added_to = any(
+        program.adds(body, program.graph.eqns[row])
+        for body, rows in found.wide.items()
+        for row in rows
+        if not program.is_backward(body, row)
+    )
+    return "is a sum that is added to" if is_added_to else None
+
+
+def _is_made_by_products(program: Eligibility, found: ValueClass) -> bool:
+    eqns = [program.graph.eqns[row] for row, _ in found.defined]
+    kinds = {op(eqn.primitive.name).kind for eqn in eqns if not ir.keeps_bits(eqn)}
+    return kinds <= {OpKind.COMPUTE}
+
+
+def _adds_arrays(program: Eligibility, row: int) -> bool:
+    """Whether an equation adds whole arrays, and not one and a bias."""
+    eqn = program.graph.eqns[row]
+    if not op(eqn.primitive.name).adds:
+        return False
+    return not any(
+        ir.is_literal(v) or v in program.spread or v.aval.shape != eqn.outvars[0].aval.shape
+        for v in eqn.invars
+    )
+
+
+# ---------------------------------------------------------------- who makes it
+
+
+def is_made_elsewhere(program: Eligibility, found: ValueClass) -> str | None:
+    """What makes it has bodies, belongs to a sampler, or is to be wide by the policy."""
+    for row, k in found.defined:
+        if row in program.graph.children or program.in_sampler(row):
+            return "is made where nothing is rounded"
+        if not program.asked.may_store(row, program.low):
+            return "is to be wide by the policy"
+        if ir.is_unreduced(program.graph.eqns[row].outvars[k].aval):
+            return "is a sum of which each device holds one term"
+    return None
+
+
+def exceeds_range(program: Eligibility, found: ValueClass) -> str | None:
+    """It would overflow, vanish or lose integers in the low format."""
+    is_read_low = bool(found.low) and not found.wide
+    for row, k in found.defined:
+        body, made = int(program.graph.body[row]), program.graph.eqns[row].outvars[k]
+        for known in (facts.of(made) for facts in program.analysis.facts_of.get(body, ())):
+            if known.random:
+                return "follows random bits"
+            if reason := guard(_as_a_whole(known), program.low):
+                return str(reason)
+            if not (is_read_low or _fits(known, program.low)):
+                return "may be larger than the low format's largest value"
+    return None
+
+
+def _fits(known: Fact, low: Precision) -> bool:
+    """Whether the low format has the range for it: float16 has not for all that float32 has."""
+    if low.smallest_normal <= Precision.F32.smallest_normal:
+        return True
+    return max(abs(known.lo), abs(known.hi)) <= low.max
+
+
+def _as_a_whole(known: Fact) -> Fact:
     """A fact in which a multiple of a constant is as large, and as small, as the constant."""
-    sizes = [size for size in (fact.tiny, fact.magnitude) if size]
-    return fact._replace(tiny=min(sizes, default=0.0), reaches=max(fact.reaches, fact.magnitude))
+    sizes = [size for size in (known.tiny, known.magnitude) if size]
+    tiny, reaches = min(sizes, default=0.0), max(known.reaches, known.magnitude)
+    return known._replace(tiny=tiny, reaches=reaches)
+
+
+# ---------------------------------------------------------------- who reads it
+
+
+def decides_a_loop(program: Eligibility, found: ValueClass) -> str | None:
+    """A loop's predicate is computed of it."""
+    decides = any(body in program.analysis.deciding for body in (*found.wide, *found.low))
+    return "decides whether a loop goes on" if decides else None
+
+
+def is_read_exactly(program: Eligibility, found: ValueClass) -> str | None:
+    """A reader has a use for digits that the low format does not have."""
+    rows = (row for readers in (found.wide, found.low) for own in readers.values() for row in own)
+    return next(filter(None, (_why_read_exactly(program, row) for row in rows)), None)
+
+
+def _why_read_exactly(program: Eligibility, row: int) -> str | None:
+    eqn = program.graph.eqns[row]
+    name = eqn.primitive.name
+    table = op(name)
+    if row in program.graph.children or table.kind is OpKind.BOUNDARY or program.in_sampler(row):
+        return "is read where nothing is rounded"
+    # their error is that of the operand times a large factor, of a difference times any
+    if (table.full_precision or name == "sub") and table.kind is OpKind.ELEMENTWISE:
+        return f"is read by {name}, which magnifies its error"
+    if name == "convert_element_type":
+        is_float = ir.precision_of(eqn.outvars[0].aval) is not None
+        return None if is_float else "is cast to integers"
+    # the sign survives a rounding; no other comparison does
+    if table.ranks or (table.compares and not any(map(_is_zero, eqn.invars))):
+        return f"is read by {name}, which tells close values apart"
+    return None
 
 
 def _is_zero(atom: Any) -> bool:
     return ir.is_literal(atom) and not atom.val
+
+
+Veto = Callable[[Eligibility, ValueClass], str | None]
+
+VETOES: tuple[Veto, ...] = (
+    crosses_the_programs_border,
+    is_never_in_memory,
+    is_small,
+    is_a_loops_state,
+    may_be_computed_again,
+    has_all_digits,
+    is_added_to,
+    is_made_elsewhere,
+    exceeds_range,
+    decides_a_loop,
+    is_read_exactly,
+)

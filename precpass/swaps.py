@@ -24,8 +24,6 @@ __all__ = ["with_swaps"]
 
 Readers = Mapping[Any, Sequence[Any]]
 
-_LINKS = frozenset(("transpose", "convert_element_type"))
-
 
 def with_swaps(
     jaxpr: Any, decisions: list[Decision], readers: Callable[[], Readers]
@@ -64,8 +62,6 @@ def with_swaps(
 
 def _commutes(eqn: Any) -> bool:
     """Whether an equation may stand in a chain behind a product."""
-    if eqn.primitive.name not in _LINKS:
-        return False
     return ir.permutation(eqn) is not None or ir.is_plain_cast(eqn)
 
 

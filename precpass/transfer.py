@@ -14,14 +14,6 @@ from precpass.opkinds import OpKind, op
 __all__ = ["Memo", "hull", "results"]
 
 _UNIT = Fact(-1.0, 1.0)
-_SAMPLES = ("random_", "threefry", "rng_")
-_BITS = frozenset(
-    (
-        *("shift_left", "shift_right_logical", "shift_right_arithmetic"),
-        *("and", "or", "xor", "not", "bitcast_convert_type"),
-    )
-)
-
 
 Memo = dict[Hashable, tuple[Sequence[Fact], Sequence[Fact]]]
 """Facts of results and those of the operands, which are held because their identity tells them.
@@ -62,7 +54,7 @@ def _of_others(eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
     if operands.count(ANY) == len(operands) and _learns_nothing(name):
         return [of_aval(v.aval) for v in eqn.outvars]
     avals = [v.aval for v in eqn.outvars]
-    if name.startswith(_SAMPLES):
+    if op(name).makes_random_bits:
         return [of_aval(a)._replace(random=True) for a in avals]
     if name == "sort":
         return list(operands)
@@ -100,7 +92,7 @@ def _settled(name: str, known: Fact, operands: Sequence[Fact], dtype: Any) -> Fa
 @functools.cache
 def _learns_nothing(name: str) -> bool:
     """Whether nothing is known of a primitive's results where nothing is of its operands."""
-    return name not in ("sort", "top_k", "approx_top_k") and not name.startswith(_SAMPLES)
+    return name not in ("sort", "top_k", "approx_top_k") and not op(name).makes_random_bits
 
 
 def _of_constants(known: Fact, moves: bool) -> Fact:
@@ -119,12 +111,12 @@ def _known(name: str, operands: Sequence[Fact], read: Any) -> Fact:
 def _learned(name: str, known: Fact, operands: Sequence[Fact]) -> Fact:
     """What is known of a result beside what its bounds say."""
     learned: dict[str, float] = {}
-    if name in _KEEPS_REACH:
+    if op(name).keeps_largest:
         learned["reaches"] = _reach(operands)
     if name in ("mul", "div"):
         learned["reaches"] = _scaled(name, [f.reaches for f in operands])
         learned["scale"] = _scaled(name, [f.magnitude for f in operands])
-    if name in _KEEPS_SCALE:
+    if op(name).keeps_scale:
         learned["scale"] = _common_scale(operands)
     if name in ("add", "max"):
         learned["tiny"] = min((f.tiny for f in operands if f.tiny), default=0.0)
@@ -133,19 +125,11 @@ def _learned(name: str, known: Fact, operands: Sequence[Fact]) -> Fact:
     return known
 
 
-_KEEPS_SCALE = frozenset(("add", "sub", "add_any", "neg", "abs"))
-
-# A mask's constant survives what adds to it or chooses among values.
-_KEEPS_REACH = frozenset(
-    ("add", "sub", "add_any", "max", "min", "neg", "abs", "convert_element_type", "stop_gradient")
-)
-
-
 def _stays_random(name: str, operands: Sequence[Fact]) -> bool:
     if not any(f.random for f in operands):
         return False
     kind = op(name).kind
-    follows = kind in (OpKind.ELEMENTWISE, OpKind.DATA_MOVEMENT) or name in _BITS
+    follows = kind in (OpKind.ELEMENTWISE, OpKind.DATA_MOVEMENT) or op(name).keeps_random_bits
     return follows and all(f.random or f.constant for f in operands)
 
 

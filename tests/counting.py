@@ -18,11 +18,10 @@ from flow_helpers import PRODUCTS, jaxprs_in, named
 from jax.interpreters import partial_eval
 
 from precpass import jaxpr as ir
-from precpass.boundary import BOUNDARY
 from precpass.equations import unentered
 from precpass.graph import Graph
 from precpass.jaxpr.bodies import ENTERED, OPAQUE
-from precpass.opkinds import TABLE
+from precpass.opkinds import BOUNDARY, TABLE
 from precpass.planner import make_plan
 from precpass.policy import AutoMixedBf16
 from precpass.rules import is_fixed

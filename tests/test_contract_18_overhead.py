@@ -185,7 +185,7 @@ def test_shared_layers_are_rewritten_once(monkeypatch: pytest.MonkeyPatch):
 def test_shared_layers_are_planned_once(compose: str, monkeypatch: pytest.MonkeyPatch):
     """What is known of a layer's operands is the same at every call here: more is planned apart."""
     decided: Counter[str] = Counter()
-    begin = Planner._likeness
+    begin = Planner._decisions
 
     def counted(self: Planner, facts: Any, *args: Any) -> Any:
         """Every body that is planned begins here."""
@@ -194,7 +194,7 @@ def test_shared_layers_are_planned_once(compose: str, monkeypatch: pytest.Monkey
         decided.update(self.graph.eqns[row].primitive.name for row in leaves)
         return begin(self, facts, *args)
 
-    monkeypatch.setattr(Planner, "_likeness", counted)
+    monkeypatch.setattr(Planner, "_decisions", counted)
 
     def planned(n: int) -> Counter[str]:
         @jax.jit

@@ -15,9 +15,8 @@ from flow_helpers import jaxprs_in, named
 
 import precpass as pp
 from precpass import jaxpr as ir
-from precpass.boundary import BOUNDARY
 from precpass.jaxpr import hi_primitives
-from precpass.opkinds import TABLE
+from precpass.opkinds import BOUNDARY, TABLE
 
 VERSION = jax.__version__
 

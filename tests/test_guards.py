@@ -71,7 +71,7 @@ def test_a_guard_fires_exactly_at_the_formats_limits(fact, target, fires):
     ],
 )
 def test_a_guard_names_the_value_the_format_and_the_limit(fact, target, words):
-    text = guard(fact, target)
+    text = str(guard(fact, target))
     assert all(word in text for word in words), text
 
 

@@ -106,6 +106,7 @@ from precpass.jaxpr.rounded import (
     wide_operand,
 )
 from precpass.jaxpr.shardings import (
+    holds_terms,
     is_reduced,
     is_sharded_by_type,
     is_unreduced,
@@ -170,6 +171,7 @@ __all__ = [
     "has_complex",
     "has_rules",
     "hidden_jaxprs",
+    "holds_terms",
     "in_avals",
     "in_place_of",
     "in_x64",

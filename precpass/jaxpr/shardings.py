@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 __all__ = [
+    "holds_terms",
     "is_reduced",
     "is_sharded_by_type",
     "is_unreduced",
@@ -39,6 +40,15 @@ def is_reduced(aval: Any) -> bool:
 def is_unreduced(aval: Any) -> bool:
     """Whether each device holds one term of the sum that a value is."""
     return bool(getattr(_spec_of(aval), "unreduced", None))
+
+
+def holds_terms(eqn: Any) -> bool:
+    """Whether each device holds one term of a sum that an equation reads or makes."""
+    atoms = (*eqn.invars, *eqn.outvars)
+    try:  # every equation is asked: no call of Python's for each value
+        return any([v.aval.sharding.spec.unreduced for v in atoms])
+    except AttributeError:  # a token, or a reference
+        return any(is_unreduced(v.aval) for v in atoms)
 
 
 def shards(aval: Any) -> int:

@@ -135,25 +135,6 @@ class Recorder:
 
 # ---------------------------------------------------------------- one equation
 
-# zero of what is not zero only where the result was too small for its format
-_OF_NONZERO = frozenset(
-    (
-        *("convert_element_type", "reduce_precision", "mul", "square", "sqrt", "cbrt", "tanh"),
-        *("expm1", "log1p", "erf", "sin", "tan", "sinh", "asinh", "asin", "atan", "atanh"),
-    )
-)
-# never zero of a finite operand
-_NEVER_ZERO = frozenset(("exp", "exp2", "logistic", "erfc"))
-# zero of a first operand that is zero, or of an infinity
-_OF_FIRST = frozenset(("div", "pow", "integer_pow"))
-# what these make is one of their operands, or its magnitude
-_CHOOSE = frozenset(
-    (
-        *("neg", "abs", "copy", "select_n", "max", "min", "clamp", "sort", "cummax", "cummin"),
-        *("reduce_max", "reduce_min", "stop_gradient", "top_k", "sign"),
-    )
-)
-
 
 def _moves(name: str) -> bool:
     # a gather makes NaNs of indices out of bounds
@@ -162,7 +143,7 @@ def _moves(name: str) -> bool:
 
 def _row(step: ir.Ran, reads: bool) -> dict[str, Any]:
     name = step.eqn.primitive.name
-    chooses = name in _CHOOSE or _moves(name)
+    chooses = op(name).makes_an_operand or _moves(name)
     results = [x for x in step.results if _is_inexact(x)]
     operands = [x for x in step.operands if _is_inexact(x)]
     given = [_bits(x) for x in operands]
@@ -213,11 +194,11 @@ def _not_zero(name: str, given: Sequence[Any]) -> Any:
     if not given:
         return None
     finite = _all(bits < INFINITY for bits in given)
-    if name in _OF_NONZERO:
+    if op(name).zero_if_too_small:
         return _all((bits > 0 for bits in given), finite)
-    if name in _NEVER_ZERO:
+    if op(name).never_zero:
         return finite
-    return (given[0] > 0) & finite if name in _OF_FIRST else None
+    return (given[0] > 0) & finite if op(name).zero_if_first_is else None
 
 
 _COMBINE = {"max": lax.max, "min": lax.min, "sum": lax.add}

@@ -1,0 +1,65 @@
+"""What is true of a program apart from any policy, found out once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from precpass.accumulate import Additive
+from precpass.facts import Facts, propagate
+from precpass.graph import Graph
+from precpass.readers import Readers
+
+__all__ = ["Analysis"]
+
+
+class Analysis:
+    """The analyses of one program.
+
+    Attributes:
+        graph: the program.
+        facts: what is known of its values, by class of call sites; those of the root.
+        readers: who reads a value.
+        additive: where loops accumulate.
+
+    Args:
+        graph: the program.
+        closed_over: the values of its first operands, as far as it closes over them.
+    """
+
+    def __init__(self, graph: Graph, closed_over: Sequence[object] = ()) -> None:
+        self.graph = graph
+        self.facts = propagate(graph, closed_over)
+        self.readers = Readers(graph)
+        self.additive = Additive()
+
+    @functools.cached_property
+    def facts_of(self) -> dict[int, list[Facts]]:
+        """What is known of each body's values, at each class of its call sites."""
+        found: dict[int, list[Facts]] = {}
+        todo, seen = [self.facts], {id(self.facts)}
+        while todo:
+            facts = todo.pop()
+            found.setdefault(facts.body, []).append(facts)
+            for inner in facts.inner.values():
+                new = [inside for inside in inner if id(inside) not in seen]
+                seen.update(map(id, new))
+                todo += new
+        return found
+
+    @functools.cached_property
+    def deciding(self) -> frozenset[int]:
+        """The bodies that compute the predicates of loops, and those that they enter."""
+        graph, found = self.graph, set[int]()
+        children: dict[int, set[int]] = {}
+        for row, entered in graph.children.items():
+            for body, child in entered:
+                children.setdefault(int(graph.body[row]), set()).add(child)
+                if body.decides:
+                    found.add(child)
+        todo = list(found)
+        while todo:
+            new = children.get(todo.pop(), set()) - found
+            found |= new
+            todo += new
+        return frozenset(found)

@@ -1,0 +1,154 @@
+"""The decision about one equation: a pure function of a query and a policy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from precpass import reasons
+from precpass.asked import Request
+from precpass.decisions import drop, keep, lower, widen
+from precpass.guards import first_reason
+from precpass.opkinds import OpKind
+from precpass.plan import Decision
+from precpass.policy import PrecisionPolicy
+from precpass.precision import BY_DTYPE, Precision
+from precpass.query import Query
+from precpass.reasons import DecidedBy, Reason
+
+__all__ = ["decide"]
+
+
+def decide(query: Query, policy: PrecisionPolicy) -> Decision:
+    """The decision about an equation without bodies.
+
+    What comes first wins:
+
+    1. Types and BOUNDARY: what has no floating-point value of a format in `policy.retypes`, and
+       what keeps exact dtypes, stays as it is.
+    2. What the user wrote: a function with a policy of its own, a cast, an operand that was cast
+       to a low format, an explicit precision of a product.
+    3. Guards (`guards.GUARDS`): what would be wrong in the precision that is asked for.
+    4. What is asked for: by the innermost keep region, by the first rule that matches, by a saved
+       plan (`Request`).
+    5. The preset, which is an order for some kinds of equations and a permission for others. What
+       is permitted is left wide, because inside a fusion that costs nothing, unless the equation
+       only moves values that are stored low.
+
+    Whether a product that the preset lowers pays is decided behind this (`profit`, `placing`), by
+    the times of the device.
+
+    Example:
+        `Planner` asks this for each distinct `Query` of a program.
+    """
+    kind, place, traits = query.row.kind, query.place, query.traits
+    if place.is_fixed:
+        return _keep(query, reasons.FIXED())
+    if policy.widens and traits.serves_product:
+        return drop(kind, Precision.F32, (Precision.F32,), reasons.WIDE_AGAIN())
+    if kind is OpKind.BOUNDARY:
+        return _boundary(query)
+    if traits.applies_function:
+        return _keep(query, reasons.OWN_FUNCTION())
+    if not query.formats:
+        return _keep(query, reasons.COMPLEX() if query.has_complex else reasons.NO_FLOATS())
+    request = place.request
+    assert request is not None
+    if request.precision is Precision.F64:
+        return _in_float64_region(_widened_to_float64(query, policy, request.reason), query)
+    if (
+        request.precision is Precision.F32
+        and policy.widens
+        and any(p.is_low for p in query.formats)
+    ):
+        return _widen(query, Precision.F32, reasons.REMOVES_LOW())
+    if query.primitive == "convert_element_type":
+        return _cast(query)
+    if place.decides_loop:
+        return _keep(query, reasons.PREDICATE())
+    return _lowered(query, policy, request)
+
+
+def _keep(query: Query, reason: Reason) -> Decision:
+    return keep(query.row.kind, query.results, reason)
+
+
+def _widen(query: Query, target: Precision, reason: Reason) -> Decision:
+    is_cast = query.primitive == "convert_element_type" and query.dtypes[0] in BY_DTYPE
+    is_cast = is_cast and query.results[0] is not None
+    return widen(query.row.kind, target, query.results, reason, is_cast=is_cast)
+
+
+def _in_float64_region(decision: Decision, query: Query) -> Decision:
+    """The decision for an equation of a float64 region, evaluated with the others there."""
+    return decision if query.traits.has_effects else dataclasses.replace(decision, island=True)
+
+
+def _boundary(query: Query) -> Decision:
+    """The decision about an equation that keeps exactly its dtypes."""
+    if query.traits.is_float64_span:
+        return _keep(query, reasons.FLOAT64_REGION())
+    if not query.formats:
+        return _keep(query, reasons.NO_FLOATS())
+    why = query.traits.why_boundary or "a primitive unknown to precpass"
+    decision = _keep(query, reasons.EXACT_DTYPES(why))
+    if not query.place.in_float64:
+        return decision
+    if query.row.no_low_kernel and query.formats == {Precision.F32}:
+        decision = _widen(query, Precision.F64, reasons.NO_LOW_KERNELS())
+    return _in_float64_region(decision, query)
+
+
+def _widened_to_float64(query: Query, policy: PrecisionPolicy, why: Reason) -> Decision:
+    """The decision about an equation that is to run in float64."""
+    is_random = any(known is not None and known.random for known in query.ranges[query.operands :])
+    if query.place.in_sampler or is_random:
+        return _keep(query, reasons.RANDOM_BITS())
+    formats = query.formats
+    if not policy.widens:
+        if formats != {Precision.F32}:
+            return _keep(query, reasons.USERS_PRECISION())
+        if Precision.F32 not in policy.retypes:
+            return _keep(query, reasons.NOT_RETYPED(Precision.F32))
+    elif formats == {Precision.F64}:
+        return _keep(query, why)
+    elif Precision.F64 in formats and why.decided_by is DecidedBy.SAVED_PLAN:
+        # float64 in a file may be that of the result of a product of mixed types
+        return _keep(query, why)
+    return _widen(query, Precision.F64, why)
+
+
+def _cast(query: Query) -> Decision:
+    """The decision about a cast that the user wrote: it goes if it undoes the one before it."""
+    (target,) = query.results
+    if target is not None and query.traits.undoes_cast_from is target:
+        return drop(query.row.kind, target, (None,), reasons.EXACT_CASTS())
+    return _keep(query, reasons.USERS_CAST())
+
+
+def _lowered(query: Query, policy: PrecisionPolicy, request: Request) -> Decision:
+    """The decision about an equation that may be lowered, if that is asked for."""
+    native = query.formats.pop() if len(query.formats) == 1 else None
+    if native is None or native.is_low:
+        return _keep(query, reasons.USERS_PRECISION())
+    if native not in policy.retypes:
+        return _keep(query, reasons.NOT_RETYPED(native))
+    target, is_order = request.precision, request.is_order
+    if not (target.is_low or (is_order and target.is_narrower_than(native))):
+        return _keep(query, request.reason)
+    if against := first_reason(query, target):
+        return _keep(query, against)
+    if query.traits.sums_nothing and OpKind.ELEMENTWISE not in policy.orders:
+        return _keep(query, reasons.ELEMENTWISE_PRODUCT())
+    if not (is_order or _moves_low(query, target)):
+        return _keep(query, reasons.MAY_RUN(target))
+    reason = request.reason if is_order else reasons.MOVES_LOW()
+    if query.traits.is_unchecked:
+        reason = reasons.UNCHECKED(reason)
+    return lower(query.row.kind, target, query.results, reason)
+
+
+def _moves_low(query: Query, low: Precision) -> bool:
+    """Whether an equation only moves values that are stored in a low format."""
+    if query.row.kind is not OpKind.DATA_MOVEMENT or query.traits.spreads:
+        return False
+    return all(stored is low for stored in query.stored_of_floats())

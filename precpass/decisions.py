@@ -1,0 +1,117 @@
+"""How decisions are made as data: keep, lower, widen, and what crosses the borders of bodies."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from precpass import jaxpr as ir
+from precpass import reasons
+from precpass.opkinds import OpKind, op
+from precpass.plan import Action, Border, Decision, Plan
+from precpass.policy import PrecisionPolicy
+from precpass.precision import Precision
+from precpass.reasons import Reason
+
+__all__ = [
+    "Formats",
+    "border_of",
+    "crossing_formats",
+    "drop",
+    "formats_of",
+    "keep",
+    "lower",
+    "unchanged_plan",
+    "widen",
+]
+
+Formats = tuple[Precision | None, ...]
+"""The format of each result of an equation; None for what is no floating-point value."""
+
+
+@functools.lru_cache(maxsize=4096)
+def keep(kind: OpKind, results: Formats, reason: Reason) -> Decision:
+    """The decision to evaluate an equation as it was written.
+
+    Args:
+        kind: the equation's.
+        results: the formats of its results.
+        reason: why.
+    """
+    native = next(filter(None, results), None)
+    return Decision(Action.KEEP, kind, native, (None,) * len(results), reason)
+
+
+@functools.lru_cache(maxsize=4096)
+def lower(kind: OpKind, target: Precision, results: Formats, reason: Reason) -> Decision:
+    """The decision to evaluate an equation in a lower precision.
+
+    A product's results keep their format: (low, low) -> f32 is the fast and the accurate form, in
+    which the sums stay wide.
+    """
+    held = None if kind is OpKind.COMPUTE else target
+    stored = tuple(held if native else None for native in results)
+    return Decision(Action.LOWER, kind, target, stored, reason)
+
+
+def widen(
+    kind: OpKind, target: Precision, results: Formats, reason: Reason, *, is_cast: bool = False
+) -> Decision:
+    """The decision to evaluate an equation in a higher precision.
+
+    Args:
+        kind: the equation's.
+        target: the precision.
+        results: the formats of its results.
+        reason: why.
+        is_cast: whether it casts between floating formats, and so is dropped.
+    """
+    stored = tuple(target if native else None for native in results)
+    action = Action.DROP if is_cast else Action.WIDEN
+    return Decision(action, kind, target, stored, reason)
+
+
+def drop(kind: OpKind, target: Precision, stored: Formats, reason: Reason) -> Decision:
+    """The decision to replace an equation by its operand in a format."""
+    return Decision(Action.DROP, kind, target, stored, reason)
+
+
+def crossing_formats(policy: PrecisionPolicy, wide: bool) -> Border:
+    """How values cross the borders of an equation's bodies, in a float64 region or elsewhere."""
+    target = Precision.F64 if wide else Precision.F32
+    lows = (Precision.BF16, Precision.F16) if policy.widens else ()
+    floats = (Precision.F32,) if wide and Precision.F32 in policy.retypes else ()
+    return tuple((native, target) for native in (*lows, *floats))
+
+
+def border_of(jaxpr: Any, border: Border) -> Border:
+    """What of a border concerns the values that cross that of the jaxpr."""
+    crossing = {ir.precision_of(a) for a in (*ir.in_avals(jaxpr), *ir.out_avals(jaxpr))}
+    return tuple(pair for pair in border if pair[0] in crossing)
+
+
+def unchanged_plan(jaxpr: Any) -> Plan:
+    """The plan of a pass that is switched off: it enters what another one enters."""
+    return _unchanged(jaxpr, {})
+
+
+def _unchanged(jaxpr: Any, known: dict[int, Plan]) -> Plan:
+    opened = ir.open_jaxpr(jaxpr)
+    if id(opened) not in known:
+        decisions = [_unchanged_equation(eqn, known) for eqn in opened.eqns]
+        known[id(opened)] = Plan(tuple(decisions))
+    return known[id(opened)]
+
+
+def _unchanged_equation(eqn: Any, known: dict[int, Plan]) -> Decision:
+    kind, results = op(eqn.primitive.name).kind, formats_of(eqn.outvars)
+    inner = tuple(_unchanged(body.jaxpr, known) for body in ir.bodies(eqn))
+    if not inner:
+        return keep(kind, results, reasons.OFF())
+    return Decision(Action.ENTER, kind, None, (None,) * len(results), reasons.ENTERED(), inner)
+
+
+def formats_of(atoms: Sequence[Any]) -> Formats:
+    """The formats of some values."""
+    return tuple(ir.precision_of(v.aval) for v in atoms)

@@ -1,0 +1,146 @@
+"""Why an equation must not, or need not, run in a lower precision.
+
+A guard takes a query and the precision that is asked for, and returns a reason against it, or None.
+`GUARDS` has them in their order: the first that has a reason decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from precpass import reasons
+from precpass.fact import guard
+from precpass.opkinds import OpKind
+from precpass.precision import BY_DTYPE, Precision
+from precpass.query import Query
+from precpass.reasons import Reason
+
+__all__ = ["GUARDS", "Guard", "first_reason"]
+
+Guard = Callable[[Query, Precision], Reason | None]
+
+
+def first_reason(query: Query, target: Precision) -> Reason | None:
+    """The first guard's reason against evaluating an equation in `target`; None for none."""
+    return next((reason for guard in GUARDS if (reason := guard(query, target))), None)
+
+
+def selects_or_compares(query: Query, target: Precision) -> Reason | None:
+    """It chooses among its operands, or compares them, in the precision of the widest one.
+
+    An equality in a low region is the exception: where one side was rounded and the other one was
+    not, nothing compares equal any more (`opkinds`, column `tests_equality`).
+    """
+    if not query.row.selects:
+        return None
+    follows = query.row.tests_equality and is_ordered(query) and target in query.stored
+    return None if follows else reasons.SELECTS()
+
+
+def accumulates_in_carry(query: Query, _target: Precision) -> Reason | None:
+    """A loop adds to its carry through it: 16384 ones in bfloat16 add up to 256."""
+    return reasons.ACCUMULATES() if query.accumulates else None
+
+
+def adds_terms_of_devices(query: Query, _target: Precision) -> Reason | None:
+    """Each device holds one term of a sum; they are added in the format that they have."""
+    is_product = query.row.kind is OpKind.COMPUTE
+    return reasons.TERMS() if query.traits.holds_terms and not is_product else None
+
+
+def adds_cotangents(query: Query, _target: Precision) -> Reason | None:
+    """It adds up the cotangents of a value that is read several times."""
+    return reasons.COTANGENTS() if query.row.adds_cotangents else None
+
+
+def mixes_types(query: Query, _target: Precision) -> Reason | None:
+    """It is a product of operands of two types, such as float32 and complex64."""
+    left, right = (*query.dtypes, None)[:2]
+    mixes = query.row.kind is OpKind.COMPUTE and left != right
+    return reasons.MIXED_TYPES() if mixes else None
+
+
+def is_of_full_precision_set(query: Query, _target: Precision) -> Reason | None:
+    """Its error would be its operand's times a large factor, and nobody ordered it low."""
+    is_kept = query.row.full_precision and not is_ordered(query)
+    return reasons.FULL_PRECISION_SET() if is_kept else None
+
+
+def has_users_order(query: Query, _target: Precision) -> Reason | None:
+    """The user said how precise it is to be."""
+    order = query.traits.user_order
+    return reasons.USERS_ORDER(order) if order else None
+
+
+def is_made_of_constants(query: Query, _target: Precision) -> Reason | None:
+    """It is computed once, when the program is compiled."""
+    operands = query.ranges[: query.operands]
+    is_constant = all(known is not None and known.constant for known in operands)
+    return reasons.CONSTANTS() if is_constant and query.row.kind is not OpKind.COMPUTE else None
+
+
+def follows_random_bits(query: Query, _target: Precision) -> Reason | None:
+    """A sampler makes numbers of random bits through it, whose every digit matters.
+
+    A product ends what follows the bits, unless it stands in a sampler and correlates them.
+    """
+    of_operands = query.row.kind is OpKind.COMPUTE and query.place.in_sampler
+    values = zip(query.ranges, query.dtypes, strict=True)
+    follows = any(
+        known is not None and known.random and dtype in BY_DTYPE
+        for at, (known, dtype) in enumerate(values)
+        if at >= query.operands or of_operands
+    )
+    return reasons.RANDOM_BITS() if follows else None
+
+
+def exceeds_range(query: Query, target: Precision) -> Reason | None:
+    """A value would overflow, vanish or lose integers in the low format."""
+    for at, (known, dtype) in enumerate(zip(query.ranges, query.dtypes, strict=True)):
+        if known is None or dtype not in BY_DTYPE:
+            continue
+        if query.row.kind is OpKind.COMPUTE:
+            # in a sum of products only an operand that vanishes as a whole matters
+            known = known._replace(tiny=known.magnitude)
+        what = "an operand" if at < query.operands else "its result"
+        if reason := guard(known, target, what):
+            return reason
+    return None
+
+
+def is_rounded_by_readers(query: Query, target: Precision) -> Reason | None:
+    """Every reader casts its results to the low format, which commutes with what it does.
+
+    So it is with movement, and with a sum, which is rounded once anyway. A program that was
+    rewritten before has this form.
+    """
+    row = query.row
+    reads_no_float = not query.stored_of_floats()
+    commutes = (
+        row.kind is OpKind.DATA_MOVEMENT
+        or query.primitive == "stop_gradient"
+        or reads_no_float
+        or (row.accumulates and row.kind is OpKind.REDUCTION)
+    )
+    is_rounded = commutes and query.traits.readers_round_to is target
+    return reasons.READERS_ROUND(target) if is_rounded else None
+
+
+def is_ordered(query: Query) -> bool:
+    """Whether what is asked for is an order, and no mere permission."""
+    return query.place.request is not None and query.place.request.is_order
+
+
+GUARDS: tuple[Guard, ...] = (
+    selects_or_compares,
+    accumulates_in_carry,
+    adds_terms_of_devices,
+    adds_cotangents,
+    mixes_types,
+    is_of_full_precision_set,
+    has_users_order,
+    is_made_of_constants,
+    follows_random_bits,
+    exceeds_range,
+    is_rounded_by_readers,
+)

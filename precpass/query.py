@@ -1,0 +1,278 @@
+"""`Query`: everything that the decision about one equation may depend on, the policy apart.
+
+A program repeats itself: the layers of a model ask the same query, which is answered once. `decide`
+sees nothing but the query and the policy, so that no two equations that differ in anything that
+matters can share an answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from precpass import jaxpr as ir
+from precpass.asked import Asked, Request
+from precpass.equations import contracts, spreads
+from precpass.fact import Fact
+from precpass.facts import Facts
+from precpass.graph import join_scopes
+from precpass.opkinds import BOUNDARY, Op, OpKind, op
+from precpass.precision import BY_DTYPE, Precision
+from precpass.readers import Readers
+from precpass.rules import is_fixed
+
+__all__ = ["Place", "Queries", "Query", "Traits"]
+
+Stored = Mapping[Any, Precision | None]
+"""Variable -> the format that it is stored in, where that is not its own."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """Where an equation stands, and what is asked for there; equal places are one object.
+
+    Attributes:
+        request: what the policy asks for; None where nobody is asked: of a function with a policy
+            of its own, of what is BOUNDARY, and of what has no floating-point values.
+        is_fixed: whether it belongs to a function with a policy of its own.
+        in_float64: of what is BOUNDARY, whether it stands in a float64 region.
+        decides_loop: whether it computes a loop's predicate.
+        in_sampler: whether it belongs to one of JAX's samplers.
+    """
+
+    request: Request | None
+    is_fixed: bool
+    in_float64: bool
+    decides_loop: bool
+    in_sampler: bool
+
+
+place = functools.lru_cache(maxsize=4096)(Place)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traits:
+    """What few equations have; equal traits are one object.
+
+    Attributes:
+        row: what the table says of the primitive.
+        user_order: what the user said of a product's precision, in words.
+        sums_nothing: whether it is a product without contracted dimensions.
+        spreads: whether one element of an operand reaches many results.
+        holds_terms: whether each device holds one term of a sum that it reads or makes.
+        is_unchecked: whether it reads a constant whose elements cannot be read.
+        applies_function: whether it applies a function of the user's in place.
+        has_effects: whether it has effects.
+        readers_round_to: the format that all of its readers cast its results to, if they do.
+        undoes_cast_from: of a cast, the low format from which what it reads was cast for it
+            alone.
+        why_boundary: of what is BOUNDARY, why it keeps its dtypes; "" where nobody knows it.
+        is_float64_span: whether it is a float64 region of a program that was rewritten before.
+        serves_product: whether a rewrite before has it to serve a lowered product.
+    """
+
+    row: Op
+    user_order: str = ""
+    sums_nothing: bool = False
+    spreads: bool = False
+    holds_terms: bool = False
+    is_unchecked: bool = False
+    applies_function: bool = False
+    has_effects: bool = False
+    readers_round_to: Precision | None = None
+    undoes_cast_from: Precision | None = None
+    why_boundary: str = ""
+    is_float64_span: bool = False
+    serves_product: bool = False
+
+
+traits = functools.lru_cache(maxsize=4096)(Traits)
+
+
+class Query(NamedTuple):
+    """All that tells one equation's decision from another's under one policy.
+
+    Attributes:
+        primitive: its name.
+        operands: how many operands it has.
+        dtypes: of its operands, and behind them of its results; None for what has none.
+        ranges: what is known of each of these values; None, or `ANY`, where nothing is.
+        stored: of each operand, the format that it is stored in if that is not its own; () where
+            nothing is stored so.
+        accumulates: whether a loop accumulates through it.
+        place: where it stands.
+        traits: what few equations have.
+    """
+
+    primitive: str
+    operands: int
+    dtypes: tuple[np.dtype[Any] | None, ...]
+    ranges: tuple[Fact | None, ...]
+    stored: tuple[Precision | None, ...]
+    accumulates: bool
+    place: Place
+    traits: Traits
+
+    @property
+    def row(self) -> Op:
+        """What the table says of its primitive."""
+        return self.traits.row
+
+    @property
+    def results(self) -> tuple[Precision | None, ...]:
+        """The formats of its results."""
+        return tuple(map(BY_DTYPE.get, self.dtypes[self.operands :]))
+
+    @property
+    def formats(self) -> set[Precision]:
+        """The floating formats of all that it reads and makes."""
+        return {p for dtype in self.dtypes if (p := BY_DTYPE.get(dtype))}
+
+    @property
+    def has_complex(self) -> bool:
+        """Whether it reads or makes complex values."""
+        return any(d is not None and jnp.issubdtype(d, jnp.complexfloating) for d in self.dtypes)
+
+    def stored_of_floats(self) -> list[Precision | None]:
+        """The formats that its floating operands are stored in, None for their own."""
+        stored = self.stored or (None,) * self.operands
+        pairs = zip(stored, self.dtypes, strict=False)
+        return [held for held, dtype in pairs if dtype in BY_DTYPE]
+
+
+class Queries:
+    """The queries about the equations of one body at one class of call sites.
+
+    Args:
+        facts: what is known of the body's values there.
+        readers: of the program's values.
+        asked: what the policy asks of single equations.
+        scope: the name scopes around the program.
+        decides_loop: whether the body computes a loop's predicate.
+    """
+
+    def __init__(
+        self, facts: Facts, readers: Readers, asked: Asked, scope: str, *, decides_loop: bool
+    ) -> None:
+        self._facts = facts
+        self._readers = readers
+        self._asked = asked
+        self._scope = scope
+        self._decides_loop = decides_loop
+        self._cast = readers.cast(facts.body)
+        self._scopes: dict[int, str] = {}
+        self._places: dict[tuple[str, str], Place] = {}
+
+    def of(self, row: int, eqn: Any, stored: Stored, *, accumulates: bool) -> Query:
+        """The query about one equation.
+
+        Args:
+            row: in the graph.
+            eqn: the equation.
+            stored: of the values before it.
+            accumulates: whether a loop accumulates through it.
+        """
+        name, invars = eqn.primitive.name, eqn.invars
+        # no call of Python's for each value: every equation comes here
+        fact_of, get, is_literal = self._facts.of, self._facts.values.get, ir.is_literal
+        atoms = (*invars, *eqn.outvars)
+        try:
+            dtypes = tuple([v.aval.dtype for v in atoms])
+        except AttributeError:  # a token
+            dtypes = tuple([getattr(v.aval, "dtype", None) for v in atoms])
+        ranges = tuple([fact_of(v) if is_literal(v) else get(v) for v in atoms])
+        held = tuple([None if is_literal(v) else stored.get(v) for v in invars]) if stored else ()
+        here, own = self._place(row, eqn, dtypes), self._traits(eqn)
+        # `Query(...)` without the call of Python's that it is
+        fields = name, len(invars), dtypes, ranges, held, accumulates, here, own
+        return tuple.__new__(Query, fields)
+
+    # ------------------------------------------------------------ where it stands
+
+    def _place(self, row: int, eqn: Any, dtypes: tuple[Any, ...]) -> Place:
+        if self._asked.tells_equations_apart:
+            return self._new_place(row, eqn, dtypes)
+        # a name stack is one object for all that was bound below it
+        stack, name = id(eqn.source_info.name_stack), eqn.primitive.name
+        scope = self._scopes.get(stack)
+        if scope is None:
+            scope = self._asked.graph.scope_in(self._facts.body, eqn)
+            self._scopes[stack] = scope
+        found = self._places.get((scope, name))
+        if found is None:
+            found = self._places[scope, name] = self._new_place(row, eqn, dtypes)
+        return found
+
+    def _new_place(self, row: int, eqn: Any, dtypes: tuple[Any, ...]) -> Place:
+        scope, table = self._scope_of(eqn), op(eqn.primitive.name)
+        around = self._decides_loop, self._facts.sampler
+        if is_fixed(scope):
+            return place(None, True, False, *around)
+        # a rule that only matches what no precision concerns is reported as one without a match
+        tells = self._asked.tells_equations_apart
+        if tells and not any(dtype in BY_DTYPE for dtype in dtypes):
+            return place(None, False, False, *around)
+        if table.kind is OpKind.BOUNDARY:
+            return place(None, False, self._asked.in_float64(row, scope), *around)
+        if tells and ir.applies_function(eqn):
+            return place(None, False, False, *around)
+        return place(self._asked.request(row, table, scope), False, False, *around)
+
+    def _scope_of(self, eqn: Any) -> str:
+        return join_scopes(self._scope, self._asked.graph.scope_in(self._facts.body, eqn))
+
+    # ------------------------------------------------------------ what few equations have
+
+    def _traits(self, eqn: Any) -> Traits:
+        name, facts = eqn.primitive.name, self._facts
+        is_cast_by_reader = self._cast and not self._cast.isdisjoint(eqn.outvars)
+        plain = _plain_traits(name)
+        is_plain = plain and not (is_cast_by_reader or facts.unchecked or eqn.effects)
+        if is_plain and ir.user_order(eqn) is None and not ir.holds_terms(eqn):
+            return plain
+        row = op(name)
+        is_boundary = row.kind is OpKind.BOUNDARY
+        return traits(
+            row,
+            ir.user_order(eqn) or "",
+            row.kind is OpKind.COMPUTE and not contracts(eqn),
+            spreads(eqn),
+            ir.holds_terms(eqn),
+            any(not ir.is_literal(v) and v in facts.unchecked for v in eqn.invars),
+            ir.applies_function(eqn),
+            ir.effects_of(eqn),
+            self._readers_round_to(eqn) if is_cast_by_reader else None,
+            self._undoes_cast_from(eqn) if name == "convert_element_type" else None,
+            (ir.why_opaque(eqn) or BOUNDARY.get(name, "")) if is_boundary else "",
+            is_boundary and ir.is_float64(eqn),
+            is_boundary and (ir.hands_on(eqn) or ir.is_detach(eqn)),
+        )
+
+    def _readers_round_to(self, eqn: Any) -> Precision | None:
+        readers_of = self._readers.of(self._facts.body)
+        readers = [reader for v in eqn.outvars for reader in readers_of.get(v, ())]
+        if any(r is None or r.primitive.name != "convert_element_type" for r in readers):
+            return None
+        formats = {ir.precision_of(reader.outvars[0].aval) for reader in readers}
+        return formats.pop() if len(formats) == 1 else None
+
+    def _undoes_cast_from(self, eqn: Any) -> Precision | None:
+        body, operand = self._facts.body, eqn.invars[0]
+        source = self._readers.widened_from(body, operand)
+        # several readers would add up their cotangents in the low format
+        is_read_alone = source and len(self._readers.of(body).get(operand, ())) == 1
+        return ir.precision_of(source.aval) if is_read_alone else None
+
+
+@functools.cache
+def _plain_traits(name: str) -> Traits | None:
+    """The traits that every equation of a primitive has; None where they differ between them."""
+    named = ("convert_element_type", "scatter", "reshard")
+    if name in named or op(name).kind in (OpKind.COMPUTE, OpKind.BOUNDARY):
+        return None
+    return traits(op(name), spreads=op(name).spreads)
