@@ -20,27 +20,33 @@ from precpass.product import is_in_order, low_copy
 
 __all__ = ["Env", "crossing_aval"]
 
-_NOTED = named("repeats") | {"convert_element_type"}
-"""The equations whose results may have a low copy from before them."""
+_MAY_HAVE_LOW_SOURCE = named("repeats") | {"convert_element_type"}
+"""The equations whose operand may have a low copy, or be one, in whichever format it is stored."""
 
 
 class Env:
     """The values of a jaxpr that is rewritten, as atoms of the new one.
 
-    Those that are not in `values` are as they were.
+    Attributes:
+        opened: the jaxpr.
+        build: where new equations are added.
+        values: variable -> what stands for it in the new jaxpr, in whichever format; what is not
+            in here is as it was.
+        low_copies: (atom, format) -> its copy in a low format, through which no derivative passes.
+        wide_copies: (atom, format) -> its copy in a wider format, which all readers share.
+        twins: (atom, format) -> its low copy as 16 bits, the form in which it crosses borders.
+        low_sources: variable -> the equation that makes it, where a low copy of it is better made
+            of what that equation reads.
     """
 
     def __init__(self, opened: Any, build: ir.Builder) -> None:
         self.opened = opened
         self.build = build
         self.values: dict[Any, Any] = {}
-        self.held: dict[Any, Precision] = {}
-        self.low_copies: dict[Any, Any] = {}
-        self.wide_copies: dict[Any, Any] = {}
-        self.widened_from: dict[Any, Any] = {}
-        self.bits: dict[Any, Any] = {}
-        self.twins: dict[Any, Any] = {}
-        self.moved: dict[Any, Any] = {}
+        self.low_copies: dict[tuple[Any, Precision], Any] = {}
+        self.wide_copies: dict[tuple[Any, Precision], Any] = {}
+        self.twins: dict[tuple[Any, Precision], Any] = {}
+        self.low_sources: dict[Any, Any] = {}
 
     def enter(self, var: Any, border: Border) -> Any:
         """The operand in the place of `var`, in the format in which it crosses the border."""
@@ -48,9 +54,6 @@ class Env:
         if crossing is var.aval:
             return var
         self.values[var] = new = ir.new_variable(crossing)
-        held = ir.precision_of(crossing)
-        assert held is not None
-        self.held[var] = held
         return new
 
     def enter_twin(self, var: Any, twin: Twin) -> Any:
@@ -84,7 +87,7 @@ class Env:
         """Takes over an equation as it is."""
         # no call for each value: most equations come here
         values, is_literal = self.values, ir.is_literal
-        if self.twins or eqn.primitive.name in _NOTED:
+        if self.twins or eqn.primitive.name in _MAY_HAVE_LOW_SOURCE:
             self._note(eqn)
         for v in eqn.invars:
             if not is_literal(v) and v in values:
@@ -94,11 +97,10 @@ class Env:
         self.build.eqns.append(eqn)
 
     def _note(self, eqn: Any) -> None:
-        """Remembers of an equation how to make low copies of what it makes."""
-        if grows(eqn) or (self.twins and _handed_on(eqn) is not None):
-            self.moved.update(dict.fromkeys(eqn.outvars, eqn))
-        if (pair := ir.widening(eqn)) is not None:
-            self.widened_from.update([pair])
+        """Remembers an equation if low copies of its results are better made of its operand."""
+        moves = grows(eqn) or (self.twins and _handed_on(eqn) is not None)
+        if moves or ir.widening(eqn) is not None:
+            self.low_sources.update(dict.fromkeys(eqn.outvars, eqn))
 
     @functools.cached_property
     def shared(self) -> set[Any]:
@@ -126,15 +128,14 @@ class Env:
             return
         if var in self.shared and stored.is_narrower_than(native):
             self.values[var] = self.build.convert(value, var.aval.dtype)
-        else:
-            self.held[var] = stored
 
     def read(self, atom: Any) -> Any:
         """A value in the precision in which the original program has it."""
         if ir.is_literal(atom):
             return atom
         value = self.values.get(atom, atom)
-        return self.build.convert(value, atom.aval.dtype) if atom in self.held else value
+        is_as_written = value is atom or value.aval.dtype == atom.aval.dtype
+        return value if is_as_written else self.build.convert(value, atom.aval.dtype)
 
     def crossing(self, atom: Any, border: Border) -> Any:
         """A value in the format in which it crosses a border."""
@@ -156,7 +157,7 @@ class Env:
             # a literal may have kept more digits than the program computes with
             own = np.asarray(atom.val, atom.aval.dtype)
             return ir.literal(own.astype(precision.dtype), atom)
-        near = self._nearest(atom, precision) if self.widened_from else atom
+        near = self._nearest(atom, precision) if self.low_sources else atom
         value = self.values.get(near, near)
         held = ir.precision_of(value.aval)
         if held is precision or held is None:
@@ -176,9 +177,10 @@ class Env:
 
     def _nearest(self, atom: Any, precision: Precision) -> Any:
         """What a value was widened from, if that has the precision, or else itself."""
-        source = self.widened_from.get(atom)
-        widened = source is not None and ir.precision_of(source.aval) is precision
-        return source if widened else atom
+        maker = self.low_sources.get(atom)
+        pair = None if maker is None else ir.widening(maker)
+        widened = pair is not None and ir.precision_of(pair[1].aval) is precision
+        return pair[1] if pair and widened else atom
 
     def low_copy(self, atom: Any, precision: Precision) -> Any:
         """A low copy that all products share; no derivative passes through it."""
@@ -187,8 +189,8 @@ class Env:
         key = (atom, precision)
         if key not in self.low_copies and key in self.twins:
             self.low_copies[key] = self.build.from_bits(self.twins[key], precision.dtype, atom.aval)
-        if key not in self.low_copies and atom in self.moved:
-            self._move_low(self.moved[atom], precision)
+        if key not in self.low_copies and (maker := self.low_sources.get(atom)) is not None:
+            self._move_low(maker, precision)
         if key not in self.low_copies:
             near = self._nearest(atom, precision)
             value, flat = self.values.get(near, near), atom in self.out_of_order
@@ -248,11 +250,15 @@ class Env:
         key = (atom, precision)
         if key in self.low_copies or key in self.twins:
             return True
-        moved = self.moved.get(atom)
-        return moved is not None and (grows(moved) or self._has_low(_handed_on(moved), precision))
+        maker = self.low_sources.get(atom)
+        if maker is None or ir.widening(maker) is not None:
+            return False
+        return grows(maker) or self._has_low(_handed_on(maker), precision)
 
     def _move_low(self, eqn: Any, precision: Precision) -> None:
         """Moves the low copy of what an equation moves, where there is one, or where it grows."""
+        if ir.widening(eqn) is not None:
+            return
         operand = eqn.invars[0] if grows(eqn) else _handed_on(eqn)
         if not (grows(eqn) or self._has_low(operand, precision)):
             return

@@ -232,8 +232,9 @@ class Queries:
         name, facts = eqn.primitive.name, self._facts
         is_cast_by_reader = self._cast and not self._cast.isdisjoint(eqn.outvars)
         plain = _plain_traits(name)
-        is_plain = plain and not (is_cast_by_reader or facts.unchecked or eqn.effects)
-        if is_plain and ir.user_order(eqn) is None and not ir.holds_terms(eqn):
+        is_plain = not (is_cast_by_reader or facts.unchecked or eqn.effects)
+        is_plain = is_plain and ir.user_order(eqn) is None and not ir.holds_terms(eqn)
+        if plain is not None and is_plain:
             return plain
         row = op(name)
         is_boundary = row.kind is OpKind.BOUNDARY

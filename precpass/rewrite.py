@@ -120,10 +120,11 @@ class Rewriter:
         invars += [env.enter_twin(opened.invars[t.position], t) for t in plan.twins.operands]
         found = islands(opened, plan) if plan.has_islands and not ir.in_x64() else {}
         starts, made, beyond = list[int](), build.eqns, 0
+        exact: dict[Any, Any] = {}
         for row, (eqn, decision) in enumerate(zip(opened.eqns, plan.decisions, strict=True)):
             starts.append(len(made))
             if row in found:
-                self._island(env, found[row], scope)
+                self._island(env, found[row], scope, exact)
                 beyond = found[row].stop
             if row >= beyond:
                 self._eqn(env, eqn, decision, scope)
@@ -135,16 +136,18 @@ class Rewriter:
         # holds the jaxpr too: an id is only unique while its object lives
         self.memo[self.key(jaxpr, plan, scope)] = jaxpr, new, starts
 
-    def _island(self, env: Env, island: Island, scope: str) -> None:
+    def _island(self, env: Env, island: Island, scope: str, exact: dict[Any, Any]) -> None:
+        """Adds an island; `exact` has what other islands made in float64, as its bits."""
+
         def inside(*args: Any) -> list[Any]:
             return self._in_island(env.opened, island, args, scope)
 
-        args = [env.read(v) for v in island.invars] + [env.bits[v] for v in island.exact_in]
+        args = [env.read(v) for v in island.invars] + [exact[v] for v in island.exact_in]
         env.build.at_line_of(island.eqns[0])
         results = iter(env.build.call(lambda *xs: ir.float64(inside, xs), args))
         for var in island.outvars:
             env.write(var, next(results), None)
-        env.bits.update(zip(island.exact_out, results, strict=True))
+        exact.update(zip(island.exact_out, results, strict=True))
 
     def _in_island(self, opened: Any, island: Island, args: Sequence[Any], scope: str) -> list[Any]:
         """The results of an island, which is traced with x64 on."""
@@ -153,7 +156,6 @@ class Rewriter:
         bits = [ir.new_variable(jax.typeof(x)) for x in args[len(island.invars) :]]
         for var, its_bits in zip(island.exact_in, bits, strict=True):
             (env.values[var],) = build.call(lambda b, r: [from_bits(b, r)], [its_bits, var])
-            env.held[var] = Precision.F64
         for eqn, decision in zip(island.eqns, island.decisions, strict=True):
             self._eqn(env, eqn, decision, scope)
         build.leave()
