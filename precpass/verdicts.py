@@ -9,20 +9,19 @@ that all processes plan alike.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import math
 import os
 import re
-import sys
 import tempfile
 import threading
-import time
-import uuid
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
+
+import filelock
+import platformdirs
 
 from precpass.profit import Verdict
 
@@ -32,28 +31,16 @@ FORMAT = 3
 """The version of the files, and of the form that the pass gives a low product: where that
 becomes another one, so does this. A file of another version is rebuilt."""
 
-WAIT, STALE = 5.0, 30.0
-"""Seconds for which a writer waits for the lock, and after which a lock is one that was left."""
+WAIT = 5.0
+"""Seconds for which a writer waits for the lock."""
 
 
 def cache_folder() -> Path:
     """Where files are kept: PRECPASS_CACHE_DIR, or the user's cache folder."""
-    folder = Path(os.environ.get("PRECPASS_CACHE_DIR") or _users_folder())
-    try:
-        return folder.expanduser()
-    except RuntimeError:  # a user without a home, as containers have
-        return Path(tempfile.gettempdir()) / "precpass"
-
-
-def _users_folder() -> Path:
-    """What freedesktop.org, Apple and Microsoft have for caches."""
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
-        return Path(xdg) / "precpass"
-    if sys.platform == "darwin":
-        return Path("~/Library/Caches/precpass")
-    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
-        return Path(local) / "precpass" / "Cache"
-    return Path("~/.cache/precpass")
+    folder = os.environ.get("PRECPASS_CACHE_DIR") or platformdirs.user_cache_dir("precpass", False)
+    folder = os.path.expanduser(folder)
+    # a user without a home, as containers have
+    return Path(tempfile.gettempdir(), "precpass") if folder.startswith("~") else Path(folder)
 
 
 def file_name(device: str, jax_version: str) -> str:
@@ -164,43 +151,24 @@ def _verdict(found: Any) -> Verdict:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Generator[None]:
-    """Around what one writer at a time does; a file is the lock, which every system has.
+    """Around what one writer at a time does.
 
-    A writer that waits too long goes on without: the worst is a product timed twice.
+    A writer that waits too long goes on without the lock: the worst is a product timed twice. The
+    system frees the lock of a process that ends.
 
     Raises:
         OSError: where the lock cannot be made.
     """
-    lock = path.with_name(path.name + ".lock")
-    deadline = time.monotonic() + WAIT
-    held = False
-    while not held and time.monotonic() < deadline:
-        try:
-            os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-            held = True
-        except FileExistsError as error:
-            if lock.is_dir():
-                # no writer of ours made it, and none will remove it
-                what = os.strerror(errno.EISDIR)
-                raise IsADirectoryError(errno.EISDIR, what, str(lock)) from error
-            _remove_if_left(lock)
-            time.sleep(0.005)
+    lock = filelock.FileLock(path.with_name(path.name + ".lock"), timeout=WAIT)
     try:
+        lock.acquire()
+    except filelock.Timeout:
         yield
-    finally:
-        if held:
-            with contextlib.suppress(OSError):
-                lock.unlink()
-
-
-def _remove_if_left(lock: Path) -> None:
-    """Removes the lock of a process that ended without doing so."""
-    with contextlib.suppress(OSError):
-        if time.time() - lock.stat().st_mtime > STALE:
-            # of several that find it, one renames it
-            aside = lock.with_name(f"{lock.name}.{uuid.uuid4().hex}")
-            os.rename(lock, aside)
-            aside.unlink()
+    else:
+        try:
+            yield
+        finally:
+            lock.release()
 
 
 def _replace(path: Path, text: str) -> None:

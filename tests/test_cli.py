@@ -161,7 +161,7 @@ def test_profile_takes_shapes_and_names_of_devices(model, capsys):
     assert status == 0 and [of["aliases"][0] for of in found["peaks"]] == ["h100", "v5e"]
     assert [row["gain_h100"] for row in found["rows"]] == [1.0, pytest.approx(2.0, rel=0.05)]
     status, out, err = ran(capsys, "profile", *given, "--devices", "b200")
-    assert (status, out) == (2, "") and "unknown device 'b200': legal are 'a100'" in err
+    assert (status, out) == (2, "") and "unknown device 'b200': legal are 'a100-40gb'" in err
 
 
 def test_audit_is_zero_where_xla_does_as_planned_and_one_elsewhere(model, capsys):

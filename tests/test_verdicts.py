@@ -1,10 +1,10 @@
 """The file of measured times: who reads it, who writes it, and what may befall it."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import pytest
 
 from precpass import verdicts
 from precpass.profit import Verdict
-from precpass.verdicts import FORMAT, Verdicts, cache_folder, file_name
+from precpass.verdicts import FORMAT, Verdicts, file_name
 
 FAST = Verdict(2.0, 1.0, "measured")
 SLOW = Verdict(1.0, 2.0, "measured")
@@ -30,7 +30,7 @@ def test_what_one_process_kept_another_one_knows(tmp_path: Path):
     assert there.get("a") == FAST
     assert there.get("b") is None
     assert here.complaints() == there.complaints() == ()
-    assert [path.suffix for path in here.path.parent.iterdir()] == [".json"]
+    assert sorted(path.suffix for path in here.path.parent.iterdir()) == [".json", ".lock"]
 
 
 def test_what_is_written_later_is_seen_without_reading_what_did_not_change(
@@ -86,7 +86,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path):
     assert [process.wait(120) for process in running] == [0] * 4
     found = json.loads(path.read_text())["products"]
     assert set(found) == {f"{who} {i}" for who in (0, 1, 2, 3, "shared") for i in range(25)}
-    assert [name for name in os.listdir(tmp_path) if name != path.name] == []
+    assert sorted(os.listdir(tmp_path)) == [path.name, f"{path.name}.lock"]
 
 
 def test_threads_that_share_one_lose_nothing(tmp_path: Path):
@@ -155,19 +155,36 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
     monkeypatch.setattr(verdicts.os, "replace", full)
     own.put("b", SLOW)
     assert own.path.read_text() == before
-    assert os.listdir(tmp_path) == [own.path.name]
+    assert sorted(os.listdir(tmp_path)) == [own.path.name, lock_of(own).name]
     (said,) = own.complaints()
     assert "No space left" in said
 
 
-def test_the_lock_of_a_process_that_was_killed_is_removed(tmp_path: Path):
+HOLDS_THE_LOCK = """
+import sys, time, filelock
+with filelock.FileLock(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def held_by_another_process(lock: Path):
+    command = [sys.executable, "-c", HOLDS_THE_LOCK, str(lock)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path: Path):
     own = made(tmp_path)
-    lock = own.path.with_name(own.path.name + ".lock")
-    lock.touch()
-    old = time.time() - 2 * verdicts.STALE
-    os.utime(lock, (old, old))
+    with held_by_another_process(lock_of(own)):
+        pass
     own.put("a", FAST)
-    assert os.listdir(tmp_path) == [own.path.name]
+    assert own.complaints() == ()
     assert made(tmp_path).get("a") == FAST
 
 
@@ -176,22 +193,14 @@ def test_a_lock_that_is_held_is_waited_for_no_longer_than_the_limit(
 ):
     monkeypatch.setattr(verdicts, "WAIT", 0.05)
     own = made(tmp_path)
-    lock = own.path.with_name(own.path.name + ".lock")
-    lock.touch()
-    own.put("a", FAST)
-    assert made(tmp_path).get("a") == FAST
-    assert lock.exists()
+    with held_by_another_process(lock_of(own)):
+        own.put("a", FAST)
+        assert made(tmp_path).get("a") == FAST
 
 
-def test_a_folder_in_the_place_of_the_lock_is_named_and_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def asleep(_seconds: float) -> None:
-        raise AssertionError("waits for a lock that nobody will remove")
-
-    monkeypatch.setattr(verdicts.time, "sleep", asleep)
+def test_a_folder_in_the_place_of_the_lock_is_named_and_not_waited_for(tmp_path: Path):
     own = made(tmp_path)
-    lock = own.path.with_name(own.path.name + ".lock")
+    lock = lock_of(own)
     lock.mkdir()
     assert own.put("a", FAST) == FAST
     (said,) = own.complaints()
@@ -199,31 +208,5 @@ def test_a_folder_in_the_place_of_the_lock_is_named_and_not_waited_for(
     assert lock.is_dir()
 
 
-@pytest.mark.parametrize(
-    "platform, environment, ends",
-    [
-        ("linux", {"PRECPASS_CACHE_DIR": "/given", "XDG_CACHE_HOME": "/xdg"}, "/given"),
-        ("linux", {"PRECPASS_CACHE_DIR": "~/given"}, "/home/me/given"),
-        ("linux", {"XDG_CACHE_HOME": "/xdg"}, "/xdg/precpass"),
-        ("linux", {}, "/home/me/.cache/precpass"),
-        ("darwin", {}, "/home/me/Library/Caches/precpass"),
-        ("win32", {"LOCALAPPDATA": "/local"}, "/local/precpass/Cache"),
-        ("win32", {}, "/home/me/.cache/precpass"),
-    ],
-)
-def test_the_folder_is_the_users(platform, environment, ends, monkeypatch):
-    for name in ("PRECPASS_CACHE_DIR", "XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"HOME": "/home/me", **environment}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(verdicts.sys, "platform", platform)
-    assert cache_folder() == Path(ends)
-
-
-def test_a_user_without_a_home_has_a_temporary_folder(monkeypatch: pytest.MonkeyPatch):
-    def homeless(_path: Path) -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("PRECPASS_CACHE_DIR")
-    monkeypatch.setattr(Path, "expanduser", homeless)
-    assert cache_folder() == Path(verdicts.tempfile.gettempdir()) / "precpass"
+def lock_of(own: verdicts.Verdicts) -> Path:
+    return own.path.with_name(own.path.name + ".lock")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 import importlib.util
 import os
@@ -15,9 +16,23 @@ from precpass.cli.target import Raised, Refused
 from precpass.program import NEEDS_VALUES
 from precpass.programs import calls_users_code
 
-__all__ = ["FAILED", "RAISED", "REFUSED", "has_users_lines", "said", "status_of"]
+__all__ = ["ExitStatus", "has_users_lines", "said", "status_of"]
 
-REFUSED, RAISED, FAILED = 2, 3, 4
+
+class ExitStatus(enum.IntEnum):
+    """What the command line exits with, where it does not succeed."""
+
+    REFUSED = 2
+    """What was given is refused."""
+    RAISED = 3
+    """The user's code raised."""
+    FAILED = 4
+    """A bug in precpass, JAX or XLA."""
+    INTERRUPTED = 130
+    """128 + SIGINT, as a shell has it."""
+    PIPE_CLOSED = 141
+    """128 + SIGPIPE."""
+
 
 _STATIC = "precpass: an argument whose value the function needs is named by --static NAME\n"
 
@@ -30,17 +45,17 @@ precpass: this is neither a refusal of what was given nor an error of {target}: 
 def status_of(error: BaseException) -> int:
     """The exit status for an error, with all its frames: JAX is not to have removed its own."""
     if isinstance(error, Refused):
-        return REFUSED
+        return ExitStatus.REFUSED
     if isinstance(error, Raised):
-        return RAISED
+        return ExitStatus.RAISED
     codes = [frame.tb_frame.f_code for frame in _frames(error)]
     deepest = next((side for side in map(_side, reversed(codes)) if side), "")
     if deepest == "user":
-        return RAISED
+        return ExitStatus.RAISED
     if _is_refusal(error):
         # raised by what the user's code calls of this package, it is that code's
-        return RAISED if any(map(calls_users_code, codes)) else REFUSED
-    return FAILED
+        return ExitStatus.RAISED if any(map(calls_users_code, codes)) else ExitStatus.REFUSED
+    return ExitStatus.FAILED
 
 
 def has_users_lines(error: BaseException) -> bool:
@@ -50,9 +65,9 @@ def has_users_lines(error: BaseException) -> bool:
 
 def said(error: BaseException, status: int, target: str) -> str:
     """An error in words, for its exit status."""
-    if status == REFUSED:
+    if status == ExitStatus.REFUSED:
         return f"precpass: {error}\n"
-    if status == FAILED:
+    if status == ExitStatus.FAILED:
         return "".join(traceback.format_exception(error)) + _BUG.format(target=target)
     own = error.error if isinstance(error, Raised) else error
     whole = traceback.TracebackException.from_exception(own)

@@ -14,7 +14,7 @@ from typing import Any
 
 from precpass.api import auto_mixed
 from precpass.cli.commands import COMMANDS, Report, Task, policy_of
-from precpass.cli.errors import REFUSED, said, status_of
+from precpass.cli.errors import ExitStatus, said, status_of
 from precpass.cli.options import check, parsed
 from precpass.cli.progress import Progress
 from precpass.cli.target import Refused, arguments, load, parameters, unbound
@@ -25,7 +25,6 @@ from precpass.report.tables import for_json
 __all__ = ["main"]
 
 # as a shell has it for a process that a signal ends
-_INTERRUPTED, _PIPE_CLOSED = 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _printed(text) or report.status
     except KeyboardInterrupt:
         print("precpass: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return ExitStatus.INTERRUPTED
     except Exception as error:
         status = status_of(error)
         print(said(error, status, options.target), end="", file=sys.stderr)
@@ -104,11 +103,11 @@ def _printed(text: str) -> int:
     except BrokenPipeError:
         # Python flushes once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _PIPE_CLOSED
+        return ExitStatus.PIPE_CLOSED
     except OSError as error:
         print(f"precpass: the report cannot be written: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return REFUSED
+        return ExitStatus.REFUSED
     return 0
 
 

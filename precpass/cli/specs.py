@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -29,8 +29,6 @@ DTYPES: dict[str, Any] = {
 _LONG = 200
 _KEY = "key"
 """A PRNG key, whose dtype only JAX knows."""
-
-_TOKEN = re.compile(r"""\s*(?:(\w+\s*\[[^\]]*\])|('[^']*'|"[^"]*")|([\w.+-]+)|(.))""")
 
 
 def parse_args(text: str) -> tuple[list[Any], dict[str, Any]]:
@@ -58,92 +56,85 @@ def parse_args(text: str) -> tuple[list[Any], dict[str, Any]]:
         reader.fail("it is nested too deeply")
 
 
+_NO_SIZES = re.compile(r"""('[^']*'|"[^"]*")|(?<=\w)\s*\[\s*\]""")
+"""The brackets of a shape without dimensions, which Python has no expression for; not in a text."""
+
+
 class _Reader:
+    """Reads arguments as the expressions of Python that they are, but for the empty shape."""
+
     def __init__(self, text: str) -> None:
         self.text = text
-        self.tokens = list(_tokens(text))
-        self.at = 0
+        self.source = f"_({_NO_SIZES.sub(lambda found: found[1] or '[()]', text)})"
         self.number = 1
 
     def arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        args: list[Any] = []
-        kwargs: dict[str, Any] = {}
-        while self.peek():
-            if self.at + 1 < len(self.tokens) and self.tokens[self.at + 1] == "=":
-                name = self.next()
-                self.next()
-                if not name.isidentifier():
-                    self.fail(f"{name!r} is no name of an argument")
-                if name in kwargs:
-                    self.fail(f"{name!r} is given twice")
-                kwargs[name] = self.value()
-            elif kwargs:
-                self.fail("a positional argument stands behind one with a name")
-            else:
-                args.append(self.value())
-            if self.peek() and self.next() != ",":
-                self.fail("a comma was expected before what follows")
-            self.number += 1
+        try:
+            call = ast.parse(self.source, mode="eval").body
+        except SyntaxError as error:
+            before = self.source[2 : (error.offset or 3) - 1]
+            self.number = 1 + re.sub(r"[\[({][^\])}]*[\])}]", "", before).count(",")
+            self.fail(f"it does not read as Python does ({error.msg})")
+        except (MemoryError, ValueError) as error:
+            self.fail(str(error) or "it is nested too deeply")
+        if not isinstance(call, ast.Call):
+            self.fail("it is no list of arguments")
+        args, kwargs = list[Any](), dict[str, Any]()
+        for self.number, node in enumerate(call.args, 1):
+            args.append(self.value(node))
+        for self.number, keyword in enumerate(call.keywords, 1 + len(args)):
+            if keyword.arg is None:
+                self.fail("`**` is not read")
+            if keyword.arg in kwargs:
+                self.fail(f"{keyword.arg!r} is given twice")
+            kwargs[keyword.arg] = self.value(keyword.value)
         return args, kwargs
 
-    def peek(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+    def value(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Tuple():
+                return tuple(map(self.value, node.elts))
+            case ast.List():
+                return list(map(self.value, node.elts))
+            case ast.Dict():
+                return self.dictionary(node)
+            case ast.Subscript(ast.Name(name), sizes):
+                return self.array(node, name, sizes)
+            case _:
+                try:
+                    return ast.literal_eval(node)
+                except ValueError:
+                    what = "no array, number, string, True, False or None"
+                    self.fail(f"{self.shown(node)!r} is {what}")
 
-    def next(self) -> str:
-        token = self.peek()
-        self.at += 1
-        return token
-
-    def value(self) -> Any:
-        token = self.next()
-        if token == "(":
-            return tuple(self.items(")"))
-        if token == "[":
-            return list(self.items("]"))
-        if token == "{":
-            return dict(self.pairs())
-        if re.match(r"\w+\s*\[", token):
-            return self.array(token)
-        try:
-            return ast.literal_eval(token)
-        except (ValueError, SyntaxError):
-            self.fail(f"{token!r} is no array, number, string, True, False or None")
-
-    def items(self, end: str) -> Iterator[Any]:
-        while self.peek() != end:
-            yield self.value()
-            if self.peek() == ",":
-                self.next()
-            elif self.peek() != end:
-                self.fail(f"{end!r} is missing")
-        self.next()
-
-    def pairs(self) -> Iterator[tuple[Any, Any]]:
-        seen = set[Any]()
-        while self.peek() != "}":
-            text = self.next()
-            # {0: ...} is what a tree of layers may look like
-            name = int(text) if text.isdecimal() else text.strip("'\"")
-            if self.next() != ":":
-                self.fail(f"':' is missing behind {name!r}")
-            if name in seen:
+    def dictionary(self, node: ast.Dict) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for key, value in zip(node.keys, node.values, strict=True):
+            match key:
+                case ast.Name(name):
+                    pass
+                case ast.Constant(str() | int() as name):
+                    pass  # {0: ...} is what a tree of layers may look like
+                case _:
+                    self.fail(f"{self.shown(node)!r}: a key is a name, a text or a whole number")
+            if name in found:
                 self.fail(f"{name!r} is given twice")
-            seen.add(name)
-            yield name, self.value()
-            if self.peek() == ",":
-                self.next()
-            elif self.peek() != "}":
-                self.fail("'}' is missing")
-        self.next()
+            found[name] = self.value(value)
+        return found
 
-    def array(self, token: str) -> Any:
-        name, _, sizes = token.rstrip("]").partition("[")
-        name = name.strip()
-        dtype = self.dtype(name, token)
-        dims = [size.strip() for size in sizes.split(",") if size.strip()]
-        if not all(dim.isdecimal() for dim in dims):
-            self.fail(f"{token!r}: a shape is whole numbers, such as {name}[8,128]")
-        return jax.ShapeDtypeStruct(tuple(map(int, dims)), dtype)
+    def array(self, node: ast.expr, name: str, sizes: ast.expr) -> Any:
+        dtype = self.dtype(name, self.shown(node))
+        dims = [d.value for d in self.dims(sizes) if isinstance(d, ast.Constant)]
+        if len(dims) < len(self.dims(sizes)) or not all(type(dim) is int for dim in dims):
+            shown = self.shown(node)
+            self.fail(f"{shown!r}: a shape is whole numbers, such as {name}[8,128]")
+        return jax.ShapeDtypeStruct(tuple(dims), dtype)
+
+    def dims(self, sizes: ast.expr) -> Sequence[ast.expr]:
+        return sizes.elts if isinstance(sizes, ast.Tuple) else [sizes]
+
+    def shown(self, node: ast.expr) -> str:
+        return (ast.get_source_segment(self.source, node) or "").replace("[()]", "[]")
 
     def dtype(self, name: str, token: str) -> Any:
         if name == _KEY:
@@ -168,11 +159,6 @@ class _Reader:
             f"argument {self.number} of {text!r}: {why}. Write --args such as "
             '"f32[8,128], {w: i32[8]}, scale=0.5"'
         )
-
-
-def _tokens(text: str) -> Iterator[str]:
-    for found in _TOKEN.finditer(text.strip()):
-        yield next(group for group in found.groups() if group is not None).strip()
 
 
 def drawn(tree: Any, seed: int = 0) -> Any:

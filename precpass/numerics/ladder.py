@@ -34,15 +34,8 @@ from jax import lax
 from precpass import jaxpr as ir
 from precpass.numerics.ladder_step import Step, strong
 from precpass.numerics.ladder_terms import (
-    CONVERGED,
-    EASY,
-    ENDED,
-    METHOD,
-    NEGATIVE,
-    NONFINITE,
-    ROUNDOFF,
-    RUNNING,
-    STALLED,
+    Status,
+    Switch,
     check_measure,
     check_numbers,
     check_scale,
@@ -220,12 +213,12 @@ class Ladder:
     @property
     def running(self) -> jax.Array:
         """Whether there is a step to take, bool[]."""
-        return jnp.asarray(self.status) == RUNNING
+        return jnp.asarray(self.status) == Status.RUNNING
 
     @property
     def converged(self) -> jax.Array:
         """Whether the tolerance was met, bool[]."""
-        return jnp.asarray(self.status) == CONVERGED
+        return jnp.asarray(self.status) == Status.CONVERGED
 
     def step(
         self,
@@ -312,10 +305,10 @@ class Ladder:
         progress = best_measure < shrunk - quantum
         waited = jnp.where(progress, 0, self.waited + 1)
         at_floor = told & (f <= floor)
-        why = jnp.where(waited >= self.patience, STALLED, 0)
-        why = jnp.where(at_floor, ROUNDOFF, why)
-        why = jnp.where(ended, METHOD, why)
-        why = jnp.where(told, why, jnp.where(finite, NEGATIVE, NONFINITE))
+        why = jnp.where(waited >= self.patience, Switch.STALLED, 0)
+        why = jnp.where(at_floor, Switch.ROUNDOFF, why)
+        why = jnp.where(ended, Switch.METHOD, why)
+        why = jnp.where(told, why, jnp.where(finite, Switch.NEGATIVE, Switch.NONFINITE))
         why = jnp.where(met, 0, why)
         # beyond the last rung there is nothing, and below its roundoff no measure tells
         ends = (why > 0) & ((self.rung == last) | (exact & at_floor))
@@ -326,7 +319,7 @@ class Ladder:
             # two units above what the lower rung can tell, or it would be raised at once
             useful = exact | (f > 2 * units[jnp.maximum(self.rung - 1, 0)] * scale)
             lowered = (self.rung > 0) & (why == 0) & ~met & (easy >= self.needed) & useful
-        why = jnp.where(lowered, EASY, why).astype(jnp.int32)
+        why = jnp.where(lowered, Switch.EASY, why).astype(jnp.int32)
         switched = raised | lowered
         rung = jnp.where(lowered, self.rung - 1, jnp.where(raised, self.rung + 1, self.rung))
         # what only wanders in its rounding goes on; what was lost begins again at the best
@@ -339,7 +332,7 @@ class Ladder:
             # what a higher rung measures outranks what a lower one did
             best_measure=best_measure if exact else jnp.where(raised, jnp.inf, best_measure),
             rung=rung,
-            status=jnp.where(met, CONVERGED, jnp.where(ends, ENDED, RUNNING)).astype(jnp.int32),
+            status=Status.of(met, ends),
             steps=self.steps + 1,
             used=self.used.at[self.rung].add(1),
             scale=scale,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,15 +16,8 @@ from precpass.numerics.rungs import Rung
 from precpass.wording import counted
 
 __all__ = [
-    "CONVERGED",
-    "EASY",
-    "ENDED",
-    "METHOD",
-    "NEGATIVE",
-    "NONFINITE",
-    "ROUNDOFF",
-    "RUNNING",
-    "STALLED",
+    "Status",
+    "Switch",
     "check_measure",
     "check_numbers",
     "check_scale",
@@ -31,9 +25,46 @@ __all__ = [
     "switches",
 ]
 
-STALLED, ROUNDOFF, NONFINITE, EASY, NEGATIVE, METHOD = 1, 2, 3, 4, 5, 6
-_WHY = ("", "stalled", "at its roundoff", "not finite", "easy progress", "negative", "ended")
-RUNNING, CONVERGED, ENDED = 0, 1, 2
+
+class Switch(enum.IntEnum):
+    """Why a solver goes to another rung, as its log has it."""
+
+    STALLED = 1
+    ROUNDOFF = 2
+    NONFINITE = 3
+    EASY = 4
+    NEGATIVE = 5
+    METHOD = 6
+
+    @property
+    def text(self) -> str:
+        """The reason in words."""
+        return _SWITCH_TEXTS[self]
+
+
+_SWITCH_TEXTS = {
+    Switch.STALLED: "stalled",
+    Switch.ROUNDOFF: "at its roundoff",
+    Switch.NONFINITE: "not finite",
+    Switch.EASY: "easy progress",
+    Switch.NEGATIVE: "negative",
+    Switch.METHOD: "ended",
+}
+
+
+class Status(enum.IntEnum):
+    """Whether a solver goes on."""
+
+    RUNNING = 0
+    CONVERGED = 1
+    ENDED = 2
+
+    @classmethod
+    def of(cls, converged: Any, ended: Any) -> Any:
+        """The status as an int32 array, of two arrays of bools."""
+        return jnp.where(converged, cls.CONVERGED, jnp.where(ended, cls.ENDED, cls.RUNNING)).astype(
+            jnp.int32
+        )
 
 
 def check_numbers(
@@ -114,7 +145,9 @@ def summary(ladder: Any) -> str:
     status, used = np.asarray(ladder.status), np.asarray(ladder.used)
     steps = _steps(used, names)
     if status.ndim:
-        counts = [int(np.sum(status == s)) for s in (CONVERGED, ENDED, RUNNING)]
+        counts = [
+            int(np.sum(status == one)) for one in (Status.CONVERGED, Status.ENDED, Status.RUNNING)
+        ]
         ends = "{} converged, {} ended without, {} run".format(*counts)
         return f"of {status.size}: {ends}; {steps}"
     at = names[int(np.asarray(ladder.rung))]
@@ -146,7 +179,7 @@ def _switch_lines(ladder: Any, names: Sequence[str]) -> list[str]:
     for step, to, why, f in zip(
         *(log[key][:shown] for key in ("step", "to", "why", "measure")), strict=True
     ):
-        lines.append(f"  after {step}: to {names[to]}, {_WHY[why]} at {f / scale:.2g}")
+        lines.append(f"  after {step}: to {names[to]}, {Switch(why).text} at {f / scale:.2g}")
     if (more := int(np.asarray(ladder.switches)) - shown) > 0:
         lines.append(f"  and {more} more")
     return lines
