@@ -13,10 +13,9 @@ from precpass.numerics.least_squares import LeastSquares, least_squares
 from precpass.numerics.linear import LinearSolve, solve
 from precpass.numerics.monitor import monitor
 from precpass.numerics.roles import Roles
-from precpass.opkinds import OpKind
 from precpass.optax_scaling import ScaledState, scaled_optimizer
 from precpass.plan import Action, Decision, Plan
-from precpass.policy import (
+from precpass.policy.policy import (
     AlwaysBf16,
     AlwaysF16,
     AlwaysF32,
@@ -27,7 +26,9 @@ from precpass.policy import (
     PrecisionPolicy,
     PrecisionWarning,
 )
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind
+from precpass.policy.rules import EqnView, Rule
 from precpass.report.audit import Audit, audit
 from precpass.report.bisect import bisect
 from precpass.report.bisection import Bisection
@@ -35,7 +36,6 @@ from precpass.report.compare import compare
 from precpass.report.comparison import Comparison
 from precpass.report.profile import profile
 from precpass.report.profiled import Profile
-from precpass.rules import EqnView, Rule
 from precpass.scaled_gradients import all_finite, scaled_value_and_grad, skip_nonfinite
 from precpass.view.diff import between
 from precpass.view.explain import Explanation

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.opkinds import OpKind, op
+from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Additive", "Feeds", "all_feeds"]
 

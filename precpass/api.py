@@ -16,7 +16,7 @@ from precpass.describe import described
 from precpass.inspection import Inspection
 from precpass.mixed import Mixed, made_of_trace, owner_of
 from precpass.planfile import policy_data
-from precpass.policy import PrecisionPolicy, parse_profitability, quietly
+from precpass.policy.policy import PrecisionPolicy, parse_profitability, quietly
 from precpass.program import Traced, rewritten
 from precpass.site import Origin
 from precpass.view.explain import Explanation

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from precpass import jaxpr as ir
 from precpass import reasons
 from precpass.graph import Graph, join_scopes
-from precpass.lock import Names
-from precpass.opkinds import Op, OpKind, op
-from precpass.policy import PrecisionPolicy
-from precpass.precision import Precision
-from precpass.rules import EqnView, Rule, clean_scope, innermost_keep, is_fixed
+from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import Op, OpKind, op
+from precpass.policy.rules import EqnView, Rule, clean_scope, innermost_keep, is_fixed
+from precpass.policy.saved import Names
 
 __all__ = ["Asked", "Request"]
 

@@ -14,9 +14,9 @@ from typing import Any
 from precpass import jaxpr as ir
 from precpass.equations import chosen_operand, moved_operand
 from precpass.graph import NOMINAL_SIZE, Graph, nbytes
-from precpass.opkinds import op
-from precpass.precision import Precision
-from precpass.rules import is_backward
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import op
+from precpass.policy.rules import is_backward
 
 __all__ = ["Classes", "Place", "ValueClass"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 
 from precpass import jaxpr as ir
-from precpass.policy import AutoMixedBf16, PrecisionPolicy
-from precpass.precision import Precision
-from precpass.rules import keep_scope
+from precpass.policy.policy import AutoMixedBf16, PrecisionPolicy
+from precpass.policy.precision import Precision
+from precpass.policy.rules import keep_scope
 
 __all__ = [
     "Region",

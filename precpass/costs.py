@@ -23,8 +23,8 @@ from precpass.classes import Classes, Place, ValueClass
 from precpass.cut import LOW, WIDE, Cut, Energy
 from precpass.devices import DEVICES, Device
 from precpass.graph import BodyNode, Graph, nbytes, trips_of
-from precpass.opkinds import OpKind, op
 from precpass.origins import Origins
+from precpass.policy.primitives import OpKind, op
 from precpass.reasons import Reason
 
 __all__ = ["NOMINAL", "Candidate", "Costs", "Nodes"]

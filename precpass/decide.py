@@ -8,10 +8,10 @@ from precpass import reasons
 from precpass.asked import Request
 from precpass.decisions import drop, keep, lower, widen
 from precpass.guards import first_reason
-from precpass.opkinds import OpKind
 from precpass.plan import Decision
-from precpass.policy import PrecisionPolicy
-from precpass.precision import BY_DTYPE, Precision
+from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.precision import BY_DTYPE, Precision
+from precpass.policy.primitives import OpKind
 from precpass.query import Query
 from precpass.reasons import DecidedBy, Reason
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass import reasons
-from precpass.opkinds import OpKind, op
 from precpass.plan import Action, Border, Decision, Plan
-from precpass.policy import PrecisionPolicy
-from precpass.precision import Precision
+from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind, op
 from precpass.reasons import Reason
 
 __all__ = [

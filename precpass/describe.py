@@ -11,8 +11,8 @@ from typing import Any
 from precpass import jaxpr as ir
 from precpass.equations import contracts
 from precpass.graph import flops, join_scopes, nbytes
-from precpass.opkinds import OpKind
 from precpass.plan import Action, Decision, Plan, Twin
+from precpass.policy.primitives import OpKind
 from precpass.rewrite import Rewriter
 from precpass.site import Body, Cast, Crossed, Origin, Site, Value
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from precpass.peaks import PEAKS, Peaks, Source
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
 
 __all__ = [
     "DEVICES",

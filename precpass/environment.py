@@ -13,9 +13,9 @@ import numpy as np
 from precpass import jaxpr as ir
 from precpass.dots import untransposed
 from precpass.equations import chosen_operand, grows, hands_on_layout, moved_operand
-from precpass.opkinds import named
 from precpass.plan import Border, Twin, across
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import named
 from precpass.product import is_in_order, low_copy
 
 __all__ = ["Env", "crossing_aval"]

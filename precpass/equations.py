@@ -6,9 +6,9 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.graph import nbytes
-from precpass.opkinds import BOUNDARY, COMPUTING, OpKind, op
-from precpass.precision import Precision
-from precpass.wording import counted
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import BOUNDARY, COMPUTING, OpKind, op
+from precpass.units import counted
 
 
 def contracts(eqn: Any) -> bool:

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from precpass.opkinds import OpKind
 from precpass.planfile import Named
-from precpass.precision import Precision
-from precpass.rules import EqnView, Rule, clean_scope
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind
+from precpass.policy.rules import EqnView, Rule, clean_scope
 
 __all__ = ["Pattern"]
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from precpass import jaxpr as ir
 from precpass.equations import contracts
 from precpass.graph import flops, nbytes
-from precpass.opkinds import OpKind, op
+from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Kernel", "Stretch", "Value"]
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from precpass import jaxpr as ir
-from precpass.opkinds import OpKind, op
-from precpass.scope_names import as_written
+from precpass.policy.primitives import OpKind, op
+from precpass.policy.scope_names import as_written
 
 __all__ = ["NOMINAL_SIZE", "BodyNode", "Graph", "flops", "nbytes", "product_sizes", "trips_of"]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from precpass import reasons
 from precpass.fact import guard
-from precpass.opkinds import OpKind
-from precpass.precision import BY_DTYPE, Precision
+from precpass.policy.precision import BY_DTYPE, Precision
+from precpass.policy.primitives import OpKind
 from precpass.query import Query
 from precpass.reasons import Reason
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from precpass import jaxpr as ir
 from precpass.graph import Graph
 from precpass.plan import Decision, Plan
-from precpass.policy import PrecisionPolicy
+from precpass.policy.policy import PrecisionPolicy
 from precpass.site import Site
 from precpass.view.clusters import chart
 from precpass.view.diff import check_level, diff_lines, totals

@@ -20,7 +20,7 @@ from jax import lax
 
 from precpass import jaxpr as ir
 from precpass.plan import Action, Decision, Plan
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
 
 __all__ = ["Island", "from_bits", "islands", "to_bits"]
 

@@ -28,8 +28,8 @@ from precpass import jaxpr as ir
 from precpass.equations import contracts
 from precpass.graph import Graph, nbytes
 from precpass.liveness import unread
-from precpass.opkinds import OpKind, op
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind, op
 
 __all__ = [
     "LOW_FORMATS",

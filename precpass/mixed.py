@@ -13,7 +13,7 @@ import jax
 
 from precpass import calling, context
 from precpass.leaves import unwrapped
-from precpass.policy import PrecisionPolicy
+from precpass.policy.policy import PrecisionPolicy
 from precpass.program import Program, Traced
 from precpass.programs import programs_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.graph import BodyNode, Graph
-from precpass.opkinds import OpKind, op
+from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Origin", "Origins"]
 

@@ -21,13 +21,13 @@ from precpass.asked import Asked
 from precpass.classes import Classes, ValueClass
 from precpass.costs import NOMINAL, Candidate, Costs
 from precpass.graph import BodyNode
-from precpass.opkinds import COMPUTING, OpKind
 from precpass.plan import Action, Decision, Plan, Twin, Twins
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import COMPUTING, OpKind
 from precpass.profit import Weighed
 from precpass.reasons import DecidedBy
 from precpass.roundable import Eligibility
-from precpass.wording import counted, duration, sized
+from precpass.units import counted, duration, sized
 
 __all__ = ["LITTLE", "placed"]
 

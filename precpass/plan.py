@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from precpass.opkinds import OpKind
-from precpass.policy import PrecisionPolicy
-from precpass.precision import Precision
+from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind
+from precpass.policy.rules import Rule
 from precpass.reasons import DecidedBy, Reason
-from precpass.rules import Rule
 from precpass.site import Origin, Site
-from precpass.wording import counted
+from precpass.units import counted
 
 __all__ = ["Action", "Border", "Decision", "Plan", "ProductForm", "Twin", "Twins", "across"]
 

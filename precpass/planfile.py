@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 
 from precpass.graph import join_scopes
-from precpass.lock import Lock, Names
-from precpass.opkinds import OpKind
 from precpass.plan import Decision, Plan
-from precpass.policy import PrecisionPolicy, parse_profitability
-from precpass.precision import Precision
-from precpass.rules import Rule
+from precpass.policy.policy import PrecisionPolicy, parse_profitability
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind
+from precpass.policy.rules import Rule
+from precpass.policy.saved import Lock, Names
 from precpass.site import Site
 
 __all__ = [

@@ -22,15 +22,15 @@ from precpass.decisions import border_of, crossing_formats, formats_of, keep
 from precpass.equations import has_low, unentered
 from precpass.facts import Facts
 from precpass.graph import Graph, join_scopes
-from precpass.opkinds import OpKind, op
 from precpass.placing import placed
 from precpass.plan import Action, Border, Decision, Plan, ProductForm, across
-from precpass.policy import PrecisionPolicy
-from precpass.precision import Precision
+from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind, op
+from precpass.policy.rules import innermost_keep, is_fixed
 from precpass.profit import Weighed, Worth
 from precpass.query import Queries, Query
 from precpass.reasons import DecidedBy
-from precpass.rules import innermost_keep, is_fixed
 from precpass.swaps import with_swaps
 
 __all__ = ["Planner", "distinguish", "make_plan"]

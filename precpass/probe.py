@@ -26,10 +26,10 @@ from jax import lax
 from precpass import jaxpr as ir
 from precpass import measure
 from precpass.graph import nbytes
-from precpass.opkinds import OpKind
 from precpass.origins import Origin
 from precpass.planner import make_plan
-from precpass.policy import Custom
+from precpass.policy.policy import Custom
+from precpass.policy.primitives import OpKind
 from precpass.profit import Product, Verdict
 from precpass.rewrite import Rewriter
 

@@ -29,7 +29,7 @@ from jax import lax
 
 from precpass import jaxpr as ir
 from precpass.dots import Numbers, batched, kept, transposed
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
 
 __all__ = ["Bilinear", "is_in_order", "low_copy", "lowered"]
 

@@ -20,12 +20,12 @@ from precpass.costs import Candidate
 from precpass.devices import Device, cast_seconds, product_seconds
 from precpass.equations import contracts
 from precpass.graph import NOMINAL_SIZE, Graph, flops, nbytes
-from precpass.lock import Lock
-from precpass.opkinds import OpKind, op
 from precpass.origins import Origin, Origins
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind, op
+from precpass.policy.saved import Lock
 from precpass.readers import Readers
-from precpass.wording import duration
+from precpass.units import duration
 
 __all__ = ["Assumed", "Product", "Verdict", "Weighed", "Worth", "sentence"]
 

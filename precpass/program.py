@@ -14,12 +14,12 @@ from precpass import context, reasons
 from precpass import jaxpr as ir
 from precpass.calling import note_source, user_stacklevel
 from precpass.leaves import Declared, Static, arguments, copied, dynamic_leaves
-from precpass.opkinds import OpKind
 from precpass.plan import Border, Plan
 from precpass.planner import distinguish, make_plan
-from precpass.policy import PrecisionPolicy, PrecisionWarning
+from precpass.policy.policy import PrecisionPolicy, PrecisionWarning
+from precpass.policy.primitives import OpKind
+from precpass.policy.rules import FIXED_SCOPE
 from precpass.rewrite import Rewriter
-from precpass.rules import FIXED_SCOPE
 from precpass.selfcheck import check_jax
 from precpass.worth import worth_of
 

@@ -14,7 +14,7 @@ from precpass import stateful
 from precpass.calling import Crossing, name_of
 from precpass.context import Region
 from precpass.leaves import Declared, Static, results, unwrapped
-from precpass.policy import PrecisionPolicy
+from precpass.policy.policy import PrecisionPolicy
 from precpass.program import Program
 from precpass.weak import Recent, WeakIdMap
 

@@ -21,10 +21,10 @@ from precpass.equations import contracts, spreads
 from precpass.fact import Fact
 from precpass.facts import Facts
 from precpass.graph import join_scopes
-from precpass.opkinds import BOUNDARY, Op, OpKind, op
-from precpass.precision import BY_DTYPE, Precision
+from precpass.policy.precision import BY_DTYPE, Precision
+from precpass.policy.primitives import BOUNDARY, Op, OpKind, op
+from precpass.policy.rules import is_fixed
 from precpass.readers import Readers
-from precpass.rules import is_fixed
 
 __all__ = ["Place", "Queries", "Query", "Traits"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from precpass import jaxpr as ir
 from precpass.graph import Graph, nbytes
 from precpass.liveness import unread
-from precpass.rules import is_backward
+from precpass.policy.rules import is_backward
 
 __all__ = ["kept_bytes"]
 

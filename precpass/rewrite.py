@@ -18,9 +18,9 @@ from precpass.environment import Env, crossing_aval
 from precpass.equations import spreads
 from precpass.graph import join_scopes
 from precpass.island import Island, from_bits, islands, to_bits
-from precpass.opkinds import OpKind, op
 from precpass.plan import Action, Border, Decision, Plan, Twin
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind, op
 from precpass.product import lowered
 
 __all__ = ["Rewriter"]

@@ -20,8 +20,8 @@ from precpass.asked import Asked
 from precpass.classes import Classes, ValueClass
 from precpass.fact import Fact, guard
 from precpass.graph import nbytes
-from precpass.opkinds import OpKind, op
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind, op
 
 __all__ = ["VETOES", "Eligibility", "Veto"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from precpass.jaxpr import Source
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
 
 __all__ = ["Body", "Cast", "Crossed", "Origin", "Site", "Value"]
 

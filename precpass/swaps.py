@@ -17,8 +17,8 @@ from typing import Any
 from precpass import jaxpr as ir
 from precpass import reasons
 from precpass.equations import contracts
-from precpass.opkinds import OpKind
 from precpass.plan import Action, Decision
+from precpass.policy.primitives import OpKind
 
 __all__ = ["with_swaps"]
 

@@ -19,15 +19,15 @@ from typing import Any
 from precpass.api import inspect
 from precpass.expected import Pattern
 from precpass.jaxpr import Source
-from precpass.lock import Names
 from precpass.plan import Plan
 from precpass.planfile import Named, equations, locked_precision
-from precpass.policy import PrecisionPolicy, quietly
-from precpass.precision import Precision
+from precpass.policy.policy import PrecisionPolicy, quietly
+from precpass.policy.precision import Precision
+from precpass.policy.rules import clean_scope
+from precpass.policy.saved import Names
 from precpass.reasons import Reason
-from precpass.rules import clean_scope
+from precpass.units import are, counted
 from precpass.view.text import heading, plain
-from precpass.wording import are, counted
 
 __all__ = [
     "Mismatch",

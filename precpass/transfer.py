@@ -9,7 +9,7 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.fact import ANY, Fact, of_aval, of_dtype
-from precpass.opkinds import OpKind, op
+from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Memo", "hull", "results"]
 

@@ -13,7 +13,7 @@ import jax
 from precpass import probe
 from precpass.devices import Device
 from precpass.placement import device_for, placed
-from precpass.policy import PrecisionPolicy
+from precpass.policy.policy import PrecisionPolicy
 from precpass.profit import Assumed, Product, Verdict, Worth, sentence
 from precpass.reasons import Reason
 from precpass.verdicts import Verdicts, cache_folder, file_name

@@ -13,7 +13,7 @@ from bench_models import Model
 
 import precpass as pp
 from precpass import leaves, measure
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
 from precpass.report import errors
 from precpass.residuals import kept_bytes
 

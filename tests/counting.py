@@ -21,10 +21,10 @@ from precpass import jaxpr as ir
 from precpass.equations import unentered
 from precpass.graph import Graph
 from precpass.jaxpr.bodies import ENTERED, OPAQUE
-from precpass.opkinds import BOUNDARY, TABLE
 from precpass.planner import make_plan
-from precpass.policy import AutoMixedBf16
-from precpass.rules import is_fixed
+from precpass.policy.policy import AutoMixedBf16
+from precpass.policy.primitives import BOUNDARY, TABLE
+from precpass.policy.rules import is_fixed
 
 FLAGS = [
     flag

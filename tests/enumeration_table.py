@@ -18,7 +18,7 @@ BEGIN, END = "<!-- scripts/enumerate: begin -->", "<!-- scripts/enumerate: end -
 def treatment(name: str) -> str | None:
     """What precpass does with a primitive; None for one that it does not know."""
     from precpass import jaxpr as ir
-    from precpass.opkinds import BOUNDARY, TABLE
+    from precpass.policy.primitives import BOUNDARY, TABLE
 
     if name in ir.ENTERED:
         return "entered"

@@ -27,7 +27,7 @@ from random_programs import Program, build, seeded_program
 from unit_helpers import assert_well_typed
 
 import precpass as pp
-from precpass.policy import PRESETS
+from precpass.policy.policy import PRESETS
 
 NEAR = 3.0
 """How many times the deviation of a disturbed float32 program a result may deviate."""

@@ -26,7 +26,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from precpass.opkinds import OpKind, op
+from precpass.policy.primitives import OpKind, op
 
 LOW = frozenset((np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)))
 F32 = np.dtype(np.float32)

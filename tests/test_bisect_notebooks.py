@@ -11,7 +11,7 @@ from test_bisect import W, X, cancels
 from test_minimal import place
 
 import precpass as pp
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
 from precpass.report.places import grouped
 
 CELL = """

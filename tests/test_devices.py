@@ -17,7 +17,7 @@ from precpass.devices import (
     device_named,
     product_seconds,
 )
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
 
 each_device = pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
 FIGURES = [f.name for f in dataclasses.fields(Device) if f.type in ("float", "bool")]

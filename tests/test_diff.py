@@ -18,7 +18,7 @@ from unit_helpers import f32
 import precpass as pp
 from precpass import Action
 from precpass import jaxpr as ir
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
 from precpass.view.diff import Section
 from precpass.view.rows import rows
 from precpass.view.unified import unified

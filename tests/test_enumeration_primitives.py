@@ -16,7 +16,7 @@ from flow_helpers import jaxprs_in, named
 import precpass as pp
 from precpass import jaxpr as ir
 from precpass.jaxpr import hi_primitives
-from precpass.opkinds import BOUNDARY, TABLE
+from precpass.policy.primitives import BOUNDARY, TABLE
 
 VERSION = jax.__version__
 

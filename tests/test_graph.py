@@ -21,7 +21,7 @@ from unit_helpers import f32
 
 from precpass import OpKind
 from precpass.graph import NOMINAL_SIZE, Graph, nbytes
-from precpass.opkinds import op
+from precpass.policy.primitives import op
 
 KINDS = list(OpKind)
 

@@ -19,7 +19,7 @@ from harness_values import compare
 from jax import lax
 
 import precpass as pp
-from precpass import opkinds
+from precpass.policy.policy import primitives as opkinds
 
 pytestmark = pytest.mark.programs
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
 from precpass.report.minimal import OutOfBudget, shrink, smallest
 from precpass.report.places import Group, Place, grouped
 

@@ -8,7 +8,7 @@ import pytest
 
 from precpass import OpKind
 from precpass import jaxpr as ir
-from precpass.opkinds import BOUNDARY, TABLE, Op, op
+from precpass.policy.primitives import BOUNDARY, TABLE, Op, op
 
 # Primitives that came with a release of JAX: the table has them for whoever has that release.
 SINCE = {"log2": (0, 12), "one_minus_square": (0, 12), "polynomial": (0, 12)}

@@ -24,7 +24,7 @@ from precpass import (
     PrecisionPolicy,
     Rule,
 )
-from precpass.policy import PRESETS
+from precpass.policy.policy import PRESETS
 
 KINDS = (
     OpKind.COMPUTE,

@@ -7,7 +7,7 @@ import pytest
 import precpass as pp
 from precpass import planner
 from precpass.planner import make_plan
-from precpass.rules import FIXED_SCOPE
+from precpass.policy.rules import FIXED_SCOPE
 
 
 @pytest.fixture

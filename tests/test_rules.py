@@ -19,7 +19,7 @@ from precpass import (
     PrecisionWarning,
     Rule,
 )
-from precpass.rules import EqnView, clean_scope, innermost_keep
+from precpass.policy.rules import EqnView, clean_scope, innermost_keep
 
 X, W = f32(8, 8), f32(8, 8)
 

@@ -14,7 +14,7 @@ from precpass.cli.progress import Progress
 from precpass.cli.specs import drawn, has_shapes
 from precpass.cli.target import Refused, unbound
 from precpass.plan import Plan
-from precpass.policy import PRESETS, PrecisionPolicy
+from precpass.policy.policy import PRESETS, PrecisionPolicy
 from precpass.report.audit import audit
 from precpass.report.bisect import bisect
 from precpass.report.bisection import Run

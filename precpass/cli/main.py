@@ -19,7 +19,7 @@ from precpass.cli.options import check, parsed
 from precpass.cli.progress import Progress
 from precpass.cli.target import Refused, arguments, load, parameters, unbound
 from precpass.context import configured
-from precpass.policy import PrecisionWarning
+from precpass.policy.policy import PrecisionWarning
 from precpass.report.tables import for_json
 
 __all__ = ["main"]

@@ -20,7 +20,7 @@ from precpass.jaxpr.reading import (
     precision_of,
     source_of,
 )
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
 
 DTYPE_PARAMS = ("new_dtype", "preferred_element_type", "out_dtype")
 """The params that name the dtype of an equation's results."""

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
-from precpass.precision import BY_DTYPE, Precision
-from precpass.scope_names import escaped
+from precpass.policy.precision import BY_DTYPE, Precision
+from precpass.policy.scope_names import escaped
 
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
 source_info_util.register_exclusion(_OWN_FOLDER)

@@ -20,13 +20,13 @@ from precpass.mixed import Staged, owner_of
 from precpass.numerics.figures import Recorder
 from precpass.numerics.health import Health, Seen
 from precpass.numerics.monitor import looked
-from precpass.opkinds import TABLE, OpKind
 from precpass.plan import Action, Plan
-from precpass.policy import AlwaysF32, PrecisionPolicy, PrecisionWarning, quietly
-from precpass.precision import Precision
+from precpass.policy.policy import AlwaysF32, PrecisionPolicy, PrecisionWarning, quietly
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import TABLE, OpKind
+from precpass.policy.rules import Rule, clean_scope
 from precpass.program import Traced
-from precpass.rules import Rule, clean_scope
-from precpass.wording import counted
+from precpass.units import counted
 
 __all__ = ["calibrate"]
 

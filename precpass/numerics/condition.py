@@ -11,8 +11,8 @@ from jax import lax
 
 from precpass.api import auto_mixed
 from precpass.context import keep
-from precpass.policy import AlwaysF32
-from precpass.precision import Precision
+from precpass.policy.policy import AlwaysF32
+from precpass.policy.precision import Precision
 
 __all__ = ["condition_number"]
 

@@ -28,9 +28,9 @@ from jax import lax
 from precpass.api import auto_mixed
 from precpass.numerics.ladder import Ladder
 from precpass.numerics.roles import Roles
-from precpass.opkinds import OpKind
-from precpass.policy import Custom, PrecisionPolicy, quietly
-from precpass.precision import Precision
+from precpass.policy.policy import Custom, PrecisionPolicy, quietly
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind
 
 __all__ = ["RisingState", "applied_in", "evaluated_in", "lengths", "solver_with"]
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import solve_triangular
 
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
 
 __all__ = ["Factors", "factors"]
 

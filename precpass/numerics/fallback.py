@@ -29,7 +29,7 @@ from precpass.mixed import Mixed
 from precpass.numerics.checks import Check, NonFinite, parse_checks
 from precpass.numerics.chosen import differentiated_if_chosen
 from precpass.numerics.rungs import Rung, parse_ladder
-from precpass.policy import Custom
+from precpass.policy.policy import Custom
 from precpass.scaled_gradients import Axes
 from precpass.stateful import has_nodes
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.opkinds import OpKind, op
+from precpass.policy.primitives import OpKind, op
 
 __all__ = ["INFINITY", "MOST", "NEVER", "Figures", "Recorder", "joined", "none"]
 

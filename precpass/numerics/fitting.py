@@ -29,8 +29,8 @@ from precpass.numerics.descents import RisingState, applied_in, evaluated_in, le
 from precpass.numerics.monitor import monitor
 from precpass.numerics.roles import Roles
 from precpass.numerics.wide import own_array
-from precpass.policy import Custom, quietly
-from precpass.precision import Precision
+from precpass.policy.policy import Custom, quietly
+from precpass.policy.precision import Precision
 from precpass.weak import Recent, WeakIdMap
 
 __all__ = ["Problem", "Spec", "fit", "looked_at", "program"]

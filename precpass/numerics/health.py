@@ -12,9 +12,9 @@ import numpy as np
 
 from precpass.jaxpr import Place
 from precpass.numerics.figures import MOST, NEVER, Figures, joined, none
-from precpass.rules import clean_scope
+from precpass.policy.rules import clean_scope
+from precpass.units import counted
 from precpass.view.text import heading
-from precpass.wording import counted
 
 __all__ = ["Health", "Seen"]
 

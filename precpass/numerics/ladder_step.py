@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from precpass.numerics.rungs import Rung
-from precpass.policy import quietly
+from precpass.policy.policy import quietly
 
 __all__ = ["Step", "strong"]
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from precpass.numerics.rungs import Rung
-from precpass.wording import counted
+from precpass.units import counted
 
 __all__ = [
     "Status",

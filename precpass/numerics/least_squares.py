@@ -16,8 +16,8 @@ from precpass import jaxpr as ir
 from precpass.numerics.ladder_terms import switches
 from precpass.numerics.roles import Roles
 from precpass.numerics.wide import in_float64, own_array
-from precpass.precision import Precision
-from precpass.wording import counted
+from precpass.policy.precision import Precision
+from precpass.units import counted
 
 __all__ = ["LeastSquares", "least_squares"]
 

@@ -16,7 +16,7 @@ from jax import lax
 from precpass.numerics.factoring import factors
 from precpass.numerics.krylov import gmres
 from precpass.numerics.wide import in_float64
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
 
 __all__ = ["LinearSolve", "solve"]
 

@@ -18,7 +18,7 @@ from precpass.liveness import unread
 from precpass.mixed import Staged, owner_of
 from precpass.numerics.figures import Recorder
 from precpass.numerics.health import Health
-from precpass.policy import PrecisionPolicy, quietly
+from precpass.policy.policy import PrecisionPolicy, quietly
 from precpass.program import Traced
 
 __all__ = ["Monitored", "looked", "monitor"]

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
 
 __all__ = ["Roles"]
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from precpass.api import auto_mixed
 from precpass.context import keep
-from precpass.opkinds import OpKind
-from precpass.policy import (
+from precpass.policy.policy import (
     PRESETS,
     AlwaysF32,
     AutoMixed,
@@ -19,8 +18,9 @@ from precpass.policy import (
     PrecisionPolicy,
     quietly,
 )
-from precpass.precision import Precision
-from precpass.wording import counted
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind
+from precpass.units import counted
 
 __all__ = ["Rung", "parse_ladder"]
 

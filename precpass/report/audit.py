@@ -17,14 +17,14 @@ from precpass.inspection import Inspection
 from precpass.jaxpr import Source, source_of
 from precpass.leaves import Declared
 from precpass.mixed import owner_of
-from precpass.policy import PrecisionPolicy, quietly
+from precpass.policy.policy import PrecisionPolicy, quietly
 from precpass.report.changes import changes
 from precpass.report.hlo import Module
 from precpass.report.sides import Change
+from precpass.units import counted
 from precpass.view.page import folded
 from precpass.view.rows import alike
 from precpass.view.text import Line, as_html, heading, page, rendered
-from precpass.wording import counted
 
 __all__ = ["Audit", "Finding", "audit"]
 

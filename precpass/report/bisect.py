@@ -17,15 +17,15 @@ from precpass import jaxpr as ir
 from precpass.api import trace_of
 from precpass.graph import Graph, join_scopes
 from precpass.plan import Action, Decision, Plan
-from precpass.policy import AlwaysF32, PrecisionPolicy
-from precpass.precision import Precision
+from precpass.policy.policy import AlwaysF32, PrecisionPolicy
+from precpass.policy.precision import Precision
+from precpass.policy.rules import Rule, clean_scope
 from precpass.program import Traced
 from precpass.report.bisection import Bisection, Run, listed
 from precpass.report.errors import Leaf, fetched, normwise
 from precpass.report.minimal import OutOfBudget, smallest
 from precpass.report.places import Group, Place, grouped, notes_on
-from precpass.rules import Rule, clean_scope
-from precpass.wording import counted
+from precpass.units import counted
 
 __all__ = ["bisect"]
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from precpass.policy import PrecisionPolicy
+from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.rules import Rule
 from precpass.report.places import Place, shown
-from precpass.rules import Rule
 from precpass.view.page import folded, table
 from precpass.view.text import Line, as_html, page, plain
 

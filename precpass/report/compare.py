@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from precpass import measure
 from precpass.api import auto_mixed
 from precpass.mixed import owner_of
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
 from precpass.report.comparison import REFERENCES, Comparison, Row
 from precpass.report.errors import Leaf, as_written, errors_of, evaluated
 from precpass.report.programs import (

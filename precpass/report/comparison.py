@@ -9,7 +9,7 @@ from typing import Any
 
 from precpass.graph import NOMINAL_SIZE
 from precpass.measure import Counts, Memory, Timing
-from precpass.policy import PrecisionPolicy
+from precpass.policy.policy import PrecisionPolicy
 from precpass.report.errors import Errors
 from precpass.report.plot import Point, draw
 from precpass.report.tables import (

@@ -18,10 +18,10 @@ from precpass import context
 from precpass import jaxpr as ir
 from precpass.leaves import Declared, arguments, copied, dynamic_leaves, unwrapped
 from precpass.planner import make_plan
-from precpass.policy import AlwaysF32, quietly
-from precpass.precision import Precision
+from precpass.policy.policy import AlwaysF32, quietly
+from precpass.policy.precision import Precision
+from precpass.policy.rules import keep_scope
 from precpass.program import rewritten
-from precpass.rules import keep_scope
 from precpass.stateful import has_nodes
 
 __all__ = [

@@ -10,8 +10,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 from precpass.jaxpr import Source
-from precpass.precision import Precision
-from precpass.rules import Rule
+from precpass.policy.precision import Precision
+from precpass.policy.rules import Rule
 from precpass.view.text import Line, cell_of, heading
 
 __all__ = ["Group", "Place", "grouped", "notes_on", "shown"]

@@ -12,7 +12,7 @@ from precpass import measure
 from precpass.api import auto_mixed
 from precpass.mixed import owner_of
 from precpass.peaks import Peaks, peaks_of
-from precpass.policy import AlwaysF32
+from precpass.policy.policy import AlwaysF32
 from precpass.report.profiled import Estimate, Profile, ProfileRow
 from precpass.report.programs import (
     Made,

@@ -8,7 +8,7 @@ from typing import Any
 from precpass.graph import NOMINAL_SIZE
 from precpass.measure import Counts, Memory, Timing
 from precpass.peaks import Peaks
-from precpass.policy import PrecisionPolicy
+from precpass.policy.policy import PrecisionPolicy
 from precpass.report.tables import (
     TIMES,
     aligned,

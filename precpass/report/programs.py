@@ -15,7 +15,7 @@ from precpass import jaxpr as ir
 from precpass.api import auto_mixed
 from precpass.leaves import Declared, copied, refused
 from precpass.mixed import Mixed
-from precpass.policy import PrecisionPolicy
+from precpass.policy.policy import PrecisionPolicy
 from precpass.report.errors import Leaf, fetched, leaves_of, on_arrays
 
 __all__ = [

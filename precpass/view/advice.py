@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from precpass import jaxpr as ir
 from precpass.graph import Graph, product_sizes
-from precpass.opkinds import OpKind, op
 from precpass.plan import Action, Decision
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Advice", "advice"]
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Hashable
 
 from precpass import jaxpr as ir
 from precpass.graph import BodyNode, Graph
-from precpass.opkinds import OpKind
 from precpass.plan import Action, Decision
-from precpass.rules import clean_scope, is_backward
+from precpass.policy.primitives import OpKind
+from precpass.policy.rules import clean_scope, is_backward
 from precpass.view.rows import CALLS, alike, frame_name
 
 __all__ = ["Box", "Chart", "chart"]

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.sax import saxutils
 
+from precpass.units import counted
 from precpass.view.clusters import Box, Chart
 from precpass.view.layout import Frame, Layout, laid_out, short
 from precpass.view.text import shown_source
-from precpass.wording import counted
 
 __all__ = ["Picture", "picture"]
 

@@ -12,15 +12,15 @@ from precpass.graph import NOMINAL_SIZE, Graph
 from precpass.jaxpr import Source
 from precpass.liveness import unread
 from precpass.measure import LOW_FORMATS, Counts, count
-from precpass.opkinds import OpKind
 from precpass.plan import Action, Decision, Plan
-from precpass.precision import Precision
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind
 from precpass.reasons import Reason
 from precpass.residuals import kept_bytes
+from precpass.units import counted, sized
 from precpass.view.advice import Advice, advice
 from precpass.view.rows import Row, alike, rows
 from precpass.view.text import Line, as_html, heading, page, rendered, titled
-from precpass.wording import counted, sized
 
 __all__ = ["Explanation", "Verdict", "Wide", "explained"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from precpass.opkinds import OpKind
 from precpass.plan import Plan
-from precpass.policy import PrecisionPolicy
+from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.primitives import OpKind
 from precpass.view.diff import Section, diff_tree, totals
 from precpass.view.text import Line, as_html, page, spans
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from precpass.graph import NOMINAL_SIZE, join_scopes
 from precpass.jaxpr import Source
 from precpass.plan import Action, Decision, Plan
-from precpass.rules import clean_scope, is_backward
+from precpass.policy.rules import clean_scope, is_backward
 from precpass.site import Site
-from precpass.wording import counted
+from precpass.units import counted
 
 __all__ = ["CALLS", "Frame", "Row", "alike", "frame_name", "paired_rows", "rows"]
 

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from precpass.opkinds import TABLE, OpKind
-from precpass.precision import Precision
-from precpass.scope_names import as_written
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import TABLE, OpKind
+from precpass.policy.scope_names import as_written
 
 __all__ = [
     "FIXED_SCOPE",
@@ -185,8 +185,8 @@ def _check_primitive(pattern: str) -> None:
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     raise ValueError(
         f"Rule(primitive={pattern!r}) can never match: {hint}Legal are globs of the primitives "
-        f"in precpass.opkinds.TABLE ({', '.join(sorted(TABLE)[:6])}, ...); primitives with a "
-        "body (scan, jit, cond) are matched by scope=, opaque ones keep their dtypes."
+        f"in precpass.policy.primitives.TABLE ({', '.join(sorted(TABLE)[:6])}, ...); primitives "
+        "with a body (scan, jit, cond) are matched by scope=, opaque ones keep their dtypes."
     )
 
 

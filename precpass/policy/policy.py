@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
-from precpass.lock import Lock
-from precpass.opkinds import OpKind
-from precpass.precision import Precision
-from precpass.rules import Rule
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind
+from precpass.policy.rules import Rule
+from precpass.policy.saved import Lock
 
 __all__ = [
     "PRESETS",

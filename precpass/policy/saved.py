@@ -7,9 +7,9 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 
-from precpass.precision import Precision
-from precpass.rules import clean_scope
-from precpass.wording import are, counted
+from precpass.policy.precision import Precision
+from precpass.policy.rules import clean_scope
+from precpass.units import are, counted
 
 __all__ = ["Lock", "Names"]
 
