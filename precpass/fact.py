@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from precpass import reasons
+from precpass.jaxpr.weak import WeakIdMap
 from precpass.policy.precision import Precision
-from precpass.weak import WeakIdMap
 
 __all__ = ["ANY", "Fact", "guard", "is_readable", "of_array", "of_aval", "of_dtype"]
 

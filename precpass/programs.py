@@ -13,10 +13,10 @@ import jax
 from precpass import stateful
 from precpass.calling import Crossing, name_of
 from precpass.context import Region
+from precpass.jaxpr.weak import Recent, WeakIdMap
 from precpass.leaves import Declared, Static, results, unwrapped
 from precpass.policy.policy import PrecisionPolicy
 from precpass.program import Program
-from precpass.weak import Recent, WeakIdMap
 
 __all__ = ["Programs", "calls_users_code", "programs_of"]
 

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from precpass.weak import WeakIdMap
+from precpass.jaxpr.weak import WeakIdMap
 
 __all__ = ["found_in", "is_array", "refusal"]
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import precpass as pp
 from precpass import fact
 from precpass.fact import ANY, of_array
-from precpass.weak import WeakIdMap
+from precpass.jaxpr.weak import WeakIdMap
 
 SIDE = 1024  # 2^20 elements
 

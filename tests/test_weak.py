@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from precpass.weak import Recent, WeakIdMap
+from precpass.jaxpr.weak import Recent, WeakIdMap
 
 
 class Key:

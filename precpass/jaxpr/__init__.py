@@ -39,6 +39,7 @@ from precpass.jaxpr.bodies import (
     why_opaque,
     with_bodies,
 )
+from precpass.jaxpr.border_copies import crossing, takes_twins, twin_aval, with_twins_in_order
 from precpass.jaxpr.building import (
     Builder,
     Direct,
@@ -51,11 +52,7 @@ from precpass.jaxpr.building import (
 )
 from precpass.jaxpr.carrier import Form, carry, detach, is_detach, pin
 from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
-from precpass.jaxpr.entering import watched
-from precpass.jaxpr.float64 import float64, in_x64, is_float64
-from precpass.jaxpr.lowering import Contents, contents_of
-from precpass.jaxpr.masking import guarded, masked, selected
-from precpass.jaxpr.orders import (
+from precpass.jaxpr.dots import (
     dot_numbers,
     exchanged,
     exchanged_order,
@@ -63,6 +60,11 @@ from precpass.jaxpr.orders import (
     transposes,
     with_operand,
 )
+from precpass.jaxpr.float64 import float64, in_x64, is_float64
+from precpass.jaxpr.instrument import Look, Place, Ran
+from precpass.jaxpr.instrument_bodies import watched
+from precpass.jaxpr.masking import guarded, masked, selected
+from precpass.jaxpr.opaque import Contents, contents_of
 from precpass.jaxpr.printing import Printer, told_by
 from precpass.jaxpr.reading import (
     Source,
@@ -115,9 +117,7 @@ from precpass.jaxpr.shardings import (
     shards,
     summed_up,
 )
-from precpass.jaxpr.twins import crossing, takes_twins, twin_aval, with_twins_in_order
 from precpass.jaxpr.undifferentiated import undifferentiated
-from precpass.jaxpr.watching import Look, Place, Ran
 
 __all__ = [
     "COMBINERS",

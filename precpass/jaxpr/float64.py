@@ -26,7 +26,7 @@ from jax.interpreters import ad, batching, mlir
 
 from precpass.jaxpr.binding import evaluate, trace
 from precpass.jaxpr.reading import consts_of, open_jaxpr, out_avals
-from precpass.weak import WeakIdMap
+from precpass.jaxpr.weak import WeakIdMap
 
 __all__ = ["float64", "in_x64", "is_float64"]
 

@@ -21,7 +21,7 @@ import jax.stages
 
 from precpass.jaxpr.binding import evaluate, trace
 from precpass.jaxpr.reading import open_jaxpr
-from precpass.weak import WeakIdMap
+from precpass.jaxpr.weak import WeakIdMap
 
 
 class _Layout(NamedTuple):

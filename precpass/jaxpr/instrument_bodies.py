@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec
 
 from precpass.jaxpr.binding import bind, bind_shard_map, evaluate, trace
 from precpass.jaxpr.bodies import bodies, scan_split, with_bodies
+from precpass.jaxpr.border_copies import scan_counts
+from precpass.jaxpr.instrument import Enter, Entered, Look, Place, Record, Watch
 from precpass.jaxpr.reading import in_avals, open_jaxpr, out_avals
-from precpass.jaxpr.twins import scan_counts
-from precpass.jaxpr.watching import Enter, Entered, Look, Place, Record, Watch
 
 __all__ = ["watched"]
 
