@@ -50,7 +50,6 @@ from precpass.jaxpr.building import (
     with_dtype,
     with_results_in,
 )
-from precpass.jaxpr.carrier import Form, carry, detach, is_detach, pin
 from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
 from precpass.jaxpr.dots import (
     dot_numbers,
@@ -60,11 +59,22 @@ from precpass.jaxpr.dots import (
     transposes,
     with_operand,
 )
-from precpass.jaxpr.float64 import float64, in_x64, is_float64
 from precpass.jaxpr.instrument import Look, Place, Ran
 from precpass.jaxpr.instrument_bodies import watched
-from precpass.jaxpr.masking import guarded, masked, selected
 from precpass.jaxpr.opaque import Contents, contents_of
+from precpass.jaxpr.primitives.carrier import Form, carry, detach, is_detach, pin
+from precpass.jaxpr.primitives.float64 import float64, in_x64, is_float64
+from precpass.jaxpr.primitives.masking import guarded, masked, selected
+from precpass.jaxpr.primitives.rounded import (
+    WIDENS_STACKS,
+    bits,
+    hands_on,
+    in_place_of,
+    is_rounded,
+    recalled,
+    wide_operand,
+)
+from precpass.jaxpr.primitives.undifferentiated import undifferentiated
 from precpass.jaxpr.printing import Printer, told_by
 from precpass.jaxpr.reading import (
     Source,
@@ -98,15 +108,6 @@ from precpass.jaxpr.reading import (
     widening,
     without_consts,
 )
-from precpass.jaxpr.rounded import (
-    WIDENS_STACKS,
-    bits,
-    hands_on,
-    in_place_of,
-    is_rounded,
-    recalled,
-    wide_operand,
-)
 from precpass.jaxpr.shardings import (
     holds_terms,
     is_reduced,
@@ -117,7 +118,6 @@ from precpass.jaxpr.shardings import (
     shards,
     summed_up,
 )
-from precpass.jaxpr.undifferentiated import undifferentiated
 
 __all__ = [
     "COMBINERS",

@@ -16,11 +16,11 @@ from jax.extend import source_info_util
 
 from precpass.jaxpr.binding import DTYPE_PARAMS, bind, convert, trace
 from precpass.jaxpr.border_copies import Crossing, named, twin_aval
-from precpass.jaxpr.carrier import Form, carrier_p, carry, detach, detach_p
 from precpass.jaxpr.dots import reordered, transpose_p
-from precpass.jaxpr.float64 import in_x64
+from precpass.jaxpr.primitives.carrier import Form, carrier_p, carry, detach, detach_p
+from precpass.jaxpr.primitives.float64 import in_x64
+from precpass.jaxpr.primitives.rounded import bits, low_value, rounded_p
 from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_of
-from precpass.jaxpr.rounded import bits, low_value, rounded_p
 from precpass.jaxpr.shardings import is_reduced
 
 # looked up once: these are made for every equation that changes

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
-from precpass.jaxpr.carrier import carrier_p, detach, detach_p
+from precpass.jaxpr.primitives.carrier import carrier_p, detach, detach_p
 from precpass.jaxpr.shardings import resharded_to, summed_up
 
 __all__ = [
