@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
 from precpass import reasons
-from precpass.graph import Graph, join_scopes
+from precpass.analysis.graph import Graph, join_scopes
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import Op, OpKind, op

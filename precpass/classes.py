@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.equations import chosen_operand, moved_operand
-from precpass.graph import NOMINAL_SIZE, Graph, nbytes
+from precpass.analysis.equations import chosen_operand, moved_operand
+from precpass.analysis.graph import NOMINAL_SIZE, Graph, nbytes
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import op
 from precpass.policy.rules import is_backward

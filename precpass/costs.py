@@ -19,11 +19,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from precpass.analysis.graph import BodyNode, Graph, nbytes, trips_of
+from precpass.analysis.operand_origin import Origins
 from precpass.classes import Classes, Place, ValueClass
 from precpass.cut import LOW, WIDE, Cut, Energy
 from precpass.devices import DEVICES, Device
-from precpass.graph import BodyNode, Graph, nbytes, trips_of
-from precpass.origins import Origins
 from precpass.policy.primitives import OpKind, op
 from precpass.reasons import Reason
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.equations import contracts
-from precpass.graph import flops, join_scopes, nbytes
+from precpass.analysis.equations import contracts
+from precpass.analysis.graph import flops, join_scopes, nbytes
 from precpass.plan import Action, Decision, Plan, Twin
 from precpass.policy.primitives import OpKind
 from precpass.rewrite import Rewriter

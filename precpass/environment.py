@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from precpass import jaxpr as ir
+from precpass.analysis.equations import chosen_operand, grows, hands_on_layout, moved_operand
 from precpass.dots import untransposed
-from precpass.equations import chosen_operand, grows, hands_on_layout, moved_operand
 from precpass.plan import Border, Twin, across
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import named

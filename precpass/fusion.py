@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from precpass import jaxpr as ir
-from precpass.equations import contracts
-from precpass.graph import flops, nbytes
+from precpass.analysis.equations import contracts
+from precpass.analysis.graph import flops, nbytes
 from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Kernel", "Stretch", "Value"]

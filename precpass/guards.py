@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from precpass import reasons
-from precpass.fact import guard
+from precpass.analysis.ranges import guard
 from precpass.policy.precision import BY_DTYPE, Precision
 from precpass.policy.primitives import OpKind
 from precpass.query import Query

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from precpass import jaxpr as ir
-from precpass.graph import Graph
+from precpass.analysis.graph import Graph
 from precpass.plan import Decision, Plan
 from precpass.policy.policy import PrecisionPolicy
 from precpass.site import Site

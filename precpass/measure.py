@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 
 from precpass import jaxpr as ir
-from precpass.equations import contracts
-from precpass.graph import Graph, nbytes
-from precpass.liveness import unread
+from precpass.analysis.equations import contracts
+from precpass.analysis.graph import Graph, nbytes
+from precpass.analysis.liveness import unread
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 
@@ -52,12 +52,12 @@ __all__ = [
 class Counts:
     """What a jaxpr computes, as it stands: nothing of this depends on a device.
 
-    What the pass has in it for later derivatives alone is left out (`precpass.liveness`).
+    What the pass has in it for later derivatives alone is left out (`precpass.analysis.liveness`).
 
     Equations are counted once, however often they run: those of a scan's body, and
     those of a jaxpr that is called many times. FLOPs and bytes are those of one run
     of the whole program: a scan's times its length, a while loop's times
-    `precpass.graph.NOMINAL_SIZE`, of a `cond` those of all branches, and inside of a
+    `precpass.analysis.graph.NOMINAL_SIZE`, of a `cond` those of all branches, and inside of a
     `shard_map` those of one shard.
 
     Attributes:
@@ -71,7 +71,7 @@ class Counts:
             is that of its operands, as is that of sums; elementwise work has that
             of its widest operand. Casts are none. Those of a product of complex
             numbers are real operations, under the complex format's name
-            (`precpass.graph.flops`).
+            (`precpass.analysis.graph.flops`).
         result_bytes: format -> bytes of the values that equations make in it. What
             XLA fuses is never stored.
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass import reasons
-from precpass.accumulate import Feeds, all_feeds
-from precpass.analysis import Analysis
+from precpass.analysis.accumulation import Feeds, all_feeds
+from precpass.analysis.analysis import Analysis
+from precpass.analysis.graph import BodyNode
 from precpass.asked import Asked
 from precpass.classes import Classes, ValueClass
 from precpass.costs import NOMINAL, Candidate, Costs
-from precpass.graph import BodyNode
 from precpass.plan import Action, Decision, Plan, Twin, Twins
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import COMPUTING, OpKind

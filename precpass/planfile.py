@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from precpass.graph import join_scopes
+from precpass.analysis.graph import join_scopes
 from precpass.plan import Decision, Plan
 from precpass.policy.policy import PrecisionPolicy, parse_profitability
 from precpass.policy.precision import Precision

@@ -14,14 +14,14 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass import reasons
-from precpass.accumulate import Feeds, all_feeds
-from precpass.analysis import Analysis
+from precpass.analysis.accumulation import Feeds, all_feeds
+from precpass.analysis.analysis import Analysis
+from precpass.analysis.equations import has_low, unentered
+from precpass.analysis.graph import Graph, join_scopes
+from precpass.analysis.propagate import Facts
 from precpass.asked import Asked
 from precpass.decide import decide
 from precpass.decisions import border_of, crossing_formats, formats_of, keep
-from precpass.equations import has_low, unentered
-from precpass.facts import Facts
-from precpass.graph import Graph, join_scopes
 from precpass.placing import placed
 from precpass.plan import Action, Border, Decision, Plan, ProductForm, across
 from precpass.policy.policy import PrecisionPolicy

@@ -1,7 +1,7 @@
 """Timing a product in float32 and in its low form, as it stands in programs.
 
 What a low product costs hangs on what is around it. So its operands come about as the
-program's do (`precpass.origins`): what elementwise work makes is made by such work, what is in
+program's do (`precpass.analysis.operand_origin`): what elementwise work makes is made by such work, what is in
 memory as float32 is cast with a read and a write, what a loop holds is low already. A
 transpose behind it, which XLA folds into a float32 product, is there too, and elementwise work
 reads the result. The low program is what the pass itself makes of the float32 one. What counts
@@ -25,8 +25,8 @@ from jax import lax
 
 from precpass import jaxpr as ir
 from precpass import measure
-from precpass.graph import nbytes
-from precpass.origins import Origin
+from precpass.analysis.graph import nbytes
+from precpass.analysis.operand_origin import Origin
 from precpass.planner import make_plan
 from precpass.policy.policy import Custom
 from precpass.policy.primitives import OpKind

@@ -16,15 +16,15 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass import reasons
+from precpass.analysis.equations import contracts
+from precpass.analysis.graph import NOMINAL_SIZE, Graph, flops, nbytes
+from precpass.analysis.operand_origin import Origin, Origins
+from precpass.analysis.uses import Readers
 from precpass.costs import Candidate
 from precpass.devices import Device, cast_seconds, product_seconds
-from precpass.equations import contracts
-from precpass.graph import NOMINAL_SIZE, Graph, flops, nbytes
-from precpass.origins import Origin, Origins
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 from precpass.policy.saved import Lock
-from precpass.readers import Readers
 from precpass.units import duration
 
 __all__ = ["Assumed", "Product", "Verdict", "Weighed", "Worth", "sentence"]

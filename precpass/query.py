@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from precpass import jaxpr as ir
+from precpass.analysis.equations import contracts, spreads
+from precpass.analysis.graph import join_scopes
+from precpass.analysis.propagate import Facts
+from precpass.analysis.ranges import Fact
+from precpass.analysis.uses import Readers
 from precpass.asked import Asked, Request
-from precpass.equations import contracts, spreads
-from precpass.fact import Fact
-from precpass.facts import Facts
-from precpass.graph import join_scopes
 from precpass.policy.precision import BY_DTYPE, Precision
 from precpass.policy.primitives import BOUNDARY, Op, OpKind, op
 from precpass.policy.rules import is_fixed
-from precpass.readers import Readers
 
 __all__ = ["Place", "Queries", "Query", "Traits"]
 

@@ -14,9 +14,9 @@ import jax
 from jax import lax
 
 from precpass import jaxpr as ir
+from precpass.analysis.equations import spreads
+from precpass.analysis.graph import join_scopes
 from precpass.environment import Env, crossing_aval
-from precpass.equations import spreads
-from precpass.graph import join_scopes
 from precpass.island import Island, from_bits, islands, to_bits
 from precpass.plan import Action, Border, Decision, Plan, Twin
 from precpass.policy.precision import Precision

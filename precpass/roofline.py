@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
+from precpass.analysis.graph import NOMINAL_SIZE, Graph, nbytes
+from precpass.analysis.liveness import unread
 from precpass.fusion import NOTHING, Kernel, Stretch, Value
-from precpass.graph import NOMINAL_SIZE, Graph, nbytes
-from precpass.liveness import unread
 from precpass.measure import format_of
 from precpass.peaks import Peaks
 
@@ -32,7 +32,7 @@ class Work:
     Attributes:
         kernels: each, and how often it runs.
         guesses: whether it has a loop whose trips only run time knows, and which counts as
-            `precpass.graph.NOMINAL_SIZE` of them.
+            `precpass.analysis.graph.NOMINAL_SIZE` of them.
         by_bytes: the primitives whose arithmetic is in no figure.
     """
 
@@ -84,8 +84,8 @@ def _format(eqn: Any) -> str:
 def work_of(jaxpr: Any) -> Work:
     """What a program moves and computes.
 
-    What only later derivatives read is left out (`precpass.liveness`), as is what nothing
-    needs. As in `precpass.measure.count`, a while loop runs `precpass.graph.NOMINAL_SIZE` times,
+    What only later derivatives read is left out (`precpass.analysis.liveness`), as is what nothing
+    needs. As in `precpass.measure.count`, a while loop runs `precpass.analysis.graph.NOMINAL_SIZE` times,
     all branches of a `cond` run, and a `shard_map` counts as one shard.
 
     Args:

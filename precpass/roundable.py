@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis import Analysis
+from precpass.analysis.analysis import Analysis
+from precpass.analysis.graph import nbytes
+from precpass.analysis.ranges import Fact, guard
 from precpass.asked import Asked
 from precpass.classes import Classes, ValueClass
-from precpass.fact import Fact, guard
-from precpass.graph import nbytes
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 

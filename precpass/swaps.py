@@ -16,7 +16,7 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass import reasons
-from precpass.equations import contracts
+from precpass.analysis.equations import contracts
 from precpass.plan import Action, Decision
 from precpass.policy.primitives import OpKind
 

@@ -13,9 +13,9 @@ from bench_models import Model
 
 import precpass as pp
 from precpass import leaves, measure
+from precpass.analysis.residuals import kept_bytes
 from precpass.policy.precision import Precision
 from precpass.report import errors
-from precpass.residuals import kept_bytes
 
 Progress = Callable[[str, int], None]
 """Is told what is done now, and how many units of work are done since."""

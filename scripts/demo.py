@@ -29,7 +29,7 @@ from rich.table import Table
 
 import precpass as pp
 from precpass import measure
-from precpass.residuals import kept_bytes
+from precpass.analysis.residuals import kept_bytes
 
 PRESETS = (
     "AlwaysF32",

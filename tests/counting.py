@@ -18,8 +18,8 @@ from flow_helpers import PRODUCTS, jaxprs_in, named
 from jax.interpreters import partial_eval
 
 from precpass import jaxpr as ir
-from precpass.equations import unentered
-from precpass.graph import Graph
+from precpass.analysis.equations import unentered
+from precpass.analysis.graph import Graph
 from precpass.jaxpr.bodies import ENTERED, OPAQUE
 from precpass.planner import make_plan
 from precpass.policy.policy import AutoMixedBf16

@@ -2,8 +2,8 @@
 
 import jax
 
-from precpass.facts import propagate
-from precpass.graph import Graph
+from precpass.analysis.graph import Graph
+from precpass.analysis.propagate import propagate
 
 
 def facts_of(fn, *args):

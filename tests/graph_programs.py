@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from unit_helpers import f32
 
-from precpass.graph import Graph
+from precpass.analysis.graph import Graph
 
 
 def graph_of(fn, *args):

@@ -16,8 +16,8 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
-from precpass import fact
-from precpass.fact import ANY, of_array
+from precpass.analysis.analysis import ranges as fact
+from precpass.analysis.ranges import ANY, of_array
 from precpass.jaxpr.weak import WeakIdMap
 
 SIDE = 1024  # 2^20 elements
@@ -231,7 +231,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize("localhost:" + sys.argv[2], num_processes=2, process_id=int(sys.argv[1]))
 from jax.sharding import NamedSharding, PartitionSpec as P
 import precpass as pp
-from precpass.fact import ANY, of_array
+from precpass.analysis.ranges import ANY, of_array
 
 mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 values = np.random.default_rng(0).standard_normal((1024, 1024)).astype(np.float32)

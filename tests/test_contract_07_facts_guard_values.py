@@ -25,7 +25,7 @@ from helpers import (
 )
 
 import precpass as pp
-from precpass import fact
+from precpass.analysis.analysis import ranges as fact
 
 F32_MIN = float(jnp.finfo(jnp.float32).min)
 

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 
 import precpass as pp
 from precpass import jaxpr as ir
-from precpass.graph import Graph
+from precpass.analysis.graph import Graph
 
 X, W = normal(0, 4, 8), normal(1, 8, 8)
 PROGRAMS: dict[str, Callable[..., Any]] = {}

@@ -12,7 +12,7 @@ from jax import export
 from unit_helpers import low_values
 
 import precpass as pp
-from precpass.graph import NOMINAL_SIZE, Graph
+from precpass.analysis.graph import NOMINAL_SIZE, Graph
 
 
 def loss(w, x):

@@ -11,7 +11,7 @@ from jax import lax
 from unit_helpers import f32
 
 import precpass as pp
-from precpass.residuals import kept_bytes
+from precpass.analysis.residuals import kept_bytes
 from precpass.view.rows import rows
 
 X, W = f32(8, 8), f32(8, 8)

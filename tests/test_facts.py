@@ -12,8 +12,8 @@ from unit_helpers import decided, f32, operand_dtypes, stable_id
 
 import precpass as pp
 from precpass import Custom, Precision
-from precpass.facts import ANY, Fact, guard, of_array, propagate
-from precpass.graph import Graph
+from precpass.analysis.graph import Graph
+from precpass.analysis.propagate import ANY, Fact, guard, of_array, propagate
 
 # ---------------------------------------------------------------- sources of facts
 

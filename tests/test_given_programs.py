@@ -18,7 +18,7 @@ from helpers import quiet
 from jax import lax
 
 import precpass as pp
-from precpass.graph import Graph
+from precpass.analysis.graph import Graph
 from precpass.jaxpr.bodies import ENTERED
 
 X = jnp.eye(4) / 2

@@ -13,7 +13,7 @@ from unit_helpers import decided, f32, low_values, named, operand_dtypes, produc
 
 import precpass as pp
 from precpass import AlwaysBf16, AlwaysF16, AutoMixed, AutoMixedBf16, Precision
-from precpass.facts import ANY, Fact, guard
+from precpass.analysis.propagate import ANY, Fact, guard
 
 F16, BF16, F32 = Precision.F16, Precision.BF16, Precision.F32
 LOWEST = float(np.finfo(np.float32).min)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from precpass.graph import join_scopes
+from precpass.analysis.graph import join_scopes
 from precpass.report.changes import changes
 from precpass.report.hlo import Module, Shape, bits
 

@@ -11,8 +11,8 @@ from unit_helpers import f32
 import precpass as pp
 from precpass import jaxpr as ir
 from precpass import measure
-from precpass.graph import Graph, nbytes
-from precpass.liveness import unread
+from precpass.analysis.graph import Graph, nbytes
+from precpass.analysis.liveness import unread
 
 X, W = f32(8, 8), f32(8, 8)
 

@@ -14,8 +14,8 @@ from unit_helpers import f32
 
 import precpass as pp
 from precpass import Action, probe, worth
+from precpass.analysis.operand_origin import Origin
 from precpass.context import configured
-from precpass.origins import Origin
 from precpass.profit import Assumed, Product, Verdict
 
 

@@ -20,9 +20,9 @@ from test_product_form import CASES, ORDERS, weighed
 import precpass as pp
 from precpass import jaxpr as ir
 from precpass import measure
+from precpass.analysis.residuals import kept_bytes
 from precpass.dots import batched, transposed, untransposed
 from precpass.product import Bilinear
-from precpass.residuals import kept_bytes
 
 DOTS = [name for name in CASES if name.startswith("dot")]
 WIDE_SUMS = [*DOTS, "ragged_dot"]

@@ -17,9 +17,9 @@ from unit_helpers import f32
 import precpass as pp
 from precpass import Action, worth
 from precpass import jaxpr as ir
+from precpass.analysis.operand_origin import Origin
 from precpass.cli import main
 from precpass.devices import device_named
-from precpass.origins import Origin
 from precpass.planner import make_plan
 from precpass.profit import Assumed
 

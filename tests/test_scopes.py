@@ -29,9 +29,9 @@ from precpass import (
     Rule,
 )
 from precpass import jaxpr as ir
-from precpass.graph import Graph
+from precpass.analysis.graph import Graph
+from precpass.analysis.residuals import kept_bytes
 from precpass.policy.rules import clean_scope, is_backward
-from precpass.residuals import kept_bytes
 
 HEAD = Rule(scope="*/head", precision="f32")
 # Every product of the body, forward or backward, has a dimension of 16; none of the head has.

@@ -183,7 +183,7 @@ def test_transforms_of_the_result(fn: Any, transform: str, policy: Any):
 
 
 def test_checkpoint_policies_save_as_many_bytes():
-    from precpass.residuals import kept_bytes
+    from precpass.analysis.residuals import kept_bytes
 
     saves = jax.checkpoint_policies.dots_saveable
 

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
-from precpass.residuals import kept_bytes
+from precpass.analysis.residuals import kept_bytes
 
 both = functools.partial(jax.grad, argnums=(0, 1))
 X, W = normal(0, 8, 16), normal(1, 16, 16) / 4

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 
 from precpass import jaxpr as ir
+from precpass.analysis.graph import join_scopes
 from precpass.api import auto_mixed
-from precpass.graph import join_scopes
 from precpass.mixed import Staged, owner_of
 from precpass.numerics.figures import Recorder
 from precpass.numerics.health import Health, Seen

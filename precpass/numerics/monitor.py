@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
+from precpass.analysis.graph import Graph
+from precpass.analysis.liveness import unread
 from precpass.api import auto_mixed
-from precpass.graph import Graph
-from precpass.liveness import unread
 from precpass.mixed import Staged, owner_of
 from precpass.numerics.figures import Recorder
 from precpass.numerics.health import Health

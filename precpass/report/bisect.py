@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from precpass import jaxpr as ir
+from precpass.analysis.graph import Graph, join_scopes
 from precpass.api import trace_of
-from precpass.graph import Graph, join_scopes
 from precpass.plan import Action, Decision, Plan
 from precpass.policy.policy import AlwaysF32, PrecisionPolicy
 from precpass.policy.precision import Precision

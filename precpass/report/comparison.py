@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from precpass.graph import NOMINAL_SIZE
+from precpass.analysis.graph import NOMINAL_SIZE
 from precpass.measure import Counts, Memory, Timing
 from precpass.policy.policy import PrecisionPolicy
 from precpass.report.errors import Errors

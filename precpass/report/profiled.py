@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from precpass.graph import NOMINAL_SIZE
+from precpass.analysis.graph import NOMINAL_SIZE
 from precpass.measure import Counts, Memory, Timing
 from precpass.peaks import Peaks
 from precpass.policy.policy import PrecisionPolicy

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from precpass import jaxpr as ir
-from precpass.graph import Graph, product_sizes
+from precpass.analysis.graph import Graph, product_sizes
 from precpass.plan import Action, Decision
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 
 from precpass import jaxpr as ir
-from precpass.graph import BodyNode, Graph
+from precpass.analysis.graph import BodyNode, Graph
 from precpass.plan import Action, Decision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import clean_scope, is_backward

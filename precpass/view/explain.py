@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from precpass import jaxpr as ir
-from precpass.graph import NOMINAL_SIZE, Graph
+from precpass.analysis.graph import NOMINAL_SIZE, Graph
+from precpass.analysis.liveness import unread
+from precpass.analysis.residuals import kept_bytes
 from precpass.jaxpr import Source
-from precpass.liveness import unread
 from precpass.measure import LOW_FORMATS, Counts, count
 from precpass.plan import Action, Decision, Plan
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.reasons import Reason
-from precpass.residuals import kept_bytes
 from precpass.units import counted, sized
 from precpass.view.advice import Advice, advice
 from precpass.view.rows import Row, alike, rows
@@ -45,7 +45,7 @@ class Verdict:
         crossed: the operands and results of loops, branches and calls that cross their
             borders on 16 bits, alone or beside their own form.
         kept_before, kept_after: the bytes that the forward pass keeps for the backward
-            pass (`precpass.residuals`); 0 in a program without one.
+            pass (`precpass.analysis.residuals`); 0 in a program without one.
     """
 
     before: Counts

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from precpass.graph import NOMINAL_SIZE, join_scopes
+from precpass.analysis.graph import NOMINAL_SIZE, join_scopes
 from precpass.jaxpr import Source
 from precpass.plan import Action, Decision, Plan
 from precpass.policy.rules import clean_scope, is_backward
@@ -55,7 +55,7 @@ class Row:
         backward: whether it belongs to a backward pass.
         frames: the equations that it stands inside of, outermost first.
         calls: how often it runs in one run of the program; a trip count that only run
-            time knows, and a symbolic one, count as `precpass.graph.NOMINAL_SIZE`.
+            time knows, and a symbolic one, count as `precpass.analysis.graph.NOMINAL_SIZE`.
     """
 
     site: Site

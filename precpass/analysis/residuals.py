@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.graph import Graph, nbytes
-from precpass.liveness import unread
+from precpass.analysis.graph import Graph, nbytes
+from precpass.analysis.liveness import unread
 from precpass.policy.rules import is_backward
 
 __all__ = ["kept_bytes"]
@@ -18,7 +18,7 @@ def kept_bytes(jaxpr: Any) -> float:
     Seen from the jaxpr in which both stand: what a scan stacks counts whole. Arguments are
     there anyway and do not count, nor does what is made of constants alone. What is stored
     low counts as its 16 bits, whether they are read or what they are widened to; what is there
-    for derivatives of this program alone does not count (`precpass.liveness`). XLA may
+    for derivatives of this program alone does not count (`precpass.analysis.liveness`). XLA may
     compute a value again instead of keeping it.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.fact import ANY, Fact, of_aval, of_dtype
+from precpass.analysis.ranges import ANY, Fact, of_aval, of_dtype
 from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Memo", "hull", "results"]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from precpass import jaxpr as ir
-from precpass.graph import Graph
+from precpass.analysis.graph import Graph
 
 __all__ = ["Unread", "unread"]
 

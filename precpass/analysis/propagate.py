@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.fact import ANY, Fact, guard, is_readable, of_array, of_aval
-from precpass.graph import Graph
-from precpass.transfer import Memo, hull, results
+from precpass.analysis.graph import Graph
+from precpass.analysis.ranges import ANY, Fact, guard, is_readable, of_array, of_aval
+from precpass.analysis.transfer import Memo, hull, results
 
 __all__ = ["ANY", "Fact", "Facts", "guard", "of_array", "propagate"]
 

@@ -6,7 +6,7 @@ import enum
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.graph import BodyNode, Graph
+from precpass.analysis.graph import BodyNode, Graph
 from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Origin", "Origins"]

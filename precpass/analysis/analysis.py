@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from precpass.accumulate import Additive
-from precpass.facts import Facts, propagate
-from precpass.graph import Graph
-from precpass.readers import Readers
+from precpass.analysis.accumulation import Additive
+from precpass.analysis.graph import Graph
+from precpass.analysis.propagate import Facts, propagate
+from precpass.analysis.uses import Readers
 
 __all__ = ["Analysis"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.graph import Graph
+from precpass.analysis.graph import Graph
 
 __all__ = ["Readers"]
 
