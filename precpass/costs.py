@@ -23,7 +23,7 @@ from precpass.analysis.graph import BodyNode, Graph, nbytes, trips_of
 from precpass.analysis.operand_origin import Origins
 from precpass.classes import Classes, Place, ValueClass
 from precpass.cut import LOW, WIDE, Cut, Energy
-from precpass.devices import DEVICES, Device
+from precpass.devices.devices import DEVICES, Device
 from precpass.policy.primitives import OpKind, op
 from precpass.reasons import Reason
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from precpass import jaxpr as ir
 from precpass.analysis.graph import NOMINAL_SIZE, Graph, nbytes
 from precpass.analysis.liveness import unread
+from precpass.devices.peaks import Peaks
 from precpass.fusion import NOTHING, Kernel, Stretch, Value
 from precpass.measure import format_of
-from precpass.peaks import Peaks
 
 __all__ = ["Work", "work_of"]
 
@@ -50,7 +50,7 @@ class Work:
 
         Example:
             >>> import jax, jax.numpy as jnp
-            >>> from precpass.peaks import peaks_of
+            >>> from precpass.devices.peaks import peaks_of
             >>> x = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)
             >>> work = work_of(jax.make_jaxpr(jnp.dot)(x, x))
             >>> (a100,) = peaks_of("a100")

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from precpass import probe
-from precpass.devices import Device
-from precpass.placement import device_for, placed
+from precpass.devices.detect import device_for, placed
+from precpass.devices.devices import Device
 from precpass.policy.policy import PrecisionPolicy
 from precpass.profit import Assumed, Product, Verdict, Worth, sentence
 from precpass.reasons import Reason
@@ -94,7 +94,7 @@ def worth_of(policy: PrecisionPolicy, args: Any = ()) -> Worth | None:
 
     Args:
         policy: its `profitability` decides.
-        args: of the call that is planned, which tell the device (`precpass.placement`).
+        args: of the call that is planned, which tell the device (`precpass.devices.detect`).
     """
     if policy.profitability == "always":
         return None

@@ -26,7 +26,7 @@ from bench_models import MODELS, SIZES
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from precpass.processor import processor
+from precpass.devices.cpu_info import processor
 from precpass.report.comparison import for_json
 
 SCHEMA = 1

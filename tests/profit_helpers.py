@@ -11,7 +11,7 @@ import numpy as np
 
 import precpass as pp
 from precpass import Action, probe, worth
-from precpass.devices import device_named
+from precpass.devices.devices import device_named
 from precpass.profit import Product, Verdict
 
 # that in force in the tests refuses (`conftest`)

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from precpass import placement, processor
-from precpass.devices import (
+from precpass.devices.devices import (
     DEVICES,
     Device,
     cast_seconds,
     device_named,
     product_seconds,
 )
+from precpass.devices.devices import cpu_info as processor
+from precpass.devices.devices import detect as placement
 from precpass.policy.precision import Precision
 
 each_device = pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)

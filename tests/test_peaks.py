@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from precpass.peaks import PEAKS, Peaks, peaks_of
+from precpass.devices.peaks import PEAKS, Peaks, peaks_of
 
 each_device = pytest.mark.parametrize("peaks", PEAKS, ids=str)
 

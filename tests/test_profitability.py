@@ -26,7 +26,7 @@ from unit_helpers import f32
 import precpass as pp
 from precpass import Action, reasons, worth
 from precpass.analysis.operand_origin import Origin
-from precpass.devices import device_named
+from precpass.devices.devices import device_named
 from precpass.planner import make_plan
 from precpass.profit import Assumed, Product, Verdict
 

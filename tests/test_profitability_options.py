@@ -19,7 +19,7 @@ from precpass import Action, worth
 from precpass import jaxpr as ir
 from precpass.analysis.operand_origin import Origin
 from precpass.cli import main
-from precpass.devices import device_named
+from precpass.devices.devices import device_named
 from precpass.planner import make_plan
 from precpass.profit import Assumed
 

@@ -13,7 +13,7 @@ from jax import lax
 import precpass as pp
 from precpass import measure, roofline
 from precpass.analysis.graph import NOMINAL_SIZE
-from precpass.peaks import PEAKS, Peaks, peaks_of
+from precpass.devices.peaks import PEAKS, Peaks, peaks_of
 from precpass.roofline import Work, work_of
 
 each_device = pytest.mark.parametrize("peaks", PEAKS, ids=str)

@@ -16,19 +16,16 @@ MAX_FUNCTION_LINES = 60
 # A folder such as report/ counts as one module.
 MAY_IMPORT: dict[str, set[str]] = {
     "reasons": set(),
-    "processor": set(),
     "loss_scale": set(),
     "scaled_gradients": {"loss_scale"},
     "optax_scaling": {"loss_scale", "scaled_gradients"},
-    "peaks": set(),
     "network": set(),
     "cut": {"network"},
     "dots": set(),
     "stateful": set(),
     "units": set(),
     "policy": {"units"},
-    "devices": {"peaks", "policy"},
-    "placement": {"processor", "devices"},
+    "devices": {"policy"},
     "jaxpr": {"policy"},
     "static_leaves": {"jaxpr"},
     "site": {"policy", "jaxpr"},
@@ -51,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "describe": {"policy", "jaxpr", "site", "plan", "analysis", "rewrite"},
     "measure": {"policy", "jaxpr", "analysis"},
     "fusion": {"policy", "jaxpr", "analysis"},
-    "roofline": {"peaks", "jaxpr", "analysis", "measure", "fusion"},
+    "roofline": {"devices", "jaxpr", "analysis", "measure", "fusion"},
     "view": {
         *("reasons", "units", "policy", "jaxpr", "site", "plan", "analysis"),
         *("measure",),
@@ -72,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("swaps", "placing", "decisions", "query", "decide"),
     },
     "probe": {"policy", "jaxpr", "analysis", "profit", "rewrite", "measure", "planner"},
-    "worth": {"reasons", "policy", "devices", "placement", "profit", "verdicts", "probe"},
+    "worth": {"reasons", "policy", "devices", "profit", "verdicts", "probe"},
     "selfcheck": {"policy", "jaxpr", "rewrite", "planner"},
     "program": {
         *("reasons", "policy", "jaxpr", "plan", "context", "leaves", "calling"),
@@ -93,7 +90,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("expected", "api"),
     },
     "report": {
-        *("peaks", "stateful", "units", "policy", "jaxpr", "plan", "context"),
+        *("stateful", "units", "policy", "devices", "jaxpr", "plan", "context"),
         *("leaves", "calling", "analysis", "measure", "roofline", "view", "inspection"),
         *("planner", "program", "mixed", "api"),
     },

@@ -10,8 +10,8 @@ import jax
 
 from precpass import measure
 from precpass.api import auto_mixed
+from precpass.devices.peaks import Peaks, peaks_of
 from precpass.mixed import owner_of
-from precpass.peaks import Peaks, peaks_of
 from precpass.policy.policy import AlwaysF32
 from precpass.report.profiled import Estimate, Profile, ProfileRow
 from precpass.report.programs import (

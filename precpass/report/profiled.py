@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from precpass.analysis.graph import NOMINAL_SIZE
+from precpass.devices.peaks import Peaks
 from precpass.measure import Counts, Memory, Timing
-from precpass.peaks import Peaks
 from precpass.policy.policy import PrecisionPolicy
 from precpass.report.tables import (
     TIMES,

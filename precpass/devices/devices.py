@@ -1,6 +1,6 @@
 """What devices can do, as vendors say or as it was measured, and what work costs on them.
 
-An accelerator's figures are published peaks (`precpass.peaks`). They decide nothing by
+An accelerator's figures are published peaks (`precpass.devices.peaks`). They decide nothing by
 themselves: costs are compared with each other, so a device that reaches half of everything is
 planned for as well. Where a figure is assumed and neither published nor measured, its source
 says so.
@@ -17,7 +17,7 @@ from typing import TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from precpass.peaks import PEAKS, Peaks, Source
+from precpass.devices.peaks import PEAKS, Peaks, Source
 from precpass.policy.precision import Precision
 
 __all__ = [
@@ -38,7 +38,7 @@ class Device:
     Attributes:
         name: ours.
         platform: JAX's, "cpu", "gpu" or "tpu".
-        kinds: globs of JAX's `device_kind`; of a CPU, of `precpass.processor`'s text.
+        kinds: globs of JAX's `device_kind`; of a CPU, of `precpass.devices.cpu_info`'s text.
         f32, bf16, f16: FLOP/s of products with operands of a format, at JAX's default
             precision: TF32 passes on NVIDIA's, one bfloat16 pass on a TPU.
         bandwidth: of its memory, in bytes/s.
@@ -197,7 +197,7 @@ def device_named(platform: str, kind: str) -> Device:
 
     Args:
         platform: JAX's; "cuda" and "rocm" are "gpu".
-        kind: JAX's `device_kind`; of a CPU, the text of `precpass.processor`.
+        kind: JAX's `device_kind`; of a CPU, the text of `precpass.devices.cpu_info`.
 
     Example:
         >>> device_named("gpu", "NVIDIA H200").name

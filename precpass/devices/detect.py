@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.core
 
-from precpass.devices import Device, device_named
-from precpass.processor import processor
+from precpass.devices.cpu_info import processor
+from precpass.devices.devices import Device, device_named
 
 __all__ = ["device_for", "kind_of", "placed"]
 

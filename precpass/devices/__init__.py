@@ -1,0 +1,1 @@
+"""Devices: what they can do, and on which one a call runs."""
