@@ -14,7 +14,7 @@ from precpass.numerics.linear import LinearSolve, solve
 from precpass.numerics.monitor import monitor
 from precpass.numerics.roles import Roles
 from precpass.optax_scaling import ScaledState, scaled_optimizer
-from precpass.plan import Action, Decision, Plan
+from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.policy import (
     AlwaysBf16,
     AlwaysF16,

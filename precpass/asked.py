@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
-from precpass import reasons
 from precpass.analysis.graph import Graph, join_scopes
+from precpass.plan import reasons
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import Op, OpKind, op

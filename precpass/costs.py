@@ -24,8 +24,8 @@ from precpass.analysis.operand_origin import Origins
 from precpass.classes import Classes, Place, ValueClass
 from precpass.cut import LOW, WIDE, Cut, Energy
 from precpass.devices.devices import DEVICES, Device
+from precpass.plan.reasons import Reason
 from precpass.policy.primitives import OpKind, op
-from precpass.reasons import Reason
 
 __all__ = ["NOMINAL", "Candidate", "Costs", "Nodes"]
 

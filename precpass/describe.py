@@ -11,10 +11,10 @@ from typing import Any
 from precpass import jaxpr as ir
 from precpass.analysis.equations import contracts
 from precpass.analysis.graph import flops, join_scopes, nbytes
-from precpass.plan import Action, Decision, Plan, Twin
+from precpass.plan.eqn_info import Body, Cast, Crossed, Origin, Site, Value
+from precpass.plan.plan import Action, Decision, Plan, Twin
 from precpass.policy.primitives import OpKind
 from precpass.rewrite import Rewriter
-from precpass.site import Body, Cast, Crossed, Origin, Site, Value
 
 __all__ = ["described"]
 

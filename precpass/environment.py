@@ -13,7 +13,7 @@ import numpy as np
 from precpass import jaxpr as ir
 from precpass.analysis.equations import chosen_operand, grows, hands_on_layout, moved_operand
 from precpass.dots import untransposed
-from precpass.plan import Border, Twin, across
+from precpass.plan.plan import Border, Twin, across
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import named
 from precpass.product import is_in_order, low_copy

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from precpass.planfile import Named
+from precpass.plan.file import Named
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import EqnView, Rule, clean_scope

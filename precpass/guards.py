@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from precpass import reasons
 from precpass.analysis.ranges import guard
+from precpass.plan import reasons
+from precpass.plan.reasons import Reason
 from precpass.policy.precision import BY_DTYPE, Precision
 from precpass.policy.primitives import OpKind
 from precpass.query import Query
-from precpass.reasons import Reason
 
 __all__ = ["GUARDS", "Guard", "first_reason"]
 

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
-from precpass.plan import Decision, Plan
+from precpass.plan.eqn_info import Site
+from precpass.plan.plan import Decision, Plan
 from precpass.policy.policy import PrecisionPolicy
-from precpass.site import Site
 from precpass.view.clusters import chart
 from precpass.view.diff import check_level, diff_lines, totals
 from precpass.view.drawing import Picture, picture

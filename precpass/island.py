@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.plan import Action, Decision, Plan
+from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.precision import Precision
 
 __all__ = ["Island", "from_bits", "islands", "to_bits"]

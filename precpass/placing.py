@@ -14,18 +14,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass import reasons
 from precpass.analysis.accumulation import Feeds, all_feeds
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.graph import BodyNode
 from precpass.asked import Asked
 from precpass.classes import Classes, ValueClass
 from precpass.costs import NOMINAL, Candidate, Costs
-from precpass.plan import Action, Decision, Plan, Twin, Twins
+from precpass.plan import reasons
+from precpass.plan.plan import Action, Decision, Plan, Twin, Twins
+from precpass.plan.reasons import DecidedBy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import COMPUTING, OpKind
 from precpass.profit import Weighed
-from precpass.reasons import DecidedBy
 from precpass.roundable import Eligibility
 from precpass.units import counted, duration, sized
 

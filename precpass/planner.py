@@ -13,7 +13,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass import reasons
 from precpass.analysis.accumulation import Feeds, all_feeds
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.equations import has_low, unentered
@@ -21,16 +20,17 @@ from precpass.analysis.graph import Graph, join_scopes
 from precpass.analysis.propagate import Facts
 from precpass.asked import Asked
 from precpass.decide import decide
-from precpass.decisions import border_of, crossing_formats, formats_of, keep
 from precpass.placing import placed
-from precpass.plan import Action, Border, Decision, Plan, ProductForm, across
+from precpass.plan import reasons
+from precpass.plan.decisions import border_of, crossing_formats, formats_of, keep
+from precpass.plan.plan import Action, Border, Decision, Plan, ProductForm, across
+from precpass.plan.reasons import DecidedBy
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 from precpass.policy.rules import innermost_keep, is_fixed
 from precpass.profit import Weighed, Worth
 from precpass.query import Queries, Query
-from precpass.reasons import DecidedBy
 from precpass.swaps import with_swaps
 
 __all__ = ["Planner", "distinguish", "make_plan"]

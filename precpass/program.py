@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 
-from precpass import context, reasons
+from precpass import context
 from precpass import jaxpr as ir
 from precpass.calling import note_source, user_stacklevel
 from precpass.leaves import Declared, Static, arguments, copied, dynamic_leaves
-from precpass.plan import Border, Plan
+from precpass.plan import reasons
+from precpass.plan.plan import Border, Plan
 from precpass.planner import distinguish, make_plan
 from precpass.policy.policy import PrecisionPolicy, PrecisionWarning
 from precpass.policy.primitives import OpKind

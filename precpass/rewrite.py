@@ -18,7 +18,7 @@ from precpass.analysis.equations import spreads
 from precpass.analysis.graph import join_scopes
 from precpass.environment import Env, crossing_aval
 from precpass.island import Island, from_bits, islands, to_bits
-from precpass.plan import Action, Border, Decision, Plan, Twin
+from precpass.plan.plan import Action, Border, Decision, Plan, Twin
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 from precpass.product import lowered

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass import reasons
 from precpass.analysis.equations import contracts
-from precpass.plan import Action, Decision
+from precpass.plan import reasons
+from precpass.plan.plan import Action, Decision
 from precpass.policy.primitives import OpKind
 
 __all__ = ["with_swaps"]

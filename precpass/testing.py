@@ -19,13 +19,13 @@ from typing import Any
 from precpass.api import inspect
 from precpass.expected import Pattern
 from precpass.jaxpr import Source
-from precpass.plan import Plan
-from precpass.planfile import Named, equations, locked_precision
+from precpass.plan.file import Named, equations, locked_precision
+from precpass.plan.plan import Plan
+from precpass.plan.reasons import Reason
 from precpass.policy.policy import PrecisionPolicy, quietly
 from precpass.policy.precision import Precision
 from precpass.policy.rules import clean_scope
 from precpass.policy.saved import Names
-from precpass.reasons import Reason
 from precpass.units import are, counted
 from precpass.view.text import heading, plain
 

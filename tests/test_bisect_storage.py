@@ -9,7 +9,7 @@ from jax import lax
 from test_bisect import check_found, lines_of
 
 import precpass as pp
-from precpass.plan import Action
+from precpass.plan.plan import Action
 from precpass.report.bisect import _Search
 
 RNG = np.random.default_rng(0)

@@ -24,9 +24,10 @@ from profit_helpers import (
 from unit_helpers import f32
 
 import precpass as pp
-from precpass import Action, reasons, worth
+from precpass import Action, worth
 from precpass.analysis.operand_origin import Origin
 from precpass.devices.devices import device_named
+from precpass.plan import reasons
 from precpass.planner import make_plan
 from precpass.profit import Assumed, Product, Verdict
 

@@ -13,7 +13,8 @@ from test_structure import FILES, parse
 from unit_helpers import f32
 
 import precpass as pp
-from precpass import Action, reasons
+from precpass import Action
+from precpass.plan import reasons
 
 X, W = f32(8, 8), f32(8, 8)
 

@@ -15,7 +15,6 @@ MAX_FUNCTION_LINES = 60
 # A module may name only modules that stand above it here, so imports point only downward.
 # A folder such as report/ counts as one module.
 MAY_IMPORT: dict[str, set[str]] = {
-    "reasons": set(),
     "loss_scale": set(),
     "scaled_gradients": {"loss_scale"},
     "optax_scaling": {"loss_scale", "scaled_gradients"},
@@ -28,89 +27,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "devices": {"policy"},
     "jaxpr": {"policy"},
     "static_leaves": {"jaxpr"},
-    "site": {"policy", "jaxpr"},
-    "plan": {"reasons", "units", "policy", "site"},
     "product": {"dots", "policy", "jaxpr"},
-    "island": {"policy", "jaxpr", "plan"},
     "context": {"policy", "jaxpr"},
     "leaves": {"stateful", "jaxpr", "static_leaves"},
     "calling": {"stateful", "leaves"},
-    "analysis": {"reasons", "units", "policy", "jaxpr"},
-    "classes": {"policy", "jaxpr", "analysis"},
-    "costs": {"reasons", "cut", "policy", "devices", "analysis", "classes"},
-    "asked": {"reasons", "policy", "jaxpr", "analysis"},
-    "profit": {"reasons", "units", "policy", "devices", "jaxpr", "analysis", "costs"},
-    "verdicts": {"profit"},
-    "swaps": {"reasons", "policy", "jaxpr", "plan", "analysis"},
-    "planfile": {"policy", "site", "plan", "analysis"},
-    "environment": {"dots", "policy", "jaxpr", "plan", "product", "analysis"},
-    "rewrite": {"policy", "jaxpr", "plan", "product", "island", "analysis", "environment"},
-    "describe": {"policy", "jaxpr", "site", "plan", "analysis", "rewrite"},
-    "measure": {"policy", "jaxpr", "analysis"},
-    "fusion": {"policy", "jaxpr", "analysis"},
-    "roofline": {"devices", "jaxpr", "analysis", "measure", "fusion"},
-    "view": {
-        *("reasons", "units", "policy", "jaxpr", "site", "plan", "analysis"),
-        *("measure",),
-    },
-    "inspection": {"policy", "jaxpr", "site", "plan", "analysis", "view"},
-    "expected": {"policy", "planfile"},
-    "roundable": {"policy", "jaxpr", "analysis", "classes", "asked"},
-    "placing": {
-        *("reasons", "units", "policy", "jaxpr", "plan", "analysis", "classes"),
-        *("costs", "asked", "profit", "roundable"),
-    },
-    "decisions": {"reasons", "policy", "jaxpr", "plan"},
-    "query": {"policy", "jaxpr", "analysis", "asked"},
-    "guards": {"reasons", "policy", "analysis", "query"},
-    "decide": {"reasons", "policy", "plan", "asked", "decisions", "query", "guards"},
-    "planner": {
-        *("reasons", "policy", "jaxpr", "plan", "analysis", "asked", "profit"),
-        *("swaps", "placing", "decisions", "query", "decide"),
-    },
-    "probe": {"policy", "jaxpr", "analysis", "profit", "rewrite", "measure", "planner"},
-    "worth": {"reasons", "policy", "devices", "profit", "verdicts", "probe"},
-    "selfcheck": {"policy", "jaxpr", "rewrite", "planner"},
-    "program": {
-        *("reasons", "policy", "jaxpr", "plan", "context", "leaves", "calling"),
-        *("rewrite", "planner", "worth", "selfcheck"),
-    },
-    "programs": {"stateful", "policy", "jaxpr", "context", "leaves", "calling", "program"},
-    "mixed": {"policy", "context", "leaves", "calling", "program", "programs"},
-    "api": {
-        *("policy", "jaxpr", "site", "context", "calling", "planfile", "describe"),
-        *("view", "inspection", "decisions", "program", "mixed"),
-    },
-    "numerics": {
-        *("scaled_gradients", "stateful", "units", "policy", "jaxpr", "plan", "context"),
-        *("calling", "analysis", "view", "program", "mixed", "api"),
-    },
-    "testing": {
-        *("reasons", "units", "policy", "jaxpr", "plan", "planfile", "view"),
-        *("expected", "api"),
-    },
-    "report": {
-        *("stateful", "units", "policy", "devices", "jaxpr", "plan", "context"),
-        *("leaves", "calling", "analysis", "measure", "roofline", "view", "inspection"),
-        *("planner", "program", "mixed", "api"),
-    },
-    "cli": {
-        *("policy", "plan", "context", "view", "program", "programs", "api"),
-        *("testing", "report"),
-    },
-    "__main__": {"cli"},
-    "__init__": {
-        *(
-            "loss_scale",
-            "scaled_gradients",
-            "optax_scaling",
-            "policy",
-            "plan",
-            "view",
-            "inspection",
-        ),
-        *("mixed", "api", "numerics", "report"),
-    },
 }
 # Methods of a value that write it as a file or a page import what does so when they are called.
 MAY_IMPORT_WHEN_CALLED: dict[str, set[str]] = {

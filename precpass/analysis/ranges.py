@@ -14,8 +14,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from precpass import reasons
 from precpass.jaxpr.weak import WeakIdMap
+from precpass.plan import reasons
 from precpass.policy.precision import Precision
 
 __all__ = ["ANY", "Fact", "guard", "is_readable", "of_array", "of_aval", "of_dtype"]

@@ -13,7 +13,7 @@ from precpass.cli.errors import has_users_lines
 from precpass.cli.progress import Progress
 from precpass.cli.specs import drawn, has_shapes
 from precpass.cli.target import Refused, unbound
-from precpass.plan import Plan
+from precpass.plan.plan import Plan
 from precpass.policy.policy import PRESETS, PrecisionPolicy
 from precpass.report.audit import audit
 from precpass.report.bisect import bisect

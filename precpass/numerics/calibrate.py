@@ -20,7 +20,7 @@ from precpass.mixed import Staged, owner_of
 from precpass.numerics.figures import Recorder
 from precpass.numerics.health import Health, Seen
 from precpass.numerics.monitor import looked
-from precpass.plan import Action, Plan
+from precpass.plan.plan import Action, Plan
 from precpass.policy.policy import AlwaysF32, PrecisionPolicy, PrecisionWarning, quietly
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import TABLE, OpKind

@@ -16,7 +16,7 @@ import numpy as np
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph, join_scopes
 from precpass.api import trace_of
-from precpass.plan import Action, Decision, Plan
+from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.policy import AlwaysF32, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.rules import Rule, clean_scope

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph, product_sizes
-from precpass.plan import Action, Decision
+from precpass.plan.plan import Action, Decision
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import BodyNode, Graph
-from precpass.plan import Action, Decision
+from precpass.plan.plan import Action, Decision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import clean_scope, is_backward
 from precpass.view.rows import CALLS, alike, frame_name

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from precpass.jaxpr import Source
-from precpass.plan import Action, Plan
+from precpass.plan.eqn_info import Cast, Crossed
+from precpass.plan.plan import Action, Plan
 from precpass.policy.primitives import op
-from precpass.site import Cast, Crossed
 from precpass.units import are, counted
 from precpass.view.rows import Frame, Row, paired_rows, rows
 from precpass.view.text import Line, heading, rendered

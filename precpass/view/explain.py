@@ -13,10 +13,10 @@ from precpass.analysis.liveness import unread
 from precpass.analysis.residuals import kept_bytes
 from precpass.jaxpr import Source
 from precpass.measure import LOW_FORMATS, Counts, count
-from precpass.plan import Action, Decision, Plan
+from precpass.plan.plan import Action, Decision, Plan
+from precpass.plan.reasons import Reason
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
-from precpass.reasons import Reason
 from precpass.units import counted, sized
 from precpass.view.advice import Advice, advice
 from precpass.view.rows import Row, alike, rows

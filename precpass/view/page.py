@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from precpass.plan import Plan
+from precpass.plan.plan import Plan
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.primitives import OpKind
 from precpass.view.diff import Section, diff_tree, totals

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from precpass.analysis.graph import NOMINAL_SIZE, join_scopes
 from precpass.jaxpr import Source
-from precpass.plan import Action, Decision, Plan
+from precpass.plan.eqn_info import Site
+from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.rules import clean_scope, is_backward
-from precpass.site import Site
 from precpass.units import counted
 
 __all__ = ["CALLS", "Frame", "Row", "alike", "frame_name", "paired_rows", "rows"]

@@ -119,7 +119,7 @@ class Origin:
 
     Attributes:
         name: of the function.
-        policy: as values that JSON has (`precpass.planfile`); None where the pass is switched off.
+        policy: as values that JSON has (`precpass.plan.file`); None where the pass is switched off.
         scope: the name scope around the program.
         output: the format of the results; "" where each keeps its own.
     """

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import jax
 
 from precpass.analysis.graph import join_scopes
-from precpass.plan import Decision, Plan
+from precpass.plan.eqn_info import Site
+from precpass.plan.plan import Decision, Plan
 from precpass.policy.policy import PrecisionPolicy, parse_profitability
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import Rule
 from precpass.policy.saved import Lock, Names
-from precpass.site import Site
 
 __all__ = [
     "FORMAT",

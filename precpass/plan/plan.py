@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from precpass.plan.eqn_info import Origin, Site
+from precpass.plan.reasons import DecidedBy, Reason
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import Rule
-from precpass.reasons import DecidedBy, Reason
-from precpass.site import Origin, Site
 from precpass.units import counted
 
 __all__ = ["Action", "Border", "Decision", "Plan", "ProductForm", "Twin", "Twins", "across"]
@@ -268,7 +268,7 @@ class Plan:
         Raises:
             ValueError: for a plan that `inspect` did not make.
         """
-        from precpass.planfile import written
+        from precpass.plan.file import written
 
         Path(path).write_text(written(self), encoding="utf-8")
 
@@ -286,7 +286,7 @@ class Plan:
                 function is traced that has none of its equations.
             OSError: where it cannot be read.
         """
-        from precpass.planfile import read
+        from precpass.plan.file import read
 
         # a file that is not text is reported as one that is no plan
         text = Path(path).read_text(encoding="utf-8", errors="replace")

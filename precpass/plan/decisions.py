@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass import reasons
-from precpass.plan import Action, Border, Decision, Plan
+from precpass.plan import reasons
+from precpass.plan.plan import Action, Border, Decision, Plan
+from precpass.plan.reasons import Reason
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
-from precpass.reasons import Reason
 
 __all__ = [
     "Formats",

@@ -1,0 +1,1 @@
+"""The decision as data: plans, decisions, reasons, and their file."""
