@@ -27,10 +27,10 @@ from precpass import jaxpr as ir
 from precpass import measure
 from precpass.analysis.graph import nbytes
 from precpass.analysis.operand_origin import Origin
-from precpass.planner import make_plan
+from precpass.planner.planner import make_plan
+from precpass.planner.profit import Product, Verdict
 from precpass.policy.policy import Custom
 from precpass.policy.primitives import OpKind
-from precpass.profit import Product, Verdict
 from precpass.rewrite import Rewriter
 
 __all__ = ["NotTimed", "timed"]

@@ -16,7 +16,7 @@ from precpass.calling import note_source, user_stacklevel
 from precpass.leaves import Declared, Static, arguments, copied, dynamic_leaves
 from precpass.plan import reasons
 from precpass.plan.plan import Border, Plan
-from precpass.planner import distinguish, make_plan
+from precpass.planner.planner import distinguish, make_plan
 from precpass.policy.policy import PrecisionPolicy, PrecisionWarning
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import FIXED_SCOPE

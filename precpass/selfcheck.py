@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.planner import distinguish, make_plan
+from precpass.planner.planner import distinguish, make_plan
 from precpass.policy.policy import AutoMixedBf16
 from precpass.rewrite import Rewriter
 

@@ -23,7 +23,7 @@ from typing import Any
 import filelock
 import platformdirs
 
-from precpass.profit import Verdict
+from precpass.planner.profit import Verdict
 
 __all__ = ["FORMAT", "Verdicts", "cache_folder", "file_name"]
 

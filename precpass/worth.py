@@ -14,8 +14,8 @@ from precpass import probe
 from precpass.devices.detect import device_for, placed
 from precpass.devices.devices import Device
 from precpass.plan.reasons import Reason
+from precpass.planner.profit import Assumed, Product, Verdict, Worth, sentence
 from precpass.policy.policy import PrecisionPolicy
-from precpass.profit import Assumed, Product, Verdict, Worth, sentence
 from precpass.verdicts import Verdicts, cache_folder, file_name
 
 __all__ = ["LONGEST", "MARGIN", "TICK", "Measured", "worth_of"]

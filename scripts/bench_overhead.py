@@ -37,7 +37,7 @@ from rich.table import Table
 import precpass as pp
 from precpass import context, measure
 from precpass import jaxpr as ir
-from precpass.planner import make_plan
+from precpass.planner.planner import make_plan
 from precpass.program import rewritten
 
 POLICIES = (pp.AutoMixedBf16, pp.AutoMixed, pp.AlwaysBf16, pp.AlwaysF32)

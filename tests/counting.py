@@ -21,7 +21,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.equations import unentered
 from precpass.analysis.graph import Graph
 from precpass.jaxpr.bodies import ENTERED, OPAQUE
-from precpass.planner import make_plan
+from precpass.planner.planner import make_plan
 from precpass.policy.policy import AutoMixedBf16
 from precpass.policy.primitives import BOUNDARY, TABLE
 from precpass.policy.rules import is_fixed

@@ -12,7 +12,7 @@ import numpy as np
 import precpass as pp
 from precpass import Action, probe, worth
 from precpass.devices.devices import device_named
-from precpass.profit import Product, Verdict
+from precpass.planner.profit import Product, Verdict
 
 # that in force in the tests refuses (`conftest`)
 REAL = probe.timed

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from precpass import measure
-from precpass.profit import Verdict
+from precpass.planner.profit import Verdict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 

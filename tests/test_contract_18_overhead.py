@@ -18,7 +18,7 @@ from jax import lax
 
 import precpass as pp
 from precpass import context
-from precpass.planner import Planner
+from precpass.planner.planner import Planner
 from precpass.rewrite import Rewriter
 
 PACKAGE = str(Path(pp.__file__).parent)

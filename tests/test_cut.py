@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from precpass import network
-from precpass.cut import LOW, WIDE, Energy
+from precpass.planner.storage import max_flow as network
+from precpass.planner.storage.min_cut import LOW, WIDE, Energy
 
 # of the sum of all costs, with the few terms that the energies here have
 BOUND = Fraction(1, 2**44)

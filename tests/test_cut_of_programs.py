@@ -13,11 +13,11 @@ import random_ops  # noqa: F401 -- likewise
 from random_programs import build, seeded_program
 
 import precpass as pp
-from precpass import placing
-from precpass.classes import ValueClass
-from precpass.costs import NOMINAL, Costs
-from precpass.planner import make_plan
-from precpass.profit import Product, Verdict
+from precpass.planner.planner import make_plan
+from precpass.planner.profit import Product, Verdict
+from precpass.planner.storage import assignment as placing
+from precpass.planner.storage.energy import NOMINAL, Costs
+from precpass.planner.storage.value_classes import ValueClass
 
 pytestmark = pytest.mark.programs
 

@@ -16,7 +16,7 @@ import precpass as pp
 from precpass import Action, probe, worth
 from precpass.analysis.operand_origin import Origin
 from precpass.context import configured
-from precpass.profit import Assumed, Product, Verdict
+from precpass.planner.profit import Assumed, Product, Verdict
 
 
 def loss(w, x):

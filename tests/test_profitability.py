@@ -28,8 +28,8 @@ from precpass import Action, worth
 from precpass.analysis.operand_origin import Origin
 from precpass.devices.devices import device_named
 from precpass.plan import reasons
-from precpass.planner import make_plan
-from precpass.profit import Assumed, Product, Verdict
+from precpass.planner.planner import make_plan
+from precpass.planner.profit import Assumed, Product, Verdict
 
 # ---------------------------------------------------------------- measured
 

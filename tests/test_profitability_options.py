@@ -20,8 +20,8 @@ from precpass import jaxpr as ir
 from precpass.analysis.operand_origin import Origin
 from precpass.cli import main
 from precpass.devices.devices import device_named
-from precpass.planner import make_plan
-from precpass.profit import Assumed
+from precpass.planner.planner import make_plan
+from precpass.planner.profit import Assumed
 
 # ---------------------------------------------------------------- options
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import precpass as pp
-from precpass import planner
-from precpass.planner import make_plan
+from precpass.planner import planner
+from precpass.planner.planner import make_plan
 from precpass.policy.rules import FIXED_SCOPE
 
 

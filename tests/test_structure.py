@@ -18,8 +18,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loss_scale": set(),
     "scaled_gradients": {"loss_scale"},
     "optax_scaling": {"loss_scale", "scaled_gradients"},
-    "network": set(),
-    "cut": {"network"},
     "dots": set(),
     "stateful": set(),
     "units": set(),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from precpass import verdicts
-from precpass.profit import Verdict
+from precpass.planner.profit import Verdict
 from precpass.verdicts import FORMAT, Verdicts, file_name
 
 FAST = Verdict(2.0, 1.0, "measured")
@@ -68,7 +68,7 @@ def test_kinds_and_versions_have_files_of_their_own():
 WRITER = """
 import sys
 from pathlib import Path
-from precpass.profit import Verdict
+from precpass.planner.profit import Verdict
 from precpass.verdicts import Verdicts
 path, who = Path(sys.argv[1]), int(sys.argv[2])
 own = Verdicts(path, "gpu Quux", "1.2.3")

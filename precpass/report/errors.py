@@ -17,7 +17,7 @@ import numpy.typing as npt
 from precpass import context
 from precpass import jaxpr as ir
 from precpass.leaves import Declared, arguments, copied, dynamic_leaves, unwrapped
-from precpass.planner import make_plan
+from precpass.planner.planner import make_plan
 from precpass.policy.policy import AlwaysF32, quietly
 from precpass.policy.precision import Precision
 from precpass.policy.rules import keep_scope

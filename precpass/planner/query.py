@@ -21,7 +21,7 @@ from precpass.analysis.graph import join_scopes
 from precpass.analysis.propagate import Facts
 from precpass.analysis.ranges import Fact
 from precpass.analysis.uses import Readers
-from precpass.asked import Asked, Request
+from precpass.planner.requests import Asked, Request
 from precpass.policy.precision import BY_DTYPE, Precision
 from precpass.policy.primitives import BOUNDARY, Op, OpKind, op
 from precpass.policy.rules import is_fixed

@@ -19,9 +19,9 @@ from precpass.analysis.equations import contracts
 from precpass.analysis.graph import NOMINAL_SIZE, Graph, flops, nbytes
 from precpass.analysis.operand_origin import Origin, Origins
 from precpass.analysis.uses import Readers
-from precpass.costs import Candidate
 from precpass.devices.devices import Device, cast_seconds, product_seconds
 from precpass.plan import reasons
+from precpass.planner.storage.energy import Candidate
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 from precpass.policy.saved import Lock

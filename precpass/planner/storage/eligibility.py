@@ -18,8 +18,8 @@ from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.graph import nbytes
 from precpass.analysis.ranges import Fact, guard
-from precpass.asked import Asked
-from precpass.classes import Classes, ValueClass
+from precpass.planner.requests import Asked
+from precpass.planner.storage.value_classes import Classes, ValueClass
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 

@@ -17,16 +17,16 @@ from precpass import jaxpr as ir
 from precpass.analysis.accumulation import Feeds, all_feeds
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.graph import BodyNode
-from precpass.asked import Asked
-from precpass.classes import Classes, ValueClass
-from precpass.costs import NOMINAL, Candidate, Costs
 from precpass.plan import reasons
 from precpass.plan.plan import Action, Decision, Plan, Twin, Twins
 from precpass.plan.reasons import DecidedBy
+from precpass.planner.profit import Weighed
+from precpass.planner.requests import Asked
+from precpass.planner.storage.eligibility import Eligibility
+from precpass.planner.storage.energy import NOMINAL, Candidate, Costs
+from precpass.planner.storage.value_classes import Classes, ValueClass
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import COMPUTING, OpKind
-from precpass.profit import Weighed
-from precpass.roundable import Eligibility
 from precpass.units import counted, duration, sized
 
 __all__ = ["LITTLE", "placed"]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from precpass.asked import Request
-from precpass.guards import first_reason
 from precpass.plan import reasons
 from precpass.plan.decisions import drop, keep, lower, widen
 from precpass.plan.plan import Decision
 from precpass.plan.reasons import DecidedBy, Reason
+from precpass.planner.guards import first_reason
+from precpass.planner.query import Query
+from precpass.planner.requests import Request
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import BY_DTYPE, Precision
 from precpass.policy.primitives import OpKind
-from precpass.query import Query
 
 __all__ = ["decide"]
 

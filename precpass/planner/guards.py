@@ -11,9 +11,9 @@ from collections.abc import Callable
 from precpass.analysis.ranges import guard
 from precpass.plan import reasons
 from precpass.plan.reasons import Reason
+from precpass.planner.query import Query
 from precpass.policy.precision import BY_DTYPE, Precision
 from precpass.policy.primitives import OpKind
-from precpass.query import Query
 
 __all__ = ["GUARDS", "Guard", "first_reason"]
 

@@ -18,20 +18,20 @@ from precpass.analysis.analysis import Analysis
 from precpass.analysis.equations import has_low, unentered
 from precpass.analysis.graph import Graph, join_scopes
 from precpass.analysis.propagate import Facts
-from precpass.asked import Asked
-from precpass.decide import decide
-from precpass.placing import placed
 from precpass.plan import reasons
 from precpass.plan.decisions import border_of, crossing_formats, formats_of, keep
 from precpass.plan.plan import Action, Border, Decision, Plan, ProductForm, across
 from precpass.plan.reasons import DecidedBy
+from precpass.planner.decide import decide
+from precpass.planner.profit import Weighed, Worth
+from precpass.planner.query import Queries, Query
+from precpass.planner.requests import Asked
+from precpass.planner.storage.assignment import placed
+from precpass.planner.transposes import with_swaps
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 from precpass.policy.rules import innermost_keep, is_fixed
-from precpass.profit import Weighed, Worth
-from precpass.query import Queries, Query
-from precpass.swaps import with_swaps
 
 __all__ = ["Planner", "distinguish", "make_plan"]
 

@@ -19,7 +19,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from precpass.network import LARGEST, SINK, SOURCE, components, reach_sink, reached, sums
+from precpass.planner.storage.max_flow import (
+    LARGEST,
+    SINK,
+    SOURCE,
+    components,
+    reach_sink,
+    reached,
+    sums,
+)
 
 __all__ = ["LOW", "WIDE", "Cut", "Energy"]
 

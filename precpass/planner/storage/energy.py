@@ -21,10 +21,10 @@ from typing import Any
 
 from precpass.analysis.graph import BodyNode, Graph, nbytes, trips_of
 from precpass.analysis.operand_origin import Origins
-from precpass.classes import Classes, Place, ValueClass
-from precpass.cut import LOW, WIDE, Cut, Energy
 from precpass.devices.devices import DEVICES, Device
 from precpass.plan.reasons import Reason
+from precpass.planner.storage.min_cut import LOW, WIDE, Cut, Energy
+from precpass.planner.storage.value_classes import Classes, Place, ValueClass
 from precpass.policy.primitives import OpKind, op
 
 __all__ = ["NOMINAL", "Candidate", "Costs", "Nodes"]

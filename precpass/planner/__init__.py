@@ -1,0 +1,1 @@
+"""From a policy and the analyses of a program to a plan."""
