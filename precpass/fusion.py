@@ -12,8 +12,9 @@ without loops and branches, calls written out:
 - Views (a slice, a transpose, a reshape) move nothing.
 - A cast of a loop's constant to 16 bits runs once, outside of the loop.
 
-This is how `precpass.planner.storage.energy` reckons: a value inside of a fusion costs nothing, a cast of what is in
-memory reads and writes it, and a product's sums leave it in the format of its result.
+This is how `precpass.planner.storage.energy` reckons: a value inside of a fusion costs nothing, a
+cast of what is in memory reads and writes it, and a product's sums leave it in the format of its
+result.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Timing a product in float32 and in its low form, as it stands in programs.
 
-What a low product costs hangs on what is around it. So its operands come about as the
-program's do (`precpass.analysis.operand_origin`): what elementwise work makes is made by such work, what is in
-memory as float32 is cast with a read and a write, what a loop holds is low already. A
+What a low product costs hangs on what is around it. So its operands come about as the program's
+do (`precpass.analysis.operand_origin`): what elementwise work makes is made by such work, what is
+in memory as float32 is cast with a read and a write, what a loop holds is low already. A
 transpose behind it, which XLA folds into a float32 product, is there too, and elementwise work
-reads the result. The low program is what the pass itself makes of the float32 one. What counts
-is the fastest of interleaved rounds.
+reads the result. The low program is what the pass itself makes of the float32 one. What counts is
+the fastest of interleaved rounds.
 
 Both are compiled and run in a thread of their own, where no trace, no context and no region of
 the caller's is in force: no equation is added to anything.

@@ -84,9 +84,10 @@ def _format(eqn: Any) -> str:
 def work_of(jaxpr: Any) -> Work:
     """What a program moves and computes.
 
-    What only later derivatives read is left out (`precpass.analysis.liveness`), as is what nothing
-    needs. As in `precpass.measure.count`, a while loop runs `precpass.analysis.graph.NOMINAL_SIZE` times,
-    all branches of a `cond` run, and a `shard_map` counts as one shard.
+    What only later derivatives read is left out (`precpass.analysis.liveness`), as is what
+    nothing needs. As in `precpass.measure.count`, a while loop runs
+    `precpass.analysis.graph.NOMINAL_SIZE` times, all branches of a `cond` run, and a `shard_map`
+    counts as one shard.
 
     Args:
         jaxpr: open or closed.

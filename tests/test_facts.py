@@ -13,7 +13,8 @@ from unit_helpers import decided, f32, operand_dtypes, stable_id
 import precpass as pp
 from precpass import Custom, Precision
 from precpass.analysis.graph import Graph
-from precpass.analysis.propagate import ANY, Fact, guard, of_array, propagate
+from precpass.analysis.propagate import ANY, Fact, of_array, propagate
+from precpass.planner.guards import why_out_of_range
 
 # ---------------------------------------------------------------- sources of facts
 
@@ -252,7 +253,7 @@ def test_positions_found_in_data_are_not_bounded_by_the_data(fn):
     fact = fact_of(lambda x: fn(jnp.clip(x, 0.0, 1.0)).astype(jnp.float32), f32(300))
     assert fact.lo <= 0
     assert fact.hi >= 299
-    assert guard(fact, Precision.BF16) is not None
+    assert why_out_of_range(fact, Precision.BF16) is not None
 
 
 @pytest.mark.parametrize("power", [-1, -2])

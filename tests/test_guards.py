@@ -13,7 +13,8 @@ from unit_helpers import decided, f32, low_values, named, operand_dtypes, produc
 
 import precpass as pp
 from precpass import AlwaysBf16, AlwaysF16, AutoMixed, AutoMixedBf16, Precision
-from precpass.analysis.propagate import ANY, Fact, guard
+from precpass.analysis.propagate import ANY, Fact
+from precpass.planner.guards import why_out_of_range
 
 F16, BF16, F32 = Precision.F16, Precision.BF16, Precision.F32
 LOWEST = float(np.finfo(np.float32).min)
@@ -59,7 +60,7 @@ def known(value):
     ],
 )
 def test_a_guard_fires_exactly_at_the_formats_limits(fact, target, fires):
-    assert (guard(fact, target) is not None) is fires
+    assert (why_out_of_range(fact, target) is not None) is fires
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_a_guard_fires_exactly_at_the_formats_limits(fact, target, fires):
     ],
 )
 def test_a_guard_names_the_value_the_format_and_the_limit(fact, target, words):
-    text = str(guard(fact, target))
+    text = str(why_out_of_range(fact, target))
     assert all(word in text for word in words), text
 
 

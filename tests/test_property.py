@@ -174,7 +174,7 @@ def test_the_oracle_sees_a_sum_that_is_taken_low(monkeypatch):
 def test_a_missing_guard_is_seen(monkeypatch):
     program = Program((Step("positions", (1, 1)),))
     Case(program, "AutoMixedBf16").check()
-    monkeypatch.setattr("precpass.planner.guards.guard", lambda *_: None)
+    monkeypatch.setattr("precpass.planner.guards.why_out_of_range", lambda *_: None)
     with pytest.raises(AssertionError, match="lost in bf16"):
         Case(program, "AutoMixedBf16").check()
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
-from precpass.analysis.ranges import ANY, Fact, guard, is_readable, of_array, of_aval
+from precpass.analysis.ranges import ANY, Fact, is_readable, of_array, of_aval
 from precpass.analysis.transfer import Memo, hull, results
 
-__all__ = ["ANY", "Fact", "Facts", "guard", "of_array", "propagate"]
+__all__ = ["ANY", "Fact", "Facts", "of_array", "propagate"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,10 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from precpass.jaxpr.weak import WeakIdMap
-from precpass.plan import reasons
-from precpass.policy.precision import Precision
 
-__all__ = ["ANY", "Fact", "guard", "is_readable", "of_array", "of_aval", "of_dtype"]
+__all__ = ["ANY", "Fact", "is_readable", "of_array", "of_aval", "of_dtype"]
 
 
 class Fact(NamedTuple):
@@ -54,21 +52,6 @@ class Fact(NamedTuple):
 
 ANY = Fact()
 _BOOL = Fact(0.0, 1.0, integer=True)
-
-
-def guard(fact: Fact, target: Precision, what: str = "it") -> reasons.Reason | None:
-    """Why a value with this fact must not be held in `target`, or None; `what` names it."""
-    bound = max(abs(fact.lo), abs(fact.hi))
-    # an infinity is as good in the low format; what it must not do is make new ones
-    largest = bound if math.isfinite(bound) else fact.reaches
-    if largest > target.max:
-        return reasons.REACHES(what, f"{largest:.3g}", target, f"{target.max:.3g}")
-    if 0.0 < fact.tiny < target.smallest_normal:
-        tiny, smallest = f"{fact.tiny:.3g}", f"{target.smallest_normal:.3g}"
-        return reasons.VANISHES(what, tiny, target, smallest)
-    if fact.integer and bound > target.exact_integers:
-        return reasons.INTEGERS(what, f"{bound:.3g}", target, target.exact_integers)
-    return None
 
 
 def of_aval(aval: Any) -> Fact:

@@ -6,16 +6,17 @@ A guard takes a query and the precision that is asked for, and returns a reason 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from precpass.analysis.ranges import guard
+from precpass.analysis.ranges import Fact
 from precpass.plan import reasons
 from precpass.plan.reasons import Reason
 from precpass.planner.query import Query
 from precpass.policy.precision import BY_DTYPE, Precision
 from precpass.policy.primitives import OpKind
 
-__all__ = ["GUARDS", "Guard", "first_reason"]
+__all__ = ["GUARDS", "Guard", "first_reason", "why_out_of_range"]
 
 Guard = Callable[[Query, Precision], Reason | None]
 
@@ -103,8 +104,23 @@ def exceeds_range(query: Query, target: Precision) -> Reason | None:
             # in a sum of products only an operand that vanishes as a whole matters
             known = known._replace(tiny=known.magnitude)
         what = "an operand" if at < query.operands else "its result"
-        if reason := guard(known, target, what):
+        if reason := why_out_of_range(known, target, what):
             return reason
+    return None
+
+
+def why_out_of_range(fact: Fact, target: Precision, what: str = "it") -> Reason | None:
+    """Why a value with this fact must not be held in `target`, or None; `what` names it."""
+    bound = max(abs(fact.lo), abs(fact.hi))
+    # an infinity is as good in the low format; what it must not do is make new ones
+    largest = bound if math.isfinite(bound) else fact.reaches
+    if largest > target.max:
+        return reasons.REACHES(what, f"{largest:.3g}", target, f"{target.max:.3g}")
+    if 0.0 < fact.tiny < target.smallest_normal:
+        tiny, smallest = f"{fact.tiny:.3g}", f"{target.smallest_normal:.3g}"
+        return reasons.VANISHES(what, tiny, target, smallest)
+    if fact.integer and bound > target.exact_integers:
+        return reasons.INTEGERS(what, f"{bound:.3g}", target, target.exact_integers)
     return None
 
 

@@ -17,7 +17,8 @@ from typing import Any
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.graph import nbytes
-from precpass.analysis.ranges import Fact, guard
+from precpass.analysis.ranges import Fact
+from precpass.planner.guards import why_out_of_range
 from precpass.planner.requests import Asked
 from precpass.planner.storage.value_classes import Classes, ValueClass
 from precpass.policy.precision import Precision
@@ -226,7 +227,7 @@ def exceeds_range(program: Eligibility, found: ValueClass) -> str | None:
         for known in (facts.of(made) for facts in program.analysis.facts_of.get(body, ())):
             if known.random:
                 return "follows random bits"
-            if reason := guard(_as_a_whole(known), program.low):
+            if reason := why_out_of_range(_as_a_whole(known), program.low):
                 return str(reason)
             if not (is_read_low or _fits(known, program.low)):
                 return "may be larger than the low format's largest value"
