@@ -14,7 +14,7 @@ from precpass.analysis.graph import flops, join_scopes, nbytes
 from precpass.plan.eqn_info import Body, Cast, Crossed, Origin, Site, Value
 from precpass.plan.plan import Action, Decision, Plan, Twin
 from precpass.policy.primitives import OpKind
-from precpass.rewrite import Rewriter
+from precpass.rewrite.rewriter import Rewriter
 
 __all__ = ["described"]
 

@@ -31,7 +31,7 @@ from precpass.planner.planner import make_plan
 from precpass.planner.profit import Product, Verdict
 from precpass.policy.policy import Custom
 from precpass.policy.primitives import OpKind
-from precpass.rewrite import Rewriter
+from precpass.rewrite.rewriter import Rewriter
 
 __all__ = ["NotTimed", "timed"]
 

@@ -20,7 +20,7 @@ from precpass.planner.planner import distinguish, make_plan
 from precpass.policy.policy import PrecisionPolicy, PrecisionWarning
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import FIXED_SCOPE
-from precpass.rewrite import Rewriter
+from precpass.rewrite.rewriter import Rewriter
 from precpass.selfcheck import check_jax
 from precpass.worth import worth_of
 

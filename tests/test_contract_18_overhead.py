@@ -19,7 +19,7 @@ from jax import lax
 import precpass as pp
 from precpass import context
 from precpass.planner.planner import Planner
-from precpass.rewrite import Rewriter
+from precpass.rewrite.rewriter import Rewriter
 
 PACKAGE = str(Path(pp.__file__).parent)
 X = jnp.ones((2, 2))

@@ -21,8 +21,8 @@ import precpass as pp
 from precpass import jaxpr as ir
 from precpass import measure
 from precpass.analysis.residuals import kept_bytes
-from precpass.dots import batched, transposed, untransposed
-from precpass.product import Bilinear
+from precpass.rewrite.dot_numbers import batched, transposed, untransposed
+from precpass.rewrite.low_product import Bilinear
 
 DOTS = [name for name in CASES if name.startswith("dot")]
 WIDE_SUMS = [*DOTS, "ragged_dot"]

@@ -157,7 +157,9 @@ DOT = Program((Step("dot"), Step("scan", (), ((Step("dot"),),))))
 
 def test_the_oracle_sees_a_product_that_is_rounded_twice(monkeypatch):
     Case(DOT, "AutoMixedBf16").check()
-    monkeypatch.setattr("precpass.product.Bilinear.sums_in", property(lambda self: self.low))
+    monkeypatch.setattr(
+        "precpass.rewrite.low_product.Bilinear.sums_in", property(lambda self: self.low)
+    )
     with pytest.raises(AssertionError, match="is not what the plan says"):
         Case(DOT, "AutoMixedBf16").check()
 
@@ -186,7 +188,7 @@ def test_a_gradient_that_is_wrong_is_seen(monkeypatch):
         return right(self, *args) * jnp.asarray(1.1, self.dtype)
 
     Case(DOT, "AutoMixedBf16", "grad", inside=False).check()
-    monkeypatch.setattr("precpass.product.Bilinear.tangent", wrong)
+    monkeypatch.setattr("precpass.rewrite.low_product.Bilinear.tangent", wrong)
     with pytest.raises(AssertionError, match="deviates by"):
         Case(DOT, "AutoMixedBf16", "grad", inside=False).check()
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import chosen_operand, grows, hands_on_layout, moved_operand
-from precpass.dots import untransposed
 from precpass.plan.plan import Border, Twin, across
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import named
-from precpass.product import is_in_order, low_copy
+from precpass.rewrite.dot_numbers import untransposed
+from precpass.rewrite.low_product import is_in_order, low_copy
 
 __all__ = ["Env", "crossing_aval"]
 

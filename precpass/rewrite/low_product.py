@@ -28,8 +28,8 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.dots import Numbers, batched, kept, transposed
 from precpass.policy.precision import Precision
+from precpass.rewrite.dot_numbers import Numbers, batched, kept, transposed
 
 __all__ = ["Bilinear", "is_in_order", "low_copy", "lowered"]
 

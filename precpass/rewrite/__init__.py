@@ -1,0 +1,1 @@
+"""From a plan and a jaxpr to the rewritten jaxpr."""
