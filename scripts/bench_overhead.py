@@ -35,8 +35,9 @@ from rich.console import Console
 from rich.table import Table
 
 import precpass as pp
-from precpass import context, measure
+from precpass import context
 from precpass import jaxpr as ir
+from precpass.measure import execute as measure
 from precpass.planner.planner import make_plan
 from precpass.program import rewritten
 

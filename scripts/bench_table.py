@@ -9,7 +9,7 @@ from bench_cells import Cell
 from bench_columns import COLUMNS, MODES
 from rich.table import Table
 
-from precpass.measure import Timing
+from precpass.measure.execute import Timing
 
 BASES = ("float32", "hand")
 """The columns to which times are held: the first also in every cell of the table."""

@@ -28,8 +28,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import precpass as pp
-from precpass import measure
 from precpass.analysis.residuals import kept_bytes
+from precpass.measure import execute as measure
 
 PRESETS = (
     "AlwaysF32",

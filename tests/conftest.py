@@ -74,7 +74,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, 
     """The results of all that the probe itself compiles and runs, without a clock."""
     from profit_helpers import REAL
 
-    from precpass.measure import Timing
+    from precpass.measure.execute import Timing
 
     seen: list[dict[str, Any]] = []
 

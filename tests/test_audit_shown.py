@@ -16,7 +16,7 @@ from audit_helpers import audited, f16, f32, kinds, of
 from helpers import mlp_args, mlp_loss, products
 
 import precpass as pp
-from precpass import measure
+from precpass.measure import execute as measure
 
 # ---------------------------------------------------------------- arguments
 

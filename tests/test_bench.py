@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from precpass import measure
+from precpass.measure import execute as measure
 from precpass.planner.profit import Verdict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))

@@ -15,7 +15,7 @@ from helpers import quiet
 from jax import lax
 
 import precpass as pp
-from precpass import measure
+from precpass.measure import execute as measure
 
 RNG = np.random.default_rng(0)
 X, W = (jnp.asarray(RNG.standard_normal((16, 16)) / 4, jnp.float32) for _ in range(2))

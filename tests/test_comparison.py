@@ -15,7 +15,7 @@ from helpers import quiet
 from test_compare import BOTH, W, X, product
 
 import precpass as pp
-from precpass.measure import Timing
+from precpass.measure.execute import Timing
 from precpass.view.text import CSS
 
 matplotlib.use("Agg")

@@ -14,7 +14,7 @@ from helpers import look
 from jax import lax
 
 import precpass as pp
-from precpass import measure
+from precpass.measure import execute as measure
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 

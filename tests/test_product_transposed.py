@@ -19,8 +19,8 @@ from test_product_form import CASES, ORDERS, weighed
 
 import precpass as pp
 from precpass import jaxpr as ir
-from precpass import measure
 from precpass.analysis.residuals import kept_bytes
+from precpass.measure import execute as measure
 from precpass.rewrite.dot_numbers import batched, transposed, untransposed
 from precpass.rewrite.low_product import Bilinear
 

@@ -15,7 +15,7 @@ from helpers import products, quiet
 from test_views_of_real_programs import MADE, each, promoting
 
 import precpass as pp
-from precpass import measure
+from precpass.measure import execute as measure
 
 pytestmark = pytest.mark.programs
 

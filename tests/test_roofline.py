@@ -11,10 +11,11 @@ from helpers import quiet
 from jax import lax
 
 import precpass as pp
-from precpass import measure, roofline
 from precpass.analysis.graph import NOMINAL_SIZE
 from precpass.devices.peaks import PEAKS, Peaks, peaks_of
-from precpass.roofline import Work, work_of
+from precpass.measure import execute as measure
+from precpass.measure import roofline
+from precpass.measure.roofline import Work, work_of
 
 each_device = pytest.mark.parametrize("peaks", PEAKS, ids=str)
 N = 64

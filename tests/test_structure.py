@@ -28,15 +28,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "leaves": {"stateful", "jaxpr", "static_leaves"},
     "calling": {"stateful", "leaves"},
     "analysis": {"units", "policy", "jaxpr"},
-    "fusion": {"policy", "jaxpr", "analysis"},
-    "measure": {"policy", "jaxpr", "analysis"},
+    "measure": {"policy", "devices", "jaxpr", "analysis"},
     "plan": {"units", "policy", "jaxpr", "analysis"},
     "expected": {"policy", "plan"},
     "planner": {"units", "policy", "devices", "jaxpr", "analysis", "plan"},
     "rewrite": {"policy", "jaxpr", "analysis", "plan"},
     "describe": {"policy", "jaxpr", "analysis", "plan", "rewrite"},
     "probe": {"policy", "jaxpr", "analysis", "measure", "planner", "rewrite"},
-    "roofline": {"devices", "jaxpr", "analysis", "fusion", "measure"},
     "selfcheck": {"policy", "jaxpr", "planner", "rewrite"},
     "verdicts": {"planner"},
     "view": {"units", "policy", "jaxpr", "analysis", "measure", "plan"},
@@ -58,8 +56,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "report": {
         *("stateful", "units", "policy", "devices", "jaxpr", "context", "leaves"),
-        *("calling", "analysis", "measure", "plan", "planner", "roofline", "view"),
-        *("inspection", "program", "mixed", "api"),
+        *("calling", "analysis", "measure", "plan", "planner", "view", "inspection"),
+        *("program", "mixed", "api"),
     },
     "__init__": {
         *(

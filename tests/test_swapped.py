@@ -37,7 +37,7 @@ from swap_programs import (
 )
 
 import precpass as pp
-from precpass import measure
+from precpass.measure import execute as measure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 

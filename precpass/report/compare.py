@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from precpass import measure
 from precpass.api import auto_mixed
+from precpass.measure import execute as measure
 from precpass.mixed import owner_of
 from precpass.policy.precision import Precision
 from precpass.report.comparison import REFERENCES, Comparison, Row

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from precpass.analysis.graph import NOMINAL_SIZE
-from precpass.measure import Counts, Memory, Timing
+from precpass.measure.execute import Counts, Memory, Timing
 from precpass.policy.policy import PrecisionPolicy
 from precpass.report.errors import Errors
 from precpass.report.plot import Point, draw

@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
-from precpass import measure
 from precpass.api import auto_mixed
 from precpass.devices.peaks import Peaks, peaks_of
+from precpass.measure import execute as measure
+from precpass.measure.roofline import Work, work_of
 from precpass.mixed import owner_of
 from precpass.policy.policy import AlwaysF32
 from precpass.report.profiled import Estimate, Profile, ProfileRow
@@ -24,7 +25,6 @@ from precpass.report.programs import (
     entries,
     timed,
 )
-from precpass.roofline import Work, work_of
 
 __all__ = ["DEVICES", "profile"]
 
@@ -48,13 +48,13 @@ def profile(
     (`precpass.analysis.graph.NOMINAL_SIZE` where only run time knows one, as of a while loop);
     memory is what XLA allocates on the device that the program is compiled for.
 
-    Of other devices the gain is estimated, by a roofline (`precpass.roofline`): a kernel takes the
-    time of its arithmetic, at the device's published dense peak for the format of its operands, or
-    of its bytes, at the memory's published bandwidth, whichever is longer. The gain is the sum of
-    these for the program under `AlwaysF32` over that of the row. float32 products count as JAX runs
-    them by default, unless the program asks for more: in TF32 on NVIDIA's GPUs, in float32 on
-    AMD's, in one bfloat16 pass on TPUs. Kernels are those of a model of XLA's fusion, the same
-    for all devices (`precpass.fusion`).
+    Of other devices the gain is estimated, by a roofline (`precpass.measure.roofline`): a kernel
+    takes the time of its arithmetic, at the device's published dense peak for the format of its
+    operands, or of its bytes, at the memory's published bandwidth, whichever is longer. The gain
+    is the sum of these for the program under `AlwaysF32` over that of the row. float32 products
+    count as JAX runs them by default, unless the program asks for more: in TF32 on NVIDIA's GPUs,
+    in float32 on AMD's, in one bfloat16 pass on TPUs. Kernels are those of a model of XLA's
+    fusion, the same for all devices (`precpass.measure.kernels`).
 
     It is an upper estimate from peaks, not a measurement. Launches, caches, communication between
     devices, arithmetic other than that of products, and what falls short of a peak are left out:

@@ -7,7 +7,7 @@ from typing import Any
 
 from precpass.analysis.graph import NOMINAL_SIZE
 from precpass.devices.peaks import Peaks
-from precpass.measure import Counts, Memory, Timing
+from precpass.measure.execute import Counts, Memory, Timing
 from precpass.policy.policy import PrecisionPolicy
 from precpass.report.tables import (
     TIMES,
@@ -57,7 +57,7 @@ class ProfileRow:
         ratio: the median over the rounds of its time over the first row's in the same
             round; None where nothing was timed.
         moved: the bytes that its kernels read and write in one run, by a model of fusion
-            (`precpass.fusion`): no device's.
+            (`precpass.measure.kernels`): no device's.
         estimates: one per device.
         guesses: whether it has a loop whose trips only run time knows.
         by_bytes: the primitives whose arithmetic is in no figure.

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 
-from precpass import calling, measure, stateful
+from precpass import calling, stateful
 from precpass import jaxpr as ir
 from precpass.api import auto_mixed
 from precpass.leaves import Declared, copied, refused
+from precpass.measure import execute as measure
 from precpass.mixed import Mixed
 from precpass.policy.policy import PrecisionPolicy
 from precpass.report.errors import Leaf, fetched, leaves_of, on_arrays

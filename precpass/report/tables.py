@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from precpass.measure import Timing
+from precpass.measure.execute import Timing
 
 __all__ = [
     "TIMES",

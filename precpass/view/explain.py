@@ -12,7 +12,7 @@ from precpass.analysis.graph import NOMINAL_SIZE, Graph
 from precpass.analysis.liveness import unread
 from precpass.analysis.residuals import kept_bytes
 from precpass.jaxpr import Source
-from precpass.measure import LOW_FORMATS, Counts, count
+from precpass.measure.execute import LOW_FORMATS, Counts, count
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.plan.reasons import Reason
 from precpass.policy.precision import Precision
@@ -32,7 +32,7 @@ class Verdict:
     """A policy's effect in figures.
 
     Attributes:
-        before, after: what the two programs compute (`precpass.measure.Counts`): products,
+        before, after: what the two programs compute (`precpass.measure.execute.Counts`): products,
             casts, FLOPs and bytes by format.
         narrowed: the products that the policy runs in float32, and the program in float64.
         left_wide: the products that stay in their precision, and are not low.

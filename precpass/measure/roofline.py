@@ -2,9 +2,9 @@
 
 Each kernel takes what its arithmetic or its memory takes, whichever is longer (Williams, Waterman
 and Patterson 2009, "Roofline", https://doi.org/10.1145/1498765.1498785). Kernels are those of
-`precpass.fusion`, run as often as the loops around them say; XLA's `cost_analysis` counts a loop's
-body once. Only products have arithmetic that counts: that of all else is taken to hide behind
-memory.
+`precpass.measure.kernels`, run as often as the loops around them say; XLA's `cost_analysis`
+counts a loop's body once. Only products have arithmetic that counts: that of all else is taken to
+hide behind memory.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from precpass import jaxpr as ir
 from precpass.analysis.graph import NOMINAL_SIZE, Graph, nbytes
 from precpass.analysis.liveness import unread
 from precpass.devices.peaks import Peaks
-from precpass.fusion import NOTHING, Kernel, Stretch, Value
-from precpass.measure import format_of
+from precpass.measure.execute import format_of
+from precpass.measure.kernels import NOTHING, Kernel, Stretch, Value
 
 __all__ = ["Work", "work_of"]
 
@@ -85,7 +85,7 @@ def work_of(jaxpr: Any) -> Work:
     """What a program moves and computes.
 
     What only later derivatives read is left out (`precpass.analysis.liveness`), as is what
-    nothing needs. As in `precpass.measure.count`, a while loop runs
+    nothing needs. As in `precpass.measure.execute.count`, a while loop runs
     `precpass.analysis.graph.NOMINAL_SIZE` times, all branches of a `cond` run, and a `shard_map`
     counts as one shard.
 

@@ -1,0 +1,1 @@
+"""What a program does and takes: counts, time, memory, kernels, roofline."""
