@@ -12,6 +12,7 @@ import jax
 
 from precpass import context
 from precpass import jaxpr as ir
+from precpass.autotune.profitability import worth_of
 from precpass.calling import note_source, user_stacklevel
 from precpass.leaves import Declared, Static, arguments, copied, dynamic_leaves
 from precpass.plan import reasons
@@ -22,7 +23,6 @@ from precpass.policy.primitives import OpKind
 from precpass.policy.rules import FIXED_SCOPE
 from precpass.rewrite.rewriter import Rewriter
 from precpass.selfcheck import check_jax
-from precpass.worth import worth_of
 
 __all__ = ["NEEDS_VALUES", "Program", "Traced", "Written", "checked_plan", "rewritten"]
 

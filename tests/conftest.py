@@ -39,7 +39,7 @@ def nothing_is_measured(tmp_path_factory: pytest.TempPathFactory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PRECPASS_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr("precpass.probe.timed", measures)
+        patch.setattr("precpass.autotune.timing.timed", measures)
         yield
 
 
@@ -64,7 +64,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from profit_helpers import Clock
 
     found = Clock()
-    monkeypatch.setattr("precpass.probe.timed", found)
+    monkeypatch.setattr("precpass.autotune.timing.timed", found)
     monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path / "verdicts"))
     return found
 
@@ -84,7 +84,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, 
         times = {"call": (0.5, 0.25, 2.0), "wide": (2.0, 4.0, 4.0), "low": (8.0, 9.0, 1.0)}
         return {name: Timing(seconds) for name, seconds in times.items()}
 
-    monkeypatch.setattr("precpass.probe.timed", REAL)
-    monkeypatch.setattr("precpass.probe._rounds", rounds)
+    monkeypatch.setattr("precpass.autotune.timing.timed", REAL)
+    monkeypatch.setattr("precpass.autotune.timing._rounds", rounds)
     monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path / "verdicts"))
     return seen

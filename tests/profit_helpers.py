@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import precpass as pp
-from precpass import Action, probe, worth
+from precpass import Action
+from precpass.autotune import profitability as worth
+from precpass.autotune import timing as probe
 from precpass.devices.devices import device_named
 from precpass.planner.profit import Product, Verdict
 

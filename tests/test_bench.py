@@ -61,7 +61,7 @@ def test_every_model_has_a_gradient_in_every_column(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("precpass.probe.timed", lambda *_: Verdict(2.0, 1.0, "measured"))
+    monkeypatch.setattr("precpass.autotune.timing.timed", lambda *_: Verdict(2.0, 1.0, "measured"))
     traces = {key: traced(name, "gradient", key) for key in OWN}
     counts = {key: measure.count(trace.jaxpr) for key, trace in traces.items()}
     assert all(dtypes(trace.out_info) == {jnp.dtype("float32")} for trace in traces.values())

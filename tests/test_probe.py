@@ -13,8 +13,10 @@ from profit_helpers import MEASURED, PARAMS, REAL, Clock, actions, mlp, products
 from unit_helpers import f32
 
 import precpass as pp
-from precpass import Action, probe, worth
+from precpass import Action
 from precpass.analysis.operand_origin import Origin
+from precpass.autotune import profitability as worth
+from precpass.autotune import timing as probe
 from precpass.context import configured
 from precpass.planner.profit import Assumed, Product, Verdict
 
@@ -146,7 +148,7 @@ def test_symbolic_dimensions_have_a_nominal_size(clock: Clock):
 
 def test_what_is_too_large_is_left_to_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("precpass.probe.timed", REAL)
+    monkeypatch.setattr("precpass.autotune.timing.timed", REAL)
     monkeypatch.setattr(worth, "LONGEST", float("inf"))
     x, w = f32(2**15, 2**14), f32(2**14, 1)
     # the probe itself refuses before it allocates
@@ -175,8 +177,8 @@ def test_what_cannot_be_compiled_is_left_to_the_table_and_not_tried_again(
         raise RuntimeError("UNIMPLEMENTED: no kernel\nwith much more text")
 
     monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("precpass.probe.timed", REAL)
-    monkeypatch.setattr("precpass.probe._rounds", fails)
+    monkeypatch.setattr("precpass.autotune.timing.timed", REAL)
+    monkeypatch.setattr("precpass.autotune.timing._rounds", fails)
     for _ in range(2):
         with pytest.warns(pp.PrecisionWarning, match="assumed: it cannot be timed: RuntimeError"):
             (decision,) = products(pp.inspect(jnp.matmul, MEASURED)(f32(1, 8), f32(8, 8)))

@@ -24,8 +24,9 @@ from profit_helpers import (
 from unit_helpers import f32
 
 import precpass as pp
-from precpass import Action, worth
+from precpass import Action
 from precpass.analysis.operand_origin import Origin
+from precpass.autotune import profitability as worth
 from precpass.devices.devices import device_named
 from precpass.plan import reasons
 from precpass.planner.planner import make_plan
@@ -216,7 +217,7 @@ def test_a_program_is_left_alone_for_next_to_nothing(clock: Clock, part: float, 
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", pp.PrecisionWarning)
-        patch.setattr("precpass.probe.timed", verdict)
+        patch.setattr("precpass.autotune.timing.timed", verdict)
         found = products(pp.inspect(mlp, MEASURED)(PARAMS, f32(64, 8)))
     assert [d.action for d in found] == [Action.KEEP, Action.KEEP, action]
     assert reasons.DOES_NOT_PAY.gave(found[0].reason)

@@ -15,9 +15,10 @@ from profit_helpers import ASSUMED, H200, MEASURED, PARAMS, Clock, mlp, products
 from unit_helpers import f32
 
 import precpass as pp
-from precpass import Action, worth
+from precpass import Action
 from precpass import jaxpr as ir
 from precpass.analysis.operand_origin import Origin
+from precpass.autotune import profitability as worth
 from precpass.cli import main
 from precpass.devices.devices import device_named
 from precpass.planner.planner import make_plan

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from precpass import verdicts
+from precpass.autotune import cache as verdicts
+from precpass.autotune.cache import FORMAT, Verdicts, file_name
 from precpass.planner.profit import Verdict
-from precpass.verdicts import FORMAT, Verdicts, file_name
 
 FAST = Verdict(2.0, 1.0, "measured")
 SLOW = Verdict(1.0, 2.0, "measured")
@@ -69,7 +69,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from precpass.planner.profit import Verdict
-from precpass.verdicts import Verdicts
+from precpass.autotune.cache import Verdicts
 path, who = Path(sys.argv[1]), int(sys.argv[2])
 own = Verdicts(path, "gpu Quux", "1.2.3")
 for i in range(25):

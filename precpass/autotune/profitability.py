@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 
-from precpass import probe
+from precpass.autotune import timing as probe
+from precpass.autotune.cache import Verdicts, cache_folder, file_name
 from precpass.devices.detect import device_for, placed
 from precpass.devices.devices import Device
 from precpass.plan.reasons import Reason
 from precpass.planner.profit import Assumed, Product, Verdict, Worth, sentence
 from precpass.policy.policy import PrecisionPolicy
-from precpass.verdicts import Verdicts, cache_folder, file_name
 
 __all__ = ["LONGEST", "MARGIN", "TICK", "Measured", "worth_of"]
 
@@ -39,7 +39,7 @@ class Measured:
         device: its facts, which tell it of a product that is not timed.
         place: the JAX device.
         verdicts: the times that are known.
-        probe: times a product on the JAX device; that of `precpass.probe`.
+        probe: times a product on the JAX device; that of `precpass.autotune.timing`.
     """
 
     def __init__(

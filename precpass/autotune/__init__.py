@@ -1,0 +1,1 @@
+"""Which products pay on a device: times, measured once and kept."""
