@@ -2,8 +2,8 @@
 
 from precpass.api import auto_mixed, explain, inspect, keep, use_policy
 from precpass.inspection import Inspection
+from precpass.jit.mixed import Mixed
 from precpass.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
-from precpass.mixed import Mixed
 from precpass.numerics.calibrate import calibrate
 from precpass.numerics.checks import IllConditioned, NonFinite, OutOfRange, Predicate
 from precpass.numerics.fallback import FallbackReport, with_fallback

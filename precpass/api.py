@@ -8,17 +8,17 @@ from typing import Any, overload
 
 import jax
 
-from precpass import calling
 from precpass import jaxpr as ir
-from precpass.context import keep, use_policy
 from precpass.describe import described
 from precpass.inspection import Inspection
-from precpass.mixed import Mixed, made_of_trace, owner_of
+from precpass.jit import calls as calling
+from precpass.jit.mixed import Mixed, made_of_trace, owner_of
+from precpass.jit.program import Traced, rewritten
+from precpass.jit.region import keep, use_policy
 from precpass.plan.decisions import unchanged_plan
 from precpass.plan.eqn_info import Origin
 from precpass.plan.file import policy_data
 from precpass.policy.policy import PrecisionPolicy, parse_profitability, quietly
-from precpass.program import Traced, rewritten
 from precpass.view.explain import Explanation
 
 __all__ = ["auto_mixed", "explain", "inspect", "keep", "trace_of", "use_policy"]

@@ -12,8 +12,8 @@ from bench_columns import COLUMNS
 from bench_models import Model
 
 import precpass as pp
-from precpass import leaves
 from precpass.analysis.residuals import kept_bytes
+from precpass.jit import arguments as leaves
 from precpass.measure import execute as measure
 from precpass.policy.precision import Precision
 from precpass.report import errors

@@ -35,11 +35,11 @@ from rich.console import Console
 from rich.table import Table
 
 import precpass as pp
-from precpass import context
 from precpass import jaxpr as ir
+from precpass.jit import region as context
+from precpass.jit.program import rewritten
 from precpass.measure import execute as measure
 from precpass.planner.planner import make_plan
-from precpass.program import rewritten
 
 POLICIES = (pp.AutoMixedBf16, pp.AutoMixed, pp.AlwaysBf16, pp.AlwaysF32)
 LIMIT = 0.1

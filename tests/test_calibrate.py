@@ -265,7 +265,7 @@ def test_a_pass_that_is_switched_off_changes_nothing(monkeypatch: pytest.MonkeyP
     assert want.rules
     with pp.use_policy(None):
         assert pp.calibrate(two_products, "AutoMixed", [(X * 10, W)]) == want
-    monkeypatch.setattr("precpass.context._SWITCHED_OFF", True)
+    monkeypatch.setattr("precpass.jit.region._SWITCHED_OFF", True)
     assert pp.calibrate(two_products, "AutoMixed", [(X * 10, W)]) == want
 
 

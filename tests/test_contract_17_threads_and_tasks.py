@@ -13,7 +13,7 @@ from helpers import rel_error
 from unit_helpers import product_dtypes
 
 import precpass as pp
-from precpass import context
+from precpass.jit import region as context
 
 
 def square(x):

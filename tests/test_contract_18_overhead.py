@@ -17,7 +17,7 @@ from helpers import low_products, quiet
 from jax import lax
 
 import precpass as pp
-from precpass import context
+from precpass.jit import region as context
 from precpass.planner.planner import Planner
 from precpass.rewrite.rewriter import Rewriter
 

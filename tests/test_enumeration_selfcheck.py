@@ -10,7 +10,7 @@ from flow_helpers import assert_all_low, config, named
 
 import precpass as pp
 from precpass import jaxpr as ir
-from precpass import selfcheck
+from precpass.jit import selfcheck
 from precpass.rewrite import rewriter as rewrite
 
 X = jnp.eye(4)

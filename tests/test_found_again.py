@@ -373,7 +373,7 @@ def test_a_residual_of_least_squares_goes_too():
 
 
 def test_programs_go_with_their_function():
-    from precpass import programs
+    from precpass.jit import programs
 
     before = len(programs._known)
     fn, _ = counted()
@@ -386,7 +386,7 @@ def test_programs_go_with_their_function():
 
 
 def test_a_search_among_policies_leaves_no_more_than_the_last_behind():
-    from precpass import programs
+    from precpass.jit import programs
 
     fn, traces = counted()
     for line in range(1, 100):

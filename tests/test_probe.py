@@ -17,7 +17,7 @@ from precpass import Action
 from precpass.analysis.operand_origin import Origin
 from precpass.autotune import profitability as worth
 from precpass.autotune import timing as probe
-from precpass.context import configured
+from precpass.jit.region import configured
 from precpass.planner.profit import Assumed, Product, Verdict
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from precpass.leaves import Declared
+from precpass.jit.arguments import Declared
 from precpass.report.errors import Leaf, as_written, error_of, errors_of, evaluated, ulp
 
 F32, BF16, F16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)

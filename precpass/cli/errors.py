@@ -13,8 +13,8 @@ import types
 from collections.abc import Iterator
 
 from precpass.cli.target import Raised, Refused
-from precpass.program import NEEDS_VALUES
-from precpass.programs import calls_users_code
+from precpass.jit.program import NEEDS_VALUES
+from precpass.jit.programs import calls_users_code
 
 __all__ = ["ExitStatus", "has_users_lines", "said", "status_of"]
 

@@ -18,7 +18,7 @@ from precpass.cli.errors import ExitStatus, said, status_of
 from precpass.cli.options import check, parsed
 from precpass.cli.progress import Progress
 from precpass.cli.target import Refused, arguments, load, parameters, unbound
-from precpass.context import configured
+from precpass.jit.region import configured
 from precpass.policy.policy import PrecisionWarning
 from precpass.report.tables import for_json
 

@@ -16,7 +16,8 @@ import ml_dtypes
 from precpass import jaxpr as ir
 from precpass.analysis.graph import join_scopes
 from precpass.api import auto_mixed
-from precpass.mixed import Staged, owner_of
+from precpass.jit.mixed import Staged, owner_of
+from precpass.jit.program import Traced
 from precpass.numerics.figures import Recorder
 from precpass.numerics.health import Health, Seen
 from precpass.numerics.monitor import looked
@@ -25,7 +26,6 @@ from precpass.policy.policy import AlwaysF32, PrecisionPolicy, PrecisionWarning,
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import TABLE, OpKind
 from precpass.policy.rules import Rule, clean_scope
-from precpass.program import Traced
 from precpass.units import counted
 
 __all__ = ["calibrate"]

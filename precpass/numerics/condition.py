@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from precpass.api import auto_mixed
-from precpass.context import keep
+from precpass.jit.region import keep
 from precpass.policy.policy import AlwaysF32
 from precpass.policy.precision import Precision
 

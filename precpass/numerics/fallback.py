@@ -22,16 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from precpass import calling
 from precpass.api import auto_mixed
-from precpass.context import keep
-from precpass.mixed import Mixed
+from precpass.jit import calls as calling
+from precpass.jit.mixed import Mixed
+from precpass.jit.nnx import has_nodes
+from precpass.jit.region import keep
 from precpass.numerics.checks import Check, NonFinite, parse_checks
 from precpass.numerics.chosen import differentiated_if_chosen
 from precpass.numerics.rungs import Rung, parse_ladder
 from precpass.policy.policy import Custom
 from precpass.scaled_gradients import Axes
-from precpass.stateful import has_nodes
 
 __all__ = ["FallbackReport", "with_fallback"]
 

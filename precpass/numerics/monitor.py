@@ -15,11 +15,11 @@ from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
 from precpass.api import auto_mixed
-from precpass.mixed import Staged, owner_of
+from precpass.jit.mixed import Staged, owner_of
+from precpass.jit.program import Traced
 from precpass.numerics.figures import Recorder
 from precpass.numerics.health import Health
 from precpass.policy.policy import PrecisionPolicy, quietly
-from precpass.program import Traced
 
 __all__ = ["Monitored", "looked", "monitor"]
 

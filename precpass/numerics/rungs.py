@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from precpass.api import auto_mixed
-from precpass.context import keep
+from precpass.jit.region import keep
 from precpass.policy.policy import (
     PRESETS,
     AlwaysF32,

@@ -11,12 +11,12 @@ import jax
 import jax.export
 
 from precpass.api import auto_mixed, inspect
-from precpass.context import configured
 from precpass.inspection import Inspection
 from precpass.jaxpr import Source, source_of
-from precpass.leaves import Declared
+from precpass.jit.arguments import Declared
+from precpass.jit.mixed import owner_of
+from precpass.jit.region import configured
 from precpass.measure import execute as measure
-from precpass.mixed import owner_of
 from precpass.policy.policy import PrecisionPolicy, quietly
 from precpass.report.changes import changes
 from precpass.report.hlo import Module

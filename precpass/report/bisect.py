@@ -16,11 +16,11 @@ import numpy as np
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph, join_scopes
 from precpass.api import trace_of
+from precpass.jit.program import Traced
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.policy import AlwaysF32, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.rules import Rule, clean_scope
-from precpass.program import Traced
 from precpass.report.bisection import Bisection, Run, listed
 from precpass.report.errors import Leaf, fetched, normwise
 from precpass.report.minimal import OutOfBudget, smallest

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from precpass.api import auto_mixed
+from precpass.jit.mixed import owner_of
 from precpass.measure import execute as measure
-from precpass.mixed import owner_of
 from precpass.policy.precision import Precision
 from precpass.report.comparison import REFERENCES, Comparison, Row
 from precpass.report.errors import Leaf, as_written, errors_of, evaluated

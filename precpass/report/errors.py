@@ -14,15 +14,15 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from precpass import context
 from precpass import jaxpr as ir
-from precpass.leaves import Declared, arguments, copied, dynamic_leaves, unwrapped
+from precpass.jit import region as context
+from precpass.jit.arguments import Declared, arguments, copied, dynamic_leaves, unwrapped
+from precpass.jit.nnx import has_nodes
+from precpass.jit.program import rewritten
 from precpass.planner.planner import make_plan
 from precpass.policy.policy import AlwaysF32, quietly
 from precpass.policy.precision import Precision
 from precpass.policy.rules import keep_scope
-from precpass.program import rewritten
-from precpass.stateful import has_nodes
 
 __all__ = [
     "Errors",

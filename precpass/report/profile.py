@@ -10,9 +10,9 @@ import jax
 
 from precpass.api import auto_mixed
 from precpass.devices.peaks import Peaks, peaks_of
+from precpass.jit.mixed import owner_of
 from precpass.measure import execute as measure
 from precpass.measure.roofline import Work, work_of
-from precpass.mixed import owner_of
 from precpass.policy.policy import AlwaysF32
 from precpass.report.profiled import Estimate, Profile, ProfileRow
 from precpass.report.programs import (

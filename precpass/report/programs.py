@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 
-from precpass import calling, stateful
 from precpass import jaxpr as ir
 from precpass.api import auto_mixed
-from precpass.leaves import Declared, copied, refused
+from precpass.jit import calls as calling
+from precpass.jit import nnx as stateful
+from precpass.jit.arguments import Declared, copied, refused
+from precpass.jit.mixed import Mixed
 from precpass.measure import execute as measure
-from precpass.mixed import Mixed
 from precpass.policy.policy import PrecisionPolicy
 from precpass.report.errors import Leaf, fetched, leaves_of, on_arrays
 

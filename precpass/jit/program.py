@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 
-from precpass import context
 from precpass import jaxpr as ir
 from precpass.autotune.profitability import worth_of
-from precpass.calling import note_source, user_stacklevel
-from precpass.leaves import Declared, Static, arguments, copied, dynamic_leaves
+from precpass.jit import region as context
+from precpass.jit.arguments import Declared, Static, arguments, copied, dynamic_leaves
+from precpass.jit.calls import note_source, user_stacklevel
+from precpass.jit.selfcheck import check_jax
 from precpass.plan import reasons
 from precpass.plan.plan import Border, Plan
 from precpass.planner.planner import distinguish, make_plan
@@ -22,7 +23,6 @@ from precpass.policy.policy import PrecisionPolicy, PrecisionWarning
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import FIXED_SCOPE
 from precpass.rewrite.rewriter import Rewriter
-from precpass.selfcheck import check_jax
 
 __all__ = ["NEEDS_VALUES", "Program", "Traced", "Written", "checked_plan", "rewritten"]
 
@@ -31,7 +31,7 @@ class Written:
     """A function as it is written, to be traced.
 
     Attributes:
-        fn: the function, of arguments as `precpass.calling` hands them on.
+        fn: the function, of arguments as `precpass.jit.calls` hands them on.
         name: the user's name for it, for errors.
         declared: its static arguments.
         jitted: its `jax.jit`; all policies share its traces.

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from precpass import stateful
-from precpass.leaves import Declared, arguments, copied, refused, unwrapped
+from precpass.jit import nnx as stateful
+from precpass.jit.arguments import Declared, arguments, copied, refused, unwrapped
 
 __all__ = [
     "Crossing",
@@ -173,7 +173,7 @@ def name_of(fn: Any) -> str:
 
 # ---------------------------------------------------------------- errors
 
-_OWN_FOLDER = os.path.dirname(__file__) + os.sep
+_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
 
 

@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 
 import jax
 
-from precpass import calling, context
-from precpass.leaves import unwrapped
+from precpass.jit import calls as calling
+from precpass.jit import region as context
+from precpass.jit.arguments import unwrapped
+from precpass.jit.program import Program, Traced
+from precpass.jit.programs import programs_of
 from precpass.policy.policy import PrecisionPolicy
-from precpass.program import Program, Traced
-from precpass.programs import programs_of
 
 __all__ = ["Mixed", "Staged", "made_of_trace", "owner_of"]
 

@@ -11,8 +11,8 @@ import jax
 import jax.core
 
 from precpass import jaxpr as ir
-from precpass.stateful import is_node
-from precpass.static_leaves import found_in, refusal
+from precpass.jit.nnx import is_node
+from precpass.jit.static_leaves import found_in, refusal
 
 __all__ = [
     "Declared",

@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 
-from precpass import stateful
-from precpass.calling import Crossing, name_of
-from precpass.context import Region
 from precpass.jaxpr.weak import Recent, WeakIdMap
-from precpass.leaves import Declared, Static, results, unwrapped
+from precpass.jit import nnx as stateful
+from precpass.jit.arguments import Declared, Static, results, unwrapped
+from precpass.jit.calls import Crossing, name_of
+from precpass.jit.program import Program
+from precpass.jit.region import Region
 from precpass.policy.policy import PrecisionPolicy
-from precpass.program import Program
 
 __all__ = ["Programs", "calls_users_code", "programs_of"]
 
@@ -147,7 +147,7 @@ class _Borrowed:
 
 
 def _crossed(fn: Callable[..., Any], crossing: Crossing) -> Callable[..., Any]:
-    """`fn` of arguments and with results as `precpass.leaves` hands them on."""
+    """`fn` of arguments and with results as `precpass.jit.arguments` hands them on."""
     borrowed = _Borrowed(fn)
 
     def crossed(*args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,1 @@
+"""A function under a policy, called as `jax.jit` calls one."""
