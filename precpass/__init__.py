@@ -1,7 +1,6 @@
 """precpass: automatic mixed precision for JAX, as a compiler pass over jaxprs."""
 
 from precpass.api import auto_mixed, explain, inspect, keep, use_policy
-from precpass.inspection import Inspection
 from precpass.jit.mixed import Mixed
 from precpass.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from precpass.numerics.calibrate import calibrate
@@ -39,6 +38,7 @@ from precpass.report.profiled import Profile
 from precpass.scaled_gradients import all_finite, scaled_value_and_grad, skip_nonfinite
 from precpass.view.diff import between
 from precpass.view.explain import Explanation
+from precpass.view.inspection import Inspection
 
 __all__ = [
     "Action",

@@ -9,8 +9,6 @@ from typing import Any, overload
 import jax
 
 from precpass import jaxpr as ir
-from precpass.describe import described
-from precpass.inspection import Inspection
 from precpass.jit import calls as calling
 from precpass.jit.mixed import Mixed, made_of_trace, owner_of
 from precpass.jit.program import Traced, rewritten
@@ -19,7 +17,9 @@ from precpass.plan.decisions import unchanged_plan
 from precpass.plan.eqn_info import Origin
 from precpass.plan.file import policy_data
 from precpass.policy.policy import PrecisionPolicy, parse_profitability, quietly
+from precpass.view.annotate import described
 from precpass.view.explain import Explanation
+from precpass.view.inspection import Inspection
 
 __all__ = ["auto_mixed", "explain", "inspect", "keep", "trace_of", "use_policy"]
 

@@ -11,7 +11,6 @@ import jax
 import jax.export
 
 from precpass.api import auto_mixed, inspect
-from precpass.inspection import Inspection
 from precpass.jaxpr import Source, source_of
 from precpass.jit.arguments import Declared
 from precpass.jit.mixed import owner_of
@@ -22,6 +21,7 @@ from precpass.report.changes import changes
 from precpass.report.hlo import Module
 from precpass.report.sides import Change
 from precpass.units import counted
+from precpass.view.inspection import Inspection
 from precpass.view.page import folded
 from precpass.view.rows import alike
 from precpass.view.text import Line, as_html, heading, page, rendered
