@@ -285,8 +285,8 @@ def test_graphviz_is_spoken_to_in_utf_8_whatever_the_locale(tmp_path):
     dot.write_text("#!/bin/sh\ncat\n")
     dot.chmod(dot.stat().st_mode | stat.S_IXUSR)
     code = """
-from precpass.view.clusters import Chart
-from precpass.view.drawing import picture
+from precpass.view.picture.clusters import Chart
+from precpass.view.picture.svg import picture
 assert "\\u65e5" in picture(Chart((), frozenset()), "\\u65e5", True).svg
 """
     path = f"{tmp_path}:{os.environ['PATH']}"

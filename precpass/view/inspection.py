@@ -13,11 +13,11 @@ from precpass.analysis.graph import Graph
 from precpass.plan.eqn_info import Site
 from precpass.plan.plan import Decision, Plan
 from precpass.policy.policy import PrecisionPolicy
-from precpass.view.clusters import chart
 from precpass.view.diff import check_level, diff_lines, totals
-from precpass.view.drawing import Picture, picture
 from precpass.view.explain import Explanation, explained
 from precpass.view.page import inspection_page
+from precpass.view.picture.clusters import chart
+from precpass.view.picture.svg import Picture, picture
 from precpass.view.text import OFF, Line, rendered, titled
 from precpass.view.unified import unified
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from xml.sax import saxutils
 
 from precpass.units import counted
-from precpass.view.clusters import Box, Chart
-from precpass.view.layout import Frame, Layout, laid_out, short
+from precpass.view.picture.clusters import Box, Chart
+from precpass.view.picture.layout import Frame, Layout, laid_out, short
 from precpass.view.text import shown_source
 
 __all__ = ["Picture", "picture"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import networkx as nx
 
-from precpass.view.clusters import Chart
+from precpass.view.picture.clusters import Chart
 
 __all__ = ["Frame", "Layout", "laid_out", "short"]
 

@@ -1,0 +1,1 @@
+"""A program as a picture: its equations in boxes, laid out and drawn."""
