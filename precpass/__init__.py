@@ -2,7 +2,6 @@
 
 from precpass.api import auto_mixed, explain, inspect, keep, use_policy
 from precpass.jit.mixed import Mixed
-from precpass.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from precpass.numerics.calibrate import calibrate
 from precpass.numerics.checks import IllConditioned, NonFinite, OutOfRange, Predicate
 from precpass.numerics.fallback import FallbackReport, with_fallback
@@ -10,9 +9,16 @@ from precpass.numerics.health import Health
 from precpass.numerics.ladder import Ladder
 from precpass.numerics.least_squares import LeastSquares, least_squares
 from precpass.numerics.linear import LinearSolve, solve
+from precpass.numerics.loss_scale.gradients import all_finite, scaled_value_and_grad, skip_nonfinite
+from precpass.numerics.loss_scale.optax_wrapper import ScaledState, scaled_optimizer
+from precpass.numerics.loss_scale.scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+)
 from precpass.numerics.monitor import monitor
 from precpass.numerics.roles import Roles
-from precpass.optax_scaling import ScaledState, scaled_optimizer
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.policy import (
     AlwaysBf16,
@@ -35,7 +41,6 @@ from precpass.report.compare import compare
 from precpass.report.comparison import Comparison
 from precpass.report.profile import profile
 from precpass.report.profiled import Profile
-from precpass.scaled_gradients import all_finite, scaled_value_and_grad, skip_nonfinite
 from precpass.view.diff import between
 from precpass.view.explain import Explanation
 from precpass.view.inspection import Inspection

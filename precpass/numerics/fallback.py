@@ -29,9 +29,9 @@ from precpass.jit.nnx import has_nodes
 from precpass.jit.region import keep
 from precpass.numerics.checks import Check, NonFinite, parse_checks
 from precpass.numerics.chosen import differentiated_if_chosen
+from precpass.numerics.loss_scale.gradients import Axes
 from precpass.numerics.rungs import Rung, parse_ladder
 from precpass.policy.policy import Custom
-from precpass.scaled_gradients import Axes
 
 __all__ = ["FallbackReport", "with_fallback"]
 

@@ -41,8 +41,8 @@ from precpass.numerics.ladder_terms import (
     check_scale,
     summary,
 )
+from precpass.numerics.loss_scale.gradients import skip_nonfinite
 from precpass.numerics.rungs import Rung, parse_ladder
-from precpass.scaled_gradients import skip_nonfinite
 
 __all__ = ["Ladder"]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from precpass.loss_scale import LossScale
+from precpass.numerics.loss_scale.scale import LossScale
 
 __all__ = ["Axes", "all_finite", "scaled_value_and_grad", "skip_nonfinite", "unscaled"]
 

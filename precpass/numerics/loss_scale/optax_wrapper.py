@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from precpass.loss_scale import DynamicLossScale, LossScale
-from precpass.scaled_gradients import Axes, all_finite, skip_nonfinite, unscaled
+from precpass.numerics.loss_scale.gradients import Axes, all_finite, skip_nonfinite, unscaled
+from precpass.numerics.loss_scale.scale import DynamicLossScale, LossScale
 
 if TYPE_CHECKING:
     import optax
