@@ -3,8 +3,8 @@
 from precpass.api import auto_mixed, explain, inspect, keep, use_policy
 from precpass.jit.mixed import Mixed
 from precpass.numerics.calibrate import calibrate
-from precpass.numerics.checks import IllConditioned, NonFinite, OutOfRange, Predicate
-from precpass.numerics.fallback import FallbackReport, with_fallback
+from precpass.numerics.fallback.checks import IllConditioned, NonFinite, OutOfRange, Predicate
+from precpass.numerics.fallback.fallback import FallbackReport, with_fallback
 from precpass.numerics.health import Health
 from precpass.numerics.ladder import Ladder
 from precpass.numerics.least_squares import LeastSquares, least_squares

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
-from precpass.numerics.condition import condition_number
+from precpass.numerics.fallback.condition import condition_number
 
 pytestmark = pytest.mark.programs
 

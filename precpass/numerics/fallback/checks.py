@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from precpass.numerics.condition import condition_number
+from precpass.numerics.fallback.condition import condition_number
 from precpass.numerics.rungs import Rung
 
 __all__ = ["Check", "IllConditioned", "NonFinite", "OutOfRange", "Predicate", "parse_checks"]
@@ -196,7 +196,7 @@ class IllConditioned:
     With the condition number kappa and the rung's unit roundoff u, the relative error of a stable
     solution of a linear system is about kappa u (Higham 2002, "Accuracy and Stability of
     Numerical Algorithms", chapter 7): so it fires where kappa > 10^-digits / u. The estimate is
-    that of `precpass.numerics.condition.condition_number`, made once, from the arguments.
+    that of `precpass.numerics.fallback.condition.condition_number`, made once, from the arguments.
 
     Attributes:
         matrix: the name of an argument, or a function of all arguments that returns the matrix,

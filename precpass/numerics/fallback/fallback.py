@@ -27,8 +27,8 @@ from precpass.jit import calls as calling
 from precpass.jit.mixed import Mixed
 from precpass.jit.nnx import has_nodes
 from precpass.jit.region import keep
-from precpass.numerics.checks import Check, NonFinite, parse_checks
-from precpass.numerics.chosen import differentiated_if_chosen
+from precpass.numerics.fallback.checks import Check, NonFinite, parse_checks
+from precpass.numerics.fallback.masked_derivatives import differentiated_if_chosen
 from precpass.numerics.loss_scale.gradients import Axes
 from precpass.numerics.rungs import Rung, parse_ladder
 from precpass.policy.policy import Custom
