@@ -6,7 +6,7 @@ from precpass.numerics.calibrate import calibrate
 from precpass.numerics.fallback.checks import IllConditioned, NonFinite, OutOfRange, Predicate
 from precpass.numerics.fallback.fallback import FallbackReport, with_fallback
 from precpass.numerics.health import Health
-from precpass.numerics.ladder import Ladder
+from precpass.numerics.ladder.ladder import Ladder
 from precpass.numerics.least_squares import LeastSquares, least_squares
 from precpass.numerics.linear import LinearSolve, solve
 from precpass.numerics.loss_scale.gradients import all_finite, scaled_value_and_grad, skip_nonfinite

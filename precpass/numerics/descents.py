@@ -26,7 +26,7 @@ import optimistix as optx
 from jax import lax
 
 from precpass.api import auto_mixed
-from precpass.numerics.ladder import Ladder
+from precpass.numerics.ladder.ladder import Ladder
 from precpass.numerics.roles import Roles
 from precpass.policy.policy import Custom, PrecisionPolicy, quietly
 from precpass.policy.precision import Precision

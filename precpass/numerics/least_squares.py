@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from precpass import jaxpr as ir
-from precpass.numerics.ladder_terms import switches
+from precpass.numerics.ladder.terms import switches
 from precpass.numerics.roles import Roles
 from precpass.numerics.wide import in_float64, own_array
 from precpass.policy.precision import Precision

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from precpass.numerics.fallback.condition import condition_number
-from precpass.numerics.rungs import Rung
+from precpass.numerics.ladder.rungs import Rung
 
 __all__ = ["Check", "IllConditioned", "NonFinite", "OutOfRange", "Predicate", "parse_checks"]
 

@@ -29,8 +29,8 @@ from precpass.jit.nnx import has_nodes
 from precpass.jit.region import keep
 from precpass.numerics.fallback.checks import Check, NonFinite, parse_checks
 from precpass.numerics.fallback.masked_derivatives import differentiated_if_chosen
+from precpass.numerics.ladder.rungs import Rung, parse_ladder
 from precpass.numerics.loss_scale.gradients import Axes
-from precpass.numerics.rungs import Rung, parse_ladder
 from precpass.policy.policy import Custom
 
 __all__ = ["FallbackReport", "with_fallback"]

@@ -12,7 +12,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from precpass.numerics.rungs import Rung
+from precpass.numerics.ladder.rungs import Rung
 from precpass.units import counted
 
 __all__ = [

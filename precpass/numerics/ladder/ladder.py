@@ -32,8 +32,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.numerics.ladder_step import Step, strong
-from precpass.numerics.ladder_terms import (
+from precpass.numerics.ladder.rungs import Rung, parse_ladder
+from precpass.numerics.ladder.step import Step, strong
+from precpass.numerics.ladder.terms import (
     Status,
     Switch,
     check_measure,
@@ -42,7 +43,6 @@ from precpass.numerics.ladder_terms import (
     summary,
 )
 from precpass.numerics.loss_scale.gradients import skip_nonfinite
-from precpass.numerics.rungs import Rung, parse_ladder
 
 __all__ = ["Ladder"]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from precpass.numerics.rungs import Rung
+from precpass.numerics.ladder.rungs import Rung
 from precpass.policy.policy import quietly
 
 __all__ = ["Step", "strong"]

@@ -1,0 +1,1 @@
+"""An iteration that climbs from one precision to the next."""
