@@ -2,10 +2,8 @@
 
 from precpass.api import auto_mixed, explain, inspect, keep, use_policy
 from precpass.jit.mixed import Mixed
-from precpass.numerics.calibrate import calibrate
 from precpass.numerics.fallback.checks import IllConditioned, NonFinite, OutOfRange, Predicate
 from precpass.numerics.fallback.fallback import FallbackReport, with_fallback
-from precpass.numerics.health import Health
 from precpass.numerics.ladder.ladder import Ladder
 from precpass.numerics.least_squares import LeastSquares, least_squares
 from precpass.numerics.linear import LinearSolve, solve
@@ -17,7 +15,9 @@ from precpass.numerics.loss_scale.scale import (
     NoOpLossScale,
     StaticLossScale,
 )
-from precpass.numerics.monitor import monitor
+from precpass.numerics.monitor.calibrate import calibrate
+from precpass.numerics.monitor.health import Health
+from precpass.numerics.monitor.monitor import monitor
 from precpass.numerics.roles import Roles
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.policy import (

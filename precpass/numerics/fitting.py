@@ -27,7 +27,7 @@ from precpass import jaxpr as ir
 from precpass.api import auto_mixed
 from precpass.jaxpr.weak import Recent, WeakIdMap
 from precpass.numerics.descents import RisingState, applied_in, evaluated_in, lengths, solver_with
-from precpass.numerics.monitor import monitor
+from precpass.numerics.monitor.monitor import monitor
 from precpass.numerics.roles import Roles
 from precpass.numerics.wide import own_array
 from precpass.policy.policy import Custom, quietly

@@ -18,9 +18,9 @@ from precpass.analysis.graph import join_scopes
 from precpass.api import auto_mixed
 from precpass.jit.mixed import Staged, owner_of
 from precpass.jit.program import Traced
-from precpass.numerics.figures import Recorder
-from precpass.numerics.health import Health, Seen
-from precpass.numerics.monitor import looked
+from precpass.numerics.monitor.figures import Recorder
+from precpass.numerics.monitor.health import Health, Seen
+from precpass.numerics.monitor.monitor import looked
 from precpass.plan.plan import Action, Plan
 from precpass.policy.policy import AlwaysF32, PrecisionPolicy, PrecisionWarning, quietly
 from precpass.policy.precision import Precision

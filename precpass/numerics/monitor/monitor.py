@@ -17,8 +17,8 @@ from precpass.analysis.liveness import unread
 from precpass.api import auto_mixed
 from precpass.jit.mixed import Staged, owner_of
 from precpass.jit.program import Traced
-from precpass.numerics.figures import Recorder
-from precpass.numerics.health import Health
+from precpass.numerics.monitor.figures import Recorder
+from precpass.numerics.monitor.health import Health
 from precpass.policy.policy import PrecisionPolicy, quietly
 
 __all__ = ["Monitored", "looked", "monitor"]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from precpass.jaxpr import Place
-from precpass.numerics.figures import MOST, NEVER, Figures, joined, none
+from precpass.numerics.monitor.figures import MOST, NEVER, Figures, joined, none
 from precpass.policy.rules import clean_scope
 from precpass.units import counted
 from precpass.view.text import heading

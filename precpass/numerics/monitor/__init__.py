@@ -1,0 +1,1 @@
+"""What values do while a program trains: overflow, underflow, and the rules that follow."""
