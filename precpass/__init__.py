@@ -5,8 +5,6 @@ from precpass.jit.mixed import Mixed
 from precpass.numerics.fallback.checks import IllConditioned, NonFinite, OutOfRange, Predicate
 from precpass.numerics.fallback.fallback import FallbackReport, with_fallback
 from precpass.numerics.ladder.ladder import Ladder
-from precpass.numerics.least_squares import LeastSquares, least_squares
-from precpass.numerics.linear import LinearSolve, solve
 from precpass.numerics.loss_scale.gradients import all_finite, scaled_value_and_grad, skip_nonfinite
 from precpass.numerics.loss_scale.optax_wrapper import ScaledState, scaled_optimizer
 from precpass.numerics.loss_scale.scale import (
@@ -18,7 +16,9 @@ from precpass.numerics.loss_scale.scale import (
 from precpass.numerics.monitor.calibrate import calibrate
 from precpass.numerics.monitor.health import Health
 from precpass.numerics.monitor.monitor import monitor
-from precpass.numerics.roles import Roles
+from precpass.numerics.solvers.least_squares import LeastSquares, least_squares
+from precpass.numerics.solvers.linear import LinearSolve, solve
+from precpass.numerics.solvers.roles import Roles
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.policy import (
     AlwaysBf16,

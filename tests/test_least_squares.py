@@ -353,7 +353,7 @@ def test_without_optimistix_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
     import precpass.numerics
 
-    monkeypatch.delitem(sys.modules, "precpass.numerics.fitting", raising=False)
+    monkeypatch.delitem(sys.modules, "precpass.numerics.solvers.fitting", raising=False)
     monkeypatch.delattr(precpass.numerics, "fitting", raising=False)
     monkeypatch.setitem(sys.modules, "optimistix", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install precpass\[solvers\]"):

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from precpass.numerics.factoring import factors
-from precpass.numerics.krylov import gmres
-from precpass.numerics.wide import in_float64
+from precpass.numerics.solvers.float64 import in_float64
+from precpass.numerics.solvers.gmres import gmres
+from precpass.numerics.solvers.lu import factors
 from precpass.policy.precision import Precision
 
 __all__ = ["LinearSolve", "solve"]

@@ -27,7 +27,7 @@ from jax import lax
 
 from precpass.api import auto_mixed
 from precpass.numerics.ladder.ladder import Ladder
-from precpass.numerics.roles import Roles
+from precpass.numerics.solvers.roles import Roles
 from precpass.policy.policy import Custom, PrecisionPolicy, quietly
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind

@@ -1,8 +1,8 @@
 """Nonlinear least squares with a precision for each role, of optimistix's own pieces.
 
-optimistix's Gauss-Newton, Levenberg-Marquardt and Dogleg linearise the residual, ask a descent for
-a step, and a search whether it is good; `precpass.numerics.descents` has the descents. Here the
-residual is traced, solved for, and what was found is judged.
+optimistix's Gauss-Newton, Levenberg-Marquardt and Dogleg linearise the residual, ask a descent
+for a step, and a search whether it is good; `precpass.numerics.solvers.descents` has the
+descents. Here the residual is traced, solved for, and what was found is judged.
 
 This module needs optimistix, and is imported where it is used.
 """
@@ -26,10 +26,16 @@ import optimistix as optx
 from precpass import jaxpr as ir
 from precpass.api import auto_mixed
 from precpass.jaxpr.weak import Recent, WeakIdMap
-from precpass.numerics.descents import RisingState, applied_in, evaluated_in, lengths, solver_with
 from precpass.numerics.monitor.monitor import monitor
-from precpass.numerics.roles import Roles
-from precpass.numerics.wide import own_array
+from precpass.numerics.solvers.descents import (
+    RisingState,
+    applied_in,
+    evaluated_in,
+    lengths,
+    solver_with,
+)
+from precpass.numerics.solvers.float64 import own_array
+from precpass.numerics.solvers.roles import Roles
 from precpass.policy.policy import Custom, quietly
 from precpass.policy.precision import Precision
 

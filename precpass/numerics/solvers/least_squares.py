@@ -14,8 +14,8 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.numerics.ladder.terms import switches
-from precpass.numerics.roles import Roles
-from precpass.numerics.wide import in_float64, own_array
+from precpass.numerics.solvers.float64 import in_float64, own_array
+from precpass.numerics.solvers.roles import Roles
 from precpass.policy.precision import Precision
 from precpass.units import counted
 
@@ -218,7 +218,7 @@ def least_squares(
 
 def _fitting() -> Any:
     try:
-        from precpass.numerics import fitting
+        from precpass.numerics.solvers import fitting
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("optimistix", "lineax", "equinox"):
             raise
