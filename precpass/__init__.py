@@ -34,7 +34,7 @@ from precpass.policy.policy import (
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import EqnView, Rule
-from precpass.report.audit import Audit, audit
+from precpass.report.audit.audit import Audit, audit
 from precpass.report.bisect import bisect
 from precpass.report.bisection import Bisection
 from precpass.report.compare import compare

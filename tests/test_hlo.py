@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from precpass.analysis.graph import join_scopes
-from precpass.report.changes import changes
-from precpass.report.hlo import Module, Shape, bits
+from precpass.report.audit.changes import changes
+from precpass.report.audit.hlo import Module, Shape, bits
 
 TEXTS = Path(__file__).parent / "hlo"
 # as jax 0.10 and 0.12 print a compiled program: a table of frames at the head, `%` before names

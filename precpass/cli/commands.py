@@ -15,7 +15,7 @@ from precpass.cli.specs import drawn, has_shapes
 from precpass.cli.target import Refused, unbound
 from precpass.plan.plan import Plan
 from precpass.policy.policy import PRESETS, PrecisionPolicy
-from precpass.report.audit import audit
+from precpass.report.audit.audit import audit
 from precpass.report.bisect import bisect
 from precpass.report.bisection import Run
 from precpass.report.compare import compare

@@ -17,9 +17,9 @@ from precpass.jit.mixed import owner_of
 from precpass.jit.region import configured
 from precpass.measure import execute as measure
 from precpass.policy.policy import PrecisionPolicy, quietly
-from precpass.report.changes import changes
-from precpass.report.hlo import Module
-from precpass.report.sides import Change
+from precpass.report.audit.changes import changes
+from precpass.report.audit.hlo import Module
+from precpass.report.audit.matching import Change
 from precpass.units import counted
 from precpass.view.inspection import Inspection
 from precpass.view.page import folded

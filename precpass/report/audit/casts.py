@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from precpass.report.hlo import Computation, Instruction, Module, Placed, Shape, bits
-from precpass.report.sides import (
+from precpass.report.audit.hlo import Computation, Instruction, Module, Placed, Shape, bits
+from precpass.report.audit.matching import (
     MOVES,
     PRODUCTS,
     Change,

@@ -10,10 +10,18 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from precpass.report.casts import casts
-from precpass.report.hlo import Computation, Instruction, Module, Placed, bits
-from precpass.report.sides import Change, Sides, change, factors, is_product, past_moves, sizes
-from precpass.report.storage import buffers, collectives, loops
+from precpass.report.audit.casts import casts
+from precpass.report.audit.hlo import Computation, Instruction, Module, Placed, bits
+from precpass.report.audit.matching import (
+    Change,
+    Sides,
+    change,
+    factors,
+    is_product,
+    past_moves,
+    sizes,
+)
+from precpass.report.audit.storage import buffers, collectives, loops
 
 __all__ = ["Changes", "changes"]
 

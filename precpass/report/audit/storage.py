@@ -5,8 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from precpass.report.hlo import Computation, Instruction, Module, Placed, Shape, bits
-from precpass.report.sides import PRODUCTS, Change, Sides, change, factors, readers, widened
+from precpass.report.audit.hlo import Computation, Instruction, Module, Placed, Shape, bits
+from precpass.report.audit.matching import (
+    PRODUCTS,
+    Change,
+    Sides,
+    change,
+    factors,
+    readers,
+    widened,
+)
 
 __all__ = ["buffers", "collectives", "loops"]
 

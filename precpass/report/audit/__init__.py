@@ -1,0 +1,1 @@
+"""A plan held against the program that XLA made of it."""
