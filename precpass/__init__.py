@@ -35,8 +35,8 @@ from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import EqnView, Rule
 from precpass.report.audit.audit import Audit, audit
-from precpass.report.bisect import bisect
-from precpass.report.bisection import Bisection
+from precpass.report.bisect.bisect import bisect
+from precpass.report.bisect.bisection import Bisection
 from precpass.report.compare import compare
 from precpass.report.comparison import Comparison
 from precpass.report.profile import profile

@@ -12,7 +12,7 @@ from test_minimal import place
 
 import precpass as pp
 from precpass.policy.precision import Precision
-from precpass.report.places import grouped
+from precpass.report.bisect.places import grouped
 
 CELL = """
 import jax

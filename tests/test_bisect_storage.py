@@ -10,7 +10,7 @@ from test_bisect import check_found, lines_of
 
 import precpass as pp
 from precpass.plan.plan import Action
-from precpass.report.bisect import _Search
+from precpass.report.bisect.bisect import _Search
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(4, 8)) / 10, jnp.float32)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precpass.policy.precision import Precision
-from precpass.report.minimal import OutOfBudget, shrink, smallest
-from precpass.report.places import Group, Place, grouped
+from precpass.report.bisect.delta_debugging import OutOfBudget, shrink, smallest
+from precpass.report.bisect.places import Group, Place, grouped
 
 Items = tuple[int, ...]
 

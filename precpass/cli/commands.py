@@ -16,8 +16,8 @@ from precpass.cli.target import Refused, unbound
 from precpass.plan.plan import Plan
 from precpass.policy.policy import PRESETS, PrecisionPolicy
 from precpass.report.audit.audit import audit
-from precpass.report.bisect import bisect
-from precpass.report.bisection import Run
+from precpass.report.bisect.bisect import bisect
+from precpass.report.bisect.bisection import Run
 from precpass.report.compare import compare
 from precpass.report.profile import DEVICES, profile
 from precpass.testing import Problems, plan_problems, precision_problems

@@ -9,7 +9,7 @@ from typing import Any
 
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.rules import Rule
-from precpass.report.places import Place, shown
+from precpass.report.bisect.places import Place, shown
 from precpass.view.page import folded, table
 from precpass.view.text import Line, as_html, page, plain
 

@@ -21,10 +21,10 @@ from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.policy import AlwaysF32, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.rules import Rule, clean_scope
-from precpass.report.bisection import Bisection, Run, listed
+from precpass.report.bisect.bisection import Bisection, Run, listed
+from precpass.report.bisect.delta_debugging import OutOfBudget, smallest
+from precpass.report.bisect.places import Group, Place, grouped, notes_on
 from precpass.report.errors import Leaf, fetched, normwise
-from precpass.report.minimal import OutOfBudget, smallest
-from precpass.report.places import Group, Place, grouped, notes_on
 from precpass.units import counted
 
 __all__ = ["bisect"]

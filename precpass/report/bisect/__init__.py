@@ -1,0 +1,1 @@
+"""Which lowered equations make a result wrong."""
