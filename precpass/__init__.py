@@ -37,10 +37,10 @@ from precpass.policy.rules import EqnView, Rule
 from precpass.report.audit.audit import Audit, audit
 from precpass.report.bisect.bisect import bisect
 from precpass.report.bisect.bisection import Bisection
-from precpass.report.compare import compare
-from precpass.report.comparison import Comparison
-from precpass.report.profile import profile
-from precpass.report.profiled import Profile
+from precpass.report.compare.compare import compare
+from precpass.report.compare.comparison import Comparison
+from precpass.report.compare.profile import profile
+from precpass.report.compare.profiled import Profile
 from precpass.view.diff import between
 from precpass.view.explain import Explanation
 from precpass.view.inspection import Inspection

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from precpass.devices.cpu_info import processor
-from precpass.report.comparison import for_json
+from precpass.report.compare.comparison import for_json
 
 SCHEMA = 1
 STEPS = {"small": 3, "medium": 8, "large": 32}

@@ -16,7 +16,7 @@ from precpass.analysis.residuals import kept_bytes
 from precpass.jit import arguments as leaves
 from precpass.measure import execute as measure
 from precpass.policy.precision import Precision
-from precpass.report import errors
+from precpass.report.compare import errors
 
 Progress = Callable[[str, int], None]
 """Is told what is done now, and how many units of work are done since."""

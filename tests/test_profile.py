@@ -12,7 +12,7 @@ from helpers import quiet
 from jax import lax
 
 import precpass as pp
-from precpass.report.profile import DEVICES
+from precpass.report.compare.profile import DEVICES
 
 BOTH = ("AlwaysF32", "AutoMixedBf16")
 X = jnp.ones((16, 16)) / 16

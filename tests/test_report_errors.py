@@ -13,7 +13,7 @@ from jax import lax
 
 import precpass as pp
 from precpass.jit.arguments import Declared
-from precpass.report.errors import Leaf, as_written, error_of, errors_of, evaluated, ulp
+from precpass.report.compare.errors import Leaf, as_written, error_of, errors_of, evaluated, ulp
 
 F32, BF16, F16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 RNG = np.random.default_rng(0)
@@ -296,6 +296,6 @@ def test_a_function_that_cannot_run_in_float64_says_what_else_there_is(monkeypat
     def fails(*_args: Any, **_kwargs: Any) -> Any:
         raise NotImplementedError("no float64 on this backend")
 
-    monkeypatch.setattr("precpass.report.errors.make_plan", fails)
+    monkeypatch.setattr("precpass.report.compare.errors.make_plan", fails)
     with pytest.raises(RuntimeError, match=r"no float64 on this backend.*reference='f32'"):
         values_of(lambda x: x @ x, X)

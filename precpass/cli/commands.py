@@ -18,8 +18,8 @@ from precpass.policy.policy import PRESETS, PrecisionPolicy
 from precpass.report.audit.audit import audit
 from precpass.report.bisect.bisect import bisect
 from precpass.report.bisect.bisection import Run
-from precpass.report.compare import compare
-from precpass.report.profile import DEVICES, profile
+from precpass.report.compare.compare import compare
+from precpass.report.compare.profile import DEVICES, profile
 from precpass.testing import Problems, plan_problems, precision_problems
 from precpass.view.diff import between, changes
 

@@ -20,7 +20,7 @@ from precpass.cli.progress import Progress
 from precpass.cli.target import Refused, arguments, load, parameters, unbound
 from precpass.jit.region import configured
 from precpass.policy.policy import PrecisionWarning
-from precpass.report.tables import for_json
+from precpass.report.compare.tables import for_json
 
 __all__ = ["main"]
 

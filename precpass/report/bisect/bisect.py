@@ -24,7 +24,7 @@ from precpass.policy.rules import Rule, clean_scope
 from precpass.report.bisect.bisection import Bisection, Run, listed
 from precpass.report.bisect.delta_debugging import OutOfBudget, smallest
 from precpass.report.bisect.places import Group, Place, grouped, notes_on
-from precpass.report.errors import Leaf, fetched, normwise
+from precpass.report.compare.errors import Leaf, fetched, normwise
 from precpass.units import counted
 
 __all__ = ["bisect"]

@@ -14,8 +14,8 @@ from precpass.jit.mixed import owner_of
 from precpass.measure import execute as measure
 from precpass.measure.roofline import Work, work_of
 from precpass.policy.policy import AlwaysF32
-from precpass.report.profiled import Estimate, Profile, ProfileRow
-from precpass.report.programs import (
+from precpass.report.compare.profiled import Estimate, Profile, ProfileRow
+from precpass.report.compare.programs import (
     Made,
     Policies,
     Program,

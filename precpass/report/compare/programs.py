@@ -18,7 +18,7 @@ from precpass.jit.arguments import Declared, copied, refused
 from precpass.jit.mixed import Mixed
 from precpass.measure import execute as measure
 from precpass.policy.policy import PrecisionPolicy
-from precpass.report.errors import Leaf, fetched, leaves_of, on_arrays
+from precpass.report.compare.errors import Leaf, fetched, leaves_of, on_arrays
 
 __all__ = [
     "Made",

@@ -9,7 +9,7 @@ from precpass.analysis.graph import NOMINAL_SIZE
 from precpass.devices.peaks import Peaks
 from precpass.measure.execute import Counts, Memory, Timing
 from precpass.policy.policy import PrecisionPolicy
-from precpass.report.tables import (
+from precpass.report.compare.tables import (
     TIMES,
     aligned,
     cells_of,

@@ -14,9 +14,9 @@ from precpass.api import auto_mixed
 from precpass.jit.mixed import owner_of
 from precpass.measure import execute as measure
 from precpass.policy.precision import Precision
-from precpass.report.comparison import REFERENCES, Comparison, Row
-from precpass.report.errors import Leaf, as_written, errors_of, evaluated
-from precpass.report.programs import (
+from precpass.report.compare.comparison import REFERENCES, Comparison, Row
+from precpass.report.compare.errors import Leaf, as_written, errors_of, evaluated
+from precpass.report.compare.programs import (
     Made,
     Policies,
     Program,

@@ -10,9 +10,9 @@ from typing import Any
 from precpass.analysis.graph import NOMINAL_SIZE
 from precpass.measure.execute import Counts, Memory, Timing
 from precpass.policy.policy import PrecisionPolicy
-from precpass.report.errors import Errors
-from precpass.report.plot import Point, draw
-from precpass.report.tables import (
+from precpass.report.compare.errors import Errors
+from precpass.report.compare.plot import Point, draw
+from precpass.report.compare.tables import (
     TIMES,
     aligned,
     cells_of,
