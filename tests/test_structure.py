@@ -22,7 +22,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis": {"units", "policy", "jaxpr"},
     "measure": {"policy", "devices", "jaxpr", "analysis"},
     "plan": {"units", "policy", "jaxpr", "analysis"},
-    "expected": {"policy", "plan"},
     "planner": {"units", "policy", "devices", "jaxpr", "analysis", "plan"},
     "rewrite": {"policy", "jaxpr", "analysis", "plan"},
     "view": {"units", "policy", "jaxpr", "analysis", "measure", "plan", "rewrite"},
@@ -41,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("planner", "view", "jit", "api"),
     },
     "__init__": {"policy", "plan", "view", "jit", "api", "numerics", "report"},
-    "testing": {"units", "policy", "jaxpr", "plan", "expected", "view", "api"},
+    "testing": {"units", "policy", "jaxpr", "plan", "view", "api"},
     "cli": {"policy", "plan", "view", "jit", "api", "report", "testing"},
     "__main__": {"cli"},
 }

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from precpass.api import inspect
-from precpass.expected import Pattern
 from precpass.jaxpr import Source
 from precpass.plan.file import Named, equations, locked_precision
 from precpass.plan.plan import Plan
@@ -26,6 +25,7 @@ from precpass.policy.policy import PrecisionPolicy, quietly
 from precpass.policy.precision import Precision
 from precpass.policy.rules import clean_scope
 from precpass.policy.saved import Names
+from precpass.testing.patterns import Pattern
 from precpass.units import are, counted
 from precpass.view.text import heading, plain
 
