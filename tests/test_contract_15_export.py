@@ -12,7 +12,8 @@ from jax import export
 from unit_helpers import low_values
 
 import precpass as pp
-from precpass.analysis.graph import NOMINAL_SIZE, Graph
+from precpass.analysis.graph import Graph
+from precpass.analysis.sizes import NOMINAL_SIZE
 
 
 def loss(w, x):

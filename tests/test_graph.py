@@ -20,7 +20,8 @@ from jax import lax
 from unit_helpers import f32
 
 from precpass import OpKind
-from precpass.analysis.graph import NOMINAL_SIZE, Graph, nbytes
+from precpass.analysis.graph import Graph
+from precpass.analysis.sizes import NOMINAL_SIZE, nbytes
 from precpass.policy.primitives import op
 
 KINDS = list(OpKind)

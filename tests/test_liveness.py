@@ -10,8 +10,9 @@ from unit_helpers import f32
 
 import precpass as pp
 from precpass import jaxpr as ir
-from precpass.analysis.graph import Graph, nbytes
+from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
+from precpass.analysis.sizes import nbytes
 from precpass.measure import execute as measure
 
 X, W = f32(8, 8), f32(8, 8)

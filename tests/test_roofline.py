@@ -11,7 +11,7 @@ from helpers import quiet
 from jax import lax
 
 import precpass as pp
-from precpass.analysis.graph import NOMINAL_SIZE
+from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.devices.peaks import PEAKS, Peaks, peaks_of
 from precpass.measure import execute as measure
 from precpass.measure import roofline

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis.graph import nbytes
+from precpass.analysis.sizes import nbytes
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import BOUNDARY, COMPUTING, OpKind, op
 from precpass.units import counted

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,13 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from precpass import jaxpr as ir
+from precpass.analysis.sizes import NOMINAL_SIZE, _size, flops, nbytes
 from precpass.policy.primitives import OpKind, op
 from precpass.policy.scope_names import as_written
 
-__all__ = ["NOMINAL_SIZE", "BodyNode", "Graph", "flops", "nbytes", "product_sizes", "trips_of"]
+__all__ = ["BodyNode", "Graph", "trips_of"]
 
-NOMINAL_SIZE = 128
-"""What a symbolic dimension, or a while loop's unknown trip count, counts as."""
 
 _KINDS = tuple(OpKind)
 
@@ -342,59 +340,3 @@ def _links(
     for invar, outvar in body.carry:
         if not ir.is_literal(opened.outvars[outvar]):
             yield inside[opened.outvars[outvar]], inside[opened.invars[invar]]
-
-
-def _size(shape: tuple[Any, ...]) -> float:
-    return math.prod((d if isinstance(d, int) else NOMINAL_SIZE for d in shape), start=1.0)
-
-
-@functools.lru_cache(maxsize=4096)
-def nbytes(aval: Any) -> float:
-    """The bytes of a value; 0 for tokens, keys and references."""
-    itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
-    return itemsize * _size(getattr(aval, "shape", ()))
-
-
-def flops(eqn: Any) -> float:
-    """Floating-point operations of one execution.
-
-    2 M N K for a product, one per operand element for a reduction, one per
-    result element for elementwise work, none for movement and bodies. Of a product
-    real operations are counted: a complex multiply-add is four real ones, one of a
-    complex and a real number two. A complex element of all else is one operation.
-    """
-    kind = op(eqn.primitive.name).kind
-    out = _size(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0.0
-    if kind is OpKind.COMPUTE:
-        parts = sum(np.issubdtype(v.aval.dtype, np.complexfloating) for v in eqn.invars[:2])
-        return 2.0**parts * 2.0 * out * _contracted(eqn)
-    if kind is OpKind.REDUCTION:
-        return _size(getattr(eqn.invars[0].aval, "shape", ()))
-    return out if kind is OpKind.ELEMENTWISE else 0.0
-
-
-def product_sizes(eqn: Any) -> tuple[Any, ...]:
-    """The sizes of a product as a matrix product: kept ones of each side, and the contracted one.
-
-    Those of a convolution are its features, in and out.
-    """
-    numbers = ir.summed_and_batch(eqn)
-    if numbers is None:
-        return ir.kernel_features(eqn)
-    shapes = [v.aval.shape for v in eqn.invars[:2]]
-    sides = zip(shapes, *numbers, strict=True)
-    kept = [
-        math.prod(n for d, n in enumerate(shape) if d not in (*summed, *batch))
-        for shape, summed, batch in sides
-    ]
-    return (*kept, math.prod(shapes[0][d] for d in numbers[0][0]))
-
-
-def _contracted(eqn: Any) -> float:
-    numbers = ir.summed_and_batch(eqn)
-    if numbers is None:
-        # each output element sums over the kernel's elements of one output feature
-        features, _ = ir.kernel_features(eqn)
-        return _size(eqn.invars[1].aval.shape) / max(_size((features,)), 1.0)
-    lhs = eqn.invars[0].aval.shape
-    return _size(tuple(lhs[d] for d in numbers[0][0]))

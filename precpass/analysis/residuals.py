@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis.graph import Graph, nbytes
+from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
+from precpass.analysis.sizes import nbytes
 from precpass.policy.rules import is_backward
 
 __all__ = ["kept_bytes"]

@@ -24,8 +24,8 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.analysis.graph import nbytes
 from precpass.analysis.operand_origin import Origin
+from precpass.analysis.sizes import nbytes
 from precpass.measure import execute as measure
 from precpass.planner.planner import make_plan
 from precpass.planner.profit import Product, Verdict

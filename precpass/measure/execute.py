@@ -26,8 +26,9 @@ import jax.numpy as jnp
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import contracts
-from precpass.analysis.graph import Graph, nbytes
+from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
+from precpass.analysis.sizes import nbytes
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 
@@ -57,7 +58,7 @@ class Counts:
     Equations are counted once, however often they run: those of a scan's body, and
     those of a jaxpr that is called many times. FLOPs and bytes are those of one run
     of the whole program: a scan's times its length, a while loop's times
-    `precpass.analysis.graph.NOMINAL_SIZE`, of a `cond` those of all branches, and inside of a
+    `precpass.analysis.sizes.NOMINAL_SIZE`, of a `cond` those of all branches, and inside of a
     `shard_map` those of one shard.
 
     Attributes:
@@ -71,7 +72,7 @@ class Counts:
             is that of its operands, as is that of sums; elementwise work has that
             of its widest operand. Casts are none. Those of a product of complex
             numbers are real operations, under the complex format's name
-            (`precpass.analysis.graph.flops`).
+            (`precpass.analysis.sizes.flops`).
         result_bytes: format -> bytes of the values that equations make in it. What
             XLA fuses is never stored.
 

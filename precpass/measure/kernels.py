@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import contracts
-from precpass.analysis.graph import flops, nbytes
+from precpass.analysis.sizes import flops, nbytes
 from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Kernel", "Stretch", "Value"]

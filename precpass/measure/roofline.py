@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
-from precpass.analysis.graph import NOMINAL_SIZE, Graph, nbytes
+from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
+from precpass.analysis.sizes import NOMINAL_SIZE, nbytes
 from precpass.devices.peaks import Peaks
 from precpass.measure.execute import format_of
 from precpass.measure.kernels import NOTHING, Kernel, Stretch, Value
@@ -32,7 +33,7 @@ class Work:
     Attributes:
         kernels: each, and how often it runs.
         guesses: whether it has a loop whose trips only run time knows, and which counts as
-            `precpass.analysis.graph.NOMINAL_SIZE` of them.
+            `precpass.analysis.sizes.NOMINAL_SIZE` of them.
         by_bytes: the primitives whose arithmetic is in no figure.
     """
 
@@ -86,7 +87,7 @@ def work_of(jaxpr: Any) -> Work:
 
     What only later derivatives read is left out (`precpass.analysis.liveness`), as is what
     nothing needs. As in `precpass.measure.execute.count`, a while loop runs
-    `precpass.analysis.graph.NOMINAL_SIZE` times, all branches of a `cond` run, and a `shard_map`
+    `precpass.analysis.sizes.NOMINAL_SIZE` times, all branches of a `cond` run, and a `shard_map`
     counts as one shard.
 
     Args:

@@ -19,7 +19,7 @@ class Value(NamedTuple):
         dtype: as a plan writes it, "f32", or the dtype's name where it is no floating format.
         shape: its dimensions; a symbolic one as text.
         nbytes: its bytes, where a symbolic dimension counts as
-            `precpass.analysis.graph.NOMINAL_SIZE`.
+            `precpass.analysis.sizes.NOMINAL_SIZE`.
     """
 
     dtype: str

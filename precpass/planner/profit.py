@@ -16,8 +16,9 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import contracts
-from precpass.analysis.graph import NOMINAL_SIZE, Graph, flops, nbytes
+from precpass.analysis.graph import Graph
 from precpass.analysis.operand_origin import Origin, Origins
+from precpass.analysis.sizes import NOMINAL_SIZE, flops, nbytes
 from precpass.analysis.uses import Readers
 from precpass.devices.devices import Device, cast_seconds, product_seconds
 from precpass.plan import reasons

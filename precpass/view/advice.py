@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from precpass import jaxpr as ir
-from precpass.analysis.graph import Graph, product_sizes
+from precpass.analysis.graph import Graph
+from precpass.analysis.sizes import product_sizes
 from precpass.plan.plan import Action, Decision
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op

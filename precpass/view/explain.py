@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from precpass import jaxpr as ir
-from precpass.analysis.graph import NOMINAL_SIZE, Graph
+from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
 from precpass.analysis.residuals import kept_bytes
+from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.jaxpr import Source
 from precpass.measure.execute import LOW_FORMATS, Counts, count
 from precpass.plan.plan import Action, Decision, Plan

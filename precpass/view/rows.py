@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from precpass.analysis.graph import NOMINAL_SIZE, join_scopes
+from precpass.analysis.graph import join_scopes
+from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.jaxpr import Source
 from precpass.plan.eqn_info import Site
 from precpass.plan.plan import Action, Decision, Plan
@@ -55,7 +56,7 @@ class Row:
         backward: whether it belongs to a backward pass.
         frames: the equations that it stands inside of, outermost first.
         calls: how often it runs in one run of the program; a trip count that only run
-            time knows, and a symbolic one, count as `precpass.analysis.graph.NOMINAL_SIZE`.
+            time knows, and a symbolic one, count as `precpass.analysis.sizes.NOMINAL_SIZE`.
     """
 
     site: Site

@@ -16,8 +16,8 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
-from precpass.analysis.graph import nbytes
 from precpass.analysis.ranges import Fact
+from precpass.analysis.sizes import nbytes
 from precpass.planner.guards import why_out_of_range
 from precpass.planner.requests import Asked
 from precpass.planner.storage.value_classes import Classes, ValueClass

@@ -19,8 +19,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from precpass.analysis.graph import BodyNode, Graph, nbytes, trips_of
+from precpass.analysis.graph import BodyNode, Graph, trips_of
 from precpass.analysis.operand_origin import Origins
+from precpass.analysis.sizes import nbytes
 from precpass.devices.devices import DEVICES, Device
 from precpass.plan.reasons import Reason
 from precpass.planner.storage.min_cut import LOW, WIDE, Cut, Energy

@@ -13,7 +13,8 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import chosen_operand, moved_operand
-from precpass.analysis.graph import NOMINAL_SIZE, Graph, nbytes
+from precpass.analysis.graph import Graph
+from precpass.analysis.sizes import NOMINAL_SIZE, nbytes
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import op
 from precpass.policy.rules import is_backward

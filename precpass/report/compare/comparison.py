@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from precpass.analysis.graph import NOMINAL_SIZE
+from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.measure.execute import Counts, Memory, Timing
 from precpass.policy.policy import PrecisionPolicy
 from precpass.report.compare.errors import Errors

@@ -45,7 +45,7 @@ def profile(
     Each row is traced, compiled and timed in rounds in which every row takes its turn, as by
     `compare`, which says what the rows cost in accuracy. FLOPs and the bytes that kernels move
     are counted in the traced program, with the trip counts of its loops
-    (`precpass.analysis.graph.NOMINAL_SIZE` where only run time knows one, as of a while loop);
+    (`precpass.analysis.sizes.NOMINAL_SIZE` where only run time knows one, as of a while loop);
     memory is what XLA allocates on the device that the program is compiled for.
 
     Of other devices the gain is estimated, by a roofline (`precpass.measure.roofline`): a kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from precpass.analysis.graph import NOMINAL_SIZE
+from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.devices.peaks import Peaks
 from precpass.measure.execute import Counts, Memory, Timing
 from precpass.policy.policy import PrecisionPolicy
