@@ -24,7 +24,7 @@ from precpass.jaxpr.bodies import ENTERED, OPAQUE
 from precpass.planner.planner import make_plan
 from precpass.policy.policy import AutoMixedBf16
 from precpass.policy.primitives import BOUNDARY, TABLE
-from precpass.policy.rules import is_fixed
+from precpass.policy.scopes import is_fixed
 
 FLAGS = [
     flag

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from precpass.analysis.graph import join_scopes
+from precpass.policy.scopes import join_scopes
 from precpass.report.audit.changes import changes
 from precpass.report.audit.hlo import Module, Shape, bits
 

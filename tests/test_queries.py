@@ -7,7 +7,7 @@ import pytest
 import precpass as pp
 from precpass.planner import planner
 from precpass.planner.planner import make_plan
-from precpass.policy.rules import FIXED_SCOPE
+from precpass.policy.scopes import FIXED_SCOPE
 
 
 @pytest.fixture

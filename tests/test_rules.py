@@ -19,7 +19,8 @@ from precpass import (
     PrecisionWarning,
     Rule,
 )
-from precpass.policy.rules import EqnView, clean_scope, innermost_keep
+from precpass.policy.rules import EqnView
+from precpass.policy.scopes import clean_scope, innermost_keep
 
 X, W = f32(8, 8), f32(8, 8)
 

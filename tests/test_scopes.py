@@ -31,7 +31,7 @@ from precpass import (
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.analysis.residuals import kept_bytes
-from precpass.policy.rules import clean_scope, is_backward
+from precpass.policy.scopes import clean_scope, is_backward
 
 HEAD = Rule(scope="*/head", precision="f32")
 # Every product of the body, forward or backward, has a dimension of 16; none of the head has.

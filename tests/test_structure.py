@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "jaxpr": {"policy"},
     "analysis": {"units", "policy", "jaxpr"},
     "measure": {"policy", "devices", "jaxpr", "analysis"},
-    "plan": {"units", "policy", "jaxpr", "analysis"},
+    "plan": {"units", "policy", "jaxpr"},
     "planner": {"units", "policy", "devices", "jaxpr", "analysis", "plan"},
     "rewrite": {"policy", "jaxpr", "analysis", "plan"},
     "view": {"units", "policy", "jaxpr", "analysis", "measure", "plan", "rewrite"},

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from precpass import jaxpr as ir
 from precpass.analysis.sizes import NOMINAL_SIZE, _size, flops, nbytes
 from precpass.policy.primitives import OpKind, op
-from precpass.policy.scope_names import as_written
+from precpass.policy.scopes import as_written, join_scopes
 
 __all__ = ["BodyNode", "Graph", "trips_of"]
 
@@ -213,12 +213,6 @@ class Graph:
                 when this gives the same value for both.
         """
         return _Builder(distinguish).build(jaxpr)
-
-
-@functools.lru_cache(maxsize=65536)
-def join_scopes(outer: str, inner: str) -> str:
-    """Two name stacks as one."""
-    return f"{outer}/{inner}" if outer and inner else outer or inner
 
 
 class _Builder:

@@ -8,7 +8,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
 from precpass.analysis.sizes import nbytes
-from precpass.policy.rules import is_backward
+from precpass.policy.scopes import is_backward
 
 __all__ = ["kept_bytes"]
 

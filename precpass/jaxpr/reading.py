@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from precpass.policy.precision import BY_DTYPE, Precision
-from precpass.policy.scope_names import escaped
+from precpass.policy.scopes import escaped
 
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
 source_info_util.register_exclusion(_OWN_FOLDER)

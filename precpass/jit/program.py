@@ -21,7 +21,7 @@ from precpass.plan.plan import Border, Plan
 from precpass.planner.planner import distinguish, make_plan
 from precpass.policy.policy import PrecisionPolicy, PrecisionWarning
 from precpass.policy.primitives import OpKind
-from precpass.policy.rules import FIXED_SCOPE
+from precpass.policy.scopes import FIXED_SCOPE
 from precpass.rewrite.rewriter import Rewriter
 
 __all__ = ["NEEDS_VALUES", "Program", "Traced", "Written", "checked_plan", "rewritten"]

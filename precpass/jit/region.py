@@ -15,7 +15,7 @@ import jax
 from precpass import jaxpr as ir
 from precpass.policy.policy import AutoMixedBf16, PrecisionPolicy
 from precpass.policy.precision import Precision
-from precpass.policy.rules import keep_scope
+from precpass.policy.scopes import keep_scope
 
 __all__ = [
     "Region",

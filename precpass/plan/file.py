@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from precpass.analysis.graph import join_scopes
 from precpass.plan.eqn_info import Site
 from precpass.plan.plan import Decision, Plan
 from precpass.policy.policy import PrecisionPolicy, parse_profitability
@@ -17,6 +16,7 @@ from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import Rule
 from precpass.policy.saved import Lock, Names
+from precpass.policy.scopes import join_scopes
 
 __all__ = [
     "FORMAT",

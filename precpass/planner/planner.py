@@ -16,7 +16,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.accumulation import Feeds, all_feeds
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.equations import has_low, unentered
-from precpass.analysis.graph import Graph, join_scopes
+from precpass.analysis.graph import Graph
 from precpass.analysis.propagate import Facts
 from precpass.plan import reasons
 from precpass.plan.decisions import border_of, crossing_formats, formats_of, keep
@@ -31,7 +31,7 @@ from precpass.planner.transposes import with_swaps
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
-from precpass.policy.rules import innermost_keep, is_fixed
+from precpass.policy.scopes import innermost_keep, is_fixed, join_scopes
 
 __all__ = ["Planner", "distinguish", "make_plan"]
 

@@ -17,14 +17,13 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import contracts, spreads
-from precpass.analysis.graph import join_scopes
 from precpass.analysis.propagate import Facts
 from precpass.analysis.ranges import Fact
 from precpass.analysis.uses import Readers
 from precpass.planner.requests import Asked, Request
 from precpass.policy.precision import BY_DTYPE, Precision
 from precpass.policy.primitives import BOUNDARY, Op, OpKind, op
-from precpass.policy.rules import is_fixed
+from precpass.policy.scopes import is_fixed, join_scopes
 
 __all__ = ["Place", "Queries", "Query", "Traits"]
 

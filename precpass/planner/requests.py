@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
-from precpass.analysis.graph import Graph, join_scopes
+from precpass.analysis.graph import Graph
 from precpass.plan import reasons
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import Op, OpKind, op
-from precpass.policy.rules import EqnView, Rule, clean_scope, innermost_keep, is_fixed
+from precpass.policy.rules import EqnView, Rule
 from precpass.policy.saved import Names
+from precpass.policy.scopes import clean_scope, innermost_keep, is_fixed, join_scopes
 
 __all__ = ["Asked", "Request"]
 

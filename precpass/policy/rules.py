@@ -6,24 +6,13 @@ import dataclasses
 import difflib
 import fnmatch
 import functools
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import TABLE, OpKind
-from precpass.policy.scope_names import as_written
 
-__all__ = [
-    "FIXED_SCOPE",
-    "EqnView",
-    "Rule",
-    "clean_scope",
-    "innermost_keep",
-    "is_backward",
-    "is_fixed",
-    "keep_scope",
-]
+__all__ = ["EqnView", "Rule"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,48 +177,3 @@ def _check_primitive(pattern: str) -> None:
         f"in precpass.policy.primitives.TABLE ({', '.join(sorted(TABLE)[:6])}, ...); primitives "
         "with a body (scan, jit, cond) are matched by scope=, opaque ones keep their dtypes."
     )
-
-
-_WRAPPED = re.compile(r"[^/()]+\(([^()]*)\)")
-_KEEP = re.compile(r"precpass\.keep\[(\w+)\]")
-
-
-@functools.lru_cache(maxsize=65536)
-def clean_scope(stack: str) -> str:
-    """A name stack without what JAX's transforms add to it, with names as the user wrote them.
-
-    Example:
-        >>> clean_scope("transpose(jvp(model))/head/rematted_computation")
-        'model/head'
-    """
-    previous = None
-    while previous != stack:
-        previous, stack = stack, _WRAPPED.sub(r"\1", stack)
-    dropped = ("", "rematted_computation")
-    return as_written("/".join(part for part in stack.split("/") if part not in dropped))
-
-
-def is_backward(stack: str) -> bool:
-    """Whether a name stack is one of a backward pass, as JAX's transposition marks it."""
-    return "transpose(" in stack
-
-
-def keep_scope(precision: Precision) -> str:
-    """The name scope that marks a region kept in `precision`."""
-    return f"precpass.keep[{precision}]"
-
-
-@functools.lru_cache(maxsize=65536)
-def innermost_keep(scope: str) -> Precision | None:
-    """The precision of the innermost keep region in a scope."""
-    found = _KEEP.findall(scope)
-    return Precision.parse(found[-1]) if found else None
-
-
-FIXED_SCOPE = "precpass.fixed"
-"""The name scope around the call of a function whose own policy was applied already."""
-
-
-def is_fixed(scope: str) -> bool:
-    """Whether a scope is inside such a call."""
-    return FIXED_SCOPE in scope

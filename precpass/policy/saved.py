@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from precpass.policy.precision import Precision
-from precpass.policy.rules import clean_scope
+from precpass.policy.scopes import clean_scope
 from precpass.units import are, counted
 
 __all__ = ["Lock", "Names"]

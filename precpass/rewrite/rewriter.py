@@ -15,10 +15,10 @@ from jax import lax
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import spreads
-from precpass.analysis.graph import join_scopes
 from precpass.plan.plan import Action, Border, Decision, Plan, Twin
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
+from precpass.policy.scopes import join_scopes
 from precpass.rewrite.env import Env, crossing_aval
 from precpass.rewrite.float64_spans import Island, from_bits, islands, to_bits
 from precpass.rewrite.low_product import lowered

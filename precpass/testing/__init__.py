@@ -23,8 +23,8 @@ from precpass.plan.plan import Plan
 from precpass.plan.reasons import Reason
 from precpass.policy.policy import PrecisionPolicy, quietly
 from precpass.policy.precision import Precision
-from precpass.policy.rules import clean_scope
 from precpass.policy.saved import Names
+from precpass.policy.scopes import clean_scope
 from precpass.testing.patterns import Pattern
 from precpass.units import are, counted
 from precpass.view.text import heading, plain

@@ -11,7 +11,8 @@ from typing import Any
 from precpass.plan.file import Named
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
-from precpass.policy.rules import EqnView, Rule, clean_scope
+from precpass.policy.rules import EqnView, Rule
+from precpass.policy.scopes import clean_scope
 
 __all__ = ["Pattern"]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import contracts
-from precpass.analysis.graph import join_scopes
 from precpass.analysis.sizes import flops, nbytes
 from precpass.plan.eqn_info import Body, Cast, Crossed, Origin, Site, Value
 from precpass.plan.plan import Action, Decision, Plan, Twin
 from precpass.policy.primitives import OpKind
+from precpass.policy.scopes import join_scopes
 from precpass.rewrite.rewriter import Rewriter
 
 __all__ = ["described"]

@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from precpass.analysis.graph import join_scopes
 from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.jaxpr import Source
 from precpass.plan.eqn_info import Site
 from precpass.plan.plan import Action, Decision, Plan
-from precpass.policy.rules import clean_scope, is_backward
+from precpass.policy.scopes import clean_scope, is_backward, join_scopes
 from precpass.units import counted
 
 __all__ = ["CALLS", "Frame", "Row", "alike", "frame_name", "paired_rows", "rows"]

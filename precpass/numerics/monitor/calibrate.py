@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import ml_dtypes
 
 from precpass import jaxpr as ir
-from precpass.analysis.graph import join_scopes
 from precpass.api import auto_mixed
 from precpass.jit.mixed import Staged, owner_of
 from precpass.jit.program import Traced
@@ -25,7 +24,8 @@ from precpass.plan.plan import Action, Plan
 from precpass.policy.policy import AlwaysF32, PrecisionPolicy, PrecisionWarning, quietly
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import TABLE, OpKind
-from precpass.policy.rules import Rule, clean_scope
+from precpass.policy.rules import Rule
+from precpass.policy.scopes import clean_scope, join_scopes
 from precpass.units import counted
 
 __all__ = ["calibrate"]

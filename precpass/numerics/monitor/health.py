@@ -12,7 +12,7 @@ import numpy as np
 
 from precpass.jaxpr import Place
 from precpass.numerics.monitor.figures import MOST, NEVER, Figures, joined, none
-from precpass.policy.rules import clean_scope
+from precpass.policy.scopes import clean_scope
 from precpass.units import counted
 from precpass.view.text import heading
 

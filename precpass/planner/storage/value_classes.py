@@ -17,7 +17,7 @@ from precpass.analysis.graph import Graph
 from precpass.analysis.sizes import NOMINAL_SIZE, nbytes
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import op
-from precpass.policy.rules import is_backward
+from precpass.policy.scopes import is_backward
 
 __all__ = ["Classes", "Place", "ValueClass"]
 

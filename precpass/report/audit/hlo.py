@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
-from precpass.analysis.graph import join_scopes
+from precpass.policy.scopes import join_scopes
 
 __all__ = ["Computation", "Instruction", "Module", "Placed", "Shape", "bits"]
 

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from precpass import jaxpr as ir
-from precpass.analysis.graph import Graph, join_scopes
+from precpass.analysis.graph import Graph
 from precpass.api import trace_of
 from precpass.jit.program import Traced
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.policy import AlwaysF32, PrecisionPolicy
 from precpass.policy.precision import Precision
-from precpass.policy.rules import Rule, clean_scope
+from precpass.policy.rules import Rule
+from precpass.policy.scopes import clean_scope, join_scopes
 from precpass.report.bisect.bisection import Bisection, Run, listed
 from precpass.report.bisect.delta_debugging import OutOfBudget, smallest
 from precpass.report.bisect.places import Group, Place, grouped, notes_on

@@ -22,7 +22,7 @@ from precpass.jit.program import rewritten
 from precpass.planner.planner import make_plan
 from precpass.policy.policy import AlwaysF32, quietly
 from precpass.policy.precision import Precision
-from precpass.policy.rules import keep_scope
+from precpass.policy.scopes import keep_scope
 
 __all__ = [
     "Errors",

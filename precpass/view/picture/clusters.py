@@ -10,7 +10,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.graph import BodyNode, Graph
 from precpass.plan.plan import Action, Decision
 from precpass.policy.primitives import OpKind
-from precpass.policy.rules import clean_scope, is_backward
+from precpass.policy.scopes import clean_scope, is_backward
 from precpass.view.rows import CALLS, alike, frame_name
 
 __all__ = ["Box", "Chart", "chart"]

@@ -1,0 +1,96 @@
+"""How the name of a user's scope is told from the marks that JAX's transforms put around it.
+
+JAX prints the name stack of a backward pass as `transpose(jvp(model))/head`, and a user may call
+a scope `transpose(x)` too. So name stacks have other characters in the place of the parentheses of
+user's names, until they are shown or compared with what a user wrote.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+from precpass.policy.precision import Precision
+
+__all__ = [
+    "FIXED_SCOPE",
+    "as_written",
+    "clean_scope",
+    "escaped",
+    "innermost_keep",
+    "is_backward",
+    "is_fixed",
+    "keep_scope",
+]
+
+# of Unicode's private use area
+_ESCAPES = str.maketrans("()", "\ue000\ue001")
+_WRITTEN = str.maketrans("\ue000\ue001", "()")
+
+
+def escaped(name: str) -> str:
+    """A user's name for a scope, as it stands in a name stack.
+
+    Example:
+        >>> "(" in escaped("transpose(x)"), as_written(escaped("transpose(x)"))
+        (False, 'transpose(x)')
+    """
+    return name.translate(_ESCAPES)
+
+
+def as_written(stack: str) -> str:
+    """A name stack with the names that the user wrote."""
+    return stack.translate(_WRITTEN)
+
+
+_WRAPPED = re.compile(r"[^/()]+\(([^()]*)\)")
+
+
+_KEEP = re.compile(r"precpass\.keep\[(\w+)\]")
+
+
+@functools.lru_cache(maxsize=65536)
+def clean_scope(stack: str) -> str:
+    """A name stack without what JAX's transforms add to it, with names as the user wrote them.
+
+    Example:
+        >>> clean_scope("transpose(jvp(model))/head/rematted_computation")
+        'model/head'
+    """
+    previous = None
+    while previous != stack:
+        previous, stack = stack, _WRAPPED.sub(r"\1", stack)
+    dropped = ("", "rematted_computation")
+    return as_written("/".join(part for part in stack.split("/") if part not in dropped))
+
+
+def is_backward(stack: str) -> bool:
+    """Whether a name stack is one of a backward pass, as JAX's transposition marks it."""
+    return "transpose(" in stack
+
+
+def keep_scope(precision: Precision) -> str:
+    """The name scope that marks a region kept in `precision`."""
+    return f"precpass.keep[{precision}]"
+
+
+@functools.lru_cache(maxsize=65536)
+def innermost_keep(scope: str) -> Precision | None:
+    """The precision of the innermost keep region in a scope."""
+    found = _KEEP.findall(scope)
+    return Precision.parse(found[-1]) if found else None
+
+
+FIXED_SCOPE = "precpass.fixed"
+"""The name scope around the call of a function whose own policy was applied already."""
+
+
+def is_fixed(scope: str) -> bool:
+    """Whether a scope is inside such a call."""
+    return FIXED_SCOPE in scope
+
+
+@functools.lru_cache(maxsize=65536)
+def join_scopes(outer: str, inner: str) -> str:
+    """Two name stacks as one."""
+    return f"{outer}/{inner}" if outer and inner else outer or inner
