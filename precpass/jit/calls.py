@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
-import traceback
-import types
 from collections.abc import Generator
 from typing import Any
 
@@ -16,16 +13,7 @@ import jax
 from precpass.jit import nnx as stateful
 from precpass.jit.arguments import Declared, arguments, copied, refused, unwrapped
 
-__all__ = [
-    "Crossing",
-    "Stage",
-    "check_function",
-    "name_of",
-    "note_source",
-    "note_static",
-    "remove_own_frames",
-    "user_stacklevel",
-]
+__all__ = ["Crossing", "Stage", "check_function", "name_of"]
 
 
 class Crossing:
@@ -172,69 +160,3 @@ def name_of(fn: Any) -> str:
 
 
 # ---------------------------------------------------------------- errors
-
-_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
-
-
-def remove_own_frames(error: Exception) -> None:
-    """Makes an error's traceback go from the caller to the user's function, as under jit.
-
-    JAX removes its own frames, unless its `jax_traceback_filtering` is "off".
-    """
-    if jax.config.jax_traceback_filtering == "off":  # pyright: ignore[reportAttributeAccessIssue] -- dynamic
-        return
-    kept: list[types.TracebackType] = []
-    trace = error.__traceback__
-    while trace is not None:
-        if not trace.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
-            kept.append(trace)
-        trace = trace.tb_next
-    filtered = None
-    for trace in reversed(kept):
-        filtered = types.TracebackType(filtered, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
-    error.__traceback__ = filtered
-
-
-def note_source(error: FloatingPointError) -> None:
-    """Notes the user's line on an error of `jax_debug_nans`.
-
-    JAX runs the program again one operation at a time; it knows the line of each as the
-    error's cause, which it drops on the way to the caller.
-    """
-    cause = error.__cause__
-    frames = [] if cause is None else traceback.extract_tb(cause.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((_OWN_FOLDER, _JAX_FOLDER))]
-    if own:
-        error.add_note(
-            "The operation is from\n" + "".join(traceback.format_list(own[-1:])).rstrip()
-        )
-
-
-def note_static(error: Exception, name: str) -> None:
-    """Notes what to do on JAX's error of static arguments that are traced.
-
-    Args:
-        error: any that a call raised.
-        name: the function's.
-    """
-    is_of_tracer = "Non-hashable static arguments" in str(error) and "Tracer" in str(error)
-    if not (isinstance(error, ValueError) and is_of_tracer):
-        return
-    head = "a function that jax.jit made with static arguments, "
-    # where calls are nested, the innermost is the one whose argument it is
-    if any(note.startswith(head) for note in getattr(error, "__notes__", ())):
-        return
-    error.add_note(
-        f"{head}{name} or one that it calls, is given a traced one: declare it static to "
-        f"auto_mixed too, auto_mixed({name}, static_argnums=...) or static_argnames=..., and give "
-        "that to profile, compare or inspect; or close over it"
-    )
-
-
-def user_stacklevel() -> int:
-    """The `stacklevel` with which the caller's warning points at the user's call."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith((_OWN_FOLDER, _JAX_FOLDER)):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -14,7 +14,7 @@ from precpass import jaxpr as ir
 from precpass.autotune.profitability import worth_of
 from precpass.jit import region as context
 from precpass.jit.arguments import Declared, Static, arguments, copied, dynamic_leaves
-from precpass.jit.calls import note_source, user_stacklevel
+from precpass.jit.errors import note_source, user_stacklevel
 from precpass.jit.selfcheck import check_jax
 from precpass.plan import reasons
 from precpass.plan.plan import Border, Plan
