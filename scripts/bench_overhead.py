@@ -37,7 +37,7 @@ from rich.table import Table
 import precpass as pp
 from precpass import jaxpr as ir
 from precpass.jit import region as context
-from precpass.jit.program import rewritten
+from precpass.jit.traced import rewritten
 from precpass.measure import execute as measure
 from precpass.planner.planner import make_plan
 

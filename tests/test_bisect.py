@@ -14,7 +14,7 @@ from jax import lax
 from unit_helpers import wide_products
 
 import precpass as pp
-from precpass.jit.program import Traced
+from precpass.jit.traced import Traced
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(4, 8)), jnp.float32)

@@ -14,8 +14,9 @@ import jax
 from precpass.jit import calls as calling
 from precpass.jit import region as context
 from precpass.jit.arguments import unwrapped
-from precpass.jit.program import Program, Traced
+from precpass.jit.program import Program
 from precpass.jit.programs import programs_of
+from precpass.jit.traced import Traced
 from precpass.policy.policy import PrecisionPolicy
 
 __all__ = ["Mixed", "Staged", "made_of_trace", "owner_of"]

@@ -16,7 +16,7 @@ import ml_dtypes
 from precpass import jaxpr as ir
 from precpass.api import auto_mixed
 from precpass.jit.mixed import Staged, owner_of
-from precpass.jit.program import Traced
+from precpass.jit.traced import Traced
 from precpass.numerics.monitor.figures import Recorder
 from precpass.numerics.monitor.health import Health, Seen
 from precpass.numerics.monitor.monitor import looked

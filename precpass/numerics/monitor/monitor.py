@@ -16,7 +16,7 @@ from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
 from precpass.api import auto_mixed
 from precpass.jit.mixed import Staged, owner_of
-from precpass.jit.program import Traced
+from precpass.jit.traced import Traced
 from precpass.numerics.monitor.figures import Recorder
 from precpass.numerics.monitor.health import Health
 from precpass.policy.policy import PrecisionPolicy, quietly

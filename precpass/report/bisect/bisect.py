@@ -16,7 +16,7 @@ import numpy as np
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.api import trace_of
-from precpass.jit.program import Traced
+from precpass.jit.traced import Traced
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.policy import AlwaysF32, PrecisionPolicy
 from precpass.policy.precision import Precision

@@ -18,7 +18,7 @@ from precpass import jaxpr as ir
 from precpass.jit import region as context
 from precpass.jit.arguments import Declared, arguments, copied, dynamic_leaves, unwrapped
 from precpass.jit.nnx import has_nodes
-from precpass.jit.program import rewritten
+from precpass.jit.traced import rewritten
 from precpass.planner.planner import make_plan
 from precpass.policy.policy import AlwaysF32, quietly
 from precpass.policy.precision import Precision

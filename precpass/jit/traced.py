@@ -1,0 +1,136 @@
+"""A call of a function, traced once, and its plan and rewritten jaxpr under a policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from precpass import jaxpr as ir
+from precpass.autotune.profitability import worth_of
+from precpass.jit import region as context
+from precpass.jit.arguments import copied
+from precpass.jit.errors import user_stacklevel
+from precpass.jit.selfcheck import check_jax
+from precpass.plan import reasons
+from precpass.plan.plan import Border, Plan
+from precpass.planner.planner import distinguish, make_plan
+from precpass.policy.policy import PrecisionPolicy, PrecisionWarning
+from precpass.policy.primitives import OpKind
+from precpass.rewrite.rewriter import Rewriter
+
+__all__ = ["Traced", "checked_plan", "rewritten"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """A call of a function, traced once, to be planned and run under any policy.
+
+    Attributes:
+        call: the function as it is written.
+        name: the user's name for it, for errors.
+        region: where it is called.
+        policy: the policy that counts there; None where the pass is switched off.
+        scope: the name scope around it.
+        output: makes the function's output of the jaxpr's results.
+    """
+
+    call: ir.Call
+    name: str
+    region: context.Region
+    policy: PrecisionPolicy | None
+    scope: str
+    output: Callable[[Sequence[Any]], Any]
+
+    def checked_plan(self, policy: PrecisionPolicy) -> Plan:
+        """The plan under a policy; it raises and warns as a call does."""
+        return checked_plan(self.call, policy, self.scope, self.name)
+
+    def plan(self, policy: PrecisionPolicy) -> Plan:
+        """The plan under a policy, without a word."""
+        operands = self.call.operands
+        closed_over, worth = operands[: self.call.closed_over], worth_of(policy, operands)
+        return make_plan(self.call.jaxpr, policy, self.scope, closed_over, worth=worth)
+
+    def rewritten(self, plan: Plan, policy: PrecisionPolicy) -> Any:
+        """The jaxpr under a plan, itself where nothing changes."""
+        return rewritten(self.call.jaxpr, plan, self.region, policy, self.scope)[0]
+
+    def run(self, plan: Plan, policy: PrecisionPolicy) -> Any:
+        """The function's output under a plan, compiled anew; it changes and donates no argument."""
+        new = self.rewritten(plan, policy)
+        operands = copied(self.call.operands, arrays=False)
+        return self.output(jax.jit(lambda *xs: ir.evaluate(new, xs))(*operands))
+
+
+def rewritten(
+    jaxpr: Any, plan: Plan, region: context.Region, policy: PrecisionPolicy, scope: str
+) -> tuple[Any, Rewriter]:
+    """A jaxpr under a plan, itself where nothing changes, and what rewrote it."""
+    said = set(plan.notes)
+    # a saved plan has no equations of custom rules, which are traced when they are differentiated
+    unlocked = policy.with_lock(None) if policy.lock else policy
+    worth = worth_of(unlocked)
+
+    def plan_rule(rule: Any, scope: str, border: Border) -> Plan:
+        its_plan = make_plan(rule, unlocked, scope, border=border, worth=worth)
+        for text in (*its_plan.notes, *(worth.complaints() if worth else ())):
+            if text not in said:
+                said.add(text)
+                warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
+        return its_plan
+
+    rewriter = Rewriter(
+        plan_rule,
+        lambda scope: distinguish(policy, scope),
+        lambda: context.tracing(region),
+    )
+    new = rewriter.jaxpr(jaxpr, plan, scope)
+    if policy.output is None:
+        return new, rewriter
+    asked = [
+        policy.output.dtype if ir.precision_of(aval) in policy.retypes else None
+        for aval in ir.out_avals(new)
+    ]
+    return ir.with_results_in(new, asked), rewriter
+
+
+def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) -> Plan:
+    """The plan of a traced call.
+
+    Raises:
+        RuntimeError: on a JAX release newer than those tested, where the pass does not work.
+
+    Warns:
+        PrecisionWarning: of what the user should know.
+    """
+    check_jax()
+    worth = worth_of(policy, call.operands)
+    plan = make_plan(call.jaxpr, policy, scope, call.operands[: call.closed_over], worth=worth)
+    texts = [*_complaints(plan, policy, name), *(worth.complaints() if worth else ())]
+    if not policy.widens and not any(ir.precision_of(a) for a in ir.all_avals(call.jaxpr)):
+        dtypes = sorted({str(a.dtype) for a in ir.in_avals(call.jaxpr) if hasattr(a, "dtype")})
+        given = f"its arguments are {', '.join(dtypes)}" if dtypes else "it has no arguments"
+        texts = [
+            f"{name} has no floating-point values ({given}): it runs as written, since "
+            f"{policy.name} has nothing to decide"
+        ]
+    for text in texts:
+        warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
+    return plan
+
+
+def _complaints(plan: Plan, policy: PrecisionPolicy, name: str) -> Iterator[str]:
+    yield from plan.notes
+    for rule in plan.unmatched:
+        yield f"{rule!r} matched no equation of {name}"
+    if policy.lowers and not plan.lowers:
+        given = {d.reason for d in plan.walk() if d.kind is OpKind.COMPUTE}
+        asked_so = {reasons.USERS_PRECISION, reasons.FIXED} & {why.template for why in given}
+        none = "what is not entered holds its products" if plan.notes else "it has no products"
+        why = "; ".join(sorted(map(str, given))[:3]) or none
+        if not asked_so:
+            yield f"{policy.name} lowered nothing in {name}: {why}"
