@@ -10,8 +10,9 @@ import jax
 
 from precpass import jaxpr as ir
 from precpass.jit import calls as calling
-from precpass.jit.mixed import Mixed, made_of_trace, owner_of
+from precpass.jit.mixed import Mixed
 from precpass.jit.region import keep, use_policy
+from precpass.jit.staged import made_of_trace, owner_of
 from precpass.jit.traced import Traced, rewritten
 from precpass.plan.decisions import unchanged_plan
 from precpass.plan.eqn_info import Origin

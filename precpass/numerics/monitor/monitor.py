@@ -15,7 +15,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
 from precpass.api import auto_mixed
-from precpass.jit.mixed import Staged, owner_of
+from precpass.jit.staged import Staged, owner_of
 from precpass.jit.traced import Traced
 from precpass.numerics.monitor.figures import Recorder
 from precpass.numerics.monitor.health import Health

@@ -13,8 +13,8 @@ import jax.export
 from precpass.api import auto_mixed, inspect
 from precpass.jaxpr import Source, source_of
 from precpass.jit.arguments import Declared
-from precpass.jit.mixed import owner_of
 from precpass.jit.region import configured
+from precpass.jit.staged import owner_of
 from precpass.measure import execute as measure
 from precpass.policy.policy import PrecisionPolicy, quietly
 from precpass.report.audit.changes import changes

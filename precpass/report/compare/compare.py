@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from precpass.api import auto_mixed
-from precpass.jit.mixed import owner_of
+from precpass.jit.staged import owner_of
 from precpass.measure import execute as measure
 from precpass.policy.precision import Precision
 from precpass.report.compare.comparison import REFERENCES, Comparison, Row

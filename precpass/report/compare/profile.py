@@ -10,7 +10,7 @@ import jax
 
 from precpass.api import auto_mixed
 from precpass.devices.peaks import Peaks, peaks_of
-from precpass.jit.mixed import owner_of
+from precpass.jit.staged import owner_of
 from precpass.measure import execute as measure
 from precpass.measure.roofline import Work, work_of
 from precpass.policy.policy import AlwaysF32

@@ -1,0 +1,87 @@
+"""A mixed function that was traced or lowered, and not run yet."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from precpass.jit import region as context
+from precpass.jit.mixed import Mixed, _staged
+from precpass.jit.program import Program
+from precpass.jit.traced import Traced
+
+__all__ = ["Staged", "made_of_trace", "owner_of"]
+
+
+class Staged:
+    """A `jax.jit` of what is made of the traces of a mixed function.
+
+    Args:
+        mixed: the function.
+        then: makes of a trace, and of what a call is given besides, the results of the jaxpr
+            and anything.
+        key: tells `then` from all others; with it the programs are found again as those of
+            `mixed` are.
+        on_copies: whether a call leaves its arguments as they are: modules and references are
+            copied, and nothing is donated.
+    """
+
+    def __init__(
+        self,
+        mixed: Mixed,
+        then: Callable[..., tuple[Sequence[Any], Any]],
+        key: Hashable = None,
+        *,
+        on_copies: bool = False,
+    ) -> None:
+        self._mixed = mixed
+        self._then = then
+        self._on_copies = on_copies
+        programs = mixed._programs  # pyright: ignore[reportPrivateUsage] -- its own module
+        own: dict[tuple[Program, context.Region], Any] = {}
+        self._jitted = own if key is None else programs.staged.setdefault(key, own)
+
+    def __call__(self, more: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The function's output, and what was made besides."""
+        __tracebackhide__ = True
+        return self._run(lambda jitted: jitted, more, args, kwargs, self._on_copies)
+
+    def shape(self, more: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The shapes and dtypes of both; nothing runs."""
+        return self._run(lambda jitted: jitted.eval_shape, more, args, kwargs, True)
+
+    def _run(
+        self, part: Callable[[Any], Any], more: Any, args: Any, kwargs: Any, on_copies: bool
+    ) -> Any:
+        region = context.current()
+
+        def run_of(program: Program) -> Any:
+            found = part(self._of(program, region))
+            return lambda *inner, **inner_kwargs: found(more, *inner, **inner_kwargs)
+
+        def finish(splits: bool, out: Any) -> Any:
+            outward = self._mixed._crossing.outward  # pyright: ignore[reportPrivateUsage]
+            return outward(splits, out[0]), out[1]
+
+        run = self._mixed._run  # pyright: ignore[reportPrivateUsage] -- its own module
+        return run(run_of, args, kwargs, finish, on_clones=on_copies)
+
+    def _of(self, program: Program, region: context.Region) -> Any:
+        key = program, region
+        if key not in self._jitted:
+            options = program.shifted_options(donates=not self._on_copies)
+            self._jitted[key] = _staged(program, region, self._then, options)
+        return self._jitted[key]
+
+
+def made_of_trace(mixed: Mixed, then: Callable[[Traced], Any], args: Any, kwargs: Any) -> Any:
+    """What `then` makes of one trace of a function, at some arguments of it."""
+    return mixed._trace(then, args, kwargs)  # pyright: ignore[reportPrivateUsage] -- its own module
+
+
+def owner_of(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function, and the object that its first argument is where it is a bound `Mixed`."""
+    if isinstance(fn, types.MethodType) and isinstance(fn.__func__, Mixed):
+        return fn.__func__, (fn.__self__,)
+    return fn, ()
