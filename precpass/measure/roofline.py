@@ -18,7 +18,7 @@ from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
 from precpass.analysis.sizes import NOMINAL_SIZE, nbytes
 from precpass.devices.peaks import Peaks
-from precpass.measure.execute import format_of
+from precpass.measure.counts import format_of
 from precpass.measure.kernels import NOTHING, Kernel, Stretch, Value
 
 __all__ = ["Work", "work_of"]
@@ -86,7 +86,7 @@ def work_of(jaxpr: Any) -> Work:
     """What a program moves and computes.
 
     What only later derivatives read is left out (`precpass.analysis.liveness`), as is what
-    nothing needs. As in `precpass.measure.execute.count`, a while loop runs
+    nothing needs. As in `precpass.measure.counts.count`, a while loop runs
     `precpass.analysis.sizes.NOMINAL_SIZE` times, all branches of a `cond` run, and a `shard_map`
     counts as one shard.
 

@@ -13,7 +13,7 @@ from precpass.analysis.liveness import unread
 from precpass.analysis.residuals import kept_bytes
 from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.jaxpr import Source
-from precpass.measure.execute import LOW_FORMATS, Counts, count
+from precpass.measure.counts import LOW_FORMATS, Counts, count
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.plan.reasons import Reason
 from precpass.policy.precision import Precision
@@ -33,7 +33,7 @@ class Verdict:
     """A policy's effect in figures.
 
     Attributes:
-        before, after: what the two programs compute (`precpass.measure.execute.Counts`): products,
+        before, after: what the two programs compute (`precpass.measure.counts.Counts`): products,
             casts, FLOPs and bytes by format.
         narrowed: the products that the policy runs in float32, and the program in float64.
         left_wide: the products that stay in their precision, and are not low.

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from precpass.analysis.sizes import NOMINAL_SIZE
-from precpass.measure.execute import Counts, Memory, Timing
+from precpass.measure.counts import Counts
+from precpass.measure.execute import Memory, Timing
 from precpass.policy.policy import PrecisionPolicy
 from precpass.report.compare.errors import Errors
 from precpass.report.compare.plot import Point, draw

@@ -7,7 +7,8 @@ from typing import Any
 
 from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.devices.peaks import Peaks
-from precpass.measure.execute import Counts, Memory, Timing
+from precpass.measure.counts import Counts
+from precpass.measure.execute import Memory, Timing
 from precpass.policy.policy import PrecisionPolicy
 from precpass.report.compare.tables import (
     TIMES,

@@ -1,0 +1,151 @@
+"""What a jaxpr computes: products, casts, FLOPs and bytes, by format."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from precpass import jaxpr as ir
+from precpass.analysis.equations import contracts
+from precpass.analysis.graph import Graph
+from precpass.analysis.liveness import unread
+from precpass.analysis.sizes import nbytes
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind, op
+
+__all__ = ["LOW_FORMATS", "Counts", "count", "format_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What a jaxpr computes, as it stands: nothing of this depends on a device.
+
+    What the pass has in it for later derivatives alone is left out (`precpass.analysis.liveness`).
+
+    Equations are counted once, however often they run: those of a scan's body, and
+    those of a jaxpr that is called many times. FLOPs and bytes are those of one run
+    of the whole program: a scan's times its length, a while loop's times
+    `precpass.analysis.sizes.NOMINAL_SIZE`, of a `cond` those of all branches, and inside of a
+    `shard_map` those of one shard.
+
+    Attributes:
+        products: the floating products that contract something.
+        low: those whose two operands have 16 bits.
+        marked: those with a dot algorithm, such as `default_matmul_precision` gives
+            them; the backend may ignore it.
+        casts: the conversions of one floating format into another.
+        cast_bytes: the bytes of the values that they make.
+        flops: format -> floating-point operations that run in it. A product's format
+            is that of its operands, as is that of sums; elementwise work has that
+            of its widest operand. Casts are none. Those of a product of complex
+            numbers are real operations, under the complex format's name
+            (`precpass.analysis.sizes.flops`).
+        result_bytes: format -> bytes of the values that equations make in it. What
+            XLA fuses is never stored.
+
+    The formats are "f64", "f32", "bf16", "f16", or for others the dtype's name.
+    """
+
+    products: int
+    low: int
+    marked: int
+    casts: int
+    cast_bytes: float
+    flops: dict[str, float]
+    result_bytes: dict[str, float]
+
+    @property
+    def low_bytes(self) -> float:
+        """The bytes of the values that equations make in a format of 16 bits."""
+        return sum(n for name, n in self.result_bytes.items() if name in LOW_FORMATS)
+
+    @property
+    def low_flops(self) -> float:
+        """The share of the FLOPs that run in a format of 16 bits, 0 where there are none."""
+        total = sum(self.flops.values())
+        return (
+            sum(n for name, n in self.flops.items() if name in LOW_FORMATS) / total
+            if total
+            else 0.0
+        )
+
+
+LOW_FORMATS = frozenset(str(p) for p in Precision if p.is_low)
+"""The formats of 16 bits, as a plan and a count write them."""
+
+
+def count(jaxpr: Any) -> Counts:
+    """What a jaxpr computes, its bodies included.
+
+    Custom derivative rules, which are traced when somebody differentiates, and the
+    products of opaque primitives such as Pallas kernels are not in the figures.
+
+    Args:
+        jaxpr: open or closed; that of `jax.make_jaxpr`, of `jax.jit(f).trace(...)`, or
+            one of an `Inspection`.
+
+    Example:
+        >>> def layers(x, ws):
+        ...     return jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0]
+        >>> counts = count(jax.make_jaxpr(layers)(jnp.ones((8, 8)), jnp.ones((5, 8, 8))))
+        >>> counts.products, counts.flops  # 5 times 2 * 8 * 8 * 8
+        (1, {'f32': 5120.0})
+    """
+    tally = _Tally()
+    tally.add(jaxpr, 1.0)
+    flops, made = ({k: v for k, v in d.items() if v} for d in (tally.flops, tally.result_bytes))
+    return Counts(
+        tally.products, tally.low, tally.marked, tally.casts, tally.cast_bytes, flops, made
+    )
+
+
+class _Tally:
+    def __init__(self) -> None:
+        self.products = self.low = self.marked = self.casts = 0
+        self.cast_bytes = 0.0
+        self.flops: dict[str, float] = {}
+        self.result_bytes: dict[str, float] = {}
+
+    def add(self, jaxpr: Any, times: float) -> None:
+        graph = Graph.build(jaxpr)
+        dropped = unread(graph).rows
+        for row, eqn in enumerate(graph.eqns):
+            calls = times * float(graph.calls[row])
+            # the pass enters no jit of references, such as the call of a whole program
+            of_refs = eqn.primitive.name == "jit" and row not in graph.children
+            if ir.is_float64(eqn) or of_refs:
+                for inner in ir.hidden_jaxprs(eqn):
+                    self.add(inner, calls)
+            # what hands a value on makes none
+            elif not (row in graph.children or ir.hands_on(eqn) or dropped[row]):
+                self._leaf(eqn, float(graph.flops[row]), calls)
+
+    def _leaf(self, eqn: Any, flops: float, calls: float) -> None:
+        sides = eqn.invars, eqn.outvars
+        given, made = ([a for v in vs if format_of(a := v.aval)] for vs in sides)
+        for aval in made:
+            name = format_of(aval)
+            self.result_bytes[name] = self.result_bytes.get(name, 0.0) + calls * nbytes(aval)
+        if eqn.primitive.name == "convert_element_type":
+            if given and made and given[0].dtype != made[0].dtype:
+                self.casts += 1
+                self.cast_bytes += calls * nbytes(made[0])
+            return
+        if not (given or made):
+            return
+        if op(eqn.primitive.name).kind is OpKind.COMPUTE and contracts(eqn):
+            self.products += 1
+            self.low += all(format_of(a) in LOW_FORMATS for a in given[:2])
+            self.marked += ir.has_algorithm(eqn)
+        name = format_of(max(given or made[:1], key=lambda aval: aval.dtype.itemsize))
+        self.flops[name] = self.flops.get(name, 0.0) + calls * flops
+
+
+def format_of(aval: Any) -> str:
+    """The name of a floating or complex value's format; "" for all else."""
+    if (precision := ir.precision_of(aval)) is not None:
+        return str(precision)
+    dtype = getattr(aval, "dtype", None)
+    return str(dtype) if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else ""
