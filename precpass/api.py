@@ -9,7 +9,7 @@ from typing import Any, overload
 import jax
 
 from precpass import jaxpr as ir
-from precpass.jit import calls as calling
+from precpass.jit.calls import check_function
 from precpass.jit.mixed import Mixed
 from precpass.jit.region import keep, use_policy
 from precpass.jit.staged import made_of_trace, owner_of
@@ -96,7 +96,7 @@ def auto_mixed(
     pays = None if profitability is None else parse_profitability(profitability)
     if fn is None:
         return lambda fn: auto_mixed(fn, policy=parsed, profitability=pays, **jit_options)
-    calling.check_function(fn)
+    check_function(fn)
     if not isinstance(fn, Mixed):
         return Mixed(fn, parsed, jit_options, pays)
     if parsed in (None, fn.policy) and pays in (None, fn.profitability) and not jit_options:

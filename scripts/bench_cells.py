@@ -13,8 +13,9 @@ from bench_models import Model
 
 import precpass as pp
 from precpass.analysis.residuals import kept_bytes
-from precpass.jit import arguments as leaves
-from precpass.measure import execute as measure
+from precpass.jit.arguments import Declared
+from precpass.measure.counts import Counts, count
+from precpass.measure.execute import Executable, Timing, compiled, interleaved, is_jitted
 from precpass.policy.precision import Precision
 from precpass.report.compare import errors
 
@@ -58,14 +59,14 @@ class Cell:
     mode: str
     column: str
     failure: str | None = None
-    timing: measure.Timing | None = None
-    counts: measure.Counts | None = None
+    timing: Timing | None = None
+    counts: Counts | None = None
     temp_bytes: int | None = None
     kept_bytes: float | None = None
     error: float | None = None
     loss: float | None = None
 
-    def to_dict(self, ratios: dict[str, measure.Timing]) -> dict[str, Any]:
+    def to_dict(self, ratios: dict[str, Timing]) -> dict[str, Any]:
         """All of it for JSON, with the ratios of its time to that of other columns."""
         found = {k: v for k, v in vars(self).items() if k not in ("timing", "counts")}
         counts = asdict(self.counts) if self.counts else None
@@ -77,15 +78,15 @@ class Cell:
     def from_dict(cls, found: dict[str, Any]) -> "Cell":
         """The cell of which `to_dict` was written as JSON."""
         own = {k: v for k, v in found.items() if k not in ("seconds", "ratios")}
-        own["counts"] = measure.Counts(**own["counts"]) if own["counts"] else None
+        own["counts"] = Counts(**own["counts"]) if own["counts"] else None
         # errors may be infinite, which JSON has as a text
         own["error"] = None if own["error"] is None else float(own["error"])
         own["loss"] = None if own["loss"] is None else float(own["loss"])
         seconds = found["seconds"]
-        return cls(**own, timing=measure.Timing(tuple(seconds["rounds"])) if seconds else None)
+        return cls(**own, timing=Timing(tuple(seconds["rounds"])) if seconds else None)
 
 
-def _times(timing: measure.Timing) -> dict[str, Any]:
+def _times(timing: Timing) -> dict[str, Any]:
     """The median and quartiles, and each round."""
     lower, upper = timing.quartiles
     rounds = list(timing.seconds)
@@ -95,7 +96,7 @@ def _times(timing: measure.Timing) -> dict[str, Any]:
 def traced(model: Model, mode: str, key: str) -> Any:
     """A column's function, jitted; it is to be traced in the column's context."""
     fn = COLUMNS[key].program(model, mode)
-    return fn if measure.is_jitted(fn) else jax.jit(fn)
+    return fn if is_jitted(fn) else jax.jit(fn)
 
 
 def first_line(error: BaseException) -> str:
@@ -106,7 +107,7 @@ def reference(model: Model, mode: str) -> list[errors.Leaf]:
     """The results of the model as written, evaluated in float64."""
     fn = pp.auto_mixed(COLUMNS["float32"].program(model, mode))
     args = bench_columns.arguments(model, mode)
-    declared = leaves.Declared(fn.__wrapped__, fn.jit_options)
+    declared = Declared(fn.__wrapped__, fn.jit_options)
     written = errors.as_written(fn, declared, model.name, args, {})
     return errors.evaluated(written, Precision.F64)
 
@@ -125,7 +126,7 @@ class Measured:
         self.model, self.mode, self.progress = model, mode, progress
         self.args = bench_columns.arguments(model, mode)
         self.cells = {key: Cell(model.name, mode, key) for key in keys}
-        self.programs: dict[str, measure.Executable] = {}
+        self.programs: dict[str, Executable] = {}
 
     def run(self, effort: Effort) -> list[Cell]:
         """Compiles and runs every column once, then times them in rounds."""
@@ -151,11 +152,11 @@ class Measured:
 
     def _compile(self, key: str) -> None:
         with COLUMNS[key].context():
-            program = measure.compiled(traced(self.model, self.mode, key), *self.args)
+            program = compiled(traced(self.model, self.mode, key), *self.args)
         self.programs[key] = program
         self.cells[key] = replace(
             self.cells[key],
-            counts=measure.count(program.jaxpr),
+            counts=count(program.jaxpr),
             temp_bytes=program.memory.temp if program.memory else None,
             kept_bytes=None if self.mode == "forward" else kept_bytes(program.jaxpr),
         )
@@ -193,12 +194,12 @@ class Measured:
             self.progress("warm-up" if turn < 0 else f"round {turn + 1}", int(turn > 0))
 
         runs = {key: guarded(key) for key in self.programs}
-        found = measure.interleaved(runs, effort.rounds, prepare=self._fresh, progress=tell)
+        found = interleaved(runs, effort.rounds, prepare=self._fresh, progress=tell)
         self.progress("", 1)
         spent = sum(sum(timing.seconds) for timing in found.values())
         if runs and spent < effort.seconds:
             rounds = min(MOST_ROUNDS, round(effort.rounds * effort.seconds / spent))
-            found = measure.interleaved(runs, rounds, prepare=self._fresh)
+            found = interleaved(runs, rounds, prepare=self._fresh)
         for key, timing in found.items():
             if not self.cells[key].failure:
                 self.cells[key] = replace(self.cells[key], timing=timing)

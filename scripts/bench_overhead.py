@@ -36,9 +36,9 @@ from rich.table import Table
 
 import precpass as pp
 from precpass import jaxpr as ir
-from precpass.jit import region as context
+from precpass.jit.region import current
 from precpass.jit.traced import rewritten
-from precpass.measure import execute as measure
+from precpass.measure.execute import interleaved
 from precpass.planner.planner import make_plan
 
 POLICIES = (pp.AutoMixedBf16, pp.AutoMixed, pp.AlwaysBf16, pp.AlwaysF32)
@@ -146,9 +146,7 @@ def rounds_of(columns: dict[str, Callable[[], Any]], rounds: int, cold: bool) ->
         return ()
 
     runs = {name: lambda run=run: below(depth, run) for name, run in columns.items()}
-    found = measure.interleaved(
-        runs, rounds, prepare=prepare, clock=time.process_time, progress=at_depth
-    )
+    found = interleaved(runs, rounds, prepare=prepare, clock=time.process_time, progress=at_depth)
     return {name: timing.seconds for name, timing in found.items()}
 
 
@@ -190,7 +188,7 @@ def compiling(model: Model) -> dict[str, float]:
     call = timed("trace", ir.trace_call, lambda *xs: fn(*tree.unflatten(xs)), leaves)
     closed_over = call.operands[: call.closed_over]
     plan = timed("plan", make_plan, call.jaxpr, policy, "", closed_over)
-    new, _ = timed("rewrite", rewritten, call.jaxpr, plan, context.current(), policy, "")
+    new, _ = timed("rewrite", rewritten, call.jaxpr, plan, current(), policy, "")
     jitted = jax.jit(lambda *xs: ir.evaluate(new, xs))
     lowered = timed("lower", lambda: jitted.lower(*call.operands))
     timed("compile", lowered.compile)

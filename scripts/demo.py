@@ -29,7 +29,8 @@ from rich.table import Table
 
 import precpass as pp
 from precpass.analysis.residuals import kept_bytes
-from precpass.measure import execute as measure
+from precpass.measure.counts import count
+from precpass.measure.execute import compiled, timed
 
 PRESETS = (
     "AlwaysF32",
@@ -90,7 +91,7 @@ class Row:
     seconds: list[float] = field(default_factory=list)
 
     def train(self, tokens: np.ndarray) -> None:
-        (*state, loss), seconds = measure.timed(self.step, *self.state, tokens)
+        (*state, loss), seconds = timed(self.step, *self.state, tokens)
         self.seconds.append(seconds)
         self.state = (state[0], state[1])
         self.losses.append(float(loss))
@@ -102,8 +103,8 @@ def compile_row(name: str, task: Task, tokens: np.ndarray) -> Row:
     state = jax.tree.map(jnp.copy, (task.params, task.opt_state))
     marks = jax.default_matmul_precision("BF16_BF16_F32")
     with marks if name == MATMUL else contextlib.nullcontext():
-        program = measure.compiled(step, *state, tokens)
-    counts = measure.count(program.jaxpr)
+        program = compiled(step, *state, tokens)
+    counts = count(program.jaxpr)
     return Row(
         name,
         program.compiled,

@@ -11,13 +11,13 @@ import numpy as np
 
 import precpass as pp
 from precpass import Action
-from precpass.autotune import profitability as worth
-from precpass.autotune import timing as probe
+from precpass.autotune.profitability import _measured, _verdicts
+from precpass.autotune.timing import timed
 from precpass.devices.devices import device_named
 from precpass.planner.profit import Product, Verdict
 
 # that in force in the tests refuses (`conftest`)
-REAL = probe.timed
+REAL = timed
 MEASURED = pp.AutoMixedBf16.with_profitability("measured")
 ASSUMED = pp.AutoMixedBf16.with_profitability("assumed")
 H200 = device_named("gpu", "NVIDIA H200")
@@ -39,7 +39,7 @@ PARAMS = weights(8, 16, 16, 4)
 
 
 class Clock:
-    """Stands in for `probe.timed`: products of one row take twice as long low."""
+    """Stands in for `timed`: products of one row take twice as long low."""
 
     def __init__(self, ratio: Callable[[Product], float] | None = None) -> None:
         self.asked: list[Product] = []
@@ -56,8 +56,8 @@ class Clock:
 
 def restarted() -> None:
     """What a process knows is forgotten, as in a new one."""
-    worth._measured.cache_clear()
-    worth._verdicts.cache_clear()
+    _measured.cache_clear()
+    _verdicts.cache_clear()
 
 
 def products(found: pp.Inspection) -> list[pp.Decision]:

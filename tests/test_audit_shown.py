@@ -16,7 +16,7 @@ from audit_helpers import audited, f16, f32, kinds, of
 from helpers import mlp_args, mlp_loss, products
 
 import precpass as pp
-from precpass.measure import execute as measure
+from precpass.measure import execute
 
 # ---------------------------------------------------------------- arguments
 
@@ -53,14 +53,14 @@ def test_symbolic_dimensions_are_refused_by_name():
 
 
 def test_the_backend_is_the_one_that_was_compiled_for(monkeypatch):
-    compiled = measure.compiled
+    compiled = execute.compiled
 
     def on_another(*args, **kwargs):
         return dataclasses.replace(
             compiled(*args, **kwargs), device=types.SimpleNamespace(platform="tpu")
         )
 
-    monkeypatch.setattr(measure, "compiled", on_another)
+    monkeypatch.setattr(execute, "compiled", on_another)
     assert pp.audit(product)(of(f32, 8, 8), of(f32, 8, 8)).backend == "tpu"
 
 

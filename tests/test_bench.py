@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from precpass.measure import execute as measure
+from precpass.measure.counts import count
+from precpass.measure.execute import Timing
 from precpass.planner.profit import Verdict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
@@ -63,7 +64,7 @@ def test_every_model_has_a_gradient_in_every_column(
     monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("precpass.autotune.timing.timed", lambda *_: Verdict(2.0, 1.0, "measured"))
     traces = {key: traced(name, "gradient", key) for key in OWN}
-    counts = {key: measure.count(trace.jaxpr) for key, trace in traces.items()}
+    counts = {key: count(trace.jaxpr) for key, trace in traces.items()}
     assert all(dtypes(trace.out_info) == {jnp.dtype("float32")} for trace in traces.values())
     plain = counts.pop("float32")
     assert plain.flops.keys() == {"f32"} and plain.low == plain.casts == 0 < plain.products
@@ -220,7 +221,7 @@ def test_names_keep_the_order_of_the_table():
 
 
 def cell(model: str, mode: str, column: str, *seconds: float) -> Cell:
-    timing = measure.Timing(seconds) if seconds else None
+    timing = Timing(seconds) if seconds else None
     failure = None if seconds else "Error: made up"
     return Cell(model, mode, column, failure, timing)
 

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
-from precpass.analysis.analysis import ranges as fact
+from precpass.analysis import ranges
 from precpass.analysis.ranges import ANY, of_array
 from precpass.jaxpr.weak import WeakIdMap
 
@@ -69,8 +69,8 @@ def test_an_accelerator_finds_the_fact_that_numpy_finds(where, monkeypatch):
     """The reduction that runs on devices whose memory NumPy cannot read, run on CPUs here."""
     array = placed(weights(), where)
     expected = of_array(weights())
-    monkeypatch.setattr(fact, "_is_host_memory", lambda _part: False)
-    monkeypatch.setattr(fact, "_LARGE", 2)
+    monkeypatch.setattr(ranges, "_is_host_memory", lambda _part: False)
+    monkeypatch.setattr(ranges, "_LARGE", 2)
     assert close(of_array(array), expected)
 
 
@@ -78,28 +78,28 @@ def test_an_accelerator_finds_the_fact_that_numpy_finds(where, monkeypatch):
 def test_and_of_any_dtype(dtype, monkeypatch):
     values = (normal(1, 300, 300) * 4).astype(dtype)
     expected = of_array(values)
-    monkeypatch.setattr(fact, "_is_host_memory", lambda _part: False)
-    monkeypatch.setattr(fact, "_LARGE", 2)
+    monkeypatch.setattr(ranges, "_is_host_memory", lambda _part: False)
+    monkeypatch.setattr(ranges, "_LARGE", 2)
     assert close(of_array(jnp.asarray(values)), expected)
 
 
 def test_an_accelerator_keeps_the_range_of_64_bits_with_x64_off(monkeypatch):
     with jax.enable_x64(True):
         array = jnp.asarray([1e300, -1e-200, 0.0])
-    monkeypatch.setattr(fact, "_is_host_memory", lambda _part: False)
-    monkeypatch.setattr(fact, "_LARGE", 2)
+    monkeypatch.setattr(ranges, "_is_host_memory", lambda _part: False)
+    monkeypatch.setattr(ranges, "_LARGE", 2)
     assert (of_array(array).hi, of_array(array).tiny) == (1e300, 1e-200)
 
 
 def test_an_accelerator_asks_no_mesh_or_flag_of_the_users(monkeypatch):
-    monkeypatch.setattr(fact, "_is_host_memory", lambda _part: False)
-    monkeypatch.setattr(fact, "_LARGE", 2)
+    monkeypatch.setattr(ranges, "_is_host_memory", lambda _part: False)
+    monkeypatch.setattr(ranges, "_LARGE", 2)
     mesh = mesh_of(AxisType.Explicit)
     array = jax.device_put(weights(), NamedSharding(mesh, P("x")))
     expected, seen = of_array(weights()), []
 
     def look(x):
-        monkeypatch.setattr(fact, "_known", WeakIdMap())
+        monkeypatch.setattr(ranges, "_known", WeakIdMap())
         seen.append(of_array(array))
         return x
 
@@ -130,11 +130,11 @@ def test_nothing_is_known_of_what_cannot_be_read():
 
 def test_what_was_known_of_an_array_goes_with_it():
     array = jnp.asarray(normal(0, 300, 300))
-    before = len(fact._known)
+    before = len(ranges._known)
     assert of_array(array) is of_array(array)
-    assert len(fact._known) == before + 1
+    assert len(ranges._known) == before + 1
     del array
-    assert len(fact._known) == before
+    assert len(ranges._known) == before
 
 
 def test_an_array_of_numpys_is_looked_at_again_when_it_has_changed():

@@ -15,7 +15,7 @@ from helpers import quiet
 from jax import lax
 
 import precpass as pp
-from precpass.measure import execute as measure
+from precpass.measure import execute
 
 RNG = np.random.default_rng(0)
 X, W = (jnp.asarray(RNG.standard_normal((16, 16)) / 4, jnp.float32) for _ in range(2))
@@ -72,13 +72,13 @@ def test_a_reference_has_no_policy_in_it(reference):
 
 
 def test_the_device_is_the_one_that_was_compiled_for(monkeypatch):
-    compiled, kept = measure.compiled, []
+    compiled, kept = execute.compiled, []
 
     def on_another(*args, **kwargs):
         kept.append(compiled(*args, **kwargs))
         return dataclasses.replace(kept[-1], device=SimpleNamespace(device_kind="a TPU"))
 
-    monkeypatch.setattr(measure, "compiled", on_another)
+    monkeypatch.setattr(execute, "compiled", on_another)
     x = jax.device_put(X, jax.devices()[2])
     found = pp.compare(lambda x: x @ x, BOTH, rounds=0)(x)
     assert [program.device for program in kept] == [jax.devices()[2]] * 2

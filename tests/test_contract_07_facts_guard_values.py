@@ -25,7 +25,7 @@ from helpers import (
 )
 
 import precpass as pp
-from precpass.analysis.analysis import ranges as fact
+from precpass.analysis import ranges
 
 F32_MIN = float(jnp.finfo(jnp.float32).min)
 
@@ -220,8 +220,8 @@ def test_large_constants_that_are_closed_over_are_checked():
 def test_once_per_buffer(monkeypatch):
     """The second program over one buffer does not read it again."""
     reads = []
-    of_parts = fact._of_parts
-    monkeypatch.setattr(fact, "_of_parts", lambda parts: reads.append(parts) or of_parts(parts))
+    of_parts = ranges._of_parts
+    monkeypatch.setattr(ranges, "_of_parts", lambda parts: reads.append(parts) or of_parts(parts))
     large, x = jnp.asarray(normal(0, 1024, 1100)), jnp.ones((4, 1024))
     look(lambda x: x @ large, pp.AutoMixed, x)
     assert [part.shape for parts in reads for part in parts] == [(1024, 1100)]

@@ -17,7 +17,7 @@ from helpers import low_products, quiet
 from jax import lax
 
 import precpass as pp
-from precpass.jit import region as context
+from precpass.jit import region
 from precpass.planner.planner import Planner
 from precpass.rewrite.rewriter import Rewriter
 
@@ -60,7 +60,7 @@ def work(fn: Callable[..., Any], policy: Any, *args: Any) -> int:
 @pytest.fixture
 def no_strays(monkeypatch: pytest.MonkeyPatch):
     """As in a process whose tasks have not met: another test may have ended that."""
-    monkeypatch.setattr(context, "region_of_call", context._current.get)
+    monkeypatch.setattr(region, "region_of_call", region._current.get)
 
 
 @pytest.mark.usefixtures("no_strays")

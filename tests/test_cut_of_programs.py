@@ -15,7 +15,7 @@ from random_programs import build, seeded_program
 import precpass as pp
 from precpass.planner.planner import make_plan
 from precpass.planner.profit import Product, Verdict
-from precpass.planner.storage import assignment as placing
+from precpass.planner.storage import assignment
 from precpass.planner.storage.energy import NOMINAL, Costs
 from precpass.planner.storage.value_classes import ValueClass
 
@@ -127,7 +127,7 @@ def energies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Costs, set[int]]]:
             super().__init__(graph, classes, roundable, *args)
             made.append((self, set(map(id, roundable))))
 
-    monkeypatch.setattr(placing, "Costs", Noted)
+    monkeypatch.setattr(assignment, "Costs", Noted)
     return made
 
 

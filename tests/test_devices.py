@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from precpass.devices import cpu_info, detect
 from precpass.devices.devices import (
     DEVICES,
     Device,
@@ -16,8 +17,6 @@ from precpass.devices.devices import (
     device_named,
     product_seconds,
 )
-from precpass.devices.devices import cpu_info as processor
-from precpass.devices.devices import detect as placement
 from precpass.policy.precision import Precision
 
 each_device = pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
@@ -127,17 +126,17 @@ def test_float64_has_no_figure():
 def test_a_committed_argument_tells_its_device():
     here, there = jax.devices()[:2]
     x = jax.device_put(jnp.ones(3), there)
-    assert placement.placed((np.ones(3), {"x": x})) is there
+    assert detect.placed((np.ones(3), {"x": x})) is there
     # where it is not committed it may go anywhere
-    assert placement.placed(jnp.ones(3)) is here
+    assert detect.placed(jnp.ones(3)) is here
 
 
 def test_without_one_it_is_the_default_device():
     there = jax.devices()[2]
     with jax.default_device(there):
-        assert placement.placed(jnp.ones(3)) is there
+        assert detect.placed(jnp.ones(3)) is there
     with jax.default_device("cpu"):
-        assert placement.placed() is jax.devices("cpu")[0]
+        assert detect.placed() is jax.devices("cpu")[0]
 
 
 def test_under_a_trace_it_is_that_of_the_context_and_no_equation_is_added():
@@ -145,7 +144,7 @@ def test_under_a_trace_it_is_that_of_the_context_and_no_equation_is_added():
     found = []
 
     def f(x):
-        found.append(placement.placed(x))
+        found.append(detect.placed(x))
         return x
 
     with jax.default_device(there):
@@ -156,8 +155,8 @@ def test_under_a_trace_it_is_that_of_the_context_and_no_equation_is_added():
 
 
 def test_a_cpu_is_named_by_its_processor():
-    found = placement.device_for()
-    assert found.kind == str(processor.processor())
+    found = detect.device_for()
+    assert found.kind == str(cpu_info.processor())
     assert found.platform == "cpu"
 
 
@@ -165,7 +164,7 @@ def test_facts_start_no_backend():
     code = (
         "from precpass import placement, devices\n"
         "h200 = devices.device_named('gpu', 'NVIDIA H200')\n"
-        "assert placement.device_for(device=h200) is h200\n"
+        "assert detect.device_for(device=h200) is h200\n"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge._backends, xla_bridge._backends\n"
     )
@@ -187,21 +186,21 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd bf16 svebf16\nCPU part\t: 0xd40\n"
 
 
 def test_flags_are_read_as_linux_writes_them():
-    assert processor._of_linux(LINUX) == ("Some CPU", ("avx512_bf16", "amx_bf16"))
-    assert processor._of_linux(ARM) == ("", ("bf16", "svebf16"))
-    assert processor._of_linux("") == ("", ())
+    assert cpu_info._of_linux(LINUX) == ("Some CPU", ("avx512_bf16", "amx_bf16"))
+    assert cpu_info._of_linux(ARM) == ("", ("bf16", "svebf16"))
+    assert cpu_info._of_linux("") == ("", ())
 
 
 def test_a_machine_without_cpuinfo_still_has_a_name(monkeypatch: pytest.MonkeyPatch):
     def missing(*_args: object, **_kwargs: object) -> str:
         raise FileNotFoundError
 
-    monkeypatch.setattr(processor.Path, "read_text", missing)
-    monkeypatch.setattr(processor.platform, "processor", lambda: "")
-    monkeypatch.setattr(processor.platform, "machine", lambda: "")
-    monkeypatch.setattr(processor.platform, "system", lambda: "Plan9")
-    found = processor.processor.__wrapped__()
-    assert found.model == processor.UNKNOWN
+    monkeypatch.setattr(cpu_info.Path, "read_text", missing)
+    monkeypatch.setattr(cpu_info.platform, "processor", lambda: "")
+    monkeypatch.setattr(cpu_info.platform, "machine", lambda: "")
+    monkeypatch.setattr(cpu_info.platform, "system", lambda: "Plan9")
+    found = cpu_info.cpu_info.__wrapped__()
+    assert found.model == cpu_info.UNKNOWN
     assert not found.bf16 and found.cores >= 1
 
 
@@ -211,11 +210,11 @@ def test_a_mac_is_asked_by_sysctl(monkeypatch: pytest.MonkeyPatch):
     def run(command: list[str], **_kwargs: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 0, said[command[-1]], "")
 
-    monkeypatch.setattr(processor.subprocess, "run", run)
-    assert processor._of_mac() == ("Apple M9", ("bf16",))
+    monkeypatch.setattr(cpu_info.subprocess, "run", run)
+    assert cpu_info._of_mac() == ("Apple M9", ("bf16",))
 
     def missing(*_args: object, **_kwargs: object) -> None:
         raise FileNotFoundError
 
-    monkeypatch.setattr(processor.subprocess, "run", missing)
-    assert processor._of_mac() == ("", ())
+    monkeypatch.setattr(cpu_info.subprocess, "run", missing)
+    assert cpu_info._of_mac() == ("", ())

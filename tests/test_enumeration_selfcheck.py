@@ -11,7 +11,7 @@ from flow_helpers import assert_all_low, config, named
 import precpass as pp
 from precpass import jaxpr as ir
 from precpass.jit import selfcheck
-from precpass.rewrite import rewriter as rewrite
+from precpass.rewrite import rewriter
 
 X = jnp.eye(4)
 CHECKED = tuple(selfcheck._PROGRAMS)
@@ -62,9 +62,9 @@ def test_a_rule_that_is_not_rewritten_is_an_error(name: str, monkeypatch: pytest
 
     def forgets(eqn: Any, params: dict, rewrite: Any):
         if eqn.primitive.name != f"{name}_call":
-            rewritten(eqn, params, rewrite)
+            rewritten(eqn, params, rewriter)
 
-    monkeypatch.setattr(rewrite.ir, "with_rewritten_rules", forgets)
+    monkeypatch.setattr(rewriter.ir, "with_rewritten_rules", forgets)
     with pytest.raises(RuntimeError, match=STAYS_WIDE.format(name)):
         first_use()
 

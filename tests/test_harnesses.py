@@ -19,7 +19,7 @@ from harness_values import compare
 from jax import lax
 
 import precpass as pp
-from precpass.policy.policy import primitives as opkinds
+from precpass.policy import primitives
 
 pytestmark = pytest.mark.programs
 
@@ -153,10 +153,10 @@ def test_a_sum_that_is_taken_low_is_seen(monkeypatch: Any):
     def sums() -> Any:
         return lambda x: lax.reduce_window(x, np.float32(0), lax.add, (4096,), (4096,), "VALID")
 
-    ones, op = np.ones(8192, np.float32), opkinds.op("reduce_window_sum")
+    ones, op = np.ones(8192, np.float32), primitives.op("reduce_window_sum")
     assert not check(sums(), (ones,)).failures
     low = dataclasses.replace(op, accumulates=False)
-    monkeypatch.setitem(opkinds.TABLE, "reduce_window_sum", low)
+    monkeypatch.setitem(primitives.TABLE, "reduce_window_sum", low)
     failures = check(sums(), (ones,)).failures
     assert any("AlwaysBf16 result 0: error" in text for text in failures)
 

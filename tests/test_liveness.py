@@ -13,7 +13,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
 from precpass.analysis.sizes import nbytes
-from precpass.measure import execute as measure
+from precpass.measure.counts import count
 
 X, W = f32(8, 8), f32(8, 8)
 
@@ -38,7 +38,7 @@ def test_the_wide_stacks_of_what_is_stored_low_are_unread_and_not_counted():
     # what leaves the forward loop on 16 bits is widened for derivatives alone
     assert [e for e in widened if e.outvars[0].aval.shape == (5, 8, 8)]
     assert all(ir.cast_formats(e)[1] is pp.Precision.F32 for e in widened)
-    counts = measure.count(after)
+    counts = count(after)
     assert counts.casts == len(casts(after)) - len(widened)
     calls = dict(zip(map(id, graph.eqns), graph.calls.tolist(), strict=True))
     read = (e for e in casts(after) if e not in widened)

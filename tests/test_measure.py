@@ -14,13 +14,14 @@ from helpers import look
 from jax import lax
 
 import precpass as pp
-from precpass.measure import execute as measure
+from precpass.measure.counts import Counts, count
+from precpass.measure.execute import Timing, compiled, interleaved, is_jitted, timed
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 
 
-def counts_of(fn: Callable[..., Any], *args: Any) -> measure.Counts:
-    return measure.count(jax.make_jaxpr(fn)(*args))
+def counts_of(fn: Callable[..., Any], *args: Any) -> Counts:
+    return count(jax.make_jaxpr(fn)(*args))
 
 
 def ones(*shape: int, dtype: Any = F32) -> jax.Array:
@@ -133,7 +134,7 @@ def test_a_dot_algorithm_marks_a_product():
 def test_a_lowered_product_has_two_casts_and_no_work_but_its_own():
     before = jax.make_jaxpr(lambda x, w: x @ w)(ones(4, 4), ones(4, 4))
     after = look(lambda x, w: x @ w, pp.AutoMixedBf16, ones(4, 4), ones(4, 4)).after
-    wide, low = measure.count(before), measure.count(after)
+    wide, low = count(before), count(after)
     assert (wide.products, wide.low, wide.casts) == (1, 0, 0)
     assert (low.products, low.low, low.casts) == (1, 1, 2)
     assert sum(low.flops.values()) == sum(wide.flops.values())
@@ -149,14 +150,14 @@ def test_what_runs_in_float64_while_x64_is_off_is_counted_there():
 
         return lax.scan(step, x, length=3)[0]
 
-    counts = measure.count(look(fn, pp.AutoMixedBf16, ones(4, 4)).after)
+    counts = count(look(fn, pp.AutoMixedBf16, ones(4, 4)).after)
     assert (counts.products, counts.low) == (1, 0)
     assert counts.flops == {"f64": 3 * 2 * 4**3}
 
 
 def test_an_empty_program_has_nothing():
     counts = counts_of(lambda x: x, ones(4))
-    assert counts == measure.Counts(0, 0, 0, 0, 0.0, {}, {})
+    assert counts == Counts(0, 0, 0, 0, 0.0, {}, {})
     assert counts.low_flops == 0
 
 
@@ -173,15 +174,15 @@ def test_compiling_traces_once_and_a_call_after_it_not_again():
     for wrap in (jax.jit, pp.auto_mixed):
         traces.clear()
         jitted = wrap(fn)
-        program = measure.compiled(jitted, ones(8, 8))
+        program = compiled(jitted, ones(8, 8))
         jitted(ones(8, 8))
         assert len(traces) == 1
-        assert measure.count(program.jaxpr).products == 1
+        assert count(program.jaxpr).products == 1
 
 
 def test_memory_is_that_of_the_compiled_program():
     fn = jax.jit(lambda x, y: (x + y, x.sum()))
-    program = measure.compiled(fn, ones(16, 16), ones(16, 16))
+    program = compiled(fn, ones(16, 16), ones(16, 16))
     assert program.memory is not None
     assert program.memory.arguments == 2 * 4 * 256
     assert 4 * 257 <= program.memory.outputs < 4 * 257 + 64  # and what a tuple takes
@@ -193,9 +194,7 @@ def test_memory_is_that_of_the_compiled_program():
 
 def test_donation_is_noticed():
     for wrap in (jax.jit, pp.auto_mixed):
-        program = measure.compiled(
-            wrap(lambda x, y: x @ y, donate_argnums=0), ones(8, 8), ones(8, 8)
-        )
+        program = compiled(wrap(lambda x, y: x @ y, donate_argnums=0), ones(8, 8), ones(8, 8))
         assert program.donates
         assert program.memory is not None
         assert program.memory.aliased == 4 * 64
@@ -203,25 +202,25 @@ def test_donation_is_noticed():
 
 def test_the_device_is_that_of_the_compiled_program():
     x = jax.device_put(ones(4, 4), jax.devices()[3])
-    assert measure.compiled(lambda x: x @ x, x).device == jax.devices()[3]
+    assert compiled(lambda x: x @ x, x).device == jax.devices()[3]
 
 
 def test_what_other_libraries_jit_is_given_to_jit():
     # its results of trace and lower are its own
     wrapped = nnx.jit(lambda x: x @ x)
-    assert not measure.is_jitted(wrapped)
-    assert measure.count(measure.compiled(wrapped, ones(4, 4)).jaxpr).products == 1
-    assert measure.is_jitted(pp.auto_mixed(jnp.sin)) and measure.is_jitted(jax.jit(jnp.sin))
+    assert not is_jitted(wrapped)
+    assert count(compiled(wrapped, ones(4, 4)).jaxpr).products == 1
+    assert is_jitted(pp.auto_mixed(jnp.sin)) and is_jitted(jax.jit(jnp.sin))
     mixed = pp.auto_mixed(lambda x: (x @ x).sum())
     for transformed in (jax.grad(mixed), nnx.jit(mixed)):
-        assert not measure.is_jitted(transformed)
-        assert measure.count(measure.compiled(transformed, ones(4, 4)).jaxpr).low
+        assert not is_jitted(transformed)
+        assert count(compiled(transformed, ones(4, 4)).jaxpr).low
 
 
 def test_any_function_keywords_and_static_arguments():
-    assert measure.count(measure.compiled(lambda x: x @ x, x=ones(4, 4)).jaxpr).products == 1
+    assert count(compiled(lambda x: x @ x, x=ones(4, 4)).jaxpr).products == 1
     powers = jax.jit(lambda x, n: [x @ x] * n, static_argnums=1)
-    assert measure.compiled(powers, ones(4, 4), 2).memory is not None
+    assert compiled(powers, ones(4, 4), 2).memory is not None
 
 
 # ---------------------------------------------------------------- timing
@@ -249,7 +248,7 @@ def test_a_run_ends_when_its_results_are_there():
         clock.now += 1.0
         return [x, Pending()]
 
-    out, took = measure.timed(run, "x", clock=clock)
+    out, took = timed(run, "x", clock=clock)
     assert out[0] == "x"
     assert took == 3.0
 
@@ -271,9 +270,7 @@ def test_every_call_takes_its_turn_in_every_round():
 
     rounds: list[int] = []
     runs = {name: run_of(name, s) for name, s in (("a", 1.0), ("b", 2.0), ("c", 0.0))}
-    found = measure.interleaved(
-        runs, 3, prepare=prepare, warm_up=2, clock=clock, progress=rounds.append
-    )
+    found = interleaved(runs, 3, prepare=prepare, warm_up=2, clock=clock, progress=rounds.append)
     assert rounds == [-2, -1, 0, 1, 2]
     turns = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
     assert turns == ["bca", "bac", "abc", "acb", "cab"]
@@ -288,7 +285,7 @@ def test_every_call_comes_after_every_other_equally_often(n: int):
     order: list[str] = []
     names = [str(i) for i in range(n)]
     rounds = 2 * n if n % 2 else n
-    measure.interleaved({name: lambda name=name: order.append(name) for name in names}, rounds)
+    interleaved({name: lambda name=name: order.append(name) for name in names}, rounds)
     turns = [order[i : i + n] for i in range(n, len(order), n)]  # without the warm-up
     before = Counter(pair for turn in turns for pair in pairwise(turn))
     places = Counter(place for turn in turns for place in enumerate(turn))
@@ -304,7 +301,7 @@ def test_a_program_that_donates_runs_in_every_round():
     def clock() -> float:
         return float(next(ticks))
 
-    found = measure.interleaved({"f": fn}, 4, prepare=lambda _: (x.copy(),), clock=clock)
+    found = interleaved({"f": fn}, 4, prepare=lambda _: (x.copy(),), clock=clock)
     # the clock is read before and after each run alone, of the one that warms up too
     assert found["f"].seconds == (1.0,) * 4
     assert next(ticks) == 2 * 5
@@ -315,14 +312,14 @@ def test_median_quartiles_and_ratios():
     rng = np.random.default_rng(0)
     for n in (1, 2, 5, 8):
         seconds = rng.uniform(1, 2, n)
-        timing = measure.Timing(tuple(map(float, seconds)))
+        timing = Timing(tuple(map(float, seconds)))
         assert timing.median == pytest.approx(np.median(seconds))
         assert timing.quartiles == pytest.approx(tuple(np.quantile(seconds, (0.25, 0.75))))
         assert timing.spread == pytest.approx(np.subtract(*timing.quartiles[::-1]))
-        base = measure.Timing(tuple(map(float, rng.uniform(1, 2, n))))
+        base = Timing(tuple(map(float, rng.uniform(1, 2, n))))
         assert timing.ratios(base).seconds == pytest.approx(seconds / np.asarray(base.seconds))
 
 
 def test_no_rounds_are_an_error():
     with pytest.raises(ValueError, match="rounds=0"):
-        measure.interleaved({"f": lambda: None}, 0)
+        interleaved({"f": lambda: None}, 0)

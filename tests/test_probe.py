@@ -16,7 +16,7 @@ import precpass as pp
 from precpass import Action
 from precpass.analysis.operand_origin import Origin
 from precpass.autotune import profitability as worth
-from precpass.autotune import timing as probe
+from precpass.autotune import timing
 from precpass.jit.region import configured
 from precpass.planner.profit import Assumed, Product, Verdict
 
@@ -226,7 +226,7 @@ def test_a_damaged_file_is_warned_of_and_rebuilt(clock: Clock):
 def test_the_probe_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """The only test that times products: it checks that there are times, not what they are."""
     monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(probe, "SECONDS", 0.001)
+    monkeypatch.setattr(timing, "SECONDS", 0.001)
     (eqn,) = jax.make_jaxpr(jnp.matmul)(f32(8, 8), f32(8, 8)).eqns
     product = Product(eqn, pp.Precision.BF16, (Origin.MADE, Origin.GIVEN))
     found = REAL(product, jax.devices()[0])

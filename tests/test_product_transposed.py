@@ -20,7 +20,7 @@ from test_product_form import CASES, ORDERS, weighed
 import precpass as pp
 from precpass import jaxpr as ir
 from precpass.analysis.residuals import kept_bytes
-from precpass.measure import execute as measure
+from precpass.measure.counts import count
 from precpass.rewrite.dot_numbers import batched, transposed, untransposed
 from precpass.rewrite.low_product import Bilinear
 
@@ -278,7 +278,7 @@ def test_wide_again_under_always_f32():
 def test_both_sides_of_the_pass_make_as_many_products():
     both = functools.partial(jax.grad, argnums=(0, 1))
     inside, outside = pp.auto_mixed(both(layer)), both(pp.auto_mixed(layer))
-    found = [measure.count(jax.make_jaxpr(f)(W, X)) for f in (inside, outside)]
+    found = [count(jax.make_jaxpr(f)(W, X)) for f in (inside, outside)]
     assert found[0].products == found[0].low == found[1].products == found[1].low == 3
     assert found[0].flops["bf16"] == found[1].flops["bf16"]
 

@@ -15,7 +15,7 @@ from helpers import products, quiet
 from test_views_of_real_programs import MADE, each, promoting
 
 import precpass as pp
-from precpass.measure import execute as measure
+from precpass.measure.counts import count
 
 pytestmark = pytest.mark.programs
 
@@ -83,7 +83,7 @@ def test_casting_the_parameters_of_the_transformer_leaves_most_of_it_wide():
         return fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), tokens)
 
     with promoting():
-        counts = measure.count(jax.make_jaxpr(cast_parameters)(params, tokens))
+        counts = count(jax.make_jaxpr(cast_parameters)(params, tokens))
     # of each layer the products before its first `/ np.sqrt(d)`, and that with the embedding
     assert (counts.low, counts.products) == (3, 7)
 

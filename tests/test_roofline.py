@@ -13,8 +13,8 @@ from jax import lax
 import precpass as pp
 from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.devices.peaks import PEAKS, Peaks, peaks_of
-from precpass.measure import execute as measure
 from precpass.measure import roofline
+from precpass.measure.counts import count
 from precpass.measure.roofline import Work, work_of
 
 each_device = pytest.mark.parametrize("peaks", PEAKS, ids=str)
@@ -211,7 +211,7 @@ def test_a_scan_runs_as_often_as_it_is_long():
     found = work_of(jaxpr)
     ((kernel, runs),) = found.kernels
     assert (kernel.nbytes, runs) == (3 * SIZE, 7)
-    assert kernel.flops * runs == measure.count(jaxpr).flops["f32"] == 7 * 2 * N**3
+    assert kernel.flops * runs == count(jaxpr).flops["f32"] == 7 * 2 * N**3
     assert not found.guesses
 
 
@@ -227,12 +227,12 @@ def test_scans_within_scans_multiply_and_branches_add():
     jaxpr = jax.make_jaxpr(nested)(X, f32(5, N, N))
     products = sum(n for k, n in work_of(jaxpr).kernels if k.name == "dot_general")
     assert products == 5 * 3 * 3
-    assert products * 2 * N**3 == measure.count(jaxpr).flops["f32"] - measure_others(jaxpr)
+    assert products * 2 * N**3 == count(jaxpr).flops["f32"] - measure_others(jaxpr)
 
 
 def measure_others(jaxpr: Any) -> float:
     """The FLOPs of a jaxpr that are no products'."""
-    counts = measure.count(jaxpr)
+    counts = count(jaxpr)
     return counts.flops["f32"] % (2 * N**3)
 
 

@@ -37,7 +37,7 @@ from swap_programs import (
 )
 
 import precpass as pp
-from precpass.measure import execute as measure
+from precpass.measure import execute
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
@@ -219,10 +219,10 @@ def test_nothing_is_lowered_by_it():
     assert "0 of 2 equations lowered, 0 widened, 2 reordered, 0 as written" in found.diff()
     assert found.plan.changes and found.explain().verdict.swapped == 1
     assert found.explain().verdict.left_wide == 1
-    assert measure.count(found.after) == dataclass_like(measure.count(found.before))
+    assert execute.count(found.after) == dataclass_like(execute.count(found.before))
 
 
-def dataclass_like(counts: measure.Counts) -> measure.Counts:
+def dataclass_like(counts: execute.Counts) -> execute.Counts:
     """Counts without the bytes of the transpose's result."""
     import dataclasses
 
@@ -318,7 +318,7 @@ def test_no_compiled_product_of_a_model_has_a_transpose_in_it(name: str, key: st
         args = bench_columns.arguments(model, "gradient")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", pp.PrecisionWarning)
-            compiled = measure.compiled(program, *args).compiled
+            compiled = execute.compiled(program, *args).compiled
     assert " dot(" in compiled.as_text()
     assert slow_products(compiled.as_text()) == []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from precpass.autotune import cache as verdicts
+from precpass.autotune import cache
 from precpass.autotune.cache import FORMAT, Verdicts, file_name
 from precpass.planner.profit import Verdict
 
@@ -152,7 +152,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
     def full(*_args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(verdicts.os, "replace", full)
+    monkeypatch.setattr(cache.os, "replace", full)
     own.put("b", SLOW)
     assert own.path.read_text() == before
     assert sorted(os.listdir(tmp_path)) == [own.path.name, lock_of(own).name]
@@ -191,7 +191,7 @@ def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path: Path):
 def test_a_lock_that_is_held_is_waited_for_no_longer_than_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(verdicts, "WAIT", 0.05)
+    monkeypatch.setattr(cache, "WAIT", 0.05)
     own = made(tmp_path)
     with held_by_another_process(lock_of(own)):
         own.put("a", FAST)
@@ -208,5 +208,5 @@ def test_a_folder_in_the_place_of_the_lock_is_named_and_not_waited_for(tmp_path:
     assert lock.is_dir()
 
 
-def lock_of(own: verdicts.Verdicts) -> Path:
+def lock_of(own: cache.Verdicts) -> Path:
     return own.path.with_name(own.path.name + ".lock")

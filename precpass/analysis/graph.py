@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from precpass import jaxpr as ir
-from precpass.analysis.sizes import NOMINAL_SIZE, _size, flops, nbytes
+from precpass.analysis.sizes import NOMINAL_SIZE, element_count, flops, nbytes
 from precpass.policy.primitives import OpKind, op
 from precpass.policy.scopes import as_written, join_scopes
 
@@ -64,7 +64,7 @@ def trips_of(node: BodyNode) -> float:
     opened = ir.open_jaxpr(node.jaxpr)
     found = (b.trips for b in ir.bodies(node.caller) if ir.open_jaxpr(b.jaxpr) is opened)
     trips = next(found, 1)
-    return float(_size((NOMINAL_SIZE if trips is None else trips,)))
+    return float(element_count((NOMINAL_SIZE if trips is None else trips,)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -272,7 +272,7 @@ class _Builder:
                 inside = join_scopes(scope, ir.scope_of(eqn))
                 child, new = self._add(body.jaxpr, inside, eqn, at)
                 trips = NOMINAL_SIZE if body.trips is None else body.trips
-                self.callers[child].append((at, float(_size((trips,)))))
+                self.callers[child].append((at, float(element_count((trips,)))))
                 inner.append((body, child))
                 if new:
                     yield child

@@ -11,14 +11,15 @@ import numpy as np
 from precpass import jaxpr as ir
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["NOMINAL_SIZE", "flops", "nbytes", "product_sizes"]
+__all__ = ["NOMINAL_SIZE", "element_count", "flops", "nbytes", "product_sizes"]
 
 
 NOMINAL_SIZE = 128
 """What a symbolic dimension, or a while loop's unknown trip count, counts as."""
 
 
-def _size(shape: tuple[Any, ...]) -> float:
+def element_count(shape: tuple[Any, ...]) -> float:
+    """The number of elements in an array; a symbolic dimension counts as `NOMINAL_SIZE`."""
     return math.prod((d if isinstance(d, int) else NOMINAL_SIZE for d in shape), start=1.0)
 
 
@@ -26,7 +27,7 @@ def _size(shape: tuple[Any, ...]) -> float:
 def nbytes(aval: Any) -> float:
     """The bytes of a value; 0 for tokens, keys and references."""
     itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
-    return itemsize * _size(getattr(aval, "shape", ()))
+    return itemsize * element_count(getattr(aval, "shape", ()))
 
 
 def flops(eqn: Any) -> float:
@@ -38,12 +39,12 @@ def flops(eqn: Any) -> float:
     complex and a real number two. A complex element of all else is one operation.
     """
     kind = op(eqn.primitive.name).kind
-    out = _size(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0.0
+    out = element_count(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0.0
     if kind is OpKind.COMPUTE:
         parts = sum(np.issubdtype(v.aval.dtype, np.complexfloating) for v in eqn.invars[:2])
         return 2.0**parts * 2.0 * out * _contracted(eqn)
     if kind is OpKind.REDUCTION:
-        return _size(getattr(eqn.invars[0].aval, "shape", ()))
+        return element_count(getattr(eqn.invars[0].aval, "shape", ()))
     return out if kind is OpKind.ELEMENTWISE else 0.0
 
 
@@ -69,6 +70,6 @@ def _contracted(eqn: Any) -> float:
     if numbers is None:
         # each output element sums over the kernel's elements of one output feature
         features, _ = ir.kernel_features(eqn)
-        return _size(eqn.invars[1].aval.shape) / max(_size((features,)), 1.0)
+        return element_count(eqn.invars[1].aval.shape) / max(element_count((features,)), 1.0)
     lhs = eqn.invars[0].aval.shape
-    return _size(tuple(lhs[d] for d in numbers[0][0]))
+    return element_count(tuple(lhs[d] for d in numbers[0][0]))

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from precpass.autotune import timing as probe
 from precpass.autotune.cache import Verdicts, cache_folder, file_name
+from precpass.autotune.timing import NotTimed, timed
 from precpass.devices.detect import device_for, placed
 from precpass.devices.devices import Device
 from precpass.plan.reasons import Reason
@@ -82,9 +82,9 @@ class Measured:
                 self._not_timed[name] = "too long to be timed"
             else:
                 try:
-                    times = (self._probe or probe.timed)(product, self._place)
+                    times = (self._probe or timed)(product, self._place)
                     return self._verdicts.put(name, times)
-                except probe.NotTimed as error:
+                except NotTimed as error:
                     self._not_timed[name] = str(error)
         return self._table.by_table(product, f"assumed: {self._not_timed[name]}")
 

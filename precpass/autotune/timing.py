@@ -26,7 +26,7 @@ from jax import lax
 from precpass import jaxpr as ir
 from precpass.analysis.operand_origin import Origin
 from precpass.analysis.sizes import nbytes
-from precpass.measure import execute as measure
+from precpass.measure import execute
 from precpass.planner.planner import make_plan
 from precpass.planner.profit import Product, Verdict
 from precpass.policy.policy import Custom
@@ -47,7 +47,7 @@ class NotTimed(Exception):
 
 
 Runs = Mapping[str, Callable[..., Any]]
-Rounds = Callable[[Runs], dict[str, measure.Timing]]
+Rounds = Callable[[Runs], dict[str, execute.Timing]]
 
 
 def timed(product: Product, device: Any, rounds: Rounds | None = None) -> Verdict:
@@ -172,7 +172,7 @@ def _operands(product: Product) -> list[np.ndarray[Any, Any]]:
     return made
 
 
-def _rounds(runs: Runs) -> dict[str, measure.Timing]:
-    once = sum(min(measure.timed(run)[1] for _ in range(3)) for run in runs.values())
+def _rounds(runs: Runs) -> dict[str, execute.Timing]:
+    once = sum(min(execute.timed(run)[1] for _ in range(3)) for run in runs.values())
     rounds = min(MOST, max(FEWEST, round(SECONDS / max(once, 1e-6))))
-    return measure.interleaved(runs, rounds)
+    return execute.interleaved(runs, rounds)

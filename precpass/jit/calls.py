@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from precpass.jit import nnx as stateful
 from precpass.jit.arguments import Declared, arguments, copied, refused, unwrapped
+from precpass.jit.nnx import HoldsState, cloned, is_node, nodes, split_modules, updated
 
 __all__ = ["Crossing", "Stage", "check_function", "name_of"]
 
@@ -48,12 +48,12 @@ class Crossing:
             args: its positional arguments.
             kwargs: the others.
         """
-        if isinstance(error, stateful.HoldsState):
+        if isinstance(error, HoldsState):
             self.direct, self.splits = False, True
             return True
         if not (was_direct and isinstance(error, (TypeError, ValueError))):
             return False
-        if stateful.nodes(self.declared.map, args, kwargs):
+        if nodes(self.declared.map, args, kwargs):
             # A trace meets modules before it enters the function, so jit itself refused them:
             # a module that holds one reference twice is no argument unless it is split.
             self.direct, self.splits = False, True
@@ -61,8 +61,8 @@ class Crossing:
         found: list[bool] = []
 
         def look(x: Any, _name: str) -> None:
-            leaves = jax.tree.leaves(x, is_leaf=stateful.is_node)
-            found.append(any(not stateful.is_node(leaf) and refused(leaf) for leaf in leaves))
+            leaves = jax.tree.leaves(x, is_leaf=is_node)
+            found.append(any(not is_node(leaf) and refused(leaf) for leaf in leaves))
 
         self.declared.map(look, args, kwargs)
         if not any(found):
@@ -90,14 +90,14 @@ class Crossing:
             yield args, kwargs
             return
         if on_clones:
-            args, kwargs = stateful.cloned(self.declared.map, args, kwargs)
-        split = stateful.split_modules(self.declared.map, args, kwargs, self.in_shardings)
+            args, kwargs = cloned(self.declared.map, args, kwargs)
+        split = split_modules(self.declared.map, args, kwargs, self.in_shardings)
         with split as inner:
             yield inner
 
     def outward(self, splits: bool, out: Any) -> Any:
         """The results as the caller gets them; modules are updated."""
-        return unwrapped(stateful.updated(out) if splits else out)
+        return unwrapped(updated(out) if splits else out)
 
 
 class Stage:

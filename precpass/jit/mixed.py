@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 
 import jax
 
-from precpass.jit import calls as calling
-from precpass.jit import region as context
 from precpass.jit.arguments import unwrapped
+from precpass.jit.calls import Stage
+from precpass.jit.errors import note_static, remove_own_frames
 from precpass.jit.program import Program
 from precpass.jit.programs import programs_of
+from precpass.jit.region import Strayed, current, region_of_call
 from precpass.jit.traced import Traced
 from precpass.policy.policy import PrecisionPolicy
 
@@ -64,14 +65,14 @@ class Mixed:
         __tracebackhide__ = True
         # Every layer that takes *args copies them, and a name that a lambda shares is slower to
         # read: no other Python function runs here, and all that is rare is in another one.
-        region, crossing = context.region_of_call(), self._crossing
+        region, crossing = region_of_call(), self._crossing
         if crossing.direct:
             try:
                 call = self._calls.get(region)
                 if call is None:
                     call = self._calls.setdefault(region, self._programs.whole.call(region))
                 out = call(*args, **kwargs) if kwargs else call(*args)
-            except context.Strayed:
+            except Strayed:
                 pass
             except Exception as error:
                 if not crossing.changes(True, error, args, kwargs):
@@ -83,7 +84,7 @@ class Mixed:
 
     def _call_in_steps(self, args: Any, kwargs: Any) -> Any:
         __tracebackhide__ = True
-        region = context.current()
+        region = current()
 
         def run_of(program: Program) -> Any:
             return program.call(region)
@@ -116,12 +117,12 @@ class Mixed:
 
     def _explain(self, error: Exception) -> None:
         """Makes an error say what the user can do about it, and where."""
-        calling.note_static(error, self._crossing.name)
-        calling.remove_own_frames(error)
+        note_static(error, self._crossing.name)
+        remove_own_frames(error)
 
     def _staged(self, name: str, args: Any, kwargs: Any) -> Any:
         __tracebackhide__ = True
-        region = context.current()
+        region = current()
 
         def run_of(program: Program) -> Any:
             return getattr(program.jitted(region), name)
@@ -129,7 +130,7 @@ class Mixed:
         def finish(splits: bool, stage: Any) -> Any:
             if self._crossing.direct:
                 return stage
-            return calling.Stage(stage, self._crossing, splits)
+            return Stage(stage, self._crossing, splits)
 
         return self._run(run_of, args, kwargs, finish)
 
@@ -146,7 +147,7 @@ class Mixed:
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(f).eval_shape`."""
         __tracebackhide__ = True
-        region = context.current()
+        region = current()
 
         def run_of(program: Program) -> Any:
             return program.jitted(region).eval_shape
@@ -155,7 +156,7 @@ class Mixed:
 
     def _trace(self, then: Callable[[Traced], Any], args: Any, kwargs: Any) -> Any:
         """What `then` makes of one trace of the function."""
-        region = context.current()
+        region = current()
         resolved = region.resolve(self.policy, self.profitability)
         policy, scope = resolved.policy, resolved.scope
 
@@ -194,31 +195,6 @@ class Mixed:
 
     def __repr__(self) -> str:
         return f"<auto_mixed {_shown(self.__wrapped__)}, policy={self.policy or 'default'!r}>"
-
-
-def _staged(
-    program: Program,
-    region: context.Region,
-    then: Callable[..., tuple[Sequence[Any], Any]],
-    options: dict[str, Any],
-) -> Any:
-    # what is jitted refers to neither the program nor the `Staged`, which hold it
-    written, resolved = program.written, region.resolve(program.policy, program.profitability)
-
-    # where a keyword has the name of a parameter, JAX counts one name too few: no user's has these
-    def traced(*_precpass_args: Any, **_precpass_kwargs: Any) -> Any:
-        more, *args = _precpass_args
-        call = written.trace(region, args, _precpass_kwargs, keeps_numbers=False)
-
-        def output(results: Sequence[Any]) -> Any:
-            return jax.tree.unflatten(call.tree, results)
-
-        own = resolved.policy, resolved.scope
-        results, made = then(Traced(call, written.name, region, *own, output), *more)
-        return output(results), made
-
-    traced.__name__ = written.name
-    return jax.jit(context.traced_in(region, traced), **options)
 
 
 def _shown(fn: Callable[..., Any]) -> str:

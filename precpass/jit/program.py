@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from precpass import jaxpr as ir
-from precpass.jit import region as context
 from precpass.jit.arguments import Declared, Static, arguments, dynamic_leaves
 from precpass.jit.errors import note_source, user_stacklevel
+from precpass.jit.region import Region, traced_in, tracing
 from precpass.jit.traced import checked_plan, rewritten
 from precpass.policy.policy import PrecisionPolicy, PrecisionWarning
 from precpass.policy.scopes import FIXED_SCOPE
@@ -36,9 +36,7 @@ class Written:
         self.declared = declared
         self.jitted: Any = jax.jit(fn, **declared.options)
 
-    def trace(
-        self, region: context.Region, args: Any, kwargs: Any, *, keeps_numbers: bool
-    ) -> ir.Call:
+    def trace(self, region: Region, args: Any, kwargs: Any, *, keeps_numbers: bool) -> ir.Call:
         """The jaxpr at some arguments.
 
         Args:
@@ -56,12 +54,10 @@ class Written:
             return self.jitted(*put_args, **put_kwargs)
 
         # with jit disabled too, so that the plan is that of the program with its loops
-        with context.tracing(region), jax.disable_jit(False):
+        with tracing(region), jax.disable_jit(False):
             return ir.trace_call(call, leaves)
 
-    def rewritten(
-        self, region: context.Region, policy: PrecisionPolicy, scope: str
-    ) -> Callable[..., Any]:
+    def rewritten(self, region: Region, policy: PrecisionPolicy, scope: str) -> Callable[..., Any]:
         """The function under a policy, which traces, plans and rewrites it when it is traced."""
 
         @functools.wraps(self.fn)
@@ -120,22 +116,22 @@ class Program:
         self.profitability = profitability
         # thrown away: an option that jit does not know is an error where it is given
         jax.jit(fn, **options)
-        self._jitted: dict[context.Region, Any] = {}
-        self._calls: dict[context.Region, Callable[..., Any]] = {}
+        self._jitted: dict[Region, Any] = {}
+        self._calls: dict[Region, Callable[..., Any]] = {}
 
-    def jitted(self, region: context.Region) -> Any:
+    def jitted(self, region: Region) -> Any:
         """The `jax.jit` function that a call in a region runs."""
         found = self._jitted.get(region)
         if found is None:
             resolved, fn = region.resolve(self.policy, self.profitability), self.written.fn
             if resolved.policy is not None:
                 fn = self.written.rewritten(region, resolved.policy, resolved.scope)
-            made = jax.jit(context.traced_in(region, fn), **self.options)
+            made = jax.jit(traced_in(region, fn), **self.options)
             # another thread may have been first: all share one
             found = self._jitted.setdefault(region, made)
         return found
 
-    def call(self, region: context.Region) -> Callable[..., Any]:
+    def call(self, region: Region) -> Callable[..., Any]:
         """`jitted`, marked as fixed where an enclosing function is to leave it alone."""
         found = self._calls.get(region)
         if found is None:

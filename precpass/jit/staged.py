@@ -6,9 +6,11 @@ import types
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from precpass.jit import region as context
-from precpass.jit.mixed import Mixed, _staged
+import jax
+
+from precpass.jit.mixed import Mixed
 from precpass.jit.program import Program
+from precpass.jit.region import Region, current, traced_in
 from precpass.jit.traced import Traced
 
 __all__ = ["Staged", "made_of_trace", "owner_of"]
@@ -39,7 +41,7 @@ class Staged:
         self._then = then
         self._on_copies = on_copies
         programs = mixed._programs  # pyright: ignore[reportPrivateUsage] -- its own module
-        own: dict[tuple[Program, context.Region], Any] = {}
+        own: dict[tuple[Program, Region], Any] = {}
         self._jitted = own if key is None else programs.staged.setdefault(key, own)
 
     def __call__(self, more: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -54,7 +56,7 @@ class Staged:
     def _run(
         self, part: Callable[[Any], Any], more: Any, args: Any, kwargs: Any, on_copies: bool
     ) -> Any:
-        region = context.current()
+        region = current()
 
         def run_of(program: Program) -> Any:
             found = part(self._of(program, region))
@@ -67,7 +69,7 @@ class Staged:
         run = self._mixed._run  # pyright: ignore[reportPrivateUsage] -- its own module
         return run(run_of, args, kwargs, finish, on_clones=on_copies)
 
-    def _of(self, program: Program, region: context.Region) -> Any:
+    def _of(self, program: Program, region: Region) -> Any:
         key = program, region
         if key not in self._jitted:
             options = program.shifted_options(donates=not self._on_copies)
@@ -85,3 +87,28 @@ def owner_of(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...
     if isinstance(fn, types.MethodType) and isinstance(fn.__func__, Mixed):
         return fn.__func__, (fn.__self__,)
     return fn, ()
+
+
+def _staged(
+    program: Program,
+    region: Region,
+    then: Callable[..., tuple[Sequence[Any], Any]],
+    options: dict[str, Any],
+) -> Any:
+    # what is jitted refers to neither the program nor the `Staged`, which hold it
+    written, resolved = program.written, region.resolve(program.policy, program.profitability)
+
+    # where a keyword has the name of a parameter, JAX counts one name too few: no user's has these
+    def traced(*_precpass_args: Any, **_precpass_kwargs: Any) -> Any:
+        more, *args = _precpass_args
+        call = written.trace(region, args, _precpass_kwargs, keeps_numbers=False)
+
+        def output(results: Sequence[Any]) -> Any:
+            return jax.tree.unflatten(call.tree, results)
+
+        own = resolved.policy, resolved.scope
+        results, made = then(Traced(call, written.name, region, *own, output), *more)
+        return output(results), made
+
+    traced.__name__ = written.name
+    return jax.jit(traced_in(region, traced), **options)

@@ -11,9 +11,9 @@ import jax
 
 from precpass import jaxpr as ir
 from precpass.autotune.profitability import worth_of
-from precpass.jit import region as context
 from precpass.jit.arguments import copied
 from precpass.jit.errors import user_stacklevel
+from precpass.jit.region import Region, tracing
 from precpass.jit.selfcheck import check_jax
 from precpass.plan import reasons
 from precpass.plan.plan import Border, Plan
@@ -40,7 +40,7 @@ class Traced:
 
     call: ir.Call
     name: str
-    region: context.Region
+    region: Region
     policy: PrecisionPolicy | None
     scope: str
     output: Callable[[Sequence[Any]], Any]
@@ -67,7 +67,7 @@ class Traced:
 
 
 def rewritten(
-    jaxpr: Any, plan: Plan, region: context.Region, policy: PrecisionPolicy, scope: str
+    jaxpr: Any, plan: Plan, region: Region, policy: PrecisionPolicy, scope: str
 ) -> tuple[Any, Rewriter]:
     """A jaxpr under a plan, itself where nothing changes, and what rewrote it."""
     said = set(plan.notes)
@@ -86,7 +86,7 @@ def rewritten(
     rewriter = Rewriter(
         plan_rule,
         lambda scope: distinguish(policy, scope),
-        lambda: context.tracing(region),
+        lambda: tracing(region),
     )
     new = rewriter.jaxpr(jaxpr, plan, scope)
     if policy.output is None:

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from precpass.api import auto_mixed
-from precpass.jit import calls as calling
+from precpass.jit.calls import check_function
 from precpass.jit.mixed import Mixed
 from precpass.jit.nnx import has_nodes
 from precpass.jit.region import keep
@@ -153,7 +153,7 @@ def with_fallback(
         >>> print(report)
         f64 [f32: a condition number of 4.19e+06 leaves less than 1 digit]
     """
-    calling.check_function(fn)
+    check_function(fn)
     owner = "with_fallback"
     rungs = parse_ladder(owner, ladder)
     checks = parse_checks(owner, NonFinite() if unstable is None else unstable, fn)

@@ -15,7 +15,7 @@ from precpass.jaxpr import Source, source_of
 from precpass.jit.arguments import Declared
 from precpass.jit.region import configured
 from precpass.jit.staged import owner_of
-from precpass.measure import execute as measure
+from precpass.measure import execute
 from precpass.policy.policy import PrecisionPolicy, quietly
 from precpass.report.audit.changes import changes
 from precpass.report.audit.hlo import Module
@@ -218,7 +218,7 @@ def audit(
         inspection = inspect(mixed)(*args, **kwargs)
         # the plan's warnings were given by inspect
         with quietly(), configured(_OWN_LINES, True):
-            program = measure.compiled(mixed, *args, **kwargs)
+            program = execute.compiled(mixed, *args, **kwargs)
         text = program.compiled.as_text()
         planned = Module.parse(program.lowered.as_text(dialect="hlo", debug_info=True))
         found = changes(planned, Module.parse(text))

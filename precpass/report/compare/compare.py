@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from precpass.api import auto_mixed
 from precpass.jit.staged import owner_of
-from precpass.measure import execute as measure
+from precpass.measure.counts import count
 from precpass.policy.precision import Precision
 from precpass.report.compare.comparison import REFERENCES, Comparison, Row
 from precpass.report.compare.errors import Leaf, as_written, errors_of, evaluated
@@ -113,7 +113,7 @@ class _Run:
         own = subject.declared, subject.name, subject.args, subject.kwargs
         written = as_written(subject.fn, *own)
         wanted = evaluated(written, Precision.parse(self.reference))
-        casts = measure.count(written.jaxpr).casts
+        casts = count(written.jaxpr).casts
         programs: list[Program] = []
         rows: list[Row] = []
         for done, one in enumerate(made, 1):
@@ -159,7 +159,7 @@ def _numbers(dtype: Any) -> str:
 
 
 def _row(program: Program, casts: int, results: list[Leaf], wanted: list[Leaf]) -> Row:
-    counts = measure.count(program.executable.jaxpr)
+    counts = count(program.executable.jaxpr)
     errors, each = errors_of(results, wanted)
     return Row(
         program.name,

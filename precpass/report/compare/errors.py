@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from precpass import jaxpr as ir
-from precpass.jit import region as context
 from precpass.jit.arguments import Declared, arguments, copied, dynamic_leaves, unwrapped
 from precpass.jit.nnx import has_nodes
+from precpass.jit.region import current, use_policy
 from precpass.jit.traced import rewritten
 from precpass.planner.planner import make_plan
 from precpass.policy.policy import AlwaysF32, quietly
@@ -277,7 +277,7 @@ def as_written(
         kwargs: the others.
     """
     call, operands, found = on_arrays(fn, declared, name, args, kwargs)
-    with context.use_policy(None):
+    with use_policy(None):
         jaxpr = ir.trace(call, *operands)
     avals = ir.out_avals(jaxpr)
     results = [leaf._replace(value=a) for leaf, a in zip(found, avals, strict=True)]
@@ -307,7 +307,7 @@ def evaluated(written: Written, precision: Precision) -> list[Leaf]:
     try:
         with jax.enable_x64(True) if widest else contextlib.nullcontext(), quietly():
             plan = make_plan(written.jaxpr, AlwaysF32, scope, border=border)
-            wide, _ = rewritten(written.jaxpr, plan, context.current(), AlwaysF32, scope)
+            wide, _ = rewritten(written.jaxpr, plan, current(), AlwaysF32, scope)
             # a Python number first as the program reads it, rounded
             read = zip(written.operands, ir.in_avals(written.jaxpr), strict=True)
             given = [x if hasattr(x, "dtype") else np.asarray(x, a.dtype) for x, a in read]

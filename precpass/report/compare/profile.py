@@ -11,7 +11,7 @@ import jax
 from precpass.api import auto_mixed
 from precpass.devices.peaks import Peaks, peaks_of
 from precpass.jit.staged import owner_of
-from precpass.measure import execute as measure
+from precpass.measure.counts import count
 from precpass.measure.roofline import Work, work_of
 from precpass.policy.policy import AlwaysF32
 from precpass.report.compare.profiled import Estimate, Profile, ProfileRow
@@ -143,7 +143,7 @@ def _row(program: Program, base: Work, peaks: Sequence[Peaks]) -> ProfileRow:
     return ProfileRow(
         program.name,
         program.call.policy,
-        measure.count(program.executable.jaxpr),
+        count(program.executable.jaxpr),
         program.executable.memory,
         None,
         None,

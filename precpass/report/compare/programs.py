@@ -12,11 +12,11 @@ import jax.core
 
 from precpass import jaxpr as ir
 from precpass.api import auto_mixed
-from precpass.jit import calls as calling
-from precpass.jit import nnx as stateful
 from precpass.jit.arguments import Declared, copied, refused
+from precpass.jit.calls import name_of
 from precpass.jit.mixed import Mixed
-from precpass.measure import execute as measure
+from precpass.jit.nnx import has_nodes
+from precpass.measure.execute import Executable, Timing, compiled, interleaved, is_jitted
 from precpass.policy.policy import PrecisionPolicy
 from precpass.report.compare.errors import Leaf, fetched, leaves_of, on_arrays
 
@@ -88,7 +88,7 @@ def _name(entry: Any) -> str:
     if isinstance(entry, str):
         return entry
     if not isinstance(entry, PrecisionPolicy):
-        return calling.name_of(entry)
+        return name_of(entry)
     rules = len(entry.rules)
     return entry.name + (f" with {rules} rule{'s' * (rules > 1)}" if rules else "")
 
@@ -168,7 +168,7 @@ class Subject:
                     )
                 return ir.as_operand(x)
 
-            return x if stateful.has_nodes(x) else jax.tree.map(leaf, x)
+            return x if has_nodes(x) else jax.tree.map(leaf, x)
 
         args, kwargs = declared.map(on_device, (*owner, *args), kwargs)
         return cls(fn, owner, declared, args, kwargs, bool(shapes))
@@ -176,12 +176,12 @@ class Subject:
     @property
     def name(self) -> str:
         """The function's."""
-        return calling.name_of(self.fn.__wrapped__)
+        return name_of(self.fn.__wrapped__)
 
     def program(self, made: Made) -> Program:
         """One row, compiled."""
         call = self.call(made[1])
-        return Program(made[0], call, measure.compiled(call.fn, *call.args, **call.kwargs))
+        return Program(made[0], call, compiled(call.fn, *call.args, **call.kwargs))
 
     def call(self, entry: PrecisionPolicy | Callable[..., Any]) -> Call:
         """What a row calls."""
@@ -194,10 +194,10 @@ class Subject:
         named: list[Leaf] = []
         if self.is_abstract:
             # no call of these is timed
-            fn = fn if measure.is_jitted(fn) else jax.jit(fn, **declared.options)
+            fn = fn if is_jitted(fn) else jax.jit(fn, **declared.options)
         # what crosses into jit in steps takes Python longer than a small program runs: no row pays
-        elif not measure.is_jitted(fn) or _crosses_in_steps(declared, args, kwargs):
-            own = calling.name_of(fn)
+        elif not is_jitted(fn) or _crosses_in_steps(declared, args, kwargs):
+            own = name_of(fn)
             call, args, named = on_arrays(fn, declared, own, args, kwargs)
             fn, kwargs = jax.jit(call), {}
             declared = Declared(fn, {})
@@ -228,7 +228,7 @@ class Program(NamedTuple):
 
     name: str
     call: Call
-    executable: measure.Executable
+    executable: Executable
 
     def fresh(self) -> tuple[Any, Any]:
         """Arguments that one run may overwrite."""
@@ -249,7 +249,7 @@ def _crosses_in_steps(declared: Declared, args: Any, kwargs: Any) -> bool:
     found: list[bool] = []
 
     def look(x: Any, _name: str) -> None:
-        found.append(stateful.has_nodes(x) or any(map(refused, jax.tree.leaves(x))))
+        found.append(has_nodes(x) or any(map(refused, jax.tree.leaves(x))))
 
     declared.map(look, args, kwargs)
     return any(found)
@@ -257,7 +257,7 @@ def _crosses_in_steps(declared: Declared, args: Any, kwargs: Any) -> bool:
 
 def timed(
     programs: Sequence[Program], rounds: int, progress: Progress, total: int
-) -> list[tuple[measure.Timing, float]]:
+) -> list[tuple[Timing, float]]:
     """The times of programs in interleaved rounds, and their ratios to the first one.
 
     A ratio is the median over the rounds of those within a round.
@@ -277,7 +277,7 @@ def timed(
         text = "warm-up" if turn < 0 else f"round {turn + 1}"
         progress(text, total - rounds + max(turn, 0), total)
 
-    found = measure.interleaved(
+    found = interleaved(
         {name: run_of(program) for name, program in by_name.items()},
         rounds,
         prepare=lambda name: by_name[name].fresh(),
