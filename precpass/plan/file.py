@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,14 +18,17 @@ from precpass.policy.primitives import OpKind
 from precpass.policy.rules import Rule
 from precpass.policy.saved import Lock, Names
 from precpass.policy.scopes import join_scopes
+from precpass.units import are, counted
 
 __all__ = [
     "FORMAT",
+    "differences",
     "equations",
     "locked_precision",
     "policy_data",
     "policy_from",
     "read",
+    "rules_left_out",
     "written",
 ]
 
@@ -195,3 +199,61 @@ def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
         # files of before it was an option lack it
         profitability=parse_profitability(whole.get("profitability", "always")),
     )
+
+
+def rules_left_out(saved: Lock) -> Iterator[str]:
+    """That rules are missing in the file, in words; nothing where none is."""
+    if saved.left_out:
+        yield (
+            f"the saved plan of {saved.name} is without {', '.join(saved.left_out)}, whose "
+            "predicate a file cannot hold: equations that are new, and those of custom rules, "
+            "do not follow it; add it by Plan.load(path).with_rules(...)"
+        )
+
+
+def differences(saved_plan: Lock, found: Counter[str], name: str, policy: str) -> Iterator[str]:
+    """What a program and the saved plan do not share, in words.
+
+    Args:
+        saved_plan: the precisions in the file.
+        found: how many equations of the program have each key.
+        name: of what the program belongs to.
+        policy: what plans the equations that the file does not have.
+
+    Raises:
+        ValueError: where they share nothing.
+    """
+    saved = Counter({key: len(precisions) for key, precisions in saved_plan.entries})
+    if saved and not found & saved:
+        raise ValueError(
+            f"this plan was saved from another program ({saved_plan.name}): none of its "
+            f"{counted(saved.total(), 'equation')} is in {name}; save the plan of {name} anew"
+        )
+    gone, new = saved - found, found - saved
+    if gone:
+        n = gone.total()
+        yield (
+            f"{counted(n, 'equation')} of the saved plan of {saved_plan.name} {are(n)} no longer "
+            f"there ({_some(gone)})"
+        )
+    if new:
+        n = new.total()
+        yield (
+            f"{counted(n, 'equation')} {are(n)} not in the saved plan of {saved_plan.name} and "
+            f"{'follows' if n == 1 else 'follow'} {policy} ({_some(new)})"
+        )
+    shifted = Counter({key: n for key, n in found.items() if 0 != saved[key] != n})
+    if shifted:
+        yield (
+            f"the saved plan of {saved_plan.name} counts the equations of a primitive in a "
+            f"function, and their number is another one ({_some(shifted)}): their precisions may "
+            "have shifted; save the plan anew"
+        )
+
+
+_SOME = 3
+
+
+def _some(keys: Counter[str]) -> str:
+    shown = ", ".join(list(keys)[:_SOME])
+    return f"{shown}, ..." if len(keys) > _SOME else shown

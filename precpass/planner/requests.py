@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.plan import reasons
+from precpass.plan.file import differences, rules_left_out
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import Op, OpKind, op
@@ -167,8 +168,9 @@ class Asked:
     def complaints(self) -> Iterator[str]:
         """What the graph and the saved plan do not share, and what the plan's file is without."""
         if (lock := self._policy.lock) is not None:
-            yield from lock.complaints(self._names.counts, "this program", self._policy.name)
-            yield from lock.rules_left_out()
+            found, policy = self._names.counts, self._policy.name
+            yield from differences(lock, found, "this program", policy)
+            yield from rules_left_out(lock)
 
 
 def view_of(eqn: Any, scope: str, source: ir.Source) -> EqnView:

@@ -18,7 +18,7 @@ from typing import Any
 
 from precpass.api import inspect
 from precpass.jaxpr import Source
-from precpass.plan.file import Named, equations, locked_precision
+from precpass.plan.file import Named, differences, equations, locked_precision
 from precpass.plan.plan import Plan
 from precpass.plan.reasons import Reason
 from precpass.policy.policy import PrecisionPolicy, quietly
@@ -240,7 +240,7 @@ def plan_problems(
         saved = lock.of(*key)
         if saved is not None and locked_precision(named.decision) not in (None, saved):
             wrong.append((named, f"not {saved} as it was saved"))
-    complaints = lock.complaints(names.counts, plan.origin.name, "the policy")
+    complaints = differences(lock, names.counts, plan.origin.name, "the policy")
     against = f"that {os.fspath(path)} says"
     return Problems(_mismatches(wrong), against, tuple(complaints))
 
