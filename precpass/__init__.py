@@ -1,24 +1,12 @@
 """precpass: automatic mixed precision for JAX, as a compiler pass over jaxprs."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from precpass.api import auto_mixed, explain, inspect, keep, use_policy
 from precpass.jit.mixed import Mixed
-from precpass.numerics.fallback.checks import IllConditioned, NonFinite, OutOfRange, Predicate
-from precpass.numerics.fallback.fallback import FallbackReport, with_fallback
-from precpass.numerics.ladder.ladder import Ladder
-from precpass.numerics.loss_scale.gradients import all_finite, scaled_value_and_grad, skip_nonfinite
-from precpass.numerics.loss_scale.optax_wrapper import ScaledState, scaled_optimizer
-from precpass.numerics.loss_scale.scale import (
-    DynamicLossScale,
-    LossScale,
-    NoOpLossScale,
-    StaticLossScale,
-)
-from precpass.numerics.monitor.calibrate import calibrate
-from precpass.numerics.monitor.health import Health
-from precpass.numerics.monitor.monitor import monitor
-from precpass.numerics.solvers.least_squares import LeastSquares, least_squares
-from precpass.numerics.solvers.linear import LinearSolve, solve
-from precpass.numerics.solvers.roles import Roles
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.policy import (
     AlwaysBf16,
@@ -34,16 +22,39 @@ from precpass.policy.policy import (
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import EqnView, Rule
-from precpass.report.audit.audit import Audit, audit
-from precpass.report.bisect.bisect import bisect
-from precpass.report.bisect.bisection import Bisection
-from precpass.report.compare.compare import compare
-from precpass.report.compare.comparison import Comparison
-from precpass.report.compare.profile import profile
-from precpass.report.compare.profiled import Profile
-from precpass.view.diff import between
-from precpass.view.explain import Explanation
-from precpass.view.inspection import Inspection
+
+if TYPE_CHECKING:
+    from precpass.numerics.fallback.checks import IllConditioned, NonFinite, OutOfRange, Predicate
+    from precpass.numerics.fallback.fallback import FallbackReport, with_fallback
+    from precpass.numerics.ladder.ladder import Ladder
+    from precpass.numerics.loss_scale.gradients import (
+        all_finite,
+        scaled_value_and_grad,
+        skip_nonfinite,
+    )
+    from precpass.numerics.loss_scale.optax_wrapper import ScaledState, scaled_optimizer
+    from precpass.numerics.loss_scale.scale import (
+        DynamicLossScale,
+        LossScale,
+        NoOpLossScale,
+        StaticLossScale,
+    )
+    from precpass.numerics.monitor.calibrate import calibrate
+    from precpass.numerics.monitor.health import Health
+    from precpass.numerics.monitor.monitor import monitor
+    from precpass.numerics.solvers.least_squares import LeastSquares, least_squares
+    from precpass.numerics.solvers.linear import LinearSolve, solve
+    from precpass.numerics.solvers.roles import Roles
+    from precpass.report.audit.audit import Audit, audit
+    from precpass.report.bisect.bisect import bisect
+    from precpass.report.bisect.bisection import Bisection
+    from precpass.report.compare.compare import compare
+    from precpass.report.compare.comparison import Comparison
+    from precpass.report.compare.profile import profile
+    from precpass.report.compare.profiled import Profile
+    from precpass.view.diff import between
+    from precpass.view.explain import Explanation
+    from precpass.view.inspection import Inspection
 
 __all__ = [
     "Action",
@@ -104,3 +115,54 @@ __all__ = [
     "use_policy",
     "with_fallback",
 ]
+
+_IMPORTED_WHEN_USED = {
+    "IllConditioned": "precpass.numerics.fallback.checks",
+    "NonFinite": "precpass.numerics.fallback.checks",
+    "OutOfRange": "precpass.numerics.fallback.checks",
+    "Predicate": "precpass.numerics.fallback.checks",
+    "FallbackReport": "precpass.numerics.fallback.fallback",
+    "with_fallback": "precpass.numerics.fallback.fallback",
+    "Ladder": "precpass.numerics.ladder.ladder",
+    "all_finite": "precpass.numerics.loss_scale.gradients",
+    "scaled_value_and_grad": "precpass.numerics.loss_scale.gradients",
+    "skip_nonfinite": "precpass.numerics.loss_scale.gradients",
+    "ScaledState": "precpass.numerics.loss_scale.optax_wrapper",
+    "scaled_optimizer": "precpass.numerics.loss_scale.optax_wrapper",
+    "DynamicLossScale": "precpass.numerics.loss_scale.scale",
+    "LossScale": "precpass.numerics.loss_scale.scale",
+    "NoOpLossScale": "precpass.numerics.loss_scale.scale",
+    "StaticLossScale": "precpass.numerics.loss_scale.scale",
+    "calibrate": "precpass.numerics.monitor.calibrate",
+    "Health": "precpass.numerics.monitor.health",
+    "monitor": "precpass.numerics.monitor.monitor",
+    "LeastSquares": "precpass.numerics.solvers.least_squares",
+    "least_squares": "precpass.numerics.solvers.least_squares",
+    "LinearSolve": "precpass.numerics.solvers.linear",
+    "solve": "precpass.numerics.solvers.linear",
+    "Roles": "precpass.numerics.solvers.roles",
+    "Audit": "precpass.report.audit.audit",
+    "audit": "precpass.report.audit.audit",
+    "bisect": "precpass.report.bisect.bisect",
+    "Bisection": "precpass.report.bisect.bisection",
+    "compare": "precpass.report.compare.compare",
+    "Comparison": "precpass.report.compare.comparison",
+    "profile": "precpass.report.compare.profile",
+    "Profile": "precpass.report.compare.profiled",
+    "between": "precpass.view.diff",
+    "Explanation": "precpass.view.explain",
+    "Inspection": "precpass.view.inspection",
+}
+"""What a program that only calls `auto_mixed` does not need: importing all of it takes longer."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _IMPORTED_WHEN_USED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_IMPORTED_WHEN_USED[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 
@@ -18,9 +18,10 @@ from precpass.plan.decisions import unchanged_plan
 from precpass.plan.eqn_info import Origin
 from precpass.plan.file import policy_data
 from precpass.policy.policy import PrecisionPolicy, parse_profitability, quietly
-from precpass.view.annotate import described
-from precpass.view.explain import Explanation
-from precpass.view.inspection import Inspection
+
+if TYPE_CHECKING:
+    from precpass.view.explain import Explanation
+    from precpass.view.inspection import Inspection
 
 __all__ = ["auto_mixed", "explain", "inspect", "keep", "trace_of", "use_policy"]
 
@@ -155,6 +156,10 @@ def trace_of(
 
 
 def _inspection(traced: Traced) -> Inspection:
+    # a program that only calls `auto_mixed` shows nothing
+    from precpass.view.annotate import described
+    from precpass.view.inspection import Inspection
+
     before, policy, scope, name = traced.call.jaxpr, traced.policy, traced.scope, traced.name
     if policy is None:
         plan = described(before, unchanged_plan(before), Origin(name, None, scope))

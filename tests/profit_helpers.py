@@ -11,7 +11,7 @@ import numpy as np
 
 import precpass as pp
 from precpass import Action
-from precpass.autotune.profitability import _measured, _verdicts
+from precpass.autotune.measured import _measured, _verdicts
 from precpass.autotune.timing import timed
 from precpass.devices.devices import device_named
 from precpass.planner.profit import Product, Verdict

@@ -78,7 +78,7 @@ def test_the_device_is_the_one_that_was_compiled_for(monkeypatch):
         kept.append(compiled(*args, **kwargs))
         return dataclasses.replace(kept[-1], device=SimpleNamespace(device_kind="a TPU"))
 
-    monkeypatch.setattr(execute, "compiled", on_another)
+    monkeypatch.setattr("precpass.report.compare.programs.compiled", on_another)
     x = jax.device_put(X, jax.devices()[2])
     found = pp.compare(lambda x: x @ x, BOTH, rounds=0)(x)
     assert [program.device for program in kept] == [jax.devices()[2]] * 2

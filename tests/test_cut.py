@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.sparse import csgraph
 
-from precpass.planner.storage import max_flow
 from precpass.planner.storage.min_cut import LOW, WIDE, Energy
 
 # of the sum of all costs, with the few terms that the energies here have
@@ -400,14 +400,14 @@ def test_other_errors():
 def flows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of nodes of each flow that scipy is asked for."""
     sizes: list[int] = []
-    maximum_flow = max_flow.maximum_flow
+    maximum_flow = csgraph.maximum_flow
 
     def counted(graph: Any, *args: Any) -> Any:
         sizes.append(graph.shape[0])
         assert graph.data.dtype == np.int32 and graph.data.max() <= 2**30
         return maximum_flow(graph, *args)
 
-    monkeypatch.setattr(max_flow, "maximum_flow", counted)
+    monkeypatch.setattr(csgraph, "maximum_flow", counted)
     return sizes
 
 

@@ -15,8 +15,9 @@ from unit_helpers import f32
 import precpass as pp
 from precpass import Action
 from precpass.analysis.operand_origin import Origin
-from precpass.autotune import profitability as worth
-from precpass.autotune import timing
+from precpass.autotune import cache, measured, timing
+from precpass.autotune.profitability import worth_of
+from precpass.devices import detect
 from precpass.jit.region import configured
 from precpass.planner.profit import Assumed, Product, Verdict
 
@@ -149,7 +150,7 @@ def test_symbolic_dimensions_have_a_nominal_size(clock: Clock):
 def test_what_is_too_large_is_left_to_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("precpass.autotune.timing.timed", REAL)
-    monkeypatch.setattr(worth, "LONGEST", float("inf"))
+    monkeypatch.setattr(measured, "LONGEST", float("inf"))
     x, w = f32(2**15, 2**14), f32(2**14, 1)
     # the probe itself refuses before it allocates
     with pytest.warns(pp.PrecisionWarning, match=r"\(assumed: too large to be timed\)"):
@@ -163,7 +164,7 @@ def test_what_takes_too_long_is_left_to_the_table(clock: Clock):
     found = pp.inspect(jnp.matmul, MEASURED)(f32(n, n), f32(n, n))
     assert not clock.asked
     (decision,) = products(found)
-    cpu = worth.device_for()
+    cpu = detect.device_for()
     assert (decision.action is Action.LOWER) == (cpu.bf16 > cpu.f32)
 
 
@@ -190,7 +191,7 @@ def test_several_processes_plan_by_the_table_as_they_must_run_one_program(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    found = worth.worth_of(MEASURED)
+    found = worth_of(MEASURED)
     assert isinstance(found, Assumed)
     assert found.costs.startswith("assumed for") and "several processes" in found.costs
 
@@ -213,7 +214,7 @@ def test_a_folder_that_cannot_be_written_is_warned_of_once(
 def test_a_damaged_file_is_warned_of_and_rebuilt(clock: Clock):
     args = PARAMS, f32(64, 8)
     before = pp.inspect(mlp, MEASURED)(*args).plan
-    (path,) = worth.cache_folder().glob("*.json")
+    (path,) = cache.cache_folder().glob("*.json")
     path.write_text("{")
     restarted()
     with pytest.warns(pp.PrecisionWarning, match="rebuilt") as said:

@@ -26,7 +26,8 @@ from unit_helpers import f32
 import precpass as pp
 from precpass import Action
 from precpass.analysis.operand_origin import Origin
-from precpass.autotune import profitability as worth
+from precpass.autotune import cache
+from precpass.devices import detect
 from precpass.devices.devices import device_named
 from precpass.plan import reasons
 from precpass.planner.planner import make_plan
@@ -48,7 +49,7 @@ def test_the_reason_has_both_times_and_the_device(clock: Clock):
     clock.ratio = lambda product: 5.2
     with pytest.warns(pp.PrecisionWarning):
         (first, *_) = products(pp.inspect(mlp, MEASURED)(PARAMS, f32(1, 8)))
-    device = worth.device_for().kind
+    device = detect.device_for().kind
     said = f"does not pay here: 52 us in bf16, 10 us in f32 (measured on {device})"
     assert str(first.reason) == said
     assert reasons.DOES_NOT_PAY.gave(first.reason)
@@ -192,7 +193,7 @@ def test_what_a_clock_cannot_tell_stays_wide(clock: Clock):
     for seconds, action in ((2e-6, Action.KEEP), (1e-5, Action.LOWER)):
         clock.seconds = seconds
         restarted()
-        for file in worth.cache_folder().glob("*"):
+        for file in cache.cache_folder().glob("*"):
             file.unlink()
         assert actions(jnp.matmul, MEASURED, f32(8, 8), f32(8, 8)) == [action]
 

@@ -18,8 +18,8 @@ import precpass as pp
 from precpass import Action
 from precpass import jaxpr as ir
 from precpass.analysis.operand_origin import Origin
-from precpass.autotune import profitability as worth
 from precpass.cli import main
+from precpass.devices import detect
 from precpass.devices.devices import device_named
 from precpass.planner.planner import make_plan
 from precpass.planner.profit import Assumed
@@ -102,7 +102,7 @@ def test_a_policy_says_so():
 
 def test_a_plan_says_where_its_costs_are_from(clock: Clock):
     found = pp.inspect(mlp, MEASURED)(PARAMS, f32(64, 8))
-    device = worth.device_for()
+    device = detect.device_for()
     said = f"measured on {device}, jax {jax.__version__}"
     assert found.plan.costs == said
     assert f"costs  {said}" in found.diff(color=False)

@@ -26,7 +26,8 @@ from random_checks import FORMS, POLICIES, Case, swept_case
 from random_programs import INGREDIENTS, Program, Step, programs, seeded_program
 from random_shrink import shrunk
 
-import precpass as pp
+from precpass.policy import primitives
+from precpass.rewrite.low_product import Bilinear
 
 pytestmark = pytest.mark.programs
 
@@ -165,10 +166,10 @@ def test_the_oracle_sees_a_product_that_is_rounded_twice(monkeypatch):
 
 
 def test_the_oracle_sees_a_sum_that_is_taken_low(monkeypatch):
-    op = pp.opkinds.op("reduce_sum")
+    op = primitives.op("reduce_sum")
     program = Program((Step("reduction"), Step("dot")))
     Case(program, "AlwaysBf16").check()
-    monkeypatch.setitem(pp.opkinds.TABLE, "reduce_sum", dataclasses.replace(op, accumulates=False))
+    monkeypatch.setitem(primitives.ROWS, "reduce_sum", dataclasses.replace(op, accumulates=False))
     with pytest.raises(AssertionError, match="is not what the plan says"):
         Case(program, "AlwaysBf16").check()
 
@@ -182,7 +183,7 @@ def test_a_missing_guard_is_seen(monkeypatch):
 
 
 def test_a_gradient_that_is_wrong_is_seen(monkeypatch):
-    right = pp.product.Bilinear.tangent
+    right = Bilinear.tangent
 
     def wrong(self, *args):
         return right(self, *args) * jnp.asarray(1.1, self.dtype)

@@ -2,91 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from precpass.autotune.cache import Verdicts, cache_folder, file_name
-from precpass.autotune.timing import NotTimed, timed
 from precpass.devices.detect import device_for, placed
-from precpass.devices.devices import Device
-from precpass.plan.reasons import Reason
-from precpass.planner.profit import Assumed, Product, Verdict, Worth, sentence
+from precpass.planner.profit import Assumed, Worth
 from precpass.policy.policy import PrecisionPolicy
 
-__all__ = ["LONGEST", "MARGIN", "TICK", "Measured", "worth_of"]
-
-MARGIN = 0.03
-"""By this part of the wide time a product that was timed must be faster low to pay."""
-
-TICK = 1e-6
-"""And by so many seconds: the shortest times of equal calls were seen to differ by 0.6 us."""
-
-LONGEST = 0.5
-"""Seconds that a product takes in float32 by the table, from which it is not timed."""
-
-Probe = Callable[[Product, Any], Verdict]
-
-
-class Measured:
-    """Times on the device tell it; each distinct product is timed once.
-
-    Args:
-        device: its facts, which tell it of a product that is not timed.
-        place: the JAX device.
-        verdicts: the times that are known.
-        probe: times a product on the JAX device; that of `precpass.autotune.timing`.
-    """
-
-    def __init__(
-        self, device: Device, place: Any, verdicts: Verdicts, probe: Probe | None = None
-    ) -> None:
-        self.device = device
-        self._place = place
-        self._verdicts = verdicts
-        self._probe = probe
-        self._table = Assumed(device)
-        self._not_timed: dict[str, str] = {}
-
-    @property
-    def costs(self) -> str:
-        """The device on which products were timed."""
-        return f"measured on {self.device}, jax {jax.__version__}"
-
-    def least_gain(self, wide: float) -> float:
-        """What the noise of a measurement may be."""
-        return MARGIN * wide + TICK
-
-    def sentence(self, product: Product, verdict: Verdict) -> Reason:
-        """That a product does not pay where it was timed."""
-        is_measured = verdict.by == "measured"
-        by = f"measured on {self.device}" if is_measured else verdict.by
-        return sentence(product, verdict._replace(by=by), "here")
-
-    def complaints(self) -> tuple[str, ...]:
-        """What is wrong with the file."""
-        return self._verdicts.complaints()
-
-    def verdict(self, product: Product) -> Verdict:
-        """The times of a product, known, measured or by the table."""
-        name = product.text
-        found = self._verdicts.get(name)
-        if found is not None:
-            return found
-        if name not in self._not_timed:
-            if self._table.verdict(product).wide > LONGEST:
-                self._not_timed[name] = "too long to be timed"
-            else:
-                try:
-                    times = (self._probe or timed)(product, self._place)
-                    return self._verdicts.put(name, times)
-                except NotTimed as error:
-                    self._not_timed[name] = str(error)
-        return self._table.by_table(product, f"assumed: {self._not_timed[name]}")
+__all__ = ["worth_of"]
 
 
 def worth_of(policy: PrecisionPolicy, args: Any = ()) -> Worth | None:
@@ -103,19 +27,7 @@ def worth_of(policy: PrecisionPolicy, args: Any = ()) -> Worth | None:
     if jax.process_count() > 1:
         # all of them must run one program, and would not measure the same
         return Assumed(device_for(args), "several processes are not measured for")
-    return _measured(placed(args), cache_folder())
+    # a program that measures nothing needs neither timers nor files
+    from precpass.autotune.measured import measured
 
-
-@functools.lru_cache(maxsize=64)
-def _measured(place: Any, folder: Path) -> Measured:
-    device = device_for(device=place)
-    # flags of XLA make other programs
-    flags = " ".join(sorted(os.environ.get("XLA_FLAGS", "").split()))
-    kind = f"{device.platform} {device.kind}" + (f", XLA_FLAGS {flags}" if flags else "")
-    path = folder / file_name(kind, jax.__version__)
-    return Measured(device, place, _verdicts(path, kind))
-
-
-@functools.lru_cache(maxsize=64)
-def _verdicts(path: Path, kind: str) -> Verdicts:
-    return Verdicts(path, kind, jax.__version__)
+    return measured(placed(args))

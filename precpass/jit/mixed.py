@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 
 import jax
 
+from precpass.jit import region as regions
 from precpass.jit.arguments import unwrapped
 from precpass.jit.calls import Stage
 from precpass.jit.errors import note_static, remove_own_frames
 from precpass.jit.program import Program
 from precpass.jit.programs import programs_of
-from precpass.jit.region import Strayed, current, region_of_call
+from precpass.jit.region import Strayed, current
 from precpass.jit.traced import Traced
 from precpass.policy.policy import PrecisionPolicy
 
@@ -65,7 +66,8 @@ class Mixed:
         __tracebackhide__ = True
         # Every layer that takes *args copies them, and a name that a lambda shares is slower to
         # read: no other Python function runs here, and all that is rare is in another one.
-        region, crossing = region_of_call(), self._crossing
+        # the module binds another function to this name when a region is first entered
+        region, crossing = regions.region_of_call(), self._crossing
         if crossing.direct:
             try:
                 call = self._calls.get(region)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-__all__ = ["BOUNDARY", "COMPUTING", "TABLE", "Op", "OpKind", "named", "op"]
+__all__ = ["BOUNDARY", "COMPUTING", "ROWS", "TABLE", "Op", "OpKind", "named", "op"]
 
 
 class OpKind(enum.Enum):
@@ -344,7 +344,8 @@ def _whole_table() -> dict[str, Op]:
     return rows
 
 
-_ROWS = _whole_table()
+ROWS = _whole_table()
+"""Name -> row with its columns, of each primitive that the table knows."""
 _UNKNOWN = Op(OpKind.BOUNDARY)
 
 COMPUTING = frozenset(name for name, row in TABLE.items() if row.kind is OpKind.COMPUTE)
@@ -360,7 +361,7 @@ def op(primitive: str) -> Op:
         >>> op("argmax").ranks, op("add").ranks
         (True, False)
     """
-    return _ROWS.get(primitive, _UNKNOWN)
+    return ROWS.get(primitive, _UNKNOWN)
 
 
 def named(column: str) -> frozenset[str]:

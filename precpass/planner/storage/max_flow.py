@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, connected_components, maximum_flow
 
 __all__ = ["LARGEST", "SINK", "SOURCE", "components", "reach_sink", "reached", "sums"]
 
@@ -41,6 +39,9 @@ def components(size: int, a: Ints, b: Ints) -> Ints:
     """The number of each node's connected component."""
     if not len(a):
         return np.arange(size)  # scipy takes as long for none as for a hundred
+    # scipy's graphs are imported where a plan needs one: that takes as long as a third of jax
+    from scipy.sparse.csgraph import connected_components
+
     return connected_components(_graph(size, a, b), directed=False)[1]
 
 
@@ -50,6 +51,8 @@ def reached(size: int, start: int, tail: Ints, head: Ints) -> Bools:
     if not len(tail):
         found[start] = True
         return found
+    from scipy.sparse.csgraph import breadth_first_order
+
     found[breadth_first_order(_graph(size, tail, head), start, return_predecessors=False)] = True
     return found
 
@@ -86,6 +89,8 @@ def _push(tail: Ints, head: Ints, left: Ints, place: Ints, bound: Ints) -> tuple
 
     The bound is of the flow in each component, and `place` the component of each edge.
     """
+    from scipy.sparse import csgraph, csr_array
+
     shifts = np.maximum(np.frexp(bound.astype(np.float64))[1] - _ROUND_BITS, 0)
     shift = shifts[place]
     # an edge that takes more than can flow is never full
@@ -97,7 +102,7 @@ def _push(tail: Ints, head: Ints, left: Ints, place: Ints, bound: Ints) -> tuple
     number[nodes] = np.arange(size)
     columns, starts = number[head], np.append(np.flatnonzero(first), len(tail))
     csr = (part.astype(np.int32) for part in (capacity, columns, starts))
-    flow = maximum_flow(csr_array(tuple(csr), shape=(size, size)), SOURCE, SINK).flow.data
+    flow = csgraph.maximum_flow(csr_array(tuple(csr), shape=(size, size)), SOURCE, SINK).flow.data
     left = left - (flow.astype(np.int64) << shift)
 
     some = capacity > flow
@@ -107,4 +112,6 @@ def _push(tail: Ints, head: Ints, left: Ints, place: Ints, bound: Ints) -> tuple
 
 
 def _graph(size: int, tail: Ints, head: Ints) -> Any:
+    from scipy.sparse import csr_array
+
     return csr_array((np.ones(len(tail)), (tail, head)), shape=(size, size))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-import networkx as nx
-
 from precpass.view.picture.clusters import Chart
 
 __all__ = ["Frame", "Layout", "laid_out", "short"]
@@ -104,6 +102,8 @@ def _unit(chart: Chart, labels: Sequence[str], key: object, members: list[int]) 
 
 def _layers(n: int, edges: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Units in layers: each behind what it reads, those of a cycle behind each other."""
+    import networkx as nx  # its import takes as long as a tenth of jax
+
     graph = nx.DiGraph()
     graph.add_nodes_from(range(n))
     graph.add_edges_from(edges)
