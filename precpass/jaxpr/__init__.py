@@ -42,7 +42,6 @@ from precpass.jaxpr.bodies import (
 from precpass.jaxpr.border_copies import crossing, takes_twins, twin_aval, with_twins_in_order
 from precpass.jaxpr.building import (
     Builder,
-    Direct,
     Templates,
     alike,
     literal,
@@ -51,6 +50,7 @@ from precpass.jaxpr.building import (
     with_results_in,
 )
 from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
+from precpass.jaxpr.direct import Direct
 from precpass.jaxpr.dots import (
     dot_numbers,
     exchanged,

@@ -17,7 +17,7 @@ from jax.extend import source_info_util
 from precpass.jaxpr.binding import DTYPE_PARAMS, bind, convert, trace
 from precpass.jaxpr.border_copies import Crossing, named, twin_aval
 from precpass.jaxpr.dots import reordered, transpose_p
-from precpass.jaxpr.primitives.carrier import Form, carrier_p, carry, detach, detach_p
+from precpass.jaxpr.primitives.carrier import Form, carrier_p, detach_p
 from precpass.jaxpr.primitives.float64 import in_x64
 from precpass.jaxpr.primitives.rounded import bits, low_value, rounded_p
 from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_of
@@ -303,50 +303,6 @@ def with_results_in(jaxpr: Any, dtypes: Sequence[Any]) -> Any:
     if len(build.eqns) == len(opened.eqns):
         return jaxpr
     return build.finish(jaxpr, opened.invars, results)
-
-
-class Direct:
-    """As `Builder`, but of arrays and tracers: every equation is bound where it is made.
-
-    Args:
-        called: whether each is bound in a jit of its own, which is transposed also where the
-            primitive's own rule takes no symbolic zero.
-    """
-
-    def __init__(self, *, called: bool = False) -> None:
-        self.called = called
-
-    def emit(
-        self, primitive: Any, operands: Sequence[Any], params: dict[str, Any], aval: Any
-    ) -> Any:
-        """The result of an equation, whatever `aval` says."""
-        if self.called:
-            return jax.jit(lambda *xs: primitive.bind(*xs, **params))(*operands)
-        return primitive.bind(*operands, **params)
-
-    def convert(self, x: Any, dtype: Any) -> Any:
-        """A value in another dtype."""
-        return convert(x, dtype)
-
-    def transpose(self, x: Any, order: tuple[int, ...]) -> Any:
-        """A value with its dimensions in another order."""
-        return lax.transpose(x, order)
-
-    def detach(
-        self, x: Any, *, pinned: bool = False, flat: bool = False, zeros: bool = False
-    ) -> Any:
-        """As `precpass.jaxpr.detach`."""
-        return detach(x, pinned=pinned, flat=flat, zeros=zeros)
-
-    def carry(self, form: Form, out: Any, lhs: Any, rhs: Any, rest: Sequence[Any] = ()) -> Any:
-        """As `precpass.jaxpr.carry`."""
-        return carry(form, out, lhs, rhs, rest)
-
-    def call(
-        self, fn: Callable[..., Sequence[Any]], operands: Sequence[Any], key: Hashable = None
-    ) -> Sequence[Any]:
-        """The results of a function."""
-        return fn(*operands)
 
 
 def _remade(

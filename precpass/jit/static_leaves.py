@@ -213,10 +213,7 @@ def _parts(x: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(x, types.MethodType):
         yield "", x.__func__
     if isinstance(x, types.FunctionType):
-        for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # of a variable that has no value yet
-                yield f" closes over {name}", cell.cell_contents
-        yield from ((f".{n}", getattr(x, n)) for n in ("__defaults__", "__kwdefaults__"))
+        yield from _parts_of_function(x)
     if isinstance(x, weakref.ref):
         yield "()", x()
     if isinstance(x, np.ndarray):  # of objects
@@ -224,11 +221,22 @@ def _parts(x: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f".{name}", value) for name, value in getattr(x, "__dict__", {}).items())
     if isinstance(x, types.FunctionType):  # what else it refers to are the globals of its module
         return
+    yield from _parts_in_slots(x)
+    # what no name leads to: the items of a deque, a slot of a private name
+    yield from ((f" in a {type(x).__name__}", value) for value in gc.get_referents(x))
+
+
+def _parts_of_function(x: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # of a variable that has no value yet
+            yield f" closes over {name}", cell.cell_contents
+    yield from ((f".{name}", getattr(x, name)) for name in ("__defaults__", "__kwdefaults__"))
+
+
+def _parts_in_slots(x: Any) -> Iterator[tuple[str, Any]]:
     for cls in type(x).__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__"):
                 with contextlib.suppress(AttributeError):  # of a slot that has no value yet
                     yield f".{name}", getattr(x, name)
-    # what no name leads to: the items of a deque, a slot of a private name
-    yield from ((f" in a {type(x).__name__}", value) for value in gc.get_referents(x))

@@ -210,12 +210,7 @@ class Stretch:
         Args:
             results: what is in memory at the end; what is there twice is written twice.
         """
-        wanted: dict[Value, int] = {}
-        for value in results:
-            value.keep()
-            wanted[value.base or value] = wanted.get(value.base or value, 0) + 1
-        for value, times in wanted.items():
-            value.writes = times
+        _keep(results)
         found: list[Kernel] = []
         inside: list[Any] = []
         read: dict[int, dict[Value, float]] = {}
@@ -229,17 +224,30 @@ class Stretch:
                 for value in step.reads:
                     _read(value, read.setdefault(step.level, {}), step.level)
         found.reverse()
-        fusions = {level: sum(sizes.values()) for level, sizes in read.items()}
+        return found + self._fusions(read), inside
+
+    def _fusions(self, read: dict[int, dict[Value, float]]) -> list[Kernel]:
+        """The fusions, by what each level reads."""
+        moved = {level: sum(sizes.values()) for level, sizes in read.items()}
         for step in self._steps:
             if step.fuses and step.runs:
                 made = sum(v.size * v.writes for v in step.makes)
-                fusions[step.level] = fusions.get(step.level, 0.0) + made
-        found += [Kernel("fusion", moved) for moved in fusions.values() if moved]
-        return found, inside
+                moved[step.level] = moved.get(step.level, 0.0) + made
+        return [Kernel("fusion", nbytes) for nbytes in moved.values() if nbytes]
 
     def outside(self) -> list[Kernel]:
         """Of a loop's body, what runs once before the loop; once `kernels` was asked."""
         return [kernel for value, kernel in self._hoisted.items() if value.writes]
+
+
+def _keep(results: Iterable[Value]) -> None:
+    """Has the results in memory, each written as often as it is a result."""
+    wanted: dict[Value, int] = {}
+    for value in results:
+        value.keep()
+        wanted[value.base or value] = wanted.get(value.base or value, 0) + 1
+    for value, times in wanted.items():
+        value.writes = times
 
 
 def _read(value: Value, read: dict[Value, float], level: int) -> None:

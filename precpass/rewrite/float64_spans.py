@@ -12,7 +12,7 @@ as the bits of the float64 number.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -51,14 +51,13 @@ def islands(opened: Any, plan: Plan) -> dict[int, Island]:
     """The islands of a body by the row that they begin at."""
     spans = list(_spans(opened, plan))
     home = {row: i for i, (start, stop) in enumerate(spans) for row in range(start, stop)}
-    readers: dict[Any, set[int | None]] = {v: {None} for v in _variables(opened.outvars)}
-    wide: dict[Any, int] = {}
-    for row, (eqn, decision) in enumerate(zip(opened.eqns, plan.decisions, strict=True)):
-        for v in _variables(eqn.invars):
-            readers.setdefault(v, set()).add(home.get(row))
-        if row in home:
-            pairs = zip(eqn.outvars, decision.stored, strict=True)
-            wide.update((v, home[row]) for v, p in pairs if p is Precision.F64)
+    readers = _readers(opened, home)
+    wide = {
+        v
+        for row in home
+        for v, stored in zip(opened.eqns[row].outvars, plan.decisions[row].stored, strict=True)
+        if stored is Precision.F64
+    }
     found: dict[int, Island] = {}
     for i, (start, stop) in enumerate(spans):
         eqns = opened.eqns[start:stop]
@@ -73,6 +72,15 @@ def islands(opened: Any, plan: Plan) -> dict[int, Island]:
             start, stop, eqns, decisions, list(reads), leaves, exact_in, exact_out
         )
     return found
+
+
+def _readers(opened: Any, home: Mapping[int, int]) -> dict[Any, set[int | None]]:
+    """Of each variable, the islands that read it; None for what is in none, and for the border."""
+    readers: dict[Any, set[int | None]] = {v: {None} for v in _variables(opened.outvars)}
+    for row, eqn in enumerate(opened.eqns):
+        for v in _variables(eqn.invars):
+            readers.setdefault(v, set()).add(home.get(row))
+    return readers
 
 
 def _variables(atoms: Sequence[Any]) -> Iterator[Any]:

@@ -221,8 +221,7 @@ class Rewriter:
             env.build.keep(eqn, [env.read(v) for v in eqn.invars])
             return
         inside = join_scopes(scope, ir.scope_of(eqn))
-        found = ir.bodies(eqn)
-        pairs = list(zip(found, decision.inner, strict=True))
+        pairs = list(zip(ir.bodies(eqn), decision.inner, strict=True))
         border = {i: plan.border for body, plan in pairs if plan.border for i in body.operands}
         args = [env.crossing(v, border.get(i, ())) for i, v in enumerate(eqn.invars)]
         if eqn.primitive.name == "shard_map":
@@ -235,26 +234,39 @@ class Rewriter:
             _write(env, eqn, results, decision.stored)
             return
         new = [self._body(eqn, body, plan, inside) for body, plan in pairs]
-        params = ir.with_bodies(eqn, found, new)
+        params = ir.with_bodies(eqn, [body for body, _ in pairs], new)
         if decision.rules is not None:
             rewrite = self._rewrites_of_rules(inside, decision.rules)
             ir.with_rewritten_rules(eqn, params, rewrite)
         leaving = {i: plan.border for body, plan in pairs if plan.border for i in body.results}
         avals = [crossing_aval(v.aval, leaving.get(i, ())) for i, v in enumerate(eqn.outvars)]
-        twins_in = _twins((body.operands, plan.twins.operands) for body, plan in pairs)
-        twins_out = _twins((body.results, plan.twins.results) for body, plan in pairs)
-        if not (twins_in or twins_out):
+        if any(any(plan.twins) for _, plan in pairs):
+            _cross(env, eqn, decision, params, args, avals)
+        else:
             _write(env, eqn, env.build.keep(eqn, args, params, avals), decision.stored)
-            return
-        unread = {at for at, twin in twins_in.items() if twin.rounds}
-        crossing = ir.crossing(eqn, list(twins_in), list(twins_out), unread)
-        args += [env.twin(eqn.invars[at], twin.precision) for at, twin in twins_in.items()]
-        results = [ir.new_variable(aval) for aval in avals]
-        received = [ir.new_variable(ir.twin_aval(eqn.outvars[at].aval)) for at in twins_out]
-        env.build.cross(eqn, crossing, args, [*results, *received], params)
-        _write(env, eqn, results, decision.stored)
-        for (at, twin), bits in zip(twins_out.items(), received, strict=True):
-            env.receive(eqn.outvars[at], bits, twin)
+
+
+def _cross(
+    env: Env,
+    eqn: Any,
+    decision: Decision,
+    params: Any,
+    args: Sequence[Any],
+    avals: Sequence[Any],
+) -> None:
+    """Adds an equation whose borders low copies cross too."""
+    pairs = list(zip(ir.bodies(eqn), decision.inner, strict=True))
+    twins_in = _twins((body.operands, plan.twins.operands) for body, plan in pairs)
+    twins_out = _twins((body.results, plan.twins.results) for body, plan in pairs)
+    unread = {at for at, twin in twins_in.items() if twin.rounds}
+    crossing = ir.crossing(eqn, list(twins_in), list(twins_out), unread)
+    low = [env.twin(eqn.invars[at], twin.precision) for at, twin in twins_in.items()]
+    results = [ir.new_variable(aval) for aval in avals]
+    received = [ir.new_variable(ir.twin_aval(eqn.outvars[at].aval)) for at in twins_out]
+    env.build.cross(eqn, crossing, [*args, *low], [*results, *received], params)
+    _write(env, eqn, results, decision.stored)
+    for (at, twin), bits in zip(twins_out.items(), received, strict=True):
+        env.receive(eqn.outvars[at], bits, twin)
 
 
 @contextlib.contextmanager

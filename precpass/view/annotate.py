@@ -13,6 +13,7 @@ from precpass.analysis.equations import contracts
 from precpass.analysis.sizes import flops, nbytes
 from precpass.plan.eqn_info import Body, Cast, Crossed, Origin, Site, Value
 from precpass.plan.plan import Action, Decision, Plan, Twin
+from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.scopes import join_scopes
 from precpass.rewrite.rewriter import Rewriter
@@ -140,37 +141,60 @@ def _casts(
         last: what follows all of them: the casts of the body's results, which stand at
             the equation that makes what they cast.
     """
-    casts: dict[int, list[Cast]] = {}
-    rows = list(zip(opened.eqns, plan.decisions, spans, strict=True))
-    again, homes = _made_again(rows, last)
-    made: dict[Any, int] = {}
-
-    def inserted(eqn: Any) -> Cast | None:
-        pair = None if id(eqn) in again else ir.cast_formats(eqn)
-        return pair and Cast("inserted", pair[0], _value(eqn.outvars[0].aval))
-
-    for row, (eqn, decision, span) in enumerate(rows):
-        own = set(eqn.outvars)
-        new = [c for e in span if own.isdisjoint(e.outvars) and (c := inserted(e))]
-        if decision.island:
-            users = list(itertools.takewhile(lambda r: r[1].island, rows[row:]))
-            users = [user for user, _, _ in users]
-            new += [c for e in span if ir.is_float64(e) for c in _at_island(e, users)]
-        if decision.action is Action.DROP and (pair := ir.cast_formats(eqn)):
-            # one in the same place again was not touched
-            same = [c for c in new if (c.before, c.after.dtype) == (pair[0], str(pair[1]))]
-            gone = Cast(homes.get(row, "removed"), pair[0], _value(eqn.outvars[0].aval))
-            new = [c for c in new if c not in same] if same or not gone.what else [gone, *new]
-        if new:
-            casts[row] = new
-        made.update((v, row) for e in span for v in e.outvars)
+    body = _RewrittenBody(list(zip(opened.eqns, plan.decisions, spans, strict=True)), last)
+    casts = {row: found for row in range(len(body.rows)) if (found := body.casts(row))}
+    made = {v: row for row, span in enumerate(spans) for eqn in span for v in eqn.outvars}
     for eqn in last:
-        if cast := inserted(eqn):
-            casts.setdefault(made.get(eqn.invars[0], len(rows) - 1), []).append(cast)
+        if cast := body.inserted(eqn):
+            casts.setdefault(made.get(eqn.invars[0], len(body.rows) - 1), []).append(cast)
     for row, eqn in _read_first(first, spans):
-        if cast := inserted(eqn):
+        if cast := body.inserted(eqn):
             casts.setdefault(row, []).insert(0, cast)
     return casts
+
+
+class _RewrittenBody:
+    """A body's equations, each with its decision and what stands in its place.
+
+    Args:
+        rows: these.
+        last: what follows all of them.
+    """
+
+    def __init__(
+        self, rows: Sequence[tuple[Any, Decision, Sequence[Any]]], last: Sequence[Any]
+    ) -> None:
+        self.rows = rows
+        self._again, self._homes = _made_again(rows, last)
+
+    def inserted(self, eqn: Any) -> Cast | None:
+        """The cast that an equation of the rewritten body is, if the program has none there."""
+        pair = None if id(eqn) in self._again else ir.cast_formats(eqn)
+        return pair and Cast("inserted", pair[0], _value(eqn.outvars[0].aval))
+
+    def casts(self, row: int) -> list[Cast]:
+        """The casts that stand at one equation of the program."""
+        eqn, decision, span = self.rows[row]
+        own = set(eqn.outvars)
+        found = [c for e in span if own.isdisjoint(e.outvars) and (c := self.inserted(e))]
+        if decision.island:
+            together = itertools.takewhile(lambda r: r[1].island, self.rows[row:])
+            users = [user for user, _, _ in together]
+            found += [c for e in span if ir.is_float64(e) for c in _at_island(e, users)]
+        pair = ir.cast_formats(eqn) if decision.action is Action.DROP else None
+        return self._with_dropped(row, pair, found) if pair else found
+
+    def _with_dropped(
+        self, row: int, pair: tuple[Precision, Precision], found: list[Cast]
+    ) -> list[Cast]:
+        """Those at a cast that is dropped, with its own fate."""
+        # one in the same place again was not touched
+        before, after = pair[0], str(pair[1])
+        same = [c for c in found if (c.before, c.after.dtype) == (before, after)]
+        gone = self._homes.get(row, "removed")
+        if same or not gone:
+            return [c for c in found if c not in same]
+        return [Cast(gone, before, _value(self.rows[row][0].outvars[0].aval)), *found]
 
 
 def _read_first(first: Sequence[Any], spans: Sequence[Sequence[Any]]) -> Iterator[tuple[int, Any]]:

@@ -212,24 +212,40 @@ def between(
 
 def totals(plan: Plan, name: str, outputs: int = 0) -> str:
     """A line that says how much a plan changes; `outputs` casts are those of the results."""
-    counts = plan.count()
-    lowered = sum(n for (_, a), n in counts.items() if a is Action.LOWER)
-    widened = sum(n for (_, a), n in counts.items() if a in (Action.WIDEN, Action.DROP))
-    dropped = [row for row in rows(plan) if row.decision.action is Action.DROP]
-    widened -= sum(row.decision.reorders or not row.changes for row in dropped)
-    total = sum(n for (_, a), n in counts.items() if a is not Action.ENTER)
-    reordered = sum(d.reorders for d in plan.walk())
-    kept_low = [d for d in plan.walk() if d.stores_low]
-    stored = sum(d.action is Action.KEEP and not d.reorders for d in kept_low)
-    order = f"{reordered} reordered, " if reordered else ""
-    order += f"{stored} stored low, " if stored else ""
-    casts = Counter(cast.what for row in rows(plan) for cast in row.site.casts)
+    found = list(rows(plan))
+    fates = Counter(map(_fate_in_words, found))
+    entered = fates.pop("", 0)
+    casts = Counter(cast.what for row in found for cast in row.site.casts)
     casts += Counter({"inserted": outputs})
     said = ", ".join(f"{counted(n, 'cast')} {what}" for what, n in sorted(casts.items()))
-    return (
-        f"{name}: {lowered} of {total} equations lowered, {widened} widened, {order}"
-        f"{total - lowered - widened - reordered - stored} as written{'; ' if said else ''}{said}"
+    order = "".join(
+        f"{fates[what]} {what}, " for what in ("reordered", "stored low") if fates[what]
     )
+    return (
+        f"{name}: {fates['lowered']} of {len(found) - entered} equations lowered, "
+        f"{fates['widened']} widened, {order}{fates['as written']} as written"
+        f"{'; ' if said else ''}{said}"
+    )
+
+
+def _fate_in_words(row: Row) -> str:
+    """What becomes of an equation, as `totals` counts it; "" for one with bodies."""
+    decision = row.decision
+    if decision.reorders:
+        return "reordered"
+    match decision.action:
+        case Action.ENTER:
+            return ""
+        case Action.LOWER:
+            return "lowered"
+        case Action.WIDEN:
+            return "widened"
+        case Action.DROP if row.changes:
+            return "widened"
+        case Action.KEEP if decision.stores_low:
+            return "stored low"
+        case _:
+            return "as written"
 
 
 def _shown(row: Row) -> tuple[Frame, ...]:

@@ -157,24 +157,41 @@ def _row(step: ir.Ran, reads: bool) -> dict[str, Any]:
     if not (pointwise or chooses):
         tops = [_reduced([(x, "max")])[0] for x in given]
         row["top"] = functools.reduce(lax.max, tops, row["top"])
+    not_zero = _not_zero(name, given) if pointwise else None
     for x in results:
-        bits = _bits(x)
-        columns = [(_finite(bits), "max"), (bits - np.uint32(1), "min"), (bits >= INFINITY, "sum")]
-        names = ["largest", "smallest", "bad"]
+        columns = _columns(_bits(x))
         if not chooses:
-            around = given if pointwise else []
-            columns.append(((bits == INFINITY) & _all(b < INFINITY for b in around), "sum"))
-            columns.append(((bits > INFINITY) & _all(b <= INFINITY for b in around), "sum"))
-            names += ["infinities", "nans"]
-        not_zero = _not_zero(name, given) if pointwise else None
+            columns |= _made_here(_bits(x), given if pointwise else [])
         if not_zero is not None:
-            columns.append(((bits == 0) & not_zero, "sum"))
-            names.append("lost")
-        for key, (_, how), value in zip(names, columns, _reduced(columns), strict=True):
+            columns["lost"] = (_bits(x) == 0) & not_zero, "sum"
+        found = _reduced(list(columns.values()))
+        for (key, (_, how)), value in zip(columns.items(), found, strict=True):
             row[key] = _COMBINE[how](row[key], value)
     if reads:
         row |= _reads(given)
     return row
+
+
+Columns = dict[str, tuple[Any, str]]
+"""Name of a figure -> what it is reduced from, and how."""
+
+
+def _columns(bits: Any) -> Columns:
+    """How large a result is, and how many of its elements are not finite."""
+    return {
+        "largest": (_finite(bits), "max"),
+        "smallest": (bits - np.uint32(1), "min"),
+        "bad": (bits >= INFINITY, "sum"),
+    }
+
+
+def _made_here(bits: Any, around: Sequence[Any]) -> Columns:
+    """The infinities and NaNs that an equation makes of operands that have none."""
+    finite, numbers = _all(b < INFINITY for b in around), _all(b <= INFINITY for b in around)
+    return {
+        "infinities": ((bits == INFINITY) & finite, "sum"),
+        "nans": ((bits > INFINITY) & numbers, "sum"),
+    }
 
 
 def _reads(given: Sequence[Any]) -> dict[str, Any]:

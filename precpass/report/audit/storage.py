@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from precpass.report.audit.hlo import Computation, Instruction, Module, Placed, Shape, bits
 from precpass.report.audit.matching import (
@@ -181,22 +181,7 @@ def collectives(sides: Sides) -> Iterator[Change]:
         if not sent or not planned or not key[0]:
             continue
         asked = [p for p in planned if _collective(p)]
-        if asked:
-            slots = [
-                [(_collective(p), s.dtype) for p in side for s in _sent(p)]
-                for side in (asked, sent)
-            ]
-            found = [(name, narrow, wide) for name, narrow, wide in widened(*slots)]
-        else:
-            # the partitioner's: it has the types of the operation that it is part of
-            shapes = [s for p in planned for s in (*p.instruction.shapes, *factors(p))]
-            widest = max(shapes, key=lambda s: s.bits).dtype if shapes else ""
-            found = [
-                (_collective(c), widest, s.dtype)
-                for c in sent
-                for s in _sent(c)
-                if s.bits > bits(widest) > 0
-            ]
+        found = _widened_as_asked(asked, sent) if asked else _wider_than_planned(planned, sent)
         for name, narrow, wide in found:
             why = f"{bits(wide) // bits(narrow)} times the bytes are sent between devices"
             first = (asked or planned)[0]
@@ -204,3 +189,28 @@ def collectives(sides: Sides) -> Iterator[Change]:
             before = next((s for s in first.instruction.shapes if s.dtype == narrow), narrow)
             types = f"{name} {before}", f"{name} {shape}"
             yield change("collective widened", first, *types, (narrow, wide), why)
+
+
+Widened = tuple[str, str, str]
+"""A collective's name, the dtype that was planned, and the wider one that is sent."""
+
+
+def _widened_as_asked(asked: Sequence[Placed], sent: Sequence[Placed]) -> list[Widened]:
+    """What the program's own collectives send in wider types."""
+    slots = [
+        [(_collective(placed), shape.dtype) for placed in side for shape in _sent(placed)]
+        for side in (asked, sent)
+    ]
+    return [(name, narrow, wide) for name, narrow, wide in widened(*slots)]
+
+
+def _wider_than_planned(planned: Sequence[Placed], sent: Sequence[Placed]) -> list[Widened]:
+    """What the partitioner's collectives send in wider types than the operation's around them."""
+    shapes = [s for p in planned for s in (*p.instruction.shapes, *factors(p))]
+    widest = max(shapes, key=lambda s: s.bits).dtype if shapes else ""
+    return [
+        (_collective(placed), widest, shape.dtype)
+        for placed in sent
+        for shape in _sent(placed)
+        if shape.bits > bits(widest) > 0
+    ]

@@ -1,0 +1,56 @@
+"""What a Builder does, done at once on values and tracers where no jaxpr is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from precpass.jaxpr.binding import convert
+from precpass.jaxpr.primitives.carrier import Form, carry, detach
+
+
+class Direct:
+    """As `Builder`, but of arrays and tracers: every equation is bound where it is made.
+
+    Args:
+        called: whether each is bound in a jit of its own, which is transposed also where the
+            primitive's own rule takes no symbolic zero.
+    """
+
+    def __init__(self, *, called: bool = False) -> None:
+        self.called = called
+
+    def emit(
+        self, primitive: Any, operands: Sequence[Any], params: dict[str, Any], aval: Any
+    ) -> Any:
+        """The result of an equation, whatever `aval` says."""
+        if self.called:
+            return jax.jit(lambda *xs: primitive.bind(*xs, **params))(*operands)
+        return primitive.bind(*operands, **params)
+
+    def convert(self, x: Any, dtype: Any) -> Any:
+        """A value in another dtype."""
+        return convert(x, dtype)
+
+    def transpose(self, x: Any, order: tuple[int, ...]) -> Any:
+        """A value with its dimensions in another order."""
+        return lax.transpose(x, order)
+
+    def detach(
+        self, x: Any, *, pinned: bool = False, flat: bool = False, zeros: bool = False
+    ) -> Any:
+        """As `precpass.jaxpr.detach`."""
+        return detach(x, pinned=pinned, flat=flat, zeros=zeros)
+
+    def carry(self, form: Form, out: Any, lhs: Any, rhs: Any, rest: Sequence[Any] = ()) -> Any:
+        """As `precpass.jaxpr.carry`."""
+        return carry(form, out, lhs, rhs, rest)
+
+    def call(
+        self, fn: Callable[..., Sequence[Any]], operands: Sequence[Any], key: Hashable = None
+    ) -> Sequence[Any]:
+        """The results of a function."""
+        return fn(*operands)
