@@ -26,7 +26,6 @@ from bench_models import MODELS, SIZES
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from precpass.devices.cpu_info import processor
 from precpass.report.compare.comparison import for_json
 
 SCHEMA = 1
@@ -37,7 +36,7 @@ LIBRARIES = ("jax", "jaxlib", "numpy", "optax", "jmp", "scikit-learn")
 
 def machine() -> dict[str, Any]:
     """The processor, as the system names it, and how many cores this process may use."""
-    found = processor()
+    found = cpu_info()
     return {
         "processor": found.model,
         "bfloat16": list(found.bf16),

@@ -18,7 +18,7 @@ import jax.extend.core as jex
 from flow_helpers import named
 from jax import lax
 
-import precpass.jit.program
+import precpass.jit.traced
 from precpass import jaxpr as ir
 
 LEFT_OUT = {
@@ -76,7 +76,7 @@ class Given:
     def watch(self, test: Callable[[], str]) -> Iterator[None]:
         """Counts what is planned; `test` names the test that runs."""
         # not `checked_plan` itself, whose warnings point at the frame that calls it
-        plan = precpass.jit.program.make_plan
+        plan = precpass.jit.traced.make_plan
 
         def watched(jaxpr: Any, *args: Any, **options: Any) -> Any:
             # derivative rules are planned with a border
@@ -84,7 +84,7 @@ class Given:
                 self.add(test(), jaxpr)
             return plan(jaxpr, *args, **options)
 
-        with mock.patch.object(precpass.jit.program, "make_plan", watched):
+        with mock.patch.object(precpass.jit.traced, "make_plan", watched):
             yield
 
     def add(self, test: str, jaxpr: Any) -> None:

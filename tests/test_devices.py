@@ -21,7 +21,7 @@ from precpass.policy.precision import Precision
 
 each_device = pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
 FIGURES = [f.name for f in dataclasses.fields(Device) if f.type in ("float", "bool")]
-XEON = "Intel(R) Xeon(R) Processor with avx512_bf16, amx_bf16, 2 cores"
+XEON = "Intel(R) Xeon(R) CpuInfo with avx512_bf16, amx_bf16, 2 cores"
 
 
 @each_device
@@ -156,13 +156,13 @@ def test_under_a_trace_it_is_that_of_the_context_and_no_equation_is_added():
 
 def test_a_cpu_is_named_by_its_processor():
     found = detect.device_for()
-    assert found.kind == str(cpu_info.processor())
+    assert found.kind == str(cpu_info.cpu_info())
     assert found.platform == "cpu"
 
 
 def test_facts_start_no_backend():
     code = (
-        "from precpass import placement, devices\n"
+        "from precpass.devices import detect, devices\n"
         "h200 = devices.device_named('gpu', 'NVIDIA H200')\n"
         "assert detect.device_for(device=h200) is h200\n"
         "from jax._src import xla_bridge\n"

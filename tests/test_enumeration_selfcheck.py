@@ -62,7 +62,7 @@ def test_a_rule_that_is_not_rewritten_is_an_error(name: str, monkeypatch: pytest
 
     def forgets(eqn: Any, params: dict, rewrite: Any):
         if eqn.primitive.name != f"{name}_call":
-            rewritten(eqn, params, rewriter)
+            rewritten(eqn, params, rewrite)
 
     monkeypatch.setattr(rewriter.ir, "with_rewritten_rules", forgets)
     with pytest.raises(RuntimeError, match=STAYS_WIDE.format(name)):

@@ -38,6 +38,7 @@ from swap_programs import (
 
 import precpass as pp
 from precpass.measure import execute
+from precpass.measure.counts import Counts, count
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
@@ -219,10 +220,10 @@ def test_nothing_is_lowered_by_it():
     assert "0 of 2 equations lowered, 0 widened, 2 reordered, 0 as written" in found.diff()
     assert found.plan.changes and found.explain().verdict.swapped == 1
     assert found.explain().verdict.left_wide == 1
-    assert execute.count(found.after) == dataclass_like(execute.count(found.before))
+    assert count(found.after) == dataclass_like(count(found.before))
 
 
-def dataclass_like(counts: execute.Counts) -> execute.Counts:
+def dataclass_like(counts: Counts) -> Counts:
     """Counts without the bytes of the transpose's result."""
     import dataclasses
 

@@ -9,13 +9,13 @@ import platform
 import subprocess
 from pathlib import Path
 
-__all__ = ["Processor", "processor"]
+__all__ = ["CpuInfo", "cpu_info"]
 
 UNKNOWN = "unknown CPU"
 
 
 @dataclasses.dataclass(frozen=True)
-class Processor:
+class CpuInfo:
     """A processor.
 
     Attributes:
@@ -34,7 +34,7 @@ class Processor:
 
 
 @functools.cache
-def processor() -> Processor:
+def cpu_info() -> CpuInfo:
     """The processor that this process runs on; nothing of it changes while it does."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
@@ -42,7 +42,7 @@ def processor() -> Processor:
     except OSError:
         model, flags = _of_mac() if platform.system() == "Darwin" else ("", ())
     model = model or platform.processor() or platform.machine() or UNKNOWN
-    return Processor(model, flags, cores or 1)
+    return CpuInfo(model, flags, cores or 1)
 
 
 def _of_linux(text: str) -> tuple[str, tuple[str, ...]]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.core
 
-from precpass.devices.cpu_info import processor
+from precpass.devices.cpu_info import cpu_info
 from precpass.devices.devices import Device, device_named
 
 __all__ = ["device_for", "kind_of", "placed"]
@@ -49,4 +49,4 @@ def device_for(args: Any = (), device: Any = None) -> Device:
 
 def kind_of(device: Any) -> str:
     """JAX's name for a kind of device; of a CPU, which it calls "cpu", the processor."""
-    return str(processor()) if device.platform == "cpu" else device.device_kind
+    return str(cpu_info()) if device.platform == "cpu" else device.device_kind

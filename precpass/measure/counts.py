@@ -87,6 +87,7 @@ def count(jaxpr: Any) -> Counts:
             one of an `Inspection`.
 
     Example:
+        >>> import jax, jax.numpy as jnp
         >>> def layers(x, ws):
         ...     return jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0]
         >>> counts = count(jax.make_jaxpr(layers)(jnp.ones((8, 8)), jnp.ones((5, 8, 8))))

@@ -81,6 +81,8 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
         kwargs: the others.
 
     Example:
+        >>> import jax.numpy as jnp
+        >>> from precpass.measure.counts import count
         >>> program = compiled(lambda x: x @ x, jnp.ones((4, 4)))
         >>> count(program.jaxpr).products, program.memory.arguments
         (1, 64)
@@ -100,6 +102,7 @@ def is_jitted(fn: Callable[..., Any]) -> bool:
     Other libraries' jits have methods of the same names, whose results have less.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> is_jitted(jax.jit(jnp.sin)), is_jitted(lambda x: x)
         (True, False)
     """
@@ -224,6 +227,7 @@ def interleaved(
         ValueError: for less than one round.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> f = jax.jit(lambda x: x + 1)
         >>> found = interleaved({"f": f}, 3, prepare=lambda _: (jnp.ones(4),))
         >>> len(found["f"].seconds)
