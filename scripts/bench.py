@@ -26,6 +26,7 @@ from bench_models import MODELS, SIZES
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from precpass.devices.cpu_info import cpu_info
 from precpass.report.compare.comparison import for_json
 
 SCHEMA = 1
