@@ -15,7 +15,7 @@ from precpass.jit.region import keep, use_policy
 from precpass.jit.staged import made_of_trace, owner_of
 from precpass.jit.traced import Traced, rewritten
 from precpass.plan.decisions import unchanged_plan
-from precpass.plan.eqn_info import Origin
+from precpass.plan.eqn_info import PlanSource
 from precpass.plan.file import policy_data
 from precpass.policy.policy import PrecisionPolicy, parse_profitability, quietly
 
@@ -162,11 +162,11 @@ def _inspection(traced: Traced) -> Inspection:
 
     before, policy, scope, name = traced.call.jaxpr, traced.policy, traced.scope, traced.name
     if policy is None:
-        plan = described(before, unchanged_plan(before), Origin(name, None, scope))
+        plan = described(before, unchanged_plan(before), PlanSource(name, None, scope))
         return Inspection(before, plan, before, None, scope, name)
     plan = traced.checked_plan(policy)
     after, rewriter = rewritten(before, plan, traced.region, policy, scope)
-    origin = Origin(name, policy_data(policy), scope, str(policy.output or ""))
+    origin = PlanSource(name, policy_data(policy), scope, str(policy.output or ""))
     plan = described(before, plan, origin, rewriter)
     return Inspection(before, plan, after, policy, scope, name)
 

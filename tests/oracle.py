@@ -293,8 +293,8 @@ class Planned:
     def _caller(self, decision: pp.Decision) -> Call:
         def call(k: int, jaxpr: Any, args: Sequence[Array]) -> list[Array]:
             plan, invars = decision.inner[k], opened(jaxpr).invars
-            given = _rounded(_crossing(args, invars, plan), plan.twins.operands)
-            return _rounded(self.body(jaxpr, plan, given), plan.twins.results)
+            given = _rounded(_crossing(args, invars, plan), plan.border_copies.operands)
+            return _rounded(self.body(jaxpr, plan, given), plan.border_copies.results)
 
         return call
 
@@ -305,10 +305,10 @@ def _stored(values: Sequence[Array], decision: pp.Decision) -> list[Array]:
     return [_as(_as(x, p.dtype), x.dtype) if p is not None else x for x, p in pairs]
 
 
-def _rounded(values: Sequence[Array], twins: Any) -> list[Array]:
+def _rounded(values: Sequence[Array], border_copies: Any) -> list[Array]:
     """Values of which those that cross a border on 16 bits are what these left of them."""
     left = list(values)
-    for position, low, rounds in twins:
+    for position, low, rounds in border_copies:
         if rounds:
             left[position] = _as(_as(left[position], low.dtype), left[position].dtype)
     return left

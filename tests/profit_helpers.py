@@ -11,10 +11,10 @@ import numpy as np
 
 import precpass as pp
 from precpass import Action
-from precpass.autotune.measured import _measured, _verdicts
+from precpass.autotune.measured import _cache_of, _measured
 from precpass.autotune.timing import timed
 from precpass.devices.devices import device_named
-from precpass.planner.profit import Product, Verdict
+from precpass.planner.profit import Product, ProductTimes
 
 # that in force in the tests refuses (`conftest`)
 REAL = timed
@@ -47,17 +47,17 @@ class Clock:
         self.ratio = ratio or (lambda product: 2.0 if 1 in product.avals[0][1] else 0.5)
         self.seconds = 1e-5
 
-    def __call__(self, product: Product, device: Any) -> Verdict:
+    def __call__(self, product: Product, device: Any) -> ProductTimes:
         self.asked.append(product)
         self.devices.append(device)
         ratio = self.ratio(product)
-        return Verdict(self.seconds, self.seconds * ratio, "measured")
+        return ProductTimes(self.seconds, self.seconds * ratio, "measured")
 
 
 def restarted() -> None:
     """What a process knows is forgotten, as in a new one."""
     _measured.cache_clear()
-    _verdicts.cache_clear()
+    _cache_of.cache_clear()
 
 
 def products(found: pp.Inspection) -> list[pp.Decision]:

@@ -14,7 +14,7 @@ import pytest
 
 from precpass.measure.counts import count
 from precpass.measure.execute import Timing
-from precpass.planner.profit import Verdict
+from precpass.planner.profit import ProductTimes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
@@ -62,7 +62,9 @@ def test_every_model_has_a_gradient_in_every_column(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("precpass.autotune.timing.timed", lambda *_: Verdict(2.0, 1.0, "measured"))
+    monkeypatch.setattr(
+        "precpass.autotune.timing.timed", lambda *_: ProductTimes(2.0, 1.0, "measured")
+    )
     traces = {key: traced(name, "gradient", key) for key in OWN}
     counts = {key: count(trace.jaxpr) for key, trace in traces.items()}
     assert all(dtypes(trace.out_info) == {jnp.dtype("float32")} for trace in traces.values())

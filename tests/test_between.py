@@ -33,7 +33,7 @@ def test_two_policies_differ_where_their_plans_do(name):
     total, _ = said(text)
     assert listed_in(text) == total
     fates = [
-        [(d.action, d.compute, d.stored, [p.twins for p in d.inner]) for d in plan.walk()]
+        [(d.action, d.compute, d.stored, [p.border_copies for p in d.inner]) for d in plan.walk()]
         for plan in plans
     ]
     assert (total > 0) == (fates[0] != fates[1])
@@ -52,9 +52,9 @@ def test_a_pass_that_is_switched_off_differs_in_all_that_a_policy_changes(name):
         assert said(text)[0] == changes
         entered = sum(row.decision.action is Action.ENTER for row in rows(on.plan))
         everything = sum(1 for _ in rows(on.plan)) - entered
-        crossed = sum(bool(row.site.crossed) for row in rows(on.plan))
+        crossed = sum(bool(row.info.crossed) for row in rows(on.plan))
         cast = sum(
-            bool(row.site.casts) and not row.site.crossed
+            bool(row.info.casts) and not row.info.crossed
             for row in rows(on.plan)
             if row.decision.action is Action.ENTER
         )

@@ -16,8 +16,8 @@ import precpass as pp
 from precpass.planner.planner import make_plan
 from precpass.planner.profit import Product, Verdict
 from precpass.planner.storage import assignment
-from precpass.planner.storage.energy import NOMINAL, Costs
-from precpass.planner.storage.value_classes import ValueClass
+from precpass.planner.storage.energy import NOMINAL, StorageEnergy
+from precpass.planner.storage.value_classes import StorageClass
 
 pytestmark = pytest.mark.programs
 
@@ -52,7 +52,7 @@ class Drawn:
 Choice = dict[Any, bool]
 
 
-def cost_of(costs: Costs, choice: Choice) -> float:
+def cost_of(costs: StorageEnergy, choice: Choice) -> float:
     """What a choice costs; infinite where it is none.
 
     Args:
@@ -92,7 +92,7 @@ def cost_of(costs: Costs, choice: Choice) -> float:
     return total + sum(dearest[key] for key in needed)
 
 
-def choices(costs: Costs, may: set[int]) -> Iterator[Choice]:
+def choices(costs: StorageEnergy, may: set[int]) -> Iterator[Choice]:
     """All of them."""
     free: list[Any] = [("low", row) for row in costs.candidates]
     for found in costs.classes.found.values():
@@ -105,7 +105,7 @@ def choices(costs: Costs, may: set[int]) -> Iterator[Choice]:
         yield dict(zip(free, labels, strict=True))
 
 
-def taken(costs: Costs, may: set[int]) -> Choice:
+def taken(costs: StorageEnergy, may: set[int]) -> Choice:
     """The choice of the cut."""
     cut = costs.minimum()
     found: Choice = {("low", r): bool(cut.low[n]) for r, n in costs.products.items()}
@@ -118,12 +118,12 @@ def taken(costs: Costs, may: set[int]) -> Choice:
 
 
 @pytest.fixture
-def energies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Costs, set[int]]]:
+def energies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StorageEnergy, set[int]]]:
     """The costs of each program that is planned, and the classes that may be rounded."""
-    made: list[tuple[Costs, set[int]]] = []
+    made: list[tuple[StorageEnergy, set[int]]] = []
 
-    class Noted(Costs):
-        def __init__(self, graph: Any, classes: Any, roundable: list[ValueClass], *args: Any):
+    class Noted(StorageEnergy):
+        def __init__(self, graph: Any, classes: Any, roundable: list[StorageClass], *args: Any):
             super().__init__(graph, classes, roundable, *args)
             made.append((self, set(map(id, roundable))))
 
@@ -155,7 +155,7 @@ def test_the_cut_is_the_cheapest_of_all_choices(energies: Any, chunk: int):
         except NotImplementedError:  # of JAX: a ragged_dot under two vmaps
             continue
         energies.clear()
-        make_plan(jaxpr, pp.AutoMixedBf16, worth=Drawn(rng))
+        make_plan(jaxpr, pp.AutoMixedBf16, profit_model=Drawn(rng))
         for costs, may in energies:
             options = [(cost_of(costs, c), c) for c in choices(costs, may)]
             if len(options) < 2:

@@ -126,17 +126,17 @@ def test_float64_has_no_figure():
 def test_a_committed_argument_tells_its_device():
     here, there = jax.devices()[:2]
     x = jax.device_put(jnp.ones(3), there)
-    assert detect.placed((np.ones(3), {"x": x})) is there
+    assert detect.device_of_call((np.ones(3), {"x": x})) is there
     # where it is not committed it may go anywhere
-    assert detect.placed(jnp.ones(3)) is here
+    assert detect.device_of_call(jnp.ones(3)) is here
 
 
 def test_without_one_it_is_the_default_device():
     there = jax.devices()[2]
     with jax.default_device(there):
-        assert detect.placed(jnp.ones(3)) is there
+        assert detect.device_of_call(jnp.ones(3)) is there
     with jax.default_device("cpu"):
-        assert detect.placed() is jax.devices("cpu")[0]
+        assert detect.device_of_call() is jax.devices("cpu")[0]
 
 
 def test_under_a_trace_it_is_that_of_the_context_and_no_equation_is_added():
@@ -144,7 +144,7 @@ def test_under_a_trace_it_is_that_of_the_context_and_no_equation_is_added():
     found = []
 
     def f(x):
-        found.append(detect.placed(x))
+        found.append(detect.device_of_call(x))
         return x
 
     with jax.default_device(there):

@@ -140,7 +140,7 @@ def assert_complete(found):
         if id(e) not in entered and e.outvars and id(e.outvars[0]) not in staying
     )
     said = [row for row in rows(found.plan) if row.decision.action is not Action.ENTER]
-    assert len({id(row.site) for row in said}) == len(said)
+    assert len({id(row.info) for row in said}) == len(said)
     changed = [
         row
         for row in said
@@ -149,30 +149,32 @@ def assert_complete(found):
     # what is stored low says so, and so does what crosses a border
     stored = [row for row in said if row.decision.stores_low]
     assert all(row.changes and "stored in" in str(row.decision.reason) for row in stored)
-    assert all(len(row.decision.stored) == len(row.site.results) for row in stored)
+    assert all(len(row.decision.stored) == len(row.info.results) for row in stored)
     entering = [row for row in rows(found.plan) if row.decision.action is Action.ENTER]
-    crossed = [c for row in entering for c in row.site.crossed]
-    assert all(row.changes for row in entering if row.site.crossed)
+    crossed = [c for row in entering for c in row.info.crossed]
+    assert all(row.changes for row in entering if row.info.crossed)
     beside = crossing(after)
     beside.subtract(crossing(before))
     assert Counter((c.is_operand, c.value.shape) for c in crossed) == +beside
     # each is rounded where it is defined, and wherever it comes across a border alone
     plans = {id(p): p for row in entering for p in row.decision.inner}.values()
     rounded = sum(p is not None for row in stored for p in row.decision.stored)
-    rounded += sum(twin.rounds for plan in plans for twin in plan.twins.operands)
+    rounded += sum(
+        border_copy.rounds for plan in plans for border_copy in plan.border_copies.operands
+    )
     rounded += sum(c.alone for c in crossed if not c.is_operand)
     assert rounded == sum(map(ir.is_rounded, after))
-    names = Counter(row.site.primitive for row in changed)
+    names = Counter(row.info.primitive for row in changed)
     assert not replaced - names
     # a sum of low values is taken wide as it was, and rounded behind
     for name in names - replaced:
-        same = [row for row in changed if row.site.primitive == name]
+        same = [row for row in changed if row.info.primitive == name]
         assert all(
-            any(c.after.dtype == str(row.decision.compute) for c in row.site.casts) for row in same
+            any(c.after.dtype == str(row.decision.compute) for c in row.info.casts) for row in same
         )
     inserted, removed = Counter(), Counter()
     for row in rows(found.plan):
-        for cast in row.site.casts:
+        for cast in row.info.casts:
             counts = {"inserted": inserted, "removed": removed}.get(cast.what, Counter())
             counts[str(cast)] += 1
     expected = casts(before)
@@ -202,7 +204,7 @@ def test_the_diff_is_complete(name, policy):
     listed = [row for row in rows(found.plan) if row.changes]
     total, counted = said(found.diff())
     assert total == len(listed)
-    assert counted == Counter(cast.what for row in listed for cast in row.site.casts)
+    assert counted == Counter(cast.what for row in listed for cast in row.info.casts)
 
 
 @pytest.mark.parametrize("name", sorted(TABLE)[::15])
@@ -216,10 +218,10 @@ def test_the_diff_of_programs_from_elsewhere_is_complete(name):
 def test_what_a_policy_changes_is_there_at_all():
     found = pp.inspect(PROGRAMS["gradient of a scan"])(X, W)
     low = [row for row in rows(found.plan) if row.decision.action is Action.LOWER]
-    assert {row.site.primitive for row in low} == {"dot_general"}
+    assert {row.info.primitive for row in low} == {"dot_general"}
     assert len(low) == 6
     assert {row.calls for row in low} == {3.0}
-    inserted = sum(len(row.site.casts) for row in rows(found.plan))
+    inserted = sum(len(row.info.casts) for row in rows(found.plan))
     assert inserted == sum(casts(distinct(found.after)).values()) > 0
 
 
@@ -410,16 +412,16 @@ def applied(a, patch):
 
 def test_the_casts_of_equal_changes_are_gathered_in_one_list():
     """A line of an unrolled model has thousands: a new list for each takes quadratic time."""
-    (site,) = pp.inspect(lambda x: x @ x)(X).plan.sites
+    (info,) = pp.inspect(lambda x: x @ x)(X).plan.eqn_infos
     section = Section()
 
     def gathered():
-        section.add(site.source, "a change", site.casts)
-        ((_, casts),) = section.parts[site.source].values()
+        section.add(info.source, "a change", info.casts)
+        ((_, casts),) = section.parts[info.source].values()
         return casts
 
     first = gathered()
-    assert gathered() is first and len(first) == 2 * len(site.casts) > 0
+    assert gathered() is first and len(first) == 2 * len(info.casts) > 0
 
 
 def test_nothing_changed_is_an_empty_unified_diff():

@@ -94,7 +94,7 @@ def test_what_is_stored_low_is_kept_as_its_16_bits():
         return lax.scan(lambda c, _: (jnp.tanh(c @ w) @ w, None), x, length=5)[0].sum()
 
     found = pp.inspect(jax.grad(loss, 1))(X, W)
-    forward = next(row for row in rows(found.plan) if row.site.primitive == "scan").site
+    forward = next(row for row in rows(found.plan) if row.info.primitive == "scan").info
     stacks = sum(value.shape == (5, 8, 8) for value in forward.results)
     low = sum(c.alone and c.value.shape == (5, 8, 8) for c in forward.crossed)
     assert stacks == 3 and low > 0
@@ -103,7 +103,7 @@ def test_what_is_stored_low_is_kept_as_its_16_bits():
     assert verdict.kept_before == stacks * 5 * 64 * 4
     assert verdict.kept_after == (stacks - low) * 5 * 64 * 4 + low * 5 * 64 * 2 + 64 * 2
     assert verdict.stored == sum(row.decision.stores_low for row in rows(found.plan)) > 0
-    inserted = sum(len(row.site.casts) for row in rows(found.plan))
+    inserted = sum(len(row.info.casts) for row in rows(found.plan))
     assert verdict.unread_casts == inserted - (verdict.after.casts - verdict.before.casts) > 0
     text = found.explain().text()
     assert f"; {verdict.unread_casts} for derivatives of it alone" in text

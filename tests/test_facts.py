@@ -13,7 +13,7 @@ from unit_helpers import decided, f32, operand_dtypes, stable_id
 import precpass as pp
 from precpass import Custom, Precision
 from precpass.analysis.graph import Graph
-from precpass.analysis.propagate import ANY, Fact, of_array, propagate
+from precpass.analysis.propagate import ANY, ValueRange, of_array, propagate
 from precpass.planner.guards import why_out_of_range
 
 # ---------------------------------------------------------------- sources of facts
@@ -56,17 +56,23 @@ def test_a_cast_keeps_what_is_known():
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (np.float32(1e-12), Fact(1e-12, 1e-12, 1e-12, False, True, reaches=1e-12)),
-        (np.array([0.5, 0.0, -3.5], np.float32), Fact(-3.5, 0.5, 0.5, False, True, reaches=3.5)),
-        (np.array([1.0, 2.0, 300.0], np.float32), Fact(1, 300, 1, True, True, reaches=300)),
-        (np.array([1, -2], np.int32), Fact(-2, 1, 1, True, True, reaches=2)),
+        (np.float32(1e-12), ValueRange(1e-12, 1e-12, 1e-12, False, True, likely_max=1e-12)),
+        (
+            np.array([0.5, 0.0, -3.5], np.float32),
+            ValueRange(-3.5, 0.5, 0.5, False, True, likely_max=3.5),
+        ),
+        (
+            np.array([1.0, 2.0, 300.0], np.float32),
+            ValueRange(1, 300, 1, True, True, likely_max=300),
+        ),
+        (np.array([1, -2], np.int32), ValueRange(-2, 1, 1, True, True, likely_max=2)),
         # the bounds hold what is infinite; what can still overflow is the largest finite element
         (
             np.array([np.inf, np.nan, 2.5], np.float32),
-            Fact(2.5, np.inf, 2.5, False, True, reaches=2.5),
+            ValueRange(2.5, np.inf, 2.5, False, True, likely_max=2.5),
         ),
-        (np.array([-np.inf], np.float32), Fact(-np.inf, -np.inf, 0, False, True)),
-        (np.zeros((0, 3), np.float32), Fact(0, 0, 0, False, True)),
+        (np.array([-np.inf], np.float32), ValueRange(-np.inf, -np.inf, 0, False, True)),
+        (np.zeros((0, 3), np.float32), ValueRange(0, 0, 0, False, True)),
     ],
     ids=stable_id,
 )
@@ -75,8 +81,8 @@ def test_a_constant_is_known(value, expected):
     assert found == expected._replace(
         lo=pytest.approx(expected.lo),
         hi=pytest.approx(expected.hi),
-        tiny=pytest.approx(expected.tiny),
-        reaches=pytest.approx(expected.reaches),
+        likely_min_nonzero=pytest.approx(expected.likely_min_nonzero),
+        likely_max=pytest.approx(expected.likely_max),
     )
     assert of_array(jnp.asarray(value)) == found
 
@@ -100,8 +106,8 @@ def test_a_large_constant_is_known_like_a_small_one(where):
     values[5], values[77], values[78], values[-1] = -1e9, 1e-12, np.inf, np.nan
     fact = of_array(where(values))
     assert bounds(fact) == (pytest.approx(-1e9), np.inf)
-    assert fact.reaches == pytest.approx(1e9)
-    assert fact.tiny == pytest.approx(1e-12)
+    assert fact.likely_max == pytest.approx(1e9)
+    assert fact.likely_min_nonzero == pytest.approx(1e-12)
     assert (fact.integer, fact.constant) == (False, True)
     assert of_array(where(np.ones(LARGE, np.float32))).integer
 

@@ -13,7 +13,7 @@ from unit_helpers import decided, f32, low_values, named, operand_dtypes, produc
 
 import precpass as pp
 from precpass import AlwaysBf16, AlwaysF16, AutoMixed, AutoMixedBf16, Precision
-from precpass.analysis.propagate import ANY, Fact
+from precpass.analysis.propagate import ANY, ValueRange
 from precpass.planner.guards import why_out_of_range
 
 F16, BF16, F32 = Precision.F16, Precision.BF16, Precision.F32
@@ -21,7 +21,7 @@ LOWEST = float(np.finfo(np.float32).min)
 
 
 def known(value):
-    return Fact(value, value, abs(value), constant=True)
+    return ValueRange(value, value, abs(value), constant=True)
 
 
 # ---------------------------------------------------------------- the rule itself
@@ -37,11 +37,11 @@ def known(value):
         (known(LOWEST), F16, True),
         (known(LOWEST), BF16, True),
         (known(LOWEST), F32, False),
-        (Fact(-1.0, 65504.0), F16, False),
-        (Fact(-65505.0, 0.0), F16, True),
+        (ValueRange(-1.0, 65504.0), F16, False),
+        (ValueRange(-65505.0, 0.0), F16, True),
         # no bound is no evidence
         (ANY, F16, False),
-        (Fact(0.0, math.inf), F16, False),
+        (ValueRange(0.0, math.inf), F16, False),
         (known(1e-12), F16, True),
         (known(1e-12), BF16, False),
         (known(1e-39), BF16, True),
@@ -49,14 +49,14 @@ def known(value):
         (known(6.2e-5), F16, False),
         (known(6.0e-5), F16, True),
         # bounds alone say nothing of what lies close to zero
-        (Fact(0.0, 1.0), F16, False),
-        (Fact(0.0, 256.0, integer=True), BF16, False),
-        (Fact(0.0, 257.0, integer=True), BF16, True),
-        (Fact(-257.0, 0.0, integer=True), BF16, True),
-        (Fact(0.0, 2048.0, integer=True), F16, False),
-        (Fact(0.0, 2049.0, integer=True), F16, True),
-        (Fact(integer=True), BF16, True),
-        (Fact(0.0, 257.0), BF16, False),
+        (ValueRange(0.0, 1.0), F16, False),
+        (ValueRange(0.0, 256.0, integer=True), BF16, False),
+        (ValueRange(0.0, 257.0, integer=True), BF16, True),
+        (ValueRange(-257.0, 0.0, integer=True), BF16, True),
+        (ValueRange(0.0, 2048.0, integer=True), F16, False),
+        (ValueRange(0.0, 2049.0, integer=True), F16, True),
+        (ValueRange(integer=True), BF16, True),
+        (ValueRange(0.0, 257.0), BF16, False),
     ],
 )
 def test_a_guard_fires_exactly_at_the_formats_limits(fact, target, fires):
@@ -68,7 +68,7 @@ def test_a_guard_fires_exactly_at_the_formats_limits(fact, target, fires):
     [
         (known(-1e9), F16, ["1e+09", "f16", "6.55e+04"]),
         (known(1e-12), F16, ["1e-12", "f16", "vanishes"]),
-        (Fact(0.0, 299.0, integer=True), BF16, ["299", "bf16", "256"]),
+        (ValueRange(0.0, 299.0, integer=True), BF16, ["299", "bf16", "256"]),
     ],
 )
 def test_a_guard_names_the_value_the_format_and_the_limit(fact, target, words):

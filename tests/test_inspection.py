@@ -149,7 +149,7 @@ def changed(found):
         for e, d, _ in found.decisions()
         if d.action not in (Action.KEEP, Action.ENTER)
         or (d.action is Action.KEEP and any(d.stored))
-        or any(twins for plan in d.inner for twins in plan.twins)
+        or any(border_copies for plan in d.inner for border_copies in plan.border_copies)
     ]
 
 

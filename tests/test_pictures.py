@@ -88,9 +88,9 @@ def test_all_casts_are_drawn_those_of_borders_inside_and_what_is_stored_low_is_s
         return lax.scan(step, x, length=3)[0].sum()
 
     found = pp.inspect(jax.grad(loss, 1))(X, W)
-    at_borders = [cast for row in rows(found.plan) if row.site.bodies for cast in row.site.casts]
+    at_borders = [cast for row in rows(found.plan) if row.info.bodies for cast in row.info.casts]
     assert at_borders
-    casts = sum(len(row.site.casts) for row in rows(found.plan))
+    casts = sum(len(row.info.casts) for row in rows(found.plan))
     stored = sum(row.decision.stores_low for row in rows(found.plan))
     root = ET.fromstring(found.draw(graphviz=False, boxes=boxes).svg)
     marks = [int(t.text) for t in root.iter(f"{SVG}text") if t.get("class") == "mark"]

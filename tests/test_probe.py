@@ -14,12 +14,12 @@ from unit_helpers import f32
 
 import precpass as pp
 from precpass import Action
-from precpass.analysis.operand_origin import Origin
+from precpass.analysis.operand_origin import OperandOrigin
 from precpass.autotune import cache, measured, timing
-from precpass.autotune.profitability import worth_of
+from precpass.autotune.profitability import profit_model_of
 from precpass.devices import detect
 from precpass.jit.region import configured
-from precpass.planner.profit import Assumed, Product, Verdict
+from precpass.planner.profit import Assumed, Product, ProductTimes
 
 
 def loss(w, x):
@@ -70,9 +70,9 @@ def test_what_is_set_for_the_whole_process_does_not_disturb_it(
     compiled: list[Any], option: str, value: object
 ):
     (eqn,) = jax.make_jaxpr(jnp.matmul)(f32(4, 8), f32(8, 8)).eqns
-    product = Product(eqn, pp.Precision.BF16, (Origin.MADE, Origin.HELD))
+    product = Product(eqn, pp.Precision.BF16, (OperandOrigin.FUSED, OperandOrigin.LOOP_INVARIANT))
     with configured(option, value):
-        assert REAL(product, jax.devices()[0]) == Verdict(1.75, 0.75, "measured")
+        assert REAL(product, jax.devices()[0]) == ProductTimes(1.75, 0.75, "measured")
     ((found),) = compiled
     assert 0 < np.max(np.abs(found["low"] - found["wide"])) < 0.05
 
@@ -191,7 +191,7 @@ def test_several_processes_plan_by_the_table_as_they_must_run_one_program(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    found = worth_of(MEASURED)
+    found = profit_model_of(MEASURED)
     assert isinstance(found, Assumed)
     assert found.costs.startswith("assumed for") and "several processes" in found.costs
 
@@ -229,7 +229,7 @@ def test_the_probe_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(timing, "SECONDS", 0.001)
     (eqn,) = jax.make_jaxpr(jnp.matmul)(f32(8, 8), f32(8, 8)).eqns
-    product = Product(eqn, pp.Precision.BF16, (Origin.MADE, Origin.GIVEN))
+    product = Product(eqn, pp.Precision.BF16, (OperandOrigin.FUSED, OperandOrigin.IN_MEMORY))
     found = REAL(product, jax.devices()[0])
     assert found.wide > 0 and found.low > 0 and found.ratio > 0
     assert found.by == "measured"

@@ -25,13 +25,13 @@ from unit_helpers import f32
 
 import precpass as pp
 from precpass import Action
-from precpass.analysis.operand_origin import Origin
+from precpass.analysis.operand_origin import OperandOrigin
 from precpass.autotune import cache
 from precpass.devices import detect
 from precpass.devices.devices import device_named
 from precpass.plan import reasons
 from precpass.planner.planner import make_plan
-from precpass.planner.profit import Assumed, Product, Verdict
+from precpass.planner.profit import Assumed, Product, ProductTimes
 
 # ---------------------------------------------------------------- measured
 
@@ -71,7 +71,7 @@ def test_each_distinct_product_is_timed_once(clock: Clock):
     params = weights(8, 8, 8, 8, 8)
     actions(mlp, MEASURED, params, f32(64, 8))
     # the first one's operand is given, those of the others are made
-    assert [p.origins[0] for p in clock.asked] == [Origin.GIVEN, Origin.MADE]
+    assert [p.origins[0] for p in clock.asked] == [OperandOrigin.IN_MEMORY, OperandOrigin.FUSED]
     actions(mlp, MEASURED, params, f32(64, 8))
     pp.auto_mixed(mlp, profitability="measured")(params, jnp.ones((64, 8)))
     restarted()
@@ -93,7 +93,7 @@ def test_a_product_is_timed_on_the_device_of_the_arguments_or_the_context(clock:
 
 def test_one_file_gives_one_plan(clock: Clock):
     args = PARAMS, f32(64, 8)
-    clock.ratio = lambda product: 0.5 if Origin.MADE in product.origins else 2.0
+    clock.ratio = lambda product: 0.5 if OperandOrigin.FUSED in product.origins else 2.0
     plan = pp.inspect(mlp, MEASURED)(*args).plan
     restarted()
     clock.ratio = lambda product: 1.0
@@ -102,7 +102,7 @@ def test_one_file_gives_one_plan(clock: Clock):
 
 
 def test_products_are_told_apart_by_all_that_their_time_hangs_on():
-    def text(fn, *shapes, low=pp.Precision.BF16, origins=(Origin.GIVEN,) * 2, behind=()):
+    def text(fn, *shapes, low=pp.Precision.BF16, origins=(OperandOrigin.IN_MEMORY,) * 2, behind=()):
         jaxpr = jax.make_jaxpr(fn)(*[f32(*shape) for shape in shapes])
         (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
         return Product(eqn, low, origins, behind).text
@@ -117,8 +117,8 @@ def test_products_are_told_apart_by_all_that_their_time_hangs_on():
         text(lambda x, w: lax.dot_general(x, w, (((0,), (0,)), ((), ()))), *square),
         text(lambda x, w: lax.dot_general(x, w, (((1,), (1,)), ((), ()))), *square),
         text(matmul, *square, low=pp.Precision.F16),
-        text(matmul, *square, origins=(Origin.MADE, Origin.GIVEN)),
-        text(matmul, *square, origins=(Origin.GIVEN, Origin.MADE)),
+        text(matmul, *square, origins=(OperandOrigin.FUSED, OperandOrigin.IN_MEMORY)),
+        text(matmul, *square, origins=(OperandOrigin.IN_MEMORY, OperandOrigin.FUSED)),
         text(matmul, *square, behind=(1, 0)),
     ]
     assert len(set(found)) == len(found)
@@ -131,28 +131,37 @@ def test_a_transpose_that_alone_reads_a_product_belongs_to_it(clock: Clock):
     assert sorted(p.behind for p in clock.asked) == [(), (1, 0)]
 
 
-ORIGINS: dict[str, tuple[Callable[..., Any], tuple[Origin, Origin]]] = {
-    "arguments": (lambda x, w: x @ w, (Origin.GIVEN, Origin.GIVEN)),
-    "elementwise": (lambda x, w: jnp.tanh(x) @ w, (Origin.MADE, Origin.GIVEN)),
-    "movement": (lambda x, w: (x + 1).reshape(x.shape).T @ w.T, (Origin.MADE, Origin.GIVEN)),
-    "in a jit": (lambda x, w: jax.nn.relu(x) @ jax.jit(jnp.sin)(w), (Origin.MADE, Origin.MADE)),
-    "into a jit": (lambda x, w: jax.jit(jnp.matmul)(x + 1, w), (Origin.MADE, Origin.GIVEN)),
-    "a sum": (lambda x, w: x.sum(0)[None] @ w, (Origin.GIVEN, Origin.GIVEN)),
+ORIGINS: dict[str, tuple[Callable[..., Any], tuple[OperandOrigin, OperandOrigin]]] = {
+    "arguments": (lambda x, w: x @ w, (OperandOrigin.IN_MEMORY, OperandOrigin.IN_MEMORY)),
+    "elementwise": (lambda x, w: jnp.tanh(x) @ w, (OperandOrigin.FUSED, OperandOrigin.IN_MEMORY)),
+    "movement": (
+        lambda x, w: (x + 1).reshape(x.shape).T @ w.T,
+        (OperandOrigin.FUSED, OperandOrigin.IN_MEMORY),
+    ),
+    "in a jit": (
+        lambda x, w: jax.nn.relu(x) @ jax.jit(jnp.sin)(w),
+        (OperandOrigin.FUSED, OperandOrigin.FUSED),
+    ),
+    "into a jit": (
+        lambda x, w: jax.jit(jnp.matmul)(x + 1, w),
+        (OperandOrigin.FUSED, OperandOrigin.IN_MEMORY),
+    ),
+    "a sum": (lambda x, w: x.sum(0)[None] @ w, (OperandOrigin.IN_MEMORY, OperandOrigin.IN_MEMORY)),
     "a loop's constant": (
         lambda x, w: lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, length=3)[0],
-        (Origin.GIVEN, Origin.HELD),
+        (OperandOrigin.IN_MEMORY, OperandOrigin.LOOP_INVARIANT),
     ),
     "a while loop's constant": (
         lambda x, w: lax.while_loop(lambda c: c[0, 0] < 3, lambda c: (c + 1) @ w, x),
-        (Origin.MADE, Origin.HELD),
+        (OperandOrigin.FUSED, OperandOrigin.LOOP_INVARIANT),
     ),
     "a loop's slices": (
         lambda x, w: lax.scan(lambda c, row: (c + (row[None] @ w)[0], None), x[0], x)[0],
-        (Origin.GIVEN, Origin.HELD),
+        (OperandOrigin.IN_MEMORY, OperandOrigin.LOOP_INVARIANT),
     ),
     "remat": (
         lambda x, w: jax.checkpoint(lambda x: jnp.sin(x) @ w)(x),
-        (Origin.MADE, Origin.GIVEN),
+        (OperandOrigin.FUSED, OperandOrigin.IN_MEMORY),
     ),
 }
 
@@ -200,7 +209,7 @@ def test_what_a_clock_cannot_tell_stays_wide(clock: Clock):
 
 def test_of_products_that_share_an_operand_all_may_pay_where_none_does_alone(clock: Clock):
     """What the second one takes is without the cast that the first one pays for."""
-    clock.ratio = lambda product: 1.02 if Origin.GIVEN in product.origins else 0.5
+    clock.ratio = lambda product: 1.02 if OperandOrigin.IN_MEMORY in product.origins else 0.5
     x, *ws = (f32(2048, 2048) for _ in range(4))
     assert actions(lambda x, w: x @ (w + 1), MEASURED, x, ws[0]) == [Action.KEEP]
     found = actions(lambda x, *ws: [x @ (w + 1) for w in ws], MEASURED, x, *ws)
@@ -211,14 +220,14 @@ def test_of_products_that_share_an_operand_all_may_pay_where_none_does_alone(clo
 def test_a_program_is_left_alone_for_next_to_nothing(clock: Clock, part: float, action: Action):
     """What lowering one product changes around it may cost more than that product gains."""
 
-    def verdict(product: Product, device: Any) -> Verdict:
+    def product_times(product: Product, device: Any) -> ProductTimes:
         is_small = product.avals[1][1] == (16, 4)
         wide = 0.1 * (part if is_small else 1.0)
-        return Verdict(wide, wide * (0.5 if is_small else 1.5), "measured")
+        return ProductTimes(wide, wide * (0.5 if is_small else 1.5), "measured")
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", pp.PrecisionWarning)
-        patch.setattr("precpass.autotune.timing.timed", verdict)
+        patch.setattr("precpass.autotune.timing.timed", product_times)
         found = products(pp.inspect(mlp, MEASURED)(PARAMS, f32(64, 8)))
     assert [d.action for d in found] == [Action.KEEP, Action.KEEP, action]
     assert reasons.DOES_NOT_PAY.gave(found[0].reason)
@@ -234,7 +243,7 @@ def test_a_program_is_left_alone_for_next_to_nothing(clock: Clock, part: float, 
 
 def planned(fn: Callable[..., Any], device: Any, *args: Any) -> list[Any]:
     """The decisions for the products of a program on a device that is not here."""
-    plan = make_plan(jax.make_jaxpr(fn)(*args), ASSUMED, worth=Assumed(device))
+    plan = make_plan(jax.make_jaxpr(fn)(*args), ASSUMED, profit_model=Assumed(device))
     return [d for d in plan.walk() if d.kind is pp.OpKind.COMPUTE]
 
 

@@ -17,7 +17,7 @@ from unit_helpers import f32
 import precpass as pp
 from precpass import Action
 from precpass import jaxpr as ir
-from precpass.analysis.operand_origin import Origin
+from precpass.analysis.operand_origin import OperandOrigin
 from precpass.cli import main
 from precpass.devices import detect
 from precpass.devices.devices import device_named
@@ -116,13 +116,13 @@ def test_a_plan_says_where_its_costs_are_from(clock: Clock):
 def test_devices_do_not_make_plans_unequal(clock: Clock):
     jaxpr = jax.make_jaxpr(jnp.matmul)(f32(4096, 4096), f32(4096, 4096))
     h100 = device_named("gpu", "NVIDIA H100 80GB HBM3")
-    plans = [make_plan(jaxpr, ASSUMED, worth=Assumed(device)) for device in (H200, h100)]
+    plans = [make_plan(jaxpr, ASSUMED, profit_model=Assumed(device)) for device in (H200, h100)]
     assert plans[0] == plans[1]
     assert plans[0].costs != plans[1].costs
 
 
 def test_a_saved_plan_keeps_where_its_costs_were_from(clock: Clock, tmp_path: Path):
-    clock.ratio = lambda product: 2.0 if Origin.MADE in product.origins else 0.5
+    clock.ratio = lambda product: 2.0 if OperandOrigin.FUSED in product.origins else 0.5
     args = PARAMS, f32(64, 8)
     before = pp.inspect(mlp, MEASURED)(*args)
     before.plan.save(tmp_path / "plan.json")

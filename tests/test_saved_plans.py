@@ -51,7 +51,9 @@ def quiet(fn, policy, *args):
 
 
 def fates(plan):
-    return [(d.action, d.compute, d.stored, [p.twins for p in d.inner]) for d in plan.walk()]
+    return [
+        (d.action, d.compute, d.stored, [p.border_copies for p in d.inner]) for d in plan.walk()
+    ]
 
 
 def round_trip(fn, policy, args, path):

@@ -84,6 +84,6 @@ def test_one_of_a_thing_is_no_plural():
 
 def test_an_equation_without_operands_has_a_signature():
     plan = pp.inspect(lambda x: (jax.numpy.arange(8), x @ x))(f32(8, 8)).plan
-    found = {site.primitive: site.signature for site in plan.sites}
+    found = {info.primitive: info.signature for info in plan.eqn_infos}
     assert found["iota"] == "iota -> int32[8]"
     assert found["dot_general"] == "dot_general f32[8,8] f32[8,8] -> f32[8,8]"

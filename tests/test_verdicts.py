@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from precpass.autotune import cache
-from precpass.autotune.cache import FORMAT, Verdicts, file_name
-from precpass.planner.profit import Verdict
+from precpass.autotune.cache import FORMAT, TimingCache, file_name
+from precpass.planner.profit import ProductTimes
 
-FAST = Verdict(2.0, 1.0, "measured")
-SLOW = Verdict(1.0, 2.0, "measured")
+FAST = ProductTimes(2.0, 1.0, "measured")
+SLOW = ProductTimes(1.0, 2.0, "measured")
 
 
-def made(folder: Path, device: str = "gpu Quux", version: str = "1.2.3") -> Verdicts:
-    return Verdicts(folder / file_name(device, version), device, version)
+def made(folder: Path, device: str = "gpu Quux", version: str = "1.2.3") -> TimingCache:
+    return TimingCache(folder / file_name(device, version), device, version)
 
 
 def test_what_one_process_kept_another_one_knows(tmp_path: Path):
@@ -29,7 +29,7 @@ def test_what_one_process_kept_another_one_knows(tmp_path: Path):
     there = made(tmp_path / "new" / "folder")
     assert there.get("a") == FAST
     assert there.get("b") is None
-    assert here.complaints() == there.complaints() == ()
+    assert here.new_warnings() == there.new_warnings() == ()
     assert sorted(path.suffix for path in here.path.parent.iterdir()) == [".json", ".lock"]
 
 
@@ -68,14 +68,14 @@ def test_kinds_and_versions_have_files_of_their_own():
 WRITER = """
 import sys
 from pathlib import Path
-from precpass.planner.profit import Verdict
-from precpass.autotune.cache import Verdicts
+from precpass.planner.profit import ProductTimes
+from precpass.autotune.cache import TimingCache
 path, who = Path(sys.argv[1]), int(sys.argv[2])
-own = Verdicts(path, "gpu Quux", "1.2.3")
+own = TimingCache(path, "gpu Quux", "1.2.3")
 for i in range(25):
-    own.put(f"{who} {i}", Verdict(1.0, 2.0, "measured"))
-    own.put(f"shared {i}", Verdict(1.0, 1.0 + who, "measured"))
-assert own.complaints() == (), own.complaints()
+    own.put(f"{who} {i}", ProductTimes(1.0, 2.0, "measured"))
+    own.put(f"shared {i}", ProductTimes(1.0, 1.0 + who, "measured"))
+assert own.new_warnings() == (), own.new_warnings()
 """
 
 
@@ -120,14 +120,14 @@ def test_a_file_that_is_damaged_or_foreign_is_rebuilt_and_named(tmp_path: Path, 
     path.write_text(damage(json.loads(path.read_text())))
     own = made(tmp_path)
     assert own.get("a") is None
-    (said,) = own.complaints()
+    (said,) = own.new_warnings()
     assert str(path) in said and "rebuilt" in said
     assert own.get("a") is None
-    assert own.complaints() == ()
+    assert own.new_warnings() == ()
     own.put("a", SLOW)
     again = made(tmp_path)
     assert again.get("a") == SLOW
-    assert again.complaints() == ()
+    assert again.new_warnings() == ()
 
 
 def test_a_folder_that_cannot_be_written_is_said_once_and_memory_goes_on(tmp_path: Path):
@@ -135,10 +135,10 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_memory_goes_on(tmp_pat
     blocked.write_text("no folder")
     own = made(blocked)
     assert own.put("a", FAST) == FAST
-    (said,) = own.complaints()
+    (said,) = own.new_warnings()
     assert str(own.path) in said and "PRECPASS_CACHE_DIR" in said
     own.put("b", SLOW)
-    assert own.complaints() == ()
+    assert own.new_warnings() == ()
     assert (own.get("a"), own.get("b")) == (FAST, SLOW)
 
 
@@ -156,7 +156,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
     own.put("b", SLOW)
     assert own.path.read_text() == before
     assert sorted(os.listdir(tmp_path)) == [own.path.name, lock_of(own).name]
-    (said,) = own.complaints()
+    (said,) = own.new_warnings()
     assert "No space left" in said
 
 
@@ -184,7 +184,7 @@ def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path: Path):
     with held_by_another_process(lock_of(own)):
         pass
     own.put("a", FAST)
-    assert own.complaints() == ()
+    assert own.new_warnings() == ()
     assert made(tmp_path).get("a") == FAST
 
 
@@ -203,10 +203,10 @@ def test_a_folder_in_the_place_of_the_lock_is_named_and_not_waited_for(tmp_path:
     lock = lock_of(own)
     lock.mkdir()
     assert own.put("a", FAST) == FAST
-    (said,) = own.complaints()
+    (said,) = own.new_warnings()
     assert str(lock) in said and "PRECPASS_CACHE_DIR" in said
     assert lock.is_dir()
 
 
-def lock_of(own: cache.Verdicts) -> Path:
+def lock_of(own: cache.TimingCache) -> Path:
     return own.path.with_name(own.path.name + ".lock")

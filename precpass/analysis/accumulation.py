@@ -15,13 +15,13 @@ from typing import Any
 from precpass import jaxpr as ir
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["Additive", "Feeds", "all_feeds"]
+__all__ = ["Additive", "LoopFeedback", "all_feedback"]
 
-Feeds = tuple[int, ...]
+LoopFeedback = tuple[int, ...]
 """Of each operand of a jaxpr, the set of its results that are fed back into it."""
 
 
-def all_feeds(operands: int, results: int) -> Feeds:
+def all_feedback(operands: int, results: int) -> LoopFeedback:
     """Every result may come back through every operand."""
     return ((1 << results) - 1,) * operands
 
@@ -34,17 +34,17 @@ class Additive:
         self._passes: dict[int, tuple[Any, list[int]]] = {}
         self._reached: dict[int, tuple[Any, dict[Any, int]]] = {}
 
-    def accumulating(self, jaxpr: Any, feeds: Feeds) -> frozenset[int]:
+    def accumulating(self, jaxpr: Any, feedback: LoopFeedback) -> frozenset[int]:
         """The equations on an additive path from an operand to a result that is fed back into it.
 
         Args:
             jaxpr: a loop's body, or a body inside it.
-            feeds: what comes back.
+            feedback: what comes back.
 
         Returns:
             Their positions.
         """
-        if not any(feeds):
+        if not any(feedback):
             return frozenset()
         opened = ir.open_jaxpr(jaxpr)
         reached = self._forward(opened)
@@ -67,11 +67,11 @@ class Additive:
                         if not ir.is_literal(v):
                             before |= reached.get(v, 0)
                             needed[v] = needed.get(v, 0) | leads_to
-            if any(feeds[i] & after for i in _bits(before)):
+            if any(feedback[i] & after for i in _bits(before)):
                 found.add(row)
         return frozenset(found)
 
-    def cyclic(self, body: ir.Body) -> Feeds:
+    def cyclic(self, body: ir.Body) -> LoopFeedback:
         """The results that an additive cycle through a loop's carry hands back, per operand.
 
         A carry may accumulate through others: two that change places and add one
@@ -91,12 +91,12 @@ class Additive:
                 for i in closed:
                     if closed[i] >> k & 1:
                         closed[i] |= closed[k]
-        feeds = [0] * len(body.operands)
+        feedback = [0] * len(body.operands)
         for i, outvar in ends:
             to = invar_of[outvar]
             if to == i or closed[to] >> i & 1:
-                feeds[i] |= 1 << outvar
-        return tuple(feeds) if any(feeds) else ()
+                feedback[i] |= 1 << outvar
+        return tuple(feedback) if any(feedback) else ()
 
     def _through(self, jaxpr: Any) -> list[int]:
         """Of each result of a jaxpr, the operands that it adds up."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from precpass.analysis.accumulation import Additive
 from precpass.analysis.graph import Graph
-from precpass.analysis.propagate import Facts, propagate
-from precpass.analysis.uses import Readers
+from precpass.analysis.propagate import ValueRanges, propagate
+from precpass.analysis.uses import Uses
 
 __all__ = ["Analysis"]
 
@@ -19,7 +19,7 @@ class Analysis:
     Attributes:
         graph: the program.
         facts: what is known of its values, by class of call sites; those of the root.
-        readers: who reads a value.
+        uses: who reads a value.
         additive: where loops accumulate.
 
     Args:
@@ -30,13 +30,13 @@ class Analysis:
     def __init__(self, graph: Graph, closed_over: Sequence[object] = ()) -> None:
         self.graph = graph
         self.facts = propagate(graph, closed_over)
-        self.readers = Readers(graph)
+        self.uses = Uses(graph)
         self.additive = Additive()
 
     @functools.cached_property
-    def facts_of(self) -> dict[int, list[Facts]]:
+    def facts_of(self) -> dict[int, list[ValueRanges]]:
         """What is known of each body's values, at each class of its call sites."""
-        found: dict[int, list[Facts]] = {}
+        found: dict[int, list[ValueRanges]] = {}
         todo, seen = [self.facts], {id(self.facts)}
         while todo:
             facts = todo.pop()

@@ -1,8 +1,9 @@
 """What of a rewritten program is there for derivatives that somebody may take later.
 
 A lowered product hands on its wide operands, and a value that is stored low its wide form, to
-whoever differentiates (`ir.hands_on`). Where nobody does, nothing reads these: XLA drops them,
-with all that only they are made of, from the stacks and carries of loops too.
+whoever differentiates (`ir.is_identity_of_first_operand`). Where nobody does, nothing reads
+these: XLA drops them, with all that only they are made of, from the stacks and carries of loops
+too.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def unread(graph: Graph) -> Unread:
         graph: of the program.
     """
     rows = np.zeros(len(graph.eqns), np.bool_)
-    if not any(map(ir.hands_on, graph.eqns)):
+    if not any(map(ir.is_identity_of_first_operand, graph.eqns)):
         return Unread(rows, frozenset())
     roots = list(_roots(graph))
     written, read = (_live(graph, roots, first=first) for first in (False, True))
@@ -67,7 +68,10 @@ def _live(graph: Graph, roots: list[int], *, first: bool) -> npt.NDArray[np.bool
     reads: dict[int, list[int]] = {}
     for value, row in zip(graph.sources.tolist(), graph.targets.tolist(), strict=True):
         eqn = graph.eqns[row]
-        if not (first and ir.hands_on(eqn)) or graph.values[value][0] is eqn.invars[0]:
+        if (
+            not (first and ir.is_identity_of_first_operand(eqn))
+            or graph.values[value][0] is eqn.invars[0]
+        ):
             reads.setdefault(row, []).append(value)
     producers = graph.producers.tolist()
     live, todo = np.zeros(len(graph.values), np.bool_), list(roots)

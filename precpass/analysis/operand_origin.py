@@ -9,31 +9,31 @@ from precpass import jaxpr as ir
 from precpass.analysis.graph import BodyNode, Graph
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["Origin", "Origins"]
+__all__ = ["OperandOrigin", "OperandOrigins"]
 
 
-class Origin(enum.Enum):
+class OperandOrigin(enum.Enum):
     """How a product's operand comes about."""
 
-    MADE = "made"
+    FUSED = "fused"
     """By elementwise work, in whose fusion a cast costs nothing."""
-    GIVEN = "given"
+    IN_MEMORY = "in memory"
     """In memory as float32: a cast reads and writes it."""
-    HELD = "held"
+    LOOP_INVARIANT = "loop-invariant"
     """A loop's constant, which is cast once, outside of the loop."""
 
     # each product asks for two
     __hash__ = object.__hash__
 
 
-class Origins:
+class OperandOrigins:
     """The origins of the values of a graph. Movement is looked through: casts commute with it."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._rows: dict[int, dict[Any, int]] = {}
 
-    def of(self, body: int, atom: Any) -> Origin:
+    def of(self, body: int, atom: Any) -> OperandOrigin:
         """The origin of an operand in a body; where calls differ, that at the first one."""
         node = self.graph.bodies[body]
         # the equations whose bodies were entered on the way, with their own bodies
@@ -43,7 +43,7 @@ class Origins:
             if row is None:
                 caller = entered.pop() if entered else (node.around, node.caller)
                 crossed = _outside(node, atom, *caller)
-                if isinstance(crossed, Origin):
+                if isinstance(crossed, OperandOrigin):
                     return crossed
                 node, atom = crossed
             elif inside := self._inside(row, atom):
@@ -53,9 +53,13 @@ class Origins:
                 eqn = self.graph.eqns[row]
                 kind = op(eqn.primitive.name).kind
                 if kind is not OpKind.DATA_MOVEMENT:
-                    return Origin.MADE if kind is OpKind.ELEMENTWISE else Origin.GIVEN
+                    return (
+                        OperandOrigin.FUSED
+                        if kind is OpKind.ELEMENTWISE
+                        else OperandOrigin.IN_MEMORY
+                    )
                 atom = eqn.invars[0]
-        return Origin.GIVEN
+        return OperandOrigin.IN_MEMORY
 
     def is_recast(self, body: int, atom: Any) -> bool:
         """Whether a backward pass casts a product's operand again (`ProductForm`).
@@ -66,7 +70,7 @@ class Origins:
         node = self.graph.bodies[body]
         while node.around is not None and node.caller.primitive.name not in ("scan", "while"):
             if node.caller.primitive.name == "cond":
-                return self.of(body, atom) is Origin.HELD
+                return self.of(body, atom) is OperandOrigin.LOOP_INVARIANT
             node = node.around
         return False
 
@@ -102,15 +106,15 @@ class Origins:
 
 def _outside(
     node: BodyNode, atom: Any, around: BodyNode | None, caller: Any
-) -> tuple[BodyNode, Any] | Origin:
+) -> tuple[BodyNode, Any] | OperandOrigin:
     """What a value of a body's border is where an equation calls the body."""
     opened = ir.open_jaxpr(node.jaxpr)
     if caller is None or around is None or atom not in opened.invars:
-        return Origin.GIVEN
+        return OperandOrigin.IN_MEMORY
     at = opened.invars.index(atom)
     (body, *_) = [b for b in ir.bodies(caller) if ir.open_jaxpr(b.jaxpr) is opened]
     if at < body.constants:
-        return Origin.HELD
+        return OperandOrigin.LOOP_INVARIANT
     if body.trips != 1 or body.carry:
-        return Origin.GIVEN
+        return OperandOrigin.IN_MEMORY
     return around, caller.invars[body.operands[at]]

@@ -12,14 +12,14 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
-from precpass.analysis.ranges import ANY, Fact, is_readable, of_array, of_aval
+from precpass.analysis.ranges import ANY, ValueRange, is_readable, of_array, of_aval
 from precpass.analysis.transfer import Memo, hull, results
 
-__all__ = ["ANY", "Fact", "Facts", "of_array", "propagate"]
+__all__ = ["ANY", "ValueRange", "ValueRanges", "of_array", "propagate"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Facts:
+class ValueRanges:
     """The facts of one body at one class of call sites.
 
     Attributes:
@@ -32,13 +32,13 @@ class Facts:
     """
 
     body: int
-    values: dict[Any, Fact]
-    inner: dict[int, tuple[Facts, ...]]
+    values: dict[Any, ValueRange]
+    inner: dict[int, tuple[ValueRanges, ...]]
     unchecked: frozenset[Any] = frozenset()
     sampler: bool = False
-    literals: dict[int, Fact] = dataclasses.field(default_factory=dict)
+    literals: dict[int, ValueRange] = dataclasses.field(default_factory=dict)
 
-    def of(self, atom: Any) -> Fact:
+    def of(self, atom: Any) -> ValueRange:
         """The fact of a variable or literal."""
         if not ir.is_literal(atom):
             return self.values.get(atom, ANY)
@@ -48,7 +48,7 @@ class Facts:
         return fact
 
 
-def propagate(graph: Graph, closed_over: Sequence[Any] = ()) -> Facts:
+def propagate(graph: Graph, closed_over: Sequence[Any] = ()) -> ValueRanges:
     """The facts of the root and, under it, of every body at its call sites.
 
     Args:
@@ -74,10 +74,10 @@ class _Propagation:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.bodies: dict[Any, Facts] = {}
+        self.bodies: dict[Any, ValueRanges] = {}
         self.results: Memo = {}
 
-    def body(self, at: int, given: tuple[Fact, ...], *, sampler: bool) -> Facts:
+    def body(self, at: int, given: tuple[ValueRange, ...], *, sampler: bool) -> ValueRanges:
         """The facts of a body whose operands' are `given`, inside of a sampler or not."""
         key = (at, given, sampler)
         if key in self.bodies:
@@ -89,7 +89,7 @@ class _Propagation:
         begin = [*zip(opened.invars, given, strict=True), *((v, of_array(c)) for v, c in pairs)]
         values = {v: fact for v, fact in begin if fact is not ANY}
         unchecked = frozenset(var for var, const in pairs if not is_readable(const))
-        facts = self.bodies[key] = Facts(at, values, {}, unchecked, sampler)
+        facts = self.bodies[key] = ValueRanges(at, values, {}, unchecked, sampler)
         # no call of Python's for each value: every equation comes here
         get, fact_of, is_literal = values.get, facts.of, ir.is_literal
         children, memo, unknown = self.graph.children, self.results, ANY
@@ -104,10 +104,12 @@ class _Propagation:
                     values[eqn.outvars[place]] = fact
         return facts
 
-    def _enter(self, row: int, operands: Sequence[Fact], facts: Facts) -> list[Fact]:
+    def _enter(
+        self, row: int, operands: Sequence[ValueRange], facts: ValueRanges
+    ) -> list[ValueRange]:
         eqn = self.graph.eqns[row]
-        joined: list[Fact | None] = [None] * len(eqn.outvars)
-        inner: list[Facts] = []
+        joined: list[ValueRange | None] = [None] * len(eqn.outvars)
+        inner: list[ValueRanges] = []
         sampler = facts.sampler or ir.is_sampler(eqn)
         for body, child in self.graph.children[row]:
             opened = ir.open_jaxpr(body.jaxpr)

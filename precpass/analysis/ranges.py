@@ -16,19 +16,19 @@ import numpy as np
 
 from precpass.jaxpr.weak import WeakIdMap
 
-__all__ = ["ANY", "Fact", "is_readable", "of_array", "of_aval", "of_dtype"]
+__all__ = ["ANY", "ValueRange", "is_readable", "of_array", "of_aval", "of_dtype"]
 
 
-class Fact(NamedTuple):
+class ValueRange(NamedTuple):
     """What is known of a value's elements.
 
     Attributes:
         lo, hi: bounds of the finite elements.
-        reaches: a magnitude that an element may well have, since a constant with
+        likely_max: a magnitude that an element may well have, since a constant with
             it was selected into the value or added to it; 0 where none is known.
-        scale: the magnitude of a multiple of a constant, or of a sum, where what is unknown
+        magnitude: the magnitude of a multiple of a constant, or of a sum, where what is unknown
             counts as 1; 0 for what is neither.
-        tiny: a nonzero magnitude, the smallest known, that an element may well have:
+        likely_min_nonzero: a nonzero magnitude, the smallest known, that an element may well have:
             of a constant, or of what `x + eps` and `max(x, eps)` are at least; else 0.
         integer: every element is an integer.
         constant: the elements themselves are known.
@@ -37,36 +37,36 @@ class Fact(NamedTuple):
 
     lo: float = -math.inf
     hi: float = math.inf
-    tiny: float = 0.0
+    likely_min_nonzero: float = 0.0
     integer: bool = False
     constant: bool = False
     random: bool = False
-    reaches: float = 0.0
-    scale: float = 0.0
+    likely_max: float = 0.0
+    magnitude: float = 0.0
 
     @property
-    def magnitude(self) -> float:
+    def overall_magnitude(self) -> float:
         """That of the value as a whole; 0 where it is unknown."""
-        return self.reaches if self.constant else self.scale
+        return self.likely_max if self.constant else self.magnitude
 
 
-ANY = Fact()
-_BOOL = Fact(0.0, 1.0, integer=True)
+ANY = ValueRange()
+_BOOL = ValueRange(0.0, 1.0, integer=True)
 
 
-def of_aval(aval: Any) -> Fact:
+def of_aval(aval: Any) -> ValueRange:
     """What a value's dtype says of it."""
     return of_dtype(getattr(aval, "dtype", None))
 
 
 @functools.cache
-def of_dtype(dtype: Any) -> Fact:
+def of_dtype(dtype: Any) -> ValueRange:
     """What a dtype says of a value; None is that of no array."""
     if dtype == np.bool_:
         return _BOOL
     if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
-        return Fact(float(info.min), float(info.max), integer=True)
+        return ValueRange(float(info.min), float(info.max), integer=True)
     return ANY
 
 
@@ -75,7 +75,7 @@ def of_dtype(dtype: Any) -> Fact:
 _LARGE = 1 << 20
 """From this many elements on an accelerator reduces an array: a compilation pays only then."""
 # weak, so that no buffer lives longer for having been looked at
-_known = WeakIdMap[Fact]()
+_known = WeakIdMap[ValueRange]()
 
 
 def is_readable(value: Any) -> bool:
@@ -96,7 +96,7 @@ def is_readable(value: Any) -> bool:
     )
 
 
-def of_array(value: Any) -> Fact:
+def of_array(value: Any) -> ValueRange:
     """The fact of a constant; ANY where nothing can be read of it.
 
     An array of an accelerator is reduced on its own devices, and once as long as it lives.
@@ -125,7 +125,7 @@ def _is_real(dtype: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_scalar(dtype: Any, value: Any) -> Fact:
+def _of_scalar(dtype: Any, value: Any) -> ValueRange:
     return _of_parts([np.asarray(value, dtype)])
 
 
@@ -134,25 +134,28 @@ class _Summary(NamedTuple):
 
     Attributes:
         lo, hi: the bounds; NaN where there is no number.
-        tiny: the smallest magnitude that is neither zero nor infinite; 0 where there is none.
-        reaches: the largest magnitude that is not infinite; 0 where there is none.
+        likely_min_nonzero: the smallest magnitude that is neither zero nor infinite; 0 where there
+            is none.
+        likely_max: the largest magnitude that is not infinite; 0 where there is none.
         whole: whether all are whole numbers or infinite.
     """
 
     lo: float
     hi: float
-    tiny: float
-    reaches: float
+    likely_min_nonzero: float
+    likely_max: float
     whole: bool
 
     def joined(self, other: _Summary) -> _Summary:
         """The summary of both parts."""
-        tiny = min(self.tiny or math.inf, other.tiny or math.inf)
+        likely_min_nonzero = min(
+            self.likely_min_nonzero or math.inf, other.likely_min_nonzero or math.inf
+        )
         return _Summary(
             float(np.fmin(self.lo, other.lo)),
             float(np.fmax(self.hi, other.hi)),
-            tiny if tiny < math.inf else 0.0,
-            max(self.reaches, other.reaches),
+            likely_min_nonzero if likely_min_nonzero < math.inf else 0.0,
+            max(self.likely_max, other.likely_max),
             self.whole and other.whole,
         )
 
@@ -160,7 +163,7 @@ class _Summary(NamedTuple):
 _NO_NUMBER = _Summary(math.nan, math.nan, 0.0, 0.0, True)
 
 
-def _of_parts(parts: Sequence[Any]) -> Fact:
+def _of_parts(parts: Sequence[Any]) -> ValueRange:
     """The fact of a constant, of arrays that have each of its elements in one of them."""
     size, is_float = sum(part.size for part in parts), False
     found = _NO_NUMBER
@@ -170,10 +173,17 @@ def _of_parts(parts: Sequence[Any]) -> Fact:
         summary = _on_host(np.asarray(part)) if on_host else _on_device(part)
         found = found.joined(summary)
     if math.isnan(found.lo):
-        return Fact(0.0, 0.0, constant=True)
-    lo, hi, tiny, reaches, whole = found
+        return ValueRange(0.0, 0.0, constant=True)
+    lo, hi, likely_min_nonzero, likely_max, whole = found
     # a lone 1000.0 is a scale, not a count; a whole table of integers is positions
-    return Fact(lo, hi, tiny, (whole and size > 1) or not is_float, constant=True, reaches=reaches)
+    return ValueRange(
+        lo,
+        hi,
+        likely_min_nonzero,
+        (whole and size > 1) or not is_float,
+        constant=True,
+        likely_max=likely_max,
+    )
 
 
 def _is_host_memory(part: Any) -> bool:
@@ -206,15 +216,18 @@ def _of_chunk(values: np.ndarray[Any, Any]) -> _Summary:
         if values.size == 0:
             return _NO_NUMBER
         magnitudes = magnitudes[np.isfinite(magnitudes)]
-    tiny = reaches = 0.0
+    likely_min_nonzero = likely_max = 0.0
     if magnitudes.size:
         # the order of positive numbers is that of their bits; with 1 subtracted, zero's wrap
         # around to the largest, and with 1 added to the smallest, back to zero
         bits = magnitudes.view(f"u{magnitudes.dtype.itemsize}")
         smallest = np.subtract(bits, 1).min(keepdims=True) + bits.dtype.type(1)
-        tiny, reaches = float(smallest.view(magnitudes.dtype)[0]), float(magnitudes.max())
+        likely_min_nonzero, likely_max = (
+            float(smallest.view(magnitudes.dtype)[0]),
+            float(magnitudes.max()),
+        )
     whole = bool((values == np.rint(values)).all())
-    return _Summary(float(values.min()), float(values.max()), tiny, reaches, whole)
+    return _Summary(float(values.min()), float(values.max()), likely_min_nonzero, likely_max, whole)
 
 
 def _on_device(part: Any) -> _Summary:
@@ -244,12 +257,12 @@ def _reduced(x: Any) -> tuple[Any, ...]:
     """The fields of a `_Summary`."""
     if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize >= 4):
         x = x.astype(jnp.float32)
-    number, finite, magnitude = ~jnp.isnan(x), jnp.isfinite(x), jnp.abs(x)
-    tiny = jnp.min(magnitude, where=finite & (x != 0), initial=jnp.inf)
+    number, finite, overall_magnitude = ~jnp.isnan(x), jnp.isfinite(x), jnp.abs(x)
+    likely_min_nonzero = jnp.min(overall_magnitude, where=finite & (x != 0), initial=jnp.inf)
     return (
         jnp.where(number.any(), jnp.min(x, where=number, initial=jnp.inf), jnp.nan),
         jnp.where(number.any(), jnp.max(x, where=number, initial=-jnp.inf), jnp.nan),
-        jnp.where(tiny < jnp.inf, tiny, 0),
-        jnp.max(magnitude, where=finite, initial=0),
+        jnp.where(likely_min_nonzero < jnp.inf, likely_min_nonzero, 0),
+        jnp.max(overall_magnitude, where=finite, initial=0),
         jnp.all(x == jnp.round(x), where=number),
     )

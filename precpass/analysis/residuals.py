@@ -38,7 +38,7 @@ def kept_bytes(jaxpr: Any) -> float:
         held, widened = dict[Any, Any](), dict[Any, Any]()
         for row in range(node.start, node.stop):
             eqn = graph.eqns[row]
-            operands = eqn.invars[:1] if ir.hands_on(eqn) else eqn.invars
+            operands = eqn.invars[:1] if ir.is_identity_of_first_operand(eqn) else eqn.invars
             if (source := _source(eqn, widened)) is not None:
                 held[eqn.outvars[0]] = held.get(source, source)
             widened.update(filter(None, [ir.widening(eqn)]))
@@ -63,5 +63,7 @@ def _source(eqn: Any, widened: dict[Any, Any]) -> Any:
     source = eqn.invars[0] if eqn.invars else None
     if ir.is_rounded(eqn):
         return None if ir.is_literal(source) else widened.get(source, source)
-    changes_form = ir.hands_on(eqn) or eqn.primitive.name == "bitcast_convert_type"
+    changes_form = (
+        ir.is_identity_of_first_operand(eqn) or eqn.primitive.name == "bitcast_convert_type"
+    )
     return source if changes_form and not ir.is_literal(source) else None

@@ -8,21 +8,21 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis.ranges import ANY, Fact, of_aval, of_dtype
+from precpass.analysis.ranges import ANY, ValueRange, of_aval, of_dtype
 from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Memo", "hull", "results"]
 
-_UNIT = Fact(-1.0, 1.0)
+_UNIT = ValueRange(-1.0, 1.0)
 
-Memo = dict[Hashable, tuple[Sequence[Fact], Sequence[Fact]]]
+Memo = dict[Hashable, tuple[Sequence[ValueRange], Sequence[ValueRange]]]
 """Facts of results and those of the operands, which are held because their identity tells them.
 
 A program repeats itself, and to hash what is known of a value takes as long as most rules do.
 """
 
 
-def results(eqn: Any, operands: Sequence[Fact], memo: Memo) -> Sequence[Fact]:
+def results(eqn: Any, operands: Sequence[ValueRange], memo: Memo) -> Sequence[ValueRange]:
     """What is known of an equation's results.
 
     Args:
@@ -48,7 +48,7 @@ def _is_computed(name: str) -> bool:
     return name in _RULES or op(name).kind is OpKind.ELEMENTWISE
 
 
-def _of_others(eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+def _of_others(eqn: Any, operands: Sequence[ValueRange]) -> Sequence[ValueRange]:
     """What is known of the results of what samples, sorts, moves or is known nothing of."""
     name = eqn.primitive.name
     if operands.count(ANY) == len(operands) and _learns_nothing(name):
@@ -66,7 +66,9 @@ def _of_others(eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
 
 
 @functools.lru_cache(maxsize=65536)
-def _moved(name: str, dtype: Any, data: tuple[Fact, ...], *operands: Fact) -> Fact:
+def _moved(
+    name: str, dtype: Any, data: tuple[ValueRange, ...], *operands: ValueRange
+) -> ValueRange:
     # none of their parameters matters, but for which operands are moved
     known = hull(data) if data else ANY
     return _settled(name, _learned(name, known, operands), operands, dtype)
@@ -79,7 +81,9 @@ def _moves(name: str) -> bool:
     return row.kind is OpKind.DATA_MOVEMENT or (row.selects and row.kind is OpKind.REDUCTION)
 
 
-def _settled(name: str, known: Fact, operands: Sequence[Fact], dtype: Any) -> Fact:
+def _settled(
+    name: str, known: ValueRange, operands: Sequence[ValueRange], dtype: Any
+) -> ValueRange:
     if operands and all(f.constant for f in operands):
         known = _of_constants(known, moves=op(name).kind is OpKind.DATA_MOVEMENT)
     fact = _clipped(known, dtype)
@@ -95,37 +99,39 @@ def _learns_nothing(name: str) -> bool:
     return name not in ("sort", "top_k", "approx_top_k") and not op(name).makes_random_bits
 
 
-def _of_constants(known: Fact, moves: bool) -> Fact:
+def _of_constants(known: ValueRange, moves: bool) -> ValueRange:
     if moves:
         return known._replace(constant=True)
     bound = max(abs(known.lo), abs(known.hi))
-    reaches = bound if math.isfinite(bound) else 0.0
-    return known._replace(constant=True, reaches=reaches)
+    likely_max = bound if math.isfinite(bound) else 0.0
+    return known._replace(constant=True, likely_max=likely_max)
 
 
-def _known(name: str, operands: Sequence[Fact], read: Any) -> Fact:
+def _known(name: str, operands: Sequence[ValueRange], read: Any) -> ValueRange:
     rule = _RULES.get(name)
     return _learned(name, ANY if rule is None else rule(read, operands), operands)
 
 
-def _learned(name: str, known: Fact, operands: Sequence[Fact]) -> Fact:
+def _learned(name: str, known: ValueRange, operands: Sequence[ValueRange]) -> ValueRange:
     """What is known of a result beside what its bounds say."""
     learned: dict[str, float] = {}
     if op(name).keeps_largest:
-        learned["reaches"] = _reach(operands)
+        learned["likely_max"] = _reach(operands)
     if name in ("mul", "div"):
-        learned["reaches"] = _scaled(name, [f.reaches for f in operands])
-        learned["scale"] = _scaled(name, [f.magnitude for f in operands])
+        learned["likely_max"] = _scaled(name, [f.likely_max for f in operands])
+        learned["magnitude"] = _scaled(name, [f.overall_magnitude for f in operands])
     if op(name).keeps_scale:
-        learned["scale"] = _common_scale(operands)
+        learned["magnitude"] = _common_scale(operands)
     if name in ("add", "max"):
-        learned["tiny"] = min((f.tiny for f in operands if f.tiny), default=0.0)
+        learned["likely_min_nonzero"] = min(
+            (f.likely_min_nonzero for f in operands if f.likely_min_nonzero), default=0.0
+        )
     if any(learned.values()) or any(getattr(known, field) for field in learned):
         known = known._replace(**learned)
     return known
 
 
-def _stays_random(name: str, operands: Sequence[Fact]) -> bool:
+def _stays_random(name: str, operands: Sequence[ValueRange]) -> bool:
     if not any(f.random for f in operands):
         return False
     kind = op(name).kind
@@ -133,7 +139,7 @@ def _stays_random(name: str, operands: Sequence[Fact]) -> bool:
     return follows and all(f.random or f.constant for f in operands)
 
 
-def _clipped(fact: Fact, dtype: Any) -> Fact:
+def _clipped(fact: ValueRange, dtype: Any) -> ValueRange:
     # a position of an argmax or a wrapped integer says nothing about the operand's bounds
     limits = of_dtype(dtype)
     if limits is ANY:
@@ -143,7 +149,7 @@ def _clipped(fact: Fact, dtype: Any) -> Fact:
     return limits
 
 
-def _data(eqn: Any, operands: Sequence[Fact]) -> list[Fact]:
+def _data(eqn: Any, operands: Sequence[ValueRange]) -> list[ValueRange]:
     data = op(eqn.primitive.name).data
     if data is not None:
         return [operands[i] for i in data]
@@ -155,34 +161,34 @@ def _data(eqn: Any, operands: Sequence[Fact]) -> list[Fact]:
     ] or [ANY]
 
 
-def hull(facts: Sequence[Fact]) -> Fact:
+def hull(facts: Sequence[ValueRange]) -> ValueRange:
     """What is known of a value that is one of several."""
-    tiny = [f.tiny for f in facts if f.tiny]
-    return Fact(
+    likely_min_nonzero = [f.likely_min_nonzero for f in facts if f.likely_min_nonzero]
+    return ValueRange(
         min(f.lo for f in facts),
         max(f.hi for f in facts),
-        min(tiny) if tiny else 0.0,
+        min(likely_min_nonzero) if likely_min_nonzero else 0.0,
         _all_integers(facts),
         all(f.constant for f in facts),
-        reaches=_reach(facts),
-        scale=_common_scale(facts),
+        likely_max=_reach(facts),
+        magnitude=_common_scale(facts),
     )
 
 
-def _all_integers(facts: Sequence[Fact]) -> bool:
+def _all_integers(facts: Sequence[ValueRange]) -> bool:
     """Whether all are integers; beside one, a whole number that was written as a float is one."""
     if not any(f.integer for f in facts):
         return False
     return all(f.integer or (f.lo == f.hi and f.lo % 1 == 0) for f in facts)
 
 
-def _reach(facts: Sequence[Fact]) -> float:
-    return max((f.reaches for f in facts), default=0.0)
+def _reach(facts: Sequence[ValueRange]) -> float:
+    return max((f.likely_max for f in facts), default=0.0)
 
 
-def _common_scale(facts: Sequence[Fact]) -> float:
+def _common_scale(facts: Sequence[ValueRange]) -> float:
     """The scale of a value that is one of several, or their sum; zeros have any."""
-    scales = [f.magnitude for f in facts if not f.lo == f.hi == 0]
+    scales = [f.overall_magnitude for f in facts if not f.lo == f.hi == 0]
     return max(scales) if scales and all(scales) else 0.0
 
 
@@ -203,7 +209,7 @@ def _quotient(a: tuple[float, float], b: tuple[float, float]) -> list[float]:
 
 def _interval(
     combine: Callable[..., list[float]], counts_to: float = -1.0
-) -> Callable[[Any, Sequence[Fact]], Fact]:
+) -> Callable[[Any, Sequence[ValueRange]], ValueRange]:
     """The rule of an equation whose bounds are those of an interval operation.
 
     Args:
@@ -212,47 +218,47 @@ def _interval(
             written as floats.
     """
 
-    def rule(_read: Any, operands: Sequence[Fact]) -> Fact:
+    def rule(_read: Any, operands: Sequence[ValueRange]) -> ValueRange:
         ends = combine(*((f.lo, f.hi) for f in operands))
         integer = all(f.integer for f in operands)
         if not integer and max(map(abs, ends)) <= counts_to:
             integer = _all_integers(operands)
         if any(math.isnan(e) for e in ends):
-            return Fact(integer=integer)
+            return ValueRange(integer=integer)
         # several elements say nothing of the smallest of their results
         lone = abs(ends[0]) if min(ends) == max(ends) else 0.0
-        return Fact(min(ends), max(ends), lone, integer)
+        return ValueRange(min(ends), max(ends), lone, integer)
 
     return rule
 
 
-def _iota(size: Any, _operands: Sequence[Fact]) -> Fact:
-    return Fact(0.0, float(size - 1) if isinstance(size, int) else math.inf, integer=True)
+def _iota(size: Any, _operands: Sequence[ValueRange]) -> ValueRange:
+    return ValueRange(0.0, float(size - 1) if isinstance(size, int) else math.inf, integer=True)
 
 
-def _axis_index(size: int | None, _operands: Sequence[Fact]) -> Fact:
+def _axis_index(size: int | None, _operands: Sequence[ValueRange]) -> ValueRange:
     return ANY if size is None else _position_below([size])
 
 
-def _convert(_read: Any, operands: Sequence[Fact]) -> Fact:
+def _convert(_read: Any, operands: Sequence[ValueRange]) -> ValueRange:
     return operands[0]
 
 
-def _position(sizes: Sequence[Any], _operands: Sequence[Fact]) -> Fact:
+def _position(sizes: Sequence[Any], _operands: Sequence[ValueRange]) -> ValueRange:
     return _position_below(sizes)
 
 
-def _position_below(sizes: Sequence[Any]) -> Fact:
+def _position_below(sizes: Sequence[Any]) -> ValueRange:
     known = all(type(size) is int for size in sizes)
-    return Fact(0.0, float(max([*sizes, 1])) if known else math.inf, integer=True)
+    return ValueRange(0.0, float(max([*sizes, 1])) if known else math.inf, integer=True)
 
 
-def _sum(sizes: Sequence[Any], operands: Sequence[Fact]) -> Fact:
+def _sum(sizes: Sequence[Any], operands: Sequence[ValueRange]) -> ValueRange:
     terms = math.prod(sizes) if all(type(size) is int for size in sizes) else 1
-    return Fact(scale=(operands[0].magnitude or 1.0) * terms)
+    return ValueRange(magnitude=(operands[0].overall_magnitude or 1.0) * terms)
 
 
-def _power(y: int, operands: Sequence[Fact]) -> Fact:
+def _power(y: int, operands: Sequence[ValueRange]) -> ValueRange:
     fact = operands[0]
     if y < 0 and fact.lo <= 0 <= fact.hi:
         return ANY
@@ -260,7 +266,7 @@ def _power(y: int, operands: Sequence[Fact]) -> Fact:
         ends = [fact.lo**y, fact.hi**y, *([0.0] if fact.lo <= 0 <= fact.hi else [])]
     except (OverflowError, ZeroDivisionError):
         return ANY
-    return Fact(min(ends), max(ends), 0.0, fact.integer and y >= 0)
+    return ValueRange(min(ends), max(ends), 0.0, fact.integer and y >= 0)
 
 
 _READ: dict[str, Callable[[Any], Hashable]] = {
@@ -274,7 +280,7 @@ _READ: dict[str, Callable[[Any], Hashable]] = {
 }
 """What a rule reads of its equation, beside what is known of the operands."""
 
-_RULES: dict[str, Callable[[Any, Sequence[Fact]], Fact]] = {
+_RULES: dict[str, Callable[[Any, Sequence[ValueRange]], ValueRange]] = {
     "iota": _iota,
     "axis_index": _axis_index,
     "convert_element_type": _convert,
@@ -297,5 +303,5 @@ _RULES: dict[str, Callable[[Any, Sequence[Fact]], Fact]] = {
     "argmax": _position,
     "argmin": _position,
     **dict.fromkeys(("tanh", "erf", "sin", "cos", "sign"), lambda read, fs: _UNIT),
-    "logistic": lambda read, fs: Fact(0.0, 1.0),
+    "logistic": lambda read, fs: ValueRange(0.0, 1.0),
 }

@@ -9,10 +9,10 @@ from typing import Any
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 
-__all__ = ["Readers"]
+__all__ = ["Uses"]
 
 
-class Readers:
+class Uses:
     """The readers of the values of a graph's bodies, found when a body is first asked about."""
 
     def __init__(self, graph: Graph) -> None:

@@ -23,11 +23,11 @@ from typing import Any
 import filelock
 import platformdirs
 
-from precpass.planner.profit import Verdict
+from precpass.planner.profit import ProductTimes
 
-__all__ = ["FORMAT", "Verdicts", "cache_folder", "file_name"]
+__all__ = ["FORMAT", "TimingCache", "cache_folder", "file_name"]
 
-FORMAT = 3
+FORMAT = 4
 """The version of the files, and of the form that the pass gives a low product: where that
 becomes another one, so does this. A file of another version is rebuilt."""
 
@@ -51,7 +51,7 @@ def file_name(device: str, jax_version: str) -> str:
     return f"products-{words}-{digest}-jax-{jax_version}.json"
 
 
-class Verdicts:
+class TimingCache:
     """The measured times of one device kind, in memory and in a file.
 
     Args:
@@ -63,29 +63,29 @@ class Verdicts:
     def __init__(self, path: Path, device: str, jax_version: str) -> None:
         self.path = path
         self._head = {"format": FORMAT, "device": device, "jax": jax_version}
-        self._known: dict[str, Verdict] = {}
+        self._known: dict[str, ProductTimes] = {}
         self._state: tuple[int, int] | None = None
         self._said: list[str] = []
         self._writes = True
         self._lock = threading.RLock()
 
-    def get(self, product: str) -> Verdict | None:
+    def get(self, product: str) -> ProductTimes | None:
         """The times of a product; None where nobody has measured it."""
         with self._lock:
             if product not in self._known:
                 self._read()
             return self._known.get(product)
 
-    def put(self, product: str, verdict: Verdict) -> Verdict:
+    def put(self, product: str, product_times: ProductTimes) -> ProductTimes:
         """Keeps the times of a product, and gives those that count."""
         with self._lock:
             self._read()
-            kept = self._known.setdefault(product, verdict)
+            kept = self._known.setdefault(product, product_times)
             if self._writes:
                 self._write()
             return self._known.get(product, kept)
 
-    def complaints(self) -> tuple[str, ...]:
+    def new_warnings(self) -> tuple[str, ...]:
         """What went wrong since the last time this was asked, in words."""
         with self._lock:
             said, self._said = tuple(self._said), []
@@ -114,12 +114,12 @@ class Verdicts:
                 "timed again"
             )
 
-    def _parsed(self, text: str) -> dict[str, Verdict]:
+    def _parsed(self, text: str) -> dict[str, ProductTimes]:
         whole = json.loads(text)
         for key, value in self._head.items():
             if whole[key] != value:
                 raise ValueError(f"{key} is {whole[key]!r}, not {value!r}")
-        return {str(name): _verdict(found) for name, found in whole["products"].items()}
+        return {str(name): _parsed_times(found) for name, found in whole["products"].items()}
 
     def _write(self) -> None:
         try:
@@ -141,12 +141,12 @@ class Verdicts:
             )
 
 
-def _verdict(found: Any) -> Verdict:
+def _parsed_times(found: Any) -> ProductTimes:
     wide, low, by = found
     times = float(wide), float(low)
     if not all(math.isfinite(t) and t > 0 for t in times):
         raise ValueError(f"{found!r} are no times")
-    return Verdict(*times, str(by))
+    return ProductTimes(*times, str(by))
 
 
 @contextlib.contextmanager

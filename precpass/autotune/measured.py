@@ -11,11 +11,11 @@ from typing import Any
 import jax
 
 from precpass.autotune import timing
-from precpass.autotune.cache import Verdicts, cache_folder, file_name
+from precpass.autotune.cache import TimingCache, cache_folder, file_name
 from precpass.devices.detect import device_for
 from precpass.devices.devices import Device
 from precpass.plan.reasons import Reason
-from precpass.planner.profit import Assumed, Product, Verdict, sentence
+from precpass.planner.profit import Assumed, Product, ProductTimes, sentence
 
 __all__ = ["LONGEST", "MARGIN", "TICK", "Measured", "measured"]
 
@@ -32,7 +32,7 @@ LONGEST = 0.5
 """Seconds that a product takes in float32 by the table, from which it is not timed."""
 
 
-Probe = Callable[[Product, Any], Verdict]
+Probe = Callable[[Product, Any], ProductTimes]
 
 
 class Measured:
@@ -46,11 +46,11 @@ class Measured:
     """
 
     def __init__(
-        self, device: Device, place: Any, verdicts: Verdicts, probe: Probe | None = None
+        self, device: Device, place: Any, verdicts: TimingCache, probe: Probe | None = None
     ) -> None:
         self.device = device
         self._place = place
-        self._verdicts = verdicts
+        self._cache_of = verdicts
         self._probe = probe
         self._table = Assumed(device)
         self._not_timed: dict[str, str] = {}
@@ -64,29 +64,29 @@ class Measured:
         """What the noise of a measurement may be."""
         return MARGIN * wide + TICK
 
-    def sentence(self, product: Product, verdict: Verdict) -> Reason:
+    def sentence(self, product: Product, product_times: ProductTimes) -> Reason:
         """That a product does not pay where it was timed."""
-        is_measured = verdict.by == "measured"
-        by = f"measured on {self.device}" if is_measured else verdict.by
-        return sentence(product, verdict._replace(by=by), "here")
+        is_measured = product_times.by == "measured"
+        by = f"measured on {self.device}" if is_measured else product_times.by
+        return sentence(product, product_times._replace(by=by), "here")
 
-    def complaints(self) -> tuple[str, ...]:
+    def new_warnings(self) -> tuple[str, ...]:
         """What is wrong with the file."""
-        return self._verdicts.complaints()
+        return self._cache_of.new_warnings()
 
-    def verdict(self, product: Product) -> Verdict:
+    def product_times(self, product: Product) -> ProductTimes:
         """The times of a product, known, measured or by the table."""
         name = product.text
-        found = self._verdicts.get(name)
+        found = self._cache_of.get(name)
         if found is not None:
             return found
         if name not in self._not_timed:
-            if self._table.verdict(product).wide > LONGEST:
+            if self._table.product_times(product).wide > LONGEST:
                 self._not_timed[name] = "too long to be timed"
             else:
                 try:
                     times = (self._probe or timing.timed)(product, self._place)
-                    return self._verdicts.put(name, times)
+                    return self._cache_of.put(name, times)
                 except timing.NotTimed as error:
                     self._not_timed[name] = str(error)
         return self._table.by_table(product, f"assumed: {self._not_timed[name]}")
@@ -104,9 +104,9 @@ def _measured(place: Any, folder: Path) -> Measured:
     flags = " ".join(sorted(os.environ.get("XLA_FLAGS", "").split()))
     kind = f"{device.platform} {device.kind}" + (f", XLA_FLAGS {flags}" if flags else "")
     path = folder / file_name(kind, jax.__version__)
-    return Measured(device, place, _verdicts(path, kind))
+    return Measured(device, place, _cache_of(path, kind))
 
 
 @functools.lru_cache(maxsize=64)
-def _verdicts(path: Path, kind: str) -> Verdicts:
-    return Verdicts(path, kind, jax.__version__)
+def _cache_of(path: Path, kind: str) -> TimingCache:
+    return TimingCache(path, kind, jax.__version__)

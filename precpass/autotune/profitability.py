@@ -6,14 +6,14 @@ from typing import Any
 
 import jax
 
-from precpass.devices.detect import device_for, placed
-from precpass.planner.profit import Assumed, Worth
+from precpass.devices.detect import device_for, device_of_call
+from precpass.planner.profit import Assumed, ProfitModel
 from precpass.policy.policy import PrecisionPolicy
 
-__all__ = ["worth_of"]
+__all__ = ["profit_model_of"]
 
 
-def worth_of(policy: PrecisionPolicy, args: Any = ()) -> Worth | None:
+def profit_model_of(policy: PrecisionPolicy, args: Any = ()) -> ProfitModel | None:
     """What tells which products pay; None where all are lowered.
 
     Args:
@@ -30,4 +30,4 @@ def worth_of(policy: PrecisionPolicy, args: Any = ()) -> Worth | None:
     # a program that measures nothing needs neither timers nor files
     from precpass.autotune.measured import measured
 
-    return measured(placed(args))
+    return measured(device_of_call(args))

@@ -24,11 +24,11 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.analysis.operand_origin import Origin
+from precpass.analysis.operand_origin import OperandOrigin
 from precpass.analysis.sizes import nbytes
 from precpass.measure import execute
 from precpass.planner.planner import make_plan
-from precpass.planner.profit import Product, Verdict
+from precpass.planner.profit import Product, ProductTimes
 from precpass.policy.policy import Custom
 from precpass.policy.primitives import OpKind
 from precpass.rewrite.rewriter import Rewriter
@@ -50,7 +50,7 @@ Runs = Mapping[str, Callable[..., Any]]
 Rounds = Callable[[Runs], dict[str, execute.Timing]]
 
 
-def timed(product: Product, device: Any, rounds: Rounds | None = None) -> Verdict:
+def timed(product: Product, device: Any, rounds: Rounds | None = None) -> ProductTimes:
     """The times of a product on a JAX device.
 
     Args:
@@ -71,9 +71,9 @@ def timed(product: Product, device: Any, rounds: Rounds | None = None) -> Verdic
 _one_at_a_time = threading.Lock()
 
 
-def _apart(work: Callable[[], Verdict]) -> Verdict:
+def _apart(work: Callable[[], ProductTimes]) -> ProductTimes:
     """The result of work in a thread of its own, one at a time in this process."""
-    found: list[Verdict] = []
+    found: list[ProductTimes] = []
     failed: list[Exception] = []
 
     def run() -> None:
@@ -92,7 +92,7 @@ def _apart(work: Callable[[], Verdict]) -> Verdict:
     return found[0]
 
 
-def _timed(product: Product, device: Any, rounds: Rounds) -> Verdict:
+def _timed(product: Product, device: Any, rounds: Rounds) -> ProductTimes:
     # what is set for the whole process counts in this thread too
     with jax.default_device(device), jax.disable_jit(False), jax.debug_nans(False):
         operands = [jax.device_put(x, device) for x in _operands(product)]
@@ -100,7 +100,7 @@ def _timed(product: Product, device: Any, rounds: Rounds) -> Verdict:
         plan = make_plan(wide, Custom({OpKind.COMPUTE: product.low}))
         low = Rewriter(lambda *_: plan, lambda _: None, contextlib.nullcontext).jaxpr(wide, plan)
         in_loop = [
-            x.astype(product.low.dtype) if origin is Origin.HELD else x
+            x.astype(product.low.dtype) if origin is OperandOrigin.LOOP_INVARIANT else x
             for x, origin in zip(operands, product.origins, strict=False)
         ]
         runs = {
@@ -114,7 +114,7 @@ def _timed(product: Product, device: Any, rounds: Rounds) -> Verdict:
     least = {name: min(timing.seconds) for name, timing in found.items()}
     # a call takes as long as ten small products, and a loop has none of it
     took_wide, took_low = (max(least[name] - least["call"], 1e-9) for name in ("wide", "low"))
-    return Verdict(took_wide, took_low, "measured")
+    return ProductTimes(took_wide, took_low, "measured")
 
 
 def _surrounded(product: Product) -> Callable[..., Any]:
@@ -122,7 +122,7 @@ def _surrounded(product: Product) -> Callable[..., Any]:
 
     def program(*operands: Any) -> Any:
         made = [
-            x * 1.25 + 0.5 if origin is Origin.MADE else x
+            x * 1.25 + 0.5 if origin is OperandOrigin.FUSED else x
             for x, origin in zip(operands, product.origins, strict=False)
         ]
         out = product.eqn.primitive.bind(*made, *operands[2:], **product.settings)

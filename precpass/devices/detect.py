@@ -10,10 +10,10 @@ import jax.core
 from precpass.devices.cpu_info import cpu_info
 from precpass.devices.devices import Device, device_named
 
-__all__ = ["device_for", "kind_of", "placed"]
+__all__ = ["device_for", "device_of_call", "kind_of"]
 
 
-def placed(args: Any = ()) -> Any:
+def device_of_call(args: Any = ()) -> Any:
     """The JAX device on which a call at some arguments runs, the first of several.
 
     It is that of the first argument that is committed to one; else that of
@@ -38,12 +38,12 @@ def device_for(args: Any = (), device: Any = None) -> Device:
     """The facts of the device that a program is planned for.
 
     Args:
-        args: of the call (`placed`).
+        args: of the call (`device_of_call`).
         device: one of JAX's, or facts, which then count. No backend is started for facts.
     """
     if isinstance(device, Device):
         return device
-    device = placed(args) if device is None else device
+    device = device_of_call(args) if device is None else device
     return device_named(device.platform, kind_of(device))
 
 

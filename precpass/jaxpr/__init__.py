@@ -39,7 +39,12 @@ from precpass.jaxpr.bodies import (
     why_opaque,
     with_bodies,
 )
-from precpass.jaxpr.border_copies import crossing, takes_twins, twin_aval, with_twins_in_order
+from precpass.jaxpr.border_copies import (
+    border_copy_aval,
+    crossing,
+    takes_border_copies,
+    with_border_copies_in_order,
+)
 from precpass.jaxpr.building import (
     Builder,
     Templates,
@@ -68,14 +73,14 @@ from precpass.jaxpr.primitives.masking import guarded, masked, selected
 from precpass.jaxpr.primitives.rounded import (
     WIDENS_STACKS,
     bits,
-    hands_on,
     in_place_of,
+    is_identity_of_first_operand,
     is_rounded,
     recalled,
     wide_operand,
 )
 from precpass.jaxpr.primitives.undifferentiated import undifferentiated
-from precpass.jaxpr.printing import Printer, told_by
+from precpass.jaxpr.printing import Printer, fingerprint
 from precpass.jaxpr.reading import (
     Source,
     applies_function,
@@ -150,6 +155,7 @@ __all__ = [
     "bind_shard_map",
     "bits",
     "bodies",
+    "border_copy_aval",
     "carry",
     "cast_formats",
     "casts",
@@ -164,9 +170,9 @@ __all__ = [
     "exchanged",
     "exchanged_order",
     "exponent",
+    "fingerprint",
     "float64",
     "guarded",
-    "hands_on",
     "has_algorithm",
     "has_complex",
     "has_rules",
@@ -180,6 +186,7 @@ __all__ = [
     "is_detach",
     "is_differentiated",
     "is_float64",
+    "is_identity_of_first_operand",
     "is_literal",
     "is_plain_cast",
     "is_reduced",
@@ -219,12 +226,10 @@ __all__ = [
     "source_of",
     "summed_and_batch",
     "summed_up",
-    "takes_twins",
-    "told_by",
+    "takes_border_copies",
     "trace",
     "trace_call",
     "transposes",
-    "twin_aval",
     "undifferentiated",
     "user_order",
     "watched",
@@ -232,10 +237,10 @@ __all__ = [
     "wide_operand",
     "widening",
     "with_bodies",
+    "with_border_copies_in_order",
     "with_dtype",
     "with_operand",
     "with_results_in",
     "with_rewritten_rules",
-    "with_twins_in_order",
     "without_consts",
 ]

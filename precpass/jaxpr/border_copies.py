@@ -22,18 +22,18 @@ from precpass.jaxpr.shardings import without_reduced
 
 __all__ = [
     "Crossing",
+    "border_copy_aval",
     "crossing",
     "named",
     "scan_counts",
-    "takes_twins",
-    "twin_aval",
-    "with_twins_in_order",
+    "takes_border_copies",
+    "with_border_copies_in_order",
 ]
 
 _CROSSED = frozenset(("jit", "remat2", "closed_call", "eval_jaxpr", "scan", "while", "cond"))
 
 
-def takes_twins(eqn: Any) -> bool:
+def takes_border_copies(eqn: Any) -> bool:
     """Whether an equation's bodies can be given more operands and results.
 
     Not those of what calls by a rule that somebody wrote for the operands that are there, and
@@ -49,7 +49,7 @@ def _is_laid_out(eqn: Any) -> bool:
     return any(layout is not None for layout in layouts)
 
 
-def twin_aval(aval: Any) -> Any:
+def border_copy_aval(aval: Any) -> Any:
     """The aval of a value's 16 bits."""
     return without_reduced(aval).update(dtype=np.dtype(np.uint16), weak_type=False)
 
@@ -125,18 +125,18 @@ def _groups(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (n_in,), (n_out,)
 
 
-def _counts(groups: Sequence[int], twins: Sequence[int]) -> tuple[int, ...]:
+def _counts(groups: Sequence[int], border_copies: Sequence[int]) -> tuple[int, ...]:
     ends = np.cumsum(groups)
-    more = np.bincount(np.searchsorted(ends, twins, side="right"), minlength=len(groups))
+    more = np.bincount(np.searchsorted(ends, border_copies, side="right"), minlength=len(groups))
     return tuple(int(n) for n in np.asarray(groups) + more)
 
 
-def _order(groups: Sequence[int], twins: Sequence[int]) -> list[int]:
+def _order(groups: Sequence[int], border_copies: Sequence[int]) -> list[int]:
     """Each group, and behind it the twins of what stands in it."""
     total, order, start = sum(groups), list[int](), 0
     for size in groups:
         order += range(start, start + size)
-        order += (total + k for k, at in enumerate(twins) if start <= at < start + size)
+        order += (total + k for k, at in enumerate(border_copies) if start <= at < start + size)
         start += size
     return order
 
@@ -168,7 +168,7 @@ def _scan_trees(consts: int, carry: int, xs: int, ys: int) -> tuple[Any, Any]:
     return eqn.params["ft_in"], eqn.params["ft_out"]
 
 
-def with_twins_in_order(
+def with_border_copies_in_order(
     eqn: Any, body: Body, jaxpr: Any, operands: Sequence[int], results: Sequence[int]
 ) -> Any:
     """The jaxpr of a body, whose twins stand behind all its operands and results, as `eqn` has it.

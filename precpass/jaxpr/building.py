@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend import source_info_util
 
 from precpass.jaxpr.binding import DTYPE_PARAMS, bind, convert, trace
-from precpass.jaxpr.border_copies import Crossing, named, twin_aval
+from precpass.jaxpr.border_copies import Crossing, border_copy_aval, named
 from precpass.jaxpr.dots import reordered, transpose_p
 from precpass.jaxpr.primitives.carrier import Form, carrier_p, detach_p
 from precpass.jaxpr.primitives.float64 import in_x64
@@ -172,7 +172,7 @@ class Builder:
         """The 16 bits of a low value."""
         if is_reduced(atom.aval):
             return self.call(lambda x: [bits(x)], [atom], "bits")[0]
-        return self._bitcast(atom, twin_aval(atom.aval))
+        return self._bitcast(atom, border_copy_aval(atom.aval))
 
     def from_bits(self, atom: Any, dtype: Any, like: Any) -> Any:
         """The low value of 16 bits, from which no derivative is taken.

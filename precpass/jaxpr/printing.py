@@ -17,7 +17,7 @@ from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def told_by(jaxpr: Any) -> tuple[str, tuple[Any, ...]]:
+def fingerprint(jaxpr: Any) -> tuple[str, tuple[Any, ...]]:
     """What two traces of one function have in common where they are one program.
 
     The values of a jaxpr's own `constvars` are no part of it; those of jaxprs inside are. The rules

@@ -154,8 +154,8 @@ def _crossed(fn: Callable[..., Any], crossing: Crossing) -> Callable[..., Any]:
         args, kwargs = crossing.declared.map(
             lambda x, _: unwrapped(x), args, kwargs, static=_unwrapped_static
         )
-        out, hands_through = results(borrowed.__wrapped__(*args, **kwargs), crossing.name)
-        if hands_through:
+        out, passes_through = results(borrowed.__wrapped__(*args, **kwargs), crossing.name)
+        if passes_through:
             crossing.direct = False
         return out
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from precpass import jaxpr as ir
-from precpass.autotune.profitability import worth_of
+from precpass.autotune.profitability import profit_model_of
 from precpass.jit.arguments import copied
 from precpass.jit.errors import user_stacklevel
 from precpass.jit.region import Region, tracing
@@ -52,8 +52,13 @@ class Traced:
     def plan(self, policy: PrecisionPolicy) -> Plan:
         """The plan under a policy, without a word."""
         operands = self.call.operands
-        closed_over, worth = operands[: self.call.closed_over], worth_of(policy, operands)
-        return make_plan(self.call.jaxpr, policy, self.scope, closed_over, worth=worth)
+        closed_over, profit_model = (
+            operands[: self.call.closed_over],
+            profit_model_of(policy, operands),
+        )
+        return make_plan(
+            self.call.jaxpr, policy, self.scope, closed_over, profit_model=profit_model
+        )
 
     def rewritten(self, plan: Plan, policy: PrecisionPolicy) -> Any:
         """The jaxpr under a plan, itself where nothing changes."""
@@ -73,11 +78,11 @@ def rewritten(
     said = set(plan.notes)
     # a saved plan has no equations of custom rules, which are traced when they are differentiated
     unlocked = policy.with_lock(None) if policy.lock else policy
-    worth = worth_of(unlocked)
+    profit_model = profit_model_of(unlocked)
 
     def plan_rule(rule: Any, scope: str, border: Border) -> Plan:
-        its_plan = make_plan(rule, unlocked, scope, border=border, worth=worth)
-        for text in (*its_plan.notes, *(worth.complaints() if worth else ())):
+        its_plan = make_plan(rule, unlocked, scope, border=border, profit_model=profit_model)
+        for text in (*its_plan.notes, *(profit_model.new_warnings() if profit_model else ())):
             if text not in said:
                 said.add(text)
                 warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
@@ -108,9 +113,14 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
         PrecisionWarning: of what the user should know.
     """
     check_jax()
-    worth = worth_of(policy, call.operands)
-    plan = make_plan(call.jaxpr, policy, scope, call.operands[: call.closed_over], worth=worth)
-    texts = [*_complaints(plan, policy, name), *(worth.complaints() if worth else ())]
+    profit_model = profit_model_of(policy, call.operands)
+    plan = make_plan(
+        call.jaxpr, policy, scope, call.operands[: call.closed_over], profit_model=profit_model
+    )
+    texts = [
+        *_warning_texts(plan, policy, name),
+        *(profit_model.new_warnings() if profit_model else ()),
+    ]
     if not policy.widens and not any(ir.precision_of(a) for a in ir.all_avals(call.jaxpr)):
         dtypes = sorted({str(a.dtype) for a in ir.in_avals(call.jaxpr) if hasattr(a, "dtype")})
         given = f"its arguments are {', '.join(dtypes)}" if dtypes else "it has no arguments"
@@ -123,7 +133,7 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
     return plan
 
 
-def _complaints(plan: Plan, policy: PrecisionPolicy, name: str) -> Iterator[str]:
+def _warning_texts(plan: Plan, policy: PrecisionPolicy, name: str) -> Iterator[str]:
     yield from plan.notes
     for rule in plan.unmatched:
         yield f"{rule!r} matched no equation of {name}"

@@ -120,7 +120,9 @@ class _Tally:
                 for inner in ir.hidden_jaxprs(eqn):
                     self.add(inner, calls)
             # what hands a value on makes none
-            elif not (row in graph.children or ir.hands_on(eqn) or dropped[row]):
+            elif not (
+                row in graph.children or ir.is_identity_of_first_operand(eqn) or dropped[row]
+            ):
                 self._leaf(eqn, float(graph.flops[row]), calls)
 
     def _leaf(self, eqn: Any, flops: float, calls: float) -> None:

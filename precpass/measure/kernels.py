@@ -152,7 +152,7 @@ class Stretch:
             reads: its operands.
         """
         name = eqn.primitive.name
-        if ir.hands_on(eqn) or ir.keeps_bits(eqn) or op(name).is_view:
+        if ir.is_identity_of_first_operand(eqn) or ir.keeps_bits(eqn) or op(name).is_view:
             # the other operands are there for derivatives, or say where
             return reads[: len(eqn.outvars)]
         sizes = [nbytes(v.aval) for v in eqn.outvars]

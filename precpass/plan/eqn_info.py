@@ -1,4 +1,4 @@
-"""`Site`: what a plan says of an equation's place, so that it can be read without its jaxpr."""
+"""`EqnInfo`: what a plan says of an equation's place, so that it can be read without its jaxpr."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from precpass.jaxpr import Source
 from precpass.policy.precision import Precision
 
-__all__ = ["Body", "Cast", "Crossed", "Origin", "Site", "Value"]
+__all__ = ["Body", "Cast", "Crossed", "EqnInfo", "PlanSource", "Value"]
 
 
 class Value(NamedTuple):
@@ -77,7 +77,7 @@ class Body(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
+class EqnInfo:
     """An equation's place in the program, and what was added there.
 
     Attributes:
@@ -115,7 +115,7 @@ class Site:
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
+class PlanSource:
     """What a plan was made of.
 
     Attributes:

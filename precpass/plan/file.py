@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from precpass.plan.eqn_info import Site
+from precpass.plan.eqn_info import EqnInfo
 from precpass.plan.plan import Decision, Plan
 from precpass.policy.policy import PrecisionPolicy, parse_profitability
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import Rule
-from precpass.policy.saved import Lock, Names
+from precpass.policy.saved import Names, SavedPrecisions
 from precpass.policy.scopes import join_scopes
 from precpass.units import are, counted
 
@@ -54,8 +54,8 @@ def written(plan: Plan) -> str:
         )
     entries: dict[str, list[str]] = {}
     names = Names()
-    for site, decision, scope, function in equations(plan, origin.scope):
-        key, _ = names.add(scope, function, site.primitive)
+    for info, decision, scope, function in equations(plan, origin.scope):
+        key, _ = names.add(scope, function, info.primitive)
         compute = locked_precision(decision)
         entries.setdefault(key, []).append(str(compute) if compute else "-")
     whole = {
@@ -101,7 +101,7 @@ def read(text: str, where: str) -> PrecisionPolicy:
         policy = policy_from(whole["policy"])
         left_out = tuple(map(str, whole["policy"]["rules_left_out"]))
         costs = str(whole.get("costs", ""))
-        return policy.with_lock(Lock(str(whole["function"]), entries, left_out, costs))
+        return policy.with_lock(SavedPrecisions(str(whole["function"]), entries, left_out, costs))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{where} is damaged: {error}; save the plan anew") from error
 
@@ -110,14 +110,14 @@ class Named(NamedTuple):
     """An equation as a plan's file names it.
 
     Attributes:
-        site: where it stands.
+        info: where it stands.
         decision: what happens to it.
         scope: its whole name stack.
         function: the user's function that it is made in; that of the caller, in this
             scope, where JAX recorded none.
     """
 
-    site: Site
+    info: EqnInfo
     decision: Decision
     scope: str
     function: str
@@ -138,18 +138,18 @@ def equations(plan: Plan, scope: str) -> Iterator[Named]:
         if (plan.body, scope) in met:
             return
         met[plan.body, scope] = plan, caller
-        for site, decision in zip(plan.sites, plan.decisions, strict=True):
+        for info, decision in zip(plan.eqn_infos, plan.decisions, strict=True):
             for inner in decision.inner:
-                function = site.source.function if site.has_line else caller
-                meet(inner, join_scopes(scope, site.scope), function)
+                function = info.source.function if info.has_line else caller
+                meet(inner, join_scopes(scope, info.scope), function)
 
     meet(plan, scope, "")
     for (_, around), (body, caller) in met.items():
-        for site, decision in zip(body.sites, body.decisions, strict=True):
-            values = (*site.operands, *site.results)
+        for info, decision in zip(body.eqn_infos, body.decisions, strict=True):
+            values = (*info.operands, *info.results)
             if not decision.inner and any(value.dtype in _FLOATS for value in values):
-                function = site.source.function if site.has_line else caller
-                yield Named(site, decision, join_scopes(around, site.scope), function)
+                function = info.source.function if info.has_line else caller
+                yield Named(info, decision, join_scopes(around, info.scope), function)
 
 
 def _shortened(precisions: list[str]) -> str:
@@ -201,7 +201,7 @@ def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
     )
 
 
-def rules_left_out(saved: Lock) -> Iterator[str]:
+def rules_left_out(saved: SavedPrecisions) -> Iterator[str]:
     """That rules are missing in the file, in words; nothing where none is."""
     if saved.left_out:
         yield (
@@ -211,7 +211,9 @@ def rules_left_out(saved: Lock) -> Iterator[str]:
         )
 
 
-def differences(saved_plan: Lock, found: Counter[str], name: str, policy: str) -> Iterator[str]:
+def differences(
+    saved_plan: SavedPrecisions, found: Counter[str], name: str, policy: str
+) -> Iterator[str]:
     """What a program and the saved plan do not share, in words.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from precpass.plan.eqn_info import Origin, Site
+from precpass.plan.eqn_info import EqnInfo, PlanSource
 from precpass.plan.reasons import DecidedBy, Reason
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
@@ -19,13 +19,22 @@ from precpass.policy.primitives import OpKind
 from precpass.policy.rules import Rule
 from precpass.units import counted
 
-__all__ = ["Action", "Border", "Decision", "Plan", "ProductForm", "Twin", "Twins", "across"]
+__all__ = [
+    "Action",
+    "Border",
+    "BorderCopies",
+    "BorderCopy",
+    "Decision",
+    "Plan",
+    "ProductForm",
+    "across",
+]
 
 Border = tuple[tuple[Precision, Precision], ...]
 """The formats in which values cross a jaxpr's border, where they are not their own."""
 
 
-class Twin(NamedTuple):
+class BorderCopy(NamedTuple):
     """A value that crosses a body's border in a low format, beside its own.
 
     Attributes:
@@ -39,7 +48,7 @@ class Twin(NamedTuple):
     rounds: bool
 
 
-class Twins(NamedTuple):
+class BorderCopies(NamedTuple):
     """What crosses a body's border a second time, in ascending positions.
 
     Attributes:
@@ -47,11 +56,11 @@ class Twins(NamedTuple):
         results: of what leaves it.
     """
 
-    operands: tuple[Twin, ...] = ()
-    results: tuple[Twin, ...] = ()
+    operands: tuple[BorderCopy, ...] = ()
+    results: tuple[BorderCopy, ...] = ()
 
 
-NO_TWINS = Twins()
+NO_BORDER_COPIES = BorderCopies()
 
 
 def across(border: Border, native: Precision | None) -> Precision | None:
@@ -120,7 +129,7 @@ class Decision:
         inner: the plans of its bodies.
         rules: how values cross the borders of its custom rules, which are planned and
             rewritten when they are traced; None where they stay as they are.
-        island: whether it belongs to a float64 region, whose equations run
+        in_float64_span: whether it belongs to a float64 region, whose equations run
             together where x64 is off.
         product: the form of a product that has another one than it was written in.
     """
@@ -132,13 +141,13 @@ class Decision:
     reason: Reason
     inner: tuple[Plan, ...] = ()
     rules: Border | None = None
-    island: bool = False
+    in_float64_span: bool = False
     product: ProductForm = AS_WRITTEN
 
     @functools.cached_property
     def _hash(self) -> int:
         own = self.action, self.compute, self.stored, self.reason, self.inner
-        return hash((*own, self.island, self.product))
+        return hash((*own, self.in_float64_span, self.product))
 
     def __hash__(self) -> int:
         return self._hash
@@ -196,10 +205,10 @@ class Plan:
         decisions: one per equation.
         border: the formats in which values cross the jaxpr's border, where these are
             not their own: float32 under AlwaysF32, float64 in a float64 region.
-        twins: the values that cross it in a low format too.
+        border_copies: the values that cross it in a low format too.
         notes: of the root alone: what the user should know.
         unmatched: of the root alone: the rules that matched no equation.
-        sites: where each equation stands, in a plan that `inspect` made. This and what
+        eqn_infos: where each equation stands, in a plan that `inspect` made. This and what
             follows is no part of what makes two plans equal.
         body: a number that the plans of one jaxpr share.
         origin: of the root alone: what the plan was made of.
@@ -209,18 +218,18 @@ class Plan:
 
     decisions: tuple[Decision, ...]
     border: Border = ()
-    twins: Twins = NO_TWINS
+    border_copies: BorderCopies = NO_BORDER_COPIES
     notes: tuple[str, ...] = ()
     unmatched: tuple[Rule, ...] = ()
-    sites: tuple[Site, ...] = ()
+    eqn_infos: tuple[EqnInfo, ...] = ()
     body: int = 0
-    origin: Origin | None = None
+    origin: PlanSource | None = None
     costs: str = ""
 
     @functools.cached_property
     def changes(self) -> bool:
         """Whether anything differs from the original."""
-        crosses = self.border or any(self.twins)
+        crosses = self.border or any(self.border_copies)
         return bool(crosses) or any(d.changes for d in self.decisions)
 
     @functools.cached_property
@@ -229,9 +238,9 @@ class Plan:
         return any(d.action is Action.LOWER for d in self.walk())
 
     @functools.cached_property
-    def has_islands(self) -> bool:
+    def has_float64_spans(self) -> bool:
         """Whether equations of this jaxpr, bodies apart, belong to a float64 region."""
-        return any(d.island for d in self.decisions)
+        return any(d.in_float64_span for d in self.decisions)
 
     @functools.cached_property
     def rewrites_rules(self) -> bool:
@@ -240,7 +249,7 @@ class Plan:
 
     @functools.cached_property
     def _key(self) -> tuple[object, ...]:
-        return (self.decisions, self.border, self.twins, self.notes, self.unmatched)
+        return (self.decisions, self.border, self.border_copies, self.notes, self.unmatched)
 
     @functools.cached_property
     def _hash(self) -> int:

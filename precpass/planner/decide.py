@@ -80,7 +80,11 @@ def _widen(query: Query, target: Precision, reason: Reason) -> Decision:
 
 def _in_float64_region(decision: Decision, query: Query) -> Decision:
     """The decision for an equation of a float64 region, evaluated with the others there."""
-    return decision if query.traits.has_effects else dataclasses.replace(decision, island=True)
+    return (
+        decision
+        if query.traits.has_effects
+        else dataclasses.replace(decision, in_float64_span=True)
+    )
 
 
 def _boundary(query: Query) -> Decision:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from precpass.analysis.ranges import Fact
+from precpass.analysis.ranges import ValueRange
 from precpass.plan import reasons
 from precpass.plan.reasons import Reason
 from precpass.planner.query import Query
@@ -102,23 +102,26 @@ def exceeds_range(query: Query, target: Precision) -> Reason | None:
             continue
         if query.row.kind is OpKind.COMPUTE:
             # in a sum of products only an operand that vanishes as a whole matters
-            known = known._replace(tiny=known.magnitude)
+            known = known._replace(likely_min_nonzero=known.overall_magnitude)
         what = "an operand" if at < query.operands else "its result"
         if reason := why_out_of_range(known, target, what):
             return reason
     return None
 
 
-def why_out_of_range(fact: Fact, target: Precision, what: str = "it") -> Reason | None:
+def why_out_of_range(fact: ValueRange, target: Precision, what: str = "it") -> Reason | None:
     """Why a value with this fact must not be held in `target`, or None; `what` names it."""
     bound = max(abs(fact.lo), abs(fact.hi))
     # an infinity is as good in the low format; what it must not do is make new ones
-    largest = bound if math.isfinite(bound) else fact.reaches
+    largest = bound if math.isfinite(bound) else fact.likely_max
     if largest > target.max:
         return reasons.REACHES(what, f"{largest:.3g}", target, f"{target.max:.3g}")
-    if 0.0 < fact.tiny < target.smallest_normal:
-        tiny, smallest = f"{fact.tiny:.3g}", f"{target.smallest_normal:.3g}"
-        return reasons.VANISHES(what, tiny, target, smallest)
+    if 0.0 < fact.likely_min_nonzero < target.smallest_normal:
+        likely_min_nonzero, smallest = (
+            f"{fact.likely_min_nonzero:.3g}",
+            f"{target.smallest_normal:.3g}",
+        )
+        return reasons.VANISHES(what, likely_min_nonzero, target, smallest)
     if fact.integer and bound > target.exact_integers:
         return reasons.INTEGERS(what, f"{bound:.3g}", target, target.exact_integers)
     return None

@@ -13,21 +13,21 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis.accumulation import Feeds, all_feeds
+from precpass.analysis.accumulation import LoopFeedback, all_feedback
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.equations import has_low, unentered
 from precpass.analysis.graph import Graph
-from precpass.analysis.propagate import Facts
+from precpass.analysis.propagate import ValueRanges
 from precpass.plan import reasons
 from precpass.plan.decisions import border_of, crossing_formats, formats_of, keep
 from precpass.plan.plan import Action, Border, Decision, Plan, ProductForm, across
 from precpass.plan.reasons import DecidedBy
 from precpass.planner.decide import decide
-from precpass.planner.profit import Weighed, Worth
+from precpass.planner.profit import ProductPricing, ProfitModel
 from precpass.planner.query import Queries, Query
-from precpass.planner.requests import Asked
-from precpass.planner.storage.assignment import placed
-from precpass.planner.transposes import with_swaps
+from precpass.planner.requests import PolicyRequests
+from precpass.planner.storage.assignment import assign_storage
+from precpass.planner.transposes import eliminate_transposes
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
@@ -42,7 +42,7 @@ def make_plan(
     scope: str = "",
     closed_over: Sequence[Any] = (),
     border: Border = (),
-    worth: Worth | None = None,
+    profit_model: ProfitModel | None = None,
 ) -> Plan:
     """The plan for a jaxpr under a policy.
 
@@ -52,10 +52,10 @@ def make_plan(
         scope: the name scopes around it.
         closed_over: the values of its first operands, as far as it closes over them.
         border: the formats in which values cross its border, for a custom rule.
-        worth: tells which products pay; without it all of them do.
+        profit_model: tells which products pay; without it all of them do.
     """
     graph = Graph.build(jaxpr, lambda inner: distinguish(policy, join_scopes(scope, inner)))
-    return Planner(Analysis(graph, closed_over), policy, scope, worth).root(border)
+    return Planner(Analysis(graph, closed_over), policy, scope, profit_model).root(border)
 
 
 def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:
@@ -72,11 +72,15 @@ class Planner:
         analysis: of the program.
         policy: what to aim for.
         scope: the name scopes around the program.
-        worth: tells which products pay; without it all of them do.
+        profit_model: tells which products pay; without it all of them do.
     """
 
     def __init__(
-        self, analysis: Analysis, policy: PrecisionPolicy, scope: str, worth: Worth | None = None
+        self,
+        analysis: Analysis,
+        policy: PrecisionPolicy,
+        scope: str,
+        profit_model: ProfitModel | None = None,
     ) -> None:
         self.analysis = analysis
         self.graph = analysis.graph
@@ -86,11 +90,11 @@ class Planner:
         self.lowered: dict[Any, ir.Contents] = {}
         self.shared: dict[Any, Plan] = {}
         self.memo: dict[Any, Plan] = {}
-        self.asked = Asked(self.graph, scope, policy)
+        self.requests = PolicyRequests(self.graph, scope, policy)
         # without an order beyond products, no equation that adds is lowered
         orders_more = bool(policy.orders - {OpKind.COMPUTE})
-        self._may_lower_sums = orders_more or self.asked.tells_equations_apart
-        self._weighed = Weighed(self.graph, analysis.readers, worth)
+        self._may_lower_sums = orders_more or self.requests.tells_equations_apart
+        self._weighed = ProductPricing(self.graph, analysis.uses, profit_model)
         # where elementwise work follows an order, storage does too
         compute = policy.precision_for(OpKind.COMPUTE)
         self._cuts = compute.is_low and OpKind.ELEMENTWISE not in policy.orders
@@ -101,12 +105,14 @@ class Planner:
         plan = self.plan(self.analysis.facts, (), decides=False, border=border)
         if self._cuts and plan.lowers:
             low = self.policy.precision_for(OpKind.COMPUTE)
-            plan = placed(plan, self.analysis, self.asked, self._weighed, low)
-        notes = dict.fromkeys((*self.notes, *self.asked.complaints()))
-        unmatched, costs = self.asked.unmatched(), self._weighed.costs(self.policy.lock)
+            plan = assign_storage(plan, self.analysis, self.requests, self._weighed, low)
+        notes = dict.fromkeys((*self.notes, *self.requests.saved_plan_warnings()))
+        unmatched, costs = self.requests.unmatched(), self._weighed.costs(self.policy.lock)
         return dataclasses.replace(plan, notes=tuple(notes), unmatched=unmatched, costs=costs)
 
-    def plan(self, facts: Facts, carried: Feeds, decides: bool, border: Border) -> Plan:
+    def plan(
+        self, facts: ValueRanges, carried: LoopFeedback, decides: bool, border: Border
+    ) -> Plan:
         """The plan of one body at one class of call sites.
 
         Args:
@@ -120,20 +126,22 @@ class Planner:
             node, analysis = self.graph.bodies[facts.body], self.analysis
             decisions = self._decisions(facts, carried, decides)
             if not self.policy.widens:
-                readers = functools.partial(analysis.readers.of, facts.body)
-                decisions = with_swaps(node.jaxpr, decisions, readers)
+                readers = functools.partial(analysis.uses.of, facts.body)
+                decisions = eliminate_transposes(node.jaxpr, decisions, readers)
             plan = Plan(tuple(decisions), border_of(node.jaxpr, border))
             # equal plans of one jaxpr are one object, so that it is rewritten and lowered once
             self.memo[key] = self.shared.setdefault((facts.body, plan), plan)
         return self.memo[key]
 
-    def _decisions(self, facts: Facts, carried: Feeds, decides: bool) -> list[Decision]:
+    def _decisions(
+        self, facts: ValueRanges, carried: LoopFeedback, decides: bool
+    ) -> list[Decision]:
         node, children = self.graph.bodies[facts.body], self.graph.children
         adds = self.analysis.additive.accumulating(node.jaxpr, carried)
         stored: dict[Any, Precision | None] = {}
         found: list[Decision] = []
         queries = Queries(
-            facts, self.analysis.readers, self.asked, self.scope, decides_loop=decides
+            facts, self.analysis.uses, self.requests, self.scope, decides_loop=decides
         )
         for at, eqn in enumerate(self.graph.eqns[node.start : node.stop]):
             row, is_added = node.start + at, at in adds
@@ -153,21 +161,21 @@ class Planner:
 
     # ------------------------------------------------------------ equations with bodies
 
-    def _entered(self, row: int, facts: Facts, decides: bool, adds: bool) -> Decision:
-        eqn, scope = self.graph.eqns[row], self.asked.scope(row)
+    def _entered(self, row: int, facts: ValueRanges, decides: bool, adds: bool) -> Decision:
+        eqn, scope = self.graph.eqns[row], self.requests.scope(row)
         # with x64 off a body in float64 is evaluated as a whole, which no effect survives
         survives = ir.in_x64() or not ir.effects_of(eqn)
-        wide = self.asked.in_float64(row, scope) and survives
+        wide = self.requests.in_float64(row, scope) and survives
         is_kept = is_fixed(scope) or ir.keeps_border(eqn)
         border = () if is_kept else crossing_formats(self.policy, wide)
         inner: list[Plan] = []
         for (body, _), inside in zip(self.graph.children[row], facts.inner[row], strict=True):
-            feeds: Feeds = ()
+            feedback: LoopFeedback = ()
             if adds:
-                feeds = all_feeds(len(body.operands), len(body.results))
+                feedback = all_feedback(len(body.operands), len(body.results))
             elif body.carry and self._may_lower_sums:
-                feeds = self.analysis.additive.cyclic(body)
-            inner.append(self.plan(inside, feeds, decides or body.decides, border))
+                feedback = self.analysis.additive.cyclic(body)
+            inner.append(self.plan(inside, feedback, decides or body.decides, border))
         rules = border if ir.has_rules(eqn) and self._plans_rules(eqn, scope) else None
         natives = formats_of(eqn.outvars)
         stored = tuple(None if (p := across(border, n)) is n else p for n in natives)

@@ -1,6 +1,6 @@
 """Whether a product pays: its time in float32 and in a low format, and who tells it.
 
-The planner asks one object, a `Worth`. What it says is known before the plan is made, from
+The planner asks one object, a `ProfitModel`. What it says is known before the plan is made, from
 the table of devices or from a measurement ahead of time, so that planning stays a function of
 the program.
 """
@@ -17,18 +17,18 @@ import numpy as np
 from precpass import jaxpr as ir
 from precpass.analysis.equations import contracts
 from precpass.analysis.graph import Graph
-from precpass.analysis.operand_origin import Origin, Origins
+from precpass.analysis.operand_origin import OperandOrigin, OperandOrigins
 from precpass.analysis.sizes import NOMINAL_SIZE, flops, nbytes
-from precpass.analysis.uses import Readers
+from precpass.analysis.uses import Uses
 from precpass.devices.devices import Device, cast_seconds, product_seconds
 from precpass.plan import reasons
 from precpass.planner.storage.energy import Candidate
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
-from precpass.policy.saved import Lock
+from precpass.policy.saved import SavedPrecisions
 from precpass.units import duration
 
-__all__ = ["Assumed", "Product", "Verdict", "Weighed", "Worth", "sentence"]
+__all__ = ["Assumed", "Product", "ProductPricing", "ProductTimes", "ProfitModel", "sentence"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Product:
 
     eqn: Any
     low: Precision
-    origins: tuple[Origin, Origin]
+    origins: tuple[OperandOrigin, OperandOrigin]
     behind: tuple[int, ...] = ()
 
     @functools.cached_property
@@ -85,7 +85,7 @@ def _shown(value: Any) -> str:
         return repr(value)
 
 
-class Verdict(NamedTuple):
+class ProductTimes(NamedTuple):
     """The times of a product.
 
     Attributes:
@@ -104,7 +104,7 @@ class Verdict(NamedTuple):
         return self.low / self.wide
 
 
-class Worth(Protocol):
+class ProfitModel(Protocol):
     """What tells whether products pay."""
 
     @property
@@ -121,15 +121,15 @@ class Worth(Protocol):
         """By how many seconds a product must be faster low to pay, by those that it takes wide."""
         ...
 
-    def verdict(self, product: Product) -> Verdict:
+    def product_times(self, product: Product) -> ProductTimes:
         """The times of a product by itself, its casts included."""
         ...
 
-    def sentence(self, product: Product, verdict: Verdict) -> reasons.Reason:
+    def sentence(self, product: Product, product_times: ProductTimes) -> reasons.Reason:
         """That a product does not pay."""
         ...
 
-    def complaints(self) -> Sequence[str]:
+    def new_warnings(self) -> Sequence[str]:
         """What the user should know since the last time this was asked."""
         ...
 
@@ -155,19 +155,19 @@ class Assumed:
         """None: a table has no noise."""
         return 0.0
 
-    def sentence(self, product: Product, verdict: Verdict) -> reasons.Reason:
+    def sentence(self, product: Product, product_times: ProductTimes) -> reasons.Reason:
         """That it does not pay by the table."""
-        return sentence(product, verdict, f"on {self.device}")
+        return sentence(product, product_times, f"on {self.device}")
 
-    def complaints(self) -> Sequence[str]:
+    def new_warnings(self) -> Sequence[str]:
         """Nothing: a table has no accidents."""
         return ()
 
-    def verdict(self, product: Product) -> Verdict:
+    def product_times(self, product: Product) -> ProductTimes:
         """The times of a product by the table."""
         return self.by_table(product)
 
-    def by_table(self, product: Product, by: str = "assumed") -> Verdict:
+    def by_table(self, product: Product, by: str = "assumed") -> ProductTimes:
         """The times of a product by the table: a cast of what is given is its low form's."""
         eqn, device = product.eqn, self.device
         work, out = flops(eqn), nbytes(eqn.outvars[0].aval)
@@ -175,89 +175,93 @@ class Assumed:
         wide = product_seconds(device, work, sum(operands) + out, Precision.F32)
         low = product_seconds(device, work, sum(operands) / 2 + out, product.low)
         low = float(low) + sum(casting(product, device))
-        return Verdict(float(wide), low, by)
+        return ProductTimes(float(wide), low, by)
 
 
-class Weighed:
-    """The products of a graph, each with what is around it, put to a `Worth`.
+class ProductPricing:
+    """The products of a graph, each with what is around it, put to a `ProfitModel`.
 
     Args:
         graph: that is planned.
-        readers: of its values.
-        worth: without one, everything pays.
+        uses: of its values.
+        profit_model: without one, everything pays.
     """
 
-    def __init__(self, graph: Graph, readers: Readers, worth: Worth | None) -> None:
-        self._origins = Origins(graph)
-        self._readers = readers
-        self._worth = worth
+    def __init__(self, graph: Graph, uses: Uses, profit_model: ProfitModel | None) -> None:
+        self._origins = OperandOrigins(graph)
+        self._uses = uses
+        self._profit_model = profit_model
 
     def is_recast(self, body: int, atom: Any) -> bool:
-        """As `Origins` has it."""
+        """As `OperandOrigins` has it."""
         return self._origins.is_recast(body, atom)
 
     @property
     def device(self) -> Device | None:
         """Whose figures count; None where everything pays."""
-        return self._worth.device if self._worth else None
+        return self._profit_model.device if self._profit_model else None
 
     def against(self, eqn: Any, body: int, low: Precision) -> reasons.Reason | None:
         """Why a float32 product does not pay by itself; None where it does, and for all else."""
-        found = self.asked(eqn, body, low)
-        if self._worth is None or found is None:
+        found = self.product(eqn, body, low)
+        if self._profit_model is None or found is None:
             return None
-        verdict = self._worth.verdict(found)
-        pays = verdict.low < verdict.wide - self._worth.least_gain(verdict.wide) or (
-            verdict.by != "measured" and verdict.low <= verdict.wide
-        )
-        return None if pays else self._worth.sentence(found, verdict)
+        product_times = self._profit_model.product_times(found)
+        pays = product_times.low < product_times.wide - self._profit_model.least_gain(
+            product_times.wide
+        ) or (product_times.by != "measured" and product_times.low <= product_times.wide)
+        return None if pays else self._profit_model.sentence(found, product_times)
 
     def candidate(self, eqn: Any, body: int, low: Precision) -> Candidate | None:
         """The times of such a product, its casts apart; None for all else."""
-        found = self.asked(eqn, body, low)
-        if self._worth is None or found is None:
+        found = self.product(eqn, body, low)
+        if self._profit_model is None or found is None:
             return None
-        verdict = self._worth.verdict(found)
-        casts = casting(found, self._worth.device)
-        if verdict.by == "measured":
+        product_times = self._profit_model.product_times(found)
+        casts = casting(found, self._profit_model.device)
+        if product_times.by == "measured":
             # with its casts, of which the table may have more than they took: a small one has
             # no launch of its own
-            casts = [max(seconds - self._worth.device.launch, 0.0) for seconds in casts]
-        part = min(1.0, verdict.low / 2 / sum(casts)) if sum(casts) else 0.0
+            casts = [max(seconds - self._profit_model.device.launch, 0.0) for seconds in casts]
+        part = min(1.0, product_times.low / 2 / sum(casts)) if sum(casts) else 0.0
         left, right = (part * seconds for seconds in casts)
-        wide = max(verdict.wide - self._worth.least_gain(verdict.wide), 0.0)
-        why = self._worth.sentence(found, verdict)
-        return Candidate(wide, verdict.low - left - right, (left, right), why)
+        wide = max(product_times.wide - self._profit_model.least_gain(product_times.wide), 0.0)
+        why = self._profit_model.sentence(found, product_times)
+        return Candidate(wide, product_times.low - left - right, (left, right), why)
 
-    def asked(self, eqn: Any, body: int, low: Precision) -> Product | None:
-        """A float32 product that sums over something, as it is put to a `Worth`."""
-        if self._worth is None or op(eqn.primitive.name).kind is not OpKind.COMPUTE:
+    def product(self, eqn: Any, body: int, low: Precision) -> Product | None:
+        """A float32 product that sums over something, as it is put to a `ProfitModel`."""
+        if self._profit_model is None or op(eqn.primitive.name).kind is not OpKind.COMPUTE:
             return None
         is_asked = ir.precision_of(eqn.invars[0].aval) is Precision.F32 and low.is_low
         if not (is_asked and contracts(eqn)):
             return None
         lhs, rhs = (self._origins.of(body, v) for v in eqn.invars[:2])
-        readers = self._readers.of(body).get(eqn.outvars[0], ())
+        readers = self._uses.of(body).get(eqn.outvars[0], ())
         alone = readers[0] if len(readers) == 1 else None
         behind = (alone is not None and ir.permutation(alone)) or ()
         return Product(eqn, low, (lhs, rhs), behind)
 
-    def costs(self, lock: Lock | None) -> str:
+    def costs(self, lock: SavedPrecisions | None) -> str:
         """Where the costs in a plan are from, a saved one among them; "" where none was asked."""
         saved = f"in the saved plan: {lock.costs}" if lock and lock.costs else ""
-        return "; ".join(filter(None, (self._worth.costs if self._worth else "", saved)))
+        return "; ".join(
+            filter(None, (self._profit_model.costs if self._profit_model else "", saved))
+        )
 
 
 def casting(product: Product, device: Device) -> tuple[float, float]:
     """The seconds of the casts of a product's operands; none where a fusion takes a cast in."""
     left, right = (
-        float(cast_seconds(device, nbytes(v.aval) / 4)) if origin is Origin.GIVEN else 0.0
+        float(cast_seconds(device, nbytes(v.aval) / 4))
+        if origin is OperandOrigin.IN_MEMORY
+        else 0.0
         for v, origin in zip(product.eqn.invars[:2], product.origins, strict=True)
     )
     return left, right
 
 
-def sentence(product: Product, verdict: Verdict, where: str) -> reasons.Reason:
+def sentence(product: Product, product_times: ProductTimes, where: str) -> reasons.Reason:
     """That a product does not pay."""
-    times = duration(verdict.low), product.low, duration(verdict.wide), Precision.F32
-    return reasons.DOES_NOT_PAY(where, *times, verdict.by)
+    times = duration(product_times.low), product.low, duration(product_times.wide), Precision.F32
+    return reasons.DOES_NOT_PAY(where, *times, product_times.by)

@@ -17,10 +17,10 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import contracts, spreads
-from precpass.analysis.propagate import Facts
-from precpass.analysis.ranges import Fact
-from precpass.analysis.uses import Readers
-from precpass.planner.requests import Asked, Request
+from precpass.analysis.propagate import ValueRanges
+from precpass.analysis.ranges import ValueRange
+from precpass.analysis.uses import Uses
+from precpass.planner.requests import PolicyRequests, Request
 from precpass.policy.precision import BY_DTYPE, Precision
 from precpass.policy.primitives import BOUNDARY, Op, OpKind, op
 from precpass.policy.scopes import is_fixed, join_scopes
@@ -111,7 +111,7 @@ class Query(NamedTuple):
     primitive: str
     operands: int
     dtypes: tuple[np.dtype[Any] | None, ...]
-    ranges: tuple[Fact | None, ...]
+    ranges: tuple[ValueRange | None, ...]
     stored: tuple[Precision | None, ...]
     accumulates: bool
     place: Place
@@ -149,21 +149,27 @@ class Queries:
 
     Args:
         facts: what is known of the body's values there.
-        readers: of the program's values.
-        asked: what the policy asks of single equations.
+        uses: of the program's values.
+        requests: what the policy asks of single equations.
         scope: the name scopes around the program.
         decides_loop: whether the body computes a loop's predicate.
     """
 
     def __init__(
-        self, facts: Facts, readers: Readers, asked: Asked, scope: str, *, decides_loop: bool
+        self,
+        facts: ValueRanges,
+        uses: Uses,
+        requests: PolicyRequests,
+        scope: str,
+        *,
+        decides_loop: bool,
     ) -> None:
         self._facts = facts
-        self._readers = readers
-        self._asked = asked
+        self._uses = uses
+        self._requests = requests
         self._scope = scope
         self._decides_loop = decides_loop
-        self._cast = readers.cast(facts.body)
+        self._cast = uses.cast(facts.body)
         self._scopes: dict[int, str] = {}
         self._places: dict[tuple[str, str], Place] = {}
 
@@ -194,13 +200,13 @@ class Queries:
     # ------------------------------------------------------------ where it stands
 
     def _place(self, row: int, eqn: Any, dtypes: tuple[Any, ...]) -> Place:
-        if self._asked.tells_equations_apart:
+        if self._requests.tells_equations_apart:
             return self._new_place(row, eqn, dtypes)
         # a name stack is one object for all that was bound below it
         stack, name = id(eqn.source_info.name_stack), eqn.primitive.name
         scope = self._scopes.get(stack)
         if scope is None:
-            scope = self._asked.graph.scope_in(self._facts.body, eqn)
+            scope = self._requests.graph.scope_in(self._facts.body, eqn)
             self._scopes[stack] = scope
         found = self._places.get((scope, name))
         if found is None:
@@ -213,17 +219,17 @@ class Queries:
         if is_fixed(scope):
             return place(None, True, False, *around)
         # a rule that only matches what no precision concerns is reported as one without a match
-        tells = self._asked.tells_equations_apart
+        tells = self._requests.tells_equations_apart
         if tells and not any(dtype in BY_DTYPE for dtype in dtypes):
             return place(None, False, False, *around)
         if table.kind is OpKind.BOUNDARY:
-            return place(None, False, self._asked.in_float64(row, scope), *around)
+            return place(None, False, self._requests.in_float64(row, scope), *around)
         if tells and ir.applies_function(eqn):
             return place(None, False, False, *around)
-        return place(self._asked.request(row, table, scope), False, False, *around)
+        return place(self._requests.request(row, table, scope), False, False, *around)
 
     def _scope_of(self, eqn: Any) -> str:
-        return join_scopes(self._scope, self._asked.graph.scope_in(self._facts.body, eqn))
+        return join_scopes(self._scope, self._requests.graph.scope_in(self._facts.body, eqn))
 
     # ------------------------------------------------------------ what few equations have
 
@@ -250,11 +256,11 @@ class Queries:
             self._undoes_cast_from(eqn) if name == "convert_element_type" else None,
             (ir.why_opaque(eqn) or BOUNDARY.get(name, "")) if is_boundary else "",
             is_boundary and ir.is_float64(eqn),
-            is_boundary and (ir.hands_on(eqn) or ir.is_detach(eqn)),
+            is_boundary and (ir.is_identity_of_first_operand(eqn) or ir.is_detach(eqn)),
         )
 
     def _readers_round_to(self, eqn: Any) -> Precision | None:
-        readers_of = self._readers.of(self._facts.body)
+        readers_of = self._uses.of(self._facts.body)
         readers = [reader for v in eqn.outvars for reader in readers_of.get(v, ())]
         if any(r is None or r.primitive.name != "convert_element_type" for r in readers):
             return None
@@ -263,9 +269,9 @@ class Queries:
 
     def _undoes_cast_from(self, eqn: Any) -> Precision | None:
         body, operand = self._facts.body, eqn.invars[0]
-        source = self._readers.widened_from(body, operand)
+        source = self._uses.widened_from(body, operand)
         # several readers would add up their cotangents in the low format
-        is_read_alone = source and len(self._readers.of(body).get(operand, ())) == 1
+        is_read_alone = source and len(self._uses.of(body).get(operand, ())) == 1
         return ir.precision_of(source.aval) if is_read_alone else None
 
 

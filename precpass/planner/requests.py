@@ -16,7 +16,7 @@ from precpass.policy.rules import EqnView, Rule
 from precpass.policy.saved import Names
 from precpass.policy.scopes import clean_scope, innermost_keep, is_fixed, join_scopes
 
-__all__ = ["Asked", "Request"]
+__all__ = ["PolicyRequests", "Request"]
 
 
 class Request(NamedTuple):
@@ -33,7 +33,7 @@ class Request(NamedTuple):
     is_order: bool
 
 
-class Asked:
+class PolicyRequests:
     """A policy over one graph: what it asks for each equation.
 
     Attributes:
@@ -165,7 +165,7 @@ class Asked:
         """The rules that matched nothing of what was asked."""
         return tuple(rule for rule in self._policy.rules if rule not in self._matched)
 
-    def complaints(self) -> Iterator[str]:
+    def saved_plan_warnings(self) -> Iterator[str]:
         """What the graph and the saved plan do not share, and what the plan's file is without."""
         if (lock := self._policy.lock) is not None:
             found, policy = self._names.counts, self._policy.name

@@ -20,12 +20,12 @@ from precpass.plan import reasons
 from precpass.plan.plan import Action, Decision
 from precpass.policy.primitives import OpKind
 
-__all__ = ["with_swaps"]
+__all__ = ["eliminate_transposes"]
 
 Readers = Mapping[Any, Sequence[Any]]
 
 
-def with_swaps(
+def eliminate_transposes(
     jaxpr: Any, decisions: list[Decision], readers: Callable[[], Readers]
 ) -> list[Decision]:
     """The decisions for a body in which no product is followed by transposes without need.
@@ -69,8 +69,8 @@ def _is_free(decision: Decision) -> bool:
     """Whether an equation may change at all: the pass, a region or a user may have said no."""
     if decision.action is Action.KEEP:
         asked_so = decision.reason.template in (reasons.FIXED, reasons.KEEP_REGION)
-        return not (asked_so or decision.island)
-    return decision.action in (Action.LOWER, Action.DROP) and not decision.island
+        return not (asked_so or decision.in_float64_span)
+    return decision.action in (Action.LOWER, Action.DROP) and not decision.in_float64_span
 
 
 def _chain(

@@ -13,7 +13,7 @@ from typing import Any
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import Rule
-from precpass.policy.saved import Lock
+from precpass.policy.saved import SavedPrecisions
 
 __all__ = [
     "PRESETS",
@@ -97,7 +97,7 @@ class PrecisionPolicy:
     rules: tuple[Rule, ...] = ()
     retypes: frozenset[Precision] = _RETYPES
     output: Precision | None = None
-    lock: Lock | None = None
+    lock: SavedPrecisions | None = None
     profitability: str = "always"
 
     def precision_for(self, kind: OpKind | str) -> Precision:
@@ -125,7 +125,7 @@ class PrecisionPolicy:
         output = None if precision is None else Precision.parse(precision)
         return dataclasses.replace(self, output=output)
 
-    def with_lock(self, lock: Lock | None) -> PrecisionPolicy:
+    def with_lock(self, lock: SavedPrecisions | None) -> PrecisionPolicy:
         """This policy with the precisions of a saved plan, or without them (`Plan.load`)."""
         return dataclasses.replace(self, lock=lock)
 

@@ -1,4 +1,4 @@
-"""`Lock`: the precisions of a saved plan, by names of equations that outlive unrelated edits."""
+"""`SavedPrecisions`: those of a saved plan, by names of equations that outlive other edits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 from precpass.policy.precision import Precision
 from precpass.policy.scopes import clean_scope
 
-__all__ = ["Lock", "Names"]
+__all__ = ["Names", "SavedPrecisions"]
 
 
 class Names:
@@ -32,7 +32,7 @@ class Names:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lock:
+class SavedPrecisions:
     """The precisions of a saved plan.
 
     Attributes:

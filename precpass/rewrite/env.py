@@ -12,7 +12,7 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import chosen_operand, grows, hands_on_layout, moved_operand
-from precpass.plan.plan import Border, Twin, across
+from precpass.plan.plan import Border, BorderCopy, across
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import named
 from precpass.rewrite.dot_numbers import untransposed
@@ -34,7 +34,8 @@ class Env:
             in here is as it was.
         low_copies: (atom, format) -> its copy in a low format, through which no derivative passes.
         wide_copies: (atom, format) -> its copy in a wider format, which all readers share.
-        twins: (atom, format) -> its low copy as 16 bits, the form in which it crosses borders.
+        border_copies: (atom, format) -> its low copy as 16 bits, in which form it crosses the
+            borders of bodies.
         low_sources: variable -> the equation that makes it, where a low copy of it is better made
             of what that equation reads.
     """
@@ -45,7 +46,7 @@ class Env:
         self.values: dict[Any, Any] = {}
         self.low_copies: dict[tuple[Any, Precision], Any] = {}
         self.wide_copies: dict[tuple[Any, Precision], Any] = {}
-        self.twins: dict[tuple[Any, Precision], Any] = {}
+        self.border_copies: dict[tuple[Any, Precision], Any] = {}
         self.low_sources: dict[Any, Any] = {}
 
     def enter(self, var: Any, border: Border) -> Any:
@@ -56,27 +57,27 @@ class Env:
         self.values[var] = new = ir.new_variable(crossing)
         return new
 
-    def enter_twin(self, var: Any, twin: Twin) -> Any:
+    def enter_border_copy(self, var: Any, border_copy: BorderCopy) -> Any:
         """The operand that is the low twin of `var`."""
-        new = ir.new_variable(ir.twin_aval(var.aval))
-        self.receive(var, new, twin)
+        new = ir.new_variable(ir.border_copy_aval(var.aval))
+        self.receive(var, new, border_copy)
         return new
 
-    def receive(self, var: Any, bits: Any, twin: Twin) -> None:
+    def receive(self, var: Any, bits: Any, border_copy: BorderCopy) -> None:
         """Takes a low twin that crossed a border as the low copy of `var`."""
-        self.twins[var, twin.precision] = bits
-        if twin.rounds:
-            low = self.low_copy(var, twin.precision)
+        self.border_copies[var, border_copy.precision] = bits
+        if border_copy.rounds:
+            low = self.low_copy(var, border_copy.precision)
             self.values[var] = self.build.rounded(low, self.values.get(var, var))
 
-    def twin(self, atom: Any, precision: Precision) -> Any:
+    def border_copy(self, atom: Any, precision: Precision) -> Any:
         """A value's low copy, in the form in which it crosses a border."""
         key = (atom, precision)
         if ir.is_literal(atom):
             return self.build.bits(self.read_as(atom, precision))
-        if key not in self.twins:
-            self.twins[key] = self.build.bits(self.low_copy(atom, precision))
-        return self.twins[key]
+        if key not in self.border_copies:
+            self.border_copies[key] = self.build.bits(self.low_copy(atom, precision))
+        return self.border_copies[key]
 
     def round(self, var: Any, precision: Precision) -> None:
         """Has all that reads a value read what a low format leaves of it."""
@@ -87,7 +88,7 @@ class Env:
         """Takes over an equation as it is."""
         # no call for each value: most equations come here
         values, is_literal = self.values, ir.is_literal
-        if self.twins or eqn.primitive.name in _MAY_HAVE_LOW_SOURCE:
+        if self.border_copies or eqn.primitive.name in _MAY_HAVE_LOW_SOURCE:
             self._note(eqn)
         for v in eqn.invars:
             if not is_literal(v) and v in values:
@@ -98,7 +99,7 @@ class Env:
 
     def _note(self, eqn: Any) -> None:
         """Remembers an equation if low copies of its results are better made of its operand."""
-        moves = grows(eqn) or (self.twins and _handed_on(eqn) is not None)
+        moves = grows(eqn) or (self.border_copies and _handed_on(eqn) is not None)
         if moves or ir.widening(eqn) is not None:
             self.low_sources.update(dict.fromkeys(eqn.outvars, eqn))
 
@@ -187,8 +188,10 @@ class Env:
         if ir.is_literal(atom):
             return self.read_as(atom, precision)
         key = (atom, precision)
-        if key not in self.low_copies and key in self.twins:
-            self.low_copies[key] = self.build.from_bits(self.twins[key], precision.dtype, atom.aval)
+        if key not in self.low_copies and key in self.border_copies:
+            self.low_copies[key] = self.build.from_bits(
+                self.border_copies[key], precision.dtype, atom.aval
+            )
         if key not in self.low_copies and (maker := self.low_sources.get(atom)) is not None:
             self._move_low(maker, precision)
         if key not in self.low_copies:
@@ -243,12 +246,12 @@ class Env:
         """The transpose that makes a value which is nowhere in another form than that."""
         if ir.is_literal(atom) or atom in self.values:
             return None
-        is_low = any((atom, precision) in known for known in (self.twins, self.low_copies))
+        is_low = any((atom, precision) in known for known in (self.border_copies, self.low_copies))
         return None if is_low else self.transposed.get(atom)
 
     def _has_low(self, atom: Any, precision: Precision) -> bool:
         key = (atom, precision)
-        if key in self.low_copies or key in self.twins:
+        if key in self.low_copies or key in self.border_copies:
             return True
         maker = self.low_sources.get(atom)
         if maker is None or ir.widening(maker) is not None:

@@ -1,9 +1,9 @@
-"""Float64 islands: which equations of a body are evaluated together in float64 while x64 is off.
+"""Float64 spans: which equations of a body are evaluated together in float64 while x64 is off.
 
 With x64 on nothing is needed: the rewriter's environment holds float64 values as
 any others. With x64 off no equation of the outer program may have one, so
 consecutive equations of a region become one (`jaxpr.float64`), and what enters
-and leaves it has the original program's types. A value that one island makes in
+and leaves it has the original program's types. A value that one span makes in
 float64 and another one reads, such as what a forward pass keeps for the
 backward pass, crosses twice: rounded, which carries its derivative, and exact,
 as the bits of the float64 number.
@@ -22,11 +22,11 @@ from precpass import jaxpr as ir
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.precision import Precision
 
-__all__ = ["Island", "from_bits", "islands", "to_bits"]
+__all__ = ["Float64Span", "float64_spans", "from_bits", "to_bits"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Island:
+class Float64Span:
     """Consecutive equations of a body, in the form of a jaxpr.
 
     Attributes:
@@ -47,8 +47,8 @@ class Island:
     exact_out: Sequence[Any]
 
 
-def islands(opened: Any, plan: Plan) -> dict[int, Island]:
-    """The islands of a body by the row that they begin at."""
+def float64_spans(opened: Any, plan: Plan) -> dict[int, Float64Span]:
+    """The float64 spans of a body by the row that they begin at."""
     spans = list(_spans(opened, plan))
     home = {row: i for i, (start, stop) in enumerate(spans) for row in range(start, stop)}
     readers = _readers(opened, home)
@@ -58,7 +58,7 @@ def islands(opened: Any, plan: Plan) -> dict[int, Island]:
         for v, stored in zip(opened.eqns[row].outvars, plan.decisions[row].stored, strict=True)
         if stored is Precision.F64
     }
-    found: dict[int, Island] = {}
+    found: dict[int, Float64Span] = {}
     for i, (start, stop) in enumerate(spans):
         eqns = opened.eqns[start:stop]
         made = [v for eqn in eqns for v in eqn.outvars]
@@ -68,14 +68,14 @@ def islands(opened: Any, plan: Plan) -> dict[int, Island]:
         exact_in = [v for v in reads if v in wide]
         exact_out = [v for v in leaves if v in wide and readers[v] - {i, None}]
         decisions = plan.decisions[start:stop]
-        found[start] = Island(
+        found[start] = Float64Span(
             start, stop, eqns, decisions, list(reads), leaves, exact_in, exact_out
         )
     return found
 
 
 def _readers(opened: Any, home: Mapping[int, int]) -> dict[Any, set[int | None]]:
-    """Of each variable, the islands that read it; None for what is in none, and for the border."""
+    """Of each variable, the spans that read it; None for what is in none, and for the border."""
     readers: dict[Any, set[int | None]] = {v: {None} for v in _variables(opened.outvars)}
     for row, eqn in enumerate(opened.eqns):
         for v in _variables(eqn.invars):
@@ -92,12 +92,12 @@ def _spans(opened: Any, plan: Plan) -> Iterator[tuple[int, int]]:
     while start < len(plan.decisions):
         stop = row = start
         while row < len(plan.decisions):
-            if plan.decisions[row].island:
+            if plan.decisions[row].in_float64_span:
                 stop = row + 1
             elif stop == start or not _is_bystander(opened.eqns[row], plan.decisions[row]):
                 break
             row += 1
-        if any(d.island and d.changes for d in plan.decisions[start:stop]):
+        if any(d.in_float64_span and d.changes for d in plan.decisions[start:stop]):
             yield start, stop
         start = max(stop, start + 1)
 

@@ -15,12 +15,12 @@ from jax import lax
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import spreads
-from precpass.plan.plan import Action, Border, Decision, Plan, Twin
+from precpass.plan.plan import Action, Border, BorderCopy, Decision, Plan
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 from precpass.policy.scopes import join_scopes
 from precpass.rewrite.env import Env, crossing_aval
-from precpass.rewrite.float64_spans import Island, from_bits, islands, to_bits
+from precpass.rewrite.float64_spans import Float64Span, float64_spans, from_bits, to_bits
 from precpass.rewrite.low_product import lowered
 
 __all__ = ["Rewriter"]
@@ -101,8 +101,8 @@ class Rewriter:
             # shards are rewritten in their own place, where their axes are bound
             if eqn.primitive.name == "shard_map":
                 continue
-            # nor are the bodies of an island, where x64 is on
-            if decision.island and not ir.in_x64():
+            # nor are the bodies of a float64 span, where x64 is on
+            if decision.in_float64_span and not ir.in_x64():
                 continue
             inside = join_scopes(scope, ir.scope_of(eqn))
             found += [
@@ -117,52 +117,60 @@ class Rewriter:
         build = ir.Builder(self.templates, within)
         env = Env(opened, build)
         invars = [env.enter(v, plan.border) for v in opened.invars]
-        invars += [env.enter_twin(opened.invars[t.position], t) for t in plan.twins.operands]
-        found = islands(opened, plan) if plan.has_islands and not ir.in_x64() else {}
+        invars += [
+            env.enter_border_copy(opened.invars[t.position], t) for t in plan.border_copies.operands
+        ]
+        found = float64_spans(opened, plan) if plan.has_float64_spans and not ir.in_x64() else {}
         starts, made, beyond = list[int](), build.eqns, 0
         exact: dict[Any, Any] = {}
         for row, (eqn, decision) in enumerate(zip(opened.eqns, plan.decisions, strict=True)):
             starts.append(len(made))
             if row in found:
-                self._island(env, found[row], scope, exact)
+                self._add_float64_span(env, found[row], scope, exact)
                 beyond = found[row].stop
             if row >= beyond:
                 self._eqn(env, eqn, decision, scope)
         starts.append(len(made))
         build.leave()
         outvars = [env.output(v, plan.border) for v in opened.outvars]
-        outvars += [env.twin(opened.outvars[at], low) for at, low, _ in plan.twins.results]
+        outvars += [
+            env.border_copy(opened.outvars[at], low) for at, low, _ in plan.border_copies.results
+        ]
         new = build.finish(jaxpr, invars, outvars)
         # holds the jaxpr too: an id is only unique while its object lives
         self.memo[self.key(jaxpr, plan, scope)] = jaxpr, new, starts
 
-    def _island(self, env: Env, island: Island, scope: str, exact: dict[Any, Any]) -> None:
-        """Adds an island; `exact` has what other islands made in float64, as its bits."""
+    def _add_float64_span(
+        self, env: Env, span: Float64Span, scope: str, exact: dict[Any, Any]
+    ) -> None:
+        """Adds a float64 span; `exact` has what other spans made in float64, as its bits."""
 
         def inside(*args: Any) -> list[Any]:
-            return self._in_island(env.opened, island, args, scope)
+            return self._in_float64_span(env.opened, span, args, scope)
 
-        args = [env.read(v) for v in island.invars] + [exact[v] for v in island.exact_in]
-        env.build.at_line_of(island.eqns[0])
+        args = [env.read(v) for v in span.invars] + [exact[v] for v in span.exact_in]
+        env.build.at_line_of(span.eqns[0])
         results = iter(env.build.call(lambda *xs: ir.float64(inside, xs), args))
-        for var in island.outvars:
+        for var in span.outvars:
             env.write(var, next(results), None)
-        exact.update(zip(island.exact_out, results, strict=True))
+        exact.update(zip(span.exact_out, results, strict=True))
 
-    def _in_island(self, opened: Any, island: Island, args: Sequence[Any], scope: str) -> list[Any]:
-        """The results of an island, which is traced with x64 on."""
-        build = ir.Builder(self.templates, island.eqns[0])
-        env = Env(island, build)
-        bits = [ir.new_variable(jax.typeof(x)) for x in args[len(island.invars) :]]
-        for var, its_bits in zip(island.exact_in, bits, strict=True):
+    def _in_float64_span(
+        self, opened: Any, span: Float64Span, args: Sequence[Any], scope: str
+    ) -> list[Any]:
+        """The results of a float64 span, which is traced with x64 on."""
+        build = ir.Builder(self.templates, span.eqns[0])
+        env = Env(span, build)
+        bits = [ir.new_variable(jax.typeof(x)) for x in args[len(span.invars) :]]
+        for var, its_bits in zip(span.exact_in, bits, strict=True):
             (env.values[var],) = build.call(lambda b, r: [from_bits(b, r)], [its_bits, var])
-        for eqn, decision in zip(island.eqns, island.decisions, strict=True):
+        for eqn, decision in zip(span.eqns, span.decisions, strict=True):
             self._eqn(env, eqn, decision, scope)
         build.leave()
-        wide = [env.read_as(v, Precision.F64) for v in island.exact_out]
+        wide = [env.read_as(v, Precision.F64) for v in span.exact_out]
         exact = [build.call(lambda x: [to_bits(x)], [x])[0] for x in wide]
-        outvars = [env.output(v, ()) for v in island.outvars]
-        return build.evaluate(opened, [*island.invars, *bits], [*outvars, *exact], args)
+        outvars = [env.output(v, ()) for v in span.outvars]
+        return build.evaluate(opened, [*span.invars, *bits], [*outvars, *exact], args)
 
     def _eqn(self, env: Env, eqn: Any, decision: Decision, scope: str) -> None:
         action = decision.action
@@ -213,8 +221,8 @@ class Rewriter:
     def _body(self, eqn: Any, body: ir.Body, plan: Plan, scope: str) -> Any:
         """The rewritten jaxpr of a body, its twins where the equation has them."""
         new = self.jaxpr(body.jaxpr, plan, scope)
-        places = [[t.position for t in twins] for twins in plan.twins]
-        return ir.with_twins_in_order(eqn, body, new, *places) if any(places) else new
+        places = [[t.position for t in border_copies] for border_copies in plan.border_copies]
+        return ir.with_border_copies_in_order(eqn, body, new, *places) if any(places) else new
 
     def _enter(self, env: Env, eqn: Any, decision: Decision, scope: str) -> None:
         if not decision.changes:
@@ -240,7 +248,7 @@ class Rewriter:
             ir.with_rewritten_rules(eqn, params, rewrite)
         leaving = {i: plan.border for body, plan in pairs if plan.border for i in body.results}
         avals = [crossing_aval(v.aval, leaving.get(i, ())) for i, v in enumerate(eqn.outvars)]
-        if any(any(plan.twins) for _, plan in pairs):
+        if any(any(plan.border_copies) for _, plan in pairs):
             _cross(env, eqn, decision, params, args, avals)
         else:
             _write(env, eqn, env.build.keep(eqn, args, params, avals), decision.stored)
@@ -256,31 +264,36 @@ def _cross(
 ) -> None:
     """Adds an equation whose borders low copies cross too."""
     pairs = list(zip(ir.bodies(eqn), decision.inner, strict=True))
-    twins_in = _twins((body.operands, plan.twins.operands) for body, plan in pairs)
-    twins_out = _twins((body.results, plan.twins.results) for body, plan in pairs)
-    unread = {at for at, twin in twins_in.items() if twin.rounds}
-    crossing = ir.crossing(eqn, list(twins_in), list(twins_out), unread)
-    low = [env.twin(eqn.invars[at], twin.precision) for at, twin in twins_in.items()]
+    copies_in = _border_copies((body.operands, plan.border_copies.operands) for body, plan in pairs)
+    copies_out = _border_copies((body.results, plan.border_copies.results) for body, plan in pairs)
+    unread = {at for at, border_copy in copies_in.items() if border_copy.rounds}
+    crossing = ir.crossing(eqn, list(copies_in), list(copies_out), unread)
+    low = [
+        env.border_copy(eqn.invars[at], border_copy.precision)
+        for at, border_copy in copies_in.items()
+    ]
     results = [ir.new_variable(aval) for aval in avals]
-    received = [ir.new_variable(ir.twin_aval(eqn.outvars[at].aval)) for at in twins_out]
+    received = [ir.new_variable(ir.border_copy_aval(eqn.outvars[at].aval)) for at in copies_out]
     env.build.cross(eqn, crossing, [*args, *low], [*results, *received], params)
     _write(env, eqn, results, decision.stored)
-    for (at, twin), bits in zip(twins_out.items(), received, strict=True):
-        env.receive(eqn.outvars[at], bits, twin)
+    for (at, border_copy), bits in zip(copies_out.items(), received, strict=True):
+        env.receive(eqn.outvars[at], bits, border_copy)
 
 
 @contextlib.contextmanager
 def _around_rule(
     around: Callable[[], contextlib.AbstractContextManager[Any]], x64: bool
 ) -> Generator[None]:
-    # a rule that is traced in an island is the user's code, written for x64 as it was outside
+    # a rule that is traced in a float64 span is the user's code, written for x64 as it was outside
     with around(), jax.enable_x64(x64):
         yield
 
 
-def _twins(sides: Iterable[tuple[Sequence[int], Sequence[Twin]]]) -> dict[int, Twin]:
+def _border_copies(
+    sides: Iterable[tuple[Sequence[int], Sequence[BorderCopy]]],
+) -> dict[int, BorderCopy]:
     """The twins of an equation, by position, of those of its bodies."""
-    found = {places[t.position]: t for places, twins in sides for t in twins}
+    found = {places[t.position]: t for places, border_copies in sides for t in border_copies}
     return dict(sorted(found.items()))
 
 

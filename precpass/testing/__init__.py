@@ -214,9 +214,9 @@ class Problems:
 
 def _mismatches(found: list[tuple[Named, str]]) -> tuple[Mismatch, ...]:
     times: Counter[Mismatch] = Counter()
-    for (site, decision, scope, _), wanted in found:
-        operands = tuple(map(str, site.operands))
-        place = site.source, clean_scope(scope), site.primitive, operands
+    for (info, decision, scope, _), wanted in found:
+        operands = tuple(map(str, info.operands))
+        place = info.source, clean_scope(scope), info.primitive, operands
         times[Mismatch(*place, str(decision.compute), wanted, decision.reason)] += 1
     return tuple(dataclasses.replace(one, times=n) for one, n in times.items())
 
@@ -236,13 +236,13 @@ def plan_problems(
     names = Names()
     wrong: list[tuple[Named, str]] = []
     for named in equations(plan, plan.origin.scope):
-        key = names.add(named.scope, named.function, named.site.primitive)
+        key = names.add(named.scope, named.function, named.info.primitive)
         saved = lock.of(*key)
         if saved is not None and locked_precision(named.decision) not in (None, saved):
             wrong.append((named, f"not {saved} as it was saved"))
-    complaints = differences(lock, names.counts, plan.origin.name, "the policy")
+    texts = differences(lock, names.counts, plan.origin.name, "the policy")
     against = f"that {os.fspath(path)} says"
-    return Problems(_mismatches(wrong), against, tuple(complaints))
+    return Problems(_mismatches(wrong), against, tuple(texts))
 
 
 def precision_problems(

@@ -67,12 +67,12 @@ class Pattern:
 
     def concerns(self, named: Named) -> bool:
         """Whether an equation matches."""
-        site, decision, scope, _ = named
+        info, decision, scope, _ = named
         if decision.compute is None or self.kind not in (None, decision.kind):
             return False
-        source = site.source
+        source = info.source
         place = clean_scope(scope), source.file, source.function, source.line
-        view = EqnView(site.primitive, decision.kind, *place, (), (), (), (), {})
+        view = EqnView(info.primitive, decision.kind, *place, (), (), (), (), {})
         return self.rule is None or self.rule.matches(view)
 
     def wrong(self, found: list[Named]) -> Iterator[tuple[Named, str]]:

@@ -11,8 +11,8 @@ from typing import Any
 from precpass import jaxpr as ir
 from precpass.analysis.equations import contracts
 from precpass.analysis.sizes import flops, nbytes
-from precpass.plan.eqn_info import Body, Cast, Crossed, Origin, Site, Value
-from precpass.plan.plan import Action, Decision, Plan, Twin
+from precpass.plan.eqn_info import Body, Cast, Crossed, EqnInfo, PlanSource, Value
+from precpass.plan.plan import Action, BorderCopy, Decision, Plan
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.scopes import join_scopes
@@ -21,7 +21,7 @@ from precpass.rewrite.rewriter import Rewriter
 __all__ = ["described"]
 
 
-def described(jaxpr: Any, plan: Plan, origin: Origin, rewriter: Rewriter | None = None) -> Plan:
+def described(jaxpr: Any, plan: Plan, origin: PlanSource, rewriter: Rewriter | None = None) -> Plan:
     """An equal plan, which says where its equations stand.
 
     Args:
@@ -50,32 +50,32 @@ class _Describer:
             added = rewriter.added(jaxpr, plan, scope) if rewriter else None
             casts = _casts(ir.open_jaxpr(jaxpr), plan, *added) if added else {}
             self.homeless += casts.get(_NOWHERE, ())
-            sites: list[Site] = []
+            eqn_infos: list[EqnInfo] = []
             decisions: list[Decision] = []
             eqns = ir.open_jaxpr(jaxpr).eqns
             for row, (eqn, decision) in enumerate(zip(eqns, plan.decisions, strict=True)):
-                site = _site(eqn, decision, caller, tuple(casts.get(row, ())))
+                info = _eqn_info(eqn, decision, caller, tuple(casts.get(row, ())))
                 if decision.inner:
-                    inside = join_scopes(scope, site.scope)
+                    inside = join_scopes(scope, info.scope)
                     inner = tuple(
-                        self.plan(body.jaxpr, its_plan, inside, site.source)
+                        self.plan(body.jaxpr, its_plan, inside, info.source)
                         for body, its_plan in zip(ir.bodies(eqn), decision.inner, strict=True)
                     )
                     decision = dataclasses.replace(decision, inner=inner)
-                    site = dataclasses.replace(site, casts=(*site.casts, *self.homeless))
+                    info = dataclasses.replace(info, casts=(*info.casts, *self.homeless))
                     self.homeless.clear()
-                sites.append(site)
+                eqn_infos.append(info)
                 decisions.append(decision)
             body = self.bodies.setdefault(id(ir.open_jaxpr(jaxpr)), len(self.bodies))
             self.memo[key] = dataclasses.replace(
-                plan, decisions=tuple(decisions), sites=tuple(sites), body=body
+                plan, decisions=tuple(decisions), eqn_infos=tuple(eqn_infos), body=body
             )
         return self.memo[key]
 
 
-def _site(eqn: Any, decision: Decision, caller: ir.Source, casts: tuple[Cast, ...]) -> Site:
+def _eqn_info(eqn: Any, decision: Decision, caller: ir.Source, casts: tuple[Cast, ...]) -> EqnInfo:
     own = ir.source_of(eqn)
-    return Site(
+    return EqnInfo(
         ir.name_of(eqn),
         ir.scope_of(eqn),
         own if own.file else caller,
@@ -92,15 +92,17 @@ def _site(eqn: Any, decision: Decision, caller: ir.Source, casts: tuple[Cast, ..
 
 def _crossed(eqn: Any, decision: Decision) -> Iterator[Crossed]:
     """What crosses an equation's borders on 16 bits, of all its bodies once."""
-    found: dict[tuple[bool, int], tuple[Any, Twin]] = {}
+    found: dict[tuple[bool, int], tuple[Any, BorderCopy]] = {}
     for body, plan in zip(ir.bodies(eqn), decision.inner, strict=bool(decision.inner)):
-        twins = plan.twins
-        found |= {(False, body.operands[t.position]): (eqn.invars, t) for t in twins.operands}
-        found |= {(True, body.results[t.position]): (eqn.outvars, t) for t in twins.results}
-    for (leaves, at), (atoms, twin) in sorted(found.items(), key=lambda item: item[0]):
-        own, low = _value(atoms[at].aval), twin.precision
+        border_copies = plan.border_copies
+        found |= {
+            (False, body.operands[t.position]): (eqn.invars, t) for t in border_copies.operands
+        }
+        found |= {(True, body.results[t.position]): (eqn.outvars, t) for t in border_copies.results}
+    for (leaves, at), (atoms, border_copy) in sorted(found.items(), key=lambda item: item[0]):
+        own, low = _value(atoms[at].aval), border_copy.precision
         nbytes = own.nbytes / atoms[at].aval.dtype.itemsize * low.dtype.itemsize
-        yield Crossed(Value(str(low), own.shape, nbytes), not leaves, twin.rounds)
+        yield Crossed(Value(str(low), own.shape, nbytes), not leaves, border_copy.rounds)
 
 
 def _body(body: ir.Body) -> Body:
@@ -177,10 +179,10 @@ class _RewrittenBody:
         eqn, decision, span = self.rows[row]
         own = set(eqn.outvars)
         found = [c for e in span if own.isdisjoint(e.outvars) and (c := self.inserted(e))]
-        if decision.island:
-            together = itertools.takewhile(lambda r: r[1].island, self.rows[row:])
+        if decision.in_float64_span:
+            together = itertools.takewhile(lambda r: r[1].in_float64_span, self.rows[row:])
             users = [user for user, _, _ in together]
-            found += [c for e in span if ir.is_float64(e) for c in _at_island(e, users)]
+            found += [c for e in span if ir.is_float64(e) for c in _in_span(e, users)]
         pair = ir.cast_formats(eqn) if decision.action is Action.DROP else None
         return self._with_dropped(row, pair, found) if pair else found
 
@@ -244,15 +246,15 @@ def _made_again(rows: Sequence[Any], last: Sequence[Any]) -> tuple[set[int], dic
     return again, homes
 
 
-def _at_island(island: Any, users: Sequence[Any]) -> Iterator[Cast]:
+def _in_span(span: Any, users: Sequence[Any]) -> Iterator[Cast]:
     """The casts that a float64 region, evaluated as a whole, has more than the program.
 
     Args:
-        island: the equation.
+        span: the equation.
         users: the equations of the program that it stands for.
     """
     own = Counter(pair[1] for eqn in users if (pair := ir.cast_formats(eqn)))
-    (jaxpr,) = ir.hidden_jaxprs(island)
+    (jaxpr,) = ir.hidden_jaxprs(span)
     for eqn in ir.open_jaxpr(jaxpr).eqns:
         if (pair := ir.cast_formats(eqn)) is None:
             continue

@@ -116,12 +116,12 @@ def diff_tree(plan: Plan, level: str) -> Section:
     """The changes of a plan inside the loops, branches and rules that they stand in."""
     found = [row for row in rows(plan) if row.changes]
     if level == "equations":
-        return _grouped((row, _change(row), row.site.casts) for row in found)
+        return _grouped((row, _change(row), row.info.casts) for row in found)
     same: dict[tuple[tuple[Frame, ...], Source], list[Row]] = {}
     for row in found:
-        same.setdefault((_shown(row), row.site.source), []).append(row)
+        same.setdefault((_shown(row), row.info.source), []).append(row)
     return _grouped(
-        (of_line[0], _summary(of_line), [c for row in of_line for c in row.site.casts])
+        (of_line[0], _summary(of_line), [c for row in of_line for c in row.info.casts])
         for of_line in same.values()
     )
 
@@ -130,21 +130,21 @@ def changes(plan: Plan) -> list[dict[str, Any]]:
     """The changes of a plan as values that JSON has, one for each equation."""
     return [
         {
-            "source": dataclasses.asdict(row.site.source),
+            "source": dataclasses.asdict(row.info.source),
             "scope": row.scope,
             "inside": [frame.name for frame in row.frames],
-            "primitive": row.site.primitive,
-            "operands": list(map(str, row.site.operands)),
-            "results": list(map(str, row.site.results)),
+            "primitive": row.info.primitive,
+            "operands": list(map(str, row.info.operands)),
+            "results": list(map(str, row.info.results)),
             "action": row.decision.action.value,
             "compute": None if row.decision.compute is None else str(row.decision.compute),
             "swapped": row.decision.product.exchanged,
             "stored": [None if p is None else str(p) for p in row.decision.stored],
             "crossed": [
                 {"value": str(value), "is_operand": is_operand, "alone": alone}
-                for value, is_operand, alone in row.site.crossed
+                for value, is_operand, alone in row.info.crossed
             ],
-            "casts": [f"{cast} {cast.what}" for cast in row.site.casts],
+            "casts": [f"{cast} {cast.what}" for cast in row.info.casts],
             "reason": str(row.decision.reason),
         }
         for row in rows(plan)
@@ -192,9 +192,9 @@ def between(
         by_line: dict[tuple[tuple[Frame, ...], Source], Counter[str]] = {}
         first_of: dict[tuple[tuple[Frame, ...], Source], Row] = {}
         for a, b in differing:
-            key = _shown(a), a.site.source
+            key = _shown(a), a.info.source
             first_of.setdefault(key, a)
-            by_line.setdefault(key, Counter())[f"{a.site.primitive}: {_verb(a)} | {_verb(b)}"] += 1
+            by_line.setdefault(key, Counter())[f"{a.info.primitive}: {_verb(a)} | {_verb(b)}"] += 1
         tree = _grouped(
             (first_of[key], _Change(((_counted(texts, "; "), "cast"),)), ())
             for key, texts in by_line.items()
@@ -215,7 +215,7 @@ def totals(plan: Plan, name: str, outputs: int = 0) -> str:
     found = list(rows(plan))
     fates = Counter(map(_fate_in_words, found))
     entered = fates.pop("", 0)
-    casts = Counter(cast.what for row in found for cast in row.site.casts)
+    casts = Counter(cast.what for row in found for cast in row.info.casts)
     casts += Counter({"inserted": outputs})
     said = ", ".join(f"{counted(n, 'cast')} {what}" for what, n in sorted(casts.items()))
     order = "".join(
@@ -255,37 +255,37 @@ def _shown(row: Row) -> tuple[Frame, ...]:
 def _grouped(found: Iterable[tuple[Row, _Change, Iterable[Cast]]]) -> Section:
     root = Section()
     for row, change, casts in found:
-        root.inside(_shown(row)).add(row.site.source, change, casts)
+        root.inside(_shown(row)).add(row.info.source, change, casts)
     return root
 
 
 def _change(row: Row) -> _Change:
-    head = (f"{row.site.signature}: ", ""), (_verb(row), _style(row))
+    head = (f"{row.info.signature}: ", ""), (_verb(row), _style(row))
     return _Change(head, str(row.decision.reason))
 
 
 def _contrast(a: Row, b: Row) -> _Change:
-    casts = [_casts(row.site.casts) or "no casts" for row in (a, b)]
+    casts = [_casts(row.info.casts) or "no casts" for row in (a, b)]
     differ = [(f"; {casts[0]} | {casts[1]}", "cast")] if casts[0] != casts[1] else []
     reasons = [str(row.decision.reason) for row in (a, b)]
     verbs = (_verb(a), _style(a)), (" | ", ""), (_verb(b), _style(b))
-    head = (f"{a.site.signature}: ", ""), *verbs, *differ
+    head = (f"{a.info.signature}: ", ""), *verbs, *differ
     return _Change(head, " | ".join(dict.fromkeys(reasons)))
 
 
 def _summary(same: list[Row]) -> _Change:
     # a cast stands at an equation that stays too: it is named where nothing of the line changes
-    own = [row for row in same if row.site.crossed or row.decision.alters]
+    own = [row for row in same if row.info.crossed or row.decision.alters]
     joints = {True: ": ", False: " "}
     counts = Counter(
-        f"{row.site.primitive}{joints[bool(row.site.crossed)]}{_verb(row)}" for row in own or same
+        f"{row.info.primitive}{joints[bool(row.info.crossed)]}{_verb(row)}" for row in own or same
     )
     return _Change(((_counted(counts), "low"),))
 
 
 def _verb(row: Row) -> str:
-    if row.site.crossed:
-        return _crossed(row.site.crossed)
+    if row.info.crossed:
+        return _crossed(row.info.crossed)
     held = {p: None for p in row.decision.stored if p is not None}
     stored = f", stored in {', '.join(map(str, held))}" if row.decision.stores_low else ""
     return _computed(row) + stored
@@ -296,15 +296,15 @@ def _computed(row: Row) -> str:
     decision = row.decision
     match decision.action:
         case Action.DROP if not row.changes:
-            return f"stays in {row.site.results[0].dtype}"
-        case Action.DROP if row.site.primitive == "convert_element_type":
-            is_moved = any(cast.what == "moved" for cast in row.site.casts)
+            return f"stays in {row.info.results[0].dtype}"
+        case Action.DROP if row.info.primitive == "convert_element_type":
+            is_moved = any(cast.what == "moved" for cast in row.info.casts)
             return "cast moved" if is_moved else "cast removed"
         case Action.DROP:
             return "left out" if decision.reorders else "removed"
         case Action.KEEP if decision.reorders:
             return "operands exchanged"
-        case Action.LOWER if op(row.site.primitive).accumulates:
+        case Action.LOWER if op(row.info.primitive).accumulates:
             how = ", operands exchanged" if decision.product.exchanged else ""
             return f"in {decision.compute}, accumulated in f32{how}"
         case Action.LOWER | Action.WIDEN:
@@ -330,7 +330,7 @@ def _crossed(crossed: Sequence[Crossed]) -> str:
 
 
 def _style(row: Row) -> str:
-    low = row.decision.action is Action.LOWER or row.decision.stores_low or row.site.crossed
+    low = row.decision.action is Action.LOWER or row.decision.stores_low or row.info.crossed
     return "low" if low else "wide"
 
 
@@ -349,4 +349,4 @@ def _fate(row: Row) -> tuple[object, ...]:
     changed = row.changes and decision.alters
     own = decision.action, decision.compute, decision.stored, decision.product.exchanged
     fate = own if changed else ()
-    return (fate, row.site.crossed, Counter(row.site.casts))
+    return (fate, row.info.crossed, Counter(row.info.casts))

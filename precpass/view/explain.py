@@ -226,7 +226,7 @@ def explained(
             _unread_casts(after),
             sum(row.decision.product.exchanged for row in found),
             sum(p is not None for d in stored for p in d.stored),
-            sum(len(row.site.crossed) for row in found),
+            sum(len(row.info.crossed) for row in found),
             kept_bytes(before),
             kept_bytes(after),
         ),
@@ -261,13 +261,13 @@ def _costs(plan: Plan) -> Iterator[str]:
 
 def _assumptions(found: list[Row]) -> Iterator[str]:
     """What the figures take for granted."""
-    bodies = [body for row in found for body in row.site.bodies]
+    bodies = [body for row in found for body in row.info.bodies]
     if any(body.trips is None for body in bodies):
         yield f"figures: {NOMINAL_SIZE} trips of each loop whose number only run time knows"
-    values = (v for row in found for v in (*row.site.operands, *row.site.results))
+    values = (v for row in found for v in (*row.info.operands, *row.info.results))
     if any(isinstance(d, str) for value in values for d in value.shape):
         yield f"figures: {NOMINAL_SIZE} for each symbolic dimension"
-    if any(row.site.primitive == "cond" for row in found):
+    if any(row.info.primitive == "cond" for row in found):
         yield "figures: all branches of a cond count, though one of them runs"
 
 
@@ -277,14 +277,14 @@ def _lowered(found: list[Row]) -> Iterator[Row]:
 
 def _stays_wide(row: Row) -> bool:
     lowered = row.decision.action is Action.LOWER
-    is_low = all(operand.dtype in LOW_FORMATS for operand in row.site.operands[:2])
-    return row.site.contracts and not lowered and not is_low
+    is_low = all(operand.dtype in LOW_FORMATS for operand in row.info.operands[:2])
+    return row.info.contracts and not lowered and not is_low
 
 
 def _wide(found: list[Row]) -> Iterator[Wide]:
     scopes: dict[tuple[Source, str, str, Reason], list[str]] = {}
     for row in filter(_stays_wide, found):
-        key = row.site.source, alike(row.scope), row.site.signature, row.decision.reason
+        key = row.info.source, alike(row.scope), row.info.signature, row.decision.reason
         scopes.setdefault(key, []).append(row.scope)
     for (source, shared, what, reason), own in scopes.items():
         scope = own[0] if len(set(own)) == 1 else shared

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
-from precpass.plan.eqn_info import Site
+from precpass.plan.eqn_info import EqnInfo
 from precpass.plan.plan import Decision, Plan
 from precpass.policy.policy import PrecisionPolicy
 from precpass.view.diff import check_level, diff_lines, totals
@@ -71,8 +71,8 @@ class Inspection:
 
     def decisions(self) -> Iterator[tuple[Any, Decision, ir.Source]]:
         """Each equation, its decision and its source line; bodies included, shared ones once."""
-        for eqn, decision, site in _paired(self.before, self.plan, set()):
-            yield eqn, decision, site.source
+        for eqn, decision, info in _paired(self.before, self.plan, set()):
+            yield eqn, decision, info.source
 
     def diff(self, level: str = "equations", *, color: bool | None = None) -> str:
         """What changes, each with its reason.
@@ -144,8 +144,8 @@ class Inspection:
         if boxes < 1:
             raise ValueError(f"boxes={boxes}: at least one box is drawn")
         decided: dict[int, tuple[Decision, int]] = {}
-        for eqn, decision, site in _paired(self.before, self.plan, set()):
-            casts = sum(cast.what == "inserted" for cast in site.casts)
+        for eqn, decision, info in _paired(self.before, self.plan, set()):
+            casts = sum(cast.what == "inserted" for cast in info.casts)
             decided.setdefault(id(eqn), (decision, casts))
         title = titled(self.name or "program", self.policy_name)
         return picture(chart(self._graph, decided, boxes), title, graphviz)
@@ -187,13 +187,13 @@ class Inspection:
         return self.diff()
 
 
-def _paired(jaxpr: Any, plan: Plan, seen: set[Any]) -> Iterator[tuple[Any, Decision, Site]]:
+def _paired(jaxpr: Any, plan: Plan, seen: set[Any]) -> Iterator[tuple[Any, Decision, EqnInfo]]:
     key = (id(ir.open_jaxpr(jaxpr)), plan)
     if key in seen:
         return
     seen.add(key)
     eqns = ir.open_jaxpr(jaxpr).eqns
-    for eqn, decision, site in zip(eqns, plan.decisions, plan.sites, strict=True):
-        yield eqn, decision, site
+    for eqn, decision, info in zip(eqns, plan.decisions, plan.eqn_infos, strict=True):
+        yield eqn, decision, info
         for body, inner in zip(ir.bodies(eqn), decision.inner, strict=True):
             yield from _paired(body.jaxpr, inner, seen)

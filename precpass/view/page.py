@@ -103,4 +103,4 @@ def policy_page(policy: PrecisionPolicy) -> str:
 
 def plan_page(plan: Plan) -> str:
     """A plan: its changes by source line, or its totals where it was not made by `inspect`."""
-    return page(_changes(plan, "plan") if plan.sites else spans([(repr(plan), "")]))
+    return page(_changes(plan, "plan") if plan.eqn_infos else spans([(repr(plan), "")]))

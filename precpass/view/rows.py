@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.jaxpr import Source
-from precpass.plan.eqn_info import Site
+from precpass.plan.eqn_info import EqnInfo
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.scopes import clean_scope, is_backward, join_scopes
 from precpass.units import counted
@@ -49,7 +49,7 @@ class Row:
     """One equation of the original program.
 
     Attributes:
-        site: where it stands.
+        info: where it stands.
         decision: what happens to it.
         scope: all name scopes around it, without the marks of JAX's transforms.
         backward: whether it belongs to a backward pass.
@@ -58,7 +58,7 @@ class Row:
             time knows, and a symbolic one, count as `precpass.analysis.sizes.NOMINAL_SIZE`.
     """
 
-    site: Site
+    info: EqnInfo
     decision: Decision
     scope: str
     backward: bool
@@ -68,13 +68,13 @@ class Row:
     @property
     def changes(self) -> bool:
         """Whether the rewritten program differs here, bodies apart."""
-        if self.site.casts:
+        if self.info.casts:
             return True
-        if self.decision.action is Action.DROP and self.site.primitive == "convert_element_type":
+        if self.decision.action is Action.DROP and self.info.primitive == "convert_element_type":
             # a cast that was dropped and is made again in its place, if it casts
-            return self.site.operands[0].dtype == self.site.results[0].dtype
+            return self.info.operands[0].dtype == self.info.results[0].dtype
         if self.decision.action is Action.ENTER:
-            return bool(self.site.crossed)
+            return bool(self.info.crossed)
         return self.decision.alters
 
 
@@ -118,9 +118,9 @@ def _walk(node: _Node, nodes: dict[int, _Node]) -> Iterator[Row]:
 
 
 def _rows_of(node: _Node) -> Iterator[Row]:
-    for site, decision in zip(node.plan.sites, node.plan.decisions, strict=True):
-        scope = join_scopes(node.scope, site.scope)
-        yield Row(site, decision, clean_scope(scope), is_backward(scope), node.frames, node.calls)
+    for info, decision in zip(node.plan.eqn_infos, node.plan.decisions, strict=True):
+        scope = join_scopes(node.scope, info.scope)
+        yield Row(info, decision, clean_scope(scope), is_backward(scope), node.frames, node.calls)
 
 
 def _nodes(plan: Plan) -> dict[int, _Node]:
@@ -143,21 +143,21 @@ def _nodes(plan: Plan) -> dict[int, _Node]:
 
 def _bodies_of(node: _Node) -> Iterator[tuple[_Node, tuple[_Node, float]]]:
     _check_sites(node.plan)
-    for site, decision in zip(node.plan.sites, node.plan.decisions, strict=True):
+    for info, decision in zip(node.plan.eqn_infos, node.plan.decisions, strict=True):
         if not decision.inner:
             continue
-        scope = join_scopes(node.scope, site.scope)
-        for index, (body, plan) in enumerate(zip(site.bodies, decision.inner, strict=True)):
+        scope = join_scopes(node.scope, info.scope)
+        for index, (body, plan) in enumerate(zip(info.bodies, decision.inner, strict=True)):
             trips = body.trips if isinstance(body.trips, int) else NOMINAL_SIZE
-            frame = _frame(site, index, is_backward(scope))
+            frame = _frame(info, index, is_backward(scope))
             yield _Node(plan, scope, (*node.frames, frame)), (node, float(trips))
 
 
-def _frame(site: Site, index: int, backward: bool) -> Frame:
-    body = site.bodies[index]
-    name = frame_name(site.primitive, body.name if len(site.bodies) > 1 else "", body.trips)
+def _frame(info: EqnInfo, index: int, backward: bool) -> Frame:
+    body = info.bodies[index]
+    name = frame_name(info.primitive, body.name if len(info.bodies) > 1 else "", body.trips)
     direction = ", backward" if backward else ""
-    return Frame(name + direction, site.source, site.primitive in CALLS)
+    return Frame(name + direction, info.source, info.primitive in CALLS)
 
 
 def frame_name(primitive: str, body: str, trips: object) -> str:
@@ -192,7 +192,7 @@ def _count_calls(nodes: dict[int, _Node]) -> None:
 
 
 def _check_sites(plan: Plan) -> None:
-    if len(plan.sites) != len(plan.decisions):
+    if len(plan.eqn_infos) != len(plan.decisions):
         raise ValueError(
             "this plan does not say where its equations stand: take the .plan of "
             "precpass.inspect(f)(*args)"
@@ -224,14 +224,14 @@ def paired_rows(first: Plan, second: Plan) -> Iterator[tuple[Row, Row]]:
 
 
 def _pairs_of(a: _Node, b: _Node) -> Iterator[tuple[Row, Row]]:
-    if len(a.plan.sites) != len(b.plan.sites):
+    if len(a.plan.eqn_infos) != len(b.plan.eqn_infos):
+        one, other = len(a.plan.eqn_infos), len(b.plan.eqn_infos)
         raise ValueError(
-            f"plans of two programs: one has {counted(len(a.plan.sites), 'equation')} where the "
-            f"other has {len(b.plan.sites)}; compare two policies on one function and the same "
-            "arguments"
+            f"plans of two programs: one has {counted(one, 'equation')} where the other has "
+            f"{other}; compare two policies on one function and the same arguments"
         )
     for pair in zip(_rows_of(a), _rows_of(b), strict=True):
-        one, other = (row.site for row in pair)
+        one, other = (row.info for row in pair)
         # equal plans of one primitive may enter other bodies: another branch, another length
         if (one.signature, one.bodies) != (other.signature, other.bodies):
             raise ValueError(
@@ -241,7 +241,7 @@ def _pairs_of(a: _Node, b: _Node) -> Iterator[tuple[Row, Row]]:
         yield pair
 
 
-def _said(site: Site) -> str:
-    entered = (frame_name(site.primitive, body.name, body.trips) for body in site.bodies)
-    bodies = f" ({'; '.join(entered)})" if site.bodies else ""
-    return f"{site.signature}{bodies} at {site.source}"
+def _said(info: EqnInfo) -> str:
+    entered = (frame_name(info.primitive, body.name, body.trips) for body in info.bodies)
+    bodies = f" ({'; '.join(entered)})" if info.bodies else ""
+    return f"{info.signature}{bodies} at {info.source}"

@@ -26,8 +26,8 @@ from precpass.jaxpr.shardings import resharded_to, summed_up
 __all__ = [
     "WIDENS_STACKS",
     "bits",
-    "hands_on",
     "in_place_of",
+    "is_identity_of_first_operand",
     "is_rounded",
     "low_value",
     "recalled",
@@ -65,7 +65,7 @@ def in_place_of(x: Any, same: Any) -> Any:
     return rounded_p.bind(same, x)
 
 
-def hands_on(eqn: Any) -> bool:
+def is_identity_of_first_operand(eqn: Any) -> bool:
     """Whether an equation only hands its first operand on; others are there for derivatives."""
     return eqn.primitive in (rounded_p, carrier_p, detach_p)
 

@@ -89,7 +89,9 @@ class Recorder:
 
     def sees(self, eqn: Any) -> bool:
         """As `ir.Look` says: all but what only moves values, and that too with its reads."""
-        return not ir.hands_on(eqn) and (self.reads or not _moves(eqn.primitive.name))
+        return not ir.is_identity_of_first_operand(eqn) and (
+            self.reads or not _moves(eqn.primitive.name)
+        )
 
     def record(self, ran: Sequence[ir.Ran]) -> Figures:
         """As `ir.Look` says."""

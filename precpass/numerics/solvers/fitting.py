@@ -147,7 +147,7 @@ def program(fn: Callable[..., Any], spec: Spec, x: Any, args: Any, x64: bool) ->
         return ir.evaluate(closed, args, consts)
 
     # a program of an outer trace may hold its tracers
-    kept = [] if ir.is_tracing() else _kept(fn, (spec, structure, avals, ir.told_by(closed)))
+    kept = [] if ir.is_tracing() else _kept(fn, (spec, structure, avals, ir.fingerprint(closed)))
     if not kept:
         # the first holds them itself
         kept.append(ir.trace(with_consts, list(map(jax.typeof, consts)), *avals))

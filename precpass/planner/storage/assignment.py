@@ -14,22 +14,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis.accumulation import Feeds, all_feeds
+from precpass.analysis.accumulation import LoopFeedback, all_feedback
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.graph import BodyNode
 from precpass.plan import reasons
-from precpass.plan.plan import Action, Decision, Plan, Twin, Twins
+from precpass.plan.plan import Action, BorderCopies, BorderCopy, Decision, Plan
 from precpass.plan.reasons import DecidedBy
-from precpass.planner.profit import Weighed
-from precpass.planner.requests import Asked
+from precpass.planner.profit import ProductPricing
+from precpass.planner.requests import PolicyRequests
 from precpass.planner.storage.eligibility import Eligibility
-from precpass.planner.storage.energy import NOMINAL, Candidate, Costs
-from precpass.planner.storage.value_classes import Classes, ValueClass
+from precpass.planner.storage.energy import NOMINAL, Candidate, StorageEnergy
+from precpass.planner.storage.value_classes import StorageClass, StorageClasses
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import COMPUTING, OpKind
 from precpass.units import counted, duration, sized
 
-__all__ = ["LITTLE", "placed"]
+__all__ = ["LITTLE", "assign_storage"]
 
 LITTLE = 0.05
 """The part of all products' time that lowering some must save: what it changes around them, in
@@ -37,24 +37,30 @@ XLA's fusions, is in no product's time. The gradient of a CNN (`scripts/bench`, 
 that was to save 2.9 % took 1.00 of float32's time, and its step 1.06."""
 
 
-def placed(plan: Plan, analysis: Analysis, asked: Asked, weighed: Weighed, low: Precision) -> Plan:
+def assign_storage(
+    plan: Plan,
+    analysis: Analysis,
+    requests: PolicyRequests,
+    weighed: ProductPricing,
+    low: Precision,
+) -> Plan:
     """The plan with the storage of its values, and without the products that do not pay.
 
     Args:
         plan: of the program, with every value stored as it is computed.
         analysis: of the program.
-        asked: what the policy asks of single equations.
+        requests: what the policy asks of single equations.
         weighed: what products cost.
         low: the format in question.
     """
-    found = _Placing(plan, analysis, asked, weighed, low)
+    found = _Assignment(plan, analysis, requests, weighed, low)
     while found.wide:
         # what the other values lose was judged as if these products were low
-        found = _Placing(found.with_products_wide(), analysis, asked, weighed, low)
+        found = _Assignment(found.with_products_wide(), analysis, requests, weighed, low)
     return found.with_storage()
 
 
-class _Placing:
+class _Assignment:
     """The cheapest storage of a planned program's values.
 
     Attributes:
@@ -62,12 +68,17 @@ class _Placing:
     """
 
     def __init__(
-        self, plan: Plan, analysis: Analysis, asked: Asked, weighed: Weighed, low: Precision
+        self,
+        plan: Plan,
+        analysis: Analysis,
+        requests: PolicyRequests,
+        weighed: ProductPricing,
+        low: Precision,
     ) -> None:
         self._plan = plan
         self.graph = analysis.graph
         self.analysis = analysis
-        self.asked = asked
+        self.requests = requests
         self.low = low
         self.decisions = dict[int, list[Decision]]()
         # Rows whose decision the cut may change: products, and equations with bodies. Rows whose
@@ -75,10 +86,10 @@ class _Placing:
         self.rows = [self._rows(node) for node in self.graph.bodies]
         self._read(plan)
         self.reads_low = {row for row, found in self.decisions.items() if self._lowers(found)}
-        self.classes = Classes(self.graph, self._crosses, self.reads_low)
+        self.classes = StorageClasses(self.graph, self._crosses, self.reads_low)
         candidates = self._candidates(weighed)
         device = weighed.device or NOMINAL
-        self.costs = Costs(self.graph, self.classes, self._eligible(), candidates, device)
+        self.costs = StorageEnergy(self.graph, self.classes, self._eligible(), candidates, device)
         self.little: reasons.Reason | None = None
         self.paying = set[int]()
         labels = self._labels()
@@ -87,14 +98,14 @@ class _Placing:
         self.crossing = {key for key, of in nodes.items() if labels[of.crossing]}
         self.wide = {row for row, node in self.costs.products.items() if not labels[node]}
         self.changing = set[int]()
-        self.defining = dict[tuple[int, int], ValueClass]()
+        self.defining = dict[tuple[int, int], StorageClass]()
         self.memo: dict[Any, Plan] = {}
 
     def with_products_wide(self) -> Plan:
         """The plan in which products that do not pay are wide, and nothing else is changed."""
         self.rounded, self.crossing = set(), set()
         self.changing = self.wide
-        return self._placed(0, self._plan, Twins())
+        return self._placed(0, self._plan, BorderCopies())
 
     def with_storage(self) -> Plan:
         """The plan with the storage of its values, itself where nothing is gained."""
@@ -104,7 +115,7 @@ class _Placing:
             if id(found) in self.rounded:
                 self.defining.update(dict.fromkeys(found.defined, found))
         self.changing = {row for row, _ in self.defining}
-        return self._placed(0, self._plan, Twins())
+        return self._placed(0, self._plan, BorderCopies())
 
     # ------------------------------------------------------------ what was planned
 
@@ -133,25 +144,29 @@ class _Placing:
 
     def _crosses(self, row: int) -> bool:
         found = self.decisions.get(row, ())
-        may = bool(found) and ir.takes_twins(self.graph.eqns[row]) and all(map(_is_plain, found))
-        return may and not self.asked.is_fixed(row)
+        may = (
+            bool(found)
+            and ir.takes_border_copies(self.graph.eqns[row])
+            and all(map(_is_plain, found))
+        )
+        return may and not self.requests.is_fixed(row)
 
     def _lowers(self, found: Sequence[Decision]) -> bool:
         return any(d.action is Action.LOWER and d.compute is self.low for d in found)
 
     def _adding(self) -> set[int]:
         """The classes that a loop adds to in every trip, and of what scales them on the way."""
-        found, todo = set[int](), list[tuple[int, Feeds]]()
+        found, todo = set[int](), list[tuple[int, LoopFeedback]]()
         for row, children in self.graph.children.items():
             for body, child in children:
                 if not body.carry or not self._crosses(row):
                     continue
-                feeds = self.analysis.additive.cyclic(body)
+                feedback = self.analysis.additive.cyclic(body)
                 invars = ir.open_jaxpr(body.jaxpr).invars
-                carried = [v for v, fed in zip(invars, feeds, strict=False) if fed]
+                carried = [v for v, fed in zip(invars, feedback, strict=False) if fed]
                 found |= self._ids(child, carried)
-                todo.append((child, feeds))
-        seen = set[tuple[int, Feeds]]()
+                todo.append((child, feedback))
+        seen = set[tuple[int, LoopFeedback]]()
         while todo:
             at = todo.pop()
             if at not in seen:
@@ -159,10 +174,12 @@ class _Placing:
                 todo += self._on_the_way(*at, found)
         return found
 
-    def _on_the_way(self, body: int, feeds: Feeds, found: set[int]) -> Iterator[tuple[int, Feeds]]:
+    def _on_the_way(
+        self, body: int, feedback: LoopFeedback, found: set[int]
+    ) -> Iterator[tuple[int, LoopFeedback]]:
         """Adds the classes of one body; what it yields are bodies within."""
         node = self.graph.bodies[body]
-        for at in self.analysis.additive.accumulating(node.jaxpr, feeds):
+        for at in self.analysis.additive.accumulating(node.jaxpr, feedback):
             row = node.start + at
             eqn = self.graph.eqns[row]
             found |= self._ids(body, eqn.outvars)
@@ -170,14 +187,14 @@ class _Placing:
                 # a decay of 0.999 is 1 in bfloat16
                 found |= self._ids(body, eqn.invars)
             for inner, child in self.graph.children.get(row, ()):
-                yield child, all_feeds(len(inner.operands), len(inner.results))
+                yield child, all_feedback(len(inner.operands), len(inner.results))
 
     def _ids(self, body: int, atoms: Sequence[Any]) -> set[int]:
         return {id(of) for v in atoms if (of := self.classes.of(body, v)) is not None}
 
     # ------------------------------------------------------------ what it costs
 
-    def _candidates(self, weighed: Weighed) -> dict[int, Candidate]:
+    def _candidates(self, weighed: ProductPricing) -> dict[int, Candidate]:
         """The products that need not be low, because the preset alone lowers them."""
         found: dict[int, Candidate] = {}
         for row in sorted(self.reads_low):
@@ -188,10 +205,10 @@ class _Placing:
                     found[row] = candidate
         return found
 
-    def _eligible(self) -> list[ValueClass]:
+    def _eligible(self) -> list[StorageClass]:
         """The classes that may be rounded where they are defined."""
         adding = self._adding()
-        eligibility = Eligibility(self.analysis, self.classes, self.low, self.asked)
+        eligibility = Eligibility(self.analysis, self.classes, self.low, self.requests)
         found = self.classes.found.values()
         return [c for c in found if id(c) not in adding and eligibility.may_store(c)]
 
@@ -211,15 +228,17 @@ class _Placing:
 
     # ------------------------------------------------------------ the plan
 
-    def _placed(self, body: int, plan: Plan, twins: Twins) -> Plan:
-        key = (body, id(plan), twins)
+    def _placed(self, body: int, plan: Plan, border_copies: BorderCopies) -> Plan:
+        key = (body, id(plan), border_copies)
         if key not in self.memo:
             node, decisions = self.graph.bodies[body], list(plan.decisions)
             changing = self.changing.intersection(range(node.start, node.stop))
             for row in changing.union(self.rows[body]):
                 at = row - node.start
                 decisions[at] = self._decided(row, body, decisions[at])
-            self.memo[key] = dataclasses.replace(plan, decisions=tuple(decisions), twins=twins)
+            self.memo[key] = dataclasses.replace(
+                plan, decisions=tuple(decisions), border_copies=border_copies
+            )
         return self.memo[key]
 
     def _decided(self, row: int, body: int, decision: Decision) -> Decision:
@@ -240,25 +259,27 @@ class _Placing:
         eqn, crosses = self.graph.eqns[row], self._crosses(row)
         inner: list[Plan] = []
         for (into, child), plan in zip(self.graph.children[row], decision.inner, strict=True):
-            twins = Twins()
+            border_copies = BorderCopies()
             if crosses:
                 operands = ir.open_jaxpr(into.jaxpr).invars
                 results = [eqn.outvars[at] for at in into.results]
-                twins = Twins(self._twins(child, operands), self._twins(body, results))
-            inner.append(self._placed(child, plan, twins))
+                border_copies = BorderCopies(
+                    self._border_copies(child, operands), self._border_copies(body, results)
+                )
+            inner.append(self._placed(child, plan, border_copies))
         same = all(a is b for a, b in zip(inner, decision.inner, strict=True))
         return decision if same else dataclasses.replace(decision, inner=tuple(inner))
 
-    def _twins(self, body: int, atoms: Sequence[Any]) -> tuple[Twin, ...]:
-        return tuple(self._each_twin(body, atoms))
+    def _border_copies(self, body: int, atoms: Sequence[Any]) -> tuple[BorderCopy, ...]:
+        return tuple(self._each_border_copy(body, atoms))
 
-    def _each_twin(self, body: int, atoms: Sequence[Any]) -> Iterator[Twin]:
+    def _each_border_copy(self, body: int, atoms: Sequence[Any]) -> Iterator[BorderCopy]:
         for position, atom in enumerate(atoms):
             found = self.classes.of(body, atom)
             if found is not None and id(found) in self.crossing:
-                yield Twin(position, self.low, id(found) in self.rounded)
+                yield BorderCopy(position, self.low, id(found) in self.rounded)
 
-    def _weighed(self, found: ValueClass) -> str:
+    def _weighed(self, found: StorageClass) -> str:
         """What the cut weighed."""
         products = len({row for rows in found.low.values() for row in rows})
         written = [p for p in found.places if p.kind != "sliced"]
@@ -271,7 +292,9 @@ class _Placing:
 def _is_plain(decision: Decision) -> bool:
     """Whether values cross the borders of an equation's bodies in their own formats."""
     return not (
-        decision.island or decision.rules is not None or any(p.border for p in decision.inner)
+        decision.in_float64_span
+        or decision.rules is not None
+        or any(p.border for p in decision.inner)
     )
 
 

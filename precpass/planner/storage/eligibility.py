@@ -16,11 +16,11 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
-from precpass.analysis.ranges import Fact
+from precpass.analysis.ranges import ValueRange
 from precpass.analysis.sizes import nbytes
 from precpass.planner.guards import why_out_of_range
-from precpass.planner.requests import Asked
-from precpass.planner.storage.value_classes import Classes, ValueClass
+from precpass.planner.requests import PolicyRequests
+from precpass.planner.storage.value_classes import StorageClass, StorageClasses
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 
@@ -37,18 +37,20 @@ class Eligibility:
         analysis: of the program.
         classes: of its values.
         low: the format in question.
-        asked: what the policy asks of single equations.
+        requests: what the policy asks of single equations.
     """
 
-    def __init__(self, analysis: Analysis, classes: Classes, low: Precision, asked: Asked) -> None:
+    def __init__(
+        self, analysis: Analysis, classes: StorageClasses, low: Precision, requests: PolicyRequests
+    ) -> None:
         self.graph = analysis.graph
         self.analysis = analysis
         self.classes = classes
         self.low = low
-        self.asked = asked
-        self.readers = analysis.readers
+        self.requests = requests
+        self.uses = analysis.uses
 
-    def may_store(self, found: ValueClass) -> bool:
+    def may_store(self, found: StorageClass) -> bool:
         """Whether a class of values may be stored low."""
         return all(veto(self, found) is None for veto in VETOES)
 
@@ -74,7 +76,7 @@ class Eligibility:
         # a body of which JAX has left out what nobody reads has the variables of the whole one
         readers = collections.defaultdict[Any, list[Any]](list)
         for body in range(len(self.graph.bodies)):
-            for v, of_body in self.readers.of(body).items():
+            for v, of_body in self.uses.of(body).items():
                 readers[v] += of_body
         # no call for each equation: every gradient is walked
         found, todo = set[Any](), [v for row in self.classes.reads_low for v in eqns[row].outvars]
@@ -121,7 +123,7 @@ class Eligibility:
             if row.adds:
                 return True
             if row.scales:
-                readers = self.readers.of(body).get(eqn.outvars[0], ())
+                readers = self.uses.of(body).get(eqn.outvars[0], ())
                 todo += [reader for reader in readers if reader is not None]
         return False
 
@@ -129,30 +131,30 @@ class Eligibility:
 # ---------------------------------------------------------------- what the class is
 
 
-def crosses_the_programs_border(_program: Eligibility, found: ValueClass) -> str | None:
+def crosses_the_programs_border(_program: Eligibility, found: StorageClass) -> str | None:
     """An argument and a result have the dtype that the user gave them."""
     return "is an argument or a result" if found.is_input or found.is_output else None
 
 
-def is_never_in_memory(_program: Eligibility, found: ValueClass) -> str | None:
+def is_never_in_memory(_program: Eligibility, found: StorageClass) -> str | None:
     """Inside a fusion a value costs nothing in any format."""
     return None if found.places else "is never in memory"
 
 
-def is_small(program: Eligibility, found: ValueClass) -> str | None:
+def is_small(program: Eligibility, found: StorageClass) -> str | None:
     """Memory moves whole cache lines."""
     eqns = program.graph.eqns
     made = (nbytes(eqns[row].outvars[k].aval) for row, k in found.defined)
     return "is smaller than a cache line" if max(made, default=0.0) < _LINE else None
 
 
-def is_a_loops_state(_program: Eligibility, found: ValueClass) -> str | None:
+def is_a_loops_state(_program: Eligibility, found: StorageClass) -> str | None:
     """A carry that is read wide would be rounded anew in every trip."""
     is_carried = bool(found.wide) and any(place.kind == "carry" for place in found.places)
     return "is a loop's state" if is_carried else None
 
 
-def may_be_computed_again(program: Eligibility, found: ValueClass) -> str | None:
+def may_be_computed_again(program: Eligibility, found: StorageClass) -> str | None:
     """XLA may compute again, where it is read, what is only kept for a backward pass.
 
     The same holds for a stack that the user's program makes, unless a derivative reads it.
@@ -165,7 +167,7 @@ def may_be_computed_again(program: Eligibility, found: ValueClass) -> str | None
     return "may be computed again where it is read" if is_only_kept or is_users else None
 
 
-def has_all_digits(program: Eligibility, found: ValueClass) -> str | None:
+def has_all_digits(program: Eligibility, found: StorageClass) -> str | None:
     """No product that was lowered has taken its digits: a position and a time have them all."""
     if not found.wide:
         return None
@@ -174,7 +176,7 @@ def has_all_digits(program: Eligibility, found: ValueClass) -> str | None:
     return None if follows else "has all of its digits"
 
 
-def is_added_to(program: Eligibility, found: ValueClass) -> str | None:
+def is_added_to(program: Eligibility, found: StorageClass) -> str | None:
     """The forward pass adds to a sum of whole arrays: a small step would be lost."""
     if not any(_adds_arrays(program, row) for row, _ in found.defined):
         return None
@@ -187,7 +189,7 @@ def is_added_to(program: Eligibility, found: ValueClass) -> str | None:
     return "is a sum that is added to" if is_added_to else None
 
 
-def _is_made_by_products(program: Eligibility, found: ValueClass) -> bool:
+def _is_made_by_products(program: Eligibility, found: StorageClass) -> bool:
     eqns = [program.graph.eqns[row] for row, _ in found.defined]
     kinds = {op(eqn.primitive.name).kind for eqn in eqns if not ir.keeps_bits(eqn)}
     return kinds <= {OpKind.COMPUTE}
@@ -207,19 +209,19 @@ def _adds_arrays(program: Eligibility, row: int) -> bool:
 # ---------------------------------------------------------------- who makes it
 
 
-def is_made_elsewhere(program: Eligibility, found: ValueClass) -> str | None:
+def is_made_elsewhere(program: Eligibility, found: StorageClass) -> str | None:
     """What makes it has bodies, belongs to a sampler, or is to be wide by the policy."""
     for row, k in found.defined:
         if row in program.graph.children or program.in_sampler(row):
             return "is made where nothing is rounded"
-        if not program.asked.may_store(row, program.low):
+        if not program.requests.may_store(row, program.low):
             return "is to be wide by the policy"
         if ir.is_unreduced(program.graph.eqns[row].outvars[k].aval):
             return "is a sum of which each device holds one term"
     return None
 
 
-def exceeds_range(program: Eligibility, found: ValueClass) -> str | None:
+def exceeds_range(program: Eligibility, found: StorageClass) -> str | None:
     """It would overflow, vanish or lose integers in the low format."""
     is_read_low = bool(found.low) and not found.wide
     for row, k in found.defined:
@@ -234,30 +236,33 @@ def exceeds_range(program: Eligibility, found: ValueClass) -> str | None:
     return None
 
 
-def _fits(known: Fact, low: Precision) -> bool:
+def _fits(known: ValueRange, low: Precision) -> bool:
     """Whether the low format has the range for it: float16 has not for all that float32 has."""
     if low.smallest_normal <= Precision.F32.smallest_normal:
         return True
     return max(abs(known.lo), abs(known.hi)) <= low.max
 
 
-def _as_a_whole(known: Fact) -> Fact:
+def _as_a_whole(known: ValueRange) -> ValueRange:
     """A fact in which a multiple of a constant is as large, and as small, as the constant."""
-    sizes = [size for size in (known.tiny, known.magnitude) if size]
-    tiny, reaches = min(sizes, default=0.0), max(known.reaches, known.magnitude)
-    return known._replace(tiny=tiny, reaches=reaches)
+    sizes = [size for size in (known.likely_min_nonzero, known.overall_magnitude) if size]
+    likely_min_nonzero, likely_max = (
+        min(sizes, default=0.0),
+        max(known.likely_max, known.overall_magnitude),
+    )
+    return known._replace(likely_min_nonzero=likely_min_nonzero, likely_max=likely_max)
 
 
 # ---------------------------------------------------------------- who reads it
 
 
-def decides_a_loop(program: Eligibility, found: ValueClass) -> str | None:
+def decides_a_loop(program: Eligibility, found: StorageClass) -> str | None:
     """A loop's predicate is computed of it."""
     decides = any(body in program.analysis.deciding for body in (*found.wide, *found.low))
     return "decides whether a loop goes on" if decides else None
 
 
-def is_read_exactly(program: Eligibility, found: ValueClass) -> str | None:
+def is_read_exactly(program: Eligibility, found: StorageClass) -> str | None:
     """A reader has a use for digits that the low format does not have."""
     rows = (row for readers in (found.wide, found.low) for own in readers.values() for row in own)
     return next(filter(None, (_why_read_exactly(program, row) for row in rows)), None)
@@ -285,7 +290,7 @@ def _is_zero(atom: Any) -> bool:
     return ir.is_literal(atom) and not atom.val
 
 
-Veto = Callable[[Eligibility, ValueClass], str | None]
+Veto = Callable[[Eligibility, StorageClass], str | None]
 
 VETOES: tuple[Veto, ...] = (
     crosses_the_programs_border,

@@ -20,15 +20,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from precpass.analysis.graph import BodyNode, Graph, trips_of
-from precpass.analysis.operand_origin import Origins
+from precpass.analysis.operand_origin import OperandOrigins
 from precpass.analysis.sizes import nbytes
 from precpass.devices.devices import DEVICES, Device
 from precpass.plan.reasons import Reason
 from precpass.planner.storage.min_cut import LOW, WIDE, Cut, Energy
-from precpass.planner.storage.value_classes import Classes, Place, ValueClass
+from precpass.planner.storage.value_classes import Place, StorageClass, StorageClasses
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["NOMINAL", "Candidate", "Costs", "Nodes"]
+__all__ = ["NOMINAL", "Candidate", "Nodes", "StorageEnergy"]
 
 NOMINAL = DEVICES[0]
 """Whose figures count where a plan is to be the same on every device: only ratios matter then."""
@@ -62,7 +62,7 @@ class Nodes:
     crossing: int = WIDE
 
 
-class Costs:
+class StorageEnergy:
     """The energy of a program.
 
     Args:
@@ -76,8 +76,8 @@ class Costs:
     def __init__(
         self,
         graph: Graph,
-        classes: Classes,
-        roundable: Sequence[ValueClass],
+        classes: StorageClasses,
+        roundable: Sequence[StorageClass],
         candidates: Mapping[int, Candidate],
         device: Device = NOMINAL,
     ) -> None:
@@ -90,7 +90,7 @@ class Costs:
         self.nodes: dict[int, Nodes] = {}
         self._copies: dict[tuple[int, Any], float] = {}
         self._trips_of: dict[int, float] = {}
-        self._origins = Origins(graph)
+        self._origins = OperandOrigins(graph)
         may = set(map(id, roundable))
         for found in classes.found.values():
             self._store(found, id(found) in may)
@@ -116,7 +116,7 @@ class Costs:
 
     # ------------------------------------------------------------ what memory takes
 
-    def _store(self, found: ValueClass, roundable: bool) -> None:
+    def _store(self, found: StorageClass, roundable: bool) -> None:
         if not (roundable or (found.crossed and self._repeats(found))):
             return
         energy = self.energy
@@ -133,7 +133,7 @@ class Costs:
         for body, rows in found.low.items():
             energy.pay(crossing, self._copied(rows), self.copying(found, body, rows))
 
-    def _repeats(self, found: ValueClass) -> bool:
+    def _repeats(self, found: StorageClass) -> bool:
         """Whether a loop casts again what was there before it.
 
         Elsewhere a low copy would stay in memory from its first reader to its last.
@@ -165,11 +165,11 @@ class Costs:
             self.energy.forbid(copied, product)
         return copied
 
-    def held(self, found: ValueClass) -> float:
+    def held(self, found: StorageClass) -> float:
         """Where a class is in memory, at its own width."""
         return sum(map(_traffic, found.places)) / self.device.bandwidth
 
-    def rounding(self, found: ValueClass) -> float:
+    def rounding(self, found: StorageClass) -> float:
         """The pass that rounds what products make; in any other fusion it is free."""
         made = (
             nbytes(self.graph.eqns[row].outvars[k].aval) * self._calls(row)
@@ -178,7 +178,7 @@ class Costs:
         )
         return _CACHED * 1.5 * sum(made) / self.device.bandwidth
 
-    def beside(self, found: ValueClass) -> float:
+    def beside(self, found: StorageClass) -> float:
         """Low copies beside a class: the casts where it begins, and their own traffic."""
         made = sum(
             nbytes(self.graph.eqns[row].outvars[k].aval) * self._calls(row)
@@ -188,20 +188,20 @@ class Costs:
         copies = sum(p.nbytes if p.kind == "sliced" else p.nbytes / 2 for p in found.places)
         return (1.5 * (found.given + made) + copies) / self.device.bandwidth
 
-    def copying(self, found: ValueClass, body: int, rows: Sequence[int]) -> float:
+    def copying(self, found: StorageClass, body: int, rows: Sequence[int]) -> float:
         """The casts of what products read in a body, where no low copy crosses its border."""
         calls = self.graph.bodies[body].calls
         reads = self._reads(found, body, rows)
         return max(self._copying(found, body, row, at) for row, at in reads) * calls
 
-    def _copying(self, found: ValueClass, body: int, row: int, at: int) -> float:
+    def _copying(self, found: StorageClass, body: int, row: int, at: int) -> float:
         """The cast of a product's operand: as it is a part of the product's own time, if it is."""
         own = self.candidates[row].casts[at] if row in self.candidates else 0.0
         if own or self._origins.is_made_in(body, self.graph.eqns[row].invars[at]):
             return own
         return 1.5 * found.read[body] / self.device.bandwidth
 
-    def _reads(self, found: ValueClass, body: int, rows: Sequence[int]) -> list[tuple[int, int]]:
+    def _reads(self, found: StorageClass, body: int, rows: Sequence[int]) -> list[tuple[int, int]]:
         """The operands of products that are of a class."""
         return [
             (row, at)

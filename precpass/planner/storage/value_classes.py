@@ -19,7 +19,7 @@ from precpass.policy.precision import Precision
 from precpass.policy.primitives import op
 from precpass.policy.scopes import is_backward
 
-__all__ = ["Classes", "Place", "ValueClass"]
+__all__ = ["Place", "StorageClass", "StorageClasses"]
 
 Key = tuple[int, Any]
 """A variable, and before it the index of its body."""
@@ -42,7 +42,7 @@ class Place:
 
 
 @dataclasses.dataclass
-class ValueClass:
+class StorageClass:
     """Values that are stored alike.
 
     Attributes:
@@ -69,7 +69,7 @@ class ValueClass:
     is_output: bool = False
 
 
-class Classes:
+class StorageClasses:
     """The classes of a graph's values that cross a border or are kept for a backward pass.
 
     Args:
@@ -96,17 +96,17 @@ class Classes:
             self._moved |= moved
             self._follow(body, moved)
             self._choose(body, moved)
-        self.found: dict[Key, ValueClass] = {}
-        self._of: list[dict[Any, ValueClass]] = [{} for _ in graph.bodies]
+        self.found: dict[Key, StorageClass] = {}
+        self._of: list[dict[Any, StorageClass]] = [{} for _ in graph.bodies]
         for body, atom in self._parents:
             root = self._root((body, atom))
-            self._of[body][atom] = self.found.setdefault(root, ValueClass())
+            self._of[body][atom] = self.found.setdefault(root, StorageClass())
         for body in range(len(graph.bodies)):
             if self._of[body]:
                 self._collect(body, kept)
         self._close()
 
-    def of(self, body: int, atom: Any) -> ValueClass | None:
+    def of(self, body: int, atom: Any) -> StorageClass | None:
         """The class of a value."""
         return None if ir.is_literal(atom) else self._of[body].get(atom)
 
@@ -213,7 +213,7 @@ class Classes:
 
     # ------------------------------------------------------------ what is known of each
 
-    def _classes(self, body: int, atoms: Sequence[Any]) -> list[tuple[int, ValueClass]]:
+    def _classes(self, body: int, atoms: Sequence[Any]) -> list[tuple[int, StorageClass]]:
         own = self._of[body]
         return [(i, own[v]) for i, v in enumerate(atoms) if not ir.is_literal(v) and v in own]
 
@@ -245,7 +245,7 @@ class Classes:
                     size = nbytes(eqn.outvars[k].aval) * node.calls
                     found.places.append(Place(size, node.calls, "kept"))
 
-    def _note_readers(self, row: int, body: int, reads: list[tuple[int, ValueClass]]) -> None:
+    def _note_readers(self, row: int, body: int, reads: list[tuple[int, StorageClass]]) -> None:
         low, eqn = row in self.reads_low, self.graph.eqns[row]
         for i, found in reads:
             readers = found.low if low and i < 2 else found.wide

@@ -246,12 +246,14 @@ class _Search:
                 return None
             # custom rules that are still there when the program is run are not used
             kept = decision.action is Action.KEEP or decision.reorders
-            kept = kept and not (decision.island or decision.stores_low)
+            kept = kept and not (decision.in_float64_span or decision.stores_low)
             return None if kept else (*_own(decision), inner)
 
         decisions = tuple(map(of, plan.decisions))
         # a low copy that crosses a border beside what is read there changes no value
-        rounded = tuple(tuple(t for t in twins if t.rounds) for twins in plan.twins)
+        rounded = tuple(
+            tuple(t for t in border_copies if t.rounds) for border_copies in plan.border_copies
+        )
         changes = bool(plan.border) or any(rounded) or any(decisions)
         key = (plan.border, rounded, decisions) if changes else _AS_WRITTEN
         number = self._keys.setdefault(key, len(self._keys))
@@ -379,7 +381,7 @@ def _inside(group: Group) -> Iterator[Group]:
 
 def _own(decision: Decision) -> tuple[Any, ...]:
     """What an equation becomes, bodies apart."""
-    return decision.action, decision.compute, decision.stored, decision.island
+    return decision.action, decision.compute, decision.stored, decision.in_float64_span
 
 
 def _pairs(graph: Graph, one: Plan, other: Plan) -> Iterator[tuple[int, Decision, Decision]]:
