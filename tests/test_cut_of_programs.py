@@ -14,7 +14,7 @@ from random_programs import build, seeded_program
 
 import precpass as pp
 from precpass.planner.planner import make_plan
-from precpass.planner.profit import Product, Verdict
+from precpass.planner.profit import Product, ProductTimes
 from precpass.planner.storage import assignment
 from precpass.planner.storage.energy import NOMINAL, StorageEnergy
 from precpass.planner.storage.value_classes import StorageClass
@@ -33,16 +33,16 @@ class Drawn:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._known: dict[str, Verdict] = {}
+        self._known: dict[str, ProductTimes] = {}
 
-    def verdict(self, product: Product) -> Verdict:
+    def verdict(self, product: Product) -> ProductTimes:
         wide, low = self._rng.randint(1, 4) * 1e-6, self._rng.randint(1, 4) * 1e-6
-        return self._known.setdefault(product.text, Verdict(wide, low, "drawn"))
+        return self._known.setdefault(product.text, ProductTimes(wide, low, "drawn"))
 
     def least_gain(self, wide: float) -> float:
         return 0.0
 
-    def sentence(self, product: Product, verdict: Verdict) -> str:
+    def sentence(self, product: Product, verdict: ProductTimes) -> str:
         return f"{verdict.low} s low, {verdict.wide} s wide"
 
     def complaints(self) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ def energies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StorageEnergy, set[i
             super().__init__(graph, classes, roundable, *args)
             made.append((self, set(map(id, roundable))))
 
-    monkeypatch.setattr(assignment, "Costs", Noted)
+    monkeypatch.setattr(assignment, "StorageEnergy", Noted)
     return made
 
 
