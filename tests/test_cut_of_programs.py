@@ -35,7 +35,7 @@ class Drawn:
         self._rng = rng
         self._known: dict[str, ProductTimes] = {}
 
-    def verdict(self, product: Product) -> ProductTimes:
+    def product_times(self, product: Product) -> ProductTimes:
         wide, low = self._rng.randint(1, 4) * 1e-6, self._rng.randint(1, 4) * 1e-6
         return self._known.setdefault(product.text, ProductTimes(wide, low, "drawn"))
 
