@@ -45,7 +45,7 @@ class Drawn:
     def sentence(self, product: Product, verdict: ProductTimes) -> str:
         return f"{verdict.low} s low, {verdict.wide} s wide"
 
-    def complaints(self) -> tuple[str, ...]:
+    def new_warnings(self) -> tuple[str, ...]:
         return ()
 
 
