@@ -351,10 +351,10 @@ def test_args_may_be_anything_that_jax_computes_with():
 def test_without_optimistix_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     import sys
 
-    import precpass.numerics
+    from precpass.numerics import solvers
 
     monkeypatch.delitem(sys.modules, "precpass.numerics.solvers.fitting", raising=False)
-    monkeypatch.delattr(precpass.numerics, "fitting", raising=False)
+    monkeypatch.delattr(solvers, "fitting", raising=False)
     monkeypatch.setitem(sys.modules, "optimistix", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install precpass\[solvers\]"):
         pp.least_squares(decay, START)
