@@ -1,4 +1,4 @@
-"""Numbers in words."""
+"""Counts, bytes and seconds in words."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """Which equations of a loop body add to what the loop carries.
 
-Rounding such an equation in every trip loses the sum: 16384 ones carried
-through a scan in bfloat16 add up to 256.
+If such an equation were rounded in every trip, the sum would be lost: 16384 ones that a scan
+carries in bfloat16 add up to 256. The planner therefore keeps these equations in the format of
+the carry.
 
-Sets of a jaxpr's operands or results are Python integers, one bit for each, so
-that a body is walked once however much it carries.
+A set of a jaxpr's operands or results is a Python integer with one bit for each. One walk over a
+body then answers for all of its carries at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is true of a program apart from any policy, found out once."""
+"""All analyses of one program, each made once. None of them depends on a policy."""
 
 from __future__ import annotations
 

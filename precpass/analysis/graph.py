@@ -1,8 +1,8 @@
 """The flattened dataflow of a jaxpr and its sub-jaxprs, as columns.
 
-A jaxpr that is called many times is one set of nodes (a `BodyNode`), weighted by
-its number of calls and trips. Callers' name scopes tell calls apart only where
-the policy's rules can see the difference.
+A jaxpr that is called many times is one set of rows (a `BodyNode`), weighted by how often it
+runs. Two calls of one jaxpr under different name scopes get rows of their own only if a rule of
+the policy can tell the scopes apart.
 """
 
 from __future__ import annotations

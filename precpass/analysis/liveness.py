@@ -1,9 +1,9 @@
-"""What of a rewritten program is there for derivatives that somebody may take later.
+"""What a rewritten program holds only for derivatives that somebody may take later.
 
-A lowered product hands on its wide operands, and a value that is stored low its wide form, to
-whoever differentiates (`ir.is_identity_of_first_operand`). Where nobody does, nothing reads
-these: XLA drops them, with all that only they are made of, from the stacks and carries of loops
-too.
+A lowered product, and a value that is stored low, refer to their wide operands, because
+derivatives pass through those (`ir.is_identity_of_first_operand`). If nobody differentiates,
+nothing reads them: XLA drops them and everything that only they are made of, also from the stacks
+and carries of loops. Counts and estimates leave them out for that reason.
 """
 
 from __future__ import annotations

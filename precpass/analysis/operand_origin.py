@@ -1,4 +1,8 @@
-"""How a program has a product's operands: what its low form would pay for each cast."""
+"""Where a product's operand comes from, which decides what its cast to a low format costs.
+
+A cast inside the fusion that makes the operand is free. A cast of an operand in memory reads and
+writes it. A cast of a loop's constant runs once, before the loop.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What is known of values before the program runs, propagated forward per call site.
+"""Range analysis: what is known of every value before the program runs.
 
-The planner guards values by these facts: what would overflow, vanish or lose
-integers in a narrower format, and what follows random bits.
+Ranges are propagated forward, per call site, because one shared body may get -1e9 at one call and
+0 at another. The planner's guards use them to find what would overflow, vanish or lose integers
+in a low format, and what is made of random bits.
 """
 
 from __future__ import annotations

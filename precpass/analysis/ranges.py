@@ -1,4 +1,4 @@
-"""What is known of one value, and when that forbids a narrower format."""
+"""`ValueRange`: what is known of one value's elements, and how it is found for a constant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the forward pass keeps for the backward pass."""
+"""The bytes that the forward pass saves for the backward pass."""
 
 from __future__ import annotations
 

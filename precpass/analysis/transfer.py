@@ -1,4 +1,8 @@
-"""How what is known of operands becomes known of results, primitive by primitive."""
+"""The range of an equation's results from those of its operands: a rule for each primitive.
+
+A new primitive needs a rule here only if its results' bounds follow from its operands'. Without
+one nothing is known of its results.
+"""
 
 from __future__ import annotations
 

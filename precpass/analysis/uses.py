@@ -1,4 +1,8 @@
-"""Who reads a value: what decides whether a cast or a rounding would be done twice."""
+"""Def-use chains: which equations read a value.
+
+A cast before a value with several readers is done once and shared, or once for each reader; and a
+value that every reader casts to a low format anyway need not be rounded by its own equation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who tells the planner which products pay, as the policy's profitability has it."""
+"""Which model of costs the planner asks, as the policy's `profitability` says."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Timing a product in float32 and in its low form, as it stands in programs.
+"""Times of a product in float32 and in its low form, in the surroundings that a program has.
 
-What a low product costs hangs on what is around it. So its operands come about as the program's
-do (`precpass.analysis.operand_origin`): what elementwise work makes is made by such work, what is
-in memory as float32 is cast with a read and a write, what a loop holds is low already. A
-transpose behind it, which XLA folds into a float32 product, is there too, and elementwise work
-reads the result. The low program is what the pass itself makes of the float32 one. What counts is
-the fastest of interleaved rounds.
+What a low product costs depends on its surroundings, so they are timed with it
+(`precpass.analysis.operand_origin`). An operand that elementwise work makes is made by such work
+here too, where its cast is free. An operand in memory as float32 is cast with a read and a write.
+An operand that a loop holds is low already. A transpose behind the product is included, because
+XLA folds it into a float32 product, and elementwise work reads the result. The low program is the
+one that the pass itself makes of the float32 program. The time is that of the fastest of
+interleaved rounds.
 
-Both are compiled and run in a thread of their own, where no trace, no context and no region of
-the caller's is in force: no equation is added to anything.
+Both programs are compiled and run in a thread of their own. No trace, context or region of the
+caller's is in force there, so that nothing is added to the user's program.
 """
 
 from __future__ import annotations

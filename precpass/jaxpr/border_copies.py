@@ -1,9 +1,9 @@
-"""Low twins: more operands and results of an equation with bodies, which hold values on 16 bits.
+"""Border copies: 16-bit operands and results beside the wide ones of an equation with bodies.
 
-A value that is stored low, or cast once for all trips of a loop, crosses a border beside its wide
-form: that one is what derivatives take their way through, and where nothing is differentiated
-XLA drops it. As unsigned integers the 16 bits stay 16 bits everywhere: XLA:CPU of jax 0.10 holds
-bfloat16 loop state as float32.
+A value that is stored low, or that is cast once for all trips of a loop, crosses the border of a
+body twice: in its wide form, through which derivatives pass, and as a 16-bit copy. If nothing is
+differentiated, XLA drops the wide form. The copies are unsigned integers, because XLA:CPU of jax
+0.10 holds bfloat16 loop state as float32.
 """
 
 from __future__ import annotations

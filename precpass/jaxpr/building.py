@@ -1,4 +1,4 @@
-"""A jaxpr in the making: equations taken over as they are, and those that functions trace."""
+"""`Builder`: a jaxpr in the making, of equations that are reused and of others that are traced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is inside of a primitive that shows no jaxpr: read from what it is lowered to."""
+"""What a primitive that shows no jaxpr computes, read from the text that it is lowered to."""
 
 from __future__ import annotations
 

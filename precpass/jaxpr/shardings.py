@@ -1,4 +1,4 @@
-"""Types that say how a value is sharded, as on a mesh of explicit axes they do."""
+"""Types that say how a value is sharded, as they do on a mesh with explicit axes."""
 
 from __future__ import annotations
 

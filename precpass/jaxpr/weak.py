@@ -1,4 +1,4 @@
-"""What is kept of objects without keeping them: by identity as long as they live, or the last."""
+"""Memory of objects that does not keep them alive, by identity; and memory of the last few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The leaves of arguments and results: what `jax.jit` refuses is static, or handed through."""
+"""The leaves of arguments and results: one that `jax.jit` refuses is static, or handed through."""
 
 from __future__ import annotations
 

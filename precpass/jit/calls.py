@@ -1,4 +1,4 @@
-"""How a call is made: what can be called, how it crosses into `jax.jit`, and what errors show."""
+"""How a call is made: what can be called, and how arguments and results cross into `jax.jit`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function as traced, planned and rewritten for each region that calls it."""
+"""A function under a policy, with the `jax.jit` of it in each region that calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs of a function under one policy and set of options, found again while it lives."""
+"""The programs of one function, by policy and options, found again while the function lives."""
 
 from __future__ import annotations
 

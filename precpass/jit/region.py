@@ -1,4 +1,4 @@
-"""What stands around a call: the default policy, the kept precision, and an enclosing trace."""
+"""The region that a call stands in: the default policy, a kept precision, an enclosing trace."""
 
 from __future__ import annotations
 

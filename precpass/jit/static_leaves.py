@@ -1,9 +1,9 @@
 """Which leaves of arguments are static by themselves, and which are refused.
 
-What is static by itself is a part of a program, which is found again for what equals it. So it is
-to equal only what makes the same program: it has the semantics of a value. An object that is
-compared by identity can change and still be found, and then its old arrays would be used without
-a word.
+A static leaf is a part of a compiled program, and the program is found again for any leaf that
+equals it. So two leaves may be equal only if they make the same program: equality must be that of
+values. An object that is compared by identity could change and still be found again, and then its
+old arrays would be used without a word.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""A loop's body, or what is outside of all loops, as kernels: what of it is read from memory.
+"""A loop's body, or what is outside all loops, as kernels, and what each reads from memory.
 
-A model of XLA's fusion that is simple and the same for every device. Of a stretch of equations
-without loops and branches, calls written out:
+This is a model of XLA's fusion, simple and the same for every device. It looks at a stretch of
+equations without loops and branches, with calls written out:
 
-- A product is a kernel, which reads its operands and writes its result. So is what neither fuses
-  nor contracts: a sort, a scatter, a kernel of linear algebra.
-- Elementwise work, movement and casts between two such are one fusion, and so are the reductions
-  that end it. It reads each value once that is from outside and writes what others read.
-- What another fusion can make from no more than it would read is made again there and not
-  stored: a broadcast, a cast from 16 bits, a mask.
+- A product is a kernel, which reads its operands and writes its result. So is every equation that
+  neither fuses nor contracts: a sort, a scatter, a kernel of linear algebra.
+- Elementwise work, movement and casts between two kernels are one fusion, together with the
+  reductions that end it. A fusion reads each value from outside once and writes what others read.
+- A value that another fusion can make from no more bytes than the value itself is made again there
+  and not stored: a broadcast, a cast from 16 bits, a mask.
 - Views (a slice, a transpose, a reshape) move nothing.
-- A cast of a loop's constant to 16 bits runs once, outside of the loop.
+- A cast of a loop's constant to 16 bits runs once, before the loop.
 
-This is how `precpass.planner.storage.energy` reckons: a value inside of a fusion costs nothing, a
-cast of what is in memory reads and writes it, and a product's sums leave it in the format of its
+`precpass.planner.storage.energy` counts in the same way: a value inside a fusion costs nothing, a
+cast of a value in memory reads and writes it, and a product's sums leave it in the format of its
 result.
 """
 

@@ -1,8 +1,9 @@
-"""Graph, facts and policy in; `Plan` out.
+"""The walk over a program that makes its plan.
 
-Products run low with wide results, arithmetic stays as it was written unless the policy
-orders otherwise: inside of a fusion it costs nothing. What is really in memory, what crosses
-borders and which products pay is then decided by a minimum cut (`placing`).
+Under the AutoMixed presets products run low with float32 results, and arithmetic stays as it was
+written, because inside a fusion that costs nothing. What is stored in memory in 16 bits, what
+crosses borders, and which products pay, is then decided by a minimum cut
+(`planner.storage.assignment`).
 """
 
 from __future__ import annotations

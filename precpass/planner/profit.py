@@ -1,8 +1,8 @@
-"""Whether a product pays: its time in float32 and in a low format, and who tells it.
+"""Whether a product pays: its time in float32 and in a low format, and who knows these times.
 
-The planner asks one object, a `ProfitModel`. What it says is known before the plan is made, from
-the table of devices or from a measurement ahead of time, so that planning stays a function of
-the program.
+The planner asks one object, a `ProfitModel`. It has its answers before the plan is made, from the
+table of devices or from a measurement ahead of time, so that planning stays a function of the
+program.
 """
 
 from __future__ import annotations

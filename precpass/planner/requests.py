@@ -1,4 +1,4 @@
-"""What a policy asks of single equations of a graph: by its rules, and by a saved plan."""
+"""What a policy asks for each equation: by keep regions, rules, a saved plan, or its preset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The floating-point formats a plan may use, and their facts."""
+"""The floating-point formats that a plan may use, with their properties."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How the name of a user's scope is told from the marks that JAX's transforms put around it.
+"""Name scopes: the user's names, the marks of JAX's transforms, and the marks of the pass.
 
 JAX prints the name stack of a backward pass as `transpose(jvp(model))/head`, and a user may call
-a scope `transpose(x)` too. So name stacks have other characters in the place of the parentheses of
-user's names, until they are shown or compared with what a user wrote.
+a scope `transpose(x)` too. To tell them apart, the parentheses in a user's name are replaced by
+other characters until the name is shown or compared with what a user wrote.
 """
 
 from __future__ import annotations

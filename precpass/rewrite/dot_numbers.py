@@ -1,4 +1,4 @@
-"""The dimension numbers of dots: of one that is transposed, and of one under a vmap."""
+"""The dimension numbers of dots: of a dot that is transposed, and of one under a vmap."""
 
 from __future__ import annotations
 

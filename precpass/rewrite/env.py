@@ -1,6 +1,7 @@
-"""The values of a jaxpr while it is rewritten, each in the precision that it was made in.
+"""The values of a jaxpr while it is rewritten, each in the format that it was made in.
 
-Reading one in another precision is the only place where a cast comes from.
+Every cast that the rewrite inserts comes from here: it is made when an equation reads a value in
+another format than the value has.
 """
 
 from __future__ import annotations

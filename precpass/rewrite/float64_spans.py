@@ -1,12 +1,11 @@
-"""Float64 spans: which equations of a body are evaluated together in float64 while x64 is off.
+"""Float64 spans: consecutive equations that are evaluated together in float64 while x64 is off.
 
-With x64 on nothing is needed: the rewriter's environment holds float64 values as
-any others. With x64 off no equation of the outer program may have one, so
-consecutive equations of a region become one (`jaxpr.float64`), and what enters
-and leaves it has the original program's types. A value that one span makes in
-float64 and another one reads, such as what a forward pass keeps for the
-backward pass, crosses twice: rounded, which carries its derivative, and exact,
-as the bits of the float64 number.
+With x64 on nothing is needed, because the rewriter's environment holds float64 values like any
+others. With x64 off no equation of the program may have a float64 value. So consecutive equations
+of a `keep("f64")` region become one equation (`jaxpr.primitives.float64`), whose operands and
+results have the original program's types. A float64 value that one span makes and another one
+reads, such as one that a forward pass saves for the backward pass, crosses twice: rounded to
+float32, which carries its derivative, and exactly, as the bits of the float64 number.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
-"""The form of a lowered product: low operands, a wide result, a derivative through wide values.
+"""The form of a lowered product: low operands, a wide result, and a derivative through wide values.
 
     out = carrier(product(detach(low(x)), detach(low(w))), x, w)
 
-JAX's transposition adds up cotangents in the dtype of whatever value was
-shared: a cast that is shared before a fan-out makes a sum of 16384 ones come
-out as 256. So the low copies are detached, and may be shared,
-hoisted and stored at will, while the carrier (`jaxpr.carrier`), which hands its
-first operand through, takes the derivative with respect to the wide operands.
-Its tangent is again a pair of products of this form and its transpose another one.
-They read the same low copies, which the carrier holds behind its other operands:
-casts of their own were one more pass over each, and in a checkpoint, which makes
-them again, one in every trip of a backward loop. Where nothing is differentiated
+JAX's transposition adds up the cotangents of a value that several equations read, in the dtype of
+that value: if a cast is shared before a fan-out, a sum of 16384 ones comes out as 256. So the low
+copies are detached from derivatives, and may then be shared, hoisted and stored at will. The
+carrier (`jaxpr.primitives.carrier`) returns its first operand and takes the derivative with
+respect to the wide operands. Its tangent is a pair of products of this same form, and so is its
+transpose. They read the low copies of the forward pass, which the carrier holds behind its other
+operands: casts of their own would be one more pass over each operand, and inside a checkpoint,
+which computes them again, one in every trip of a backward loop. Where nothing is differentiated,
 the carrier disappears in lowering.
 
-The product stays a plain equation, so that checkpoint policies such as
-`dots_saveable` see it.
+The product stays a plain equation, so that checkpoint policies such as `dots_saveable` see it.
 """
 
 from __future__ import annotations

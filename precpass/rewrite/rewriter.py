@@ -1,6 +1,6 @@
-"""Plan and jaxpr in, rewritten jaxpr out: one loop over the equations.
+"""From a plan and a jaxpr to the rewritten jaxpr: one loop over the equations.
 
-An equation that stays as it is is taken over and not bound again.
+An equation that stays as it is is reused, and not bound again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan with its sites: where each equation stands, and which casts the rewrite has there."""
+"""A plan with the place of each equation, and the casts that the rewrite has there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The equations of a plan in order, each with all that stands around it."""
+"""The equations of a plan in order, each with the scopes, loops and branches around it."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The primitives that mask derivatives where a result is not chosen, and share what is shared.
+"""The primitives that mask derivatives where a result is not chosen.
 
-`masked(x, chosen)` is `x`, and zero where it is not chosen. `guarded(xs, chosen)` is `xs`, and
-their derivatives are masked.
+`masked(x, chosen)` is `x` where it is chosen, and zero elsewhere. `guarded(xs, chosen)` is `xs`,
+with derivatives that are masked in this way.
 
-Under `jax.vmap` a `jnp.where` makes a copy of what the elements share for each of them. These
-leave it as it is, and mask it where none of them is chosen. A cotangent of it is a sum over the
-elements, and an infinity of one that is not chosen would make a NaN of it: so where they are
-differentiated, what is guarded is there what it is of an element that is chosen. (What a
-`jax.checkpoint` computes again from that is then finite too.)
+They exist because of `jax.vmap`, under which `jnp.where` would copy what all elements share once
+for each element. These primitives leave it shared, and mask it only if no element chooses it. Its
+cotangent is a sum over the elements, and one infinity of an element that is not chosen would make
+that sum NaN. So where they are differentiated, every element that is not chosen has the values of
+one that is, and what a `jax.checkpoint` computes again from these is finite too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The primitive behind which a value is stored low: its wide form, derivative included.
+"""The primitive that stores a value low while its derivative passes through the wide form.
 
-`rounded(low, x)` is `low`, what is left of `x` after a rounding, in the dtype of `x`. Its
-derivative is that of `x` itself, so that the cotangents of all its readers add up in that dtype,
-and none of them passes through the 16 bits (`jaxpr.carrier` does the same for products). In a
-program that is not differentiated `x` has no reader left but what stores it low, and XLA drops
-it wherever it was kept: from the carry of a loop too, where it is a second one beside the low.
+`rounded(low, x)` is `low`, which is what a rounding left of `x`, in the dtype of `x`. Its
+derivative is that of `x` itself: the cotangents of all its readers add up in the dtype of `x`,
+and none of them passes through the 16 bits (`jaxpr.primitives.carrier` does the same for
+products). In a program that is not differentiated only the rounding reads `x`. XLA then drops `x`
+wherever it was kept, also from the carry of a loop.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Which values are stored low, and where low copies cross borders: a minimum cut.
+"""The assignment of storage: which values are stored low, and where low copies cross borders.
 
-For every class of values that are stored alike (`classes`) there are two questions: is it rounded
-where it is defined and held low, and does a low copy cross the borders beside it, so that it is
-cast once and not in every trip and call. For a product there is one, where it need not be low: does
-it pay. `costs` has what each answer costs; here is which answers are allowed, and what the cheapest
-ones make of a plan.
+A class is a set of values that must be stored alike (`value_classes`). The cut answers two
+questions for each class. Is it rounded where it is defined, and stored in 16 bits? And does a low
+copy of it cross borders beside it, so that it is cast once instead of in every trip and call? For
+a product that only the preset lowers it answers a third one: does the product pay? `eligibility`
+says which answers are allowed and `energy` what each costs. This module finds the cheapest
+answers and writes them into the plan.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Which values may be stored in a low format: those whose every reader tolerates the rounding.
+"""Which values may be stored in 16 bits: those whose every reader tolerates the rounding.
 
-What products make, or read low anyway, has lost its digits already. A position, a time and a state
-that small steps add up to have not, and nobody would write them in 16 bits by hand.
+A value that a low product made, or that low products read anyway, has lost its digits already. A
+position, a time, or a state to which small steps are added has not, and nobody would write it in
+16 bits by hand.
 
-A veto takes a class of values that are stored alike, and what is known of the program, and returns
+A veto takes what is known of the program and a class of values that are stored alike, and returns
 a reason against storing the class low, or None. `VETOES` has them in their order.
 """
 

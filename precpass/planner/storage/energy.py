@@ -1,15 +1,15 @@
 """What storage and products cost, as an energy whose minimum is the cheapest plan.
 
-Nodes, each WIDE or LOW:
+The energy has these nodes, each of which is WIDE or LOW:
 
-- of a class of values that are stored alike (`classes`): `rounded`, whether it is rounded where it
-  is defined and held low, and `crossing`, whether low copies cross borders beside it;
-- of what products read in a body: `copied`, whether there is a low copy of it;
-- of a product that need not be low: `product`, the precision in which it runs.
+- for a class of values that are stored alike, `rounded`: whether it is rounded where it is defined
+  and stored low; and `crossing`: whether low copies cross borders beside it;
+- for a value that products read in a body, `copied`: whether there is a low copy of it;
+- for a product that only the preset lowers, `product`: the precision in which it runs.
 
-Costs are seconds of a device, for one run of the program: of memory for what loops stack and carry
-and what the forward pass keeps for the backward pass, of casts, and of products. A value inside of
-a fusion costs nothing in any format.
+Costs are seconds of a device for one run of the program: of memory for what loops stack and carry
+and for what the forward pass saves for the backward pass, of casts, and of products. A value
+inside a fusion costs nothing in any format.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Networks of edges as flat arrays: searches, and maximum flows with capacities of 61 bits.
+"""Searches and maximum flows in networks, with capacities of up to 61 bits.
 
-scipy's flow has capacities of 32 bits and truncates what is larger without a word. Here a flow is
-found from the top bits down: each round pushes, in integers that scipy holds, as much as fits into
-what the rounds before have left. What is still to flow after a round is less than the lowest bit of
-its integers times the edges of its cut, so a few rounds reach the last bit.
+scipy's maximum flow has capacities of 32 bits and truncates larger ones without a word. So a flow
+is found from the top bits down. Each round scales the remaining capacities to integers that scipy
+holds and pushes as much as fits. After a round, what can still flow is less than the lowest bit
+of its integers times the edges of its cut, so a few rounds reach the last bit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Values that are one value on two sides of a border, or of a movement: they are stored alike.
+"""Classes of values that must be stored alike.
 
-What a loop carries, stacks and reads slices of, what a branch or a call is handed and hands back,
-and what of it is only moved, is held in one format. A class is such a set of values, with all
-that its storage costs: where it is defined, stacked and kept, and who reads it.
+A value has two names where it crosses the border of a body, and where an equation only moves it.
+What a loop carries, stacks or reads slices of, what a branch or a call gets and returns, and what
+of it is only moved, is stored in one format. A class is such a set of values, with everything
+that its storage costs depend on: where it is defined, stacked and saved, and who reads it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A lowered program beside the compiled one: which instructions are the same operation.
+"""Which instructions of a lowered and of a compiled program are the same operation.
 
-Both are HLO. The lowered program is the plan in XLA's terms, one to one; the compiled one is what
-runs. XLA keeps an instruction's name stack and source line through its passes, so equal names and
-lines are the same operation.
+Both programs are HLO text. The lowered program is the plan in XLA's terms, one to one; the
+compiled one is what runs. XLA keeps the name stack and the source line of an instruction through
+its passes, so equal names and lines mean the same operation.
 """
 
 from __future__ import annotations

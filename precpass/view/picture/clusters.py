@@ -1,4 +1,4 @@
-"""A program's dataflow as few enough boxes to be drawn: equations, merged where there are many."""
+"""A program's dataflow as boxes that are few enough to be drawn: many equations are merged."""
 
 from __future__ import annotations
 
