@@ -35,7 +35,7 @@ class Additive:
         self._passes: dict[int, tuple[Any, list[int]]] = {}
         self._reached: dict[int, tuple[Any, dict[Any, int]]] = {}
 
-    def accumulating(self, jaxpr: Any, feedback: LoopFeedback) -> frozenset[int]:
+    def accumulating(self, jaxpr: ir.Jaxpr, feedback: LoopFeedback) -> frozenset[int]:
         """The equations on an additive path from an operand to a result that is fed back into it.
 
         Args:
@@ -99,7 +99,7 @@ class Additive:
                 feedback[i] |= 1 << outvar
         return tuple(feedback) if any(feedback) else ()
 
-    def _through(self, jaxpr: Any) -> list[int]:
+    def _through(self, jaxpr: ir.Jaxpr) -> list[int]:
         """Of each result of a jaxpr, the operands that it adds up."""
         opened = ir.open_jaxpr(jaxpr)
         held = self._passes.get(id(opened))
@@ -109,7 +109,7 @@ class Additive:
             held = self._passes[id(opened)] = opened, ends
         return held[1]
 
-    def _forward(self, opened: Any) -> dict[Any, int]:
+    def _forward(self, opened: ir.Jaxpr) -> dict[Any, int]:
         """Of each value of a jaxpr, the operands that reach it through additive equations."""
         if (held := self._reached.get(id(opened))) is not None:
             return held[1]
@@ -126,7 +126,7 @@ class Additive:
         self._reached[id(opened)] = opened, reached
         return reached
 
-    def _passed(self, eqn: Any) -> list[int]:
+    def _passed(self, eqn: ir.Eqn) -> list[int]:
         """Of each result of an equation, the operands that it adds up."""
         found = ir.bodies(eqn)
         if not found:

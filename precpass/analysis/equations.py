@@ -11,7 +11,7 @@ from precpass.policy.primitives import BOUNDARY, COMPUTING, OpKind, op
 from precpass.units import counted
 
 
-def contracts(eqn: Any) -> bool:
+def contracts(eqn: ir.Eqn) -> bool:
     """Whether a product sums over anything; an outer or elementwise product does not."""
     if eqn.primitive.name != "dot_general":
         return True
@@ -19,12 +19,12 @@ def contracts(eqn: Any) -> bool:
     return numbers is not None and len(numbers[0][0]) > 0
 
 
-def float_vars(eqn: Any) -> list[Any]:
+def float_vars(eqn: ir.Eqn) -> list[Any]:
     """The floating operands."""
     return [v for v in eqn.invars if ir.precision_of(v.aval)]
 
 
-def moved_operand(eqn: Any) -> Any:
+def moved_operand(eqn: ir.Eqn) -> Any:
     """What an equation only moves, each element once at the most; None where it does more."""
     if len(eqn.invars) != 1:
         return None
@@ -37,7 +37,7 @@ def moved_operand(eqn: Any) -> Any:
     return moved if is_wide and not ir.is_literal(moved) else None
 
 
-def spreads(eqn: Any) -> bool:
+def spreads(eqn: ir.Eqn) -> bool:
     """Whether one element of an operand reaches many results, whose cotangents are added up.
 
     So it is with a reshard to a type that is reduced over axes: each device has a cotangent.
@@ -46,7 +46,7 @@ def spreads(eqn: Any) -> bool:
     return op(eqn.primitive.name).spreads or (is_reshard and ir.is_reduced(eqn.outvars[0].aval))
 
 
-def chosen_operand(eqn: Any) -> Any:
+def chosen_operand(eqn: ir.Eqn) -> Any:
     """What an equation takes a part of that is chosen at run time; None where it does not."""
     if not op(eqn.primitive.name).takes_a_part:
         return None
@@ -55,13 +55,13 @@ def chosen_operand(eqn: Any) -> Any:
     return whole if is_wide else None
 
 
-def hands_on_layout(eqn: Any) -> bool:
+def hands_on_layout(eqn: ir.Eqn) -> bool:
     """Whether XLA gives what an equation makes the layout of what it reads."""
     kind = op(eqn.primitive.name).kind
     return kind in (OpKind.ELEMENTWISE, OpKind.DATA_MOVEMENT) or ir.keeps_bits(eqn)
 
 
-def grows(eqn: Any) -> bool:
+def grows(eqn: ir.Eqn) -> bool:
     """Whether an equation only repeats what it is given, so that a cast belongs before it.
 
     On the wire of an `all_gather`, and of a reshard that is one, it halves the bytes.
@@ -77,13 +77,13 @@ def grows(eqn: Any) -> bool:
     return there > here
 
 
-def has_low(eqn: Any) -> bool:
+def has_low(eqn: ir.Eqn) -> bool:
     """Whether anything inside an equation's bodies is low."""
     inside = (a for body in ir.bodies(eqn) for a in ir.all_avals(body.jaxpr))
     return any(p.is_low for a in inside if (p := ir.precision_of(a)))
 
 
-def unentered(eqn: Any, lowered: dict[Any, ir.Contents]) -> str | None:
+def unentered(eqn: ir.Eqn, lowered: dict[Any, ir.Contents]) -> str | None:
     """Which products an equation that is not entered contains, in words; None for none.
 
     Args:
@@ -105,7 +105,7 @@ def unentered(eqn: Any, lowered: dict[Any, ir.Contents]) -> str | None:
     return f"contains {counted(products, 'product')}: {keep} precision"
 
 
-def _contents(eqn: Any, lowered: dict[Any, ir.Contents]) -> ir.Contents:
+def _contents(eqn: ir.Eqn, lowered: dict[Any, ir.Contents]) -> ir.Contents:
     key = eqn.primitive, tuple(v.aval for v in eqn.invars), ir.sorted_params(eqn)
     try:
         hash(key)

@@ -39,7 +39,7 @@ class BodyNode:
         around: that equation's body.
     """
 
-    jaxpr: Any
+    jaxpr: ir.Jaxpr
     scope: str
     start: int
     stop: int
@@ -154,7 +154,7 @@ class Graph:
         """The whole name scope of an equation, its callers' scopes first."""
         return self.scope_in(int(self.body[row]), self.eqns[row])
 
-    def scope_in(self, body: int, eqn: Any) -> str:
+    def scope_in(self, body: int, eqn: ir.Eqn) -> str:
         """That of one of a body's equations."""
         # a name stack is one object for all that was bound below it, and is slow to print
         key = body, id(eqn.source_info.name_stack)
@@ -203,7 +203,7 @@ class Graph:
 
     @classmethod
     def build(
-        cls, jaxpr: Any, distinguish: Callable[[str], Hashable] = lambda scope: None
+        cls, jaxpr: ir.Jaxpr, distinguish: Callable[[str], Hashable] = lambda scope: None
     ) -> Graph:
         """The graph of a jaxpr.
 
@@ -225,7 +225,7 @@ class _Builder:
         self.eqns: list[Any] = []
         self.children: dict[int, tuple[tuple[ir.Body, int], ...]] = {}
 
-    def build(self, jaxpr: Any) -> Graph:
+    def build(self, jaxpr: ir.Jaxpr) -> Graph:
         """The graph of a jaxpr; a body's first caller is the first in the order of execution."""
         self._add(jaxpr, "", None, -1)
         # a walk of its own, as Python's recursion ends before JAX's nesting does
@@ -250,7 +250,7 @@ class _Builder:
             bodies.append(BodyNode(jaxpr, scope, start, stop, times, caller, outside))
         return Graph(tuple(bodies), tuple(self.eqns), self.children)
 
-    def _add(self, jaxpr: Any, scope: str, caller: Any, around: int) -> tuple[int, bool]:
+    def _add(self, jaxpr: ir.Jaxpr, scope: str, caller: Any, around: int) -> tuple[int, bool]:
         """The index of the body for `jaxpr` under `scope`, and whether it is new."""
         key = (id(ir.open_jaxpr(jaxpr)), self.distinguish(scope))
         if key in self.index:
@@ -292,7 +292,7 @@ def _dataflow(graph: Graph) -> _Dataflow:
     producers: list[int] = []
     places: list[dict[Any, int]] = []
 
-    def add(var: Any, at: int, producer: int) -> None:
+    def add(var: ir.Var, at: int, producer: int) -> None:
         places[at][var] = len(values)
         values.append((var, at))
         producers.append(producer)
@@ -322,7 +322,7 @@ def _pairs(rows: list[tuple[int, int]]) -> npt.NDArray[np.int32]:
 
 
 def _links(
-    eqn: Any, body: ir.Body, outside: dict[Any, int], inside: dict[Any, int]
+    eqn: ir.Eqn, body: ir.Body, outside: dict[Any, int], inside: dict[Any, int]
 ) -> Iterator[tuple[int, int]]:
     opened = ir.open_jaxpr(body.jaxpr)
     for var, operand in zip(opened.invars, body.operands, strict=True):

@@ -37,7 +37,7 @@ class OperandOrigins:
         self.graph = graph
         self._rows: dict[int, dict[Any, int]] = {}
 
-    def of(self, body: int, atom: Any) -> OperandOrigin:
+    def of(self, body: int, atom: ir.Atom) -> OperandOrigin:
         """The origin of an operand in a body; where calls differ, that at the first one."""
         node = self.graph.bodies[body]
         # the equations whose bodies were entered on the way, with their own bodies
@@ -65,7 +65,7 @@ class OperandOrigins:
                 atom = eqn.invars[0]
         return OperandOrigin.IN_MEMORY
 
-    def is_recast(self, body: int, atom: Any) -> bool:
+    def is_recast(self, body: int, atom: ir.Atom) -> bool:
         """Whether a backward pass casts a product's operand again (`ProductForm`).
 
         That is so where a loop runs the body as a part of a branch and has the operand from
@@ -78,7 +78,7 @@ class OperandOrigins:
             node = node.around
         return False
 
-    def is_made_in(self, body: int, atom: Any) -> bool:
+    def is_made_in(self, body: int, atom: ir.Atom) -> bool:
         """Whether elementwise work in the very body makes an operand."""
         rows = self._producers(self.graph.bodies[body])
         while not ir.is_literal(atom) and (row := rows.get(atom)) is not None:
@@ -95,7 +95,7 @@ class OperandOrigins:
             self._rows[id(node)] = {v: row for row in rows for v in self.graph.eqns[row].outvars}
         return self._rows[id(node)]
 
-    def _inside(self, row: int, atom: Any) -> tuple[BodyNode, Any] | None:
+    def _inside(self, row: int, atom: ir.Atom) -> tuple[BodyNode, Any] | None:
         """The body, run once, that makes a result, and what it is there."""
         match self.graph.children.get(row, ()):
             case ((body, child),) if body.trips == 1 and not body.carry:
@@ -109,7 +109,7 @@ class OperandOrigins:
 
 
 def _outside(
-    node: BodyNode, atom: Any, around: BodyNode | None, caller: Any
+    node: BodyNode, atom: ir.Atom, around: BodyNode | None, caller: Any
 ) -> tuple[BodyNode, Any] | OperandOrigin:
     """What a value of a body's border is where an equation calls the body."""
     opened = ir.open_jaxpr(node.jaxpr)

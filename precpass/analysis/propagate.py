@@ -39,7 +39,7 @@ class ValueRanges:
     sampler: bool = False
     literals: dict[int, ValueRange] = dataclasses.field(default_factory=dict)
 
-    def of(self, atom: Any) -> ValueRange:
+    def of(self, atom: ir.Atom) -> ValueRange:
         """The fact of a variable or literal."""
         if not ir.is_literal(atom):
             return self.values.get(atom, ANY)

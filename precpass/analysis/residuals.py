@@ -13,7 +13,7 @@ from precpass.policy.scopes import is_backward
 __all__ = ["kept_bytes"]
 
 
-def kept_bytes(jaxpr: Any) -> float:
+def kept_bytes(jaxpr: ir.Jaxpr) -> float:
     """The bytes of the values that the forward pass computes and the backward pass reads.
 
     Seen from the jaxpr in which both stand: what a scan stacks counts whole. Arguments are
@@ -53,7 +53,7 @@ def kept_bytes(jaxpr: Any) -> float:
     return total
 
 
-def _source(eqn: Any, widened: dict[Any, Any]) -> Any:
+def _source(eqn: ir.Eqn, widened: dict[Any, Any]) -> Any:
     """What holds the result of an equation that the pass has for its form alone; None for others.
 
     Args:

@@ -24,13 +24,13 @@ def element_count(shape: tuple[Any, ...]) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def nbytes(aval: Any) -> float:
+def nbytes(aval: ir.Aval) -> float:
     """The bytes of a value; 0 for tokens, keys and references."""
     itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
     return itemsize * element_count(getattr(aval, "shape", ()))
 
 
-def flops(eqn: Any) -> float:
+def flops(eqn: ir.Eqn) -> float:
     """Floating-point operations of one execution.
 
     2 M N K for a product, one per operand element for a reduction, one per
@@ -48,7 +48,7 @@ def flops(eqn: Any) -> float:
     return out if kind is OpKind.ELEMENTWISE else 0.0
 
 
-def product_sizes(eqn: Any) -> tuple[Any, ...]:
+def product_sizes(eqn: ir.Eqn) -> tuple[Any, ...]:
     """The sizes of a product as a matrix product: kept ones of each side, and the contracted one.
 
     Those of a convolution are its features, in and out.
@@ -65,7 +65,7 @@ def product_sizes(eqn: Any) -> tuple[Any, ...]:
     return (*kept, math.prod(shapes[0][d] for d in numbers[0][0]))
 
 
-def _contracted(eqn: Any) -> float:
+def _contracted(eqn: ir.Eqn) -> float:
     numbers = ir.summed_and_batch(eqn)
     if numbers is None:
         # each output element sums over the kernel's elements of one output feature

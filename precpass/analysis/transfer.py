@@ -26,7 +26,7 @@ A program repeats itself, and to hash what is known of a value takes as long as 
 """
 
 
-def results(eqn: Any, operands: Sequence[ValueRange], memo: Memo) -> Sequence[ValueRange]:
+def results(eqn: ir.Eqn, operands: Sequence[ValueRange], memo: Memo) -> Sequence[ValueRange]:
     """What is known of an equation's results.
 
     Args:
@@ -52,7 +52,7 @@ def _is_computed(name: str) -> bool:
     return name in _RULES or op(name).kind is OpKind.ELEMENTWISE
 
 
-def _of_others(eqn: Any, operands: Sequence[ValueRange]) -> Sequence[ValueRange]:
+def _of_others(eqn: ir.Eqn, operands: Sequence[ValueRange]) -> Sequence[ValueRange]:
     """What is known of the results of what samples, sorts, moves or is known nothing of."""
     name = eqn.primitive.name
     if operands.count(ANY) == len(operands) and _learns_nothing(name):
@@ -153,7 +153,7 @@ def _clipped(fact: ValueRange, dtype: Any) -> ValueRange:
     return limits
 
 
-def _data(eqn: Any, operands: Sequence[ValueRange]) -> list[ValueRange]:
+def _data(eqn: ir.Eqn, operands: Sequence[ValueRange]) -> list[ValueRange]:
     data = op(eqn.primitive.name).data
     if data is not None:
         return [operands[i] for i in data]

@@ -48,7 +48,7 @@ class Uses:
             self._cast[body] = frozenset(v for v in atoms if not ir.is_literal(v))
         return self._cast[body]
 
-    def widened_from(self, body: int, atom: Any) -> Any:
+    def widened_from(self, body: int, atom: ir.Atom) -> Any:
         """The low variable of which a value is a widening cast, or None."""
         if body not in self._widenings:
             casts = ir.casts(self.graph.bodies[body].jaxpr)

@@ -140,7 +140,7 @@ def _nothing_for(product: Product) -> Callable[..., Any]:
     return lambda *_operands: lax.full(like.shape, 1.0, like.dtype)
 
 
-def _run(jaxpr: Any, given: list[Any], like: list[Any]) -> Callable[[], Any]:
+def _run(jaxpr: ir.Jaxpr, given: list[Any], like: list[Any]) -> Callable[[], Any]:
     """A call of a program, compiled ahead of time; what is given low, XLA never widens."""
     dtypes = [x.dtype for x in like]
 

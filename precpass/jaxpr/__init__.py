@@ -123,18 +123,23 @@ from precpass.jaxpr.shardings import (
     shards,
     summed_up,
 )
+from precpass.jaxpr.types import Atom, Aval, Eqn, Jaxpr, Var
 
 __all__ = [
     "COMBINERS",
     "ENTERED",
     "OPAQUE",
     "WIDENS_STACKS",
+    "Atom",
+    "Aval",
     "Body",
     "Builder",
     "Call",
     "Contents",
     "Direct",
+    "Eqn",
     "Form",
+    "Jaxpr",
     "Look",
     "Place",
     "Printer",
@@ -142,6 +147,7 @@ __all__ = [
     "Rewrite",
     "Source",
     "Templates",
+    "Var",
     "alike",
     "all_avals",
     "all_eqns",

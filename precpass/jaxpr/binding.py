@@ -20,6 +20,7 @@ from precpass.jaxpr.reading import (
     precision_of,
     source_of,
 )
+from precpass.jaxpr.types import Atom, Aval, Eqn, Jaxpr
 from precpass.policy.precision import Precision
 
 DTYPE_PARAMS = ("new_dtype", "preferred_element_type", "out_dtype")
@@ -50,11 +51,11 @@ class Call(NamedTuple):
         eqn: the call as an equation; None where JAX made none.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     operands: list[Any]
     closed_over: int
     tree: Any
-    eqn: Any = None
+    eqn: Eqn = None
 
 
 def trace_call(call: Callable[..., Any], arguments: Sequence[Any]) -> Call:
@@ -77,7 +78,7 @@ def trace_call(call: Callable[..., Any], arguments: Sequence[Any]) -> Call:
     return Call(eqn.params["jaxpr"], operands, len(operands) - len(arguments), tree, eqn)
 
 
-def run(call: Call, jaxpr: Any) -> list[Any]:
+def run(call: Call, jaxpr: Jaxpr) -> list[Any]:
     """The results of a call whose jaxpr has become another one."""
     if jit_is_disabled() or not is_tracing():
         return one_by_one(jaxpr, call.operands)
@@ -86,7 +87,7 @@ def run(call: Call, jaxpr: Any) -> list[Any]:
     return bind(call.eqn, call.operands, {**call.eqn.params, "jaxpr": jaxpr})
 
 
-def bind(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+def bind(eqn: Eqn, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
     """An equation's primitive applied to other operands or params; always a list."""
     params = eqn.params if params is None else params
     primitive = eqn.primitive
@@ -95,7 +96,7 @@ def bind(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) ->
 
 
 def one_by_one(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     args: Sequence[Any],
     apply: Callable[[Any, Sequence[Any]], Sequence[Any]] = bind,
     within: Any = None,
@@ -115,7 +116,7 @@ def one_by_one(
     values = dict(zip(opened.constvars, consts_of(jaxpr), strict=True))
     values.update(zip(opened.invars, args, strict=True))
 
-    def read(atom: Any) -> Any:
+    def read(atom: Atom) -> Any:
         return atom.val if is_literal(atom) else values[atom]
 
     outside = source_info_util.current_name_stack()
@@ -162,7 +163,7 @@ def as_operand(x: Any) -> Any:
     return jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x
 
 
-def retrace(jaxpr: Any, fn: Callable[..., Any], avals: Sequence[Any] | None = None) -> Any:
+def retrace(jaxpr: Jaxpr, fn: Callable[..., Any], avals: Sequence[Aval] | None = None) -> Any:
     """`fn` traced at the operands of `jaxpr`, in the form (open or closed) that it had."""
     avals = in_avals(jaxpr) if avals is None else avals
     closed = jax.make_jaxpr(fn)(*avals)
@@ -174,13 +175,13 @@ def retrace(jaxpr: Any, fn: Callable[..., Any], avals: Sequence[Any] | None = No
     return open_jaxpr(closed)
 
 
-def evaluate(jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] | None = None) -> list[Any]:
+def evaluate(jaxpr: Jaxpr, args: Sequence[Any], consts: Sequence[Any] | None = None) -> list[Any]:
     """The results of a jaxpr at `args`, and at other constants than its own if they are given."""
     consts = consts_of(jaxpr) if consts is None else consts
     return jax.core.eval_jaxpr(open_jaxpr(jaxpr), consts, *args)
 
 
-def retyped(eqn: Any, dtype: Any) -> dict[str, Any]:
+def retyped(eqn: Eqn, dtype: Any) -> dict[str, Any]:
     """The params of an equation whose floating operands and results have another dtype.
 
     The result of a cast to no floating type is as it was. A scatter's combiner
@@ -206,7 +207,7 @@ def retyped(eqn: Any, dtype: Any) -> dict[str, Any]:
 
 
 def bind_shard_map(
-    eqn: Any, fn: Callable[..., Any], args: Sequence[Any], out_specs: Sequence[Any] | None = None
+    eqn: Eqn, fn: Callable[..., Any], args: Sequence[Any], out_specs: Sequence[Any] | None = None
 ) -> list[Any]:
     """`fn` mapped over shards as an equation of `shard_map` says, or with other `out_specs`.
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from precpass.jaxpr.hi_primitives import hi_body, hi_jaxprs, hi_name, why_not_entered, with_hi_body
 from precpass.jaxpr.reading import in_avals, open_jaxpr
+from precpass.jaxpr.types import Aval, Eqn, Jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Body:
 
     param: str
     index: int | None
-    jaxpr: Any
+    jaxpr: Jaxpr
     operands: tuple[int, ...]
     results: tuple[int, ...]
     trips: int | None = 1
@@ -47,14 +48,14 @@ class Body:
 
 
 def _whole(param: str) -> Callable[[Any], tuple[Body, ...]]:
-    def one(eqn: Any) -> tuple[Body, ...]:
+    def one(eqn: Eqn) -> tuple[Body, ...]:
         ins, outs = tuple(range(len(eqn.invars))), tuple(range(len(eqn.outvars)))
         return (Body(param, None, eqn.params[param], ins, outs),)
 
     return one
 
 
-def loop_rows(eqn: Any) -> tuple[int, int] | None:
+def loop_rows(eqn: Eqn) -> tuple[int, int] | None:
     """Where the operands of a scan begin that it reads slices of, and the results that it stacks.
 
     None for all else.
@@ -74,7 +75,7 @@ def scan_split(params: Any) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def _scan(eqn: Any) -> tuple[Body, ...]:
+def _scan(eqn: Eqn) -> tuple[Body, ...]:
     consts, carry = scan_split(eqn.params)
     fed_back = tuple((consts + i, i) for i in range(carry))
     (body,) = _whole("jaxpr")(eqn)
@@ -82,7 +83,7 @@ def _scan(eqn: Any) -> tuple[Body, ...]:
     return (dataclasses.replace(body, trips=trips, carry=fed_back, constants=consts),)
 
 
-def _while(eqn: Any) -> tuple[Body, ...]:
+def _while(eqn: Eqn) -> tuple[Body, ...]:
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = tuple(range(n_cond + n_body, len(eqn.invars)))
     outs = tuple(range(len(eqn.outvars)))
@@ -104,14 +105,14 @@ def _while(eqn: Any) -> tuple[Body, ...]:
     return cond, body
 
 
-def _cond(eqn: Any) -> tuple[Body, ...]:
+def _cond(eqn: Eqn) -> tuple[Body, ...]:
     ins, outs = tuple(range(1, len(eqn.invars))), tuple(range(len(eqn.outvars)))
     return tuple(
         Body("branches", i, branch, ins, outs) for i, branch in enumerate(eqn.params["branches"])
     )
 
 
-def _linear_solve(eqn: Any) -> tuple[Body, ...]:
+def _linear_solve(eqn: Eqn) -> tuple[Body, ...]:
     lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
     starts = np.cumsum([0, *lengths])
     right_hand_sides = tuple(range(int(starts[-1]), len(eqn.invars)))
@@ -130,12 +131,12 @@ def _linear_solve(eqn: Any) -> tuple[Body, ...]:
     )
 
 
-def _call(eqn: Any) -> tuple[Body, ...]:
+def _call(eqn: Eqn) -> tuple[Body, ...]:
     # 0.12 renamed composite's param, and made closed_call an eval_jaxpr
     return _whole("jaxpr" if "jaxpr" in eqn.params else "call_jaxpr")(eqn)
 
 
-def _hi_primitive(eqn: Any) -> tuple[Body, ...]:
+def _hi_primitive(eqn: Eqn) -> tuple[Body, ...]:
     jaxpr = hi_body(eqn)
     if jaxpr is None:
         return ()
@@ -206,7 +207,7 @@ OPAQUE: dict[str, str] = {
 """The primitives that hold jaxprs and are not entered, and why."""
 
 
-def bodies(eqn: Any) -> tuple[Body, ...]:
+def bodies(eqn: Eqn) -> tuple[Body, ...]:
     """The sub-jaxprs of an equation that are entered; () for a leaf or an opaque one."""
     rule = ENTERED.get(eqn.primitive.name)
     if rule is None or any(is_ref(v.aval) for v in eqn.invars):
@@ -216,12 +217,12 @@ def bodies(eqn: Any) -> tuple[Body, ...]:
     return found if crosses else ()
 
 
-def is_ref(aval: Any) -> bool:
+def is_ref(aval: Aval) -> bool:
     """Whether a type is that of a reference to an array, which a program may change."""
     return hasattr(aval, "inner_aval")
 
 
-def is_array(aval: Any) -> bool:
+def is_array(aval: Aval) -> bool:
     """Whether a type is an array's, and not that of a reference or of a hi-value.
 
     `jax.experimental.hijax` lets a library define types of its own, as flax does for its variables.
@@ -229,7 +230,7 @@ def is_array(aval: Any) -> bool:
     return isinstance(aval, jax.core.ShapedArray)
 
 
-def why_opaque(eqn: Any) -> str | None:
+def why_opaque(eqn: Eqn) -> str | None:
     """Why the jaxprs of an equation's primitive are not entered; None where it holds none."""
     name = eqn.primitive.name
     if name not in ENTERED:
@@ -240,7 +241,7 @@ def why_opaque(eqn: Any) -> str | None:
     return "it works on references" if refs else "its operands are not those of its jaxpr"
 
 
-def hidden_jaxprs(eqn: Any) -> list[Any]:
+def hidden_jaxprs(eqn: Eqn) -> list[Any]:
     """The jaxprs that an equation holds, in params or hidden, scalar combiners apart."""
     if eqn.primitive.name in COMBINERS:
         return []
@@ -249,7 +250,7 @@ def hidden_jaxprs(eqn: Any) -> list[Any]:
     return list(jex.jaxprs_in_params(eqn.params))
 
 
-def all_held_eqns(jaxpr: Any) -> Iterator[Any]:
+def all_held_eqns(jaxpr: Jaxpr) -> Iterator[Any]:
     """Every equation of a jaxpr and of whatever jaxprs its equations hold, entered or not."""
     for eqn in open_jaxpr(jaxpr).eqns:
         yield eqn
@@ -257,7 +258,7 @@ def all_held_eqns(jaxpr: Any) -> Iterator[Any]:
             yield from all_held_eqns(inner)
 
 
-def name_of(eqn: Any) -> str:
+def name_of(eqn: Eqn) -> str:
     """The primitive's name, with that of what it stands for where its params hold one."""
     name, hidden = eqn.primitive.name, hi_name(eqn)
     if not hidden:
@@ -265,7 +266,7 @@ def name_of(eqn: Any) -> str:
     return f"{name} ({hidden})" if hidden else name
 
 
-def with_bodies(eqn: Any, found: Sequence[Body], new: Sequence[Any]) -> dict[str, Any]:
+def with_bodies(eqn: Eqn, found: Sequence[Body], new: Sequence[Any]) -> dict[str, Any]:
     """The params of an equation with other jaxprs in the places of its bodies."""
     params = dict(eqn.params)
     for body, jaxpr in zip(found, new, strict=True):
@@ -283,7 +284,7 @@ def with_bodies(eqn: Any, found: Sequence[Body], new: Sequence[Any]) -> dict[str
     return params
 
 
-def keeps_border(eqn: Any) -> bool:
+def keeps_border(eqn: Eqn) -> bool:
     """Whether an equation's bodies can only be given the dtypes that they have.
 
     A hi-primitive states the avals of its operands and results.
@@ -291,20 +292,20 @@ def keeps_border(eqn: Any) -> bool:
     return eqn.primitive.name == "call_hi_primitive"
 
 
-def all_eqns(jaxpr: Any) -> Iterator[Any]:
+def all_eqns(jaxpr: Jaxpr) -> Iterator[Any]:
     """Every equation of a jaxpr and of the bodies that are entered."""
     for eqn in open_jaxpr(jaxpr).eqns:
         yield eqn
         yield from all_eqns_of(eqn)
 
 
-def all_eqns_of(eqn: Any) -> Iterator[Any]:
+def all_eqns_of(eqn: Eqn) -> Iterator[Any]:
     """Every equation inside an equation's bodies."""
     for body in bodies(eqn):
         yield from all_eqns(body.jaxpr)
 
 
-def all_avals(jaxpr: Any) -> Iterator[Any]:
+def all_avals(jaxpr: Jaxpr) -> Iterator[Any]:
     """The aval of every value of a jaxpr and of its bodies."""
     yield from in_avals(jaxpr)
     for eqn in all_eqns(jaxpr):

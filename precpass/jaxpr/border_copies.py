@@ -19,6 +19,7 @@ from jax import lax
 from precpass.jaxpr.bodies import Body, scan_split
 from precpass.jaxpr.reading import open_jaxpr
 from precpass.jaxpr.shardings import without_reduced
+from precpass.jaxpr.types import Aval, Eqn, Jaxpr
 
 __all__ = [
     "Crossing",
@@ -33,7 +34,7 @@ __all__ = [
 _CROSSED = frozenset(("jit", "remat2", "closed_call", "eval_jaxpr", "scan", "while", "cond"))
 
 
-def takes_border_copies(eqn: Any) -> bool:
+def takes_border_copies(eqn: Eqn) -> bool:
     """Whether an equation's bodies can be given more operands and results.
 
     Not those of what calls by a rule that somebody wrote for the operands that are there, and
@@ -44,12 +45,12 @@ def takes_border_copies(eqn: Any) -> bool:
     return not any(hasattr(effect, "input_index") for effect in eqn.effects)
 
 
-def _is_laid_out(eqn: Any) -> bool:
+def _is_laid_out(eqn: Eqn) -> bool:
     layouts = (*eqn.params.get("in_layouts", ()), *eqn.params.get("out_layouts", ()))
     return any(layout is not None for layout in layouts)
 
 
-def border_copy_aval(aval: Any) -> Any:
+def border_copy_aval(aval: Aval) -> Any:
     """The aval of a value's 16 bits."""
     return without_reduced(aval).update(dtype=np.dtype(np.uint16), weak_type=False)
 
@@ -70,7 +71,7 @@ class Crossing(NamedTuple):
 
 
 def crossing(
-    eqn: Any, operands: Sequence[int], results: Sequence[int], unread: Collection[int] = ()
+    eqn: Eqn, operands: Sequence[int], results: Sequence[int], unread: Collection[int] = ()
 ) -> Crossing:
     """An equation with twins.
 
@@ -113,7 +114,7 @@ def _barred(
     return (*own, *(before[i] for i in operands))
 
 
-def _groups(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _groups(eqn: Eqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The sizes of the groups in which an equation's operands stand, and its results."""
     n_in, n_out = len(eqn.invars), len(eqn.outvars)
     if eqn.primitive.name == "scan":
@@ -141,7 +142,7 @@ def _order(groups: Sequence[int], border_copies: Sequence[int]) -> list[int]:
     return order
 
 
-def scan_counts(eqn: Any, consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
+def scan_counts(eqn: Eqn, consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
     """The params of a scan that count its operands and results, for other numbers of them."""
     if "num_consts" in eqn.params:
         return {"num_consts": consts, "num_carry": carry}
@@ -169,7 +170,7 @@ def _scan_trees(consts: int, carry: int, xs: int, ys: int) -> tuple[Any, Any]:
 
 
 def with_border_copies_in_order(
-    eqn: Any, body: Body, jaxpr: Any, operands: Sequence[int], results: Sequence[int]
+    eqn: Eqn, body: Body, jaxpr: Jaxpr, operands: Sequence[int], results: Sequence[int]
 ) -> Any:
     """The jaxpr of a body, whose twins stand behind all its operands and results, as `eqn` has it.
 
@@ -198,7 +199,7 @@ def with_border_copies_in_order(
     return jaxpr.replace(jaxpr=opened.replace(**parts))
 
 
-def named(opened: Any, operands: Sequence[int], results: Sequence[int]) -> Any:
+def named(opened: Jaxpr, operands: Sequence[int], results: Sequence[int]) -> Any:
     """The debug info of a jaxpr whose operands and results are others.
 
     Args:

@@ -22,6 +22,7 @@ from precpass.jaxpr.primitives.float64 import in_x64
 from precpass.jaxpr.primitives.rounded import bits, low_value, rounded_p
 from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_of
 from precpass.jaxpr.shardings import is_reduced
+from precpass.jaxpr.types import Atom, Aval, Eqn, Jaxpr, Var
 
 # looked up once: these are made for every equation that changes
 _Var, _Eqn, _no_effects = jex.Var, jex.JaxprEqn, jex.no_effects
@@ -57,11 +58,11 @@ class Builder:
         self._ctx: Any = None
         self.leave()
 
-    def at(self, eqn: Any) -> None:
+    def at(self, eqn: Eqn) -> None:
         """Gives what follows the line, name stack and configuration of an equation."""
         self._source, self._ctx = eqn.source_info, eqn.ctx
 
-    def at_line_of(self, eqn: Any) -> None:
+    def at_line_of(self, eqn: Eqn) -> None:
         """Gives what follows the line of an equation that it holds among others."""
         self.at(eqn)
         self._source = eqn.source_info.replace(name_stack=source_info_util.new_name_stack())
@@ -75,10 +76,10 @@ class Builder:
 
     def keep(
         self,
-        eqn: Any,
+        eqn: Eqn,
         operands: Sequence[Any],
         params: dict[str, Any] | None = None,
-        avals: Sequence[Any] | None = None,
+        avals: Sequence[Aval] | None = None,
     ) -> Sequence[Any]:
         """Takes an equation over.
 
@@ -101,7 +102,7 @@ class Builder:
         return outvars
 
     def emit(
-        self, primitive: Any, operands: Sequence[Any], params: dict[str, Any], aval: Any
+        self, primitive: Any, operands: Sequence[Any], params: dict[str, Any], aval: Aval
     ) -> Any:
         """The result of an equation without effects whose only result has a known aval."""
         out = _Var(aval)
@@ -112,7 +113,7 @@ class Builder:
         return out
 
     def bind(
-        self, eqn: Any, operands: Sequence[Any], params: dict[str, Any] | None = None
+        self, eqn: Eqn, operands: Sequence[Any], params: dict[str, Any] | None = None
     ) -> Sequence[Any]:
         """An equation of other operands.
 
@@ -133,7 +134,7 @@ class Builder:
             return outvars
         return self.call(lambda *xs: bind(eqn, xs, params), operands, alike(eqn, params))
 
-    def convert(self, atom: Any, dtype: Any, weak_type: bool = False) -> Any:
+    def convert(self, atom: Atom, dtype: Any, weak_type: bool = False) -> Any:
         """A value in another dtype."""
         # a program may have as many casts as equations: they share what they are alike in
         key = "convert", atom.aval, dtype, weak_type
@@ -145,7 +146,7 @@ class Builder:
             return self.call(lambda x: [convert(x, dtype, weak_type)], [atom], key)[0]
         return self.emit(_cast_p, [atom], params, aval)
 
-    def transpose(self, atom: Any, order: tuple[int, ...]) -> Any:
+    def transpose(self, atom: Atom, order: tuple[int, ...]) -> Any:
         """A value with its dimensions in another order."""
         if self._ctx is None or not atom.aval.sharding.mesh.empty:
             return self.call(lambda x: [lax.transpose(x, order)], [atom], ("transpose", order))[0]
@@ -153,7 +154,7 @@ class Builder:
         return self.emit(transpose_p, [atom], {"permutation": order}, aval)
 
     def detach(
-        self, atom: Any, *, pinned: bool = False, flat: bool = False, zeros: bool = False
+        self, atom: Atom, *, pinned: bool = False, flat: bool = False, zeros: bool = False
     ) -> Any:
         """As `precpass.jaxpr.detach`."""
         params = {"pinned": pinned, "flat": flat, "zeros": zeros}
@@ -168,13 +169,13 @@ class Builder:
         """What a low value left of a wide one, in its dtype and with its derivative."""
         return self.emit(rounded_p, [self.convert(low, wide.aval.dtype), wide], {}, wide.aval)
 
-    def bits(self, atom: Any) -> Any:
+    def bits(self, atom: Atom) -> Any:
         """The 16 bits of a low value."""
         if is_reduced(atom.aval):
             return self.call(lambda x: [bits(x)], [atom], "bits")[0]
         return self._bitcast(atom, border_copy_aval(atom.aval))
 
-    def from_bits(self, atom: Any, dtype: Any, like: Any) -> Any:
+    def from_bits(self, atom: Atom, dtype: Any, like: Any) -> Any:
         """The low value of 16 bits, from which no derivative is taken.
 
         Args:
@@ -187,15 +188,15 @@ class Builder:
             return self.call(lambda x: [low_value(x, with_dtype(like, dtype))], [atom], key)[0]
         return self.detach(self._bitcast(atom, with_dtype(atom.aval, np.dtype(dtype))))
 
-    def _bitcast(self, atom: Any, aval: Any) -> Any:
+    def _bitcast(self, atom: Atom, aval: Aval) -> Any:
         return self.emit(_bitcast_p, [atom], {"new_dtype": aval.dtype}, aval)
 
     def cross(
         self,
-        eqn: Any,
+        eqn: Eqn,
         crossing: Crossing,
         operands: Sequence[Any],
-        outvars: Sequence[Any],
+        outvars: Sequence[Var],
         params: dict[str, Any],
     ) -> None:
         """Adds an equation with twins, which stand behind its other operands and results."""
@@ -253,14 +254,14 @@ class Builder:
         return self._source.replace(name_stack=self._source.name_stack + own.name_stack)
 
     def evaluate(
-        self, like: Any, invars: Sequence[Any], outvars: Sequence[Any], args: Sequence[Any]
+        self, like: Any, invars: Sequence[Atom], outvars: Sequence[Var], args: Sequence[Any]
     ) -> list[Any]:
         """What was built of a part of the jaxpr `like`, evaluated at `args`."""
         parts = {"constvars": self.constvars, "invars": list(invars), "outvars": list(outvars)}
         jaxpr = open_jaxpr(like).replace(**parts, eqns=self.eqns, effects=jex.no_effects)
         return jax.core.eval_jaxpr(jaxpr, self.consts, *args)
 
-    def finish(self, like: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    def finish(self, like: Any, invars: Sequence[Atom], outvars: Sequence[Var]) -> Any:
         """The jaxpr.
 
         Args:
@@ -291,7 +292,7 @@ class Builder:
         return like.replace(jaxpr=opened.replace(**parts), consts=consts)
 
 
-def with_results_in(jaxpr: Any, dtypes: Sequence[Any]) -> Any:
+def with_results_in(jaxpr: Jaxpr, dtypes: Sequence[Any]) -> Any:
     """A jaxpr with its results in other dtypes, or each one's own for None."""
     opened = open_jaxpr(jaxpr)
     build = Builder({})
@@ -306,14 +307,14 @@ def with_results_in(jaxpr: Any, dtypes: Sequence[Any]) -> Any:
 
 
 def _remade(
-    eqn: Any, operands: Sequence[Any], outvars: Sequence[Any], params: dict[str, Any] | None = None
+    eqn: Eqn, operands: Sequence[Any], outvars: Sequence[Var], params: dict[str, Any] | None = None
 ) -> Any:
     params = eqn.params if params is None else params
     rest = eqn.effects, eqn.source_info, eqn.ctx
     return _Eqn(operands, outvars, eqn.primitive, params, *rest)
 
 
-def new_variable(aval: Any) -> Any:
+def new_variable(aval: Aval) -> Any:
     """A variable of a jaxpr in the making."""
     return _Var(aval)
 
@@ -335,12 +336,12 @@ def _typed_array() -> type:
 
 
 @functools.lru_cache(maxsize=65536)
-def with_dtype(aval: Any, dtype: Any, weak_type: bool = False) -> Any:
+def with_dtype(aval: Aval, dtype: Any, weak_type: bool = False) -> Any:
     """An aval in another dtype; to make one takes longer than to make an equation."""
     return aval.update(dtype=dtype, weak_type=weak_type)
 
 
-def _cast(aval: Any, dtype: Any, weak_type: bool) -> tuple[dict[str, Any], Any]:
+def _cast(aval: Aval, dtype: Any, weak_type: bool) -> tuple[dict[str, Any], Any]:
     """The parameters of a cast and its result's aval, which is None where a mesh decides on it."""
     params = {"new_dtype": dtype, "weak_type": weak_type, "sharding": None}
     return params, with_dtype(aval, dtype, weak_type) if aval.sharding.mesh.empty else None
@@ -360,7 +361,7 @@ def _new_dtype(operands: Sequence[Any], own: Sequence[Any]) -> Any:
     return None
 
 
-def alike(eqn: Any, params: dict[str, Any] | None = None) -> Hashable:
+def alike(eqn: Eqn, params: dict[str, Any] | None = None) -> Hashable:
     """What tells an equation apart from others but for its operands; None where nothing can."""
     key = (eqn.primitive, *(eqn.params if params is None else params).items())
     try:

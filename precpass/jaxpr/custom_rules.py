@@ -17,6 +17,7 @@ from jax.extend import linear_util
 from precpass.jaxpr.binding import evaluate, trace
 from precpass.jaxpr.hi_primitives import has_hi_rules, hi_rules
 from precpass.jaxpr.reading import consts_of, in_avals, open_jaxpr, out_avals
+from precpass.jaxpr.types import Aval, Eqn, Jaxpr
 
 Natives = Callable[[], Sequence[Any]]
 
@@ -41,10 +42,10 @@ class Rewrite(NamedTuple):
 class _Made:
     """What a rule returned when it was traced, in a form that JAX can hash."""
 
-    avals: Sequence[Any] = ()
+    avals: Sequence[Aval] = ()
 
 
-def with_rewritten_rules(eqn: Any, params: dict[str, Any], rewrite: Rewrite) -> None:
+def with_rewritten_rules(eqn: Eqn, params: dict[str, Any], rewrite: Rewrite) -> None:
     """Puts functions that rewrite what they trace in the place of an equation's custom rules.
 
     The rules are traced when they are used, so the rewrite happens then.
@@ -75,7 +76,7 @@ def with_rewritten_rules(eqn: Any, params: dict[str, Any], rewrite: Rewrite) -> 
         )
 
 
-def has_rules(eqn: Any) -> bool:
+def has_rules(eqn: Eqn) -> bool:
     """Whether an equation that is entered has custom rules."""
     if eqn.primitive.name == "call_hi_primitive":
         return has_hi_rules(eqn.params["_prim"])
@@ -91,7 +92,7 @@ def _rewritten_thunk(f: Callable[..., Any], rewrite: Rewrite, made: _Made, *zero
     return open_jaxpr(new), consts_of(new), *rest
 
 
-def _avals_of_bwd(eqn: Any, made: _Made) -> list[Any]:
+def _avals_of_bwd(eqn: Eqn, made: _Made) -> list[Any]:
     """The avals of a backward rule's operands, residuals and cotangents, as the user has them.
 
     Args:
@@ -115,7 +116,7 @@ def _rewritten_primal(thunk: Callable[..., Any], rewrite: Rewrite) -> Callable[.
     return rewritten
 
 
-def _closed(jaxpr: Any, consts: Sequence[Any]) -> Any:
+def _closed(jaxpr: Jaxpr, consts: Sequence[Any]) -> Any:
     if hasattr(jaxpr, "with_consts"):  # 0.11 and later
         return jaxpr.with_consts(consts)
     make: Any = vars(jex)["ClosedJaxpr"]  # 0.12's type information exports it no more
@@ -166,7 +167,7 @@ def _rewritten_function(
 
 def _like(x: Any, native: Any) -> Any:
     """What stands for an operand of another floating dtype when a rule is traced."""
-    aval: Any = x.aval if isinstance(x, SymbolicZero) else jax.typeof(x)
+    aval: Aval = x.aval if isinstance(x, SymbolicZero) else jax.typeof(x)
     dtype = getattr(native, "dtype", None)
     if dtype is None or aval.dtype == dtype or not jnp.issubdtype(dtype, jnp.floating):
         return x

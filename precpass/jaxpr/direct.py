@@ -10,6 +10,7 @@ from jax import lax
 
 from precpass.jaxpr.binding import convert
 from precpass.jaxpr.primitives.carrier import Form, carry, detach
+from precpass.jaxpr.types import Aval
 
 
 class Direct:
@@ -24,7 +25,7 @@ class Direct:
         self.called = called
 
     def emit(
-        self, primitive: Any, operands: Sequence[Any], params: dict[str, Any], aval: Any
+        self, primitive: Any, operands: Sequence[Any], params: dict[str, Any], aval: Aval
     ) -> Any:
         """The result of an equation, whatever `aval` says."""
         if self.called:

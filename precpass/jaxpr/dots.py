@@ -11,6 +11,7 @@ import numpy as np
 from precpass.jaxpr.binding import trace
 from precpass.jaxpr.reading import has_algorithm, out_avals
 from precpass.jaxpr.shardings import permuted
+from precpass.jaxpr.types import Aval, Eqn, Jaxpr
 
 __all__ = [
     "dot_numbers",
@@ -26,28 +27,28 @@ __all__ = [
 transpose_p, _dot_p = jex.primitives.transpose_p, jex.primitives.dot_general_p
 
 
-def dot_numbers(eqn: Any) -> Any:
+def dot_numbers(eqn: Eqn) -> Any:
     """The dimension numbers of a `dot_general`; None of all else."""
     return eqn.params["dimension_numbers"] if eqn.primitive is _dot_p else None
 
 
-def permutation(eqn: Any) -> tuple[int, ...] | None:
+def permutation(eqn: Eqn) -> tuple[int, ...] | None:
     """Of a transpose: where each dimension of its result comes from; None of all else."""
     return eqn.params["permutation"] if eqn.primitive is transpose_p else None
 
 
-def transposes(jaxpr: Any) -> dict[Any, Any]:
+def transposes(jaxpr: Jaxpr) -> dict[Any, Any]:
     """The transposes of an open jaxpr, by what they make."""
     # every body is searched: no call for each equation
     return {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is transpose_p}
 
 
-def reordered(aval: Any, order: Sequence[int]) -> Any:
+def reordered(aval: Aval, order: Sequence[int]) -> Any:
     """An aval without a mesh with its dimensions in another order."""
     return aval.update(shape=tuple(aval.shape[i] for i in order))
 
 
-def exchanged_order(eqn: Any) -> tuple[int, ...] | None:
+def exchanged_order(eqn: Eqn) -> tuple[int, ...] | None:
     """The dimensions of a dot's result in the order of the dot with its operands exchanged.
 
     None for what is no dot, and where the user said how it is computed (that both
@@ -66,7 +67,7 @@ def exchanged_order(eqn: Any) -> tuple[int, ...] | None:
     return (*range(first), *range(second, last), *range(first, second))
 
 
-def exchanged(eqn: Any) -> Any:
+def exchanged(eqn: Eqn) -> Any:
     """A dot with its operands exchanged, whose result is a new variable."""
     lhs, rhs = eqn.invars
     summed, batch = eqn.params["dimension_numbers"]
@@ -85,7 +86,7 @@ def exchanged(eqn: Any) -> Any:
     return eqn.replace(invars=[rhs, lhs], outvars=[jex.Var(aval)], params=params)
 
 
-def with_operand(eqn: Any, side: int, operand: Any, numbers: Any) -> Any:
+def with_operand(eqn: Eqn, side: int, operand: Any, numbers: Any) -> Any:
     """A dot with another operand at `side`, and with dimension numbers for it."""
     invars = [operand if i == side else v for i, v in enumerate(eqn.invars)]
     return eqn.replace(invars=invars, params={**eqn.params, "dimension_numbers": numbers})

@@ -21,6 +21,7 @@ import jax.stages
 
 from precpass.jaxpr.binding import evaluate, trace
 from precpass.jaxpr.reading import open_jaxpr
+from precpass.jaxpr.types import Eqn, Jaxpr
 from precpass.jaxpr.weak import WeakIdMap
 
 
@@ -107,13 +108,13 @@ def _layout_of(prim: Any) -> _Layout | None:
     return None
 
 
-def hi_name(eqn: Any) -> str:
+def hi_name(eqn: Eqn) -> str:
     """The class of the hi-primitive that an equation applies; "" for other equations."""
     prim = eqn.params.get("_prim")
     return "" if prim is None else type(prim).__name__
 
 
-def hi_body(eqn: Any) -> Any:
+def hi_body(eqn: Eqn) -> Any:
     """The jaxpr of an equation's hi-primitive; None for one that is not entered."""
     prim = eqn.params["_prim"]
     layout = _layout_of(prim)
@@ -138,7 +139,7 @@ def _jaxpr_in(value: Any) -> Any:
     return value.jaxpr if isinstance(value, jax.stages.Traced) else value
 
 
-def with_hi_body(prim: Any, jaxpr: Any) -> Any:
+def with_hi_body(prim: Any, jaxpr: Jaxpr) -> Any:
     """A hi-primitive with another jaxpr, of the same avals."""
     layout = _layout_of(prim)
     assert layout is not None
@@ -162,7 +163,7 @@ def _replaced(prim: Any, new: dict[str, Any]) -> Any:
     return copied
 
 
-def _function(jaxpr: Any, out_tree: Any) -> Callable[..., Any]:
+def _function(jaxpr: Jaxpr, out_tree: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         results = evaluate(jaxpr, jax.tree.leaves((args, kwargs)))
         return jax.tree.unflatten(out_tree, results)
@@ -170,7 +171,7 @@ def _function(jaxpr: Any, out_tree: Any) -> Callable[..., Any]:
     return run
 
 
-def _traced(held: Any, jaxpr: Any) -> Any:
+def _traced(held: Any, jaxpr: Jaxpr) -> Any:
     avals = [v.aval for v in open_jaxpr(jaxpr).invars]
     args, kwargs = jax.tree.unflatten(held.in_tree, avals)
     run = _function(jaxpr, held.out_tree)

@@ -26,6 +26,7 @@ from precpass.jaxpr.reading import (
     scope_of,
     source_of,
 )
+from precpass.jaxpr.types import Atom, Eqn, Jaxpr
 
 __all__ = ["Body", "Enter", "Entered", "Look", "Place", "Ran", "Record", "Watch"]
 
@@ -63,7 +64,7 @@ class Place:
 class Ran(NamedTuple):
     """An equation that ran, with the values that it read and made."""
 
-    eqn: Any
+    eqn: Eqn
     operands: Sequence[Any]
     results: Sequence[Any]
 
@@ -71,7 +72,7 @@ class Ran(NamedTuple):
 class Look(Protocol):
     """What is recorded of equations."""
 
-    def sees(self, eqn: Any) -> bool:
+    def sees(self, eqn: Eqn) -> bool:
         """Whether an equation without bodies that has floating or complex results has a row."""
         ...
 
@@ -104,7 +105,7 @@ Enter = Callable[["Watch", Any, Sequence[Any]], Entered]
 class Body:
     """A jaxpr whose last results are the record of its equations."""
 
-    def __init__(self, jaxpr: Any, original: Any, places: tuple[Place, ...]) -> None:
+    def __init__(self, jaxpr: Jaxpr, original: Any, places: tuple[Place, ...]) -> None:
         self.jaxpr = jaxpr
         self.original = original  # holds it: an id is only unique while its object lives
         self.places = places
@@ -127,13 +128,13 @@ class Watch:
         self.entered = entered
         self.traced: dict[Any, Body] = {}
 
-    def run(self, jaxpr: Any, args: Sequence[Any]) -> tuple[list[Any], Record, tuple[Place, ...]]:
+    def run(self, jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[list[Any], Record, tuple[Place, ...]]:
         """The results of a jaxpr, the record, and the places of its rows."""
         opened = open_jaxpr(jaxpr)
         values = dict(zip(opened.constvars, consts_of(jaxpr), strict=True))
         values.update(zip(opened.invars, args, strict=True))
 
-        def read(atom: Any) -> Any:
+        def read(atom: Atom) -> Any:
             return atom.val if is_literal(atom) else values[atom]
 
         places: list[Place] = []
@@ -168,7 +169,7 @@ class Watch:
         record = records[0] if len(records) == 1 else self.concatenated(records)
         return [read(v) for v in opened.outvars], record, tuple(places)
 
-    def sees(self, eqn: Any) -> bool:
+    def sees(self, eqn: Eqn) -> bool:
         """Whether an equation without bodies has a row."""
         inexact = any(_is_inexact(v.aval) for v in eqn.outvars)
         return inexact and id(eqn) not in self.dead and self.look.sees(eqn)
@@ -183,7 +184,7 @@ class Watch:
             return self.none(0)
         return jax.tree.map(lambda *xs: lax.concatenate(xs, 0), *records)
 
-    def body(self, jaxpr: Any) -> Body:
+    def body(self, jaxpr: Jaxpr) -> Body:
         """A body with its record, traced once for all who call it."""
         key = id(open_jaxpr(jaxpr)), jax.sharding.get_abstract_mesh()
         found = self.traced.get(key)
@@ -233,7 +234,7 @@ def _varying(x: Any) -> Any:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def _place(eqn: Any) -> Place:
+def _place(eqn: Eqn) -> Place:
     result = next(v.aval for v in eqn.outvars if _is_inexact(v.aval))
     return Place(
         name_of(eqn),
@@ -246,7 +247,7 @@ def _place(eqn: Any) -> Place:
     )
 
 
-def _within(eqn: Any, place: Place) -> Place:
+def _within(eqn: Eqn, place: Place) -> Place:
     """A place of a body, as its caller has it."""
     outer = scope_of(eqn)
     scope = f"{outer}/{place.scope}" if outer and place.scope else outer or place.scope

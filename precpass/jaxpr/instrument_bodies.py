@@ -15,12 +15,13 @@ from precpass.jaxpr.bodies import bodies, scan_split, with_bodies
 from precpass.jaxpr.border_copies import scan_counts
 from precpass.jaxpr.instrument import Enter, Entered, Look, Place, Record, Watch
 from precpass.jaxpr.reading import in_avals, open_jaxpr, out_avals
+from precpass.jaxpr.types import Eqn, Jaxpr
 
 __all__ = ["watched"]
 
 
 def watched(
-    jaxpr: Any, args: Sequence[Any], look: Look, dead: frozenset[int] = frozenset()
+    jaxpr: Jaxpr, args: Sequence[Any], look: Look, dead: frozenset[int] = frozenset()
 ) -> tuple[list[Any], Record, tuple[Place, ...]]:
     """A jaxpr's results, and the record of its equations.
 
@@ -36,7 +37,7 @@ def watched(
     return Watch(look, dead, _entered).run(jaxpr, args)
 
 
-def _jit(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
+def _jit(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     body = watch.body(eqn.params["jaxpr"])
     more = len(out_avals(body.jaxpr)) - len(eqn.outvars)
     params = {**eqn.params, "jaxpr": body.jaxpr}
@@ -54,26 +55,26 @@ def _unspecified() -> Any:
     return eqn.params["out_shardings"][0]
 
 
-def _call(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
+def _call(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     found = bodies(eqn)
     body = watch.body(found[0].jaxpr)
     results = bind(eqn, operands, with_bodies(eqn, found, [body.jaxpr]))
     return *watch.split(results, len(body.places), len(eqn.outvars)), body.places
 
 
-def _inline(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
+def _inline(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     """The first body in the place of an equation that has rules for derivatives alone."""
     body = bodies(eqn)[0]
     return watch.run(body.jaxpr, [operands[i] for i in body.operands])
 
 
-def _solve(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
+def _solve(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     at = eqn.params["jaxprs"]._fields.index("solve")
     body = next(body for body in bodies(eqn) if body.index == at)
     return watch.run(body.jaxpr, [operands[i] for i in body.operands])
 
 
-def _cond(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
+def _cond(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     found = [watch.body(branch) for branch in eqn.params["branches"]]
     own = len(eqn.outvars)
 
@@ -96,7 +97,7 @@ def _cond(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
     return *watch.split(results, len(places), own), tuple(places)
 
 
-def _scan(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
+def _scan(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     body, (consts, carry) = watch.body(eqn.params["jaxpr"]), scan_split(eqn.params)
     start, tree = jax.tree.flatten((np.int32(0), watch.none(len(body.places))))
     more = len(start)
@@ -120,7 +121,7 @@ def _scan(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
     return [*results[:carry], *results[carry + more :]], record, places
 
 
-def _while(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
+def _while(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     params = eqn.params
     body, condition = watch.body(params["body_jaxpr"]), params["cond_jaxpr"]
     start, tree = jax.tree.flatten((np.int32(0), watch.none(len(body.places))))
@@ -143,7 +144,7 @@ def _while(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
     return results[:own], record, tuple(place.inside_of("while") for place in body.places)
 
 
-def _shard_map(watch: Watch, eqn: Any, operands: Sequence[Any]) -> Entered:
+def _shard_map(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     places: list[Place] = []
     axes = tuple(eqn.params["newly_manual_axes"])
 
@@ -180,5 +181,5 @@ _ENTERED: dict[str, Enter] = {
 or for lowering (`custom_vmap`, `composite`) is bound as it is."""
 
 
-def _entered(eqn: Any) -> Enter | None:
+def _entered(eqn: Eqn) -> Enter | None:
     return _ENTERED.get(eqn.primitive.name) if bodies(eqn) else None

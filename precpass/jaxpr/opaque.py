@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from precpass.jaxpr.types import Eqn
+
 _PRODUCT = re.compile(r'= "?stablehlo\.(?:dot_general|dot|convolution)\b')
 _OP = re.compile(r'= "?(?:stablehlo|chlo)\.(\w+)')
 _PYTHON = re.compile(r"custom_call @\w*python\w*callback")
@@ -27,7 +29,7 @@ class Contents(NamedTuple):
 NOTHING = Contents(0, False)
 
 
-def contents_of(eqn: Any) -> Contents:
+def contents_of(eqn: Eqn) -> Contents:
     """What an equation is lowered to by itself; `NOTHING` where that is not possible.
 
     It is lowered ahead of time, so that nothing is added to the trace around it.

@@ -13,11 +13,12 @@ import numpy as np
 
 from precpass.jaxpr.bodies import all_held_eqns, bodies, name_of
 from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_of
+from precpass.jaxpr.types import Atom, Aval, Eqn, Jaxpr, Var
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def fingerprint(jaxpr: Any) -> tuple[str, tuple[Any, ...]]:
+def fingerprint(jaxpr: Jaxpr) -> tuple[str, tuple[Any, ...]]:
     """What two traces of one function have in common where they are one program.
 
     The values of a jaxpr's own `constvars` are no part of it; those of jaxprs inside are. The rules
@@ -26,7 +27,7 @@ def fingerprint(jaxpr: Any) -> tuple[str, tuple[Any, ...]]:
     return str(jaxpr), tuple(map(_told_by_value, _consts_inside(jaxpr)))
 
 
-def _consts_inside(jaxpr: Any) -> Iterator[Any]:
+def _consts_inside(jaxpr: Jaxpr) -> Iterator[Any]:
     for eqn in all_held_eqns(jaxpr):
         for param in eqn.params.values():
             for value in param if isinstance(param, tuple) else (param,):
@@ -71,14 +72,14 @@ class Printer:
         self._names: dict[Any, str] = {}
         self._fresh = _names()
 
-    def lines(self, jaxpr: Any) -> list[str]:
+    def lines(self, jaxpr: Jaxpr) -> list[str]:
         """A line per equation; a body stands once, before what enters it first."""
         done: dict[int, str] = {}
         text: list[str] = []
         self._print(jaxpr, done, text)
         return text
 
-    def _print(self, jaxpr: Any, done: dict[int, str], text: list[str]) -> str:
+    def _print(self, jaxpr: Jaxpr, done: dict[int, str], text: list[str]) -> str:
         opened = open_jaxpr(jaxpr)
         if id(opened) in done:
             return done[id(opened)]
@@ -90,17 +91,17 @@ class Printer:
         text.append(f"  in ({', '.join(map(self._atom, opened.outvars))}) }}")
         return name
 
-    def _eqn(self, eqn: Any, done: dict[int, str], text: list[str]) -> str:
+    def _eqn(self, eqn: Eqn, done: dict[int, str], text: list[str]) -> str:
         inside = {(b.param, b.index): self._print(b.jaxpr, done, text) for b in bodies(eqn)}
         operands = " ".join(map(self._atom, eqn.invars))
         results = " ".join(map(self._typed, eqn.outvars))
         params = " ".join(_params(eqn, inside))
         return f"{results} = {name_of(eqn)}{f'[{params}]' if params else ''} {operands}".strip()
 
-    def _typed(self, var: Any) -> str:
+    def _typed(self, var: Var) -> str:
         return f"{self._atom(var)}:{_short(var.aval)}"
 
-    def _atom(self, atom: Any) -> str:
+    def _atom(self, atom: Atom) -> str:
         if is_literal(atom):
             return f"{_value(atom.val)}:{_short(atom.aval)}"
         if atom not in self._names:
@@ -115,14 +116,14 @@ def _names() -> Iterator[str]:
         yield from map("".join, itertools.product(letters, repeat=length))
 
 
-def _short(aval: Any) -> str:
+def _short(aval: Aval) -> str:
     dtype = precision_of(aval) or getattr(aval, "dtype", None)
     if dtype is None:
         return str(aval)
     return f"{dtype}[{','.join(map(str, aval.shape))}]"
 
 
-def _params(eqn: Any, inside: dict[tuple[str, int | None], str]) -> Iterator[str]:
+def _params(eqn: Eqn, inside: dict[tuple[str, int | None], str]) -> Iterator[str]:
     for name, value in sorted(eqn.params.items()):
         if (name, None) in inside:
             yield f"{name}={inside[name, None]}"

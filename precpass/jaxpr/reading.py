@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
+from precpass.jaxpr.types import Aval, Eqn, Jaxpr
 from precpass.policy.precision import BY_DTYPE, Precision
 from precpass.policy.scopes import escaped
 
@@ -26,17 +27,17 @@ source_info_util.register_exclusion(_OWN_FOLDER)
 _Literal, _of, _cast_p = jex.Literal, BY_DTYPE.get, jex.primitives.convert_element_type_p
 
 
-def open_jaxpr(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: Jaxpr) -> Any:
     """The object with `eqns`, `invars` and `outvars` (0.11 merged ClosedJaxpr into Jaxpr)."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def consts_of(jaxpr: Any) -> Sequence[Any]:
+def consts_of(jaxpr: Jaxpr) -> Sequence[Any]:
     """The values of `constvars`; () for an open jaxpr, which has none of its own."""
     return getattr(jaxpr, "consts", ())
 
 
-def without_consts(jaxpr: Any) -> Any:
+def without_consts(jaxpr: Jaxpr) -> Any:
     """A jaxpr to be evaluated at constants of the caller's: no tracer outlives its trace in it."""
     opened = open_jaxpr(jaxpr)
     consts = [None] * len(consts_of(opened))
@@ -47,17 +48,17 @@ is_literal: Callable[[Any], bool] = _Literal.__instancecheck__
 """Whether an operand is a value written into the equation: `isinstance` without a call between."""
 
 
-def in_avals(jaxpr: Any) -> list[Any]:
+def in_avals(jaxpr: Jaxpr) -> list[Any]:
     """The avals of the operands, weak types included."""
     return [v.aval for v in open_jaxpr(jaxpr).invars]
 
 
-def out_avals(jaxpr: Any) -> list[Any]:
+def out_avals(jaxpr: Jaxpr) -> list[Any]:
     """The avals of the results."""
     return [v.aval for v in open_jaxpr(jaxpr).outvars]
 
 
-def precision_of(aval: Any) -> Precision | None:
+def precision_of(aval: Aval) -> Precision | None:
     """The precision of a floating value of a known format; None for all else."""
     try:
         return _of(aval.dtype)
@@ -80,7 +81,7 @@ class Source:
 _FOREIGN = (os.path.dirname(jax.__file__) + os.sep, _OWN_FOLDER + os.sep, "<frozen")
 
 
-def source_of(eqn: Any) -> Source:
+def source_of(eqn: Eqn) -> Source:
     """The innermost line outside of JAX and this package that made an equation."""
     traceback = eqn.source_info.traceback
     return _first_user_frame(traceback) if traceback is not None else Source()
@@ -99,7 +100,7 @@ def _first_user_frame(traceback: Any) -> Source:
 _SAMPLERS = inspect.unwrap(jax.random.normal).__code__.co_filename
 
 
-def is_sampler(eqn: Any) -> bool:
+def is_sampler(eqn: Eqn) -> bool:
     """Whether an equation is a jit that one of `jax.random`'s functions calls."""
     traceback = eqn.source_info.traceback
     return eqn.primitive.name == "jit" and traceback is not None and _in_sampler(traceback)
@@ -111,7 +112,7 @@ def _in_sampler(traceback: Any) -> bool:
     return any(frame.file_name == _SAMPLERS for frame in own)
 
 
-def scope_of(eqn: Any) -> str:
+def scope_of(eqn: Eqn) -> str:
     """The equation's own name stack as JAX prints it; its callers' stacks come before.
 
     Parentheses are JAX's own marks: the names of users' scopes have escapes (`scope_names`).
@@ -130,7 +131,7 @@ def _is_mark(part: Any) -> bool:
     return type(part).__name__ == "Transform"  # JAX exports neither it nor `Scope`
 
 
-def effects_of(eqn: Any) -> bool:
+def effects_of(eqn: Eqn) -> bool:
     """Whether an equation has effects; that a collective names its axes is none."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
@@ -138,7 +139,7 @@ def effects_of(eqn: Any) -> bool:
 _ORDERS = frozenset(("precision", "preferred_element_type", "out_dtype"))
 
 
-def user_order(eqn: Any) -> str | None:
+def user_order(eqn: Eqn) -> str | None:
     """What the user said about a product's precision, in words; None where nothing."""
     params = eqn.params
     # every equation is asked
@@ -155,7 +156,7 @@ def user_order(eqn: Any) -> str | None:
     return f"out_dtype={np.dtype(out_dtype).name}" if out_dtype is not None else None
 
 
-def summed_and_batch(eqn: Any) -> tuple[Any, Any] | None:
+def summed_and_batch(eqn: Eqn) -> tuple[Any, Any] | None:
     """Of a dot, plain or ragged, for each side its summed dimensions, and its batch dimensions.
 
     The groups of a ragged one are a batch of its right side. None for a convolution.
@@ -168,36 +169,36 @@ def summed_and_batch(eqn: Any) -> tuple[Any, Any] | None:
     return eqn.params["dimension_numbers"] if is_dot else None
 
 
-def ragged_dimension(eqn: Any) -> int:
+def ragged_dimension(eqn: Eqn) -> int:
     """The dimension of a ragged dot's left operand that its groups divide; 0 for any other dot."""
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
     return ragged.lhs_ragged_dimensions[0] if ragged is not None else 0
 
 
-def kernel_features(eqn: Any) -> tuple[Any, Any]:
+def kernel_features(eqn: Eqn) -> tuple[Any, Any]:
     """The numbers of features that a convolution's kernel makes and reads."""
     spec, shape = eqn.params["dimension_numbers"].rhs_spec, eqn.invars[1].aval.shape
     return shape[spec[0]], shape[spec[1]]
 
 
-def sorted_params(eqn: Any) -> tuple[tuple[str, Any], ...]:
+def sorted_params(eqn: Eqn) -> tuple[tuple[str, Any], ...]:
     """The parameters of an equation, by name."""
     return tuple(sorted(eqn.params.items()))
 
 
-def has_complex(eqn: Any) -> bool:
+def has_complex(eqn: Eqn) -> bool:
     """Whether an equation reads or makes complex values."""
     dtypes = (getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars))
     return any(d is not None and jnp.issubdtype(d, jnp.complexfloating) for d in dtypes)
 
 
-def has_algorithm(eqn: Any) -> bool:
+def has_algorithm(eqn: Eqn) -> bool:
     """Whether a product names the algorithm that it is to run by."""
     algorithms = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
     return isinstance(eqn.params.get("precision"), algorithms)
 
 
-def asked_precision(eqn: Any) -> str:
+def asked_precision(eqn: Eqn) -> str:
     """How precise a product is to be: "default", "high", "highest", or its algorithm's name."""
     given = eqn.params.get("precision")
     if isinstance(given, jax.lax.DotAlgorithmPreset):
@@ -211,7 +212,7 @@ def asked_precision(eqn: Any) -> str:
     return max(asked, key=lambda p: p.value).name.lower() if asked else "default"
 
 
-def applies_function(eqn: Any) -> bool:
+def applies_function(eqn: Eqn) -> bool:
     """Whether an equation applies a function of the user's own to elements in place.
 
     `x.at[i].apply(f)` is a scatter whose combiner is `f`, where other scatters have none.
@@ -219,7 +220,7 @@ def applies_function(eqn: Any) -> bool:
     return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
 
 
-def keeps_bits(eqn: Any) -> bool:
+def keeps_bits(eqn: Eqn) -> bool:
     """Whether an equation rounds float32 to all of its digits.
 
     With it JAX keeps XLA from computing again what a checkpoint policy saves.
@@ -232,29 +233,29 @@ def keeps_bits(eqn: Any) -> bool:
     return dtype == np.float32 and bits == (whole.nexp, whole.nmant)
 
 
-def iota_size(eqn: Any) -> Any:
+def iota_size(eqn: Eqn) -> Any:
     """How many integers an iota counts through."""
     return eqn.params["shape"][eqn.params["dimension"]]
 
 
-def reduced_sizes(eqn: Any) -> tuple[Any, ...]:
+def reduced_sizes(eqn: Eqn) -> tuple[Any, ...]:
     """The sizes of the dimensions that a reduction takes away."""
     shape = eqn.invars[0].aval.shape
     return tuple([shape[axis] for axis in eqn.params["axes"]])
 
 
-def exponent(eqn: Any) -> int:
+def exponent(eqn: Eqn) -> int:
     """That of an integer power, of which a square is one."""
     return eqn.params.get("y", 2)
 
 
-def axis_size(eqn: Any) -> int | None:
+def axis_size(eqn: Eqn) -> int | None:
     """The size of the mesh axis that an equation names; None where no mesh has it."""
     mesh = getattr(eqn.ctx, "cur_abstract_mesh", None)
     return dict(getattr(mesh, "shape", {})).get(eqn.params["axis_name"])
 
 
-def cast_formats(eqn: Any) -> tuple[Precision, Precision] | None:
+def cast_formats(eqn: Eqn) -> tuple[Precision, Precision] | None:
     """From which floating format to which other one an equation casts; None for no such cast."""
     if eqn.primitive is not _cast_p:
         return None
@@ -262,20 +263,20 @@ def cast_formats(eqn: Any) -> tuple[Precision, Precision] | None:
     return (before, after) if before and after and before is not after else None
 
 
-def casts(jaxpr: Any) -> list[Any]:
+def casts(jaxpr: Jaxpr) -> list[Any]:
     """The casts of a jaxpr, its bodies' apart."""
     # every body is searched: no call for each equation
     return [eqn for eqn in open_jaxpr(jaxpr).eqns if eqn.primitive is _cast_p]
 
 
-def is_plain_cast(eqn: Any) -> bool:
+def is_plain_cast(eqn: Eqn) -> bool:
     """Whether an equation casts between floating formats, and does nothing else to a type."""
     if cast_formats(eqn) is None:
         return False
     return eqn.params["sharding"] is None and not eqn.params["weak_type"]
 
 
-def widening(eqn: Any) -> tuple[Any, Any] | None:
+def widening(eqn: Eqn) -> tuple[Any, Any] | None:
     """The result and the operand of a cast from a low to a wider format, else None."""
     formats = cast_formats(eqn)
     if formats is None or is_literal(eqn.invars[0]):

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from precpass.jaxpr.types import Aval, Eqn
+
 __all__ = [
     "holds_terms",
     "is_reduced",
@@ -29,7 +31,7 @@ def is_sharded_by_type(x: Any) -> bool:
     return _has_explicit_axes(_mesh_of(jax.typeof(x)))
 
 
-def is_reduced(aval: Any) -> bool:
+def is_reduced(aval: Aval) -> bool:
     """Whether a value is the same on all devices along an axis, over which its cotangent is a sum.
 
     Each device makes a term of the cotangent, which JAX has the type unreduced for.
@@ -37,12 +39,12 @@ def is_reduced(aval: Any) -> bool:
     return bool(getattr(_spec_of(aval), "reduced", None))
 
 
-def is_unreduced(aval: Any) -> bool:
+def is_unreduced(aval: Aval) -> bool:
     """Whether each device holds one term of the sum that a value is."""
     return bool(getattr(_spec_of(aval), "unreduced", None))
 
 
-def holds_terms(eqn: Any) -> bool:
+def holds_terms(eqn: Eqn) -> bool:
     """Whether each device holds one term of a sum that an equation reads or makes."""
     atoms = (*eqn.invars, *eqn.outvars)
     try:  # every equation is asked: no call of Python's for each value
@@ -51,7 +53,7 @@ def holds_terms(eqn: Any) -> bool:
         return any(is_unreduced(v.aval) for v in atoms)
 
 
-def shards(aval: Any) -> int:
+def shards(aval: Aval) -> int:
     """The number of parts in which a value lies on as many devices."""
     spec = _spec_of(aval)
     parts = () if spec is None else spec.partitions
@@ -66,7 +68,7 @@ def permuted(sharding: Any, order: Sequence[int]) -> Any:
     return sharding.update(spec=_respelled(sharding.spec, [parts[i] for i in order]))
 
 
-def sharding_before(aval: Any, order: Sequence[int] | None) -> Any:
+def sharding_before(aval: Aval, order: Sequence[int] | None) -> Any:
     """The sharding to ask of what is then transposed to a value of this type.
 
     Args:
@@ -87,7 +89,7 @@ def sharding_before(aval: Any, order: Sequence[int] | None) -> Any:
 
 
 def sharding_under_vmap(
-    sharding: Any, avals: Sequence[Any], dims: Sequence[int | None], at: int
+    sharding: Any, avals: Sequence[Aval], dims: Sequence[int | None], at: int
 ) -> Any:
     """The sharding asked of a result, under a vmap.
 
@@ -106,7 +108,7 @@ def sharding_under_vmap(
     return sharding.update(spec=_respelled(sharding.spec, parts))
 
 
-def without_reduced(aval: Any) -> Any:
+def without_reduced(aval: Aval) -> Any:
     """A type that is the same, but says nothing of axes over which there are or will be sums."""
     if not (is_reduced(aval) or is_unreduced(aval)):
         return aval
@@ -114,7 +116,7 @@ def without_reduced(aval: Any) -> Any:
     return aval.update(sharding=aval.sharding.update(spec=plain))
 
 
-def resharded_to(x: Any, aval: Any) -> Any:
+def resharded_to(x: Any, aval: Aval) -> Any:
     """A value with the sharding of a type, itself where it has it."""
     if _spec_of(jax.typeof(x)) == _spec_of(aval):
         return x
@@ -129,11 +131,11 @@ def summed_up(x: Any) -> Any:
     return resharded_to(x, without_reduced(jax.typeof(x)))
 
 
-def _mesh_of(aval: Any) -> Any:
+def _mesh_of(aval: Aval) -> Any:
     return getattr(getattr(aval, "sharding", None), "mesh", None)
 
 
-def _spec_of(aval: Any) -> Any:
+def _spec_of(aval: Aval) -> Any:
     return getattr(getattr(aval, "sharding", None), "spec", None)
 
 

@@ -72,7 +72,7 @@ class Traced:
 
 
 def rewritten(
-    jaxpr: Any, plan: Plan, region: Region, policy: PrecisionPolicy, scope: str
+    jaxpr: ir.Jaxpr, plan: Plan, region: Region, policy: PrecisionPolicy, scope: str
 ) -> tuple[Any, Rewriter]:
     """A jaxpr under a plan, itself where nothing changes, and what rewrote it."""
     said = set(plan.notes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -76,7 +75,7 @@ LOW_FORMATS = frozenset(str(p) for p in Precision if p.is_low)
 """The formats of 16 bits, as a plan and a count write them."""
 
 
-def count(jaxpr: Any) -> Counts:
+def count(jaxpr: ir.Jaxpr) -> Counts:
     """What a jaxpr computes, its bodies included.
 
     Custom derivative rules, which are traced when somebody differentiates, and the
@@ -109,7 +108,7 @@ class _Tally:
         self.flops: dict[str, float] = {}
         self.result_bytes: dict[str, float] = {}
 
-    def add(self, jaxpr: Any, times: float) -> None:
+    def add(self, jaxpr: ir.Jaxpr, times: float) -> None:
         graph = Graph.build(jaxpr)
         dropped = unread(graph).rows
         for row, eqn in enumerate(graph.eqns):
@@ -125,7 +124,7 @@ class _Tally:
             ):
                 self._leaf(eqn, float(graph.flops[row]), calls)
 
-    def _leaf(self, eqn: Any, flops: float, calls: float) -> None:
+    def _leaf(self, eqn: ir.Eqn, flops: float, calls: float) -> None:
         sides = eqn.invars, eqn.outvars
         given, made = ([a for v in vs if format_of(a := v.aval)] for vs in sides)
         for aval in made:
@@ -146,7 +145,7 @@ class _Tally:
         self.flops[name] = self.flops.get(name, 0.0) + calls * flops
 
 
-def format_of(aval: Any) -> str:
+def format_of(aval: ir.Aval) -> str:
     """The name of a floating or complex value's format; "" for all else."""
     if (precision := ir.precision_of(aval)) is not None:
         return str(precision)

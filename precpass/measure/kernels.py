@@ -53,7 +53,7 @@ class Kernel(NamedTuple):
     name: str
     nbytes: float
     flops: float = 0.0
-    eqn: Any = None
+    eqn: ir.Eqn = None
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -123,7 +123,7 @@ class _Step:
         runs: whether anything needs it.
     """
 
-    eqn: Any
+    eqn: ir.Eqn
     level: int
     fuses: bool
     reads: list[Value]
@@ -144,7 +144,7 @@ class Stretch:
         self._steps: list[_Step] = []
         self._hoisted: dict[Value, Kernel] = {}
 
-    def add(self, eqn: Any, reads: list[Value]) -> list[Value]:
+    def add(self, eqn: ir.Eqn, reads: list[Value]) -> list[Value]:
         """Adds an equation without bodies; its results.
 
         Args:
@@ -170,7 +170,7 @@ class Stretch:
         return self.kernel(eqn, reads, sizes)
 
     def kernel(
-        self, eqn: Any, reads: list[Value], sizes: Iterable[float], inside: Inside = ()
+        self, eqn: ir.Eqn, reads: list[Value], sizes: Iterable[float], inside: Inside = ()
     ) -> list[Value]:
         """Adds an equation that is a kernel, or has bodies: its results.
 
@@ -192,7 +192,7 @@ class Stretch:
         self._hoisted[made] = Kernel("fusion", value.size + size)
         return made
 
-    def _fused(self, eqn: Any, reads: list[Value], sizes: list[float]) -> list[Value]:
+    def _fused(self, eqn: ir.Eqn, reads: list[Value], sizes: list[float]) -> list[Value]:
         level = max((v.level for v in reads), default=0)
         step = _Step(eqn, level, True, reads, [], ())
         ends = op(eqn.primitive.name).kind is OpKind.REDUCTION
@@ -277,12 +277,12 @@ def _moved(step: _Step) -> float:
     return sum(read) + made
 
 
-def _kernel(eqn: Any, moved: float) -> Kernel:
+def _kernel(eqn: ir.Eqn, moved: float) -> Kernel:
     name, counts = eqn.primitive.name, _has_counted_flops(eqn)
     return Kernel(name, moved, flops(eqn), eqn) if counts else Kernel(name, moved)
 
 
-def _has_counted_flops(eqn: Any) -> bool:
+def _has_counted_flops(eqn: ir.Eqn) -> bool:
     """Whether an equation is a product of numbers that are no integers."""
     is_product = op(eqn.primitive.name).kind is OpKind.COMPUTE
     return is_product and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[:2])
@@ -291,7 +291,7 @@ def _has_counted_flops(eqn: Any) -> bool:
 # ---------------------------------------------------------------- kinds of equations
 
 
-def _is_fused(eqn: Any) -> bool:
+def _is_fused(eqn: ir.Eqn) -> bool:
     """Whether an equation is a part of a fusion."""
     name = eqn.primitive.name
     if op(name).own_kernel:

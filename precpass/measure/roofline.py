@@ -76,13 +76,13 @@ def _peak(kernel: Kernel, peaks: Peaks) -> float | None:
     return peaks.flops(_format(kernel.eqn), ir.asked_precision(kernel.eqn))
 
 
-def _format(eqn: Any) -> str:
+def _format(eqn: ir.Eqn) -> str:
     """The format of a product: that of its wider operand."""
     widest = max((v.aval for v in eqn.invars[:2]), key=lambda aval: aval.dtype.itemsize)
     return format_of(widest) or str(widest.dtype)
 
 
-def work_of(jaxpr: Any) -> Work:
+def work_of(jaxpr: ir.Jaxpr) -> Work:
     """What a program moves and computes.
 
     What only later derivatives read is left out (`precpass.analysis.liveness`), as is what
@@ -139,7 +139,7 @@ class _Frame:
 
 
 class _Program:
-    def __init__(self, jaxpr: Any) -> None:
+    def __init__(self, jaxpr: ir.Jaxpr) -> None:
         self.graph = Graph.build(jaxpr)
         self.unread = unread(self.graph).values
         self.guesses = False
@@ -239,13 +239,13 @@ class _Program:
         node = self.graph.bodies[index]
         return iter(range(node.start, node.stop))
 
-    def _value(self, row: int, env: Env, atom: Any) -> Value:
+    def _value(self, row: int, env: Env, atom: ir.Atom) -> Value:
         """A value of a body; what only later derivatives read is nothing."""
         if ir.is_literal(atom) or (atom, row) in self.unread:
             return NOTHING
         return env.get(atom, NOTHING)
 
-    def _call(self, eqn: Any, body: ir.Body, index: int, reads: list[Value]) -> _Frame:
+    def _call(self, eqn: ir.Eqn, body: ir.Body, index: int, reads: list[Value]) -> _Frame:
         """A call, whose equations are as good as its caller's own."""
         opened = ir.open_jaxpr(body.jaxpr)
         env = {v: Value(nbytes(v.aval)) for v in opened.constvars}
@@ -255,7 +255,7 @@ class _Program:
         leaving = zip(opened.outvars, body.results, strict=False)
         return _Frame(index, self._rows(index), env, tuple((eqn.outvars[k], v) for v, k in leaving))
 
-    def _loop(self, eqn: Any, around: int, body: ir.Body, index: int) -> tuple[_Body, float]:
+    def _loop(self, eqn: ir.Eqn, around: int, body: ir.Body, index: int) -> tuple[_Body, float]:
         """A loop's body or a branch, and how often it runs."""
         trips = body.trips if isinstance(body.trips, int) else NOMINAL_SIZE
         self.guesses = self.guesses or not isinstance(body.trips, int)
@@ -266,7 +266,7 @@ class _Program:
         found = _Body(index, body.constants, body.carry if is_loop else None, unread)
         return found, float(trips)
 
-    def _hidden(self, eqn: Any) -> list[tuple[Work, float]]:
+    def _hidden(self, eqn: ir.Eqn) -> list[tuple[Work, float]]:
         """A float64 region, whose jaxpr no graph enters."""
         found = [work_of(jaxpr) for jaxpr in ir.hidden_jaxprs(eqn)]
         for work in found:

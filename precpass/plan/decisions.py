@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.plan import reasons
@@ -85,18 +84,18 @@ def crossing_formats(policy: PrecisionPolicy, wide: bool) -> Border:
     return tuple((native, target) for native in (*lows, *floats))
 
 
-def border_of(jaxpr: Any, border: Border) -> Border:
+def border_of(jaxpr: ir.Jaxpr, border: Border) -> Border:
     """What of a border concerns the values that cross that of the jaxpr."""
     crossing = {ir.precision_of(a) for a in (*ir.in_avals(jaxpr), *ir.out_avals(jaxpr))}
     return tuple(pair for pair in border if pair[0] in crossing)
 
 
-def unchanged_plan(jaxpr: Any) -> Plan:
+def unchanged_plan(jaxpr: ir.Jaxpr) -> Plan:
     """The plan of a pass that is switched off: it enters what another one enters."""
     return _unchanged(jaxpr, {})
 
 
-def _unchanged(jaxpr: Any, known: dict[int, Plan]) -> Plan:
+def _unchanged(jaxpr: ir.Jaxpr, known: dict[int, Plan]) -> Plan:
     opened = ir.open_jaxpr(jaxpr)
     if id(opened) not in known:
         decisions = [_unchanged_equation(eqn, known) for eqn in opened.eqns]
@@ -104,7 +103,7 @@ def _unchanged(jaxpr: Any, known: dict[int, Plan]) -> Plan:
     return known[id(opened)]
 
 
-def _unchanged_equation(eqn: Any, known: dict[int, Plan]) -> Decision:
+def _unchanged_equation(eqn: ir.Eqn, known: dict[int, Plan]) -> Decision:
     kind, results = op(eqn.primitive.name).kind, formats_of(eqn.outvars)
     inner = tuple(_unchanged(body.jaxpr, known) for body in ir.bodies(eqn))
     if not inner:
@@ -112,6 +111,6 @@ def _unchanged_equation(eqn: Any, known: dict[int, Plan]) -> Decision:
     return Decision(Action.ENTER, kind, None, (None,) * len(results), reasons.ENTERED(), inner)
 
 
-def formats_of(atoms: Sequence[Any]) -> Formats:
+def formats_of(atoms: Sequence[ir.Atom]) -> Formats:
     """The formats of some values."""
     return tuple(ir.precision_of(v.aval) for v in atoms)

@@ -38,7 +38,7 @@ __all__ = ["Planner", "distinguish", "make_plan"]
 
 
 def make_plan(
-    jaxpr: Any,
+    jaxpr: ir.Jaxpr,
     policy: PrecisionPolicy,
     scope: str = "",
     closed_over: Sequence[Any] = (),
@@ -183,7 +183,7 @@ class Planner:
         kind, why = op(eqn.primitive.name).kind, reasons.ENTERED()
         return Decision(Action.ENTER, kind, None, stored, why, tuple(inner), rules, wide)
 
-    def _plans_rules(self, eqn: Any, scope: str) -> bool:
+    def _plans_rules(self, eqn: ir.Eqn, scope: str) -> bool:
         """Whether the custom rules of an equation are planned, when they are traced."""
         if is_fixed(scope):
             return False
@@ -192,7 +192,7 @@ class Planner:
 
     # ------------------------------------------------------------ products
 
-    def _product(self, eqn: Any, body: int, decision: Decision) -> Decision:
+    def _product(self, eqn: ir.Eqn, body: int, decision: Decision) -> Decision:
         """The decision for a product, if it pays by itself, with the form that it has."""
         if decision.action is not Action.LOWER or decision.compute is None:
             return decision

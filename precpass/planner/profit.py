@@ -42,7 +42,7 @@ class Product:
         behind: the permutation of a transpose that is all that reads its result, () for none.
     """
 
-    eqn: Any
+    eqn: ir.Eqn
     low: Precision
     origins: tuple[OperandOrigin, OperandOrigin]
     behind: tuple[int, ...] = ()
@@ -192,7 +192,7 @@ class ProductPricing:
         self._uses = uses
         self._profit_model = profit_model
 
-    def is_recast(self, body: int, atom: Any) -> bool:
+    def is_recast(self, body: int, atom: ir.Atom) -> bool:
         """As `OperandOrigins` has it."""
         return self._origins.is_recast(body, atom)
 
@@ -201,7 +201,7 @@ class ProductPricing:
         """Whose figures count; None where everything pays."""
         return self._profit_model.device if self._profit_model else None
 
-    def against(self, eqn: Any, body: int, low: Precision) -> reasons.Reason | None:
+    def against(self, eqn: ir.Eqn, body: int, low: Precision) -> reasons.Reason | None:
         """Why a float32 product does not pay by itself; None where it does, and for all else."""
         found = self.product(eqn, body, low)
         if self._profit_model is None or found is None:
@@ -212,7 +212,7 @@ class ProductPricing:
         ) or (product_times.by != "measured" and product_times.low <= product_times.wide)
         return None if pays else self._profit_model.sentence(found, product_times)
 
-    def candidate(self, eqn: Any, body: int, low: Precision) -> Candidate | None:
+    def candidate(self, eqn: ir.Eqn, body: int, low: Precision) -> Candidate | None:
         """The times of such a product, its casts apart; None for all else."""
         found = self.product(eqn, body, low)
         if self._profit_model is None or found is None:
@@ -229,7 +229,7 @@ class ProductPricing:
         why = self._profit_model.sentence(found, product_times)
         return Candidate(wide, product_times.low - left - right, (left, right), why)
 
-    def product(self, eqn: Any, body: int, low: Precision) -> Product | None:
+    def product(self, eqn: ir.Eqn, body: int, low: Precision) -> Product | None:
         """A float32 product that sums over something, as it is put to a `ProfitModel`."""
         if self._profit_model is None or op(eqn.primitive.name).kind is not OpKind.COMPUTE:
             return None

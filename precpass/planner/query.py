@@ -173,7 +173,7 @@ class Queries:
         self._scopes: dict[int, str] = {}
         self._places: dict[tuple[str, str], Place] = {}
 
-    def of(self, row: int, eqn: Any, stored: Stored, *, accumulates: bool) -> Query:
+    def of(self, row: int, eqn: ir.Eqn, stored: Stored, *, accumulates: bool) -> Query:
         """The query about one equation.
 
         Args:
@@ -199,7 +199,7 @@ class Queries:
 
     # ------------------------------------------------------------ where it stands
 
-    def _place(self, row: int, eqn: Any, dtypes: tuple[Any, ...]) -> Place:
+    def _place(self, row: int, eqn: ir.Eqn, dtypes: tuple[Any, ...]) -> Place:
         if self._requests.tells_equations_apart:
             return self._new_place(row, eqn, dtypes)
         # a name stack is one object for all that was bound below it
@@ -213,7 +213,7 @@ class Queries:
             found = self._places[scope, name] = self._new_place(row, eqn, dtypes)
         return found
 
-    def _new_place(self, row: int, eqn: Any, dtypes: tuple[Any, ...]) -> Place:
+    def _new_place(self, row: int, eqn: ir.Eqn, dtypes: tuple[Any, ...]) -> Place:
         scope, table = self._scope_of(eqn), op(eqn.primitive.name)
         around = self._decides_loop, self._facts.sampler
         if is_fixed(scope):
@@ -228,12 +228,12 @@ class Queries:
             return place(None, False, False, *around)
         return place(self._requests.request(row, table, scope), False, False, *around)
 
-    def _scope_of(self, eqn: Any) -> str:
+    def _scope_of(self, eqn: ir.Eqn) -> str:
         return join_scopes(self._scope, self._requests.graph.scope_in(self._facts.body, eqn))
 
     # ------------------------------------------------------------ what few equations have
 
-    def _traits(self, eqn: Any) -> Traits:
+    def _traits(self, eqn: ir.Eqn) -> Traits:
         name, facts = eqn.primitive.name, self._facts
         is_cast_by_reader = self._cast and not self._cast.isdisjoint(eqn.outvars)
         plain = _plain_traits(name)
@@ -259,7 +259,7 @@ class Queries:
             is_boundary and (ir.is_identity_of_first_operand(eqn) or ir.is_detach(eqn)),
         )
 
-    def _readers_round_to(self, eqn: Any) -> Precision | None:
+    def _readers_round_to(self, eqn: ir.Eqn) -> Precision | None:
         readers_of = self._uses.of(self._facts.body)
         readers = [reader for v in eqn.outvars for reader in readers_of.get(v, ())]
         if any(r is None or r.primitive.name != "convert_element_type" for r in readers):
@@ -267,7 +267,7 @@ class Queries:
         formats = {ir.precision_of(reader.outvars[0].aval) for reader in readers}
         return formats.pop() if len(formats) == 1 else None
 
-    def _undoes_cast_from(self, eqn: Any) -> Precision | None:
+    def _undoes_cast_from(self, eqn: ir.Eqn) -> Precision | None:
         body, operand = self._facts.body, eqn.invars[0]
         source = self._uses.widened_from(body, operand)
         # several readers would add up their cotangents in the low format

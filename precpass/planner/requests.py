@@ -173,7 +173,7 @@ class PolicyRequests:
             yield from rules_left_out(lock)
 
 
-def view_of(eqn: Any, scope: str, source: ir.Source) -> EqnView:
+def view_of(eqn: ir.Eqn, scope: str, source: ir.Source) -> EqnView:
     """What rules see of an equation under a whole name stack."""
 
     def shapes(atoms: list[Any]) -> tuple[tuple[Any, ...], ...]:

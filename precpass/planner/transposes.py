@@ -25,7 +25,7 @@ Readers = Mapping[Any, Sequence[Any]]
 
 
 def eliminate_transposes(
-    jaxpr: Any, decisions: list[Decision], readers: Callable[[], Readers]
+    jaxpr: ir.Jaxpr, decisions: list[Decision], readers: Callable[[], Readers]
 ) -> list[Decision]:
     """The decisions for a body in which no product is followed by transposes without need.
 
@@ -59,7 +59,7 @@ def eliminate_transposes(
     return new
 
 
-def _commutes(eqn: Any) -> bool:
+def _commutes(eqn: ir.Eqn) -> bool:
     """Whether an equation may stand in a chain behind a product."""
     return ir.permutation(eqn) is not None or ir.is_plain_cast(eqn)
 

@@ -41,7 +41,7 @@ class Env:
             of what that equation reads.
     """
 
-    def __init__(self, opened: Any, build: ir.Builder) -> None:
+    def __init__(self, opened: ir.Jaxpr, build: ir.Builder) -> None:
         self.opened = opened
         self.build = build
         self.values: dict[Any, Any] = {}
@@ -50,7 +50,7 @@ class Env:
         self.border_copies: dict[tuple[Any, Precision], Any] = {}
         self.low_sources: dict[Any, Any] = {}
 
-    def enter(self, var: Any, border: Border) -> Any:
+    def enter(self, var: ir.Var, border: Border) -> Any:
         """The operand in the place of `var`, in the format in which it crosses the border."""
         crossing = crossing_aval(var.aval, border)
         if crossing is var.aval:
@@ -58,20 +58,20 @@ class Env:
         self.values[var] = new = ir.new_variable(crossing)
         return new
 
-    def enter_border_copy(self, var: Any, border_copy: BorderCopy) -> Any:
+    def enter_border_copy(self, var: ir.Var, border_copy: BorderCopy) -> Any:
         """The operand that is the low twin of `var`."""
         new = ir.new_variable(ir.border_copy_aval(var.aval))
         self.receive(var, new, border_copy)
         return new
 
-    def receive(self, var: Any, bits: Any, border_copy: BorderCopy) -> None:
+    def receive(self, var: ir.Var, bits: Any, border_copy: BorderCopy) -> None:
         """Takes a low twin that crossed a border as the low copy of `var`."""
         self.border_copies[var, border_copy.precision] = bits
         if border_copy.rounds:
             low = self.low_copy(var, border_copy.precision)
             self.values[var] = self.build.rounded(low, self.values.get(var, var))
 
-    def border_copy(self, atom: Any, precision: Precision) -> Any:
+    def border_copy(self, atom: ir.Atom, precision: Precision) -> Any:
         """A value's low copy, in the form in which it crosses a border."""
         key = (atom, precision)
         if ir.is_literal(atom):
@@ -80,12 +80,12 @@ class Env:
             self.border_copies[key] = self.build.bits(self.low_copy(atom, precision))
         return self.border_copies[key]
 
-    def round(self, var: Any, precision: Precision) -> None:
+    def round(self, var: ir.Var, precision: Precision) -> None:
         """Has all that reads a value read what a low format leaves of it."""
         low = self.low_copy(var, precision)
         self.values[var] = self.build.rounded(low, self.values.get(var, var))
 
-    def keep(self, eqn: Any) -> None:
+    def keep(self, eqn: ir.Eqn) -> None:
         """Takes over an equation as it is."""
         # no call for each value: most equations come here
         values, is_literal = self.values, ir.is_literal
@@ -98,7 +98,7 @@ class Env:
                 return
         self.build.eqns.append(eqn)
 
-    def _note(self, eqn: Any) -> None:
+    def _note(self, eqn: ir.Eqn) -> None:
         """Remembers an equation if low copies of its results are better made of its operand."""
         moves = grows(eqn) or (self.border_copies and _handed_on(eqn) is not None)
         if moves or ir.widening(eqn) is not None:
@@ -117,7 +117,7 @@ class Env:
         found.update([v for v in self.opened.outvars if not is_literal(v)])
         return found
 
-    def write(self, var: Any, value: Any, stored: Precision | None) -> None:
+    def write(self, var: ir.Var, value: Any, stored: Precision | None) -> None:
         """Holds a result.
 
         A low one with several readers is held widened, which is exact: each
@@ -131,7 +131,7 @@ class Env:
         if var in self.shared and stored.is_narrower_than(native):
             self.values[var] = self.build.convert(value, var.aval.dtype)
 
-    def read(self, atom: Any) -> Any:
+    def read(self, atom: ir.Atom) -> Any:
         """A value in the precision in which the original program has it."""
         if ir.is_literal(atom):
             return atom
@@ -139,7 +139,7 @@ class Env:
         is_as_written = value is atom or value.aval.dtype == atom.aval.dtype
         return value if is_as_written else self.build.convert(value, atom.aval.dtype)
 
-    def crossing(self, atom: Any, border: Border) -> Any:
+    def crossing(self, atom: ir.Atom, border: Border) -> Any:
         """A value in the format in which it crosses a border."""
         return (
             self.read_as(atom, across(border, ir.precision_of(atom.aval)))
@@ -147,7 +147,7 @@ class Env:
             else self.read(atom)
         )
 
-    def read_as(self, atom: Any, precision: Precision | None) -> Any:
+    def read_as(self, atom: ir.Atom, precision: Precision | None) -> Any:
         """A value in another precision.
 
         All readers share one cast to a wider format, so that their cotangents add up
@@ -177,14 +177,14 @@ class Env:
             return value
         return self.build.convert(value, precision.dtype)
 
-    def _nearest(self, atom: Any, precision: Precision) -> Any:
+    def _nearest(self, atom: ir.Atom, precision: Precision) -> Any:
         """What a value was widened from, if that has the precision, or else itself."""
         maker = self.low_sources.get(atom)
         pair = None if maker is None else ir.widening(maker)
         widened = pair is not None and ir.precision_of(pair[1].aval) is precision
         return pair[1] if pair and widened else atom
 
-    def low_copy(self, atom: Any, precision: Precision) -> Any:
+    def low_copy(self, atom: ir.Atom, precision: Precision) -> Any:
         """A low copy that all products share; no derivative passes through it."""
         if ir.is_literal(atom):
             return self.read_as(atom, precision)
@@ -223,7 +223,7 @@ class Env:
                     break
         return {v for v in found if v in self.transposed or v.aval.ndim <= 2}
 
-    def without_transposes(self, eqn: Any, precision: Precision) -> Any:
+    def without_transposes(self, eqn: ir.Eqn, precision: Precision) -> Any:
         """A product that reads what its operands are transposes of, as far as a dot can say that.
 
         XLA:CPU widens the operands of a low product that are transposed matrices in memory.
@@ -243,14 +243,14 @@ class Env:
                 eqn = read if side == 1 or is_in_order(len(order), numbers) else eqn
         return eqn
 
-    def _transposing(self, atom: Any, precision: Precision) -> Any:
+    def _transposing(self, atom: ir.Atom, precision: Precision) -> Any:
         """The transpose that makes a value which is nowhere in another form than that."""
         if ir.is_literal(atom) or atom in self.values:
             return None
         is_low = any((atom, precision) in known for known in (self.border_copies, self.low_copies))
         return None if is_low else self.transposed.get(atom)
 
-    def _has_low(self, atom: Any, precision: Precision) -> bool:
+    def _has_low(self, atom: ir.Atom, precision: Precision) -> bool:
         key = (atom, precision)
         if key in self.low_copies or key in self.border_copies:
             return True
@@ -259,7 +259,7 @@ class Env:
             return False
         return grows(maker) or self._has_low(_handed_on(maker), precision)
 
-    def _move_low(self, eqn: Any, precision: Precision) -> None:
+    def _move_low(self, eqn: ir.Eqn, precision: Precision) -> None:
         """Moves the low copy of what an equation moves, where there is one, or where it grows."""
         if ir.widening(eqn) is not None:
             return
@@ -274,7 +274,7 @@ class Env:
                 self.build, value, precision, flat=var in self.out_of_order
             )
 
-    def output(self, atom: Any, border: Border) -> Any:
+    def output(self, atom: ir.Atom, border: Border) -> Any:
         """A result of the jaxpr as it crosses the border."""
         native = ir.precision_of(atom.aval)
         crossing = across(border, native)
@@ -286,13 +286,13 @@ class Env:
         return value
 
 
-def _handed_on(eqn: Any) -> Any:
+def _handed_on(eqn: ir.Eqn) -> Any:
     """What an equation moves, or takes a part of."""
     moved = moved_operand(eqn)
     return chosen_operand(eqn) if moved is None else moved
 
 
-def crossing_aval(aval: Any, border: Border) -> Any:
+def crossing_aval(aval: ir.Aval, border: Border) -> Any:
     """The aval with which a value of `aval` crosses a border."""
     if not border or ir.is_ref(aval):
         return aval

@@ -38,15 +38,15 @@ class Float64Span:
 
     start: int
     stop: int
-    eqns: Sequence[Any]
+    eqns: Sequence[ir.Eqn]
     decisions: Sequence[Decision]
-    invars: Sequence[Any]
-    outvars: Sequence[Any]
+    invars: Sequence[ir.Atom]
+    outvars: Sequence[ir.Var]
     exact_in: Sequence[Any]
     exact_out: Sequence[Any]
 
 
-def float64_spans(opened: Any, plan: Plan) -> dict[int, Float64Span]:
+def float64_spans(opened: ir.Jaxpr, plan: Plan) -> dict[int, Float64Span]:
     """The float64 spans of a body by the row that they begin at."""
     spans = list(_spans(opened, plan))
     home = {row: i for i, (start, stop) in enumerate(spans) for row in range(start, stop)}
@@ -73,7 +73,7 @@ def float64_spans(opened: Any, plan: Plan) -> dict[int, Float64Span]:
     return found
 
 
-def _readers(opened: Any, home: Mapping[int, int]) -> dict[Any, set[int | None]]:
+def _readers(opened: ir.Jaxpr, home: Mapping[int, int]) -> dict[Any, set[int | None]]:
     """Of each variable, the spans that read it; None for what is in none, and for the border."""
     readers: dict[Any, set[int | None]] = {v: {None} for v in _variables(opened.outvars)}
     for row, eqn in enumerate(opened.eqns):
@@ -82,11 +82,11 @@ def _readers(opened: Any, home: Mapping[int, int]) -> dict[Any, set[int | None]]
     return readers
 
 
-def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
+def _variables(atoms: Sequence[ir.Atom]) -> Iterator[Any]:
     return (v for v in atoms if not ir.is_literal(v))
 
 
-def _spans(opened: Any, plan: Plan) -> Iterator[tuple[int, int]]:
+def _spans(opened: ir.Jaxpr, plan: Plan) -> Iterator[tuple[int, int]]:
     start = 0
     while start < len(plan.decisions):
         stop = row = start
@@ -101,7 +101,7 @@ def _spans(opened: Any, plan: Plan) -> Iterator[tuple[int, int]]:
         start = max(stop, start + 1)
 
 
-def _is_bystander(eqn: Any, decision: Decision) -> bool:
+def _is_bystander(eqn: ir.Eqn, decision: Decision) -> bool:
     keeps = decision.action is Action.KEEP and decision.compute is None
     return keeps and not ir.bodies(eqn) and not ir.effects_of(eqn)
 

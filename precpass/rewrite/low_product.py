@@ -139,7 +139,7 @@ class Bilinear(ir.Form):
         return form.evaluated(_ordered(pair, side), wide)
 
     def cotangent(
-        self, cotangent: Any, other: Any, rest: Sequence[Any], side: int, aval: Any
+        self, cotangent: Any, other: Any, rest: Sequence[Any], side: int, aval: ir.Aval
     ) -> Any:
         """The cotangent of operand `side`: a low product again, with a wide result and a carrier.
 
@@ -160,7 +160,7 @@ class Bilinear(ir.Form):
         return _as(aval.dtype, out if dot.order is None else lax.transpose(out, dot.order))
 
     def _as_jax_transposes(
-        self, cotangent: Any, other: Any, rest: Sequence[Any], side: int, aval: Any
+        self, cotangent: Any, other: Any, rest: Sequence[Any], side: int, aval: ir.Aval
     ) -> Any:
         low = aval.update(dtype=self.low)
 
@@ -170,7 +170,7 @@ class Bilinear(ir.Form):
 
             return jax.linear_transpose(product, low)(cotangent)
 
-        def apply(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        def apply(eqn: ir.Eqn, operands: Sequence[Any]) -> Sequence[Any]:
             if eqn.primitive is not self.primitive:
                 return ir.bind(eqn, operands)
             form = Bilinear(eqn.primitive, ir.sorted_params(eqn), self.low, cotangent.dtype)
@@ -201,7 +201,7 @@ class Bilinear(ir.Form):
         return self.primitive.bind(*pair, *self.others(rest), **given)
 
     def batched(
-        self, avals: Sequence[Any], dims: Sequence[int | None]
+        self, avals: Sequence[ir.Aval], dims: Sequence[int | None]
     ) -> tuple[Bilinear, int | None]:
         """As a dot under a vmap is a single dot."""
         if not self.is_dot or all(dim is None for dim in dims):
@@ -238,7 +238,7 @@ def _ordered(pair: Sequence[Any], side: int) -> list[Any]:
 
 def lowered(
     build: ir.Builder,
-    eqn: Any,
+    eqn: ir.Eqn,
     low_operands: Sequence[Any],
     operands: Sequence[Any],
     dtype: np.dtype[Any],
@@ -268,7 +268,7 @@ def _evaluated(
     form: Bilinear,
     low_operands: Sequence[Any],
     operands: Sequence[Any],
-    aval: Any = None,
+    aval: ir.Aval = None,
     *,
     detached: bool = False,
 ) -> Any:

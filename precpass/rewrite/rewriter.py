@@ -52,7 +52,7 @@ class Rewriter:
         self.memo: dict[_Key, tuple[Any, Any, list[int]]] = {}
         self.templates: ir.Templates = {}
 
-    def jaxpr(self, jaxpr: Any, plan: Plan, scope: str = "") -> Any:
+    def jaxpr(self, jaxpr: ir.Jaxpr, plan: Plan, scope: str = "") -> Any:
         """The rewritten jaxpr, with the same avals at its border unless the plan changes them.
 
         It is `jaxpr` itself if nothing changes.
@@ -72,7 +72,7 @@ class Rewriter:
         return self.memo[self.key(jaxpr, plan, scope)][1]
 
     def added(
-        self, jaxpr: Any, plan: Plan, scope: str
+        self, jaxpr: ir.Jaxpr, plan: Plan, scope: str
     ) -> tuple[Sequence[Any], list[Sequence[Any]], Sequence[Any]] | None:
         """What begins a body; for each of its equations those in its place; and what ends it.
 
@@ -87,13 +87,13 @@ class Rewriter:
         *spans, last = [eqns[start:stop] for start, stop in pairs]
         return eqns[: starts[0]], spans, last
 
-    def key(self, jaxpr: Any, plan: Plan, scope: str) -> _Key:
+    def key(self, jaxpr: ir.Jaxpr, plan: Plan, scope: str) -> _Key:
         """What tells the rewrite of a body apart from others."""
         # equal plans of one jaxpr under two scopes may still plan its custom rules differently
         seen = self.distinguish(scope) if plan.rewrites_rules else None
         return id(ir.open_jaxpr(jaxpr)), plan, seen, ir.in_x64()
 
-    def _not_rewritten(self, jaxpr: Any, plan: Plan, scope: str) -> list[Any]:
+    def _not_rewritten(self, jaxpr: ir.Jaxpr, plan: Plan, scope: str) -> list[Any]:
         """The bodies that `jaxpr` needs first, each with its equation, plan and scope."""
         found: list[Any] = []
         pairs = zip(ir.open_jaxpr(jaxpr).eqns, plan.decisions, strict=True)
@@ -112,7 +112,7 @@ class Rewriter:
             ]
         return found
 
-    def _rewrite(self, within: Any, jaxpr: Any, plan: Plan, scope: str) -> None:
+    def _rewrite(self, within: Any, jaxpr: ir.Jaxpr, plan: Plan, scope: str) -> None:
         opened = ir.open_jaxpr(jaxpr)
         build = ir.Builder(self.templates, within)
         env = Env(opened, build)
@@ -156,7 +156,7 @@ class Rewriter:
         exact.update(zip(span.exact_out, results, strict=True))
 
     def _in_float64_span(
-        self, opened: Any, span: Float64Span, args: Sequence[Any], scope: str
+        self, opened: ir.Jaxpr, span: Float64Span, args: Sequence[Any], scope: str
     ) -> list[Any]:
         """The results of a float64 span, which is traced with x64 on."""
         build = ir.Builder(self.templates, span.eqns[0])
@@ -172,7 +172,7 @@ class Rewriter:
         outvars = [env.output(v, ()) for v in span.outvars]
         return build.evaluate(opened, [*span.invars, *bits], [*outvars, *exact], args)
 
-    def _eqn(self, env: Env, eqn: Any, decision: Decision, scope: str) -> None:
+    def _eqn(self, env: Env, eqn: ir.Eqn, decision: Decision, scope: str) -> None:
         action = decision.action
         if action is Action.KEEP:
             if decision.product.exchanged:
@@ -218,13 +218,13 @@ class Rewriter:
 
         return ir.Rewrite(rewritten, functools.partial(_around_rule, self.around_rule, self.x64))
 
-    def _body(self, eqn: Any, body: ir.Body, plan: Plan, scope: str) -> Any:
+    def _body(self, eqn: ir.Eqn, body: ir.Body, plan: Plan, scope: str) -> Any:
         """The rewritten jaxpr of a body, its twins where the equation has them."""
         new = self.jaxpr(body.jaxpr, plan, scope)
         places = [[t.position for t in border_copies] for border_copies in plan.border_copies]
         return ir.with_border_copies_in_order(eqn, body, new, *places) if any(places) else new
 
-    def _enter(self, env: Env, eqn: Any, decision: Decision, scope: str) -> None:
+    def _enter(self, env: Env, eqn: ir.Eqn, decision: Decision, scope: str) -> None:
         if not decision.changes:
             env.build.keep(eqn, [env.read(v) for v in eqn.invars])
             return
@@ -256,11 +256,11 @@ class Rewriter:
 
 def _cross(
     env: Env,
-    eqn: Any,
+    eqn: ir.Eqn,
     decision: Decision,
     params: Any,
     args: Sequence[Any],
-    avals: Sequence[Any],
+    avals: Sequence[ir.Aval],
 ) -> None:
     """Adds an equation whose borders low copies cross too."""
     pairs = list(zip(ir.bodies(eqn), decision.inner, strict=True))
@@ -297,24 +297,26 @@ def _border_copies(
     return dict(sorted(found.items()))
 
 
-def _write(env: Env, eqn: Any, values: Sequence[Any], stored: Sequence[Precision | None]) -> None:
+def _write(
+    env: Env, eqn: ir.Eqn, values: Sequence[Any], stored: Sequence[Precision | None]
+) -> None:
     for var, value, precision in zip(eqn.outvars, values, stored, strict=True):
         env.write(var, value, precision)
 
 
-def _round(env: Env, eqn: Any, decision: Decision) -> None:
+def _round(env: Env, eqn: ir.Eqn, decision: Decision) -> None:
     for var, precision in zip(eqn.outvars, decision.stored, strict=True):
         if precision is not None:
             env.round(var, precision)
 
 
-def _exchanged(env: Env, eqn: Any) -> Any:
+def _exchanged(env: Env, eqn: ir.Eqn) -> Any:
     """A product of exchanged operands in the precision in which it was written."""
     eqn = ir.exchanged(eqn)
     return env.build.keep(eqn, [env.read(v) for v in eqn.invars])[0]
 
 
-def _product(env: Env, eqn: Any, decision: Decision) -> Any:
+def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
     exchanged, (lhs, rhs) = decision.product
     eqn, recast = (ir.exchanged(eqn), (rhs, lhs)) if exchanged else (eqn, (lhs, rhs))
     assert decision.compute is not None
@@ -324,7 +326,7 @@ def _product(env: Env, eqn: Any, decision: Decision) -> Any:
     return lowered(env.build, eqn, low, operands, eqn.outvars[0].aval.dtype, recast)
 
 
-def _low(env: Env, eqn: Any, decision: Decision) -> Sequence[Any]:
+def _low(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
     """An equation on low operands with low results; sums are taken wide and rounded once."""
     low = decision.compute
     assert low is not None
@@ -346,7 +348,7 @@ def _low(env: Env, eqn: Any, decision: Decision) -> Sequence[Any]:
     return [env.as_(x, low) for x in env.build.bind(eqn, args)]
 
 
-def _spread(env: Env, atom: Any, out: tuple[Any, ...], low: Precision) -> Any:
+def _spread(env: Env, atom: ir.Atom, out: tuple[Any, ...], low: Precision) -> Any:
     """An operand of an elementwise equation in the low format, in the shape of its result.
 
     These stretch dimensions of size 1, and clamp stretches scalar bounds: the transpose would add
@@ -363,7 +365,7 @@ def _spread(env: Env, atom: Any, out: tuple[Any, ...], low: Precision) -> Any:
     return env.as_(wide, low)
 
 
-def _wide(env: Env, eqn: Any, decision: Decision) -> Sequence[Any]:
+def _wide(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
     wide = decision.compute
     assert wide is not None
     args = [env.read_as(v, wide) for v in eqn.invars]

@@ -21,7 +21,9 @@ from precpass.rewrite.rewriter import Rewriter
 __all__ = ["described"]
 
 
-def described(jaxpr: Any, plan: Plan, origin: PlanSource, rewriter: Rewriter | None = None) -> Plan:
+def described(
+    jaxpr: ir.Jaxpr, plan: Plan, origin: PlanSource, rewriter: Rewriter | None = None
+) -> Plan:
     """An equal plan, which says where its equations stand.
 
     Args:
@@ -42,7 +44,7 @@ class _Describer:
         self.homeless: list[Cast] = []
         """Of bodies without equations, until what enters them has them."""
 
-    def plan(self, jaxpr: Any, plan: Plan, scope: str, caller: ir.Source) -> Plan:
+    def plan(self, jaxpr: ir.Jaxpr, plan: Plan, scope: str, caller: ir.Source) -> Plan:
         """A body's plan; one that several equations share stays one object."""
         rewriter = self.rewriter
         key = rewriter.key(jaxpr, plan, scope) if rewriter else (id(ir.open_jaxpr(jaxpr)), plan)
@@ -73,7 +75,9 @@ class _Describer:
         return self.memo[key]
 
 
-def _eqn_info(eqn: Any, decision: Decision, caller: ir.Source, casts: tuple[Cast, ...]) -> EqnInfo:
+def _eqn_info(
+    eqn: ir.Eqn, decision: Decision, caller: ir.Source, casts: tuple[Cast, ...]
+) -> EqnInfo:
     own = ir.source_of(eqn)
     return EqnInfo(
         ir.name_of(eqn),
@@ -90,7 +94,7 @@ def _eqn_info(eqn: Any, decision: Decision, caller: ir.Source, casts: tuple[Cast
     )
 
 
-def _crossed(eqn: Any, decision: Decision) -> Iterator[Crossed]:
+def _crossed(eqn: ir.Eqn, decision: Decision) -> Iterator[Crossed]:
     """What crosses an equation's borders on 16 bits, of all its bodies once."""
     found: dict[tuple[bool, int], tuple[Any, BorderCopy]] = {}
     for body, plan in zip(ir.bodies(eqn), decision.inner, strict=bool(decision.inner)):
@@ -110,11 +114,11 @@ def _body(body: ir.Body) -> Body:
     return Body(body.name, trips if trips is None or isinstance(trips, int) else str(trips))
 
 
-def _is_of_numbers(eqn: Any) -> bool:
+def _is_of_numbers(eqn: ir.Eqn) -> bool:
     return ir.has_complex(eqn) or any(ir.precision_of(v.aval) for v in eqn.invars)
 
 
-def _value(aval: Any) -> Value:
+def _value(aval: ir.Aval) -> Value:
     dtype = ir.precision_of(aval) or getattr(aval, "dtype", type(aval).__name__)
     shape = tuple(d if isinstance(d, int) else str(d) for d in getattr(aval, "shape", ()))
     return Value(str(dtype), shape, nbytes(aval))
@@ -124,7 +128,7 @@ _NOWHERE = -1
 
 
 def _casts(
-    opened: Any,
+    opened: ir.Jaxpr,
     plan: Plan,
     first: Sequence[Any],
     spans: Sequence[Sequence[Any]],
@@ -169,7 +173,7 @@ class _RewrittenBody:
         self.rows = rows
         self._again, self._homes = _made_again(rows, last)
 
-    def inserted(self, eqn: Any) -> Cast | None:
+    def inserted(self, eqn: ir.Eqn) -> Cast | None:
         """The cast that an equation of the rewritten body is, if the program has none there."""
         pair = None if id(eqn) in self._again else ir.cast_formats(eqn)
         return pair and Cast("inserted", pair[0], _value(eqn.outvars[0].aval))

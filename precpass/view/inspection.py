@@ -187,7 +187,7 @@ class Inspection:
         return self.diff()
 
 
-def _paired(jaxpr: Any, plan: Plan, seen: set[Any]) -> Iterator[tuple[Any, Decision, EqnInfo]]:
+def _paired(jaxpr: ir.Jaxpr, plan: Plan, seen: set[Any]) -> Iterator[tuple[Any, Decision, EqnInfo]]:
     key = (id(ir.open_jaxpr(jaxpr)), plan)
     if key in seen:
         return

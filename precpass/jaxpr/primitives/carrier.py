@@ -27,6 +27,8 @@ from jax import lax
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
+from precpass.jaxpr.types import Aval, Eqn
+
 __all__ = ["Form", "carrier_p", "carry", "detach", "detach_p", "is_detach", "pin"]
 
 
@@ -38,7 +40,7 @@ class Form(Protocol):
         ...
 
     def cotangent(
-        self, cotangent: Any, other: Any, rest: Sequence[Any], side: int, aval: Any
+        self, cotangent: Any, other: Any, rest: Sequence[Any], side: int, aval: Aval
     ) -> Any:
         """The cotangent of operand `side`, whose type is `aval`, given the product's.
 
@@ -53,7 +55,7 @@ class Form(Protocol):
         """
         return self, operands
 
-    def batched(self, avals: Sequence[Any], dims: Sequence[int | None]) -> tuple[Form, int | None]:
+    def batched(self, avals: Sequence[Aval], dims: Sequence[int | None]) -> tuple[Form, int | None]:
         """The product under a vmap, and the batch dimension of its result.
 
         None for one that is no single product then: it is the form of what is mapped.
@@ -87,7 +89,7 @@ def carry(form: Form, out: Any, lhs: Any, rhs: Any, rest: Sequence[Any] = ()) ->
     return carrier_p.bind(out, lhs, rhs, *rest, form=form, batched=())
 
 
-def is_detach(eqn: Any) -> bool:
+def is_detach(eqn: Eqn) -> bool:
     """Whether an equation detaches or pins a lowered product's operand."""
     return eqn.primitive in (detach_p, pin_p)
 
@@ -200,7 +202,7 @@ def _lower_detach(ctx: Any, x: Any, *, pinned: bool, flat: bool, **_params: Any)
     return (_lower_flat if is_flat else _lower_barrier)(ctx, x)
 
 
-def _is_partitioned(ctx: Any, aval: Any) -> bool:
+def _is_partitioned(ctx: Any, aval: Aval) -> bool:
     """Whether XLA may divide a value between devices: it gathers one that is made flat."""
     mesh = aval.sharding.mesh
     if not mesh.empty:

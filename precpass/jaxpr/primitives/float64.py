@@ -26,6 +26,7 @@ from jax.interpreters import ad, batching, mlir
 
 from precpass.jaxpr.binding import evaluate, trace
 from precpass.jaxpr.reading import consts_of, open_jaxpr, out_avals
+from precpass.jaxpr.types import Eqn, Jaxpr
 from precpass.jaxpr.weak import WeakIdMap
 
 __all__ = ["float64", "in_x64", "is_float64"]
@@ -56,22 +57,22 @@ def float64(fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
     return _float64_p.bind(*args, jaxpr=jaxpr)
 
 
-def _with_consts(jaxpr: Any, outer: Sequence[bool], own: Sequence[Any], *args: Any) -> list[Any]:
+def _with_consts(jaxpr: Jaxpr, outer: Sequence[bool], own: Sequence[Any], *args: Any) -> list[Any]:
     given = sum(outer)
     return evaluate(jaxpr, args[given:], _merge(outer, args[:given], own))
 
 
-def is_float64(eqn: Any) -> bool:
+def is_float64(eqn: Eqn) -> bool:
     """Whether an equation is a stretch in float64."""
     return eqn.primitive is _float64_p
 
 
-def _run(*args: Any, jaxpr: Any) -> list[Any]:
+def _run(*args: Any, jaxpr: Jaxpr) -> list[Any]:
     with jax.enable_x64(True):
         return evaluate(jaxpr, args)
 
 
-def _impl(*args: Any, jaxpr: Any) -> list[Any]:
+def _impl(*args: Any, jaxpr: Jaxpr) -> list[Any]:
     # lowering rules trace too, such as that of argmax
     with jax.enable_x64(True):
         return _jitted(jaxpr)(*args)
@@ -80,7 +81,7 @@ def _impl(*args: Any, jaxpr: Any) -> list[Any]:
 _known = WeakIdMap[Any]()
 
 
-def _jitted(jaxpr: Any) -> Any:
+def _jitted(jaxpr: Jaxpr) -> Any:
     """The `jax.jit` of a jaxpr, found again while the jaxpr lives, which it does not hold."""
     found = _known.get(jaxpr)
     if found is None:
@@ -104,7 +105,7 @@ def _split(mask: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any], list
     return [x for m, x in pairs if m], [x for m, x in pairs if not m]
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any) -> Any:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Jaxpr) -> Any:
     # numpy arrays and Python's numbers, which tracers of derivatives hold as they are
     primals = [x if isinstance(x, jax.core.Tracer) else jnp.asarray(x) for x in primals]
     moves = [not isinstance(t, ad.Zero) for t in tangents]
@@ -127,7 +128,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any) -> Any:
     ]
 
 
-def _transpose(cotangents: Sequence[Any], *operands: Any, jaxpr: Any) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *operands: Any, jaxpr: Jaxpr) -> list[Any]:
     linear = [ad.is_undefined_primal(x) for x in operands]
     unknown, known = _split(linear, operands)
     avals = [x.aval for x in unknown]
@@ -146,7 +147,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, jaxpr: Any) -> list[An
 
 
 def _batch(
-    axis: Any, operands: Sequence[Any], dims: Sequence[int | None], *, jaxpr: Any
+    axis: Any, operands: Sequence[Any], dims: Sequence[int | None], *, jaxpr: Jaxpr
 ) -> tuple[list[Any], list[int | None]]:
     if all(d is None for d in dims) and not open_jaxpr(jaxpr).effects:
         out = _float64_p.bind(*operands, jaxpr=jaxpr)
@@ -165,13 +166,13 @@ def _batch(
 _lower_run = mlir.lower_fun(_run, multiple_results=True)
 
 
-def _lower(ctx: Any, *operands: Any, jaxpr: Any) -> Any:
+def _lower(ctx: Any, *operands: Any, jaxpr: Jaxpr) -> Any:
     # as in `_impl`
     with jax.enable_x64(True):
         return _lower_run(ctx, *operands, jaxpr=jaxpr)
 
 
-def _to_lojax(*operands: Any, jaxpr: Any) -> list[Any]:
+def _to_lojax(*operands: Any, jaxpr: Jaxpr) -> list[Any]:
     """The stretch with its hi-primitives expanded, as JAX expands those around it."""
     with jax.enable_x64(True):
         traced = jax.jit(functools.partial(_evaluate, jaxpr)).trace(*map(jax.typeof, operands))
@@ -179,7 +180,7 @@ def _to_lojax(*operands: Any, jaxpr: Any) -> list[Any]:
     return _float64_p.bind(*operands, jaxpr=expanded.jaxpr)
 
 
-def _evaluate(jaxpr: Any, *args: Any) -> list[Any]:
+def _evaluate(jaxpr: Jaxpr, *args: Any) -> list[Any]:
     return evaluate(jaxpr, args)
 
 

@@ -22,6 +22,7 @@ from jax.interpreters import ad, batching, mlir
 
 from precpass.jaxpr.primitives.carrier import carrier_p, detach, detach_p
 from precpass.jaxpr.shardings import resharded_to, summed_up
+from precpass.jaxpr.types import Aval, Eqn
 
 __all__ = [
     "WIDENS_STACKS",
@@ -55,7 +56,7 @@ def recalled(kept: Any, low: Any) -> Any:
     return in_place_of(low, low_value(kept, jax.typeof(low)))
 
 
-def low_value(kept: Any, aval: Any) -> Any:
+def low_value(kept: Any, aval: Aval) -> Any:
     """The low value of `bits`, of this type, through which no derivative passes."""
     return detach(resharded_to(lax.bitcast_convert_type(kept, aval.dtype), aval))
 
@@ -65,17 +66,17 @@ def in_place_of(x: Any, same: Any) -> Any:
     return rounded_p.bind(same, x)
 
 
-def is_identity_of_first_operand(eqn: Any) -> bool:
+def is_identity_of_first_operand(eqn: Eqn) -> bool:
     """Whether an equation only hands its first operand on; others are there for derivatives."""
     return eqn.primitive in (rounded_p, carrier_p, detach_p)
 
 
-def wide_operand(eqn: Any) -> Any:
+def wide_operand(eqn: Eqn) -> Any:
     """What stands in the place of an equation's result where nothing is low."""
     return eqn.invars[1 if is_rounded(eqn) else 0]
 
 
-def is_rounded(eqn: Any) -> bool:
+def is_rounded(eqn: Eqn) -> bool:
     """Whether an equation hands on what was stored low."""
     return eqn.primitive is rounded_p
 

@@ -97,7 +97,7 @@ class _Linear(NamedTuple):
         places: of each residual the index of the operand that it is; None of one computed.
     """
 
-    jaxpr: Any
+    jaxpr: ir.Jaxpr
     places: Sequence[int | None]
 
 

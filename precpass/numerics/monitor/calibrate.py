@@ -203,7 +203,9 @@ def _key(place: ir.Place) -> _Key:
     return _Key(place.primitive, clean_scope(place.scope), place.source)
 
 
-def _walk(jaxpr: Any, plan: Plan, scope: str, caller: ir.Source, found: dict[_Key, _Low]) -> None:
+def _walk(
+    jaxpr: ir.Jaxpr, plan: Plan, scope: str, caller: ir.Source, found: dict[_Key, _Low]
+) -> None:
     for eqn, decision in zip(ir.open_jaxpr(jaxpr).eqns, plan.decisions, strict=True):
         inside = join_scopes(scope, ir.scope_of(eqn))
         own = ir.source_of(eqn)

@@ -87,7 +87,7 @@ class Recorder:
     def __init__(self, *, reads: bool = False) -> None:
         self.reads = reads
 
-    def sees(self, eqn: Any) -> bool:
+    def sees(self, eqn: ir.Eqn) -> bool:
         """As `ir.Look` says: all but what only moves values, and that too with its reads."""
         return not ir.is_identity_of_first_operand(eqn) and (
             self.reads or not _moves(eqn.primitive.name)

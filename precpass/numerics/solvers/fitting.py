@@ -52,7 +52,7 @@ class Problem(eqx.Module):
     """
 
     consts: list[Any]
-    jaxpr: Any = eqx.field(static=True)
+    jaxpr: ir.Jaxpr = eqx.field(static=True)
     spec: Spec = eqx.field(static=True)
 
     def __call__(self, x: Any, args: Any) -> Any:

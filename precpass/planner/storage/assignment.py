@@ -190,7 +190,7 @@ class _Assignment:
             for inner, child in self.graph.children.get(row, ()):
                 yield child, all_feedback(len(inner.operands), len(inner.results))
 
-    def _ids(self, body: int, atoms: Sequence[Any]) -> set[int]:
+    def _ids(self, body: int, atoms: Sequence[ir.Atom]) -> set[int]:
         return {id(of) for v in atoms if (of := self.classes.of(body, v)) is not None}
 
     # ------------------------------------------------------------ what it costs
@@ -271,10 +271,10 @@ class _Assignment:
         same = all(a is b for a, b in zip(inner, decision.inner, strict=True))
         return decision if same else dataclasses.replace(decision, inner=tuple(inner))
 
-    def _border_copies(self, body: int, atoms: Sequence[Any]) -> tuple[BorderCopy, ...]:
+    def _border_copies(self, body: int, atoms: Sequence[ir.Atom]) -> tuple[BorderCopy, ...]:
         return tuple(self._each_border_copy(body, atoms))
 
-    def _each_border_copy(self, body: int, atoms: Sequence[Any]) -> Iterator[BorderCopy]:
+    def _each_border_copy(self, body: int, atoms: Sequence[ir.Atom]) -> Iterator[BorderCopy]:
         for position, atom in enumerate(atoms):
             found = self.classes.of(body, atom)
             if found is not None and id(found) in self.crossing:

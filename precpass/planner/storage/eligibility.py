@@ -112,7 +112,7 @@ class Eligibility:
         named = (eqn for eqn in self.graph.eqns if eqn.primitive.name == "broadcast_in_dim")
         return {eqn.outvars[0] for eqn in named}
 
-    def adds(self, body: int, reader: Any) -> bool:
+    def adds(self, body: int, reader: ir.Eqn) -> bool:
         """Whether an equation, or one that its result is scaled on the way to, adds to it."""
         todo, seen = [reader], set[int]()
         while todo:
@@ -287,7 +287,7 @@ def _why_read_exactly(program: Eligibility, row: int) -> str | None:
     return None
 
 
-def _is_zero(atom: Any) -> bool:
+def _is_zero(atom: ir.Atom) -> bool:
     return ir.is_literal(atom) and not atom.val
 
 

@@ -107,7 +107,7 @@ class StorageClasses:
                 self._collect(body, kept)
         self._close()
 
-    def of(self, body: int, atom: Any) -> StorageClass | None:
+    def of(self, body: int, atom: ir.Atom) -> StorageClass | None:
         """The class of a value."""
         return None if ir.is_literal(atom) else self._of[body].get(atom)
 
@@ -170,7 +170,7 @@ class StorageClasses:
             self._join(key, key)
         return kept
 
-    def is_backward(self, body: int, eqn: Any) -> bool:
+    def is_backward(self, body: int, eqn: ir.Eqn) -> bool:
         """Whether an equation of a body belongs to a backward pass."""
         return is_backward(self.graph.scope_in(body, eqn))
 
@@ -214,7 +214,7 @@ class StorageClasses:
 
     # ------------------------------------------------------------ what is known of each
 
-    def _classes(self, body: int, atoms: Sequence[Any]) -> list[tuple[int, StorageClass]]:
+    def _classes(self, body: int, atoms: Sequence[ir.Atom]) -> list[tuple[int, StorageClass]]:
         own = self._of[body]
         return [(i, own[v]) for i, v in enumerate(atoms) if not ir.is_literal(v) and v in own]
 
@@ -291,16 +291,16 @@ class StorageClasses:
                     found.places.append(_rows(eqn.outvars[k], calls, "stacked"))
 
 
-def _rows(atom: Any, calls: float, kind: str) -> Place:
+def _rows(atom: ir.Atom, calls: float, kind: str) -> Place:
     """The values that a loop stacks, or reads slices of."""
     length, *_ = atom.aval.shape
     times = length if isinstance(length, int) else NOMINAL_SIZE
     return Place(nbytes(atom.aval) * calls, times * calls, kind)
 
 
-def _leaving(body: ir.Body, opened: Any) -> Iterator[tuple[Any, int]]:
+def _leaving(body: ir.Body, opened: ir.Jaxpr) -> Iterator[tuple[Any, int]]:
     return zip(opened.outvars, body.results, strict=False)
 
 
-def _is_wide(atom: Any) -> bool:
+def _is_wide(atom: ir.Atom) -> bool:
     return ir.precision_of(atom.aval) is Precision.F32

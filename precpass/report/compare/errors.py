@@ -259,7 +259,7 @@ class Written:
         results: a leaf per result, whose value is its aval.
     """
 
-    jaxpr: Any
+    jaxpr: ir.Jaxpr
     operands: list[Any]
     results: list[Leaf]
 
