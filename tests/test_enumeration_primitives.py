@@ -38,7 +38,7 @@ def test_the_enumeration_is_not_blind(found: dict[str, Any]):
 def test_every_primitive_that_jax_can_lower_is_known_by_name(found: dict[str, Any]):
     unknown = [name for name, how in of_primitives(found).items() if how is None]
     assert not unknown, (
-        f"give these a row in opkinds.TABLE, or a name and a reason in boundary.BOUNDARY: {unknown}"
+        f"give these a row in TABLE of policy.primitives, or a reason in BOUNDARY: {unknown}"
     )
 
 

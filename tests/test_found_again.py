@@ -1,4 +1,4 @@
-"""The programs of a function are found again, and go when it goes (precpass/programs.py)."""
+"""The programs of a function are found again, and go when it goes (precpass/jit/programs.py)."""
 
 import gc
 import weakref

@@ -138,7 +138,7 @@ def test_no_reason_to_keep_is_made_up_where_it_is_given():
         and node.func.id == "keep"
         and any(isinstance(text, ast.Constant | ast.JoinedStr) for text in node.args[2:])
     ]
-    assert not written, f"make it a Reason of precpass/reasons.py: {written}"
+    assert not written, f"make it a Reason of precpass/plan/reasons.py: {written}"
 
 
 PRODUCTS = ["OFF", "FIXED", "KEEP_REGION", "RULE", "SAVED_PLAN", "USERS_ORDER"]

@@ -1,4 +1,4 @@
-"""`WeakIdMap` and `Recent` (precpass/weak.py)."""
+"""`WeakIdMap` and `Recent` (precpass/jaxpr/weak.py)."""
 
 import gc
 import threading

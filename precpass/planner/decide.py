@@ -34,7 +34,7 @@ def decide(query: Query, policy: PrecisionPolicy) -> Decision:
        is permitted is left wide, because inside a fusion that costs nothing, unless the equation
        only moves values that are stored low.
 
-    Whether a product that the preset lowers pays is decided behind this (`profit`, `placing`), by
+    Whether a product that the preset lowers pays is decided behind this (`planner.storage`), by
     the times of the device.
 
     Example:

@@ -30,7 +30,7 @@ def selects_or_compares(query: Query, target: Precision) -> Reason | None:
     """It chooses among its operands, or compares them, in the precision of the widest one.
 
     An equality in a low region is the exception: where one side was rounded and the other one was
-    not, nothing compares equal any more (`opkinds`, column `tests_equality`).
+    not, nothing compares equal any more (`policy.primitives`, column `tests_equality`).
     """
     if not query.row.selects:
         return None
