@@ -42,7 +42,7 @@ def assign_storage(
     plan: Plan,
     analysis: Analysis,
     requests: PolicyRequests,
-    weighed: ProductPricing,
+    pricing: ProductPricing,
     low: Precision,
 ) -> Plan:
     """The plan with the storage of its values, and without the products that do not pay.
@@ -51,21 +51,23 @@ def assign_storage(
         plan: of the program, with every value stored as it is computed.
         analysis: of the program.
         requests: what the policy asks of single equations.
-        weighed: what products cost.
+        pricing: what products cost.
         low: the format in question.
     """
-    found = _Assignment(plan, analysis, requests, weighed, low)
-    while found.wide:
-        # what the other values lose was judged as if these products were low
-        found = _Assignment(found.with_products_wide(), analysis, requests, weighed, low)
-    return found.with_storage()
+    assignment = _Assignment(plan, analysis, requests, pricing, low)
+    while assignment.products_left_wide:
+        # Which values have lost their digits was judged as if these products were low. So the
+        # storage of all values is assigned anew, beside products that are wide.
+        plan = assignment.with_products_wide()
+        assignment = _Assignment(plan, analysis, requests, pricing, low)
+    return assignment.with_storage()
 
 
 class _Assignment:
     """The cheapest storage of a planned program's values.
 
     Attributes:
-        wide: the rows of the products that do not pay.
+        products_left_wide: the rows of the products that do not pay.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class _Assignment:
         plan: Plan,
         analysis: Analysis,
         requests: PolicyRequests,
-        weighed: ProductPricing,
+        pricing: ProductPricing,
         low: Precision,
     ) -> None:
         self._plan = plan
@@ -81,42 +83,44 @@ class _Assignment:
         self.analysis = analysis
         self.requests = requests
         self.low = low
-        self.decisions = dict[int, list[Decision]]()
+        self._decisions = dict[int, list[Decision]]()
         # Rows whose decision the cut may change: products, and equations with bodies. Rows whose
         # results it rounds are added later.
-        self.rows = [self._rows(node) for node in self.graph.bodies]
-        self._read(plan)
-        self.reads_low = {row for row, found in self.decisions.items() if self._lowers(found)}
+        self._rows_of = [self._rows(node) for node in self.graph.bodies]
+        self._collect_decisions(plan)
+        self.reads_low = {row for row, found in self._decisions.items() if self._lowers(found)}
         self.classes = StorageClasses(self.graph, self._crosses, self.reads_low)
-        candidates = self._candidates(weighed)
-        device = weighed.device or NOMINAL
-        self.costs = StorageEnergy(self.graph, self.classes, self._eligible(), candidates, device)
-        self.little: reasons.Reason | None = None
-        self.paying = set[int]()
+        candidates = self._candidates(pricing)
+        device = pricing.device or NOMINAL
+        self._energy = StorageEnergy(self.graph, self.classes, self._eligible(), candidates, device)
+        self._why_all_gain_little: reasons.Reason | None = None
+        self._gain_little = set[int]()
         labels = self._labels()
-        nodes = self.costs.nodes
-        self.rounded = {key for key, of in nodes.items() if labels[of.rounded]}
-        self.crossing = {key for key, of in nodes.items() if labels[of.crossing]}
-        self.wide = {row for row, node in self.costs.products.items() if not labels[node]}
-        self.changing = set[int]()
-        self.defining = dict[tuple[int, int], StorageClass]()
-        self.memo: dict[Any, Plan] = {}
+        nodes = self._energy.nodes
+        self._rounded = {key for key, of in nodes.items() if labels[of.rounded]}
+        self._crossing = {key for key, of in nodes.items() if labels[of.crossing]}
+        self.products_left_wide = {
+            row for row, node in self._energy.products.items() if not labels[node]
+        }
+        self._changed_rows = set[int]()
+        self._class_made_at = dict[tuple[int, int], StorageClass]()
+        self._plans: dict[Any, Plan] = {}
 
     def with_products_wide(self) -> Plan:
         """The plan in which products that do not pay are wide, and nothing else is changed."""
-        self.rounded, self.crossing = set(), set()
-        self.changing = self.wide
-        return self._placed(0, self._plan, BorderCopies())
+        self._rounded, self._crossing = set(), set()
+        self._changed_rows = self.products_left_wide
+        return self._assigned(0, self._plan, BorderCopies())
 
     def with_storage(self) -> Plan:
         """The plan with the storage of its values, itself where nothing is gained."""
-        if not (self.rounded or self.crossing):
+        if not (self._rounded or self._crossing):
             return self._plan
         for found in self.classes.found.values():
-            if id(found) in self.rounded:
-                self.defining.update(dict.fromkeys(found.defined, found))
-        self.changing = {row for row, _ in self.defining}
-        return self._placed(0, self._plan, BorderCopies())
+            if id(found) in self._rounded:
+                self._class_made_at.update(dict.fromkeys(found.defined, found))
+        self._changed_rows = {row for row, _ in self._class_made_at}
+        return self._assigned(0, self._plan, BorderCopies())
 
     # ------------------------------------------------------------ what was planned
 
@@ -126,7 +130,8 @@ class _Assignment:
         each = enumerate(eqns, node.start)
         return [row for row, eqn in each if eqn.primitive.name in COMPUTING or row in children]
 
-    def _read(self, root: Plan) -> None:
+    def _collect_decisions(self, root: Plan) -> None:
+        """Finds the decisions for each row: one for each plan that its body has."""
         seen, todo = set[tuple[int, int]](), [(0, root)]
         while todo:
             body, plan = todo.pop()
@@ -134,17 +139,18 @@ class _Assignment:
                 continue
             seen.add((body, id(plan)))
             start = self.graph.bodies[body].start
-            for row in self.rows[body]:
+            for row in self._rows_of[body]:
                 decision = plan.decisions[row - start]
                 if decision.inner or (
                     decision.kind is OpKind.COMPUTE and decision.action is Action.LOWER
                 ):
-                    self.decisions.setdefault(row, []).append(decision)
+                    self._decisions.setdefault(row, []).append(decision)
                 children = self.graph.children.get(row, ())
                 todo += [(c, p) for (_, c), p in zip(children, decision.inner, strict=True)]
 
     def _crosses(self, row: int) -> bool:
-        found = self.decisions.get(row, ())
+        """Whether 16-bit copies may cross the borders of an equation's bodies."""
+        found = self._decisions.get(row, ())
         may = (
             bool(found)
             and ir.takes_border_copies(self.graph.eqns[row])
@@ -155,8 +161,11 @@ class _Assignment:
     def _lowers(self, found: Sequence[Decision]) -> bool:
         return any(d.action is Action.LOWER and d.compute is self.low for d in found)
 
-    def _adding(self) -> set[int]:
-        """The classes that a loop adds to in every trip, and of what scales them on the way."""
+    def _accumulated(self) -> set[int]:
+        """The classes that a loop adds to in every trip, and those of the factors on the way.
+
+        They are named by their identity, as in all sets of classes here.
+        """
         found, todo = set[int](), list[tuple[int, LoopFeedback]]()
         for row, children in self.graph.children.items():
             for body, child in children:
@@ -172,13 +181,13 @@ class _Assignment:
             at = todo.pop()
             if at not in seen:
                 seen.add(at)
-                todo += self._on_the_way(*at, found)
+                todo += self._accumulated_in(*at, found)
         return found
 
-    def _on_the_way(
+    def _accumulated_in(
         self, body: int, feedback: LoopFeedback, found: set[int]
     ) -> Iterator[tuple[int, LoopFeedback]]:
-        """Adds the classes of one body; what it yields are bodies within."""
+        """Adds the classes of one body to `found`; yields the bodies in it, with their feedback."""
         node = self.graph.bodies[body]
         for at in self.analysis.additive.accumulating(node.jaxpr, feedback):
             row = node.start + at
@@ -195,68 +204,68 @@ class _Assignment:
 
     # ------------------------------------------------------------ what it costs
 
-    def _candidates(self, weighed: ProductPricing) -> dict[int, Candidate]:
+    def _candidates(self, pricing: ProductPricing) -> dict[int, Candidate]:
         """The products that need not be low, because the preset alone lowers them."""
         found: dict[int, Candidate] = {}
         for row in sorted(self.reads_low):
             # what a rule, a region or a saved plan orders is lowered whether or not it pays
-            if any(d.decided_by is DecidedBy.PRESET for d in self.decisions[row]):
+            if any(d.decided_by is DecidedBy.PRESET for d in self._decisions[row]):
                 eqn, body = self.graph.eqns[row], int(self.graph.body[row])
-                if (candidate := weighed.candidate(eqn, body, self.low)) is not None:
+                if (candidate := pricing.candidate(eqn, body, self.low)) is not None:
                     found[row] = candidate
         return found
 
     def _eligible(self) -> list[StorageClass]:
         """The classes that may be rounded where they are defined."""
-        adding = self._adding()
+        adding = self._accumulated()
         eligibility = Eligibility(self.analysis, self.classes, self.low, self.requests)
         found = self.classes.found.values()
         return [c for c in found if id(c) not in adding and eligibility.may_store(c)]
 
     def _labels(self) -> Any:
         """The cheapest labels, or those that lower no product where that is hardly dearer."""
-        cut = self.costs.minimum()
-        paying = [row for row, node in self.costs.products.items() if cut.low[node]]
+        cut = self._energy.minimum()
+        paying = [row for row, node in self._energy.products.items() if cut.low[node]]
         if not paying:
             return cut.low
-        wide = self.costs.without_products()
-        saved, of = wide.seconds - cut.seconds, self.costs.wide_seconds
+        wide = self._energy.without_products()
+        saved, of = wide.seconds - cut.seconds, self._energy.wide_seconds
         if saved >= LITTLE * of:
             return cut.low
-        self.little = reasons.GAINS_LITTLE(duration(saved), duration(of))
-        self.paying = set(paying)
+        self._why_all_gain_little = reasons.GAINS_LITTLE(duration(saved), duration(of))
+        self._gain_little = set(paying)
         return wide.low
 
     # ------------------------------------------------------------ the plan
 
-    def _placed(self, body: int, plan: Plan, border_copies: BorderCopies) -> Plan:
+    def _assigned(self, body: int, plan: Plan, border_copies: BorderCopies) -> Plan:
         key = (body, id(plan), border_copies)
-        if key not in self.memo:
+        if key not in self._plans:
             node, decisions = self.graph.bodies[body], list(plan.decisions)
-            changing = self.changing.intersection(range(node.start, node.stop))
-            for row in changing.union(self.rows[body]):
+            changing = self._changed_rows.intersection(range(node.start, node.stop))
+            for row in changing.union(self._rows_of[body]):
                 at = row - node.start
-                decisions[at] = self._decided(row, body, decisions[at])
-            self.memo[key] = dataclasses.replace(
+                decisions[at] = self._assigned_decision(row, body, decisions[at])
+            self._plans[key] = dataclasses.replace(
                 plan, decisions=tuple(decisions), border_copies=border_copies
             )
-        return self.memo[key]
+        return self._plans[key]
 
-    def _decided(self, row: int, body: int, decision: Decision) -> Decision:
+    def _assigned_decision(self, row: int, body: int, decision: Decision) -> Decision:
         if decision.inner:
-            return self._entered(row, body, decision)
-        if row in self.wide:
-            gains_little = self.little if row in self.paying else None
-            decision = _left_wide(decision, gains_little or self.costs.candidates[row].why)
-        defines = [self.defining.get((row, k)) for k in range(len(decision.stored))]
+            return self._entered_decision(row, body, decision)
+        if row in self.products_left_wide:
+            gains_little = self._why_all_gain_little if row in self._gain_little else None
+            decision = _left_wide(decision, gains_little or self._energy.candidates[row].why)
+        defines = [self._class_made_at.get((row, k)) for k in range(len(decision.stored))]
         rounded = [found for found in defines if found is not None]
         if not rounded:
             return decision
         stored = tuple(None if found is None else self.low for found in defines)
-        why = reasons.STORED(decision.reason, self.low, self._weighed(rounded[0]))
+        why = reasons.STORED(decision.reason, self.low, self._what_is_saved(rounded[0]))
         return dataclasses.replace(decision, stored=stored, reason=why)
 
-    def _entered(self, row: int, body: int, decision: Decision) -> Decision:
+    def _entered_decision(self, row: int, body: int, decision: Decision) -> Decision:
         eqn, crosses = self.graph.eqns[row], self._crosses(row)
         inner: list[Plan] = []
         for (into, child), plan in zip(self.graph.children[row], decision.inner, strict=True):
@@ -267,7 +276,7 @@ class _Assignment:
                 border_copies = BorderCopies(
                     self._border_copies(child, operands), self._border_copies(body, results)
                 )
-            inner.append(self._placed(child, plan, border_copies))
+            inner.append(self._assigned(child, plan, border_copies))
         same = all(a is b for a, b in zip(inner, decision.inner, strict=True))
         return decision if same else dataclasses.replace(decision, inner=tuple(inner))
 
@@ -277,11 +286,11 @@ class _Assignment:
     def _each_border_copy(self, body: int, atoms: Sequence[ir.Atom]) -> Iterator[BorderCopy]:
         for position, atom in enumerate(atoms):
             found = self.classes.of(body, atom)
-            if found is not None and id(found) in self.crossing:
-                yield BorderCopy(position, self.low, id(found) in self.rounded)
+            if found is not None and id(found) in self._crossing:
+                yield BorderCopy(position, self.low, id(found) in self._rounded)
 
-    def _weighed(self, found: StorageClass) -> str:
-        """What the cut weighed."""
+    def _what_is_saved(self, found: StorageClass) -> str:
+        """What the cut pricing."""
         products = len({row for rows in found.low.values() for row in rows})
         written = [p for p in found.places if p.kind != "sliced"]
         times = max(sum(p.times for p in written), 1.0)
