@@ -19,11 +19,10 @@ from rich.progress import track
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from nist_problems import lre, problems  # noqa: E402 -- stands in tests/
+sys.path.insert(0, str(ROOT))
 
 import precpass as pp  # noqa: E402
+from tests.support.nist_problems import lre, problems  # noqa: E402 -- stands in tests/
 
 BASELINE = "all f64"
 ROLES = {

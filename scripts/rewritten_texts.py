@@ -64,11 +64,13 @@ def benchmark_subjects() -> Iterator[Subject]:
 
 def random_subjects(count: int) -> Iterator[Subject]:
     """The first random programs of the sweep, without those that plain JAX refuses."""
-    import random_flow  # noqa: F401 -- registers its ingredients
-    import random_ops  # noqa: F401 -- registers its ingredients
-    import random_pieces  # noqa: F401 -- registers its ingredients
-    from random_checks import FORMS, swept_case
-    from random_programs import build
+    from tests.support import (
+        random_flow,  # noqa: F401 -- registers its ingredients
+        random_ops,  # noqa: F401 -- registers its ingredients
+        random_pieces,  # noqa: F401 -- registers its ingredients
+    )
+    from tests.support.random_checks import FORMS, swept_case
+    from tests.support.random_programs import build
 
     for index in itertools.count():
         if not count:

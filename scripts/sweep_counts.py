@@ -40,17 +40,17 @@ def start(flag: str | None, folder: str) -> None:
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     sweeping.set_up(**cache, **{flag: True} if flag else {})
-    import conftest  # noqa: F401 -- several devices, before JAX makes any
+    import tests.conftest  # noqa: F401 -- several devices, before JAX makes any
 
 
 def table_names(only: str | None) -> list[str]:
-    from product_counts import PROGRAMS
+    from tests.support.product_counts import PROGRAMS
 
     return [name for name in PROGRAMS if only is None or only in name]
 
 
 def file_names(only: str | None) -> list[str]:
-    from count_checks import FILES
+    from tests.support.count_checks import FILES
 
     # the name of a program begins with that of its file
     file, colon, _ = (only or "").partition(":")
@@ -59,8 +59,9 @@ def file_names(only: str | None) -> list[str]:
 
 def run(what: str, *args: Any) -> tuple[Any, float]:
     """A report of `count_checks`, and the processor time that it took."""
-    import count_checks
     import jax
+
+    from tests.support import count_checks
 
     begun = time.process_time()
     with contextlib.redirect_stdout(io.StringIO()):
@@ -89,7 +90,7 @@ def reports(flag: str | None, options: argparse.Namespace) -> Iterator[tuple[Any
 
 def counted(flag: str | None, plain: Any, options: argparse.Namespace) -> tuple[Any, float]:
     """What is found under a flag, said as it is known, and the processor time that it took."""
-    from count_checks import Report
+    from tests.support.count_checks import Report
 
     total, seconds, progress = Report(), 0.0, sweeping.Progress()
     for report, spent, done in reports(flag, options):
@@ -131,8 +132,9 @@ def sweep(options: argparse.Namespace) -> int:
     """Counts without a flag and with each; the exit status."""
     start(None, options.folder)
     import jax
-    from counting import FLAGS
-    from given_programs import LEFT_OUT, WITH_A_BROKEN_PASS
+
+    from tests.support.counting import FLAGS
+    from tests.support.given_programs import LEFT_OUT, WITH_A_BROKEN_PASS
 
     if options.flag and options.flag not in FLAGS:
         say(f"jax {jax.__version__} has the flags {', '.join(FLAGS)}")

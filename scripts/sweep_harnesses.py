@@ -40,15 +40,16 @@ def start(x64: bool) -> None:
 
 def names() -> list[tuple[str, str]]:
     """Of each harness its id and full name."""
-    import harness_programs
+    from tests.support import harness_programs
 
     return [(harness_programs.short_id(h), h.fullname) for h in harness_programs.harnesses()]
 
 
 def check(ids: Sequence[str], grad: bool) -> tuple[Any, float]:
     """The report on some harnesses, and the processor time that it took."""
-    import harness_checks
     import jax
+
+    from tests.support import harness_checks
 
     begun, report = time.process_time(), harness_checks.Report()
     for name in ids:
@@ -93,8 +94,9 @@ def sweep(options: argparse.Namespace) -> Iterator[tuple[bool, Any, float, int, 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     start(False)
-    import harness_checks
     import jax
+
+    from tests.support import harness_checks
 
     total, seconds, failed = harness_checks.Report(), 0.0, 0
     progress = sweeping.Progress()

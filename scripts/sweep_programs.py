@@ -30,9 +30,11 @@ def set_up() -> None:
     # tracing makes many objects, and few cycles
     gc.set_threshold(200_000, 20, 1000)
     warnings.simplefilter("ignore", DeprecationWarning)
-    import random_flow  # noqa: F401 -- registers its ingredients
-    import random_ops  # noqa: F401 -- registers its ingredients
-    import random_pieces  # noqa: F401 -- registers its ingredients
+    from tests.support import (
+        random_flow,  # noqa: F401 -- registers its ingredients
+        random_ops,  # noqa: F401 -- registers its ingredients
+        random_pieces,  # noqa: F401 -- registers its ingredients
+    )
 
 
 def failure_of(case: Any) -> str | None:
@@ -46,8 +48,8 @@ def failure_of(case: Any) -> str | None:
 
 def described(seed: int, index: int) -> str:
     """A failing case, made as small as it can be, and its traceback."""
-    from random_checks import swept_case
-    from random_shrink import shrunk
+    from tests.support.random_checks import swept_case
+    from tests.support.random_shrink import shrunk
 
     case = swept_case(seed, index)
     kind = (failure_of(case) or "")[:30]
@@ -66,7 +68,7 @@ def described(seed: int, index: int) -> str:
 
 def run_chunk(chunk: tuple[int, int, int]) -> tuple[collections.Counter[str], list[str]]:
     """The counts of a stretch of programs, and its failures."""
-    from random_checks import swept_case
+    from tests.support.random_checks import swept_case
 
     seed, start, stop = chunk
     counts: collections.Counter[str] = collections.Counter()

@@ -21,10 +21,9 @@ def parser(part: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def set_up(**settings: Any) -> None:
-    """The paths, the settings of tests/conftest.py, and others of JAX's."""
-    for folder in (ROOT, ROOT / "tests"):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
+    """The path, the settings of tests/conftest.py, and others of JAX's."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
     import jax
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")

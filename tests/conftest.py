@@ -31,7 +31,7 @@ hypothesis.settings.load_profile("precpass")
 def nothing_is_measured(tmp_path_factory: pytest.TempPathFactory):
     """No test reads or writes the user's cache, or hangs on how fast the machine is.
 
-    The one that measures for all that goes around the patch (`test_probe`).
+    The one that measures for all that goes around the patch (`autotune/test_timing.py`).
     """
 
     def measures(*_args: object, **_kwargs: object) -> None:
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[Any]):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A probe that asks no clock, and an empty folder of verdicts."""
-    from profit_helpers import Clock
+    from tests.support.profitability import Clock
 
     found = Clock()
     monkeypatch.setattr("precpass.autotune.timing.timed", found)
@@ -72,9 +72,8 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
     """The results of all that the probe itself compiles and runs, without a clock."""
-    from profit_helpers import REAL
-
     from precpass.measure.execute import Timing
+    from tests.support.profitability import REAL
 
     seen: list[dict[str, Any]] = []
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import identical
-from unit_helpers import f32, product_dtypes, stable_id
 
 import precpass as pp
 from precpass import AlwaysF32, AutoMixed, AutoMixedBf16, Mixed, PrecisionWarning
+from tests.support.helpers import identical
+from tests.support.unit_helpers import f32, product_dtypes, stable_id
 
 X = jnp.linspace(-1, 1, 64).reshape(8, 8)
 

@@ -3,8 +3,8 @@
 Refinement takes GMRES to systems whose preconditioned matrix has condition numbers of 1e5 and
 more. There `jax.scipy`'s (jax 0.12.0.1) and lineax's (0.1.1) stop: their Gram-Schmidt is done once,
 the basis loses its orthogonality, and restarts do not bring it back. Measured on the matrices of
-`tests/test_linear.py` with a float16 factor, refinement with the first fails from a condition
-number of 1e8 on, and with this one at 1e11 it does not.
+`tests/numerics/test_linear.py` with a float16 factor, refinement with the first fails from a
+condition number of 1e8 on, and with this one at 1e11 it does not.
 """
 
 from __future__ import annotations

@@ -1,0 +1,197 @@
+"""Only floating values whose dtype is in the policy's `retypes` ever change. Never integers,
+booleans, PRNG keys, complex, float64 (unless in `retypes`), index operands, tokens, refs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import precpass as pp
+from tests.support.helpers import (
+    LOW,
+    LOWERING,
+    PROGRAMS,
+    Program,
+    assert_close,
+    identical,
+    look,
+    low_products,
+    named,
+    normal,
+    run,
+    walk,
+)
+
+EVERY_KIND = pp.Custom({kind: "f16" for kind in pp.OpKind if kind is not pp.OpKind.BOUNDARY})
+ALL = (*LOWERING, EVERY_KIND)
+CHANGEABLE = (np.dtype(np.float32), *LOW)
+
+each_policy = pytest.mark.parametrize("policy", ALL, ids=lambda p: p.name)
+
+
+def casts(jaxpr):
+    return [
+        (e.invars[0].aval.dtype, e.params["new_dtype"])
+        for e in named(jaxpr, "convert_element_type")
+    ]
+
+
+def untouchable(jaxpr):
+    """Primitive and dtypes of every equation that neither reads nor makes a changeable float."""
+    found = []
+    for eqn in walk(jaxpr):
+        dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
+        nested = any(hasattr(getattr(v, "jaxpr", v), "eqns") for v in eqn.params.values())
+        if not nested and not any(d in CHANGEABLE for d in dtypes):
+            found.append((eqn.primitive.name, tuple(map(str, dtypes))))
+    return sorted(found)
+
+
+@each_policy
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
+def test_what_is_not_a_float_of_the_retypes_never_changes(program: Program, policy):
+    with program.context():
+        inspection = look(program.fn, policy, *program.args())
+    before, after = casts(inspection.before), casts(inspection.after)
+    for operand, result in after:
+        if (operand, result) not in before:
+            assert operand in CHANGEABLE and result in CHANGEABLE, f"cast {operand} -> {result}"
+    assert untouchable(inspection.after) == untouchable(inspection.before)
+
+
+@each_policy
+def test_integers_booleans_keys_and_bits_come_out_bit_equal(policy):
+    def f(x, ids, mask, key):
+        y = x @ x
+        new, sub = jax.random.split(key)
+        bits = jax.random.key_data(new)
+        return y, (ids @ ids, jnp.cumsum(ids), mask | (ids > 300), bits, jax.random.bits(sub, (9,)))
+
+    ids = jnp.arange(100_000, 100_016)
+    args = jnp.asarray(normal(0, 16, 16)), ids, ids % 3 == 0, jax.random.key(7)
+    assert low_products(look(f, policy, *args).after)
+    assert identical(run(f, policy, *args)[1], jax.jit(f)(*args)[1])
+
+
+@each_policy
+def test_complex_products_are_bit_equal(policy):
+    def f(x, z):
+        return x @ x, (z @ z, jnp.sum(z), jnp.exp(z), jnp.fft.fft(z))
+
+    x = jnp.asarray(normal(0, 16, 16))
+    z = lax.complex(x, x.T)
+    inspection = look(f, policy, x, z)
+    assert len(low_products(inspection.after)) == 1
+    assert identical(run(f, policy, x, z)[1], jax.jit(f)(x, z)[1])
+
+
+@each_policy
+def test_float64_stays(policy):
+    def f(x, d):
+        return x @ x, (d @ d, jnp.sum(jnp.tanh(d)))
+
+    with jax.enable_x64(True):
+        d = jnp.asarray(normal(1, 32, 32, dtype=np.float64))
+        x = jnp.asarray(normal(0, 32, 32))
+        inspection = look(f, policy, x, d)
+        assert len(low_products(inspection.after)) == 1
+        assert identical(run(f, policy, x, d)[1], jax.jit(f)(x, d)[1])
+
+
+@pytest.mark.parametrize("low", ["bf16", "f16"])
+def test_float64_changes_where_it_is_in_retypes(low):
+    def loss(d, w):
+        return jnp.sum((d @ w) ** 2) / d.shape[0]
+
+    base = pp.AutoMixedBf16 if low == "bf16" else pp.AutoMixed
+    policy = base.with_retypes("f64", "f32")
+    with jax.enable_x64(True):
+        d = jnp.asarray(normal(1, 4096, 16, dtype=np.float64))
+        w = jnp.asarray(normal(2, 16, 16, dtype=np.float64))
+        inspection = look(loss, policy, d, w)
+        assert low_products(inspection.after, policy.low.dtype)
+        assert [a.dtype for a in inspection.after.out_avals] == [np.float64]
+        assert_close(loss, policy, d, w, tol=0.01, argnums=1)
+
+
+@each_policy
+def test_a_policy_without_float32_in_retypes_leaves_it_alone(policy):
+    x = jnp.asarray(normal(0, 8, 8))
+    inspection = look(lambda x: jnp.tanh(x @ x).sum(), policy.with_retypes("f64"), x)
+    assert inspection.after is inspection.before
+    assert all(
+        "retypes" in str(d.reason) for d in inspection.plan.walk() if d.kind is pp.OpKind.COMPUTE
+    )
+
+
+@each_policy
+def test_index_operands_stay(policy):
+    """A gather, a scatter, slices and updates whose index is far above 256: every index operand
+    has its dtype, and the rows that come out are the right ones."""
+
+    def f(table, ids, rows, at):
+        x = table @ table[:4, :].T
+        taken = table[ids]
+        cut = lax.dynamic_slice(table, (at, 0), (2, 4))
+        put = lax.dynamic_update_slice(table, rows, (at, 0))
+        return x, taken, cut, put.at[ids].set(rows[0])
+
+    table = jnp.asarray(np.arange(4000.0).reshape(1000, 4) % 7, jnp.float32)
+    args = table, jnp.asarray([257, 999]), jnp.ones((2, 4)), jnp.int32(517)
+    inspection = look(f, policy, *args)
+    for eqn in named(inspection.after, "gather", "scatter"):
+        assert jnp.issubdtype(eqn.invars[1].aval.dtype, jnp.integer)
+    for eqn in named(inspection.after, "dynamic_slice"):
+        assert all(jnp.issubdtype(v.aval.dtype, jnp.integer) for v in eqn.invars[1:])
+    assert len(named(inspection.after, "gather")) == len(named(inspection.before, "gather")) > 0
+    assert low_products(inspection.after)
+    assert identical(run(f, policy, *args)[1:], jax.jit(f)(*args)[1:])
+
+
+@each_policy
+def test_tokens_and_ordered_effects_stay(policy):
+    seen = []
+
+    def f(x):
+        y = x @ x
+        jax.debug.callback(lambda v: seen.append(v), y, ordered=True)
+        jax.debug.callback(lambda v: seen.append(v), jnp.int32(70_001), ordered=True)
+        return y
+
+    x = jnp.asarray(normal(0, 8, 8))
+    run(f, policy, x)
+    jax.effects_barrier()
+    assert [v.dtype for v in seen] == [np.float32, np.int32]
+    assert int(seen[1]) == 70_001
+    inspection = look(f, policy, x)
+    assert low_products(inspection.after)
+    assert inspection.after.effects == inspection.before.effects
+
+
+@each_policy
+def test_refs_stay(policy):
+    """A mutable array that holds a running count, beside a product that is lowered."""
+
+    def f(x):
+        counter = jax.new_ref(jnp.zeros((), jnp.float32))
+
+        def body(i, y):
+            counter[...] += 1.0
+            return y @ x
+
+        y = lax.fori_loop(0, 1000, body, jnp.eye(4))
+        return y, counter[...]
+
+    x = jnp.eye(4)
+    inspection = look(f, policy, x)
+    refs = [e for e in walk(inspection.after) if e.primitive.name in ("get", "swap", "addupdate")]
+    assert refs
+    assert all(e.invars[0].aval.dtype == np.float32 for e in refs)
+    assert float(run(f, policy, x)[1]) == 1000.0
+
+
+def test_nothing_but_integers_runs_as_written_and_says_so():
+    with pytest.warns(pp.PrecisionWarning, match="no floating-point values") as caught:
+        assert int(pp.auto_mixed(lambda n: n @ n)(jnp.arange(4))) == 14
+    assert len(caught) == 1

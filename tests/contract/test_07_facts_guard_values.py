@@ -1,0 +1,245 @@
+"""Values are guarded by facts, not only by literals: what would overflow in the target, vanish or
+lose integers keeps its consumer wide, with that reason. Facts are per call site. Constants that are
+tracers or unknown are unchecked and said to be so; large ones are reduced on the device, once per
+buffer. A `dot_general` without contracting dimensions is an elementwise product."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import precpass as pp
+from precpass.analysis import ranges
+from tests.support.helpers import (
+    ALWAYS_LOW,
+    LOWERING,
+    assert_close,
+    dtypes_in,
+    dtypes_out,
+    identical,
+    look,
+    low_products,
+    named,
+    normal,
+    rel_error,
+    run,
+    text_of,
+    touches_low,
+)
+
+F32_MIN = float(jnp.finfo(jnp.float32).min)
+
+each_policy = pytest.mark.parametrize("policy", LOWERING, ids=lambda p: p.name)
+each_order = pytest.mark.parametrize("policy", ALWAYS_LOW, ids=lambda p: p.name)
+
+
+# ---------------------------------------------------------------- overflow
+
+
+def masked_softmax(value, how="where"):
+    def f(scores, mask):
+        if how == "where":
+            scores = jnp.where(mask, scores, jnp.float32(value))
+        elif how == "bias":
+            scores = scores + jnp.where(mask, jnp.float32(0), jnp.float32(value))
+        else:
+            scores = jnp.where(mask, scores, jnp.float32(value)).T.reshape(1, 8, 8)[0].T
+        return jax.nn.softmax(scores)
+
+    return f
+
+
+@each_policy
+@pytest.mark.parametrize("value", [F32_MIN, -1e30, -1e9], ids=["finfo.min", "-1e30", "-1e9"])
+@pytest.mark.parametrize("how", ["where", "bias", "moved"])
+def test_what_would_overflow_keeps_its_consumer_wide(how, value, policy):
+    """A row in which all is masked is uniform in float32, NaN where the mask becomes -inf."""
+    scores = jnp.asarray(normal(0, 8, 8))
+    mask = jnp.asarray(normal(1, 8, 8) > 0).at[3].set(False)
+    fn = masked_softmax(value, how)
+    got, want = run(fn, policy, scores, mask), fn(scores, mask)
+    assert bool(jnp.all(jnp.isfinite(got)))
+    assert float(jnp.max(jnp.abs(got - want))) < 0.02
+
+
+@each_order
+@pytest.mark.parametrize("value", [F32_MIN, -1e9])
+def test_with_that_reason(value, policy):
+    inspection = look(masked_softmax(value), policy, jnp.ones((8, 8)), jnp.ones((8, 8), bool))
+    (select,) = named(inspection.after, "select_n")
+    fits = abs(value) <= policy.low.max
+    assert touches_low(select) is fits
+    (decision,) = [d for e, d, _ in inspection.decisions() if e.primitive.name == "select_n"]
+    assert ("above" in str(decision.reason) and str(policy.low) in str(decision.reason)) is not fits
+
+
+# ---------------------------------------------------------------- vanishing
+
+
+EPSILONS = {
+    "added": lambda x: x / (jnp.linalg.norm(x, axis=1, keepdims=True) + 1e-12),
+    "max": lambda x: x / jnp.maximum(jnp.sum(x * x, axis=1, keepdims=True), 1e-12),
+    # the 1e6 of an empty row would overflow behind it, and is scaled down first
+    "rsqrt": lambda x: jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + 1e-12) * 1e-6,
+    "constant array": lambda x: (
+        x / (jnp.sum(x * x, axis=1, keepdims=True) + np.full((4, 1), 1e-12, "f4"))
+    ),
+}
+
+
+@each_policy
+@pytest.mark.parametrize("name", EPSILONS)
+def test_what_would_vanish_keeps_its_consumer_wide(name, policy):
+    """A row of zeros is 0 / 0 where the epsilon is lost."""
+    x = jnp.asarray(normal(0, 4, 8)).at[2].set(0.0)
+    got, want = run(EPSILONS[name], policy, x), EPSILONS[name](x)
+    assert bool(jnp.all(jnp.isfinite(got)))
+    assert float(jnp.max(jnp.abs(got - want))) < 0.02
+
+
+def test_an_epsilon_that_vanishes_is_the_reason():
+    inspection = look(lambda x: x + jnp.float32(1e-12), pp.AlwaysF16, jnp.ones(8))
+    (add,) = named(inspection.after, "add")
+    assert not touches_low(add)
+    assert "vanishes in f16" in text_of(inspection)
+    (add,) = named(look(lambda x: x + jnp.float32(1e-12), pp.AlwaysBf16, jnp.ones(8)).after, "add")
+    assert touches_low(add)
+
+
+# ---------------------------------------------------------------- integers
+
+
+COUNT = 5000
+"""Positions that neither format holds: bfloat16 has the integers to 256, float16 to 2048."""
+DEVICE_POSITIONS = np.arange(COUNT, dtype=np.float32)
+
+POSITIONS = {
+    "iota": lambda n: jnp.arange(COUNT, dtype=jnp.float32),
+    "int cast": lambda n: n.astype(jnp.float32),
+    "constant": lambda n: DEVICE_POSITIONS,
+    "device constant": lambda n: jnp.asarray(DEVICE_POSITIONS),
+    "iota cast": lambda n: jnp.arange(COUNT).astype(jnp.float32),
+}
+
+
+@each_policy
+@pytest.mark.parametrize("name", POSITIONS)
+def test_what_would_lose_integers_keeps_its_consumer_wide(name, policy):
+    """Positions, through movement, into cos: the digits of the argument are all there."""
+
+    def f(x, n):
+        p = POSITIONS[name](n)
+        return jnp.cos(jnp.broadcast_to(p[:, None], (COUNT, 2)).T), x @ x
+
+    x, n = jnp.eye(4), jnp.arange(COUNT)
+    want = np.cos(np.arange(float(COUNT)))
+    got = run(f, policy, x, n)[0][0]
+    assert float(np.max(np.abs(np.asarray(got) - want))) < 5e-3
+    assert low_products(look(f, policy, x, n).after)
+
+
+def test_a_product_of_positions_stays_wide():
+    """Integers beyond the exact range are no operands for a low product, for that reason."""
+
+    def f(w):
+        return jnp.arange(1000, dtype=jnp.float32)[:, None] @ w
+
+    w = jnp.ones((1, 3))
+    inspection = look(f, pp.AutoMixedBf16, w)
+    assert low_products(inspection.after) == []
+    assert "bf16 is exact only to 256" in text_of(inspection)
+    assert identical(run(f, pp.AutoMixedBf16, w), f(w))
+    assert low_products(look(f, pp.AutoMixed, w).after)  # float16 holds them
+
+
+@each_policy
+def test_rotary_embeddings_stay_exact(policy):
+    """An einsum without contraction is an elementwise product; positions up to 4095, in values
+    and in the gradients of low products over them."""
+
+    def rotary(x):
+        half = x.shape[-1] // 2
+        frequencies = 1.0 / (10000.0 ** (jnp.arange(half, dtype=jnp.float32) / half))
+        angles = jnp.einsum("i,j->ij", jnp.arange(x.shape[0], dtype=jnp.float32), frequencies)
+        a, b = x[:, :half], x[:, half:]
+        c, s = jnp.cos(angles), jnp.sin(angles)
+        return jnp.concatenate([a * c - b * s, a * s + b * c], 1), c
+
+    def loss(w, x):
+        return jnp.sum((rotary(x @ w)[0] @ w) ** 2) / 64
+
+    x, w = jnp.asarray(normal(0, 4096, 16)), jnp.asarray(normal(1, 16, 16)) / 4
+    if policy not in ALWAYS_LOW:  # in which cos itself is ordered low
+        got = run(lambda x: (rotary(x)[1], x @ w), policy, x)[0]
+        assert float(jnp.max(jnp.abs(got - rotary(x)[1]))) < 1e-3
+    outer = [
+        e
+        for e in named(look(loss, policy, w, x).after, "dot_general")
+        if e.params["dimension_numbers"][0] == ((), ())
+    ]
+    assert [d for e in outer for d in (*dtypes_in(e), *dtypes_out(e))] == [np.float32] * 3
+    assert len(low_products(look(loss, policy, w, x).after, policy.low.dtype)) == 2
+    if policy not in ALWAYS_LOW:  # as above: there the angles of cos and sin are rounded
+        assert_close(loss, policy, w, x, tol=0.02)
+
+
+# ---------------------------------------------------------------- call sites
+
+
+def test_facts_are_per_call_site():
+    """Two calls of one shared `_where` body: -1e9 in one, 0.0 in the other, under float16."""
+
+    def f(x, mask):
+        return jnp.where(mask, x, jnp.float32(-1e9)), jnp.where(mask, x, jnp.float32(0.0))
+
+    x, mask = jnp.ones((4, 4)), jnp.zeros((4, 4), bool)
+    inspection = look(f, pp.AlwaysF16, x, mask)
+    calls = [e for e in inspection.before.eqns if e.primitive.name == "jit"]
+    assert len({id(e.params["jaxpr"]) for e in calls}) == 1 < len(calls)
+    wide, low = named(inspection.after, "select_n")
+    assert not touches_low(wide)
+    assert touches_low(low)
+    assert identical(run(f, pp.AlwaysF16, x, mask), f(x, mask))
+
+
+# ---------------------------------------------------------------- constants
+
+
+def test_large_constants_that_are_closed_over_are_checked():
+    """2 M elements, one of which float16 cannot hold."""
+    small = jnp.ones((1024, 2048))
+    large = small.at[700, 3].set(1e9)
+    x = jnp.ones((4, 1024))
+    assert low_products(look(lambda x: x @ small, pp.AutoMixed, x).after)
+    guarded = look(lambda x: x @ large, pp.AutoMixed, x)
+    assert low_products(guarded.after) == []
+    assert "reaches 1e+09" in text_of(guarded)
+    assert rel_error(run(lambda x: x @ large, pp.AutoMixed, x), x @ large) < 1e-6
+
+
+def test_once_per_buffer(monkeypatch):
+    """The second program over one buffer does not read it again."""
+    reads = []
+    of_parts = ranges._of_parts
+    monkeypatch.setattr(ranges, "_of_parts", lambda parts: reads.append(parts) or of_parts(parts))
+    large, x = jnp.asarray(normal(0, 1024, 1100)), jnp.ones((4, 1024))
+    look(lambda x: x @ large, pp.AutoMixed, x)
+    assert [part.shape for parts in reads for part in parts] == [(1024, 1100)]
+    look(lambda x: (x + 1) @ large, pp.AutoMixed, x)
+    assert [len(parts) for parts in reads if parts[0].size > 1] == [1]
+
+
+@pytest.mark.parametrize("policy", ALWAYS_LOW, ids=lambda p: p.name)
+def test_constants_that_are_tracers_are_unchecked_and_said_to_be_so(policy):
+    found = []
+
+    @jax.jit
+    def outer(mask_value, x):
+        inspection = look(lambda x: x + mask_value, policy, x)
+        found.append(inspection)
+        return run(lambda x: x + mask_value, policy, x)
+
+    outer(jnp.float32(2.0), jnp.ones(4))
+    assert "unchecked" in text_of(found[0])
+    known = look(lambda x: x + np.float32(2.0), policy, jnp.ones(4))
+    assert "unchecked" not in text_of(known)

@@ -1,0 +1,263 @@
+"""Design section 3, line 17: an inner function's own policy is the innermost word on it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import precpass as pp
+from precpass import AlwaysF32, AutoMixed, AutoMixedBf16
+from tests.support.calls import W, X
+from tests.support.helpers import quiet, rel_error
+from tests.support.unit_helpers import product_dtypes
+
+BF16, F16, F32 = "bfloat16", "float16", "float32"
+
+
+def square(x):
+    return x @ x
+
+
+def around(inner):
+    """One product, the inner function, one product."""
+
+    def outer(x):
+        return inner(x @ W) @ W
+
+    return outer
+
+
+def found(fn, policy, *args):
+    with quiet():
+        return product_dtypes(pp.inspect(fn, policy)(*args).after)
+
+
+CASES = [
+    (AlwaysF32, AutoMixedBf16, [BF16, F32, BF16]),
+    (AutoMixedBf16, AlwaysF32, [F32, BF16, F32]),
+    (AutoMixed, AutoMixedBf16, [BF16, F16, BF16]),
+    (AutoMixed, AlwaysF32, [F32, F16, F32]),
+    (AutoMixedBf16, AutoMixedBf16, [BF16] * 3),
+]
+each_case = pytest.mark.parametrize(
+    ("inner", "outer", "wanted"), CASES, ids=[f"{i.name} in {o.name}" for i, o, _ in CASES]
+)
+
+
+@each_case
+def test_the_inner_policy_wins(inner, outer, wanted):
+    fn = around(pp.auto_mixed(square, policy=inner))
+    assert found(fn, outer, X) == wanted
+    out = pp.auto_mixed(fn, policy=outer)(X)
+    assert rel_error(out, around(square)(X)) < 2e-2
+    if set(wanted) == {F32}:
+        np.testing.assert_array_equal(out, jax.jit(around(square))(X))
+
+
+@each_case
+def test_with_its_gradient(inner, outer, wanted):
+    mixed = pp.auto_mixed(square, policy=inner)
+
+    def loss(x):
+        return around(mixed)(x).sum()
+
+    middle = wanted[1]
+    kinds = found(jax.grad(loss), outer, X)
+    assert kinds.count(wanted[0]) == (7 if middle == wanted[0] else 4), kinds
+    assert len(kinds) == 7
+    want = jax.grad(lambda x: around(square)(x).sum())(X)
+    assert rel_error(pp.auto_mixed(jax.grad(loss), policy=outer)(X), want) < 2e-2
+    assert rel_error(jax.grad(pp.auto_mixed(loss, policy=outer))(X), want) < 2e-2
+
+
+@each_case
+def test_its_gradient_from_outside(inner, outer, wanted):
+    """Of a lowered product the derivative is low; of a wide one the transpose is float32."""
+    mixed = pp.auto_mixed(around(pp.auto_mixed(square, policy=inner)), policy=outer)
+    with quiet():
+        kinds = product_dtypes(jax.make_jaxpr(jax.grad(lambda x: mixed(x).sum()))(X))
+    assert set(kinds) == set(wanted)
+    assert len(kinds) == 7
+
+
+def _vmapped(inner):
+    return lambda x: jax.vmap(lambda row: inner(jnp.outer(row, row)), 0)(x @ W).sum(0) @ W
+
+
+def _scanned(inner):
+    return lambda x: jax.lax.scan(lambda c, _: (inner(c), None), x @ W, None, length=2)[0] @ W
+
+
+def _branched(inner):
+    return lambda x: jax.lax.cond(x[0, 0] > 9, inner, lambda x: inner(x) * 2, x @ W) @ W
+
+
+def _checkpointed(inner):
+    return lambda x: jax.checkpoint(inner)(x @ W) @ W
+
+
+def _jitted(inner):
+    return lambda x: jax.jit(lambda x: inner(x))(x @ W) @ W
+
+
+def _custom(inner):
+    @jax.custom_vjp
+    def fn(x):
+        return inner(x)
+
+    fn.defvjp(lambda x: (inner(x), x), lambda x, g: (inner(g) + g @ x,))
+    return lambda x: fn(x @ W) @ W
+
+
+PLACES = [_vmapped, _scanned, _branched, _checkpointed, _jitted, _custom]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda p: p.__name__[1:])
+@pytest.mark.parametrize(("inner", "outer"), [(AlwaysF32, AutoMixedBf16), (AutoMixed, AlwaysF32)])
+def test_wherever_it_is_called(place, inner, outer):
+    fn = place(pp.auto_mixed(square, policy=inner))
+    want = [BF16, F32] if outer is AutoMixedBf16 else [F32, F16]
+    kinds = found(fn, outer, X)
+    assert kinds[0] == kinds[-1] == want[0], kinds
+    assert set(kinds[1:-1]) == {want[1]}, kinds
+
+    def loss(x):
+        return fn(x).sum()
+
+    inside = found(jax.grad(loss), outer, X)
+    assert want[1] in inside
+    wide = jax.grad(lambda x: place(square)(x).sum())(X)
+    assert rel_error(pp.auto_mixed(jax.grad(loss), policy=outer)(X), wide) < 3e-2
+
+
+def test_a_rule_that_is_traced_late_keeps_its_own_policy():
+    """The derivative rule is traced when JAX differentiates, after the outer function was."""
+    inner = pp.auto_mixed(square, policy=AlwaysF32)
+    mixed = pp.auto_mixed(_custom(inner))
+    with quiet():
+        jaxpr = jax.make_jaxpr(jax.grad(lambda x: mixed(x).sum()))(X)
+    kinds = product_dtypes(jaxpr)
+    # forward: x @ W, inner, @ W; backward: @ W.T, inner(g), g @ x, @ W.T
+    assert kinds.count(F32) == 2, kinds
+    assert kinds.count(BF16) == len(kinds) - 2
+
+
+# ---------------------------------------------------------------- without a policy of its own
+
+
+@pytest.mark.parametrize("outer", [AlwaysF32, AutoMixed, AutoMixedBf16], ids=lambda p: p.name)
+def test_without_one_the_outer_policy_decides(outer):
+    kind = {"AlwaysF32": F32, "AutoMixed": F16, "AutoMixedBf16": BF16}[outer.name]
+    fn = around(pp.auto_mixed(square))
+    assert found(fn, outer, X) == [kind] * 3
+    with pp.use_policy("AutoMixed"):
+        assert found(fn, outer, X) == [kind] * 3, "the outer function is nearer than use_policy"
+    assert product_dtypes(jax.make_jaxpr(pp.auto_mixed(square))(X)) == [BF16]
+
+
+def test_use_policy_inside_is_nearer_than_the_outer_function():
+    inner = pp.auto_mixed(square)
+
+    def with_policy(x):
+        with pp.use_policy("AutoMixed"):
+            return inner(x)
+
+    assert found(around(with_policy), AutoMixedBf16, X) == [BF16, F16, BF16]
+
+
+def test_use_policy_none_inside_leaves_the_inner_function_as_it_is():
+    for inner in (pp.auto_mixed(square), pp.auto_mixed(square, policy=AutoMixed)):
+
+        def switched_off(x, inner=inner):
+            with pp.use_policy(None):
+                return inner(x)
+
+        assert found(around(switched_off), AutoMixedBf16, X) == [BF16, F32, BF16]
+
+
+def test_use_policy_none_outside_switches_all_off():
+    fn = pp.auto_mixed(around(pp.auto_mixed(square, policy=AutoMixed)))
+    with pp.use_policy(None):
+        assert product_dtypes(jax.make_jaxpr(fn)(X)) == [F32] * 3
+    assert product_dtypes(jax.make_jaxpr(fn)(X)) == [BF16, F16, BF16]
+
+
+def test_a_helper_that_was_jitted_outside_is_not_reused_inside():
+    inner = pp.auto_mixed(square)
+    helper = jax.jit(lambda x: inner(x))
+    assert product_dtypes(jax.make_jaxpr(helper)(X)) == [BF16]
+    assert found(around(helper), AutoMixed, X) == [F16] * 3
+    assert product_dtypes(jax.make_jaxpr(helper)(X)) == [BF16]
+
+
+# ---------------------------------------------------------------- keep, rules, depth
+
+
+def test_keep_around_the_inner_call_wins_over_its_policy():
+    inner = pp.auto_mixed(square, policy=AutoMixedBf16)
+
+    def kept(x):
+        with pp.keep("f32"):
+            return inner(x)
+
+    def lowered(x):
+        with pp.keep("f16"):
+            return inner(x)
+
+    assert found(around(kept), AutoMixed, X) == [F16, F32, F16]
+    assert found(around(lowered), AlwaysF32, X) == [F32, F16, F32]
+
+
+def test_keep_in_the_inner_function_wins_over_both():
+    @pp.auto_mixed(policy=AutoMixedBf16)
+    def inner(x):
+        with pp.keep("f32"):
+            x = x @ x
+        return x @ x
+
+    assert found(around(inner), AutoMixed, X) == [F16, F32, BF16, F16]
+
+
+def test_rules_of_the_outer_policy_stay_outside():
+    inner = pp.auto_mixed(square, policy=AlwaysF32)
+    rule = pp.Rule(primitive="dot_general", precision="f16")
+    assert found(around(inner), AutoMixedBf16.with_rules(rule), X) == [F16, F32, F16]
+
+
+def test_three_deep():
+    low = pp.auto_mixed(square, policy=AutoMixedBf16)
+    wide = pp.auto_mixed(around(low), policy=AlwaysF32)
+    assert found(around(wide), AutoMixed, X) == [F16, F32, BF16, F32, F16]
+
+
+def test_low_values_cross_an_inner_function_under_always_f32():
+    inner = pp.auto_mixed(lambda x: x @ x, policy=AutoMixedBf16)
+
+    def outer(x):
+        low = x.astype(jnp.bfloat16)
+        return inner(low).astype(jnp.float32) + (low @ low).astype(jnp.float32)
+
+    kinds = found(outer, AlwaysF32, X)
+    assert kinds == [BF16, F32]
+    assert pp.auto_mixed(outer, policy=AlwaysF32)(X).dtype == jnp.float32
+
+
+def test_the_plan_says_so_and_nothing_warns():
+    inner = pp.auto_mixed(square, policy=AlwaysF32)
+    found = pp.inspect(lambda x: inner(x))(X)  # a warning would be an error here
+    reasons = {str(d.reason) for d in found.plan.walk()}
+    assert "of an auto_mixed function with a policy of its own" in reasons
+    assert found.after is found.before
+
+
+# ---------------------------------------------------------------- a policy for a mixed function
+
+
+def test_a_new_policy_for_a_mixed_function_replaces_its_own():
+    mixed = pp.auto_mixed(square, policy=AutoMixed, donate_argnums=0)
+    again = pp.auto_mixed(mixed, policy=AlwaysF32)
+    assert again.__wrapped__ is square
+    assert again.jit_options == {"donate_argnums": 0}
+    assert product_dtypes(jax.make_jaxpr(again)(X)) == [F32]
+    assert product_dtypes(jax.make_jaxpr(mixed)(X)) == [F16]
+    assert pp.auto_mixed(mixed, keep_unused=True).policy is AutoMixed

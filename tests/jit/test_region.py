@@ -1,0 +1,263 @@
+"""What stands around a call: `use_policy`, `keep`, and `PRECPASS=off`."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import precpass as pp
+from precpass import AlwaysF32, AutoMixed, AutoMixedBf16, PrecisionWarning
+from tests.support.unit_helpers import low_values, operand_dtypes, product_dtypes, stable_id
+
+X = jnp.linspace(-1, 1, 64).reshape(8, 8)
+
+
+def square(x):
+    return x @ x
+
+
+def run(fn, x=X):
+    """The operand dtypes of the products that calling `fn` runs."""
+    return product_dtypes(jax.make_jaxpr(fn)(x))
+
+
+# ---------------------------------------------------------------- use_policy
+
+
+@pytest.mark.parametrize("policy", ["AutoMixed", AutoMixed, "p=f32,c=f16,o=f32"], ids=stable_id)
+def test_use_policy_is_the_default_inside_and_not_outside(policy):
+    mixed = pp.auto_mixed(square)
+    with pp.use_policy(policy):
+        assert run(mixed) == ["float16"]
+    assert run(mixed) == ["bfloat16"]
+
+
+def test_a_policy_of_its_own_comes_first():
+    mixed = pp.auto_mixed(square, policy=AutoMixedBf16)
+    with pp.use_policy("AutoMixed"):
+        assert run(mixed) == ["bfloat16"]
+
+
+def test_the_innermost_use_policy_wins_and_the_outer_one_comes_back():
+    mixed = pp.auto_mixed(square)
+    with pp.use_policy("AutoMixed"):
+        with pp.use_policy("AutoMixedBf16"):
+            assert run(mixed) == ["bfloat16"]
+        assert run(mixed) == ["float16"]
+        with pp.use_policy(None):
+            assert run(mixed) == ["float32"]
+            with pp.use_policy("AutoMixedBf16"):
+                assert run(mixed) == ["bfloat16"]
+            assert run(mixed) == ["float32"]
+        assert run(mixed) == ["float16"]
+
+
+def test_an_exception_inside_restores_the_default():
+    with pytest.raises(KeyError), pp.use_policy("AutoMixed"):
+        raise KeyError
+    assert run(pp.auto_mixed(square)) == ["bfloat16"]
+
+
+def test_each_policy_has_its_own_compiled_program():
+    mixed = pp.auto_mixed(square)
+    outs = [mixed(X)]
+    with pp.use_policy("AutoMixed"):
+        outs.append(mixed(X))
+    with pp.use_policy(None):
+        outs.append(mixed(X))
+    with pp.use_policy("AlwaysF32"):
+        outs.append(mixed(X))
+    low, half, off, wide = (np.abs(out - square(X)).max() for out in outs)
+    assert low > half > off == wide == 0
+
+
+def test_use_policy_decides_inside_a_jitted_function_that_was_traced_outside():
+    mixed = pp.auto_mixed(square)
+    jitted = jax.jit(lambda x: mixed(x))
+    assert run(jitted) == ["bfloat16"]
+    with pp.use_policy(None):
+        assert run(jitted) == ["float32"]
+
+
+@pytest.mark.parametrize("policy", [None, AlwaysF32], ids=stable_id)
+def test_use_policy_works_as_a_decorator(policy):
+    mixed = pp.auto_mixed(square)
+
+    @pp.use_policy(policy)
+    def fn(x):
+        return mixed(x)
+
+    assert run(fn) == run(fn) == ["float32"]
+    assert run(mixed) == ["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"), [("Half", ValueError), (16, TypeError), ("c=half", ValueError)], ids=stable_id
+)
+def test_use_policy_refuses_what_is_no_policy(bad, error):
+    with pytest.raises(error) as caught, pp.use_policy(bad):
+        pytest.fail("the body ran under a policy that does not exist")
+    assert str(bad).removeprefix("c=") in str(caught.value)
+    assert "bf16" in str(caught.value)
+
+
+def test_use_policy_none_leaves_the_original_program():
+    def fn(x):
+        with pp.keep("bf16"):
+            return jnp.tanh(x @ x)
+
+    with pp.use_policy(None):
+        traced = pp.auto_mixed(fn).trace(X).jaxpr
+        found = pp.inspect(fn)(X)
+    assert low_values(traced) == []
+    assert found.after is found.before
+
+
+def test_off_means_that_nothing_is_refused_or_warned_of():
+    with pp.use_policy(None):
+        assert int(pp.auto_mixed(lambda n: n + 1)(jnp.int32(2))) == 3
+        np.testing.assert_array_equal(pp.auto_mixed(jnp.tanh)(X), jax.jit(jnp.tanh)(X))
+
+
+def test_a_policy_belongs_to_its_thread():
+    mixed, found = pp.auto_mixed(square), {}
+
+    def other():
+        found["other"] = run(mixed)
+
+    with pp.use_policy("AutoMixed"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        found["own"] = run(mixed)
+    assert found == {"other": ["bfloat16"], "own": ["float16"]}
+
+
+# ---------------------------------------------------------------- keep
+
+
+def test_keep_as_a_context_manager():
+    def fn(x):
+        with pp.keep("f32"):
+            h = x @ x
+        return h @ x
+
+    assert run(pp.auto_mixed(fn)) == ["float32", "bfloat16"]
+
+
+def test_keep_as_a_decorator_works_at_every_call():
+    head = pp.keep("f32")(square)
+
+    def fn(x):
+        return head(head(x)) @ x
+
+    assert run(pp.auto_mixed(fn)) == ["float32", "float32", "bfloat16"]
+    assert head.__name__ == "square"
+
+
+def test_keep_around_a_call_fixes_the_whole_program():
+    mixed = pp.auto_mixed(lambda x: (x @ x) @ x)
+    with pp.keep("f16"):
+        assert run(mixed) == ["float16"] * 2
+    assert run(mixed) == ["bfloat16"] * 2
+    with pp.keep("f32"), pytest.warns(PrecisionWarning, match=r"keep\('f32'\)"):
+        assert run(mixed) == ["float32"] * 2
+
+
+def test_keep_around_a_call_gives_way_to_one_inside():
+    def fn(x):
+        with pp.keep("bf16"):
+            h = x @ x
+        return h @ x
+
+    with pp.keep("f16"):
+        assert run(pp.auto_mixed(fn)) == ["bfloat16", "float16"]
+
+
+def test_keep_alone_changes_nothing():
+    with pp.keep("bf16"):
+        out = square(X)
+    np.testing.assert_array_equal(out, square(X))
+    assert run(square) == ["float32"]
+
+
+def test_early_layers_low_middle_wide_head_in_float64_under_always_f32():
+    def fn(x):
+        with pp.keep("bf16"):
+            h = x @ x
+        h = h @ x
+        with pp.keep("f64"):
+            return h @ x
+
+    mixed = pp.auto_mixed(fn, policy=AlwaysF32)
+    found = pp.inspect(mixed)(X)
+    assert product_dtypes(found.after) == ["bfloat16", "float32", "float64"]
+    out = mixed(X)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, fn(X), atol=0.05)
+
+
+def test_keep_f64_has_the_digits_of_float64_with_x64_off():
+    def fn(x):
+        with pp.keep("f64"):
+            return (x + 1e8) - 1e8
+
+    x = jnp.linspace(0, 1, 7)
+    mixed = pp.auto_mixed(fn, policy=AlwaysF32)
+    assert np.abs(fn(x) - x).max() > 0.1
+    np.testing.assert_allclose(mixed(x), x, atol=1e-6)
+    assert operand_dtypes(pp.inspect(mixed)(x).after, "add") == ["float64"]
+
+
+@pytest.mark.parametrize("bad", ["half", "float8_e4m3fn", 3], ids=stable_id)
+def test_keep_refuses_an_unknown_precision(bad):
+    with pytest.raises(ValueError) as caught, pp.keep(bad):
+        pytest.fail("the region ran in a precision that does not exist")
+    assert repr(bad) in str(caught.value)
+    assert "'bf16'" in str(caught.value)
+
+
+# ---------------------------------------------------------------- the off switch
+
+PROGRAM = """
+import jax, jax.numpy as jnp, precpass as pp
+
+@pp.auto_mixed
+def f(x):
+    with pp.keep("f16"):
+        return x @ x
+
+text = str(jax.make_jaxpr(f)(jnp.ones((8, 8))))
+with pp.use_policy("AutoMixed"):
+    text += str(jax.make_jaxpr(f)(jnp.ones((8, 8))))
+print("low" if "f16" in text else "wide", int(pp.auto_mixed(lambda n: n)(3)))
+"""
+
+
+def started_with(program, value):
+    """What a fresh process prints with PRECPASS set to `value`."""
+    env = {k: v for k, v in os.environ.items() if k != "PRECPASS"}
+    env |= {} if value is None else {"PRECPASS": value}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# "off" and nothing at all: test_contract_19_off_switch
+@pytest.mark.parametrize("value", ["OFF"])
+def test_the_environment_turns_the_pass_off_for_a_whole_process(value):
+    assert started_with(PROGRAM, value) == "wide 3"
+
+
+@pytest.mark.parametrize("value", ["on"])
+def test_without_the_switch_the_pass_is_on(value):
+    assert (
+        started_with(PROGRAM.replace("int(pp.auto_mixed(lambda n: n)(3))", "3"), value) == "low 3"
+    )

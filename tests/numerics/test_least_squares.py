@@ -1,0 +1,360 @@
+"""Nonlinear least squares by role: NIST's certified problems, and where float64 is float64."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+from jax import lax
+
+import precpass as pp
+from tests.support.nist_problems import any_residual, lre, padded, problems, read
+
+pytestmark = pytest.mark.programs
+
+SOLVED = 6.0
+T = np.linspace(0.0, 2.0, 12)
+Y = 2.0 * np.exp(-1.5 * T) + 0.5 * np.sin(40.0 * T)
+
+
+def decay(b: Any, scale: Any = None) -> Any:
+    y = Y if scale is None else jnp.asarray(scale, np.float64) * Y
+    return b[0] * jnp.exp(-b[1] * T) - y
+
+
+START = np.array([1.0, 1.0])
+
+# ---------------------------------------------------------------- NIST
+
+
+def test_the_models_are_nists():
+    for problem in problems().values():
+        squares = float(np.sum(np.asarray(problem.residual(problem.certified), np.float64) ** 2))
+        # in float32, and Lanczos' residuals are its rounding errors
+        assert problem.name.startswith("Lanczos") or abs(squares / problem.squares - 1) < 1e-2
+
+
+def test_the_files_are_read():
+    problem = read("Nelson")
+    assert problem.starts.tolist() == [[2.0, 0.0001, -0.01], [2.5, 5e-9, -0.05]]
+    assert problem.certified[1] == 5.6177717026e-09
+    assert problem.x.shape == (2, 128) and problem.y[0] == np.log(15.0)
+
+
+@functools.cache
+def digits(roles: pp.Roles) -> dict[tuple[str, int], float]:
+    found = {}
+    for name, problem in problems().items():
+        for start in (0, 1):
+            b, args = padded(problem, start)
+            fit = pp.least_squares(any_residual, b, args, roles=roles, max_steps=2000)
+            found[name, start] = lre(fit.value[: len(problem.certified)], problem.certified)
+    return found
+
+
+def count(roles: pp.Roles) -> int:
+    return sum(x >= SOLVED for x in digits(roles).values())
+
+
+def test_nist_with_a_float32_jacobian_is_solved_as_in_float64():
+    """27 problems from two starts; the baseline is optimistix's own solver."""
+    baseline = count(pp.Roles.all("f64"))
+    assert baseline >= 51
+    assert count(pp.Roles()) >= baseline
+
+
+# ---------------------------------------------------------------- roles
+
+
+@functools.cache
+def fitted(solver: str, **roles: str) -> pp.LeastSquares:
+    return pp.least_squares(decay, START, roles=roles, solver=solver)
+
+
+def exact() -> np.ndarray:
+    return np.asarray(fitted("GaussNewton", jacobian="f64").value)
+
+
+@pytest.mark.parametrize("solver", ["GaussNewton", "LevenbergMarquardt", "Dogleg"])
+def test_the_jacobian_decides_how_many_steps_and_the_gradient_where_they_end(solver: str):
+    with_low_jacobian = fitted(solver, jacobian="bf16")
+    with_low_gradient = fitted(solver, jacobian="bf16", gradient="bf16")
+    assert lre(with_low_jacobian.value, exact()) > 7.5
+    assert lre(with_low_gradient.value, exact()) < 5
+    assert bool(with_low_jacobian.converged)
+    assert float(with_low_jacobian.step) < 1e-7 < float(with_low_gradient.step)
+
+
+@pytest.mark.parametrize("roles", [{"jacobian": "f16"}, {"solve": "f32"}])
+def test_lower_formats_end_at_the_same_place(roles: dict[str, str]):
+    found = fitted("GaussNewton", **roles)
+    assert bool(found.converged) and lre(found.value, exact()) > 8.5
+
+
+def test_float32_throughout_is_float32():
+    found = pp.least_squares(decay, START, roles=pp.Roles.all("f32"))
+    assert found.value.dtype == np.float32 and found.step.dtype == np.float32
+    assert 3 < lre(found.value, exact()) < 8.5
+
+
+def test_float64_throughout_is_optimistixs_own_solver():
+    found = fitted("LevenbergMarquardt", jacobian="f64")
+    with jax.enable_x64(True):
+        solver = optx.LevenbergMarquardt(1e-10, 1e-14)
+        want = optx.least_squares(lambda b, _: decay(b), solver, jnp.array(START))
+        assert found.value.tolist() == want.value.tolist()
+        assert int(found.steps) == int(want.stats["num_steps"])
+
+
+def jacobian_products(roles: pp.Roles) -> set[str]:
+    """The formats that the products of `x @ b` have in the steps."""
+    x = np.ones((5, 3))
+
+    def run(b: Any) -> Any:
+        return pp.least_squares(lambda b, _: jnp.tanh(x @ b) - 1.0, b, roles=roles).value
+
+    with jax.enable_x64(True):
+        text = str(jax.make_jaxpr(run)(jnp.ones(3)))
+    return {name for name in ("bf16", "f16", "f32") if f":{name}[" in text}
+
+
+def test_the_precisions_are_in_the_program():
+    assert jacobian_products(pp.Roles.all("f64")) == set()
+    assert jacobian_products(pp.Roles()) == {"f32"}
+    assert "bf16" in jacobian_products(pp.Roles(jacobian="bf16"))
+
+
+def test_a_residual_that_is_linear_in_the_simplest_way():
+    found = pp.least_squares(
+        lambda x, c: {"a": x["a"] - c, "b": 2.0 * x["b"] - 3.0},
+        {"a": np.zeros(2), "b": np.float32(5.0)},
+        np.array([3.0, 4.0]),
+    )
+    assert found.value["a"].tolist() == pytest.approx([3.0, 4.0], rel=1e-12)
+    assert found.value["b"].shape == () and float(found.value["b"]) == pytest.approx(1.5)
+
+
+def test_a_residual_without_products_is_no_cause_for_a_warning():
+    for roles in (pp.Roles(), pp.Roles.all("f32")):
+        found = pp.least_squares(lambda b, _: b - 1.0, np.array([3.0, 4.0]), roles=roles)
+        assert bool(found.converged)
+        np.testing.assert_allclose(found.value, 1.0, rtol=1e-6)
+
+
+class Line:
+    """A residual whose data change, which cannot be seen from outside."""
+
+    def __init__(self) -> None:
+        self.y, self.slope = np.array([1.0, 2.0]), 2.0
+
+    def residual(self, b: Any, _: Any) -> Any:
+        return self.slope * b - self.y
+
+
+def test_what_a_residual_reads_may_change_between_calls():
+    line, start = Line(), np.ones(2)
+    assert pp.least_squares(line.residual, start).value.tolist() == [0.5, 1.0]
+    line.y[:] = 4.0
+    assert pp.least_squares(line.residual, start).value.tolist() == [2.0, 2.0]
+    line.y = np.array([8.0, 6.0])
+    assert pp.least_squares(line.residual, start).value.tolist() == [4.0, 3.0]
+    line.slope = 4.0
+    assert pp.least_squares(line.residual, start).value.tolist() == [2.0, 1.5]
+
+
+def test_what_a_jit_within_a_branch_of_a_residual_reads_may_change():
+    y = np.array([1.0, 2.0])
+
+    def residual(b: Any, _: Any) -> Any:
+        away = jax.jit(lambda b: b - y)
+        return lax.cond(jnp.all(b > -1e3), away, lambda b: b, b)
+
+    assert pp.least_squares(residual, np.ones(2)).value.tolist() == [1.0, 2.0]
+    y = np.array([3.0, 4.0])
+    assert pp.least_squares(residual, np.ones(2)).value.tolist() == [3.0, 4.0]
+
+
+def test_one_program_is_compiled_once(caplog: pytest.LogCaptureFixture):
+    line = Line()
+
+    def compiled() -> int:
+        caplog.clear()
+        with jax.log_compiles():
+            pp.least_squares(line.residual, np.ones(2))
+        return sum("Compiling" in r.message and "fit" in r.message for r in caplog.records)
+
+    assert compiled() == 1
+    line.y = np.array([8.0, 6.0])
+    assert compiled() == 0
+
+
+def test_a_module_of_equinox_is_a_residual():
+    class Scaled(eqx.Module):
+        by: Any
+
+        def __call__(self, b: Any, _: Any) -> Any:
+            return self.by * b - 1.0
+
+    for by in (2.0, 4.0):
+        found = pp.least_squares(Scaled(np.full(2, by)), np.ones(2))
+        assert found.value.tolist() == [1 / by, 1 / by]
+
+
+def test_an_unknown_that_the_residual_does_not_have_stays():
+    found = pp.least_squares(lambda b, _: decay(b[:2]), np.array([1.0, 1.0, 7.0]))
+    assert bool(found.converged) and found.value[2] == 7.0
+
+
+def test_a_jacobian_that_overflows_its_format_is_computed_again():
+    """Rat43's from start 1 holds exp(100) on its way, and float16 holds no 1e6."""
+    problem = read("Rat43")
+    found = pp.least_squares(problem.residual, problem.starts[0])
+    assert lre(found.value, problem.certified) > SOLVED
+    large = pp.least_squares(
+        lambda b, _: 1e6 * decay(b), START, roles={"jacobian": "f16"}, solver="GaussNewton"
+    )
+    assert bool(large.converged) and lre(large.value, exact()) > SOLVED
+
+
+# ---------------------------------------------------------------- x64 and transforms
+
+
+def test_the_dtypes_that_come_out():
+    assert isinstance(fitted("LevenbergMarquardt").value, np.ndarray)
+    assert fitted("LevenbergMarquardt").value.dtype == np.float64
+    with jax.enable_x64(True):
+        found = pp.least_squares(decay, START)
+        assert isinstance(found.value, jax.Array) and found.value.dtype == np.float64
+        assert lre(found.value, exact()) > 9
+
+
+def test_under_transforms_with_x64_off():
+    """Inside it is float64: the rounded results have all digits of float32."""
+
+    def scaled(s: Any) -> Any:
+        return pp.least_squares(decay, START, s).value
+
+    scales = jnp.array([1.0, 2.0], jnp.float32)
+    values = jax.jit(jax.vmap(scaled))(scales)
+    assert values.dtype == np.float32
+    want = np.stack([exact(), exact() * [2.0, 1.0]])
+    np.testing.assert_allclose(values, want, rtol=2 * np.finfo(np.float32).eps)
+    # b[0] is proportional to the scale
+    value, gradient = jax.value_and_grad(lambda s: scaled(s)[0])(jnp.float32(1.0))
+    np.testing.assert_allclose(gradient, value, rtol=1e-6)
+    held = jax.grad(lambda s: pp.least_squares(lambda b, _: decay(b, s), START).value[0])
+    np.testing.assert_allclose(held(jnp.float32(1.0)), value, rtol=1e-6)
+
+
+def test_the_result_goes_out_of_jit_and_says_what_it_is():
+    found = jax.jit(lambda b: pp.least_squares(decay, b))(jnp.ones(2))
+    assert found.roles == pp.Roles() and int(found.steps) > 1
+    text = found.summary()
+    assert "jacobian='f32'" in text and "its tolerances were met" in text
+    assert "\n1 step, " in pp.least_squares(decay, START, max_steps=1).summary()
+
+
+def test_a_numpy_array_is_that_of_float32_programs_too():
+    """JAX hands both modes of x64 the form of a numpy array that a program holds."""
+    t = np.linspace(0.0, 1.0, 7)
+
+    def residual(b: Any, _: Any = None) -> Any:
+        return b[0] * jnp.exp(-b[1] * t) - t
+
+    pp.least_squares(residual, START)
+    low = jax.jit(jax.grad(lambda b: jnp.sum(residual(b) ** 2)))
+    assert low(jnp.ones(2)).dtype == np.float32
+    kept = jax.make_jaxpr(residual)(jnp.ones(2))
+    with pytest.raises(TypeError, match="Give it to least_squares as args"):
+        pp.least_squares(lambda b, _: residual(b), START)
+    del kept
+
+
+def test_what_does_not_converge_says_so():
+    found = pp.least_squares(decay, START, max_steps=3)
+    assert not bool(found.converged) and int(found.steps) == 3
+    assert "maximum number of steps" in found.summary()
+    assert float(found.step) > 1e-3
+    nowhere = pp.least_squares(lambda b, _: jnp.sqrt(b - 2.0), np.array([1.0]))
+    assert not bool(nowhere.converged)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"roles": {"hessian": "f32"}}, "unknown role 'hessian': legal are 'residual', 'gradient'"),
+        ({"roles": {"jacobian": "f8"}}, r"Roles\(jacobian=...\): unknown precision 'f8'"),
+        ({"roles": {"solve": "bf16"}}, r"Roles\(solve='bf16'\): legal are 'f64', 'f32'"),
+        ({"roles": {"residual": "f32"}}, "gradient='f64'.* is wider than residual='f32'"),
+        ({"solver": "Newton"}, "solver='Newton': legal are 'LevenbergMarquardt', 'Dogleg'"),
+        ({"rtol": 2.0}, "rtol=2.0"),
+        ({"rtol": "a"}, "rtol='a': it is to be a number between 0 and 1.*None for"),
+        ({"rtol": True}, "rtol=True: it is to be a number"),
+        ({"atol": 1j}, "atol=1j: it is to be a number"),
+        ({"atol": np.nan}, "atol=nan: it is to be a number"),
+        ({"atol": np.ones(2)}, r"atol=array\(.*: it is to be a number"),
+        ({"max_steps": 0}, "max_steps=0"),
+        ({"max_steps": True}, "max_steps=True: it is to be a whole number of 1 or more"),
+        ({"max_steps": 2.5}, "max_steps=2.5: it is to be a whole number of 1 or more"),
+        ({"solver": optx.GaussNewton(1e-3, 1e-3), "rtol": 1e-3}, "set them in it"),
+        ({"x0": []}, "no unknowns"),
+        ({"residual": lambda b, _: b[:0]}, "returned no residuals"),
+    ],
+)
+def test_bad_values_are_refused(given: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        pp.least_squares(**{"residual": decay, "x0": START, **given})
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"roles": "f32"}, "roles='f32': it is to be Roles"),
+        ({"solver": optx.BFGS(1e-3, 1e-3)}, "a solver of optimistix with a `descent`"),
+        ({"x0": {"b": np.array([1, 2])}}, r"x0\['b'\] is int"),
+        ({"x0": [1j]}, r"x0\[0\] is complex"),
+        ({"x0": [jax.random.key(0)]}, "unknowns are real and floating"),
+        ({"x0": ["float32"]}, r"x0\[0\] is a str: unknowns are floating arrays"),
+        ({"residual": 3}, "residual is a int: it is to be a function of the unknowns and args"),
+        ({"args": "t"}, "args is a str: args are arrays and numbers; hold what is neither"),
+        ({"args": {"mode": "bfloat16"}}, r"args\['mode'\] is a str"),
+        ({"args": (1.0, object())}, r"args\[1\] is a object"),
+        ({"args": [jnp.float32]}, r"args\[0\] is a \w+: args are"),
+        ({"args": [np.array([None])]}, r"args\[0\] is a ndarray of object"),
+        ({"residual": lambda b, _: lax.complex(b, b)}, "split complex numbers"),
+        ({"residual": lambda b, _: b.astype(jnp.float32)}, "its role is f64"),
+    ],
+)
+def test_bad_types_are_refused(given: dict[str, Any], said: str):
+    with pytest.raises(TypeError, match=said):
+        pp.least_squares(**{"residual": decay, "x0": START, **given})
+
+
+def test_a_traced_tolerance_is_refused():
+    with pytest.raises(ValueError, match=r"rtol=.*known while it is\s+traced"):
+        jax.jit(lambda rtol: pp.least_squares(decay, START, rtol=rtol).value)(1e-3)
+
+
+def test_args_may_be_anything_that_jax_computes_with():
+    given = {"t": 1.0, "n": 2, "none": None, "key": jax.random.key(0), "is": np.True_, "c": 1j}
+    found = pp.least_squares(lambda b, a: b - a["t"] * a["n"], START, given, rtol=jnp.float32(1e-3))
+    np.testing.assert_allclose(found.value, 2.0)
+
+
+def test_without_optimistix_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    import sys
+
+    from precpass.numerics import solvers
+
+    monkeypatch.delitem(sys.modules, "precpass.numerics.solvers.fitting", raising=False)
+    monkeypatch.delattr(solvers, "fitting", raising=False)
+    monkeypatch.setitem(sys.modules, "optimistix", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install precpass\[solvers\]"):
+        pp.least_squares(decay, START)

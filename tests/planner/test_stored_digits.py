@@ -1,0 +1,200 @@
+"""Programs in which a value that is stored low would be a wrong one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import precpass as pp
+from tests.support.flow_helpers import assert_near, named, normal
+from tests.support.helpers import identical
+
+LOW = jnp.bfloat16
+
+
+def activations() -> tuple[jax.Array, jax.Array]:
+    return normal(0, 16, 32), normal(1, 32, 32) / 8
+
+
+def stacks(stack: Callable[[jax.Array], Any], rows: jax.Array) -> Any:
+    """What a loop stacks of some rows beside a product."""
+    x, w = activations()
+
+    def program(x: jax.Array, w: jax.Array, rows: jax.Array) -> Any:
+        return lax.scan(lambda h, row: (jnp.tanh(h @ w), stack(row)), x, rows)[1]
+
+    return program, (x, w, rows)
+
+
+EXACT: dict[str, Callable[[jax.Array], Any]] = {
+    "as indices": lambda y: y.astype(jnp.int32),
+    "compared": lambda y: y >= 257.0,
+    "sorted": lambda y: jnp.argsort(-y),
+    "in differences": lambda y: y[1:] - y[:-1],
+    "of another scale": lambda y: (0.5 * y).astype(jnp.int32),
+}
+
+
+@pytest.mark.parametrize("read", EXACT.values(), ids=EXACT.keys())
+def test_positions_that_a_loop_stacks_keep_their_digits(read: Callable[[jax.Array], Any]):
+    program, args = stacks(lambda i: 2.0 * i, jnp.arange(1000.0))
+
+    def whole(*args: Any) -> Any:
+        return read(program(*args) + 0.0)
+
+    assert identical(pp.auto_mixed(whole)(*args), whole(*args))
+
+
+def test_what_no_product_made_keeps_its_digits_in_a_gradient():
+    """The offset cancels in the forward pass; the backward pass keeps the value."""
+    x, w = activations()
+
+    def loss(w: jax.Array, x: jax.Array, rows: jax.Array) -> jax.Array:
+        def body(h: jax.Array, row: jax.Array) -> Any:
+            h = jnp.tanh(h @ w)
+            y = row * 1.5 + 1000.0
+            return h, (y - 1000.0) * jnp.mean(h) * y
+
+        return jnp.sum(lax.scan(body, x, rows)[1]) / 1000.0
+
+    gradient = jax.value_and_grad(loss, argnums=(0, 2))
+    args = w, x, normal(2, 64, 64)
+    assert_near(pp.auto_mixed(gradient)(*args), gradient(*args), 0.03)
+
+
+def euler(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x + 1e-3 * jnp.tanh(x @ w)
+
+
+def unrolled(x: jax.Array, w: jax.Array) -> jax.Array:
+    for _ in range(30):
+        x = euler(x, w)
+    return x
+
+
+def in_calls(x: jax.Array, w: jax.Array) -> jax.Array:
+    for _ in range(20):
+        x = jax.checkpoint(euler)(x, w)
+    return x
+
+
+def two_in_a_trip(x: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.scan(lambda x, _: (euler(euler(x, w), w), None), x, None, length=20)[0]
+
+
+def on_a_sphere(x: jax.Array, w: jax.Array) -> jax.Array:
+    """The sum is scaled before it is handed on."""
+
+    def body(x: jax.Array, _: Any) -> Any:
+        x = euler(x, w)
+        return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)), None
+
+    return lax.scan(body, x, None, length=60)[0]
+
+
+def averaged(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Each step scales before it adds."""
+    for _ in range(20):
+        x = 0.999 * x + 0.001 * jnp.tanh(x @ w)
+    return x
+
+
+@pytest.mark.parametrize("steps", [unrolled, in_calls, two_in_a_trip, on_a_sphere, averaged])
+def test_small_steps_are_not_lost_under_a_gradient(steps: Callable[..., jax.Array]):
+    """Rounded to bfloat16 after each step, a state of about 2 loses steps of 1e-3."""
+    x, w = activations()
+    x = x + 2.0
+    x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return 1e4 * jnp.sum((steps(x, w) - x) ** 2)
+
+    gradient = jax.value_and_grad(loss, argnums=(0, 1))
+    assert_near(pp.auto_mixed(gradient)(x, w), gradient(x, w), 0.05)
+
+
+def test_what_scales_a_state_keeps_its_digits():
+    """A decay of 0.999 is 1 in bfloat16."""
+    x, w = activations()
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        def body(s: jax.Array, row: jax.Array) -> Any:
+            decay = jax.nn.sigmoid(7.0 + jnp.tanh(jnp.tanh(s + row * x) @ w))
+            return decay * s, None
+
+        return jnp.mean(lax.scan(body, jnp.ones_like(x), jnp.arange(500.0))[0])
+
+    gradient = jax.value_and_grad(loss)
+    assert_near(pp.auto_mixed(gradient)(w, x), gradient(w, x), 0.03)
+
+
+@pytest.mark.parametrize("scale", [1e6, 1e-9])
+def test_float16_does_not_hold_what_it_has_no_range_for(scale: float):
+    x, w = activations()
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        def body(h: jax.Array, _: Any) -> Any:
+            y = scale * jnp.tanh(h @ w)
+            return jnp.tanh(y / scale), jnp.mean(jnp.sqrt(y * y) / scale)
+
+        h, found = lax.scan(body, x, None, length=5)
+        return jnp.sum(h) + jnp.sum(found)
+
+    gradient = jax.value_and_grad(loss)
+    assert_near(pp.auto_mixed(gradient, policy=pp.AutoMixed)(w, x), gradient(w, x), 0.03)
+
+
+def test_float16_does_not_hold_what_may_overflow():
+    """What the backward pass keeps of an exponential has no bounds."""
+    x, w = activations()
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        def body(h: jax.Array, _: Any) -> Any:
+            y = jnp.exp(12.0 + 4.0 * (h @ w))
+            return jnp.tanh(y * 1e-6), None
+
+        return jnp.sum(lax.scan(body, x, None, length=3)[0])
+
+    gradient = jax.value_and_grad(loss)
+    got = pp.auto_mixed(gradient, policy=pp.AutoMixed)(w, x)
+    assert all(bool(jnp.isfinite(g).all()) for g in got)
+    assert_near(got, gradient(w, x), 0.03)
+
+
+def test_a_sign_survives_a_rounding():
+    """What relu compares with zero is held low all the same."""
+    x, w = normal(0, 16, 8), normal(1, 5, 8, 8)
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> Any:
+            y = x @ w
+            return jnp.where(y > 0.0, jnp.sin(x), y * y * 0.1), None
+
+        return jnp.sum(lax.scan(layer, x, w)[0])
+
+    after = pp.inspect(jax.grad(loss, argnums=(0, 1)), policy=pp.AutoMixedBf16)(x, w).after
+    forward = named(after, "scan")[0]
+    assert [v for v in forward.outvars if v.aval.dtype == np.uint16 and v.aval.shape[0] == 5]
+
+
+def test_a_residual_is_low_beside_a_smaller_copy_of_its_loop():
+    """What JAX makes of a body by leaving out what nobody reads has that body's variables."""
+    w, rows = normal(0, 256, 256), normal(1, 16, 256, 256)
+
+    @jax.jit
+    def loss(w: jax.Array, rows: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, x: (c + jnp.sum(jnp.sin(x @ w) * x), None), 0.0, rows)[0]
+
+    gradient = jax.jit(jax.value_and_grad(loss))
+
+    def program(w: jax.Array, rows: jax.Array) -> Any:
+        scaled = jax.checkpoint(lambda scale: jnp.sin(gradient(w, rows)[0] * scale))
+        return gradient(w, rows), jax.linearize(scaled, 2.0)[1](1.0)
+
+    for fn in (gradient, program):
+        plan = pp.inspect(fn, policy=pp.AutoMixedBf16)(w, rows).plan
+        assert any(decision.stores_low for decision in plan.walk())

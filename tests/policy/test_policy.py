@@ -1,0 +1,366 @@
+"""Policies: the presets' table, their algebra, their text, and what is refused."""
+
+import dataclasses
+import pickle
+import re
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import precpass as pp
+from precpass import (
+    AlwaysBf16,
+    AlwaysF16,
+    AlwaysF32,
+    AutoMixed,
+    AutoMixedBf16,
+    AutoMixedConservative,
+    Custom,
+    OpKind,
+    Precision,
+    PrecisionPolicy,
+    Rule,
+)
+from precpass.policy.policy import PRESETS
+from tests.support.unit_helpers import stable_id
+
+KINDS = (
+    OpKind.COMPUTE,
+    OpKind.REDUCTION,
+    OpKind.ELEMENTWISE,
+    OpKind.DATA_MOVEMENT,
+    OpKind.BOUNDARY,
+)
+# The table of the design's section 7, row by row; columns as in KINDS.
+TABLE = {
+    "AlwaysF32": (AlwaysF32, "f32 f32 f32 f32 f32"),
+    "AlwaysF16": (AlwaysF16, "f16 f16 f16 f16 f32"),
+    "AlwaysBf16": (AlwaysBf16, "bf16 bf16 bf16 bf16 f32"),
+    "AutoMixedConservative": (AutoMixedConservative, "f16 f32 f16 f16 f32"),
+    "AutoMixed": (AutoMixed, "f16 f16 f16 f16 f32"),
+    "AutoMixedBf16": (AutoMixedBf16, "bf16 bf16 bf16 bf16 f32"),
+}
+CELLS = [
+    (preset, kind, Precision.parse(cell))
+    for preset, row in TABLE.values()
+    for kind, cell in zip(KINDS, row.split(), strict=True)
+]
+each_preset = pytest.mark.parametrize("name", TABLE)
+
+RULES = (Rule(scope="*/head", precision="f32"), Rule(primitive="tanh", precision="bf16"))
+COMPOSED = [
+    AutoMixedBf16.with_rules(*RULES),
+    AutoMixed.with_output("f16"),
+    AlwaysF16.with_retypes("f64", "f32"),
+    AlwaysF32.with_rules(Rule(file="*/attention.py", function="score*", precision="f64")),
+    AutoMixedBf16.with_rules(Rule(file="*/attention.py", line=7, precision="f32")),
+    AutoMixedConservative.with_rules(RULES[0]).with_output("bf16").with_retypes("f32"),
+    Custom({OpKind.COMPUTE: Precision.BF16}),
+    Custom({}),
+    Custom({"compute": "bf16", "reduction": "f32"}, rules=RULES).with_output("f64"),
+    Custom({kind: "f16" for kind in KINDS[:4]}),
+]
+each_policy = pytest.mark.parametrize("policy", [*PRESETS.values(), *COMPOSED], ids=stable_id)
+
+
+# ---------------------------------------------------------------- the presets
+
+
+@pytest.mark.parametrize(("preset", "kind", "expected"), CELLS)
+def test_a_preset_has_the_precisions_of_the_designs_table(preset, kind, expected):
+    assert preset.precision_for(kind) is expected
+    assert preset.precision_for(kind.value) is expected
+
+
+def test_there_are_exactly_six_presets():
+    assert {name: preset for name, (preset, _) in TABLE.items()} == PRESETS
+    assert set(KINDS) == set(OpKind)
+
+
+@each_preset
+def test_a_preset_is_found_by_its_name_in_any_case(name):
+    preset = TABLE[name][0]
+    assert preset.name == name
+    assert PrecisionPolicy.parse(name) is preset
+    assert PrecisionPolicy.parse(name.lower()) is preset
+    assert PrecisionPolicy.parse(preset) is preset
+
+
+@pytest.mark.parametrize("preset", [AlwaysF16, AlwaysBf16])
+def test_always_orders_every_kind_but_the_boundary(preset):
+    assert preset.orders == set(OpKind) - {OpKind.BOUNDARY}
+
+
+@pytest.mark.parametrize("preset", [AutoMixedConservative, AutoMixed, AutoMixedBf16])
+def test_auto_mixed_orders_products_and_permits_the_rest(preset):
+    assert preset.orders == {OpKind.COMPUTE}
+
+
+@each_preset
+def test_only_always_f32_widens(name):
+    assert TABLE[name][0].widens == (name == "AlwaysF32")
+
+
+@each_preset
+def test_a_preset_changes_the_three_formats_up_to_float32(name):
+    assert TABLE[name][0].retypes == {Precision.F32, Precision.BF16, Precision.F16}
+
+
+# ---------------------------------------------------------------- Custom
+
+
+def test_custom_gives_each_kind_as_asked_and_leaves_the_others():
+    policy = Custom({OpKind.COMPUTE: Precision.BF16, "reduction": "float16"})
+    assert [policy.precision_for(kind) for kind in KINDS] == [
+        Precision.BF16,
+        Precision.F16,
+        *[Precision.F32] * 3,
+    ]
+    assert policy.orders == {OpKind.COMPUTE, OpKind.REDUCTION}
+
+
+def test_custom_takes_rules():
+    assert Custom({OpKind.COMPUTE: "bf16"}, rules=RULES).rules == RULES
+
+
+def test_an_empty_custom_lowers_nothing():
+    assert not Custom({}).lowers
+    assert Custom({"elementwise": "f16"}).lowers
+
+
+# ---------------------------------------------------------------- the with_ methods
+
+
+def test_later_rules_are_tried_first():
+    first, second = RULES
+    assert AutoMixed.with_rules(first).with_rules(second).rules == (second, first)
+    assert AutoMixed.with_rules(first, second).rules == (first, second)
+
+
+def test_with_retypes_replaces_the_formats():
+    policy = AutoMixedBf16.with_retypes("f64", jnp.float32)
+    assert policy.retypes == {Precision.F64, Precision.F32}
+
+
+def test_with_output_sets_and_unsets_the_format_of_the_outputs():
+    policy = AutoMixedBf16.with_output(jnp.bfloat16)
+    assert policy.output is Precision.BF16
+    assert policy.with_output(None) == AutoMixedBf16
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.with_rules(*RULES),
+        lambda p: p.with_retypes("f64"),
+        lambda p: p.with_output("f16"),
+    ],
+    ids=["rules", "retypes", "output"],
+)
+def test_a_change_gives_another_policy_and_leaves_the_preset(change):
+    before = dataclasses.replace(AutoMixedBf16)
+    changed = change(AutoMixedBf16)
+    assert changed != before
+    assert before == AutoMixedBf16
+    assert [changed.precision_for(k) for k in KINDS] == [before.precision_for(k) for k in KINDS]
+
+
+def test_a_policy_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        AutoMixed.output = Precision.F16
+
+
+# ---------------------------------------------------------------- equality and text
+
+
+@each_policy
+def test_a_policy_survives_pickling_copying_and_its_own_repr(policy):
+    for again in (
+        pickle.loads(pickle.dumps(policy)),
+        dataclasses.replace(policy),
+        eval(repr(policy)),
+        eval(repr(policy), {}, vars(pp)),
+    ):
+        assert again == policy
+        assert hash(again) == hash(policy)
+        assert again.rules == policy.rules
+        assert again.output is policy.output
+        assert again.retypes == policy.retypes
+
+
+def test_different_policies_are_unequal():
+    policies = [*PRESETS.values(), *COMPOSED]
+    assert len(set(policies)) == len(policies)
+
+
+@each_policy
+def test_the_text_of_a_policy_reads_as_a_preset_string_or_a_repr(policy):
+    text = str(policy)
+    assert (PrecisionPolicy.parse(text) if text.startswith("p=") else eval(text)) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("p=f32,c=bf16,o=f32", AutoMixedBf16),
+        ("p=f32,c=f16,o=f32", AutoMixed),
+        ("p=f32,c=f32,o=f32", AlwaysF32),
+        ("p=f32,c=bf16,o=bf16", AutoMixedBf16.with_output("bf16")),
+        ("p=f32,c=f16,o=f16", AutoMixed.with_output("f16")),
+    ],
+)
+def test_the_string_form_makes_the_round_trip(text, expected):
+    assert PrecisionPolicy.parse(text) == expected
+    assert str(expected) == text
+    assert str(PrecisionPolicy.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["c=bf16", "c=bfloat16", " p=float32, c = bfloat16 , o=float32", "o=f32,c=bf16"]
+)
+def test_the_string_form_may_be_short_long_spaced_and_in_any_order(text):
+    assert PrecisionPolicy.parse(text) == AutoMixedBf16
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def refused(error, offender, legal, call, *args, **kwargs):
+    """A call is refused with a text that quotes the offender and says what is legal."""
+    with pytest.raises(error) as caught:
+        call(*args, **kwargs)
+    text = str(caught.value)
+    assert offender in text
+    for word in legal:
+        assert word in text, f"{word!r} is missing from: {text}"
+
+
+POLICIES = [*TABLE, "p=f32,c=bf16,o=f32", "Custom"]
+PRECISIONS = [f"{p.value!r}" for p in Precision]
+
+
+@pytest.mark.parametrize("name", ["Auto", "mixed", "", "bf16", "always_f32"])
+def test_an_unknown_policy_name_is_refused(name):
+    refused(ValueError, repr(name), POLICIES, PrecisionPolicy.parse, name)
+
+
+def test_a_near_miss_is_named():
+    refused(
+        ValueError, "'AutoMixdBf16'", ["'AutoMixedBf16'?"], PrecisionPolicy.parse, "AutoMixdBf16"
+    )
+
+
+@pytest.mark.parametrize("value", [16, OpKind.COMPUTE, Precision.BF16, jnp.bfloat16, ("c", "bf16")])
+def test_what_is_no_policy_is_refused(value):
+    refused(TypeError, repr(value), POLICIES, PrecisionPolicy.parse, value)
+
+
+@pytest.mark.parametrize("taker", [pp.auto_mixed, pp.inspect], ids=["auto_mixed", "inspect"])
+def test_every_taker_of_a_policy_refuses_an_unknown_one(taker):
+    refused(ValueError, "'Half'", POLICIES, taker, lambda x: x, policy="Half")
+    refused(TypeError, "3", POLICIES, taker, lambda x: x, policy=3)
+
+
+@pytest.mark.parametrize(
+    "text", ["c=", "=", "p=f32", "c=bf16,x=f32", "c=bf16;o=f32", "c=bf16,c=f16", "c=bf16,,o=f32"]
+)
+def test_a_string_that_does_not_read_is_refused(text):
+    refused(ValueError, repr(text), ["p=f32,c=bf16,o=f32"], PrecisionPolicy.parse, text)
+
+
+@pytest.mark.parametrize("text", ["c=half", "c=bf16,o=int8", "p=fp32,c=bf16"])
+def test_an_unknown_precision_inside_a_string_is_refused(text):
+    offender = re.search("half|int8|fp32", text).group()
+    refused(ValueError, repr(offender), PRECISIONS, PrecisionPolicy.parse, text)
+
+
+def test_a_string_that_would_change_the_inputs_is_refused():
+    refused(ValueError, "p=bf16,c=bf16", ["f32"], PrecisionPolicy.parse, "p=bf16,c=bf16")
+
+
+def test_a_string_with_float64_products_is_refused():
+    refused(ValueError, "c=f64", ["f32", "bf16", "f16"], PrecisionPolicy.parse, "c=f64")
+
+
+BAD_PRECISIONS = [None, "half", "int32", np.int8, 3, ml_dtypes.float8_e5m2, "float8_e4m3fn"]
+
+
+@pytest.mark.parametrize("bad", BAD_PRECISIONS, ids=stable_id)
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda bad: Custom({OpKind.COMPUTE: bad}),
+        lambda bad: Rule(primitive="tanh", precision=bad),
+        lambda bad: AutoMixed.with_retypes("f32", bad),
+        lambda bad: AutoMixed.with_output(bad) if bad is not None else Precision.parse(bad),
+        lambda bad: pp.keep(bad).__enter__(),
+    ],
+    ids=["Custom", "Rule", "with_retypes", "with_output", "keep"],
+)
+def test_an_unknown_precision_is_refused_wherever_one_is_taken(take, bad):
+    refused(ValueError, repr(bad), PRECISIONS, take, bad)
+
+
+@pytest.mark.parametrize("bad", ["matmul", "", 7, None, Precision.F32], ids=stable_id)
+def test_an_unknown_kind_is_refused(bad):
+    kinds = [repr(kind) for kind in OpKind]
+    refused(ValueError, repr(bad), kinds, AutoMixed.precision_for, bad)
+    refused(ValueError, repr(bad), kinds, Custom, {bad: "bf16"})
+
+
+def test_custom_refuses_a_precision_for_the_boundary():
+    refused(ValueError, "BOUNDARY", ["with_output"], Custom, {OpKind.BOUNDARY: "bf16"})
+
+
+@pytest.mark.parametrize("bad", ["bf16", [(OpKind.COMPUTE, "bf16")], None], ids=stable_id)
+def test_custom_refuses_what_is_no_table(bad):
+    refused(TypeError, repr(bad), ["OpKind", "Precision"], Custom, bad)
+
+
+@pytest.mark.parametrize("bad", ["*/head", ("*/head", "f32"), None], ids=stable_id)
+def test_with_rules_refuses_what_is_no_rule(bad):
+    refused(TypeError, repr(bad), ["Rule"], AutoMixed.with_rules, bad)
+
+
+def test_a_rule_without_a_pattern_is_refused():
+    legal = ["primitive", "scope", "function", "file", "line", "where"]
+    refused(ValueError, "Rule(", legal, Rule, precision="f32")
+
+
+@pytest.mark.parametrize("bad", ["dot_genral", "matmul*", "DOT_GENERAL", "[x]"])
+def test_a_rule_that_no_primitive_can_match_is_refused(bad):
+    refused(ValueError, repr(bad), ["Legal are", "TABLE"], Rule, primitive=bad, precision="f32")
+
+
+def test_a_misspelt_primitive_is_told_the_right_name():
+    refused(
+        ValueError, "'dot_genral'", ["'dot_general'"], Rule, primitive="dot_genral", precision="f32"
+    )
+
+
+@pytest.mark.parametrize("field", ["primitive", "scope", "function", "file"])
+@pytest.mark.parametrize("bad", ["", 5, ["a"]], ids=stable_id)
+def test_a_rule_refuses_a_pattern_that_is_no_glob(field, bad):
+    refused(ValueError, f"{field}={bad!r}", ["glob"], Rule, precision="f32", **{field: bad})
+
+
+@pytest.mark.parametrize("bad", ["shape", 5], ids=stable_id)
+def test_a_rule_refuses_a_predicate_that_cannot_be_called(bad):
+    refused(ValueError, f"where={bad!r}", ["function", "EqnView"], Rule, where=bad, precision="f32")
+
+
+@pytest.mark.parametrize("bad", [0, -3, "7", 7.0, True], ids=stable_id)
+def test_a_rule_refuses_what_is_no_line(bad):
+    refused(ValueError, f"line={bad!r}", ["1"], Rule, file="*/a.py", line=bad, precision="f32")
+
+
+def test_a_line_asks_for_its_file():
+    refused(ValueError, "line=7", ["file="], Rule, line=7, precision="f32")
+    refused(ValueError, "line=7", ["file="], Rule, scope="head", line=7, precision="f32")
+
+
+def test_a_rule_with_a_line_prints_as_it_is_written():
+    rule = Rule(file="*/attention.py", line=7, precision="f32")
+    assert repr(rule) == "Rule(file='*/attention.py', line=7, precision='f32')"

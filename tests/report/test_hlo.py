@@ -1,0 +1,382 @@
+"""The reader of HLO text, and what is found in texts that no CPU here gives, written by hand."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from precpass.policy.scopes import join_scopes
+from precpass.report.audit.changes import changes
+from precpass.report.audit.hlo import Module, Shape, bits
+
+TEXTS = Path(__file__).parents[1] / "data" / "hlo"
+# as jax 0.10 and 0.12 print a compiled program: a table of frames at the head, `%` before names
+WITH_TABLES = (TEXTS / "with_tables.txt").read_text(encoding="utf-8")
+
+# as earlier releases print it, and as a lowered program is printed: no `%`, operands' types,
+# the line in each instruction, calls whose names are to be joined
+LONG_FORM = (TEXTS / "long_form.txt").read_text(encoding="utf-8")
+
+
+def test_computations_and_their_instructions():
+    module = Module.parse(WITH_TABLES)
+    assert (module.name, module.entry) == ("jit_f", "main.1")
+    assert list(module.computations) == ["region_0.1", "fused.1", "body.1", "cond.1", "main.1"]
+    main = module.computations["main.1"]
+    assert [i.opcode for i in main.instructions] == [
+        *("parameter", "constant", "constant", "tuple", "while", "get-tuple-element"),
+        *("custom-call", "get-tuple-element", "conditional", "reduce"),
+    ]
+    assert main.root is main.by_name["sum.1"]
+    assert [i.name for i in main.readers["g.1"]] == ["b.2", "sum.1"]
+    assert [i.name for i in main.operands(main.by_name["t.2"])] == ["c.1", "x.2", "w.2"]
+
+
+def test_types_and_tuples():
+    module = Module.parse(WITH_TABLES)
+    state = module.computations["body.1"].by_name["s.1"]
+    assert [str(s) for s in state.shapes] == ["s32[]", "f32[8,4]", "bf16[5]"]
+    assert [s.size for s in state.shapes] == [1, 32, 5]
+    assert [s.bits for s in state.shapes] == [0, 32, 16]
+    assert module.computations["body.1"].by_name["y.1"].index == 2
+
+
+def test_calls_of_every_kind():
+    main = Module.parse(WITH_TABLES).computations["main.1"]
+    assert main.by_name["l.1"].called == (("condition", "cond.1"), ("body", "body.1"))
+    assert [name for _, name in main.by_name["b.2"].called] == ["one.1", "two.1"]
+    assert main.by_name["sum.1"].called == (("to_apply", "region_0.1"),)
+    assert main.by_name["k.1"].target == "__cublas$gemm"
+    assert main.by_name["k.1"].operands == ("r.1",)
+
+
+def test_names_and_lines():
+    module = Module.parse(WITH_TABLES)
+    low = module.computations["fused.1"].by_name["low.1"]
+    assert (low.op_name, low.file, low.function, low.line) == (
+        *("jit(f)/convert", "/home/me/c.py", "f.<locals>.body"),
+        17,
+    )
+    wide = module.computations["fused.1"].by_name["wide.1"]
+    assert (wide.op_name, wide.file, wide.line) == ("", "", 0)
+    assert module.computations["main.1"].by_name["x.2"].op_name == 'x["a, (b"]'
+
+
+def test_the_walk_knows_loops_and_fusions_and_leaves_out_combiners():
+    placed = {p.instruction.name: p for p in Module.parse(WITH_TABLES).walk()}
+    assert "add.1" not in placed
+    assert [len(placed[name].loops) for name in ("x.2", "z.1", "low.1")] == [0, 1, 1]
+    assert placed["z.1"].caller is None
+    assert placed["low.1"].caller is placed["z.1"].instruction
+
+
+def test_the_long_form_with_lines_in_the_metadata():
+    module = Module.parse(LONG_FORM)
+    (dot,) = (p for p in module.walk() if p.instruction.opcode == "dot")
+    assert dot.instruction.operands == ("Arg_0.1", "Arg_0.1")
+    assert (dot.instruction.file, dot.instruction.line) == ("/home/me/c.py", 7)
+    assert dot.name == "jit(f)/scope/dot_general"
+
+
+@pytest.mark.parametrize("text", ["", "HloModule m\n", "module @jit_f { }"])
+def test_what_is_no_hlo_is_an_error(text):
+    with pytest.raises(ValueError, match="this is no HLO text: give what"):
+        Module.parse(text)
+
+
+def test_name_stacks_are_joined_as_xla_joins_them_when_it_inlines_a_call():
+    assert join_scopes("a", "b") == "a/b"
+    assert join_scopes("", "b") == join_scopes("b", "") == "b"
+
+
+def test_bits_and_types():
+    assert [bits(d) for d in ("f32", "bf16", "f8e4m3fn", "f4e2m1fn", "s32", "c64", "token")] == [
+        *(32, 16, 8, 4, 0, 0, 0)
+    ]
+    assert str(Shape("f32")) == "f32[]"
+
+
+def test_every_instruction_that_this_jax_prints_is_read():
+    def fn(x, w):
+        def body(c, w):
+            return jnp.tanh(c @ w), jnp.sum(c)
+
+        c, sums = jax.lax.scan(body, x, w)
+        return jax.lax.cond(sums[0] > 0, jnp.sin, jnp.cos, c), jnp.sort(sums)
+
+    lowered = jax.jit(fn).lower(jnp.ones((4, 4)), jnp.ones((3, 4, 4)))
+    for text in (lowered.as_text(dialect="hlo", debug_info=True), lowered.compile().as_text()):
+        read = [i for c in Module.parse(text).computations.values() for i in c.instructions]
+        body = text[text.index("\n\n\n") :] if "StackFrames" in text else text
+        assert len(read) == sum(" = " in line for line in body.splitlines()) > 20
+        assert all(i.shapes for i in read)
+        assert any(i.line == fn.__code__.co_firstlineno + 2 for i in read)
+
+
+# ---------------------------------------------------------------- changes in texts
+
+PLANNED = """HloModule jit_f
+
+ENTRY main.1 {{
+  x.1 = {x} parameter(0)
+  w.1 = {x} parameter(1)
+{body}
+}}
+"""
+
+
+def program(x: str, *lines: str) -> Module:
+    """A module with parameters x.1 and w.1 of one type; `@name:line` is an instruction's origin."""
+    out: list[str] = []
+    for line in lines:
+        text, _, origin = line.partition("@")
+        name, _, number = origin.partition(":")
+        where = f'metadata={{op_name="{name}" source_file="a.py" source_line={number}}}'
+        out.append(f"  {text.strip()}, {where}" if origin else f"  {text}")
+    return Module.parse(PLANNED.format(x=x, body="\n".join(out)))
+
+
+def found(planned: Module, compiled: Module) -> list[tuple[str, str, str, int]]:
+    return [
+        (c.kind, c.planned_dtype, c.compiled_dtype, c.source.line)
+        for c in changes(planned, compiled).found
+    ]
+
+
+LOW = program("bf16[8,8]{1,0}", "ROOT d.1 = f32[8,8]{1,0} dot(x.1, w.1) @dot_general:3")
+
+
+def test_a_librarys_kernel_on_the_planned_operands_is_as_planned():
+    call = '(f32[8,8]{1,0}, s8[9]{0}) custom-call(x.1, w.1), custom_call_target="__cublas$gemm"'
+    compiled = program("bf16[8,8]{1,0}", f"ROOT k.1 = {call} @dot_general:3")
+    summary = changes(LOW, compiled)
+    assert (summary.found, summary.as_planned, summary.products) == ((), 1, 1)
+
+
+def test_a_librarys_kernel_on_widened_operands_is_not():
+    compiled = program(
+        "bf16[8,8]{1,0}",
+        "a.1 = f32[8,8]{1,0} convert(x.1)",
+        "b.1 = f32[8,8]{1,0} convert(w.1)",
+        'ROOT k.1 = f32[8,8]{1,0} custom-call(a.1, b.1), custom_call_target="k" @dot_general:3',
+    )
+    assert found(LOW, compiled) == [("product widened", "bf16", "f32", 3)]
+
+
+def test_narrower_operands_are_found_unless_they_are_the_same_values():
+    wide = program("f32[8,8]{1,0}", "ROOT d.1 = f32[8,8]{1,0} dot(x.1, w.1) @dot_general:3")
+    rounded = program(
+        "f32[8,8]{1,0}",
+        "a.1 = bf16[8,8]{1,0} convert(x.1)",
+        "b.1 = bf16[8,8]{1,0} convert(w.1)",
+        "ROOT d.1 = f32[8,8]{1,0} dot(a.1, b.1) @dot_general:3",
+    )
+    assert found(wide, rounded) == [("product narrowed", "f32", "bf16", 3)]
+    widened = program(
+        "bf16[8,8]{1,0}",
+        "a.1 = f32[8,8]{1,0} convert(x.1) @convert_element_type:2",
+        "t.1 = f32[8,8]{0,1} transpose(a.1), dimensions={1,0}",
+        "b.1 = f32[8,8]{1,0} convert(w.1) @convert_element_type:2",
+        "ROOT d.1 = f32[8,8]{1,0} dot(t.1, b.1) @dot_general:3",
+    )
+    assert found(widened, LOW) == []
+    assert changes(widened, LOW).as_planned == 1
+
+
+def test_rounded_sums_are_found_unless_a_cast_rounds_them():
+    low = program(
+        "bf16[8,8]{1,0}",
+        "d.1 = bf16[8,8]{1,0} dot(x.1, w.1) @dot_general:3",
+        "ROOT s.1 = f32[8,8]{1,0} convert(d.1)",
+    )
+    assert found(LOW, low) == [("product narrowed", "f32", "bf16", 3)]
+    cast = program(
+        "bf16[8,8]{1,0}",
+        "d.1 = f32[8,8]{1,0} dot(x.1, w.1) @dot_general:3",
+        "ROOT s.1 = bf16[8,8]{1,0} convert(d.1) @convert_element_type:4",
+    )
+    fused = program("bf16[8,8]{1,0}", "ROOT d.1 = bf16[8,8]{1,0} dot(x.1, w.1) @dot_general:3")
+    assert found(cast, fused) == []
+
+
+ROUNDED = (
+    "a.1 = bf16[8,8]{1,0} convert(x.1) @convert_element_type:5",
+    "b.1 = f32[8,8]{1,0} convert(a.1) @convert_element_type:6",
+    "ROOT m.1 = f32[8,8]{1,0} multiply(b.1, w.1) @mul:7",
+)
+
+
+def test_a_removed_rounding_is_found():
+    planned = program("f32[8,8]{1,0}", *ROUNDED)
+    without = program("f32[8,8]{1,0}", "ROOT m.1 = f32[8,8]{1,0} multiply(x.1, w.1) @mul:7")
+    assert found(planned, without) == [("cast removed", "bf16", "f32", 5)]
+    assert found(planned, planned) == []
+
+
+def test_a_cast_of_what_was_widened_before_rounds_nothing():
+    planned = program(
+        "bf16[8,8]{1,0}",
+        "k.1 = f32[8,8]{1,0} convert(x.1) @convert_element_type:4",
+        "a.1 = bf16[8,8]{1,0} convert(k.1) @convert_element_type:5",
+        "b.1 = f32[8,8]{1,0} convert(a.1) @convert_element_type:6",
+        "ROOT m.1 = f32[8,8]{1,0} multiply(b.1, b.1) @mul:7",
+    )
+    compiled = program(
+        "bf16[8,8]{1,0}",
+        "k.1 = f32[8,8]{1,0} convert(x.1) @convert_element_type:4",
+        "ROOT m.1 = f32[8,8]{1,0} multiply(k.1, k.1) @mul:7",
+    )
+    assert found(planned, compiled) == []
+
+
+def test_an_equal_cast_that_remains_under_another_line_is_no_removal():
+    planned = program(
+        "f32[8,8]{1,0}",
+        *ROUNDED[:2],
+        "c.1 = bf16[8,8]{1,0} convert(x.1) @convert_element_type:8",
+        "d.1 = f32[8,8]{1,0} convert(c.1) @convert_element_type:9",
+        "ROOT m.1 = f32[8,8]{1,0} multiply(b.1, d.1) @mul:7",
+    )
+    compiled = program(
+        "f32[8,8]{1,0}",
+        "c.1 = bf16[8,8]{1,0} convert(x.1) @convert_element_type:8",
+        "d.1 = f32[8,8]{1,0} convert(c.1) @convert_element_type:9",
+        "ROOT m.1 = f32[8,8]{1,0} multiply(d.1, d.1) @mul:7",
+    )
+    assert found(planned, compiled) == []
+
+
+def test_a_rounded_constant_that_is_computed_ahead_is_no_removal():
+    constant = "k.1 = f32[8,8]{1,0} constant({...})"
+    planned = program(
+        "f32[8,8]{1,0}",
+        constant,
+        "a.1 = bf16[8,8]{1,0} convert(k.1) @convert_element_type:5",
+        "b.1 = f32[8,8]{1,0} convert(a.1) @convert_element_type:6",
+        "ROOT m.1 = f32[8,8]{1,0} multiply(b.1, w.1) @mul:7",
+    )
+    compiled = program(
+        "f32[8,8]{1,0}", constant, "ROOT m.1 = f32[8,8]{1,0} multiply(k.1, w.1) @mul:7"
+    )
+    assert found(planned, compiled) == []
+
+
+def test_asynchronous_collectives_are_found():
+    planned = program(
+        "bf16[8,8]{1,0}",
+        "g.1 = bf16[32,8]{1,0} all-gather(x.1), dimensions={0} @all_gather:3",
+        "ROOT c.1 = bf16[32,8]{1,0} copy(g.1)",
+    )
+    compiled = program(
+        "bf16[8,8]{1,0}",
+        "a.1 = f32[8,8]{1,0} convert(x.1)",
+        "g.1 = (f32[8,8]{1,0}, f32[32,8]{1,0}) all-gather-start(a.1), dimensions={0} @all_gather:3",
+        "d.1 = f32[32,8]{1,0} all-gather-done(g.1) @all_gather:3",
+        "ROOT c.1 = bf16[32,8]{1,0} convert(d.1)",
+    )
+    assert found(planned, compiled) == [("collective widened", "bf16", "f32", 3)]
+
+
+STARTS = {
+    "all-gather": ("bf16[32,8]", "(f32[8,8], f32[32,8]) all-gather-start(a.1), dimensions={0}"),
+    "all-reduce": ("bf16[8,8]", "f32[8,8] all-reduce-start(a.1), to_apply=add"),
+    "collective-permute": (
+        "bf16[8,8]",
+        "(f32[8,8], f32[8,8], u32[], u32[]) collective-permute-start(a.1)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize("asked", [True, False], ids=["the users", "the partitioners"])
+def test_the_start_of_a_collective_is_found_once(name, asked):
+    shape, started = STARTS[name]
+    wanted = f"{name}(x.1)" if asked else "multiply(x.1, x.1)"
+    planned = program("bf16[8,8]", f"ROOT g.1 = {shape} {wanted} @made:3")
+    compiled = program(
+        "bf16[8,8]",
+        "a.1 = f32[8,8] convert(x.1)",
+        f"g.1 = {started} @made:3",
+        f"d.1 = {shape.replace('bf16', 'f32')} {name}-done(g.1) @made:3",
+        f"ROOT c.1 = {shape} convert(d.1)",
+    )
+    assert found(planned, compiled) == [("collective widened", "bf16", "f32", 3)]
+    (change,) = changes(planned, compiled).found
+    assert change.compiled == f"{name} {shape.replace('bf16', 'f32')}"
+
+
+def test_a_collective_of_the_partitioner_has_the_types_of_its_operation():
+    low = program("bf16[8,8]{1,0}", "ROOT d.1 = bf16[8,8]{1,0} dot(x.1, w.1) @dot_general:3")
+
+    def partitioned(dtype: str) -> Module:
+        return program(
+            "bf16[8,8]{1,0}",
+            f"d.1 = {dtype}[8,8]{{1,0}} dot(x.1, w.1) @dot_general:3",
+            f"ROOT r.1 = {dtype}[8,8]{{1,0}} all-reduce(d.1), to_apply=add @dot_general:3",
+        )
+
+    assert found(low, partitioned("f32")) == [("collective widened", "bf16", "f32", 3)]
+    assert found(low, partitioned("bf16")) == []
+
+
+def test_a_widened_result_in_memory_is_found():
+    planned = program(
+        "bf16[8,8]{1,0}",
+        "a.1 = bf16[8,8]{1,0} add(x.1, w.1) @add:3",
+        "ROOT s.1 = bf16[8,8]{1,0} sort(a.1) @sort:4",
+    )
+    compiled = program(
+        "bf16[8,8]{1,0}",
+        "a.1 = f32[8,8]{1,0} add(x.1, w.1) @add:3",
+        "ROOT s.1 = bf16[8,8]{1,0} sort(a.1) @sort:4",
+    )
+    assert found(planned, compiled) == [("buffer widened", "bf16", "f32", 3)]
+    assert found(planned, planned) == []
+
+
+LOOP = """HloModule jit_f
+
+body {
+  s = (s32[], bf16[8,8], W) parameter(0)
+  i = s32[] get-tuple-element(s), index=0
+  c = bf16[8,8] get-tuple-element(s), index=1
+  w = W get-tuple-element(s), index=2
+  INSIDE
+  n = bf16[8,8] negate(c)
+  ROOT t = (s32[], bf16[8,8], W) tuple(i, n, w)
+}
+
+cond {
+  s.2 = (s32[], bf16[8,8], W) parameter(0)
+  ROOT p = pred[] constant(true)
+}
+
+ENTRY main {
+  x.1 = bf16[8,8] parameter(0)
+  w.1 = bf16[8,8] parameter(1)
+  k.1 = s32[] constant(0)
+  BEFORE
+  t.1 = (s32[], bf16[8,8], W) tuple(k.1, x.1, GIVEN)
+  ROOT l = (s32[], bf16[8,8], W) while(t.1), condition=cond, body=body, ORIGIN
+}
+"""
+
+
+def test_a_cast_that_leaves_a_loop_and_the_state_that_it_widens_are_found():
+    def loop(**parts: str) -> Module:
+        text = LOOP
+        for name, part in parts.items():
+            text = text.replace(name, part)
+        return Module.parse(text)
+
+    origin = 'metadata={op_name="while" source_file="a.py" source_line=2}'
+    cast = 'metadata={op_name="while/body/convert" source_file="a.py" source_line=3}'
+    within, before = f"v = f32[8,8] convert(w), {cast}", f"v = f32[8,8] convert(w.1), {cast}"
+    planned = loop(W="bf16[8,8]", INSIDE=within, BEFORE="", GIVEN="w.1", ORIGIN=origin)
+    compiled = loop(W="f32[8,8]", INSIDE="", BEFORE=before, GIVEN="v", ORIGIN=origin)
+    assert found(planned, compiled) == [
+        ("loop state widened", "bf16", "f32", 2),
+        ("cast moved", "bf16", "f32", 3),
+    ]
+    assert found(planned, planned) == []

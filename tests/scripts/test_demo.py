@@ -1,0 +1,74 @@
+"""The demo's training job, small: fully lowered in both compositions, and the loss of float32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import demo_model
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import precpass as pp
+
+pytestmark = pytest.mark.programs
+
+SHAPE = demo_model.Shape(layers=2, width=64, heads=2, length=32, batch=2)
+STEPS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_the_libraries_expect():
+    # flax and optax are written for JAX's own promotion
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def task(as_the_libraries_expect: None) -> Any:
+    return demo_model.make_task(SHAPE)
+
+
+def whole_step(task: Any) -> Callable[..., Any]:
+    return pp.auto_mixed(task.train_step, policy=pp.AutoMixedBf16)
+
+
+def under_grad(task: Any) -> Callable[..., Any]:
+    loss = pp.auto_mixed(task.loss, policy=pp.AutoMixedBf16)
+    return jax.jit(task.with_gradient(jax.value_and_grad(loss)))
+
+
+def train(step: Callable[..., Any], task: Any) -> tuple[list[float], Any]:
+    data = demo_model.batches(demo_model.standard_library(), SHAPE, STEPS)
+    params, state, losses = task.params, task.opt_state, []
+    for tokens in data:
+        params, state, loss = step(params, state, jnp.asarray(tokens))
+        losses.append(float(loss))
+    return losses, (params, state)
+
+
+def products(jaxpr: Any) -> list[bool]:
+    """For each product that contracts something: whether both operands have 16 bits."""
+    found: list[bool] = []
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][0][0]:
+            found.append(all(v.aval.dtype == jnp.bfloat16 for v in eqn.invars))
+        for param in eqn.params.values():
+            if hasattr(param, "eqns") or hasattr(param, "jaxpr"):
+                found += products(param)
+    return found
+
+
+@pytest.mark.parametrize("compose", [whole_step, under_grad])
+def test_every_product_is_low_and_the_loss_is_that_of_float32(compose: Any, task: Any):
+    step = compose(task)
+    tokens = jnp.zeros((SHAPE.batch, SHAPE.length + 1), jnp.int32)
+    low = products(jax.make_jaxpr(step)(task.params, task.opt_state, tokens))
+    wide = products(jax.make_jaxpr(task.train_step)(task.params, task.opt_state, tokens))
+    assert len(low) == len(wide) > 20
+    assert all(low) and not any(wide)
+    losses, (params, state) = train(step, task)
+    expected, _ = train(jax.jit(task.train_step), task)
+    np.testing.assert_allclose(losses, expected, rtol=0.02)
+    floats = [x for x in jax.tree.leaves((params, state)) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert {x.dtype for x in floats} == {jnp.dtype(jnp.float32)}

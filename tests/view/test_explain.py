@@ -1,0 +1,392 @@
+"""`explain`: the verdict in figures, what stays wide and why, rules, and advice from the graph."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import precpass as pp
+from precpass.analysis.residuals import kept_bytes
+from precpass.view.rows import rows
+from tests.support.unit_helpers import f32
+
+X, W = f32(8, 8), f32(8, 8)
+
+
+def mixed_by_hand(x, w):
+    h = jnp.tanh(x @ w)
+    h = lax.dot(h, w, precision="highest")
+    with jax.numpy_dtype_promotion("standard"):
+        odd = x.astype(jnp.bfloat16) / np.float32(8.0)
+    return (h @ w + odd + x.astype(jnp.bfloat16).astype(jnp.float32)).sum()
+
+
+def line_of(fn, text):
+    import inspect
+
+    lines, start = inspect.getsourcelines(fn)
+    return start + next(i for i, line in enumerate(lines) if text in line)
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+def test_the_verdict_counts_products_flops_and_casts():
+    found = pp.explain(mixed_by_hand)(X, W)
+    verdict = found.verdict
+    assert (verdict.after.low, verdict.after.products, verdict.left_wide) == (2, 3, 1)
+    products = 2 * 8**3
+    # three products, a tanh, a division, two additions, and the sum's operands
+    assert verdict.after.low_flops == pytest.approx(2 * products / (3 * products + 5 * 64))
+    # x, h and w, which two products share
+    assert verdict.after.casts - verdict.before.casts == 3
+    assert verdict.after.cast_bytes - verdict.before.cast_bytes == 3 * 64 * 2
+
+
+def test_loops_weigh_what_runs_in_them():
+    def fn(x, w):
+        return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=10)[0]
+
+    verdict = pp.explain(fn)(X, W).verdict
+    assert (verdict.after.low, verdict.after.products) == (1, 1)
+    # the carry in each trip, and the loop's constant once before it
+    assert verdict.after.cast_bytes == (10 + 1) * 64 * 2
+    assert verdict.crossed == 1
+    assert verdict.after.flops["bf16"] == 10 * 2 * 8**3
+
+
+def test_what_is_kept_for_the_backward_pass():
+    def loss(x, w):
+        return jnp.sin(jnp.exp(x @ w)).sum()
+
+    verdict = pp.explain(jax.grad(loss))(X, W).verdict
+    # exp and its cosine; the operands are arguments
+    assert verdict.kept_before == 2 * 64 * 4
+    # and the low copy of w, which the products of both passes read
+    assert verdict.kept_after == 2 * 64 * 4 + 64 * 2
+    assert pp.explain(loss)(X, W).verdict.kept_before == 0
+    assert "kept for the backward" in pp.explain(jax.grad(loss))(X, W).text()
+    assert "kept for the backward" not in pp.explain(loss)(X, W).text()
+
+
+def test_what_a_scan_stacks_is_kept_whole_and_remat_keeps_less():
+    def body(c, w):
+        return jnp.sin(c @ w), None
+
+    def loss(x, ws, body=body):
+        return lax.scan(body, x, ws)[0].sum()
+
+    def rematted(x, ws):
+        return loss(x, ws, jax.checkpoint(body))
+
+    ws = f32(5, 8, 8)
+    plain, less = (kept_bytes(jax.make_jaxpr(jax.grad(f, 1))(X, ws)) for f in (loss, rematted))
+    assert plain >= 2 * 5 * 64 * 4
+    assert less == 5 * 64 * 4
+
+
+def test_what_is_stored_low_is_kept_as_its_16_bits():
+    def loss(x, w):
+        return lax.scan(lambda c, _: (jnp.tanh(c @ w) @ w, None), x, length=5)[0].sum()
+
+    found = pp.inspect(jax.grad(loss, 1))(X, W)
+    forward = next(row for row in rows(found.plan) if row.info.primitive == "scan").info
+    stacks = sum(value.shape == (5, 8, 8) for value in forward.results)
+    low = sum(c.alone and c.value.shape == (5, 8, 8) for c in forward.crossed)
+    assert stacks == 3 and low > 0
+    verdict = found.explain().verdict
+    # each is stacked in both forms, of which one is read; and the loops share the low copy of w
+    assert verdict.kept_before == stacks * 5 * 64 * 4
+    assert verdict.kept_after == (stacks - low) * 5 * 64 * 4 + low * 5 * 64 * 2 + 64 * 2
+    assert verdict.stored == sum(row.decision.stores_low for row in rows(found.plan)) > 0
+    inserted = sum(len(row.info.casts) for row in rows(found.plan))
+    assert verdict.unread_casts == inserted - (verdict.after.casts - verdict.before.casts) > 0
+    text = found.explain().text()
+    assert f"; {verdict.unread_casts} for derivatives of it alone" in text
+    assert f"{verdict.stored} results stored low, {verdict.crossed} values on 16 bits" in text
+    # what is stored low does not stay as written
+    assert not any("stored in" in reason for _, reason, _ in found.explain().others)
+
+
+def test_what_is_made_of_constants_alone_is_not_kept():
+    def loss(x):
+        return (jnp.sin(x) * jnp.cos(jnp.arange(8.0, dtype=jnp.float32) + 1)).sum()
+
+    # the cosine of x, and none of the constants'
+    assert kept_bytes(jax.make_jaxpr(jax.grad(loss))(f32(8))) == 8 * 4
+
+
+def test_a_policy_that_lowers_nothing_is_explained_without_a_warning():
+    text = pp.explain(jnp.tanh)(X).text()
+    assert "0 of 0 products low" in text
+
+
+# ---------------------------------------------------------------- what stays wide
+
+
+def test_each_product_left_wide_has_its_line_reason_and_remedy():
+    (wide,) = pp.explain(mixed_by_hand)(X, W).wide
+    assert wide.source.line == line_of(mixed_by_hand, "lax.dot")
+    assert wide.what == "dot_general f32[8,8] f32[8,8] -> f32[8,8]"
+    assert wide.reason.startswith("the user's order: precision=")
+    assert wide.remedy == "leave the order out, or make it by a Rule"
+
+
+def test_equal_products_of_a_line_are_counted():
+    def fn(x, w):
+        with pp.keep("f32"):
+            for _ in range(3):
+                x = x @ w
+        return x @ w
+
+    (wide,) = pp.explain(fn)(X, W).wide
+    assert wide.times == 3
+    assert wide.remedy == "leave the keep region, or narrow it"
+
+
+def test_equal_products_of_layers_that_differ_in_their_number_are_counted():
+    def fn(x, w):
+        for i in range(40):
+            with jax.named_scope(f"layer_{i}"):
+                x = lax.dot(x, w, precision="highest")
+        with jax.named_scope("head_2"):
+            return lax.dot(x, w, precision="highest") @ w
+
+    layers, head = pp.explain(fn)(X, W).wide
+    assert (layers.scope, layers.times) == ("layer_*", 40)
+    assert (head.scope, head.times) == ("head_2", 1)
+
+
+def outer(x, w):
+    return jnp.einsum("i,j->ij", x[0], w[0]).sum() + (x @ w).sum()
+
+
+def half(x, w):
+    return x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+
+
+def one_operand_low(x, w):
+    return lax.dot(x.astype(jnp.bfloat16), w, preferred_element_type=jnp.float32)
+
+
+def test_a_product_of_one_low_operand_is_left_wide():
+    (wide,) = pp.explain(one_operand_low)(X, W).wide
+    assert wide.reason == "the user's own precision"
+    assert wide.remedy == "make all its operands float32, or cast them yourself"
+
+
+def test_all_else_is_summed_up_by_reason():
+    found = pp.explain(mixed_by_hand)(X, W)
+    kinds = {kind for kind, _, _ in found.others}
+    assert "compute" not in kinds  # each has an entry of its own
+    assert sum(n for kind, reason, n in found.others if "the user wrote" in reason) == 4
+
+
+def test_rules_that_match_nothing_are_said():
+    policy = pp.AutoMixedBf16.with_rules(pp.Rule(scope="*/head", precision="f32"))
+    found = pp.explain(mixed_by_hand, policy)(X, W)
+    assert found.unmatched == ("Rule(scope='*/head', precision='f32')",)
+    assert "rules that matched no equation\n  Rule(scope='*/head'" in found.text()
+
+
+def test_what_the_user_made_low_is_not_left_wide():
+    found = pp.explain(half)(X, W)
+    assert (found.verdict.after.low, found.verdict.left_wide, found.wide) == (1, 0, ())
+    assert any(kind == "compute" for kind, _, _ in found.others)
+
+
+def test_what_sums_over_nothing_is_not_left_wide():
+    found = pp.explain(outer)(X, W)
+    assert (found.verdict.after.low, found.verdict.left_wide) == (1, 0)
+    assert any("elementwise product" in reason for _, reason, _ in found.others)
+    # for whatever reason it stays
+    verdict = pp.explain(outer, "AlwaysF32")(X, W).verdict
+    assert (verdict.after.products, verdict.left_wide) == (1, 1)
+
+
+def test_products_of_a_float64_program_are_narrowed():
+    policy = pp.Custom({pp.OpKind.COMPUTE: "f32"}).with_retypes("f64")
+    with jax.enable_x64(True):
+        x = jax.ShapeDtypeStruct((8, 8), jnp.float64)
+        found = pp.explain(lambda a: jnp.sin(a @ a) @ a, policy)(x)
+    assert (found.verdict.narrowed, found.verdict.left_wide, found.wide) == (2, 0, ())
+    assert "0 of 2 products low, 2 narrowed to f32, 0 left wide" in found.text()
+
+
+def test_bytes_of_casts_are_those_of_the_program_that_runs():
+    verdict = pp.explain(lambda a: a @ a, pp.AutoMixedBf16.with_output("bf16"))(X).verdict
+    assert verdict.after.cast_bytes == 2 * 64 * 2
+
+    def regions(a):
+        with pp.keep("f64"):
+            b = jnp.sin(a @ a)
+        return b @ a
+
+    found = pp.inspect(regions)(X)
+    assert found.explain().verdict.after.cast_bytes == 64 * (8 + 4 + 2 + 2)
+    assert "f32 -> f64[8,8] inserted" in found.diff() and "f64 -> f32[8,8] inserted" in found.diff()
+    assert found.diff().endswith("; 4 casts inserted")
+    undone = pp.explain(lambda a: half(a, a).astype(jnp.float32), "AlwaysF32")(X).verdict
+    assert undone.after.cast_bytes == 0 < undone.before.cast_bytes
+    none = pp.explain(lambda a: lax.scan(lambda h, _: (h @ h, None), a, length=0)[0])(X)
+    assert none.verdict.after.cast_bytes == 0
+
+
+def test_what_the_figures_take_for_granted_is_said():
+    def loops(x, w):
+        return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), (0, x))[1]
+
+    assert "figures: 128 trips of each loop whose number only run" in pp.explain(loops)(X, W).text()
+    branches = pp.explain(lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x))
+    assert "figures: all branches of a cond count" in branches(X, W).text()
+    (n,) = jax.export.symbolic_shape("n")
+    symbolic = jax.ShapeDtypeStruct((n, 8), jnp.float32)
+    assert "figures: 128 for each symbolic" in pp.explain(lambda x, w: x @ w)(symbolic, W).text()
+    assert "figures:" not in pp.explain(mixed_by_hand)(X, W).text()
+
+
+# ---------------------------------------------------------------- advice
+
+
+def advised(fn, *args, policy=None):
+    return [item.text for item, _ in pp.explain(fn, policy)(*args).advice]
+
+
+def test_dimensions_that_tensor_cores_pad_are_named():
+    (text,) = advised(lambda x, w: x @ w, f32(16, 24), f32(24, 50))
+    assert "pad 50 to 56" in text
+    assert advised(lambda x, w: x @ w, f32(16, 24), f32(24, 48)) == []
+    # a batch is no dimension of the product, a vector has nothing to pad
+    assert advised(lambda x, w: x @ w, f32(7, 16, 24), f32(7, 24, 48)) == []
+    assert advised(lambda x, w: x @ w, f32(24), f32(24, 48)) == []
+
+
+def test_features_of_a_convolution_are_named():
+    def fn(x, k):
+        return lax.conv_general_dilated(x, k, (1, 1), "SAME")
+
+    (text,) = advised(fn, f32(1, 16, 9, 9), f32(33, 16, 3, 3))
+    assert "pad 33 to 40" in text and "9" not in text
+
+
+def test_a_constant_that_promotes_is_named_with_its_line():
+    def fn(x, w):
+        h = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+        with jax.numpy_dtype_promotion("standard"):
+            return h / np.float32(8.0)
+
+    ((item, n),) = pp.explain(fn)(X, W).advice
+    assert n == 1 and item.source.line == line_of(fn, "np.float32")
+    assert "becomes f32 beside the constant 8.0" in item.text
+
+
+def test_a_round_trip_of_the_users_is_named():
+    def fn(x, w):
+        return x.astype(jnp.bfloat16).astype(jnp.float32) @ w
+
+    (text,) = advised(fn, X, W)
+    assert "from f32 to bf16 and back" in text
+
+
+def test_a_float32_island_between_two_products_is_named():
+    def fn(x, w):
+        h = jnp.tanh(x @ w)
+        return jnp.tanh(lax.dot(h, w, precision="highest")) @ w
+
+    (text,) = advised(fn, X, W)
+    assert text.startswith("an island in f32 between low products: the user's order")
+    # in a loop too, and not where nothing low follows
+    assert advised(lambda x, w: lax.scan(lambda c, _: (fn(c, w), None), x, length=2)[0], X, W)
+    assert advised(lambda x, w: lax.dot(x @ w, w, precision="highest"), X, W) == []
+
+
+def test_a_derivative_from_outside_is_noted():
+    said = []
+
+    def loss(x, w):
+        said.append(pp.explain(lambda x: x @ w)(x).text())
+        return (x @ w).sum()
+
+    jax.grad(loss)(jnp.ones((8, 8)), jnp.ones((8, 8)))
+    assert "a derivative is taken around this call" in said[0]
+    assert "a derivative is taken" not in pp.explain(lambda x: x @ x)(X).text()
+
+
+# ---------------------------------------------------------------- forms
+
+
+def test_it_is_text_html_and_json():
+    found = pp.explain(mixed_by_hand)(X, W)
+    assert str(found) == found.text() == found.text(color=False)
+    assert re.sub(r"\x1b\[[\d;]*m", "", found.text(color=True)) == str(found)
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["verdict"]["left_wide"] == 1
+    assert data["wide"][0]["source"]["line"] == line_of(mixed_by_hand, "lax.dot")
+    assert data["advice"][0]["text"]
+    html = found._repr_html_()
+    assert "<script" not in html and "2 of 3 products low" in html
+
+
+def test_an_inspection_explains_itself():
+    assert pp.inspect(mixed_by_hand)(X, W).explain() == pp.explain(mixed_by_hand)(X, W)
+
+
+def test_the_work_grows_with_the_program(monkeypatch):
+    """What is asked of each equation of an unrolled model does not grow with the model."""
+    from precpass.jaxpr import reading
+
+    counted = []
+    monkeypatch.setattr(
+        pp.jaxpr, "is_literal", lambda a: counted.append(1) or reading.is_literal(a)
+    )
+
+    def layers(x, w):
+        for _ in range(len(x)):
+            x = jnp.tanh(x @ w)
+        return x
+
+    def asked(n):
+        found = pp.inspect(layers)(f32(n, 8), W)
+        counted.clear()
+        found.explain()
+        return len(counted)
+
+    assert asked(64) < 4.4 * asked(16)
+
+
+def test_complex_products_are_left_wide_and_those_of_integers_are_no_products():
+    def three(x, w, n):
+        z = lax.complex(x, w)
+        return x @ w, z @ z, n @ n
+
+    found = pp.explain(three, "AutoMixedBf16")(*jnp.ones((2, 8, 8)), jnp.ones((8, 8), jnp.int32))
+    verdict = found.verdict
+    assert (verdict.after.low, verdict.after.products, verdict.left_wide) == (1, 2, 1)
+    assert found.wide[0].reason == "complex numbers keep their precision"
+    assert "real products" in found.wide[0].remedy
+
+
+def layers(x, w):
+    for i in range(3):
+        with jax.named_scope(f"layer_{i}"):
+            x = lax.dot(lax.dot(x, w, precision="highest"), w[:, :4], precision="highest") @ w[:4]
+    return x
+
+
+def test_a_line_stands_once_above_its_products_and_its_advice():
+    text = pp.explain(layers)(X, W).text()
+    assert text.count("dot_general f32[8,8] f32[8,8] -> f32[8,8] in layer_* (3 times)") == 1
+    assert text.count("dot_general f32[8,8] f32[8,4] -> f32[8,4] in layer_* (3 times)") == 1
+    wide, advice = text.split("advice")
+    assert wide.count("test_explain.py:") == advice.count("test_explain.py:") == 1
+    assert "no multiple of 8" in advice and "island" in advice
+
+
+def test_a_pass_that_is_switched_off_is_in_the_title():
+    with pp.use_policy(None):
+        assert pp.explain(layers)(X, W).text().startswith("layers, switched off\n")
+        assert "layers, switched off" in pp.inspect(layers)(X, W).draw().svg
