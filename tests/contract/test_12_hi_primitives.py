@@ -1,7 +1,8 @@
 """Design section 3, line 12: hi-primitives are entered, or warned of with what made them.
 
 `jax.checkpoint` under the flag `jax_remat3` is in the matrix of
-`sweeps/test_enumeration_compositions.py`, as `call_hi_primitive`; here are the others, and what of them is not entered.
+`sweeps/test_enumeration_compositions.py`, as `call_hi_primitive`; here are the others, and what of
+them is not entered.
 """
 
 import functools
