@@ -11,8 +11,8 @@ import pytest
 
 import precpass as pp
 from precpass import AlwaysF32, AutoMixed, AutoMixedBf16, Mixed, PrecisionWarning
-from tests.support.helpers import identical
-from tests.support.unit_helpers import f32, product_dtypes, stable_id
+from tests.support.jaxprs import product_dtypes
+from tests.support.values import f32, identical, stable_id
 
 X = jnp.linspace(-1, 1, 64).reshape(8, 8)
 

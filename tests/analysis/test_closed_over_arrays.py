@@ -18,7 +18,8 @@ import precpass as pp
 from precpass.analysis import ranges
 from precpass.analysis.ranges import ANY, of_array
 from precpass.jaxpr.weak import WeakIdMap
-from tests.support.helpers import low_products, normal, rel_error
+from tests.support.jaxprs import low_products
+from tests.support.values import normal, rel_error
 
 SIDE = 1024  # 2^20 elements
 

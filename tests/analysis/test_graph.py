@@ -22,7 +22,7 @@ from tests.support.graph_programs import (
     only,
     rows,
 )
-from tests.support.unit_helpers import f32
+from tests.support.values import f32
 
 KINDS = list(OpKind)
 

@@ -13,7 +13,7 @@ from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
 from precpass.analysis.sizes import nbytes
 from precpass.measure.counts import count
-from tests.support.unit_helpers import f32
+from tests.support.values import f32
 
 X, W = f32(8, 8), f32(8, 8)
 

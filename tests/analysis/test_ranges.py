@@ -13,8 +13,10 @@ from precpass import Custom, Precision
 from precpass.analysis.graph import Graph
 from precpass.analysis.propagate import ANY, ValueRange, of_array, propagate
 from precpass.planner.guards import why_out_of_range
+from tests.support.jaxprs import operand_dtypes
+from tests.support.passes import decided
 from tests.support.ranges import bounds, fact_of, facts_of
-from tests.support.unit_helpers import decided, f32, operand_dtypes, stable_id
+from tests.support.values import f32, stable_id
 
 # ---------------------------------------------------------------- sources of facts
 

@@ -31,7 +31,7 @@ from tests.support.profitability import (
     restarted,
     weights,
 )
-from tests.support.unit_helpers import f32
+from tests.support.values import f32
 
 # ---------------------------------------------------------------- measured
 

@@ -28,7 +28,7 @@ from tests.support.profitability import (
     products,
     restarted,
 )
-from tests.support.unit_helpers import f32
+from tests.support.values import f32
 
 
 def loss(w, x):

@@ -7,20 +7,10 @@ import numpy as np
 import pytest
 
 import precpass as pp
-from tests.support.helpers import (
-    LOWERING,
-    POLICIES,
-    PROGRAMS,
-    Program,
-    assert_close,
-    look,
-    low_products,
-    mlp_args,
-    mlp_loss,
-    normal,
-    quiet,
-    run,
-)
+from tests.support.example_programs import PROGRAMS, Program, mlp_args, mlp_loss
+from tests.support.jaxprs import low_products
+from tests.support.passes import LOWERING, POLICIES, assert_close, look, quiet, run
+from tests.support.values import normal
 
 EVERY_KIND = pp.Custom({kind: "bf16" for kind in pp.OpKind if kind is not pp.OpKind.BOUNDARY})
 ALL = (*POLICIES, EVERY_KIND)

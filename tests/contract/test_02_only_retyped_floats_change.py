@@ -8,20 +8,10 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.helpers import (
-    LOW,
-    LOWERING,
-    PROGRAMS,
-    Program,
-    assert_close,
-    identical,
-    look,
-    low_products,
-    named,
-    normal,
-    run,
-    walk,
-)
+from tests.support.example_programs import PROGRAMS, Program
+from tests.support.jaxprs import LOW, inner_jaxprs, low_products, named, walk
+from tests.support.passes import LOWERING, assert_close, look, run
+from tests.support.values import identical, normal
 
 EVERY_KIND = pp.Custom({kind: "f16" for kind in pp.OpKind if kind is not pp.OpKind.BOUNDARY})
 ALL = (*LOWERING, EVERY_KIND)
@@ -42,8 +32,7 @@ def untouchable(jaxpr):
     found = []
     for eqn in walk(jaxpr):
         dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
-        nested = any(hasattr(getattr(v, "jaxpr", v), "eqns") for v in eqn.params.values())
-        if not nested and not any(d in CHANGEABLE for d in dtypes):
+        if not inner_jaxprs(eqn) and not any(d in CHANGEABLE for d in dtypes):
             found.append((eqn.primitive.name, tuple(map(str, dtypes))))
     return sorted(found)
 

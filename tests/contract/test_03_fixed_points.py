@@ -10,23 +10,10 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import precpass as pp
-from tests.support.helpers import (
-    LOWERING,
-    POLICIES,
-    PROGRAMS,
-    Program,
-    assert_close,
-    attention,
-    look,
-    low_products,
-    mlp_args,
-    mlp_loss,
-    normal,
-    quiet,
-    rel_error,
-    run,
-    walk,
-)
+from tests.support.example_programs import PROGRAMS, Program, attention, mlp_args, mlp_loss
+from tests.support.jaxprs import low_products, walk
+from tests.support.passes import LOWERING, POLICIES, assert_close, look, quiet, run
+from tests.support.values import normal, rel_error
 
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)

@@ -10,27 +10,19 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.helpers import (
-    ALWAYS_LOW,
-    AUTO,
+from tests.support.example_programs import mlp_args, mlp_loss
+from tests.support.jaxprs import (
     LOW,
-    LOWERING,
-    assert_close,
-    count_products,
     dtypes_in,
     dtypes_out,
-    look,
     low_products,
-    mlp_args,
-    mlp_loss,
     named,
-    normal,
-    rel_error,
-    run,
+    products,
     touches_low,
     walk,
 )
-from tests.support.unit_helpers import stable_id
+from tests.support.passes import ALWAYS_LOW, AUTO, LOWERING, assert_close, look, run
+from tests.support.values import normal, rel_error, stable_id
 
 ids = {"ids": lambda p: p.name}
 BF16 = jnp.bfloat16
@@ -45,7 +37,7 @@ def square(n=8):
 def test_the_precision_of_compute_is_an_order(fn, policy):
     inspection = look(fn, policy, *mlp_args())
     low = low_products(inspection.after, policy.low.dtype)
-    assert len(low) == count_products(inspection.after) == count_products(inspection.before) > 1
+    assert len(low) == len(products(inspection.after)) == len(products(inspection.before)) > 1
     lowered = inspection.plan.count()[pp.OpKind.COMPUTE, pp.Action.LOWER]
     assert lowered == len(low)
 
@@ -263,7 +255,7 @@ def test_always_f32_widens_inside_and_keeps_the_dtype_of_the_outputs():
     exact = x.astype(np.float32) @ w.astype(np.float32)
     assert rel_error(got[2], exact) < 1e-6
     after = look(f, pp.AlwaysF32, x, w).after
-    assert count_products(after) == 1
+    assert len(products(after)) == 1
     assert low_products(after) == []
 
 

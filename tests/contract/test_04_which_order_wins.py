@@ -8,19 +8,10 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.helpers import (
-    ALWAYS_LOW,
-    LOW,
-    LOWERING,
-    POLICIES,
-    assert_close,
-    attention,
-    look,
-    low_products,
-    named,
-    normal,
-    run,
-)
+from tests.support.example_programs import attention
+from tests.support.jaxprs import LOW, low_products, named
+from tests.support.passes import ALWAYS_LOW, LOWERING, POLICIES, assert_close, look, run
+from tests.support.values import normal
 
 ids = {"ids": lambda p: p.name}
 

@@ -10,22 +10,9 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import precpass as pp
-from tests.support.helpers import (
-    ALWAYS_LOW,
-    AUTO,
-    LOW,
-    LOWERING,
-    both_grads,
-    dtypes_in,
-    identical,
-    look,
-    low_products,
-    named,
-    normal,
-    rel_error,
-    run,
-    walk,
-)
+from tests.support.jaxprs import LOW, dtypes_in, low_products, named, walk
+from tests.support.passes import ALWAYS_LOW, AUTO, LOWERING, both_grads, look, run
+from tests.support.values import identical, normal, rel_error
 
 N = 16384
 """Ones add up to 256 in bfloat16 and to 2048 in float16; 16384 itself both can hold."""
@@ -316,8 +303,9 @@ def test_second_derivatives_accumulate_wide(name, policy):
 def test_a_loops_gradient_carries_in_float32(policy):
     """The carry that collects dW over 4096 steps is not narrowed in the gradient's loop."""
     fn, make = BACKWARD["rnn"]
-    after = look(jax.grad(fn), policy, *make()).after
-    for loop in named(after, "scan"):
+    loops = named(look(jax.grad(fn), policy, *make()).after, "scan")
+    assert len(loops) == 2
+    for loop in loops:
         body = loop.params["jaxpr"]
         assert not any(getattr(a, "dtype", None) in LOW for a in body.out_avals)
 

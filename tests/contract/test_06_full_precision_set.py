@@ -8,19 +8,9 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.helpers import (
-    ALWAYS_LOW,
-    AUTO,
-    assert_close,
-    dtypes_in,
-    dtypes_out,
-    look,
-    low_products,
-    named,
-    normal,
-    rel_error,
-    run,
-)
+from tests.support.jaxprs import dtypes_in, dtypes_out, low_products, named
+from tests.support.passes import ALWAYS_LOW, AUTO, assert_close, look, run
+from tests.support.values import normal, rel_error
 
 each_policy = pytest.mark.parametrize("policy", AUTO, ids=lambda p: p.name)
 

@@ -10,22 +10,9 @@ import pytest
 
 import precpass as pp
 from precpass.analysis import ranges
-from tests.support.helpers import (
-    ALWAYS_LOW,
-    LOWERING,
-    assert_close,
-    dtypes_in,
-    dtypes_out,
-    identical,
-    look,
-    low_products,
-    named,
-    normal,
-    rel_error,
-    run,
-    text_of,
-    touches_low,
-)
+from tests.support.jaxprs import dtypes_in, dtypes_out, low_products, named, touches_low
+from tests.support.passes import ALWAYS_LOW, LOWERING, assert_close, look, run, text_of
+from tests.support.values import identical, normal, rel_error
 
 F32_MIN = float(jnp.finfo(jnp.float32).min)
 

@@ -8,21 +8,9 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.helpers import (
-    LOW,
-    LOWERING,
-    assert_close,
-    dtypes_in,
-    identical,
-    look,
-    low_products,
-    named,
-    normal,
-    rel_error,
-    run,
-    touches_low,
-    walk,
-)
+from tests.support.jaxprs import LOW, dtypes_in, low_products, named, touches_low, walk
+from tests.support.passes import LOWERING, assert_close, look, run
+from tests.support.values import identical, normal, rel_error
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 

@@ -8,18 +8,9 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.helpers import (
-    LOWERING,
-    PRODUCTS,
-    assert_close,
-    identical,
-    look,
-    low_products,
-    named,
-    normal,
-    quiet,
-    run,
-)
+from tests.support.jaxprs import PRODUCTS, low_products, named
+from tests.support.passes import LOWERING, assert_close, look, quiet, run
+from tests.support.values import identical, normal
 
 HIGHEST = lax.Precision.HIGHEST
 Algorithm = lax.DotAlgorithmPreset

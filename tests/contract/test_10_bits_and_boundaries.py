@@ -12,21 +12,9 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
 import precpass as pp
-from tests.support.helpers import (
-    ALWAYS_LOW,
-    LOW,
-    LOWERING,
-    assert_close,
-    dtypes_in,
-    dtypes_out,
-    identical,
-    look,
-    low_products,
-    named,
-    normal,
-    run,
-    walk,
-)
+from tests.support.jaxprs import LOW, dtypes_in, dtypes_out, low_products, named, walk
+from tests.support.passes import ALWAYS_LOW, LOWERING, assert_close, look, run
+from tests.support.values import identical, normal
 
 each_policy = pytest.mark.parametrize("policy", LOWERING, ids=lambda p: p.name)
 each_order = pytest.mark.parametrize("policy", ALWAYS_LOW, ids=lambda p: p.name)

@@ -15,25 +15,10 @@ from jax.experimental import pallas as pl
 from jax.interpreters import mlir
 
 import precpass as pp
-from tests.support.helpers import (
-    LOWERING,
-    POLICIES,
-    PROGRAMS,
-    Program,
-    assert_close,
-    attention,
-    count_products,
-    inner_jaxprs,
-    look,
-    low_products,
-    mlp_args,
-    mlp_loss,
-    named,
-    normal,
-    opened,
-    run,
-    walk,
-)
+from tests.support.example_programs import PROGRAMS, Program, attention, mlp_args, mlp_loss
+from tests.support.jaxprs import inner_jaxprs, low_products, named, opened, products, walk
+from tests.support.passes import LOWERING, POLICIES, assert_close, look, run
+from tests.support.values import normal
 
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 
@@ -148,9 +133,7 @@ def test_every_equation_has_a_source_line():
 def test_the_diff_shows_each_change_under_its_line():
     text = look(two_layers, pp.AutoMixedBf16, jnp.eye(4), jnp.eye(4)).diff()
     for comment in ("first product", "second product"):
-        place = (
-            rf"test_contract_11_nothing_is_silent\.py:{line_of(comment)} .*{comment}\n +dot_general"
-        )
+        place = rf"test_11_nothing_is_silent\.py:{line_of(comment)} .*{comment}\n +dot_general"
         assert re.search(place, text), text
 
 
@@ -270,7 +253,7 @@ def test_a_primitive_that_shows_no_jaxpr_is_judged_by_its_lowering(name):
 def test_judging_adds_nothing_to_the_trace_around_it():
     primitive = UNKNOWN["a product"][0]
     traced = jax.make_jaxpr(lambda x: run(primitive.bind, pp.AutoMixedBf16, x + 1))(jnp.eye(4))
-    assert count_products(traced) == 0
+    assert len(products(traced)) == 0
     assert len(named(traced, "opaque")) == 1
 
 
@@ -303,4 +286,4 @@ def test_products_of_a_hi_primitive_are_entered():
     inspection = look(rooted, pp.AutoMixedBf16, *args)
     assert messages(rooted, pp.AutoMixedBf16, *args) == []
     low = len(low_products(inspection.after))
-    assert low == count_products(inspection.after) == count_products(inspection.before) > 2
+    assert low == len(products(inspection.after)) == len(products(inspection.before)) > 2

@@ -17,19 +17,12 @@ from jax.sharding import PartitionSpec
 import precpass as pp
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
-from tests.support.flow_helpers import (
-    assert_all_low,
-    assert_near,
-    config,
-    equations,
-    jaxprs_in,
-    low_products,
-    named,
-    normal,
-    stablehlo_products,
-)
+from tests.support.jaxprs import jaxprs_in, low_products, named, walk
+from tests.support.lowered_text import stablehlo_products
+from tests.support.passes import assert_all_low, config
+from tests.support.values import assert_near, normal_array
 
-X, W = normal(0, 4, 8), normal(1, 8, 8)
+X, W = normal_array(0, 4, 8), normal_array(1, 8, 8)
 PROGRAMS: dict[str, Callable[..., Any]] = {}
 INSIDE: dict[str, tuple[str, ...]] = {}
 
@@ -191,8 +184,8 @@ def not_lowered(name: str, jaxpr: Any) -> int:
         return 0
     (eqn,) = named(jaxpr, "custom_linear_solve")
     jaxprs = eqn.params["jaxprs"]
-    lowered = {id(e) for e in equations(jaxprs.solve)}
-    others = {id(e): e for n in held for j in jaxprs_in(getattr(jaxprs, n)) for e in equations(j)}
+    lowered = {id(e) for e in walk(jaxprs.solve)}
+    others = {id(e): e for n in held for j in jaxprs_in(getattr(jaxprs, n)) for e in walk(j)}
     return sum(e.primitive.name == "dot_general" for k, e in others.items() if k not in lowered)
 
 

@@ -17,8 +17,9 @@ from jax import lax
 import precpass as pp
 from precpass.jaxpr import hi_primitives
 from tests.support.compositions import COMPOSITIONS, TOLERANCE, W, X
-from tests.support.flow_helpers import assert_near, check_all_low, config, equations, products
-from tests.support.helpers import look, run, text_of
+from tests.support.jaxprs import check_all_low, products, walk
+from tests.support.passes import config, look, run, text_of
+from tests.support.values import assert_near
 
 
 def product(x, w):
@@ -79,7 +80,7 @@ CELLS = [(n, c) for n in CASES for c in (*COMPOSITIONS, *INSIDE) if (n, c) not i
 
 
 def hi_primitives_in(jaxpr: Any) -> set[str]:
-    return {type(e.params["_prim"]).__name__ for e in equations(jaxpr) if "_prim" in e.params}
+    return {type(e.params["_prim"]).__name__ for e in walk(jaxpr) if "_prim" in e.params}
 
 
 def lowered_products(lowered: Any, dtype: str) -> tuple[int, int]:

@@ -9,20 +9,13 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.flow_helpers import (
-    assert_all_low,
-    assert_near,
-    equations,
-    jaxprs_in,
-    low_products,
-    named,
-    normal,
-    products,
-)
+from tests.support.jaxprs import jaxprs_in, low_products, named, products, walk
+from tests.support.passes import assert_all_low
+from tests.support.values import assert_near, normal_array
 
 N = 16384
 F32 = jnp.dtype("float32")
-X, W = normal(0, 4, 8), normal(1, 8, 8) / 3
+X, W = normal_array(0, 4, 8), normal_array(1, 8, 8) / 3
 LOW_POLICIES = {"AlwaysBf16": pp.AlwaysBf16, "AutoMixedBf16": pp.AutoMixedBf16}
 each_policy = pytest.mark.parametrize("policy", LOW_POLICIES.values(), ids=LOW_POLICIES)
 
@@ -123,7 +116,7 @@ def body_dtypes(jaxpr: Any, primitive: str) -> set[Any]:
         for name in ("scan", "while")
         for loop in named(jaxpr, name)
         for j in jaxprs_in(list(loop.params.values()))
-        for eqn in equations(j)
+        for eqn in walk(j)
         if eqn.primitive.name == primitive
         for v in eqn.outvars
         if jnp.issubdtype(v.aval.dtype, jnp.floating)
@@ -145,7 +138,7 @@ def test_a_decayed_accumulator_stays_float32(decay: float):
 
         return lax.scan(step, jnp.zeros(8), xs)
 
-    xs = jnp.abs(normal(2, 4096, 8))
+    xs = jnp.abs(normal_array(2, 4096, 8))
     mixed = pp.auto_mixed(fn, policy=pp.AlwaysBf16)
     jaxpr = assert_all_low(mixed, xs, W)
     assert body_dtypes(jaxpr, "add") == {F32}
@@ -200,7 +193,7 @@ def test_a_running_mean_is_kept():
 
         return lax.scan(step, (jnp.zeros(()), jnp.ones(())), xs)[0]
 
-    xs = jnp.abs(normal(3, 4096, 8))
+    xs = jnp.abs(normal_array(3, 4096, 8))
     mixed = pp.auto_mixed(fn, policy=pp.AlwaysBf16)
     assert_all_low(mixed, xs, jnp.abs(W))
     assert_near(mixed(xs, jnp.abs(W)), jax.jit(fn)(xs, jnp.abs(W)))
@@ -222,7 +215,7 @@ def test_a_sum_of_products_in_a_carry_is_near_float32():
 def float_dtypes(jaxpr: Any) -> set[Any]:
     return {
         v.aval.dtype
-        for eqn in equations(jaxpr)
+        for eqn in walk(jaxpr)
         for v in (*eqn.invars, *eqn.outvars)
         if jnp.issubdtype(getattr(v.aval, "dtype", jnp.int32), jnp.floating)
     }

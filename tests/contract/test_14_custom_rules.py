@@ -12,16 +12,10 @@ from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero, linear_call
 
 import precpass as pp
-from tests.support.flow_helpers import (
-    COMPOSITIONS,
-    assert_all_low,
-    assert_near,
-    low_and_near,
-    normal,
-    run_low,
-)
+from tests.support.passes import COMPOSITIONS, assert_all_low, low_and_near, run_low
+from tests.support.values import assert_near, normal_array
 
-X, W, V = normal(0, 4, 8), normal(1, 8, 8) / 3, normal(2, 8, 8) / 3
+X, W, V = normal_array(0, 4, 8), normal_array(1, 8, 8) / 3, normal_array(2, 8, 8) / 3
 each_composition = pytest.mark.parametrize("compose", COMPOSITIONS.values(), ids=COMPOSITIONS)
 each_policy = pytest.mark.parametrize(
     ("policy", "low"),
@@ -286,7 +280,7 @@ def test_the_rule_of_custom_vmap_is_kept_and_low():
     def fn(xs, w):
         return jax.vmap(product, (0, None))(xs, w)
 
-    xs = normal(3, 5, 4, 8)
+    xs = normal_array(3, 5, 4, 8)
     for mixed in (pp.auto_mixed(fn), jax.vmap(pp.auto_mixed(product), (0, None))):
         assert_all_low(mixed, xs, W)
         assert_near(jax.jit(mixed)(xs, W), 100.0 * (xs @ W))

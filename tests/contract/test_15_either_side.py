@@ -15,7 +15,8 @@ from jax import export, lax
 
 import precpass as pp
 from tests.support.compositions import DW, DX, W, X, over_rows
-from tests.support.flow_helpers import check_all_low, error
+from tests.support.jaxprs import check_all_low
+from tests.support.values import error
 
 Fn = Callable[..., Any]
 ROUNDOFF = 2.0**-8

@@ -12,8 +12,9 @@ import precpass as pp
 from precpass.analysis.graph import Graph
 from precpass.analysis.sizes import NOMINAL_SIZE
 from tests.support.calls import W, X
-from tests.support.helpers import low_products, products, quiet, rel_error
-from tests.support.unit_helpers import low_values
+from tests.support.jaxprs import low_products, low_values, products
+from tests.support.passes import quiet
+from tests.support.values import rel_error
 
 
 def loss(w, x):

@@ -13,21 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 
 import precpass as pp
-from tests.support.flow_helpers import (
-    COMPOSITIONS,
-    assert_all_low,
-    assert_near,
-    function_count,
-    low_products,
-    lowered_stacks,
-    named,
-    normal,
-    product_lines,
-    product_stacks,
-    products,
-)
+from tests.support.jaxprs import low_products, named, products
+from tests.support.lowered_text import function_count, lowered_stacks, product_lines, product_stacks
+from tests.support.passes import COMPOSITIONS, assert_all_low
+from tests.support.values import assert_near, normal_array
 
-X, W = normal(0, 4, 8), normal(1, 8, 8) / 3
+X, W = normal_array(0, 4, 8), normal_array(1, 8, 8) / 3
 each_composition = pytest.mark.parametrize("compose", COMPOSITIONS.values(), ids=COMPOSITIONS)
 
 
@@ -228,7 +219,7 @@ def residuals(fn: Callable[..., Any], *args: Any) -> Counter[tuple[int, ...]]:
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoint_policies_save_the_same_values(name: str):
     fn = checkpointed(CHECKPOINTS[name])
-    args = normal(2, 3, 5, 8), W
+    args = normal_array(2, 3, 5, 8), W
     mixed = pp.auto_mixed(fn)
     assert_all_low(mixed, *args, least=4)
     if name != "everything_saveable":  # there a policy sees casts, too
@@ -242,7 +233,9 @@ def test_checkpoint_policies_save_the_same_values(name: str):
 
 def test_the_policies_of_this_file_differ():
     counts = {
-        name: len(products(jax.make_jaxpr(jax.grad(checkpointed(policy)))(normal(2, 3, 5, 8), W)))
+        name: len(
+            products(jax.make_jaxpr(jax.grad(checkpointed(policy)))(normal_array(2, 3, 5, 8), W))
+        )
         for name, policy in CHECKPOINTS.items()
     }
     assert counts["nothing"] > counts["dots_with_no_batch_dims_saveable"] > counts["dots_saveable"]

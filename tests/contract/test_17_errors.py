@@ -10,7 +10,7 @@ import pytest
 
 import precpass as pp
 from tests.support.calls import W, X
-from tests.support.helpers import checking_leaks
+from tests.support.passes import checking_leaks
 
 PACKAGE = pp.__path__[0]
 

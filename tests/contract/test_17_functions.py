@@ -16,8 +16,9 @@ from flax import nnx
 import precpass as pp
 from precpass.testing import assert_precision
 from tests.support.calls import W, X
-from tests.support.helpers import quiet, rel_error
-from tests.support.unit_helpers import product_dtypes
+from tests.support.jaxprs import product_dtypes
+from tests.support.passes import quiet
+from tests.support.values import rel_error
 from tests.test_structure import FILES, parse
 
 

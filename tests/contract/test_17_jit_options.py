@@ -8,8 +8,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import precpass as pp
 from tests.support.calls import W, X, counted
-from tests.support.helpers import rel_error
-from tests.support.unit_helpers import f32, product_dtypes
+from tests.support.jaxprs import product_dtypes
+from tests.support.values import f32, rel_error
 
 ROUNDING = 2**-8
 """Of bfloat16: one operation at a time, XLA makes roundings that it leaves out when it fuses."""

@@ -8,8 +8,9 @@ import pytest
 import precpass as pp
 from precpass import AlwaysF32, AutoMixed, AutoMixedBf16
 from tests.support.calls import W, X
-from tests.support.helpers import quiet, rel_error
-from tests.support.unit_helpers import product_dtypes
+from tests.support.jaxprs import product_dtypes
+from tests.support.passes import quiet
+from tests.support.values import rel_error
 
 BF16, F16, F32 = "bfloat16", "float16", "float32"
 

@@ -28,8 +28,9 @@ from jax.sharding import PartitionSpec as P
 
 import precpass as pp
 from tests.support.calls import Layer, W, X, counted
-from tests.support.helpers import quiet, rel_error
-from tests.support.unit_helpers import product_dtypes
+from tests.support.jaxprs import product_dtypes
+from tests.support.passes import quiet
+from tests.support.values import rel_error
 
 
 class Mode(enum.Enum):

@@ -12,8 +12,8 @@ import pytest
 import precpass as pp
 from precpass.jit import region as context
 from tests.support.calls import W, X
-from tests.support.helpers import rel_error
-from tests.support.unit_helpers import product_dtypes
+from tests.support.jaxprs import product_dtypes
+from tests.support.values import rel_error
 
 
 def square(x):

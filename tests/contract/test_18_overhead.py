@@ -19,7 +19,8 @@ import precpass as pp
 from precpass.jit import region
 from precpass.planner.planner import Planner
 from precpass.rewrite.rewriter import Rewriter
-from tests.support.helpers import low_products, quiet
+from tests.support.jaxprs import low_products
+from tests.support.passes import quiet
 
 PACKAGE = str(Path(pp.__file__).parent)
 X = jnp.ones((2, 2))

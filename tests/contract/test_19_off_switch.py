@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 import precpass as pp
-from tests.support.flow_helpers import assert_all_low, low_products, normal, products
+from tests.support.jaxprs import low_products, products
+from tests.support.passes import assert_all_low
+from tests.support.values import normal_array
 
-X, W = normal(0, 4, 8), normal(1, 8, 8)
+X, W = normal_array(0, 4, 8), normal_array(1, 8, 8)
 
 
 def loss(x, w):

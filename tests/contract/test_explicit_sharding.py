@@ -13,14 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
-from tests.support.flow_helpers import (
-    COMPOSITIONS,
-    assert_near,
-    check_all_low,
-    equations,
-    normal,
-    products,
-)
+from tests.support.jaxprs import check_all_low, products, walk
+from tests.support.passes import COMPOSITIONS
+from tests.support.values import assert_near, normal_array
 
 N = 4096
 each_composition = pytest.mark.parametrize("compose", COMPOSITIONS.values(), ids=COMPOSITIONS)
@@ -71,7 +66,7 @@ def check_sums(jaxpr: Any, least: int) -> None:
     sums = sums_over_devices(jaxpr)
     assert len(sums) >= least
     assert {e.outvars[0].aval.dtype.name for e in sums} <= {"float32"}
-    for eqn in equations(jaxpr):
+    for eqn in walk(jaxpr):
         for v in (*eqn.invars, *eqn.outvars):
             spec = getattr(getattr(v.aval, "sharding", None), "spec", None)
             if getattr(spec, "unreduced", None):
@@ -121,11 +116,25 @@ ROWS, TRIPS = P("d", None), P(None, "d", None)
 Case = tuple[Callable[..., Any], Any, P, Any, P, float | None]
 # the function; its weight and data, each with the way it is sharded; the gradient where it is known
 CASES: dict[str, Case] = {
-    "perceptron": (perceptron, normal(0, 32, 16) / 4, ROWS, normal(1, 64, 32), ROWS, None),
-    "rnn": (rnn, normal(0, 16, 16) / 8, ROWS, abs(normal(1, N, 4, 16)) / 2, TRIPS, None),
+    "perceptron": (
+        perceptron,
+        normal_array(0, 32, 16) / 4,
+        ROWS,
+        normal_array(1, 64, 32),
+        ROWS,
+        None,
+    ),
+    "rnn": (
+        rnn,
+        normal_array(0, 16, 16) / 8,
+        ROWS,
+        abs(normal_array(1, N, 4, 16)) / 2,
+        TRIPS,
+        None,
+    ),
     "gathered in the loop": (
-        *(gathered_in_the_loop, normal(0, 16, 16) / 8, ROWS),
-        *(abs(normal(1, N, 4, 16)) / 8, TRIPS, None),
+        *(gathered_in_the_loop, normal_array(0, 16, 16) / 8, ROWS),
+        *(abs(normal_array(1, N, 4, 16)) / 8, TRIPS, None),
     ),
     "loop constant": (loop_constant, jnp.eye(8), ROWS, jnp.ones((N, 2, 8)), TRIPS, 2 * N),
     "bias": (bias, jnp.ones((1, 8)), P(None, "d"), jnp.ones((4 * N, 8)), ROWS, 4 * N),
@@ -162,7 +171,7 @@ def test_a_gradient_of_many_terms(name: str, policy: str, placement: str, compos
 
 def test_what_is_checked_can_be_told():
     """A gradient that is rounded: the sum over devices is one of bfloat16."""
-    x, g = (placed(normal(i, 64, 16), "sharded", ROWS) for i in (1, 2))
+    x, g = (placed(normal_array(i, 64, 16), "sharded", ROWS) for i in (1, 2))
 
     def rounded(x: Any, g: Any) -> Any:
         x, g = x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)
@@ -181,8 +190,8 @@ def test_what_is_checked_can_be_told():
 @pytest.mark.parametrize("axis", ["d", "m"], ids=["data", "model"])
 def test_convolutions(axis: str, compose: Any):
     """The kernel's gradient adds up over the batch, of which each device has a part."""
-    x = placed(normal(0, 8, 8, 8, 4), "sharded", P(axis))
-    w = placed(normal(1, 3, 3, 4, 6) / 4, "replicated", P())
+    x = placed(normal_array(0, 8, 8, 8, 4), "sharded", P(axis))
+    w = placed(normal_array(1, 3, 3, 4, 6) / 4, "replicated", P())
 
     def loss(w: Any, x: Any) -> Any:
         numbers = ("NHWC", "HWIO", "NHWC")
@@ -201,8 +210,8 @@ def test_convolutions(axis: str, compose: Any):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_a_kernels_gradient_on_any_mesh(kind: AxisType):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
-    x = jax.device_put(normal(0, 8, 8, 8, 4), NamedSharding(mesh, P("d")))
-    w = jax.device_put(normal(1, 3, 3, 4, 6) / 4, NamedSharding(mesh, P()))
+    x = jax.device_put(normal_array(0, 8, 8, 8, 4), NamedSharding(mesh, P("d")))
+    w = jax.device_put(normal_array(1, 3, 3, 4, 6) / 4, NamedSharding(mesh, P()))
 
     def loss(w: Any, x: Any) -> Any:
         return jnp.sum(jnp.tanh(lax.conv(jnp.moveaxis(x, 3, 1), w.T, (1, 1), "SAME")))
@@ -214,8 +223,8 @@ def test_a_kernels_gradient_on_any_mesh(kind: AxisType):
 @each_composition
 def test_tensor_parallel_layers_sum_in_float32(compose: Any):
     """A row-parallel layer: the sum over the sharded features is one over devices, forward too."""
-    x = placed(normal(0, 8, 32), "sharded", P("d", "m"))
-    w = placed(normal(1, 32, 16) / 4, "sharded", P("m", None))
+    x = placed(normal_array(0, 8, 32), "sharded", P("d", "m"))
+    w = placed(normal_array(1, 32, 16) / 4, "sharded", P("m", None))
 
     def loss(w: Any, x: Any) -> Any:
         y = jnp.dot(x, w, out_sharding=P("d", None))
@@ -229,8 +238,8 @@ def test_tensor_parallel_layers_sum_in_float32(compose: Any):
 
 @pytest.mark.parametrize("policy", ["AutoMixedBf16", "AutoMixed", "AlwaysBf16", "AlwaysF16"])
 def test_terms_that_are_added_up_later_are_float32(policy: str):
-    x = placed(normal(0, 8, 32), "sharded", P(None, "d"))
-    w = placed(normal(1, 32, 16) / 4, "sharded", P("d", None))
+    x = placed(normal_array(0, 8, 32), "sharded", P(None, "d"))
+    w = placed(normal_array(1, 32, 16) / 4, "sharded", P("d", None))
 
     def fn(w: Any, x: Any) -> Any:
         def step(c: Any, _: Any) -> Any:
@@ -249,13 +258,13 @@ def test_terms_that_are_added_up_later_are_float32(policy: str):
 
 
 def test_a_gathered_weight_is_cast_before_it_is_sent():
-    x = placed(normal(0, 8, 32), "sharded", P("d"))
-    w = placed(normal(1, 32, 16) / 4, "sharded", P("m", None))
+    x = placed(normal_array(0, 8, 32), "sharded", P("d"))
+    w = placed(normal_array(1, 32, 16) / 4, "sharded", P("m", None))
     fn = lambda x, w: x @ jax.reshard(w, P(None, None))  # noqa: E731
-    sent = [e.invars[0].aval for e in equations(pp.auto_mixed(fn).trace(x, w).jaxpr)]
+    sent = [e.invars[0].aval for e in walk(pp.auto_mixed(fn).trace(x, w).jaxpr)]
     gathers = [a for a in sent if a.shape == w.shape and a.sharding.spec.partitions[0] == "m"]
     assert "bfloat16" in {a.dtype.name for a in gathers}
-    reshards = [e for e in equations(pp.auto_mixed(fn).trace(x, w).jaxpr) if "reshard" in str(e)]
+    reshards = [e for e in walk(pp.auto_mixed(fn).trace(x, w).jaxpr) if "reshard" in str(e)]
     assert any(e.invars[0].aval.dtype == jnp.bfloat16 for e in reshards)
     assert_near(pp.auto_mixed(fn)(x, w), fn(x, w), 0.02)
 
@@ -294,8 +303,8 @@ def _(primals: Any, tangents: Any) -> Any:
 @pytest.mark.parametrize("placement", ["sharded", "replicated"])
 def test_custom_rules(rule: Any, placement: str, compose: Any):
     w, x = (
-        placed(normal(0, 32, 16) / 4, placement, ROWS),
-        placed(normal(1, 64, 32), placement, ROWS),
+        placed(normal_array(0, 32, 16) / 4, placement, ROWS),
+        placed(normal_array(1, 64, 32), placement, ROWS),
     )
 
     def loss(w: Any, x: Any) -> Any:
@@ -325,8 +334,8 @@ def test_other_derivatives(order: str, placement: str, compose: Any):
     def loss(w: Any, x: Any) -> Any:
         return jnp.sum(jnp.tanh(x @ whole(w, placement)) ** 2)
 
-    w = placed(abs(normal(0, 4, 4)) / 8, placement, ROWS)
-    x = placed(abs(normal(1, 64, 4)), placement, ROWS)
+    w = placed(abs(normal_array(0, 4, 4)) / 8, placement, ROWS)
+    x = placed(abs(normal_array(1, 64, 4)), placement, ROWS)
     mixed = compose(loss, SECOND[order])
     check_sums(jax.make_jaxpr(mixed)(w, x), 0)
     assert_near(jax.jit(mixed)(w, x), jax.jit(SECOND[order](loss))(w, x), 0.02)
@@ -348,8 +357,8 @@ def test_a_checkpoint_policy_saves_the_products(compose: Any):
         return lax.scan(saved, h, xs)[0].sum()
 
     args = (
-        placed(normal(6, 16, 16) / 8, "sharded", ROWS),
-        placed(abs(normal(7, 128, 2, 16)) / 2, "sharded", TRIPS),
+        placed(normal_array(6, 16, 16) / 8, "sharded", ROWS),
+        placed(abs(normal_array(7, 128, 2, 16)) / 2, "sharded", TRIPS),
     )
     mixed = compose(loss)
     before, after = (jax.make_jaxpr(f)(*args) for f in (jax.grad(loss), mixed))
@@ -360,12 +369,12 @@ def test_a_checkpoint_policy_saves_the_products(compose: Any):
 
 def test_no_transpose_is_left_behind_a_weight_gradient():
     w, x = (
-        placed(normal(0, 32, 16), "sharded", P(None, "m")),
-        placed(normal(1, 64, 32), "sharded", ROWS),
+        placed(normal_array(0, 32, 16), "sharded", P(None, "m")),
+        placed(normal_array(1, 64, 32), "sharded", ROWS),
     )
     fn = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2))
     jaxpr = pp.auto_mixed(fn).trace(w, x).jaxpr
-    wide = [e for e in equations(jaxpr) if e.primitive.name == "transpose"]
+    wide = [e for e in walk(jaxpr) if e.primitive.name == "transpose"]
     assert all(e.invars[0].aval.dtype == jnp.bfloat16 for e in wide)
     got = pp.auto_mixed(fn)(w, x)
     assert jax.typeof(got) == jax.typeof(w)
@@ -383,8 +392,8 @@ def in_a_loop(w: Any, x: Any) -> Any:
 
 @pytest.fixture
 def weights():
-    return placed(normal(0, 16, 16) / 4, "replicated", P()), placed(
-        normal(1, 8, 16), "sharded", ROWS
+    return placed(normal_array(0, 16, 16) / 4, "replicated", P()), placed(
+        normal_array(1, 8, 16), "sharded", ROWS
     )
 
 
@@ -441,8 +450,8 @@ def test_axes_that_are_automatic_for_a_part_of_the_program(placement: str, compo
         )
         return (hidden(x, whole(w, placement)) ** 2).mean()
 
-    w = placed(normal(0, 8, 6) / 3, placement, P("d", None))
-    x = placed(normal(1, 16, 8), "sharded", P("d", None))
+    w = placed(normal_array(0, 8, 6) / 3, placement, P("d", None))
+    x = placed(normal_array(1, 16, 8), "sharded", P("d", None))
     gradient = compose(loss)
     check_all_low(jax.make_jaxpr(gradient)(w, x), 2)
     assert_near(jax.jit(gradient)(w, x), jax.jit(jax.grad(loss))(w, x), 0.02)

@@ -14,15 +14,9 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.helpers import (
-    POLICIES,
-    count_products,
-    look,
-    low_products,
-    quiet,
-    rel_error,
-    walk,
-)
+from tests.support.jaxprs import low_products, products, walk
+from tests.support.passes import POLICIES, look, quiet
+from tests.support.values import rel_error
 
 pytestmark = pytest.mark.programs
 
@@ -130,7 +124,7 @@ def _wide_results(jaxpr: Any) -> bool:
 @pytest.mark.parametrize("name", BODIES)
 def test_products_are_float32_and_all_else_float64(name: str):
     after = look(loss(name), F32_PRODUCTS, X, W).after
-    assert len(low_products(after, np.float32)) == count_products(after) > 0
+    assert len(low_products(after, np.float32)) == len(products(after)) > 0
     assert _wide_results(after)
     narrow = {
         e.primitive.name
@@ -149,7 +143,7 @@ def test_values_and_gradients_are_within_float32s_rounding(name: str):
     for form in (outside, inside):
         assert 0 < rel_error(form(X, W), want) < 16 * UNIT
         after = jax.make_jaxpr(form)(X, W)
-        assert len(low_products(after, np.float32)) == count_products(after)
+        assert len(low_products(after, np.float32)) == len(products(after))
 
 
 @pytest.mark.parametrize("composition", ["vmap", "jvp", "hessian", "remat", "jacfwd"])
@@ -232,6 +226,6 @@ def test_bfloat16_products_of_a_float64_program():
     policy = pp.AutoMixedBf16.with_retypes("f64")
     fn = loss("scan")
     after = look(fn, policy, X, W).after
-    assert len(low_products(after)) == count_products(after) > 0
+    assert len(low_products(after)) == len(products(after)) > 0
     for form in (jax.grad(mixed(fn, policy)), mixed(jax.grad(fn), policy)):
         assert 0 < rel_error(form(X, W), jax.grad(fn)(X, W)) < 16 * pp.Precision.BF16.unit_roundoff

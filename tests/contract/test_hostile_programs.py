@@ -12,7 +12,9 @@ from jax import lax
 from jax.experimental import sparse
 
 import precpass as pp
-from tests.support.helpers import look, low_products, quiet, rel_error
+from tests.support.jaxprs import low_products
+from tests.support.passes import look, quiet
+from tests.support.values import rel_error
 
 GROUPS = jnp.array([2, 2], jnp.int32)
 PRODUCTS: dict[str, tuple[Callable[[Any, Any], Any], tuple[int, ...], tuple[int, ...]]] = {

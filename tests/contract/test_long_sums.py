@@ -10,7 +10,9 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.flow_helpers import COMPOSITIONS, assert_near, named, normal, products, run_low
+from tests.support.jaxprs import named, products
+from tests.support.passes import COMPOSITIONS, run_low
+from tests.support.values import assert_near, normal_array
 
 pytestmark = pytest.mark.programs
 
@@ -72,8 +74,12 @@ ROWS = jnp.ones((N, 1, 8))
 Case = tuple[Callable[..., Any], tuple[Any, ...], float | None]
 # the function, its arguments, and every element of the gradient where it is known
 CASES: dict[str, Case] = {
-    "rnn": (rnn, (normal(0, 16, 16) / 8, jnp.abs(normal(1, 4096, 2, 16)) / 2), None),
-    "rnn sum": (rnn_sum, (normal(0, 16, 16) / 8, jnp.abs(normal(1, 4096, 2, 16)) / 2), None),
+    "rnn": (rnn, (normal_array(0, 16, 16) / 8, jnp.abs(normal_array(1, 4096, 2, 16)) / 2), None),
+    "rnn sum": (
+        rnn_sum,
+        (normal_array(0, 16, 16) / 8, jnp.abs(normal_array(1, 4096, 2, 16)) / 2),
+        None,
+    ),
     "loop constant": (loop_constant, (EYE, ROWS), N),
     "token": (token, (jnp.ones((4, 8)), EYE), None),
     "token by take": (token_by_take, (jnp.ones((4, 8)), EYE), None),
@@ -120,7 +126,7 @@ def test_both_operands_at_once(compose: Any):
         )
         return y[0].sum() + y[1].sum()
 
-    args = jnp.abs(normal(2, 4, 8)), jnp.abs(normal(3, 8, 8)) / 8
+    args = jnp.abs(normal_array(2, 4, 8)), jnp.abs(normal_array(3, 8, 8)) / 8
     mixed = compose(loss, lambda f: jax.grad(f, (0, 1)))
     assert_near(run_low(mixed, *args, least=3), jax.jit(jax.grad(loss, (0, 1)))(*args))
 
@@ -139,7 +145,7 @@ def test_second_derivatives(order: str, compose: Any):
         step = lambda h, x: (jnp.tanh(h @ w + x), None)  # noqa: E731
         return lax.scan(step, jnp.zeros((1, 4)), xs)[0].sum()
 
-    args = jnp.abs(normal(4, 4, 4)) / 8, jnp.abs(normal(5, 64, 1, 4)) / 2
+    args = jnp.abs(normal_array(4, 4, 4)) / 8, jnp.abs(normal_array(5, 64, 1, 4)) / 2
     mixed = compose(loss, SECOND[order])
     assert_near(run_low(mixed, *args, least=4), jax.jit(SECOND[order](loss))(*args))
 
@@ -163,7 +169,7 @@ def test_dots_saveable_saves_the_products(compose: Any):
         saved = jax.checkpoint(step, policy=jax.checkpoint_policies.dots_saveable)
         return lax.scan(saved, jnp.zeros((2, 16)), xs)[0].sum()
 
-    args = normal(6, 16, 16) / 8, jnp.abs(normal(7, 512, 2, 16)) / 2
+    args = normal_array(6, 16, 16) / 8, jnp.abs(normal_array(7, 512, 2, 16)) / 2
     mixed = compose(loss)
     assert_near(run_low(mixed, *args, least=6), jax.jit(jax.grad(loss))(*args))
     before, after = (jax.make_jaxpr(f)(*args) for f in (jax.grad(loss), mixed))
@@ -178,7 +184,7 @@ def test_the_weight_gradient_of_a_loop_body_runs(compose: Any):
         step = lambda h, w: (jnp.tanh(jnp.einsum("bsd,df->bsf", h, w)), None)  # noqa: E731
         return lax.scan(step, x, ws)[0].sum()
 
-    args = normal(8, 2, 256, 256) / 32, normal(9, 4, 64, 256)
+    args = normal_array(8, 2, 256, 256) / 32, normal_array(9, 4, 64, 256)
     mixed = compose(loss)
     jaxpr = jax.make_jaxpr(mixed)(*args)
     assert named(jaxpr, "scan")

@@ -11,8 +11,9 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.flow_helpers import assert_near, low_and_near, low_products, named, normal
-from tests.support.helpers import identical, opened, rel_error
+from tests.support.jaxprs import low_products, named, opened
+from tests.support.passes import low_and_near
+from tests.support.values import assert_near, identical, normal_array, rel_error
 
 BITS, LOW = np.dtype(np.uint16), np.dtype(jnp.bfloat16)
 
@@ -47,7 +48,7 @@ def recurrent(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def test_a_loop_constant_is_cast_once_outside():
-    w, x = 0.3 * normal(0, 8, 8), normal(1, 6, 4, 8)
+    w, x = 0.3 * normal_array(0, 8, 8), normal_array(1, 6, 4, 8)
     jaxpr = rewritten(recurrent, w, x)
     (scan,) = named(jaxpr, "scan")
     assert (8, 8) in bits_in(scan)
@@ -76,7 +77,7 @@ def test_nor_does_a_checkpoint_cast_it_again_in_the_backward_loop(
         h, _ = lax.scan(lambda h, row: (layer(h, row), None), jnp.ones((5, 24)), x)
         return jnp.sum(h**2)
 
-    w, x = 0.3 * normal(0, *shape), normal(1, 6, 5, 24)
+    w, x = 0.3 * normal_array(0, *shape), normal_array(1, 6, 5, 24)
     for gradient in (jax.grad(pp.auto_mixed(loss)), pp.auto_mixed(jax.grad(loss))):
         parts = jax.jit(gradient).lower(w, x).compile().as_text().split("\n\n")
         inside = [part for part in parts if "while/body" in part and "ENTRY" not in part]
@@ -98,7 +99,7 @@ def chosen(trips: int) -> Callable[..., Any]:
 
 
 def test_of_few_matrices_that_a_loop_chooses_from_all_are_cast_outside():
-    ws, x = 0.3 * normal(0, 2, 8, 8), normal(1, 4, 8)
+    ws, x = 0.3 * normal_array(0, 2, 8, 8), normal_array(1, 4, 8)
     often, once = (rewritten(chosen(trips), ws, x) for trips in (12, 2))
     (scan,) = named(often, "scan")
     assert bits_in(scan) == [(2, 8, 8)] and len(low_products(scan.params["jaxpr"])) == 1
@@ -117,7 +118,7 @@ def test_of_few_matrices_that_a_loop_chooses_from_all_are_cast_outside():
 
 def test_what_is_chosen_and_kept_for_the_backward_pass_is_rounded_by_itself():
     """Its stack has 16 bits, and the matrices that it is chosen from are not copied beside it."""
-    ws, x = 0.3 * normal(0, 2, 8, 8), normal(1, 4, 8)
+    ws, x = 0.3 * normal_array(0, 2, 8, 8), normal_array(1, 4, 8)
     gradient = jax.grad(lambda *xs: (chosen(12)(*xs) ** 2).sum(), (0, 1))
     forward, backward = named(rewritten(gradient, ws, x), "scan")
     assert (12, 8, 8) in bits_out(forward) and (12, 8, 8) in bits_in(backward)
@@ -144,7 +145,7 @@ def stacked(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def test_what_the_backward_scan_reads_is_stacked_on_16_bits():
-    x, w = normal(0, 16, 8), 0.3 * normal(1, 5, 8, 8)
+    x, w = normal_array(0, 16, 8), 0.3 * normal_array(1, 5, 8, 8)
     gradient = jax.grad(stacked, argnums=(0, 1))
     forward, backward = named(rewritten(gradient, x, w), "scan")
     assert (5, 16, 8) in bits_out(forward)
@@ -154,7 +155,7 @@ def test_what_the_backward_scan_reads_is_stacked_on_16_bits():
 
 
 def test_xla_drops_the_wide_stacks_that_nothing_reads():
-    x, w = normal(0, 512, 64), normal(1, 8, 64, 64)
+    x, w = normal_array(0, 512, 64), normal_array(1, 8, 64, 64)
     gradient = jax.grad(stacked, argnums=(0, 1))
     wide = jax.jit(gradient).lower(x, w).compile().memory_analysis()
     mixed = jax.jit(pp.auto_mixed(gradient)).lower(x, w).compile()
@@ -165,13 +166,13 @@ def test_xla_drops_the_wide_stacks_that_nothing_reads():
 
 def test_a_stack_is_differentiated_through_its_wide_form():
     """The second derivative takes its way past the 16 bits, as does that of vmap."""
-    x, w = normal(0, 4, 8), 0.3 * normal(1, 3, 8, 8)
+    x, w = normal_array(0, 4, 8), 0.3 * normal_array(1, 3, 8, 8)
     gradient = jax.grad(stacked)
     mixed = pp.auto_mixed(gradient)
     assert bits_out(named(rewritten(gradient, x, w), "scan")[0])
     assert_near(jax.jacrev(mixed)(x, w), jax.jacrev(gradient)(x, w), 0.03)
     assert_near(jax.jacfwd(mixed)(x, w), jax.jacfwd(gradient)(x, w), 0.03)
-    xs = normal(2, 2, 4, 8)
+    xs = normal_array(2, 2, 4, 8)
     mapped = jax.vmap(mixed, (0, None))(xs, w)
     assert_near(mapped, jax.vmap(gradient, (0, None))(xs, w))
     along = jax.jvp(mixed, (x, w), (jnp.ones_like(x), jnp.ones_like(w)))
@@ -185,7 +186,7 @@ def test_a_state_that_only_products_read_is_carried_on_16_bits():
 
         return lax.scan(cell, jnp.tanh(h), x)[0] @ w
 
-    args = normal(0, 4, 8), normal(1, 8, 8), normal(2, 5, 4, 8)
+    args = normal_array(0, 4, 8), normal_array(1, 8, 8), normal_array(2, 5, 4, 8)
     (scan,) = named(rewritten(states, *args), "scan")
     assert (4, 8) in bits_in(scan)
     assert (4, 8) in bits_out(scan)
@@ -201,7 +202,7 @@ def test_a_state_that_adds_up_or_is_read_wide_is_carried_wide(reads: str):
 
         return lax.scan(cell, jnp.tanh(h), x)[0] @ w
 
-    args = normal(0, 4, 8), normal(1, 8, 8), normal(2, 5, 4, 8)
+    args = normal_array(0, 4, 8), normal_array(1, 8, 8), normal_array(2, 5, 4, 8)
     (scan,) = named(rewritten(states, *args), "scan")
     assert (4, 8) not in bits_out(scan)
 
@@ -264,7 +265,7 @@ BORDERS = [by_while, by_fori, by_branches, by_calls, by_nested_loops, by_switch_
 
 @pytest.mark.parametrize("program", BORDERS)
 def test_a_low_copy_crosses_the_borders_between(program: Callable[..., Any]):
-    w, x = 0.3 * normal(0, 8, 8), normal(1, 4, 8)
+    w, x = 0.3 * normal_array(0, 8, 8), normal_array(1, 4, 8)
     jaxpr = rewritten(program, w, x)
     loops = [*named(jaxpr, "scan"), *named(jaxpr, "while")]
     assert any((8, 8) in bits_in(loop) for loop in loops)
@@ -277,7 +278,7 @@ def test_a_low_copy_crosses_the_borders_between(program: Callable[..., Any]):
 
 @pytest.mark.parametrize("program", [p for p in BORDERS if p is not by_while])
 def test_and_is_differentiated_on_both_sides(program: Callable[..., Any]):
-    w, x = normal(0, 8, 8) * 0.3, normal(1, 4, 8)
+    w, x = normal_array(0, 8, 8) * 0.3, normal_array(1, 4, 8)
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sum(program(w, x) ** 2)
@@ -308,7 +309,7 @@ def loop_over(value: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
 def test_an_argument_of_the_full_precision_set_is_not_rounded():
     """cos of a large angle has no digit left where the angle is rounded."""
     gradient = loop_over(lambda x: jnp.sin(1000.0 * x))
-    x, w = normal(0, 4, 8), 0.1 * normal(1, 3, 8, 8)
+    x, w = normal_array(0, 4, 8), 0.1 * normal_array(1, 3, 8, 8)
     jaxpr = rewritten(gradient, x, w)
     for cos in named(jaxpr, "cos"):
         assert cos.invars[0].aval.dtype == np.float32
@@ -317,7 +318,7 @@ def test_an_argument_of_the_full_precision_set_is_not_rounded():
 
 
 def test_keep_and_rules_hold_what_is_stored():
-    x, w = normal(0, 16, 8), normal(1, 5, 8, 8)
+    x, w = normal_array(0, 16, 8), normal_array(1, 5, 8, 8)
 
     def kept(x: jax.Array, w: jax.Array) -> jax.Array:
         with pp.keep("f32"):
@@ -336,13 +337,13 @@ def test_results_of_the_program_keep_their_digits():
     def states(x: jax.Array, w: jax.Array) -> Any:
         return lax.scan(lambda x, w: (jnp.tanh(x @ w), jnp.sin(x)), x, w)
 
-    x, w = normal(0, 16, 8), normal(1, 5, 8, 8)
+    x, w = normal_array(0, 16, 8), normal_array(1, 5, 8, 8)
     _, sines = pp.auto_mixed(states)(x, w)
     assert identical(sines[0], jnp.sin(x))
 
 
 def test_the_plan_says_what_was_weighed():
-    x, w = normal(0, 16, 8), normal(1, 5, 8, 8)
+    x, w = normal_array(0, 16, 8), normal_array(1, 5, 8, 8)
     plan = pp.inspect(jax.grad(stacked), policy=pp.AutoMixedBf16)(x, w).plan
     stored = [d for d in plan.walk() if any(d.stored) and d.action is not pp.Action.ENTER]
     assert stored
@@ -353,7 +354,7 @@ def test_the_plan_says_what_was_weighed():
 
 
 def test_float32_stays_what_it_was():
-    x, w = normal(0, 16, 8), normal(1, 5, 8, 8)
+    x, w = normal_array(0, 16, 8), normal_array(1, 5, 8, 8)
     gradient = jax.grad(stacked)
     assert rel_error(pp.auto_mixed(gradient, policy=pp.AlwaysF32)(x, w), gradient(x, w)) == 0
 
@@ -365,17 +366,17 @@ def test_a_cast_comes_before_what_repeats():
     def program(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x[:, None], (8, 5, 8)) @ w
 
-    jaxpr = rewritten(program, normal(0, 8, 8), normal(1, 8, 8))
+    jaxpr = rewritten(program, normal_array(0, 8, 8), normal_array(1, 8, 8))
     assert narrowing(jaxpr, (8, 8))
     assert not narrowing(jaxpr, (8, 5, 8))
-    low_and_near(pp.auto_mixed(program), program, normal(0, 8, 8), normal(1, 8, 8))
+    low_and_near(pp.auto_mixed(program), program, normal_array(0, 8, 8), normal_array(1, 8, 8))
 
 
 def test_and_after_what_shrinks():
     def program(table: jax.Array, ids: jax.Array, w: jax.Array) -> jax.Array:
         return table[ids] @ w, table[2:4] @ w
 
-    args = normal(0, 100, 8), jnp.asarray([3, 5]), normal(1, 8, 8)
+    args = normal_array(0, 100, 8), jnp.asarray([3, 5]), normal_array(1, 8, 8)
     jaxpr = rewritten(program, *args)
     assert len(narrowing(jaxpr, (2, 8))) == 2
     assert not narrowing(jaxpr, (100, 8))
@@ -398,7 +399,7 @@ def test_an_all_gather_sends_16_bits():
     def program(x: jax.Array, w: jax.Array) -> jax.Array:
         return x @ lax.all_gather(jnp.tanh(w), "i", tiled=True)
 
-    x, w = normal(0, 4, 8), normal(1, 8, 8)
+    x, w = normal_array(0, 4, 8), normal_array(1, 8, 8)
     jaxpr = rewritten(program, x, w)
     (gathered,) = [e for e in named(jaxpr, "all_gather") if e.outvars[0].aval.dtype == LOW]
     assert gathered.invars[0].aval.dtype == LOW
@@ -410,7 +411,7 @@ def test_a_function_with_its_own_policy_is_given_no_twins():
     def program(w: jax.Array, x: jax.Array) -> jax.Array:
         return lax.scan(lambda x, _: (inner(w, x) + jnp.sin(x @ w), None), x, length=3)[0]
 
-    w, x = 0.3 * normal(0, 8, 8), normal(1, 4, 8)
+    w, x = 0.3 * normal_array(0, 8, 8), normal_array(1, 4, 8)
     jaxpr = rewritten(program, w, x)
     (scan,) = named(jaxpr, "scan")
     assert (8, 8) in bits_in(scan)
@@ -433,7 +434,7 @@ def test_what_another_border_hands_back_keeps_its_digits():
         rows = lax.scan(lambda c, w: (jnp.tanh(c @ w), shared(c)), x, w)[1]
         return lax.scan(lambda c, r: (jnp.tanh(c + r @ w[0]), None), x, rows)[0], ruled(x)
 
-    x, w = normal(0, 16, 8), 0.3 * normal(1, 5, 8, 8)
+    x, w = normal_array(0, 16, 8), 0.3 * normal_array(1, 5, 8, 8)
     _, sines = pp.auto_mixed(program)(x, w)
     assert identical(sines, jnp.sin(x))
 
@@ -445,7 +446,10 @@ def test_scalars_are_not_worth_a_cast():
 
         return lax.scan(body, 1.0, w)[0]
 
-    for scan in named(rewritten(jax.grad(loss), normal(0, 4, 8), normal(1, 5, 8, 8)), "scan"):
+    after = rewritten(jax.grad(loss), normal_array(0, 4, 8), normal_array(1, 5, 8, 8))
+    scans = named(after, "scan")
+    assert len(scans) == 2
+    for scan in scans:
         assert not [shape for shape in bits_out(scan) if shape == (5,)]
 
 
@@ -459,7 +463,7 @@ def test_a_checkpoint_holds_no_wide_form_that_nothing_reads():
             x = layer(x, w)
         return jnp.sum(x)
 
-    x, w = normal(0, 16, 8), 0.3 * normal(1, 8, 8)
+    x, w = normal_array(0, 16, 8), 0.3 * normal_array(1, 8, 8)
     gradient = jax.grad(loss, (0, 1))
     crossed = [e for e in named(rewritten(gradient, x, w), "remat2") if bits_in(e)]
     assert crossed

@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 import precpass as pp
-from tests.support.helpers import low_products, quiet
+from tests.support.jaxprs import low_products
+from tests.support.passes import quiet
 
 X = jax.random.normal(jax.random.key(1), (16, 8))
 POLICIES = ("AlwaysF32", "AutoMixedBf16", "AutoMixed")

@@ -10,8 +10,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
-from tests.support.helpers import quiet, rel_error
-from tests.support.unit_helpers import product_dtypes
+from tests.support.jaxprs import product_dtypes
+from tests.support.passes import quiet
+from tests.support.values import rel_error
 
 X = jnp.linspace(-1.0, 1.0, 32).reshape(8, 4)
 

@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
-from tests.support.helpers import normal, quiet, rel_error, touches_low, walk
-from tests.support.unit_helpers import product_dtypes
+from tests.support.jaxprs import product_dtypes, touches_low, walk
+from tests.support.passes import quiet
+from tests.support.values import normal, rel_error
 
 X = jnp.asarray(normal(0, 8, 8))
 

@@ -12,7 +12,8 @@ import pytest
 
 import precpass as pp
 from precpass import AlwaysF32, AutoMixed, AutoMixedBf16, PrecisionWarning
-from tests.support.unit_helpers import low_values, operand_dtypes, product_dtypes, stable_id
+from tests.support.jaxprs import low_values, operand_dtypes, product_dtypes
+from tests.support.values import stable_id
 
 X = jnp.linspace(-1, 1, 64).reshape(8, 8)
 

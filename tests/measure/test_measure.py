@@ -15,7 +15,7 @@ from jax import lax
 import precpass as pp
 from precpass.measure.counts import Counts, count
 from precpass.measure.execute import Timing, compiled, interleaved, is_jitted, timed
-from tests.support.helpers import look
+from tests.support.passes import look
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 

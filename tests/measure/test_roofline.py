@@ -15,7 +15,7 @@ from precpass.devices.peaks import PEAKS, Peaks, peaks_of
 from precpass.measure import roofline
 from precpass.measure.counts import count
 from precpass.measure.roofline import Work, work_of
-from tests.support.helpers import quiet
+from tests.support.passes import quiet
 
 each_device = pytest.mark.parametrize("peaks", PEAKS, ids=str)
 N = 64

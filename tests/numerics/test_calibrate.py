@@ -13,7 +13,8 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import precpass as pp
-from tests.support.helpers import low_products, normal, products
+from tests.support.jaxprs import low_products, products
+from tests.support.values import normal
 
 pytestmark = pytest.mark.programs
 

@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 import precpass as pp
 from precpass.numerics.fallback.condition import condition_number
 from tests.support.float64_programs import X, assert_float64, fragile, in_float64
-from tests.support.helpers import low_products, normal, products, quiet, rel_error
+from tests.support.jaxprs import low_products, products
+from tests.support.passes import quiet
+from tests.support.values import normal, rel_error
 
 pytestmark = pytest.mark.programs
 

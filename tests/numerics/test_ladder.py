@@ -10,7 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
-from tests.support.helpers import normal, quiet
+from tests.support.passes import quiet
+from tests.support.values import normal
 
 pytestmark = pytest.mark.programs
 

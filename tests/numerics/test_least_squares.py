@@ -32,6 +32,7 @@ START = np.array([1.0, 1.0])
 
 
 def test_the_models_are_nists():
+    assert len(problems()) == 27
     for problem in problems().values():
         squares = float(np.sum(np.asarray(problem.residual(problem.certified), np.float64) ** 2))
         # in float32, and Lanczos' residuals are its rounding errors

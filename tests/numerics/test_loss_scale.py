@@ -15,7 +15,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import precpass as pp
-from tests.support.helpers import normal, products
+from tests.support.jaxprs import products
+from tests.support.values import normal
 
 P = PartitionSpec
 f16, f32 = jnp.float16, jnp.float32

@@ -10,7 +10,9 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.helpers import normal, quiet, walk
+from tests.support.jaxprs import walk
+from tests.support.passes import quiet
+from tests.support.values import normal
 
 pytestmark = pytest.mark.programs
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 import precpass as pp
 from precpass import jaxpr as ir
 from precpass.view.text import shown_path
-from tests.support.helpers import normal
+from tests.support.values import normal
 
 P = PartitionSpec
 f16, f32 = jnp.float16, jnp.float32

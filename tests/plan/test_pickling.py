@@ -14,7 +14,8 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.helpers import POLICIES, identical, look
+from tests.support.passes import POLICIES, look
+from tests.support.values import identical
 
 
 def is_small(eqn: Any) -> bool:
@@ -77,7 +78,7 @@ def test_what_another_process_pickled_equals_what_is_planned_here(tmp_path: Path
     file = tmp_path / "plan"
     code = (
         "import pickle, jax, tests.conftest, tests.plan.test_pickling as t\n"
-        "from tests.support.helpers import look\n"
+        "from tests.support.passes import look\n"
         "plan = look(jax.grad(t.loss), t.CUSTOM, *t.ARGS).plan\n"
         "hash(plan), hash(t.CUSTOM)\n"
         f"pickle.dump((plan, t.CUSTOM), open({str(file)!r}, 'wb'))"

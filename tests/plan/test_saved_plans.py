@@ -13,8 +13,9 @@ from jax import lax
 
 import precpass as pp
 from precpass.testing import assert_plan
+from tests.support.jaxprs import product_dtypes
 from tests.support.product_counts import PROGRAMS as TABLE
-from tests.support.unit_helpers import f32, product_dtypes
+from tests.support.values import f32
 from tests.view.test_diff import PROGRAMS
 
 X, W = f32(8, 8), f32(8, 8)

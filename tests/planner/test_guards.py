@@ -12,17 +12,10 @@ import precpass as pp
 from precpass import AlwaysBf16, AlwaysF16, AutoMixed, AutoMixedBf16, Precision
 from precpass.analysis.propagate import ANY, ValueRange
 from precpass.planner.guards import why_out_of_range
-from tests.support.helpers import quiet
+from tests.support.jaxprs import low_values, named, operand_dtypes, product_dtypes
+from tests.support.passes import decided, quiet
 from tests.support.ranges import bounds, fact_of
-from tests.support.unit_helpers import (
-    decided,
-    f32,
-    low_values,
-    named,
-    operand_dtypes,
-    product_dtypes,
-    stable_id,
-)
+from tests.support.values import f32, stable_id
 
 F16, BF16, F32 = Precision.F16, Precision.BF16, Precision.F32
 LOWEST = float(np.finfo(np.float32).min)

@@ -10,14 +10,14 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.flow_helpers import assert_near, named, normal
-from tests.support.helpers import identical
+from tests.support.jaxprs import named
+from tests.support.values import assert_near, identical, normal_array
 
 LOW = jnp.bfloat16
 
 
 def activations() -> tuple[jax.Array, jax.Array]:
-    return normal(0, 16, 32), normal(1, 32, 32) / 8
+    return normal_array(0, 16, 32), normal_array(1, 32, 32) / 8
 
 
 def stacks(stack: Callable[[jax.Array], Any], rows: jax.Array) -> Any:
@@ -62,7 +62,7 @@ def test_what_no_product_made_keeps_its_digits_in_a_gradient():
         return jnp.sum(lax.scan(body, x, rows)[1]) / 1000.0
 
     gradient = jax.value_and_grad(loss, argnums=(0, 2))
-    args = w, x, normal(2, 64, 64)
+    args = w, x, normal_array(2, 64, 64)
     assert_near(pp.auto_mixed(gradient)(*args), gradient(*args), 0.03)
 
 
@@ -167,7 +167,7 @@ def test_float16_does_not_hold_what_may_overflow():
 
 def test_a_sign_survives_a_rounding():
     """What relu compares with zero is held low all the same."""
-    x, w = normal(0, 16, 8), normal(1, 5, 8, 8)
+    x, w = normal_array(0, 16, 8), normal_array(1, 5, 8, 8)
 
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:
         def layer(x: jax.Array, w: jax.Array) -> Any:
@@ -183,7 +183,7 @@ def test_a_sign_survives_a_rounding():
 
 def test_a_residual_is_low_beside_a_smaller_copy_of_its_loop():
     """What JAX makes of a body by leaving out what nobody reads has that body's variables."""
-    w, rows = normal(0, 256, 256), normal(1, 16, 256, 256)
+    w, rows = normal_array(0, 256, 256), normal_array(1, 16, 256, 256)
 
     @jax.jit
     def loss(w: jax.Array, rows: jax.Array) -> jax.Array:

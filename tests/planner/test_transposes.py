@@ -20,7 +20,8 @@ from jax import lax
 import precpass as pp
 from precpass.measure import execute
 from precpass.measure.counts import Counts, count
-from tests.support.flow_helpers import COMPOSITIONS, assert_near, named, normal, products
+from tests.support.jaxprs import named, products
+from tests.support.passes import COMPOSITIONS
 from tests.support.transposes import (
     GRADIENTS,
     STAYS,
@@ -40,6 +41,7 @@ from tests.support.transposes import (
     several,
     weight,
 )
+from tests.support.values import assert_near, normal_array
 
 # ---------------------------------------------------------------- what is exchanged
 
@@ -170,7 +172,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("fn", [weight, heads], ids=["weight", "heads"])
 def test_transforms_of_the_result(fn: Any, transform: str, policy: Any):
-    x, g = normal(5, 3, 4, 8), normal(6, 3, 4, 4)
+    x, g = normal_array(5, 3, 4, 8), normal_array(6, 3, 4, 4)
     if transform.startswith("vmap"):
         x = jnp.stack([x, -x])
         g = jnp.stack([g, g + 1.0]) if transform == "vmap" else g
@@ -332,7 +334,7 @@ def test_such_a_product_would_be_found():
 @pytest.mark.parametrize("compose", COMPOSITIONS.values(), ids=COMPOSITIONS)
 def test_a_flat_weight_gradient_runs_on_low_operands(compose: Any):
     """A matrix's transpose behind a barrier keeps the matrix's layout, and XLA:CPU then widens."""
-    x, w = normal(7, 512, 384), normal(8, 384, 128)
+    x, w = normal_array(7, 512, 384), normal_array(8, 384, 128)
     made = compose(lambda w, x: jnp.sin(x @ w).sum())
     text = jax.jit(made).lower(w, x).compile().as_text()
     shapes = dict(re.findall(r"%?([\w.-]+) = (\w+)\[[\d,]*\]", text))

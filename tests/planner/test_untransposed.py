@@ -17,10 +17,11 @@ from jax.sharding import PartitionSpec as P
 import precpass as pp
 from precpass.analysis.residuals import kept_bytes
 from tests.support.audits import factor_dtypes
-from tests.support.flow_helpers import COMPOSITIONS, normal
+from tests.support.passes import COMPOSITIONS
+from tests.support.values import normal_array
 
 both = functools.partial(jax.grad, argnums=(0, 1))
-X, W = normal(0, 8, 16), normal(1, 16, 16) / 4
+X, W = normal_array(0, 8, 16), normal_array(1, 16, 16) / 4
 
 
 def text_of(fn: Callable[..., Any], *args: Any, **options: Any) -> str:
@@ -67,7 +68,7 @@ def test_the_shards_of_an_array_are_in_order_too(order: str):
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(on_shards(w, x)))
 
-    w, x = normal(2, 64, 128) / 8, normal(3, 64, 128)
+    w, x = normal_array(2, 64, 128) / 8, normal_array(3, 64, 128)
     fn = COMPOSITIONS[order](loss, both, "AutoMixedBf16")
     factors = factor_dtypes(text_of(fn, w, x))
     assert len(factors) > 4 and set(factors) == {("bf16", "bf16")}
@@ -96,7 +97,7 @@ def test_what_is_computed_of_a_transpose_is_in_order(name: str, backward: bool):
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(fn(w, x)))
 
-    w, x = normal(2, 96, 128) / 8, normal(3, 64, 128)
+    w, x = normal_array(2, 96, 128) / 8, normal_array(3, 64, 128)
     mixed = pp.auto_mixed(both(loss) if backward else fn, policy="AutoMixedBf16")
     factors = factor_dtypes(text_of(mixed, w, x))
     assert len(factors) > 0 and set(factors) == {("bf16", "bf16")}

@@ -24,7 +24,7 @@ from precpass import (
     Rule,
 )
 from precpass.policy.policy import PRESETS
-from tests.support.unit_helpers import stable_id
+from tests.support.values import stable_id
 
 KINDS = (
     OpKind.COMPUTE,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from precpass import Precision
-from tests.support.unit_helpers import stable_id
+from tests.support.values import stable_id
 
 # From IEEE 754-2019 (binary16, binary32, binary64) and Intel's definition of bfloat16: the
 # largest value, the smallest normal, half the distance from 1 to the next value, and 2 ** the

@@ -20,7 +20,9 @@ from precpass import (
 )
 from precpass.policy.rules import EqnView
 from precpass.policy.scopes import clean_scope, innermost_keep
-from tests.support.unit_helpers import decided, f32, operand_dtypes, product_dtypes, stable_id
+from tests.support.jaxprs import operand_dtypes, product_dtypes
+from tests.support.passes import decided
+from tests.support.values import f32, stable_id
 
 X, W = f32(8, 8), f32(8, 8)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import precpass as pp
+from tests.support.jaxprs import operand_dtypes
 
 W = jnp.eye(4)
 
@@ -26,17 +27,6 @@ def loss(x):
         return layer(h).sum()
 
 
-def operand_dtypes(jaxpr) -> list[str]:
-    found: list[str] = []
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if eqn.primitive.name == "dot_general":
-            found.append(str(eqn.invars[0].aval.dtype))
-        for param in eqn.params.values():
-            if hasattr(param, "eqns") or hasattr(param, "jaxpr"):
-                found += operand_dtypes(param)
-    return found
-
-
 def test_a_shared_layers_rule_follows_each_calls_scope():
     # the product stands in the rule alone, so both calls of the layer have equal plans
     policy = pp.AutoMixedBf16.with_rules(
@@ -47,4 +37,4 @@ def test_a_shared_layers_rule_follows_each_calls_scope():
         # before it is differentiated the program has no product to lower
         warnings.simplefilter("ignore", pp.PrecisionWarning)
         traced = jax.make_jaxpr(jax.grad(mixed))(jnp.ones((4, 4)))
-    assert sorted(operand_dtypes(traced)) == ["bfloat16", "float32"]
+    assert sorted(operand_dtypes(traced, "dot_general")) == ["bfloat16", "float32"]

@@ -21,17 +21,9 @@ from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.analysis.residuals import kept_bytes
 from precpass.policy.scopes import clean_scope, is_backward
-from tests.support.helpers import low_products
-from tests.support.unit_helpers import (
-    PRODUCTS,
-    decided,
-    eqns,
-    f32,
-    named,
-    operand_dtypes,
-    product_dtypes,
-    stable_id,
-)
+from tests.support.jaxprs import PRODUCTS, low_products, named, operand_dtypes, product_dtypes, walk
+from tests.support.passes import decided
+from tests.support.values import f32, stable_id
 
 HEAD = Rule(scope="*/head", precision="f32")
 # Every product of the body, forward or backward, has a dimension of 16; none of the head has.
@@ -46,7 +38,7 @@ def is_body(eqn):
 
 def split_products(jaxpr):
     """The dtypes of the body's products and those of the head's."""
-    products = [e for e in eqns(jaxpr) if e.primitive.name in PRODUCTS]
+    products = [e for e in walk(jaxpr) if e.primitive.name in PRODUCTS]
     found = {True: [], False: []}
     for eqn in products:
         found[is_body(eqn)].append(str(eqn.invars[0].aval.dtype))

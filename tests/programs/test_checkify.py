@@ -9,8 +9,9 @@ from jax import lax
 from jax.experimental import checkify
 
 import precpass as pp
-from tests.support.helpers import look, normal
 from tests.support.libraries import FAST, assert_leaves_near, check_products
+from tests.support.passes import look
+from tests.support.values import normal
 
 pytestmark = pytest.mark.programs
 

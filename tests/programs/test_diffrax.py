@@ -11,8 +11,7 @@ import lineax
 import pytest
 
 import precpass as pp
-from tests.support.flow_helpers import is_low, split_products
-from tests.support.helpers import identical, normal, rel_error
+from tests.support.jaxprs import is_low, split_products
 from tests.support.libraries import (
     FAST,
     assert_leaves_near,
@@ -20,6 +19,7 @@ from tests.support.libraries import (
     check_program,
     ordered,
 )
+from tests.support.values import identical, normal, rel_error
 
 pytestmark = pytest.mark.programs
 

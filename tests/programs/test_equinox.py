@@ -12,9 +12,9 @@ import optax
 import pytest
 
 import precpass as pp
-from tests.support.helpers import normal
 from tests.support.libraries import FAST, assert_leaves_near, check_program
 from tests.support.training import assert_trains_alike
+from tests.support.values import normal
 
 pytestmark = pytest.mark.programs
 

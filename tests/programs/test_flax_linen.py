@@ -12,8 +12,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import precpass as pp
-from tests.support.flow_helpers import is_low, products
-from tests.support.helpers import look, normal
+from tests.support.jaxprs import is_low, products
 from tests.support.libraries import (
     FAST,
     assert_float32,
@@ -23,7 +22,9 @@ from tests.support.libraries import (
     parameters,
     signature,
 )
+from tests.support.passes import look
 from tests.support.training import assert_trains_alike, next_character_loss, text_batches
+from tests.support.values import normal
 
 pytestmark = pytest.mark.programs
 

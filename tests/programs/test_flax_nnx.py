@@ -12,7 +12,6 @@ import pytest
 from flax import nnx
 
 import precpass as pp
-from tests.support.helpers import look, normal
 from tests.support.libraries import (
     FAST,
     as_numbers,
@@ -21,6 +20,8 @@ from tests.support.libraries import (
     check_products,
     check_program,
 )
+from tests.support.passes import look
+from tests.support.values import normal
 
 pytestmark = pytest.mark.programs
 

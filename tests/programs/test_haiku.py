@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from tests.support.helpers import normal
 from tests.support.libraries import check_program, parameters
 from tests.support.training import assert_trains_alike, next_character_loss, text_batches
+from tests.support.values import normal
 
 pytestmark = pytest.mark.programs
 

@@ -16,8 +16,10 @@ from jax.experimental import sparse
 from jax.experimental.ode import odeint
 
 import precpass as pp
-from tests.support.helpers import AUTO, identical, look, low_products, normal, rel_error, run
+from tests.support.jaxprs import low_products
 from tests.support.libraries import FAST, assert_leaves_near, check_program, ordered
+from tests.support.passes import AUTO, look, run
+from tests.support.values import identical, normal, rel_error
 
 pytestmark = pytest.mark.programs
 

@@ -12,21 +12,10 @@ import numpy as np
 import pytest
 
 import precpass as pp
-from tests.support.flow_helpers import contracts
-from tests.support.helpers import (
-    AUTO,
-    both_grads,
-    identical,
-    look,
-    low_products,
-    normal,
-    products,
-    rel_error,
-    run,
-    touches_low,
-    walk,
-)
+from tests.support.jaxprs import contracts, low_products, products, touches_low, walk
 from tests.support.libraries import check_program
+from tests.support.passes import AUTO, both_grads, look, run
+from tests.support.values import identical, normal, rel_error
 
 pytestmark = pytest.mark.programs
 

@@ -9,9 +9,11 @@ import optax
 import pytest
 
 import precpass as pp
-from tests.support.helpers import AUTO, dtypes_in, identical, look, normal, quiet, touches_low, walk
+from tests.support.jaxprs import dtypes_in, inner_jaxprs, opened, touches_low, walk
 from tests.support.libraries import FAST, assert_float32, assert_leaves_near
+from tests.support.passes import AUTO, look, quiet
 from tests.support.training import assert_trains_alike
+from tests.support.values import identical, normal
 
 pytestmark = pytest.mark.programs
 
@@ -134,14 +136,9 @@ TRAINED = {
 def optimizer_equations(jaxpr: Any, outer: str = "") -> list[str]:
     """The equations in the scope of the update, as text of primitive and dtypes."""
     found: list[str] = []
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for eqn in opened(jaxpr).eqns:
         stack = f"{outer}/{eqn.source_info.name_stack}"
-        inner = [
-            j
-            for value in eqn.params.values()
-            for j in (value if isinstance(value, tuple | list) else [value])
-            if hasattr(getattr(j, "jaxpr", j), "eqns")
-        ]
+        inner = inner_jaxprs(eqn)
         for j in inner:
             found += optimizer_equations(j, stack)
         if not inner and "update" in stack.split("/"):

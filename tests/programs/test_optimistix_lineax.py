@@ -16,9 +16,10 @@ import optimistix as optx
 import pytest
 
 import precpass as pp
-from tests.support.flow_helpers import is_low, split_products
-from tests.support.helpers import identical, look, low_products, normal
+from tests.support.jaxprs import is_low, low_products, split_products
 from tests.support.libraries import FAST, assert_leaves_near, is_ordered
+from tests.support.passes import look
+from tests.support.values import identical, normal
 
 pytestmark = pytest.mark.programs
 

@@ -15,7 +15,8 @@ import precpass as pp
 from precpass.measure.counts import count
 from tests.programs.test_views import MADE, each, promoting
 from tests.support.audits import factor_dtypes
-from tests.support.helpers import products, quiet
+from tests.support.jaxprs import products
+from tests.support.passes import quiet
 
 pytestmark = pytest.mark.programs
 

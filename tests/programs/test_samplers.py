@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import precpass as pp
-from tests.support.helpers import AUTO, identical, look, normal, run, touches_low, walk
+from tests.support.jaxprs import touches_low, walk
+from tests.support.passes import AUTO, look, run
+from tests.support.values import identical, normal
 
 pytestmark = pytest.mark.programs
 

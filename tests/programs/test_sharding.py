@@ -12,9 +12,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import precpass as pp
-from tests.support.flow_helpers import equations
-from tests.support.helpers import LOWERING, look, normal
+from tests.support.jaxprs import walk
 from tests.support.libraries import FAST, assert_leaves_near, check_products, combined, signature
+from tests.support.passes import LOWERING, look
+from tests.support.values import normal
 
 pytestmark = pytest.mark.programs
 
@@ -34,7 +35,7 @@ def mesh(kind: str, **axes: int) -> Any:
 
 def assert_sums_are_wide(jaxpr: Any) -> int:
     """No summand of a collective is narrowed; gives their number."""
-    sums = [e for e in equations(jaxpr) if e.primitive.name in SUMS]
+    sums = [e for e in walk(jaxpr) if e.primitive.name in SUMS]
     assert {v.aval.dtype.name for e in sums for v in e.invars} <= {"float32"}, sums
     return len(sums)
 

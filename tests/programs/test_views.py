@@ -15,7 +15,7 @@ from flax import linen as nn
 import precpass as pp
 from precpass import Action, OpKind
 from tests.support.product_counts import PROGRAMS as TABLE
-from tests.support.unit_helpers import f32
+from tests.support.values import f32
 from tests.view.test_diff import assert_complete, hand_mixed
 from tests.view.test_pictures import Tree
 

@@ -19,7 +19,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 import precpass as pp
 from tests.support.audits import audited, bf16, f16, f32, factor_dtypes, kinds, of
-from tests.support.helpers import PROGRAMS, attention, normal, products
+from tests.support.example_programs import PROGRAMS, attention
+from tests.support.jaxprs import products
+from tests.support.values import normal
 
 P = PartitionSpec
 

@@ -17,7 +17,8 @@ from jax import lax
 
 import precpass as pp
 from tests.support.audits import audited, bf16, f32, factor_dtypes, kinds, of
-from tests.support.helpers import normal, products
+from tests.support.jaxprs import products
+from tests.support.values import normal
 
 TOKENS, WIDTH, LAYERS = 48, 64, 5
 ROWS, SQUARE = (TOKENS, WIDTH), (WIDTH, WIDTH)

@@ -16,7 +16,8 @@ import pytest
 import precpass as pp
 from precpass.measure import execute
 from tests.support.audits import audited, f16, f32, kinds, of
-from tests.support.helpers import mlp_args, mlp_loss, products
+from tests.support.example_programs import mlp_args, mlp_loss
+from tests.support.jaxprs import products
 
 # ---------------------------------------------------------------- arguments
 
@@ -182,7 +183,9 @@ def test_dict_is_json(changed):
 def test_html_is_well_formed_and_says_the_same(changed):
     root = ET.fromstring(changed._repr_html_())
     text = " ".join("".join(root.itertext()).split())
-    for line in str(changed).splitlines():
+    lines = str(changed).splitlines()
+    assert len(lines) == 3
+    for line in lines:
         assert " ".join(line.split()) in text
 
 
@@ -204,7 +207,7 @@ def test_a_gradient_that_is_not_as_planned_names_each_line():
     for source in set(planned):
         text = linecache.getline(source.file, source.line).strip()
         (heading,) = [line for line in headings if line.endswith(f"{source.function}  {text}")]
-        assert f"helpers.py:{source.line} " in heading
+        assert f"example_programs.py:{source.line} " in heading
     assert len(headings) == len({f.source for f in found.findings}) >= 2
 
 

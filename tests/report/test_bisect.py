@@ -14,7 +14,7 @@ from jax import lax
 
 import precpass as pp
 from precpass.jit.traced import Traced
-from tests.support.unit_helpers import wide_products
+from tests.support.passes import wide_products
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(4, 8)), jnp.float32)

@@ -15,7 +15,7 @@ from flax import linen, nnx
 
 import precpass as pp
 from precpass.jit.traced import Traced
-from tests.support.unit_helpers import wide_products
+from tests.support.passes import wide_products
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)) / 3, jnp.float32)

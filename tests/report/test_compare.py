@@ -15,7 +15,7 @@ from jax import lax
 
 import precpass as pp
 from precpass.measure import execute
-from tests.support.helpers import quiet
+from tests.support.passes import quiet
 
 RNG = np.random.default_rng(0)
 X, W = (jnp.asarray(RNG.standard_normal((16, 16)) / 4, jnp.float32) for _ in range(2))
@@ -38,7 +38,9 @@ def rows(fn: Callable[..., Any], policies: Any, *args: Any, **options: Any) -> d
 
 def test_errors_are_those_of_numpy_in_float64():
     wide = np.asarray(X, np.float64) @ np.asarray(W, np.float64)
-    for name, row in rows(product, [*BOTH, "AutoMixed"], X, W).items():
+    found = rows(product, [*BOTH, "AutoMixed"], X, W)
+    assert list(found) == [*BOTH, "AutoMixed"]
+    for name, row in found.items():
         got = np.asarray(pp.auto_mixed(product, policy=name)(X, W), np.float64)
         d = got - wide
         assert row.errors.relative == pytest.approx(np.linalg.norm(d) / np.linalg.norm(wide))

@@ -16,7 +16,7 @@ import precpass as pp
 from precpass.measure.execute import Timing
 from precpass.view.text import CSS
 from tests.report.test_compare import BOTH, W, X, product
-from tests.support.helpers import quiet
+from tests.support.passes import quiet
 
 matplotlib.use("Agg")
 

@@ -287,8 +287,9 @@ def test_python_numbers_are_read_as_the_function_reads_them():
 def test_with_x64_on_float64_values_are_themselves():
     with jax.enable_x64(True):
         wide = jnp.asarray(WIDE)
-        found = values_of(lambda x, y: (x @ x, y @ y), wide, X)
-    for got in found:
+        values = values_of(lambda x, y: (x @ x, y @ y), wide, X)
+    assert len(values) == 2
+    for got in values:
         np.testing.assert_allclose(got, WIDE @ WIDE, rtol=1e-13, atol=1e-14)
 
 

@@ -12,7 +12,7 @@ from jax import lax
 
 import precpass as pp
 from precpass.report.compare.profile import DEVICES
-from tests.support.helpers import quiet
+from tests.support.passes import quiet
 
 BOTH = ("AlwaysF32", "AutoMixedBf16")
 X = jnp.ones((16, 16)) / 16
@@ -52,6 +52,7 @@ def test_there_is_a_row_for_each_in_order(timed):
 
 def test_times_are_interleaved_and_ratios_taken_within_a_round(timed):
     first = np.asarray(timed.rows[0].timing.seconds)
+    assert len(timed.rows) == 3
     for row in timed.rows:
         assert len(row.timing.seconds) == timed.rounds == 3
         assert row.ratio == pytest.approx(np.median(np.asarray(row.timing.seconds) / first))
@@ -66,6 +67,7 @@ def test_flops_have_the_trips_of_a_scan(timed):
 
 
 def test_memory_is_that_of_the_compiled_program(timed):
+    assert len(timed.rows) == 3
     for row in timed.rows:
         assert row.memory.arguments == 4 * 256 * 6
         assert row.memory.outputs == 4 * 256

@@ -27,7 +27,7 @@ from tests.support.float64_programs import (
     narrow_arithmetic,
     region,
 )
-from tests.support.helpers import rel_error
+from tests.support.values import rel_error
 
 Fn = Callable[..., Any]
 ALL = CALLS | PRIMITIVES

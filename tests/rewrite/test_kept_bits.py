@@ -16,10 +16,11 @@ from jax.extend.core import jaxpr_as_fun
 
 import precpass as pp
 from precpass import jaxpr as ir
-from tests.support.flow_helpers import assert_near, is_low, normal, products
+from tests.support.jaxprs import is_low, products
+from tests.support.values import assert_near, normal_array
 
 TRIPS, BATCH, WIDTH = 192, 4, 16
-ARGS = normal(0, WIDTH, WIDTH) / 8, normal(1, TRIPS, BATCH, WIDTH) / 2
+ARGS = normal_array(0, WIDTH, WIDTH) / 8, normal_array(1, TRIPS, BATCH, WIDTH) / 2
 STACK = f"{TRIPS},{BATCH},{WIDTH}"
 
 
@@ -114,7 +115,7 @@ def test_products_are_wide_again_under_always_f32(low: Callable[..., Any]):
 
 # ---------------------------------------------------------------- branches in loops
 
-SQUARE, ROW = normal(2, WIDTH, WIDTH) / 4, normal(3, BATCH, WIDTH)
+SQUARE, ROW = normal_array(2, WIDTH, WIDTH) / 4, normal_array(3, BATCH, WIDTH)
 
 
 def looped(body: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.flow_helpers import COMPOSITIONS, assert_all_low, assert_near, normal, run_low
+from tests.support.passes import COMPOSITIONS, assert_all_low, run_low
+from tests.support.values import assert_near, normal_array
 
 each_composition = pytest.mark.parametrize("compose", COMPOSITIONS.values(), ids=COMPOSITIONS)
 
@@ -63,7 +64,7 @@ def ragged(x, w):
 
 def positive(seed: int, *shape: int) -> jax.Array:
     """Operands whose products do not cancel, so that an error is one of the precision."""
-    return jnp.abs(normal(seed, *shape)) + 0.1
+    return jnp.abs(normal_array(seed, *shape)) + 0.1
 
 
 Case = tuple[Callable[..., Any], jax.Array, jax.Array]
@@ -194,7 +195,7 @@ def test_vmap_over_each_operand(name: str, axes: str):
 
 
 def test_under_float16_and_eager():
-    x, w = normal(0, 16, 24), normal(1, 24, 8)
+    x, w = normal_array(0, 16, 24), normal_array(1, 24, 8)
     mixed = pp.auto_mixed(lambda x, w: x @ w, policy=pp.AutoMixed)
     assert_all_low(mixed, x, w, dtype=jnp.float16)
     assert_near(mixed(x, w), x @ w, 0.001)

@@ -22,7 +22,8 @@ from precpass.rewrite.dot_numbers import batched, transposed, untransposed
 from precpass.rewrite.low_product import Bilinear
 from tests.rewrite import test_product_form
 from tests.rewrite.test_product_form import CASES, ORDERS, weighed
-from tests.support.flow_helpers import assert_near, contracts, named, normal, products
+from tests.support.jaxprs import contracts, named, products
+from tests.support.values import assert_near, normal_array
 
 DOTS = [name for name in CASES if name.startswith("dot")]
 WIDE_SUMS = [*DOTS, "ragged_dot"]
@@ -115,7 +116,7 @@ def test_a_dot_under_a_vmap_is_jaxs(name: str, dims: tuple[int | None, int | Non
 
 
 LOW = jnp.bfloat16
-X, W = normal(0, 4, 6, 8), normal(1, 8, 5)
+X, W = normal_array(0, 4, 6, 8), normal_array(1, 8, 5)
 
 
 def layer(w: Any, x: Any) -> Any:
@@ -141,7 +142,7 @@ def test_the_backward_pass_keeps_one_low_copy_of_what_a_product_read():
     def fn(w, x):
         return lax.scan(lambda h, _: (jnp.sin(h @ w), None), x, None, length=3)[0].sum()
 
-    w, x = normal(2, 8, 8), normal(3, 16, 8)
+    w, x = normal_array(2, 8, 8), normal_array(3, 16, 8)
     kept = kept_bytes(jax.make_jaxpr(jax.grad(pp.auto_mixed(fn)))(w, x))
     # of each of three steps h in bfloat16 and the cosine; w once, in bfloat16
     assert kept <= 3 * (2 + 4) * x.size + 2 * w.size
@@ -156,7 +157,10 @@ def test_both_passes_read_one_low_copy_of_a_weight(rows: int, casts: int):
             x = jnp.tanh(x @ w)
         return jnp.sum(x**2)
 
-    ws, x = [0.3 * normal(4, 24, 16), 0.3 * normal(5, 16, 40)], normal(6, rows, 24)
+    ws, x = (
+        [0.3 * normal_array(4, 24, 16), 0.3 * normal_array(5, 16, 40)],
+        normal_array(6, rows, 24),
+    )
     for gradient in (jax.grad(pp.auto_mixed(loss)), pp.auto_mixed(jax.grad(loss))):
         text = jax.jit(gradient).lower(ws, x).compile().as_text()
         for shape in ("24,16|384", "16,40|640"):
@@ -169,7 +173,7 @@ def test_both_passes_read_one_low_copy_of_a_weight(rows: int, casts: int):
 @pytest.mark.parametrize("dims", list(itertools.product((0, 1, None), repeat=2)))
 def test_low_copies_are_mapped_with_what_they_are_copies_of(dims: tuple[Any, Any], side: int):
     """Whatever the batch dimension that an operand has, and its copy."""
-    operands = [normal(7, 5, 4, 6), normal(8, 5, 6, 3)]
+    operands = [normal_array(7, 5, 4, 6), normal_array(8, 5, 6, 3)]
     if None in dims:
         operands[side] = jnp.broadcast_to(operands[side][:1], operands[side].shape)
     (eqn,) = products(jax.make_jaxpr(jnp.matmul)(*(x[0].astype(LOW) for x in operands)))
@@ -187,7 +191,7 @@ def test_low_copies_are_mapped_with_what_they_are_copies_of(dims: tuple[Any, Any
     def carried(x: Any, w: Any, low_x: Any, low_w: Any) -> Any:
         return ir.carry(form, jnp.zeros((4, 3)), x, w, [low_x, low_w])
 
-    tangents = [normal(9, *x.shape) for x in given[:2]]
+    tangents = [normal_array(9, *x.shape) for x in given[:2]]
     _, got = jax.jvp(lambda x, w: jax.vmap(carried, axes)(x, w, *copies), given[:2], tangents)
     _, wanted = jax.jvp(jax.vmap(jnp.matmul, axes[:2]), given[:2], tangents)
     assert_near(got, wanted, 0.02)
@@ -340,7 +344,7 @@ def test_a_dot_reads_what_its_operand_is_a_transpose_of(name: str, side: int):
 
 
 def test_a_transposed_operand_is_read_before_its_transpose():
-    x, e = normal(0, 8, 16), normal(1, 24, 16)
+    x, e = normal_array(0, 8, 16), normal_array(1, 24, 16)
     fn = pp.auto_mixed(lambda x, e: x @ e.T, policy="AutoMixedBf16")
     (product,) = products(jax.make_jaxpr(fn)(x, e))
     assert product.params["dimension_numbers"] == (((1,), (1,)), ((), ()))

@@ -7,10 +7,11 @@ import pytest
 from jax.experimental.jet import jet
 
 import precpass as pp
-from tests.support.flow_helpers import low_products, normal, products
+from tests.support.jaxprs import low_products, products
+from tests.support.values import normal_array
 
-X, W, V = normal(0, 5, 6), normal(1, 6, 4), normal(2, 6, 4)
-KERNEL = normal(3, 2, 1, 3)
+X, W, V = normal_array(0, 5, 6), normal_array(1, 6, 4), normal_array(2, 6, 4)
+KERNEL = normal_array(3, 2, 1, 3)
 
 
 def convolved(w):

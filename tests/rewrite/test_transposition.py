@@ -8,6 +8,7 @@ from jax import lax
 from jax.interpreters import partial_eval
 
 import precpass as pp
+from tests.support.jaxprs import is_low, products
 
 W = jnp.asarray(np.random.default_rng(0).standard_normal((6, 4)), jnp.float32)
 X = jnp.asarray(np.random.default_rng(1).standard_normal((3, 6)), jnp.float32)
@@ -30,17 +31,6 @@ PRODUCTS = {
 }
 
 
-def low_products(jaxpr) -> list[bool]:
-    found: list[bool] = []
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if eqn.primitive.name == "dot_general":
-            found.append(all(v.aval.dtype == jnp.bfloat16 for v in eqn.invars))
-        for param in eqn.params.values():
-            if hasattr(param, "eqns") or hasattr(param, "jaxpr"):
-                found += low_products(param)
-    return found
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_linear_transpose_of_a_lowered_product_is_low_and_right(name: str):
     fn = PROGRAMS[name]
@@ -51,8 +41,8 @@ def test_linear_transpose_of_a_lowered_product_is_low_and_right(name: str):
     traced = jax.make_jaxpr(lambda g: jax.linear_transpose(mixed, X)(g))(G)
     # jax 0.10 leaves the transpose of what is detached behind, of zeros and without a reader
     alive, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True], instantiate=True)
-    products = low_products(alive)
-    assert products and all(products)
+    low = [is_low(eqn, jnp.bfloat16) for eqn in products(alive, repeated=True)]
+    assert low and all(low)
 
 
 @pytest.mark.parametrize("policy", [pp.AutoMixed, pp.AutoMixedBf16])

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import precpass as pp
-from tests.support.helpers import dtypes_out, identical, look, named, normal, run
+from tests.support.jaxprs import dtypes_out, named
+from tests.support.passes import look, run
+from tests.support.values import identical, normal
 
 UPDATES = ("add", "multiply", "max", "min")
 IDS = np.array([0, 1, 1, 2])

@@ -7,18 +7,10 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.helpers import (
-    LOWERING,
-    dtypes_in,
-    identical,
-    low_products,
-    named,
-    normal,
-    rel_error,
-    run,
-)
-from tests.support.helpers import look as looked
-from tests.support.unit_helpers import decided, stable_id
+from tests.support.jaxprs import dtypes_in, low_products, named
+from tests.support.passes import LOWERING, decided, run
+from tests.support.passes import look as looked
+from tests.support.values import identical, normal, rel_error, stable_id
 
 lowering = pytest.mark.parametrize("policy", LOWERING, ids=lambda p: p.name)
 low_dtypes = pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16), ids=stable_id)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import precpass as pp
+from tests.support import jaxprs
+from tests.support.jaxprs import contracts, is_low
 
 pytestmark = pytest.mark.programs
 
@@ -49,14 +51,7 @@ def train(step: Callable[..., Any], task: Any) -> tuple[list[float], Any]:
 
 def products(jaxpr: Any) -> list[bool]:
     """For each product that contracts something: whether both operands have 16 bits."""
-    found: list[bool] = []
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][0][0]:
-            found.append(all(v.aval.dtype == jnp.bfloat16 for v in eqn.invars))
-        for param in eqn.params.values():
-            if hasattr(param, "eqns") or hasattr(param, "jaxpr"):
-                found += products(param)
-    return found
+    return [is_low(e, jnp.bfloat16) for e in jaxprs.products(jaxpr, True) if contracts(e)]
 
 
 @pytest.mark.parametrize("compose", [whole_step, under_grad])

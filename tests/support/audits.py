@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import precpass as pp
-from tests.support.helpers import quiet
+from tests.support.passes import quiet
 
 bf16, f16, f32 = jnp.bfloat16, jnp.float16, jnp.float32
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import precpass as pp
-from tests.support.helpers import opened, walk
+from tests.support.jaxprs import opened, walk
 from tests.support.kernels import LOW
 
 

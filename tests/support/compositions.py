@@ -19,7 +19,8 @@ from jax.custom_derivatives import linear_call
 from jax.sharding import PartitionSpec
 
 import precpass as pp
-from tests.support.flow_helpers import PRODUCTS, check_all_low, equations, is_low, jaxprs_in, normal
+from tests.support.jaxprs import PRODUCTS, check_all_low, is_low, jaxprs_in, walk
+from tests.support.values import normal_array
 
 try:
     # 0.12
@@ -32,8 +33,8 @@ except ImportError:
 
     program_order = None
 
-X, W = normal(0, 4, 6), normal(1, 6, 6) / 2
-DX, DW = normal(2, 4, 6), normal(3, 6, 6)
+X, W = normal_array(0, 4, 6), normal_array(1, 6, 6) / 2
+DX, DW = normal_array(2, 4, 6), normal_array(3, 6, 6)
 POLICIES = {"bf16": pp.AutoMixedBf16, "f16": pp.AutoMixed}
 # A few roundings of 2^-8 and of 2^-11, relative to the norm of the result.
 TOLERANCE = {"bf16": 0.02, "f16": 0.0025}
@@ -220,9 +221,9 @@ COMPOSITIONS: dict[str, Callable[[Fn, Mix], Fn]] = {
 
 def products_inside(jaxpr: Any, primitive: str) -> list[Any]:
     """The products in the bodies of a primitive's equations."""
-    outer = [e for e in equations(jaxpr) if e.primitive.name == primitive]
+    outer = [e for e in walk(jaxpr) if e.primitive.name == primitive]
     bodies = [j for e in outer for j in jaxprs_in(list(e.params.values()))]
-    return [e for j in bodies for e in equations(j) if e.primitive.name in PRODUCTS]
+    return [e for j in bodies for e in walk(j) if e.primitive.name in PRODUCTS]
 
 
 def forms(primitive: str, composition: str) -> dict[str, Fn]:

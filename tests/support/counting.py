@@ -24,7 +24,7 @@ from precpass.planner.planner import make_plan
 from precpass.policy.policy import AutoMixedBf16
 from precpass.policy.primitives import BOUNDARY, TABLE
 from precpass.policy.scopes import is_fixed
-from tests.support.flow_helpers import PRODUCTS, jaxprs_in, named
+from tests.support.jaxprs import PRODUCTS, jaxprs_in, named
 
 FLAGS = [
     flag

@@ -9,7 +9,8 @@ import numpy as np
 from jax import lax
 
 import precpass as pp
-from tests.support.helpers import inner_jaxprs, opened, rel_error
+from tests.support.jaxprs import inner_jaxprs, opened
+from tests.support.values import rel_error
 
 ROUNDING = 2.0**-23
 """One rounding to float32 is 2**-24 of each result; twice that is room for nothing else."""

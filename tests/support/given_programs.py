@@ -19,7 +19,7 @@ from jax import lax
 
 import precpass.jit.traced
 from precpass import jaxpr as ir
-from tests.support.flow_helpers import named
+from tests.support.jaxprs import named
 
 LEFT_OUT = {
     "sweeps/harnesses": "a sample of scripts/sweep harnesses",

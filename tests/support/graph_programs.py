@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from precpass.analysis.graph import Graph
-from tests.support.unit_helpers import f32
+from tests.support.values import f32
 
 
 def graph_of(fn, *args):

@@ -34,9 +34,9 @@ import numpy as np
 import precpass as pp
 from tests.support.harness_programs import derivative, harness, program
 from tests.support.harness_values import compare, to_numpy
-from tests.support.helpers import ALWAYS_LOW, LOW, POLICIES
+from tests.support.jaxprs import LOW, assert_well_typed, jaxprs_in, opened
+from tests.support.passes import ALWAYS_LOW, POLICIES
 from tests.support.rounding_model import exact, model, noise, rounding
-from tests.support.unit_helpers import assert_well_typed
 
 
 @dataclasses.dataclass
@@ -240,15 +240,13 @@ def _signature(traced: Any, plain: Plain) -> list[str]:
 
 def dtypes_of(jaxpr: Any) -> Iterator[Any]:
     """The dtypes of all values of a jaxpr and of the jaxprs in its equations."""
-    opened = getattr(jaxpr, "jaxpr", jaxpr)
-    for v in (*opened.constvars, *opened.invars, *opened.outvars):
+    outer = opened(jaxpr)
+    for v in (*outer.constvars, *outer.invars, *outer.outvars):
         yield getattr(v.aval, "dtype", None)
-    for eqn in opened.eqns:
+    for eqn in outer.eqns:
         yield from (getattr(v.aval, "dtype", None) for v in eqn.outvars)
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    yield from dtypes_of(inner)
+        for inner in jaxprs_in(eqn.params):
+            yield from dtypes_of(inner)
 
 
 def text_of(jaxpr: Any) -> str:

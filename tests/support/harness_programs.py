@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.support.helpers import LOW
+from tests.support.jaxprs import LOW
 
 # ---------------------------------------------------------------- harnesses
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import precpass as pp
-from tests.support.helpers import ALWAYS_LOW
+from tests.support.passes import ALWAYS_LOW
 
 FACTOR = 2.0
 """A result may be this much further from float32's than the worst run of the model."""

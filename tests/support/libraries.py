@@ -15,8 +15,9 @@ import numpy as np
 
 import precpass as pp
 from tests.support.counting import assert_counted
-from tests.support.flow_helpers import contracts, is_low, product_stacks, products
-from tests.support.helpers import quiet
+from tests.support.jaxprs import contracts, is_low, products
+from tests.support.lowered_text import product_stacks
+from tests.support.passes import quiet
 
 FAST: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 0}}
 """Options of `jax.jit`: XLA's own passes run, LLVM's do not, in a third of the time."""

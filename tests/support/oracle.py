@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import precpass as pp
-from tests.support.helpers import PRODUCTS, opened
+from tests.support.jaxprs import PRODUCTS, opened
 from tests.support.kernels import F32, F64, LOW, Array, params_at, to_numpy
 from tests.support.reference import leaf
 

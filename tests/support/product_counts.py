@@ -16,7 +16,7 @@ from tests.contract import test_12_everything_is_entered as entered
 from tests.contract import test_long_sums as acceptance
 from tests.policy import test_scopes
 from tests.rewrite import test_product_form, test_transposition
-from tests.support import compositions, graph_programs, helpers
+from tests.support import compositions, example_programs, graph_programs
 from tests.view import test_inspection
 
 Made = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -34,7 +34,7 @@ def _table(prefix: str, fns: dict[str, Any], *args: Any) -> dict[str, Callable[[
 
 
 PROGRAMS: dict[str, Callable[[], Made]] = {
-    **{f"helpers: {p.name}": lambda p=p: (p.fn, p.args()) for p in helpers.PROGRAMS},
+    **{f"examples: {p.name}": lambda p=p: (p.fn, p.args()) for p in example_programs.PROGRAMS},
     **_table("compositions", compositions.PROGRAMS, compositions.X, compositions.W),
     **_table(
         "graph", {f.__name__: f for f in graph_programs.PROGRAMS}, *[graph_programs.SQUARE] * 2
@@ -64,7 +64,7 @@ PROGRAMS: dict[str, Callable[[], Made]] = {
 }
 """Name -> what makes a function and its arguments."""
 
-X64 = {f"helpers: {p.name}" for p in helpers.PROGRAMS if p.x64}
+X64 = {f"examples: {p.name}" for p in example_programs.PROGRAMS if p.x64}
 
 
 @contextlib.contextmanager

@@ -23,11 +23,10 @@ from tests.support.comparisons import (
     same_reports,
     size,
 )
-from tests.support.flow_helpers import contracts
-from tests.support.helpers import PRODUCTS, low_products, named, quiet, walk
+from tests.support.jaxprs import PRODUCTS, assert_well_typed, contracts, low_products, named, walk
 from tests.support.oracle import LOW, Noisy, Plain, Planned, is_float
+from tests.support.passes import quiet
 from tests.support.random_programs import Program, build, seeded_program
-from tests.support.unit_helpers import assert_well_typed
 
 NEAR = 3.0
 """How many times the deviation of a disturbed float32 program a result may deviate."""

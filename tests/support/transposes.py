@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.flow_helpers import contracts, equations, normal, products
+from tests.support.jaxprs import contracts, products, walk
+from tests.support.values import normal_array
 
 SWAPS = pp.Custom({})
 """The policy that lowers nothing."""
@@ -176,7 +177,7 @@ def behind(jaxpr: Any) -> list[Any]:
     """The transposes of a jaxpr that read a product, or the cast, detach and carrier behind it."""
     made = {v for e in products(jaxpr) for v in e.outvars}
     found: list[Any] = []
-    for eqn in equations(jaxpr):
+    for eqn in walk(jaxpr):
         reads = any(not hasattr(v, "val") and v in made for v in eqn.invars[:1])
         if reads and eqn.primitive.name in HANDS_ON:
             made |= set(eqn.outvars)
@@ -220,7 +221,7 @@ def attention(w, x):
 
 
 GRADIENTS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "tied": (tied, (normal(0, 9, 8), jnp.asarray([[1, 2, 3], [4, 8, 0]]))),
-    "scanned": (scanned, (normal(1, 3, 8, 8) / 3, normal(2, 3, 4, 8))),
-    "attention": (attention, (normal(3, 8, 8), normal(4, 3, 4, 8))),
+    "tied": (tied, (normal_array(0, 9, 8), jnp.asarray([[1, 2, 3], [4, 8, 0]]))),
+    "scanned": (scanned, (normal_array(1, 3, 8, 8) / 3, normal_array(2, 3, 4, 8))),
+    "attention": (attention, (normal_array(3, 8, 8), normal_array(4, 3, 4, 8))),
 }

@@ -19,15 +19,19 @@ from tests.support.compositions import (
     outcome_of,
 )
 from tests.support.enumeration_table import read
-from tests.support.flow_helpers import assert_near
-from tests.support.helpers import checking_leaks
+from tests.support.passes import checking_leaks
+from tests.support.values import assert_near
 
 VERSION, COMMITTED = jax.__version__, read()
 
 
 def test_every_entered_primitive_is_seen_somewhere():
     """Not only programs from which JAX has taken the primitive away."""
-    for name, cells in COMMITTED[VERSION]["compositions"].items() if VERSION in COMMITTED else ():
+    if VERSION not in COMMITTED:
+        pytest.skip(f"scripts/enumerate has not run with jax {VERSION}")
+    compositions = COMMITTED[VERSION]["compositions"]
+    assert len(compositions) > 10
+    for name, cells in compositions.items():
         assert "inside" in cells.values(), name
 
 

@@ -11,7 +11,8 @@ import precpass as pp
 from precpass import jaxpr as ir
 from precpass.jit import selfcheck
 from precpass.rewrite import rewriter
-from tests.support.flow_helpers import assert_all_low, config, named
+from tests.support.jaxprs import named
+from tests.support.passes import assert_all_low, config
 
 X = jnp.eye(4)
 CHECKED = tuple(selfcheck._PROGRAMS)

@@ -18,8 +18,7 @@ from precpass.jaxpr.bodies import ENTERED
 from tests.support import counting
 from tests.support.compositions import over_rows
 from tests.support.count_checks import Counting, Report
-from tests.support.flow_helpers import config
-from tests.support.helpers import quiet
+from tests.support.passes import config, quiet
 
 X = jnp.eye(4) / 2
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import precpass as pp
-from tests.support.helpers import normal
 from tests.support.libraries import check_program
+from tests.support.values import normal
 
 W, X = jnp.asarray(normal(0, 32, 32)), jnp.asarray(normal(1, 8, 32))
 

@@ -13,7 +13,8 @@ import pytest
 from tests.support import counting
 from tests.support.count_checks import Counting, Report
 from tests.support.counting import FLAGS, Counts, counts
-from tests.support.flow_helpers import config, named
+from tests.support.jaxprs import named
+from tests.support.passes import config
 from tests.support.product_counts import PROGRAMS, settings
 
 pytestmark = pytest.mark.programs

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from precpass.policy import primitives
 from precpass.rewrite.low_product import Bilinear
 from tests.support import random_checks, random_flow, random_ops, random_pieces
-from tests.support.helpers import quiet
+from tests.support.passes import quiet
 from tests.support.random_checks import FORMS, POLICIES, Case, swept_case
 from tests.support.random_programs import INGREDIENTS, Program, Step, programs, seeded_program
 from tests.support.random_shrink import shrunk

@@ -11,7 +11,7 @@ from jax import lax
 
 import precpass as pp
 from precpass.testing import assert_plan, assert_precision
-from tests.support.unit_helpers import f32
+from tests.support.values import f32
 
 X, W = f32(8, 8), f32(8, 8)
 

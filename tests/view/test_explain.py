@@ -12,7 +12,7 @@ from jax import lax
 import precpass as pp
 from precpass.analysis.residuals import kept_bytes
 from precpass.view.rows import rows
-from tests.support.unit_helpers import f32
+from tests.support.values import f32
 
 X, W = f32(8, 8), f32(8, 8)
 

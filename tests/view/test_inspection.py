@@ -12,15 +12,8 @@ from jax import lax
 
 import precpass as pp
 from precpass import Action, AlwaysF32, AutoMixed, AutoMixedBf16, Custom, OpKind, PrecisionWarning
-from tests.support.unit_helpers import (
-    assert_well_typed,
-    eqns,
-    f32,
-    named,
-    operand_dtypes,
-    product_dtypes,
-    stable_id,
-)
+from tests.support.jaxprs import assert_well_typed, named, operand_dtypes, product_dtypes, walk
+from tests.support.values import f32, stable_id
 
 X, W = f32(8, 8), f32(8, 8)
 
@@ -88,7 +81,7 @@ def test_the_border_of_after_is_that_of_before(name, policy):
 def test_the_plan_decides_every_equation_with_a_reason(name, policy):
     found = pp.inspect(PROGRAMS[name], policy)(X, W)
     pairs = [(e, d) for e, d, _ in found.decisions()]
-    distinct = {id(e) for e in eqns(found.before)}
+    distinct = {id(e) for e in walk(found.before)}
     assert {id(e) for e, _ in pairs} == distinct
     assert all(len(d.stored) == len(e.outvars) for e, d in pairs)
     assert all(str(d.reason) for _, d in pairs)

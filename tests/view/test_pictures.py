@@ -17,7 +17,7 @@ from jax import lax
 
 import precpass as pp
 from precpass.view.rows import rows
-from tests.support.unit_helpers import f32
+from tests.support.values import f32
 
 X, W = f32(8, 8), f32(8, 8)
 SVG = "{http://www.w3.org/2000/svg}"

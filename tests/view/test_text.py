@@ -10,7 +10,7 @@ import pytest
 import precpass as pp
 from precpass.jaxpr import Source
 from precpass.view.text import rendered, shown_path, shown_source
-from tests.support.unit_helpers import f32
+from tests.support.values import f32
 
 CELL = os.path.join(os.sep, "somewhere", "ipykernel_71", "123.py")
 CODE = "def model(x, w):\n    with jax.named_scope('body'):\n        return x @ w\n"
