@@ -51,20 +51,22 @@ def walk(jaxpr: Any, repeated: bool = False) -> Iterator[Any]:
         jaxpr: open or closed.
         repeated: whether the equations of a shared jaxpr come once for each of its callers.
     """
-    # the jaxprs themselves, so that no other gets the identity of one
-    seen: dict[int, Any] = {}
+    return _walk(jaxpr, None if repeated else {})
 
-    def inside(jaxpr: Any) -> Iterator[Any]:
-        jaxpr = opened(jaxpr)
-        if id(jaxpr) in seen and not repeated:
+
+def _walk(jaxpr: Any, seen: dict[int, Any] | None) -> Iterator[Any]:
+    # no closure that calls itself: that is a reference cycle, and holds the jaxprs until the
+    # collector comes, while some tests look for what is freed at once
+    jaxpr = opened(jaxpr)
+    if seen is not None:
+        if id(jaxpr) in seen:
             return
+        # the jaxprs themselves, so that no other gets the identity of one
         seen[id(jaxpr)] = jaxpr
-        for eqn in jaxpr.eqns:
-            yield eqn
-            for inner in inner_jaxprs(eqn):
-                yield from inside(inner)
-
-    return inside(jaxpr)
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from _walk(inner, seen)
 
 
 def named(jaxpr: Any, *names: str) -> list[Any]:
