@@ -1,8 +1,8 @@
 """Counts the products of every program of the tests (`scripts/sweep counts`).
 
 Those that the pass knows of must be those that JAX lowers, without JAX's flags that make
-hi-primitives and with each of them; what is counted stands in tests/count_checks.py. For that it
-runs most of the tests, and watches what they give to the pass.
+hi-primitives and with each of them; what is counted stands in tests/support/count_checks.py. For
+that it runs most of the tests, and watches what they give to the pass.
 """
 
 from __future__ import annotations

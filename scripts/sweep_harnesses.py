@@ -1,6 +1,6 @@
 """Checks all of JAX's own primitive harnesses under every preset (`scripts/sweep harnesses`).
 
-What is checked stands in tests/harness_checks.py.
+What is checked stands in tests/support/harness_checks.py.
 """
 
 from __future__ import annotations

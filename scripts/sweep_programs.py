@@ -1,4 +1,4 @@
-"""Checks random programs under every policy: tests/random_checks.py says what must hold.
+"""Checks random programs under every policy: tests/support/random_checks.py says what must hold.
 
 Each program is traced, planned and rewritten by JAX and the package, and run by the
 tests' own interpreters; one in 250 is compiled and run by XLA too.
