@@ -136,8 +136,8 @@ _TYPES, _USER, _GUARD, _KEEP, _RULE, _SAVED_PLAN, _COST, _PRESET = DecidedBy
 STORED = Template(
     _COST,
     "{}; stored in {}: {}",
-    "keep what makes it wide by keep('f32') or a Rule",
-    "keep what makes it wide by keep('f32') or a Rule",
+    "compute it in float32 by keep('f32') or a Rule",
+    "compute it in float32 by keep('f32') or a Rule",
 )
 
 # ---------------------------------------------------------------- what the user asked for
@@ -145,7 +145,7 @@ STORED = Template(
 OFF = Template(_USER, "precpass is switched off", "leave use_policy(None), and unset PRECPASS")
 FIXED = Template(
     _USER,
-    "of an auto_mixed function with a policy of its own",
+    "inside an auto_mixed function that has a policy of its own",
     "change the policy of that function",
 )
 KEEP_REGION = Template(_KEEP, "keep('{}')", "leave the keep region, or narrow it")
@@ -195,7 +195,7 @@ RANDOM_BITS = Template(
 )
 PREDICATE = Template(
     _GUARD,
-    "decides whether a loop goes on: computed wide",
+    "decides whether a loop continues, so it is computed in float32",
     "nothing: a predicate in low precision loops wrongly often",
 )
 ACCUMULATES = Template(
@@ -214,7 +214,9 @@ COTANGENTS = Template(
     "nothing: a sum in a low format loses what it adds",
 )
 FULL_PRECISION_SET = Template(
-    _GUARD, "of the full-precision set", "order it by a Rule that names the primitive"
+    _GUARD,
+    "in the set of primitives that stay in float32",
+    "order it by a Rule that names the primitive",
 )
 EXACT_DTYPES = Template(
     _TYPES, "keeps its exact dtypes: {}", "nothing: it is made for the dtypes that it has"
@@ -248,10 +250,14 @@ SELECTS = Template(
     "selects or compares: runs in its widest operand's precision",
     "nothing: it rounds nothing",
 )
-READERS_ROUND = Template(_COST, "every reader rounds to {}", "nothing: what reads it rounds it")
+READERS_ROUND = Template(
+    _COST,
+    "every equation that reads the result rounds it to {}",
+    "nothing: the equations that read it round it",
+)
 MAY_RUN = Template(
     _COST,
-    "may run in {}; wide costs nothing inside a fusion",
+    "may run in {}; float32 costs nothing inside a fusion",
     "order it by a Rule that names the primitive",
 )
 DOES_NOT_PAY = Template(
@@ -277,19 +283,27 @@ ALL = tuple(value for value in globals().values() if isinstance(value, Template)
 # ---------------------------------------------------------------- what is changed
 
 ENTERED = Template(_TYPES, "entered", "nothing: its body has decisions of its own")
-MOVES_LOW = Template(_COST, "moves a low value", "keep what makes it wide by keep('f32') or a Rule")
-WIDE_AGAIN = Template(_PRESET, "what it serves is wide again", "lower what it serves")
+MOVES_LOW = Template(
+    _COST,
+    "moves a value that is stored in 16 bits",
+    "compute it in float32 by keep('f32') or a Rule",
+)
+WIDE_AGAIN = Template(
+    _PRESET, "the equation that it was made for is in float32 again", "lower that equation"
+)
 EXACT_CASTS = Template(
     _COST,
     "narrows what was just widened: exact without both casts",
     "nothing: no value changes",
 )
 REMOVES_LOW = Template(
-    _PRESET, "AlwaysF32 removes low precision", "use a policy that leaves casts as they are"
+    _PRESET,
+    "AlwaysF32 computes in float32 what was written in 16 bits",
+    "use a policy that leaves casts as they are",
 )
 NO_LOW_KERNELS = Template(
     _KEEP,
-    "has no low kernels; its region is in f64",
+    "has no 16-bit kernel, and its region is in f64",
     "leave the keep('f64') region, or narrow it",
 )
 UNCHECKED = Template(

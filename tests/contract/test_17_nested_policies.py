@@ -247,7 +247,7 @@ def test_the_plan_says_so_and_nothing_warns():
     inner = pp.auto_mixed(square, policy=AlwaysF32)
     found = pp.inspect(lambda x: inner(x))(X)  # a warning would be an error here
     reasons = {str(d.reason) for d in found.plan.walk()}
-    assert "of an auto_mixed function with a policy of its own" in reasons
+    assert "inside an auto_mixed function that has a policy of its own" in reasons
     assert found.after is found.before
 
 

@@ -167,7 +167,7 @@ def test_a_product_that_is_left_wide_is_explained_with_its_remedy(name, tmp_path
         "overflowed; stored in notes: run 3",
         "as in the saved plan",
         "the user's own precision",
-        "of an auto_mixed function with a policy of its own",
+        "inside an auto_mixed function that has a policy of its own",
         "a '{}' and a \"{0}\"",
         "; a constant whose values cannot be read here is unchecked",
     ],

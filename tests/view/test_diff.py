@@ -241,7 +241,7 @@ def test_a_cast_that_stands_elsewhere_is_moved():
     found = pp.inspect(fn, "AlwaysF32")(X, W)
     assert_complete(found)
     first = fn.__code__.co_firstlineno
-    why = "[AlwaysF32 removes low precision]"
+    why = "[AlwaysF32 computes in float32 what was written in 16 bits]"
     lines = [line.strip() for line in found.diff().splitlines()]
     assert f":{first + 1} fn  low = x.astype(jnp.bfloat16)" in lines[0]
     assert lines[1].startswith("convert_element_type f32[8,8] -> bf16[8,8]: cast moved; cast ")
