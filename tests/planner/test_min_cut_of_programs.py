@@ -67,22 +67,22 @@ def cost_of(costs: StorageEnergy, choice: Choice) -> float:
     def is_low(row: int) -> bool:
         return choice.get(("low", row), True)
 
-    for found in costs.classes.found.values():
-        if id(found) not in costs.nodes:
+    for values in costs.classes.by_root.values():
+        if id(values) not in costs.nodes:
             continue
-        rounded = choice.get(("rounded", id(found)), False)
-        crossing = choice.get(("crossing", id(found)), False)
-        if rounded and found.crossed and not crossing:
+        rounded = choice.get(("rounded", id(values)), False)
+        crossing = choice.get(("crossing", id(values)), False)
+        if rounded and values.crossed and not crossing:
             return float("inf")
         if rounded:
-            total += costs.held(found) / 2 + costs.rounding(found)
-        elif ("rounded", id(found)) in choice:
-            total += costs.held(found)
+            total += costs.traffic(values) / 2 + costs.rounding(values)
+        elif ("rounded", id(values)) in choice:
+            total += costs.traffic(values)
         if crossing and not rounded:
-            total += costs.beside(found)
-        for body, rows in found.low.items():
+            total += costs.beside(values)
+        for body, rows in values.low_readers.items():
             if any(map(is_low, rows)) and not (rounded or crossing):
-                total += costs.copying(found, body, rows)
+                total += costs.copying(values, body, rows)
     for row, candidate in costs.candidates.items():
         calls = costs.graph.calls[row]
         total += (candidate.low if is_low(row) else candidate.wide) * calls
@@ -97,10 +97,10 @@ def cost_of(costs: StorageEnergy, choice: Choice) -> float:
 def choices(costs: StorageEnergy, may: set[int]) -> Iterator[Choice]:
     """All of them."""
     free: list[Any] = [("low", row) for row in costs.candidates]
-    for found in costs.classes.found.values():
-        if id(found) in costs.nodes:
-            free += [("rounded", id(found))] * (id(found) in may)
-            free += [("crossing", id(found))] * bool(found.crossed)
+    for values in costs.classes.by_root.values():
+        if id(values) in costs.nodes:
+            free += [("rounded", id(values))] * (id(values) in may)
+            free += [("crossing", id(values))] * bool(values.crossed)
     if len(free) > SMALL:
         return
     for labels in itertools.product((False, True), repeat=len(free)):

@@ -88,7 +88,7 @@ class _Assignment:
         # results it rounds are added later.
         self._rows_of = [self._rows(node) for node in self.graph.bodies]
         self._collect_decisions(plan)
-        self.reads_low = {row for row, found in self._decisions.items() if self._lowers(found)}
+        self.reads_low = {row for row, each in self._decisions.items() if self._lowers(each)}
         self.classes = StorageClasses(self.graph, self._crosses, self.reads_low)
         candidates = self._candidates(pricing)
         device = pricing.device or NOMINAL
@@ -107,25 +107,25 @@ class _Assignment:
         self._plans: dict[Any, Plan] = {}
 
     def with_products_wide(self) -> Plan:
-        """The plan in which products that do not pay are wide, and nothing else is changed."""
+        """The plan in which products that do not pay are in float32; the rest is unchanged."""
         self._rounded, self._crossing = set(), set()
         self._changed_rows = self.products_left_wide
         return self._assigned(0, self._plan, BorderCopies())
 
     def with_storage(self) -> Plan:
-        """The plan with the storage of its values, itself where nothing is gained."""
+        """The plan with the storage of its values; the same plan if nothing is gained."""
         if not (self._rounded or self._crossing):
             return self._plan
-        for found in self.classes.found.values():
-            if id(found) in self._rounded:
-                self._class_made_at.update(dict.fromkeys(found.defined, found))
+        for values in self.classes.by_root.values():
+            if id(values) in self._rounded:
+                self._class_made_at.update(dict.fromkeys(values.defined, values))
         self._changed_rows = {row for row, _ in self._class_made_at}
         return self._assigned(0, self._plan, BorderCopies())
 
     # ------------------------------------------------------------ what was planned
 
     def _rows(self, node: BodyNode) -> list[int]:
-        """The products of a body, and what has bodies of its own."""
+        """The rows of a body's products, and of its equations that have bodies."""
         children, eqns = self.graph.children, self.graph.eqns[node.start : node.stop]
         each = enumerate(eqns, node.start)
         return [row for row, eqn in each if eqn.primitive.name in COMPUTING or row in children]
@@ -150,23 +150,23 @@ class _Assignment:
 
     def _crosses(self, row: int) -> bool:
         """Whether 16-bit copies may cross the borders of an equation's bodies."""
-        found = self._decisions.get(row, ())
-        may = (
-            bool(found)
+        decisions = self._decisions.get(row, ())
+        return (
+            bool(decisions)
             and ir.takes_border_copies(self.graph.eqns[row])
-            and all(map(_is_plain, found))
+            and all(map(_is_plain, decisions))
+            and not self.requests.is_fixed(row)
         )
-        return may and not self.requests.is_fixed(row)
 
-    def _lowers(self, found: Sequence[Decision]) -> bool:
-        return any(d.action is Action.LOWER and d.compute is self.low for d in found)
+    def _lowers(self, decisions: Sequence[Decision]) -> bool:
+        return any(d.action is Action.LOWER and d.compute is self.low for d in decisions)
 
     def _accumulated(self) -> set[int]:
-        """The classes that a loop adds to in every trip, and those of the factors on the way.
+        """The classes that a loop adds to in every trip, and the classes of the sum's factors.
 
-        They are named by their identity, as in all sets of classes here.
+        Sets of classes hold their identities, because a class is mutable and has no hash.
         """
-        found, todo = set[int](), list[tuple[int, LoopFeedback]]()
+        added_to, todo = set[int](), list[tuple[int, LoopFeedback]]()
         for row, children in self.graph.children.items():
             for body, child in children:
                 if not body.carry or not self._crosses(row):
@@ -174,28 +174,28 @@ class _Assignment:
                 feedback = self.analysis.additive.cyclic(body)
                 invars = ir.open_jaxpr(body.jaxpr).invars
                 carried = [v for v, fed in zip(invars, feedback, strict=False) if fed]
-                found |= self._ids(child, carried)
+                added_to |= self._ids(child, carried)
                 todo.append((child, feedback))
         seen = set[tuple[int, LoopFeedback]]()
         while todo:
             at = todo.pop()
             if at not in seen:
                 seen.add(at)
-                todo += self._accumulated_in(*at, found)
-        return found
+                todo += self._accumulated_in(*at, added_to)
+        return added_to
 
     def _accumulated_in(
-        self, body: int, feedback: LoopFeedback, found: set[int]
+        self, body: int, feedback: LoopFeedback, added_to: set[int]
     ) -> Iterator[tuple[int, LoopFeedback]]:
-        """Adds the classes of one body to `found`; yields the bodies in it, with their feedback."""
+        """Adds the classes of a body to `added_to`; yields the bodies in it with their feedback."""
         node = self.graph.bodies[body]
         for at in self.analysis.additive.accumulating(node.jaxpr, feedback):
             row = node.start + at
             eqn = self.graph.eqns[row]
-            found |= self._ids(body, eqn.outvars)
+            added_to |= self._ids(body, eqn.outvars)
             if eqn.primitive.name in ("mul", "div"):
                 # a decay of 0.999 is 1 in bfloat16
-                found |= self._ids(body, eqn.invars)
+                added_to |= self._ids(body, eqn.invars)
             for inner, child in self.graph.children.get(row, ()):
                 yield child, all_feedback(len(inner.operands), len(inner.results))
 
@@ -206,24 +206,25 @@ class _Assignment:
 
     def _candidates(self, pricing: ProductPricing) -> dict[int, Candidate]:
         """The products that need not be low, because the preset alone lowers them."""
-        found: dict[int, Candidate] = {}
+        candidates: dict[int, Candidate] = {}
         for row in sorted(self.reads_low):
-            # what a rule, a region or a saved plan orders is lowered whether or not it pays
+            # a product that a rule, a region or a saved plan orders is lowered even if it does
+            # not pay
             if any(d.decided_by is DecidedBy.PRESET for d in self._decisions[row]):
                 eqn, body = self.graph.eqns[row], int(self.graph.body[row])
                 if (candidate := pricing.candidate(eqn, body, self.low)) is not None:
-                    found[row] = candidate
-        return found
+                    candidates[row] = candidate
+        return candidates
 
     def _eligible(self) -> list[StorageClass]:
         """The classes that may be rounded where they are defined."""
         adding = self._accumulated()
         eligibility = Eligibility(self.analysis, self.classes, self.low, self.requests)
-        found = self.classes.found.values()
-        return [c for c in found if id(c) not in adding and eligibility.may_store(c)]
+        classes = self.classes.by_root.values()
+        return [c for c in classes if id(c) not in adding and eligibility.may_store(c)]
 
     def _labels(self) -> Any:
-        """The cheapest labels, or those that lower no product where that is hardly dearer."""
+        """The cheapest labels, or those that lower no product if these cost hardly more."""
         cut = self._energy.minimum()
         paying = [row for row, node in self._energy.products.items() if cut.low[node]]
         if not paying:
@@ -258,10 +259,10 @@ class _Assignment:
             gains_little = self._why_all_gain_little if row in self._gain_little else None
             decision = _left_wide(decision, gains_little or self._energy.candidates[row].why)
         defines = [self._class_made_at.get((row, k)) for k in range(len(decision.stored))]
-        rounded = [found for found in defines if found is not None]
+        rounded = [values for values in defines if values is not None]
         if not rounded:
             return decision
-        stored = tuple(None if found is None else self.low for found in defines)
+        stored = tuple(None if values is None else self.low for values in defines)
         why = reasons.STORED(decision.reason, self.low, self._what_is_saved(rounded[0]))
         return dataclasses.replace(decision, stored=stored, reason=why)
 
@@ -285,14 +286,14 @@ class _Assignment:
 
     def _each_border_copy(self, body: int, atoms: Sequence[ir.Atom]) -> Iterator[BorderCopy]:
         for position, atom in enumerate(atoms):
-            found = self.classes.of(body, atom)
-            if found is not None and id(found) in self._crossing:
-                yield BorderCopy(position, self.low, id(found) in self._rounded)
+            values = self.classes.of(body, atom)
+            if values is not None and id(values) in self._crossing:
+                yield BorderCopy(position, self.low, id(values) in self._rounded)
 
-    def _what_is_saved(self, found: StorageClass) -> str:
-        """What the cut pricing."""
-        products = len({row for rows in found.low.values() for row in rows})
-        written = [p for p in found.places if p.kind != "sliced"]
+    def _what_is_saved(self, values: StorageClass) -> str:
+        """The memory that storing a class in 16 bits saves, and what reads it, in words."""
+        products = len({row for rows in values.low_readers.values() for row in rows})
+        written = [p for p in values.places if p.kind != "sliced"]
         times = max(sum(p.times for p in written), 1.0)
         saved = f"{sized(sum(p.nbytes for p in written) / times / 2)} saved"
         read = f"read by {counted(products, 'product')}, " if products else ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -51,9 +52,9 @@ class Eligibility:
         self.requests = requests
         self.uses = analysis.uses
 
-    def may_store(self, found: StorageClass) -> bool:
+    def may_store(self, values: StorageClass) -> bool:
         """Whether a class of values may be stored low."""
-        return all(veto(self, found) is None for veto in VETOES)
+        return all(veto(self, values) is None for veto in VETOES)
 
     def in_sampler(self, row: int) -> bool:
         """Whether an equation belongs to one of JAX's samplers."""
@@ -66,7 +67,7 @@ class Eligibility:
 
     @functools.cached_property
     def following_products(self) -> set[Any]:
-        """What is computed of the result of a low product, however far behind it."""
+        """Every value that is computed from the result of a lowered product, at any distance."""
         eqns = self.graph.eqns
         across = collections.defaultdict[Any, list[Sequence[Any]]](list)
         for row in self.graph.children:
@@ -74,27 +75,29 @@ class Eligibility:
                 if not ir.is_literal(before):
                     across[before].append(behind)
         entered = {id(eqns[row]) for row in self.graph.children}
-        # a body of which JAX has left out what nobody reads has the variables of the whole one
+        # A body from which JAX has dropped unread results shares its variables with the whole body,
+        # so readers are collected over all bodies.
         readers = collections.defaultdict[Any, list[Any]](list)
         for body in range(len(self.graph.bodies)):
             for v, of_body in self.uses.of(body).items():
                 readers[v] += of_body
-        # no call for each equation: every gradient is walked
-        found, todo = set[Any](), [v for row in self.classes.reads_low for v in eqns[row].outvars]
+        # This loop visits the equations of every gradient: it makes no Python call for each.
+        following = set[Any]()
+        todo = [v for row in self.classes.reads_low for v in eqns[row].outvars]
         while todo:
             v = todo.pop()
-            if v in found:
+            if v in following:
                 continue
-            found.add(v)
+            following.add(v)
             for reader in readers.get(v, ()):
                 if reader is not None and id(reader) not in entered:
                     todo += reader.outvars
             for behind in across.get(v, ()):
                 todo += behind
-        return found
+        return following
 
     def _steps(self, row: int) -> Iterator[tuple[Any, Sequence[Any]]]:
-        """Each value on one side of an equation's borders, and what it is on the other."""
+        """Each value on one side of an equation's borders, and its names on the other side."""
         eqn = self.graph.eqns[row]
         for body, _ in self.graph.children[row]:
             opened = ir.open_jaxpr(body.jaxpr)
@@ -108,12 +111,12 @@ class Eligibility:
 
     @functools.cached_property
     def spread(self) -> set[Any]:
-        """What is repeated to the shape that it has."""
+        """The results of `broadcast_in_dim`."""
         named = (eqn for eqn in self.graph.eqns if eqn.primitive.name == "broadcast_in_dim")
         return {eqn.outvars[0] for eqn in named}
 
     def adds(self, body: int, reader: ir.Eqn) -> bool:
-        """Whether an equation, or one that its result is scaled on the way to, adds to it."""
+        """Whether a reader adds to the value that it reads, directly or after scaling it."""
         todo, seen = [reader], set[int]()
         while todo:
             eqn = todo.pop()
@@ -132,72 +135,73 @@ class Eligibility:
 # ---------------------------------------------------------------- what the class is
 
 
-def crosses_the_programs_border(_program: Eligibility, found: StorageClass) -> str | None:
+def crosses_the_programs_border(_program: Eligibility, values: StorageClass) -> str | None:
     """An argument and a result have the dtype that the user gave them."""
-    return "is an argument or a result" if found.is_input or found.is_output else None
+    return "is an argument or a result" if values.is_input or values.is_output else None
 
 
-def is_never_in_memory(_program: Eligibility, found: StorageClass) -> str | None:
+def is_never_in_memory(_program: Eligibility, values: StorageClass) -> str | None:
     """Inside a fusion a value costs nothing in any format."""
-    return None if found.places else "is never in memory"
+    return None if values.places else "is never in memory"
 
 
-def is_small(program: Eligibility, found: StorageClass) -> str | None:
+def is_small(program: Eligibility, values: StorageClass) -> str | None:
     """Memory moves whole cache lines."""
     eqns = program.graph.eqns
-    made = (nbytes(eqns[row].outvars[k].aval) for row, k in found.defined)
-    return "is smaller than a cache line" if max(made, default=0.0) < _LINE else None
+    sizes = (nbytes(eqns[row].outvars[k].aval) for row, k in values.defined)
+    return "is smaller than a cache line" if max(sizes, default=0.0) < _LINE else None
 
 
-def is_a_loops_state(_program: Eligibility, found: StorageClass) -> str | None:
-    """A carry that is read wide would be rounded anew in every trip."""
-    is_carried = bool(found.wide) and any(place.kind == "carry" for place in found.places)
+def is_a_loops_state(_program: Eligibility, values: StorageClass) -> str | None:
+    """A carry that is read in float32 would be rounded again in every trip."""
+    is_carried = bool(values.wide_readers) and any(place.kind == "carry" for place in values.places)
     return "is a loop's state" if is_carried else None
 
 
-def may_be_computed_again(program: Eligibility, found: StorageClass) -> str | None:
-    """XLA may compute again, where it is read, what is only kept for a backward pass.
+def may_be_computed_again(program: Eligibility, values: StorageClass) -> str | None:
+    """XLA may recompute a value that is only saved for the backward pass, where it is read.
 
-    The same holds for a stack that the user's program makes, unless a derivative reads it.
+    The value is then never in memory, and rounding it gains nothing. The same holds for a stack
+    that the user's program makes, unless a derivative reads it.
     """
-    if found.low or _is_made_by_products(program, found):
+    if values.low_readers or _is_made_by_products(program, values):
         return None
-    is_only_kept = {place.kind for place in found.places} == {"kept"}
-    read = [(body, row) for body, rows in found.wide.items() for row in rows]
+    is_only_kept = {place.kind for place in values.places} == {"kept"}
+    read = [(body, row) for body, rows in values.wide_readers.items() for row in rows]
     is_users = bool(read) and not any(program.is_backward(*at) for at in read)
     return "may be computed again where it is read" if is_only_kept or is_users else None
 
 
-def has_all_digits(program: Eligibility, found: StorageClass) -> str | None:
-    """No product that was lowered has taken its digits: a position and a time have them all."""
-    if not found.wide:
+def has_all_digits(program: Eligibility, values: StorageClass) -> str | None:
+    """No lowered product has rounded it yet: a position or a time has all of its digits."""
+    if not values.wide_readers:
         return None
-    made = (program.graph.eqns[row].outvars[k] for row, k in found.defined)
-    follows = all(v in program.following_products for v in made)
+    results = (program.graph.eqns[row].outvars[k] for row, k in values.defined)
+    follows = all(v in program.following_products for v in results)
     return None if follows else "has all of its digits"
 
 
-def is_added_to(program: Eligibility, found: StorageClass) -> str | None:
-    """The forward pass adds to a sum of whole arrays: a small step would be lost."""
-    if not any(_adds_arrays(program, row) for row, _ in found.defined):
+def is_added_to(program: Eligibility, values: StorageClass) -> str | None:
+    """The forward pass adds to a sum of whole arrays, so rounding would lose a small step."""
+    if not any(_adds_arrays(program, row) for row, _ in values.defined):
         return None
     is_added_to = any(
         program.adds(body, program.graph.eqns[row])
-        for body, rows in found.wide.items()
+        for body, rows in values.wide_readers.items()
         for row in rows
         if not program.is_backward(body, row)
     )
     return "is a sum that is added to" if is_added_to else None
 
 
-def _is_made_by_products(program: Eligibility, found: StorageClass) -> bool:
-    eqns = [program.graph.eqns[row] for row, _ in found.defined]
+def _is_made_by_products(program: Eligibility, values: StorageClass) -> bool:
+    eqns = [program.graph.eqns[row] for row, _ in values.defined]
     kinds = {op(eqn.primitive.name).kind for eqn in eqns if not ir.keeps_bits(eqn)}
     return kinds <= {OpKind.COMPUTE}
 
 
 def _adds_arrays(program: Eligibility, row: int) -> bool:
-    """Whether an equation adds whole arrays, and not one and a bias."""
+    """Whether an equation adds whole arrays, and not an array and a bias."""
     eqn = program.graph.eqns[row]
     if not op(eqn.primitive.name).adds:
         return False
@@ -210,9 +214,9 @@ def _adds_arrays(program: Eligibility, row: int) -> bool:
 # ---------------------------------------------------------------- who makes it
 
 
-def is_made_elsewhere(program: Eligibility, found: StorageClass) -> str | None:
-    """What makes it has bodies, belongs to a sampler, or is to be wide by the policy."""
-    for row, k in found.defined:
+def is_made_elsewhere(program: Eligibility, values: StorageClass) -> str | None:
+    """Its equation has bodies, belongs to a sampler, or is ordered in float32 by the policy."""
+    for row, k in values.defined:
         if row in program.graph.children or program.in_sampler(row):
             return "is made where nothing is rounded"
         if not program.requests.may_store(row, program.low):
@@ -222,12 +226,12 @@ def is_made_elsewhere(program: Eligibility, found: StorageClass) -> str | None:
     return None
 
 
-def exceeds_range(program: Eligibility, found: StorageClass) -> str | None:
+def exceeds_range(program: Eligibility, values: StorageClass) -> str | None:
     """It would overflow, vanish or lose integers in the low format."""
-    is_read_low = bool(found.low) and not found.wide
-    for row, k in found.defined:
-        body, made = int(program.graph.body[row]), program.graph.eqns[row].outvars[k]
-        for known in (facts.of(made) for facts in program.analysis.facts_of.get(body, ())):
+    is_read_low = bool(values.low_readers) and not values.wide_readers
+    for row, k in values.defined:
+        body, result = int(program.graph.body[row]), program.graph.eqns[row].outvars[k]
+        for known in (facts.of(result) for facts in program.analysis.facts_of.get(body, ())):
             if known.random:
                 return "follows random bits"
             if reason := why_out_of_range(_as_a_whole(known), program.low):
@@ -238,14 +242,14 @@ def exceeds_range(program: Eligibility, found: StorageClass) -> str | None:
 
 
 def _fits(known: ValueRange, low: Precision) -> bool:
-    """Whether the low format has the range for it: float16 has not for all that float32 has."""
+    """Whether the low format has the range for it: bfloat16 always has, float16 may not."""
     if low.smallest_normal <= Precision.F32.smallest_normal:
         return True
     return max(abs(known.lo), abs(known.hi)) <= low.max
 
 
 def _as_a_whole(known: ValueRange) -> ValueRange:
-    """A fact in which a multiple of a constant is as large, and as small, as the constant."""
+    """The range in which a multiple of a constant is as large, and as small, as the constant."""
     sizes = [size for size in (known.likely_min_nonzero, known.overall_magnitude) if size]
     likely_min_nonzero, likely_max = (
         min(sizes, default=0.0),
@@ -257,15 +261,18 @@ def _as_a_whole(known: ValueRange) -> ValueRange:
 # ---------------------------------------------------------------- who reads it
 
 
-def decides_a_loop(program: Eligibility, found: StorageClass) -> str | None:
-    """A loop's predicate is computed of it."""
-    decides = any(body in program.analysis.deciding for body in (*found.wide, *found.low))
+def decides_a_loop(program: Eligibility, values: StorageClass) -> str | None:
+    """A loop's predicate is computed from it."""
+    decides = any(
+        body in program.analysis.deciding for body in (*values.wide_readers, *values.low_readers)
+    )
     return "decides whether a loop goes on" if decides else None
 
 
-def is_read_exactly(program: Eligibility, found: StorageClass) -> str | None:
-    """A reader has a use for digits that the low format does not have."""
-    rows = (row for readers in (found.wide, found.low) for own in readers.values() for row in own)
+def is_read_exactly(program: Eligibility, values: StorageClass) -> str | None:
+    """A reader needs digits that the low format does not have."""
+    by_body = (*values.wide_readers.values(), *values.low_readers.values())
+    rows = itertools.chain.from_iterable(by_body)
     return next(filter(None, (_why_read_exactly(program, row) for row in rows)), None)
 
 
@@ -275,13 +282,13 @@ def _why_read_exactly(program: Eligibility, row: int) -> str | None:
     table = op(name)
     if row in program.graph.children or table.kind is OpKind.BOUNDARY or program.in_sampler(row):
         return "is read where nothing is rounded"
-    # their error is that of the operand times a large factor, of a difference times any
+    # These multiply the error of their operand by a large factor, a difference by any factor.
     if (table.full_precision or name == "sub") and table.kind is OpKind.ELEMENTWISE:
         return f"is read by {name}, which magnifies its error"
     if name == "convert_element_type":
         is_float = ir.precision_of(eqn.outvars[0].aval) is not None
         return None if is_float else "is cast to integers"
-    # the sign survives a rounding; no other comparison does
+    # A comparison with zero only reads the sign, which survives rounding.
     if table.ranks or (table.compares and not any(map(_is_zero, eqn.invars))):
         return f"is read by {name}, which tells close values apart"
     return None

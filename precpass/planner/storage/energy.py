@@ -31,7 +31,7 @@ from precpass.policy.primitives import OpKind, op
 __all__ = ["NOMINAL", "Candidate", "Nodes", "StorageEnergy"]
 
 NOMINAL = DEVICES[0]
-"""Whose figures count where a plan is to be the same on every device: only ratios matter then."""
+"""Its figures are used where a plan must be the same on every device; only ratios matter then."""
 
 _CACHED = 0.25
 """The time of a byte that was just written, in that of one from memory (assumed)."""
@@ -42,10 +42,10 @@ class Candidate:
     """A product that is low if that pays.
 
     Attributes:
-        wide: seconds of one execution in float32.
-        low: the same in the low format, casts apart.
-        casts: those of each of its two operands.
-        why: the reason for which it stays wide where it does not pay.
+        wide: the seconds of one execution in float32.
+        low: the seconds of one execution in the low format, without its casts.
+        casts: the seconds of casting each of its two operands.
+        why: the reason that the plan gives if the product does not pay and stays in float32.
     """
 
     wide: float
@@ -92,8 +92,8 @@ class StorageEnergy:
         self._trips_of: dict[int, float] = {}
         self._origins = OperandOrigins(graph)
         may = set(map(id, roundable))
-        for found in classes.found.values():
-            self._store(found, id(found) in may)
+        for values in classes.by_root.values():
+            self._store(values, id(values) in may)
         for row in candidates:
             self._product(row)
         self._share()
@@ -103,7 +103,7 @@ class StorageEnergy:
         return self.energy.minimum()
 
     def without_products(self) -> Cut:
-        """The cheapest labels of all else where no product that need not be low is."""
+        """The cheapest labels of everything else if no candidate is lowered."""
         energy = copy.deepcopy(self.energy)
         for node in self.products.values():
             energy.fix(node, WIDE)
@@ -111,39 +111,40 @@ class StorageEnergy:
 
     @property
     def wide_seconds(self) -> float:
-        """What the products that need not be low take wide."""
+        """The seconds that the candidates take in float32."""
         return sum(of.wide * self._calls(row) for row, of in self.candidates.items())
 
     # ------------------------------------------------------------ what memory takes
 
-    def _store(self, found: StorageClass, roundable: bool) -> None:
-        if not (roundable or (found.crossed and self._repeats(found))):
+    def _store(self, values: StorageClass, roundable: bool) -> None:
+        if not (roundable or (values.crossed and self._repeats(values))):
             return
         energy = self.energy
         rounded = energy.node() if roundable else WIDE
-        crossing = energy.node() if found.crossed else rounded
-        self.nodes[id(found)] = Nodes(rounded, crossing if found.crossed else WIDE)
+        crossing = energy.node() if values.crossed else rounded
+        self.nodes[id(values)] = Nodes(rounded, crossing if values.crossed else WIDE)
         if roundable:
-            energy.pay(rounded, LOW, self.held(found))
-            energy.pay(WIDE, rounded, self.held(found) / 2 + self.rounding(found))
-        if found.crossed:
-            energy.pay(rounded, crossing, self.beside(found))
+            energy.pay(rounded, LOW, self.traffic(values))
+            energy.pay(WIDE, rounded, self.traffic(values) / 2 + self.rounding(values))
+        if values.crossed:
+            energy.pay(rounded, crossing, self.beside(values))
             if roundable:
                 energy.forbid(crossing, rounded)
-        for body, rows in found.low.items():
-            energy.pay(crossing, self._copied(rows), self.copying(found, body, rows))
+        for body, rows in values.low_readers.items():
+            energy.pay(crossing, self._copied(rows), self.copying(values, body, rows))
 
-    def _repeats(self, found: StorageClass) -> bool:
-        """Whether a loop casts again what was there before it.
+    def _repeats(self, values: StorageClass) -> bool:
+        """Whether a loop would cast a value again that was made before the loop.
 
-        Elsewhere a low copy would stay in memory from its first reader to its last.
+        A 16-bit copy that crosses the border saves these casts. Elsewhere such a copy would only
+        stay in memory from its first reader to its last.
         """
-        begins = [self._trips(int(self.graph.body[row])) for row, _ in found.defined]
-        first = 1.0 if found.given or not begins else min(begins)
-        return any(self._trips(body) > first for body in found.low)
+        begins = [self._trips(int(self.graph.body[row])) for row, _ in values.defined]
+        first = 1.0 if values.given_bytes or not begins else min(begins)
+        return any(self._trips(body) > first for body in values.low_readers)
 
     def _trips(self, body: int) -> float:
-        """How often the loops around a body, as it is called first, run it."""
+        """How often the loops around a body run it, counted at its first caller."""
         chain: list[BodyNode] = []
         node: BodyNode | None = self.graph.bodies[body]
         while node is not None and id(node) not in self._trips_of:
@@ -156,7 +157,7 @@ class StorageEnergy:
         return self._trips_of[id(self.graph.bodies[body])]
 
     def _copied(self, rows: Sequence[int]) -> int:
-        """The node of a low copy that some products in one body read: LOW where one must."""
+        """The node of a 16-bit copy that products of one body read; LOW if one of them must."""
         free = [self.products[row] for row in rows if row in self.products]
         if len(free) < len(rows):
             return LOW
@@ -165,49 +166,49 @@ class StorageEnergy:
             self.energy.forbid(copied, product)
         return copied
 
-    def held(self, found: StorageClass) -> float:
-        """Where a class is in memory, at its own width."""
-        return sum(map(_traffic, found.places)) / self.device.bandwidth
+    def traffic(self, values: StorageClass) -> float:
+        """The seconds of the memory traffic of a class that is stored in float32."""
+        return sum(map(_traffic, values.places)) / self.device.bandwidth
 
-    def rounding(self, found: StorageClass) -> float:
-        """The pass that rounds what products make; in any other fusion it is free."""
-        made = (
+    def rounding(self, values: StorageClass) -> float:
+        """The seconds of rounding the results of products; in any other fusion it is free."""
+        result_bytes = (
             nbytes(self.graph.eqns[row].outvars[k].aval) * self._calls(row)
-            for row, k in found.defined
+            for row, k in values.defined
             if not self._is_fused(row)
         )
-        return _CACHED * 1.5 * sum(made) / self.device.bandwidth
+        return _CACHED * 1.5 * sum(result_bytes) / self.device.bandwidth
 
-    def beside(self, found: StorageClass) -> float:
-        """Low copies beside a class: the casts where it begins, and their own traffic."""
-        made = sum(
+    def beside(self, values: StorageClass) -> float:
+        """The seconds of 16-bit copies beside a class: its casts, and the copies' own traffic."""
+        defined_bytes = sum(
             nbytes(self.graph.eqns[row].outvars[k].aval) * self._calls(row)
-            for row, k in found.defined
+            for row, k in values.defined
         )
-        # of a stack a slice is copied, and read then
-        copies = sum(p.nbytes if p.kind == "sliced" else p.nbytes / 2 for p in found.places)
-        return (1.5 * (found.given + made) + copies) / self.device.bandwidth
+        # each slice of a stack is copied, and the copy is read afterwards
+        copies = sum(p.nbytes if p.kind == "sliced" else p.nbytes / 2 for p in values.places)
+        return (1.5 * (values.given_bytes + defined_bytes) + copies) / self.device.bandwidth
 
-    def copying(self, found: StorageClass, body: int, rows: Sequence[int]) -> float:
-        """The casts of what products read in a body, where no low copy crosses its border."""
+    def copying(self, values: StorageClass, body: int, rows: Sequence[int]) -> float:
+        """The seconds of the casts for products in a body whose border no 16-bit copy crosses."""
         calls = self.graph.bodies[body].calls
-        reads = self._reads(found, body, rows)
-        return max(self._copying(found, body, row, at) for row, at in reads) * calls
+        reads = self._reads(values, body, rows)
+        return max(self._copying(values, body, row, at) for row, at in reads) * calls
 
-    def _copying(self, found: StorageClass, body: int, row: int, at: int) -> float:
-        """The cast of a product's operand: as it is a part of the product's own time, if it is."""
-        own = self.candidates[row].casts[at] if row in self.candidates else 0.0
-        if own or self._origins.is_made_in(body, self.graph.eqns[row].invars[at]):
-            return own
-        return 1.5 * found.read[body] / self.device.bandwidth
+    def _copying(self, values: StorageClass, body: int, row: int, at: int) -> float:
+        """The seconds of one operand's cast; those in the product's pricing come first."""
+        priced = self.candidates[row].casts[at] if row in self.candidates else 0.0
+        if priced or self._origins.is_made_in(body, self.graph.eqns[row].invars[at]):
+            return priced
+        return 1.5 * values.low_read_bytes[body] / self.device.bandwidth
 
-    def _reads(self, found: StorageClass, body: int, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """The operands of products that are of a class."""
+    def _reads(self, values: StorageClass, body: int, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """The products' operands, as (row, position), that belong to a class."""
         return [
             (row, at)
             for row in rows
             for at, atom in enumerate(self.graph.eqns[row].invars[:2])
-            if self.classes.of(body, atom) is found
+            if self.classes.of(body, atom) is values
         ]
 
     # ------------------------------------------------------------ what products take
@@ -221,16 +222,16 @@ class StorageEnergy:
             self._copies[key] = max(seconds, self._copies.get(key, 0.0))
 
     def casts(self, row: int) -> Iterator[tuple[tuple[int, Any], float]]:
-        """The operands of a candidate whose low copies are no class's, and the seconds of each."""
+        """The operands of a candidate that have no class to copy them, and each cast's seconds."""
         body = int(self.graph.body[row])
         operands = self.graph.eqns[row].invars[:2]
         for atom, seconds in zip(operands, self.candidates[row].casts, strict=True):
-            found = self.classes.of(body, atom)
-            if seconds and (found is None or id(found) not in self.nodes):
+            values = self.classes.of(body, atom)
+            if seconds and (values is None or id(values) not in self.nodes):
                 yield (body, atom), seconds * self._calls(row)
 
     def _share(self) -> None:
-        """One low copy for all products in a body that read it."""
+        """Charges one 16-bit copy of a value for all products of a body that read it."""
         nodes = {key: self.energy.node() for key in self._copies}
         for key, seconds in self._copies.items():
             self.energy.pay(WIDE, nodes[key], seconds)

@@ -1,9 +1,10 @@
 """Classes of values that must be stored alike.
 
 A value has two names where it crosses the border of a body, and where an equation only moves it.
-What a loop carries, stacks or reads slices of, what a branch or a call gets and returns, and what
-of it is only moved, is stored in one format. A class is such a set of values, with everything
-that its storage costs depend on: where it is defined, stacked and saved, and who reads it.
+What a loop carries, stacks or reads slices of, what a branch or a call takes and returns, and
+every value that is only moved from one of these, is stored in one format. A class is such a set of
+values, with everything that the costs of storing it depend on: the equations that define, stack
+and save it, and those that read it.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ Key = tuple[int, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where values of a class are held as they are in memory: a loop's stack or carry.
+    """A buffer in which values of a class are stored in memory: a loop's stack or carry.
 
     Attributes:
-        nbytes: of all values that are held there in one run, at their own width.
-        times: how many values that are.
+        nbytes: the bytes of all values that are stored there in one run, in float32.
+        times: how many values these are.
         kind: "stacked" and "sliced" by a loop, its "carry", or "kept" by the forward pass for
             the backward pass.
     """
@@ -48,22 +49,24 @@ class StorageClass:
 
     Attributes:
         defined: the rows that make one of them, and which of their results it is.
-        given: of those that no row makes, the bytes in one run: arguments, constants, literals.
-        low: body -> the rows there that read one on 16 bits.
-        read: body -> the bytes of what is read there on 16 bits, as it is.
-        wide: body -> the rows there that read one as it is.
-        places: where they are held.
+        given_bytes: the bytes in one run of those that no row makes: arguments, constants and
+            literals.
+        low_readers: body -> the rows there that read one of them in 16 bits.
+        low_read_bytes: body -> the float32 bytes of the largest of them that is read there in
+            16 bits.
+        wide_readers: body -> the rows there that read one of them in float32.
+        places: the stacks and carries that hold them in memory.
         crossed: the rows of the equations whose borders they cross.
-        is_input: whether an argument of the program is one of them, or of a call whose border
-            is as it is.
-        is_output: whether a result is one of them.
+        is_input: whether one of them is an argument of the program, or of a call whose operands
+            keep their dtypes.
+        is_output: whether one of them is a result of the program or of such a call.
     """
 
     defined: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    given: float = 0.0
-    low: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-    read: dict[int, float] = dataclasses.field(default_factory=dict)
-    wide: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    given_bytes: float = 0.0
+    low_readers: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    low_read_bytes: dict[int, float] = dataclasses.field(default_factory=dict)
+    wide_readers: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     places: list[Place] = dataclasses.field(default_factory=list)
     crossed: set[int] = dataclasses.field(default_factory=set)
     is_input: bool = False
@@ -97,11 +100,11 @@ class StorageClasses:
             self._moved |= moved
             self._follow(body, moved)
             self._choose(body, moved)
-        self.found: dict[Key, StorageClass] = {}
+        self.by_root: dict[Key, StorageClass] = {}
         self._of: list[dict[Any, StorageClass]] = [{} for _ in graph.bodies]
         for body, atom in self._parents:
             root = self._root((body, atom))
-            self._of[body][atom] = self.found.setdefault(root, StorageClass())
+            self._of[body][atom] = self.by_root.setdefault(root, StorageClass())
         for body in range(len(graph.bodies)):
             if self._of[body]:
                 self._collect(body, kept)
@@ -127,7 +130,7 @@ class StorageClasses:
         self._parents[self._root(a)] = self._root(b)
 
     def _link(self, row: int) -> None:
-        """Joins what is one value on the two sides of a border, or of two trips."""
+        """Joins the two names of one value: inside and outside of a border, or in two trips."""
         eqn, around = self.graph.eqns[row], int(self.graph.body[row])
         for body, child in self.graph.children[row]:
             opened = ir.open_jaxpr(body.jaxpr)
@@ -137,12 +140,12 @@ class StorageClasses:
             pairs += [(eqn.outvars[at], v) for v, at in _leaving(body, opened)]
             for outside, inside in pairs:
                 self._join_atoms((around, outside), (child, inside))
-            # of branches that are handed a literal nothing outside is in common
+            # Branches that are passed a literal have no common value outside: join their operands.
             first, at_first = self.graph.children[row][0]
-            own = dict(zip(body.operands, opened.invars, strict=True))
+            inside_of = dict(zip(body.operands, opened.invars, strict=True))
             for at, v in zip(first.operands, ir.open_jaxpr(first.jaxpr).invars, strict=True):
-                if at in own:
-                    self._join_atoms((child, own[at]), (at_first, v))
+                if at in inside_of:
+                    self._join_atoms((child, inside_of[at]), (at_first, v))
             for invar, outvar in body.carry:
                 self._join_atoms((child, opened.outvars[outvar]), (child, opened.invars[invar]))
 
@@ -154,9 +157,10 @@ class StorageClasses:
     def _kept(self, body: int) -> set[Key]:
         """The values that the forward pass makes in a body and the backward pass reads there."""
         node = self.graph.bodies[body]
-        made, read, is_literal = set[Any](), set[Any](), ir.is_literal
+        forward, read, is_literal = set[Any](), set[Any](), ir.is_literal
         backward: dict[int, bool] = {}
-        # no call for each value: every equation of every gradient is looked at, here and below
+        # This loop visits every equation of every gradient, so it makes no Python call for each
+        # value; nor does `_collect`.
         for eqn in self.graph.eqns[node.start : node.stop]:
             stack = id(eqn.source_info.name_stack)
             if stack not in backward:
@@ -164,8 +168,8 @@ class StorageClasses:
             if backward[stack]:
                 read.update([v for v in eqn.invars if not is_literal(v)])
             else:
-                made.update(eqn.outvars)
-        kept = {(body, v) for v in made & read if _is_wide(v)}
+                forward.update(eqn.outvars)
+        kept = {(body, v) for v in forward & read if _is_wide(v)}
         for key in kept:
             self._join(key, key)
         return kept
@@ -181,7 +185,7 @@ class StorageClasses:
         return {row: moved for row, moved in each if moved is not None}
 
     def _follow(self, body: int, moved: dict[int, Any]) -> None:
-        """Joins a value and what it is where it was moved to."""
+        """Joins each value of a class and the results of the equations that only move it."""
         for row, atom in moved.items():
             if (body, atom) in self._parents:
                 for v in self.graph.eqns[row].outvars:
@@ -190,8 +194,8 @@ class StorageClasses:
     def _choose(self, body: int, moved: dict[int, Any]) -> None:
         """Joins a value and the part of it that is chosen at run time.
 
-        Not a part that is of a class itself: what the forward pass keeps of it is rounded where
-        it is chosen, however often.
+        A part that has a class already is left alone: the forward pass saves it for the backward
+        pass, so it is rounded where it is chosen, however often.
         """
         node = self.graph.bodies[body]
         rows = range(node.start, node.stop)
@@ -215,80 +219,88 @@ class StorageClasses:
     # ------------------------------------------------------------ what is known of each
 
     def _classes(self, body: int, atoms: Sequence[ir.Atom]) -> list[tuple[int, StorageClass]]:
-        own = self._of[body]
-        return [(i, own[v]) for i, v in enumerate(atoms) if not ir.is_literal(v) and v in own]
+        class_of = self._of[body]
+        return [
+            (i, class_of[v]) for i, v in enumerate(atoms) if not ir.is_literal(v) and v in class_of
+        ]
 
     def _collect(self, body: int, kept: set[Key]) -> None:
-        graph, node, own = self.graph, self.graph.bodies[body], self._of[body]
+        graph, node, class_of = self.graph, self.graph.bodies[body], self._of[body]
         opened, is_literal = ir.open_jaxpr(node.jaxpr), ir.is_literal
         if body == 0:
-            for i, found in self._classes(0, (*opened.constvars, *opened.invars)):
-                found.is_input = True
-                found.given += nbytes((*opened.constvars, *opened.invars)[i].aval)
-            for _, found in self._classes(0, opened.outvars):
-                found.is_output = True
+            for i, values in self._classes(0, (*opened.constvars, *opened.invars)):
+                values.is_input = True
+                values.given_bytes += nbytes((*opened.constvars, *opened.invars)[i].aval)
+            for _, values in self._classes(0, opened.outvars):
+                values.is_output = True
         for row in range(node.start, node.stop):
             eqn = graph.eqns[row]
             if row in self._crossed:
                 self._cross(row, body)
                 continue
             reads = [
-                (i, own[v]) for i, v in enumerate(eqn.invars) if not is_literal(v) and v in own
+                (i, class_of[v])
+                for i, v in enumerate(eqn.invars)
+                if not is_literal(v) and v in class_of
             ]
-            makes = [(k, own[v]) for k, v in enumerate(eqn.outvars) if v in own]
+            makes = [(k, class_of[v]) for k, v in enumerate(eqn.outvars) if v in class_of]
             moved = self._moved.get(row) if reads and makes else None
             if reads and moved is None:
                 self._note_readers(row, body, reads)
-            for k, found in makes:
-                if moved is None or own.get(moved) is not found:
-                    found.defined.append((row, k))
+            for k, values in makes:
+                if moved is None or class_of.get(moved) is not values:
+                    values.defined.append((row, k))
                 if (body, eqn.outvars[k]) in kept:
                     size = nbytes(eqn.outvars[k].aval) * node.calls
-                    found.places.append(Place(size, node.calls, "kept"))
+                    values.places.append(Place(size, node.calls, "kept"))
 
     def _note_readers(self, row: int, body: int, reads: list[tuple[int, StorageClass]]) -> None:
         low, eqn = row in self.reads_low, self.graph.eqns[row]
-        for i, found in reads:
-            readers = found.low if low and i < 2 else found.wide
+        for i, values in reads:
+            readers = values.low_readers if low and i < 2 else values.wide_readers
             readers.setdefault(body, []).append(row)
             if low and i < 2:
                 size = nbytes(eqn.invars[i].aval)
-                found.read[body] = max(found.read.get(body, 0.0), size)
+                values.low_read_bytes[body] = max(values.low_read_bytes.get(body, 0.0), size)
 
     def _close(self) -> None:
-        """Marks what crosses a border of a body as it is, whoever else calls that body."""
+        """Marks the operands and results of bodies whose border keeps its dtypes.
+
+        Another equation may call the same body and let values cross in 16 bits; the body is
+        rewritten once, so its border keeps its dtypes for both.
+        """
         for row, children in self.graph.children.items():
             for body, child in children if row not in self._crossed else ():
                 opened = ir.open_jaxpr(body.jaxpr)
-                for _, found in self._classes(child, opened.invars):
-                    found.is_input = True
-                for _, found in self._classes(child, opened.outvars):
-                    found.is_output = True
+                for _, values in self._classes(child, opened.invars):
+                    values.is_input = True
+                for _, values in self._classes(child, opened.outvars):
+                    values.is_output = True
 
     def _cross(self, row: int, body: int) -> None:
-        """Notes the crossing of an equation's borders, and what its loop holds in memory."""
+        """Notes which classes cross an equation's borders, and what its loop stores in memory."""
         eqn, calls = self.graph.eqns[row], self.graph.bodies[body].calls
         atoms = (*eqn.invars, *eqn.outvars)
-        for _, found in self._classes(body, atoms):
-            found.crossed.add(row)
+        for _, values in self._classes(body, atoms):
+            values.crossed.add(row)
         for inner, child in self.graph.children[row]:
             opened = ir.open_jaxpr(inner.jaxpr)
-            for i, found in self._classes(child, opened.invars):
+            for i, values in self._classes(child, opened.invars):
                 if ir.is_literal(eqn.invars[inner.operands[i]]):
-                    found.given += nbytes(opened.invars[i].aval) * calls
+                    values.given_bytes += nbytes(opened.invars[i].aval) * calls
             for invar, _ in inner.carry:
-                for _, found in self._classes(child, [opened.invars[invar]]):
+                for _, values in self._classes(child, [opened.invars[invar]]):
                     trips = self.graph.bodies[child].calls
                     size = nbytes(opened.invars[invar].aval) * trips
-                    found.places.append(Place(size, trips, "carry"))
+                    values.places.append(Place(size, trips, "carry"))
         if (rows := ir.loop_rows(eqn)) is not None:
             first_in, first_out = rows
-            for i, found in self._classes(body, eqn.invars):
+            for i, values in self._classes(body, eqn.invars):
                 if i >= first_in:
-                    found.places.append(_rows(eqn.invars[i], calls, "sliced"))
-            for k, found in self._classes(body, eqn.outvars):
+                    values.places.append(_rows(eqn.invars[i], calls, "sliced"))
+            for k, values in self._classes(body, eqn.outvars):
                 if k >= first_out:
-                    found.places.append(_rows(eqn.outvars[k], calls, "stacked"))
+                    values.places.append(_rows(eqn.outvars[k], calls, "stacked"))
 
 
 def _rows(atom: ir.Atom, calls: float, kind: str) -> Place:
