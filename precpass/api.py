@@ -202,8 +202,8 @@ def explain(
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         # the text says it all
         with quietly():
-            found = inspected(*args, **kwargs)
-        explanation = found.explain()
+            inspection = inspected(*args, **kwargs)
+        explanation = inspection.explain()
         if any(map(ir.is_differentiated, jax.tree.leaves((args, kwargs)))):
             notes = (*explanation.notes, _FROM_OUTSIDE)
             explanation = dataclasses.replace(explanation, notes=notes)

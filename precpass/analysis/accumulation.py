@@ -53,7 +53,7 @@ class Additive:
         for o, v in enumerate(opened.outvars):
             if not ir.is_literal(v):
                 needed[v] = needed.get(v, 0) | 1 << o
-        found: set[int] = set()
+        additive_eqns: set[int] = set()
         for row in range(len(opened.eqns) - 1, -1, -1):
             eqn = opened.eqns[row]
             if not any(needed[v] for v in eqn.outvars):
@@ -69,8 +69,8 @@ class Additive:
                             before |= reached.get(v, 0)
                             needed[v] = needed.get(v, 0) | leads_to
             if any(feedback[i] & after for i in _bits(before)):
-                found.add(row)
-        return frozenset(found)
+                additive_eqns.add(row)
+        return frozenset(additive_eqns)
 
     def cyclic(self, body: ir.Body) -> LoopFeedback:
         """The results that an additive cycle through a loop's carry hands back, per operand.
@@ -128,14 +128,14 @@ class Additive:
 
     def _passed(self, eqn: ir.Eqn) -> list[int]:
         """Of each result of an equation, the operands that it adds up."""
-        found = ir.bodies(eqn)
-        if not found:
+        bodies = ir.bodies(eqn)
+        if not bodies:
             row = op(eqn.primitive.name)
             adds = row.kind in (OpKind.DATA_MOVEMENT, OpKind.REDUCTION)
             adds = adds or row.carries_sums
             return [(1 << len(eqn.invars)) - 1 if adds else 0] * len(eqn.outvars)
         passed = [0] * len(eqn.outvars)
-        for body in found:
+        for body in bodies:
             for inside, result in zip(self._through(body.jaxpr), body.results, strict=False):
                 for i in _bits(inside):
                     passed[result] |= 1 << body.operands[i]

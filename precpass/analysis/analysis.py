@@ -36,30 +36,30 @@ class Analysis:
     @functools.cached_property
     def facts_of(self) -> dict[int, list[ValueRanges]]:
         """What is known of each body's values, at each class of its call sites."""
-        found: dict[int, list[ValueRanges]] = {}
+        ranges_by_body: dict[int, list[ValueRanges]] = {}
         todo, seen = [self.facts], {id(self.facts)}
         while todo:
             facts = todo.pop()
-            found.setdefault(facts.body, []).append(facts)
+            ranges_by_body.setdefault(facts.body, []).append(facts)
             for inner in facts.inner.values():
                 new = [inside for inside in inner if id(inside) not in seen]
                 seen.update(map(id, new))
                 todo += new
-        return found
+        return ranges_by_body
 
     @functools.cached_property
     def deciding(self) -> frozenset[int]:
         """The bodies that compute the predicates of loops, and those that they enter."""
-        graph, found = self.graph, set[int]()
+        graph, bodies = self.graph, set[int]()
         children: dict[int, set[int]] = {}
         for row, entered in graph.children.items():
             for body, child in entered:
                 children.setdefault(int(graph.body[row]), set()).add(child)
                 if body.decides:
-                    found.add(child)
-        todo = list(found)
+                    bodies.add(child)
+        todo = list(bodies)
         while todo:
-            new = children.get(todo.pop(), set()) - found
-            found |= new
+            new = children.get(todo.pop(), set()) - bodies
+            bodies |= new
             todo += new
-        return frozenset(found)
+        return frozenset(bodies)

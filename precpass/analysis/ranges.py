@@ -166,15 +166,15 @@ _NO_NUMBER = _Summary(math.nan, math.nan, 0.0, 0.0, True)
 def _of_parts(parts: Sequence[Any]) -> ValueRange:
     """The fact of a constant, of arrays that have each of its elements in one of them."""
     size, is_float = sum(part.size for part in parts), False
-    found = _NO_NUMBER
+    summary_of_all = _NO_NUMBER
     for part in parts:
         is_float = jnp.issubdtype(part.dtype, jnp.floating)
         on_host = part.size < _LARGE or _is_host_memory(part)
         summary = _on_host(np.asarray(part)) if on_host else _on_device(part)
-        found = found.joined(summary)
-    if math.isnan(found.lo):
+        summary_of_all = summary_of_all.joined(summary)
+    if math.isnan(summary_of_all.lo):
         return ValueRange(0.0, 0.0, constant=True)
-    lo, hi, likely_min_nonzero, likely_max, whole = found
+    lo, hi, likely_min_nonzero, likely_max, whole = summary_of_all
     # a lone 1000.0 is a scale, not a count; a whole table of integers is positions
     return ValueRange(
         lo,
@@ -200,10 +200,10 @@ _CHUNK = 1 << 16
 
 def _on_host(values: np.ndarray[Any, Any]) -> _Summary:
     values = values.ravel(order="K")
-    found = _NO_NUMBER
+    summary_of_all = _NO_NUMBER
     for start in range(0, values.size, _CHUNK):
-        found = found.joined(_of_chunk(values[start : start + _CHUNK]))
-    return found
+        summary_of_all = summary_of_all.joined(_of_chunk(values[start : start + _CHUNK]))
+    return summary_of_all
 
 
 def _of_chunk(values: np.ndarray[Any, Any]) -> _Summary:

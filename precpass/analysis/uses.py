@@ -29,16 +29,16 @@ class Uses:
         """Of each variable of a body: the equations that read it, None for its border."""
         if body not in self._readers:
             opened = ir.open_jaxpr(self.graph.bodies[body].jaxpr)
-            found = collections.defaultdict[Any, list[Any]](list)
+            readers = collections.defaultdict[Any, list[Any]](list)
             is_literal = ir.is_literal
             for reader in opened.eqns:
                 for v in reader.invars:
                     if not is_literal(v):
-                        found[v].append(reader)
+                        readers[v].append(reader)
             for v in opened.outvars:
                 if not is_literal(v):
-                    found[v].append(None)
-            self._readers[body] = dict(found)
+                    readers[v].append(None)
+            self._readers[body] = dict(readers)
         return self._readers[body]
 
     def cast(self, body: int) -> frozenset[Any]:

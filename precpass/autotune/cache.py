@@ -94,8 +94,8 @@ class TimingCache:
     def _read(self) -> None:
         """Takes over what the file has, which comes before what is in memory alone."""
         try:
-            found = self.path.stat()
-            state = found.st_mtime_ns, found.st_size
+            stat = self.path.stat()
+            state = stat.st_mtime_ns, stat.st_size
             if state == self._state:
                 return
             text = self.path.read_text(encoding="utf-8", errors="replace")
@@ -119,7 +119,7 @@ class TimingCache:
         for key, value in self._head.items():
             if whole[key] != value:
                 raise ValueError(f"{key} is {whole[key]!r}, not {value!r}")
-        return {str(name): _parsed_times(found) for name, found in whole["products"].items()}
+        return {str(name): _parsed_times(times) for name, times in whole["products"].items()}
 
     def _write(self) -> None:
         try:

@@ -77,9 +77,9 @@ class Measured:
     def product_times(self, product: Product) -> ProductTimes:
         """The times of a product, known, measured or by the table."""
         name = product.text
-        found = self._cache_of.get(name)
-        if found is not None:
-            return found
+        cache = self._cache_of.get(name)
+        if cache is not None:
+            return cache
         if name not in self._not_timed:
             if self._table.product_times(product).wide > LONGEST:
                 self._not_timed[name] = "too long to be timed"

@@ -74,12 +74,12 @@ _one_at_a_time = threading.Lock()
 
 def _apart(work: Callable[[], ProductTimes]) -> ProductTimes:
     """The result of work in a thread of its own, one at a time in this process."""
-    found: list[ProductTimes] = []
+    times: list[ProductTimes] = []
     failed: list[Exception] = []
 
     def run() -> None:
         try:
-            found.append(work())
+            times.append(work())
         except Exception as error:
             failed.append(error)
 
@@ -90,7 +90,7 @@ def _apart(work: Callable[[], ProductTimes]) -> ProductTimes:
     for error in failed:
         text = str(error).partition("\n")[0]
         raise NotTimed(f"it cannot be timed: {type(error).__name__}: {text}") from error
-    return found[0]
+    return times[0]
 
 
 def _timed(product: Product, device: Any, rounds: Rounds) -> ProductTimes:
@@ -109,10 +109,10 @@ def _timed(product: Product, device: Any, rounds: Rounds) -> ProductTimes:
             "wide": _run(wide, operands, operands),
             "low": _run(low, [*in_loop, *operands[2:]], operands),
         }
-        found = rounds(runs)
+        timings = rounds(runs)
     # What else runs on the machine only adds, and by several times where it has more threads than
     # cores: medians then said 1.3 of a product that takes 0.69, and minima 0.69 each time.
-    least = {name: min(timing.seconds) for name, timing in found.items()}
+    least = {name: min(timing.seconds) for name, timing in timings.items()}
     # a call takes as long as ten small products, and a loop has none of it
     took_wide, took_low = (max(least[name] - least["call"], 1e-9) for name in ("wide", "low"))
     return ProductTimes(took_wide, took_low, "measured")

@@ -109,19 +109,19 @@ def _refusing() -> Generator[None]:
 
 
 def _explain(task: Task) -> Report:
-    found = task.call(explain(task.fn, task.policy))
-    return Report(lambda: found.text(color=task.color), found.to_dict())
+    explanation = task.call(explain(task.fn, task.policy))
+    return Report(lambda: explanation.text(color=task.color), explanation.to_dict())
 
 
 def _diff(task: Task) -> Report:
     options = task.options
     level = options.level or "equations"
-    found = task.call(inspect(task.fn, task.policy))
-    data = {"policy": found.policy_name, "changes": changes(found.plan)}
+    inspection = task.call(inspect(task.fn, task.policy))
+    data = {"policy": inspection.policy_name, "changes": changes(inspection.plan)}
     if options.between is None:
-        return Report(lambda: found.diff(level, color=task.color), data)
+        return Report(lambda: inspection.diff(level, color=task.color), data)
     other = task.call(inspect(task.fn, policy_of(options.between)))
-    return Report(lambda: between(found.plan, other.plan, level, color=task.color), data)
+    return Report(lambda: between(inspection.plan, other.plan, level, color=task.color), data)
 
 
 def _compare(task: Task) -> Report:
@@ -134,8 +134,8 @@ def _compare(task: Task) -> Report:
             rounds=options.rounds,
             progress=_steps(task),
         )
-    found = task.call(prepared, doing="the reference", on_arrays=True)
-    return Report(lambda: str(found), found.to_dict())
+    comparison = task.call(prepared, doing="the reference", on_arrays=True)
+    return Report(lambda: str(comparison), comparison.to_dict())
 
 
 def _profile(task: Task) -> Report:
@@ -167,9 +167,9 @@ def _steps(task: Task) -> Callable[[str, int, int], None]:
 
 
 def _audit(task: Task) -> Report:
-    found = task.call(audit(task.fn, task.policy), doing="tracing and compiling")
-    status = OK if found.ok else NOT_AS_EXPECTED
-    return Report(lambda: found.text(color=task.color), found.to_dict(), status)
+    result = task.call(audit(task.fn, task.policy), doing="tracing and compiling")
+    status = OK if result.ok else NOT_AS_EXPECTED
+    return Report(lambda: result.text(color=task.color), result.to_dict(), status)
 
 
 def _bisect(task: Task) -> Report:
@@ -184,15 +184,15 @@ def _bisect(task: Task) -> Report:
         prepared = bisect(
             task.fn, task.policy, task.options.tolerance, budget=budget, progress=said
         )
-    found = task.call(prepared, on_arrays=True)
-    status = OK if found.found else NOT_AS_EXPECTED
-    return Report(lambda: str(found), found.to_dict(), status)
+    bisection = task.call(prepared, on_arrays=True)
+    status = OK if bisection.found else NOT_AS_EXPECTED
+    return Report(lambda: str(bisection), bisection.to_dict(), status)
 
 
 def _draw(task: Task) -> Report:
-    found = task.call(inspect(task.fn, task.policy))
+    inspection = task.call(inspect(task.fn, task.policy))
     task.progress.say("drawing")
-    return _wrote(task, found.draw(boxes=task.options.boxes).save, "")
+    return _wrote(task, inspection.draw(boxes=task.options.boxes).save, "")
 
 
 def _lock(task: Task) -> Report:

@@ -108,7 +108,7 @@ class _Reader:
                     self.fail(f"{self.shown(node)!r} is {what}")
 
     def dictionary(self, node: ast.Dict) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
+        values: dict[Any, Any] = {}
         for key, value in zip(node.keys, node.values, strict=True):
             match key:
                 case ast.Name(name):
@@ -117,10 +117,10 @@ class _Reader:
                     pass  # {0: ...} is what a tree of layers may look like
                 case _:
                     self.fail(f"{self.shown(node)!r}: a key is a name, a text or a whole number")
-            if name in found:
+            if name in values:
                 self.fail(f"{name!r} is given twice")
-            found[name] = self.value(value)
-        return found
+            values[name] = self.value(value)
+        return values
 
     def array(self, node: ast.expr, name: str, sizes: ast.expr) -> Any:
         dtype = self.dtype(name, self.shown(node))

@@ -102,18 +102,18 @@ def _module(where: str) -> ModuleType:
 
 
 def _attribute(module: ModuleType, name: str, where: str) -> Any:
-    found: Any = module
+    target: Any = module
     for part in name.split("."):
         with _users_code():
-            has = hasattr(found, part)
+            has = hasattr(target, part)
         if not has:
-            names = [n for n in dir(found) if not n.startswith("_") and _is_function(found, n)]
+            names = [n for n in dir(target) if not n.startswith("_") and _is_function(target, n)]
             close = difflib.get_close_matches(part, names, n=3) or sorted(names)[:6]
             raise Refused(f"{where} has no {part!r}; it has {', '.join(close) or 'no functions'}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise Refused(f"{where}:{name} is no function: it is {type(found).__name__}")
-    return found
+        target = getattr(target, part)
+    if not callable(target):
+        raise Refused(f"{where}:{name} is no function: it is {type(target).__name__}")
+    return target
 
 
 def _is_function(holder: Any, name: str) -> bool:

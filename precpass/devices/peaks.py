@@ -97,8 +97,8 @@ class Peaks:
 
     def source_of(self, figure: str) -> Source:
         """Where a figure is from; of one that is not published, no source."""
-        found = (source for source in self.sources if figure in source.figures)
-        return next(found, Source((figure,), "not published", ""))
+        sources = (source for source in self.sources if figure in source.figures)
+        return next(sources, Source((figure,), "not published", ""))
 
     def __str__(self) -> str:
         return self.name
@@ -117,14 +117,14 @@ def peaks_of(names: str | Iterable[str]) -> tuple[Peaks, ...]:
         >>> [str(peaks) for peaks in peaks_of(["H100", "v5e"])]
         ['NVIDIA H100 SXM', 'TPU v5e']
     """
-    found: list[Peaks] = []
+    matching: list[Peaks] = []
     for name in (names,) if isinstance(names, str) else names:
         known = [p for p in PEAKS if str(name).lower() in (p.name.lower(), *p.aliases)]
         if not known:
             legal = ", ".join(repr(peaks.aliases[0]) for peaks in PEAKS)
             raise ValueError(f"unknown device {name!r}: legal are {legal}")
-        found += [peaks for peaks in known if peaks not in found]
-    return tuple(found)
+        matching += [peaks for peaks in known if peaks not in matching]
+    return tuple(matching)
 
 
 # ---------------------------------------------------------------- the table

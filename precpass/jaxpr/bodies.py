@@ -212,9 +212,9 @@ def bodies(eqn: Eqn) -> tuple[Body, ...]:
     rule = ENTERED.get(eqn.primitive.name)
     if rule is None or any(is_ref(v.aval) for v in eqn.invars):
         return ()
-    found = rule(eqn)
-    crosses = all(len(open_jaxpr(b.jaxpr).invars) == len(b.operands) for b in found)
-    return found if crosses else ()
+    entered = rule(eqn)
+    crosses = all(len(open_jaxpr(b.jaxpr).invars) == len(b.operands) for b in entered)
+    return entered if crosses else ()
 
 
 def is_ref(aval: Aval) -> bool:

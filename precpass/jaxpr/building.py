@@ -138,10 +138,10 @@ class Builder:
         """A value in another dtype."""
         # a program may have as many casts as equations: they share what they are alike in
         key = "convert", atom.aval, dtype, weak_type
-        found = self._templates.get(key)
-        if found is None:
-            found = self._templates[key] = _cast(atom.aval, np.dtype(dtype), weak_type)
-        params, aval = found
+        template = self._templates.get(key)
+        if template is None:
+            template = self._templates[key] = _cast(atom.aval, np.dtype(dtype), weak_type)
+        params, aval = template
         if aval is None or self._ctx is None:
             return self.call(lambda x: [convert(x, dtype, weak_type)], [atom], key)[0]
         return self.emit(_cast_p, [atom], params, aval)
@@ -235,13 +235,13 @@ class Builder:
     ) -> Any:
         avals = [v.aval for v in operands]
         whole = None if key is None else (key, self._x64, self._ctx, *avals)
-        found = None if whole is None else self._templates.get(whole)
-        if found is None:
+        template = None if whole is None else self._templates.get(whole)
+        if template is None:
             with self._configured():
-                found = trace(fn, *avals)
+                template = trace(fn, *avals)
             if whole is not None:
-                self._templates[whole] = found
-        return found
+                self._templates[whole] = template
+        return template
 
     def _configured(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._ctx is None else self._ctx.manager

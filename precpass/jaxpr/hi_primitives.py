@@ -131,8 +131,12 @@ _known = WeakIdMap[Any]()
 def _expansion(prim: Any) -> Any:
     """What a hi-primitive expands to: one jaxpr for all who ask."""
     # by identity: a copy with another `expand` equals its original
-    found = _known.get(prim)
-    return _known.setdefault(prim, trace(prim.expand, *prim.in_avals)) if found is None else found
+    expansion = _known.get(prim)
+    return (
+        _known.setdefault(prim, trace(prim.expand, *prim.in_avals))
+        if expansion is None
+        else expansion
+    )
 
 
 def _jaxpr_in(value: Any) -> Any:
@@ -224,9 +228,9 @@ def hi_jaxprs(prim: Any) -> list[Any]:
 
     One that holds none is expanded: Python functions can make products too.
     """
-    found = list(_held(prim))
-    if found:
-        return found
+    jaxprs = list(_held(prim))
+    if jaxprs:
+        return jaxprs
     try:
         return [_expansion(prim)]
     except Exception:  # the expansion of a step of a kernel runs nowhere else

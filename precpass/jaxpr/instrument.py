@@ -187,8 +187,8 @@ class Watch:
     def body(self, jaxpr: Jaxpr) -> Body:
         """A body with its record, traced once for all who call it."""
         key = id(open_jaxpr(jaxpr)), jax.sharding.get_abstract_mesh()
-        found = self.traced.get(key)
-        if found is None:
+        instrumented = self.traced.get(key)
+        if instrumented is None:
             places: list[Place] = []
 
             def run(*args: Any) -> list[Any]:
@@ -202,8 +202,8 @@ class Watch:
                 # on 0.10 the jaxpr of remat is open
                 assert not consts_of(new)
                 new = open_jaxpr(new)
-            found = self.traced[key] = Body(new, jaxpr, tuple(places))
-        return found
+            instrumented = self.traced[key] = Body(new, jaxpr, tuple(places))
+        return instrumented
 
     def split(self, results: Sequence[Any], places: int, own: int) -> tuple[list[Any], Record]:
         """The results of an equation's own, and the record behind them."""

@@ -56,9 +56,9 @@ def _unspecified() -> Any:
 
 
 def _call(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
-    found = bodies(eqn)
-    body = watch.body(found[0].jaxpr)
-    results = bind(eqn, operands, with_bodies(eqn, found, [body.jaxpr]))
+    inner = bodies(eqn)
+    body = watch.body(inner[0].jaxpr)
+    results = bind(eqn, operands, with_bodies(eqn, inner, [body.jaxpr]))
     return *watch.split(results, len(body.places), len(eqn.outvars)), body.places
 
 

@@ -128,8 +128,8 @@ def _params(eqn: Eqn, inside: dict[tuple[str, int | None], str]) -> Iterator[str
         if (name, None) in inside:
             yield f"{name}={inside[name, None]}"
         elif (name, 0) in inside:
-            found = (text for (param, _), text in inside.items() if param == name)
-            yield f"{name}=({', '.join(found)})"
+            texts = (text for (param, _), text in inside.items() if param == name)
+            yield f"{name}=({', '.join(texts)})"
         elif value is not None and not (isinstance(value, tuple) and not value):
             yield f"{name}={_value(value)}"
 

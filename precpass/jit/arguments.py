@@ -251,10 +251,10 @@ def results(out: Any, name: str) -> tuple[Any, bool]:
     Raises:
         TypeError: for a generator or coroutine, which would go on after its trace has ended.
     """
-    found = False
+    has_others = False
 
     def leaf(x: Any) -> Any:
-        nonlocal found
+        nonlocal has_others
         if isinstance(x, _SUSPENDED):
             raise TypeError(
                 f"{name} returned a {type(x).__name__}, whose body would run after its trace has "
@@ -265,12 +265,12 @@ def results(out: Any, name: str) -> tuple[Any, bool]:
         if ir.is_valid(x) and not isinstance(x, jax.ShapeDtypeStruct):
             return x
         _refuse_traced(x, name)
-        found = True
+        has_others = True
         return HandedThrough(x)
 
     if isinstance(out, _SUSPENDED):  # a pytree library may not look at one without a warning
         leaf(out)
-    return jax.tree.map(leaf, out, is_leaf=is_node), found
+    return jax.tree.map(leaf, out, is_leaf=is_node), has_others
 
 
 def _refuse_traced(x: Any, name: str) -> None:

@@ -58,14 +58,14 @@ class Crossing:
             # a module that holds one reference twice is no argument unless it is split.
             self.direct, self.splits = False, True
             return True
-        found: list[bool] = []
+        changed: list[bool] = []
 
         def look(x: Any, _name: str) -> None:
             leaves = jax.tree.leaves(x, is_leaf=is_node)
-            found.append(any(not is_node(leaf) and refused(leaf) for leaf in leaves))
+            changed.append(any(not is_node(leaf) and refused(leaf) for leaf in leaves))
 
         self.declared.map(look, args, kwargs)
-        if not any(found):
+        if not any(changed):
             return False
         # jit refuses an argument before it traces: the error is not the function's own
         self.direct = False

@@ -188,10 +188,10 @@ class Mixed:
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         name = self.__dict__.get("__qualname__", "")
-        found: Any = sys.modules.get(self.__module__)
+        attribute: Any = sys.modules.get(self.__module__)
         for part in name.split("."):
-            found = getattr(found, part, None)
-        if found is self:
+            attribute = getattr(attribute, part, None)
+        if attribute is self:
             return name
         return Mixed, (self.__wrapped__, self.policy, self.jit_options, self.profitability)
 

@@ -85,13 +85,13 @@ def nodes(map_arguments: Map, args: Any, kwargs: Any) -> list[Any]:
     """The modules, variables and other nodes of nnx's graphs among arguments."""
     if _nnx() is None:
         return []
-    found: list[Any] = []
+    modules: list[Any] = []
 
     def collect(x: Any, _name: str) -> None:
-        found.extend(filter(is_node, jax.tree.leaves(x, is_leaf=is_node)))
+        modules.extend(filter(is_node, jax.tree.leaves(x, is_leaf=is_node)))
 
     map_arguments(collect, args, kwargs)
-    return found
+    return modules
 
 
 def functional(

@@ -121,24 +121,24 @@ class Program:
 
     def jitted(self, region: Region) -> Any:
         """The `jax.jit` function that a call in a region runs."""
-        found = self._jitted.get(region)
-        if found is None:
+        known = self._jitted.get(region)
+        if known is None:
             resolved, fn = region.resolve(self.policy, self.profitability), self.written.fn
             if resolved.policy is not None:
                 fn = self.written.rewritten(region, resolved.policy, resolved.scope)
             made = jax.jit(traced_in(region, fn), **self.options)
             # another thread may have been first: all share one
-            found = self._jitted.setdefault(region, made)
-        return found
+            known = self._jitted.setdefault(region, made)
+        return known
 
     def call(self, region: Region) -> Callable[..., Any]:
         """`jitted`, marked as fixed where an enclosing function is to leave it alone."""
-        found = self._calls.get(region)
-        if found is None:
+        known = self._calls.get(region)
+        if known is None:
             jitted = self.jitted(region)
             fixed = region.resolve(self.policy).is_fixed
-            found = self._calls.setdefault(region, _marked(jitted) if fixed else jitted)
-        return found
+            known = self._calls.setdefault(region, _marked(jitted) if fixed else jitted)
+        return known
 
     def clear_cache(self) -> None:
         """Forgets every trace and compiled program."""
@@ -155,18 +155,18 @@ class Program:
             donates: whether arguments are donated as `options` have it, or none.
         """
         left = () if donates else ("donate_argnums", "donate_argnames")
-        found = {name: given for name, given in self.options.items() if name not in left}
+        options = {name: given for name, given in self.options.items() if name not in left}
         for name in ("static_argnums", "donate_argnums"):
-            given = found.get(name)
+            given = options.get(name)
             if given is not None:
                 each = (given,) if isinstance(given, int) else given
-                found[name] = tuple(i + 1 if i >= 0 else i for i in each)
-        if found.get("in_shardings") is not None:
-            given = found["in_shardings"]
-            found["in_shardings"] = (None, *(given if isinstance(given, tuple) else (given,)))
-        if found.get("out_shardings") is not None:
-            found["out_shardings"] = (found["out_shardings"], None)
-        return found
+                options[name] = tuple(i + 1 if i >= 0 else i for i in each)
+        if options.get("in_shardings") is not None:
+            given = options["in_shardings"]
+            options["in_shardings"] = (None, *(given if isinstance(given, tuple) else (given,)))
+        if options.get("out_shardings") is not None:
+            options["out_shardings"] = (options["out_shardings"], None)
+        return options
 
 
 NEEDS_VALUES = (

@@ -59,8 +59,8 @@ def _check(primitive: str, program: Callable[[Any], Any]) -> None:
     except Exception as error:
         raise RuntimeError(_text(primitive, f"{type(error).__name__}: {error}")) from error
     if wide or not low:
-        found = f"{wide} of its {wide + low} products stay wide" if wide + low else "none is left"
-        raise RuntimeError(_text(primitive, found))
+        outcome = f"{wide} of its {wide + low} products stay wide" if wide + low else "none is left"
+        raise RuntimeError(_text(primitive, outcome))
 
 
 def _products(program: Callable[[Any], Any]) -> tuple[int, int]:
@@ -84,7 +84,7 @@ def _products(program: Callable[[Any], Any]) -> tuple[int, int]:
         for eqn in ir.all_held_eqns(after)
         if eqn.primitive.name == "dot_general"
     ]
-    low = sum(found == {jnp.dtype(jnp.bfloat16)} for found in dtypes)
+    low = sum(formats == {jnp.dtype(jnp.bfloat16)} for formats in dtypes)
     return len(dtypes) - low, low
 
 

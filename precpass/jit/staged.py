@@ -59,8 +59,8 @@ class Staged:
         region = current()
 
         def run_of(program: Program) -> Any:
-            found = part(self._of(program, region))
-            return lambda *inner, **inner_kwargs: found(more, *inner, **inner_kwargs)
+            run_part = part(self._of(program, region))
+            return lambda *inner, **inner_kwargs: run_part(more, *inner, **inner_kwargs)
 
         def finish(splits: bool, out: Any) -> Any:
             outward = self._mixed._crossing.outward  # pyright: ignore[reportPrivateUsage]

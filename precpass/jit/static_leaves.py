@@ -121,8 +121,8 @@ def _part_without_value(x: Any, path: str = "") -> tuple[str, Any] | None:
         return path, x
     parts = _immutable_parts(x)
     if parts is not None:
-        found = (_part_without_value(item, path + step) for step, item in parts)
-        return next((part for part in found if part is not None), None)
+        paths = (_part_without_value(item, path + step) for step, item in parts)
+        return next((part for part in paths if part is not None), None)
     by_value = type(x).__eq__ is not object.__eq__ and type(x).__hash__ is not None
     is_value = by_value and type(x).__hash__ is not object.__hash__
     if (is_value or isinstance(x, enum.Enum)) and found_in(x, is_array) is None:

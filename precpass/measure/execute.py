@@ -115,14 +115,14 @@ _JITTED = type(jax.jit(lambda: None))
 
 
 def _memory(program: Any) -> Memory | None:
-    found = program.memory_analysis()
-    if found is None:
+    analysis = program.memory_analysis()
+    if analysis is None:
         return None
     return Memory(
-        found.argument_size_in_bytes,
-        found.output_size_in_bytes,
-        found.alias_size_in_bytes,
-        found.temp_size_in_bytes,
+        analysis.argument_size_in_bytes,
+        analysis.output_size_in_bytes,
+        analysis.alias_size_in_bytes,
+        analysis.temp_size_in_bytes,
     )
 
 
@@ -236,7 +236,7 @@ def interleaved(
     if rounds < 1:
         raise ValueError(f"rounds={rounds!r}: at least one round is measured")
     names = list(runs)
-    found: dict[str, list[float]] = {name: [] for name in names}
+    seconds_of: dict[str, list[float]] = {name: [] for name in names}
 
     def turn_of(name: str) -> float:
         # a function, so that nothing of a turn is held during the next
@@ -249,5 +249,5 @@ def interleaved(
         for name in _order(names, turn):
             took = turn_of(name)
             if turn >= 0:
-                found[name].append(took)
-    return {name: Timing(tuple(times)) for name, times in found.items()}
+                seconds_of[name].append(took)
+    return {name: Timing(tuple(times)) for name, times in seconds_of.items()}

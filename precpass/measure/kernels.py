@@ -211,7 +211,7 @@ class Stretch:
             results: what is in memory at the end; what is there twice is written twice.
         """
         _keep(results)
-        found: list[Kernel] = []
+        fused: list[Kernel] = []
         inside: list[Any] = []
         read: dict[int, dict[Value, float]] = {}
         for step in reversed(self._steps):
@@ -219,12 +219,12 @@ class Stretch:
                 moved = _moved(step)
                 inside += step.inside
                 if not step.inside:
-                    found.append(_kernel(step.eqn, moved))
+                    fused.append(_kernel(step.eqn, moved))
             elif step.fuses and step.runs:
                 for value in step.reads:
                     _read(value, read.setdefault(step.level, {}), step.level)
-        found.reverse()
-        return found + self._fusions(read), inside
+        fused.reverse()
+        return fused + self._fusions(read), inside
 
     def _fusions(self, read: dict[int, dict[Value, float]]) -> list[Kernel]:
         """The fusions, by what each level reads."""
@@ -310,10 +310,10 @@ def _is_fused(eqn: ir.Eqn) -> bool:
 
 def _sources(reads: list[Value], size: float) -> dict[Value, float] | None:
     """What a value is cheaply made from, of what is in memory; None where it is not."""
-    found: dict[Value, float] = {}
+    bytes_of: dict[Value, float] = {}
     for value in reads:
         for source, taken in value.origins().items():
             if source.size:
-                found[source] = max(taken, found.get(source, 0.0))
-    is_cheap = len(found) <= _MOST_SOURCES and sum(found.values()) <= _SLACK * size
-    return found if is_cheap else None
+                bytes_of[source] = max(taken, bytes_of.get(source, 0.0))
+    is_cheap = len(bytes_of) <= _MOST_SOURCES and sum(bytes_of.values()) <= _SLACK * size
+    return bytes_of if is_cheap else None

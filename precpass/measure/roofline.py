@@ -152,10 +152,10 @@ class _Program:
         # how often each body runs, and how often what is before its loop
         runs, entered = {_Body(0): 1.0}, {_Body(0): 1.0}
         for body in self._callers_first():
-            found, times = self.found[body], runs[body]
-            kernels += [(kernel, times) for kernel in found.kernels]
-            kernels += [(kernel, entered[body]) for kernel in found.before]
-            for inner, trips in found.inside:
+            body_work, times = self.found[body], runs[body]
+            kernels += [(kernel, times) for kernel in body_work.kernels]
+            kernels += [(kernel, entered[body]) for kernel in body_work.before]
+            for inner, trips in body_work.inside:
                 if isinstance(inner, Work):
                     kernels += [(kernel, times * own) for kernel, own in inner.kernels]
                 else:
@@ -263,16 +263,16 @@ class _Program:
         carried = {k for _, k in body.carry}
         dead = (k for k, at in enumerate(body.results) if (eqn.outvars[at], around) in self.unread)
         unread = frozenset(k for k in dead if k not in carried)
-        found = _Body(index, body.constants, body.carry if is_loop else None, unread)
-        return found, float(trips)
+        loop = _Body(index, body.constants, body.carry if is_loop else None, unread)
+        return loop, float(trips)
 
     def _hidden(self, eqn: ir.Eqn) -> list[tuple[Work, float]]:
         """A float64 region, whose jaxpr no graph enters."""
-        found = [work_of(jaxpr) for jaxpr in ir.hidden_jaxprs(eqn)]
-        for work in found:
+        works = [work_of(jaxpr) for jaxpr in ir.hidden_jaxprs(eqn)]
+        for work in works:
             self.guesses = self.guesses or work.guesses
             self.by_bytes |= work.by_bytes
-        return [(work, 1.0) for work in found]
+        return [(work, 1.0) for work in works]
 
 
 def _is_call(body: ir.Body) -> bool:

@@ -140,7 +140,7 @@ class Planner:
         node, children = self.graph.bodies[facts.body], self.graph.children
         adds = self.analysis.additive.accumulating(node.jaxpr, carried)
         stored: dict[Any, Precision | None] = {}
-        found: list[Decision] = []
+        decisions: list[Decision] = []
         queries = Queries(
             facts, self.analysis.uses, self.requests, self.scope, decides_loop=decides
         )
@@ -155,10 +155,10 @@ class Planner:
                     decision = self._product(eqn, facts.body, decision)
                 elif decision.kind is OpKind.BOUNDARY:
                     self._note_products_inside(row, query)
-            found.append(decision)
+            decisions.append(decision)
             if decision.converts:
                 stored.update(zip(eqn.outvars, decision.stored, strict=True))
-        return found
+        return decisions
 
     # ------------------------------------------------------------ equations with bodies
 
@@ -211,7 +211,7 @@ class Planner:
         traits, eqn = query.traits, self.graph.eqns[row]
         if query.place.is_fixed or traits.is_float64_span or traits.serves_product:
             return
-        if found := unentered(eqn, self.lowered):
+        if products_inside := unentered(eqn, self.lowered):
             where = f"{ir.name_of(eqn)} at {self.graph.source(row)} is not entered"
             why = traits.why_boundary or "it is unknown to precpass"
-            self.notes.append(f"{where} ({why}) and {found}")
+            self.notes.append(f"{where} ({why}) and {products_inside}")

@@ -203,30 +203,30 @@ class ProductPricing:
 
     def against(self, eqn: ir.Eqn, body: int, low: Precision) -> reasons.Reason | None:
         """Why a float32 product does not pay by itself; None where it does, and for all else."""
-        found = self.product(eqn, body, low)
-        if self._profit_model is None or found is None:
+        product = self.product(eqn, body, low)
+        if self._profit_model is None or product is None:
             return None
-        product_times = self._profit_model.product_times(found)
+        product_times = self._profit_model.product_times(product)
         pays = product_times.low < product_times.wide - self._profit_model.least_gain(
             product_times.wide
         ) or (product_times.by != "measured" and product_times.low <= product_times.wide)
-        return None if pays else self._profit_model.sentence(found, product_times)
+        return None if pays else self._profit_model.sentence(product, product_times)
 
     def candidate(self, eqn: ir.Eqn, body: int, low: Precision) -> Candidate | None:
         """The times of such a product, its casts apart; None for all else."""
-        found = self.product(eqn, body, low)
-        if self._profit_model is None or found is None:
+        product = self.product(eqn, body, low)
+        if self._profit_model is None or product is None:
             return None
-        product_times = self._profit_model.product_times(found)
-        casts = casting(found, self._profit_model.device)
+        product_times = self._profit_model.product_times(product)
+        casts = casting(product, self._profit_model.device)
         if product_times.by == "measured":
-            # with its casts, of which the table may have more than they took: a small one has
-            # no launch of its own
+            # The measured time includes the casts. The table charges each cast a kernel launch
+            # that a small fused cast does not have; take it off.
             casts = [max(seconds - self._profit_model.device.launch, 0.0) for seconds in casts]
         part = min(1.0, product_times.low / 2 / sum(casts)) if sum(casts) else 0.0
         left, right = (part * seconds for seconds in casts)
         wide = max(product_times.wide - self._profit_model.least_gain(product_times.wide), 0.0)
-        why = self._profit_model.sentence(found, product_times)
+        why = self._profit_model.sentence(product, product_times)
         return Candidate(wide, product_times.low - left - right, (left, right), why)
 
     def product(self, eqn: ir.Eqn, body: int, low: Precision) -> Product | None:

@@ -208,10 +208,10 @@ class Queries:
         if scope is None:
             scope = self._requests.graph.scope_in(self._facts.body, eqn)
             self._scopes[stack] = scope
-        found = self._places.get((scope, name))
-        if found is None:
-            found = self._places[scope, name] = self._new_place(row, eqn, dtypes)
-        return found
+        known = self._places.get((scope, name))
+        if known is None:
+            known = self._places[scope, name] = self._new_place(row, eqn, dtypes)
+        return known
 
     def _new_place(self, row: int, eqn: ir.Eqn, dtypes: tuple[Any, ...]) -> Place:
         scope, table = self._scope_of(eqn), op(eqn.primitive.name)

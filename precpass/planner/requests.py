@@ -168,8 +168,8 @@ class PolicyRequests:
     def saved_plan_warnings(self) -> Iterator[str]:
         """What the graph and the saved plan do not share, and what the plan's file is without."""
         if (lock := self._policy.lock) is not None:
-            found, policy = self._names.counts, self._policy.name
-            yield from differences(lock, found, "this program", policy)
+            counts, policy = self._names.counts, self._policy.name
+            yield from differences(lock, counts, "this program", policy)
             yield from rules_left_out(lock)
 
 

@@ -86,18 +86,18 @@ def _chain(
     """
     own = tuple(range(len(exchanged)))
     order, links = own, list[int]()
-    found: tuple[tuple[int, ...], list[int]] = (own, [])
+    chain: tuple[tuple[int, ...], list[int]] = (own, [])
     link = product
     while True:
         (reader, *others) = readers.get(link.outvars[0], (None,))
         row = None if others else rows.get(id(reader))
         if row is None or not _is_free(decisions[row]):
-            return found
+            return chain
         links.append(row)
         if (permutation := ir.permutation(reader)) is not None:
             order = tuple(order[i] for i in permutation)
             if order in (own, exchanged):
-                found = order, list(links)
+                chain = order, list(links)
         link = reader
 
 

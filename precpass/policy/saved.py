@@ -65,5 +65,5 @@ class SavedPrecisions:
 
     def of(self, key: str, occurrence: int) -> Precision | None:
         """The precision of an equation; None where the plan does not have it."""
-        found = self._by_key.get(key, ())
-        return found[occurrence] if occurrence < len(found) else None
+        saved = self._by_key.get(key, ())
+        return saved[occurrence] if occurrence < len(saved) else None

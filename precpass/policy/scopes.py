@@ -77,8 +77,8 @@ def keep_scope(precision: Precision) -> str:
 @functools.lru_cache(maxsize=65536)
 def innermost_keep(scope: str) -> Precision | None:
     """The precision of the innermost keep region in a scope."""
-    found = _KEEP.findall(scope)
-    return Precision.parse(found[-1]) if found else None
+    regions = _KEEP.findall(scope)
+    return Precision.parse(regions[-1]) if regions else None
 
 
 FIXED_SCOPE = "precpass.fixed"

@@ -107,15 +107,15 @@ class Env:
     @functools.cached_property
     def shared(self) -> set[Any]:
         """What has several readers, where a body and a border count as such."""
-        found, once, is_literal = set[Any](), set[Any](), ir.is_literal
+        shared_values, once, is_literal = set[Any](), set[Any](), ir.is_literal
         for eqn in self.opened.eqns:
             for v in eqn.invars:
                 if not is_literal(v):
-                    (found if v in once else once).add(v)
+                    (shared_values if v in once else once).add(v)
             if ir.bodies(eqn):
-                found.update([v for v in eqn.invars if not is_literal(v)])
-        found.update([v for v in self.opened.outvars if not is_literal(v)])
-        return found
+                shared_values.update([v for v in eqn.invars if not is_literal(v)])
+        shared_values.update([v for v in self.opened.outvars if not is_literal(v)])
+        return shared_values
 
     def write(self, var: ir.Var, value: Any, stored: Precision | None) -> None:
         """Holds a result.
@@ -214,14 +214,14 @@ class Env:
         dimensions its kernels mostly take in any, and to bring it in order costs more (measured:
         tangents under a vmap, twice the time of a gradient).
         """
-        found, is_literal = set(self.transposed), ir.is_literal
-        for eqn in self.opened.eqns if found else ():
+        transposed, is_literal = set(self.transposed), ir.is_literal
+        for eqn in self.opened.eqns if transposed else ():
             for v in eqn.invars:
-                if not is_literal(v) and v in found:
+                if not is_literal(v) and v in transposed:
                     if hands_on_layout(eqn):
-                        found.update(eqn.outvars)
+                        transposed.update(eqn.outvars)
                     break
-        return {v for v in found if v in self.transposed or v.aval.ndim <= 2}
+        return {v for v in transposed if v in self.transposed or v.aval.ndim <= 2}
 
     def without_transposes(self, eqn: ir.Eqn, precision: Precision) -> Any:
         """A product that reads what its operands are transposes of, as far as a dot can say that.

@@ -79,10 +79,10 @@ class Rewriter:
         Of consecutive equations of a float64 region the first has what replaces all.
         None where nothing was rewritten here.
         """
-        found = self.memo.get(self.key(jaxpr, plan, scope))
-        if found is None:
+        memoized = self.memo.get(self.key(jaxpr, plan, scope))
+        if memoized is None:
             return None
-        eqns, starts = ir.open_jaxpr(found[1]).eqns, found[2]
+        eqns, starts = ir.open_jaxpr(memoized[1]).eqns, memoized[2]
         pairs = zip(starts, [*starts[1:], len(eqns)], strict=True)
         *spans, last = [eqns[start:stop] for start, stop in pairs]
         return eqns[: starts[0]], spans, last
@@ -95,7 +95,7 @@ class Rewriter:
 
     def _not_rewritten(self, jaxpr: ir.Jaxpr, plan: Plan, scope: str) -> list[Any]:
         """The bodies that `jaxpr` needs first, each with its equation, plan and scope."""
-        found: list[Any] = []
+        reasons: list[Any] = []
         pairs = zip(ir.open_jaxpr(jaxpr).eqns, plan.decisions, strict=True)
         for eqn, decision in [pair for pair in pairs if pair[1].inner]:
             # shards are rewritten in their own place, where their axes are bound
@@ -105,12 +105,12 @@ class Rewriter:
             if decision.in_float64_span and not ir.in_x64():
                 continue
             inside = join_scopes(scope, ir.scope_of(eqn))
-            found += [
+            reasons += [
                 (eqn, body.jaxpr, inner, inside)
                 for body, inner in zip(ir.bodies(eqn), decision.inner, strict=True)
                 if inner.changes and self.key(body.jaxpr, inner, inside) not in self.memo
             ]
-        return found
+        return reasons
 
     def _rewrite(self, within: Any, jaxpr: ir.Jaxpr, plan: Plan, scope: str) -> None:
         opened = ir.open_jaxpr(jaxpr)
@@ -120,14 +120,14 @@ class Rewriter:
         invars += [
             env.enter_border_copy(opened.invars[t.position], t) for t in plan.border_copies.operands
         ]
-        found = float64_spans(opened, plan) if plan.has_float64_spans and not ir.in_x64() else {}
+        spans = float64_spans(opened, plan) if plan.has_float64_spans and not ir.in_x64() else {}
         starts, made, beyond = list[int](), build.eqns, 0
         exact: dict[Any, Any] = {}
         for row, (eqn, decision) in enumerate(zip(opened.eqns, plan.decisions, strict=True)):
             starts.append(len(made))
-            if row in found:
-                self._add_float64_span(env, found[row], scope, exact)
-                beyond = found[row].stop
+            if row in spans:
+                self._add_float64_span(env, spans[row], scope, exact)
+                beyond = spans[row].stop
             if row >= beyond:
                 self._eqn(env, eqn, decision, scope)
         starts.append(len(made))
@@ -293,8 +293,8 @@ def _border_copies(
     sides: Iterable[tuple[Sequence[int], Sequence[BorderCopy]]],
 ) -> dict[int, BorderCopy]:
     """The twins of an equation, by position, of those of its bodies."""
-    found = {places[t.position]: t for places, border_copies in sides for t in border_copies}
-    return dict(sorted(found.items()))
+    copies = {places[t.position]: t for places, border_copies in sides for t in border_copies}
+    return dict(sorted(copies.items()))
 
 
 def _write(

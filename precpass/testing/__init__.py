@@ -207,7 +207,8 @@ class Problems:
     def to_dict(self) -> dict[str, Any]:
         """The problems as values that JSON has."""
         mismatches = [
-            {**dataclasses.asdict(found), "reason": str(found.reason)} for found in self.mismatches
+            {**dataclasses.asdict(mismatch), "reason": str(mismatch.reason)}
+            for mismatch in self.mismatches
         ]
         return {"ok": not self, "mismatches": mismatches, "notes": list(self.notes)}
 

@@ -102,5 +102,5 @@ def _in_each(found: list[Named]) -> Counter[Precision]:
 
 
 def _counted(numbers: Mapping[Precision, int]) -> str:
-    found = [f"{numbers[p]} in {p}" for p in Precision if numbers.get(p)]
-    return ", ".join(found) or "no equations"
+    texts = [f"{numbers[p]} in {p}" for p in Precision if numbers.get(p)]
+    return ", ".join(texts) or "no equations"

@@ -41,8 +41,8 @@ def advice(graph: Graph, decided: dict[int, Decision]) -> list[tuple[Advice, int
     lines = {item.source for item in constants}
     # where a constant widens what a cast narrowed, the constant is the cause
     round_trips = [item for item in _round_trips(graph) if item.source not in lines]
-    found = [*_odd_sizes(graph, decided), *constants, *round_trips, *_islands(graph, decided)]
-    return list(Counter(found).items())
+    pieces = [*_odd_sizes(graph, decided), *constants, *round_trips, *_islands(graph, decided)]
+    return list(Counter(pieces).items())
 
 
 def _products(graph: Graph, decided: dict[int, Decision]) -> Iterator[tuple[int, Any, bool]]:
@@ -138,14 +138,14 @@ def _reached(graph: Graph, rows: list[int], *, forward: bool) -> npt.NDArray[np.
             connect(eqn, n + value)
     for a, b in graph.links.tolist():
         connect(n + a, n + b)
-    found = np.zeros(n + len(graph.values), np.bool_)
+    is_reached = np.zeros(n + len(graph.values), np.bool_)
     todo = list(rows)
     while todo:
         for at in next_to.get(todo.pop(), ()):
-            if not found[at]:
-                found[at] = True
+            if not is_reached[at]:
+                is_reached[at] = True
                 todo.append(at)
-    return found[:n]
+    return is_reached[:n]
 
 
 def _readers(graph: Graph) -> dict[Any, list[Any]]:

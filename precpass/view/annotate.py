@@ -32,8 +32,8 @@ def described(
         origin: what it was made of.
         rewriter: what rewrote it under the plan; without one nothing was rewritten.
     """
-    found = _Describer(rewriter).plan(jaxpr, plan, origin.scope, ir.Source())
-    return dataclasses.replace(found, origin=origin)
+    description = _Describer(rewriter).plan(jaxpr, plan, origin.scope, ir.Source())
+    return dataclasses.replace(description, origin=origin)
 
 
 class _Describer:
@@ -96,14 +96,16 @@ def _eqn_info(
 
 def _crossed(eqn: ir.Eqn, decision: Decision) -> Iterator[Crossed]:
     """What crosses an equation's borders on 16 bits, of all its bodies once."""
-    found: dict[tuple[bool, int], tuple[Any, BorderCopy]] = {}
+    crossed: dict[tuple[bool, int], tuple[Any, BorderCopy]] = {}
     for body, plan in zip(ir.bodies(eqn), decision.inner, strict=bool(decision.inner)):
         border_copies = plan.border_copies
-        found |= {
+        crossed |= {
             (False, body.operands[t.position]): (eqn.invars, t) for t in border_copies.operands
         }
-        found |= {(True, body.results[t.position]): (eqn.outvars, t) for t in border_copies.results}
-    for (leaves, at), (atoms, border_copy) in sorted(found.items(), key=lambda item: item[0]):
+        crossed |= {
+            (True, body.results[t.position]): (eqn.outvars, t) for t in border_copies.results
+        }
+    for (leaves, at), (atoms, border_copy) in sorted(crossed.items(), key=lambda item: item[0]):
         own, low = _value(atoms[at].aval), border_copy.precision
         nbytes = own.nbytes / atoms[at].aval.dtype.itemsize * low.dtype.itemsize
         yield Crossed(Value(str(low), own.shape, nbytes), not leaves, border_copy.rounds)
@@ -182,13 +184,13 @@ class _RewrittenBody:
         """The casts that stand at one equation of the program."""
         eqn, decision, span = self.rows[row]
         own = set(eqn.outvars)
-        found = [c for e in span if own.isdisjoint(e.outvars) and (c := self.inserted(e))]
+        inserted = [c for e in span if own.isdisjoint(e.outvars) and (c := self.inserted(e))]
         if decision.in_float64_span:
             together = itertools.takewhile(lambda r: r[1].in_float64_span, self.rows[row:])
             users = [user for user, _, _ in together]
-            found += [c for e in span if ir.is_float64(e) for c in _in_span(e, users)]
+            inserted += [c for e in span if ir.is_float64(e) for c in _in_span(e, users)]
         pair = ir.cast_formats(eqn) if decision.action is Action.DROP else None
-        return self._with_dropped(row, pair, found) if pair else found
+        return self._with_dropped(row, pair, inserted) if pair else inserted
 
     def _with_dropped(
         self, row: int, pair: tuple[Precision, Precision], found: list[Cast]

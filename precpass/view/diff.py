@@ -62,9 +62,9 @@ class Section:
         """The section inside of all these."""
         section = self
         for frame in frames:
-            found = section.parts.setdefault(frame, Section())
-            assert isinstance(found, Section)
-            section = found
+            part = section.parts.setdefault(frame, Section())
+            assert isinstance(part, Section)
+            section = part
         return section
 
     def add(self, source: Source, change: _Change, casts: Iterable[Cast]) -> None:
@@ -114,11 +114,11 @@ def diff_lines(plan: Plan, level: str) -> list[Line]:
 
 def diff_tree(plan: Plan, level: str) -> Section:
     """The changes of a plan inside the loops, branches and rules that they stand in."""
-    found = [row for row in rows(plan) if row.changes]
+    changed_rows = [row for row in rows(plan) if row.changes]
     if level == "equations":
-        return _grouped((row, _change(row), row.info.casts) for row in found)
+        return _grouped((row, _change(row), row.info.casts) for row in changed_rows)
     same: dict[tuple[tuple[Frame, ...], Source], list[Row]] = {}
-    for row in found:
+    for row in changed_rows:
         same.setdefault((_shown(row), row.info.source), []).append(row)
     return _grouped(
         (of_line[0], _summary(of_line), [c for row in of_line for c in row.info.casts])
@@ -212,17 +212,17 @@ def between(
 
 def totals(plan: Plan, name: str, outputs: int = 0) -> str:
     """A line that says how much a plan changes; `outputs` casts are those of the results."""
-    found = list(rows(plan))
-    fates = Counter(map(_fate_in_words, found))
+    plan_rows = list(rows(plan))
+    fates = Counter(map(_fate_in_words, plan_rows))
     entered = fates.pop("", 0)
-    casts = Counter(cast.what for row in found for cast in row.info.casts)
+    casts = Counter(cast.what for row in plan_rows for cast in row.info.casts)
     casts += Counter({"inserted": outputs})
     said = ", ".join(f"{counted(n, 'cast')} {what}" for what, n in sorted(casts.items()))
     order = "".join(
         f"{fates[what]} {what}, " for what in ("reordered", "stored low") if fates[what]
     )
     return (
-        f"{name}: {fates['lowered']} of {len(found) - entered} equations lowered, "
+        f"{name}: {fates['lowered']} of {len(plan_rows) - entered} equations lowered, "
         f"{fates['widened']} widened, {order}{fates['as written']} as written"
         f"{'; ' if said else ''}{said}"
     )

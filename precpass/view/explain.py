@@ -177,13 +177,13 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """The explanation as values that JSON has."""
-        found = dataclasses.asdict(self)
-        found["verdict"]["low_flops"] = self.verdict.after.low_flops
-        found["advice"] = [
+        fields = dataclasses.asdict(self)
+        fields["verdict"]["low_flops"] = self.verdict.after.low_flops
+        fields["advice"] = [
             {"source": dataclasses.asdict(item.source), "text": item.text, "times": n}
             for item, n in self.advice
         ]
-        return found
+        return fields
 
     def __str__(self) -> str:
         return self.text()
@@ -210,10 +210,10 @@ def explained(
         name: the function's.
         policy: the policy's.
     """
-    found, before = list(rows(plan)), graph.root.jaxpr
-    wide = tuple(_wide(found))
-    products = (r.decision for r in _lowered(found) if r.decision.kind is OpKind.COMPUTE)
-    stored = [row.decision for row in found if row.decision.stores_low]
+    plan_rows, before = list(rows(plan)), graph.root.jaxpr
+    wide = tuple(_wide(plan_rows))
+    products = (r.decision for r in _lowered(plan_rows) if r.decision.kind is OpKind.COMPUTE)
+    stored = [row.decision for row in plan_rows if row.decision.stores_low]
     narrowed = sum(decision.compute is Precision.F32 for decision in products)
     return Explanation(
         name,
@@ -224,16 +224,16 @@ def explained(
             narrowed,
             sum(w.times for w in wide),
             _unread_casts(after),
-            sum(row.decision.product.exchanged for row in found),
+            sum(row.decision.product.exchanged for row in plan_rows),
             sum(p is not None for d in stored for p in d.stored),
-            sum(len(row.info.crossed) for row in found),
+            sum(len(row.info.crossed) for row in plan_rows),
             kept_bytes(before),
             kept_bytes(after),
         ),
         wide,
-        tuple(_others(found)),
+        tuple(_others(plan_rows)),
         tuple(map(repr, plan.unmatched)),
-        (*plan.notes, *_costs(plan), *_assumptions(found)),
+        (*plan.notes, *_costs(plan), *_assumptions(plan_rows)),
         tuple(advice(graph, decided)),
     )
 

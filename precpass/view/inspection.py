@@ -162,9 +162,9 @@ class Inspection:
         before, after = (printer.lines(jaxpr) for jaxpr in (self.before, self.after))
         name = self.name or "program"
         heads = f"a/{name}", f"b/{name}"
-        found = unified(before, after, heads)
+        lines = unified(before, after, heads)
         styles = {"+": "added", "-": "removed", "@": "hunk"}
-        return [[(line, styles.get(line[0], ""))] for line in found]
+        return [[(line, styles.get(line[0], ""))] for line in lines]
 
     @property
     def policy_name(self) -> str:

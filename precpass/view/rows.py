@@ -206,8 +206,8 @@ def paired_rows(first: Plan, second: Plan) -> Iterator[tuple[Row, Row]]:
         ValueError: for plans of different programs.
     """
     nodes = _nodes(first), _nodes(second)
-    for found in nodes:
-        _count_calls(found)
+    for node in nodes:
+        _count_calls(node)
     start = (nodes[0][id(first)], nodes[1][id(second)])
     seen, walk = {(id(first), id(second))}, [_pairs_of(*start)]
     while walk:

@@ -161,8 +161,8 @@ def cell_of(file: str) -> str:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     named = getattr(getattr(shell, "compile", None), "format_code_name", None)
-    found = named(file) if named is not None else None
-    return found[1] if found is not None else ""
+    cell = named(file) if named is not None else None
+    return cell[1] if cell is not None else ""
 
 
 def titled(name: str, policy: str) -> str:

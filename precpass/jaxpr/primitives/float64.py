@@ -83,11 +83,11 @@ _known = WeakIdMap[Any]()
 
 def _jitted(jaxpr: Jaxpr) -> Any:
     """The `jax.jit` of a jaxpr, found again while the jaxpr lives, which it does not hold."""
-    found = _known.get(jaxpr)
-    if found is None:
+    jitted = _known.get(jaxpr)
+    if jitted is None:
         borrowed = weakref.ref(jaxpr)
-        found = _known.setdefault(jaxpr, jax.jit(lambda *args: _run(*args, jaxpr=borrowed())))
-    return found
+        jitted = _known.setdefault(jaxpr, jax.jit(lambda *args: _run(*args, jaxpr=borrowed())))
+    return jitted
 
 
 def _is_inexact(x: Any) -> bool:

@@ -289,7 +289,7 @@ def parse_checks(owner: str, unstable: Any, fn: Callable[..., Any]) -> tuple[Che
         raise ValueError(
             f"{owner}: unstable={unstable!r} has no check: leave it out for NonFinite()"
         )
-    found: list[Check] = []
+    checks: list[Check] = []
     for given in several:
         if isinstance(given, type):
             raise TypeError(f"{owner}: unstable has the class {given.__name__}: give a value of it")
@@ -301,8 +301,8 @@ def parse_checks(owner: str, unstable: Any, fn: Callable[..., Any]) -> tuple[Che
                     "the result that returns a boolean scalar"
                 )
             given = Predicate(given)
-        found.append(given.bound(fn))
-    return tuple(found)
+        checks.append(given.bound(fn))
+    return tuple(checks)
 
 
 def _inexact(tree: Any) -> list[Any]:

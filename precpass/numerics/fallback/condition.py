@@ -92,8 +92,8 @@ def _estimated(a: jax.Array) -> jax.Array:
     start = jnp.broadcast_to(starts[None], (*a.shape[:2], 2)), jnp.zeros((a.shape[0], 2), a.dtype)
     _, inverse = lax.fori_loop(0, _ROUNDS, better, start)
     norms = jnp.max(jnp.sum(jnp.abs(a), 1), 1)
-    found = jnp.max(norms * jnp.max(inverse, 1))
-    return jnp.where(jnp.isnan(found), jnp.inf, found).astype(jnp.float32)
+    estimate = jnp.max(norms * jnp.max(inverse, 1))
+    return jnp.where(jnp.isnan(estimate), jnp.inf, estimate).astype(jnp.float32)
 
 
 @auto_mixed(policy=AlwaysF32)

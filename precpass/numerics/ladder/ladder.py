@@ -248,11 +248,11 @@ class Ladder:
             ValueError: for a negative measure, outside of `jax.jit`.
         """
         if ir.is_tracing() or not _are_hashable(fn, measure, restart):
-            new, found = self._stepped(fn, measure, restart, args)
+            new, measured = self._stepped(fn, measure, restart, args)
         else:
-            new, found = _compiled_step(self, fn, measure, restart, args)
-        if not isinstance(found, jax.core.Tracer) and bool(self.running):
-            check_measure("Ladder.step", found)
+            new, measured = _compiled_step(self, fn, measure, restart, args)
+        if not isinstance(measured, jax.core.Tracer) and bool(self.running):
+            check_measure("Ladder.step", measured)
         return new
 
     def _stepped(
@@ -264,9 +264,9 @@ class Ladder:
     ) -> tuple[Ladder, Any]:
         """After the step, and the measure."""
         step = Step(fn, measure, restart, self.state, self.scale.dtype)
-        state, found = step.taken(self.rungs, self.rung, self.state, self.switched, args)
-        new = self._updated(found, state, measure is not None)
-        return jax.tree.map(functools.partial(lax.select, self.running), new, self), found
+        state, measured = step.taken(self.rungs, self.rung, self.state, self.switched, args)
+        new = self._updated(measured, state, measure is not None)
+        return jax.tree.map(functools.partial(lax.select, self.running), new, self), measured
 
     def updated(
         self, measure: Any, state: Any, *, exact: bool = False, ended: Any = False

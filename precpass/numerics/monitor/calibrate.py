@@ -121,10 +121,10 @@ def _factor(safety: Any) -> float | None:
     if isinstance(safety, bool) or not isinstance(safety, numbers.Real):
         return None
     try:
-        found = float(safety)
+        factor = float(safety)
     except OverflowError:
         return None
-    return found if 1.0 <= found < math.inf else None
+    return factor if 1.0 <= factor < math.inf else None
 
 
 class _Watch:
@@ -227,8 +227,8 @@ def _walk(
 
 def _first_low(native: Precision, precisions: Iterable[Precision | None]) -> Precision | None:
     """The first of 16 bits, or narrower than the format in which an equation was written."""
-    found = (p for p in precisions if p is not None)
-    return next((p for p in found if p.is_low or p.is_narrower_than(native)), None)
+    low = (p for p in precisions if p is not None)
+    return next((p for p in low if p.is_low or p.is_narrower_than(native)), None)
 
 
 def _joined(one: Seen, other: Seen) -> Seen:

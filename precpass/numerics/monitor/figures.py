@@ -166,8 +166,8 @@ def _row(step: ir.Ran, reads: bool) -> dict[str, Any]:
             columns |= _made_here(_bits(x), given if pointwise else [])
         if not_zero is not None:
             columns["lost"] = (_bits(x) == 0) & not_zero, "sum"
-        found = _reduced(list(columns.values()))
-        for (key, (_, how)), value in zip(columns.items(), found, strict=True):
+        figures = _reduced(list(columns.values()))
+        for (key, (_, how)), value in zip(columns.items(), figures, strict=True):
             row[key] = _COMBINE[how](row[key], value)
     if reads:
         row |= _reads(given)

@@ -218,10 +218,10 @@ def _number(count: int) -> str:
 
 
 def _extremes(seen: tuple[Seen, ...]) -> list[str]:
-    found = [s for s in seen if s.largest > 0.0]
-    if not found:
+    nonzero = [s for s in seen if s.largest > 0.0]
+    if not nonzero:
         return []
-    top, low = max(found, key=lambda s: s.largest), min(found, key=lambda s: s.smallest)
+    top, low = max(nonzero, key=lambda s: s.largest), min(nonzero, key=lambda s: s.smallest)
     return [
         f"{what} magnitude: {value:.3g} by {s.place.primitive}  {s}"
         for what, value, s in (("largest", top.largest, top), ("smallest", low.smallest, low))

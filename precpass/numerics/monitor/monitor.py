@@ -133,8 +133,8 @@ def _in_turn(every: int | None, traced: Traced, before: Health) -> tuple[list[An
     places: list[Any] = []
 
     def figures_of(operands: Any) -> Any:
-        results, figures, found = program.watched(operands)
-        places[:] = found
+        results, figures, extremes = program.watched(operands)
+        places[:] = extremes
         return (results if program.effects else []), figures
 
     ir.trace(figures_of, program.operands)

@@ -249,5 +249,5 @@ def solver_with(roles: Roles, solver: Any, has_transpose: bool = True) -> Any:
 
 def lengths(jacobian: Any) -> Any:
     """The lengths of the columns, one for those that are zero."""
-    found = jnp.linalg.norm(jacobian, axis=0)
-    return jnp.where(found > 0, found, jnp.ones_like(found))
+    norms = jnp.linalg.norm(jacobian, axis=0)
+    return jnp.where(norms > 0, norms, jnp.ones_like(norms))

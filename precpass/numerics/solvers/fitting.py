@@ -201,7 +201,7 @@ def fit(problem: Problem, solver: Any, roles: Roles, x0: Any, args: Any, max_ste
     """
     fn = _of_its_precision(problem)
     forward, backward = _derivatives(fn, x0, args)
-    found = optx.least_squares(
+    solution = optx.least_squares(
         fn,
         solver_with(roles, solver, backward),
         x0,
@@ -210,18 +210,18 @@ def fit(problem: Problem, solver: Any, roles: Roles, x0: Any, args: Any, max_ste
         max_steps=max_steps,
         throw=False,
     )
-    state, ladder = found.state, None
+    state, ladder = solution.state, None
     if isinstance(state, RisingState):
         state, ladder = state.inner, state.ladder
-    accepted = {"num_accepted_steps": state.num_accepted_steps, **found.stats}
+    accepted = {"num_accepted_steps": state.num_accepted_steps, **solution.stats}
     shown = eqx.tree_at(
         lambda s: (s.value, s.state, s.stats),
-        found,
-        (problem.spec.unflat(found.value), None, accepted),
+        solution,
+        (problem.spec.unflat(solution.value), None, accepted),
         is_leaf=lambda x: x is None,
     )
     return Fit(
-        shown, *_quality(fn, found.value, args, jax.jacfwd if forward else jax.jacrev), ladder
+        shown, *_quality(fn, solution.value, args, jax.jacfwd if forward else jax.jacrev), ladder
     )
 
 

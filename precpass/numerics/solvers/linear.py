@@ -310,5 +310,5 @@ def _correction(how: _How, a: Any, apply: Callable[..., Any], residual: Any) -> 
     # GMRES squares, and A may be of any scale
     size = jnp.max(jnp.abs(start))
     size = jnp.where(size > 0, size, jnp.ones_like(size))
-    found, _ = gmres(preconditioned, start / size, tolerance, how.restart)
-    return length * (size * found)
+    correction, _ = gmres(preconditioned, start / size, tolerance, how.restart)
+    return length * (size * correction)

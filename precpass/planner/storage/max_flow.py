@@ -30,9 +30,9 @@ Bools = NDArray[np.bool_]
 
 def sums(values: NDArray[Any], groups: Ints, count: int) -> NDArray[Any]:
     """The sum of each group, exact for integers, where `np.bincount` is not."""
-    found = np.zeros(count, values.dtype)
-    np.add.at(found, groups, values)
-    return found
+    totals = np.zeros(count, values.dtype)
+    np.add.at(totals, groups, values)
+    return totals
 
 
 def components(size: int, a: Ints, b: Ints) -> Ints:
@@ -47,14 +47,16 @@ def components(size: int, a: Ints, b: Ints) -> Ints:
 
 def reached(size: int, start: int, tail: Ints, head: Ints) -> Bools:
     """Of each node, whether edges lead to it from `start`."""
-    found = np.zeros(size, np.bool_)
+    is_reached = np.zeros(size, np.bool_)
     if not len(tail):
-        found[start] = True
-        return found
+        is_reached[start] = True
+        return is_reached
     from scipy.sparse.csgraph import breadth_first_order
 
-    found[breadth_first_order(_graph(size, tail, head), start, return_predecessors=False)] = True
-    return found
+    is_reached[breadth_first_order(_graph(size, tail, head), start, return_predecessors=False)] = (
+        True
+    )
+    return is_reached
 
 
 def reach_sink(size: int, tail: Ints, head: Ints, capacity: Ints, component: Ints) -> Bools:

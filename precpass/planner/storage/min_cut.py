@@ -184,14 +184,14 @@ class Energy:
         return Cut(labels, self.cost(labels))
 
     def _known(self, nodes: ArrayLike) -> Ints:
-        found = np.asarray(nodes)
-        if found.size == 0:
-            return found.astype(np.int64)
-        if found.dtype.kind not in "iu":
-            raise TypeError(f"nodes are integers, not {found.dtype}: {nodes!r}")
-        for wrong in found[(found < 0) | (found >= self.size)].flat:
+        known = np.asarray(nodes)
+        if known.size == 0:
+            return known.astype(np.int64)
+        if known.dtype.kind not in "iu":
+            raise TypeError(f"nodes are integers, not {known.dtype}: {nodes!r}")
+        for wrong in known[(known < 0) | (known >= self.size)].flat:
             raise ValueError(f"there is no node {wrong}: this energy has 0 to {self.size - 1}")
-        return found.astype(np.int64)
+        return known.astype(np.int64)
 
 
 def _rows(*values: Any) -> Any:

@@ -121,8 +121,8 @@ class Audit:
     def lines(self) -> list[Line]:
         """The findings by source line, and the totals, as styled text."""
         lines: list[Line] = []
-        for source, found in self._by_line():
-            lines += [heading(source), *([("  ", ""), (str(f), "wide")] for f in found)]
+        for source, findings in self._by_line():
+            lines += [heading(source), *([("  ", ""), (str(f), "wide")] for f in findings)]
         return [*lines, [(self._totals(), "")]]
 
     def text(self, *, color: bool | None = None) -> str:
@@ -137,8 +137,8 @@ class Audit:
 
     def _repr_html_(self) -> str:
         parts = [
-            folded(heading(source), as_html([[(str(f), "wide")] for f in found]), is_open=True)
-            for source, found in self._by_line()
+            folded(heading(source), as_html([[(str(f), "wide")] for f in findings]), is_open=True)
+            for source, findings in self._by_line()
         ]
         return page("".join([*parts, as_html([[(self._totals(), "")]])]))
 
@@ -149,15 +149,15 @@ class Audit:
             shared = dataclasses.replace(finding, scope=alike(finding.scope), times=1)
             lines.setdefault(finding.source, {}).setdefault(shared, []).append(finding)
         for source, there in lines.items():
-            yield source, [_together(shared, found) for shared, found in there.items()]
+            yield source, [_together(shared, findings) for shared, findings in there.items()]
 
     def _totals(self) -> str:
         merged = f", {self.merged} merged or fused" if self.merged else ""
         n = len(self.findings)
-        found = "no finding" if self.ok else counted(n, "finding")
+        outcome = "no finding" if self.ok else counted(n, "finding")
         return (
             f"{self.inspection.policy_name}, compiled by jax {jax.__version__} for {self.backend}: "
-            f"{self.as_planned} of {self.products} products as planned{merged}; {found}. "
+            f"{self.as_planned} of {self.products} products as planned{merged}; {outcome}. "
             "A plan is for every backend, what XLA changes is this one's"
         )
 
@@ -220,12 +220,12 @@ def audit(
             program = execute.compiled(mixed, *args, **kwargs)
         text = program.compiled.as_text()
         planned = Module.parse(program.lowered.as_text(dialect="hlo", debug_info=True))
-        found = changes(planned, Module.parse(text))
+        findings = changes(planned, Module.parse(text))
         return Audit(
-            findings=tuple(_findings(found.found, inspection)),
-            products=found.products,
-            as_planned=found.as_planned,
-            merged=found.merged,
+            findings=tuple(_findings(findings.found, inspection)),
+            products=findings.products,
+            as_planned=findings.as_planned,
+            merged=findings.merged,
             backend=program.device.platform,
             inspection=inspection,
             hlo=text,

@@ -109,19 +109,19 @@ def _is_unrounded(sides: Sides, placed: Placed, dtype: str) -> bool:
     computation, made = _made(planned, placed)
     if made is None:
         return False
-    found: list[tuple[Computation, Instruction]] = []
+    calls: list[tuple[Computation, Instruction]] = []
     if made.opcode == "parameter":
         entry = compiled.computations[compiled.entry]
         arguments = (i for i in entry.instructions if i.opcode == "parameter")
-        found = [(entry, i) for i in arguments if i.index == made.index]
+        calls = [(entry, i) for i in arguments if i.index == made.index]
     elif made.opcode in _ROUNDS and computation is placed.computation:
         # its whole name is known where it stands beside the cast
         scope = placed.name.removesuffix(placed.instruction.op_name)
         same = sides.compiled.get((scope + made.op_name, made.file, made.line), ())
-        found = [
+        calls = [
             (c.computation, c.instruction) for c in same if c.instruction.opcode == made.opcode
         ]
-    return bool(found) and not any(_is_rounded(compiled, *value, dtype) for value in found)
+    return bool(calls) and not any(_is_rounded(compiled, *value, dtype) for value in calls)
 
 
 def _made(module: Module, placed: Placed) -> tuple[Computation, Instruction | None]:

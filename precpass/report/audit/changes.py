@@ -52,20 +52,20 @@ def changes(planned: Module, compiled: Module) -> Changes:
         compiled: the same after XLA's passes, for one of the devices that it runs on.
     """
     sides = Sides(planned, compiled)
-    found, exact, merged, total = _products(sides)
+    findings, exact, merged, total = _products(sides)
     for other in (casts, loops, buffers, collectives):
-        found += other(sides)
+        findings += other(sides)
     lines = dict.fromkeys((file, line) for _, file, line in sides.planned)
     order = {line: i for i, line in enumerate(lines)}
-    found.sort(key=lambda c: order.get((c.source.file, c.source.line), len(order)))
-    return Changes(tuple(found), total, exact, merged)
+    findings.sort(key=lambda c: order.get((c.source.file, c.source.line), len(order)))
+    return Changes(tuple(findings), total, exact, merged)
 
 
 # ---------------------------------------------------------------- products
 
 
 def _products(sides: Sides) -> tuple[list[Change], int, int, int]:
-    found: list[Change] = []
+    findings: list[Change] = []
     exact = merged = total = 0
     for key, all_here in sides.planned.items():
         if key not in sides.product_keys:
@@ -78,10 +78,10 @@ def _products(sides: Sides) -> tuple[list[Change], int, int, int]:
             changed = [(p, c) for p, c in pairs if not _is_lossless(p, c)]
             exact += same + len(pairs) - len(changed)
             merged += len(some) - same - len(pairs)
-            found += [_product_change(p, c) for p, c in changed]
+            findings += [_product_change(p, c) for p, c in changed]
             if same and not pairs:
-                found += _rounded_results(some, others)
-    return found, exact, merged, total
+                findings += _rounded_results(some, others)
+    return findings, exact, merged, total
 
 
 def _is_kernel(placed: Placed) -> bool:

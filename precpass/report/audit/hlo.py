@@ -53,8 +53,8 @@ def bits(dtype: str) -> int:
         >>> bits("bf16"), bits("f8e4m3fn"), bits("s32")
         (16, 8, 0)
     """
-    found = re.match(r"b?f(\d+)", dtype)
-    return int(found[1]) if found else 0
+    match = re.match(r"b?f(\d+)", dtype)
+    return int(match[1]) if match else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +103,12 @@ class Computation:
     @functools.cached_property
     def readers(self) -> Mapping[str, Sequence[Instruction]]:
         """The instructions that read each instruction."""
-        found: dict[str, list[Instruction]] = {i.name: [] for i in self.instructions}
+        readers: dict[str, list[Instruction]] = {i.name: [] for i in self.instructions}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
-                if operand in found:
-                    found[operand].append(instruction)
-        return found
+                if operand in readers:
+                    readers[operand].append(instruction)
+        return readers
 
     @property
     def root(self) -> Instruction | None:
@@ -177,16 +177,16 @@ class Module:
         """
         frames = _frames(text)
         computations: dict[str, Computation] = {}
-        entry, name, found = "", "", list[Instruction]()
+        entry, name, instructions = "", "", list[Instruction]()
         for line in text.splitlines():
             if name:
                 if line.startswith("}"):
-                    computations[name] = Computation(name, tuple(found))
+                    computations[name] = Computation(name, tuple(instructions))
                     name = ""
                 elif instruction := _instruction(line, frames):
-                    found.append(instruction)
+                    instructions.append(instruction)
             elif header := _HEADER.match(line):
-                name, found = header[2], []
+                name, instructions = header[2], []
                 entry = name if header[1] else entry
         if not computations:
             raise ValueError(
@@ -199,12 +199,12 @@ class Module:
     @functools.cached_property
     def callers(self) -> Mapping[str, Sequence[tuple[Computation, Instruction]]]:
         """The instructions that call each computation, and where they stand."""
-        found: dict[str, list[tuple[Computation, Instruction]]] = {}
+        callers: dict[str, list[tuple[Computation, Instruction]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions:
                 for _, name in instruction.called:
-                    found.setdefault(name, []).append((computation, instruction))
-        return found
+                    callers.setdefault(name, []).append((computation, instruction))
+        return callers
 
     def called(self, instruction: Instruction) -> list[Computation]:
         """The computations that an instruction calls."""
@@ -368,5 +368,5 @@ def _frames(text: str) -> Frames:
 
 
 def _table(text: str, start: str) -> str:
-    found = re.search(rf"^{start}\w+\n((?:\d+ .*\n?)*)", text, re.M)
-    return found[1] if found else ""
+    match = re.search(rf"^{start}\w+\n((?:\d+ .*\n?)*)", text, re.M)
+    return match[1] if match else ""

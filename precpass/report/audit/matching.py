@@ -105,8 +105,8 @@ class Sides:
         own = [_key(name, instruction) for name in names]
         product = is_product(placed)
         wanted = self.product_keys if product else self.planned
-        if found := next((key for key in own if key in wanted), None):
-            return found
+        if shared_key := next((key for key in own if key in wanted), None):
+            return shared_key
         if product:
             # XLA builds products with a vector, and those it moves a transpose into, anew: they
             # have no name, or that of the transpose; what reads or feeds them has the product's
@@ -168,10 +168,10 @@ def readers(placed: Placed) -> Iterator[Instruction | None]:
     waiting, seen = [placed.instruction], set[str]()
     while waiting:
         instruction = waiting.pop()
-        found = placed.computation.readers[instruction.name]
-        if instruction.is_root or not found:
+        readers = placed.computation.readers[instruction.name]
+        if instruction.is_root or not readers:
             yield None
-        for reader in found:
+        for reader in readers:
             if reader.opcode not in MOVES:
                 yield reader
             elif reader.name not in seen:

@@ -181,8 +181,8 @@ def collectives(sides: Sides) -> Iterator[Change]:
         if not sent or not planned or not key[0]:
             continue
         asked = [p for p in planned if _collective(p)]
-        found = _widened_as_asked(asked, sent) if asked else _wider_than_planned(planned, sent)
-        for name, narrow, wide in found:
+        findings = _widened_as_asked(asked, sent) if asked else _wider_than_planned(planned, sent)
+        for name, narrow, wide in findings:
             why = f"{bits(wide) // bits(narrow)} times the bytes are sent between devices"
             first = (asked or planned)[0]
             shape = next((s for c in sent for s in _sent(c) if s.dtype == wide), wide)

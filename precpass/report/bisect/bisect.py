@@ -219,8 +219,8 @@ class _Search:
 
     def _floating(self, out: Any) -> list[Leaf]:
         """The floating and complex leaves of a result."""
-        found = [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
-        inexact = [x for x in found if jnp.issubdtype(x.dtype, jnp.inexact)]
+        floats = [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
+        inexact = [x for x in floats if jnp.issubdtype(x.dtype, jnp.inexact)]
         if not inexact:
             raise ValueError(
                 f"{self.traced.name} has no floating results for the tolerance {self.check}: "
@@ -322,8 +322,8 @@ class _Search:
         elif not minimal:
             spent = f"the budget of {counted(self.budget, 'run')} was spent"
             verdict += f"; {spent} before this was known to be a smallest set"
-        found = self._ended(True, verdict, policy, tuple(rules), tuple(kept), minimal)
-        return dataclasses.replace(found, notes=notes_on(rules, kept))
+        bisection = self._ended(True, verdict, policy, tuple(rules), tuple(kept), minimal)
+        return dataclasses.replace(bisection, notes=notes_on(rules, kept))
 
     def _why_not(self, low: Run, written: Run, whole: Group) -> str:
         name = self.policy.name

@@ -118,18 +118,18 @@ class _Grouping:
     def scopes(self, places: Iterable[Place], around: str) -> list[Group]:
         """A group for each scope right inside of another one."""
         start = len(around) + 1 if around else 0
-        found: list[Group] = []
+        groups: list[Group] = []
         for name, inside in _by(places, lambda p: p.scope[start:].partition("/")[0]).items():
             scope = f"{around}/{name}" if around else name
             rule = Rule(scope=glob.escape(scope), precision=self.precision)
             deeper = [place for place in inside if place.scope != scope]
             own = [place for place in inside if place.scope == scope and place.file]
-            found.append(Group(rule, (*self.scopes(deeper, scope), *self.lines(own))))
-        return found
+            groups.append(Group(rule, (*self.scopes(deeper, scope), *self.lines(own))))
+        return groups
 
     def functions(self, places: Iterable[Place]) -> list[Group]:
         """A group for each function; for each line of what is no named function."""
-        found: list[Group] = []
+        groups: list[Group] = []
         by_function = _by(places, lambda p: (p.file, p.function))
         named = Counter(function for _, function in by_function)
         for (file, function), inside in by_function.items():
@@ -139,10 +139,10 @@ class _Grouping:
                 alone = file in self.cells and named[function] == 1
                 where = None if alone else self.globs[file]
                 rule = Rule(function=function, file=where, precision=self.precision)
-                found.append(Group(rule, lines))
+                groups.append(Group(rule, lines))
             else:
-                found += lines
-        return found
+                groups += lines
+        return groups
 
     def lines(self, places: Iterable[Place]) -> tuple[Group, ...]:
         """A group for each line."""
@@ -160,10 +160,10 @@ class _Grouping:
 
 
 def _by(places: Iterable[Place], key: Callable[[Place], K]) -> dict[K, list[Place]]:
-    found: dict[K, list[Place]] = {}
+    groups: dict[K, list[Place]] = {}
     for place in places:
-        found.setdefault(key(place), []).append(place)
-    return found
+        groups.setdefault(key(place), []).append(place)
+    return groups
 
 
 def _shortest_glob(file: str, files: Sequence[str]) -> str:

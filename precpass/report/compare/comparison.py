@@ -139,12 +139,12 @@ class Comparison:
         if all(cost is None for cost in costs.values()):
             why = "rounds=0" if by == "time" else "this backend does not tell it"
             raise ValueError(f"{by} was not measured ({why})")
-        found: list[tuple[float, float, Row]] = []
+        points: list[tuple[float, float, Row]] = []
         for row in self.rows:
             cost, error = costs[row.name], row.errors.relative
             if cost is not None and error is not None and math.isfinite(error):
-                found.append((cost, error, row))
-        return found
+                points.append((cost, error, row))
+        return points
 
     # ------------------------------------------------------------ as data
 

@@ -200,17 +200,17 @@ def leaves_of(declared: Declared, out: Any, args: Any, kwargs: Any) -> list[Leaf
         args: the positional arguments.
         kwargs: the others.
     """
-    found: list[Leaf] = []
+    leaves: list[Leaf] = []
 
     def collect(tree: Any, name: str) -> None:
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
             if isinstance(x, _ARRAYS) and getattr(x, "dtype", None) != jax.dtypes.float0:
                 dtype = jax.dtypes.result_type(x) if isinstance(x, _NUMBERS) else x.dtype
-                found.append(Leaf(f"{name}{jax.tree_util.keystr(path)}", x, dtype))
+                leaves.append(Leaf(f"{name}{jax.tree_util.keystr(path)}", x, dtype))
 
     collect(out, "output")
     declared.map(lambda x, name: collect(x, name) if has_nodes(x) else None, args, kwargs)
-    return found
+    return leaves
 
 
 _NUMBERS = (bool, int, float, complex)
@@ -276,11 +276,11 @@ def as_written(
         args: the positional arguments.
         kwargs: the others.
     """
-    call, operands, found = on_arrays(fn, declared, name, args, kwargs)
+    call, operands, leaves = on_arrays(fn, declared, name, args, kwargs)
     with use_policy(None):
         jaxpr = ir.trace(call, *operands)
     avals = ir.out_avals(jaxpr)
-    results = [leaf._replace(value=a) for leaf, a in zip(found, avals, strict=True)]
+    results = [leaf._replace(value=a) for leaf, a in zip(leaves, avals, strict=True)]
     return Written(jaxpr, operands, results)
 
 

@@ -86,9 +86,9 @@ def _labels(places: Sequence[tuple[float, float]]) -> list[tuple[str, int]]:
     """
     xs, ys = ([math.log(v) for v in values] for values in zip(*places, strict=True))
     width, height = (max(v) - min(v) or 1.0 for v in (xs, ys))
-    found: list[tuple[str, int]] = []
+    labels: list[tuple[str, int]] = []
     for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
         near = zip(xs[:i], ys[:i], strict=True)
         below = sum(abs(x - a) < width / 3 and abs(y - b) < height / 20 for a, b in near)
-        found.append(("right" if x - min(xs) > 0.6 * width else "left", 12 * below))
-    return found
+        labels.append(("right" if x - min(xs) > 0.6 * width else "left", 12 * below))
+    return labels

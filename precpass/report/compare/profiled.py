@@ -177,33 +177,33 @@ class Profile:
     @property
     def notes(self) -> list[str]:
         """What the figures mean, and what they leave out."""
-        found = [
+        notes = [
             "args, out, temp: what XLA allocates here. GFLOP: of one run, with trip counts. moved: "
             "what kernels read and write by a model of fusion."
         ]
         if self.rounds:
-            found.append(TIMES.format(self.rounds))
+            notes.append(TIMES.format(self.rounds))
         if self.peaks:
-            found += _MEANING
+            notes += _MEANING
         if any(row.guesses for row in self.rows):
-            found.append(
+            notes.append(
                 "loops whose trips only run time knows (while, linear solvers) count as "
                 f"{NOMINAL_SIZE} of them."
             )
         names = sorted({name for row in self.rows for name in row.by_bytes})
         if names:
-            found.append(f"arithmetic not counted: {', '.join(names)}: by their bytes alone.")
+            notes.append(f"arithmetic not counted: {', '.join(names)}: by their bytes alone.")
         missing: dict[str, list[str]] = {}
         for row in self.rows:
             for e in row.estimates:
                 for name in e.without_peak:
                     missing.setdefault(name, [])
                     missing[name] += [e.device] if e.device not in missing[name] else []
-        found += [
+        notes += [
             f"-: no peak is published for {name} on {', '.join(devices)}."
             for name, devices in missing.items()
         ]
-        return found
+        return notes
 
 
 _ESTIMATED = "estimated gain over float32 by published peaks: an upper estimate, no measurement"

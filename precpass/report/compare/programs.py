@@ -66,7 +66,7 @@ def entries(policies: Any, report: str) -> list[Made]:
     else:
         several = isinstance(policies, Iterable) and not isinstance(policies, str)
         items: list[Any] = [*policies] if several else [policies]
-    found: list[Made] = []
+    entries: list[Made] = []
     given: list[str] = []
     for item in items:
         match item:
@@ -75,13 +75,13 @@ def entries(policies: Any, report: str) -> list[Made]:
             case entry:
                 name = None
         made = entry if callable(entry) else PrecisionPolicy.parse(entry)
-        found.append((name or _name(entry), made))
-    if not found:
+        entries.append((name or _name(entry), made))
+    if not entries:
         raise ValueError(f"{report}: no rows; give at least one policy or function")
     twice = [name for name, n in Counter(given).items() if n > 1]
     if twice:
         raise ValueError(f"{report}: the name {twice[0]!r} is given twice")
-    return list(zip(_numbered([name for name, _ in found]), (e for _, e in found), strict=True))
+    return list(zip(_numbered([name for name, _ in entries]), (e for _, e in entries), strict=True))
 
 
 def _name(entry: Any) -> str:
@@ -238,21 +238,21 @@ class Program(NamedTuple):
     def results(self) -> list[Leaf]:
         """The arrays that a run gives, on the host."""
         args, kwargs = self.fresh()
-        found = leaves_of(self.call.declared, self.call.fn(*args, **kwargs), args, kwargs)
-        values = [fetched(leaf.value) for leaf in found]
-        pairs = zip(self.call.named or found, values, strict=True)
+        leaves = leaves_of(self.call.declared, self.call.fn(*args, **kwargs), args, kwargs)
+        values = [fetched(leaf.value) for leaf in leaves]
+        pairs = zip(self.call.named or leaves, values, strict=True)
         return [leaf._replace(value=value) for leaf, value in pairs]
 
 
 def _crosses_in_steps(declared: Declared, args: Any, kwargs: Any) -> bool:
     """Whether there are modules, or leaves that jit refuses, among the arguments."""
-    found: list[bool] = []
+    crossings: list[bool] = []
 
     def look(x: Any, _name: str) -> None:
-        found.append(has_nodes(x) or any(map(refused, jax.tree.leaves(x))))
+        crossings.append(has_nodes(x) or any(map(refused, jax.tree.leaves(x))))
 
     declared.map(look, args, kwargs)
-    return any(found)
+    return any(crossings)
 
 
 def timed(

@@ -210,17 +210,17 @@ def _flow(graph: Graph, drawn: set[int]) -> set[tuple[int, int]]:
     def makers(value: int) -> frozenset[int]:
         """The drawn equations that a value may come from."""
         if value not in memo:
-            found, todo, seen = set[int](), [value], {value}
+            reached, todo, seen = set[int](), [value], {value}
             while todo:
                 at = todo.pop()
                 if producers[at] in drawn:
-                    found.add(producers[at])
+                    reached.add(producers[at])
                     continue
                 for other in back.get(at, ()):
                     if other not in seen:
                         seen.add(other)
                         todo.append(other)
-            memo[value] = frozenset(found)
+            memo[value] = frozenset(reached)
         return memo[value]
 
     return {
