@@ -35,7 +35,7 @@ def trace(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def jit_is_disabled() -> bool:
-    """Whether `jax.disable_jit` is in force here."""
+    """Whether `jax.disable_jit` is in force."""
     return bool(jax.config.jax_disable_jit)  # pyright: ignore[reportAttributeAccessIssue] -- dynamic
 
 
@@ -43,12 +43,12 @@ class Call(NamedTuple):
     """A traced call of a jitted function.
 
     Attributes:
-        jaxpr: the function's own.
-        operands: the values of its operands; what the function closes over of
-            outer traces comes before the arguments.
-        closed_over: how many those are.
+        jaxpr: the function's jaxpr.
+        operands: the values of its operands: first the outer traces' values that the function
+            closes over, then the arguments.
+        closed_over: how many operands are closed over.
         tree: the structure of the results.
-        eqn: the call as an equation; None where JAX made none.
+        eqn: the call as an equation; None if JAX made none.
     """
 
     jaxpr: Jaxpr
@@ -59,11 +59,11 @@ class Call(NamedTuple):
 
 
 def trace_call(call: Callable[..., Any], arguments: Sequence[Any]) -> Call:
-    """The jaxpr that `jax.jit` traces of a function, with its errors and its cache.
+    """The jaxpr of a function as `jax.jit` traces it, with jit's errors and jit's cache.
 
     Args:
         call: calls the jitted function once, and does nothing else.
-        arguments: the arrays that it is given.
+        arguments: the arrays that the function is called with.
     """
     closed, shapes = jax.make_jaxpr(call, return_shape=True)(*arguments)
     opened, tree = open_jaxpr(closed), jax.tree.structure(shapes)
@@ -79,7 +79,7 @@ def trace_call(call: Callable[..., Any], arguments: Sequence[Any]) -> Call:
 
 
 def run(call: Call, jaxpr: Jaxpr) -> list[Any]:
-    """The results of a call whose jaxpr has become another one."""
+    """The results of a call with another jaxpr in the place of its own."""
     if jit_is_disabled() or not is_tracing():
         return one_by_one(jaxpr, call.operands)
     if call.eqn is None:
@@ -101,16 +101,16 @@ def one_by_one(
     apply: Callable[[Any, Sequence[Any]], Sequence[Any]] = bind,
     within: Any = None,
 ) -> list[Any]:
-    """The results of a jaxpr, its jits run equation by equation too.
+    """The results of a jaxpr, run equation by equation, also inside its jits.
 
-    JAX's own evaluation compiles them, and reports a NaN that `jax_debug_nans` finds
-    in one by an exception of its own and without a line.
+    JAX's own evaluation compiles inner jits. If `jax_debug_nans` then finds a NaN in one, its
+    exception does not name the user's line.
 
     Args:
         jaxpr: the jaxpr.
         args: its operands.
-        apply: what gives the results of an equation, of the values of its operands.
-        within: the jit whose line an equation has that has none of the user's.
+        apply: computes the results of an equation from the values of its operands.
+        within: the jit whose line stands for equations that have no line of the user's.
     """
     opened = open_jaxpr(jaxpr)
     values = dict(zip(opened.constvars, consts_of(jaxpr), strict=True))
@@ -137,7 +137,7 @@ def one_by_one(
 
 def is_differentiated(x: Any) -> bool:
     """Whether a value is an operand of a derivative that is being taken around the call."""
-    # their classes are private to JAX; `LinearizeTracer` is that of grad since 0.5
+    # The tracers' classes are private to JAX. `LinearizeTracer` is the one of grad since 0.5.
     return type(x).__name__ in ("JVPTracer", "LinearizeTracer")
 
 
@@ -149,7 +149,7 @@ def is_tracing() -> bool:
 
 
 def is_valid(x: Any) -> bool:
-    """Whether `jax.jit` takes a leaf; what it has an error of its own for counts as valid."""
+    """Whether `jax.jit` takes a leaf, or has an error of its own for it."""
     if isinstance(x, type):  # JAX looks for `__jax_array__`, which the class of an array has too
         return False
     try:
@@ -159,12 +159,12 @@ def is_valid(x: Any) -> bool:
 
 
 def as_operand(x: Any) -> Any:
-    """An argument as `jax.jit` would hand it on: in JAX's own dtypes."""
+    """An argument in the dtype that `jax.jit` would give it."""
     return jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x
 
 
 def retrace(jaxpr: Jaxpr, fn: Callable[..., Any], avals: Sequence[Aval] | None = None) -> Any:
-    """`fn` traced at the operands of `jaxpr`, in the form (open or closed) that it had."""
+    """The jaxpr of `fn` at the operands of `jaxpr`: open if that is open, else closed."""
     avals = in_avals(jaxpr) if avals is None else avals
     closed = jax.make_jaxpr(fn)(*avals)
     if hasattr(jaxpr, "consts"):
@@ -182,10 +182,10 @@ def evaluate(jaxpr: Jaxpr, args: Sequence[Any], consts: Sequence[Any] | None = N
 
 
 def retyped(eqn: Eqn, dtype: Any) -> dict[str, Any]:
-    """The params of an equation whose floating operands and results have another dtype.
+    """The params of an equation after its floating operands and results have changed their dtype.
 
-    The result of a cast to no floating type is as it was. A scatter's combiner
-    names the type of the scalars that it combines.
+    A cast to a type that is not floating keeps its result's dtype. A scatter's combiner is
+    traced again, because it names the dtype of the scalars that it combines.
     """
     params = dict(eqn.params)
     for name in DTYPE_PARAMS:
@@ -227,11 +227,11 @@ def bind_shard_map(
 
 
 def convert(x: Any, dtype: Any, weak_type: bool = False) -> Any:
-    """`x` as `dtype`, with the weak type that is asked for, on the mesh that `x` is typed with."""
+    """`x` in `dtype`, weakly typed or not as `weak_type` says, on the mesh in the type of `x`."""
     params = {"new_dtype": np.dtype(dtype), "weak_type": weak_type, "sharding": None}
     context = jax.sharding.get_abstract_mesh()
     if not context.empty:
-        # a reshard's operand has another mesh type than its context: Auto where that is Explicit
+        # A reshard's operand may be typed with an Auto mesh where the context's is Explicit.
         mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", context)
         if not mesh.empty and mesh != context:
             with jax.sharding.use_abstract_mesh(mesh):

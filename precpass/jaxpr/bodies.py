@@ -20,15 +20,15 @@ class Body:
     """A sub-jaxpr of an equation and how values cross its border.
 
     Attributes:
-        param, index: where it stands in the equation's params.
-        jaxpr: the jaxpr, open or closed as the param has it.
+        param, index: its place in the equation's params.
+        jaxpr: the jaxpr, open or closed as it is in the param.
         operands: for each of its invars, the position in the equation's invars.
         results: for each of its outvars, the position in the equation's outvars;
-            empty where the results do not leave (the predicate of a while).
-        trips: how often it runs per call; None where only run time knows.
-        carry: pairs (invar, outvar) that are fed back.
-        decides: whether its result decides how the program runs on.
-        constants: how many of its invars, the first ones, are a loop's constants.
+            empty if its results are not the equation's (the predicate of a while).
+        trips: how often it runs per call; None if that is only known at run time.
+        carry: pairs (invar, outvar): the result becomes the operand of the next trip.
+        decides: whether its result decides which way the program goes on.
+        constants: how many of its first invars are a loop's constants.
     """
 
     param: str
@@ -43,7 +43,7 @@ class Body:
 
     @property
     def name(self) -> str:
-        """Where it stands, such as "branches[1]"."""
+        """Its place in the equation's params, such as "branches[1]"."""
         return self.param if self.index is None else f"{self.param}[{self.index}]"
 
 
@@ -56,9 +56,9 @@ def _whole(param: str) -> Callable[[Any], tuple[Body, ...]]:
 
 
 def loop_rows(eqn: Eqn) -> tuple[int, int] | None:
-    """Where the operands of a scan begin that it reads slices of, and the results that it stacks.
+    """The positions of a scan's first sliced operand and of its first stacked result.
 
-    None for all else.
+    None for any other equation.
     """
     if eqn.primitive.name != "scan":
         return None
@@ -132,7 +132,7 @@ def _linear_solve(eqn: Eqn) -> tuple[Body, ...]:
 
 
 def _call(eqn: Eqn) -> tuple[Body, ...]:
-    # 0.12 renamed composite's param, and made closed_call an eval_jaxpr
+    # jax 0.12 renamed composite's param, and made closed_call an eval_jaxpr.
     return _whole("jaxpr" if "jaxpr" in eqn.params else "call_jaxpr")(eqn)
 
 
@@ -140,7 +140,7 @@ def _hi_primitive(eqn: Eqn) -> tuple[Body, ...]:
     jaxpr = hi_body(eqn)
     if jaxpr is None:
         return ()
-    # custom_root's solver runs on the first operands; the others are its derivative's
+    # custom_root's solver runs on the first operands; the others serve its derivative.
     operands = tuple(range(len(open_jaxpr(jaxpr).invars)))
     return (Body("_prim", None, jaxpr, operands, tuple(range(len(eqn.outvars)))),)
 
@@ -148,7 +148,7 @@ def _hi_primitive(eqn: Eqn) -> tuple[Body, ...]:
 ENTERED: dict[str, Callable[[Any], tuple[Body, ...]]] = {
     "jit": _whole("jaxpr"),
     "remat2": _whole("jaxpr"),
-    # core's call has had no maker in JAX itself for long, but 0.10 still exports it
+    # JAX itself has long made no `core.call` equations, but 0.10 still exports the primitive.
     "call": _call,
     "closed_call": _call,
     "eval_jaxpr": _call,
@@ -163,7 +163,7 @@ ENTERED: dict[str, Callable[[Any], tuple[Body, ...]]] = {
     "composite": _call,
     "custom_linear_solve": _linear_solve,
     "shard_map": _whole("jaxpr"),
-    # a call with a note for the compiler: where it runs, how it is scheduled
+    # These are calls with a note for the compiler: where they run, how they are scheduled.
     "compute_on": _whole("jaxpr"),
     "xla_metadata_call": _whole("jaxpr"),
     "program_order": _whole("call_jaxpr"),  # since 0.12
@@ -218,12 +218,12 @@ def bodies(eqn: Eqn) -> tuple[Body, ...]:
 
 
 def is_ref(aval: Aval) -> bool:
-    """Whether a type is that of a reference to an array, which a program may change."""
+    """Whether a type is that of a mutable reference to an array."""
     return hasattr(aval, "inner_aval")
 
 
 def is_array(aval: Aval) -> bool:
-    """Whether a type is an array's, and not that of a reference or of a hi-value.
+    """Whether a type is an array's, and not a reference's or a hi-value's.
 
     `jax.experimental.hijax` lets a library define types of its own, as flax does for its variables.
     """
@@ -231,7 +231,7 @@ def is_array(aval: Aval) -> bool:
 
 
 def why_opaque(eqn: Eqn) -> str | None:
-    """Why the jaxprs of an equation's primitive are not entered; None where it holds none."""
+    """Why the jaxprs of an equation's primitive are not entered; None if it has none."""
     name = eqn.primitive.name
     if name not in ENTERED:
         return OPAQUE.get(name)
@@ -242,7 +242,7 @@ def why_opaque(eqn: Eqn) -> str | None:
 
 
 def hidden_jaxprs(eqn: Eqn) -> list[Any]:
-    """The jaxprs that an equation holds, in params or hidden, scalar combiners apart."""
+    """The jaxprs in an equation's params or hidden in it, except combiners of two scalars."""
     if eqn.primitive.name in COMBINERS:
         return []
     if eqn.primitive.name == "call_hi_primitive":
@@ -251,7 +251,7 @@ def hidden_jaxprs(eqn: Eqn) -> list[Any]:
 
 
 def all_held_eqns(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Every equation of a jaxpr and of whatever jaxprs its equations hold, entered or not."""
+    """Every equation of a jaxpr and of all jaxprs in its equations, entered or not."""
     for eqn in open_jaxpr(jaxpr).eqns:
         yield eqn
         for inner in hidden_jaxprs(eqn):
@@ -259,7 +259,7 @@ def all_held_eqns(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def name_of(eqn: Eqn) -> str:
-    """The primitive's name, with that of what it stands for where its params hold one."""
+    """The primitive's name, with the name in its params of what it calls, if there is one."""
     name, hidden = eqn.primitive.name, hi_name(eqn)
     if not hidden:
         hidden = next((v.name for v in eqn.params.values() if isinstance(v, jex.Primitive)), "")
@@ -278,14 +278,14 @@ def with_bodies(eqn: Eqn, found: Sequence[Body], new: Sequence[Any]) -> dict[str
             continue
         held = list(params[body.param])
         held[body.index] = jaxpr
-        # custom_linear_solve's is a namedtuple
+        # custom_linear_solve has its jaxprs in a namedtuple.
         make = getattr(type(params[body.param]), "_make", tuple)
         params[body.param] = make(held)
     return params
 
 
 def keeps_border(eqn: Eqn) -> bool:
-    """Whether an equation's bodies can only be given the dtypes that they have.
+    """Whether an equation's bodies must keep the dtypes of their operands and results.
 
     A hi-primitive states the avals of its operands and results.
     """

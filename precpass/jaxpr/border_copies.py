@@ -1,9 +1,9 @@
-"""Border copies: 16-bit operands and results beside the wide ones of an equation with bodies.
+"""Border copies: 16-bit operands and results beside the float32 ones of an equation with bodies.
 
 A value that is stored low, or that is cast once for all trips of a loop, crosses the border of a
-body twice: in its wide form, through which derivatives pass, and as a 16-bit copy. If nothing is
-differentiated, XLA drops the wide form. The copies are unsigned integers, because XLA:CPU of jax
-0.10 holds bfloat16 loop state as float32.
+body twice: in float32, through which derivatives pass, and as a 16-bit copy. If nothing is
+differentiated, XLA drops the float32 value. The copies are unsigned integers, because XLA:CPU of
+jax 0.10 stores bfloat16 loop state as float32.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _CROSSED = frozenset(("jit", "remat2", "closed_call", "eval_jaxpr", "scan", "whi
 def takes_border_copies(eqn: Eqn) -> bool:
     """Whether an equation's bodies can be given more operands and results.
 
-    Not those of what calls by a rule that somebody wrote for the operands that are there, and
-    not where an effect names an operand by its position.
+    They cannot if a custom rule is written for exactly the present operands, nor if an effect
+    names an operand by its position.
     """
     if eqn.primitive.name not in _CROSSED or (eqn.primitive.name == "jit" and _is_laid_out(eqn)):
         return False
@@ -51,18 +51,19 @@ def _is_laid_out(eqn: Eqn) -> bool:
 
 
 def border_copy_aval(aval: Aval) -> Any:
-    """The aval of a value's 16 bits."""
+    """The aval of the unsigned integers that hold a value's 16 bits."""
     return without_reduced(aval).update(dtype=np.dtype(np.uint16), weak_type=False)
 
 
 class Crossing(NamedTuple):
-    """An equation with twins.
+    """How an equation changes when it gets border copies.
 
     Attributes:
-        operands: the order of its operands, as positions among the old ones with the twins
-            behind them; the twins by the positions of what they are twins of.
-        results: the same of its results.
-        params: those that count or describe operands and results, bodies apart.
+        operands: the new order of its operands. A number below the old count is the position of
+            an old operand; the numbers from the old count on are the border copies, in the order
+            of the operands that they copy.
+        results: the same for its results.
+        params: the params that count or describe operands and results, except the bodies.
     """
 
     operands: list[int]
@@ -73,13 +74,13 @@ class Crossing(NamedTuple):
 def crossing(
     eqn: Eqn, operands: Sequence[int], results: Sequence[int], unread: Collection[int] = ()
 ) -> Crossing:
-    """An equation with twins.
+    """The change to an equation that gives it border copies.
 
     Args:
         eqn: the equation.
-        operands: the positions, ascending, of those that have twins.
-        results: likewise.
-        unread: the positions of operands whose twins all readers read in their place.
+        operands: the ascending positions of the operands that get a border copy.
+        results: the ascending positions of the results that get one.
+        unread: the positions of operands that nothing reads because all readers read the copy.
     """
     ins, outs = _groups(eqn)
     old, name = eqn.params, eqn.primitive.name
@@ -103,9 +104,9 @@ def crossing(
 def _barred(
     old: bool | tuple[bool, ...], count: int, operands: Sequence[int], unread: Collection[int]
 ) -> bool | tuple[bool, ...]:
-    """Which operands of a checkpoint stand behind the barrier that keeps it from being merged.
+    """Which operands of a checkpoint pass the barrier that keeps its body from being merged.
 
-    What stands there stays in memory until then, whether or not anything reads it.
+    An operand that passes it stays in memory until then, whether or not anything reads it.
     """
     before = old if isinstance(old, tuple) else (old,) * count
     if not any(before):
@@ -115,7 +116,7 @@ def _barred(
 
 
 def _groups(eqn: Eqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The sizes of the groups in which an equation's operands stand, and its results."""
+    """The sizes of the groups of an equation's operands (constants, carry, ...) and results."""
     n_in, n_out = len(eqn.invars), len(eqn.outvars)
     if eqn.primitive.name == "scan":
         consts, carry = scan_split(eqn.params)
@@ -133,7 +134,7 @@ def _counts(groups: Sequence[int], border_copies: Sequence[int]) -> tuple[int, .
 
 
 def _order(groups: Sequence[int], border_copies: Sequence[int]) -> list[int]:
-    """Each group, and behind it the twins of what stands in it."""
+    """The positions of each group's values, and behind each group those of its border copies."""
     total, order, start = sum(groups), list[int](), 0
     for size in groups:
         order += range(start, start + size)
@@ -143,7 +144,7 @@ def _order(groups: Sequence[int], border_copies: Sequence[int]) -> list[int]:
 
 
 def scan_counts(eqn: Eqn, consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
-    """The params of a scan that count its operands and results, for other numbers of them."""
+    """The params that count a scan's operands and results, for other numbers of them."""
     if "num_consts" in eqn.params:
         return {"num_consts": consts, "num_carry": carry}
     return dict(zip(("ft_in", "ft_out"), _scan_trees(consts, carry, xs, ys), strict=True))
@@ -151,19 +152,20 @@ def scan_counts(eqn: Eqn, consts: int, carry: int, xs: int, ys: int) -> dict[str
 
 @functools.lru_cache(maxsize=1024)
 def _scan_trees(consts: int, carry: int, xs: int, ys: int) -> tuple[Any, Any]:
-    """What jax 0.11 has in the place of a scan's two counts, of a scan with these numbers."""
+    """The trees that jax 0.11 has in the place of a scan's two counts, for these numbers."""
     scalar, row = jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((1,), np.float32)
 
     def program(held: Sequence[Any], start: Sequence[Any], rows: Sequence[Any]) -> Any:
         def body(state: Any, _row: Any) -> Any:
-            for x in held:  # a scan's constants are what its body reads of the values around it
+            for x in held:  # read each in the body, so that it becomes a constant of the scan
                 lax.neg(x)
-            # what is handed through is no carry, and a constant no value of the body
+            # scan drops a carry that is returned unchanged and a constant that is never read; use
+            # each once so that both are counted
             return [lax.neg(x) for x in state], (lax.iota(np.float32, 1),) * ys
 
         return lax.scan(body, start, rows, length=1)
 
-    with jax.disable_jit(False):  # without it there is no scan
+    with jax.disable_jit(False):  # under disable_jit there would be no scan
         jaxpr = jax.make_jaxpr(program)([scalar] * consts, [scalar] * carry, [row] * xs)
     (eqn,) = (eqn for eqn in open_jaxpr(jaxpr).eqns if eqn.primitive.name == "scan")
     return eqn.params["ft_in"], eqn.params["ft_out"]
@@ -172,20 +174,20 @@ def _scan_trees(consts: int, carry: int, xs: int, ys: int) -> tuple[Any, Any]:
 def with_border_copies_in_order(
     eqn: Eqn, body: Body, jaxpr: Jaxpr, operands: Sequence[int], results: Sequence[int]
 ) -> Any:
-    """The jaxpr of a body, whose twins stand behind all its operands and results, as `eqn` has it.
+    """The jaxpr of a body with its border copies in the order that the equation's params require.
 
     Args:
-        eqn: without twins.
-        body: of that equation.
-        jaxpr: that of the body with twins.
-        operands: the positions, in the body, of those that have twins.
-        results: likewise.
+        eqn: the equation without border copies.
+        body: one of its bodies.
+        jaxpr: the body's jaxpr, whose border copies stand behind all operands and all results.
+        operands: the positions, in the body, of the operands that have a border copy.
+        results: the positions, in the body, of the results that have one.
     """
     ins, outs = _groups(eqn)
     opened = open_jaxpr(jaxpr)
     order_in = _order(_of_body(ins, body.operands), operands)
     order_out = _order(_of_body(outs, body.results), results)
-    if not body.results:  # the predicate of a while leaves by no result of the equation
+    if not body.results:  # the predicate of a while is no result of the equation
         order_out = list(range(len(opened.outvars)))
     if order_in == sorted(order_in) and order_out == sorted(order_out):
         return jaxpr
@@ -200,12 +202,12 @@ def with_border_copies_in_order(
 
 
 def named(opened: Jaxpr, operands: Sequence[int], results: Sequence[int]) -> Any:
-    """The debug info of a jaxpr whose operands and results are others.
+    """The debug info of a jaxpr whose operands and results have been reordered or added to.
 
     Args:
-        opened: the jaxpr that had them before.
-        operands: of each operand, its position before; one beyond the end for a new one.
-        results: likewise.
+        opened: the jaxpr before that.
+        operands: for each operand its position before; one beyond the end for a new operand.
+        results: the same for each result.
     """
     info = opened.debug_info
 
@@ -219,6 +221,6 @@ def named(opened: Jaxpr, operands: Sequence[int], results: Sequence[int]) -> Any
 
 
 def _of_body(groups: Sequence[int], positions: Sequence[int]) -> list[int]:
-    """How many of an equation's operands or results that a body has are of each group."""
+    """For each group of an equation's operands or results, how many of them a body has."""
     groups_of = np.searchsorted(np.cumsum(groups), positions, side="right")
     return np.bincount(groups_of, minlength=len(groups)).tolist()

@@ -1,4 +1,4 @@
-"""`Builder`: a jaxpr in the making, of equations that are reused and of others that are traced."""
+"""`Builder`: builds a jaxpr from equations that are reused and from new ones that are traced."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_
 from precpass.jaxpr.shardings import is_reduced
 from precpass.jaxpr.types import Atom, Aval, Eqn, Jaxpr, Var
 
-# looked up once: these are made for every equation that changes
+# Looked up once, because they are used for every equation that changes.
 _Var, _Eqn, _no_effects = jex.Var, jex.JaxprEqn, jex.no_effects
 _cast_p = jex.primitives.convert_element_type_p
 _bitcast_p = jex.primitives.bitcast_convert_type_p
 _DTYPES = frozenset(DTYPE_PARAMS)
 
 Templates = dict[Hashable, Any]
-"""What functions traced to and the avals of other dtypes, by all that they depend on."""
+"""A cache of traced functions and of avals in other dtypes; the key is all that they depend on."""
 
 
 class Builder:
     """The equations of a new jaxpr, whose values are atoms: variables and literals.
 
-    Binding an equation again costs as much as tracing it did. So an equation that
-    stays as it was is taken over, and what replaces others is traced once for all
-    that are alike, and copied: a fifth to a half of the cost.
+    Binding an equation again costs as much as tracing it did. So an equation that does not change
+    is taken over as it is, and one that replaces another is traced once and copied for all that
+    are alike. That takes a fifth to a half of the time.
 
     Args:
-        templates: of all builders of one program.
-        within: the equation whose body is built; what belongs to no equation of the
-            body gets its line.
+        templates: the cache that all builders of one program share.
+        within: the equation whose body is built; new equations that belong to no equation of
+            the body get its line.
     """
 
     def __init__(self, templates: Templates, within: Any = None) -> None:
@@ -59,16 +59,16 @@ class Builder:
         self.leave()
 
     def at(self, eqn: Eqn) -> None:
-        """Gives what follows the line, name stack and configuration of an equation."""
+        """Gives the equations that follow the line, name stack and configuration of `eqn`."""
         self._source, self._ctx = eqn.source_info, eqn.ctx
 
     def at_line_of(self, eqn: Eqn) -> None:
-        """Gives what follows the line of an equation that it holds among others."""
+        """Gives the equations that follow the line of `eqn`, but not its name stack."""
         self.at(eqn)
         self._source = eqn.source_info.replace(name_stack=source_info_util.new_name_stack())
 
     def leave(self) -> None:
-        """Begins what belongs to no equation."""
+        """Says that the equations that follow belong to no equation of the original jaxpr."""
         if self._within is None:
             self._source = self._ctx = None
         else:
@@ -85,12 +85,12 @@ class Builder:
 
         Args:
             eqn: the equation.
-            operands: its own, or others of the same types.
-            params: other ones.
-            avals: of its results, where they may not be its own any more.
+            operands: its own operands, or others of the same types.
+            params: new params; None for its own.
+            avals: the avals of its results, if they may differ from its own.
 
         Returns:
-            Its results: its own variables, and new ones for other avals.
+            Its results: its own variables, or new ones where the aval differs.
         """
         outvars = eqn.outvars
         if avals is not None:
@@ -104,9 +104,9 @@ class Builder:
     def emit(
         self, primitive: Any, operands: Sequence[Any], params: dict[str, Any], aval: Aval
     ) -> Any:
-        """The result of an equation without effects whose only result has a known aval."""
+        """The result of a new equation without effects, whose only result has the aval `aval`."""
         out = _Var(aval)
-        # the function that makes equations looks for what these have not: three times as long
+        # `new_jaxpr_eqn` also looks for effects, which takes three times as long.
         make = jex.new_jaxpr_eqn if self._ctx is None else _Eqn
         eqn = make(operands, [out], primitive, params, _no_effects, self._source, self._ctx)
         self.eqns.append(eqn)
@@ -115,12 +115,12 @@ class Builder:
     def bind(
         self, eqn: Eqn, operands: Sequence[Any], params: dict[str, Any] | None = None
     ) -> Sequence[Any]:
-        """An equation of other operands.
+        """The results of an equation at other operands.
 
         Args:
             eqn: the equation.
-            operands: those of floating types have their own type or all the same one.
-            params: other ones.
+            operands: the floating ones have their own types, or all have one other type.
+            params: new params; None for its own.
         """
         if params is None and not _names_dtypes(eqn.params):
             dtype = _new_dtype(operands, eqn.invars)
@@ -136,7 +136,7 @@ class Builder:
 
     def convert(self, atom: Atom, dtype: Any, weak_type: bool = False) -> Any:
         """A value in another dtype."""
-        # a program may have as many casts as equations: they share what they are alike in
+        # A program may have as many casts as equations, so casts share their params and avals.
         key = "convert", atom.aval, dtype, weak_type
         template = self._templates.get(key)
         if template is None:
@@ -166,7 +166,7 @@ class Builder:
         return self.emit(carrier_p, [out, lhs, rhs, *rest], params, out.aval)
 
     def rounded(self, low: Any, wide: Any) -> Any:
-        """What a low value left of a wide one, in its dtype and with its derivative."""
+        """The rounded value in the dtype of the wide one, with the wide one's derivative."""
         return self.emit(rounded_p, [self.convert(low, wide.aval.dtype), wide], {}, wide.aval)
 
     def bits(self, atom: Atom) -> Any:
@@ -176,12 +176,12 @@ class Builder:
         return self._bitcast(atom, border_copy_aval(atom.aval))
 
     def from_bits(self, atom: Atom, dtype: Any, like: Any) -> Any:
-        """The low value of 16 bits, from which no derivative is taken.
+        """The 16-bit float whose bits are given; no derivative passes through it.
 
         Args:
             atom: the bits.
-            dtype: of the low value.
-            like: the type of what was stored in it.
+            dtype: the dtype of the 16-bit float.
+            like: the aval of the value whose bits were stored.
         """
         if is_reduced(like):
             key = "from bits", dtype, like
@@ -199,7 +199,7 @@ class Builder:
         outvars: Sequence[Var],
         params: dict[str, Any],
     ) -> None:
-        """Adds an equation with twins, which stand behind its other operands and results."""
+        """Adds an equation with border copies, in the order that `crossing` gives."""
         operands = [operands[i] for i in crossing.operands]
         outvars = [outvars[i] for i in crossing.results]
         params = {**params, **crossing.params}
@@ -211,9 +211,9 @@ class Builder:
         """The results of a function that is traced at its operands.
 
         Args:
-            fn: from arrays to a sequence of arrays.
+            fn: a function of arrays that returns a sequence of arrays.
             operands: atoms.
-            key: all that tells `fn` apart from others, or None: then it is traced each time.
+            key: everything that tells `fn` apart from other functions; for None it is traced anew.
         """
         template = self._template(fn, operands, key)
         opened = open_jaxpr(template)
@@ -256,16 +256,17 @@ class Builder:
     def evaluate(
         self, like: Any, invars: Sequence[Atom], outvars: Sequence[Var], args: Sequence[Any]
     ) -> list[Any]:
-        """What was built of a part of the jaxpr `like`, evaluated at `args`."""
+        """Evaluates at `args` what was built from a part of the jaxpr `like`."""
         parts = {"constvars": self.constvars, "invars": list(invars), "outvars": list(outvars)}
         jaxpr = open_jaxpr(like).replace(**parts, eqns=self.eqns, effects=jex.no_effects)
         return jax.core.eval_jaxpr(jaxpr, self.consts, *args)
 
     def finish(self, like: Any, invars: Sequence[Atom], outvars: Sequence[Var]) -> Any:
-        """The jaxpr.
+        """The finished jaxpr.
 
         Args:
-            like: what it is made from; it is open or closed as this one is, and has its effects.
+            like: the jaxpr that it is made from; the result is open or closed as this one is, and
+                has the same effects.
             invars: its operands.
             outvars: its results.
         """
@@ -276,7 +277,7 @@ class Builder:
             "invars": list(invars),
             "outvars": list(outvars),
             "eqns": self.eqns,
-            # JAX forgets the names of arguments where variables are others
+            # JAX drops the names of arguments if their variables are new ones.
             "debug_info": opened.debug_info,
         }
         if len(invars) + len(outvars) > len(opened.invars) + len(opened.outvars):
@@ -293,7 +294,7 @@ class Builder:
 
 
 def with_results_in(jaxpr: Jaxpr, dtypes: Sequence[Any]) -> Any:
-    """A jaxpr with its results in other dtypes, or each one's own for None."""
+    """A jaxpr with its results cast to other dtypes; None leaves a result as it is."""
     opened = open_jaxpr(jaxpr)
     build = Builder({})
     build.eqns += opened.eqns
@@ -315,21 +316,21 @@ def _remade(
 
 
 def new_variable(aval: Aval) -> Any:
-    """A variable of a jaxpr in the making."""
+    """A new variable for a jaxpr that is being built."""
     return _Var(aval)
 
 
 def literal(value: Any, like: Any) -> Any:
-    """A literal of another dtype in the place of one."""
+    """A literal of `value`, in its own dtype, that takes the place of the literal `like`."""
     value = np.asarray(value)
     return jex.Literal(value.view(_typed_array()), with_dtype(like.aval, value.dtype))
 
 
 @functools.cache
 def _typed_array() -> type:
-    """The class of a traced literal's value, whose type is its own whether or not x64 is on.
+    """The class of a traced literal's value, which keeps its type whether or not x64 is on.
 
-    JAX exports it nowhere.
+    JAX does not export it.
     """
     traced = trace(lambda: lax.add(np.float32(1.0), np.float32(2.0)))
     return type(open_jaxpr(traced).eqns[0].invars[0].val)
@@ -337,12 +338,12 @@ def _typed_array() -> type:
 
 @functools.lru_cache(maxsize=65536)
 def with_dtype(aval: Aval, dtype: Any, weak_type: bool = False) -> Any:
-    """An aval in another dtype; to make one takes longer than to make an equation."""
+    """An aval in another dtype. It is cached, because making one takes longer than an equation."""
     return aval.update(dtype=dtype, weak_type=weak_type)
 
 
 def _cast(aval: Aval, dtype: Any, weak_type: bool) -> tuple[dict[str, Any], Any]:
-    """The parameters of a cast and its result's aval, which is None where a mesh decides on it."""
+    """The parameters of a cast and its result's aval, which is None if a mesh decides on it."""
     params = {"new_dtype": dtype, "weak_type": weak_type, "sharding": None}
     return params, with_dtype(aval, dtype, weak_type) if aval.sharding.mesh.empty else None
 
@@ -354,7 +355,7 @@ def _names_dtypes(params: dict[str, Any]) -> bool:
 
 
 def _new_dtype(operands: Sequence[Any], own: Sequence[Any]) -> Any:
-    """The other type that floating operands have; None where all have their own."""
+    """The dtype to which floating operands have changed; None if all have their own."""
     for v, before in zip(operands, own, strict=True):
         if v is not before and precision_of(before.aval) and v.aval.dtype != before.aval.dtype:
             return v.aval.dtype
@@ -362,7 +363,7 @@ def _new_dtype(operands: Sequence[Any], own: Sequence[Any]) -> Any:
 
 
 def alike(eqn: Eqn, params: dict[str, Any] | None = None) -> Hashable:
-    """What tells an equation apart from others but for its operands; None where nothing can."""
+    """A key that equal equations share, operands apart; None for an equation that has no key."""
     key = (eqn.primitive, *(eqn.params if params is None else params).items())
     try:
         hash(key)

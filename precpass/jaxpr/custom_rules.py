@@ -30,9 +30,9 @@ class Rewrite(NamedTuple):
     """What is done with a custom rule.
 
     Attributes:
-        jaxpr: rewrites what was traced of it. Operands and results may have other
-            dtypes afterwards if those of the equation's body have.
-        around: a context for its trace, which may be made long after that of the function.
+        jaxpr: rewrites the jaxpr of the rule. Operands and results may change their dtypes if those
+            of the equation's body do.
+        around: a context for the rule's trace, which may happen long after the function's.
     """
 
     jaxpr: Callable[[Any], Any]
@@ -40,20 +40,20 @@ class Rewrite(NamedTuple):
 
 
 class _Made:
-    """What a rule returned when it was traced, in a form that JAX can hash."""
+    """The structure of what a rule returned when it was traced, in a form that JAX can hash."""
 
     avals: Sequence[Aval] = ()
 
 
 def with_rewritten_rules(eqn: Eqn, params: dict[str, Any], rewrite: Rewrite) -> None:
-    """Puts functions that rewrite what they trace in the place of an equation's custom rules.
+    """Replaces an equation's custom rules by functions that rewrite what they trace.
 
-    The rules are traced when they are used, so the rewrite happens then.
+    JAX traces the rules when it uses them, so the rewrite happens then.
 
     Args:
-        eqn: the equation as it was.
+        eqn: the original equation.
         params: its new parameters, in which the rules are replaced.
-        rewrite: what is done with each.
+        rewrite: how each rule is rewritten.
     """
     primitive = eqn.primitive.name
     if primitive == "custom_jvp_call":
@@ -93,11 +93,11 @@ def _rewritten_thunk(f: Callable[..., Any], rewrite: Rewrite, made: _Made, *zero
 
 
 def _avals_of_bwd(eqn: Eqn, made: _Made) -> list[Any]:
-    """The avals of a backward rule's operands, residuals and cotangents, as the user has them.
+    """The avals of a backward rule's operands, residuals and cotangents, in the user's dtypes.
 
     Args:
         eqn: the `custom_vjp_call`.
-        made: what the forward rule returns: residuals, then results.
+        made: the structure of what the forward rule returns: residuals, then results.
     """
     call = eqn.params["call_jaxpr"]
     _, _, forwarded = eqn.params["out_trees"]()
@@ -119,7 +119,7 @@ def _rewritten_primal(thunk: Callable[..., Any], rewrite: Rewrite) -> Callable[.
 def _closed(jaxpr: Jaxpr, consts: Sequence[Any]) -> Any:
     if hasattr(jaxpr, "with_consts"):  # 0.11 and later
         return jaxpr.with_consts(consts)
-    make: Any = vars(jex)["ClosedJaxpr"]  # 0.12's type information exports it no more
+    make: Any = vars(jex)["ClosedJaxpr"]  # the type stubs of 0.12 no longer export it
     return make(jaxpr, consts)
 
 
@@ -152,7 +152,7 @@ def _rewritten_function(
             given = iter(xs)
             filled = [next(given) if is_array(x) else y for x, y in zip(leaves, own, strict=True)]
             out, out_tree = jax.tree.flatten(f(*jax.tree.unflatten(tree, filled)))
-            # of the arrays only their places: tracers must not outlive their trace
+            # Keep only the positions of arrays; holding a tracer would leak it.
             structure[:] = out_tree, [None if is_array(x) else (x,) for x in out]
             return [x for x in out if is_array(x)]
 
@@ -166,7 +166,7 @@ def _rewritten_function(
 
 
 def _like(x: Any, native: Any) -> Any:
-    """What stands for an operand of another floating dtype when a rule is traced."""
+    """The operand with which a rule is traced if its floating dtype is not the user's."""
     aval: Aval = x.aval if isinstance(x, SymbolicZero) else jax.typeof(x)
     dtype = getattr(native, "dtype", None)
     if dtype is None or aval.dtype == dtype or not jnp.issubdtype(dtype, jnp.floating):

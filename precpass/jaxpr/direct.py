@@ -1,4 +1,4 @@
-"""What a Builder does, done at once on values and tracers where no jaxpr is built."""
+"""`Direct`: the interface of `Builder` on values and tracers, when no jaxpr is built."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from precpass.jaxpr.types import Aval
 
 
 class Direct:
-    """As `Builder`, but of arrays and tracers: every equation is bound where it is made.
+    """Like `Builder`, but on arrays and tracers: every equation is bound at once.
 
     Args:
-        called: whether each is bound in a jit of its own, which is transposed also where the
-            primitive's own rule takes no symbolic zero.
+        called: whether each equation is bound in a jit of its own. A jit can be transposed even
+            if the primitive's own rule takes no symbolic zero.
     """
 
     def __init__(self, *, called: bool = False) -> None:
@@ -27,7 +27,7 @@ class Direct:
     def emit(
         self, primitive: Any, operands: Sequence[Any], params: dict[str, Any], aval: Aval
     ) -> Any:
-        """The result of an equation, whatever `aval` says."""
+        """The result of an equation; `aval` is ignored."""
         if self.called:
             return jax.jit(lambda *xs: primitive.bind(*xs, **params))(*operands)
         return primitive.bind(*operands, **params)

@@ -1,4 +1,4 @@
-"""Dots, and the transposes of what they read and make."""
+"""Dots, and transposes of their operands and results."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ transpose_p, _dot_p = jex.primitives.transpose_p, jex.primitives.dot_general_p
 
 
 def dot_numbers(eqn: Eqn) -> Any:
-    """The dimension numbers of a `dot_general`; None of all else."""
+    """The dimension numbers of a `dot_general`; None for any other equation."""
     return eqn.params["dimension_numbers"] if eqn.primitive is _dot_p else None
 
 
 def permutation(eqn: Eqn) -> tuple[int, ...] | None:
-    """Of a transpose: where each dimension of its result comes from; None of all else."""
+    """The permutation of a transpose; None for any other equation."""
     return eqn.params["permutation"] if eqn.primitive is transpose_p else None
 
 
 def transposes(jaxpr: Jaxpr) -> dict[Any, Any]:
-    """The transposes of an open jaxpr, by what they make."""
-    # every body is searched: no call for each equation
+    """The transposes of an open jaxpr, by their results."""
+    # Every body is searched, so this makes no call for each equation.
     return {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is transpose_p}
 
 
@@ -49,10 +49,10 @@ def reordered(aval: Aval, order: Sequence[int]) -> Any:
 
 
 def exchanged_order(eqn: Eqn) -> tuple[int, ...] | None:
-    """The dimensions of a dot's result in the order of the dot with its operands exchanged.
+    """The order that exchanging a dot's operands gives the dimensions of its result.
 
-    None for what is no dot, and where the user said how it is computed (that both
-    operands have the same `jax.lax.Precision` is the same order behind the exchange).
+    None for any other equation, for a dot of mixed dtypes, and for one whose precision the user
+    set differently for its operands (one `jax.lax.Precision` for both survives the exchange).
     """
     if eqn.primitive is not _dot_p:
         return None
@@ -79,8 +79,8 @@ def exchanged(eqn: Eqn) -> Any:
     if aval.sharding.mesh.empty:
         aval = reordered(aval, order)
     else:
-        # how the dimensions are sharded changes with their order
-        with eqn.ctx.manager:  # the mesh of the equation, which `jax.sharding.auto_axes` changes
+        # The sharding of the result's dimensions changes with their order.
+        with eqn.ctx.manager:  # the equation's mesh; `jax.sharding.auto_axes` changes it
             traced = trace(lambda *xs: eqn.primitive.bind(*xs, **params), rhs.aval, lhs.aval)
         (aval,) = out_avals(traced)
     return eqn.replace(invars=[rhs, lhs], outvars=[jex.Var(aval)], params=params)

@@ -3,7 +3,7 @@
 JAX makes them of `jax.checkpoint`, `jax.custom_jvp`, `jax.custom_vjp` and `lax.scan` under its
 flags `jax_remat3`, `jax_custom_jvp3`, `jax_custom_vjp3` and `jax_scan3`, and from 0.12 of
 `lax.custom_root`. A hi-primitive (`jax.experimental.hijax`) is an object with `params`, which are
-its attributes too; its methods are its rules. One with other jaxprs is a copy with other params.
+its attributes too; its methods are its rules. To change its jaxprs, it is copied with new params.
 
 Each is entered in exactly the layouts that the tested releases have. One of any other layout is a
 leaf that keeps its dtypes, with a warning if it holds products.
@@ -30,9 +30,9 @@ class _Layout(NamedTuple):
 
     Attributes:
         params: the names of its params. `unset` are those that must be None or False.
-        jaxpr: the param that holds the body, or a `jax.stages.Traced` of it; "" where
-            only its method `expand` makes the body.
-        function: a param that is called to run the body, where that is not `jaxpr`.
+        jaxpr: the param that holds the body, or a `jax.stages.Traced` of it; "" if only its
+            method `expand` makes the body.
+        function: the param that is called to run the body, if that is not `jaxpr`.
         rules: the params that are functions JAX calls with pytrees of arrays to differentiate.
     """
 
@@ -129,8 +129,8 @@ _known = WeakIdMap[Any]()
 
 
 def _expansion(prim: Any) -> Any:
-    """What a hi-primitive expands to: one jaxpr for all who ask."""
-    # by identity: a copy with another `expand` equals its original
+    """The jaxpr that a hi-primitive expands to, cached."""
+    # The cache is by identity, because a copy with another `expand` equals its original.
     expansion = _known.get(prim)
     return (
         _known.setdefault(prim, trace(prim.expand, *prim.in_avals))
@@ -207,7 +207,7 @@ def why_not_entered(prim: Any) -> str:
     maker = _maker(prim)
     if not maker:
         return reason
-    # these rules exist under the flag alone
+    # These rules exist only under the flag.
     needed = prim.params.get("remat_rules") or prim.params.get("bwd_accums")
     optional = "flag" in maker and not needed
     cure = "; turn the flag off to have them lowered" if optional else ""
@@ -233,7 +233,7 @@ def hi_jaxprs(prim: Any) -> list[Any]:
         return jaxprs
     try:
         return [_expansion(prim)]
-    except Exception:  # the expansion of a step of a kernel runs nowhere else
+    except Exception:  # a step of a kernel can only be expanded inside that kernel
         return []
 
 

@@ -1,7 +1,7 @@
 """Evaluating a jaxpr beside a record of its equations, which crosses loops, branches and calls.
 
-A record has a row for each equation that is looked at: of the whole flattened program, in a fixed
-order. What a row holds, and how two of them are joined, is a `Look`'s.
+A record has one row for each observed equation of the flattened program, in a fixed order. A
+`Look` says what a row holds and how the rows of two runs are joined.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Place:
     """An equation of the flattened program.
 
     Attributes:
-        primitive: its name; that of what is hidden in a hi-primitive.
+        primitive: its name; for a hi-primitive the name of what is hidden in it.
         scope: the name scopes around it, as JAX prints them.
-        source: the user's line; that of the first caller where JAX recorded none.
+        source: the user's line; the first caller's if JAX recorded none.
         inside: the loops and branches that it runs in, outermost first.
-        dtype, shape: of its first floating or complex result; of two places, those that differ in
-            shape alone are equal.
-        is_entered: False for one whose inside is out of sight, a kernel or a callback.
+        dtype, shape: of its first floating or complex result. Places that differ only in shape
+            are equal.
+        is_entered: False for an equation whose inside cannot be observed: a kernel, a callback.
     """
 
     primitive: str
@@ -57,7 +57,7 @@ class Place:
     is_entered: bool = True
 
     def inside_of(self, what: str) -> Place:
-        """The place, in a loop or branch around it."""
+        """The place with one more loop or branch around it."""
         return dataclasses.replace(self, inside=(what, *self.inside))
 
 
@@ -70,18 +70,18 @@ class Ran(NamedTuple):
 
 
 class Look(Protocol):
-    """What is recorded of equations."""
+    """What is recorded of the equations that ran, and how records are joined."""
 
     def sees(self, eqn: Eqn) -> bool:
         """Whether an equation without bodies that has floating or complex results has a row."""
         ...
 
     def record(self, ran: Sequence[Ran]) -> Record:
-        """The rows of equations that ran one after another."""
+        """The rows of equations that ran in a sequence."""
         ...
 
     def none(self, places: int) -> Record:
-        """The record of as many equations that did not run."""
+        """The record of equations that did not run, one row each."""
         ...
 
     def joined(self, one: Record, other: Record) -> Record:
@@ -107,7 +107,7 @@ class Body:
 
     def __init__(self, jaxpr: Jaxpr, original: Any, places: tuple[Place, ...]) -> None:
         self.jaxpr = jaxpr
-        self.original = original  # holds it: an id is only unique while its object lives
+        self.original = original  # keeps it alive: an id is only unique while its object lives
         self.places = places
 
 
@@ -116,8 +116,8 @@ class Watch:
 
     Args:
         look: what is recorded.
-        dead: the ids of equations that nothing reads, which are not looked at.
-        entered: how an equation is entered; None for one that is not.
+        dead: the ids of equations whose results nothing reads; they have no row.
+        entered: enters an equation; None if it is not entered.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Watch:
         return instrumented
 
     def split(self, results: Sequence[Any], places: int, own: int) -> tuple[list[Any], Record]:
-        """The results of an equation's own, and the record behind them."""
+        """Splits results into the equation's own and the record behind them."""
         tree = jax.tree.structure(self.none(places))
         return list(results[:own]), jax.tree.unflatten(tree, results[own:])
 
@@ -224,9 +224,9 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _varying(x: Any) -> Any:
-    """An array as one that may differ between the shards of a `shard_map` around.
+    """An array, typed as one that may differ between the shards of a `shard_map` around it.
 
-    A record that is carried through a loop there has one type, whatever it was made of.
+    A record that a loop carries must have the same type before and after each trip.
     """
     axes = jax.sharding.get_abstract_mesh().manual_axes
     kind: Any = jax.typeof(x)
@@ -248,7 +248,7 @@ def _place(eqn: Eqn) -> Place:
 
 
 def _within(eqn: Eqn, place: Place) -> Place:
-    """A place of a body, as its caller has it."""
+    """A place of a body, with the caller's loop or branch around it."""
     outer = scope_of(eqn)
     scope = f"{outer}/{place.scope}" if outer and place.scope else outer or place.scope
     source = place.source if place.source.file else source_of(eqn)

@@ -1,4 +1,4 @@
-"""How a watched evaluation enters equations with bodies, so that records cross their borders."""
+"""How an observed evaluation enters equations with bodies, so that records cross their borders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def watched(
         jaxpr: the jaxpr.
         args: its operands.
         look: what is recorded.
-        dead: the ids of equations that nothing reads, which are not looked at.
+        dead: the ids of equations whose results nothing reads; they have no row.
 
     Returns:
         The results, the record, and the place of each of its rows.
@@ -49,7 +49,7 @@ def _jit(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
 
 @functools.cache
 def _unspecified() -> Any:
-    """What a jit has in the place of a result's sharding that nobody gave."""
+    """The value that a jit has for a sharding that the user did not give."""
     with jax.disable_jit(False):
         (eqn,) = open_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x))(1.0)).eqns
     return eqn.params["out_shardings"][0]
@@ -63,7 +63,7 @@ def _call(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
 
 
 def _inline(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
-    """The first body in the place of an equation that has rules for derivatives alone."""
+    """Runs the first body of an equation whose other functions are derivative rules."""
     body = bodies(eqn)[0]
     return watch.run(body.jaxpr, [operands[i] for i in body.operands])
 
@@ -171,7 +171,7 @@ _ENTERED: dict[str, Enter] = {
     "while": _while,
     "shard_map": _shard_map,
     "custom_linear_solve": _solve,
-    # what they are called with besides is for derivatives, and none is taken
+    # Their other operands serve derivatives, and none is taken.
     **dict.fromkeys(
         ("custom_jvp_call", "custom_vjp_call", "remat_opt", "linear_call", "call_hi_primitive"),
         _inline,

@@ -1,4 +1,4 @@
-"""What a primitive that shows no jaxpr computes, read from the text that it is lowered to."""
+"""What a primitive without a jaxpr computes, read from the text that it is lowered to."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _PYTHON = re.compile(r"custom_call @\w*python\w*callback")
 
 
 class Contents(NamedTuple):
-    """What an equation is lowered to.
+    """What the text of a lowered equation contains.
 
     Attributes:
         products: the number of products.
-        python: whether all that it does is to call Python.
+        python: whether it does nothing but call Python.
     """
 
     products: int
@@ -30,9 +30,9 @@ NOTHING = Contents(0, False)
 
 
 def contents_of(eqn: Eqn) -> Contents:
-    """What an equation is lowered to by itself; `NOTHING` where that is not possible.
+    """The contents of an equation that is lowered by itself; `NOTHING` if that is not possible.
 
-    It is lowered ahead of time, so that nothing is added to the trace around it.
+    It is lowered ahead of time, so nothing is added to the trace around it.
     """
 
     def call(*args: Any) -> Any:
@@ -41,7 +41,7 @@ def contents_of(eqn: Eqn) -> Contents:
     try:
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
         text = jax.jit(call).lower(*shapes).as_text()
-    except Exception:  # of a primitive that is unknown, so is what it raises
+    except Exception:  # an unknown primitive may raise anything
         return NOTHING
     python = _PYTHON.search(text) is not None
     return Contents(

@@ -19,10 +19,10 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def fingerprint(jaxpr: Jaxpr) -> tuple[str, tuple[Any, ...]]:
-    """What two traces of one function have in common where they are one program.
+    """A key that two traces of a function share if they are the same program.
 
-    The values of a jaxpr's own `constvars` are no part of it; those of jaxprs inside are. The rules
-    of custom derivatives are not looked at.
+    The values of the jaxpr's own `constvars` are not part of it; those of inner jaxprs are. The
+    rules of custom derivatives are left out.
     """
     return str(jaxpr), tuple(map(_told_by_value, _consts_inside(jaxpr)))
 
@@ -36,7 +36,7 @@ def _consts_inside(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 _COMPARED = 1 << 16
-"""Arrays of more elements are alike only where they are one: their bytes would be a copy."""
+"""Arrays of more elements are compared by identity, because comparing bytes would copy them."""
 
 
 def _told_by_value(x: Any) -> Any:
@@ -45,11 +45,11 @@ def _told_by_value(x: Any) -> Any:
     try:
         return str(x.dtype), x.shape, np.asarray(x).tobytes()
     except (TypeError, AttributeError):
-        return object()  # such as of keys: equal to none
+        return object()  # an array of keys, for instance: equal to nothing
 
 
 class _Itself:
-    """A value that equals itself alone."""
+    """A value that is equal only to itself."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -62,10 +62,9 @@ class _Itself:
 
 
 class Printer:
-    """Prints jaxprs; variables that two of them share have one name.
+    """Prints jaxprs, and gives a variable that two of them share one name.
 
-    JAX names the variables of each jaxpr anew, so that one more equation renames all
-    that follow it.
+    JAX names the variables of each jaxpr anew, so an added equation renames all that follow.
     """
 
     def __init__(self) -> None:
@@ -73,7 +72,7 @@ class Printer:
         self._fresh = _names()
 
     def lines(self, jaxpr: Jaxpr) -> list[str]:
-        """A line per equation; a body stands once, before what enters it first."""
+        """A line per equation; a body is printed once, before the first equation that enters it."""
         done: dict[int, str] = {}
         text: list[str] = []
         self._print(jaxpr, done, text)

@@ -1,4 +1,4 @@
-"""Reading jaxprs and equations: values, source lines, scopes, what the user ordered."""
+"""Reading jaxprs and equations: values, source lines, scopes, the user's precisions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from precpass.policy.scopes import escaped
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
 source_info_util.register_exclusion(_OWN_FOLDER)
 
-# looked up once: these are asked of every value of every program
+# Looked up once, because they are used for every value of every program.
 _Literal, _of, _cast_p = jex.Literal, BY_DTYPE.get, jex.primitives.convert_element_type_p
 
 
@@ -38,14 +38,14 @@ def consts_of(jaxpr: Jaxpr) -> Sequence[Any]:
 
 
 def without_consts(jaxpr: Jaxpr) -> Any:
-    """A jaxpr to be evaluated at constants of the caller's: no tracer outlives its trace in it."""
+    """A jaxpr without its constants, which the caller supplies: so it holds no tracer."""
     opened = open_jaxpr(jaxpr)
     consts = [None] * len(consts_of(opened))
     return opened.with_consts(consts) if consts else opened  # 0.11 merged the two classes
 
 
 is_literal: Callable[[Any], bool] = _Literal.__instancecheck__
-"""Whether an operand is a value written into the equation: `isinstance` without a call between."""
+"""Whether an operand is a value written into the equation: `isinstance`, without a Python call."""
 
 
 def in_avals(jaxpr: Jaxpr) -> list[Any]:
@@ -59,7 +59,7 @@ def out_avals(jaxpr: Jaxpr) -> list[Any]:
 
 
 def precision_of(aval: Aval) -> Precision | None:
-    """The precision of a floating value of a known format; None for all else."""
+    """The precision of a floating value in a known format; None for any other value."""
     try:
         return _of(aval.dtype)
     except AttributeError:  # a token
@@ -68,7 +68,7 @@ def precision_of(aval: Aval) -> Precision | None:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A line of the user's code; an empty file where JAX recorded none."""
+    """A line of the user's code. `file` is empty if JAX recorded none."""
 
     file: str = ""
     function: str = ""
@@ -82,7 +82,7 @@ _FOREIGN = (os.path.dirname(jax.__file__) + os.sep, _OWN_FOLDER + os.sep, "<froz
 
 
 def source_of(eqn: Eqn) -> Source:
-    """The innermost line outside of JAX and this package that made an equation."""
+    """The innermost line outside JAX and this package that made an equation."""
     traceback = eqn.source_info.traceback
     return _first_user_frame(traceback) if traceback is not None else Source()
 
@@ -113,9 +113,9 @@ def _in_sampler(traceback: Any) -> bool:
 
 
 def scope_of(eqn: Eqn) -> str:
-    """The equation's own name stack as JAX prints it; its callers' stacks come before.
+    """The equation's own name stack as JAX prints it, without the stacks of its callers.
 
-    Parentheses are JAX's own marks: the names of users' scopes have escapes (`scope_names`).
+    Parentheses are JAX's own marks; in the names of users' scopes they are escaped (`scope_names`).
     """
     stack = eqn.source_info.name_stack
     parts = stack.stack
@@ -132,7 +132,7 @@ def _is_mark(part: Any) -> bool:
 
 
 def effects_of(eqn: Eqn) -> bool:
-    """Whether an equation has effects; that a collective names its axes is none."""
+    """Whether an equation has effects. The axis names of a collective do not count."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
@@ -140,7 +140,7 @@ _ORDERS = frozenset(("precision", "preferred_element_type", "out_dtype"))
 
 
 def user_order(eqn: Eqn) -> str | None:
-    """What the user said about a product's precision, in words; None where nothing."""
+    """The precision that the user gave a product, in words; None if they gave none."""
     params = eqn.params
     # every equation is asked
     if _ORDERS.isdisjoint(params):
@@ -157,9 +157,9 @@ def user_order(eqn: Eqn) -> str | None:
 
 
 def summed_and_batch(eqn: Eqn) -> tuple[Any, Any] | None:
-    """Of a dot, plain or ragged, for each side its summed dimensions, and its batch dimensions.
+    """The contracted and the batch dimensions of each operand of a plain or ragged dot.
 
-    The groups of a ragged one are a batch of its right side. None for a convolution.
+    The groups of a ragged dot are a batch of its right operand. None for a convolution.
     """
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
     if ragged is not None:
@@ -176,7 +176,7 @@ def ragged_dimension(eqn: Eqn) -> int:
 
 
 def kernel_features(eqn: Eqn) -> tuple[Any, Any]:
-    """The numbers of features that a convolution's kernel makes and reads."""
+    """The numbers of output and input features of a convolution's kernel."""
     spec, shape = eqn.params["dimension_numbers"].rhs_spec, eqn.invars[1].aval.shape
     return shape[spec[0]], shape[spec[1]]
 
@@ -193,13 +193,13 @@ def has_complex(eqn: Eqn) -> bool:
 
 
 def has_algorithm(eqn: Eqn) -> bool:
-    """Whether a product names the algorithm that it is to run by."""
+    """Whether a product names a dot algorithm."""
     algorithms = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
     return isinstance(eqn.params.get("precision"), algorithms)
 
 
 def asked_precision(eqn: Eqn) -> str:
-    """How precise a product is to be: "default", "high", "highest", or its algorithm's name."""
+    """A product's precision: "default", "high", "highest", or the name of its algorithm."""
     given = eqn.params.get("precision")
     if isinstance(given, jax.lax.DotAlgorithmPreset):
         return given.name if given is not jax.lax.DotAlgorithmPreset.DEFAULT else "default"
@@ -213,17 +213,17 @@ def asked_precision(eqn: Eqn) -> str:
 
 
 def applies_function(eqn: Eqn) -> bool:
-    """Whether an equation applies a function of the user's own to elements in place.
+    """Whether an equation applies a function of the user's to elements in place.
 
-    `x.at[i].apply(f)` is a scatter whose combiner is `f`, where other scatters have none.
+    `x.at[i].apply(f)` is a plain scatter with `f` as its combiner; other plain scatters have none.
     """
     return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
 
 
 def keeps_bits(eqn: Eqn) -> bool:
-    """Whether an equation rounds float32 to all of its digits.
+    """Whether an equation rounds float32 to the precision of float32, and so changes nothing.
 
-    With it JAX keeps XLA from computing again what a checkpoint policy saves.
+    JAX adds such an equation so that XLA does not compute again what a checkpoint policy saves.
     """
     if eqn.primitive.name != "reduce_precision":
         return False
@@ -234,7 +234,7 @@ def keeps_bits(eqn: Eqn) -> bool:
 
 
 def iota_size(eqn: Eqn) -> Any:
-    """How many integers an iota counts through."""
+    """The number of integers that an iota counts through."""
     return eqn.params["shape"][eqn.params["dimension"]]
 
 
@@ -245,7 +245,7 @@ def reduced_sizes(eqn: Eqn) -> tuple[Any, ...]:
 
 
 def exponent(eqn: Eqn) -> int:
-    """That of an integer power, of which a square is one."""
+    """The exponent of an integer power; 2 for a square."""
     return eqn.params.get("y", 2)
 
 
@@ -256,7 +256,7 @@ def axis_size(eqn: Eqn) -> int | None:
 
 
 def cast_formats(eqn: Eqn) -> tuple[Precision, Precision] | None:
-    """From which floating format to which other one an equation casts; None for no such cast."""
+    """The floating formats that an equation casts from and to; None if it is no such cast."""
     if eqn.primitive is not _cast_p:
         return None
     before, after = precision_of(eqn.invars[0].aval), precision_of(eqn.outvars[0].aval)
@@ -264,20 +264,20 @@ def cast_formats(eqn: Eqn) -> tuple[Precision, Precision] | None:
 
 
 def casts(jaxpr: Jaxpr) -> list[Any]:
-    """The casts of a jaxpr, its bodies' apart."""
-    # every body is searched: no call for each equation
+    """The casts of a jaxpr, without those in its bodies."""
+    # Every body is searched, so this makes no call for each equation.
     return [eqn for eqn in open_jaxpr(jaxpr).eqns if eqn.primitive is _cast_p]
 
 
 def is_plain_cast(eqn: Eqn) -> bool:
-    """Whether an equation casts between floating formats, and does nothing else to a type."""
+    """Whether an equation casts between floating formats and changes nothing else of the type."""
     if cast_formats(eqn) is None:
         return False
     return eqn.params["sharding"] is None and not eqn.params["weak_type"]
 
 
 def widening(eqn: Eqn) -> tuple[Any, Any] | None:
-    """The result and the operand of a cast from a low to a wider format, else None."""
+    """The result and the operand of a cast to a wider format; None for any other equation."""
     formats = cast_formats(eqn)
     if formats is None or is_literal(eqn.invars[0]):
         return None

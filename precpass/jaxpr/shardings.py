@@ -1,4 +1,4 @@
-"""Types that say how a value is sharded, as they do on a mesh with explicit axes."""
+"""Avals that state how a value is sharded, as they do on a mesh with explicit axes."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def is_sharded_by_type(x: Any) -> bool:
 
 
 def is_reduced(aval: Aval) -> bool:
-    """Whether a value is the same on all devices along an axis, over which its cotangent is a sum.
+    """Whether a value is the same on all devices along an axis, so that its cotangent is a sum.
 
-    Each device makes a term of the cotangent, which JAX has the type unreduced for.
+    Each device computes one term of the cotangent; JAX types such a value as unreduced.
     """
     return bool(getattr(_spec_of(aval), "reduced", None))
 
 
 def is_unreduced(aval: Aval) -> bool:
-    """Whether each device holds one term of the sum that a value is."""
+    """Whether a value is a sum of which each device holds one term."""
     return bool(getattr(_spec_of(aval), "unreduced", None))
 
 
 def holds_terms(eqn: Eqn) -> bool:
-    """Whether each device holds one term of a sum that an equation reads or makes."""
+    """Whether an equation reads or makes a sum of which each device holds one term."""
     atoms = (*eqn.invars, *eqn.outvars)
     try:  # every equation is asked: no call of Python's for each value
         return any([v.aval.sharding.spec.unreduced for v in atoms])
@@ -54,7 +54,7 @@ def holds_terms(eqn: Eqn) -> bool:
 
 
 def shards(aval: Aval) -> int:
-    """The number of parts in which a value lies on as many devices."""
+    """The number of parts into which a value is divided over devices."""
     spec = _spec_of(aval)
     parts = () if spec is None else spec.partitions
     axes = [axis for part in parts for axis in (part if isinstance(part, tuple) else (part,))]
@@ -69,18 +69,18 @@ def permuted(sharding: Any, order: Sequence[int]) -> Any:
 
 
 def sharding_before(aval: Aval, order: Sequence[int] | None) -> Any:
-    """The sharding to ask of what is then transposed to a value of this type.
+    """The sharding that a value must have before a transpose, to have a given type after it.
 
     Args:
-        aval: the type.
-        order: the permutation of the transpose; None for none.
+        aval: the type after the transpose.
+        order: the permutation of the transpose; None for no transpose.
 
     Returns:
-        None where types say nothing of shardings.
+        The sharding; None if types do not state shardings.
     """
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty:
-        # what has no mesh is replicated over that of its context
+        # A value without a mesh is replicated over the mesh of the context.
         mesh = jax.sharding.get_abstract_mesh()
         return NamedSharding(mesh, _nowhere(aval.ndim)) if _has_explicit_axes(mesh) else None
     if not _has_explicit_axes(sharding.mesh):
@@ -91,13 +91,13 @@ def sharding_before(aval: Aval, order: Sequence[int] | None) -> Any:
 def sharding_under_vmap(
     sharding: Any, avals: Sequence[Aval], dims: Sequence[int | None], at: int
 ) -> Any:
-    """The sharding asked of a result, under a vmap.
+    """The `out_sharding` of a product under a vmap.
 
     Args:
-        sharding: what was asked of the result without the dimension of the batch; None for none.
+        sharding: the `out_sharding` without the batch dimension; None for none.
         avals: the types of the operands.
-        dims: the batch dimension of each; None where it has none.
-        at: that of the result.
+        dims: the batch dimension of each operand; None for an operand without one.
+        at: the batch dimension of the result.
     """
     if sharding is None:
         return None
@@ -109,7 +109,7 @@ def sharding_under_vmap(
 
 
 def without_reduced(aval: Aval) -> Any:
-    """A type that is the same, but says nothing of axes over which there are or will be sums."""
+    """The type without its reduced and unreduced axes."""
     if not (is_reduced(aval) or is_unreduced(aval)):
         return aval
     plain = PartitionSpec(*_spec_of(aval).partitions)
@@ -117,16 +117,16 @@ def without_reduced(aval: Aval) -> Any:
 
 
 def resharded_to(x: Any, aval: Aval) -> Any:
-    """A value with the sharding of a type, itself where it has it."""
+    """A value resharded as a type says; the same value if it has that sharding."""
     if _spec_of(jax.typeof(x)) == _spec_of(aval):
         return x
     return jax.reshard(x, aval.sharding)
 
 
 def summed_up(x: Any) -> Any:
-    """A value of which every device has the elements, and not a term of a sum.
+    """A value whose terms on different devices are added up.
 
-    JAX has rules for few operations on what its type says is reduced or unreduced.
+    JAX has rules for only a few operations on values whose type is reduced or unreduced.
     """
     return resharded_to(x, without_reduced(jax.typeof(x)))
 
@@ -148,5 +148,5 @@ def _nowhere(ndim: int) -> PartitionSpec:
 
 
 def _respelled(spec: Any, parts: Sequence[Any]) -> PartitionSpec:
-    """A spec with other dimensions, and with the same axes of sums."""
+    """A partition spec with other dimensions and the same reduced and unreduced axes."""
     return PartitionSpec(*parts, unreduced=spec.unreduced, reduced=spec.reduced)

@@ -1,4 +1,4 @@
-"""Memory of objects that does not keep them alive, by identity; and memory of the last few."""
+"""Two caches: one by identity that does not keep its keys alive, and one of the last few keys."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ V = TypeVar("V")
 
 
 class WeakIdMap(Generic[V]):
-    """Values of objects, each kept as long as its object lives.
+    """Maps objects, by identity, to values that live as long as their object.
 
-    A `weakref.WeakKeyDictionary` asks its keys for equality and a hash, which arrays and modules
-    of libraries do not have, or have by their content.
+    A `weakref.WeakKeyDictionary` needs equality and a hash of its keys. Arrays and libraries'
+    modules have none, or have them by content.
 
     Example:
         >>> values = WeakIdMap[str]()
@@ -32,12 +32,12 @@ class WeakIdMap(Generic[V]):
         self._entries: dict[int, tuple[weakref.ref[Any], V]] = {}
 
     def get(self, key: Any) -> V | None:
-        """The value of an object; None where it has none."""
+        """The value of an object; None if it has none."""
         entry = self._entries.get(id(key))
         return entry[1] if entry is not None and entry[0]() is key else None
 
     def setdefault(self, key: Any, value: V) -> V:
-        """The value of an object, which becomes `value` where it has none.
+        """The value of an object; if it has none, that becomes `value`.
 
         Raises:
             TypeError: for an object that cannot be referred to weakly.
@@ -45,7 +45,7 @@ class WeakIdMap(Generic[V]):
         at, entries = id(key), self._entries
 
         def forget(gone: weakref.ref[Any]) -> None:
-            # another object may have this id by now, in the collector's own time
+            # By the time the collector calls this, another object may have the same id.
             if (entry := entries.get(at)) is not None and entry[0] is gone:
                 del entries[at]
 
@@ -60,10 +60,10 @@ class WeakIdMap(Generic[V]):
 
 
 class Recent(Generic[V]):
-    """The values that were asked for last, by key.
+    """A cache of the values that were asked for last.
 
     Args:
-        most: how many are kept.
+        most: the largest number of values in it.
 
     Example:
         >>> values = Recent[int](2)
@@ -77,14 +77,14 @@ class Recent(Generic[V]):
         self._lock = threading.RLock()
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """The value of a key, made where there is none.
+        """The value of a key, which `make` makes if there is none.
 
         Raises:
             TypeError: for a key that has no hash.
         """
         with self._lock:
             value = self._values.pop(key) if key in self._values else make()
-            self._values[key] = value  # the last in a dict's order
+            self._values[key] = value  # a dict has the newest key last
             while len(self._values) > self._most:
                 del self._values[next(iter(self._values))]
             return value

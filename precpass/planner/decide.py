@@ -34,8 +34,8 @@ def decide(query: Query, policy: PrecisionPolicy) -> Decision:
        is permitted is left wide, because inside a fusion that costs nothing, unless the equation
        only moves values that are stored low.
 
-    Whether a product that the preset lowers pays is decided behind this (`planner.storage`), by
-    the times of the device.
+    Whether a product that the preset lowers pays is decided later, by the device's times
+    (`planner.storage`).
 
     Example:
         `Planner` asks this for each distinct `Query` of a program.
@@ -79,7 +79,7 @@ def _widen(query: Query, target: Precision, reason: Reason) -> Decision:
 
 
 def _in_float64_region(decision: Decision, query: Query) -> Decision:
-    """The decision for an equation of a float64 region, evaluated with the others there."""
+    """The decision for an equation of a float64 region, which is evaluated as one span."""
     return (
         decision
         if query.traits.has_effects
@@ -116,13 +116,13 @@ def _widened_to_float64(query: Query, policy: PrecisionPolicy, why: Reason) -> D
     elif formats == {Precision.F64}:
         return _keep(query, why)
     elif Precision.F64 in formats and why.decided_by is DecidedBy.SAVED_PLAN:
-        # float64 in a file may be that of the result of a product of mixed types
+        # The float64 in a saved plan may be that of a product of mixed types' result.
         return _keep(query, why)
     return _widen(query, Precision.F64, why)
 
 
 def _cast(query: Query) -> Decision:
-    """The decision about a cast that the user wrote: it goes if it undoes the one before it."""
+    """The decision about a cast by the user: it is dropped if it undoes the one before it."""
     (target,) = query.results
     if target is not None and query.traits.undoes_cast_from is target:
         return drop(query.row.kind, target, (None,), reasons.EXACT_CASTS())

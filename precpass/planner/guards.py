@@ -27,7 +27,7 @@ def first_reason(query: Query, target: Precision) -> Reason | None:
 
 
 def selects_or_compares(query: Query, target: Precision) -> Reason | None:
-    """It chooses among its operands, or compares them, in the precision of the widest one.
+    """It chooses among its operands, or compares them, so it needs the precision of the widest one.
 
     An equality in a low region is the exception: where one side was rounded and the other one was
     not, nothing compares equal any more (`policy.primitives`, column `tests_equality`).
@@ -44,7 +44,7 @@ def accumulates_in_carry(query: Query, _target: Precision) -> Reason | None:
 
 
 def adds_terms_of_devices(query: Query, _target: Precision) -> Reason | None:
-    """Each device holds one term of a sum; they are added in the format that they have."""
+    """Each device holds one term of a sum, and the terms are added in the format that they have."""
     is_product = query.row.kind is OpKind.COMPUTE
     return reasons.TERMS() if query.traits.holds_terms and not is_product else None
 
@@ -81,9 +81,10 @@ def is_made_of_constants(query: Query, _target: Precision) -> Reason | None:
 
 
 def follows_random_bits(query: Query, _target: Precision) -> Reason | None:
-    """A sampler makes numbers of random bits through it, whose every digit matters.
+    """A sampler makes numbers from random bits with it, and every digit of them matters.
 
-    A product ends what follows the bits, unless it stands in a sampler and correlates them.
+    A product's result no longer counts as random bits, unless it stands in a sampler and correlates
+    them.
     """
     of_operands = query.row.kind is OpKind.COMPUTE and query.place.in_sampler
     values = zip(query.ranges, query.dtypes, strict=True)
@@ -101,7 +102,7 @@ def exceeds_range(query: Query, target: Precision) -> Reason | None:
         if known is None or dtype not in BY_DTYPE:
             continue
         if query.row.kind is OpKind.COMPUTE:
-            # in a sum of products only an operand that vanishes as a whole matters
+            # In a sum of products only an operand that vanishes as a whole matters.
             known = known._replace(likely_min_nonzero=known.overall_magnitude)
         what = "an operand" if at < query.operands else "its result"
         if reason := why_out_of_range(known, target, what):
@@ -110,9 +111,9 @@ def exceeds_range(query: Query, target: Precision) -> Reason | None:
 
 
 def why_out_of_range(fact: ValueRange, target: Precision, what: str = "it") -> Reason | None:
-    """Why a value with this fact must not be held in `target`, or None; `what` names it."""
+    """Why a value in this range must not be stored in `target`, or None; `what` names the value."""
     bound = max(abs(fact.lo), abs(fact.hi))
-    # an infinity is as good in the low format; what it must not do is make new ones
+    # An infinity is the same in the low format. What must not happen is that a new one arises.
     largest = bound if math.isfinite(bound) else fact.likely_max
     if largest > target.max:
         return reasons.REACHES(what, f"{largest:.3g}", target, f"{target.max:.3g}")
@@ -128,10 +129,10 @@ def why_out_of_range(fact: ValueRange, target: Precision, what: str = "it") -> R
 
 
 def is_rounded_by_readers(query: Query, target: Precision) -> Reason | None:
-    """Every reader casts its results to the low format, which commutes with what it does.
+    """Every reader casts its results to the low format, and rounding commutes with the equation.
 
-    So it is with movement, and with a sum, which is rounded once anyway. A program that was
-    rewritten before has this form.
+    It commutes with data movement, and with a sum, which is rounded once in either order. A
+    program that the pass has rewritten before has this form.
     """
     row = query.row
     reads_no_float = not query.stored_of_floats()
@@ -146,7 +147,7 @@ def is_rounded_by_readers(query: Query, target: Precision) -> Reason | None:
 
 
 def is_ordered(query: Query) -> bool:
-    """Whether what is asked for is an order, and no mere permission."""
+    """Whether the policy orders the precision; otherwise it permits it."""
     return query.place.request is not None and query.place.request.is_order
 
 

@@ -60,7 +60,7 @@ def make_plan(
 
 
 def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:
-    """What of a scope the policy can tell apart."""
+    """A key that is equal for two scopes if the policy cannot tell them apart."""
     if policy.lock is not None or any(rule.scope or rule.where for rule in policy.rules):
         return scope
     return innermost_keep(scope), is_fixed(scope)
@@ -92,17 +92,17 @@ class Planner:
         self.shared: dict[Any, Plan] = {}
         self.memo: dict[Any, Plan] = {}
         self.requests = PolicyRequests(self.graph, scope, policy)
-        # without an order beyond products, no equation that adds is lowered
+        # Unless the policy orders more than products, no equation that adds is lowered.
         orders_more = bool(policy.orders - {OpKind.COMPUTE})
         self._may_lower_sums = orders_more or self.requests.tells_equations_apart
         self._weighed = ProductPricing(self.graph, analysis.uses, profit_model)
-        # where elementwise work follows an order, storage does too
+        # If the policy orders elementwise work, it orders storage too, and no cut decides it.
         compute = policy.precision_for(OpKind.COMPUTE)
         self._cuts = compute.is_low and OpKind.ELEMENTWISE not in policy.orders
         self._decide = functools.cache(functools.partial(decide, policy=policy))
 
     def root(self, border: Border) -> Plan:
-        """The plan of the outermost jaxpr, with what was noticed on the way."""
+        """The plan of the outermost jaxpr, with the warnings that planning gave rise to."""
         plan = self.plan(self.analysis.facts, (), decides=False, border=border)
         if self._cuts and plan.lowers:
             low = self.policy.precision_for(OpKind.COMPUTE)
@@ -118,7 +118,7 @@ class Planner:
 
         Args:
             facts: of the body there.
-            carried: through which results and operands a loop around it accumulates.
+            carried: the results and operands through which a loop around the body accumulates.
             decides: whether it computes a loop's predicate.
             border: the formats in which values cross its border.
         """
@@ -164,7 +164,7 @@ class Planner:
 
     def _entered(self, row: int, facts: ValueRanges, decides: bool, adds: bool) -> Decision:
         eqn, scope = self.graph.eqns[row], self.requests.scope(row)
-        # with x64 off a body in float64 is evaluated as a whole, which no effect survives
+        # With x64 off a float64 body is evaluated as one span, in which effects would be lost.
         survives = ir.in_x64() or not ir.effects_of(eqn)
         wide = self.requests.in_float64(row, scope) and survives
         is_kept = is_fixed(scope) or ir.keeps_border(eqn)
@@ -184,7 +184,7 @@ class Planner:
         return Decision(Action.ENTER, kind, None, stored, why, tuple(inner), rules, wide)
 
     def _plans_rules(self, eqn: ir.Eqn, scope: str) -> bool:
-        """Whether the custom rules of an equation are planned, when they are traced."""
+        """Whether an equation's custom rules are planned; that happens when JAX traces them."""
         if is_fixed(scope):
             return False
         asks = self.policy.lowers or self.policy.rules or innermost_keep(scope)
@@ -196,7 +196,7 @@ class Planner:
         """The decision for a product, if it pays by itself, with the form that it has."""
         if decision.action is not Action.LOWER or decision.compute is None:
             return decision
-        # what a rule, a region or a saved plan orders is lowered whether or not it pays
+        # A product that a rule, a region or a saved plan orders is lowered even if it does not pay.
         if decision.decided_by is DecidedBy.PRESET and not self._cuts:
             against = self._weighed.against(eqn, body, decision.compute)
             if against is not None:
@@ -207,7 +207,7 @@ class Planner:
         return dataclasses.replace(decision, product=ProductForm(recast_in_backward=(lhs, rhs)))
 
     def _note_products_inside(self, row: int, query: Query) -> None:
-        """Notes the products inside of an equation that is not entered."""
+        """Warns of products inside an equation whose body the pass does not enter."""
         traits, eqn = query.traits, self.graph.eqns[row]
         if query.place.is_fixed or traits.is_float64_span or traits.serves_product:
             return

@@ -33,13 +33,13 @@ __all__ = ["Assumed", "Product", "ProductPricing", "ProductTimes", "ProfitModel"
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product, and all of its surroundings that its time hangs on.
+    """A product, with everything around it that its time depends on.
 
     Attributes:
         eqn: one of the equations that are this product.
         low: the format that is asked about.
-        origins: of its two data operands.
-        behind: the permutation of a transpose that is all that reads its result, () for none.
+        origins: where its two data operands come from.
+        behind: the permutation of a transpose that alone reads its result; else ().
     """
 
     eqn: ir.Eqn
@@ -62,7 +62,7 @@ class Product:
 
     @functools.cached_property
     def text(self) -> str:
-        """The product in words, the same in every process: no two products share it."""
+        """The product in words: unique to it, and the same in every process."""
         avals = " ".join(f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in self.avals)
         given = [f"{k}={_shown(v)}" for k, v in self.settings.items() if v is not None]
         behind = f", then transposed {self.behind}" if self.behind else ""
@@ -89,9 +89,9 @@ class ProductTimes(NamedTuple):
     """The times of a product.
 
     Attributes:
-        wide: in float32, in seconds.
-        low: in the low format, its casts included.
-        by: "measured", or "assumed" with the reason where a measurement was asked for.
+        wide: seconds in float32.
+        low: seconds in the low format, its casts included.
+        by: "measured"; or "assumed", with the reason if a measurement was asked for.
     """
 
     wide: float
@@ -100,25 +100,25 @@ class ProductTimes(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The low time to the wide one."""
+        """The low time divided by the wide one."""
         return self.low / self.wide
 
 
 class ProfitModel(Protocol):
-    """What tells whether products pay."""
+    """An object that knows the times of products, and so whether lowering them pays."""
 
     @property
     def costs(self) -> str:
-        """Where it is from, and on which device."""
+        """Where the times are from, and of which device they are."""
         ...
 
     @property
     def device(self) -> Device:
-        """Whose other figures count."""
+        """The device whose other figures (bandwidth, launches) are used with these times."""
         ...
 
     def least_gain(self, wide: float) -> float:
-        """By how many seconds a product must be faster low to pay, by those that it takes wide."""
+        """The seconds that lowering a product must save to pay, given its seconds in float32."""
         ...
 
     def product_times(self, product: Product) -> ProductTimes:
@@ -130,17 +130,17 @@ class ProfitModel(Protocol):
         ...
 
     def new_warnings(self) -> Sequence[str]:
-        """What the user should know since the last time this was asked."""
+        """Warnings for the user that arose since this was last called."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Assumed:
-    """The table of devices tells it.
+    """The profit model whose times come from the table of devices.
 
     Attributes:
-        device: whose figures count.
-        instead: why, where a measurement was asked for.
+        device: the device whose figures are used.
+        instead: why nothing was measured, if a measurement was asked for.
     """
 
     device: Device
@@ -152,15 +152,15 @@ class Assumed:
         return f"assumed for {self.device}{f' ({self.instead})' if self.instead else ''}"
 
     def least_gain(self, wide: float) -> float:
-        """None: a table has no noise."""
+        """Zero: a table has no noise."""
         return 0.0
 
     def sentence(self, product: Product, product_times: ProductTimes) -> reasons.Reason:
-        """That it does not pay by the table."""
+        """The reason that a product does not pay by the table."""
         return sentence(product, product_times, f"on {self.device}")
 
     def new_warnings(self) -> Sequence[str]:
-        """Nothing: a table has no accidents."""
+        """None: reading a table cannot fail."""
         return ()
 
     def product_times(self, product: Product) -> ProductTimes:
@@ -168,7 +168,7 @@ class Assumed:
         return self.by_table(product)
 
     def by_table(self, product: Product, by: str = "assumed") -> ProductTimes:
-        """The times of a product by the table: a cast of what is given is its low form's."""
+        """The times of a product by the table; the low one includes casts of operands in memory."""
         eqn, device = product.eqn, self.device
         work, out = flops(eqn), nbytes(eqn.outvars[0].aval)
         operands = [nbytes(v.aval) for v in eqn.invars[:2]]
@@ -179,12 +179,12 @@ class Assumed:
 
 
 class ProductPricing:
-    """The products of a graph, each with what is around it, put to a `ProfitModel`.
+    """The prices of a graph's products: each is put to a `ProfitModel` with what is around it.
 
     Args:
-        graph: that is planned.
-        uses: of its values.
-        profit_model: without one, everything pays.
+        graph: the program that is planned.
+        uses: who reads each of its values.
+        profit_model: knows the times; without one, every product pays.
     """
 
     def __init__(self, graph: Graph, uses: Uses, profit_model: ProfitModel | None) -> None:
@@ -193,16 +193,16 @@ class ProductPricing:
         self._profit_model = profit_model
 
     def is_recast(self, body: int, atom: ir.Atom) -> bool:
-        """As `OperandOrigins` has it."""
+        """Whether the backward pass casts a value again (`OperandOrigins.is_recast`)."""
         return self._origins.is_recast(body, atom)
 
     @property
     def device(self) -> Device | None:
-        """Whose figures count; None where everything pays."""
+        """The device whose figures are used; None if every product pays."""
         return self._profit_model.device if self._profit_model else None
 
     def against(self, eqn: ir.Eqn, body: int, low: Precision) -> reasons.Reason | None:
-        """Why a float32 product does not pay by itself; None where it does, and for all else."""
+        """Why a float32 product does not pay by itself; None if it pays or is no product."""
         product = self.product(eqn, body, low)
         if self._profit_model is None or product is None:
             return None
@@ -213,7 +213,7 @@ class ProductPricing:
         return None if pays else self._profit_model.sentence(product, product_times)
 
     def candidate(self, eqn: ir.Eqn, body: int, low: Precision) -> Candidate | None:
-        """The times of such a product, its casts apart; None for all else."""
+        """The times of a float32 product with its casts apart; None for any other equation."""
         product = self.product(eqn, body, low)
         if self._profit_model is None or product is None:
             return None
@@ -230,7 +230,7 @@ class ProductPricing:
         return Candidate(wide, product_times.low - left - right, (left, right), why)
 
     def product(self, eqn: ir.Eqn, body: int, low: Precision) -> Product | None:
-        """A float32 product that sums over something, as it is put to a `ProfitModel`."""
+        """The `Product` of a float32 product with contracted dimensions; None for all others."""
         if self._profit_model is None or op(eqn.primitive.name).kind is not OpKind.COMPUTE:
             return None
         is_asked = ir.precision_of(eqn.invars[0].aval) is Precision.F32 and low.is_low
@@ -243,7 +243,7 @@ class ProductPricing:
         return Product(eqn, low, (lhs, rhs), behind)
 
     def costs(self, lock: SavedPrecisions | None) -> str:
-        """Where the costs in a plan are from, a saved one among them; "" where none was asked."""
+        """Where the costs in a plan are from, a saved plan's included; "" if none was asked."""
         saved = f"in the saved plan: {lock.costs}" if lock and lock.costs else ""
         return "; ".join(
             filter(None, (self._profit_model.costs if self._profit_model else "", saved))
@@ -251,7 +251,7 @@ class ProductPricing:
 
 
 def casting(product: Product, device: Device) -> tuple[float, float]:
-    """The seconds of the casts of a product's operands; none where a fusion takes a cast in."""
+    """The seconds of casting each of a product's operands; 0 for a cast inside a fusion."""
     left, right = (
         float(cast_seconds(device, nbytes(v.aval) / 4))
         if origin is OperandOrigin.IN_MEMORY

@@ -1,4 +1,4 @@
-"""`Query`: everything that the decision about one equation may depend on, the policy apart.
+"""`Query`: everything that the decision about one equation may depend on, except the policy.
 
 A program repeats itself: the layers of a model ask the same query, which is answered once. `decide`
 sees nothing but the query and the policy, so that no two equations that differ in anything that
@@ -28,18 +28,18 @@ from precpass.policy.scopes import is_fixed, join_scopes
 __all__ = ["Place", "Queries", "Query", "Traits"]
 
 Stored = Mapping[Any, Precision | None]
-"""Variable -> the format that it is stored in, where that is not its own."""
+"""Maps a variable to the format that it is stored in, if that is not its own dtype."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place:
-    """Where an equation stands, and what is asked for there; equal places are one object.
+    """Where an equation stands and what the policy asks for there. Equal places are one object.
 
     Attributes:
-        request: what the policy asks for; None where nobody is asked: of a function with a policy
-            of its own, of what is BOUNDARY, and of what has no floating-point values.
+        request: what the policy asks for; None if it is not asked, because the equation is in a
+            function with a policy of its own, is BOUNDARY, or has no floating-point values.
         is_fixed: whether it belongs to a function with a policy of its own.
-        in_float64: of what is BOUNDARY, whether it stands in a float64 region.
+        in_float64: whether it is BOUNDARY and stands in a float64 region.
         decides_loop: whether it computes a loop's predicate.
         in_sampler: whether it belongs to one of JAX's samplers.
     """
@@ -56,11 +56,11 @@ place = functools.lru_cache(maxsize=4096)(Place)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traits:
-    """What few equations have; equal traits are one object.
+    """Properties that few equations have. Equal traits are one object.
 
     Attributes:
-        row: what the table says of the primitive.
-        user_order: what the user said of a product's precision, in words.
+        row: the primitive's row in the table of primitives.
+        user_order: the precision that the user gave a product, in words.
         sums_nothing: whether it is a product without contracted dimensions.
         spreads: whether one element of an operand reaches many results.
         holds_terms: whether each device holds one term of a sum that it reads or makes.
@@ -68,11 +68,11 @@ class Traits:
         applies_function: whether it applies a function of the user's in place.
         has_effects: whether it has effects.
         readers_round_to: the format that all of its readers cast its results to, if they do.
-        undoes_cast_from: of a cast, the low format from which what it reads was cast for it
-            alone.
-        why_boundary: of what is BOUNDARY, why it keeps its dtypes; "" where nobody knows it.
-        is_float64_span: whether it is a float64 region of a program that was rewritten before.
-        serves_product: whether a rewrite before has it to serve a lowered product.
+        undoes_cast_from: if it is a cast that undoes the one before it, whose result nothing else
+            reads, the low format that the value had before both.
+        why_boundary: why a BOUNDARY equation keeps its dtypes; "" if no reason is recorded.
+        is_float64_span: whether it is a float64 region that an earlier rewrite of the pass made.
+        serves_product: whether an earlier rewrite of the pass made it to serve a lowered product.
     """
 
     row: Op
@@ -94,18 +94,18 @@ traits = functools.lru_cache(maxsize=4096)(Traits)
 
 
 class Query(NamedTuple):
-    """All that tells one equation's decision from another's under one policy.
+    """Everything by which decisions about two equations can differ under one policy.
 
     Attributes:
         primitive: its name.
-        operands: how many operands it has.
-        dtypes: of its operands, and behind them of its results; None for what has none.
-        ranges: what is known of each of these values; None, or `ANY`, where nothing is.
-        stored: of each operand, the format that it is stored in if that is not its own; () where
-            nothing is stored so.
+        operands: the number of its operands.
+        dtypes: the dtypes of its operands and then of its results; None for a value without one.
+        ranges: the range of each of these values; None or `ANY` if nothing is known of it.
+        stored: for each operand the format that it is stored in if that is not its own; () if every
+            operand is stored in its own.
         accumulates: whether a loop accumulates through it.
         place: where it stands.
-        traits: what few equations have.
+        traits: its uncommon properties.
     """
 
     primitive: str
@@ -119,7 +119,7 @@ class Query(NamedTuple):
 
     @property
     def row(self) -> Op:
-        """What the table says of its primitive."""
+        """The primitive's row in the table of primitives."""
         return self.traits.row
 
     @property
@@ -183,7 +183,7 @@ class Queries:
             accumulates: whether a loop accumulates through it.
         """
         name, invars = eqn.primitive.name, eqn.invars
-        # no call of Python's for each value: every equation comes here
+        # Every equation comes here, so this makes no Python call for each value.
         fact_of, get, is_literal = self._facts.of, self._facts.values.get, ir.is_literal
         atoms = (*invars, *eqn.outvars)
         try:
@@ -193,7 +193,7 @@ class Queries:
         ranges = tuple([fact_of(v) if is_literal(v) else get(v) for v in atoms])
         held = tuple([None if is_literal(v) else stored.get(v) for v in invars]) if stored else ()
         here, own = self._place(row, eqn, dtypes), self._traits(eqn)
-        # `Query(...)` without the call of Python's that it is
+        # This is `Query(...)` without the Python call of its constructor.
         fields = name, len(invars), dtypes, ranges, held, accumulates, here, own
         return tuple.__new__(Query, fields)
 
@@ -202,7 +202,7 @@ class Queries:
     def _place(self, row: int, eqn: ir.Eqn, dtypes: tuple[Any, ...]) -> Place:
         if self._requests.tells_equations_apart:
             return self._new_place(row, eqn, dtypes)
-        # a name stack is one object for all that was bound below it
+        # Equations that were bound under one name stack share one object for it.
         stack, name = id(eqn.source_info.name_stack), eqn.primitive.name
         scope = self._scopes.get(stack)
         if scope is None:
@@ -270,14 +270,14 @@ class Queries:
     def _undoes_cast_from(self, eqn: ir.Eqn) -> Precision | None:
         body, operand = self._facts.body, eqn.invars[0]
         source = self._uses.widened_from(body, operand)
-        # several readers would add up their cotangents in the low format
+        # If there were several readers, their cotangents would be added up in the low format.
         is_read_alone = source and len(self._uses.of(body).get(operand, ())) == 1
         return ir.precision_of(source.aval) if is_read_alone else None
 
 
 @functools.cache
 def _plain_traits(name: str) -> Traits | None:
-    """The traits that every equation of a primitive has; None where they differ between them."""
+    """The traits that all equations of a primitive share; None if its equations differ in them."""
     named = ("convert_element_type", "scatter", "reshard")
     if name in named or op(name).kind in (OpKind.COMPUTE, OpKind.BOUNDARY):
         return None

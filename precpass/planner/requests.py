@@ -1,4 +1,4 @@
-"""What a policy asks for each equation: by keep regions, rules, a saved plan, or its preset."""
+"""What a policy asks of each equation: by keep regions, rules, a saved plan, or its preset."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Request(NamedTuple):
     """What a policy asks for an equation.
 
     Attributes:
-        precision: in which it is to be evaluated.
-        reason: who asks.
-        is_order: whether it is an order; else a permission, used where that pays.
+        precision: the precision in which it is to be evaluated.
+        reason: where the request comes from.
+        is_order: whether it is an order; otherwise it is a permission, which is used if it pays.
     """
 
     precision: Precision
@@ -42,7 +42,7 @@ class PolicyRequests:
             more than the kind of an equation and the keep regions around it.
 
     Args:
-        graph: one that tells all scopes apart which these can.
+        graph: the program, with all scopes apart that the policy tells apart (`distinguish`).
         scope: the name scopes around it.
         policy: the policy.
     """
@@ -77,7 +77,7 @@ class PolicyRequests:
         return is_fixed(self.scope(row))
 
     def request(self, row: int, table: Op, scope: str) -> Request:
-        """What is asked for an equation: by a keep region, a rule, a saved plan, or the preset."""
+        """The request for an equation: from a keep region, a rule, a saved plan, or the preset."""
         kept = innermost_keep(scope)
         if kept is not None:
             is_order = table.kind is OpKind.COMPUTE and kept.is_low
@@ -91,10 +91,10 @@ class PolicyRequests:
         return self._presets[table.kind]
 
     def may_store(self, row: int, low: Precision) -> bool:
-        """Whether what an equation makes may be stored in a low format, by its policy.
+        """Whether the policy allows that an equation's results are stored in a low format.
 
-        What it is computed in does not matter: a saved plan says nothing else, and so what the
-        preset says of storage counts behind it.
+        A saved plan only says in which precision an equation is computed. It says nothing of
+        storage, so the preset's answer counts.
         """
         eqn, scope = self.graph.eqns[row], self.scope(row)
         table = op(eqn.primitive.name)
@@ -121,7 +121,7 @@ class PolicyRequests:
                     self._locked[row] = precision
 
     def locked(self, row: int) -> Precision | None:
-        """The precision of an equation in the saved plan; None where that does not have it."""
+        """The precision of an equation in the saved plan; None if the plan lacks the equation."""
         return self._locked.get(row)
 
     def rule(self, row: int, scope: str) -> Rule | None:
@@ -146,7 +146,7 @@ class PolicyRequests:
     def in_float64(self, row: int, scope: str) -> bool:
         """Whether an equation stands in a region that is to run in float64.
 
-        That is said by the innermost keep region, or by the first of the rules that name one.
+        The innermost keep region decides, or else the first matching rule that names a precision.
         """
         if is_fixed(scope):
             return False
@@ -162,11 +162,11 @@ class PolicyRequests:
         return True
 
     def unmatched(self) -> tuple[Rule, ...]:
-        """The rules that matched nothing of what was asked."""
+        """The rules that matched no equation."""
         return tuple(rule for rule in self._policy.rules if rule not in self._matched)
 
     def saved_plan_warnings(self) -> Iterator[str]:
-        """What the graph and the saved plan do not share, and what the plan's file is without."""
+        """Warnings of equations that the graph or the saved plan lacks, and of gaps in its file."""
         if (lock := self._policy.lock) is not None:
             counts, policy = self._names.counts, self._policy.name
             yield from differences(lock, counts, "this program", policy)
@@ -174,7 +174,7 @@ class PolicyRequests:
 
 
 def view_of(eqn: ir.Eqn, scope: str, source: ir.Source) -> EqnView:
-    """What rules see of an equation under a whole name stack."""
+    """The `EqnInfo` that rules see of an equation, under its whole name stack."""
 
     def shapes(atoms: list[Any]) -> tuple[tuple[Any, ...], ...]:
         return tuple(tuple(getattr(v.aval, "shape", ())) for v in atoms)

@@ -49,25 +49,26 @@ class Form(Protocol):
         return None
 
     def without_copies(self, operands: Sequence[Any]) -> tuple[Form, Sequence[Any]]:
-        """The form and its operands without those last two that are low copies of the first two.
+        """The form and its operands without the last two, if these are low copies of the first two.
 
-        They hold for these operands alone, and only where their values are there.
+        The copies are only right for these very operands.
         """
         return self, operands
 
     def batched(self, avals: Sequence[Aval], dims: Sequence[int | None]) -> tuple[Form, int | None]:
         """The product under a vmap, and the batch dimension of its result.
 
-        None for one that is no single product then: it is the form of what is mapped.
+        The batch dimension is None if it is no single product then; the form is that of the
+        product that is mapped.
 
         Args:
-            avals: the types of its two operands, with the dimension of the batch.
-            dims: the batch dimension of each; None where it has none.
+            avals: the types of its two operands, with the batch dimension.
+            dims: the batch dimension of each; None for an operand without one.
         """
         return self, None
 
 
-# For each vmap around, innermost first: the batch dimension of every operand, and the result's.
+# For each vmap around it, innermost first: the batch dimensions of all operands and of the result.
 Batched = tuple[tuple[tuple[int | None, ...], int], ...]
 
 carrier_p = jex.Primitive("precpass_carrier")
@@ -110,7 +111,7 @@ def _tangent(form: Form, batched: Batched, side: int, operands: Sequence[Any], t
 
 def _jvp(primals: Any, tangents: Any, *, form: Form, batched: Batched) -> Any:
     operands = primals[1:]
-    # the carrier again, not `out`: a second derivative must find the first one's way
+    # The primal is the carrier again and not `out`, so that it can be differentiated once more.
     primal = carrier_p.bind(*primals, form=form, batched=batched)
     terms = [
         _tangent(form, batched, side, operands, tangents[1 + side])
@@ -165,7 +166,7 @@ def _batch(
 
 
 def _alike(operands: Sequence[Any], dims: Sequence[int | None]) -> tuple[list[Any], list[Any]]:
-    """With one batch dimension for operands 1 and 2 each and their low copies, the last two."""
+    """The operands, with operands 1 and 2 batched along the same dimensions as their low copies."""
     operands, dims = list(operands), list(dims)
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     for i, copy in ((1, -2), (2, -1)):
@@ -183,12 +184,12 @@ def detach(x: Any, *, pinned: bool = False, flat: bool = False, zeros: bool = Fa
     Args:
         x: an array.
         pinned: whether XLA:CPU is kept from moving operations across it, as by
-            `lax.optimization_barrier`; that one is no part of this form since jax
-            0.10 transposes its zero cotangent into zeros, and these through the product.
-            In a program that is lowered for another platform nothing is left of it.
-        flat: whether it is then in memory as it is written, its last dimension the inner one.
-        zeros: whether its transpose is an array of zeros, for what `x` is made by: JAX's
-            transpose of a `ragged_dot_general` takes no symbolic zero.
+            `lax.optimization_barrier`. That primitive is not used here, because jax 0.10
+            makes its zero cotangent an array of zeros and transposes the product with it.
+            For any other platform it is lowered to nothing.
+        flat: whether it is also brought into row-major order in memory.
+        zeros: whether its transpose is an array of zeros. `x` needs one if it is made by a
+            `ragged_dot_general`, whose transpose in JAX takes no symbolic zero.
     """
     return detach_p.bind(x, pinned=pinned, flat=flat, zeros=zeros)
 
@@ -203,16 +204,16 @@ def _lower_detach(ctx: Any, x: Any, *, pinned: bool, flat: bool, **_params: Any)
 
 
 def _is_partitioned(ctx: Any, aval: Aval) -> bool:
-    """Whether XLA may divide a value between devices: it gathers one that is made flat."""
+    """Whether XLA may divide a value between devices; it would gather it to make it flat."""
     mesh = aval.sharding.mesh
     if not mesh.empty:
-        return not mesh.are_all_axes_manual  # in a shard_map it is divided already
-    # `in_shardings` and constraints are in no type
+        return not mesh.are_all_axes_manual  # inside a shard_map the value is divided already
+    # A type does not show `in_shardings` and sharding constraints.
     return getattr(ctx.module_context.axis_context, "num_devices", 1) > 1
 
 
 def _in_order(x: Any) -> Any:
-    # XLA's layouts pass through a barrier, but a flat array has one layout only
+    # XLA carries a layout through a barrier, but a flat array has only one layout.
     return lax.reshape(lax.optimization_barrier(lax.reshape(x, (x.size,))), x.shape)
 
 
@@ -223,12 +224,12 @@ detach_p.def_impl(lambda x, **_params: x)
 detach_p.def_abstract_eval(lambda x, **_params: x)
 mlir.register_lowering(detach_p, _lower_detach)
 for _platform in ("gpu", "tpu"):
-    # whatever the trace was made for: only XLA:CPU must be kept from it
+    # Only XLA:CPU must be kept from moving operations, whatever the trace was made for.
     mlir.register_lowering(detach_p, lambda _ctx, x, **_params: [x], platform=_platform)
 
 
 def pin(x: Any) -> Any:
-    """`x`, with its derivative: XLA:CPU moves no operations across it, nor a matrix's layout."""
+    """`x` with its derivative; XLA:CPU moves no operation and no matrix's layout across it."""
     return pin_p.bind(x)
 
 
@@ -249,7 +250,7 @@ def _detach_transpose(_cotangent: Any, x: Any, *, zeros: bool, **_params: Any) -
 
 
 def _carrier_taylor(primals: Any, series: Any, *, form: Form, batched: Batched) -> Any:
-    """The Taylor coefficients of a product: those of its operands, convolved."""
+    """The Taylor coefficients of a product: the convolution of its operands' coefficients."""
     plain, (lhs, rhs, *rest) = form.without_copies(primals[1:])
     coefficients = [[lhs, *series[1]], [rhs, *series[2]]]
 
@@ -269,7 +270,7 @@ def _detach_taylor(primals: Any, series: Any, **params: bool) -> Any:
 for _platform in ("gpu", "tpu"):
     mlir.register_lowering(pin_p, lambda _ctx, x: [x], platform=_platform)
 jet.jet_rules[pin_p] = lambda primals, series: (pin(primals[0]), series[0])
-# what is linear in `x` needs no barrier: it is no operand of a product
+# Tangents and cotangents of `x` need no barrier, because they are no operand of the product.
 ad.primitive_jvps[pin_p] = lambda primals, tangents: (pin(primals[0]), tangents[0])
 ad.primitive_transposes[pin_p] = lambda cotangent, _x: [cotangent]
 batching.primitive_batchers[pin_p] = lambda args, dims: (pin(args[0]), dims[0])

@@ -1,14 +1,14 @@
-"""The primitive that runs a stretch of equations in float64 while x64 is off outside.
+"""The primitive that runs a span of equations in float64 while x64 is off outside.
 
 `float64(*args, jaxpr=...)` evaluates a jaxpr that was traced with x64 on and
 whose operands and results have types that exist with x64 off. It is a primitive
 because JAX's own rules for the equations inside (transposition above all) make
 new equations, and make them right only with x64 on: a `jax.custom_vjp` around
-the stretch has that for the backward pass alone, and no forward mode.
+the span would have that in the backward pass only, and no forward mode.
 
-Every rule below is the same one: JAX's transform of the whole stretch, traced
-with x64 on, as a stretch of its own. Derivatives are made from the operands,
-so reverse mode computes the stretch again and keeps nothing of it.
+Every rule below is the same one: JAX's transform of the whole span, traced
+with x64 on, as a span of its own. Derivatives are made from the operands,
+so reverse mode computes the span again and saves nothing of it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = ["float64", "in_x64", "is_float64"]
 
 
 def in_x64() -> bool:
-    """Whether x64 is on here."""
+    """Whether x64 is on."""
     return bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue] -- dynamic
 
 
 def float64(fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-    """`fn(*args)` with x64 on, in whatever transform it stands.
+    """`fn(*args)` with x64 on, under any transform.
 
     Args:
-        fn: from arrays to a sequence of arrays; none of them has 64 bits.
-        args: its operands. What it closes over of outer traces becomes one of them.
+        fn: a function of arrays that returns a sequence of arrays; none of them has 64 bits.
+        args: its operands. Values of outer traces that it closes over become operands too.
     """
     # before x64 is on, where a tracer of a numpy array would have 64 bits
     avals = list(map(jax.typeof, args))
@@ -63,7 +63,7 @@ def _with_consts(jaxpr: Jaxpr, outer: Sequence[bool], own: Sequence[Any], *args:
 
 
 def is_float64(eqn: Eqn) -> bool:
-    """Whether an equation is a stretch in float64."""
+    """Whether an equation is a float64 span."""
     return eqn.primitive is _float64_p
 
 
@@ -73,7 +73,7 @@ def _run(*args: Any, jaxpr: Jaxpr) -> list[Any]:
 
 
 def _impl(*args: Any, jaxpr: Jaxpr) -> list[Any]:
-    # lowering rules trace too, such as that of argmax
+    # Some lowering rules trace functions too, such as that of argmax.
     with jax.enable_x64(True):
         return _jitted(jaxpr)(*args)
 
@@ -82,7 +82,7 @@ _known = WeakIdMap[Any]()
 
 
 def _jitted(jaxpr: Jaxpr) -> Any:
-    """The `jax.jit` of a jaxpr, found again while the jaxpr lives, which it does not hold."""
+    """The `jax.jit` of a jaxpr, cached as long as the jaxpr lives."""
     jitted = _known.get(jaxpr)
     if jitted is None:
         borrowed = weakref.ref(jaxpr)
@@ -173,7 +173,7 @@ def _lower(ctx: Any, *operands: Any, jaxpr: Jaxpr) -> Any:
 
 
 def _to_lojax(*operands: Any, jaxpr: Jaxpr) -> list[Any]:
-    """The stretch with its hi-primitives expanded, as JAX expands those around it."""
+    """The span with its hi-primitives expanded, as JAX expands those around it."""
     with jax.enable_x64(True):
         traced = jax.jit(functools.partial(_evaluate, jaxpr)).trace(*map(jax.typeof, operands))
         expanded: Any = traced.lojax

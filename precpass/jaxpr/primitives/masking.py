@@ -25,12 +25,12 @@ from precpass.jaxpr.reading import out_avals
 
 __all__ = ["guarded", "masked", "selected"]
 
-# which of the dimensions of `chosen`, those of the vmaps around, an operand has too: in front
+# For each dimension of `chosen`, one per vmap around, whether an operand has it too, in front.
 Has = tuple[bool, ...]
 
 
 def selected(chosen: Any, x: Any, otherwise: Any) -> Any:
-    """`jnp.where`, but for what devices share where they do not choose alike: that stays."""
+    """`jnp.where`; a value that devices share stays as it is if they do not choose alike."""
     return jnp.where(chosen, x, otherwise) if _keeps_type(chosen, x) else x
 
 
@@ -44,9 +44,9 @@ def guarded(chosen: Any, xs: Sequence[Any], *, filled: bool) -> list[Any]:
 
     Args:
         chosen: a boolean scalar.
-        xs: arrays, integers and keys too.
-        filled: whether elements of a batch that are not chosen become as one that is at once, and
-            not only where they are differentiated.
+        xs: arrays, which may hold integers or keys.
+        filled: whether elements of a batch that are not chosen are replaced by a chosen one at
+            once, and not only when they are differentiated.
     """
     out = list(xs)
     at = [i for i, x in enumerate(xs) if _keeps_type(chosen, x)]
@@ -117,7 +117,7 @@ def _masked_transposed(cotangent: Any, _x: Any, chosen: Any, *, has: Has) -> lis
 
 
 def _moved(x: Any, dim: int | None, has: Has, is_chosen: bool) -> tuple[Any, int | None, Has]:
-    """An operand under one more vmap, which is one of the dimensions of `chosen` or not."""
+    """An operand under one more vmap, whose dimension `chosen` may or may not have."""
     place = 0 if is_chosen else sum(has)
     has = (dim is not None, *has) if is_chosen else has
     return (x, None, has) if dim is None else (jnp.moveaxis(x, dim, place), place, has)

@@ -1,10 +1,10 @@
-"""The primitive that stores a value low while its derivative passes through the wide form.
+"""The primitive that stores a value in 16 bits while its derivative passes through float32.
 
-`rounded(low, x)` is `low`, which is what a rounding left of `x`, in the dtype of `x`. Its
+`rounded(low, x)` is `low`, the value of `x` after rounding, in the dtype of `x`. Its
 derivative is that of `x` itself: the cotangents of all its readers add up in the dtype of `x`,
 and none of them passes through the 16 bits (`jaxpr.primitives.carrier` does the same for
 products). In a program that is not differentiated only the rounding reads `x`. XLA then drops `x`
-wherever it was kept, also from the carry of a loop.
+wherever it was stored, also from the carry of a loop.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 WIDENS_STACKS = jax.__version_info__ < (0, 11)
-"""Whether XLA:CPU holds a stack of bfloat16 as float32, as it did before jax 0.11, and converts
-the whole of it in every trip of a loop."""
+"""Whether XLA:CPU stores a loop's stack of bfloat16 as float32 and converts the whole stack in
+every trip, as it did before jax 0.11."""
 
 rounded_p = jex.Primitive("precpass_rounded")
 rounded_p.def_impl(lambda low, _x: low)
@@ -52,32 +52,32 @@ def bits(low: Any) -> Any:
 
 
 def recalled(kept: Any, low: Any) -> Any:
-    """A low value as its `bits` have it, with the derivative of that value."""
+    """The 16-bit value whose bits are `kept`, with the derivative of `low`."""
     return in_place_of(low, low_value(kept, jax.typeof(low)))
 
 
 def low_value(kept: Any, aval: Aval) -> Any:
-    """The low value of `bits`, of this type, through which no derivative passes."""
+    """The value of type `aval` whose bits are `kept`; no derivative passes through it."""
     return detach(resharded_to(lax.bitcast_convert_type(kept, aval.dtype), aval))
 
 
 def in_place_of(x: Any, same: Any) -> Any:
-    """`same`, a value equal to `x` that is there anyway, with the derivative of `x`."""
+    """`same`, a value equal to `x` that exists anyway, with the derivative of `x`."""
     return rounded_p.bind(same, x)
 
 
 def is_identity_of_first_operand(eqn: Eqn) -> bool:
-    """Whether an equation only hands its first operand on; others are there for derivatives."""
+    """Whether an equation's result is its first operand; the others only serve derivatives."""
     return eqn.primitive in (rounded_p, carrier_p, detach_p)
 
 
 def wide_operand(eqn: Eqn) -> Any:
-    """What stands in the place of an equation's result where nothing is low."""
+    """The operand that replaces an equation's result in a program in which nothing is low."""
     return eqn.invars[1 if is_rounded(eqn) else 0]
 
 
 def is_rounded(eqn: Eqn) -> bool:
-    """Whether an equation hands on what was stored low."""
+    """Whether an equation's result is a value that was stored in 16 bits."""
     return eqn.primitive is rounded_p
 
 

@@ -33,9 +33,10 @@ from precpass.units import counted, duration, sized
 __all__ = ["LITTLE", "assign_storage"]
 
 LITTLE = 0.05
-"""The part of all products' time that lowering some must save: what it changes around them, in
-XLA's fusions, is in no product's time. The gradient of a CNN (`scripts/bench`, jax 0.10.2, CPU)
-that was to save 2.9 % took 1.00 of float32's time, and its step 1.06."""
+"""The fraction of all products' time that lowering must save. Lowering also changes XLA's fusions
+around the products, which no product's time includes, so a smaller gain is not to be trusted: the
+gradient of a CNN (`scripts/bench`, jax 0.10.2, CPU) that was to save 2.9 % took 1.00 of float32's
+time, and its step 1.06."""
 
 
 def assign_storage(
@@ -52,12 +53,12 @@ def assign_storage(
         analysis: of the program.
         requests: what the policy asks of single equations.
         pricing: what products cost.
-        low: the format in question.
+        low: the 16-bit format.
     """
     assignment = _Assignment(plan, analysis, requests, pricing, low)
     while assignment.products_left_wide:
-        # Which values have lost their digits was judged as if these products were low. So the
-        # storage of all values is assigned anew, beside products that are wide.
+        # The values that have lost their digits were found as if these products were low. So the
+        # storage of all values is assigned anew, now that these products stay in float32.
         plan = assignment.with_products_wide()
         assignment = _Assignment(plan, analysis, requests, pricing, low)
     return assignment.with_storage()
@@ -149,7 +150,7 @@ class _Assignment:
                 todo += [(c, p) for (_, c), p in zip(children, decision.inner, strict=True)]
 
     def _crosses(self, row: int) -> bool:
-        """Whether 16-bit copies may cross the borders of an equation's bodies."""
+        """Whether values may cross the borders of an equation's bodies in 16 bits."""
         decisions = self._decisions.get(row, ())
         return (
             bool(decisions)

@@ -38,7 +38,7 @@ class Eligibility:
     Args:
         analysis: of the program.
         classes: of its values.
-        low: the format in question.
+        low: the 16-bit format.
         requests: what the policy asks of single equations.
     """
 
@@ -215,7 +215,7 @@ def _adds_arrays(program: Eligibility, row: int) -> bool:
 
 
 def is_made_elsewhere(program: Eligibility, values: StorageClass) -> str | None:
-    """Its equation has bodies, belongs to a sampler, or is ordered in float32 by the policy."""
+    """An equation with bodies or in a sampler makes it, or the policy orders float32 for it."""
     for row, k in values.defined:
         if row in program.graph.children or program.in_sampler(row):
             return "is made where nothing is rounded"
@@ -249,7 +249,7 @@ def _fits(known: ValueRange, low: Precision) -> bool:
 
 
 def _as_a_whole(known: ValueRange) -> ValueRange:
-    """The range in which a multiple of a constant is as large, and as small, as the constant."""
+    """A range that lets every element be as small as the constant that it is a multiple of."""
     sizes = [size for size in (known.likely_min_nonzero, known.overall_magnitude) if size]
     likely_min_nonzero, likely_max = (
         min(sizes, default=0.0),

@@ -34,7 +34,7 @@ NOMINAL = DEVICES[0]
 """Its figures are used where a plan must be the same on every device; only ratios matter then."""
 
 _CACHED = 0.25
-"""The time of a byte that was just written, in that of one from memory (assumed)."""
+"""The time to read a byte that was just written, relative to one from memory (assumed)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,7 @@ def components(size: int, a: Ints, b: Ints) -> Ints:
 
 
 def reached(size: int, start: int, tail: Ints, head: Ints) -> Bools:
-    """Of each node, whether edges lead to it from `start`."""
+    """For each node, whether a path of edges leads to it from `start`."""
     is_reached = np.zeros(size, np.bool_)
     if not len(tail):
         is_reached[start] = True
@@ -60,9 +60,9 @@ def reached(size: int, start: int, tail: Ints, head: Ints) -> Bools:
 
 
 def reach_sink(size: int, tail: Ints, head: Ints, capacity: Ints, component: Ints) -> Bools:
-    """The nodes that reach the sink through what the maximum flow leaves of the capacities.
+    """The nodes that still reach the sink through the capacities that the maximum flow leaves.
 
-    They are the smallest sink's side of a minimum cut.
+    They are the smallest set that can be the sink's side of a minimum cut.
 
     Args:
         size: the number of nodes.
@@ -87,9 +87,9 @@ def reach_sink(size: int, tail: Ints, head: Ints, capacity: Ints, component: Int
 
 
 def _push(tail: Ints, head: Ints, left: Ints, place: Ints, bound: Ints) -> tuple[Ints, Ints]:
-    """Pushes the top bits of the flow; what that leaves, of the capacities and of the bound.
+    """Pushes the top bits of the flow; returns the remaining capacities and the remaining bound.
 
-    The bound is of the flow in each component, and `place` the component of each edge.
+    The bound limits the flow in each component; `place` is the component of each edge.
     """
     from scipy.sparse import csgraph, csr_array
 

@@ -58,7 +58,7 @@ class Cut:
 
 
 class Energy:
-    """A sum of costs over nodes that are WIDE or LOW, and what they may not be.
+    """A sum of costs over nodes that are WIDE or LOW, with labels that are ruled out.
 
     A product that takes 5 s WIDE and 2 s LOW, where the cast of its operand takes 1 s:
 
