@@ -1,4 +1,4 @@
-"""How decisions are made as data: keep, lower, widen, and what crosses the borders of bodies."""
+"""Constructors of decisions (keep, lower, widen, drop), and the formats that cross borders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 Formats = tuple[Precision | None, ...]
-"""The format of each result of an equation; None for what is no floating-point value."""
+"""The format of each result of an equation; None for a result that is not floating-point."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -46,8 +46,8 @@ def keep(kind: OpKind, results: Formats, reason: Reason) -> Decision:
 def lower(kind: OpKind, target: Precision, results: Formats, reason: Reason) -> Decision:
     """The decision to evaluate an equation in a lower precision.
 
-    A product's results keep their format: (low, low) -> f32 is the fast and the accurate form, in
-    which the sums stay wide.
+    A product's results keep their format, because (bf16, bf16) -> f32 is fast and its sums are not
+    rounded.
     """
     held = None if kind is OpKind.COMPUTE else target
     stored = tuple(held if native else None for native in results)
@@ -85,13 +85,13 @@ def crossing_formats(policy: PrecisionPolicy, wide: bool) -> Border:
 
 
 def border_of(jaxpr: ir.Jaxpr, border: Border) -> Border:
-    """What of a border concerns the values that cross that of the jaxpr."""
+    """The part of a border that concerns the formats which cross the border of the jaxpr."""
     crossing = {ir.precision_of(a) for a in (*ir.in_avals(jaxpr), *ir.out_avals(jaxpr))}
     return tuple(pair for pair in border if pair[0] in crossing)
 
 
 def unchanged_plan(jaxpr: ir.Jaxpr) -> Plan:
-    """The plan of a pass that is switched off: it enters what another one enters."""
+    """The plan of a pass that is switched off. It enters the same bodies as any other plan."""
     return _unchanged(jaxpr, {})
 
 

@@ -1,4 +1,4 @@
-"""`EqnInfo`: what a plan says of an equation's place, so that it can be read without its jaxpr."""
+"""`EqnInfo`: where an equation stands, recorded in a plan that is read without its jaxpr."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Value(NamedTuple):
     """The type of a value.
 
     Attributes:
-        dtype: as a plan writes it, "f32", or the dtype's name where it is no floating format.
+        dtype: as a plan writes it: "f32", or the dtype's name if it is no floating format.
         shape: its dimensions; a symbolic one as text.
-        nbytes: its bytes, where a symbolic dimension counts as
+        nbytes: its bytes; a symbolic dimension counts as
             `precpass.analysis.sizes.NOMINAL_SIZE`.
     """
 
@@ -35,10 +35,9 @@ class Cast:
     """A conversion between floating formats that the pass added, moved or took away.
 
     Attributes:
-        what: "inserted", "moved" (one that the user wrote, and that is made elsewhere) or
-            "removed".
-        before: the format that it reads.
-        after: the value that it makes.
+        what: "inserted", "removed", or "moved" for a cast of the user's that is made elsewhere.
+        before: the format of its operand.
+        after: its result.
     """
 
     what: str
@@ -50,13 +49,13 @@ class Cast:
 
 
 class Crossed(NamedTuple):
-    """A value that crosses the borders of an equation's bodies on 16 bits, beside its own form.
+    """A value of which a border copy crosses the borders of an equation's bodies.
 
     Attributes:
         value: its type in the low format.
-        is_operand: whether it enters the bodies; else it leaves them.
-        alone: whether all that reads the value inside reads these 16 bits, so that XLA
-            drops its own form where nothing is differentiated.
+        is_operand: whether it is an operand of the bodies; otherwise it is a result.
+        alone: whether every reader inside reads the copy, so that XLA drops the float32 value if
+            nothing is differentiated.
     """
 
     value: Value
@@ -69,7 +68,7 @@ class Body(NamedTuple):
 
     Attributes:
         name: the parameter that holds it, such as "branches[1]".
-        trips: how often it runs per call; None where only run time knows.
+        trips: how often it runs per call; None if that is only known at run time.
     """
 
     name: str
@@ -78,22 +77,22 @@ class Body(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EqnInfo:
-    """An equation's place in the program, and what was added there.
+    """An equation's place in the program, and the casts that were added there.
 
     Attributes:
-        primitive: its name; that of what is hidden in a hi-primitive.
-        scope: its own name stack as JAX prints it, which its callers' come before.
-        source: the user's line; that of the first caller where JAX recorded none.
-        has_line: whether JAX recorded it.
+        primitive: its name; for a hi-primitive the name of what is hidden in it.
+        scope: its own name stack as JAX prints it, without those of its callers.
+        source: the user's line; the first caller's if JAX recorded none.
+        has_line: whether JAX recorded a line.
         operands, results: their types in the original program.
         flops: floating-point operations of one execution.
-        contracts: whether it is a product, of real or complex numbers, that sums over something.
-        casts: what the rewritten program has more or less of at this equation. A cast at the
-            start of a body stands at the first equation that reads what it makes, one at
-            its end at the equation that makes what it casts; those of a body without
-            equations stand at what enters it.
-        bodies: of its inner plans, in their order.
-        crossed: what crosses the borders of these on 16 bits.
+        contracts: whether it is a product of real or complex numbers with contracted dimensions.
+        casts: the casts that the rewrite added or removed at this equation. A cast at the start of
+            a body is listed with the first equation that reads it, one at its end with the
+            equation that makes its operand, and one in a body without equations with the equation
+            that enters the body.
+        bodies: the bodies of its inner plans, in their order.
+        crossed: the border copies of these bodies.
     """
 
     primitive: str
@@ -116,13 +115,13 @@ class EqnInfo:
 
 @dataclasses.dataclass(frozen=True)
 class PlanSource:
-    """What a plan was made of.
+    """The function and the policy that a plan was made from.
 
     Attributes:
-        name: of the function.
-        policy: as values that JSON has (`precpass.plan.file`); None where the pass is switched off.
+        name: the function's.
+        policy: the policy as JSON values (`precpass.plan.file`); None if the pass is switched off.
         scope: the name scope around the program.
-        output: the format of the results; "" where each keeps its own.
+        output: the format of the results; "" if each keeps its own.
     """
 
     name: str

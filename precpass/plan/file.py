@@ -42,7 +42,7 @@ def written(plan: Plan) -> str:
     """The text of a plan's file.
 
     Raises:
-        ValueError: for a plan that does not say where its equations stand.
+        ValueError: for a plan without `EqnInfo`, which `inspect` did not make.
     """
     origin = plan.origin
     if origin is not None and origin.policy is None:
@@ -70,16 +70,16 @@ def written(plan: Plan) -> str:
 
 
 def locked_precision(decision: Decision) -> Precision | None:
-    """What a plan orders of an equation, where it is applied again."""
+    """The precision that a saved plan orders for an equation."""
     return None if decision.kind is OpKind.BOUNDARY else decision.compute
 
 
 def read(text: str, where: str) -> PrecisionPolicy:
-    """The policy that a file's text stands for.
+    """The policy in a file's text.
 
     Args:
-        text: of the file.
-        where: its name, for errors.
+        text: the file's content.
+        where: the file's name, for errors.
 
     Raises:
         ValueError: for a text that is no plan, or one of a newer format.
@@ -110,11 +110,11 @@ class Named(NamedTuple):
     """An equation as a plan's file names it.
 
     Attributes:
-        info: where it stands.
-        decision: what happens to it.
+        info: its place in the program.
+        decision: the decision for it.
         scope: its whole name stack.
-        function: the user's function that it is made in; that of the caller, in this
-            scope, where JAX recorded none.
+        function: the user's function that makes it; if JAX recorded none, the caller's in this
+            scope.
     """
 
     info: EqnInfo
@@ -124,9 +124,9 @@ class Named(NamedTuple):
 
 
 def equations(plan: Plan, scope: str) -> Iterator[Named]:
-    """The equations that a plan decides, as the planner meets them.
+    """The equations that a plan decides, in the planner's order.
 
-    A body is met once for each scope that it is called in.
+    The equations of a body come once for each scope that the body is called in.
 
     Args:
         plan: one that `inspect` made.
@@ -168,7 +168,7 @@ def _lengthened(text: str) -> Iterator[Precision | None]:
 
 
 def policy_data(policy: PrecisionPolicy) -> dict[str, Any]:
-    """A policy as values that JSON has; a rule with a predicate cannot be, and is named."""
+    """A policy as JSON values. A rule with a predicate has no JSON form, and is only named."""
     rules = [rule for rule in policy.rules if rule.where is None]
     left_out = [repr(rule) for rule in policy.rules if rule.where is not None]
     if policy.lock is not None:
@@ -196,13 +196,13 @@ def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
         tuple(Rule(**rule) for rule in whole["rules"]),
         frozenset(map(Precision.parse, whole["retypes"])),
         None if whole["output"] is None else Precision.parse(whole["output"]),
-        # files of before it was an option lack it
+        # Files that are older than this option lack it.
         profitability=parse_profitability(whole.get("profitability", "always")),
     )
 
 
 def rules_left_out(saved: SavedPrecisions) -> Iterator[str]:
-    """That rules are missing in the file, in words; nothing where none is."""
+    """A warning that rules are missing in the file; "" if none is missing."""
     if saved.left_out:
         yield (
             f"the saved plan of {saved.name} is without {', '.join(saved.left_out)}, whose "
@@ -214,16 +214,16 @@ def rules_left_out(saved: SavedPrecisions) -> Iterator[str]:
 def differences(
     saved_plan: SavedPrecisions, found: Counter[str], name: str, policy: str
 ) -> Iterator[str]:
-    """What a program and the saved plan do not share, in words.
+    """Warnings of equations that only the program, or only the saved plan, has.
 
     Args:
         saved_plan: the precisions in the file.
-        found: how many equations of the program have each key.
-        name: of what the program belongs to.
-        policy: what plans the equations that the file does not have.
+        found: the number of the program's equations for each key.
+        name: the function's.
+        policy: the policy for equations that the file does not have.
 
     Raises:
-        ValueError: where they share nothing.
+        ValueError: if they share no equation.
     """
     saved = Counter({key: len(precisions) for key, precisions in saved_plan.entries})
     if saved and not found & saved:

@@ -31,16 +31,16 @@ __all__ = [
 ]
 
 Border = tuple[tuple[Precision, Precision], ...]
-"""The formats in which values cross a jaxpr's border, where they are not their own."""
+"""Pairs (a value's own format, the format in which it crosses a jaxpr's border)."""
 
 
 class BorderCopy(NamedTuple):
-    """A value that crosses a body's border in a low format, beside its own.
+    """A border copy: a low copy of a value that crosses a body's border beside the value.
 
     Attributes:
-        position: among the body's operands, or among its results.
-        precision: of the low one.
-        rounds: whether all that reads the value inside reads what the low one left of it.
+        position: the value's, among the body's operands or among its results.
+        precision: the copy's.
+        rounds: whether every reader inside reads the rounded value.
     """
 
     position: int
@@ -49,11 +49,11 @@ class BorderCopy(NamedTuple):
 
 
 class BorderCopies(NamedTuple):
-    """What crosses a body's border a second time, in ascending positions.
+    """The border copies of a body, in ascending positions.
 
     Attributes:
-        operands: of those that it is given.
-        results: of what leaves it.
+        operands: the copies of its operands.
+        results: the copies of its results.
     """
 
     operands: tuple[BorderCopy, ...] = ()
@@ -69,7 +69,7 @@ def across(border: Border, native: Precision | None) -> Precision | None:
 
 
 def _own_state(value: Decision | Plan) -> dict[str, object]:
-    """What is pickled of a value: not its cached hash, which is that of this process."""
+    """The state to pickle: without the cached hash, which only holds in this process."""
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
@@ -84,12 +84,12 @@ class Action(enum.Enum):
     WIDEN = "widen"
     """Evaluated in a higher precision than it was written in."""
     DROP = "drop"
-    """Replaced by its operand: a cast to the format that the operand has already, or a transpose
-    into the order that the product before it has already."""
+    """Replaced by its operand: a cast to the format that the operand already has, or a transpose
+    into the order that the product before it already gives."""
     ENTER = "enter"
     """Its bodies have plans of their own."""
 
-    # a plan of many equations hashes many of these, and an Enum's own hash is Python code
+    # A plan of many equations hashes many of these, and an Enum's own hash is Python code.
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
@@ -97,13 +97,13 @@ class Action(enum.Enum):
 
 
 class ProductForm(NamedTuple):
-    """How a product is evaluated, its precision apart.
+    """How a product is evaluated, apart from its precision.
 
     Attributes:
-        exchanged: whether its operands are exchanged, in the place of transposes behind it.
-        recast_in_backward: of each operand, whether the backward pass casts it again. That is so
-            where a loop has the product in a branch and the operand is there before the loop:
-            keeping a low copy for the backward pass would keep one for each trip.
+        exchanged: whether its operands are exchanged, which replaces transposes of its result.
+        recast_in_backward: for each operand, whether the backward pass casts it again. It does if
+            the product is in a branch in a loop and the operand is made before the loop: a saved
+            low copy would be saved in every trip.
     """
 
     exchanged: bool = False
@@ -115,23 +115,24 @@ AS_WRITTEN = ProductForm()
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What happens to one equation.
+    """The decision for one equation.
 
     Attributes:
         action: what the rewriter does.
         kind: the equation's kind.
-        compute: the precision it is evaluated in; None where it has no floating
-            values that may change.
-        stored: the precision each result is held in; None where a result keeps its dtype.
-            What is computed wide, or a product's, and held low is rounded where it is
-            defined: all that reads it reads what is left, and derivatives pass it by.
+        compute: the precision in which it is evaluated; None if it has no floating values
+            that may change.
+        stored: the precision in which each result is stored; None for a result that keeps its
+            dtype. A result that is computed in float32, or by a product, and stored in 16 bits is
+            rounded where it is defined: every reader reads the rounded value, and derivatives
+            pass the rounding by.
         reason: why; `str(decision.reason)` is a sentence.
         inner: the plans of its bodies.
         rules: how values cross the borders of its custom rules, which are planned and
-            rewritten when they are traced; None where they stay as they are.
-        in_float64_span: whether it belongs to a float64 region, whose equations run
-            together where x64 is off.
-        product: the form of a product that has another one than it was written in.
+            rewritten when JAX traces them; None if they stay as they are.
+        in_float64_span: whether it belongs to a float64 region, whose equations run as one
+            span while x64 is off.
+        product: the form of a product, if it is not the one that was written.
     """
 
     action: Action
@@ -157,25 +158,25 @@ class Decision:
 
     @property
     def decided_by(self) -> DecidedBy:
-        """Who decided in what the equation is computed."""
+        """Who decided the precision in which the equation is computed."""
         return self.reason.decided_by
 
     @functools.cached_property
     def converts(self) -> bool:
-        """Whether a result is held in another format than its own."""
+        """Whether a result is stored in another format than its own."""
         return any(self.stored)
 
     @property
     def stores_low(self) -> bool:
-        """Whether it is computed as its action says, and its results are rounded and held low."""
+        """Whether its results are rounded and stored in 16 bits after it is computed in float32."""
         is_product = self.action is Action.LOWER and self.kind is OpKind.COMPUTE
         return (is_product or self.action is Action.KEEP) and self.converts
 
     @property
     def reorders(self) -> bool:
-        """Whether all that changes is the order of elements in memory.
+        """Whether nothing changes but the order of elements in memory.
 
-        That is so for a product of exchanged operands in the precision in which it was written,
+        It holds for a product with exchanged operands in the precision in which it was written,
         and for a transpose that is dropped.
         """
         if self.action is Action.DROP:
@@ -203,17 +204,17 @@ class Plan:
 
     Attributes:
         decisions: one per equation.
-        border: the formats in which values cross the jaxpr's border, where these are
-            not their own: float32 under AlwaysF32, float64 in a float64 region.
-        border_copies: the values that cross it in a low format too.
-        notes: of the root alone: what the user should know.
-        unmatched: of the root alone: the rules that matched no equation.
-        eqn_infos: where each equation stands, in a plan that `inspect` made. This and what
-            follows is no part of what makes two plans equal.
+        border: the formats in which values cross the jaxpr's border if these are not their own:
+            float32 under AlwaysF32, float64 in a float64 region.
+        border_copies: the border copies of its operands and results.
+        notes: warnings for the user; only the root has them.
+        unmatched: the rules that matched no equation; only the root has them.
+        eqn_infos: where each equation stands, in a plan that `inspect` made. This field and those
+            below it are ignored when two plans are compared.
         body: a number that the plans of one jaxpr share.
-        origin: of the root alone: what the plan was made of.
-        costs: of the root alone: where what products cost is from, and on which device;
-            "" where nothing was asked.
+        origin: the function and the policy that it was made from; only the root has it.
+        costs: where the costs of products are from, and on which device; only the root has it,
+            and it is "" if no cost was asked for.
     """
 
     decisions: tuple[Decision, ...]
@@ -234,12 +235,12 @@ class Plan:
 
     @functools.cached_property
     def lowers(self) -> bool:
-        """Whether any equation runs in a lower precision, those of bodies included."""
+        """Whether any equation runs in a lower precision, here or in a body."""
         return any(d.action is Action.LOWER for d in self.walk())
 
     @functools.cached_property
     def has_float64_spans(self) -> bool:
-        """Whether equations of this jaxpr, bodies apart, belong to a float64 region."""
+        """Whether equations of this jaxpr itself belong to a float64 region."""
         return any(d.in_float64_span for d in self.decisions)
 
     @functools.cached_property
@@ -271,8 +272,8 @@ class Plan:
 
         An equation is named by its name scopes, the user's function that it is made
         in, its primitive and its occurrence there, so that a file outlives edits elsewhere.
-        What is stored low, and what crosses borders on 16 bits, is no part of it: that follows
-        from these precisions and the policy.
+        The file does not hold which values are stored low or cross borders as 16-bit copies,
+        because that follows from these precisions and the policy.
 
         Raises:
             ValueError: for a plan that `inspect` did not make.
@@ -302,7 +303,7 @@ class Plan:
         return read(text, os.fspath(path))
 
     def walk(self) -> Iterator[Decision]:
-        """Every decision, those of bodies behind their equation's; shared bodies once."""
+        """Every decision; those of bodies follow their equation's, and a shared body comes once."""
         seen: set[int] = set()
         stack: list[Plan] = [self]
         while stack:

@@ -1,7 +1,7 @@
 """Why a plan decides about an equation as it does, and how a user changes that.
 
-A reason is a value: its template, what stands in the places of that, and so who decided. Nothing
-is decided by the words, some of which are the user's.
+A reason is a value: a template, which says who decided, and the arguments for its places. No
+decision depends on the text of a reason, part of which may be the user's.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["ALL", "DecidedBy", "Reason", "Template"]
 
 
 class DecidedBy(enum.Enum):
-    """Who decides about an equation; each comes before those below it."""
+    """Who decides about an equation; a member wins over those below it."""
 
     TYPES = "types"
-    """The primitive, or the dtypes of what it reads and makes, allow nothing else."""
+    """The primitive, or the dtypes of its operands and results, allow nothing else."""
     USER = "user"
     """The user wrote it so: a cast, an explicit product, a function with its own policy."""
     GUARD = "guard"
@@ -47,9 +47,9 @@ class Template:
 
     Attributes:
         decided_by: who decides for this reason.
-        text: the sentence, with `{}` in the place of what differs between equations.
+        text: the sentence, with `{}` for each part that differs between equations.
         remedy: how a user changes such a decision.
-        of_low: how a user changes one that lowers; "" where that is no other way.
+        of_low: how a user changes one that lowers; "" if that is done in the same way.
     """
 
     decided_by: DecidedBy
@@ -71,8 +71,8 @@ class Reason:
     """The reason for a decision; `str` gives the sentence.
 
     Attributes:
-        template: what it was made from.
-        args: what stands in the places of the template.
+        template: the template.
+        args: the texts for the places in the template.
 
     Example:
         >>> reason = NOT_RETYPED("f64")
@@ -88,11 +88,11 @@ class Reason:
         return hash((self.template.text, self.args))
 
     def __hash__(self) -> int:
-        # every query about an equation has one in it
+        # Cached, because every query about an equation holds a reason.
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        # the hash of a text is that of one process
+        # The hash of a text differs between processes, so it is not pickled.
         return {"template": self.template, "args": self.args}
 
     def __str__(self) -> str:
@@ -116,14 +116,14 @@ class Reason:
 
     @property
     def decided_by(self) -> DecidedBy:
-        """Who decides in what the equation is computed."""
+        """Who decides the precision in which the equation is computed."""
         return self.of_compute.template.decided_by
 
     def remedy(self, *, is_low: bool = False) -> str:
         """How a user changes a decision of this reason.
 
         Args:
-            is_low: whether the equation is low, and not to be.
+            is_low: whether the user wants to undo that the equation is low.
         """
         return (is_low and self.template.of_low) or self.template.remedy
 
@@ -150,7 +150,7 @@ FIXED = Template(
 )
 KEEP_REGION = Template(_KEEP, "keep('{}')", "leave the keep region, or narrow it")
 RULE = Template(_RULE, "{}", "change that rule of the policy")
-"""A rule's own repr is the sentence."""
+"""The sentence is the rule's own repr."""
 SAVED_PLAN = Template(
     _SAVED_PLAN,
     "as in the saved plan",

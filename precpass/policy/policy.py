@@ -41,21 +41,21 @@ class PrecisionWarning(UserWarning):
 
 @contextlib.contextmanager
 def quietly() -> Generator[None]:
-    """Around what would give a `PrecisionWarning` a second time, or beside a text that says it."""
+    """A context that drops `PrecisionWarning`s that the user has seen, or reads in a report."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrecisionWarning)
         yield
 
 
 PROFITABILITY = ("measured", "assumed", "always")
-"""What a policy's profitability may be."""
+"""The legal values of a policy's profitability."""
 
 
 def parse_profitability(value: object) -> str:
     """Reads a profitability.
 
     Raises:
-        ValueError: for what is none; the text lists the legal ones.
+        ValueError: for any other value; the text lists the legal ones.
     """
     for known in PROFITABILITY:
         if value == known:
@@ -79,15 +79,15 @@ class PrecisionPolicy:
         name: the preset's name, or "Custom".
         kinds: the precision of each kind, in `OpKind`'s order.
         orders: the kinds whose precision is an order; for the others it is a
-            permission, used where the planner finds that it pays.
+            permission, which the planner uses if that pays.
         widens: whether values that the user made low are widened (AlwaysF32).
         rules: the first that matches an equation decides its precision.
         retypes: the formats that may change at all.
         output: the format of floating outputs, or None to keep each one's own.
-        lock: the precisions of a saved plan, which come behind the rules.
-        profitability: which of the products that no rule and no saved plan decides are
-            lowered: "always" all of them, "assumed" those that pay by the table of devices,
-            "measured" those that pay when they are timed on the device.
+        lock: the precisions of a saved plan, over which rules win.
+        profitability: which products are lowered if no rule and no saved plan decides: "always"
+            all of them, "assumed" those that pay by the table of devices, "measured" those that
+            pay when they are timed on the device.
     """
 
     name: str
@@ -130,7 +130,7 @@ class PrecisionPolicy:
         return dataclasses.replace(self, lock=lock)
 
     def with_profitability(self, profitability: str) -> PrecisionPolicy:
-        """This policy for the products that pay, as "measured", "assumed" or "always" has it.
+        """This policy with another profitability: "measured", "assumed" or "always".
 
         Raises:
             ValueError: for anything else.
@@ -143,7 +143,7 @@ class PrecisionPolicy:
 
     @property
     def lowers(self) -> bool:
-        """Whether the policy itself, rules aside, asks for a format below one that may change."""
+        """Whether the policy, apart from its rules, lowers any format."""
         if any(p.is_low for p in self.kinds):
             return True
         floats = (self.precision_for(kind) is Precision.F32 for kind in self.orders)
@@ -151,7 +151,7 @@ class PrecisionPolicy:
 
     @property
     def low(self) -> Precision:
-        """The format that products are lowered to, bfloat16 for a policy that lowers none."""
+        """The format that products are lowered to; bfloat16 for a policy that lowers none."""
         compute = self.precision_for(OpKind.COMPUTE)
         return compute if compute.is_low else Precision.BF16
 
@@ -220,7 +220,7 @@ def Custom(
 ) -> PrecisionPolicy:
     """A policy from a table of kinds; a kind that is missing is not lowered.
 
-    What may change are float32, bfloat16 and float16, unless `with_retypes` says
+    Only float32, bfloat16 and float16 values may change, unless `with_retypes` says
     otherwise. `Custom({OpKind.COMPUTE: "f32"}).with_retypes("f64")` runs a float64
     program with float32 products: their operands are rounded to float32, their
     sums and everything else stay float64.

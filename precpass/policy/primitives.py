@@ -41,7 +41,8 @@ class Op:
 
     Attributes:
         kind: the kind under which a policy finds its precision.
-        full_precision: of the full-precision set: the AutoMixed policies never run it low.
+        full_precision: whether it is in the full-precision set, which the AutoMixed policies never
+            run low.
         accumulates: adds or multiplies many terms: low operands are widened, accumulated, and
             rounded once.
         selects: its result is a choice among, or a comparison of, its operands: it runs in the
@@ -106,7 +107,7 @@ TABLE: dict[str, Op] = {
         " one_minus_square",
         Op(_E),
     ),
-    # 300 ones, added one by one, are 256 in bfloat16.
+    # 300 ones, added one by one, make 256 in bfloat16.
     **_rows("add_any", Op(_E, adds_cotangents=True)),
     # The full-precision set: their error is the operand's error times a large factor
     # (exp, pow: the argument's magnitude; log, rsqrt: near 0; sin, cos: all digits of a
@@ -255,10 +256,10 @@ BOUNDARY: dict[str, str] = {
 _COLUMNS: dict[str, str] = {
     # A sum of two values: a small step that is added to a rounded one is lost.
     "adds": "add sub add_any",
-    # Hand on an operand, or its multiple: what adds to their result adds to the operand.
+    # Their result is an operand or a multiple of it: adding to the result adds to the operand.
     "scales": "mul div neg copy select_n convert_element_type",
-    # A loop that carries what these make of its carry may accumulate. (So may movement and
-    # reductions, by their kind.)
+    # A loop whose next carry is one of these of its carry may accumulate. (So may data movement
+    # and reductions, by their kind.)
     "carries_sums": "add sub add_any mul neg copy select_n convert_element_type max min clamp",
     # The result may change with the last digit of an operand.
     "compares": "eq ne lt le gt ge eq_to le_to lt_to",
@@ -267,16 +268,16 @@ _COLUMNS: dict[str, str] = {
     "tests_equality": "eq ne",
     # The result says which operand, or which order, is the largest: rounding makes ties.
     "ranks": "argmax argmin sort top_k approx_top_k",
-    # May only repeat what they are given: a cast belongs before them, where there is less.
+    # They may repeat their operand, so a cast belongs before them, where there are fewer elements.
     "repeats": "broadcast_in_dim all_gather all_gather_invariant tile reshard",
-    # Take a part that is chosen at run time: of a stack, a loop takes another part in every trip.
+    # They take a part that is chosen at run time: a loop takes another slice of a stack each trip.
     "takes_a_part": "dynamic_slice",
-    # In a float64 region they run in float64; nowhere do they run in 16 bits.
+    # They run in float64 in a float64 region, and never in 16 bits.
     "no_low_kernel": (
         "cholesky cholesky_update eigh geqrf hessenberg householder_product lu ormqr qr schur svd"
         " symmetric_product triangular_solve tridiagonal tridiagonal_solve"
     ),
-    # They hold no jaxpr that shows their products: what they are lowered to shows them.
+    # No jaxpr shows their products, but the text that they are lowered to does.
     "hides_products": (
         "bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices"
         " bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general"
@@ -284,34 +285,34 @@ _COLUMNS: dict[str, str] = {
         " coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense"
         " todense spsolve call_exported"
     ),
-    # What they make, samplers turn into numbers whose every digit matters.
+    # Samplers turn their results into numbers of which every digit matters.
     "makes_random_bits": (
         "random_bits random_clone random_fold_in random_gamma random_seed random_split"
         " random_unwrap random_wrap rng_bit_generator rng_uniform threefry2x32 threefry4x32"
         " philox2x32 philox4x32"
     ),
-    # Of random bits they make random bits. (So do elementwise work and movement, by their kind.)
+    # They make random bits from random bits. (So do elementwise work and movement, by their kind.)
     "keeps_random_bits": (
         "shift_left shift_right_logical shift_right_arithmetic and or xor not bitcast_convert_type"
     ),
     # The largest constant in an operand is in the result: a mask survives what adds to it.
     "keeps_largest": "add sub add_any max min neg abs convert_element_type stop_gradient",
-    # The result is as large as the operands are as a whole.
+    # The result's magnitude is that of the operands taken together.
     "keeps_scale": "add sub add_any neg abs",
-    # The same bytes under another name: XLA reads them through a layout.
+    # The same bytes in another shape: XLA only changes the layout.
     "is_view": (
         "reshape squeeze transpose copy stop_gradient name device_put optimization_barrier"
         " sharding_constraint reshard layout_constraint pvary random_wrap random_unwrap"
         " bitcast_convert_type"
     ),
-    # Parts of the bytes: nothing is moved either.
+    # A part of the bytes, which is not moved either.
     "is_slice": "slice dynamic_slice split unstack",
-    # XLA has a kernel for each of these, which no fusion takes in.
+    # XLA has a kernel of its own for each of these, outside every fusion.
     "own_kernel": (
         "dynamic_update_slice gather scatter all_gather all_gather_invariant all_to_all ppermute"
         " pbroadcast pmax pmin reduce_scatter"
     ),
-    # Elementwise work for a compiler, however exact.
+    # The compiler fuses these as elementwise work, although their dtypes are kept.
     "fuses": (
         "and or xor not shift_left shift_right_arithmetic shift_right_logical population_count clz"
         " mulhi bitcast bitcast_convert_type nextafter reduce_precision reduce_and reduce_or"

@@ -1,4 +1,4 @@
-"""The dimension numbers of dots: of a dot that is transposed, and of one under a vmap."""
+"""The dimension numbers of a transposed dot, and of a dot under a vmap."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 __all__ = ["Numbers", "Transposed", "batched", "kept", "transposed", "untransposed"]
 
 Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
-"""The summed and the batch dimensions, each of both sides."""
+"""((contracted dimensions of the left, of the right operand), (batch dimensions of both))."""
 
 
 class Transposed(NamedTuple):
@@ -16,8 +16,8 @@ class Transposed(NamedTuple):
 
     Attributes:
         numbers: its dimension numbers.
-        side: which of its operands the cotangent of the other dot's result is.
-        order: the permutation that brings its result into the operand's order; None for none.
+        side: which of its operands is the cotangent of the other dot's result.
+        order: the permutation that brings its result into the operand's order; None if it is in it.
     """
 
     numbers: Numbers
@@ -26,7 +26,7 @@ class Transposed(NamedTuple):
 
 
 def kept(ndim: int, summed: Sequence[int], batch: Sequence[int]) -> list[int]:
-    """The dimensions of an operand that are neither summed nor those of a batch."""
+    """The dimensions of an operand that are neither contracted nor batch dimensions."""
     return [d for d in range(ndim) if d not in summed and d not in batch]
 
 
@@ -34,8 +34,8 @@ def transposed(numbers: Numbers, ndims: Sequence[int], side: int) -> Transposed:
     """The dot of a cotangent and the other operand, in the order that leaves no transpose behind.
 
     Args:
-        numbers: those of the dot.
-        ndims: the dimensions of its operands.
+        numbers: the dot's dimension numbers.
+        ndims: the rank of each of its operands.
         side: the operand whose cotangent is wanted.
     """
     (own, others), (own_batch, other_batch) = (
@@ -65,9 +65,9 @@ def batched(
     They are those of JAX's own rule.
 
     Args:
-        numbers: those of the dot.
-        ndims: the dimensions of its operands, with those of the batch.
-        dims: the batch dimension of each; None for one that has none, as not both may.
+        numbers: the dot's dimension numbers.
+        ndims: the rank of each of its operands, with the vmapped dimension.
+        dims: the vmapped dimension of each operand; None for an operand without it (not for both).
     """
     summed, batch = (
         tuple(
@@ -86,14 +86,14 @@ def batched(
 
 
 def untransposed(numbers: Numbers, side: int, permutation: Sequence[int]) -> Numbers | None:
-    """The dimension numbers of a dot that reads what one of its operands is a transpose of.
+    """The dimension numbers of a dot that reads an operand as it is before its transpose.
 
-    Its result is the same; None where its dimensions would come in another order.
+    The result stays the same. None if its dimensions would come in another order.
 
     Args:
-        numbers: those of the dot.
-        side: the operand.
-        permutation: where each dimension of the operand comes from.
+        numbers: the dot's dimension numbers.
+        side: the transposed operand.
+        permutation: that of the transpose.
     """
     summed, batch = (list(pair) for pair in numbers)
     own = [permutation[d] for d in kept(len(permutation), summed[side], batch[side])]

@@ -1,7 +1,7 @@
-"""The values of a jaxpr while it is rewritten, each in the format that it was made in.
+"""The values of a jaxpr while it is rewritten, each in the format that it was computed in.
 
-Every cast that the rewrite inserts comes from here: it is made when an equation reads a value in
-another format than the value has.
+Every cast that the rewrite inserts is made here, when an equation reads a value in another format
+than the value has.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _MAY_HAVE_LOW_SOURCE = named("repeats") | {"convert_element_type"}
 
 
 class Env:
-    """The values of a jaxpr that is rewritten, as atoms of the new one.
+    """The values of a jaxpr that is being rewritten, as atoms of the new jaxpr.
 
     Attributes:
         opened: the jaxpr.
         build: where new equations are added.
-        values: variable -> what stands for it in the new jaxpr, in whichever format; what is not
-            in here is as it was.
+        values: variable -> the atom that stands for it in the new jaxpr, in any format; a variable
+            that is not in here stands for itself.
         low_copies: (atom, format) -> its copy in a low format, through which no derivative passes.
         wide_copies: (atom, format) -> its copy in a wider format, which all readers share.
         border_copies: (atom, format) -> its low copy as 16 bits, in which form it crosses the
             borders of bodies.
-        low_sources: variable -> the equation that makes it, where a low copy of it is better made
-            of what that equation reads.
+        low_sources: variable -> the equation that makes it, if a low copy of the variable is
+            better computed from a low copy of that equation's operand.
     """
 
     def __init__(self, opened: ir.Jaxpr, build: ir.Builder) -> None:
@@ -51,7 +51,7 @@ class Env:
         self.low_sources: dict[Any, Any] = {}
 
     def enter(self, var: ir.Var, border: Border) -> Any:
-        """The operand in the place of `var`, in the format in which it crosses the border."""
+        """The new operand for `var`, in the format in which it crosses the border."""
         crossing = crossing_aval(var.aval, border)
         if crossing is var.aval:
             return var
@@ -59,20 +59,20 @@ class Env:
         return new
 
     def enter_border_copy(self, var: ir.Var, border_copy: BorderCopy) -> Any:
-        """The operand that is the low twin of `var`."""
+        """The new operand that is the border copy of `var`."""
         new = ir.new_variable(ir.border_copy_aval(var.aval))
         self.receive(var, new, border_copy)
         return new
 
     def receive(self, var: ir.Var, bits: Any, border_copy: BorderCopy) -> None:
-        """Takes a low twin that crossed a border as the low copy of `var`."""
+        """Takes a border copy as the low copy of `var`."""
         self.border_copies[var, border_copy.precision] = bits
         if border_copy.rounds:
             low = self.low_copy(var, border_copy.precision)
             self.values[var] = self.build.rounded(low, self.values.get(var, var))
 
     def border_copy(self, atom: ir.Atom, precision: Precision) -> Any:
-        """A value's low copy, in the form in which it crosses a border."""
+        """A value's border copy: the bits of its low copy."""
         key = (atom, precision)
         if ir.is_literal(atom):
             return self.build.bits(self.read_as(atom, precision))
@@ -81,13 +81,13 @@ class Env:
         return self.border_copies[key]
 
     def round(self, var: ir.Var, precision: Precision) -> None:
-        """Has all that reads a value read what a low format leaves of it."""
+        """Rounds a value to a low format, so that every reader reads the rounded value."""
         low = self.low_copy(var, precision)
         self.values[var] = self.build.rounded(low, self.values.get(var, var))
 
     def keep(self, eqn: ir.Eqn) -> None:
-        """Takes over an equation as it is."""
-        # no call for each value: most equations come here
+        """Takes over an equation unchanged."""
+        # Most equations come here, so this makes no call for each value.
         values, is_literal = self.values, ir.is_literal
         if self.border_copies or eqn.primitive.name in _MAY_HAVE_LOW_SOURCE:
             self._note(eqn)
@@ -99,14 +99,14 @@ class Env:
         self.build.eqns.append(eqn)
 
     def _note(self, eqn: ir.Eqn) -> None:
-        """Remembers an equation if low copies of its results are better made of its operand."""
+        """Notes an equation if low copies of its results are better computed from its operand's."""
         moves = grows(eqn) or (self.border_copies and _handed_on(eqn) is not None)
         if moves or ir.widening(eqn) is not None:
             self.low_sources.update(dict.fromkeys(eqn.outvars, eqn))
 
     @functools.cached_property
     def shared(self) -> set[Any]:
-        """What has several readers, where a body and a border count as such."""
+        """The variables with several readers, where a body and the border count as readers."""
         shared_values, once, is_literal = set[Any](), set[Any](), ir.is_literal
         for eqn in self.opened.eqns:
             for v in eqn.invars:
@@ -118,10 +118,10 @@ class Env:
         return shared_values
 
     def write(self, var: ir.Var, value: Any, stored: Precision | None) -> None:
-        """Holds a result.
+        """Records a result.
 
-        A low one with several readers is held widened, which is exact: each
-        reader casts it for itself, so that their cotangents add up wide.
+        A 16-bit result with several readers is recorded in its widened form, which is exact. Each
+        reader then casts for itself, so the readers' cotangents add up in float32.
         """
         if value is not var:
             self.values[var] = value
@@ -150,13 +150,13 @@ class Env:
     def read_as(self, atom: ir.Atom, precision: Precision | None) -> Any:
         """A value in another precision.
 
-        All readers share one cast to a wider format, so that their cotangents add up
-        wide; a narrowing cast is each reader's own, for the same reason.
+        All readers share one cast to a wider format, so their cotangents add up in that format.
+        Each reader has a narrowing cast of its own, for the same reason.
         """
         if precision is None or ir.precision_of(atom.aval) is None:
             return self.read(atom)
         if ir.is_literal(atom):
-            # a literal may have kept more digits than the program computes with
+            # A literal may hold more digits than the program computes with.
             own = np.asarray(atom.val, atom.aval.dtype)
             return ir.literal(own.astype(precision.dtype), atom)
         near = self._nearest(atom, precision) if self.low_sources else atom
@@ -172,13 +172,13 @@ class Env:
         return self.wide_copies[key]
 
     def as_(self, value: Any, precision: Precision | None) -> Any:
-        """A value, of whatever precision, in another one."""
+        """A value cast to another precision."""
         if precision is None or ir.precision_of(value.aval) in (None, precision):
             return value
         return self.build.convert(value, precision.dtype)
 
     def _nearest(self, atom: ir.Atom, precision: Precision) -> Any:
-        """What a value was widened from, if that has the precision, or else itself."""
+        """The value that an atom was widened from, if it has the precision; else the atom."""
         maker = self.low_sources.get(atom)
         pair = None if maker is None else ir.widening(maker)
         widened = pair is not None and ir.precision_of(pair[1].aval) is precision
@@ -203,16 +203,16 @@ class Env:
 
     @functools.cached_property
     def transposed(self) -> dict[Any, Any]:
-        """The transposes, by what they make."""
+        """The body's transposes, by their results."""
         return ir.transposes(self.opened)
 
     @functools.cached_property
     def out_of_order(self) -> set[Any]:
-        """What transposes make, and the matrices that are computed or moved of it.
+        """The results of transposes, and the matrices that are computed or moved from them.
 
-        XLA gives the results of such equations the layout of their operands. What has more
-        dimensions its kernels mostly take in any, and to bring it in order costs more (measured:
-        tangents under a vmap, twice the time of a gradient).
+        XLA gives the results of such equations the layout of their operands. Values with more
+        dimensions are left alone: XLA's kernels take most of their layouts, and reordering them
+        costs more (measured: tangents under a vmap took twice the time of a gradient).
         """
         transposed, is_literal = set(self.transposed), ir.is_literal
         for eqn in self.opened.eqns if transposed else ():
@@ -224,9 +224,9 @@ class Env:
         return {v for v in transposed if v in self.transposed or v.aval.ndim <= 2}
 
     def without_transposes(self, eqn: ir.Eqn, precision: Precision) -> Any:
-        """A product that reads what its operands are transposes of, as far as a dot can say that.
+        """A product that reads its operands from before their transposes, if a dot can express it.
 
-        XLA:CPU widens the operands of a low product that are transposed matrices in memory.
+        XLA:CPU widens those operands of a low product that are transposed matrices in memory.
         """
         if not self.transposed or ir.dot_numbers(eqn) is None:
             return eqn
@@ -239,12 +239,12 @@ class Env:
                 if numbers is None:
                     break
                 read = ir.with_operand(read, side, transpose.invars[0], numbers)
-                # one that is transposed again for it would be kept twice for the backward pass
+                # Transposed here once more, an operand would be saved twice for the backward pass.
                 eqn = read if side == 1 or is_in_order(len(order), numbers) else eqn
         return eqn
 
     def _transposing(self, atom: ir.Atom, precision: Precision) -> Any:
-        """The transpose that makes a value which is nowhere in another form than that."""
+        """The transpose that makes a value, if no low copy of the transposed value exists yet."""
         if ir.is_literal(atom) or atom in self.values:
             return None
         is_low = any((atom, precision) in known for known in (self.border_copies, self.low_copies))
@@ -260,7 +260,7 @@ class Env:
         return grows(maker) or self._has_low(_handed_on(maker), precision)
 
     def _move_low(self, eqn: ir.Eqn, precision: Precision) -> None:
-        """Moves the low copy of what an equation moves, where there is one, or where it grows."""
+        """Moves the low copy of the moved operand, if there is one or the result is larger."""
         if ir.widening(eqn) is not None:
             return
         operand = eqn.invars[0] if grows(eqn) else _handed_on(eqn)
@@ -287,7 +287,7 @@ class Env:
 
 
 def _handed_on(eqn: ir.Eqn) -> Any:
-    """What an equation moves, or takes a part of."""
+    """The operand that an equation moves, or takes a part of."""
     moved = moved_operand(eqn)
     return chosen_operand(eqn) if moved is None else moved
 

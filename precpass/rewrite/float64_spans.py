@@ -30,10 +30,10 @@ class Float64Span:
 
     Attributes:
         start, stop: their rows in the body.
-        eqns, decisions: the equations and what happens to each.
-        invars: what they read of the body.
-        outvars: what the rest of the body reads of them.
-        exact_in, exact_out: those of both that cross as bits too.
+        eqns, decisions: the equations and the decision for each.
+        invars: the body's values that they read.
+        outvars: their results that the rest of the body reads.
+        exact_in, exact_out: the operands and results that cross as bits too.
     """
 
     start: int
@@ -74,7 +74,7 @@ def float64_spans(opened: ir.Jaxpr, plan: Plan) -> dict[int, Float64Span]:
 
 
 def _readers(opened: ir.Jaxpr, home: Mapping[int, int]) -> dict[Any, set[int | None]]:
-    """Of each variable, the spans that read it; None for what is in none, and for the border."""
+    """For each variable, the spans that read it; None for any reader that is in no span."""
     readers: dict[Any, set[int | None]] = {v: {None} for v in _variables(opened.outvars)}
     for row, eqn in enumerate(opened.eqns):
         for v in _variables(eqn.invars):

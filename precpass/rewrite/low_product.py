@@ -1,4 +1,4 @@
-"""The form of a lowered product: low operands, a wide result, and a derivative through wide values.
+"""The form of a lowered product: 16-bit operands, a float32 result, and a float32 derivative.
 
     out = carrier(product(detach(low(x)), detach(low(w))), x, w)
 
@@ -6,11 +6,11 @@ JAX's transposition adds up the cotangents of a value that several equations rea
 that value: if a cast is shared before a fan-out, a sum of 16384 ones comes out as 256. So the low
 copies are detached from derivatives, and may then be shared, hoisted and stored at will. The
 carrier (`jaxpr.primitives.carrier`) returns its first operand and takes the derivative with
-respect to the wide operands. Its tangent is a pair of products of this same form, and so is its
-transpose. They read the low copies of the forward pass, which the carrier holds behind its other
-operands: casts of their own would be one more pass over each operand, and inside a checkpoint,
-which computes them again, one in every trip of a backward loop. Where nothing is differentiated,
-the carrier disappears in lowering.
+respect to the float32 operands. Its tangent is a pair of products of this same form, and so is its
+transpose. They read the low copies of the forward pass, which are the last operands of the carrier.
+Casts of their own would be one more pass over each operand, and inside a checkpoint, which computes
+them again, one in every trip of a backward loop. If nothing is differentiated, the carrier
+disappears in lowering.
 
 The product stays a plain equation, so that checkpoint policies such as `dots_saveable` see it.
 """
@@ -43,12 +43,13 @@ class Bilinear(ir.Form):
         items: its parameters, sorted by name.
         low: the dtype of its operands.
         dtype: the dtype of its result.
-        kept: the operand, low itself, whose 16 bits stand behind all operands; None for none.
-        recast: of each operand, whether the backward pass casts it again
+        kept: the position of the operand whose 16 bits, as integers, are the carrier's last
+            operand; None if there is no such operand.
+        recast: for each operand, whether the backward pass casts it again
             (`ProductForm.recast_in_backward`).
-        mapped: whether it is under a vmap and no single product.
-        copied: whether low copies of the two operands stand behind all others. They are what the
-            derivative reads, so that it makes none of its own.
+        mapped: whether it stands under a vmap and is no single product there.
+        copied: whether the carrier's last two operands are low copies of the product's operands.
+            The derivative reads them instead of making its own.
     """
 
     primitive: Any
@@ -85,25 +86,25 @@ class Bilinear(ir.Form):
 
     @property
     def sums_in(self) -> np.dtype[Any]:
-        """The dtype in which the product of low operands is asked for.
+        """The `preferred_element_type` of the product of low operands.
 
-        It is that of the result, so that sums are not rounded to the low format; the
-        kernels know no other wide result of a 16-bit pair than float32.
+        If the result is wider than the low format, it is float32, so that sums are not rounded;
+        kernels have no other wide result for 16-bit operands.
         """
         wide = self.dtype != self.low and self.low.itemsize < 4
         return np.dtype(np.float32) if wide else self.dtype
 
     def bare(self) -> Bilinear:
-        """Without what is known of these operands alone."""
+        """The form without the attributes that only hold for its present operands."""
         return dataclasses.replace(self, kept=None, recast=(False, False), copied=False)
 
     def others(self, rest: Sequence[Any]) -> Sequence[Any]:
-        """What the equation itself reads of the operands behind the first two."""
+        """Those operands behind the first two that the equation itself reads."""
         count = len(rest) - (self.kept is not None) - 2 * self.copied
         return rest[:count]
 
     def without_copies(self, operands: Sequence[Any]) -> tuple[Bilinear, Sequence[Any]]:
-        """The form, and its operands, without low copies of these."""
+        """The form and its operands, without the low copies of the operands."""
         if not self.copied:
             return self, operands
         return dataclasses.replace(self, copied=False), operands[:-2]
@@ -111,22 +112,22 @@ class Bilinear(ir.Form):
     def tangent(self, tangent: Any, other: Any, rest: Sequence[Any], side: int) -> Any:
         """The low product with `tangent` in the place of operand `side`.
 
-        Derivatives pass through a cast of each operand's own, so that cotangents add up wide.
+        Each operand has a cast of its own, so that its cotangents add up in float32.
         """
         if self.recast[1 - side]:
             form, rest = self.bare(), self.others(rest)
-            # a checkpoint keeps its operands alone
+            # A checkpoint saves only its operands.
             late = jax.checkpoint(lambda t, x: form.tangent(t, x, rest, side), prevent_cse=False)
             return late(tangent, other)
         low = _as(self.low, other)
         if self.copied:
             low = ir.in_place_of(low, rest[-1 - side])
         if not self._keeps_sums(side, tangent):
-            # JAX transposes a product only whose result has the operands' type
+            # JAX transposes only products whose result has the operands' dtype.
             pair = _ordered([_as(self.low, tangent), low], side)
             return _as(self.dtype, self._rounded(pair, rest))
         pinned = _needs_barriers(self.low)
-        # the backward pass keeps one value: the product's operand is the carrier's
+        # One value is saved for the backward pass, because product and carrier share the operand.
         low = ir.pin(low) if pinned and not self.copied else low
         flat = pinned and tangent.ndim <= 2  # see `Env.out_of_order`
         pair = [ir.detach(_as(self.low, tangent), pinned=pinned, flat=flat), low]
@@ -153,7 +154,7 @@ class Bilinear(ir.Form):
             return self._as_jax_transposes(cotangent, other, rest, side, aval)
         ndims = [aval.ndim, other.ndim]
         dot = transposed(self.numbers, _ordered(ndims, side), side)
-        # what the operands' types say of the sum over a sharded dimension may be ambiguous
+        # A sum over a sharded dimension leaves the result's sharding ambiguous, so it is given.
         like = self.with_numbers(dot.numbers, ir.sharding_before(aval, dot.order))
         form = dataclasses.replace(like.bare(), dtype=cotangent.dtype)
         out = form.lowered(_ordered([cotangent, other], dot.side))
@@ -176,13 +177,13 @@ class Bilinear(ir.Form):
             form = Bilinear(eqn.primitive, ir.sorted_params(eqn), self.low, cotangent.dtype)
             return [form.lowered(operands)]
 
-        # both as they are, wide or low: each product casts what it reads
+        # Both are passed as they are, in 16 bits or float32: each product casts its own operands.
         given = [cotangent, other]
         jaxpr = ir.trace(low_transpose, *(jax.typeof(x).update(dtype=self.low) for x in given))
         return _as(aval.dtype, ir.one_by_one(jaxpr, given, apply)[0])
 
     def lowered(self, operands: Sequence[Any]) -> Any:
-        """The product of two operands, wide or low, and of what the equation reads beside them."""
+        """The product of two operands, each in 16 bits or float32, and of the operands behind."""
         pinned = _needs_barriers(self.low)
         pair = [
             x if x.dtype == self.low else ir.detach(_as(self.low, x), pinned=pinned, flat=pinned)
@@ -196,14 +197,14 @@ class Bilinear(ir.Form):
         return _evaluated(build, self, pair, operands, detached=True)
 
     def _rounded(self, pair: Sequence[Any], rest: Sequence[Any]) -> Any:
-        """The product of low operands as JAX transposes it: its result has their type."""
+        """The product with a result in its operands' low dtype, which JAX can transpose."""
         given = {**dict(self.items), "preferred_element_type": self.low}
         return self.primitive.bind(*pair, *self.others(rest), **given)
 
     def batched(
         self, avals: Sequence[ir.Aval], dims: Sequence[int | None]
     ) -> tuple[Bilinear, int | None]:
-        """As a dot under a vmap is a single dot."""
+        """The form under a vmap: a dot becomes a single dot with one more dimension."""
         if not self.is_dot or all(dim is None for dim in dims):
             return dataclasses.replace(self, mapped=True), None
         numbers, dim = batched(self.numbers, [aval.ndim for aval in avals], dims)
@@ -216,13 +217,13 @@ class Bilinear(ir.Form):
         Otherwise JAX transposes a product whose result has the operands' dtype.
 
         Args:
-            side: the operand: of a convolution that of the kernel's gradient, which adds up over
-                the batch, and so over the devices that have a part of it each.
-            x: its tangent, or the product's cotangent.
+            side: the operand. For a convolution only the kernel's derivative (side 1) is made here,
+                because it adds up over the batch, and so over devices that have a part of it each.
+            x: the operand's tangent, or the product's cotangent.
         """
         if self.is_dot:
             return True
-        # JAX itself has no rule for how the result of a ragged product is sharded
+        # JAX has no rule for the sharding of a ragged product's result.
         by_type = self.is_ragged and ir.is_sharded_by_type(x)
         return not (self.mapped or by_type) and (self.is_ragged or side == 1)
 
@@ -232,7 +233,7 @@ def _as(dtype: np.dtype[Any], x: Any) -> Any:
 
 
 def _ordered(pair: Sequence[Any], side: int) -> list[Any]:
-    """A pair whose first element is to be at `side`."""
+    """A pair, in the order that puts its first element at `side`."""
     return list(pair if side == 0 else pair[::-1])
 
 
@@ -250,9 +251,9 @@ def lowered(
         build: where its equations are added.
         eqn: a `dot_general`, `ragged_dot_general` or `conv_general_dilated` equation.
         low_operands: its two data operands in the low format, from `low_copy`.
-        operands: all its operands as they were, wide.
-        dtype: the dtype of the result. A dot whose result is wide is not rounded.
-        recast: as `Bilinear` has it.
+        operands: all its operands in the original dtypes.
+        dtype: the dtype of the result. A dot with a float32 result is not rounded.
+        recast: as in `Bilinear`.
 
     Returns:
         The product, differentiable to any order in forward and reverse mode.
@@ -278,9 +279,10 @@ def _evaluated(
         build: where its equations are added.
         form: the product.
         low_operands: its two data operands in the low format.
-        operands: all its operands, with those through which the derivative goes.
-        aval: of the low operands' product, where `build` asks for it.
-        detached: whether a derivative passes through the low operands, and is to end.
+        operands: all its operands; the derivative passes through the first two.
+        aval: the aval of the low operands' product; a `Direct` needs none.
+        detached: whether to detach the product, because a derivative would pass through the low
+            operands.
     """
     lhs, rhs, *rest = operands
     # JAX's transpose of a ragged dot takes no symbolic zero
@@ -306,7 +308,8 @@ def low_copy(build: ir.Builder, x: Any, precision: Precision, *, flat: bool = Fa
         build: where its equations are added.
         x: the operand.
         precision: the format.
-        flat: whether it is brought into order in memory: XLA leaves a transpose's layout as it was.
+        flat: whether it is brought into row-major order in memory, which XLA does not do for a
+            transpose.
     """
     low = x if x.aval.dtype == precision.dtype else build.convert(x, precision.dtype)
     pinned = _needs_barriers(precision.dtype)
@@ -317,15 +320,16 @@ def _needs_barriers(low: np.dtype[Any]) -> bool:
     """Whether XLA:CPU must be kept from folding transposes into a product.
 
     It folds them into (bf16, bf16) -> f32 products for which it then has no
-    kernel (see `_runnable`). No trace knows the platforms that it will be lowered
-    for, so every program has the form that runs on all; the kernels of the other
-    platforms take every layout, and there the barriers are lowered to nothing.
+    kernel (see `_runnable`). A trace does not know the platforms that it will be
+    lowered for, so every program has the form that runs on all of them. The kernels
+    of other platforms take every layout, and for these the barriers are lowered to
+    nothing.
     """
     return low == Precision.BF16.dtype
 
 
 def is_in_order(rank: int, numbers: Numbers) -> bool:
-    """Whether a dot's left operand has its contracted dimensions behind those that are kept."""
+    """Whether a dot's left operand has its contracted dimensions behind its free ones."""
     contracting, batch = numbers
     own = kept(rank, contracting[0], batch[0])
     return not own or not contracting[0] or min(contracting[0]) > max(own)
@@ -336,16 +340,16 @@ def _runnable(
 ) -> tuple[Sequence[Any], Params]:
     """The form of a (bf16, bf16) -> f32 dot that XLA:CPU has a kernel for.
 
-    It has none (at run time: "Unsupported element type for DotThunk") where a
-    transpose is folded into the product from before or behind, hence the barriers
-    there, nor for some layouts of the right operand where the left one has its
-    contracted dimensions before the kept ones (12 of 72 layouts tried, on jax
-    0.10.2 and 0.12.0). So the left one is brought into the order (batch, kept,
-    contracted), behind a barrier. Where it has that order already nothing is
-    done: `vmap` can then only add kept or batch dimensions, which is harmless.
+    XLA:CPU fails at run time with "Unsupported element type for DotThunk" in two
+    cases. One is a transpose that is folded into the product, from an operand or
+    from the result; barriers prevent that. The other is some layouts of the right
+    operand if the left one has its contracted dimensions before its free ones (12
+    of 72 layouts tried, on jax 0.10.2 and 0.12.0). So the left operand is brought
+    into the order (batch, free, contracted), behind a barrier. If it has that order
+    already, nothing is done: `vmap` can only add free or batch dimensions to it.
 
-    A matrix behind a mere barrier may be the transposed matrix still, whose product
-    runs on widened operands (measured: 2.8 times the time), hence `flat`.
+    A matrix behind a mere barrier may still be transposed in memory, and its product
+    then runs on widened operands (measured: 2.8 times the time), hence `flat`.
     """
     lhs, rhs = pair
     contracting, batch = numbers

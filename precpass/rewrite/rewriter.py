@@ -30,12 +30,12 @@ _Key = tuple[int, Plan, Hashable, bool]
 
 
 class Rewriter:
-    """Rewrites the jaxprs of one program; a body with one plan is rewritten once.
+    """Rewrites the jaxprs of one program; a body is rewritten once for each plan that it has.
 
     Args:
         plan_rule: plans the jaxpr of a custom rule under a name scope and with a border,
             when JAX traces it.
-        distinguish: what of a scope those plans depend on.
+        distinguish: gives a key of a scope; these plans are equal for scopes with equal keys.
         around_rule: a context in which custom rules are traced.
     """
 
@@ -74,10 +74,10 @@ class Rewriter:
     def added(
         self, jaxpr: ir.Jaxpr, plan: Plan, scope: str
     ) -> tuple[Sequence[Any], list[Sequence[Any]], Sequence[Any]] | None:
-        """What begins a body; for each of its equations those in its place; and what ends it.
+        """The new equations at the start of a body, in the place of each equation, and at the end.
 
-        Of consecutive equations of a float64 region the first has what replaces all.
-        None where nothing was rewritten here.
+        The first of consecutive equations of a float64 region has those that replace all of them.
+        None if the body was not rewritten.
         """
         memoized = self.memo.get(self.key(jaxpr, plan, scope))
         if memoized is None:
@@ -88,8 +88,8 @@ class Rewriter:
         return eqns[: starts[0]], spans, last
 
     def key(self, jaxpr: ir.Jaxpr, plan: Plan, scope: str) -> _Key:
-        """What tells the rewrite of a body apart from others."""
-        # equal plans of one jaxpr under two scopes may still plan its custom rules differently
+        """The key under which the rewrite of a body is cached."""
+        # Under two scopes equal plans of one jaxpr may still plan its custom rules differently.
         seen = self.distinguish(scope) if plan.rewrites_rules else None
         return id(ir.open_jaxpr(jaxpr)), plan, seen, ir.in_x64()
 
@@ -98,7 +98,7 @@ class Rewriter:
         reasons: list[Any] = []
         pairs = zip(ir.open_jaxpr(jaxpr).eqns, plan.decisions, strict=True)
         for eqn, decision in [pair for pair in pairs if pair[1].inner]:
-            # shards are rewritten in their own place, where their axes are bound
+            # The body of a shard_map is rewritten where it is traced, with its axes bound.
             if eqn.primitive.name == "shard_map":
                 continue
             # nor are the bodies of a float64 span, where x64 is on
@@ -137,13 +137,13 @@ class Rewriter:
             env.border_copy(opened.outvars[at], low) for at, low, _ in plan.border_copies.results
         ]
         new = build.finish(jaxpr, invars, outvars)
-        # holds the jaxpr too: an id is only unique while its object lives
+        # the entry keeps the jaxpr alive: an id is only unique while its object lives
         self.memo[self.key(jaxpr, plan, scope)] = jaxpr, new, starts
 
     def _add_float64_span(
         self, env: Env, span: Float64Span, scope: str, exact: dict[Any, Any]
     ) -> None:
-        """Adds a float64 span; `exact` has what other spans made in float64, as its bits."""
+        """Adds a float64 span; `exact` holds the bits of float64 values that other spans made."""
 
         def inside(*args: Any) -> list[Any]:
             return self._in_float64_span(env.opened, span, args, scope)
@@ -200,11 +200,11 @@ class Rewriter:
 
     @functools.cached_property
     def _of_rules(self) -> Rewriter:
-        """What rewrites custom rules.
+        """A second rewriter, for custom rules.
 
-        The rewritten equations refer to it, and this rewriter to them: were it this one, they
-        would hold each other, and all that the program closes over, until the cycle collector
-        runs.
+        The rewritten equations refer to it, and this rewriter refers to them. If it were this one,
+        they would keep each other, and everything that the program closes over, alive until the
+        cycle collector runs.
         """
         rewriter = Rewriter(self.plan_rule, self.distinguish, self.around_rule)
         rewriter.x64, rewriter.templates = self.x64, self.templates
@@ -219,7 +219,7 @@ class Rewriter:
         return ir.Rewrite(rewritten, functools.partial(_around_rule, self.around_rule, self.x64))
 
     def _body(self, eqn: ir.Eqn, body: ir.Body, plan: Plan, scope: str) -> Any:
-        """The rewritten jaxpr of a body, its twins where the equation has them."""
+        """The rewritten jaxpr of a body, with its border copies in the equation's order."""
         new = self.jaxpr(body.jaxpr, plan, scope)
         places = [[t.position for t in border_copies] for border_copies in plan.border_copies]
         return ir.with_border_copies_in_order(eqn, body, new, *places) if any(places) else new
@@ -262,7 +262,7 @@ def _cross(
     args: Sequence[Any],
     avals: Sequence[ir.Aval],
 ) -> None:
-    """Adds an equation whose borders low copies cross too."""
+    """Adds an equation with border copies."""
     pairs = list(zip(ir.bodies(eqn), decision.inner, strict=True))
     copies_in = _border_copies((body.operands, plan.border_copies.operands) for body, plan in pairs)
     copies_out = _border_copies((body.results, plan.border_copies.results) for body, plan in pairs)
@@ -284,7 +284,7 @@ def _cross(
 def _around_rule(
     around: Callable[[], contextlib.AbstractContextManager[Any]], x64: bool
 ) -> Generator[None]:
-    # a rule that is traced in a float64 span is the user's code, written for x64 as it was outside
+    # A custom rule in a float64 span is the user's code, written for the x64 setting outside.
     with around(), jax.enable_x64(x64):
         yield
 
@@ -292,7 +292,7 @@ def _around_rule(
 def _border_copies(
     sides: Iterable[tuple[Sequence[int], Sequence[BorderCopy]]],
 ) -> dict[int, BorderCopy]:
-    """The twins of an equation, by position, of those of its bodies."""
+    """The border copies of an equation, by position, from those of its bodies."""
     copies = {places[t.position]: t for places, border_copies in sides for t in border_copies}
     return dict(sorted(copies.items()))
 
@@ -311,7 +311,7 @@ def _round(env: Env, eqn: ir.Eqn, decision: Decision) -> None:
 
 
 def _exchanged(env: Env, eqn: ir.Eqn) -> Any:
-    """A product of exchanged operands in the precision in which it was written."""
+    """A product with exchanged operands, in the precision in which it was written."""
     eqn = ir.exchanged(eqn)
     return env.build.keep(eqn, [env.read(v) for v in eqn.invars])[0]
 
@@ -327,7 +327,7 @@ def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
 
 
 def _low(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
-    """An equation on low operands with low results; sums are taken wide and rounded once."""
+    """An equation with low operands and results; sums are taken in float32 and rounded once."""
     low = decision.compute
     assert low is not None
     row = op(eqn.primitive.name)
@@ -351,8 +351,8 @@ def _low(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
 def _spread(env: Env, atom: ir.Atom, out: tuple[Any, ...], low: Precision) -> Any:
     """An operand of an elementwise equation in the low format, in the shape of its result.
 
-    These stretch dimensions of size 1, and clamp stretches scalar bounds: the transpose would add
-    up in the low format.
+    Elementwise equations broadcast dimensions of size 1, and clamp broadcasts scalar bounds. The
+    transpose of that is a sum, which would be taken in the low format.
     """
     if ir.is_literal(atom) or ir.precision_of(atom.aval) is None:
         return env.read_as(atom, low)
