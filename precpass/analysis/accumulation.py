@@ -19,11 +19,11 @@ from precpass.policy.primitives import OpKind, op
 __all__ = ["Additive", "LoopFeedback", "all_feedback"]
 
 LoopFeedback = tuple[int, ...]
-"""Of each operand of a jaxpr, the set of its results that are fed back into it."""
+"""For each operand of a jaxpr, the set of the results that are fed back into it."""
 
 
 def all_feedback(operands: int, results: int) -> LoopFeedback:
-    """Every result may come back through every operand."""
+    """The feedback in which every result may be fed back into every operand."""
     return ((1 << results) - 1,) * operands
 
 
@@ -40,10 +40,10 @@ class Additive:
 
         Args:
             jaxpr: a loop's body, or a body inside it.
-            feedback: what comes back.
+            feedback: which results are fed back into each operand.
 
         Returns:
-            Their positions.
+            The positions of these equations.
         """
         if not any(feedback):
             return frozenset()
@@ -73,9 +73,9 @@ class Additive:
         return frozenset(additive_eqns)
 
     def cyclic(self, body: ir.Body) -> LoopFeedback:
-        """The results that an additive cycle through a loop's carry hands back, per operand.
+        """For each operand, the results that an additive cycle through the loop's carry feeds back.
 
-        A carry may accumulate through others: two that change places and add one
+        A carry may accumulate through another one: two carries that swap places and add one in
         each trip are both sums.
         """
         invar_of = {outvar: invar for invar, outvar in body.carry}
@@ -100,7 +100,7 @@ class Additive:
         return tuple(feedback) if any(feedback) else ()
 
     def _through(self, jaxpr: ir.Jaxpr) -> list[int]:
-        """Of each result of a jaxpr, the operands that it adds up."""
+        """For each result of a jaxpr, the operands that it is a sum of."""
         opened = ir.open_jaxpr(jaxpr)
         held = self._passes.get(id(opened))
         if held is None:
@@ -110,7 +110,7 @@ class Additive:
         return held[1]
 
     def _forward(self, opened: ir.Jaxpr) -> dict[Any, int]:
-        """Of each value of a jaxpr, the operands that reach it through additive equations."""
+        """For each value of a jaxpr, the operands that reach it through additive equations."""
         if (held := self._reached.get(id(opened))) is not None:
             return held[1]
         reached = {v: 1 << i for i, v in enumerate(opened.invars)}
@@ -127,7 +127,7 @@ class Additive:
         return reached
 
     def _passed(self, eqn: ir.Eqn) -> list[int]:
-        """Of each result of an equation, the operands that it adds up."""
+        """For each result of an equation, the operands that it is a sum of."""
         bodies = ir.bodies(eqn)
         if not bodies:
             row = op(eqn.primitive.name)

@@ -18,9 +18,9 @@ class Analysis:
 
     Attributes:
         graph: the program.
-        facts: what is known of its values, by class of call sites; those of the root.
-        uses: who reads a value.
-        additive: where loops accumulate.
+        facts: the ranges of the root's values; those of bodies, by class of call sites, are inside.
+        uses: the readers of each value.
+        additive: the additive paths through its loops.
 
     Args:
         graph: the program.
@@ -35,7 +35,7 @@ class Analysis:
 
     @functools.cached_property
     def facts_of(self) -> dict[int, list[ValueRanges]]:
-        """What is known of each body's values, at each class of its call sites."""
+        """The ranges of each body's values, at each class of its call sites."""
         ranges_by_body: dict[int, list[ValueRanges]] = {}
         todo, seen = [self.facts], {id(self.facts)}
         while todo:

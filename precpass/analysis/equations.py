@@ -1,4 +1,4 @@
-"""What a single equation is and allows, apart from any policy."""
+"""Properties of a single equation that no policy changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from precpass.units import counted
 
 
 def contracts(eqn: ir.Eqn) -> bool:
-    """Whether a product sums over anything; an outer or elementwise product does not."""
+    """Whether a product contracts a dimension; an outer or elementwise product does not."""
     if eqn.primitive.name != "dot_general":
         return True
     numbers = ir.summed_and_batch(eqn)
@@ -25,7 +25,7 @@ def float_vars(eqn: ir.Eqn) -> list[Any]:
 
 
 def moved_operand(eqn: ir.Eqn) -> Any:
-    """What an equation only moves, each element once at the most; None where it does more."""
+    """The operand that an equation only moves, each element at most once; None if there is none."""
     if len(eqn.invars) != 1:
         return None
     row = op(eqn.primitive.name)
@@ -40,14 +40,14 @@ def moved_operand(eqn: ir.Eqn) -> Any:
 def spreads(eqn: ir.Eqn) -> bool:
     """Whether one element of an operand reaches many results, whose cotangents are added up.
 
-    So it is with a reshard to a type that is reduced over axes: each device has a cotangent.
+    A reshard to a type that is reduced over axes does so too: each device has a cotangent.
     """
     is_reshard = eqn.primitive.name == "reshard"
     return op(eqn.primitive.name).spreads or (is_reshard and ir.is_reduced(eqn.outvars[0].aval))
 
 
 def chosen_operand(eqn: ir.Eqn) -> Any:
-    """What an equation takes a part of that is chosen at run time; None where it does not."""
+    """The operand of which an equation takes a part chosen at run time; None for any other."""
     if not op(eqn.primitive.name).takes_a_part:
         return None
     whole = eqn.invars[0]
@@ -56,15 +56,15 @@ def chosen_operand(eqn: ir.Eqn) -> Any:
 
 
 def hands_on_layout(eqn: ir.Eqn) -> bool:
-    """Whether XLA gives what an equation makes the layout of what it reads."""
+    """Whether XLA gives an equation's result the layout of its operand."""
     kind = op(eqn.primitive.name).kind
     return kind in (OpKind.ELEMENTWISE, OpKind.DATA_MOVEMENT) or ir.keeps_bits(eqn)
 
 
 def grows(eqn: ir.Eqn) -> bool:
-    """Whether an equation only repeats what it is given, so that a cast belongs before it.
+    """Whether an equation only repeats its operand, so that a cast belongs before it.
 
-    On the wire of an `all_gather`, and of a reshard that is one, it halves the bytes.
+    A cast before an `all_gather`, or a reshard that gathers, halves the bytes between devices.
     """
     if not op(eqn.primitive.name).repeats:
         return False
@@ -78,17 +78,17 @@ def grows(eqn: ir.Eqn) -> bool:
 
 
 def has_low(eqn: ir.Eqn) -> bool:
-    """Whether anything inside an equation's bodies is low."""
+    """Whether an equation's bodies contain 16-bit values."""
     inside = (a for body in ir.bodies(eqn) for a in ir.all_avals(body.jaxpr))
     return any(p.is_low for a in inside if (p := ir.precision_of(a)))
 
 
 def unentered(eqn: ir.Eqn, lowered: dict[Any, ir.Contents]) -> str | None:
-    """Which products an equation that is not entered contains, in words; None for none.
+    """The products in an equation that is not entered, in words; None if it contains none.
 
     Args:
         eqn: the equation.
-        lowered: what was found out about others, by all that tells them apart.
+        lowered: a cache of what equations contain, by their keys.
     """
     held = [e for j in ir.hidden_jaxprs(eqn) for e in ir.all_held_eqns(j)]
     products = sum(e.primitive.name in COMPUTING for e in held)

@@ -31,7 +31,7 @@ class BodyNode:
     """One jaxpr of the graph.
 
     Attributes:
-        jaxpr: as it was found, open or closed.
+        jaxpr: the jaxpr, open or closed as it is in the program.
         scope: the callers' name scopes, joined; "" at the root.
         start, stop: its equations' rows in the graph's columns.
         calls: how often it runs in one run of the root.
@@ -49,7 +49,7 @@ class BodyNode:
 
     @property
     def source(self) -> ir.Source:
-        """The first caller's source line; its own caller's where JAX recorded none."""
+        """The first caller's source line, or that of its caller if JAX recorded none."""
         node: BodyNode | None = self
         while node is not None and node.caller is not None:
             own = ir.source_of(node.caller)
@@ -123,12 +123,12 @@ class Graph:
 
     @property
     def sources(self) -> npt.NDArray[np.int32]:
-        """Of each edge, the value that an equation reads."""
+        """For each edge, the value that an equation reads."""
         return self._dataflow.edges[:, 0]
 
     @property
     def targets(self) -> npt.NDArray[np.int32]:
-        """Of each edge, the equation that reads it."""
+        """For each edge, the equation that reads the value."""
         return self._dataflow.edges[:, 1]
 
     @property
@@ -155,15 +155,15 @@ class Graph:
         return self.scope_in(int(self.body[row]), self.eqns[row])
 
     def scope_in(self, body: int, eqn: ir.Eqn) -> str:
-        """That of one of a body's equations."""
-        # a name stack is one object for all that was bound below it, and is slow to print
+        """The whole name scope of one of a body's equations."""
+        # Equations that were bound under one name stack share its object, which is slow to print.
         key = body, id(eqn.source_info.name_stack)
         if key not in self._scopes:
             self._scopes[key] = join_scopes(self.bodies[body].scope, ir.scope_of(eqn))
         return self._scopes[key]
 
     def source(self, row: int) -> ir.Source:
-        """The source line of an equation; its caller's where JAX recorded none of its own."""
+        """The source line of an equation, or its caller's if JAX recorded none."""
         own = ir.source_of(self.eqns[row])
         return own if own.file else self.bodies[int(self.body[row])].source
 
@@ -228,7 +228,7 @@ class _Builder:
     def build(self, jaxpr: ir.Jaxpr) -> Graph:
         """The graph of a jaxpr; a body's first caller is the first in the order of execution."""
         self._add(jaxpr, "", None, -1)
-        # a walk of its own, as Python's recursion ends before JAX's nesting does
+        # A stack and no recursion, because JAX's nesting may exceed Python's recursion limit.
         walk, left = [self._inside(0)], list[int]()
         entered = [0]
         while walk:
@@ -263,7 +263,7 @@ class _Builder:
         return at, True
 
     def _inside(self, at: int) -> Iterator[int]:
-        """Adds what the equations of a body enter; yields each body that was not met before."""
+        """Adds the bodies that a body's equations enter; yields those that are new."""
         _, scope, start, stop, _, _ = self.found[at]
         for row in range(start, stop):
             eqn = self.eqns[row]

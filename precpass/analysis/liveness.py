@@ -1,9 +1,9 @@
-"""What a rewritten program holds only for derivatives that somebody may take later.
+"""The values in a rewritten program that only its derivatives read, if they are ever taken.
 
-A lowered product, and a value that is stored low, refer to their wide operands, because
+A lowered product, and a value that is stored in 16 bits, refer to their float32 operands, because
 derivatives pass through those (`ir.is_identity_of_first_operand`). If nobody differentiates,
-nothing reads them: XLA drops them and everything that only they are made of, also from the stacks
-and carries of loops. Counts and estimates leave them out for that reason.
+nothing reads these operands. XLA drops them, and everything that only serves to compute them, also
+from the stacks and carries of loops. So counts and estimates leave them out.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["Unread", "unread"]
 
 
 class Unread(NamedTuple):
-    """What is read by derivatives alone.
+    """The equations and values that only derivatives read.
 
     Attributes:
-        rows: of the graph's equations, whether all results are.
-        values: of its values, behind each variable its body's index.
+        rows: for each of the graph's equations, whether that holds for all of its results.
+        values: the values for which it holds, as pairs (variable, index of its body).
     """
 
     rows: npt.NDArray[np.bool_]
@@ -33,12 +33,12 @@ class Unread(NamedTuple):
 
 
 def unread(graph: Graph) -> Unread:
-    """What only derivatives of a program read, if they are taken.
+    """The equations and values that only derivatives of a program read.
 
-    What nothing reads at all is not among it.
+    Values that nothing reads at all are not among them.
 
     Args:
-        graph: of the program.
+        graph: the program.
     """
     rows = np.zeros(len(graph.eqns), np.bool_)
     if not any(map(ir.is_identity_of_first_operand, graph.eqns)):
@@ -48,19 +48,19 @@ def unread(graph: Graph) -> Unread:
     dead = written & ~read
     produced = graph.producers >= 0
     makers = graph.producers[produced]
-    # some results of an equation may be read, and others not
+    # Of an equation with several results some may be read and others not.
     rows[makers[dead[produced]]] = True
     rows[makers[read[produced]]] = False
     return Unread(rows, frozenset(graph.values[i] for i in np.flatnonzero(dead).tolist()))
 
 
 def _live(graph: Graph, roots: list[int], *, first: bool) -> npt.NDArray[np.bool_]:
-    """Which values the program's results and effects depend on.
+    """For each value, whether the program's results and effects depend on it.
 
     Args:
-        graph: of the program.
+        graph: the program.
         roots: the values that are needed in any case.
-        first: whether what hands a value on reads its first operand alone.
+        first: whether equations that return their first operand count as reading only that one.
     """
     back: dict[int, list[int]] = {}
     for a, b in graph.links.tolist():
@@ -80,14 +80,14 @@ def _live(graph: Graph, roots: list[int], *, first: bool) -> npt.NDArray[np.bool
         if not live[value]:
             live[value] = True
             todo += back.get(value, ())
-            # what an equation with bodies reads is linked to what its results are made of
+            # The operands of an equation with bodies are linked to values inside the bodies.
             if producers[value] not in graph.children:
                 todo += reads.get(producers[value], ())
     return live
 
 
 def _roots(graph: Graph) -> Iterator[int]:
-    """The results, what effects read, and what crosses a border without a link."""
+    """The results, the operands of effects, and values that cross a border without a link."""
     index = {(id(var), body): i for i, (var, body) in enumerate(graph.values)}
 
     def places(atoms: Any, body: int) -> Iterator[int]:
@@ -104,5 +104,5 @@ def _roots(graph: Graph) -> Iterator[int]:
             elif ir.effects_of(eqn):
                 yield from places(eqn.invars, at)
             for body, child in children:
-                # a predicate leaves by no result
+                # A loop's predicate is no result of the loop's equation.
                 yield from places(ir.open_jaxpr(body.jaxpr).outvars[len(body.results) :], child)

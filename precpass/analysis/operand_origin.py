@@ -17,30 +17,30 @@ __all__ = ["OperandOrigin", "OperandOrigins"]
 
 
 class OperandOrigin(enum.Enum):
-    """How a product's operand comes about."""
+    """Where a product's operand comes from."""
 
     FUSED = "fused"
-    """By elementwise work, in whose fusion a cast costs nothing."""
+    """Elementwise work makes it, in whose fusion a cast costs nothing."""
     IN_MEMORY = "in memory"
-    """In memory as float32: a cast reads and writes it."""
+    """It is in memory as float32, so a cast reads and writes it."""
     LOOP_INVARIANT = "loop-invariant"
-    """A loop's constant, which is cast once, outside of the loop."""
+    """It is a loop's constant, which is cast once, outside the loop."""
 
-    # each product asks for two
+    # Each product asks for the origins of two operands.
     __hash__ = object.__hash__
 
 
 class OperandOrigins:
-    """The origins of the values of a graph. Movement is looked through: casts commute with it."""
+    """The origins of a graph's values. Data movement is looked through: casts commute with it."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._rows: dict[int, dict[Any, int]] = {}
 
     def of(self, body: int, atom: ir.Atom) -> OperandOrigin:
-        """The origin of an operand in a body; where calls differ, that at the first one."""
+        """The origin of an operand in a body; if its calls differ, the one at the first call."""
         node = self.graph.bodies[body]
-        # the equations whose bodies were entered on the way, with their own bodies
+        # The equations whose bodies were entered on the way, each with the body it stands in.
         entered: list[tuple[BodyNode, Any]] = []
         while not ir.is_literal(atom):
             row = self._producers(node).get(atom)
@@ -68,8 +68,8 @@ class OperandOrigins:
     def is_recast(self, body: int, atom: ir.Atom) -> bool:
         """Whether a backward pass casts a product's operand again (`ProductForm`).
 
-        That is so where a loop runs the body as a part of a branch and has the operand from
-        outside.
+        It does if the body is part of a branch inside a loop and the operand is made outside the
+        loop.
         """
         node = self.graph.bodies[body]
         while node.around is not None and node.caller.primitive.name not in ("scan", "while"):
@@ -79,7 +79,7 @@ class OperandOrigins:
         return False
 
     def is_made_in(self, body: int, atom: ir.Atom) -> bool:
-        """Whether elementwise work in the very body makes an operand."""
+        """Whether elementwise work in the same body makes an operand."""
         rows = self._producers(self.graph.bodies[body])
         while not ir.is_literal(atom) and (row := rows.get(atom)) is not None:
             eqn = self.graph.eqns[row]
@@ -96,7 +96,7 @@ class OperandOrigins:
         return self._rows[id(node)]
 
     def _inside(self, row: int, atom: ir.Atom) -> tuple[BodyNode, Any] | None:
-        """The body, run once, that makes a result, and what it is there."""
+        """The body that makes a result, if it runs once, and the atom for the result there."""
         match self.graph.children.get(row, ()):
             case ((body, child),) if body.trips == 1 and not body.carry:
                 position = self.graph.eqns[row].outvars.index(atom)
@@ -111,7 +111,7 @@ class OperandOrigins:
 def _outside(
     node: BodyNode, atom: ir.Atom, around: BodyNode | None, caller: Any
 ) -> tuple[BodyNode, Any] | OperandOrigin:
-    """What a value of a body's border is where an equation calls the body."""
+    """The atom at the calling equation that stands for a value of a body's border."""
     opened = ir.open_jaxpr(node.jaxpr)
     if caller is None or around is None or atom not in opened.invars:
         return OperandOrigin.IN_MEMORY

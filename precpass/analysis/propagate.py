@@ -21,15 +21,15 @@ __all__ = ["ANY", "ValueRange", "ValueRanges", "of_array", "propagate"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ValueRanges:
-    """The facts of one body at one class of call sites.
+    """The ranges of the values of one body at one class of call sites.
 
     Attributes:
-        body: its index in the graph.
-        values: variable -> fact, where anything is known; never ANY.
-        inner: equation row -> the facts of its bodies.
-        unchecked: the constants whose elements cannot be read here (`fact.is_readable`).
-        sampler: whether it is inside of one of JAX's samplers.
-        literals: the facts of literals that were asked for, by id; the graph holds them.
+        body: the body's index in the graph.
+        values: variable -> its range; a variable of which nothing is known is absent.
+        inner: equation row -> the ranges of its bodies.
+        unchecked: the constants whose elements cannot be read (`ranges.is_readable`).
+        sampler: whether the body is inside one of JAX's samplers.
+        literals: the ranges of literals by id, cached; the graph keeps the literals alive.
     """
 
     body: int
@@ -40,7 +40,7 @@ class ValueRanges:
     literals: dict[int, ValueRange] = dataclasses.field(default_factory=dict)
 
     def of(self, atom: ir.Atom) -> ValueRange:
-        """The fact of a variable or literal."""
+        """The range of a variable or literal."""
         if not ir.is_literal(atom):
             return self.values.get(atom, ANY)
         fact = self.literals.get(id(atom))
@@ -50,7 +50,7 @@ class ValueRanges:
 
 
 def propagate(graph: Graph, closed_over: Sequence[Any] = ()) -> ValueRanges:
-    """The facts of the root and, under it, of every body at its call sites.
+    """The ranges of the root's values and, inside, of every body's at its call sites.
 
     Args:
         graph: the program.
@@ -71,7 +71,7 @@ def propagate(graph: Graph, closed_over: Sequence[Any] = ()) -> ValueRanges:
 
 
 class _Propagation:
-    """One run over a graph: each body once for all calls of which the same is known."""
+    """One run over a graph, in which calls of a body with equal ranges share one propagation."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -79,7 +79,7 @@ class _Propagation:
         self.results: Memo = {}
 
     def body(self, at: int, given: tuple[ValueRange, ...], *, sampler: bool) -> ValueRanges:
-        """The facts of a body whose operands' are `given`, inside of a sampler or not."""
+        """The ranges of a body whose operands have the ranges `given`, inside a sampler or not."""
         key = (at, given, sampler)
         if key in self.bodies:
             return self.bodies[key]
@@ -91,7 +91,7 @@ class _Propagation:
         values = {v: fact for v, fact in begin if fact is not ANY}
         unchecked = frozenset(var for var, const in pairs if not is_readable(const))
         facts = self.bodies[key] = ValueRanges(at, values, {}, unchecked, sampler)
-        # no call of Python's for each value: every equation comes here
+        # Every equation comes here, so this makes no Python call for each value.
         get, fact_of, is_literal = values.get, facts.of, ir.is_literal
         children, memo, unknown = self.graph.children, self.results, ANY
         for row, eqn in enumerate(self.graph.eqns[node.start : node.stop], node.start):
@@ -124,10 +124,10 @@ class _Propagation:
                 before = joined[result]
                 joined[result] = fact if before is None else hull([before, fact])
             for _, outvar in body.carry:
-                # zero trips hand the initial value through
+                # With zero trips the result is the initial value.
                 joined[body.results[outvar]] = of_aval(eqn.outvars[body.results[outvar]].aval)
         facts.inner[row] = tuple(inner)
         left = [fact or of_aval(v.aval) for fact, v in zip(joined, eqn.outvars, strict=True)]
-        # JAX's samplers are jits inside of each other: at the outermost one's end a sample is a
-        # number like any other
+        # JAX's samplers are nested jits. Behind the outermost one a sample is a number like any
+        # other.
         return [fact._replace(random=fact.random and facts.sampler) for fact in left]

@@ -24,15 +24,15 @@ class ValueRange(NamedTuple):
 
     Attributes:
         lo, hi: bounds of the finite elements.
-        likely_max: a magnitude that an element may well have, since a constant with
-            it was selected into the value or added to it; 0 where none is known.
-        magnitude: the magnitude of a multiple of a constant, or of a sum, where what is unknown
-            counts as 1; 0 for what is neither.
-        likely_min_nonzero: a nonzero magnitude, the smallest known, that an element may well have:
-            of a constant, or of what `x + eps` and `max(x, eps)` are at least; else 0.
-        integer: every element is an integer.
-        constant: the elements themselves are known.
-        random: made from random bits and constants alone.
+        likely_max: the magnitude of a constant that was selected into the value or added to it,
+            so that an element may well be as large; 0 if there is none.
+        magnitude: the magnitude of a constant's multiple, or of a sum, in which an unknown factor
+            or term counts as 1; 0 for any other value.
+        likely_min_nonzero: the smallest known nonzero magnitude that an element may well have: of
+            a constant, or the lower bound in `x + eps` and `max(x, eps)`; 0 if there is none.
+        integer: whether every element is an integer.
+        constant: whether the elements themselves are known.
+        random: whether it is made from random bits and constants only.
     """
 
     lo: float = -math.inf
@@ -46,7 +46,7 @@ class ValueRange(NamedTuple):
 
     @property
     def overall_magnitude(self) -> float:
-        """That of the value as a whole; 0 where it is unknown."""
+        """The magnitude of the value as a whole; 0 if it is unknown."""
         return self.likely_max if self.constant else self.magnitude
 
 
@@ -55,13 +55,13 @@ _BOOL = ValueRange(0.0, 1.0, integer=True)
 
 
 def of_aval(aval: Any) -> ValueRange:
-    """What a value's dtype says of it."""
+    """The range that a value's dtype implies."""
     return of_dtype(getattr(aval, "dtype", None))
 
 
 @functools.cache
 def of_dtype(dtype: Any) -> ValueRange:
-    """What a dtype says of a value; None is that of no array."""
+    """The range that a dtype implies; None is the dtype of a value that is no array."""
     if dtype == np.bool_:
         return _BOOL
     if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
@@ -73,16 +73,16 @@ def of_dtype(dtype: Any) -> ValueRange:
 # ---------------------------------------------------------------- constants
 
 _LARGE = 1 << 20
-"""From this many elements on an accelerator reduces an array: a compilation pays only then."""
-# weak, so that no buffer lives longer for having been looked at
+"""The accelerator reduces arrays of at least this many elements; for fewer no compilation pays."""
+# It is weak, so that it keeps no buffer alive.
 _known = WeakIdMap[ValueRange]()
 
 
 def is_readable(value: Any) -> bool:
-    """Whether a constant's elements can be read here.
+    """Whether a constant's elements can be read.
 
-    They cannot where the constant is a tracer of an outer transform, where a part of it lies on
-    another process's devices, where each device holds one term of a sum, or where it was donated.
+    They cannot if the constant is a tracer of an outer transform, if a part of it is on another
+    process's devices, if each device holds one term of a sum, or if it was donated.
     """
     if isinstance(value, jax.core.Tracer):
         return False
@@ -97,17 +97,17 @@ def is_readable(value: Any) -> bool:
 
 
 def of_array(value: Any) -> ValueRange:
-    """The fact of a constant; ANY where nothing can be read of it.
+    """The range of a constant; ANY if its elements cannot be read.
 
-    An array of an accelerator is reduced on its own devices, and once as long as it lives.
+    An array on an accelerator is reduced there, once in its life.
     """
-    if isinstance(value, (int, float, bool)):  # a literal's number bears its dtype
+    if isinstance(value, (int, float, bool)):  # a number in a literal has its dtype
         return _of_scalar(getattr(value, "dtype", np.result_type(value)), value)
     # a reference is no array: what it holds may change
     if not (hasattr(value, "__array__") and is_readable(value) and _is_real(value.dtype)):
         return ANY
     if not isinstance(value, jax.Array):
-        array = np.asarray(value)  # its owner may still change it: looked at each time
+        array = np.asarray(value)  # its owner may still change it, so it is not cached
         return _of_scalar(array.dtype, array.item()) if array.size == 1 else _of_parts([array])
     if (known := _known.get(value)) is not None:
         return known
@@ -130,13 +130,13 @@ def _of_scalar(dtype: Any, value: Any) -> ValueRange:
 
 
 class _Summary(NamedTuple):
-    """What a part of a constant's elements tells; NaNs tell nothing.
+    """A summary of a part of a constant's elements, without its NaNs.
 
     Attributes:
-        lo, hi: the bounds; NaN where there is no number.
-        likely_min_nonzero: the smallest magnitude that is neither zero nor infinite; 0 where there
+        lo, hi: the bounds; NaN if there is no number.
+        likely_min_nonzero: the smallest magnitude that is neither zero nor infinite; 0 if there
             is none.
-        likely_max: the largest magnitude that is not infinite; 0 where there is none.
+        likely_max: the largest magnitude that is not infinite; 0 if there is none.
         whole: whether all are whole numbers or infinite.
     """
 
@@ -164,7 +164,7 @@ _NO_NUMBER = _Summary(math.nan, math.nan, 0.0, 0.0, True)
 
 
 def _of_parts(parts: Sequence[Any]) -> ValueRange:
-    """The fact of a constant, of arrays that have each of its elements in one of them."""
+    """The range of a constant that is given as parts, which together hold all of its elements."""
     size, is_float = sum(part.size for part in parts), False
     summary_of_all = _NO_NUMBER
     for part in parts:
@@ -175,7 +175,7 @@ def _of_parts(parts: Sequence[Any]) -> ValueRange:
     if math.isnan(summary_of_all.lo):
         return ValueRange(0.0, 0.0, constant=True)
     lo, hi, likely_min_nonzero, likely_max, whole = summary_of_all
-    # a lone 1000.0 is a scale, not a count; a whole table of integers is positions
+    # A lone 1000.0 is a scale and no count; a table of whole numbers holds positions.
     return ValueRange(
         lo,
         hi,
@@ -195,7 +195,7 @@ def _is_host_memory(part: Any) -> bool:
 
 
 _CHUNK = 1 << 16
-"""So many elements stay in a core's cache while they are looked at several times."""
+"""This many elements stay in a core's cache while they are read several times."""
 
 
 def _on_host(values: np.ndarray[Any, Any]) -> _Summary:
@@ -231,8 +231,8 @@ def _of_chunk(values: np.ndarray[Any, Any]) -> _Summary:
 
 
 def _on_device(part: Any) -> _Summary:
-    # A thread of its own is under no trace and no mesh of the user's. What is set for all threads
-    # is left aside by name.
+    # A new thread is under no trace and no mesh of the user's. Settings that hold for all threads
+    # are overridden by name.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(_reduced_undisturbed, part).result()
 
@@ -245,7 +245,7 @@ def _reduced_undisturbed(part: Any) -> _Summary:
             jax.debug_infs(False),
             jax.transfer_guard("allow"),
             jax.numpy_dtype_promotion("standard"),
-            # with x64 off, JAX would narrow what is in 64 bits
+            # With x64 off, JAX would narrow 64-bit elements.
             jax.enable_x64(part.dtype.itemsize == 8),
         ):
             stack.enter_context(setting)

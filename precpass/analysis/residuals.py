@@ -16,14 +16,14 @@ __all__ = ["kept_bytes"]
 def kept_bytes(jaxpr: ir.Jaxpr) -> float:
     """The bytes of the values that the forward pass computes and the backward pass reads.
 
-    Seen from the jaxpr in which both stand: what a scan stacks counts whole. Arguments are
-    there anyway and do not count, nor does what is made of constants alone. What is stored
-    low counts as its 16 bits, whether they are read or what they are widened to; what is there
-    for derivatives of this program alone does not count (`precpass.analysis.liveness`). XLA may
-    compute a value again instead of keeping it.
+    They are counted in the jaxpr that holds both passes, so a scan's stack counts whole.
+    Arguments do not count, because they are in memory anyway, nor do values made of constants
+    only. A value that is stored in 16 bits counts with these, whether readers read it directly or
+    widened. A value that only derivatives of this program read does not count
+    (`precpass.analysis.liveness`). XLA may compute a value again instead of saving it.
 
     Args:
-        jaxpr: that of a gradient, in which JAX names the backward pass "transpose(...)".
+        jaxpr: a gradient's, in which JAX names the backward pass "transpose(...)".
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -54,11 +54,11 @@ def kept_bytes(jaxpr: ir.Jaxpr) -> float:
 
 
 def _source(eqn: ir.Eqn, widened: dict[Any, Any]) -> Any:
-    """What holds the result of an equation that the pass has for its form alone; None for others.
+    """The value that an equation of the pass only gives another form; None for other equations.
 
     Args:
         eqn: the equation.
-        widened: what each wide copy of a low value before it is a copy of.
+        widened: maps each widened copy before it to the 16-bit value that it is a copy of.
     """
     source = eqn.invars[0] if eqn.invars else None
     if ir.is_rounded(eqn):

@@ -15,7 +15,7 @@ __all__ = ["NOMINAL_SIZE", "element_count", "flops", "nbytes", "product_sizes"]
 
 
 NOMINAL_SIZE = 128
-"""What a symbolic dimension, or a while loop's unknown trip count, counts as."""
+"""The size that a symbolic dimension counts as, and the trips of a while loop."""
 
 
 def element_count(shape: tuple[Any, ...]) -> float:
@@ -33,10 +33,10 @@ def nbytes(aval: ir.Aval) -> float:
 def flops(eqn: ir.Eqn) -> float:
     """Floating-point operations of one execution.
 
-    2 M N K for a product, one per operand element for a reduction, one per
-    result element for elementwise work, none for movement and bodies. Of a product
-    real operations are counted: a complex multiply-add is four real ones, one of a
-    complex and a real number two. A complex element of all else is one operation.
+    A product counts 2 M N K, a reduction one per operand element, elementwise work one
+    per result element; data movement and bodies count none. Products are counted in real
+    operations: a complex multiply-add is four real ones, and one of a complex and a real
+    number two. Elsewhere a complex element is one operation.
     """
     kind = op(eqn.primitive.name).kind
     out = element_count(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0.0
@@ -49,9 +49,9 @@ def flops(eqn: ir.Eqn) -> float:
 
 
 def product_sizes(eqn: ir.Eqn) -> tuple[Any, ...]:
-    """The sizes of a product as a matrix product: kept ones of each side, and the contracted one.
+    """A product's sizes as a matrix product: free sizes of both sides, and the contracted size.
 
-    Those of a convolution are its features, in and out.
+    For a convolution they are those of its output and input features.
     """
     numbers = ir.summed_and_batch(eqn)
     if numbers is None:
@@ -68,7 +68,7 @@ def product_sizes(eqn: ir.Eqn) -> tuple[Any, ...]:
 def _contracted(eqn: ir.Eqn) -> float:
     numbers = ir.summed_and_batch(eqn)
     if numbers is None:
-        # each output element sums over the kernel's elements of one output feature
+        # Each output element is a sum over the kernel's elements of one output feature.
         features, _ = ir.kernel_features(eqn)
         return element_count(eqn.invars[1].aval.shape) / max(element_count((features,)), 1.0)
     lhs = eqn.invars[0].aval.shape

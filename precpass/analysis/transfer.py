@@ -20,19 +20,19 @@ __all__ = ["Memo", "hull", "results"]
 _UNIT = ValueRange(-1.0, 1.0)
 
 Memo = dict[Hashable, tuple[Sequence[ValueRange], Sequence[ValueRange]]]
-"""Facts of results and those of the operands, which are held because their identity tells them.
+"""A cache of results' ranges. The operands' ranges are in it too, because its keys are their ids.
 
-A program repeats itself, and to hash what is known of a value takes as long as most rules do.
+A program repeats itself, and hashing a range takes as long as most rules do.
 """
 
 
 def results(eqn: ir.Eqn, operands: Sequence[ValueRange], memo: Memo) -> Sequence[ValueRange]:
-    """What is known of an equation's results.
+    """The ranges of an equation's results.
 
     Args:
         eqn: the equation.
-        operands: what is known of its operands.
-        memo: what was found of the equations before it.
+        operands: the ranges of its operands.
+        memo: a cache that the equations of a program share.
     """
     name = eqn.primitive.name
     if not _is_computed(name):
@@ -48,12 +48,12 @@ def results(eqn: ir.Eqn, operands: Sequence[ValueRange], memo: Memo) -> Sequence
 
 @functools.cache
 def _is_computed(name: str) -> bool:
-    """Whether a primitive has one result, of which its operands and what `_READ` has tell all."""
+    """Whether a primitive has one result, whose range follows from its operands and `_READ`."""
     return name in _RULES or op(name).kind is OpKind.ELEMENTWISE
 
 
 def _of_others(eqn: ir.Eqn, operands: Sequence[ValueRange]) -> Sequence[ValueRange]:
-    """What is known of the results of what samples, sorts, moves or is known nothing of."""
+    """The ranges of results of samplers, sorts, data movement and unknown primitives."""
     name = eqn.primitive.name
     if operands.count(ANY) == len(operands) and _learns_nothing(name):
         return [of_aval(v.aval) for v in eqn.outvars]
@@ -80,7 +80,7 @@ def _moved(
 
 @functools.cache
 def _moves(name: str) -> bool:
-    """Whether a primitive hands on elements of its operands."""
+    """Whether the elements of a primitive's results are elements of its operands."""
     row = op(name)
     return row.kind is OpKind.DATA_MOVEMENT or (row.selects and row.kind is OpKind.REDUCTION)
 
@@ -93,13 +93,13 @@ def _settled(
     fact = _clipped(known, dtype)
     if _stays_random(name, operands):
         return fact._replace(random=True)
-    # the same object wherever nothing is known, so that it is quickly told
+    # One object stands for "nothing is known", so that it is recognised quickly.
     return ANY if fact == ANY else fact
 
 
 @functools.cache
 def _learns_nothing(name: str) -> bool:
-    """Whether nothing is known of a primitive's results where nothing is of its operands."""
+    """Whether nothing is known of a primitive's results if nothing is known of its operands."""
     return name not in ("sort", "top_k", "approx_top_k") and not op(name).makes_random_bits
 
 
@@ -117,7 +117,7 @@ def _known(name: str, operands: Sequence[ValueRange], read: Any) -> ValueRange:
 
 
 def _learned(name: str, known: ValueRange, operands: Sequence[ValueRange]) -> ValueRange:
-    """What is known of a result beside what its bounds say."""
+    """What is known of a result apart from its bounds."""
     learned: dict[str, float] = {}
     if op(name).keeps_largest:
         learned["likely_max"] = _reach(operands)
@@ -144,7 +144,7 @@ def _stays_random(name: str, operands: Sequence[ValueRange]) -> bool:
 
 
 def _clipped(fact: ValueRange, dtype: Any) -> ValueRange:
-    # a position of an argmax or a wrapped integer says nothing about the operand's bounds
+    # The position from an argmax, or a wrapped integer, is not within the operand's bounds.
     limits = of_dtype(dtype)
     if limits is ANY:
         return fact
@@ -166,7 +166,7 @@ def _data(eqn: ir.Eqn, operands: Sequence[ValueRange]) -> list[ValueRange]:
 
 
 def hull(facts: Sequence[ValueRange]) -> ValueRange:
-    """What is known of a value that is one of several."""
+    """The range of a value that is one of several values."""
     likely_min_nonzero = [f.likely_min_nonzero for f in facts if f.likely_min_nonzero]
     return ValueRange(
         min(f.lo for f in facts),
@@ -180,7 +180,7 @@ def hull(facts: Sequence[ValueRange]) -> ValueRange:
 
 
 def _all_integers(facts: Sequence[ValueRange]) -> bool:
-    """Whether all are integers; beside one, a whole number that was written as a float is one."""
+    """Whether all are integers; beside an integer a whole number written as a float counts too."""
     if not any(f.integer for f in facts):
         return False
     return all(f.integer or (f.lo == f.hi and f.lo % 1 == 0) for f in facts)
@@ -191,13 +191,13 @@ def _reach(facts: Sequence[ValueRange]) -> float:
 
 
 def _common_scale(facts: Sequence[ValueRange]) -> float:
-    """The scale of a value that is one of several, or their sum; zeros have any."""
+    """The magnitude of a value that is one of several, or their sum; zeros are ignored."""
     scales = [f.overall_magnitude for f in facts if not f.lo == f.hi == 0]
     return max(scales) if scales and all(scales) else 0.0
 
 
 def _scaled(name: str, magnitudes: Sequence[float]) -> float:
-    """The magnitude of a product, where what is unknown (0) counts as 1."""
+    """The magnitude of a product, in which an unknown factor (0) counts as 1."""
     first, second = (m or 1.0 for m in magnitudes)
     if not any(magnitudes):
         return 0.0
@@ -217,8 +217,8 @@ def _interval(
     """The rule of an equation whose bounds are those of an interval operation.
 
     Args:
-        combine: from the operands' bounds to values that hold the result's.
-        counts_to: up to which magnitude integers stay such beside whole numbers that were
+        combine: computes, from the operands' bounds, values that enclose the result.
+        counts_to: the magnitude up to which integers stay integers beside whole numbers that are
             written as floats.
     """
 
@@ -229,7 +229,7 @@ def _interval(
             integer = _all_integers(operands)
         if any(math.isnan(e) for e in ends):
             return ValueRange(integer=integer)
-        # several elements say nothing of the smallest of their results
+        # An interval with several numbers in it tells nothing of the smallest magnitude.
         lone = abs(ends[0]) if min(ends) == max(ends) else 0.0
         return ValueRange(min(ends), max(ends), lone, integer)
 
@@ -282,7 +282,7 @@ _READ: dict[str, Callable[[Any], Hashable]] = {
     "argmax": ir.reduced_sizes,
     "argmin": ir.reduced_sizes,
 }
-"""What a rule reads of its equation, beside what is known of the operands."""
+"""The params that a rule reads of its equation, beside the operands' ranges."""
 
 _RULES: dict[str, Callable[[Any, Sequence[ValueRange]], ValueRange]] = {
     "iota": _iota,
@@ -294,7 +294,7 @@ _RULES: dict[str, Callable[[Any, Sequence[ValueRange]], ValueRange]] = {
     "clamp": _interval(lambda a, x, b: [max(x[0], a[0]), min(x[1], b[1])]),
     "add": _interval(lambda a, b: [a[0] + b[0], a[1] + b[1]], counts_to=math.inf),
     "sub": _interval(lambda a, b: [a[0] - b[1], a[1] - b[0]], counts_to=math.inf),
-    # a mask's 0 or 1 times -1e9 counts nothing: float32 has no exact integers from here on
+    # A mask's 0 or 1 times -1e9 is no count: float32 has no exact integers from here on.
     "mul": _interval(lambda a, b: [x * y for x in a for y in b], counts_to=2.0**24),
     "div": _interval(_quotient),
     "neg": _interval(lambda a: [-a[1], -a[0]]),

@@ -26,7 +26,7 @@ class Uses:
         self._cast: dict[int, frozenset[Any]] = {}
 
     def of(self, body: int) -> Mapping[Any, Sequence[Any]]:
-        """Of each variable of a body: the equations that read it, None for its border."""
+        """For each variable of a body the equations that read it; None stands for the border."""
         if body not in self._readers:
             opened = ir.open_jaxpr(self.graph.bodies[body].jaxpr)
             readers = collections.defaultdict[Any, list[Any]](list)
@@ -49,7 +49,7 @@ class Uses:
         return self._cast[body]
 
     def widened_from(self, body: int, atom: ir.Atom) -> Any:
-        """The low variable of which a value is a widening cast, or None."""
+        """The 16-bit variable that a value was widened from by a cast, or None."""
         if body not in self._widenings:
             casts = ir.casts(self.graph.bodies[body].jaxpr)
             self._widenings[body] = dict(filter(None, map(ir.widening, casts)))

@@ -1,4 +1,4 @@
-"""The leaves of arguments and results: one that `jax.jit` refuses is static, or handed through."""
+"""The leaves of arguments and results. One that `jax.jit` refuses is static, or handed through."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 @jax.tree_util.register_pytree_node_class
 class Static:
-    """A leaf that jit refuses: a part of the tree, and so of jit's cache key, compared by value."""
+    """A leaf that jit refuses, as a part of the tree and so of jit's cache key."""
 
     __slots__ = ("value",)
 
@@ -79,11 +79,11 @@ def unwrapped(tree: Any) -> Any:
 
 
 def copied(tree: Any, *, arrays: bool = True) -> Any:
-    """A tree whose references are others, so that nothing that runs changes the caller's.
+    """A tree with copies of its references, so that a run does not change the caller's.
 
     Args:
         tree: any.
-        arrays: whether arrays are copies too, for what runs to donate.
+        arrays: whether arrays are copied too, so that the run may donate them.
     """
 
     def copy(x: Any) -> Any:
@@ -161,16 +161,16 @@ class Declared:
 
 
 def arguments(declared: Declared, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments with `Static` in the place of what jit refuses.
+    """The arguments with leaves that jit refuses wrapped in `Static`.
 
     Args:
-        declared: what is static anyhow.
+        declared: the arguments that are declared static.
         name: the function's, for errors.
         args: the positional arguments.
         kwargs: the others.
 
     Raises:
-        TypeError: for what is neither traced nor can be static.
+        TypeError: for a leaf that jit does not trace and that cannot be static.
     """
 
     def wrap(argument: Any, label: str) -> Any:
@@ -188,17 +188,17 @@ def arguments(declared: Declared, name: str, args: Any, kwargs: Any) -> tuple[An
 
 
 def refused(x: Any) -> bool:
-    """Whether jit takes no such leaf."""
+    """Whether jit refuses a leaf."""
     return not (isinstance(x, jax.Array) or ir.is_valid(x))
 
 
 def dynamic_leaves(
     declared: Declared, args: Any, kwargs: Any, *, keeps_numbers: bool
 ) -> tuple[list[Any], Callable[[Any], tuple[Any, Any]]]:
-    """The leaves that are traced, and a function that puts others in their place.
+    """The leaves that are traced, and a function that replaces them by others.
 
     Args:
-        declared: what is static.
+        declared: the arguments that are declared static.
         args: the positional arguments, as `arguments` gives them.
         kwargs: the others.
         keeps_numbers: whether Python's numbers keep their values, as under `jax.disable_jit`.
@@ -242,7 +242,7 @@ _SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
 
 
 def results(out: Any, name: str) -> tuple[Any, bool]:
-    """The results with `HandedThrough` in the place of what is no array, and whether any is.
+    """The results with leaves that are no arrays wrapped in `HandedThrough`, and whether any is.
 
     Args:
         out: what the function returned.
@@ -268,7 +268,7 @@ def results(out: Any, name: str) -> tuple[Any, bool]:
         has_others = True
         return HandedThrough(x)
 
-    if isinstance(out, _SUSPENDED):  # a pytree library may not look at one without a warning
+    if isinstance(out, _SUSPENDED):  # pytree libraries may warn if they see one
         leaf(out)
     return jax.tree.map(leaf, out, is_leaf=is_node), has_others
 

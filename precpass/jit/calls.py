@@ -1,4 +1,4 @@
-"""How a call is made: what can be called, and how arguments and results cross into `jax.jit`."""
+"""Calls: which functions can be called, and how arguments and results cross into `jax.jit`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["Crossing", "Stage", "check_function", "name_of"]
 
 
 class Crossing:
-    """How the calls of one function cross into jit and back; it changes as calls show the need.
+    """How the calls of one function cross into jit and back. A call that fails may change it.
 
     Attributes:
-        direct: whether jit takes the arguments and gives the results as they are.
+        direct: whether arguments and results need no conversion.
         splits: whether modules are split on the way in and updated on the way out.
 
     Args:
         name: the user's name for the function, for errors.
         declared: its static arguments.
-        in_shardings: those of `jax.jit`'s options.
+        in_shardings: the option of `jax.jit`.
     """
 
     __slots__ = ("declared", "direct", "in_shardings", "name", "splits")
@@ -39,12 +39,12 @@ class Crossing:
         self.splits = False
 
     def changes(self, was_direct: bool, error: Exception, args: Any, kwargs: Any) -> bool:
-        """Whether the call that failed is to be made again, in another way.
+        """Whether a call that failed is to be made again, in another way.
 
         Args:
-            was_direct: whether it was made as it is; other threads may have changed
-                what the next one does.
-            error: what it raised.
+            was_direct: whether that call was direct; another thread may have changed `direct`
+                since.
+            error: the exception that it raised.
             args: its positional arguments.
             kwargs: the others.
         """
@@ -54,8 +54,8 @@ class Crossing:
         if not (was_direct and isinstance(error, (TypeError, ValueError))):
             return False
         if nodes(self.declared.map, args, kwargs):
-            # A trace meets modules before it enters the function, so jit itself refused them:
-            # a module that holds one reference twice is no argument unless it is split.
+            # A trace meets modules before it enters the function. So jit itself refused them: a
+            # module that holds one reference twice can only be passed after it is split.
             self.direct, self.splits = False, True
             return True
         changed: list[bool] = []
@@ -67,7 +67,7 @@ class Crossing:
         self.declared.map(look, args, kwargs)
         if not any(changed):
             return False
-        # jit refuses an argument before it traces: the error is not the function's own
+        # jit refuses an argument before it traces, so the error does not come from the function.
         self.direct = False
         return True
 
@@ -75,10 +75,10 @@ class Crossing:
     def inward(
         self, splits: bool, args: Any, kwargs: Any, on_clones: bool = False
     ) -> Generator[tuple[Any, Any]]:
-        """The arguments as jit takes them, around a call.
+        """A context, around a call, that gives the arguments in the form that jit takes.
 
         Args:
-            splits: whether the call is of split modules.
+            splits: whether modules are split.
             args: the positional arguments.
             kwargs: the others.
             on_clones: whether clones of the modules and references take the updates.
@@ -96,7 +96,7 @@ class Crossing:
             yield inner
 
     def outward(self, splits: bool, out: Any) -> Any:
-        """The results as the caller gets them; modules are updated."""
+        """The results in the form that the caller gets; modules are updated."""
         return unwrapped(updated(out) if splits else out)
 
 
@@ -129,10 +129,10 @@ class Stage:
 
 
 def check_function(fn: Any) -> None:
-    """Refuses what cannot be traced.
+    """Checks that a function can be traced.
 
     Raises:
-        TypeError: with what to do.
+        TypeError: if it cannot; the text says what to do.
     """
     if isinstance(fn, (staticmethod, classmethod, property)):
         kind = type(fn).__name__
@@ -153,7 +153,7 @@ def check_function(fn: Any) -> None:
 
 
 def name_of(fn: Any) -> str:
-    """A function's name as `jax.jit` has it in the program's text and profile."""
+    """The name that `jax.jit` gives a function in the program's text and in profiles."""
     while isinstance(fn, functools.partial) and not hasattr(fn, "__name__"):
         fn = fn.func
     return getattr(fn, "__name__", "<unnamed function>")

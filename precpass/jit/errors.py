@@ -1,4 +1,4 @@
-"""What a user sees of an error and of a warning: the frames and lines of the user's own code."""
+"""Errors and warnings as a user sees them: with the frames and lines of the user's own code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
 
 
 def remove_own_frames(error: Exception) -> None:
-    """Makes an error's traceback go from the caller to the user's function, as under jit.
+    """Removes this package's frames from an error's traceback, as jit removes JAX's own.
 
     JAX removes its own frames, unless its `jax_traceback_filtering` is "off".
     """
@@ -40,7 +40,7 @@ def remove_own_frames(error: Exception) -> None:
 def note_source(error: FloatingPointError) -> None:
     """Notes the user's line on an error of `jax_debug_nans`.
 
-    JAX runs the program again one operation at a time; it knows the line of each as the
+    JAX runs the program again one operation at a time. It has the operation's line in the
     error's cause, which it drops on the way to the caller.
     """
     cause = error.__cause__
@@ -53,17 +53,17 @@ def note_source(error: FloatingPointError) -> None:
 
 
 def note_static(error: Exception, name: str) -> None:
-    """Notes what to do on JAX's error of static arguments that are traced.
+    """Adds advice to JAX's error about static arguments that are traced.
 
     Args:
-        error: any that a call raised.
+        error: an exception that a call raised.
         name: the function's.
     """
     is_of_tracer = "Non-hashable static arguments" in str(error) and "Tracer" in str(error)
     if not (isinstance(error, ValueError) and is_of_tracer):
         return
     head = "a function that jax.jit made with static arguments, "
-    # where calls are nested, the innermost is the one whose argument it is
+    # Of nested calls the innermost is the one with the traced argument.
     if any(note.startswith(head) for note in getattr(error, "__notes__", ())):
         return
     error.add_note(

@@ -1,4 +1,4 @@
-"""`Mixed`: a function under a policy, which is called as what `jax.jit` makes is."""
+"""`Mixed`: a function under a policy, with the interface of a `jax.jit` function."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Mixed:
     Attributes:
         policy: its own policy, or None for the default in force when it is called.
         profitability: its own, or None for the policy's.
-        jit_options: those of `jax.jit`.
-        stages: that `trace` and `lower` give what those of `jax.jit` give.
+        jit_options: the options of `jax.jit`.
+        stages: True: `trace` and `lower` return the same stages as those of `jax.jit`.
     """
 
     stages: ClassVar[bool] = True
@@ -43,7 +43,7 @@ class Mixed:
         jit_options: dict[str, Any],
         profitability: str | None = None,
     ) -> None:
-        # an object's own attributes could hide those of this class
+        # Attributes of the wrapped function must not hide those of this class.
         own = ("__dict__",) if isinstance(fn, types.FunctionType) else ()
         functools.update_wrapper(self, fn, updated=own)
         self.__wrapped__ = fn
@@ -55,18 +55,18 @@ class Mixed:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of the wrapped function, also for a caller that does not follow `__wrapped__`."""
+        """The wrapped function's signature, for callers that do not follow `__wrapped__`."""
         try:
             return inspect.signature(self.__wrapped__)
-        except (ValueError, TypeError) as error:  # a builtin's; `hasattr` expects this
+        except (ValueError, TypeError) as error:  # builtins may have none; `hasattr` expects this
             raise AttributeError(str(error)) from None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The results of the wrapped function in the policy's precisions."""
         __tracebackhide__ = True
-        # Every layer that takes *args copies them, and a name that a lambda shares is slower to
-        # read: no other Python function runs here, and all that is rare is in another one.
-        # the module binds another function to this name when a region is first entered
+        # This calls no other Python function, because every layer that takes *args copies them,
+        # and a variable that a lambda shares is slower to read. Rare cases are in other functions.
+        # `region` binds another function to `current` when a region is first entered.
         region, crossing = regions.region_of_call(), self._crossing
         if crossing.direct:
             try:
@@ -118,7 +118,7 @@ class Mixed:
                     raise
 
     def _explain(self, error: Exception) -> None:
-        """Makes an error say what the user can do about it, and where."""
+        """Adds to an error what the user can do about it, and their line."""
         note_static(error, self._crossing.name)
         remove_own_frames(error)
 
@@ -157,7 +157,7 @@ class Mixed:
         return self._run(run_of, args, kwargs, self._crossing.outward, on_clones=True)
 
     def _trace(self, then: Callable[[Traced], Any], args: Any, kwargs: Any) -> Any:
-        """What `then` makes of one trace of the function."""
+        """Traces the function once, and returns what `then` makes of the trace."""
         region = current()
         resolved = region.resolve(self.policy, self.profitability)
         policy, scope = resolved.policy, resolved.scope

@@ -1,4 +1,4 @@
-"""flax nnx modules: their state updates cross a trace as under `nnx.jit`.
+"""flax nnx modules, whose state updates cross a trace as under `nnx.jit`.
 
 Nothing here imports flax: without it there is no module to be passed.
 """
@@ -28,12 +28,12 @@ __all__ = [
 ]
 
 _TAG = "precpass"
-# maps a function over the arguments that are not declared static
+# The type of a function that maps a function over the arguments that are not declared static.
 Map = Callable[[Callable[[Any, str], Any], Any, Any], tuple[Any, Any]]
 
 
 class HoldsState(Exception):
-    """Raised by a trace that meets a module, so that the call is made again with it split."""
+    """Raised by a trace that meets a module. The call is then made again with the module split."""
 
 
 @functools.partial(
@@ -52,15 +52,15 @@ def _nnx() -> Any:
 def is_node(x: Any) -> bool:
     """Whether a value is a module, a variable or another node of nnx's graphs."""
     nnx = _nnx()
-    if nnx is None or isinstance(x, jax.Ref):  # nnx counts references too, which jit itself takes
+    if nnx is None or isinstance(x, jax.Ref):  # a reference is a node to nnx, but jit takes it
         return False
     if isinstance(x, getattr(nnx.variablelib, "HijaxVariable", ())):
-        return False  # it is its own type in a jaxpr, which jit takes as it is
+        return False  # a hi-type of its own, which jit takes unchanged
     return isinstance(x, nnx.Variable) or nnx.graph.is_graph_node(x)
 
 
 def has_nodes(tree: Any) -> bool:
-    """Whether a pytree holds any; what `nnx.split` made of one is plain data, as for `jax.jit`."""
+    """Whether a pytree holds any node. What `nnx.split` returns is plain data, as for `jax.jit`."""
     nnx = _nnx()
     if nnx is None:
         return False
@@ -97,12 +97,12 @@ def nodes(map_arguments: Map, args: Any, kwargs: Any) -> list[Any]:
 def functional(
     fn: Callable[..., Any], map_arguments: Map, out_shardings: Any = None
 ) -> Callable[..., Any]:
-    """`fn` of split modules; it returns them as `fn` left them, before the results of `fn`.
+    """`fn` as a function of split modules, which returns their new state before its results.
 
     Args:
         fn: the function.
         map_arguments: maps a function over its arguments.
-        out_shardings: those of its results, of which only those given for modules count.
+        out_shardings: the option of `jax.jit`; only the parts given for modules are used.
     """
 
     @functools.wraps(fn)
@@ -135,20 +135,20 @@ def cloned(map_arguments: Map, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def split_modules(
     map_arguments: Map, args: Any, kwargs: Any, in_shardings: Any = None
 ) -> Generator[tuple[Any, Any]]:
-    """The arguments of a `functional`, around its call.
+    """A context, around the call of a `functional`, that gives its arguments.
 
     Args:
         map_arguments: maps a function over the arguments that are not static.
         args: the positional arguments.
-        kwargs: the others.
-        in_shardings: those of `jax.jit`'s options, of which only those given for modules count.
+        kwargs: the keyword arguments.
+        in_shardings: the option of `jax.jit`; only the parts given for modules are used.
     """
     nnx = _nnx()
     with nnx.update_context(_TAG):
         with nnx.split_context(_TAG) as context:
             args, kwargs = map_arguments(lambda x, _: _split(context, x), args, kwargs)
         if isinstance(in_shardings, (tuple, list)):
-            each = iter(in_shardings)  # of the arguments that are not static
+            each = iter(in_shardings)  # one for each argument that is not static
 
             def placed(x: Any, _name: str) -> Any:
                 return _for_modules(_placed, next(each, None), x)
@@ -158,7 +158,7 @@ def split_modules(
 
 
 def updated(out: Any) -> Any:
-    """The results of a `functional`, after the modules around it took their updates."""
+    """The results of a `functional`, after the caller's modules have been updated."""
     with _nnx().merge_context(_TAG, inner=False) as context:
         return _merge(context, out)[1]
 
@@ -167,7 +167,7 @@ def updated(out: Any) -> Any:
 
 
 def without_modules(shardings: Any) -> Any:
-    """The shardings of `jax.jit`'s options with None where they are given as or for modules."""
+    """Shardings of `jax.jit`'s options, with None in the place of those given for modules."""
     if not _is_loaded_prefix(shardings):
         return shardings
     return jax.tree.map(
@@ -183,16 +183,17 @@ def _is_loaded_prefix(shardings: Any) -> bool:
 
 
 def _is_of_module(x: Any) -> bool:
-    """Whether shardings have the form of a module, of its state, or nnx's own for one."""
+    """Whether shardings have the form of a module, of its state, or of nnx's state shardings."""
     nnx = _nnx()
     return nnx is not None and (is_node(x) or isinstance(x, (nnx.State, nnx.StateSharding)))
 
 
 def _for_modules(act: Callable[[Callable[..., Any], Any], Any], shardings: Any, tree: Any) -> Any:
-    """A tree with what is done with its modules for which shardings have the form of one.
+    """A tree whose modules have been replaced by `act` if shardings are given for them.
 
     Args:
-        act: of what finds the sharding of a variable at a path, and of a module or its split.
+        act: called with a function that finds the sharding of a variable at a path, and with a
+            module or its split.
         shardings: a prefix of the tree.
         tree: any.
     """
@@ -206,7 +207,7 @@ def _for_modules(act: Callable[[Callable[..., Any], Any], Any], shardings: Any, 
 
 
 def _finder(prefix: Any) -> Callable[..., Any]:
-    """Finds the sharding of a variable in shardings that are given for its module."""
+    """A function that finds a variable's sharding in shardings that are given for its module."""
     nnx = _nnx()
     if isinstance(prefix, nnx.StateSharding):
         return prefix.map_prefix
@@ -229,7 +230,7 @@ def _finder(prefix: Any) -> Callable[..., Any]:
 
 
 def _placed(find: Callable[..., Any], split: _Split) -> _Split:
-    """A split module with its arrays on their devices, as `jax.jit` would put them there."""
+    """A split module whose arrays are on the devices where `jax.jit` would put them."""
     flat = [
         (path, variable.replace(_put(variable.get_raw_value(), find(path, variable), path)))
         for path, variable in split.state
@@ -257,7 +258,7 @@ def _put(x: Any, sharding: Any, path: Any) -> Any:
 
 
 def _constrain(find: Callable[..., Any], module: Any) -> Any:
-    """Has the arrays of a module that a function returns sharded as its out_shardings say."""
+    """Constrains the arrays of a returned module to the sharding that `out_shardings` gives."""
     nnx = _nnx()
     for path, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Variable):

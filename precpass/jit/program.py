@@ -1,4 +1,4 @@
-"""A function under a policy, with the `jax.jit` of it in each region that calls it."""
+"""A function under a policy, with one `jax.jit` function for each region that calls it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["NEEDS_VALUES", "Program", "Written"]
 
 
 class Written:
-    """A function as it is written, to be traced.
+    """The user's function, unchanged, to be traced.
 
     Attributes:
-        fn: the function, of arguments as `precpass.jit.calls` hands them on.
+        fn: the function of arguments in the form that `precpass.jit.calls` passes.
         name: the user's name for it, for errors.
         declared: its static arguments.
         jitted: its `jax.jit`; all policies share its traces.
@@ -37,7 +37,7 @@ class Written:
         self.jitted: Any = jax.jit(fn, **declared.options)
 
     def trace(self, region: Region, args: Any, kwargs: Any, *, keeps_numbers: bool) -> ir.Call:
-        """The jaxpr at some arguments.
+        """The traced call at some arguments.
 
         Args:
             region: where it is called.
@@ -49,20 +49,20 @@ class Written:
         leaves, put = dynamic_leaves(self.declared, args, kwargs, keeps_numbers=keeps_numbers)
 
         def call(*values: Any) -> Any:
-            # JAX compares static arguments of a call inside of a trace with themselves, by `==`
+            # Inside a trace JAX compares a call's static arguments with themselves, by `==`.
             put_args, put_kwargs = self.declared.map(lambda x, _: x, *put(values), static=Static)
             return self.jitted(*put_args, **put_kwargs)
 
-        # with jit disabled too, so that the plan is that of the program with its loops
+        # Even if the user disabled jit, the plan is that of the program with its loops.
         with tracing(region), jax.disable_jit(False):
             return ir.trace_call(call, leaves)
 
     def rewritten(self, region: Region, policy: PrecisionPolicy, scope: str) -> Callable[..., Any]:
-        """The function under a policy, which traces, plans and rewrites it when it is traced."""
+        """The function under a policy; when it is traced, it is planned and rewritten."""
 
         @functools.wraps(self.fn)
         def mixed(*args: Any, **kwargs: Any) -> Any:
-            # Python's numbers are tracers, unless jit is disabled or looks for NaNs
+            # Python's numbers are tracers here, unless jit is disabled or NaNs are looked for.
             try:
                 call = self.trace(region, args, kwargs, keeps_numbers=True)
             except NEEDS_VALUES as error:
@@ -85,18 +85,18 @@ class Written:
 
 
 class Program:
-    """A function, and the `jax.jit` of it in each region.
+    """A function with its `jax.jit` function in each region.
 
-    What is jitted refers to `written` and not to the program, which would otherwise be a cycle.
+    The jitted functions refer to `written` and not to the program, to avoid a reference cycle.
 
     Attributes:
-        written: the function as it is written.
+        written: the user's function.
 
     Args:
-        fn: as of `Written`.
-        name: as of `Written`.
-        declared: as of `Written`.
-        options: those of `jax.jit`.
+        fn: as for `Written`.
+        name: as for `Written`.
+        declared: as for `Written`.
+        options: the options of `jax.jit`.
         policy: its own policy, or None.
         profitability: its own, or None.
     """
@@ -114,7 +114,7 @@ class Program:
         self.options = options
         self.policy = policy
         self.profitability = profitability
-        # thrown away: an option that jit does not know is an error where it is given
+        # The result is thrown away. An option that jit does not know is thus an error at once.
         jax.jit(fn, **options)
         self._jitted: dict[Region, Any] = {}
         self._calls: dict[Region, Callable[..., Any]] = {}
@@ -127,12 +127,12 @@ class Program:
             if resolved.policy is not None:
                 fn = self.written.rewritten(region, resolved.policy, resolved.scope)
             made = jax.jit(traced_in(region, fn), **self.options)
-            # another thread may have been first: all share one
+            # If another thread was first, all share its function.
             known = self._jitted.setdefault(region, made)
         return known
 
     def call(self, region: Region) -> Callable[..., Any]:
-        """`jitted`, marked as fixed where an enclosing function is to leave it alone."""
+        """`jitted`, marked as fixed if an enclosing function must leave it alone."""
         known = self._calls.get(region)
         if known is None:
             jitted = self.jitted(region)
@@ -149,10 +149,10 @@ class Program:
         self._calls.clear()
 
     def shifted_options(self, *, donates: bool = True) -> dict[str, Any]:
-        """`options` for a function with one more argument before, and one more result behind.
+        """`options` for a function with one more first argument and one more last result.
 
         Args:
-            donates: whether arguments are donated as `options` have it, or none.
+            donates: whether arguments are donated as `options` say; otherwise none is.
         """
         left = () if donates else ("donate_argnums", "donate_argnames")
         options = {name: given for name, given in self.options.items() if name not in left}
@@ -174,7 +174,7 @@ NEEDS_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-"""What code raises that asks a tracer for its value, as it may where jit is disabled."""
+"""The errors of code that needs a tracer's value, which it has if jit is disabled."""
 
 
 def _marked(jitted: Callable[..., Any]) -> Callable[..., Any]:

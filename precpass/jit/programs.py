@@ -1,4 +1,4 @@
-"""The programs of one function, by policy and options, found again while the function lives."""
+"""A cache of the programs of each function, by policy and options, while the function lives."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["Programs", "calls_users_code", "programs_of"]
 
 
 class Programs:
-    """What all mixed functions of one function, policy and options share.
+    """The state that all `Mixed` objects with one function, policy and options share.
 
-    The function itself is not held: it belongs to the mixed functions. So it goes with the last
-    of them, and with it the arrays that it closes over and its compiled programs, without the
-    cycle collector.
+    It holds no reference to the function, which belongs to the `Mixed` objects. So the function
+    is freed with the last of them, with the arrays that it closes over and its compiled
+    programs, and without the cycle collector.
 
     Attributes:
         crossing: how calls cross into jit and back.
-        calls: what a call in a region runs, of those regions in which there was one.
-        staged: what else is made of their traces (`mixed.Staged`), by what makes it.
-        whole: the program in which a module of flax nnx cannot be.
+        calls: region -> the function that a call there runs, for each region with a call so far.
+        staged: other functions made of the traces (`staged.Staged`), by their keys.
+        whole: the program for arguments and results without modules of flax nnx.
 
     Args:
         fn: the function.
@@ -56,7 +56,7 @@ class Programs:
         self.crossing = Crossing(
             name_of(fn), Declared(fn, options), self._shardings.get("in_shardings")
         )
-        # those of modules are seen to where modules are split
+        # Shardings of modules are dealt with when modules are split.
         kept = {k: stateful.without_modules(given) for k, given in self._shardings.items()}
         self._options = options = {**options, **kept}
         self.calls: dict[Region, Callable[..., Any]] = {}
@@ -74,7 +74,7 @@ class Programs:
 
     @functools.cached_property
     def split(self) -> Program:
-        """The program whose modules are split."""
+        """The program for split modules."""
         of_results = self._shardings.get("out_shardings")
         fn = stateful.functional(self._crossed, self.crossing.declared.map, of_results)
         options = dict(self._options)
@@ -92,7 +92,7 @@ class Programs:
 
 
 _MOST = 64
-"""So many policies and sets of options of one function are found again: a search that tries one
+"""The most policies and sets of options that are cached for a function. A search that tries one
 policy after the other leaves no more programs behind."""
 _known = WeakIdMap[Recent[Programs]]()
 
@@ -103,7 +103,7 @@ def programs_of(
     profitability: str | None,
     options: dict[str, Any],
 ) -> Programs:
-    """The programs of a function, which are found again where it has been given before.
+    """The programs of a function; equal arguments give the same object while the function lives.
 
     Args:
         fn: the function.
@@ -121,21 +121,21 @@ def programs_of(
     try:
         hash(key)
         of_fn = _known.setdefault(fn, Recent(_MOST))
-    except TypeError:  # unhashable options, or an object that no one can refer to weakly
+    except TypeError:  # unhashable options, or an object that takes no weak reference
         return make()
     return of_fn.get(key, make)
 
 
 class _Borrowed:
-    """A function as a callable that does not hold it.
+    """A callable for a function, without a strong reference to it.
 
-    What `__wrapped__` gives is all that JAX reads of a function: its signature and its line.
+    JAX reads a function's signature and line, which it finds through `__wrapped__`.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         try:
             self._fn: Callable[[], Any] = weakref.ref(fn)
-        except TypeError:  # nobody can refer to it weakly, and so no one finds its programs again
+        except TypeError:  # it takes no weak reference, so its programs are not cached
             self._fn = lambda: fn
 
     @property
@@ -147,7 +147,7 @@ class _Borrowed:
 
 
 def _crossed(fn: Callable[..., Any], crossing: Crossing) -> Callable[..., Any]:
-    """`fn` of arguments and with results as `precpass.jit.arguments` hands them on."""
+    """`fn` with arguments and results in the form of `precpass.jit.arguments`."""
     borrowed = _Borrowed(fn)
 
     def crossed(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ def _crossed(fn: Callable[..., Any], crossing: Crossing) -> Callable[..., Any]:
             crossing.direct = False
         return out
 
-    # its own attributes stay its own: they may hold arrays
+    # Its attributes are not copied, because they may hold arrays.
     functools.update_wrapper(crossed, fn, updated=())
     crossed.__name__ = crossing.name
     vars(crossed)["__wrapped__"] = borrowed

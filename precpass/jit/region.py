@@ -1,4 +1,4 @@
-"""The region that a call stands in: the default policy, a kept precision, an enclosing trace."""
+"""The region of a call: its default policy, its `keep` precision, an enclosing trace."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SWITCHED_OFF = os.environ.get("PRECPASS", "").lower() == "off"
 
 @contextlib.contextmanager
 def configured(name: str, value: object) -> Generator[None]:
-    """Around what needs another value of an option of `jax.config`, in all threads."""
+    """A context with another value of an option of `jax.config`, in all threads."""
     before = getattr(jax.config, name)
     jax.config.update(name, value)
     try:
@@ -49,7 +49,7 @@ class Region:
     """Where a call stands. There is one object per value, so that it compares by identity.
 
     Attributes:
-        policy: that of the innermost `use_policy`; None outside of any.
+        policy: that of the innermost `use_policy`; None outside all of them.
         off: whether that is `use_policy(None)`.
         keep: the precision of the innermost `keep`.
         inside: whether an `auto_mixed` function is being traced around it.
@@ -61,11 +61,11 @@ class Region:
     inside: bool = False
 
     def resolve(self, own: PrecisionPolicy | None, profitability: str | None = None) -> Resolved:
-        """What a function does here.
+        """The policy of a function that is called here.
 
         Args:
-            own: its policy; None for the default.
-            profitability: its own; None for the policy's.
+            own: the function's policy; None for the default.
+            profitability: the function's; None for the policy's.
         """
         scope = "" if self.keep is None else keep_scope(self.keep)
         if self.off or _SWITCHED_OFF:
@@ -81,10 +81,10 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """What a function does in a region.
+    """The policy of a function in a region.
 
     Attributes:
-        policy: the policy that counts; None where the function is run as it is written.
+        policy: the policy that counts; None if the function runs as it was written.
         scope: the name scope around it.
         is_fixed: whether an enclosing `auto_mixed` function leaves it alone.
     """
@@ -102,34 +102,34 @@ def _region(
 
 
 _OUTERMOST = _region(None, False, None, False)
-# Each task of asyncio has its own; JAX's contexts belong to a thread.
+# Each task of asyncio has its own region, while JAX's contexts belong to a thread.
 _current: contextvars.ContextVar[Region] = contextvars.ContextVar("precpass", default=_OUTERMOST)
-# Part of jit's cache key, so that a function traced in one region is not reused in another.
+# It is part of jit's cache key, so a function traced in one region is not reused in another.
 _cache_key = jax.make_user_context(_OUTERMOST)
 
 
 def current() -> Region:
-    """The region of this call; jit's cache key says the same."""
+    """The region of this call, after bringing jit's cache key to the same region."""
     region = _current.get()
     if _cache_key.value is not region:
         _synchronise(region)
     return region
 
 
-# As `current`, for a call of what `traced_in` made, without the fifth of a microsecond that
-# reading the key takes: under another region's key jit has no program of it, and the trace finds
-# out. That takes a millisecond, so once it has happened this is `current` itself.
+# Like `current`, for calls of functions that `traced_in` made, but without reading the key, which
+# takes a fifth of a microsecond. Under another region's key jit has no program for them, and the
+# trace notices. That takes a millisecond, so once it has happened this is `current` itself.
 region_of_call: Callable[[], Region] = _current.get
 
 
 class Strayed(Exception):
-    """A call was not traced, as jit's cache key said another region than its own."""
+    """Raised instead of tracing, because jit's cache key was that of another region."""
 
 
 def traced_in(region: Region, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` for a `jax.jit` that has programs under this region's key alone.
+    """`fn` for a `jax.jit` whose programs are all under this region's key.
 
-    Its trace raises `Strayed` under any other key, before `fn` runs.
+    Under any other key its trace raises `Strayed` before `fn` runs.
     """
 
     @functools.wraps(fn)
@@ -168,7 +168,7 @@ def _enter(region: Region) -> Generator[None]:
     finally:
         _current.reset(token)
         if _cache_key.value is not _current.get():
-            # regions of several tasks need not close in the order in which they opened
+            # Regions of several tasks need not end in the reverse order of their beginnings.
             _cache_key(_current.get()).__enter__()
 
 
@@ -214,15 +214,15 @@ def keep(precision: Precision | str) -> Generator[None]:
     parsed = Precision.parse(precision)
     around = _current.get()
     region = _region(around.policy, around.off, parsed, around.inside)
-    # switched off, a program bears no marks: it is the one that a reference is made from
+    # If the pass is off, the program has no marks, so that it can serve as a reference.
     scope = contextlib.nullcontext() if around.off else jax.named_scope(keep_scope(parsed))
     with scope, _enter(region):
         yield
 
 
 def tracing(region: Region) -> contextlib.AbstractContextManager[None]:
-    """Around the trace of an `auto_mixed` function that is called in a region.
+    """A context around the trace of an `auto_mixed` function that is called in a region.
 
-    One inside of it without a policy of its own leaves the decision to the outer one.
+    An inner `auto_mixed` function without a policy of its own leaves the decision to the outer one.
     """
     return _enter(_region(None, False, region.keep, True))

@@ -2,7 +2,7 @@
 
 JAX's IR is no stable interface. A parameter that is renamed would turn a pass that looks for it
 into one that silently does nothing. So the first planning on such a release traces a few small
-programs, and what comes out wide is an error.
+programs, and a product that is not lowered in them is an error.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def check_jax() -> None:
 
 def _check(primitive: str, program: Callable[[Any], Any]) -> None:
     try:
-        # bodies are to be seen as bodies, whatever the user debugs
+        # Bodies must be traced as bodies even if the user disabled jit for debugging.
         with jax.disable_jit(False):
             wide, low = _products(program)
     except Exception as error:
@@ -64,7 +64,7 @@ def _check(primitive: str, program: Callable[[Any], Any]) -> None:
 
 
 def _products(program: Callable[[Any], Any]) -> tuple[int, int]:
-    """The numbers of wide and of low products in the rewritten program and its gradient."""
+    """The numbers of float32 and of 16-bit products in the rewritten program and its gradient."""
     x = jax.ShapeDtypeStruct((2, 2), jnp.float32)
     before = ir.trace(program, x)
     plan = make_plan(before, AutoMixedBf16)
@@ -99,7 +99,7 @@ def _text(primitive: str, found: str) -> str:
 
 
 def _dot(x: Any, w: Any) -> Any:
-    # without the user's jax.default_matmul_precision, which would be an order
+    # Without the user's jax.default_matmul_precision, which would count as an order.
     return lax.dot(x, w, precision=lax.Precision.DEFAULT)
 
 

@@ -17,15 +17,14 @@ __all__ = ["Staged", "made_of_trace", "owner_of"]
 
 
 class Staged:
-    """A `jax.jit` of what is made of the traces of a mixed function.
+    """A `jax.jit` function made from the traces of a `Mixed`.
 
     Args:
         mixed: the function.
-        then: makes of a trace, and of what a call is given besides, the results of the jaxpr
-            and anything.
-        key: tells `then` from all others; with it the programs are found again as those of
-            `mixed` are.
-        on_copies: whether a call leaves its arguments as they are: modules and references are
+        then: called with a trace and a call's additional arguments; returns the results of the
+            jaxpr and anything else.
+        key: unique to `then`; the compiled programs are cached under it, as those of `mixed` are.
+        on_copies: whether a call must not change its arguments: modules and references are then
             copied, and nothing is donated.
     """
 
@@ -45,12 +44,12 @@ class Staged:
         self._jitted = own if key is None else programs.staged.setdefault(key, own)
 
     def __call__(self, more: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The function's output, and what was made besides."""
+        """The function's output, and the other result of `then`."""
         __tracebackhide__ = True
         return self._run(lambda jitted: jitted, more, args, kwargs, self._on_copies)
 
     def shape(self, more: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The shapes and dtypes of both; nothing runs."""
+        """The shapes and dtypes of the output and of the other result; nothing runs."""
         return self._run(lambda jitted: jitted.eval_shape, more, args, kwargs, True)
 
     def _run(
@@ -78,12 +77,12 @@ class Staged:
 
 
 def made_of_trace(mixed: Mixed, then: Callable[[Traced], Any], args: Any, kwargs: Any) -> Any:
-    """What `then` makes of one trace of a function, at some arguments of it."""
+    """Traces a function once at some arguments, and returns what `then` makes of the trace."""
     return mixed._trace(then, args, kwargs)  # pyright: ignore[reportPrivateUsage] -- its own module
 
 
 def owner_of(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function, and the object that its first argument is where it is a bound `Mixed`."""
+    """A function, and its first argument if it is a `Mixed` that is bound to an object."""
     if isinstance(fn, types.MethodType) and isinstance(fn.__func__, Mixed):
         return fn.__func__, (fn.__self__,)
     return fn, ()
@@ -95,10 +94,10 @@ def _staged(
     then: Callable[..., tuple[Sequence[Any], Any]],
     options: dict[str, Any],
 ) -> Any:
-    # what is jitted refers to neither the program nor the `Staged`, which hold it
+    # The jitted function refers neither to the program nor to the `Staged`, which refer to it.
     written, resolved = program.written, region.resolve(program.policy, program.profitability)
 
-    # where a keyword has the name of a parameter, JAX counts one name too few: no user's has these
+    # JAX counts one name too few if a keyword has a parameter's name, so these are unusual.
     def traced(*_precpass_args: Any, **_precpass_kwargs: Any) -> Any:
         more, *args = _precpass_args
         call = written.trace(region, args, _precpass_kwargs, keeps_numbers=False)

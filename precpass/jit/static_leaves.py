@@ -39,10 +39,10 @@ _AS_A_CONSTANT = (
 
 
 def refusal(x: Any) -> str | None:
-    """Why a leaf that jit does not take cannot be static by itself; None where it can.
+    """Why a leaf that jit does not take cannot be static by itself; None if it can.
 
     Args:
-        x: the leaf, whose name comes before the text.
+        x: the leaf; the caller puts its name before the text.
     """
     if _is_foreign_array(x):
         return (
@@ -77,9 +77,9 @@ def refusal(x: Any) -> str | None:
 
 
 def is_array(x: Any) -> bool:
-    """Whether a value holds numbers that a program reads: of JAX, NumPy or another library."""
+    """Whether a value is an array, of JAX, NumPy or another library."""
     if isinstance(x, np.ndarray):
-        return x.dtype != object  # as of the devices of a mesh
+        return x.dtype != object  # a mesh has an array of devices
     return isinstance(x, jax.Array) or _is_foreign_array(x)
 
 
@@ -91,7 +91,7 @@ def _is_foreign_array(x: Any) -> bool:
 
 # ---------------------------------------------------------------- values
 
-# compared by identity, and yet the same wherever they are met, or without anything that can change
+# These compare by identity, but they exist once, or hold nothing that can change.
 _UNIQUE = (
     *(type, types.ModuleType, types.NoneType, types.EllipsisType, types.NotImplementedType),
     *(operator.itemgetter, operator.attrgetter, operator.methodcaller),
@@ -112,7 +112,7 @@ _FUNCTIONS = (
 
 
 def _part_without_value(x: Any, path: str = "") -> tuple[str, Any] | None:
-    """The first part of a leaf that has not the semantics of a value, and where it stands."""
+    """The first part of a leaf that is compared by identity and can change, and its path."""
     if is_array(x):
         return path, x
     if isinstance(x, _UNIQUE) or type(x).__module__.partition(".")[0] in _OF_JAX:
@@ -131,11 +131,11 @@ def _part_without_value(x: Any, path: str = "") -> tuple[str, Any] | None:
 
 
 def _immutable_parts(x: Any) -> Iterator[tuple[str, Any]] | None:
-    """The parts that make a value what it is, if it holds the same ones for all its life."""
+    """The parts that determine a value, if the value can never change them."""
     if isinstance(x, functools.partial):
         given = {**dict(enumerate(x.args)), **x.keywords}
         return iter([(".func", x.func), *((f"({at})", part) for at, part in given.items())])
-    if isinstance(x, _BOUND):  # a function's own `__self__` is its module
+    if isinstance(x, _BOUND):  # the `__self__` of a builtin is its module
         return iter([(".__self__", x.__self__)])
     if _is_function(x):
         return iter(())
@@ -149,7 +149,7 @@ def _immutable_parts(x: Any) -> Iterator[tuple[str, Any]] | None:
 
 
 def _is_function(x: Any) -> bool:
-    """Whether a value is a function, or one that JAX or `functools.wraps` made of a function."""
+    """Whether a value is a function, or a wrapper by JAX or `functools.wraps` of one."""
     return isinstance(x, _FUNCTIONS) or (callable(x) and hasattr(x, "__wrapped__"))
 
 
@@ -157,7 +157,7 @@ _known = WeakIdMap[tuple[str | None]]()
 
 
 def _arrays_of(fn: Any) -> str | None:
-    """Where a function holds an array, by its closure or otherwise; None where it holds none."""
+    """The path to an array that a function holds, in its closure or elsewhere; None for none."""
     known = _known.get(fn)
     if known is None:
         known = (found_in(fn, is_array),)
@@ -170,16 +170,16 @@ def _arrays_of(fn: Any) -> str | None:
 
 _LEAVES = (type, types.ModuleType, np.generic, np.dtype)
 _EXACT_LEAVES = frozenset((str, bytes, int, float, complex, bool, types.NoneType, types.CodeType))
-"""Leaves unless they are of a class of the user's, which may have attributes."""
+"""Types whose objects have no parts. A user's subclass of one may have attributes."""
 
 
 def found_in(x: Any, test: Callable[[Any], bool]) -> str | None:
-    """Where an object holds a value of which a test is true; None where it holds none.
+    """The path, in an object, to a value for which a test is true; None if there is none.
 
     Args:
-        x: any object. Its attributes, items and closures are looked through, not those of modules
-            and classes.
-        test: of a value.
+        x: any object. Its attributes, items and closures are searched; modules and classes are
+            not.
+        test: called with a value.
 
     Example:
         >>> found_in(functools.partial(max, {"w": [np.zeros(3)]}), is_array)
@@ -219,16 +219,16 @@ def _parts(x: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(x, np.ndarray):  # of objects
         yield from ((f"[{i}]", value) for i, value in enumerate(x.flat))
     yield from ((f".{name}", value) for name, value in getattr(x, "__dict__", {}).items())
-    if isinstance(x, types.FunctionType):  # what else it refers to are the globals of its module
+    if isinstance(x, types.FunctionType):  # all else it refers to are globals
         return
     yield from _parts_in_slots(x)
-    # what no name leads to: the items of a deque, a slot of a private name
+    # What no name leads to: the items of a deque, slots with private names.
     yield from ((f" in a {type(x).__name__}", value) for value in gc.get_referents(x))
 
 
 def _parts_of_function(x: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # of a variable that has no value yet
+        with contextlib.suppress(ValueError):  # a variable may have no value yet
             yield f" closes over {name}", cell.cell_contents
     yield from ((f".{name}", getattr(x, name)) for name in ("__defaults__", "__kwdefaults__"))
 
@@ -238,5 +238,5 @@ def _parts_in_slots(x: Any) -> Iterator[tuple[str, Any]]:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__"):
-                with contextlib.suppress(AttributeError):  # of a slot that has no value yet
+                with contextlib.suppress(AttributeError):  # a slot may have no value yet
                     yield f".{name}", getattr(x, name)

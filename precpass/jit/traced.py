@@ -33,9 +33,9 @@ class Traced:
         call: the function as it is written.
         name: the user's name for it, for errors.
         region: where it is called.
-        policy: the policy that counts there; None where the pass is switched off.
+        policy: the policy that counts there; None if the pass is switched off.
         scope: the name scope around it.
-        output: makes the function's output of the jaxpr's results.
+        output: converts the jaxpr's results to the function's output.
     """
 
     call: ir.Call
@@ -46,11 +46,11 @@ class Traced:
     output: Callable[[Sequence[Any]], Any]
 
     def checked_plan(self, policy: PrecisionPolicy) -> Plan:
-        """The plan under a policy; it raises and warns as a call does."""
+        """The plan under a policy, with the errors and warnings of a call."""
         return checked_plan(self.call, policy, self.scope, self.name)
 
     def plan(self, policy: PrecisionPolicy) -> Plan:
-        """The plan under a policy, without a word."""
+        """The plan under a policy, without warnings."""
         operands = self.call.operands
         closed_over, profit_model = (
             operands[: self.call.closed_over],
@@ -61,7 +61,7 @@ class Traced:
         )
 
     def rewritten(self, plan: Plan, policy: PrecisionPolicy) -> Any:
-        """The jaxpr under a plan, itself where nothing changes."""
+        """The jaxpr rewritten under a plan; the same jaxpr if nothing changes."""
         return rewritten(self.call.jaxpr, plan, self.region, policy, self.scope)[0]
 
     def run(self, plan: Plan, policy: PrecisionPolicy) -> Any:
@@ -74,9 +74,9 @@ class Traced:
 def rewritten(
     jaxpr: ir.Jaxpr, plan: Plan, region: Region, policy: PrecisionPolicy, scope: str
 ) -> tuple[Any, Rewriter]:
-    """A jaxpr under a plan, itself where nothing changes, and what rewrote it."""
+    """A jaxpr rewritten under a plan (the same one if nothing changes), and its rewriter."""
     said = set(plan.notes)
-    # a saved plan has no equations of custom rules, which are traced when they are differentiated
+    # A saved plan has no equations of custom rules, because these are traced in differentiation.
     unlocked = policy.with_lock(None) if policy.lock else policy
     profit_model = profit_model_of(unlocked)
 
@@ -107,10 +107,11 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
     """The plan of a traced call.
 
     Raises:
-        RuntimeError: on a JAX release newer than those tested, where the pass does not work.
+        RuntimeError: on a JAX release that is newer than those tested, if the pass fails on it.
 
     Warns:
-        PrecisionWarning: of what the user should know.
+        PrecisionWarning: for each of the plan's notes, for each rule that matched nothing, and if
+            the policy lowered nothing.
     """
     check_jax()
     profit_model = profit_model_of(policy, call.operands)

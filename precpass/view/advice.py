@@ -1,4 +1,4 @@
-"""What a program's graph suggests to somebody who wants it faster, or more of it low."""
+"""Advice from a program's graph: how to make it faster, or to have more of it in 16 bits."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Advice(NamedTuple):
 
 
 def advice(graph: Graph, decided: dict[int, Decision]) -> list[tuple[Advice, int]]:
-    """What the graph supports, each with the number of equations that it is about.
+    """All advice that the graph supports, each with the number of equations that it concerns.
 
     Args:
-        graph: of the original program.
-        decided: the decision for each equation, by the identity of the equation.
+        graph: that of the original program.
+        decided: the decision for each equation, by the equation's id.
     """
     constants = list(_constants(graph))
     lines = {item.source for item in constants}
-    # where a constant widens what a cast narrowed, the constant is the cause
+    # If a constant widens a value that a cast had narrowed, the constant is the cause.
     round_trips = [item for item in _round_trips(graph) if item.source not in lines]
     pieces = [*_odd_sizes(graph, decided), *constants, *round_trips, *_islands(graph, decided)]
     return list(Counter(pieces).items())
@@ -66,7 +66,7 @@ def _odd_sizes(graph: Graph, decided: dict[int, Decision]) -> Iterator[Advice]:
 
 
 def _casts(graph: Graph) -> Iterator[tuple[ir.Source, Precision, Precision, list[Any]]]:
-    """The line of each cast between floating formats, these, and the equations that read it."""
+    """For each cast between floating formats its line, the formats, and the equations reading it."""
     readers = _readers(graph)
     for row, eqn in enumerate(graph.eqns):
         if formats := ir.cast_formats(eqn):
@@ -74,7 +74,7 @@ def _casts(graph: Graph) -> Iterator[tuple[ir.Source, Precision, Precision, list
 
 
 def _constants(graph: Graph) -> Iterator[Advice]:
-    """Constants of a wider format than what they meet."""
+    """Constants of a wider format than the other operands of their equations."""
     for source, before, after, readers in _casts(graph):
         if not before.is_narrower_than(after):
             continue
@@ -102,7 +102,7 @@ def _round_trips(graph: Graph) -> Iterator[Advice]:
 
 
 def _islands(graph: Graph, decided: dict[int, Decision]) -> Iterator[Advice]:
-    """Products that stay wide between two that are low."""
+    """Products that stay in float32 between two that are low."""
     products = list(_products(graph, decided))
     wide = [
         (row, eqn)
@@ -122,7 +122,7 @@ def _islands(graph: Graph, decided: dict[int, Decision]) -> Iterator[Advice]:
 
 
 def _reached(graph: Graph, rows: list[int], *, forward: bool) -> npt.NDArray[np.bool_]:
-    """Which equations depend on those of some rows, or those on them."""
+    """The equations that depend on some rows, or those on which these rows depend."""
     n = len(graph.eqns)
     next_to: dict[int, list[int]] = {}
 
@@ -130,7 +130,7 @@ def _reached(graph: Graph, rows: list[int], *, forward: bool) -> npt.NDArray[np.
         a, b = (a, b) if forward else (b, a)
         next_to.setdefault(a, []).append(b)
 
-    # values stand behind the equations
+    # The nodes of values come after those of equations.
     for value, eqn in zip(graph.sources.tolist(), graph.targets.tolist(), strict=True):
         connect(n + value, eqn)
     for value, eqn in enumerate(graph.producers.tolist()):

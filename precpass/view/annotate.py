@@ -1,4 +1,4 @@
-"""A plan with the place of each equation, and the casts that the rewrite has there."""
+"""A plan in which each equation's place is recorded, with the casts that the rewrite has there."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["described"]
 def described(
     jaxpr: ir.Jaxpr, plan: Plan, origin: PlanSource, rewriter: Rewriter | None = None
 ) -> Plan:
-    """An equal plan, which says where its equations stand.
+    """An equal plan with an `EqnInfo` for each equation.
 
     Args:
         jaxpr: the original program.
         plan: its plan.
-        origin: what it was made of.
-        rewriter: what rewrote it under the plan; without one nothing was rewritten.
+        origin: the function and the policy that the plan was made from.
+        rewriter: the one that rewrote the program under the plan; None if nothing was rewritten.
     """
     description = _Describer(rewriter).plan(jaxpr, plan, origin.scope, ir.Source())
     return dataclasses.replace(description, origin=origin)
@@ -45,7 +45,7 @@ class _Describer:
         """Of bodies without equations, until what enters them has them."""
 
     def plan(self, jaxpr: ir.Jaxpr, plan: Plan, scope: str, caller: ir.Source) -> Plan:
-        """A body's plan; one that several equations share stays one object."""
+        """A body's plan; a plan that several equations share stays one object."""
         rewriter = self.rewriter
         key = rewriter.key(jaxpr, plan, scope) if rewriter else (id(ir.open_jaxpr(jaxpr)), plan)
         if key not in self.memo:
@@ -95,7 +95,7 @@ def _eqn_info(
 
 
 def _crossed(eqn: ir.Eqn, decision: Decision) -> Iterator[Crossed]:
-    """What crosses an equation's borders on 16 bits, of all its bodies once."""
+    """The values whose border copies cross an equation's borders, each once for all its bodies."""
     crossed: dict[tuple[bool, int], tuple[Any, BorderCopy]] = {}
     for body, plan in zip(ir.bodies(eqn), decision.inner, strict=bool(decision.inner)):
         border_copies = plan.border_copies
@@ -136,18 +136,18 @@ def _casts(
     spans: Sequence[Sequence[Any]],
     last: Sequence[Any],
 ) -> dict[int, list[Cast]]:
-    """The casts that a body's rewrite has more or less of, by the equation that they stand at.
+    """The casts that a body's rewrite added or removed, by the equation that they are listed with.
 
-    In a body without equations that is `_NOWHERE`.
+    In a body without equations they are listed under `_NOWHERE`.
 
     Args:
         opened: the body.
         plan: its plan.
-        first: what begins the body: the casts of its operands, which stand at the first
-            equation that reads what they make.
-        spans: for each equation, those in its place.
-        last: what follows all of them: the casts of the body's results, which stand at
-            the equation that makes what they cast.
+        first: the new equations at the start of the body: casts of its operands, which are listed
+            with the first equation that reads them.
+        spans: for each equation, the new equations in its place.
+        last: the new equations at the end: casts of the body's results, which are listed with the
+            equation that makes the result.
     """
     body = _RewrittenBody(list(zip(opened.eqns, plan.decisions, spans, strict=True)), last)
     casts = {row: found for row in range(len(body.rows)) if (found := body.casts(row))}
@@ -162,11 +162,11 @@ def _casts(
 
 
 class _RewrittenBody:
-    """A body's equations, each with its decision and what stands in its place.
+    """A body's equations, each with its decision and the new equations in its place.
 
     Args:
-        rows: these.
-        last: what follows all of them.
+        rows: the equations with these.
+        last: the new equations at the end of the body.
     """
 
     def __init__(
@@ -176,12 +176,12 @@ class _RewrittenBody:
         self._again, self._homes = _made_again(rows, last)
 
     def inserted(self, eqn: ir.Eqn) -> Cast | None:
-        """The cast that an equation of the rewritten body is, if the program has none there."""
+        """The `Cast` for an equation of the rewritten body, if it is one that the program lacks."""
         pair = None if id(eqn) in self._again else ir.cast_formats(eqn)
         return pair and Cast("inserted", pair[0], _value(eqn.outvars[0].aval))
 
     def casts(self, row: int) -> list[Cast]:
-        """The casts that stand at one equation of the program."""
+        """The casts that are listed with one equation of the program."""
         eqn, decision, span = self.rows[row]
         own = set(eqn.outvars)
         inserted = [c for e in span if own.isdisjoint(e.outvars) and (c := self.inserted(e))]
@@ -195,8 +195,8 @@ class _RewrittenBody:
     def _with_dropped(
         self, row: int, pair: tuple[Precision, Precision], found: list[Cast]
     ) -> list[Cast]:
-        """Those at a cast that is dropped, with its own fate."""
-        # one in the same place again was not touched
+        """The casts listed with a cast that is dropped, and what became of that one."""
+        # A cast that is made again in the same place was not touched.
         before, after = pair[0], str(pair[1])
         same = [c for c in found if (c.before, c.after.dtype) == (before, after)]
         gone = self._homes.get(row, "removed")
@@ -206,9 +206,9 @@ class _RewrittenBody:
 
 
 def _read_first(first: Sequence[Any], spans: Sequence[Sequence[Any]]) -> Iterator[tuple[int, Any]]:
-    """The equations that begin a body, last ones first, each with what first reads its results.
+    """The new equations at a body's start, in reverse, each with the first equation that reads it.
 
-    What nothing but the body's results is made of is read by the last equation.
+    An equation that only the body's results read counts as read by the last equation.
     """
     read: dict[Any, int] = {}
     for row, span in enumerate(spans if first else ()):
@@ -222,11 +222,11 @@ def _read_first(first: Sequence[Any], spans: Sequence[Sequence[Any]]) -> Iterato
 
 
 def _made_again(rows: Sequence[Any], last: Sequence[Any]) -> tuple[set[int], dict[int, str]]:
-    """The casts of a rewrite that are dropped ones, made where they are read.
+    """The casts of a rewrite that are dropped casts, made again where they are read.
 
     Returns:
-        Their identities; and what became of the dropped ones, by row: "moved", or "" where
-        only casts stand between the two places.
+        The ids of these casts; and for each dropped cast, by row, "moved", or "" if only casts
+        stand between the two places.
     """
     dropped: dict[Any, list[tuple[int, int]]] = {}
     made: list[tuple[Any, int]] = []
@@ -253,11 +253,11 @@ def _made_again(rows: Sequence[Any], last: Sequence[Any]) -> tuple[set[int], dic
 
 
 def _in_span(span: Any, users: Sequence[Any]) -> Iterator[Cast]:
-    """The casts that a float64 region, evaluated as a whole, has more than the program.
+    """The casts that a float64 span has and the program has not.
 
     Args:
-        span: the equation.
-        users: the equations of the program that it stands for.
+        span: the equation of the span.
+        users: the program's equations that it replaces.
     """
     own = Counter(pair[1] for eqn in users if (pair := ir.cast_formats(eqn)))
     (jaxpr,) = ir.hidden_jaxprs(span)

@@ -1,4 +1,4 @@
-"""What a plan changes, by source line; and where two plans differ."""
+"""The changes of a plan by source line, and the differences between two plans."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = [
 LEVELS = ("lines", "equations", "jaxpr")
 
 _TYPES = 3
-"""How many types are named of what crosses a border."""
+"""The number of types that are named of the values that cross a border."""
 
 
 class _Change(NamedTuple):
-    """A line of a diff but for its casts, which equal changes have together."""
+    """A line of a diff, without its casts, which are collected over equal changes."""
 
     head: tuple[tuple[str, str], ...]
     reason: str = ""
@@ -49,17 +49,17 @@ class _Change(NamedTuple):
 
 
 Changes = dict[_Change, tuple[int, list[Cast]]]
-"""How often each change is met, and the casts there."""
+"""For each change how often it occurs, and its casts."""
 
 
 @dataclasses.dataclass(eq=False)
 class Section:
-    """What stands inside one equation that is entered, in the order of execution."""
+    """The changes inside one equation with bodies, in the order of execution."""
 
     parts: dict[Frame | Source, Section | Changes] = dataclasses.field(default_factory=dict)
 
     def inside(self, frames: Iterable[Frame]) -> Section:
-        """The section inside of all these."""
+        """The section inside all of these frames."""
         section = self
         for frame in frames:
             part = section.parts.setdefault(frame, Section())
@@ -68,7 +68,7 @@ class Section:
         return section
 
     def add(self, source: Source, change: _Change, casts: Iterable[Cast]) -> None:
-        """One more change of a line."""
+        """Adds a change of a line."""
         changes = self.parts.setdefault(source, {})
         assert isinstance(changes, dict)
         n, known = changes.get(change, (0, []))
@@ -76,7 +76,7 @@ class Section:
         changes[change] = n + 1, known
 
     def lines(self, indent: str) -> Iterator[Line]:
-        """All of it, what stands inside of something under it."""
+        """The section's lines, in which inner sections are indented."""
         for head, inside in self.entries():
             yield [(indent, ""), *head]
             if isinstance(inside, Section):
@@ -85,7 +85,7 @@ class Section:
                 yield from ([(indent + "  ", ""), *line] for line in inside)
 
     def entries(self) -> Iterator[tuple[Line, Section | list[Line]]]:
-        """Each loop, branch, rule and source line, and what stands under it."""
+        """Each loop, branch, rule and source line, with the lines under it."""
         for key, part in self.parts.items():
             if isinstance(part, Section):
                 assert isinstance(key, Frame)
@@ -97,7 +97,7 @@ class Section:
 
 
 def check_level(level: str) -> None:
-    """Raises a ValueError for a level that is none."""
+    """Raises a ValueError for an unknown level."""
     if level not in LEVELS:
         raise ValueError(f"no level {level!r}: legal are {', '.join(map(repr, LEVELS))}")
 
@@ -106,7 +106,7 @@ def diff_lines(plan: Plan, level: str) -> list[Line]:
     """The changes of a plan, by source line.
 
     Args:
-        plan: one that `inspect` made.
+        plan: a plan that `inspect` made.
         level: "lines" for a line per source line, or "equations" for one per equation.
     """
     return list(diff_tree(plan, level).lines(""))
@@ -127,7 +127,7 @@ def diff_tree(plan: Plan, level: str) -> Section:
 
 
 def changes(plan: Plan) -> list[dict[str, Any]]:
-    """The changes of a plan as values that JSON has, one for each equation."""
+    """The changes of a plan as JSON values, one for each equation."""
     return [
         {
             "source": dataclasses.asdict(row.info.source),
@@ -211,7 +211,7 @@ def between(
 
 
 def totals(plan: Plan, name: str, outputs: int = 0) -> str:
-    """A line that says how much a plan changes; `outputs` casts are those of the results."""
+    """A line with the totals of a plan's changes; `outputs` is the number of casts of results."""
     plan_rows = list(rows(plan))
     fates = Counter(map(_fate_in_words, plan_rows))
     entered = fates.pop("", 0)
@@ -229,7 +229,7 @@ def totals(plan: Plan, name: str, outputs: int = 0) -> str:
 
 
 def _fate_in_words(row: Row) -> str:
-    """What becomes of an equation, as `totals` counts it; "" for one with bodies."""
+    """What happens to an equation, as `totals` counts it; "" for one with bodies."""
     decision = row.decision
     if decision.reorders:
         return "reordered"
@@ -274,7 +274,7 @@ def _contrast(a: Row, b: Row) -> _Change:
 
 
 def _summary(same: list[Row]) -> _Change:
-    # a cast stands at an equation that stays too: it is named where nothing of the line changes
+    # A cast may be listed with an unchanged equation, so it is shown even if the line is unchanged.
     own = [row for row in same if row.info.crossed or row.decision.alters]
     joints = {True: ": ", False: " "}
     counts = Counter(
@@ -292,7 +292,7 @@ def _verb(row: Row) -> str:
 
 
 def _computed(row: Row) -> str:
-    """What an equation is evaluated in, wherever its results are held."""
+    """The precision that an equation is evaluated in, apart from the storage of its results."""
     decision = row.decision
     match decision.action:
         case Action.DROP if not row.changes:
@@ -314,7 +314,7 @@ def _computed(row: Row) -> str:
 
 
 def _crossed(crossed: Sequence[Crossed]) -> str:
-    """What crosses on 16 bits, in words."""
+    """The values whose border copies cross, in words."""
     said: list[str] = []
     for is_operand, alone in itertools.product((True, False), repeat=2):
         types = [str(c.value) for c in crossed if c[1:] == (is_operand, alone)]

@@ -1,4 +1,4 @@
-"""What a policy does to a program, what it leaves wide and why, and what to do about it."""
+"""What a policy does to a program, what stays in float32 and why, and what to do about it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,17 @@ class Verdict:
     """A policy's effect in figures.
 
     Attributes:
-        before, after: what the two programs compute (`precpass.measure.counts.Counts`): products,
+        before, after: the counts of both programs (`precpass.measure.counts.Counts`): products,
             casts, FLOPs and bytes by format.
-        narrowed: the products that the policy runs in float32, and the program in float64.
-        left_wide: the products that stay in their precision, and are not low.
-        unread_casts: the casts that the rewritten program has beside those for derivatives of it
-            alone, which are dropped where nobody takes any.
-        swapped: the products, of either sort, whose operands are exchanged in the place
-            of transposes behind them.
-        stored: the results that are rounded where they are defined and held low, whatever
-            they are computed in.
-        crossed: the operands and results of loops, branches and calls that cross their
-            borders on 16 bits, alone or beside their own form.
-        kept_before, kept_after: the bytes that the forward pass keeps for the backward
+        narrowed: the products that are float64 in the program and float32 under the policy.
+        left_wide: the products that keep their precision and are not low.
+        unread_casts: the casts in the rewritten program that only its derivatives read; XLA drops
+            them if none is taken.
+        swapped: the products, lowered or not, whose operands are exchanged to replace transposes.
+        stored: the results that are rounded where they are defined and stored in 16 bits, in
+            whatever precision they are computed.
+        crossed: the operands and results of loops, branches and calls with a border copy.
+        kept_before, kept_after: the bytes that the forward pass saves for the backward
             pass (`precpass.analysis.residuals`); 0 in a program without one.
     """
 
@@ -93,14 +91,14 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Wide:
-    """Equal products that a policy leaves wide.
+    """Equal products that a policy leaves in float32.
 
     Attributes:
         source: the user's line.
-        scope: the name scopes around them; "layer_*" for several that differ in their
-            numbers alone.
+        scope: the name scopes around them; "layer_*" for several that differ only in their
+            numbers.
         what: primitive, operands and results.
-        reason: why they stay wide.
+        reason: why they stay in float32.
         remedy: how to change it.
         times: the number of equations.
     """
@@ -121,12 +119,12 @@ class Explanation:
         name: the function's.
         policy: the policy's name.
         verdict: the figures.
-        wide: the products that stay wide, those of one line together.
-        others: (kind, reason, number) of all other equations that stay as written, in how they
-            are computed and how they are stored.
+        wide: the products that stay in float32, those of one line together.
+        others: (kind, reason, number) of all other equations whose computation and storage do
+            not change.
         unmatched: the rules that matched no equation.
-        notes: what the user should know.
-        advice: what the graph suggests, and about how many equations.
+        notes: the plan's warnings.
+        advice: what the graph suggests, and for how many equations.
     """
 
     name: str
@@ -176,7 +174,7 @@ class Explanation:
         return rendered(self.lines(), color)
 
     def to_dict(self) -> dict[str, Any]:
-        """The explanation as values that JSON has."""
+        """The explanation as JSON values."""
         fields = dataclasses.asdict(self)
         fields["verdict"]["low_flops"] = self.verdict.after.low_flops
         fields["advice"] = [
@@ -203,7 +201,7 @@ def explained(
     """The explanation of a program.
 
     Args:
-        graph: of its jaxpr.
+        graph: that of its jaxpr.
         plan: its plan, made by `inspect`.
         after: the rewritten jaxpr.
         decided: the decision for each equation of the graph, by the equation's identity.
@@ -246,7 +244,7 @@ def _unread_casts(after: Any) -> int:
 
 
 def _by_line(items: Sequence[T], source: Callable[[T], Source]) -> Iterator[tuple[T, bool]]:
-    """What has one source line together, and whether it is the first there."""
+    """The items in groups of equal source lines, each with whether it is the first of its group."""
     lines: dict[Source, list[T]] = {}
     for item in items:
         lines.setdefault(source(item), []).append(item)
@@ -260,7 +258,7 @@ def _costs(plan: Plan) -> Iterator[str]:
 
 
 def _assumptions(found: list[Row]) -> Iterator[str]:
-    """What the figures take for granted."""
+    """The assumptions behind the figures, in words."""
     bodies = [body for row in found for body in row.info.bodies]
     if any(body.trips is None for body in bodies):
         yield f"figures: {NOMINAL_SIZE} trips of each loop whose number only run time knows"

@@ -24,7 +24,7 @@ from precpass.view.unified import unified
 __all__ = ["Inspection"]
 
 _SHOWN = 1000
-"""The lines of the jaxprs in HTML, which a notebook stores and a browser lays out."""
+"""The most lines of jaxprs in HTML, because a notebook stores them and a browser lays them out."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,8 +34,8 @@ class Inspection:
     Attributes:
         before: the jaxpr as the user's function traces.
         plan: the decision for every equation.
-        after: the rewritten jaxpr; `before` itself where nothing changes.
-        policy: the policy that was asked for; None where the pass is switched off.
+        after: the rewritten jaxpr; `before` itself if nothing changes.
+        policy: the policy that was asked for; None if the pass is switched off.
         scope: the name scope around the program; "" unless inside `keep`.
         name: the function's name.
     """
@@ -57,7 +57,7 @@ class Inspection:
         return self
 
     def __deepcopy__(self, _memo: object) -> Inspection:
-        # all that it holds is immutable
+        # Everything in it is immutable.
         return self
 
     @property
@@ -70,7 +70,7 @@ class Inspection:
         return Graph.build(self.before)
 
     def decisions(self) -> Iterator[tuple[Any, Decision, ir.Source]]:
-        """Each equation, its decision and its source line; bodies included, shared ones once."""
+        """Each equation with its decision and source line, also in bodies; shared bodies once."""
         for eqn, decision, info in _paired(self.before, self.plan, set()):
             yield eqn, decision, info.source
 
@@ -81,14 +81,14 @@ class Inspection:
             level: "lines" for a line per line of the user's code, "equations" for one per
                 equation, equal ones counted, or "jaxpr" for the two jaxprs as a unified
                 diff, in which a variable has one name.
-            color: whether with a terminal's colours; None for a decision by where standard
-                output goes: none in a pipe or a file, nor where NO_COLOR is set.
+            color: whether to use a terminal's colours; None uses them if standard output is a
+                terminal and NO_COLOR is not set.
 
         Returns:
-            One heading per line of the user's code, in order of execution, inside of the
+            One heading per line of the user's code, in order of execution, inside the
             loops, branches and custom rules that it runs in; the totals at the end. A body
-            that is called often stands once. Where a body's operands or results are cast at
-            its border, the cast stands at the equation in it that reads or makes them.
+            that is called several times is listed once. A cast of a body's operands or results
+            at its border is listed with the equation in the body that reads or makes them.
 
         Raises:
             ValueError: for another level.
@@ -130,16 +130,16 @@ class Inspection:
         differ in their number alone together, or by its scopes.
 
         Args:
-            boxes: the most that may be drawn.
-            graphviz: whether graphviz's `dot` lays it out; None for wherever it is
-                installed, and networkx's layers elsewhere.
+            boxes: the largest number of boxes.
+            graphviz: whether graphviz's `dot` lays it out; None for `dot` if it is installed,
+                and networkx's layers otherwise.
 
         Returns:
             A `Picture`: it shows itself in a notebook, has `.svg`, and `.save(path)`.
 
         Raises:
             ValueError: for less than one box.
-            RuntimeError: where `dot` is asked for and not installed, or fails.
+            RuntimeError: if `dot` is asked for and not installed, or fails.
         """
         if boxes < 1:
             raise ValueError(f"boxes={boxes}: at least one box is drawn")
@@ -151,7 +151,7 @@ class Inspection:
         return picture(chart(self._graph, decided, boxes), title, graphviz)
 
     def _outputs(self) -> Counter[str]:
-        """The casts of results that the policy has in another format."""
+        """The number of results that are cast because the policy gives another output format."""
         pairs = zip(ir.out_avals(self.before), ir.out_avals(self.after), strict=True)
         return Counter(
             f"{ir.precision_of(a)} -> {ir.precision_of(b)}" for a, b in pairs if a.dtype != b.dtype

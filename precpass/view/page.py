@@ -1,4 +1,4 @@
-"""Plans, inspections and policies as HTML: self-contained, without scripts."""
+"""Plans, inspections and policies as self-contained HTML without scripts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["folded", "inspection_page", "plan_page", "policy_page", "table"]
 def inspection_page(
     plan: Plan, name: str, more: Sequence[tuple[str, Sequence[Line]]], picture: str
 ) -> str:
-    """An inspection.
+    """An inspection as HTML.
 
     Args:
         plan: its plan.
-        name: the function's and the policy's.
+        name: the names of the function and the policy.
         more: further parts, each with its title.
         picture: the SVG of its graph.
     """
@@ -47,7 +47,7 @@ _OPEN = ' open="open"'
 
 
 def folded(head: str | Line, body: str, *, is_open: bool = False) -> str:
-    """A part that is shown and hidden by a click on its heading."""
+    """A part of a page that a click on its heading shows and hides."""
     line = [(head, "")] if isinstance(head, str) else head
     return f"<details{_OPEN if is_open else ''}><summary>{spans(line)}</summary>{body}</details>"
 
@@ -64,8 +64,8 @@ def table(
     Args:
         heads: the columns' headings.
         cells: the rows.
-        caption: what stands above it.
-        figures: whether all columns but the first hold figures, which end at one edge.
+        caption: the text above it.
+        figures: whether all columns but the first hold figures, which are aligned to the right.
     """
 
     def row(tag: str, texts: Sequence[str]) -> str:
@@ -80,7 +80,7 @@ def table(
 
 
 def policy_page(policy: PrecisionPolicy) -> str:
-    """A policy: the precision of each kind, its rules and its options."""
+    """A policy as HTML: the precision of each kind, its rules and its options."""
     kinds = [(kind, str(policy.precision_for(kind))) for kind in OpKind]
     cells = [
         [str(kind).replace("_", " "), precision, "order" if kind in policy.orders else "permission"]
@@ -102,5 +102,5 @@ def policy_page(policy: PrecisionPolicy) -> str:
 
 
 def plan_page(plan: Plan) -> str:
-    """A plan: its changes by source line, or its totals where it was not made by `inspect`."""
+    """A plan as HTML: its changes by source line, or its totals if `inspect` did not make it."""
     return page(_changes(plan, "plan") if plan.eqn_infos else spans([(repr(plan), "")]))

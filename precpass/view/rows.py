@@ -21,7 +21,7 @@ CALLS = frozenset(("jit", "closed_call", "core_call", "eval_jaxpr", "core_closed
 
 
 def alike(scope: str) -> str:
-    """A scope under the name that it shares with those that differ in their numbers alone.
+    """A scope with "*" for each number, a name that it shares with scopes of other numbers.
 
     Example:
         >>> alike("encoder/layer_12")
@@ -31,10 +31,10 @@ def alike(scope: str) -> str:
 
 
 class Frame(NamedTuple):
-    """An equation that a row stands inside of.
+    """An equation with bodies that a row stands in.
 
     Attributes:
-        name: what it is and how often it runs, "scan, 12 trips".
+        name: its name and how often it runs, "scan, 12 trips".
         source: its line.
         is_call: whether it only calls its body, once.
     """
@@ -49,13 +49,13 @@ class Row:
     """One equation of the original program.
 
     Attributes:
-        info: where it stands.
-        decision: what happens to it.
+        info: its place in the program.
+        decision: the decision for it.
         scope: all name scopes around it, without the marks of JAX's transforms.
         backward: whether it belongs to a backward pass.
-        frames: the equations that it stands inside of, outermost first.
-        calls: how often it runs in one run of the program; a trip count that only run
-            time knows, and a symbolic one, count as `precpass.analysis.sizes.NOMINAL_SIZE`.
+        frames: the equations whose bodies it stands in, outermost first.
+        calls: how often it runs in one run of the program; an unknown or symbolic trip count
+            counts as `precpass.analysis.sizes.NOMINAL_SIZE`.
     """
 
     info: EqnInfo
@@ -67,11 +67,11 @@ class Row:
 
     @property
     def changes(self) -> bool:
-        """Whether the rewritten program differs here, bodies apart."""
+        """Whether the rewritten program differs at this equation, apart from its bodies."""
         if self.info.casts:
             return True
         if self.decision.action is Action.DROP and self.info.primitive == "convert_element_type":
-            # a cast that was dropped and is made again in its place, if it casts
+            # A dropped cast that is made again in its place changes nothing.
             return self.info.operands[0].dtype == self.info.results[0].dtype
         if self.decision.action is Action.ENTER:
             return bool(self.info.crossed)
@@ -80,7 +80,7 @@ class Row:
 
 @dataclasses.dataclass(eq=False)
 class _Node:
-    """A plan at the first place where it is met."""
+    """A plan at the first place where it occurs."""
 
     plan: Plan
     scope: str
@@ -92,10 +92,10 @@ class _Node:
 
 
 def rows(plan: Plan) -> Iterator[Row]:
-    """Every equation in order of execution; those of bodies behind their equation's, shared once.
+    """Every equation in the order of execution; bodies follow their equation, shared ones once.
 
     Raises:
-        ValueError: for a plan that does not say where its equations stand.
+        ValueError: for a plan without `EqnInfo`, which `inspect` did not make.
     """
     nodes = _nodes(plan)
     _count_calls(nodes)
@@ -124,7 +124,7 @@ def _rows_of(node: _Node) -> Iterator[Row]:
 
 
 def _nodes(plan: Plan) -> dict[int, _Node]:
-    """The distinct plans by identity, in the order in which they are met."""
+    """The distinct plans, by id, in the order in which they occur."""
     root = _Node(plan, "", ())
     nodes, walk = {id(plan): root}, [_bodies_of(root)]
     while walk:
@@ -161,12 +161,12 @@ def _frame(info: EqnInfo, index: int, backward: bool) -> Frame:
 
 
 def frame_name(primitive: str, body: str, trips: object) -> str:
-    """What an equation is called that others stand inside of, such as "scan, 12 trips".
+    """The name of an equation with bodies, such as "scan, 12 trips".
 
     Args:
-        primitive: its own name.
-        body: which of its bodies; "" where it has only one.
-        trips: how often that runs; None where only run time knows.
+        primitive: its primitive's name.
+        body: which of its bodies; "" if it has only one.
+        trips: how often that runs; None if that is only known at run time.
     """
     several = f" {body}" if body else ""
     times = "" if trips == 1 else f", {trips if trips is not None else 'any number of'} trips"
@@ -232,7 +232,7 @@ def _pairs_of(a: _Node, b: _Node) -> Iterator[tuple[Row, Row]]:
         )
     for pair in zip(_rows_of(a), _rows_of(b), strict=True):
         one, other = (row.info for row in pair)
-        # equal plans of one primitive may enter other bodies: another branch, another length
+        # Equal plans of one primitive may have different bodies: another branch, another length.
         if (one.signature, one.bodies) != (other.signature, other.bodies):
             raise ValueError(
                 f"plans of two programs: {_said(one)} in one is {_said(other)} in the other; "

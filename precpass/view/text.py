@@ -29,10 +29,10 @@ __all__ = [
 ]
 
 OFF = "switched off"
-"""What stands for a policy's name where there is none."""
+"""The text in the place of a policy's name if the pass is off."""
 
 Line = Sequence[tuple[str, str]]
-"""Pieces of a line: the text, and the name of a style or ""."""
+"""The pieces of a line: each a text, and the name of its style or ""."""
 
 _STYLES = {
     "where": "bold",
@@ -46,7 +46,7 @@ _STYLES = {
     "removed": "red",
     "hunk": "cyan",
 }
-"""For each style, what `rich` calls it."""
+"""For each style its name in `rich`."""
 
 CSS = """
 .precpass { font-family: ui-monospace, monospace; font-size: 13px; line-height: 1.45; }
@@ -75,12 +75,12 @@ CSS = """
 
 
 def plain(lines: Iterable[Line]) -> str:
-    """The text alone."""
+    """The text without styles."""
     return "\n".join("".join(text for text, _ in line) for line in lines)
 
 
 def as_html(lines: Iterable[Line]) -> str:
-    """A `pre` element; it wants `CSS` around it."""
+    """The lines as a `pre` element, to stand in a `page`, which has the styles."""
     return f"<pre>{chr(10).join(map(spans, lines))}</pre>"
 
 
@@ -98,21 +98,21 @@ def spans(line: Line) -> str:
 
 
 def page(body: str) -> str:
-    """A self-contained piece of HTML, in which the styles of this module hold."""
+    """A self-contained piece of HTML with the styles of this module."""
     return f'<div class="precpass"><style>{CSS}</style>{body}</div>'
 
 
 def rendered(lines: Sequence[Line], color: bool | None) -> str:
-    """The text, with a terminal's colours where they are wanted.
+    """The lines as text, with or without a terminal's colours.
 
     Args:
-        lines: of styled text.
-        color: None for a decision by where standard output goes: colours in a terminal,
-            unless NO_COLOR is set, and none in a pipe or a file.
+        lines: the lines.
+        color: whether to use colours; None uses them if standard output is a terminal and
+            NO_COLOR is not set.
     """
     if color is False:
         return plain(lines)
-    from rich.console import Console  # a tenth of the package's own import
+    from rich.console import Console  # takes a tenth of the package's import time
     from rich.text import Text
 
     if color is None:
@@ -128,7 +128,7 @@ def rendered(lines: Sequence[Line], color: bool | None) -> str:
 
 
 def heading(source: Source) -> Line:
-    """A line of the user's code: where it stands, and its own text."""
+    """The heading for a line of the user's code: its place and its text."""
     text = linecache.getline(source.file, source.line).strip() if source.file else ""
     named = f"{shown_source(source)} {source.function}".rstrip()
     return [(named, "where"), ("  ", ""), (text, "code")] if text else [(named, "where")]
@@ -140,10 +140,10 @@ def shown_source(source: Source) -> str:
 
 
 def shown_path(file: str) -> str:
-    """A path as a person reads it.
+    """A path in the form that is shown.
 
-    A notebook's cell is `In[3]`, as in IPython's tracebacks; a file of an installed package
-    begins with the package; others are relative where that is not longer.
+    A notebook's cell is `In[3]`, as in IPython's tracebacks. The path of a file in an installed
+    package begins with the package. Other paths are relative if that is not longer.
     """
     if cell := cell_of(file):
         return cell
@@ -157,7 +157,7 @@ _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 
 
 def cell_of(file: str) -> str:
-    """The cell, as "In[3]", that IPython compiled under a name of its own; "" for a file."""
+    """The notebook cell, as "In[3]", that IPython compiled under this file name; "" for a file."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     named = getattr(getattr(shell, "compile", None), "format_code_name", None)

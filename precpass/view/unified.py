@@ -1,4 +1,4 @@
-"""A unified diff of two texts whose lines mostly name themselves, in linear time."""
+"""A unified diff, in linear time, of two texts most of whose lines are unique."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["unified"]
 _CONTEXT = 3
 
 _Run = tuple[int, int, int, int]
-"""Lines `a[i1:i2]` in the place of which `b[j1:j2]` stand."""
+"""(i1, i2, j1, j2): the lines `a[i1:i2]` are replaced by `b[j1:j2]`."""
 
 
 def unified(a: Sequence[str], b: Sequence[str], heads: tuple[str, str]) -> Iterator[str]:
     """The lines of a unified diff, as `git diff` writes them; none for equal texts.
 
-    Lines that each text has once are held to be the same (Cohen's patience diff); an
-    equation of a printed jaxpr is such a line, by the name of its result. `difflib` takes
-    time quadratic in lines that are in one text only.
+    Equal lines that each text has once are matched (Cohen's patience diff). An equation
+    of a printed jaxpr is unique by the name of its result. `difflib` takes time quadratic
+    in the lines that only one text has.
 
     Args:
         a: the lines of the first text.
@@ -35,7 +35,7 @@ def unified(a: Sequence[str], b: Sequence[str], heads: tuple[str, str]) -> Itera
 
 
 def _runs(a: Sequence[str], b: Sequence[str]) -> Iterator[_Run]:
-    """Where the texts differ, in order."""
+    """The runs in which the texts differ, in order."""
     at = {line: j for j, line in enumerate(b)}
     once = [{line for line, n in Counter(text).items() if n == 1} for text in (a, b)]
     i = j = 0
@@ -60,7 +60,7 @@ def _trimmed(a: Sequence[str], b: Sequence[str], run: _Run) -> Iterator[_Run]:
 
 
 def _hunks(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
-    """Runs with no more lines between them than both have as context."""
+    """Groups of runs whose lines of context meet or overlap."""
     hunk = [runs[0]]
     for run in runs[1:]:
         if run[0] - hunk[-1][1] <= 2 * _CONTEXT:

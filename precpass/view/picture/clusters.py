@@ -1,4 +1,4 @@
-"""A program's dataflow as boxes that are few enough to be drawn: many equations are merged."""
+"""A program's dataflow as few enough boxes to be drawn: equations are merged into boxes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Box:
         label: an equation's primitive, a source line, or a name scope.
         path: the name scopes and loops around it, outermost first.
         first: the first equation's row, for the order on the page.
-        formats: how many equations run in each format.
-        low, products: how many of its products are low, and how many there are.
-        casts: the casts that the rewritten program has more; those at what enters a body,
-            which is drawn as what is inside, stand at the first equation there.
-        stored: how many are computed as written, and their results stored low.
-        lines: how many stand on each source line.
+        formats: the number of equations that run in each format.
+        low, products: the number of its low products, and of all its products.
+        casts: the number of casts that the rewrite adds. An equation with bodies is drawn as
+            its bodies, so its casts count for the first equation inside.
+        stored: the number of equations that run as written and whose results are stored low.
+        lines: the number of equations on each source line.
     """
 
     label: str
@@ -51,7 +51,7 @@ class Chart:
 
     Attributes:
         boxes: in the order of their first equations.
-        edges: pairs of positions in `boxes`: what the first makes the second reads.
+        edges: pairs of positions in `boxes`: the second box reads a result of the first.
     """
 
     boxes: tuple[Box, ...]
@@ -67,16 +67,16 @@ class _Place:
 
 
 def chart(graph: Graph, decided: dict[int, tuple[Decision, int]], limit: int) -> Chart:
-    """The dataflow of a program in at most `limit` boxes, where that can be had.
+    """The dataflow of a program in at most `limit` boxes, if that is possible.
 
-    It is tried in this order: each equation by itself; equations of one scope and
-    line together; scopes that differ in their numbers alone (layer_0, layer_1) too;
-    whole scopes, from the innermost outwards.
+    These levels are tried in order: one box per equation; one per scope and line; the same with
+    scopes merged that differ only in their numbers (layer_0, layer_1); whole scopes, from the
+    innermost outwards.
 
     Args:
-        graph: of the original program.
-        decided: of each equation, by its identity: the decision, and the casts there.
-        limit: of boxes.
+        graph: that of the original program.
+        decided: for each equation, by its id, the decision and the number of casts there.
+        limit: the largest number of boxes.
     """
     places = _places(graph)
     depth = max((len(place.path) for place in places), default=0)
@@ -90,7 +90,7 @@ def chart(graph: Graph, decided: dict[int, tuple[Decision, int]], limit: int) ->
     for level in levels:
         keys = {place.row: level(place) for place in places}
         boxes = {key[:2] for key in keys.values()}
-        # a scope takes the room of two boxes
+        # A scope takes up the room of two boxes.
         scopes = {path[:i] for path, _ in boxes for i in range(1, len(path) + 1)}
         if len(boxes) + 2 * len(scopes) <= limit:
             break
@@ -98,7 +98,7 @@ def chart(graph: Graph, decided: dict[int, tuple[Decision, int]], limit: int) ->
 
 
 def _first_inside(graph: Graph, row: int, drawn: Collection[int]) -> int:
-    """The first drawn equation inside of another; the one before it where nothing is inside."""
+    """The first drawn equation inside another one, or the one before it if nothing is inside."""
     todo = [row]
     while todo:
         at = todo.pop()
@@ -157,7 +157,7 @@ def _merged(
 
 
 def _places(graph: Graph) -> list[_Place]:
-    """Where each equation stands that enters no body."""
+    """The place of each equation without bodies."""
     around = {id(node): _path_of(node) for node in graph.bodies}
     places: list[_Place] = []
     for node in graph.bodies:
@@ -190,7 +190,7 @@ def _parts(scope: str) -> Path:
 
 
 def _alike(path: Path) -> Path:
-    """A path in which scopes that differ in their numbers are one; loops keep their trips."""
+    """A path with "*" for the numbers in scopes; loops keep their trip counts."""
     return tuple(part if " trips" in part else alike(part) for part in path)
 
 
@@ -200,7 +200,7 @@ def _line(place: _Place) -> str:
 
 
 def _flow(graph: Graph, drawn: set[int]) -> set[tuple[int, int]]:
-    """Which equation's results which other one reads, through the borders of bodies."""
+    """Pairs of drawn equations, the second of which reads a result of the first, across borders."""
     back: dict[int, list[int]] = {}
     for a, b in graph.links.tolist():
         back.setdefault(b, []).append(a)

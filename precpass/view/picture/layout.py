@@ -1,4 +1,4 @@
-"""Where the boxes of a chart stand: layers of networkx's topological order, nested by scope."""
+"""The positions of a chart's boxes: layers by networkx's topological order, nested by scope."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST = 32
 
 
 def short(label: str) -> str:
-    """A label as it fits on the page; names of scopes may have any length."""
+    """A label, shortened to fit on the page."""
     return label if len(label) <= _LONGEST else label[: _LONGEST - 1] + "\u2026"
 
 
@@ -24,7 +24,7 @@ class Frame:
     """A rectangle, in pixels.
 
     Attributes:
-        label: what it holds.
+        label: the text in it.
         x, y: its upper left corner.
         width, height: its size.
     """
@@ -36,17 +36,17 @@ class Frame:
     height: float
 
     def moved(self, dx: float, dy: float) -> None:
-        """Moves it."""
+        """The frame moved to another place."""
         self.x += dx
         self.y += dy
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where everything of a chart stands.
+    """The positions of everything in a chart.
 
     Attributes:
-        boxes: of the chart's boxes, by their positions.
+        boxes: the frames of the chart's boxes, by the boxes' indices.
         scopes: the scopes and loops around them, outer ones first.
         width, height: of the whole.
     """
@@ -57,7 +57,7 @@ class Layout:
     height: float
 
     def moved(self, dx: float, dy: float) -> None:
-        """Moves all of it."""
+        """Moves everything."""
         for frame in (*self.boxes.values(), *self.scopes):
             frame.moved(dx, dy)
 
@@ -75,7 +75,7 @@ def laid_out(chart: Chart, labels: Sequence[str]) -> Layout:
 def _inside(
     chart: Chart, labels: Sequence[str], path: tuple[str, ...], members: list[int]
 ) -> Layout:
-    """The layout of the boxes inside of one scope."""
+    """The layout of the boxes inside one scope."""
     units: dict[object, list[int]] = {}
     for i in members:
         own = chart.boxes[i].path
@@ -101,8 +101,8 @@ def _unit(chart: Chart, labels: Sequence[str], key: object, members: list[int]) 
 
 
 def _layers(n: int, edges: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Units in layers: each behind what it reads, those of a cycle behind each other."""
-    import networkx as nx  # its import takes as long as a tenth of jax
+    """Units in layers: each after the units that it reads, and those of a cycle in sequence."""
+    import networkx as nx  # its import takes a tenth of jax's time
 
     graph = nx.DiGraph()
     graph.add_nodes_from(range(n))

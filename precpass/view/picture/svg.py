@@ -24,7 +24,7 @@ _COLORS = {
     "wide": ("#ffe3b8", "#6b4400"),
     "other": ("#ededf0", "#3a3a42"),
 }
-"""The fill of a box in light and in dark, by what runs in it."""
+"""The fill of a box in light and in dark mode, by the precision of its equations."""
 
 _LEGEND = {
     "low": "low precision",
@@ -56,7 +56,7 @@ class Picture:
     """An SVG.
 
     Attributes:
-        svg: its text. It stands by itself, and reads in light and in dark.
+        svg: its text, which is self-contained and readable in light and in dark mode.
     """
 
     svg: str
@@ -65,7 +65,7 @@ class Picture:
         """Writes it to a file.
 
         Raises:
-            ValueError: for a path that ends as one of another format.
+            ValueError: for a path with the ending of another format.
         """
         if (suffix := Path(path).suffix.lower()) not in ("", ".svg"):
             raise ValueError(f"{os.fspath(path)}: a picture is SVG, not {suffix}: name it .svg")
@@ -84,10 +84,10 @@ def picture(chart: Chart, title: str, graphviz: bool | None) -> Picture:
     Args:
         chart: what is drawn.
         title: the text above it.
-        graphviz: whether graphviz's `dot` lays it out; None for wherever it is installed.
+        graphviz: whether graphviz's `dot` lays it out; None for `dot` if it is installed.
 
     Raises:
-        RuntimeError: where `dot` is wanted and not installed, or fails.
+        RuntimeError: if `dot` is asked for and not installed, or fails.
     """
     dot = shutil.which("dot") if graphviz is not False else None
     if graphviz and dot is None:
@@ -99,7 +99,7 @@ def picture(chart: Chart, title: str, graphviz: bool | None) -> Picture:
 
 
 def tone(box: Box) -> str:
-    """What runs in a box: "low", "mixed", "wide" or "other"."""
+    """The precision of a box's equations: "low", "mixed", "wide" or "other"."""
     if box.products:
         return "low" if box.low == box.products else "mixed" if box.low else "wide"
     lows = sum(n for name, n in box.formats.items() if name in ("bf16", "f16"))
@@ -123,12 +123,12 @@ def _details(box: Box) -> str:
 
 
 def escape(text: str) -> str:
-    """Text as XML has it."""
+    """Text, escaped for XML."""
     return saxutils.escape(_legal(text))
 
 
 def _legal(text: str) -> str:
-    """Text with U+FFFD for what XML has not: control characters and halves of surrogates."""
+    """Text with U+FFFD for characters that XML excludes: control characters, lone surrogates."""
     return _NO_XML.sub("\ufffd", text)
 
 
@@ -186,7 +186,7 @@ def _scope(frame: Frame) -> str:
 
 
 def _edge(a: Frame, b: Frame) -> str:
-    """A line from below a box to above another one; upwards it is what a loop hands back."""
+    """A line from the bottom of one box to the top of another; upwards it is a loop's feedback."""
     x1, y1, x2, y2 = a.x + a.width / 2, a.y + a.height, b.x + b.width / 2, b.y
     if y2 >= y1:
         bend = (y2 - y1) / 2
@@ -238,13 +238,13 @@ def _cluster(chart: Chart, path: tuple[str, ...], members: list[int], name: str)
 
 
 def _quoted(text: str) -> str:
-    # of a label graphviz reads escapes such as \N, and entities such as &lt;
+    # In a label graphviz interprets escapes such as \N and entities such as &lt;.
     escapes = {"\\": "\\\\", '"': '\\"', "&": "&amp;", "\n": "\\n", "\r": "\\n"}
     return f'"{_legal(text).translate(str.maketrans(escapes))}"'
 
 
 def _by_graphviz(dot: str, chart: Chart, title: str) -> str:
-    # dot reads and writes UTF-8, whatever the locale
+    # dot reads and writes UTF-8 in every locale.
     run = subprocess.run(
         [dot, "-Tsvg"],
         input=dot_text(chart, title),
