@@ -66,7 +66,7 @@ def _odd_sizes(graph: Graph, decided: dict[int, Decision]) -> Iterator[Advice]:
 
 
 def _casts(graph: Graph) -> Iterator[tuple[ir.Source, Precision, Precision, list[Any]]]:
-    """For each cast between floating formats its line, the formats, and the equations reading it."""
+    """For each cast between floating formats its line, both formats, and its readers."""
     readers = _readers(graph)
     for row, eqn in enumerate(graph.eqns):
         if formats := ir.cast_formats(eqn):

@@ -151,7 +151,7 @@ class Inspection:
         return picture(chart(self._graph, decided, boxes), title, graphviz)
 
     def _outputs(self) -> Counter[str]:
-        """The number of results that are cast because the policy gives another output format."""
+        """The casts of results to the policy's output format, counted by both formats."""
         pairs = zip(ir.out_avals(self.before), ir.out_avals(self.after), strict=True)
         return Counter(
             f"{ir.precision_of(a)} -> {ir.precision_of(b)}" for a, b in pairs if a.dtype != b.dtype

@@ -35,16 +35,16 @@ class Finding:
     Attributes:
         kind: "product widened", "product narrowed", "cast removed", "cast moved",
             "loop state widened", "buffer widened" or "collective widened".
-        source: the user's line; that of the call for what JAX's own jitted functions do,
-            and none where there are several.
+        source: the user's line. For an operation inside a jitted function of JAX's own it is the
+            line of the call, or no line if there are several calls.
         scope: the name stack, without the names of the outermost jits.
         operation: the JAX primitive.
         planned, compiled: the types as HLO writes them, with sizes.
         planned_dtype, compiled_dtype: the formats that differ, "bf16" or "f32".
-        why: what follows from it.
-        reason: the plan's reason for this line's equation; "" where the plan has none,
-            as for what JAX makes of a scan, or several that cannot be told apart.
-        times: how often it was found.
+        why: the consequence.
+        reason: the plan's reason for this line's equation; "" if the plan has none (for an
+            operation that JAX made from a scan), or several that cannot be told apart.
+        times: how often it occurs.
     """
 
     kind: str
@@ -78,12 +78,13 @@ class Audit:
     """A compiled program beside its plan.
 
     Attributes:
-        findings: what differs, in the order of the program.
-        products: the products that were handed to XLA, one of a loop's body once.
-        as_planned: those that run on operands of the planned formats.
-        merged: those that are no products in the compiled program: merged with an equal
-            one, computed ahead, or fused as multiplications.
-        backend: the platform whose compiled program was read ("cpu", "cuda", ...).
+        findings: the differences, in the order of the program.
+        products: the number of products in the program that XLA was given; one in a loop's body
+            counts once.
+        as_planned: the number of products that run on operands of the planned formats.
+        merged: the number of products that are none in the compiled program: they were merged with
+            an equal one, computed at compile time, or fused as multiplications.
+        backend: the platform that the program was compiled for ("cpu", "cuda", ...).
         inspection: the plan, and the program before and after it.
         hlo: the compiled program's text.
     """
@@ -102,7 +103,7 @@ class Audit:
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the programs themselves, as JSON has it."""
+        """Everything but the programs themselves, as JSON values."""
         changed = self.products - self.as_planned - self.merged
         return {
             "policy": self.inspection.policy_name,
@@ -143,7 +144,7 @@ class Audit:
         return page("".join([*parts, as_html([[(self._totals(), "")]])]))
 
     def _by_line(self) -> Iterator[tuple[Source, list[Finding]]]:
-        """The findings of each line; those of scopes that differ in their numbers alone as one."""
+        """The findings of each line; scopes that differ only in their numbers share a finding."""
         lines: dict[Source, dict[Finding, list[Finding]]] = {}
         for finding in self.findings:
             shared = dataclasses.replace(finding, scope=alike(finding.scope), times=1)
@@ -163,15 +164,15 @@ class Audit:
 
 
 _OWN_LINES = "jax_compilation_cache_include_metadata_in_key"
-"""Without it JAX's persistent cache takes programs that differ in their source lines for one.
+"""An option of JAX. Without it JAX's persistent cache ignores source lines in its key.
 
-What was compiled before an edit would come back with the lines of that time, and nothing
-in it would be found beside the plan.
+A program that was compiled before an edit would then be returned with its old lines, which do
+not match those of the plan.
 """
 
 
 def _together(shared: Finding, found: Sequence[Finding]) -> Finding:
-    """Several findings as one, in their own scope where they have only one."""
+    """Several findings as one, which keeps the scope if all have the same."""
     scope = shared.scope if len({finding.scope for finding in found}) > 1 else found[0].scope
     return dataclasses.replace(shared, scope=scope, times=sum(f.times for f in found))
 
@@ -182,10 +183,10 @@ def audit(
     """What XLA runs in another precision than planned.
 
     The function is planned, rewritten, lowered and compiled for the device on which its
-    arguments are; it does not run. The optimised HLO is read beside the program that XLA
-    was given, which is the plan in its terms: what has the same name stack and source line
-    is the same operation. Casts inside of a fusion store nothing and are not reported; a
-    product on low operands whose result is wide is as planned.
+    arguments are; it does not run. The optimised HLO is compared with the program that XLA
+    was given, which is the plan in XLA's terms: operations with the same name stack and source
+    line are the same operation. Casts inside a fusion are not reported, because they store
+    nothing. A product of 16-bit operands with a float32 result is as planned.
 
     Args:
         fn: a function, or the result of `auto_mixed`, whose policy and options then count.
@@ -197,8 +198,8 @@ def audit(
         gives an `Audit`: `findings` by source line, `ok`, and how many products run as planned.
 
     Raises:
-        TypeError: for an argument with a symbolic dimension, of which XLA compiles none.
-        And what tracing, lowering or compiling `fn` raises.
+        TypeError: for an argument with a symbolic dimension, which XLA cannot compile.
+        Errors of tracing, lowering or compiling `fn` are raised as they are.
 
     Example:
         >>> import jax.numpy as jnp
@@ -215,7 +216,7 @@ def audit(
         args = (*owner, *args)
         Declared(mixed.__wrapped__, mixed.jit_options).map(_check_sizes, args, kwargs)
         inspection = inspect(mixed)(*args, **kwargs)
-        # the plan's warnings were given by inspect
+        # `inspect` has given the plan's warnings already.
         with quietly(), configured(_OWN_LINES, True):
             program = execute.compiled(mixed, *args, **kwargs)
         text = program.compiled.as_text()
@@ -248,9 +249,9 @@ def _check_sizes(argument: Any, name: str) -> None:
 
 def _findings(found: tuple[Change, ...], inspection: Inspection) -> Iterator[Finding]:
     """Each distinct change with the plan's reason."""
-    # an equation's line and primitive -> the reasons there, and the precision that each is for
+    # (file, line, primitive) of an equation -> the reasons there, each with its precision.
     reasons: dict[tuple[str, int, str], dict[str, str]] = {}
-    # of equations without a line of their own, as in JAX's jitted functions: the callers' lines
+    # For equations without a line, as in JAX's own jitted functions, the lines of the callers.
     callers: dict[str, set[Source]] = {}
     for eqn, decision, source in inspection.decisions():
         name = eqn.primitive.name
@@ -267,7 +268,7 @@ def _findings(found: tuple[Change, ...], inspection: Inspection) -> Iterator[Fin
         there = reasons.get((source.file, source.line, operation), {})
         fitting = [reason for reason, dtype in there.items() if dtype == change.planned_dtype]
         chosen = fitting or list(there)
-        # one line may hold several equations: none of their reasons is better than a wrong one
+        # A line may hold several equations, and no reason is better than a wrong one.
         reason = chosen[0] if len(chosen) == 1 else ""
         finding = Finding(
             kind=change.kind,

@@ -21,7 +21,7 @@ __all__ = ["casts"]
 
 
 def casts(sides: Sides) -> Iterator[Change]:
-    """Roundings that the compiled program does not do, and widenings moved out of a loop."""
+    """Changes: omitted roundings, and widening casts that were moved out of a loop."""
     yield from _removed(sides)
     yield from _unrounded(sides)
     for _, planned, compiled in sides.pairs(lambda p: _cast(p) is not None):
@@ -30,7 +30,7 @@ def casts(sides: Sides) -> Iterator[Change]:
 
 
 def _cast(placed: Placed) -> tuple[Shape, Shape] | None:
-    """The types before and after a cast from one floating type to another."""
+    """The types before and after a cast between floating types; None for other instructions."""
     operands = placed.computation.operands(placed.instruction)
     if placed.instruction.opcode != "convert" or len(operands) != 1:
         return None
@@ -44,7 +44,7 @@ def _moved(sides: Sides, placed: Placed, compiled: Sequence[Placed]) -> Iterator
     depth = max((len(c.loops) for c in same), default=len(placed.loops))
     if after.bits <= before.bits or depth >= len(placed.loops):
         return
-    if placed.loops[depth] in sides.loops:  # else the loop itself is gone
+    if placed.loops[depth] in sides.loops:  # otherwise the loop itself is gone
         why = f"the loop holds {after.dtype} from its start to its end, not {before.dtype}"
         types = f"{before} -> {after} in the loop", f"{before} -> {after} before it"
         yield change("cast moved", placed, *types, (before.dtype, after.dtype), why)
@@ -54,7 +54,7 @@ def _moved(sides: Sides, placed: Placed, compiled: Sequence[Placed]) -> Iterator
 
 
 def _removed(sides: Sides) -> Iterator[Change]:
-    """Casts to a narrower format and back that are nowhere in the compiled program."""
+    """Casts to a narrower format and back that the compiled program does not have."""
     left = {
         (c.instruction.file, c.instruction.line, cast[1].size, cast[1].dtype)
         for placed in sides.compiled.values()
@@ -75,7 +75,7 @@ def _removed(sides: Sides) -> Iterator[Change]:
 
 
 def _remains(sides: Sides, key: Key, placed: Placed) -> bool:
-    """Whether a cast is in the compiled program under its name."""
+    """Whether the compiled program has a cast of this name."""
     if placed.instruction.opcode != "convert":
         return False
     dtype = placed.instruction.shapes[0].dtype
@@ -84,13 +84,13 @@ def _remains(sides: Sides, key: Key, placed: Placed) -> bool:
 
 
 def _value(placed: Placed) -> tuple[str, ...]:
-    """What a cast rounds, and to what: XLA computes equal ones once, under one of their names."""
+    """A key of the value that a cast rounds and of the format: XLA computes equal casts once."""
     instruction = placed.instruction
     return placed.computation.name, *instruction.operands, instruction.shapes[0].dtype
 
 
 def _widened_to(placed: Placed) -> str:
-    """The format to which all that reads a result widens it; "" where that is not so of all."""
+    """The format to which every reader of a result widens it; "" if they differ."""
     found = {
         reader.shapes[0].dtype if reader is not None and reader.opcode == "convert" else ""
         for reader in readers(placed)
@@ -100,10 +100,10 @@ def _widened_to(placed: Placed) -> str:
 
 
 def _is_unrounded(sides: Sides, placed: Placed, dtype: str) -> bool:
-    """Whether what a cast rounds is there in the compiled program and nothing rounds it.
+    """Whether the compiled program has the operand of a cast, and nothing rounds it.
 
-    Only an argument, or what was computed in the cast's own format, is known to have digits to
-    round: what is constant is rounded ahead, and what was widened before holds no more.
+    An argument, or a result computed in the cast's operand format, certainly has digits to round.
+    A constant is rounded at compile time, and a value that was widened before has no more digits.
     """
     planned, compiled = sides.modules
     computation, made = _made(planned, placed)
@@ -115,7 +115,7 @@ def _is_unrounded(sides: Sides, placed: Placed, dtype: str) -> bool:
         arguments = (i for i in entry.instructions if i.opcode == "parameter")
         calls = [(entry, i) for i in arguments if i.index == made.index]
     elif made.opcode in _ROUNDS and computation is placed.computation:
-        # its whole name is known where it stands beside the cast
+        # Its whole name is known if it stands beside the cast.
         scope = placed.name.removesuffix(placed.instruction.op_name)
         same = sides.compiled.get((scope + made.op_name, made.file, made.line), ())
         calls = [
@@ -125,7 +125,7 @@ def _is_unrounded(sides: Sides, placed: Placed, dtype: str) -> bool:
 
 
 def _made(module: Module, placed: Placed) -> tuple[Computation, Instruction | None]:
-    """The program's argument, or the instruction, that makes what a cast rounds."""
+    """The program's argument, or the instruction, that a cast's operand comes from."""
     computation, name = placed.computation, placed.instruction.operands[0]
     while instruction := computation.by_name.get(name):
         instruction = past_moves(computation, instruction)
@@ -141,7 +141,7 @@ def _made(module: Module, placed: Placed) -> tuple[Computation, Instruction | No
 
 # ---------------------------------------------------------------- results that are not rounded
 
-# What rounds its result to its own format.
+# Instructions that round their result to its own format.
 _ROUNDS = PRODUCTS | frozenset(
     ("add", "subtract", "multiply", "divide", "power", "sqrt", "rsqrt", "cbrt", "reduce")
     + ("exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "erf")
@@ -150,10 +150,10 @@ _ROUNDS = PRODUCTS | frozenset(
 
 
 def _unrounded(sides: Sides) -> Iterator[Change]:
-    """Low results that a kernel computes wide and hands on wide, as the plan widens them next.
+    """Changes: low results that a kernel computes in a wider format and does not round.
 
-    Where XLA has no arithmetic in a format it computes in a wider one and rounds behind
-    each operation; it drops that rounding where a cast widens the result again.
+    If XLA has no arithmetic in a format, it computes in a wider one and rounds after each
+    operation. It drops that rounding if the plan widens the result next.
     """
     for _, planned, compiled in sides.pairs(lambda p: p.instruction.opcode in _ROUNDS):
         shapes = {p.instruction.shapes for p in planned}
@@ -161,7 +161,7 @@ def _unrounded(sides: Sides) -> Iterator[Change]:
         if len(shapes) != 1 or not undone:
             continue
         ((shape, *_),) = shapes
-        # all that bears the name rounds by plan: one that does not is one whose rounding is gone
+        # By plan every instruction of this name rounds, so one that does not has lost its rounding.
         wide = [(c, Shape(dtype, shape.dims)) for c in compiled for dtype in {d for _, d in undone}]
         not_rounded = [
             c
@@ -176,7 +176,7 @@ def _unrounded(sides: Sides) -> Iterator[Change]:
 
 
 def _is_rounded(module: Module, computation: Computation, value: Instruction, dtype: str) -> bool:
-    """Whether anything casts a value to `dtype`; what cannot be followed may."""
+    """Whether anything casts a value to `dtype`; a reader that cannot be followed counts as one."""
     waiting, seen = [(computation, value)], set[tuple[str, str]]()
     while waiting:
         computation, value = waiting.pop()

@@ -1,7 +1,7 @@
-"""What a compiler changed in the precision of a program, and in that of its products.
+"""What a compiler changed in the precision of a program, above all of its products.
 
-Where one line has several equal operations they are told apart by size, and only what no pairing
-explains is a change: what cannot be told apart is not reported.
+If a line has several operations of one kind, they are told apart by size. Only a difference that no
+pairing of them explains is a change; operations that cannot be told apart are not reported.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class Changes:
     """All changes between two programs.
 
     Attributes:
-        found: in the order of the lowered program, equal ones repeated.
-        products: the products of the lowered program; a body's once per place that calls it.
-        as_planned: those that the compiled program runs on operands of the same types.
-        merged: those that are no products in it: merged with an equal one, computed
-            ahead, or fused as multiplications.
+        found: the changes in the order of the lowered program; equal ones are repeated.
+        products: the number of products in the lowered program; those of a body count once per
+            place that calls it.
+        as_planned: the number that the compiled program runs on operands of the same types.
+        merged: the number that are no products in the compiled program: merged with an equal one,
+            computed at compile time, or fused as multiplications.
     """
 
     found: tuple[Change, ...]
@@ -45,11 +46,11 @@ class Changes:
 
 
 def changes(planned: Module, compiled: Module) -> Changes:
-    """What differs in precision between a lowered program and the compiled one.
+    """The differences in precision between a lowered program and the compiled one.
 
     Args:
         planned: the lowered program.
-        compiled: the same after XLA's passes, for one of the devices that it runs on.
+        compiled: the same program after XLA's passes, for one of its devices.
     """
     sides = Sides(planned, compiled)
     findings, exact, merged, total = _products(sides)
@@ -85,7 +86,7 @@ def _products(sides: Sides) -> tuple[list[Change], int, int, int]:
 
 
 def _is_kernel(placed: Placed) -> bool:
-    """Whether a custom call that bears a product's name is a library's kernel for it."""
+    """Whether a custom call with a product's name is a library's kernel for it."""
     return placed.instruction.opcode == "custom-call" and len(factors(placed)) == 2
 
 
@@ -96,7 +97,7 @@ def _formats(placed: Placed) -> tuple[str, ...]:
 def _by_sizes(
     planned: Sequence[Placed], compiled: Sequence[Placed]
 ) -> list[tuple[Sequence[Placed], Sequence[Placed]]]:
-    """Instructions of one key, apart by size; together where a compiler changed the sizes."""
+    """Instructions of one key, grouped by size; in one group if the compiler changed the sizes."""
     known = {sizes(p) for p in planned}
     if not {sizes(c) for c in compiled} <= known:
         return [(planned, compiled)]
@@ -109,7 +110,7 @@ def _by_sizes(
 def _paired(
     planned: Sequence[Placed], compiled: Sequence[Placed]
 ) -> tuple[int, list[tuple[Placed, Placed]]]:
-    """How many run on the planned formats, and the others with what runs in their place."""
+    """The number that run on the planned formats, and the others with what runs in their place."""
     here, there = Counter(map(_formats, planned)), Counter(map(_formats, compiled))
     same = here & there
     left = Counter(same)
@@ -119,7 +120,7 @@ def _paired(
         return left[_formats(placed)] >= 0
 
     alone = [p for p in planned if not has_partner(p)]
-    # what has an equal on the other side too often is a copy of that one, and no change
+    # A product that equals one on the other side is a copy of that one, and no change.
     return same.total(), list(
         zip(alone, (c for c in compiled if _formats(c) not in here), strict=False)
     )
@@ -146,7 +147,7 @@ def _product_change(planned: Placed, compiled: Placed) -> Change:
 
 
 def _is_lossless(planned: Placed, compiled: Placed) -> bool:
-    """Whether narrower operands hold the same values, since the plan widens them from there."""
+    """Whether narrower operands hold the same values, because the plan widened them before."""
     wanted = _widest(compiled)
     if bits(wanted) >= bits(_widest(planned)):
         return False
@@ -164,14 +165,14 @@ def _comes_from(computation: Computation, instruction: Instruction, dtype: str) 
 
 
 def _rounded_results(planned: Sequence[Placed], compiled: Sequence[Placed]) -> list[Change]:
-    """A product on the planned operands whose sums are rounded to fewer bits than planned."""
+    """Changes: products on planned operands whose sums are rounded to fewer bits than planned."""
     before, after = (
         min(side, key=lambda p: p.instruction.shapes[0].bits) for side in (planned, compiled)
     )
     dtypes = before.instruction.shapes[0].dtype, after.instruction.shapes[0].dtype
     readers = before.computation.readers[before.instruction.name]
     rounds = [i.opcode == "convert" and i.shapes[0].dtype == dtypes[1] for i in readers]
-    # a cast behind the product may be done by its kernel
+    # The product's kernel may do the cast that follows it.
     if bits(dtypes[1]) >= bits(dtypes[0]) or (rounds and all(rounds)):
         return []
     why = f"its sums are rounded to {dtypes[1]} before anything reads them"

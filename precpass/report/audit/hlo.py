@@ -1,9 +1,9 @@
 """A reader of XLA's HLO text: computations, instructions, types, and where each came from.
 
 It reads what `jax.stages.Lowered.as_text(dialect="hlo", debug_info=True)` and
-`jax.stages.Compiled.as_text()` print. JAX's IR is another text: nothing here
-depends on it but how name stacks are joined. The grammar is that of XLA's
-`HloModule::ToString` (openxla.org/xla/hlo_dumps); a line that is not understood is left out.
+`jax.stages.Compiled.as_text()` print. Nothing here depends on JAX's IR, except how
+name stacks are joined. The grammar is that of XLA's `HloModule::ToString`
+(openxla.org/xla/hlo_dumps); a line that cannot be parsed is left out.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Instruction:
     Attributes:
         name: unique in its module.
         opcode: "dot", "convert", "fusion", ...
-        shapes: its result, or the results in a tuple, nesting removed.
+        shapes: the shape of its result, or those in its tuple of results, flattened.
         operands: the names of the instructions that it reads.
         called: the computations that it calls, by attribute ("body", "calls", ...).
-        op_name: JAX's name stack and primitive; "" where XLA recorded none.
-        file, function, line: the user's line; "", "", 0 where XLA recorded none.
-        index: which parameter it is, or which element of a tuple it reads; -1 for others.
-        target: what a custom call calls; "" for others.
-        is_root: whether its computation's result is its own.
+        op_name: JAX's name stack and primitive; "" if XLA recorded none.
+        file, function, line: the user's line; "", "", 0 if XLA recorded none.
+        index: the number of a parameter, or of the element that is read of a tuple; -1 for others.
+        target: the target of a custom call; "" for others.
+        is_root: whether its result is that of its computation.
     """
 
     name: str
@@ -126,11 +126,11 @@ class Placed:
     """An instruction where it runs.
 
     Attributes:
-        instruction: itself.
-        computation: the one that it stands in.
-        name: its name stack and primitive, the callers' stacks before it.
+        instruction: the instruction.
+        computation: the computation that it stands in.
+        name: its name stack and primitive, after the stacks of its callers.
         loops: the names of the loops around it, outermost first.
-        caller: the fusion that it is part of, whose own result is all that is stored.
+        caller: the fusion that it is part of, of which only the result is stored.
     """
 
     instruction: Instruction
@@ -163,7 +163,7 @@ class Module:
                 of files and stack frames at its head.
 
         Raises:
-            ValueError: where the text holds no computation.
+            ValueError: if the text holds no computation.
 
         Example:
             >>> text = '''HloModule m
@@ -237,7 +237,7 @@ class Module:
                 yield from self._inside(called, inner, deeper, fusion)
 
 
-# what calls computations of instructions; the others' are combiners of two scalars
+# Opcodes that call computations of instructions; the others' are combiners of two scalars.
 _CALLERS = frozenset(
     ("call", "while", "conditional", "fusion", "custom-call", "async-start", "composite")
 )
@@ -303,7 +303,7 @@ def _origin(rest: str, frames: Frames) -> tuple[str, str, str, int]:
     text = rest[at : _closed(rest, at + len("metadata="))]
     name, frame = _OP_NAME.search(text), _FRAME.search(text)
     file, function, line = frames.get(int(frame[1]), ("", "", 0)) if frame else ("", "", 0)
-    # before stack frames had a table of their own, each instruction named its file
+    # Before stack frames had a table of their own, each instruction named its file.
     own_file, own_line = _FILE.search(text), _LINE.search(text)
     return (
         name[1].replace('\\"', '"') if name else "",
@@ -348,7 +348,7 @@ def _operands(text: str) -> Iterator[str]:
 
 
 def _dims(text: str) -> tuple[int, ...]:
-    # a dynamic dimension is written by its bound, "<=8"
+    # A dynamic dimension is written as its bound, "<=8".
     return tuple(int(d.lstrip("<=")) for d in text.split(",") if d.strip("<=? "))
 
 

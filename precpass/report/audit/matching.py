@@ -49,7 +49,7 @@ class Change:
         source: the user's line.
         planned, compiled: the types, as HLO writes them.
         planned_dtype, compiled_dtype: the element types that differ.
-        why: what follows from it, in a sentence.
+        why: the consequence, in a sentence.
     """
 
     kind: str
@@ -77,7 +77,7 @@ class Sides:
 
     Attributes:
         planned: those of the lowered program, in its order.
-        compiled: those of the compiled one under the keys of the planned ones; "" where
+        compiled: those of the compiled program, under the keys of the planned ones; under "" if
             XLA recorded no name, or made a new one.
         product_keys: the keys of planned products.
         loops: the names of the compiled program's loops.
@@ -100,7 +100,7 @@ class Sides:
 
     def _compiled_key(self, placed: Placed) -> Key:
         instruction = placed.instruction
-        # an inlined call's instructions have whole names already
+        # The instructions of an inlined call have whole names already.
         names = (instruction.op_name, placed.name) if instruction.op_name else ()
         own = [_key(name, instruction) for name in names]
         product = is_product(placed)
@@ -122,7 +122,7 @@ class Sides:
         return own[0] if own else ("", "", 0)
 
     def _near(self, placed: Placed) -> Iterator[Instruction]:
-        """What reads an instruction, and what it reads, within fusions too."""
+        """The readers and operands of an instruction, also inside fusions."""
         name, computation = placed.instruction.name, placed.computation
         for reader in computation.readers[name]:
             yield reader
@@ -135,7 +135,7 @@ class Sides:
     def pairs(
         self, wanted: Callable[[Placed], bool]
     ) -> Iterator[tuple[Key, list[Placed], list[Placed]]]:
-        """The wanted instructions of both sides, for each key with some on the planned one."""
+        """The wanted instructions of both sides, for each key that the planned side has."""
         for key, placed in self.planned.items():
             chosen = [p for p in placed if wanted(p)] if key[0] else []
             if chosen:
@@ -147,7 +147,7 @@ def _key(name: str, instruction: Instruction) -> Key:
 
 
 def _shared(name: str, other: str) -> int:
-    """How many parts two name stacks have in common from the outermost on."""
+    """The number of outermost parts that two name stacks have in common."""
     pairs = zip(name.split("/"), other.split("/"), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -157,13 +157,13 @@ PRODUCTS = frozenset({"dot", "convolution", "ragged-dot", "scaled-dot"})
 MOVES = frozenset(
     ("bitcast", "broadcast", "copy", "opt-barrier", "reshape", "reverse", "slice", "transpose")
 )
-"""What only moves or repeats elements."""
+"""Opcodes that only move or repeat elements."""
 
 
 def readers(placed: Placed) -> Iterator[Instruction | None]:
-    """What reads a result, moves of it stepped over; None for a reader that is not seen.
+    """The readers of a result, looking through data movement.
 
-    None stands for what reads a computation's result, and for no reader at all.
+    None stands for a reader that is not visible: of a computation's result, or none at all.
     """
     waiting, seen = [placed.instruction], set[str]()
     while waiting:
@@ -180,7 +180,7 @@ def readers(placed: Placed) -> Iterator[Instruction | None]:
 
 
 def past_moves(computation: Computation, instruction: Instruction) -> Instruction:
-    """What makes the elements that an instruction moves; itself where it moves none."""
+    """The instruction that makes the elements which another one moves; itself if it moves none."""
     while instruction.opcode in MOVES:
         before = computation.operands(instruction)
         if len(before) != 1:
@@ -192,7 +192,7 @@ def past_moves(computation: Computation, instruction: Instruction) -> Instructio
 def entries(
     module: Module, fusion: Instruction, name: str
 ) -> Iterator[tuple[Computation, Instruction]]:
-    """The parameters through which a fusion reads a value; none of what is no fusion."""
+    """The parameters through which a fusion reads a value; none for other instructions."""
     for computation in module.called(fusion) if fusion.opcode == "fusion" else ():
         for instruction in computation.instructions:
             if instruction.opcode == "parameter" and fusion.operands[instruction.index] == name:
@@ -218,10 +218,10 @@ def factors(placed: Placed) -> tuple[Shape, ...]:
 def widened(
     planned: Iterable[tuple[Slot, str]], compiled: Iterable[tuple[Slot, str]]
 ) -> Iterator[tuple[Slot, str, str]]:
-    """What went from a narrower element type to a wider one, as (where, narrow, wide).
+    """The slots that went from a narrower element type to a wider one, as (slot, narrow, wide).
 
-    An entry counts where it is missing on the compiled side and a wider one of the same
-    place is there beyond those planned; what was only added or only removed does not.
+    A slot counts if its planned type is missing on the compiled side, and a wider one of the same
+    slot is there that was not planned. Types that were only added or only removed do not count.
     """
     here, there = Counter(planned), Counter(compiled)
     lost, gained = here - there, there - here

@@ -23,11 +23,11 @@ __all__ = ["buffers", "collectives", "loops"]
 
 
 def loops(sides: Sides) -> Iterator[Change]:
-    """Loop state that is held in more bits than planned."""
+    """Changes: loop state that is stored in more bits than planned."""
     for _, planned, compiled in sides.pairs(lambda p: p.instruction.opcode == "while"):
         here = [leaf for p in planned for leaf in _state(sides.modules[0], p)]
         there = [leaf for c in compiled for leaf in _state(sides.modules[1], c)]
-        # a stack and a carry look alike where a fusion writes them
+        # A stack and a carry look alike if a fusion writes them.
         slots = [
             [((s.size, role == _INPUT), s.dtype) for s, role in side] for side in (here, there)
         ]
@@ -48,7 +48,7 @@ _INPUT = "loop input"
 
 
 def _state(module: Module, placed: Placed) -> Iterator[tuple[Shape, str]]:
-    """The type of each part of a loop's state, and whether it is read, carried or filled."""
+    """The type of each part of a loop's state, and whether the loop reads, carries or fills it."""
     shapes = placed.instruction.shapes
     body = module.computations.get(dict(placed.instruction.called).get("body", ""))
     root = body.root if body else None
@@ -80,7 +80,7 @@ def _updates(module: Module, instruction: Instruction) -> bool:
 
 # ---------------------------------------------------------------- buffers
 
-# Names for other instructions' results, and what is looked at by itself.
+# Opcodes that only name other instructions' results, or that are examined by themselves.
 _NO_BUFFERS = PRODUCTS | frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional")
     + ("call", "opt-barrier", "custom-call")
@@ -88,11 +88,11 @@ _NO_BUFFERS = PRODUCTS | frozenset(
 
 
 def buffers(sides: Sides) -> Iterator[Change]:
-    """Results that are written to memory in more bits than planned.
+    """Changes: results that are written to memory in more bits than planned.
 
-    What lives inside a fusion is not stored; but an update of a slice in another format
-    there makes the fusion rewrite the whole buffer. What only products or collectives read
-    is theirs: they are found themselves.
+    Values inside a fusion are not stored, but an update of a slice in another format there makes
+    the fusion rewrite the whole buffer. Values that only products or collectives read are left
+    out, because these are examined themselves.
     """
     for key, compiled in sides.compiled.items():
         stored = [c for c in compiled if _is_stored(c)] if key not in sides.product_keys else []
@@ -118,7 +118,7 @@ def buffers(sides: Sides) -> Iterator[Change]:
 
 
 def _is_stored(placed: Placed) -> bool:
-    """Whether an instruction's one floating result is written to memory, as far as it matters."""
+    """Whether an instruction has one floating result and it is written to memory."""
     instruction = placed.instruction
     if len(instruction.shapes) != 1 or not instruction.shapes[0].bits:
         return False
@@ -130,7 +130,7 @@ def _is_stored(placed: Placed) -> bool:
 
 
 def _feeds_products(module: Module, placed: Placed) -> bool:
-    """Whether only products and collectives read a result."""
+    """Whether a result is read by products and collectives only."""
 
     def takes(reader: Instruction) -> bool:
         within = [i for computation in module.called(reader) for i in computation.instructions]
@@ -142,7 +142,7 @@ def _feeds_products(module: Module, placed: Placed) -> bool:
 
 
 def _are_widened(planned: list[Placed], dtype: str) -> bool:
-    """Whether the plan itself widens one of these values, or who reads it is not seen."""
+    """Whether the plan itself widens one of these values, or a reader of it is not visible."""
     return any(
         reader is None or (reader.opcode == "convert" and reader.shapes[0].dtype == dtype)
         for placed in planned
@@ -159,13 +159,13 @@ _COLLECTIVES = frozenset(
 
 
 def _collective(placed: Placed) -> str:
-    """Which collective an instruction is; "" for none, and for the end of an asynchronous one."""
+    """The collective that an instruction is; "" for others and the end of an asynchronous one."""
     opcode = placed.instruction.opcode.removesuffix("-start")
     return opcode if opcode in _COLLECTIVES else ""
 
 
 def _sent(placed: Placed) -> tuple[Shape, ...]:
-    """The floating types of a collective's results; its start has those of its operands too."""
+    """The floating types that a collective sends; the start of one lists its operands too."""
     shapes = tuple(s for s in placed.instruction.shapes if s.bits)
     operands = placed.computation.operands(placed.instruction)
     given = sum(s.bits > 0 for i in operands for s in i.shapes)
@@ -174,7 +174,7 @@ def _sent(placed: Placed) -> tuple[Shape, ...]:
 
 
 def collectives(sides: Sides) -> Iterator[Change]:
-    """Collectives that send more bits than planned, the partitioner's own included."""
+    """Changes: collectives that send more bits than planned, also those of the partitioner."""
     for key, compiled in sides.compiled.items():
         planned = sides.planned.get(key, ())
         sent = [c for c in compiled if _collective(c)]
@@ -196,7 +196,7 @@ Widened = tuple[str, str, str]
 
 
 def _widened_as_asked(asked: Sequence[Placed], sent: Sequence[Placed]) -> list[Widened]:
-    """What the program's own collectives send in wider types."""
+    """The program's own collectives that send wider types than planned."""
     slots = [
         [(_collective(placed), shape.dtype) for placed in side for shape in _sent(placed)]
         for side in (asked, sent)
@@ -205,7 +205,7 @@ def _widened_as_asked(asked: Sequence[Placed], sent: Sequence[Placed]) -> list[W
 
 
 def _wider_than_planned(planned: Sequence[Placed], sent: Sequence[Placed]) -> list[Widened]:
-    """What the partitioner's collectives send in wider types than the operation's around them."""
+    """The partitioner's collectives that send wider types than the operation around them has."""
     shapes = [s for p in planned for s in (*p.instruction.shapes, *factors(p))]
     widest = max(shapes, key=lambda s: s.bits).dtype if shapes else ""
     return [

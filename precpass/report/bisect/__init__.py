@@ -1,1 +1,1 @@
-"""Which lowered equations make a result wrong."""
+"""The search for the lowered equations that make a result wrong."""

@@ -1,4 +1,4 @@
-"""`bisect`: which equations must stay wide for a check to pass."""
+"""`bisect`: which equations must stay in float32 for a check to pass."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def bisect(
     budget: int = 100,
     progress: Callable[[Run], None] | None = None,
 ) -> Callable[..., Bisection]:
-    """Finds a smallest set of equations that must stay wide for a check to pass.
+    """Finds a smallest set of equations that must stay in float32 for a check to pass.
 
-    The function is traced once. Then the policy is run as it is, then with all that it lowers or
-    stores low kept as it was written, then with some of it: name scopes first (functions where
-    there are none), then those within, then single lines. Programs that are the same are run
-    once. Arguments are not donated, and modules of flax nnx not updated.
+    The function is traced once. The policy is run first as it is, then with everything that it
+    lowers or stores low as it was written, then with parts of that: first name scopes (functions
+    if there are none), then inner scopes, then single lines. Equal programs are run once.
+    Arguments are not donated, and modules of flax nnx are not updated.
 
-    The set is 1-minimal: the check passes with it, and fails without any one of its members, all
-    of which was run. For a check that is monotone (keeping more wide never breaks it), no part of
-    it will do.
+    The set is 1-minimal: the check passes with it and fails without any one of its members, and
+    all of that was run. If the check is monotone (more float32 never breaks it), no subset of the
+    set passes.
 
     Args:
         fn: a function, or the result of `auto_mixed`. Differentiate inside
@@ -67,10 +67,11 @@ def bisect(
         A function that takes arguments of `fn`, arrays, and gives a `Bisection`.
 
     Raises:
-        TypeError: for a check that is neither, or returns no bool; for arguments without values.
-        ValueError: for a tolerance below 0, a tolerance where no result is floating, or a budget
-            below 1.
-        RuntimeError: where the pass is switched off.
+        TypeError: for a check of another type or one that returns no bool; for arguments without
+            values.
+        ValueError: for a tolerance below 0, a tolerance for a function without floating results,
+            or a budget below 1.
+        RuntimeError: if the pass is switched off.
 
     Example:
         >>> import jax
@@ -142,7 +143,7 @@ class _Search:
         self._reference: list[Leaf] = []
 
     def result(self) -> Bisection:
-        """Runs what is needed."""
+        """Runs the search."""
         name = self.policy.name
         self._plans[self.policy] = self.traced.checked_plan(self.policy)
         low = None
@@ -181,7 +182,7 @@ class _Search:
         *,
         is_reference: bool = False,
     ) -> Run:
-        """The run of a policy, or that of the same program that was run before."""
+        """The run of a policy; an earlier run if its program was the same."""
         plan = self._plan(policy)
         program = self._program(plan), policy.output
         if program in self._verdicts:
@@ -236,7 +237,7 @@ class _Search:
         return self._plans[policy]
 
     def _program(self, plan: Plan) -> int:
-        """The same number for plans of the same program, whatever their reasons are."""
+        """A number that plans of the same program share, whatever their reasons are."""
         if plan in self._programs:
             return self._programs[plan]
 
@@ -244,13 +245,13 @@ class _Search:
             inner = tuple(map(self._program, decision.inner))
             if decision.action is Action.ENTER and not any(inner) and not any(decision.stored):
                 return None
-            # custom rules that are still there when the program is run are not used
+            # Custom rules that the run program still contains are not used.
             kept = decision.action is Action.KEEP or decision.reorders
             kept = kept and not (decision.in_float64_span or decision.stores_low)
             return None if kept else (*_own(decision), inner)
 
         decisions = tuple(map(of, plan.decisions))
-        # a low copy that crosses a border beside what is read there changes no value
+        # A border copy beside the value that is read changes no result.
         rounded = tuple(
             tuple(t for t in border_copies if t.rounds) for border_copies in plan.border_copies
         )
@@ -260,9 +261,9 @@ class _Search:
         return self._programs.setdefault(plan, number)
 
     def _places(self) -> tuple[list[Place], Precision]:
-        """The places of what the policy lowers and a rule can keep wide, and that rule's precision.
+        """The places that the policy lowers and a rule can keep wide, and that rule's precision.
 
-        They are found where the plan differs from that with a rule for all.
+        They are those where the plan differs from the plan with one rule for all equations.
         """
         low = self._plan(self.policy)
         scope = self.traced.scope
@@ -287,9 +288,9 @@ class _Search:
     # ------------------------------------------------------------ results
 
     def _coarsened(self, whole: Group, members: Sequence[Group]) -> list[Rule]:
-        """The rules of groups, with one of a coarser group where that keeps the same wide.
+        """The rules of groups; a coarser group's rule is used if it keeps the same equations wide.
 
-        A name lives longer than a line's number.
+        A name outlives edits that change a line's number.
         """
         kept = list(members)
         program = self._program(self._plan(_with(self.policy, [g.rule for g in kept])))
@@ -363,14 +364,14 @@ class _Search:
 
 
 def _with(policy: PrecisionPolicy, rules: Sequence[Rule]) -> PrecisionPolicy:
-    """A policy with more rules, behind those of its own that ask for float64."""
+    """A policy with more rules, after those of its own that ask for float64."""
     own = policy.rules
     at = max((i + 1 for i, rule in enumerate(own) if rule.precision is Precision.F64), default=0)
     return dataclasses.replace(policy, rules=(*own[:at], *rules, *own[at:]))
 
 
 def _inside(group: Group) -> Iterator[Group]:
-    """A group behind all that is inside of it."""
+    """All groups inside a group, and then the group itself."""
     for part in group.parts:
         yield from _inside(part)
     yield group
@@ -380,7 +381,7 @@ def _inside(group: Group) -> Iterator[Group]:
 
 
 def _own(decision: Decision) -> tuple[Any, ...]:
-    """What an equation becomes, bodies apart."""
+    """The part of a decision that does not concern bodies."""
     return decision.action, decision.compute, decision.stored, decision.in_float64_span
 
 

@@ -1,4 +1,4 @@
-"""`Bisection`: what must stay wide for a check to pass, with the runs that show it."""
+"""`Bisection`: which equations must stay in float32, with the runs that show it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Bisection", "Run", "listed"]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One program that was run, and what the check said of its output.
+    """One program that was run, and the check's answer for its output.
 
     Attributes:
-        number: the first one has 1.
-        what: what was run, in words.
-        rules: the rules that kept something wide; () for a policy as it is.
-        low: how many equations were lowered, or had their results stored low.
-        error: the error, where the check is a tolerance.
+        number: its number, from 1 on.
+        what: the program in words.
+        rules: the rules that kept equations in float32; () for a policy as it is.
+        low: the number of equations that were lowered, or whose results were stored low.
+        error: the error, if the check is a tolerance.
         passed: whether the check passed.
     """
 
@@ -49,7 +49,7 @@ class Run:
         return [str(self.number), self.what, listed(self.rules), str(self.low), error, verdict]
 
     def to_dict(self) -> dict[str, Any]:
-        """The run as values that `json.dumps` takes; an error that is not finite is text."""
+        """The run as JSON values; an error that is not finite is text."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         error = self.error if self.error is None or math.isfinite(self.error) else str(self.error)
         return {**fields, "rules": [repr(rule) for rule in self.rules], "error": error}
@@ -57,18 +57,19 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Bisection:
-    """What must stay wide under a policy for a check to pass.
+    """The equations that must stay in float32 under a policy for a check to pass, as rules.
 
     Attributes:
-        policy: the policy with `rules`; as it was where nothing was found.
-        rules: what must stay wide: () where the policy passes as it is.
+        policy: the policy with `rules`; unchanged if no rules were found.
+        rules: the rules for the equations that must stay in float32; () if the policy passes as
+            it is.
         found: whether the check passes under `policy`.
-        minimal: whether, as was run, it fails without any one of `rules`.
+        minimal: whether runs have shown that it fails without any one of `rules`.
         verdict: the result in a sentence.
-        kept: for each rule the lines that it keeps wide.
-        runs: the evidence, in the order in which it was found.
-        tolerance: that of the check, where it is a number.
-        notes: what is to be known of the rules.
+        kept: for each rule the lines that it keeps in float32.
+        runs: the runs, in their order.
+        tolerance: the check's, if it is a number.
+        notes: remarks on the rules.
     """
 
     policy: PrecisionPolicy
@@ -82,9 +83,9 @@ class Bisection:
     notes: tuple[str, ...] = ()
 
     def lines(self) -> list[Line]:
-        """The rules, each with the lines that it keeps wide, as styled text.
+        """The rules, each with the lines that it keeps in float32, as styled text.
 
-        Rules that keep the same lines wide, as those of equal layers do, stand together.
+        Rules for the same lines, such as those of equal layers, are listed together.
         """
         together: dict[Any, list[tuple[Rule, tuple[Place, ...]]]] = {}
         for rule, places in zip(self.rules, self.kept, strict=True):
@@ -112,7 +113,7 @@ class Bisection:
         return page(parts + folded("runs", table(heads, cells)))
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as values that `json.dumps` takes; rules and policy as they print."""
+        """The result as JSON values; rules and policy as they print."""
         kept = [
             {
                 "rule": repr(rule),

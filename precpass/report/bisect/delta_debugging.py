@@ -5,8 +5,8 @@ Failure-Inducing Input", IEEE Transactions on Software Engineering 28(2), 2002):
 its members the check fails. Groups are refined level by level (Misherghi and Su, "HDD:
 Hierarchical Delta Debugging", ICSE 2006). Their ddmin asks about a part and its complement in
 turn, which takes many runs for two members far apart. Here each member is found by a binary search
-over the prefixes of what is left, and as there, every claim of the result was tested: none rests
-on the check being monotone.
+over the prefixes of the remaining groups. As in ddmin, every claim about the result was tested, and
+none assumes that the check is monotone.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Passes = Callable[[tuple[T, ...]], bool]
 
 
 class OutOfBudget(Exception):
-    """Raised by a check that may not run any more."""
+    """Raised by a check whose budget of runs is spent."""
 
 
 class Found(NamedTuple, Generic[T]):
     """A set with which the check passes.
 
     Attributes:
-        members: in the order in which they were given.
-        minimal: whether the check fails without any one of them, as far as they are asked for.
+        members: the groups, in the order in which they were given.
+        minimal: whether the check fails without any one of them.
     """
 
     members: tuple[T, ...]
@@ -39,13 +39,13 @@ class Found(NamedTuple, Generic[T]):
 def smallest(root: T, parts: Callable[[T], Sequence[T]], passes: Passes[T]) -> Found[T]:
     """A smallest set of groups with which a check passes, as fine as the groups go.
 
-    A group stays whole where the check does not pass with all of its parts in its place.
+    A group stays whole if the check does not pass with all of its parts in its place.
 
     Args:
-        root: the group of all; the check passes with it, and fails with none.
-        parts: the finer groups that make up a group; () for one that has none.
-        passes: the check. It may raise `OutOfBudget`, and is asked again about sets that it was
-            asked about before.
+        root: the group of everything; the check passes with it, and fails with no group.
+        parts: gives the finer groups that make up a group; () for one without parts.
+        passes: the check. It may raise `OutOfBudget`, and may be called again for a set that it
+            was called for before.
 
     Example:
         >>> halves = {"abcd": ("ab", "cd"), "ab": ("a", "b"), "cd": ("c", "d")}
@@ -84,11 +84,11 @@ def _with_parts(
 def shrink(items: Sequence[T], passes: Passes[T]) -> Iterator[tuple[T, ...]]:
     """Ever smaller sets with which a check passes; the last one is 1-minimal.
 
-    One member among n takes about log2(n) runs, k members far apart about k log2(n / k) and a few
-    each, and n members n + log2(n).
+    To find one member among n takes about log2(n) runs, k members far apart about k log2(n / k)
+    and a few more for each, and n members n + log2(n).
 
     Args:
-        items: the check passes with all, and fails with none.
+        items: the check passes with all of them, and fails with none.
         passes: the check.
 
     Yields:
@@ -100,14 +100,14 @@ def shrink(items: Sequence[T], passes: Passes[T]) -> Iterator[tuple[T, ...]]:
         ('b', 'g')
     """
     rest, needed = tuple(items), tuple[T, ...]()
-    # halves at first, as few members are expected; then as far apart as the last one was
+    # Halves at first, because few members are expected; then the last member's distance.
     stride = len(rest)
     while rest:
         # whether what is needed suffices is asked for 1, 2, 4, ... members, so as not to ask often
         asks = len(needed).bit_count() == 1
         if asks and passes(needed):
             break
-        # it passes with the first `high` and what is needed, and fails with the first `low`
+        # The check passes with the first `high` items and the needed ones, and fails with `low`.
         low, high = 0 if asks or not needed else -1, len(rest)
         while high - low > 1:
             at = max((low + high) // 2, high - stride)
@@ -121,7 +121,7 @@ def shrink(items: Sequence[T], passes: Passes[T]) -> Iterator[tuple[T, ...]]:
         stride = len(rest) - high + 1
         rest, needed = rest[: high - 1], (rest[high - 1], *needed)
         yield (*rest, *needed)
-    # an early member may have been needed only beside those that were left out since
+    # An early member may only have been needed beside members that were left out since.
     smaller: tuple[T, ...] | None = needed
     while smaller is not None:
         needed = smaller

@@ -1,4 +1,4 @@
-"""The places of a program that rules can tell apart, as a tree of groups, each with its rule."""
+"""The places of a program that rules can tell apart: a tree of groups, each with its rule."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Place:
 
     Attributes:
         scope: the name scopes around it, without the marks of transforms.
-        file, function, line: the user's line; "" and 0 where JAX recorded none.
-        primitives: the names of its equations, each with how often it stands there.
+        file, function, line: the user's line; "" and 0 if JAX recorded none.
+        primitives: the names of its equations, each with the number of equations.
     """
 
     scope: str
@@ -42,7 +42,7 @@ class Place:
 
     @property
     def text(self) -> str:
-        """The line itself; "" where its file cannot be read."""
+        """The text of the line; "" if its file cannot be read."""
         return next((text for text, style in heading(self.source) if style == "code"), "")
 
     def is_in(self, rule: Rule) -> bool:
@@ -51,11 +51,11 @@ class Place:
 
 
 def shown(places: Sequence[Place], *, scopes: bool) -> Line:
-    """Places of one line: the line, and what all of them compute.
+    """The places of one line, in words: the line, and the primitives of all of them.
 
     Args:
-        places: of one source.
-        scopes: whether to name their scopes, where there are several.
+        places: places with the same source.
+        scopes: whether to name their scopes if there are several.
     """
     computed = Counter[str]()
     for place in places:
@@ -73,7 +73,7 @@ _SCOPES = 4
 
 
 def notes_on(rules: Sequence[Rule], kept: Sequence[Sequence[Place]]) -> tuple[str, ...]:
-    """What is to be known of rules that name a notebook's cell: its name is made of its text."""
+    """A remark on rules that name a notebook's cell, whose name changes with its text."""
     fleeting: list[str] = []
     for rule, places in zip(rules, kept, strict=True):
         if rule.file not in (None, "*"):
@@ -96,11 +96,11 @@ class Group:
 
 
 def grouped(places: Sequence[Place], precision: Precision) -> Group:
-    """All places as one group: of scopes, and of functions where there is no scope, and of lines.
+    """All places as one group of scopes, of functions outside scopes, and of lines.
 
     Args:
-        places: in the order in which the program has them, which the groups keep.
-        precision: that of the rules.
+        places: the places in the program's order, which the groups keep.
+        precision: the precision that the rules give.
     """
     grouping = _Grouping(precision, sorted({place.file for place in places if place.file}))
     named = [place for place in places if place.scope]
@@ -116,7 +116,7 @@ class _Grouping:
         self.cells = {file for file in files if cell_of(file)}
 
     def scopes(self, places: Iterable[Place], around: str) -> list[Group]:
-        """A group for each scope right inside of another one."""
+        """A group for each scope directly inside `around`."""
         start = len(around) + 1 if around else 0
         groups: list[Group] = []
         for name, inside in _by(places, lambda p: p.scope[start:].partition("/")[0]).items():
@@ -128,14 +128,14 @@ class _Grouping:
         return groups
 
     def functions(self, places: Iterable[Place]) -> list[Group]:
-        """A group for each function; for each line of what is no named function."""
+        """A group for each function, and for each line outside a named function."""
         groups: list[Group] = []
         by_function = _by(places, lambda p: (p.file, p.function))
         named = Counter(function for _, function in by_function)
         for (file, function), inside in by_function.items():
             lines = self.lines(inside)
             if function.isidentifier():
-                # a cell's name changes with its text
+                # The name of a notebook's cell changes with its text.
                 alone = file in self.cells and named[function] == 1
                 where = None if alone else self.globs[file]
                 rule = Rule(function=function, file=where, precision=self.precision)
@@ -167,7 +167,7 @@ def _by(places: Iterable[Place], key: Callable[[Place], K]) -> dict[K, list[Plac
 
 
 def _shortest_glob(file: str, files: Sequence[str]) -> str:
-    """The shortest end of a path that tells a file from the others."""
+    """The shortest end of a path that no other file's path has."""
     if cell := _IPYTHON.fullmatch(file):
         # by its text, in whatever order a session runs its cells
         return f"<ipython-input-*-{cell[1]}>"

@@ -41,10 +41,10 @@ def compare(
     """A function under several policies, side by side: counts, memory, time and error.
 
     Each row is traced and compiled, run once for its results and then timed in rounds in
-    which every row takes its turn. Arguments are put on the device before; where a row
-    donates some, all are copied before each run of it, outside of its time. Modules of
-    flax nnx are given as their arrays, and stay as they are; what their updates would be
-    counts as results. A function with effects has them in every run.
+    which every row takes its turn. Arguments are put on the device before that. If a row
+    donates some, all are copied before each of its runs, outside the measured time. Modules of
+    flax nnx are passed as their arrays and do not change; their updates count as results. A
+    function with effects has them in every run.
 
     Args:
         fn: the function, or what `auto_mixed` made of it, whose options then count.
@@ -143,7 +143,7 @@ def _check_results(name: str, fn: str, results: list[Leaf], wanted: list[Leaf]) 
     if got != want:
         raise ValueError(f"{text}: arrays of shapes {got}, not {want}")
     for mine, its in zip(results, wanted, strict=True):
-        # a tuple in the place of a named one is as good, and a module may be given under any name
+        # A tuple may replace a named tuple, and a module may be returned under any name.
         one, other = (re.findall(r"[^\W\d]\w*", leaf.path) for leaf in (mine, its))
         if mine.path.startswith("output") and len(one) == len(other) and one != other:
             raise ValueError(f"{text}: {mine.path}, not {its.path}")
@@ -152,7 +152,7 @@ def _check_results(name: str, fn: str, results: list[Leaf], wanted: list[Leaf]) 
 
 
 def _numbers(dtype: Any) -> str:
-    """What elements are, as far as an error of them depends on it."""
+    """The kind of an array's elements, as far as their error depends on it."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return "complex"
     return "floating" if jnp.issubdtype(dtype, jnp.floating) else "discrete"

@@ -1,4 +1,4 @@
-"""`Comparison`: what `compare` found, as text, HTML, a pandas frame, a dict and a plot."""
+"""`Comparison`: the result of `compare`, as text, HTML, a pandas frame, a dict and a plot."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Row:
         name: as the tables show it.
         policy: its policy; None for a function given instead of one.
         counts: what its traced step computes.
-        casts_inserted: how many casts it has more than the function as it is written;
-            negative where the policy removes some.
-        memory: what XLA planned; None where the backend does not tell.
-        timing: its runs; None where none was timed.
-        ratio: the median over the rounds of its time over the first row's in the same
-            round; None where nothing was timed.
+        casts_inserted: how many more casts it has than the function as it was written;
+            negative if the policy removes some.
+        memory: the memory that XLA planned; None if the backend does not tell.
+        timing: the times of its runs; None if it was not timed.
+        ratio: the median over the rounds of its time divided by the first row's in the same
+            round; None if nothing was timed.
         errors: of all its results together against the reference.
         leaves: (path of an array of the results, errors) for each.
     """
@@ -61,7 +61,7 @@ class Row:
     leaves: tuple[tuple[str, Errors], ...]
 
     def figures(self) -> dict[str, Any]:
-        """All figures under the names that the frame and the dict have: bytes, seconds, FLOPs."""
+        """All figures under their names in the frame and the dict, in bytes, seconds and FLOPs."""
         quartiles = (None, None) if self.timing is None else self.timing.quartiles
         return {
             "products": self.counts.products,
@@ -101,8 +101,8 @@ class Comparison:
     Attributes:
         function: the function's name.
         rows: one per policy or function, in the order in which they were given.
-        reference: what the errors are against, "f64" or "f32".
-        rounds: how many times each was timed.
+        reference: the precision of the reference for the errors, "f64" or "f32".
+        rounds: how many times each row was timed.
         device: the device and the JAX release on which it ran.
     """
 
@@ -113,15 +113,15 @@ class Comparison:
     device: str
 
     def pareto(self, by: str = "time") -> tuple[Row, ...]:
-        """The rows that no other one beats in both cost and error, the cheapest first.
+        """The rows that no other row beats in both cost and error, the cheapest first.
 
-        A row without a finite error or without that cost is on no front.
+        A row without a finite error or without that cost is left out.
 
         Args:
             by: "time" (median) or "memory" (temp).
 
         Raises:
-            ValueError: for another `by`, and where that was not measured.
+            ValueError: for another `by`, and if that was not measured.
         """
         points = self._points(by)
         front = [
@@ -149,7 +149,7 @@ class Comparison:
     # ------------------------------------------------------------ as data
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, those of each leaf included, as values that JSON knows.
+        """All figures, those of each leaf included, as JSON values.
 
         Numbers that are not finite are the strings "inf", "-inf" and "nan".
         """
@@ -219,8 +219,8 @@ class Comparison:
 
         Raises:
             ImportError: without matplotlib.
-            ValueError: for another `x`, where that was not measured, and where no row has
-                a finite error.
+            ValueError: for another `x`, if that was not measured, and if no row has a finite
+                error.
         """
         front = self.pareto(by=x)
         if not front:
@@ -238,7 +238,7 @@ class Comparison:
 
 
 REFERENCES = {"f64": "float64", "f32": "float32"}
-"""What the errors may be against, and how the tables call it."""
+"""The legal precisions of the reference, with their names in tables."""
 
 
 def _cost(row: Row, by: str) -> float | None:

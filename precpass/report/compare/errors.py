@@ -1,4 +1,4 @@
-"""How far results are from a reference, and the reference: the function in float64 or float32."""
+"""The errors of results against a reference, which is the function in float64 or float32."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ Array = npt.NDArray[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """How far floating results are from a reference.
+    """The errors of floating results against a reference.
 
     With d the difference of all elements and r the reference, as vectors over the
     elements that are finite in the reference:
 
     Attributes:
-        relative: |d| / |r| in the 2-norm. Where r is zero: 0 if d is zero too, else inf.
-        max_ulp: the largest |d_i| in units in the last place, each as large as the
-            spacing at r_i of the format that the function as written gives.
+        relative: |d| / |r| in the 2-norm. If r is zero it is 0 if d is zero too, else inf.
+        max_ulp: the largest |d_i| in units in the last place, which are the spacing at r_i of
+            the format of the unchanged function's result.
         sqnr: 20 log10(|r| / |d|), the ratio of signal to quantization noise in dB; inf
-            where d is zero.
-        cosine: that of the angle between the result and r; 1 where both are zero, 0
-            where one is.
-        nonfinite: elements that are not finite where the reference is. With any of them
-            `relative` and `max_ulp` are inf, `sqnr` is -inf and `cosine` nan.
-        differing: elements that are no floating numbers (integers, booleans, keys) and differ.
+            if d is zero.
+        cosine: the cosine of the angle between the result and r; 1 if both are zero, 0
+            if one is.
+        nonfinite: the number of elements that are not finite although the reference's are. If
+            there are any, `relative` and `max_ulp` are inf, `sqnr` is -inf and `cosine` nan.
+        differing: the number of integers, booleans and keys that differ.
 
     The first four are None where the reference has no finite floating elements. An element at
     which the reference overflows the output's format counts as not finite there. Complex
@@ -77,7 +77,7 @@ class Errors:
 
 
 class Leaf(NamedTuple):
-    """One array of the results: its path in their tree, its value, and its format in `fn`."""
+    """One array of the results: its path in the tree, its value, and its format in `fn`."""
 
     path: str
     value: Any
@@ -112,7 +112,7 @@ def errors_of(results: Sequence[Leaf], reference: Sequence[Leaf]) -> tuple[Error
 
 
 def normwise(found: Leaf, reference: Leaf) -> float:
-    """`|y - r| / |r|` in 2-norms; what is not finite is to be the same."""
+    """`|y - r| / |r|` in 2-norms; inf if elements that are not finite differ."""
     y, r = found.value, reference.value
     same = (y == r) | (np.isnan(y) & np.isnan(r))
     if not (same | np.isfinite(r)).all():
@@ -121,17 +121,17 @@ def normwise(found: Leaf, reference: Leaf) -> float:
 
 
 class _Sums(NamedTuple):
-    """What the figures of a leaf, or of several, are made of.
+    """The sums from which the errors of a leaf, or of several, are computed.
 
-    The squares are of numbers divided by `scale`, which keeps those of large and of small ones
-    in float64's range; it is 0 where there are none.
+    Squares are taken of numbers divided by `scale`, so that those of large and of small numbers
+    stay in float64's range; it is 0 if there are no numbers.
     """
 
     nonfinite: int = 0
     differing: int = 0
     max_ulp: float = 0.0
     scale: float = 0.0
-    # |d|^2, |r|^2, |x|^2 and the product of x and r; None where there is nothing to compare with
+    # |d|^2, |r|^2, |x|^2 and the product of x and r; None if there is nothing to compare with.
     squares: Array | None = None
 
 
@@ -182,7 +182,7 @@ def _float64(x: Array) -> Array:
 
 
 def fetched(x: Any) -> Array:
-    """An array on the host; of keys, their data."""
+    """An array on the host; for keys their data."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return np.asarray(x)
@@ -220,9 +220,9 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, *_NUMBERS)
 def on_arrays(
     fn: Callable[..., Any], declared: Declared, name: str, args: Any, kwargs: Any
 ) -> tuple[Callable[..., list[Any]], list[Any], list[Leaf]]:
-    """A function as one of the arrays among its arguments, with the arrays of its results.
+    """A function as a function of the arrays among its arguments, which returns arrays.
 
-    What jit refuses is closed over.
+    Leaves that jit refuses are closed over.
 
     Args:
         fn: the function.
@@ -232,8 +232,8 @@ def on_arrays(
         kwargs: the others.
 
     Returns:
-        The function, its operands, and the leaves of its results, which are there once it was
-        traced.
+        The function, its operands, and a list of the leaves of its results, which is filled when
+        the function is traced.
     """
     wrapped = arguments(declared, name, args, kwargs)
     operands, put = dynamic_leaves(declared, *wrapped, keeps_numbers=False)
@@ -242,7 +242,7 @@ def on_arrays(
     def call(*xs: Any) -> list[Any]:
         args, kwargs = declared.map(lambda x, _: unwrapped(x), *put(xs))
         leaves = leaves_of(declared, fn(*args, **kwargs), args, kwargs)
-        found[:] = [leaf._replace(value=None) for leaf in leaves]  # values end with their trace
+        found[:] = [leaf._replace(value=None) for leaf in leaves]  # tracers end with their trace
         return [leaf.value for leaf in leaves]
 
     call.__name__ = name
@@ -251,10 +251,10 @@ def on_arrays(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Written:
-    """A function as it is written, at some arguments.
+    """A function at some arguments, traced with the pass switched off.
 
     Attributes:
-        jaxpr: its trace, of functions inside that `auto_mixed` made too as they are written.
+        jaxpr: its jaxpr, in which inner `auto_mixed` functions are unchanged too.
         operands: the arrays among the arguments.
         results: a leaf per result, whose value is its aval.
     """
@@ -287,9 +287,9 @@ def as_written(
 def evaluated(written: Written, precision: Precision) -> list[Leaf]:
     """The results of a function evaluated in float64, whether or not x64 is on, or in float32.
 
-    What runs is the program as it was traced, its equations and operands widened and
-    its casts to lower formats left out, not a second trace with x64 on: that would
-    draw other random numbers, and keep the float32 that the code spells out. As in a
+    The traced program runs with its equations and operands widened and its casts to lower
+    formats left out. A second trace with x64 on would draw other random numbers, and keep
+    the float32 that the code spells out. As in a
     `keep("f64")` region, samplers' bits, complex arithmetic, references (`jax.new_ref`)
     and what opaque primitives compute stay as they are, and so do formats that are no
     `Precision`, such as float8.
@@ -299,7 +299,7 @@ def evaluated(written: Written, precision: Precision) -> list[Leaf]:
         precision: F64 or F32, in which float64 values stay float64.
 
     Raises:
-        RuntimeError: when that fails; for float64 the text names what else there is.
+        RuntimeError: if the evaluation fails; for float64 the text names the alternative.
     """
     widest = precision is Precision.F64
     scope = keep_scope(precision) if widest else ""
@@ -308,7 +308,7 @@ def evaluated(written: Written, precision: Precision) -> list[Leaf]:
         with jax.enable_x64(True) if widest else contextlib.nullcontext(), quietly():
             plan = make_plan(written.jaxpr, AlwaysF32, scope, border=border)
             wide, _ = rewritten(written.jaxpr, plan, current(), AlwaysF32, scope)
-            # a Python number first as the program reads it, rounded
+            # A Python number is first rounded as the program reads it.
             read = zip(written.operands, ir.in_avals(written.jaxpr), strict=True)
             given = [x if hasattr(x, "dtype") else np.asarray(x, a.dtype) for x, a in read]
             given = copied(given, arrays=False)

@@ -10,13 +10,13 @@ __all__ = ["Point", "draw"]
 
 
 class Point(NamedTuple):
-    """What the picture shows of a program.
+    """A program in the picture.
 
     Attributes:
         name: the label.
         cost: its time or memory.
         span: the lower and the upper quartile of the cost.
-        error: inf for results that are not finite.
+        error: its error; inf for results that are not finite.
         in_front: whether it is on the Pareto front.
     """
 
@@ -33,7 +33,7 @@ def draw(points: Sequence[Point], cost: str, error: str, title: str, ax: Any = N
     Args:
         points: at least one on the front.
         cost: the label of the horizontal axis.
-        error: that of the vertical one.
+        error: the label of the vertical axis.
         title: the title.
         ax: the axes.
 
@@ -74,15 +74,15 @@ def draw(points: Sequence[Point], cost: str, error: str, title: str, ax: Any = N
 
 
 def _on_log_scale(values: Sequence[float]) -> Callable[[float], float]:
-    """Where a log scale has a value: zero and infinity a factor of ten beyond the others."""
+    """Values for a log scale: zero and infinity are put a factor of ten beyond the others."""
     real = [v for v in values if v > 0 and math.isfinite(v)] or [1.0]
     return lambda v: (v if math.isfinite(v) else 10 * max(real)) if v > 0 else min(real) / 10
 
 
 def _labels(places: Sequence[tuple[float, float]]) -> list[tuple[str, int]]:
-    """On which side of its text each point is, and by how many points the text is lifted.
+    """For each point the side of its label, and by how many typographic points that is lifted.
 
-    Texts of points that are near to each other are stacked.
+    Labels of points that are near to each other are stacked.
     """
     xs, ys = ([math.log(v) for v in values] for values in zip(*places, strict=True))
     width, height = (max(v) - min(v) or 1.0 for v in (xs, ys))

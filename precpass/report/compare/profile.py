@@ -29,7 +29,7 @@ from precpass.report.compare.programs import (
 __all__ = ["DEVICES", "profile"]
 
 DEVICES = ("a100", "h100", "h200", "mi300x", "v4", "v5e", "v5p", "v6e")
-"""Those of an estimate where none is named."""
+"""The devices for which estimates are made if none is named."""
 
 
 def profile(
@@ -40,27 +40,26 @@ def profile(
     rounds: int = 10,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> Callable[..., Profile]:
-    """What a function takes under several policies: time, memory, FLOPs, bytes; and elsewhere.
+    """The costs of a function under several policies: time, memory, FLOPs, bytes, and estimates.
 
     Each row is traced, compiled and timed in rounds in which every row takes its turn, as by
     `compare`, which says what the rows cost in accuracy. FLOPs and the bytes that kernels move
     are counted in the traced program, with the trip counts of its loops
-    (`precpass.analysis.sizes.NOMINAL_SIZE` where only run time knows one, as of a while loop);
-    memory is what XLA allocates on the device that the program is compiled for.
+    (`precpass.analysis.sizes.NOMINAL_SIZE` for a count that is only known at run time, as of a
+    while loop). Memory is what XLA allocates on the device that the program is compiled for.
 
-    Of other devices the gain is estimated, by a roofline (`precpass.measure.roofline`): a kernel
+    For other devices the gain is estimated by a roofline (`precpass.measure.roofline`): a kernel
     takes the time of its arithmetic, at the device's published dense peak for the format of its
-    operands, or of its bytes, at the memory's published bandwidth, whichever is longer. The gain
-    is the sum of these for the program under `AlwaysF32` over that of the row. float32 products
+    operands, or the time of its bytes, at the memory's published bandwidth, whichever is longer.
+    The gain is the sum of these times under `AlwaysF32` divided by the row's. float32 products
     count as JAX runs them by default, unless the program asks for more: in TF32 on NVIDIA's GPUs,
     in float32 on AMD's, in one bfloat16 pass on TPUs. Kernels are those of a model of XLA's
     fusion, the same for all devices (`precpass.measure.kernels`).
 
     It is an upper estimate from peaks, not a measurement. Launches, caches, communication between
-    devices, arithmetic other than that of products, and what falls short of a peak are left out:
-    where they take time, low precision gains less. A cast of an operand that is in memory counts
-    in full, as the planner counts it: where XLA fuses it into the product, as on TPUs, low
-    precision gains more.
+    devices, arithmetic other than that of products, and losses against a peak are left out; if
+    they take time, low precision gains less. A cast of an operand in memory counts in full, as
+    the planner counts it; if XLA fuses it into the product, as on TPUs, low precision gains more.
 
     Args:
         fn: the function, or what `auto_mixed` made of it, whose options then count.
@@ -159,6 +158,6 @@ def _estimate(work: Work, base: Work, peaks: Peaks) -> Estimate:
     missing = work.without_peak(peaks) | base.without_peak(peaks)
     gain = None
     if wide is not None and seconds is not None:
-        # of a program that moves nothing
+        # a program that moves nothing
         gain = wide / seconds if seconds else 1.0
     return Estimate(peaks.aliases[0], seconds, gain, tuple(sorted(missing)))

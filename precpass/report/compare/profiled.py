@@ -1,4 +1,4 @@
-"""`Profile`: what `profile` found, as text, HTML, a pandas frame and a dict."""
+"""`Profile`: the result of `profile`, as text, HTML, a pandas frame and a dict."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = ["Estimate", "Profile", "ProfileRow"]
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a program takes on another device by that device's published peaks.
+    """The time of a program on another device, by that device's published peaks.
 
     Attributes:
-        device: its name, as `profile` takes it.
-        seconds: of one run; None where no peak is published for a format of its products.
-        gain: the float32 program's seconds over these; None where either is.
-        without_peak: those formats.
+        device: the device's name, as `profile` takes it.
+        seconds: the seconds of one run; None if no peak is published for a format of its products.
+        gain: the float32 program's seconds divided by these; None if either is None.
+        without_peak: the formats without a published peak.
     """
 
     device: str
@@ -52,16 +52,16 @@ class ProfileRow:
         name: as the tables show it.
         policy: its policy; None for a function given instead of one.
         counts: what its traced step computes.
-        memory: what XLA planned, on the device where it was compiled; None where the backend
-            does not tell.
-        timing: its runs; None where none was timed.
-        ratio: the median over the rounds of its time over the first row's in the same
-            round; None where nothing was timed.
-        moved: the bytes that its kernels read and write in one run, by a model of fusion
-            (`precpass.measure.kernels`): no device's.
+        memory: the memory that XLA planned on the device where it was compiled; None if the
+            backend does not tell.
+        timing: the times of its runs; None if it was not timed.
+        ratio: the median over the rounds of its time divided by the first row's in the same
+            round; None if nothing was timed.
+        moved: the bytes that its kernels read and write in one run, by a model of fusion that is
+            the same for all devices (`precpass.measure.kernels`).
         estimates: one per device.
-        guesses: whether it has a loop whose trips only run time knows.
-        by_bytes: the primitives whose arithmetic is in no figure.
+        guesses: whether it has a loop whose trip count is only known at run time.
+        by_bytes: the primitives whose arithmetic is not counted.
     """
 
     name: str
@@ -104,16 +104,16 @@ class ProfileRow:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """A function under several policies: what it takes here, and an estimate for elsewhere.
+    """The costs of a function under several policies: measured here, and estimated elsewhere.
 
-    `print` it for tables; in a notebook it is some.
+    `print` shows tables; a notebook shows them by itself.
 
     Attributes:
         function: the function's name.
         rows: one per policy or function, in the order in which they were given.
-        rounds: how many times each was timed.
+        rounds: how many times each row was timed.
         device: the device and the JAX release for which it was compiled.
-        peaks: those of the devices of the estimates, each figure with its source and date.
+        peaks: the peaks of the devices of the estimates, each with its source and date.
     """
 
     function: str
@@ -125,7 +125,7 @@ class Profile:
     # ------------------------------------------------------------ as data
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, and the devices' with their sources, as values that JSON knows.
+        """All figures, and those of the devices with their sources, as JSON values.
 
         Numbers that are not finite are the strings "inf", "-inf" and "nan".
         """

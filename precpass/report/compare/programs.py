@@ -43,7 +43,7 @@ Made = tuple[str, PrecisionPolicy | Callable[..., Any]]
 
 
 def check_rounds(rounds: Any) -> None:
-    """Refuses what is no number of rounds."""
+    """Raises an error for a value that is no number of rounds."""
     if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
         raise ValueError(f"rounds={rounds!r}: a whole number, 0 for no times")
 
@@ -52,11 +52,11 @@ def check_rounds(rounds: Any) -> None:
 
 
 def entries(policies: Any, report: str) -> list[Made]:
-    """The rows' names, made unique, and what they are.
+    """The rows' names, made unique, each with its policy or function.
 
     Args:
-        policies: as the user gave them.
-        report: the name of what was called, for errors.
+        policies: the rows as the user gave them.
+        report: the name of the function that was called, for errors.
     """
     if isinstance(policies, Mapping):
         items = [*policies.items()]
@@ -94,7 +94,7 @@ def _name(entry: Any) -> str:
 
 
 def _numbered(names: list[str]) -> list[str]:
-    """The names, a number behind each that was there before."""
+    """The names, with a number behind each repetition."""
     found: list[str] = []
     for name in names:
         unique, n = name, 1
@@ -113,11 +113,11 @@ class Subject:
     """The function that a report is about, and its arguments.
 
     Attributes:
-        fn: what `auto_mixed` made of it.
-        owner: the arguments that it is bound to.
+        fn: the function, as `auto_mixed` returned it.
+        owner: the object that it is bound to, as arguments.
         declared: which of its arguments are static.
-        args, kwargs: the arguments, on a device, those that it is bound to among them.
-        is_abstract: whether there are shapes in the place of arrays.
+        args, kwargs: the arguments on a device, including `owner`.
+        is_abstract: whether shapes were given instead of arrays.
     """
 
     fn: Mixed
@@ -146,9 +146,9 @@ class Subject:
             owner: the arguments that it is bound to.
             args: the positional arguments.
             kwargs: the others.
-            report: what was called, for errors.
-            takes_shapes: whether `jax.ShapeDtypeStruct`s will do.
-            hint: what to do instead where they will not.
+            report: the name of the function that was called, for errors.
+            takes_shapes: whether `jax.ShapeDtypeStruct`s are allowed.
+            hint: what to do instead if they are not.
 
         Raises:
             TypeError: for tracers, and for shapes where arrays are needed.
@@ -175,16 +175,16 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """The function's."""
+        """The function's name."""
         return name_of(self.fn.__wrapped__)
 
     def program(self, made: Made) -> Program:
-        """One row, compiled."""
+        """The compiled program of a row."""
         call = self.call(made[1])
         return Program(made[0], call, compiled(call.fn, *call.args, **call.kwargs))
 
     def call(self, entry: PrecisionPolicy | Callable[..., Any]) -> Call:
-        """What a row calls."""
+        """The function and arguments that a row calls."""
         policy = entry if isinstance(entry, PrecisionPolicy) else None
         fn: Any = entry if policy is None else auto_mixed(self.fn, policy=policy)
         args, kwargs, declared = self.args, self.kwargs, self.declared
@@ -193,7 +193,7 @@ class Subject:
             declared = Declared(fn, {} if self.owner else declared.options)
         named: list[Leaf] = []
         if self.is_abstract:
-            # no call of these is timed
+            # Calls of these are not timed.
             fn = fn if is_jitted(fn) else jax.jit(fn, **declared.options)
         # what crosses into jit in steps takes Python longer than a small program runs: no row pays
         elif not is_jitted(fn) or _crosses_in_steps(declared, args, kwargs):
@@ -212,7 +212,7 @@ class Call(NamedTuple):
         fn: the function.
         declared: which of its arguments are static.
         args, kwargs: its arguments.
-        named: the leaves of its results where it gives their arrays alone.
+        named: the leaves of its results, if it only returns their arrays.
     """
 
     policy: PrecisionPolicy | None
@@ -236,7 +236,7 @@ class Program(NamedTuple):
         return call.declared.map(lambda x, _: copied(x, arrays=donates), call.args, call.kwargs)
 
     def results(self) -> list[Leaf]:
-        """The arrays that a run gives, on the host."""
+        """The arrays of a run's results, on the host."""
         args, kwargs = self.fresh()
         leaves = leaves_of(self.call.declared, self.call.fn(*args, **kwargs), args, kwargs)
         values = [fetched(leaf.value) for leaf in leaves]
@@ -263,10 +263,10 @@ def timed(
     A ratio is the median over the rounds of those within a round.
 
     Args:
-        programs: of which each takes its turn in each round.
-        rounds: how many.
-        progress: is told each.
-        total: the steps of the whole report, of which the rounds are the last.
+        programs: the programs; each takes its turn in each round.
+        rounds: the number of rounds.
+        progress: is called before each round.
+        total: the number of steps of the whole report, of which the rounds are the last.
     """
     by_name = {program.name: program for program in programs}
 

@@ -73,7 +73,7 @@ def short(value: float) -> str:
 
 
 def milliseconds(timing: Timing | None) -> str:
-    """The median of runs and their quartiles; nothing where none was timed."""
+    """The median of runs and their quartiles; "" if nothing was timed."""
     if timing is None:
         return ""
     median, low, high = (short(1e3 * s) for s in (timing.median, *timing.quartiles))
@@ -94,19 +94,19 @@ def framed(figures: Mapping[str, Mapping[str, Any]]) -> Any:
         ImportError: without pandas.
     """
     try:
-        import pandas  # optional
+        import pandas  # pandas is optional
     except ImportError:
         raise ImportError("to_frame needs pandas: pip install pandas; or use to_dict()") from None
 
     index = pandas.Index(list(figures), name="program")
     frame = pandas.DataFrame(list(figures.values()), index=index)
     flops = [name for name in frame.columns if name.startswith("flops_")]
-    frame[flops] = frame[flops].fillna(0.0)  # a format that a row does not use
+    frame[flops] = frame[flops].fillna(0.0)  # the row does not use this format
     return frame.apply(pandas.to_numeric)
 
 
 def for_json(value: Any) -> Any:
-    """Values as JSON has them: numbers that are not finite are the strings "inf", "-inf", "nan"."""
+    """Values for JSON: numbers that are not finite become the strings "inf", "-inf", "nan"."""
     if isinstance(value, dict):
         return {key: for_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

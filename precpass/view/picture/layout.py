@@ -35,8 +35,8 @@ class Frame:
     width: float
     height: float
 
-    def moved(self, dx: float, dy: float) -> None:
-        """The frame moved to another place."""
+    def move(self, dx: float, dy: float) -> None:
+        """Moves the frame."""
         self.x += dx
         self.y += dy
 
@@ -56,10 +56,10 @@ class Layout:
     width: float
     height: float
 
-    def moved(self, dx: float, dy: float) -> None:
+    def move(self, dx: float, dy: float) -> None:
         """Moves everything."""
         for frame in (*self.boxes.values(), *self.scopes):
-            frame.moved(dx, dy)
+            frame.move(dx, dy)
 
 
 def laid_out(chart: Chart, labels: Sequence[str]) -> Layout:
@@ -92,7 +92,7 @@ def _unit(chart: Chart, labels: Sequence[str], key: object, members: list[int]) 
         return Layout({key: Frame(labels[key], 0, 0, width, _HEIGHT)}, [], width, _HEIGHT)
     assert isinstance(key, tuple)
     inner = _inside(chart, labels, key, members)
-    inner.moved(_PAD, _HEAD + _PAD)
+    inner.move(_PAD, _HEAD + _PAD)
     label = str(key[-1])
     width = max(inner.width + 2 * _PAD, _LETTER * len(short(label)) + 2 * _PAD)
     height = inner.height + _HEAD + 2 * _PAD
@@ -125,7 +125,7 @@ def _stacked(parts: list[Layout], layers: list[list[int]]) -> Layout:
     for layer, own in zip(layers, widths, strict=True):
         x = (width - own) / 2
         for i in layer:
-            parts[i].moved(x, y)
+            parts[i].move(x, y)
             x += parts[i].width + _MARGIN
             boxes |= parts[i].boxes
             scopes += parts[i].scopes

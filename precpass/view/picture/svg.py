@@ -134,7 +134,7 @@ def _legal(text: str) -> str:
 
 def _svg(chart: Chart, title: str) -> str:
     layout = laid_out(chart, [_text(box) for box in chart.boxes])
-    layout.moved(_ROOM, 2 * _ROOM + 8)
+    layout.move(_ROOM, 2 * _ROOM + 8)
     width = max(layout.width, _LEGEND_WIDTH, 7.5 * len(title)) + 2 * _ROOM
     height = layout.height + 4 * _ROOM + _LEGEND_HEIGHT
     return "\n".join(
