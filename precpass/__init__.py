@@ -153,7 +153,7 @@ _IMPORTED_WHEN_USED = {
     "Explanation": "precpass.view.explain",
     "Inspection": "precpass.view.inspection",
 }
-"""What a program that only calls `auto_mixed` does not need: importing all of it takes longer."""
+"""Names that a program which only calls `auto_mixed` does not need; they are imported when used."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a user calls: `auto_mixed`, `inspect` and `explain`, and `use_policy` and `keep`."""
+"""The functions that users call: `auto_mixed`, `inspect`, `explain`, `use_policy` and `keep`."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def auto_mixed(
     pass then sees the backward products. `jax.grad(auto_mixed(loss))` is right and
     low too.
 
-    A call is that of `jax.jit`, and takes more: a leaf that jit refuses and that is a value (a
-    string, a type, a function without arrays in its closure, a frozen dataclass of such) is
-    static, hashed and compared like an argument of `static_argnums`; a result that is no array
-    is handed through as it was when the function was traced; modules of flax nnx are updated as
-    by `nnx.jit`.
+    It is called like a function of `jax.jit`, but accepts more. A leaf that jit refuses and that
+    is a value (a string, a type, a function without arrays in its closure, a frozen dataclass of
+    such) is static: it is hashed and compared like an argument of `static_argnums`. A result that
+    is no array is returned as it was when the function was traced. Modules of flax nnx are
+    updated as by `nnx.jit`.
 
     Inside another `auto_mixed` function, one with a policy of its own keeps it, and
     one without leaves the decision to the outer one. The options of a function that
@@ -69,10 +69,10 @@ def auto_mixed(
             Without one, that of `use_policy`, else AutoMixedBf16.
         profitability: "always" lowers every product that the policy asks for, "assumed" those
             that pay by a table of devices, "measured" those that are faster when they are timed
-            on the device: each distinct one once, when it is first met, and what came out is
-            kept in a file. Rules, `keep` and saved plans are orders, and come before it.
+            on the device. Each distinct product is timed once, when it is first planned, and the
+            times are stored in a file. Rules, `keep` and saved plans are orders, and win over it.
             Without one, the policy's own (`with_profitability`), which is "always".
-        jit_options: those of `jax.jit` (`donate_argnums`, `static_argnums`, ...).
+        jit_options: the options of `jax.jit` (`donate_argnums`, `static_argnums`, ...).
 
     Raises:
         TypeError: when `fn` is no function that can be traced (a coroutine or
@@ -81,7 +81,7 @@ def auto_mixed(
         ValueError: for an unknown policy or profitability.
 
     Warns:
-        PrecisionWarning: when tracing, where the policy lowered nothing, the function has no
+        PrecisionWarning: when tracing, if the policy lowered nothing, the function has no
             floating values, a rule matched no equation, or a primitive with products could not
             be entered.
 
@@ -117,7 +117,7 @@ def inspect(
     Args:
         fn: a function, or the result of `auto_mixed`, whose policy and options then count.
         policy: as for `auto_mixed`.
-        profitability: as for `auto_mixed`; the device is that of the arguments where they are
+        profitability: as for `auto_mixed`; the device is that of the arguments if they are
             committed to one.
 
     Returns:
@@ -143,7 +143,7 @@ def trace_of(
     Args:
         fn: as for `inspect`.
         policy: as for `auto_mixed`.
-        then: what is done with each trace; an error in it counts as one of the call.
+        then: called with each trace; an error in it counts as an error of the call.
         profitability: as for `auto_mixed`.
     """
     fn, owner = owner_of(fn)
@@ -156,7 +156,7 @@ def trace_of(
 
 
 def _inspection(traced: Traced) -> Inspection:
-    # a program that only calls `auto_mixed` shows nothing
+    # Imported here, because a program that only calls `auto_mixed` shows nothing.
     from precpass.view.annotate import described
     from precpass.view.inspection import Inspection
 
@@ -177,7 +177,7 @@ def explain(
     *,
     profitability: str | None = None,
 ) -> Callable[..., Explanation]:
-    """What a policy does to a function, what it leaves wide and why, and what to do about it.
+    """What a policy does to a function, what stays in float32 and why, and what to do about it.
 
     Args:
         fn: as for `inspect`.
@@ -186,10 +186,10 @@ def explain(
 
     Returns:
         A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and
-        gives an `Explanation`, whose text has the verdict first: products low and left
-        wide, bytes, casts, what is kept for the backward pass, the share of the FLOPs in
-        low precision; then each product left wide, with its reason and how to change it,
-        rules that never matched, and advice.
+        gives an `Explanation`. Its text has the figures first: products that are low and that
+        stay in float32, bytes, casts, what is saved for the backward pass, the share of the
+        FLOPs in 16 bits. Then come each product that stays in float32, with its reason and how
+        to change it, rules that never matched, and advice.
 
     Example:
         >>> import jax.numpy as jnp
@@ -200,7 +200,7 @@ def explain(
     inspected = inspect(fn, policy, profitability=profitability)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        # the text says it all
+        # The text contains the warnings.
         with quietly():
             inspection = inspected(*args, **kwargs)
         explanation = inspection.explain()

@@ -1,1 +1,1 @@
-"""Which products pay on a device: times, measured once and kept."""
+"""Times of products on the device, measured once and stored in a file."""

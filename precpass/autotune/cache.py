@@ -1,9 +1,9 @@
-"""The file in which measured times of products are kept, one per device kind and JAX version.
+"""The files with measured times of products, one per device kind and JAX version.
 
-It is a cache: whatever befalls it costs a measurement, never a result. Writers of several
-processes merge what they have under a lock file and replace the file as a whole, so a reader
-sees one that is complete. Of two times of one product the first that was written counts, so
-that all processes plan alike.
+They are a cache: losing one costs a measurement and never a result. Processes merge their times
+under a lock file and replace the file as a whole, so a reader always sees a complete one. If two
+processes have measured a product, the time that was written first counts, so that all processes
+make the same plan.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from precpass.planner.profit import ProductTimes
 __all__ = ["FORMAT", "TimingCache", "cache_folder", "file_name"]
 
 FORMAT = 4
-"""The version of the files, and of the form that the pass gives a low product: where that
-becomes another one, so does this. A file of another version is rebuilt."""
+"""The version of the files and of the form of a lowered product; raise it if that form changes. A
+file of another version is rebuilt."""
 
 WAIT = 5.0
 """Seconds for which a writer waits for the lock."""
 
 
 def cache_folder() -> Path:
-    """Where files are kept: PRECPASS_CACHE_DIR, or the user's cache folder."""
+    """The folder of the files: PRECPASS_CACHE_DIR, or the user's cache folder."""
     folder = os.environ.get("PRECPASS_CACHE_DIR") or platformdirs.user_cache_dir("precpass", False)
     folder = os.path.expanduser(folder)
-    # a user without a home, as containers have
+    # A user without a home, as in containers.
     return Path(tempfile.gettempdir(), "precpass") if folder.startswith("~") else Path(folder)
 
 
 def file_name(device: str, jax_version: str) -> str:
     """The name of a device kind's file."""
     words = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-")[:80]
-    # kinds that differ in what a file name cannot hold
+    # Kinds may differ only in characters that a file name cannot have.
     digest = hashlib.sha256(device.encode()).hexdigest()[:8]
     return f"products-{words}-{digest}-jax-{jax_version}.json"
 
@@ -55,9 +55,9 @@ class TimingCache:
     """The measured times of one device kind, in memory and in a file.
 
     Args:
-        path: of the file; its folder is made when something is written.
-        device: the kind, and whatever else the times hang on.
-        jax_version: of the JAX that runs the products.
+        path: the file's path; its folder is made when something is written.
+        device: the kind of device, and whatever else the times depend on.
+        jax_version: the version of the JAX that runs the products.
     """
 
     def __init__(self, path: Path, device: str, jax_version: str) -> None:
@@ -70,14 +70,14 @@ class TimingCache:
         self._lock = threading.RLock()
 
     def get(self, product: str) -> ProductTimes | None:
-        """The times of a product; None where nobody has measured it."""
+        """The times of a product; None if it has not been measured."""
         with self._lock:
             if product not in self._known:
                 self._read()
             return self._known.get(product)
 
     def put(self, product: str, product_times: ProductTimes) -> ProductTimes:
-        """Keeps the times of a product, and gives those that count."""
+        """Stores the times of a product; returns the times that count."""
         with self._lock:
             self._read()
             kept = self._known.setdefault(product, product_times)
@@ -86,13 +86,13 @@ class TimingCache:
             return self._known.get(product, kept)
 
     def new_warnings(self) -> tuple[str, ...]:
-        """What went wrong since the last time this was asked, in words."""
+        """Warnings of what went wrong since this was last called."""
         with self._lock:
             said, self._said = tuple(self._said), []
             return said
 
     def _read(self) -> None:
-        """Takes over what the file has, which comes before what is in memory alone."""
+        """Reads the file, whose times win over those that are only in memory."""
         try:
             stat = self.path.stat()
             state = stat.st_mtime_ns, stat.st_size
@@ -125,7 +125,7 @@ class TimingCache:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with _alone(self.path):
-                # what others have written since
+                # Read what other processes have written since.
                 self._read()
                 products = {name: list(self._known[name]) for name in sorted(self._known)}
                 _replace(self.path, json.dumps({**self._head, "products": products}, indent=1))
@@ -151,13 +151,13 @@ def _parsed_times(found: Any) -> ProductTimes:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Generator[None]:
-    """Around what one writer at a time does.
+    """A context in which only one process writes.
 
-    A writer that waits too long goes on without the lock: the worst is a product timed twice. The
+    A process that waits too long goes on without the lock; at worst a product is timed twice. The
     system frees the lock of a process that ends.
 
     Raises:
-        OSError: where the lock cannot be made.
+        OSError: if the lock cannot be made.
     """
     lock = filelock.FileLock(path.with_name(path.name + ".lock"), timeout=WAIT)
     try:

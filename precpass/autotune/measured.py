@@ -1,4 +1,4 @@
-"""Times on the device tell which products pay; each distinct product is timed once."""
+"""The profit model whose times are measured on the device, once for each distinct product."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ __all__ = ["LONGEST", "MARGIN", "TICK", "Measured", "measured"]
 
 
 MARGIN = 0.03
-"""By this part of the wide time a product that was timed must be faster low to pay."""
+"""The fraction of its float32 time that lowering must save for a timed product to pay."""
 
 
 TICK = 1e-6
-"""And by so many seconds: the shortest times of equal calls were seen to differ by 0.6 us."""
+"""The seconds that it must save as well: minima of equal calls were seen to differ by 0.6 us."""
 
 
 LONGEST = 0.5
-"""Seconds that a product takes in float32 by the table, from which it is not timed."""
+"""A product that by the table takes at least this many seconds in float32 is not timed."""
 
 
 Probe = Callable[[Product, Any], ProductTimes]
 
 
 class Measured:
-    """Times on the device tell it; each distinct product is timed once.
+    """The profit model of measured times.
 
     Args:
-        device: its facts, which tell it of a product that is not timed.
+        device: its figures give the times of products that are not timed.
         place: the JAX device.
-        verdicts: the times that are known.
-        probe: times a product on the JAX device; that of `precpass.autotune.timing`.
+        verdicts: the cache of times.
+        probe: times a product on the JAX device; by default that of `precpass.autotune.timing`.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class Measured:
         return f"measured on {self.device}, jax {jax.__version__}"
 
     def least_gain(self, wide: float) -> float:
-        """What the noise of a measurement may be."""
+        """The seconds that the noise of a measurement may account for."""
         return MARGIN * wide + TICK
 
     def sentence(self, product: Product, product_times: ProductTimes) -> Reason:
-        """That a product does not pay where it was timed."""
+        """The reason that a timed product does not pay."""
         is_measured = product_times.by == "measured"
         by = f"measured on {self.device}" if is_measured else product_times.by
         return sentence(product, product_times._replace(by=by), "here")
 
     def new_warnings(self) -> tuple[str, ...]:
-        """What is wrong with the file."""
+        """Warnings of what is wrong with the file."""
         return self._cache_of.new_warnings()
 
     def product_times(self, product: Product) -> ProductTimes:
-        """The times of a product, known, measured or by the table."""
+        """The times of a product: cached, measured now, or by the table."""
         name = product.text
         cache = self._cache_of.get(name)
         if cache is not None:
@@ -93,14 +93,14 @@ class Measured:
 
 
 def measured(place: Any) -> Measured:
-    """The times of products on a JAX device, as far as the user's cache folder has them."""
+    """The profit model for a JAX device, with the times in the user's cache folder."""
     return _measured(place, cache_folder())
 
 
 @functools.lru_cache(maxsize=64)
 def _measured(place: Any, folder: Path) -> Measured:
     device = device_for(device=place)
-    # flags of XLA make other programs
+    # XLA_FLAGS change what is compiled, so they are part of the cache key.
     flags = " ".join(sorted(os.environ.get("XLA_FLAGS", "").split()))
     kind = f"{device.platform} {device.kind}" + (f", XLA_FLAGS {flags}" if flags else "")
     path = folder / file_name(kind, jax.__version__)

@@ -1,4 +1,4 @@
-"""Which model of costs the planner asks, as the policy's `profitability` says."""
+"""The profit model that a policy's `profitability` asks for."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["profit_model_of"]
 
 
 def profit_model_of(policy: PrecisionPolicy, args: Any = ()) -> ProfitModel | None:
-    """What tells which products pay; None where all are lowered.
+    """The profit model of a policy; None if every product is lowered.
 
     Args:
         policy: its `profitability` decides.
-        args: of the call that is planned, which tell the device (`precpass.devices.detect`).
+        args: the arguments of the call, which determine the device (`precpass.devices.detect`).
     """
     if policy.profitability == "always":
         return None
     if policy.profitability == "assumed":
         return Assumed(device_for(args))
     if jax.process_count() > 1:
-        # all of them must run one program, and would not measure the same
+        # All processes must run one program, but would measure different times.
         return Assumed(device_for(args), "several processes are not measured for")
-    # a program that measures nothing needs neither timers nor files
+    # Imported here, because a program that measures nothing needs neither timers nor files.
     from precpass.autotune.measured import measured
 
     return measured(device_of_call(args))

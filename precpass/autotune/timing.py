@@ -1,15 +1,14 @@
-"""Times of a product in float32 and in its low form, in the surroundings that a program has.
+"""Measures a product in float32 and in its low form, in the surroundings that it has in a program.
 
-What a low product costs depends on its surroundings, so they are timed with it
+The cost of a low product depends on its surroundings, so they are timed with it
 (`precpass.analysis.operand_origin`). An operand that elementwise work makes is made by such work
-here too, where its cast is free. An operand in memory as float32 is cast with a read and a write.
-An operand that a loop holds is low already. A transpose behind the product is included, because
+here too, so that its cast is free. The cast of an operand in memory reads and writes it. A loop's
+constant is low before the measured time begins. A transpose of the result is included, because
 XLA folds it into a float32 product, and elementwise work reads the result. The low program is the
-one that the pass itself makes of the float32 program. The time is that of the fastest of
-interleaved rounds.
+one that the pass makes of the float32 program. The time is the shortest of interleaved rounds.
 
-Both programs are compiled and run in a thread of their own. No trace, context or region of the
-caller's is in force there, so that nothing is added to the user's program.
+Both programs are compiled and run in a thread of their own, in which no trace, context or region
+of the caller is in force, so nothing is added to the user's program.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from precpass.rewrite.rewriter import Rewriter
 __all__ = ["NotTimed", "timed"]
 
 SECONDS, FEWEST, MOST = 0.15, 7, 101
-"""For about how long the programs of a product are run, and in how many rounds."""
+"""The seconds for which a product's programs run, and the fewest and most rounds."""
 
 LARGEST = 2**29
-"""The bytes of operands and result from which a product is not timed."""
+"""A product whose operands and result have at least this many bytes is not timed."""
 
 
 class NotTimed(Exception):
@@ -57,11 +56,11 @@ def timed(product: Product, device: Any, rounds: Rounds | None = None) -> Produc
     Args:
         product: the product.
         device: where it is to run.
-        rounds: times the runs "call", without the product, "wide" and "low" in turns; by default
-            in as many as `SECONDS` has.
+        rounds: times the runs "call" (without the product), "wide" and "low" in turns; by default
+            in as many rounds as fit into `SECONDS`.
 
     Raises:
-        NotTimed: where it is too large, or what JAX raises when it compiles or runs it.
+        NotTimed: if it is too large, or with the error of JAX in compiling or running it.
     """
     eqn = product.eqn
     if sum(nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars)) > LARGEST:
@@ -73,7 +72,7 @@ _one_at_a_time = threading.Lock()
 
 
 def _apart(work: Callable[[], ProductTimes]) -> ProductTimes:
-    """The result of work in a thread of its own, one at a time in this process."""
+    """The result of `work`, run in a thread of its own, one at a time in this process."""
     times: list[ProductTimes] = []
     failed: list[Exception] = []
 
@@ -94,7 +93,7 @@ def _apart(work: Callable[[], ProductTimes]) -> ProductTimes:
 
 
 def _timed(product: Product, device: Any, rounds: Rounds) -> ProductTimes:
-    # what is set for the whole process counts in this thread too
+    # Settings of the whole process hold in this thread too.
     with jax.default_device(device), jax.disable_jit(False), jax.debug_nans(False):
         operands = [jax.device_put(x, device) for x in _operands(product)]
         wide = ir.trace(_surrounded(product), *operands)
@@ -110,10 +109,10 @@ def _timed(product: Product, device: Any, rounds: Rounds) -> ProductTimes:
             "low": _run(low, [*in_loop, *operands[2:]], operands),
         }
         timings = rounds(runs)
-    # What else runs on the machine only adds, and by several times where it has more threads than
-    # cores: medians then said 1.3 of a product that takes 0.69, and minima 0.69 each time.
+    # Other work on the machine only adds time, and several times as much if there are more threads
+    # than cores: medians then gave 1.3 for a product that takes 0.69, and minima always 0.69.
     least = {name: min(timing.seconds) for name, timing in timings.items()}
-    # a call takes as long as ten small products, and a loop has none of it
+    # A call takes as long as ten small products, and a product in a loop has no such cost.
     took_wide, took_low = (max(least[name] - least["call"], 1e-9) for name in ("wide", "low"))
     return ProductTimes(took_wide, took_low, "measured")
 
@@ -135,13 +134,13 @@ def _surrounded(product: Product) -> Callable[..., Any]:
 
 
 def _nothing_for(product: Product) -> Callable[..., Any]:
-    """A program that takes what `_surrounded` takes, and makes a result of that one's type."""
+    """A program with the operands and the type of result of `_surrounded`, and no product."""
     like = jax.eval_shape(_surrounded(product), *_shapes(product))
     return lambda *_operands: lax.full(like.shape, 1.0, like.dtype)
 
 
 def _run(jaxpr: ir.Jaxpr, given: list[Any], like: list[Any]) -> Callable[[], Any]:
-    """A call of a program, compiled ahead of time; what is given low, XLA never widens."""
+    """A call of a program, compiled ahead of time, in which XLA does not widen low operands."""
     dtypes = [x.dtype for x in like]
 
     def program(*xs: Any) -> Any:
@@ -158,7 +157,7 @@ def _shapes(product: Product) -> list[jax.ShapeDtypeStruct]:
 
 
 def _operands(product: Product) -> list[np.ndarray[Any, Any]]:
-    """Values of a product's operands; the groups of a ragged one have equal sizes."""
+    """Values for a product's operands; the groups of a ragged product have equal sizes."""
     rng = np.random.default_rng(0)
     (_, lhs), *_ = product.avals
     made: list[Any] = []

@@ -1,4 +1,4 @@
-"""What each command of the command line does: one function, from options to a report."""
+"""The commands of the command line: each is one function from options to a report."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ OK, NOT_AS_EXPECTED = 0, 1
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a command found.
+    """The result of a command.
 
     Attributes:
-        text: gives it in words, coloured where standard output is a terminal.
-        data: as JSON has it.
+        text: returns it in words, coloured if standard output is a terminal.
+        data: the result as JSON values.
         status: the exit status.
     """
 
@@ -48,11 +48,11 @@ class Task:
     """A command with its function and arguments.
 
     Attributes:
-        options: of the command line.
+        options: the options of the command line.
         fn: the user's function.
         args, kwargs: its arguments.
         policy: the policy; None for the function's own, or the default.
-        progress: what says what is going on.
+        progress: shows what is going on.
     """
 
     options: argparse.Namespace
@@ -64,7 +64,7 @@ class Task:
 
     @property
     def color(self) -> bool | None:
-        """Whether texts are coloured; None for a decision by where they go."""
+        """Whether texts are coloured; None colours them on a terminal."""
         return {"auto": None, "always": True, "never": False}[self.options.color]
 
     def call(
@@ -82,7 +82,7 @@ class Task:
 
     @contextlib.contextmanager
     def calling(self, doing: str) -> Generator[None]:
-        """Around a call of the function: arguments that it does not take are refused."""
+        """A context around a call of the function that refuses arguments it does not take."""
         self.progress.say(doing)
         try:
             yield
@@ -94,14 +94,14 @@ class Task:
 
 
 def policy_of(text: str) -> PrecisionPolicy | str:
-    """The policy that an option names: a saved plan's file, or as `PrecisionPolicy.parse`."""
+    """The policy that an option names: a saved plan's file, or as `PrecisionPolicy.parse` reads it."""
     with _refusing():
         return Plan.load(text) if text.endswith(".json") else PrecisionPolicy.parse(text)
 
 
 @contextlib.contextmanager
 def _refusing() -> Generator[None]:
-    """Where an error can only be about what was given."""
+    """A context in which every error is a refusal of the user's input."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -146,14 +146,14 @@ def _profile(task: Task) -> Report:
         prepared = profile(
             task.fn, _rows(task), devices=devices, rounds=options.rounds, progress=_steps(task)
         )
-    # nothing runs without rounds, and shapes will do
+    # Without rounds nothing runs, so shapes suffice.
     on_arrays = options.rounds > 0 or options.seed is not None
     found = task.call(prepared, doing="the float32 program", on_arrays=on_arrays)
     return Report(lambda: str(found), found.to_dict())
 
 
 def _rows(task: Task) -> list[tuple[str, PrecisionPolicy | str]]:
-    """The policies that are set side by side, by their texts."""
+    """The policies that are compared, by their texts."""
     given = task.options.policies
     texts = PRESETS if given is None else [text.strip() for text in given.split(";")]
     return [(text, policy_of(text)) for text in texts]
@@ -213,7 +213,7 @@ def _check(task: Task) -> Report:
     given = task.fn, task.args
     if options.plan:
         with _refusing():
-            # read twice: what is raised by the trace is not about the file
+            # The file is read here first, so that an error of the trace is not taken for one of it.
             Plan.load(options.plan)
         with task.calling("tracing"):
             found.append(plan_problems(*given, options.plan, task.policy, kwargs=task.kwargs))
@@ -231,7 +231,7 @@ def _check(task: Task) -> Report:
 
 
 def _expected(texts: list[str]) -> dict[str, Any]:
-    """The patterns, and the precision or the numbers of equations that are expected of each."""
+    """The patterns, each with the expected precision or numbers of equations."""
     pairs = list(map(_expectation, texts))
     if len(pairs) != len(dict(pairs)):
         raise Refused(f"--expect {' '.join(texts)}: a pattern is given twice")
@@ -264,4 +264,4 @@ COMMANDS: dict[str, tuple[Callable[[Task], Report], str]] = {
     "lock": (_lock, "write the plan to a file"),
     "check": (_check, "fail where the plan is not the saved or the expected one"),
 }
-"""Each command: what it does, and that in words."""
+"""For each command its function and its description."""

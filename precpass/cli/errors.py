@@ -1,4 +1,4 @@
-"""Whose an error is: the user's code's, a refusal of what was given, or a bug of this package."""
+"""Classifies errors: of the user's code, of the user's input, or a bug in this package."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["ExitStatus", "has_users_lines", "said", "status_of"]
 
 
 class ExitStatus(enum.IntEnum):
-    """What the command line exits with, where it does not succeed."""
+    """The exit statuses of a command that does not succeed."""
 
     REFUSED = 2
-    """What was given is refused."""
+    """The input was refused."""
     RAISED = 3
     """The user's code raised."""
     FAILED = 4
     """A bug in precpass, JAX or XLA."""
     INTERRUPTED = 130
-    """128 + SIGINT, as a shell has it."""
+    """128 + SIGINT, as in a shell."""
     PIPE_CLOSED = 141
     """128 + SIGPIPE."""
 
@@ -43,7 +43,7 @@ precpass: this is neither a refusal of what was given nor an error of {target}: 
 
 
 def status_of(error: BaseException) -> int:
-    """The exit status for an error, with all its frames: JAX is not to have removed its own."""
+    """The exit status for an error. Its traceback must have all frames, also those of JAX."""
     if isinstance(error, Refused):
         return ExitStatus.REFUSED
     if isinstance(error, Raised):
@@ -53,7 +53,7 @@ def status_of(error: BaseException) -> int:
     if deepest == "user":
         return ExitStatus.RAISED
     if _is_refusal(error):
-        # raised by what the user's code calls of this package, it is that code's
+        # An error of this package in a call by the user's code belongs to that code.
         return ExitStatus.RAISED if any(map(calls_users_code, codes)) else ExitStatus.REFUSED
     return ExitStatus.FAILED
 
@@ -64,7 +64,7 @@ def has_users_lines(error: BaseException) -> bool:
 
 
 def said(error: BaseException, status: int, target: str) -> str:
-    """An error in words, for its exit status."""
+    """The message for an error with this exit status."""
     if status == ExitStatus.REFUSED:
         return f"precpass: {error}\n"
     if status == ExitStatus.FAILED:
@@ -76,7 +76,7 @@ def said(error: BaseException, status: int, target: str) -> str:
 
 
 def _keep_users_lines(error: traceback.TracebackException) -> None:
-    """Takes the lines of this package and of JAX away, which say nothing about the user's code."""
+    """Removes the lines of this package and of JAX, which say nothing about the user's code."""
     kept = [frame for frame in error.stack if _whose(frame.filename) == "user"]
     error.stack = traceback.StackSummary.from_list(kept)
     for other in (error.__cause__, error.__context__, *(error.exceptions or ())):
@@ -105,7 +105,7 @@ def _frames(error: BaseException) -> Iterator[types.TracebackType]:
 
 
 def _side(code: types.CodeType) -> str:
-    # from there on it is the user's function, be it one of JAX's: what `jax.grad` returned
+    # From there on it is the user's function, which may be one that `jax.grad` returned.
     return "user" if calls_users_code(code) else _whose(code.co_filename)
 
 
@@ -117,15 +117,15 @@ _LIBRARIES = ("jax", "jaxlib", "ml_dtypes", "networkx", "numpy", "rich", "scipy"
 
 @functools.cache
 def _whose(file: str) -> str:
-    """Whose a file is: "own" for this package, "" for Python, JAX and the like, else "user"."""
+    """The owner of a file: "own" for this package, "" for Python, JAX and the like, else "user"."""
     if file.startswith(_OWN):
         return "own"
-    # a name such as <frozen runpy> or <string>
+    # No file has this name: <frozen runpy>, for instance, or <string>.
     if file.startswith("<") or file.startswith(tuple(_library_folders())):
         return ""
     for folder in {os.path.dirname(os.__file__), *map(sysconfig.get_path, _PYTHONS)}:
         inside = file.removeprefix(folder + os.sep)
-        # packages that are installed without a venv stand inside of Python's own folder
+        # Without a venv, packages are installed inside Python's own folder.
         if inside != file and not inside.startswith(("site-packages", "dist-packages")):
             return ""
     return "user"

@@ -1,4 +1,4 @@
-"""A command from its options to its exit status: what is printed, and what becomes of errors."""
+"""Runs a command from its options to its exit status: prints its report, and handles errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from precpass.report.compare.tables import for_json
 
 __all__ = ["main"]
 
-# as a shell has it for a process that a signal ends
+# As in a shell, for a process that a signal ends.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parsed(argv)
     try:
-        # JAX's own frames in a traceback tell whose an error is
+        # JAX's own frames in a traceback show where an error comes from.
         with _warnings_as_lines(), configured("jax_traceback_filtering", "off"):
             check(options)
-            # what the user's code prints is no part of the report
+            # The output of the user's code is not part of the report.
             with contextlib.redirect_stdout(sys.stderr):
                 report = _run(options)
             text = _json(report.data) if options.json else report.text()
@@ -94,14 +94,14 @@ def _json(data: Any) -> str:
 
 
 def _printed(text: str) -> int:
-    """Prints a report; the exit status where nobody reads it."""
+    """Prints a report; returns the exit status, which tells if the reader has closed the pipe."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # a line of the user's code may have what the terminal has no characters for
+        # A line of the user's code may have characters that the terminal cannot show.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # Python flushes once more at its end
+        # Python flushes standard output once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitStatus.PIPE_CLOSED
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The options of the command line, and the combinations of them that are refused."""
+"""The options of the command line, and the combinations that are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COLORS = ("explain", "diff", "audit")
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a command line; the process ends where it does not read."""
+    """The options of a command line; the process exits if it cannot be parsed."""
     top, commands = _parsers()
     options, more = top.parse_known_args(argv)
     if more:
@@ -56,9 +56,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         allow_abbrev=False,
         add_help=False,
     )
-    # the help is one screen, without a section for itself
+    # The help fits on one screen, without a section for the option --help.
     top.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
-    # before 3.13 argparse leaves no more room for a command's name than for this one
+    # Before Python 3.13 argparse leaves no more room for the name of a command than this.
     commands = top.add_subparsers(
         dest="command", required=True, metavar="COMMAND ...", title="commands", prog="precpass"
     )
@@ -77,7 +77,7 @@ def _common(name: str, one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--static", metavar="NAMES", help="the arguments that are static, such as n,mode"
     )
-    # rows have policies of their own; `check` says so
+    # Rows have policies of their own, so `check` refuses it.
     policy = "a preset, a string such as c=bf16, or the path of a saved plan (.json)"
     hidden = name in _ROWS
     one.add_argument("--policy", help=argparse.SUPPRESS if hidden else policy)
@@ -123,10 +123,10 @@ def _own(name: str, one: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuses options that would say nothing, before anything is imported.
+    """Refuses options that would have no effect, before anything is imported.
 
     Raises:
-        Refused: with what to give instead.
+        Refused: the text says what to give instead.
     """
     for why in filter(None, (_conflict(options), _missing(options))):
         raise Refused(why)

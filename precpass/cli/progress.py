@@ -1,4 +1,4 @@
-"""What is going on, on standard error, once it has taken two seconds."""
+"""Progress on standard error, shown once a command has taken two seconds."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _PATIENCE = 2.0
 
 
 class Progress:
-    """While it is entered, says what is done and for how long.
+    """A context that shows what is being done and for how long.
 
-    On a terminal a bar is renewed and taken away at the end. Elsewhere each thing that is said is
-    a line, one in two seconds at the most, so that a log shows that something runs.
+    On a terminal it is a bar, which is removed at the end. Elsewhere it is lines, at most one in
+    two seconds, so that a log shows that something runs.
 
     Args:
-        what: the whole of it.
-        patience: seconds until something is said, and between two lines.
+        what: the whole task, in words.
+        patience: seconds until the first message, and between two lines.
     """
 
     def __init__(self, what: str, patience: float = _PATIENCE) -> None:
@@ -37,8 +37,8 @@ class Progress:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def say(self, what: str, done: int | None = None, total: int | None = None) -> None:
-        """Says what is going on now, and how much of it is done where that is known."""
-        # one assignment, which the other thread sees whole
+        """Sets the present step, and how much of it is done if that is known."""
+        # A single assignment, so that the other thread sees all of it or none.
         self._now = what, done, total
 
     def _run(self) -> None:
@@ -60,7 +60,7 @@ class Progress:
 
     def _draw(self) -> None:
         columns = TextColumn("{task.description}", markup=False), BarColumn(20)
-        # rich would send what is printed meanwhile on standard output to standard error
+        # Otherwise rich would redirect standard output to standard error.
         with Bar(*columns, console=self._console, transient=True, redirect_stdout=False) as bar:
             task = bar.add_task(self._text(), total=None)
             while not self._over.wait(0.1):

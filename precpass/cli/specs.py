@@ -1,4 +1,4 @@
-"""Arguments as text: `f32[8,128], {w: i32[8]}, scale=0.5` read into shapes, arrays and numbers."""
+"""Parses arguments from text, such as `f32[8,128], {w: i32[8]}, scale=0.5`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES: dict[str, Any] = {
     "c64": np.dtype(np.complex64),
     "c128": np.dtype(np.complex128),
 }
-"""The dtypes by their names in text; numpy's names, such as float8_e4m3fn, are read too."""
+"""The dtypes by their names in text; numpy's names, such as float8_e4m3fn, are also accepted."""
 
 _LONG = 200
 _KEY = "key"
@@ -32,18 +32,18 @@ _KEY = "key"
 
 
 def parse_args(text: str) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments that a text stands for.
+    """The arguments that a text describes.
 
     An argument is a dtype and a shape, "f32[8,128]" or "f32[]" ("key[]" for a PRNG key); a
-    Python number or string, True, False or None, which stay what they are; a tuple
+    Python number or string, True, False or None; a tuple
     "(..., ...)", a list "[..., ...]" or a dict "{name: ..., ...}" of these. "name=" before
     one makes it a keyword argument.
 
     Returns:
-        The positional arguments and the others; arrays as `jax.ShapeDtypeStruct`s.
+        The positional and the keyword arguments; arrays as `jax.ShapeDtypeStruct`s.
 
     Raises:
-        ValueError: for a text that does not read; it says which argument and how.
+        ValueError: for a text that cannot be parsed; the message names the argument and why.
 
     Example:
         >>> parse_args("f32[2,3], {n: 4}, flag=True")
@@ -57,11 +57,11 @@ def parse_args(text: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 _NO_SIZES = re.compile(r"""('[^']*'|"[^"]*")|(?<=\w)\s*\[\s*\]""")
-"""The brackets of a shape without dimensions, which Python has no expression for; not in a text."""
+"""The brackets of a shape without dimensions, which is no Python expression; not in a string."""
 
 
 class _Reader:
-    """Reads arguments as the expressions of Python that they are, but for the empty shape."""
+    """Parses arguments as Python expressions, which they are except for the empty shape."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -114,7 +114,7 @@ class _Reader:
                 case ast.Name(name):
                     pass
                 case ast.Constant(str() | int() as name):
-                    pass  # {0: ...} is what a tree of layers may look like
+                    pass  # {0: ...} may be a tree of layers
                 case _:
                     self.fail(f"{self.shown(node)!r}: a key is a name, a text or a whole number")
             if name in values:
@@ -141,12 +141,12 @@ class _Reader:
             return jax.eval_shape(lambda: jax.random.key(0)).dtype
         try:
             dtype = np.dtype(DTYPES.get(name, name))
-            # raises for what is no array's: object, datetime64
+            # Raises for dtypes that no JAX array has: object, datetime64.
             canonical = jax.eval_shape(lambda: jnp.zeros((), jax.dtypes.canonicalize_dtype(dtype)))
             canonical = canonical.dtype
         except TypeError:
             dtype = canonical = None
-        # numpy's short names count bytes, i8 is int64, and those here bits
+        # numpy's short names count bytes (i8 is int64), these names count bits.
         if dtype is None or (name not in DTYPES and dtype.name != name):
             self.fail(f"{token!r}: no dtype {name!r}; legal are {', '.join(DTYPES)}, {_KEY}")
         if canonical != dtype:
@@ -162,10 +162,10 @@ class _Reader:
 
 
 def drawn(tree: Any, seed: int = 0) -> Any:
-    """Arrays in the place of shapes.
+    """A tree with random arrays in the place of shapes.
 
-    Floats and complex numbers are drawn from the normal distribution, integers are 0
-    and 1, which are positions in any array, and PRNG keys are split off one.
+    Floats and complex numbers are drawn from the normal distribution. Integers are 0 or
+    1, which are valid indices of most arrays. PRNG keys are split off one key.
 
     Raises:
         ValueError: for a shape that does not fit into memory.
@@ -195,5 +195,5 @@ def drawn(tree: Any, seed: int = 0) -> Any:
 
 
 def has_shapes(tree: Any) -> bool:
-    """Whether there are shapes in the place of arrays."""
+    """Whether a tree has shapes in the place of arrays."""
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""The user's function and its arguments, as the command line names them."""
+"""Loads the user's function and its arguments, which the command line names."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Raised", "Refused", "arguments", "load", "parameters", "unbound"]
 
 
 class Refused(Exception):
-    """What was given cannot be used; the text says what to give instead."""
+    """The input cannot be used; the text says what to give instead."""
 
 
 class Raised(Exception):
-    """The user's code raised an error outside of a trace: when it was imported, say.
+    """The user's code raised an error outside a trace, for instance when it was imported.
 
     Attributes:
-        error: that one.
+        error: the user's error.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -36,7 +36,7 @@ class Raised(Exception):
 
 @contextlib.contextmanager
 def _users_code() -> Generator[None]:
-    """Whatever is raised in it is the user's, `SystemExit` too: it is not to end this process."""
+    """A context whose errors are the user's; a `SystemExit` in it must not end this process."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -47,8 +47,8 @@ def load(target: str) -> tuple[Callable[..., Any], ModuleType]:
     """The function that `module:function` or `file.py:function` names, and its module.
 
     Raises:
-        Refused: where there is none.
-        Raised: with what the module itself raises.
+        Refused: if there is no such function.
+        Raised: if the module raises an error.
     """
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
@@ -63,7 +63,7 @@ def _file(where: str) -> ModuleType:
         raise Refused(f"there is no file {where}")
     folder, name = path.parent, path.stem
     while (folder / "__init__.py").is_file():
-        # a file of a package is imported as such, so that its relative imports hold
+        # A file in a package is imported as its module, so that its relative imports work.
         folder, name = folder.parent, f"{folder.name}.{name}"
     # as Python runs a script: its neighbours can be imported
     sys.path.insert(0, str(folder))
@@ -75,7 +75,7 @@ def _file(where: str) -> ModuleType:
         return module
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) != str(path):
-        name = str(path)  # another module has the name: one of Python's, say
+        name = str(path)  # another module, perhaps of Python, has the name
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -95,7 +95,7 @@ def _module(where: str) -> ModuleType:
     except Raised as raised:
         error = raised.error
         name = error.name if isinstance(error, ModuleNotFoundError) else None
-        # a module that is there may lack one that it imports
+        # The module may exist and lack another one that it imports.
         if name is None or not f"{where}.".startswith(f"{name}."):
             raise
         raise Refused(f"there is no module {where!r}: name one, or a file by its path") from None
@@ -117,7 +117,7 @@ def _attribute(module: ModuleType, name: str, where: str) -> Any:
 
 
 def _is_function(holder: Any, name: str) -> bool:
-    # what an attribute raises here is none of the error that is worded
+    # An attribute's error here must not replace the one that is being worded.
     with contextlib.suppress(Exception):
         return callable(getattr(holder, name))
     return False
@@ -126,14 +126,14 @@ def _is_function(holder: Any, name: str) -> bool:
 def arguments(
     text: str | None, example: str | None, module: ModuleType
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments that a text stands for, or that a function of the module returns.
+    """The arguments that a text describes, or that a function of the module returns.
 
     Such a function returns a tuple of the positional arguments, a dict of keyword arguments,
     or the only argument.
 
     Raises:
-        Refused: where they cannot be had.
-        Raised: with what the function raises.
+        Refused: if there are no such arguments.
+        Raised: if the function raises an error.
     """
     if example is not None:
         function = _attribute(module, example, module.__name__)
@@ -141,7 +141,7 @@ def arguments(
             made = function()
         if isinstance(made, dict) and all(isinstance(key, str) for key in made):
             return [], dict(made)
-        # a NamedTuple is one argument: the state of an optimizer, say
+        # A NamedTuple is one argument, such as the state of an optimizer.
         return list(made) if type(made) is tuple else [made], {}
     try:
         return parse_args(text or "")
@@ -150,7 +150,7 @@ def arguments(
 
 
 def parameters(fn: Callable[..., Any]) -> inspect.Signature | None:
-    """The parameters of a function, where Python can tell them."""
+    """The parameters of a function, as far as Python knows them."""
     try:
         return inspect.signature(fn)
     except (TypeError, ValueError):
@@ -158,7 +158,7 @@ def parameters(fn: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def unbound(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """Why a function does not take some arguments; "" where it does, or nobody can tell."""
+    """Why a function does not take some arguments; "" if it does, or if that is unknown."""
     if (signature := parameters(fn)) is None:
         return ""
     try:

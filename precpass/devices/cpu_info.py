@@ -1,4 +1,4 @@
-"""The processor of this machine: what JAX's "cpu" does not say."""
+"""The model and instructions of this machine's processor, which JAX only calls "cpu"."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class CpuInfo:
     """A processor.
 
     Attributes:
-        model: as the system names it.
-        bf16: its bfloat16 instructions, as the system names them.
-        cores: how many of them this process may use.
+        model: its name in the system.
+        bf16: the names of its bfloat16 instructions in the system.
+        cores: the number of cores that this process may use.
     """
 
     model: str
@@ -35,7 +35,7 @@ class CpuInfo:
 
 @functools.cache
 def cpu_info() -> CpuInfo:
-    """The processor that this process runs on; nothing of it changes while it does."""
+    """The processor that this process runs on, cached, because it does not change."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         model, flags = _of_linux(Path("/proc/cpuinfo").read_text(encoding="utf-8"))
@@ -47,7 +47,7 @@ def cpu_info() -> CpuInfo:
 
 def _of_linux(text: str) -> tuple[str, tuple[str, ...]]:
     lines = [line.partition(":") for line in text.splitlines()]
-    # the first processor's; that of Arm has no model's name
+    # The first processor's entry. Those of Arm have no model name.
     facts = {key.strip(): value.strip() for key, _, value in reversed(lines)}
     flags = facts.get("flags") or facts.get("Features") or ""
     return facts.get("model name", ""), tuple(f for f in flags.split() if "bf16" in f)

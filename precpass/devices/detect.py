@@ -16,18 +16,18 @@ __all__ = ["device_for", "device_of_call", "kind_of"]
 def device_of_call(args: Any = ()) -> Any:
     """The JAX device on which a call at some arguments runs, the first of several.
 
-    It is that of the first argument that is committed to one; else that of
-    `jax.default_device`; else the default backend's. A tracer tells of none, so a
+    It is the device of the first argument that is committed to one; else that of
+    `jax.default_device`; else the default backend's. A tracer has no device, so a
     program that is planned while it is traced is planned for one of the latter two.
 
     Args:
-        args: any tree.
+        args: a tree of arguments.
     """
     for x in jax.tree.leaves(args):
         is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
         if is_array and getattr(x, "committed", False):
             return min(x.devices(), key=lambda device: device.id)
-    # an option of jax.config, which has no type
+    # `jax.config` has no type for this option.
     default: Any = getattr(jax.config, "jax_default_device", None)
     if default is None or isinstance(default, str):
         return jax.local_devices(backend=default)[0]
@@ -35,11 +35,11 @@ def device_of_call(args: Any = ()) -> Any:
 
 
 def device_for(args: Any = (), device: Any = None) -> Device:
-    """The facts of the device that a program is planned for.
+    """The `Device` that a program is planned for.
 
     Args:
-        args: of the call (`device_of_call`).
-        device: one of JAX's, or facts, which then count. No backend is started for facts.
+        args: the arguments of the call (`device_of_call`).
+        device: a JAX device or a `Device`, which then counts. A `Device` starts no backend.
     """
     if isinstance(device, Device):
         return device
@@ -48,5 +48,5 @@ def device_for(args: Any = (), device: Any = None) -> Device:
 
 
 def kind_of(device: Any) -> str:
-    """JAX's name for a kind of device; of a CPU, which it calls "cpu", the processor."""
+    """JAX's name for a kind of device; for a CPU, which JAX only calls "cpu", the processor."""
     return str(cpu_info()) if device.platform == "cpu" else device.device_kind

@@ -1,11 +1,10 @@
-"""What devices can do, as vendors say or as it was measured, and what work costs on them.
+"""The figures of devices, published or measured, and the seconds that work takes on them.
 
-An accelerator's figures are published peaks (`precpass.devices.peaks`). They decide nothing by
-themselves: costs are compared with each other, so a device that reaches half of everything is
-planned for as well. Where a figure is assumed and neither published nor measured, its source
-says so.
+An accelerator's figures are published peaks (`precpass.devices.peaks`). Costs are only compared
+with each other, so the plan is the same for a device that reaches half of all its peaks. If a
+figure is neither published nor measured but assumed, its source says so.
 
-Costs are in seconds, of numbers or of NumPy arrays of them.
+Costs are computed from numbers, or elementwise from NumPy arrays.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The facts of a kind of device.
+    """The figures of a kind of device.
 
     Attributes:
-        name: ours.
-        platform: JAX's, "cpu", "gpu" or "tpu".
-        kinds: globs of JAX's `device_kind`; of a CPU, of `precpass.devices.cpu_info`'s text.
+        name: its name in this package.
+        platform: JAX's name, "cpu", "gpu" or "tpu".
+        kinds: globs of JAX's `device_kind`; for a CPU, globs of `precpass.devices.cpu_info`'s text.
         f32, bf16, f16: FLOP/s of products with operands of a format, at JAX's default
             precision: TF32 passes on NVIDIA's, one bfloat16 pass on a TPU.
         bandwidth: of its memory, in bytes/s.
-        cache_bandwidth: in bytes/s where all that is moved fits into `cache` bytes.
-        cache: those bytes; 0 where the memory's figure is taken throughout.
-        launch: seconds that each kernel takes beyond its work.
-        sources: where all of these are from.
-        kind: as JAX names this one; "" in the table.
-        is_known: whether it is in the table; else the figures are another one's.
+        cache_bandwidth: in bytes/s, for work whose bytes fit into `cache`.
+        cache: the bytes of its cache; 0 if `bandwidth` is used throughout.
+        launch: the seconds that each kernel takes in addition to its work.
+        sources: the sources of all figures.
+        kind: JAX's name for the present device; "" in the table.
+        is_known: whether the device is in the table; otherwise the figures are those of `name`.
     """
 
     name: str
@@ -68,7 +67,7 @@ class Device:
         """FLOP/s of products with operands of a format.
 
         Raises:
-            ValueError: for float64, which no cost is asked for.
+            ValueError: for float64, for which there are no figures.
         """
         if precision is Precision.F64:
             raise ValueError("devices have figures for f32, bf16 and f16: not for f64")
@@ -91,8 +90,8 @@ def product_seconds(device: Device, flops: Amount, nbytes: Amount, precision: Pr
     Args:
         device: where it runs.
         flops: its floating-point operations.
-        nbytes: of its operands and its result, as it reads and writes them.
-        precision: of its operands.
+        nbytes: the bytes of its operands and its result, in the formats in memory.
+        precision: the precision of its operands.
 
     Example:
         >>> h200 = device_named("gpu", "NVIDIA H200")
@@ -150,7 +149,7 @@ def _cpu(name: str, kinds: tuple[str, ...], bf16: float, source: Source) -> Devi
 
 
 def _accelerator(peaks: Peaks) -> Device:
-    """An accelerator by its published peaks."""
+    """The `Device` of an accelerator with published peaks."""
     wide, _ = peaks.float32["default"]
     origins = {"f32": wide, "bf16": "bf16", "f16": "f16", "bandwidth": "bandwidth"}
     sources = [peaks.source_of(origin)._replace(figures=(f,)) for f, origin in origins.items()]
@@ -186,18 +185,18 @@ DEVICES: tuple[Device, ...] = (
     ),
     *map(_accelerator, PEAKS),
 )
-"""Of each platform the first row whose glob matches counts."""
+"""For a device the first row of its platform counts whose glob matches."""
 
 _DEFAULTS = {"cpu": "CPU without bfloat16 instructions", "tpu": "TPU v5e"}
 _OTHERWISE = "NVIDIA A100, 80 GB"
 
 
 def device_named(platform: str, kind: str) -> Device:
-    """The device of a kind; one that is not in the table has the figures of a stated one.
+    """The `Device` of a kind. If it is not in the table, its name says whose figures it has.
 
     Args:
-        platform: JAX's; "cuda" and "rocm" are "gpu".
-        kind: JAX's `device_kind`; of a CPU, the text of `precpass.devices.cpu_info`.
+        platform: JAX's name; "cuda" and "rocm" count as "gpu".
+        kind: JAX's `device_kind`; for a CPU the text of `precpass.devices.cpu_info`.
 
     Example:
         >>> device_named("gpu", "NVIDIA H200").name

@@ -20,14 +20,14 @@ __all__ = ["PEAKS", "Peaks", "Source", "peaks_of"]
 
 
 class Source(NamedTuple):
-    """Where figures are from.
+    """The source of figures.
 
     Attributes:
-        figures: the attributes of `Device` or `Peaks`.
-        title: of the vendor's document, or how it was measured, or why it is assumed.
-        date: of the document, or of the measurement, or when the page was read; a year,
-            month or day.
-        url: of the document.
+        figures: the attributes of `Device` or `Peaks` that it is the source of.
+        title: the title of the vendor's document, or how they were measured, or why assumed.
+        date: the date of the document or measurement, or when the page was read; a year, month
+            or day.
+        url: the document's address.
     """
 
     figures: tuple[str, ...]
@@ -37,7 +37,7 @@ class Source(NamedTuple):
 
 
 Form = tuple[str, int]
-"""A format, and how many passes in it a product takes."""
+"""A format, and the number of passes that a product takes in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,16 +45,16 @@ class Peaks:
     """The published peaks of a device.
 
     Attributes:
-        name: the device's.
-        aliases: what else it is called, in lower case.
+        name: the device's name.
+        aliases: its other names, in lower case.
         platform: JAX's, "gpu" or "tpu".
         kinds: globs of JAX's `device_kind`, in lower case; the first row that matches counts.
         f64, f32, tf32, bf16, f16: FLOP/s of matrix products in a format, by the fastest
-            units that compute in it; None where nothing is published.
+            units that compute in it; None if nothing is published.
         bandwidth: of its memory, in bytes/s.
-        float32: what products of float32 operands run in, at JAX's precisions "default",
-            "high" and "highest".
-        sources: where the figures are from.
+        float32: the form in which products of float32 operands run, at JAX's precisions
+            "default", "high" and "highest".
+        sources: the sources of the figures.
     """
 
     name: str
@@ -71,13 +71,13 @@ class Peaks:
     sources: tuple[Source, ...]
 
     def flops(self, name: str, asked: str = "default") -> float | None:
-        """FLOP/s of products; None where nothing is published.
+        """FLOP/s of products; None if nothing is published.
 
         Args:
-            name: of the operands' format, "f32", or that of a dtype. Products of complex
-                numbers are those of their parts.
-            asked: how precise float32 products are to be, "default", "high" or "highest", or
-                the name of a dot algorithm, which then has the format.
+            name: the name of the operands' format, "f32", or of their dtype. Products of complex
+                numbers have the FLOP/s of their parts.
+            asked: the precision of float32 products, "default", "high" or "highest"; or the name
+                of a dot algorithm, which names the format too.
 
         Example:
             >>> (h100,) = peaks_of("h100")
@@ -96,7 +96,7 @@ class Peaks:
         return None if peak is None else peak / passes
 
     def source_of(self, figure: str) -> Source:
-        """Where a figure is from; of one that is not published, no source."""
+        """The source of a figure; for one that is not published, a `Source` that says so."""
         sources = (source for source in self.sources if figure in source.figures)
         return next(sources, Source((figure,), "not published", ""))
 
@@ -108,10 +108,10 @@ _FORMS = ("f64", "f32", "tf32", "bf16", "f16")
 
 
 def peaks_of(names: str | Iterable[str]) -> tuple[Peaks, ...]:
-    """The peaks of a device or of several, by name or alias in any case; each once.
+    """The peaks of one or several devices, by name or alias in any case; each once.
 
     Raises:
-        ValueError: for a name that is in no row; the text lists the legal ones.
+        ValueError: for an unknown name; the text lists the legal ones.
 
     Example:
         >>> [str(peaks) for peaks in peaks_of(["H100", "v5e"])]

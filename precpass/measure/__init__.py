@@ -1,1 +1,1 @@
-"""What a program does and takes: counts, time, memory, kernels, roofline."""
+"""Measurements of a program: counts, time, memory, kernels, roofline."""

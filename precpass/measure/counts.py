@@ -1,4 +1,4 @@
-"""What a jaxpr computes: products, casts, FLOPs and bytes, by format."""
+"""Counts of a jaxpr: products, casts, FLOPs and bytes, by format."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["LOW_FORMATS", "Counts", "count", "format_of"]
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What a jaxpr computes, as it stands: nothing of this depends on a device.
+    """Counts of a jaxpr, which do not depend on a device.
 
-    What the pass has in it for later derivatives alone is left out (`precpass.analysis.liveness`).
+    Equations that only serve later derivatives are left out (`precpass.analysis.liveness`).
 
     Equations are counted once, however often they run: those of a scan's body, and
     those of a jaxpr that is called many times. FLOPs and bytes are those of one run
@@ -30,19 +30,18 @@ class Counts:
     `shard_map` those of one shard.
 
     Attributes:
-        products: the floating products that contract something.
-        low: those whose two operands have 16 bits.
-        marked: those with a dot algorithm, such as `default_matmul_precision` gives
-            them; the backend may ignore it.
-        casts: the conversions of one floating format into another.
-        cast_bytes: the bytes of the values that they make.
-        flops: format -> floating-point operations that run in it. A product's format
-            is that of its operands, as is that of sums; elementwise work has that
-            of its widest operand. Casts are none. Those of a product of complex
-            numbers are real operations, under the complex format's name
-            (`precpass.analysis.sizes.flops`).
-        result_bytes: format -> bytes of the values that equations make in it. What
-            XLA fuses is never stored.
+        products: the number of floating-point products with contracted dimensions.
+        low: the number of products whose two operands have 16 bits.
+        marked: the number of products with a dot algorithm, such as
+            `default_matmul_precision` gives them; the backend may ignore it.
+        casts: the number of conversions between floating formats.
+        cast_bytes: the bytes of their results.
+        flops: format -> floating-point operations in it. Products and sums count in the
+            format of their operands, elementwise work in that of its widest operand,
+            and casts do not count. A product of complex numbers counts its real
+            operations, under the complex format's name (`precpass.analysis.sizes.flops`).
+        result_bytes: format -> bytes of the results of equations in it. XLA does not
+            store those that it fuses.
 
     The formats are "f64", "f32", "bf16", "f16", or for others the dtype's name.
     """
@@ -57,12 +56,12 @@ class Counts:
 
     @property
     def low_bytes(self) -> float:
-        """The bytes of the values that equations make in a format of 16 bits."""
+        """The bytes of the equations' results in formats of 16 bits."""
         return sum(n for name, n in self.result_bytes.items() if name in LOW_FORMATS)
 
     @property
     def low_flops(self) -> float:
-        """The share of the FLOPs that run in a format of 16 bits, 0 where there are none."""
+        """The share of the FLOPs in formats of 16 bits; 0 if there are no FLOPs."""
         total = sum(self.flops.values())
         return (
             sum(n for name, n in self.flops.items() if name in LOW_FORMATS) / total
@@ -72,18 +71,18 @@ class Counts:
 
 
 LOW_FORMATS = frozenset(str(p) for p in Precision if p.is_low)
-"""The formats of 16 bits, as a plan and a count write them."""
+"""The formats of 16 bits, by their names in plans and counts."""
 
 
 def count(jaxpr: ir.Jaxpr) -> Counts:
-    """What a jaxpr computes, its bodies included.
+    """Counts of a jaxpr, its bodies included.
 
-    Custom derivative rules, which are traced when somebody differentiates, and the
-    products of opaque primitives such as Pallas kernels are not in the figures.
+    Custom derivative rules, which JAX traces in differentiation, and the products of
+    opaque primitives such as Pallas kernels are not counted.
 
     Args:
-        jaxpr: open or closed; that of `jax.make_jaxpr`, of `jax.jit(f).trace(...)`, or
-            one of an `Inspection`.
+        jaxpr: open or closed: from `jax.make_jaxpr`, `jax.jit(f).trace(...)` or an
+            `Inspection`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -113,12 +112,12 @@ class _Tally:
         dropped = unread(graph).rows
         for row, eqn in enumerate(graph.eqns):
             calls = times * float(graph.calls[row])
-            # the pass enters no jit of references, such as the call of a whole program
+            # The pass does not enter a jit with references, such as the call of a whole program.
             of_refs = eqn.primitive.name == "jit" and row not in graph.children
             if ir.is_float64(eqn) or of_refs:
                 for inner in ir.hidden_jaxprs(eqn):
                     self.add(inner, calls)
-            # what hands a value on makes none
+            # An equation that returns its first operand makes no new value.
             elif not (
                 row in graph.children or ir.is_identity_of_first_operand(eqn) or dropped[row]
             ):
@@ -146,7 +145,7 @@ class _Tally:
 
 
 def format_of(aval: ir.Aval) -> str:
-    """The name of a floating or complex value's format; "" for all else."""
+    """The name of a floating or complex value's format; "" for any other value."""
     if (precision := ir.precision_of(aval)) is not None:
         return str(precision)
     dtype = getattr(aval, "dtype", None)

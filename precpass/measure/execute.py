@@ -1,15 +1,15 @@
-"""Measuring a program: what it computes, what it takes in memory, and how long it runs.
+"""Compiles programs, and measures their memory and time.
 
-Every report and every benchmark that takes a figure takes it here, so that figures mean the same;
-`audit` reads the text of the program that it compiles here, and counts its products in that text.
+All reports and benchmarks take their figures from here, so that these mean the same everywhere;
+`audit` compiles here and counts the products in the compiled text.
 
-- A program is traced and compiled apart from running it (`compiled`).
-- What it computes is counted in its jaxpr (`count`), with the trip counts of its loops:
-  XLA's `cost_analysis` counts a scan's body once.
+- A program is traced and compiled separately from its runs (`compiled`).
+- Its operations are counted in its jaxpr (`counts.count`), with the trip counts of its loops,
+  because XLA's `cost_analysis` counts a scan's body once.
 - Memory is what XLA planned for the compiled program (`Memory`).
-- Time is that of runs which end when their results are there (`timed`), in rounds in which
-  every program takes its turn, so that what disturbs the machine meets all of them, and after
-  every other, so that what one leaves in the caches does too (`interleaved`). A figure is a
+- A run's time ends when its results are there (`timed`). Programs run in rounds in which each
+  takes its turn, so that disturbances of the machine affect all of them, and in which each comes
+  after every other one, so that the contents of caches do too (`interleaved`). A figure is the
   median over the rounds, its spread the interquartile range.
 """
 
@@ -36,10 +36,10 @@ class Memory:
     """What XLA planned for one run of a compiled program, in bytes (its `memory_analysis`).
 
     Attributes:
-        arguments: the operands.
-        outputs: the results.
-        aliased: the part of the results that takes the place of donated operands.
-        temp: all that is neither.
+        arguments: the bytes of the operands.
+        outputs: the bytes of the results.
+        aliased: the bytes of results that replace donated operands.
+        temp: all other bytes.
     """
 
     arguments: int
@@ -50,14 +50,14 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Executable:
-    """A program compiled for certain arguments; nothing of it has run.
+    """A program that was compiled for certain arguments, and not run.
 
     Attributes:
-        jaxpr: as it was traced.
-        lowered: the `jax.stages.Lowered`, which is what XLA was given.
+        jaxpr: its jaxpr.
+        lowered: the `jax.stages.Lowered`: the program that XLA was given.
         compiled: the `jax.stages.Compiled`, which takes the arguments that are not static.
-        device: the one that it was compiled for, the first of several.
-        memory: None where the backend does not tell.
+        device: the device that it was compiled for, the first of several.
+        memory: the memory that XLA planned; None if the backend does not tell.
         donates: whether a run may overwrite arguments.
     """
 
@@ -72,8 +72,8 @@ class Executable:
 def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable:
     """Traces a function once, and compiles it.
 
-    A later call of the same `jax.jit` or `auto_mixed` function with such arguments
-    compiles nothing more: JAX keeps the program.
+    JAX caches the program, so a later call of the same `jax.jit` or `auto_mixed` function with
+    such arguments compiles nothing.
 
     Args:
         fn: a function that `is_jitted`; any other one is given to `jax.jit`.
@@ -99,15 +99,16 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
 def is_jitted(fn: Callable[..., Any]) -> bool:
     """Whether `jax.jit` or `auto_mixed` made a function.
 
-    Other libraries' jits have methods of the same names, whose results have less.
+    The jits of other libraries have methods of the same names, but their results lack attributes.
 
     Example:
         >>> import jax.numpy as jnp
         >>> is_jitted(jax.jit(jnp.sin)), is_jitted(lambda x: x)
         (True, False)
     """
-    # The class of what auto_mixed makes stands above this module. Its attributes tell nothing: a
-    # bound method shows them, and functools.wraps copies them, as jax.grad and nnx.jit do.
+    # `Mixed` is defined above this module, so it is recognised by an attribute of its class. The
+    # object's attributes tell nothing, because bound methods show them and functools.wraps copies
+    # them, as jax.grad and nnx.jit do.
     return isinstance(fn, _JITTED) or getattr(type(fn), "stages", False)
 
 
@@ -239,7 +240,7 @@ def interleaved(
     seconds_of: dict[str, list[float]] = {name: [] for name in names}
 
     def turn_of(name: str) -> float:
-        # a function, so that nothing of a turn is held during the next
+        # A function, so that a turn's arguments and results are freed before the next turn.
         args = prepare(name)
         jax.block_until_ready(args)
         return timed(runs[name], *args, clock=clock)[1]

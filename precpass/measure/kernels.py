@@ -32,11 +32,11 @@ from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Kernel", "Stretch", "Value"]
 
-# It writes into its first operand, whose buffer is the result's; so do scatters.
+# It writes into its first operand's buffer, as scatters do.
 _IN_PLACE = "dynamic_update_slice"
-# A value of more sources is stored: nothing with that many is cheap to make again.
+# A value with more sources is stored, because it is not cheap to compute again.
 _MOST_SOURCES = 8
-# How much more than its own bytes a fusion may read to make a value again: a row's mean beside it.
+# To compute a value again, a fusion may read this multiple of its bytes: a row's mean beside it.
 _SLACK = 1.25
 
 
@@ -44,10 +44,10 @@ class Kernel(NamedTuple):
     """One kernel.
 
     Attributes:
-        name: of the primitive; "fusion" where it is several.
-        nbytes: what it reads from memory and writes to it.
-        flops: of a product; 0 for all else.
-        eqn: of a product.
+        name: the primitive's name; "fusion" for several.
+        nbytes: the bytes that it reads and writes.
+        flops: the FLOPs of a product; 0 for any other kernel.
+        eqn: the equation of a product; None for any other kernel.
     """
 
     name: str
@@ -62,12 +62,12 @@ class Value:
 
     Attributes:
         size: its bytes.
-        level: of the first fusion that can read it.
-        maker: what makes it; None for what is there before, and for a view.
-        sources: what other fusions read in its place, and how many bytes of each; None where
-            they read it.
-        base: of a view, the value that it is a part of.
-        writes: how often it is written.
+        level: the level of the first fusion that can read it.
+        maker: the step that makes it; None for an operand and for a view.
+        sources: the values that other fusions read in its place, with the bytes of each; None if
+            they read the value itself.
+        base: the value that a view is a part of; None for a value that is no view.
+        writes: how often it is written to memory.
         is_constant: whether it is a loop's constant.
     """
 
@@ -80,7 +80,7 @@ class Value:
     is_constant: bool = False
 
     def origins(self) -> dict[Value, float]:
-        """What another fusion reads to have it."""
+        """The values that another fusion reads to have this one, with their bytes."""
         return {self: self.size} if self.sources is None else self.sources
 
     def part(self, size: float) -> Value:
@@ -95,7 +95,7 @@ class Value:
         return Value(size, self.level, None, sources, base)
 
     def keep(self) -> float:
-        """Has it in memory; the bytes that a kernel reads of it."""
+        """Puts the value in memory; returns the bytes that a kernel reads of it."""
         stored = self.base or self
         stored.writes = max(stored.writes, 1)
         if stored.maker is not None:
@@ -104,10 +104,10 @@ class Value:
 
 
 Inside = Sequence[Any]
-"""Bodies, and how often each runs; whoever adds an equation knows what they are."""
+"""Bodies, each with how often it runs, in a form that only the caller interprets."""
 
 NOTHING = Value(0.0)
-"""What takes no memory: literals, tokens."""
+"""A value without memory: a literal, a token."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -116,11 +116,11 @@ class _Step:
 
     Attributes:
         eqn: the equation.
-        level: that of its fusion.
-        fuses: whether it is a part of one.
-        reads, makes: its values.
+        level: the level of its fusion.
+        fuses: whether it is part of a fusion.
+        reads, makes: its operands and results.
         inside: the bodies that it runs.
-        runs: whether anything needs it.
+        runs: whether its results are needed.
     """
 
     eqn: ir.Eqn
@@ -133,10 +133,10 @@ class _Step:
 
 
 class Stretch:
-    """A stretch of equations, added in order; `kernels` then says what they are.
+    """A stretch of equations, which are added in order; `kernels` then returns its kernels.
 
     Attributes:
-        by_bytes: the primitives whose arithmetic nobody has counted.
+        by_bytes: the primitives whose arithmetic is not counted.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class Stretch:
         """
         name = eqn.primitive.name
         if ir.is_identity_of_first_operand(eqn) or ir.keeps_bits(eqn) or op(name).is_view:
-            # the other operands are there for derivatives, or say where
+            # The other operands serve derivatives, or are indices.
             return reads[: len(eqn.outvars)]
         sizes = [nbytes(v.aval) for v in eqn.outvars]
         if ir.cast_formats(eqn) is not None and reads[0].is_constant and sizes[0] < reads[0].size:
@@ -178,7 +178,7 @@ class Stretch:
             eqn: the equation.
             reads: its operands.
             sizes: the bytes of its results.
-            inside: what it runs, which reads the operands and writes the results.
+            inside: the bodies that it runs, which read the operands and write the results.
         """
         level = 1 + max((v.level for v in reads), default=0)
         step = _Step(eqn, level, False, reads, [], inside, ir.effects_of(eqn))
@@ -187,7 +187,7 @@ class Stretch:
         return step.makes
 
     def _cast_outside(self, value: Value, size: float) -> Value:
-        """A cast of a loop's constant to fewer bits: it is made once, outside of the loop."""
+        """A cast of a loop's constant to fewer bits, which is made once, outside the loop."""
         made = Value(size, is_constant=True)
         self._hoisted[made] = Kernel("fusion", value.size + size)
         return made
@@ -205,10 +205,10 @@ class Stretch:
     # ------------------------------------------------------------ what is read
 
     def kernels(self, results: Iterable[Value]) -> tuple[list[Kernel], list[Any]]:
-        """The kernels of what the results and effects need, and what is inside of the others.
+        """The kernels that the results and effects need, and the bodies of the other equations.
 
         Args:
-            results: what is in memory at the end; what is there twice is written twice.
+            results: the values in memory at the end; one that occurs twice is written twice.
         """
         _keep(results)
         fused: list[Kernel] = []
@@ -227,7 +227,7 @@ class Stretch:
         return fused + self._fusions(read), inside
 
     def _fusions(self, read: dict[int, dict[Value, float]]) -> list[Kernel]:
-        """The fusions, by what each level reads."""
+        """The fusions, one per level, from the values that each level reads."""
         moved = {level: sum(sizes.values()) for level, sizes in read.items()}
         for step in self._steps:
             if step.fuses and step.runs:
@@ -236,12 +236,12 @@ class Stretch:
         return [Kernel("fusion", nbytes) for nbytes in moved.values() if nbytes]
 
     def outside(self) -> list[Kernel]:
-        """Of a loop's body, what runs once before the loop; once `kernels` was asked."""
+        """The kernels of a loop's body that run once before the loop; call it after `kernels`."""
         return [kernel for value, kernel in self._hoisted.items() if value.writes]
 
 
 def _keep(results: Iterable[Value]) -> None:
-    """Has the results in memory, each written as often as it is a result."""
+    """Puts the results in memory, each written as often as it is a result."""
     wanted: dict[Value, int] = {}
     for value in results:
         value.keep()
@@ -251,7 +251,7 @@ def _keep(results: Iterable[Value]) -> None:
 
 
 def _read(value: Value, read: dict[Value, float], level: int) -> None:
-    """Notes what a fusion reads to have a value."""
+    """Adds the values that a fusion reads to have one value."""
     if value.maker is not None and value.maker.fuses and value.maker.level == level:
         value.maker.runs = True
         return
@@ -265,12 +265,12 @@ def _read(value: Value, read: dict[Value, float], level: int) -> None:
 
 
 def _moved(step: _Step) -> float:
-    """What a kernel reads and writes."""
+    """The bytes that a kernel reads and writes."""
     name = step.eqn.primitive.name
     made = sum(v.size for v in step.makes)
     read = [v.keep() if v.size else 0.0 for v in step.reads]
     if name == _IN_PLACE or name.startswith("scatter"):
-        # the update and the indices, and the elements that are updated
+        # It reads the update and the indices, and writes the updated elements.
         return sum(read[1:]) + (read[1] if name == _IN_PLACE else 2.0 * read[-1])
     if name == "gather":
         return sum(read[1:]) + 2.0 * made
@@ -283,7 +283,7 @@ def _kernel(eqn: ir.Eqn, moved: float) -> Kernel:
 
 
 def _has_counted_flops(eqn: ir.Eqn) -> bool:
-    """Whether an equation is a product of numbers that are no integers."""
+    """Whether an equation is a product of floating-point or complex numbers."""
     is_product = op(eqn.primitive.name).kind is OpKind.COMPUTE
     return is_product and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[:2])
 
@@ -292,7 +292,7 @@ def _has_counted_flops(eqn: ir.Eqn) -> bool:
 
 
 def _is_fused(eqn: ir.Eqn) -> bool:
-    """Whether an equation is a part of a fusion."""
+    """Whether an equation is part of a fusion."""
     name = eqn.primitive.name
     if op(name).own_kernel:
         return False
@@ -309,7 +309,7 @@ def _is_fused(eqn: ir.Eqn) -> bool:
 
 
 def _sources(reads: list[Value], size: float) -> dict[Value, float] | None:
-    """What a value is cheaply made from, of what is in memory; None where it is not."""
+    """The values in memory from which another is cheaply computed; None if it is not cheap."""
     bytes_of: dict[Value, float] = {}
     for value in reads:
         for source, taken in value.origins().items():

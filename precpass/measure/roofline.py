@@ -1,10 +1,10 @@
-"""A program's time by a device's peaks: the roofline of each of its kernels, added up.
+"""A program's time by a device's peaks: the sum of the rooflines of its kernels.
 
-Each kernel takes what its arithmetic or its memory takes, whichever is longer (Williams, Waterman
-and Patterson 2009, "Roofline", https://doi.org/10.1145/1498765.1498785). Kernels are those of
-`precpass.measure.kernels`, run as often as the loops around them say; XLA's `cost_analysis`
-counts a loop's body once. Only products have arithmetic that counts: that of all else is taken to
-hide behind memory.
+Each kernel takes the time of its arithmetic or of its memory traffic, whichever is longer
+(Williams, Waterman and Patterson 2009, "Roofline", https://doi.org/10.1145/1498765.1498785).
+Kernels are those of `precpass.measure.kernels`, run as often as the loops around them; XLA's
+`cost_analysis` counts a loop's body once. Only the arithmetic of products counts; all other
+arithmetic is assumed to be hidden behind memory traffic.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Env = dict[Any, Value]
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a program moves and computes.
+    """The kernels of a program.
 
     Attributes:
-        kernels: each, and how often it runs.
-        guesses: whether it has a loop whose trips only run time knows, and which counts as
-            `precpass.analysis.sizes.NOMINAL_SIZE` of them.
-        by_bytes: the primitives whose arithmetic is in no figure.
+        kernels: each kernel, with how often it runs.
+        guesses: whether it has a loop whose trip count is only known at run time; it counts as
+            `precpass.analysis.sizes.NOMINAL_SIZE`.
+        by_bytes: the primitives whose arithmetic is not counted.
     """
 
     kernels: tuple[tuple[Kernel, float], ...]
@@ -47,7 +47,7 @@ class Work:
         return sum(kernel.nbytes * runs for kernel, runs in self.kernels)
 
     def seconds(self, peaks: Peaks) -> float | None:
-        """The time at a device's peaks; None where it has none for a product (`without_peak`).
+        """The time at a device's peaks; None if it has no peak for some product (`without_peak`).
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -77,16 +77,16 @@ def _peak(kernel: Kernel, peaks: Peaks) -> float | None:
 
 
 def _format(eqn: ir.Eqn) -> str:
-    """The format of a product: that of its wider operand."""
+    """The format of a product, which is that of its wider operand."""
     widest = max((v.aval for v in eqn.invars[:2]), key=lambda aval: aval.dtype.itemsize)
     return format_of(widest) or str(widest.dtype)
 
 
 def work_of(jaxpr: ir.Jaxpr) -> Work:
-    """What a program moves and computes.
+    """The work of a program.
 
-    What only later derivatives read is left out (`precpass.analysis.liveness`), as is what
-    nothing needs. As in `precpass.measure.counts.count`, a while loop runs
+    Equations that only serve later derivatives are left out (`precpass.analysis.liveness`), as
+    are those that nothing needs. As in `precpass.measure.counts.count`, a while loop runs
     `precpass.analysis.sizes.NOMINAL_SIZE` times, all branches of a `cond` run, and a `shard_map`
     counts as one shard.
 
@@ -97,13 +97,12 @@ def work_of(jaxpr: ir.Jaxpr) -> Work:
 
 
 class _Body(NamedTuple):
-    """A body that is no part of what is around it.
+    """A body whose kernels are separate from those around it: a loop's or a branch.
 
     Attributes:
         row: its index in the graph.
-        constants: how many of its operands, the first ones, are a loop's constants.
-        carried: of a loop, the results that it carries, with the operand of each; None for a
-            branch and the like.
+        constants: how many of its first operands are a loop's constants.
+        carried: the results that a loop carries, with the operand of each; None for other bodies.
         unread: the results that only later derivatives read outside.
     """
 
@@ -114,7 +113,7 @@ class _Body(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What a body is: its kernels, those before a loop of it, and what it runs, how often."""
+    """A body's kernels, those that run before its loop, and the bodies that it runs."""
 
     kernels: list[Kernel]
     before: list[Kernel]
@@ -127,9 +126,9 @@ class _Frame:
 
     Attributes:
         row: its index in the graph.
-        rows: those of its equations that are left.
+        rows: the rows of its remaining equations.
         env: its values.
-        leaving: of a call, for each result the variable outside and what it is inside.
+        leaving: for each result of a call the variable outside and the atom inside.
     """
 
     row: int
@@ -147,9 +146,9 @@ class _Program:
         self.found: dict[_Body, _Found] = {}
 
     def work(self) -> Work:
-        """All of it."""
+        """The work of the whole program."""
         kernels: list[tuple[Kernel, float]] = []
-        # how often each body runs, and how often what is before its loop
+        # How often each body runs, and how often the kernels before its loop do.
         runs, entered = {_Body(0): 1.0}, {_Body(0): 1.0}
         for body in self._callers_first():
             body_work, times = self.found[body], runs[body]
@@ -164,7 +163,7 @@ class _Program:
         return Work(tuple(kernels), self.guesses, frozenset(self.by_bytes))
 
     def _callers_first(self) -> list[_Body]:
-        """The bodies that run, each behind all that run it."""
+        """The bodies that run, each after all bodies that run it."""
         order: list[_Body] = []
         walk = [(_Body(0), self._enter(_Body(0)))]
         while walk:
@@ -240,23 +239,23 @@ class _Program:
         return iter(range(node.start, node.stop))
 
     def _value(self, row: int, env: Env, atom: ir.Atom) -> Value:
-        """A value of a body; what only later derivatives read is nothing."""
+        """A value of a body; `NOTHING` for one that only later derivatives read."""
         if ir.is_literal(atom) or (atom, row) in self.unread:
             return NOTHING
         return env.get(atom, NOTHING)
 
     def _call(self, eqn: ir.Eqn, body: ir.Body, index: int, reads: list[Value]) -> _Frame:
-        """A call, whose equations are as good as its caller's own."""
+        """Enters a call, whose equations count as the caller's own."""
         opened = ir.open_jaxpr(body.jaxpr)
         env = {v: Value(nbytes(v.aval)) for v in opened.constvars}
-        # a shard_map hands in a shard of each
+        # A shard_map passes a shard of each operand.
         pairs = zip(opened.invars, body.operands, strict=True)
         env |= {v: reads[k].part(nbytes(v.aval)) for v, k in pairs}
         leaving = zip(opened.outvars, body.results, strict=False)
         return _Frame(index, self._rows(index), env, tuple((eqn.outvars[k], v) for v, k in leaving))
 
     def _loop(self, eqn: ir.Eqn, around: int, body: ir.Body, index: int) -> tuple[_Body, float]:
-        """A loop's body or a branch, and how often it runs."""
+        """A loop's body or a branch, with how often it runs."""
         trips = body.trips if isinstance(body.trips, int) else NOMINAL_SIZE
         self.guesses = self.guesses or not isinstance(body.trips, int)
         is_loop = body.trips != 1 or body.carry
@@ -267,7 +266,7 @@ class _Program:
         return loop, float(trips)
 
     def _hidden(self, eqn: ir.Eqn) -> list[tuple[Work, float]]:
-        """A float64 region, whose jaxpr no graph enters."""
+        """A float64 span, whose jaxpr no graph enters."""
         works = [work_of(jaxpr) for jaxpr in ir.hidden_jaxprs(eqn)]
         for work in works:
             self.guesses = self.guesses or work.guesses
@@ -276,5 +275,5 @@ class _Program:
 
 
 def _is_call(body: ir.Body) -> bool:
-    """Whether a body runs once, so that compilers know no border of it."""
+    """Whether a body runs exactly once, so that a compiler inlines it."""
     return body.trips == 1 and not body.carry and not body.constants

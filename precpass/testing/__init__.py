@@ -1,11 +1,11 @@
-"""For the tests of programs that use precpass: what must stay low, and what must stay wide.
+"""Assertions for the tests of programs that use precpass: what is low, and what is float32.
 
     def test_the_model_stays_low():
         assert_precision(train_step, (state, batch), {"dot_general": "bf16", "*/head": "f32"})
         assert_plan(train_step, (state, batch), Path(__file__).with_name("model.precision.json"))
 
-Both fail with the difference as their message, and run nothing. `PRECPASS_UPDATE_PLANS=1 pytest`
-writes the files of plans anew where a difference is meant.
+Both fail with the difference as their message, and run nothing. If a difference is intended,
+`PRECPASS_UPDATE_PLANS=1 pytest` writes the files of plans anew.
 """
 
 from __future__ import annotations
@@ -52,23 +52,24 @@ def assert_precision(
     *,
     kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Fails where a function's equations would not run in the precisions that are expected.
+    """Fails if a function's equations would not run in the expected precisions.
 
     Args:
         fn: a function, or the result of `auto_mixed`, whose policy then counts.
         args: its positional arguments, arrays or `jax.ShapeDtypeStruct`s.
-        expected: pattern -> precision, or pattern -> {precision: how many equations}, which
-            are then all that the pattern matches. It is what equations are computed in,
-            however their results are stored. A pattern is a primitive ("dot_general",
-            "reduce_*") or an `OpKind`: all of these; or a name scope ("*/head"), a file or a
-            line of it ("model.py:41"): all products there. The last pattern that an equation
-            matches counts. A body that is called often has its equations once for each scope.
+        expected: pattern -> precision, or pattern -> {precision: number of equations} for all
+            equations that the pattern matches. The precision is that of the computation, in
+            whatever format results are stored. A pattern is a primitive ("dot_general",
+            "reduce_*") or an `OpKind`, for all such equations; or a name scope ("*/head"), a file
+            or a line of it ("model.py:41"), for all products there. The last pattern that an
+            equation matches counts. The equations of a body count once for each scope in which it
+            is called.
         policy: as for `auto_mixed`.
         kwargs: the keyword arguments.
 
     Raises:
         AssertionError: with the equations that differ, by source line, each with its reason.
-        TypeError: for arguments that are no tuple or list.
+        TypeError: if the arguments are no tuple or list.
         ValueError: for a pattern that matches no equation, or an unknown precision.
 
     Example:
@@ -92,15 +93,15 @@ def assert_plan(
     *,
     kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Fails where a function's plan is not the saved one.
+    """Fails if a function's plan is not the saved one.
 
-    Where the environment has PRECPASS_UPDATE_PLANS=1, the file is written instead, if there is
-    none or the plan is another one: its difference is then to be reviewed.
+    If the environment has PRECPASS_UPDATE_PLANS=1, the file is written instead, unless it holds
+    the same plan; review its difference then.
 
     Args:
-        fn: as of `assert_precision`.
-        args: as there.
-        path: what `plan.save` or `precpass lock` wrote.
+        fn: as for `assert_precision`.
+        args: as for `assert_precision`.
+        path: a file that `plan.save` or `precpass lock` wrote.
         policy: as for `auto_mixed`.
         kwargs: the keyword arguments.
 
@@ -108,7 +109,7 @@ def assert_plan(
         AssertionError: with the equations whose precision differs, each with its reason,
             and those that the file and the program do not share.
         ValueError: for a file that is no plan, or one of another program.
-        FileNotFoundError: where there is no file.
+        FileNotFoundError: if there is no file.
     """
     __tracebackhide__ = True
     update = f"{UPDATE}=1 in the environment writes {os.fspath(path)} anew"
@@ -125,7 +126,7 @@ def assert_plan(
 def _write(fn: Any, args: Any, path: Any, policy: Any, kwargs: Any) -> None:
     try:
         if not plan_problems(fn, args, path, policy, kwargs=kwargs):
-            return  # not to touch what holds: the file says by which release it was written
+            return  # leave an equal plan alone: its file names the release that wrote it
     except (FileNotFoundError, ValueError):
         pass
     _plan(fn, policy, args, kwargs).save(path)
@@ -136,7 +137,7 @@ def _write(fn: Any, args: Any, path: Any, policy: Any, kwargs: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """Equal equations that run in another precision than the one wanted.
+    """Equal equations that run in another precision than the expected one.
 
     Attributes:
         source: the user's line.
@@ -144,8 +145,8 @@ class Mismatch:
         primitive: their name.
         operands: their types.
         compute: the precision that they run in.
-        wanted: what was wanted of them, in words.
-        reason: the plan's, for what they run in.
+        wanted: the expectation, in words.
+        reason: the plan's reason for their precision.
         times: the number of equations.
     """
 
@@ -160,7 +161,7 @@ class Mismatch:
 
     @property
     def remedy(self) -> str:
-        """How a user has them in another precision."""
+        """How the user can change their precision."""
         is_low = any(str(p) == self.compute for p in Precision if p.is_low)
         return self.reason.of_compute.remedy(is_low=is_low)
 
@@ -173,12 +174,12 @@ class Mismatch:
 
 @dataclasses.dataclass(frozen=True)
 class Problems:
-    """What is not as it should be; false where all is.
+    """All differences from what is expected; false if there are none.
 
     Attributes:
-        mismatches: equations in another precision than the one wanted.
-        against: what they are held against: the precision "expected", say.
-        notes: all else.
+        mismatches: equations in another precision than the expected one.
+        against: the name of the expectation in messages, such as "expected".
+        notes: all other differences.
     """
 
     mismatches: tuple[Mismatch, ...] = ()
@@ -205,7 +206,7 @@ class Problems:
                 yield f"    to change it: {what}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The problems as values that JSON has."""
+        """The problems as JSON values."""
         mismatches = [
             {**dataclasses.asdict(mismatch), "reason": str(mismatch.reason)}
             for mismatch in self.mismatches
@@ -230,7 +231,7 @@ def plan_problems(
     *,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Problems:
-    """What `assert_plan` fails with."""
+    """The problems with which `assert_plan` fails."""
     lock = Plan.load(path).lock
     plan = _plan(fn, policy, args, kwargs)
     assert lock is not None and plan.origin is not None
@@ -254,7 +255,7 @@ def precision_problems(
     *,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Problems:
-    """What `assert_precision` fails with."""
+    """The problems with which `assert_precision` fails."""
     if not isinstance(expected, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
         raise TypeError(f"expected is a dict, pattern -> precision, not {expected!r}")
     if not expected:

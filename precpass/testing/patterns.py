@@ -1,4 +1,4 @@
-"""What a test expects of a program's equations: patterns, and precisions or numbers of each."""
+"""The expectations of a test: patterns of equations, each with a precision or numbers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["Pattern"]
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """What is expected of the equations that match.
+    """A pattern of equations and what is expected of them.
 
     Attributes:
         text: the pattern as it was given.
-        rule: which equations match; None for all of a kind.
-        kind: that kind; None for all that a rule matches.
-        wanted: the precision of all of them, or how many are in each.
+        rule: matches the equations; None for a pattern that is a kind.
+        kind: the kind; None for a pattern with a rule.
+        wanted: the precision of all of them, or the number of equations in each precision.
     """
 
     text: str
@@ -38,8 +38,8 @@ class Pattern:
         """Reads a pattern and what is expected of it, as `assert_precision` takes them.
 
         Raises:
-            TypeError: for what is no pattern.
-            ValueError: for an unknown precision, or a number that is none of equations.
+            TypeError: for an object that is no pattern.
+            ValueError: for an unknown precision, or a value that is no number of equations.
         """
         text = repr(pattern)
         if isinstance(wanted, Mapping):
@@ -62,7 +62,7 @@ class Pattern:
             try:
                 return Pattern(text, Rule(primitive=pattern, precision="f32"), None, parsed)
             except ValueError:
-                pass  # no primitive has this name: a scope may
+                pass  # it is no primitive's name, so it may be a scope's
         return Pattern(text, Rule(scope=pattern, precision="f32"), OpKind.COMPUTE, parsed)
 
     def concerns(self, named: Named) -> bool:
@@ -76,7 +76,7 @@ class Pattern:
         return self.rule is None or self.rule.matches(view)
 
     def wrong(self, found: list[Named]) -> Iterator[tuple[Named, str]]:
-        """Which of the equations that match, and no later pattern, are not as expected."""
+        """Those of the pattern's equations that are not in the expected precision."""
         have = _in_each(found)
         for named in found:
             precision = named.decision.compute
@@ -88,7 +88,7 @@ class Pattern:
                 yield named, f"and {self.text} asks for {most} there, not {have[precision]}"
 
     def miscounts(self, found: list[Named]) -> Iterator[str]:
-        """That there are other numbers of them than are expected, in words."""
+        """A message if the numbers of equations are not the expected ones."""
         have = _in_each(found)
         if isinstance(self.wanted, dict) and have != Counter(self.wanted):
             yield f"{self.text} has {_counted(have)}, not {_counted(self.wanted)}"
