@@ -94,7 +94,7 @@ class Task:
 
 
 def policy_of(text: str) -> PrecisionPolicy | str:
-    """The policy that an option names: a saved plan's file, or as `PrecisionPolicy.parse` reads it."""
+    """The policy that an option names: a saved plan's file, or as `PrecisionPolicy.parse`."""
     with _refusing():
         return Plan.load(text) if text.endswith(".json") else PrecisionPolicy.parse(text)
 

@@ -1,1 +1,1 @@
-"""A function in low precision, with a check, and in a wider one where that fails."""
+"""A function that runs in low precision, and again in a higher one if a check fails."""

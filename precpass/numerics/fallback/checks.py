@@ -1,4 +1,4 @@
-"""Checks of `with_fallback`: what says that a result is not to be trusted."""
+"""The checks of `with_fallback`, which decide that a result is not to be trusted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Check", "IllConditioned", "NonFinite", "OutOfRange", "Predicate", "p
 
 Verdict = tuple[Any, Any]
 Call = Callable[[Callable[..., Any]], Any]
-"""Gives a function of the arguments of the call those arguments."""
+"""Calls a function of the user's arguments with them."""
 
 
 @runtime_checkable
@@ -27,7 +27,7 @@ class Check(Protocol):
     """A check, asked before or after a function has run on a rung.
 
     Attributes:
-        before: whether it looks at the arguments alone. A rung on which it fires is not run.
+        before: whether it only needs the arguments. A rung on which it fires is then not run.
     """
 
     before: bool
@@ -36,27 +36,27 @@ class Check(Protocol):
         """The check for the arguments of a function.
 
         Raises:
-            ValueError: where it names what the function does not have.
+            ValueError: if it names an argument that the function does not have.
         """
         ...
 
     def seen(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What it looks at, the same on every rung for a check with `before`.
+        """The value that the check looks at; for a check with `before` the same on every rung.
 
         Args:
             out: the result; None for a check with `before`.
             args: the positional arguments of the call.
-            kwargs: the others.
+            kwargs: the keyword arguments.
         """
         ...
 
     def fires(self, seen: Any, rung: Rung) -> Verdict:
-        """A boolean scalar, and the number that shows why."""
+        """Whether it fires, a boolean scalar, and the number that shows why."""
         ...
 
     @property
     def text(self) -> str:
-        """What is said where it fires; "{:.3g}" stands for the number."""
+        """The text of the report if it fires; "{:.3g}" stands for the number."""
         ...
 
 
@@ -74,7 +74,7 @@ class _OfResult:
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite(_OfResult):
-    """Fires where a result holds an infinity or a NaN; the report has their number.
+    """Fires if a result holds an infinity or a NaN; the report has their number.
 
     Example:
         >>> NonFinite().text.format(3)
@@ -90,16 +90,16 @@ class NonFinite(_OfResult):
 
     @property
     def text(self) -> str:
-        """With their number."""
+        """The text, with their number."""
         return "values not finite: {:.3g}"
 
 
 @dataclasses.dataclass(frozen=True)
 class OutOfRange(_OfResult):
-    """Fires where a result has an element of more than a magnitude, or a NaN.
+    """Fires if an element of a result is larger than a limit in magnitude, or a NaN.
 
     Attributes:
-        limit: of |x|, a positive number.
+        limit: the limit of |x|, a positive number.
 
     Raises:
         ValueError: for a limit that is not positive.
@@ -120,10 +120,10 @@ class OutOfRange(_OfResult):
         """Whether there are any, and the largest magnitude."""
         largest, within = jnp.zeros((), jnp.float32), jnp.asarray(True)
         for x in _inexact(seen):
-            # a limit of 16 bits would be another one, or an infinity
+            # In 16 bits the limit would be another number, or an infinity.
             size = jnp.abs(x)
             size = size if size.dtype == jnp.float64 else size.astype(jnp.float32)
-            # a NaN is below nothing; a limit that the format does not hold is its largest number
+            # `<=` is false for a NaN. A limit beyond the format becomes its largest number.
             limit = min(float(self.limit), float(jnp.finfo(size.dtype).max))
             within &= jnp.all(size <= limit)
             largest = jnp.maximum(largest, jnp.max(size, initial=0).astype(jnp.float32))
@@ -131,23 +131,23 @@ class OutOfRange(_OfResult):
 
     @property
     def text(self) -> str:
-        """With the largest magnitude."""
+        """The text, with the largest magnitude."""
         return f"a magnitude of {{:.3g}}, above {self.limit:g}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Predicate(_OfResult):
-    """Fires where a function of the result says so.
+    """Fires if a function of the result returns true.
 
     Attributes:
-        fn: gives a boolean scalar, true where the result is not to be trusted. It runs as it is
+        fn: returns a boolean scalar, true if the result is not to be trusted. It runs as it was
             written, in the dtypes of the result.
-        takes_args: whether it is called `fn(out, *args, **kwargs)`, not `fn(out)`.
-        name: what the report calls it; the function's own name by default.
+        takes_args: whether it is called `fn(out, *args, **kwargs)` and not `fn(out)`.
+        name: its name in the report; the function's own name by default.
 
     Raises:
-        TypeError: where `fn` is no function, and when it is traced, where it returns anything but
-            a boolean scalar.
+        TypeError: if `fn` is no function; when it is traced, if it returns anything but a boolean
+            scalar.
 
     Example:
         >>> Predicate(lambda variance: jnp.any(variance < 0), name="negative").text
@@ -163,7 +163,7 @@ class Predicate(_OfResult):
             raise TypeError(f"Predicate({self.fn!r}): it is to be a function of the result")
 
     def seen(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the function says."""
+        """The function's result."""
         said = self.fn(out, *args, **kwargs) if self.takes_args else self.fn(out)
         is_array = isinstance(said, bool | np.bool_ | jax.Array | np.ndarray)
         if not is_array or jnp.shape(said) or not jnp.issubdtype(jnp.result_type(said), jnp.bool_):
@@ -175,7 +175,7 @@ class Predicate(_OfResult):
         return said
 
     def fires(self, seen: Any, rung: Rung) -> Verdict:
-        """What the function said."""
+        """The function's result, as a bool and as a number."""
         fires = jnp.asarray(seen)
         return fires, fires.astype(jnp.float32)
 
@@ -191,22 +191,22 @@ class Predicate(_OfResult):
 
 @dataclasses.dataclass(frozen=True)
 class IllConditioned:
-    """Fires where a matrix is too ill-conditioned for a rung, which then is not run.
+    """Fires if a matrix is too ill-conditioned for a rung, which then is not run.
 
     With the condition number kappa and the rung's unit roundoff u, the relative error of a stable
     solution of a linear system is about kappa u (Higham 2002, "Accuracy and Stability of
-    Numerical Algorithms", chapter 7): so it fires where kappa > 10^-digits / u. The estimate is
-    that of `precpass.numerics.fallback.condition.condition_number`, made once, from the arguments.
+    Numerical Algorithms", chapter 7), so it fires if kappa > 10^-digits / u. kappa is estimated
+    once, from the arguments (`precpass.numerics.fallback.condition.condition_number`).
 
     Attributes:
         matrix: the name of an argument, or a function of all arguments that returns the matrix,
             real and [..., n, n]: `lambda x, y: x.T @ x`, or `lambda *args: args[0]`.
-        digits: how many decimal digits are to be left, 1 by default; 0 compares with 1 / u.
+        digits: the decimal digits that must be left, 1 by default; 0 compares with 1 / u.
 
     Raises:
-        ValueError: for a number of digits below zero, a name that the function has not or that
-            of its *args or **kwargs, or a matrix that is not square.
-        TypeError: for a matrix that is neither named nor a function, or not real and floating.
+        ValueError: for a negative number of digits, a name that is no argument of the function
+            or is its *args or **kwargs, or a matrix that is not square.
+        TypeError: for a matrix that is neither a name nor a function, or not real and floating.
 
     Example:
         >>> IllConditioned("a").text.format(1e10)
@@ -227,7 +227,7 @@ class IllConditioned:
             raise ValueError(f"IllConditioned(digits={self.digits!r}): it is to be 0 or more")
 
     def bound(self, fn: Callable[..., Any]) -> IllConditioned:
-        """The check, its matrix a function of the arguments."""
+        """The check with its matrix as a function of the arguments."""
         name = self.matrix
         if not isinstance(name, str):
             return self
@@ -264,7 +264,7 @@ class IllConditioned:
 
     @property
     def text(self) -> str:
-        """With the condition number."""
+        """The text, with the condition number."""
         unit = "digit" if self.digits == 1 else "digits"
         return f"a condition number of {{:.3g}} leaves less than {self.digits:g} {unit}"
 
@@ -273,16 +273,16 @@ _STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: 
 
 
 def parse_checks(owner: str, unstable: Any, fn: Callable[..., Any]) -> tuple[Check, ...]:
-    """The checks that a user gave, as checks of a function's call.
+    """The checks that a user gave, bound to a function.
 
     Args:
-        owner: whose they are, for errors.
-        unstable: a check, a function of the result, or a sequence of those.
+        owner: the name of the function that takes them, for errors.
+        unstable: a check, a function of the result, or a sequence of these.
         fn: the function.
 
     Raises:
-        ValueError: where there is none, or one does not fit the function.
-        TypeError: for what is no check.
+        ValueError: if there is none, or one does not fit the function.
+        TypeError: for an object that is no check.
     """
     several = unstable if isinstance(unstable, tuple | list) else (unstable,)
     if not several:

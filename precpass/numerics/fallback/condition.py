@@ -18,7 +18,7 @@ __all__ = ["condition_number"]
 
 _ROUNDS = 4
 _RESOLVED = 0.01 / Precision.F32.unit_roundoff
-"""Up to where factors in float32 tell a condition number: their own error grows as kappa u."""
+"""The largest condition number that float32 factors resolve: their own error grows as kappa u."""
 
 
 def condition_number(matrix: Any) -> jax.Array:
@@ -26,15 +26,15 @@ def condition_number(matrix: Any) -> jax.Array:
 
     The estimate of |A^-1| is the one that LAPACK's xGECON makes of an LU factorisation: a lower
     bound, rarely less than a third of it (Hager 1984, https://doi.org/10.1137/0905023; Higham
-    1988, https://doi.org/10.1145/50063.214386). The factors are in float32, and in float64 where
-    those do not resolve it, with x64 on or off; that second factorisation costs nothing unless it
-    is needed (under `jax.vmap` it is always made).
+    1988, https://doi.org/10.1145/50063.214386). The factors are in float32, or in float64 if
+    float32 does not resolve the number, with x64 on or off. The second factorisation only runs if
+    it is needed (under `jax.vmap` it always runs).
 
     Args:
         matrix: of a floating dtype, [..., n, n].
 
     Returns:
-        A float32 scalar, the largest of a batch; inf where a matrix is singular or not finite.
+        A float32 scalar, the largest of a batch; inf if a matrix is singular or not finite.
 
     Raises:
         TypeError: for a matrix that is not real and floating.
@@ -54,7 +54,7 @@ def condition_number(matrix: Any) -> jax.Array:
     a = a.reshape(-1, *a.shape[-2:])
     if a.dtype != jnp.float64:
         a = a.astype(jnp.float32)
-    # a multiple of a matrix has its condition number, and float32 need not hold its elements
+    # A multiple of a matrix has the same condition number, and its elements fit float32.
     largest = jnp.max(jnp.abs(a), (1, 2), keepdims=True)
     a = a / jnp.where(largest > 0, largest, 1)
     with keep("f32"):
@@ -73,7 +73,7 @@ def _estimated(a: jax.Array) -> jax.Array:
         x, largest = state
         y = jnp.take_along_axis(x, order, 1)
         y = solved(solved(y, lower=True, unit_diagonal=True))
-        # jnp.maximum hands a NaN on
+        # jnp.maximum propagates a NaN.
         largest = jnp.maximum(largest, jnp.sum(jnp.abs(y), 1))
         signs = jnp.where(y < 0, -1, 1).astype(a.dtype)
         z = solved(signs, transpose_a=True)
@@ -85,7 +85,7 @@ def _estimated(a: jax.Array) -> jax.Array:
             a.dtype
         ), largest
 
-    # Higham's second vector catches the matrices that mislead the ascent from the first
+    # Higham's second vector catches matrices that mislead the ascent from the first one.
     signs = jnp.where(jnp.arange(n) % 2 == 0, 1, -1).astype(a.dtype)
     other = signs * (1 + jnp.arange(n, dtype=a.dtype) / max(n - 1, 1)) * (2 / (3 * n))
     starts = jnp.stack([jnp.full(n, 1 / n, a.dtype), other], 1)

@@ -1,12 +1,12 @@
-"""Fallback: a function runs low, and again higher where a check says that the result is bad.
+"""Fallback: a function runs in low precision, and again in a higher one if a check fires.
 
     solve = pp.with_fallback(jnp.linalg.solve, ("f32", "f64"), unstable=pp.IllConditioned("a"))
     x, report = solve(a, b)
     print(report)  # f64 [f32: a condition number of 3.3e+09 leaves less than 1 digit]
 
-All is one program, with a `lax.cond` for each rung above the first, so that a higher rung costs
-nothing but its compilation unless it is taken. There is no state and nothing is printed: the
-report is a pytree beside the result.
+Everything is one program with a `lax.cond` for each rung above the first, so that a higher rung
+that is not taken only costs its compilation. There is no state and nothing is printed: the report
+is a pytree beside the result.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ __all__ = ["FallbackReport", "with_fallback"]
 )
 @dataclasses.dataclass(frozen=True)
 class FallbackReport:
-    """Which rung a result of `with_fallback` is from, and why.
+    """The rung that a result of `with_fallback` comes from, and why.
 
     Under `jax.vmap` and `jax.lax.scan` the arrays have the batch's dimensions in front.
 
     Attributes:
         rung: the index of the rung in the ladder, int32[].
-        stable: bool[], whether no check fired on that rung. False on the last alone: then there
-            is nothing higher, and the result is what that gives.
-        fired: bool[rungs, checks], which fired; false on rungs that were not asked.
-        evidence: float32[rungs, checks], the number that a check gives: how many values are not
-            finite, the largest magnitude, a condition number; zero where it was not asked.
+        stable: bool[], whether no check fired on that rung. It can only be false on the last
+            rung, whose result is returned in any case.
+        fired: bool[rungs, checks], which checks fired; false on rungs that were not reached.
+        evidence: float32[rungs, checks], the number that a check returned: how many values are
+            not finite, the largest magnitude, a condition number; zero on rungs not reached.
         ladder: the names of the rungs.
-        checks: what each check says, with "{:.3g}" in the place of the number.
+        checks: the text of each check, with "{:.3g}" in the place of the number.
     """
 
     rung: Any
@@ -66,7 +66,7 @@ class FallbackReport:
     checks: tuple[str, ...]
 
     def summary(self) -> str:
-        """The rung and what fired on those below, or how many results are of each rung."""
+        """The rung and the checks that fired below it; for a batch the results per rung."""
         leaves = (self.rung, self.stable, self.fired, self.evidence)
         if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves) or any(
             isinstance(x, jax.core.Tracer) for x in leaves
@@ -101,7 +101,7 @@ def with_fallback(
     axis_name: Axes = None,
     **jit_options: Any,
 ) -> Mixed:
-    """A function that runs low, and on a higher rung where a check fires; it makes its updates.
+    """A function that runs in low precision, and on a higher rung if a check fires.
 
     A rung named by a precision is the function under a policy. "bf16" and "f16" are
     `AutoMixedBf16` and `AutoMixed`, which lower products and what is stored for them, and leave a
@@ -110,18 +110,18 @@ def with_fallback(
     on), "bf16", "f16" and "f32" lower products of these too. The result has the function's own
     dtypes on every rung: with x64 off, that of "f64" is rounded to float32, once. A function
     inside that `auto_mixed` made with a policy of its own keeps it on all rungs but "f64". Under
-    `use_policy(None)` every rung is the function as it is written.
+    `use_policy(None)` every rung is the function as it was written. A call makes the updates of
+    the function's modules.
 
-    It can be differentiated to any order, also through "f64" with x64 off: what is differentiated
-    is the rung that was taken. (On jax 0.10, reverse mode over reverse mode through a loop is NaN
-    where a lower rung overflowed, unless the loop's body is in a `jax.checkpoint`. Where `fn` has a
+    It can be differentiated to any order, also through "f64" with x64 off; the derivative is that
+    of the rung that was taken. (On jax 0.10, reverse mode over reverse mode through a loop is NaN
+    if a lower rung overflowed, unless the loop's body is in a `jax.checkpoint`. If `fn` has a
     `lax.cond`, or calls another such function, the gradient of its `jax.vmap` raises JAX's
     `NotImplementedError` if the predicate is batched, jax-ml/jax#39219; the `jax.vmap` of its
-    gradient does not.) Complex numbers are on every rung as they are written. The rungs above the
-    first keep nothing for the backward pass but their arguments, and run again there. Under
-    `jax.vmap` every rung runs, for the whole batch (`lax.cond` becomes a select), and each result
-    is from its own rung. `fn` is to be a function of its arguments: what it prints or updates, it
-    does on each rung that runs.
+    gradient does not.) Complex numbers do not change on any rung. The rungs above the first save
+    only their arguments for the backward pass, and run again there. Under `jax.vmap` every rung
+    runs for the whole batch (`lax.cond` becomes a select), and each result is from its own rung.
+    `fn` should be a pure function: its side effects happen on each rung that runs.
 
     Args:
         fn: returns a pytree of arrays.
@@ -129,19 +129,19 @@ def with_fallback(
             "f16", "f32", "f64") or a policy.
         unstable: one check or several: `NonFinite()`, which it is by default, `OutOfRange(limit)`,
             `IllConditioned(matrix)`, `Predicate(fn)`, or a function of the result that returns a
-            boolean scalar. A rung is left where any of them fires. `IllConditioned` looks at the
-            arguments, and the rung is then not run at all. On the last rung they only report.
-        axis_name: as of `precpass.all_finite`: along these axes all take the same rung, which is
-            needed where `fn` has collectives, and for derivatives of arguments that devices share.
-        jit_options: those of `jax.jit` (`static_argnums`, `donate_argnums`, ...).
+            boolean scalar. A rung's result is rejected if any of them fires. `IllConditioned`
+            looks at the arguments, so the rung is not run at all. On the last rung they only
+            report.
+        axis_name: as for `precpass.all_finite`: along these axes all take the same rung, which is
+            needed if `fn` has collectives, and for derivatives of arguments that devices share.
+        jit_options: the options of `jax.jit` (`static_argnums`, `donate_argnums`, ...).
 
     Returns:
         `(*args, **kwargs) -> (result, FallbackReport)`, called as a function of `auto_mixed` is.
 
     Raises:
-        ValueError: for a ladder or a check that is none, with the legal ones.
-        TypeError: for what is no function, and when it is traced, where it returns anything but
-            arrays.
+        ValueError: for an invalid ladder or check; the text lists the legal ones.
+        TypeError: if `fn` is no function; when it is traced, if it returns anything but arrays.
 
     Example:
         >>> from precpass import IllConditioned
@@ -165,12 +165,12 @@ def with_fallback(
         _refuse_modules(args, kwargs)
         return _Climb(rungs, checks, runs, args, kwargs, axis_name).result()
 
-    # it decides nothing itself: every rung has a policy of its own
+    # The outer function decides nothing, because every rung has a policy of its own.
     return auto_mixed(guarded, policy=Custom({}), **jit_options)
 
 
 class _State(NamedTuple):
-    """What is carried from rung to rung: the result, and a report of the rungs so far."""
+    """The state between rungs: the result, and a report of the rungs so far."""
 
     out: Any
     done: Any
@@ -180,7 +180,7 @@ class _State(NamedTuple):
 
 
 class _Climb:
-    """One call: the rungs in order, each run unless one before it has given the result."""
+    """One call: the rungs in order, each of which runs unless an earlier one gave the result."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class _Climb:
         return state.out, report
 
     def _from(self, i: int, state: _State | None) -> _State:
-        """What comes of the rungs from `i` on, where none before has given the result."""
+        """The state after the rungs from `i` on, if no earlier one has given the result."""
         state = self._run(i, state)
         if i == self._last:
             return state
@@ -221,7 +221,7 @@ class _Climb:
         def higher(state: _State) -> _State:
             return self._from(i + 1, state)
 
-        # one within the other: the derivative of a program that stays low has one branch to pass
+        # The conds are nested, so the derivative of a result on the first rung passes one branch.
         rest = higher if i else jax.checkpoint(higher)
         return lax.cond(state.done, lambda kept: kept, rest, state)
 
@@ -229,7 +229,7 @@ class _Climb:
         if not any(check.before for check in self._checks):
             return self._attempt(i, state)
         if state is None:
-            # nothing has run yet: what stands in the result's place is never returned
+            # Nothing has run yet. These zeros in the result's place are never returned.
             shapes = jax.eval_shape(lambda: self._attempt(0, None))
             return self._unless_ruled_out(i, jax.tree.map(_zeros, shapes))
         return self._unless_ruled_out(i, state)
@@ -257,21 +257,21 @@ class _Climb:
             _check_arrays(out)
             fired, evidence = self._asked(i, lax.stop_gradient(out))
             done = ~jnp.any(fired | before[0][i])
-            # under `jax.vmap` a rung runs also where one before it has given the result
+            # Under `jax.vmap` a rung also runs for elements that have their result already.
             asked = jnp.asarray(True) if state is None else ~state.done
             chosen = asked if i == self._last else asked & done
             return (out, done, fired, evidence), chosen
 
         out, done, fired, evidence = differentiated_if_chosen(attempted)
-        # out here: the backward pass runs what is above again, and keeps its operands for that
+        # Outside the checkpoint, because the backward pass runs that again from its operands.
         rows = before[0].at[i].max(fired), before[1].at[i].add(evidence)
         return _State(out, done, jnp.asarray(i, jnp.int32), *rows)
 
     def _asked(self, i: int, out: Any, *, before: bool = False) -> tuple[jax.Array, jax.Array]:
-        """What the checks of a result say, or `before` there is one those of the arguments."""
+        """The answers of the checks of a result, or with `before` of those of the arguments."""
         fired: list[Any] = []
         evidence: list[Any] = []
-        # a keep region around this call would round what is compared here
+        # A keep region around this call would round the values that are compared here.
         with keep("f32"):
             for check, known in zip(self._checks, self._known, strict=True):
                 fires, number = jnp.asarray(False), jnp.zeros((), jnp.float32)
@@ -287,7 +287,7 @@ class _Climb:
 
 
 def _zeros(aval: Any) -> jax.Array:
-    """Zeros that vary along the axes of a `jax.shard_map` along which a value of this type does."""
+    """Zeros of this type, typed as varying along the same axes of a `jax.shard_map`."""
     zeros = lax.full(aval.shape, 0, aval.dtype)
     manual = aval.manual_axis_type
     axes = tuple(manual.varying) if manual is not None else ()

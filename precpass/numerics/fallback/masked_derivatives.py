@@ -1,4 +1,4 @@
-"""Results of which some are thrown away, and with them their derivatives."""
+"""Results that may be thrown away, and their derivatives with them."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ Tree = Any
 
 
 def differentiated_if_chosen(fn: Callable[[], tuple[Tree, Any]]) -> Tree:
-    """A result whose derivatives, of every order, are zero, and no NaN, where it is not chosen.
+    """A result whose derivatives of every order are zero, and not NaN, if it is not chosen.
 
-    What is not chosen gets a cotangent of zero, and zero times the infinite derivative of what
-    overflowed is a NaN. So what is masked is the tangents of all that `fn` closes over, but of
-    what the devices of a `jax.shard_map` share where they do not choose alike. What a derivative
-    keeps is made in the same way, and its own derivatives are masked: those of the next order.
+    A result that is not chosen gets a cotangent of zero, and zero times the infinite derivative of
+    an overflow is a NaN. So the tangents of everything that `fn` closes over are masked, except
+    those of values that the devices of a `jax.shard_map` share if they do not choose alike. The
+    residuals of a derivative are computed in the same way, so that the derivatives of the next
+    order are masked too.
 
-    In a `jax.lax.scan` or `fori_loop`, jax 0.10 forgets this (as all custom rules) where reverse
-    mode is over reverse mode and the loop's body is in no `jax.checkpoint`. A `lax.cond` in `fn`
+    In a `jax.lax.scan` or `fori_loop`, jax 0.10 drops this rule (as all custom rules) in reverse
+    mode over reverse mode, unless the loop's body is in a `jax.checkpoint`. A `lax.cond` in `fn`
     whose predicate a `jax.vmap` batches cannot be transposed then (jax-ml/jax#39219).
 
     Args:
-        fn: gives a pytree of arrays, and whether it is chosen, a boolean scalar.
+        fn: returns a pytree of arrays, and whether it is chosen, a boolean scalar.
     """
     return _differentiated(fn, first=True)
 
 
 def _differentiated(fn: Callable[[], tuple[Tree, Any]], *, first: bool) -> Tree:
-    """`differentiated_if_chosen`, `first` of the result itself, and then of what is kept."""
+    """`differentiated_if_chosen`; `first` for the result itself, and not for residuals."""
     structure: list[Any] = []
 
     def flat() -> list[Any]:
@@ -61,7 +62,7 @@ def _differentiated(fn: Callable[[], tuple[Tree, Any]], *, first: bool) -> Tree:
             maps[:] = [linear]
             return (results, residuals), results[-1]
 
-        # jax 0.10 forgets rules in a loop with a checkpoint around, but not in one within
+        # jax 0.10 drops rules in a loop inside a checkpoint, but not in a checkpoint inside a loop.
         results, residuals = _held(lambda: _differentiated(linearized, first=False))()
         given = [moves[i] for i in moving]
         pushed = iter(_pushed(maps[0], residuals, operands, results[-1], given, first=first))
@@ -71,14 +72,14 @@ def _differentiated(fn: Callable[[], tuple[Tree, Any]], *, first: bool) -> Tree:
         ]
 
     def alike(results: Sequence[Any]) -> list[Any]:
-        """Batched where their tangents are: JAX takes that for granted, and those are masked."""
+        """Results that are batched if their tangents are, as JAX assumes; masked tangents are."""
         *leaves, chosen = results
         return [
             *(ir.selected(chosen, x, x) if first and _is_inexact(x) else x for x in leaves),
             chosen,
         ]
 
-    # JAX refuses effects in custom rules
+    # JAX refuses effects in custom rules.
     if any(map(_is_inexact, operands)) and not any(map(ir.effects_of, ir.open_jaxpr(jaxpr).eqns)):
         # a checkpoint's batch dimension is the first, in the function as in the rule
         masked = jax.custom_jvp(_held(lambda operands: alike(evaluated(operands))))
@@ -90,11 +91,11 @@ def _differentiated(fn: Callable[[], tuple[Tree, Any]], *, first: bool) -> Tree:
 
 
 class _Linear(NamedTuple):
-    """The linear map that a derivative is.
+    """A derivative as a linear map.
 
     Attributes:
-        jaxpr: of the tangents; its constants are the residuals.
-        places: of each residual the index of the operand that it is; None of one computed.
+        jaxpr: the map's jaxpr, a function of the tangents; its constants are the residuals.
+        places: for each residual the index of the operand that it equals; None if it is computed.
     """
 
     jaxpr: ir.Jaxpr
@@ -104,7 +105,7 @@ class _Linear(NamedTuple):
 def _linearized(
     evaluated: Callable[[Any], list[Any]], operands: Sequence[Any], moving: Sequence[int]
 ) -> tuple[list[Any], _Linear, list[Any]]:
-    """The results at `operands`, their derivative by those `moving`, and the computed residuals."""
+    """The results at `operands`, their derivative by the `moving` ones, and computed residuals."""
 
     def on_moving(*xs: Any) -> tuple[list[Any], list[Any]]:
         given = dict(zip(moving, xs, strict=True))
@@ -130,7 +131,7 @@ def _pushed(
     *,
     first: bool,
 ) -> list[Any]:
-    """The linear map at masked tangents, with its residuals guarded."""
+    """Applies the linear map to masked tangents, with its residuals guarded."""
     shared = {i: operands[i] for i in linear.places if i is not None}
 
     # masks and guards run again with the map: no zeros are kept, and of the operands no copies
@@ -147,7 +148,7 @@ def _pushed(
 
 
 def _held(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """In a checkpoint that keeps everything."""
+    """The function in a checkpoint that saves everything."""
     saved = jax.checkpoint_policies.everything_saveable
     return jax.checkpoint(fn, prevent_cse=False, policy=saved)
 

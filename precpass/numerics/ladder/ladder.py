@@ -1,4 +1,4 @@
-"""A precision that rises with the convergence of an iterative method.
+"""`Ladder`: a precision that rises as an iterative method converges.
 
     def step(x, a, b):  # one step, and the norm of the residual that is left
         x = x + omega * (b - a @ x)
@@ -10,7 +10,7 @@
     print(ladder)  # converged at f32 after 61 steps: 22 in bf16, 39 in f32, 0 in f64 ...
 
 The accuracy that a method can attain in a precision is limited by its unit roundoff u: a residual
-that is computed in it is off by some u times the size of what is subtracted (Barrett et al. 1994,
+computed in it has an error of about u times the size of the subtracted terms (Barrett et al. 1994,
 "Templates for the Solution of Linear Systems", section 4.2.3, "Accounting for Floating Point
 Errors"; Higham & Mary 2022, "Mixed precision algorithms in numerical linear algebra", Acta
 Numerica 31, https://doi.org/10.1017/S0962492922000022). So progress is judged in units of u times
@@ -47,10 +47,10 @@ from precpass.numerics.loss_scale.gradients import skip_nonfinite
 __all__ = ["Ladder"]
 
 _EASY_RATIO = 0.5
-"""A step is easy that halves the measure: slower is "no progress" for Demmel et al. (their 0.5)."""
+"""A step that halves the measure is easy; a slower one is "no progress" for Demmel et al. (0.5)."""
 
 _LOST_RATIO = 10.0
-"""What is this many times as bad as the best has not stalled, it has diverged."""
+"""A measure that is this many times the best one has diverged and not stalled."""
 
 _DATA = (
     *("state", "best", "best_measure", "rung", "status", "steps", "used", "scale"),
@@ -71,39 +71,39 @@ class Ladder:
     checkpoints. In a `jax.shard_map` the measure is to be the same on all devices (`lax.psum`).
 
     The *measure* f of a state is a norm of its residual, or any other magnitude that is zero at
-    the solution. One that is negative or not finite tells nothing: it never counts as converged,
-    nor as the best. On a rung with unit roundoff u it is known to `factor` u `scale`, and so:
+    the solution. One that is negative or not finite never counts as converged or as the best. On a
+    rung with unit roundoff u the measure has an error of `factor` u `scale`. Therefore:
 
-    - The rung is raised where in `patience` steps the best f of the rung has fallen by no more
-      than `factor` u `scale` in all, and at once where f is no larger than that, negative or not
-      finite. The method goes on where it is, or from the best state where f is negative, not
-      finite or ten times the best. So a rung has about `patience` / (`factor` u) steps at the most.
-    - It has converged where f + `factor` u `scale` <= `tol` `scale`: what a rung cannot tell it
-      does not claim, and `tol` is the same on every rung.
-    - Where the last rung would be raised, the method ends: `running` is false, and so is
+    - The rung is raised if in `patience` steps the best f of the rung has fallen by no more than
+      `factor` u `scale` in all, and at once if f is no larger than that, negative or not finite.
+      The method goes on from the present state, or from the best state if f is negative, not
+      finite or ten times the best. So a rung takes at most about `patience` / (`factor` u) steps.
+    - It has converged if f + `factor` u `scale` <= `tol` `scale`. So a rung claims no convergence
+      that it cannot resolve, and `tol` is the same on every rung.
+    - If the last rung would have to be raised, the method ends: `running` is false, and so is
       `converged`.
 
-    A measure that `step` computes beside the step, on the last rung (`measure=`), is known better
-    than the step itself: then progress is judged relative to f, by `factor` u f, and steps stay
-    low as long as they help, as in iterative refinement.
+    A measure that `step` computes separately, on the last rung (`measure=`), is more accurate than
+    the step. Then progress is judged relative to f, by `factor` u f, and steps stay low as long as
+    they help, as in iterative refinement.
 
     Attributes:
-        state: where the next step starts.
-        best: the state with the smallest measure. One that was measured on a rung replaces those
-            that were measured on lower ones.
-        best_measure: its measure; inf before the first.
+        state: the state from which the next step starts.
+        best: the state with the smallest measure. A state that was measured on a higher rung
+            replaces those that were measured on lower ones.
+        best_measure: its measure; inf before the first step.
         rung: the index of the rung of the next step, int32[].
-        status: 0 while it runs, 1 converged, 2 ended without; int32[].
-        steps: how many were taken, int32[].
-        used: how many on each rung, int32[rungs].
-        scale: of the measure.
+        status: 0 while it runs, 1 converged, 2 ended without convergence; int32[].
+        steps: the number of steps taken, int32[].
+        used: the number of steps on each rung, int32[rungs].
+        scale: the scale of the measure.
         switched: bool[], whether the last step ended with a switch.
-        switches: how many there were, int32[].
-        log: the first of them, a dict of arrays: the `step` after which, the rung `to` which,
-            `why` (1 stalled, 2 at its roundoff, 3 not finite, 4 easy progress, 5 negative, 6 the
-            method ended) and the `measure`.
-        reference, waited, easy, needed: the best measure at the begin of the present wait, the
-            steps since, the easy steps in a row, and how many of them lower the rung.
+        switches: the number of switches, int32[].
+        log: the first switches, a dict of arrays: the `step` after which it happened, the new
+            rung `to`, `why` (1 stalled, 2 at its roundoff, 3 not finite, 4 easy progress, 5
+            negative, 6 the method ended) and the `measure`.
+        reference, waited, easy, needed: the best measure at the beginning of the present wait, the
+            steps since then, the easy steps in a row, and how many of them lower the rung.
         rungs, tol, patience, factor, lower_after: as given to `create`.
 
     Example:
@@ -157,21 +157,21 @@ class Ladder:
         """The first state, on the lowest rung.
 
         Args:
-            ladder: two or more rungs, from the coarsest to the finest, as of `with_fallback`.
-            state: the method's own, a pytree of arrays; it keeps its dtypes on every rung. With
-                x64 off a float32 state limits what an "f64" rung attains.
-            scale: what the measure is relative to, a positive scalar, such as the norm of the
-                right-hand side; the first measure by default. While it is traced its value cannot
-                be refused: then zero is as none, and beside one that is negative or not finite no
+            ladder: two or more rungs, from the coarsest to the finest, as for `with_fallback`.
+            state: the method's state, a pytree of arrays, which keeps its dtypes on every rung.
+                With x64 off a float32 state limits the accuracy of an "f64" rung.
+            scale: the size that the measure is relative to, a positive scalar, such as the norm of
+                the right-hand side; by default the first measure. A traced scale cannot be
+                checked: zero then counts as none, and with one that is negative or not finite no
                 measure ever counts as converged.
-            tol: relative to the scale, the measure with which it has converged; 0 goes on until
+            tol: the measure, relative to the scale, at which it has converged; 0 goes on until
                 the last rung stalls.
-            patience: how many steps without progress raise the rung, or end it all on the last one;
-                more than those in which the measure of a method may rise before it falls.
-            factor: how many unit roundoffs are no progress.
-            lower_after: how many steps in a row, each of which halves the measure, lower the rung
-                again; None never does. After each time that this was in vain twice as many.
-            log_size: how many switches are kept; `switches` counts all.
+            patience: the steps without progress after which the rung is raised, or the method ends
+                on the last rung; more than those for which the measure may rise before it falls.
+            factor: the number of unit roundoffs that count as no progress.
+            lower_after: the steps in a row, each halving the measure, after which the rung is
+                lowered again; None for never. After each futile attempt the number doubles.
+            log_size: the number of switches in the log; `switches` counts all.
 
         Raises:
             ValueError: for a bad ladder, a tolerance that the last rung cannot tell, a scale that
@@ -183,7 +183,7 @@ class Ladder:
         check_scale(name, scale)
         state = jax.tree.map(strong, state)
         wide = jnp.float64 if ir.in_x64() else jnp.float32
-        # zero until the first measure is known
+        # It is zero until the first measure is known.
         scale = jnp.asarray(0 if scale is None else scale).astype(wide)
         inf, zero = jnp.asarray(jnp.inf, wide), jnp.asarray(0, jnp.int32)
         logged = {key: jnp.zeros(log_size, jnp.int32) for key in ("step", "to", "why")}
@@ -227,24 +227,24 @@ class Ladder:
         measure: Callable[..., Any] | None = None,
         restart: Callable[..., Any] | None = None,
     ) -> Ladder:
-        """A step on the present rung; what has ended stays as it is.
+        """A step on the present rung; a ladder that has ended does not change.
 
         Outside of `jax.jit` it is compiled once for each `fn`, `measure` and `restart`, as by
-        `jax.jit`: what they read beside their arguments is read then. What is defined again
-        before each call, such as a lambda within a Python loop, is compiled in each.
+        `jax.jit`, so other values that they read are fixed then. A function that is defined anew
+        before each call, such as a lambda in a Python loop, is compiled in each call.
 
         Args:
             fn: `(state, *args) -> (state, measure)`: one step, written as in float32 (or float64),
-                and the measure of the state that it returns, a real scalar that is not negative;
-                the state alone where `measure` is given.
+                and the measure of the new state, a real scalar that is not negative. With
+                `measure` it only returns the state.
             args: arrays that it needs.
             measure: `(state, *args) -> measure`, computed on the last rung after each step.
             restart: `(state, *args) -> state`, computed on the new rung before the first step
                 after a switch, for a method with memory: the residual and direction of conjugate
-                gradients are to be those of the state, not what was carried.
+                gradients must be recomputed from the state.
 
         Raises:
-            TypeError: where a function returns something else than this says.
+            TypeError: if a function returns anything else.
             ValueError: for a negative measure, outside of `jax.jit`.
         """
         if ir.is_tracing() or not _are_hashable(fn, measure, restart):
@@ -262,7 +262,7 @@ class Ladder:
         restart: Callable[..., Any] | None,
         args: tuple[Any, ...],
     ) -> tuple[Ladder, Any]:
-        """After the step, and the measure."""
+        """The ladder after the step, and the measure."""
         step = Step(fn, measure, restart, self.state, self.scale.dtype)
         state, measured = step.taken(self.rungs, self.rung, self.state, self.switched, args)
         new = self._updated(measured, state, measure is not None)
@@ -271,18 +271,18 @@ class Ladder:
     def updated(
         self, measure: Any, state: Any, *, exact: bool = False, ended: Any = False
     ) -> Ladder:
-        """After a step that was taken on the rung `self.rung`, in whatever way.
+        """The ladder after a step that was taken on the rung `self.rung`.
 
-        `step` calls this; call it yourself where you run the rungs.
+        `step` calls this; call it yourself if you run the steps yourself.
 
         Args:
-            measure: of the state, a real scalar that is not negative.
-            state: where the step ended.
-            exact: whether the measure is as good as the last rung's, not only as the present one's.
-            ended: whether the method says itself that steps of this rung lead no further, bool[].
+            measure: the measure of the new state, a real scalar that is not negative.
+            state: the new state.
+            exact: whether the measure has the accuracy of the last rung, not of the present one.
+            ended: whether the method itself says that this rung leads no further, bool[].
 
         Raises:
-            ValueError: for a negative measure, where its value is known.
+            ValueError: for a negative measure, if its value is known.
         """
         check_measure("Ladder.updated", measure)
         return self._updated(measure, state, exact, ended)
@@ -356,7 +356,7 @@ class Ladder:
         return {key: self.log[key].at[at].set(x, mode="drop") for key, x in entry.items()}
 
     def summary(self) -> str:
-        """How it went: the end, the steps on each rung, and the switches."""
+        """A summary: how it ended, the steps on each rung, and the switches."""
         return summary(self)
 
     __str__ = summary

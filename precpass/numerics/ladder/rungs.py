@@ -1,4 +1,4 @@
-"""Rungs: the precisions that a function is run in, one after another, each finer than the last."""
+"""Rungs: the precisions in which a function runs, each finer than the one before."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Rung:
     """One precision of a ladder.
 
     Attributes:
-        name: as it is shown.
-        policy: under which the function runs.
-        precision: that of its products.
+        name: its name in reports.
+        policy: the policy under which the function runs.
+        precision: the precision of its products.
     """
 
     name: str
@@ -41,15 +41,15 @@ class Rung:
 
     @property
     def unit_roundoff(self) -> float:
-        """That of the precision of its products."""
+        """The unit roundoff of its products' precision."""
         return self.precision.unit_roundoff
 
     def applied(self, fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-        """`fn` on this rung; its results have the dtypes of `fn`'s own.
+        """`fn` on this rung; its results keep the dtypes of `fn`.
 
         Args:
             fn: the function.
-            options: of `jax.jit`.
+            options: the options of `jax.jit`.
         """
         if self.precision.is_low:
             return auto_mixed(fn, policy=self.policy, **options)
@@ -59,7 +59,7 @@ class Rung:
 
         @functools.wraps(fn)
         def plain(*args: Any, **kwargs: Any) -> Any:
-            # a float32 program is on this rung as it is: nothing is missing where nothing changes
+            # A float32 program does not change on this rung, so a warning of that would be wrong.
             with quietly():
                 return mixed(*args, **kwargs)
 
@@ -79,7 +79,7 @@ _EVERY = tuple(Precision)
 _POLICIES = {
     Precision.BF16: AutoMixedBf16.with_retypes(*_EVERY),
     Precision.F16: AutoMixed.with_retypes(*_EVERY),
-    # products of a float64 program in float32 too, beside AlwaysF32's own widening
+    # This also runs products of a float64 program in float32, beside AlwaysF32's widening.
     Precision.F32: dataclasses.replace(
         AlwaysF32.with_retypes(*_EVERY), orders=frozenset({OpKind.COMPUTE})
     ),
@@ -91,14 +91,14 @@ def parse_ladder(owner: str, ladder: Any) -> tuple[Rung, ...]:
     """The rungs of a ladder that a user gave.
 
     Args:
-        owner: whose ladder it is, for errors.
-        ladder: from the coarsest to the finest, each a precision ("bf16", "f16", "f32", "f64",
-            a `Precision`, a dtype) or a policy.
+        owner: the name of the function that takes the ladder, for errors.
+        ladder: from the coarsest to the finest rung, each a precision ("bf16", "f16", "f32",
+            "f64", a `Precision`, a dtype) or a policy.
 
     Raises:
-        ValueError: for an unknown rung, fewer than two, one that is given twice, or one that is
-            coarser than the one before.
-        TypeError: for what is no sequence.
+        ValueError: for an unknown rung, fewer than two, a repeated one, or one that is coarser
+            than the one before.
+        TypeError: if it is no sequence.
 
     Example:
         >>> [rung.name for rung in parse_ladder("f", ("bf16", "f32"))]

@@ -1,4 +1,4 @@
-"""One step of an iterative method, on the rung of a `Ladder` that it stands on."""
+"""One step of an iterative method on the present rung of a `Ladder`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Step", "strong"]
 
 
 class Step(NamedTuple):
-    """What `Ladder.step` is given, and what is to come of it.
+    """The functions given to `Ladder.step`, and the types of their results.
 
     Attributes:
-        fn, measure, restart: as of `Ladder.step`.
-        like: a state of the type that states have.
-        dtype: of the measure.
+        fn, measure, restart: as for `Ladder.step`.
+        like: a state with the type of all states.
+        dtype: the dtype of the measure.
     """
 
     fn: Callable[..., Any]
@@ -45,7 +45,7 @@ class Step(NamedTuple):
         def run(state: Any, switched: Any, args: Any) -> tuple[Any, Any]:
             if self.restart is not None:
                 again = rung.applied(self.restart, {})
-                # one that only copies has no products to lower, and need not
+                # A step may only copy, and then there is no product to lower.
                 with quietly():
                     state = lax.cond(
                         switched,
@@ -66,7 +66,7 @@ class Step(NamedTuple):
         return run
 
     def _like_state(self, whose: str, state: Any) -> Any:
-        """A state that a function returned, which is to be of the type of the first."""
+        """Checks that a state which a function returned has the type of the first state."""
         ours, theirs = jax.tree.structure(self.like), jax.tree.structure(state)
         if ours != theirs:
             raise TypeError(f"Ladder.step: {whose} returned {theirs}, and the state is {ours}")
@@ -94,6 +94,6 @@ class Step(NamedTuple):
 
 
 def strong(x: Any) -> jax.Array:
-    """An array without the weak type of Python's numbers, which a loop's carry would lose."""
+    """An array without a weak type, which a loop's carry would lose."""
     x = jnp.asarray(x)
     return lax.convert_element_type(x, x.dtype) if jnp.issubdtype(x.dtype, np.number) else x

@@ -1,4 +1,4 @@
-"""What a `Ladder` takes and says: its numbers checked, its end and its switches in words."""
+"""Checks of the numbers given to a `Ladder`, and texts for its end and its switches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Switch(enum.IntEnum):
-    """Why a solver goes to another rung, as its log has it."""
+    """Why a solver goes to another rung; the numbers are those in the log."""
 
     STALLED = 1
     ROUNDOFF = 2
@@ -126,7 +126,7 @@ def check_scale(name: str, scale: Any) -> None:
 
 
 def check_measure(name: str, measure: Any) -> None:
-    """Raises ValueError for a measure whose value is known, and negative."""
+    """Raises ValueError for a negative measure whose value is known."""
     if not isinstance(measure, jax.core.Tracer) and bool(jnp.all(jnp.asarray(measure) < 0)):
         raise ValueError(
             f"{name}: the measure is {float(measure)!r}, and it is to be a magnitude that is zero "
@@ -135,7 +135,7 @@ def check_measure(name: str, measure: Any) -> None:
 
 
 def summary(ladder: Any) -> str:
-    """How the steps of a `Ladder` went: the end, the steps on each rung, and the switches."""
+    """A summary of a `Ladder`: how it ended, the steps on each rung, and the switches."""
     names = [rung.name for rung in ladder.rungs]
     leaves = jax.tree.leaves((ladder.status, ladder.used, ladder.log, ladder.scale))
     if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves) or any(
@@ -160,7 +160,7 @@ def summary(ladder: Any) -> str:
 
 
 def switches(ladder: Any) -> str:
-    """The steps on each rung, and the switches, of a ladder whose end is that of another method."""
+    """The steps on each rung, and the switches, of a ladder inside another method."""
     names = [rung.name for rung in ladder.rungs]
     steps = _steps(np.asarray(ladder.used), names)
     return "\n".join([steps, *_switch_lines(ladder, names)])

@@ -1,4 +1,4 @@
-"""Gradients of scaled losses, and steps that are left out where one overflows (`loss_scale`)."""
+"""Gradients of scaled losses, and steps that are skipped if a gradient overflows."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def scaled_value_and_grad(
 
     Args:
         fn: returns the loss, a real floating scalar, or with `has_aux` a pair of it and anything.
-        argnums: as of `jax.value_and_grad`, in the arguments of `fn`.
-        has_aux: as of `jax.value_and_grad`.
-        axis_name: of a `jax.shard_map` or `jax.vmap` around, the axes along which all are to agree
-            whether the gradient is finite: needed where each has a gradient of its own.
+        argnums: as for `jax.value_and_grad`, counted in the arguments of `fn`.
+        has_aux: as for `jax.value_and_grad`.
+        axis_name: axes of an enclosing `jax.shard_map` or `jax.vmap` along which all must agree
+            whether the gradient is finite. It is needed if each has a gradient of its own.
 
     Returns:
         `(scale, *args, **kwargs) -> (value, gradient, finite)`, where the value is `fn`'s, not
@@ -41,7 +41,7 @@ def scaled_value_and_grad(
         float16 is multiplied in float32, and its cotangent by no more than float16 holds.
 
     Raises:
-        TypeError: where `scale` is no loss scale.
+        TypeError: if `scale` is no loss scale.
 
     Example:
         >>> from precpass import StaticLossScale
@@ -82,7 +82,7 @@ def unscaled(gradient: Tree, scale: Any) -> Tree:
     """A gradient divided by a scale, in float32 at least and back in its own dtypes.
 
     Args:
-        gradient: a pytree; what is not floating (float0 of integer arguments) stays.
+        gradient: a pytree; leaves that are not floating (float0 of integers) do not change.
         scale: a scalar.
     """
 
@@ -99,8 +99,8 @@ def all_finite(tree: Tree, axis_name: Axes = None) -> jax.Array:
     """Whether a tree holds neither an infinity nor a NaN: a boolean scalar.
 
     Args:
-        tree: any pytree; what is not floating or complex is finite, and so is an empty tree.
-        axis_name: axes of a `jax.shard_map` or `jax.vmap` around, along which all are to agree.
+        tree: a pytree; leaves that are not floating or complex are finite, as is an empty tree.
+        axis_name: axes of an enclosing `jax.shard_map` or `jax.vmap` along which all must agree.
 
     Example:
         >>> bool(all_finite({"w": jnp.ones(3), "n": 1})), bool(all_finite([jnp.inf]))
@@ -118,17 +118,16 @@ def all_finite(tree: Tree, axis_name: Axes = None) -> jax.Array:
 def skip_nonfinite(finite: Any, new: Tree, old: Tree) -> Tree:
     """The new state after a finite step, the old one after any other.
 
-    Parameters, the optimizer's state and counters are to be in one tree: a step is taken or left
-    out as a whole.
+    Put parameters, the optimizer's state and counters into one tree, so that a step is taken or
+    skipped as a whole.
 
     Args:
         finite: a boolean scalar.
-        new: a pytree, of arrays and of anything that jit takes as an argument.
-        old: one of the same structure, shapes and dtypes.
+        new: a pytree of arrays and anything else that jit takes as an argument.
+        old: a pytree with the same structure, shapes and dtypes.
 
     Raises:
-        ValueError: where a leaf has another shape or dtype than the old one, or the structures
-            differ.
+        ValueError: if the structures differ, or the shape or dtype of a leaf.
 
     Example:
         >>> new, old = (jnp.float32(2.0), jnp.int32(5)), (jnp.float32(1.0), jnp.int32(4))
@@ -154,7 +153,7 @@ def _is_loss(x: Any) -> bool:
 
 
 def _usable(scale: Any, dtype: Any) -> jax.Array:
-    """A scale that the cotangent of a loss of a dtype can be."""
+    """The scale, limited to what the cotangent of a loss of this dtype can hold."""
     largest = 2.0 ** (jnp.finfo(dtype).maxexp - 1)
     return jnp.minimum(jnp.asarray(scale, jnp.float32), np.float32(min(largest, 2.0**127)))
 

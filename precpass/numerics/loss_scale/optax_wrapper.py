@@ -1,4 +1,4 @@
-"""Loss scaling as a part of an optax optimizer."""
+"""Loss scaling as a wrapper around an optax optimizer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ScaledState(NamedTuple):
     """The state of an optimizer of gradients of scaled losses.
 
     Attributes:
-        scale: by which the next loss is to be multiplied.
-        inner: the optimizer's own.
-        skipped: steps that were left out since the first, an int32 scalar.
+        scale: the scale of the next loss.
+        inner: the optimizer's own state.
+        skipped: the number of skipped steps, an int32 scalar.
     """
 
     scale: Any
@@ -36,18 +36,18 @@ def scaled_optimizer(
     *,
     axis_name: Axes = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optax optimizer that takes gradients of a scaled loss, and leaves out steps that overflow.
+    """An optax optimizer that takes gradients of a scaled loss, and skips steps that overflow.
 
-    Of a step whose gradient is not finite the updates are zeros, and nothing of the state changes
-    but the scale and the number of steps that were left out.
+    If a gradient is not finite, the updates are zeros, and of the state only the scale and the
+    number of skipped steps change.
 
     Args:
-        optimizer: of optax.
+        optimizer: an optax optimizer.
         scale: the first scale; `DynamicLossScale()` by default.
-        axis_name: as of `precpass.all_finite`.
+        axis_name: as for `precpass.all_finite`.
 
     Raises:
-        ModuleNotFoundError: without optax.
+        ModuleNotFoundError: if optax is not installed.
 
     Example:
         >>> import optax

@@ -1,4 +1,4 @@
-"""Loss scaling for float16: gradients that would vanish are computed of a larger loss.
+"""Loss scaling for float16: gradients that would vanish are computed from a larger loss.
 
 The smallest normal number of float16 is 2^-14, and cotangents are often smaller. So the loss is
 multiplied by a scale, and the gradient divided by it in float32 (Micikevicius et al. 2018,
@@ -34,7 +34,7 @@ __all__ = ["DynamicLossScale", "LossScale", "NoOpLossScale", "StaticLossScale"]
 
 @runtime_checkable
 class LossScale(Protocol):
-    """What the loss is multiplied by, and how that changes."""
+    """The factor of the loss, and how it changes from step to step."""
 
     @property
     def value(self) -> Any:
@@ -53,8 +53,8 @@ class LossScale(Protocol):
 def _pytree(cls: type[Any]) -> type[Any]:
     """Registers a dataclass, whose static fields are a part of the structure.
 
-    What JAX or a user puts in the place of a leaf (0 in `in_axes`, a tracer) is not validated: only
-    what is constructed is.
+    Only the constructor validates: JAX or a user may put anything in the place of a leaf (0 in
+    `in_axes`, a tracer).
     """
     fields = dataclasses.fields(cls)
     data = [f.name for f in fields if not f.metadata.get("static")]
@@ -90,14 +90,14 @@ class NoOpLossScale:
         return 1.0
 
     def adjusted(self, finite: Any) -> NoOpLossScale:
-        """The same again."""
+        """The same scale."""
         return self
 
 
 @_pytree
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale:
-    """A scale that stays.
+    """A scale that does not change.
 
     Attributes:
         value: the scale, a positive finite scalar.
@@ -113,7 +113,7 @@ class StaticLossScale:
         _checked(self)
 
     def adjusted(self, finite: Any) -> StaticLossScale:
-        """The same again."""
+        """The same scale."""
         return self
 
 
@@ -131,11 +131,11 @@ class DynamicLossScale:
     Attributes:
         value: the scale, a float32 scalar.
         steps: finite steps since it last changed, an int32 scalar.
-        growth: by what it is multiplied after `interval` finite steps.
-        backoff: by what it is multiplied after a step that is not finite.
-        interval: how many finite steps in a row let it grow.
-        floor: it never is less.
-        ceiling: it never is more.
+        growth: the factor after `interval` finite steps.
+        backoff: the factor after a step that is not finite.
+        interval: the number of finite steps in a row after which it grows.
+        floor: its smallest value.
+        ceiling: its largest value.
 
     Raises:
         ValueError: for a growth of less than one, a backoff that is not between zero and one, an
@@ -185,9 +185,10 @@ class DynamicLossScale:
 
 
 def _checked(scale: Any, low: float = 0.0, high: float = math.inf) -> None:
-    """Refuses a scale that is known and out of bounds, and gives numbers the types of a step's.
+    """Checks the bounds of a scale whose value is known, and converts numbers to arrays.
 
-    A step that is given Python's numbers would be compiled again for the arrays that it returns.
+    Otherwise a step that is given Python's numbers would be compiled again for the arrays that it
+    returns.
     """
     value, owner = scale.value, type(scale).__name__
     if isinstance(value, int | float | np.number):

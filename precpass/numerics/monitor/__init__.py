@@ -1,1 +1,1 @@
-"""What values do while a program trains: overflow, underflow, and the rules that follow."""
+"""Monitors values while a program runs: overflow, underflow, and rules that follow from them."""

@@ -1,4 +1,4 @@
-"""`calibrate`: a policy with rules for what real inputs drive out of a low format's range."""
+"""`calibrate`: a policy with rules for equations that leave a low format's range on real inputs."""
 
 from __future__ import annotations
 
@@ -38,39 +38,39 @@ def calibrate(
     *,
     safety: float = 2.0,
 ) -> PrecisionPolicy:
-    """A policy with rules that keep wide what real inputs drive out of a low format's range.
+    """A policy with rules for equations whose values leave a low format's range on real inputs.
 
-    Each batch is run in float32, float64 where it is written so, and its ranges are recorded; one
-    is held at a time. Only equations that the policy lowers, or whose results it stores low, get
-    a rule, which names their primitive, scope, function and line, and has as its `evidence` what
-    was seen:
+    Each batch is run in float32 (float64 where the program has it), one batch at a time, and the
+    ranges of its values are recorded. An equation that the policy lowers, or whose results it
+    stores low, gets a rule that keeps it in float32 in these cases. The rule names the equation's
+    primitive, scope, function and line, and its `evidence` says what was seen.
 
-    - for a magnitude of what is rounded, operands or results, of which `safety` times is more
-      than the format's largest number;
-    - for an operand of a product of which `safety` times the largest magnitude is no normal
-      number of the format in any element, in some batch: smaller terms of a sum do not matter;
-    - for any other number, unless it is zero, of which a `safety`-th part is less than half the
-      format's smallest subnormal number, and so rounds to zero.
+    - `safety` times a magnitude that is rounded, of an operand or a result, is more than the
+      format's largest number.
+    - `safety` times the largest magnitude of a product's operand is below the format's smallest
+      normal number, in some batch. (Smaller terms of a sum do not matter.)
+    - A `safety`-th of any other nonzero number is less than half the format's smallest subnormal
+      number, and so rounds to zero.
 
-    Several runs merge: calibrate what came out with more batches, or put the rules of one into
-    the other, `policy.with_rules(*other.rules)`. An equation that any of them keeps wide stays so.
-    Under `use_policy(None)` and `PRECPASS=off` it gives the same rules.
+    Several runs can be merged: calibrate the result with more batches, or add the rules of one to
+    the other, `policy.with_rules(*other.rules)`. An equation that any run keeps in float32 stays
+    so. Under `use_policy(None)` and `PRECPASS=off` the rules are the same.
 
     Args:
-        fn: as for `auto_mixed`; the whole `jax.grad(loss)` where that is what will run.
-        policy: the policy that will run, with what rules it has.
-        batches: tuples of arguments of `fn`, of shapes that may differ. They are read once.
-            What `jax.jit` traces anew, is planned and compiled anew.
-        safety: how many times larger or smaller other inputs may be, a number of 1 or more.
+        fn: as for `auto_mixed`; the whole `jax.grad(loss)` if that is what will run.
+        policy: the policy that will run, with its rules.
+        batches: tuples of arguments of `fn`, which may differ in shape. They are read once. A
+            batch that `jax.jit` would trace anew is planned and compiled anew.
+        safety: the factor by which other inputs may be larger or smaller, a number of at least 1.
 
     Raises:
         ValueError: for no batches, or a `safety` of less than 1.
-        TypeError: for a batch that is no tuple, or holds what is no array and has no hash.
+        TypeError: for a batch that is no tuple, or has a leaf that is no array and has no hash.
 
     Warns:
-        PrecisionWarning: where a batch gives NaNs or infinities in float32, which are no part of
-            any range, and where no batch reached an equation that the policy lowers: it is not
-            known what range that has, and it stays as it was planned.
+        PrecisionWarning: if a batch gives NaNs or infinities in float32, which are not part of any
+            range; and if no batch reached an equation that the policy lowers, whose range is
+            unknown and whose decision does not change.
 
     Example:
         >>> import jax.numpy as jnp
@@ -128,10 +128,10 @@ def _factor(safety: Any) -> float | None:
 
 
 class _Watch:
-    """A function that is run wide, with its ranges.
+    """Runs a function in float32 and records its ranges.
 
     Attributes:
-        planned: what the policy rounds in all that was traced.
+        planned: the equations that the policy rounds, in all traces so far.
 
     Args:
         fn: the function.
@@ -148,7 +148,7 @@ class _Watch:
         self._run = Staged(mixed, looked_at, on_copies=True)
 
     def __call__(self, batch: tuple[Any, ...]) -> Health:
-        """The health of a run."""
+        """The `Health` of a run."""
         with quietly():
             return self._run((), (*self._owner, *batch), {})[1]
 
@@ -166,7 +166,7 @@ def _looked(
 
 
 class _Key(NamedTuple):
-    """What a rule can tell equations apart by."""
+    """The properties by which a rule can tell equations apart."""
 
     primitive: str
     scope: str
@@ -175,13 +175,13 @@ class _Key(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Low:
-    """What a plan rounds at an equation.
+    """The roundings that a plan has at an equation.
 
     Attributes:
-        kind: its kind.
+        kind: the equation's kind.
         native: the format in which it was written.
-        computes: the format of its operands; None where they stay.
-        stores: that of its results.
+        computes: the low format of its operands; None if they are not rounded.
+        stores: the low format of its results; None if they are not rounded.
     """
 
     kind: OpKind
@@ -191,10 +191,10 @@ class _Low:
 
     @property
     def sums_in(self) -> Precision | None:
-        """The format in which its results are made; None where that is the native one."""
+        """The format in which its results are computed; None if that is the native one."""
         if self.kind is not OpKind.COMPUTE or self.computes is None:
             return self.computes
-        # as `product.Bilinear.sums_in` has it
+        # The same as `low_product.Bilinear.sums_in`.
         wide = Precision.F32 if self.computes.is_low else self.native
         return wide if wide.is_narrower_than(self.native) else None
 
@@ -226,13 +226,13 @@ def _walk(
 
 
 def _first_low(native: Precision, precisions: Iterable[Precision | None]) -> Precision | None:
-    """The first of 16 bits, or narrower than the format in which an equation was written."""
+    """The first precision that has 16 bits or is narrower than the equation's native format."""
     low = (p for p in precisions if p is not None)
     return next((p for p in low if p.is_low or p.is_narrower_than(native)), None)
 
 
 def _joined(one: Seen, other: Seen) -> Seen:
-    """What was seen in both of two batches."""
+    """The joined ranges of two batches."""
     assert one.reads is not None
     assert other.reads is not None
     top, low, whole = zip(one.reads, other.reads, strict=True)
@@ -246,7 +246,7 @@ def _joined(one: Seen, other: Seen) -> Seen:
 
 
 def _evidence(low: _Low, seen: Seen, safety: float) -> str:
-    """Why an equation's values do not fit into the format that is planned; "" where they do."""
+    """Why an equation's values do not fit into the planned format; "" if they do."""
     assert seen.reads is not None
     top, least, whole = seen.reads
     if low.computes is not None:
@@ -272,7 +272,7 @@ def _least(precision: Precision) -> float:
 
 
 _LARGEST, _LEAST = Precision.F32.max, _least(Precision.F32)
-"""What is recorded of a float64 number beyond either."""
+"""The records of a float64 number that is larger, or smaller, than any of float32."""
 
 
 def _reaches(what: str, largest: float, low: Precision, safety: float) -> str:

@@ -1,4 +1,4 @@
-"""What is recorded of one run of an equation: how large its results are, and what went wrong.
+"""The figures recorded of each equation: how large its results are, and what went wrong.
 
 Magnitudes are compared as the bits of float32, whose order as unsigned integers is that of the
 numbers (IEEE 754-2019, 3.4): XLA:CPU takes subnormal numbers for zero in its arithmetic, but not
@@ -31,15 +31,15 @@ class Figures(NamedTuple):
     """Arrays with a row per equation. Magnitudes are bits of float32, as uint32.
 
     Attributes:
-        largest: the largest finite magnitude of the results; 0 where there is none.
-        smallest: the smallest nonzero one; infinity where there is none.
-        counts: int32 `[..., 5]`: runs, results that are not finite, infinities made of finite
-            operands, NaNs made of operands without one, and results that were lost to zero.
-            They stay at `MOST` once they reach it.
+        largest: the largest finite magnitude of the results; 0 if there is none.
+        smallest: the smallest nonzero magnitude; infinity if there is none.
+        counts: int32 `[..., 5]`: runs, results that are not finite, infinities made from finite
+            operands, NaNs made from operands without one, and results that were lost to zero.
+            They saturate at `MOST`.
         first: the trip of the outermost loop in which the first infinity or NaN was made, int32;
-            0 outside of loops, `NEVER` where none was.
+            0 outside loops, `NEVER` if there was none.
         reads: uint32 `[..., 3]`: the largest and the smallest magnitude of the operands, and the
-            largest one of the operand in which that is smallest; None where nobody asked.
+            smallest of the operands' largest magnitudes; None if operands are not recorded.
     """
 
     largest: Any
@@ -50,7 +50,7 @@ class Figures(NamedTuple):
 
 
 def none(places: int, *, reads: bool = False) -> Figures:
-    """Those of equations that did not run."""
+    """The figures of equations that did not run."""
     operands = [lax.full((places, 1), x, np.uint32) for x in (0, INFINITY, INFINITY)]
     return Figures(
         lax.full((places,), 0, np.uint32),
@@ -62,7 +62,7 @@ def none(places: int, *, reads: bool = False) -> Figures:
 
 
 def joined(one: Figures, other: Figures) -> Figures:
-    """Those of two runs together."""
+    """The figures of two runs together."""
     reads = None
     if one.reads is not None:
         largest = lax.max(one.reads[..., :1], other.reads[..., :1])
@@ -78,17 +78,18 @@ def joined(one: Figures, other: Figures) -> Figures:
 
 
 class Recorder:
-    """`ir.Look` for `Figures`.
+    """The `ir.Look` that records `Figures`.
 
     Args:
-        reads: whether operands are recorded too, and what only moves values, which may be low.
+        reads: whether operands are recorded too, and equations that only move values, because
+            these may be low.
     """
 
     def __init__(self, *, reads: bool = False) -> None:
         self.reads = reads
 
     def sees(self, eqn: ir.Eqn) -> bool:
-        """As `ir.Look` says: all but what only moves values, and that too with its reads."""
+        """As for `ir.Look`: all equations, but data movement only if operands are recorded."""
         return not ir.is_identity_of_first_operand(eqn) and (
             self.reads or not _moves(eqn.primitive.name)
         )
@@ -101,7 +102,7 @@ class Recorder:
             return jnp.stack([row[name] for row in rows])
 
         infinities, nans = column("infinities"), column("nans")
-        # where results are made of many elements, only operands without any show a birth
+        # If a result is made from many elements, only operands without a NaN show where it began.
         infinities = jnp.where(column("top") < INFINITY, infinities, 0)
         nans = jnp.where(column("top") <= INFINITY, nans, 0)
         bad, lost = column("bad"), column("lost")
@@ -131,7 +132,7 @@ class Recorder:
         count = jax.tree.leaves(shards)[0].shape[0]
         each = [jax.tree.map(lambda x, i=i: x[i], shards) for i in range(count)]
         whole = functools.reduce(joined, each)
-        # equal on all of them, which the type of a maximum says
+        # The maximum is equal on all of them, and its type says so.
         return jax.tree.map(lambda x: lax.pmax(x, axes), whole)
 
 
@@ -139,7 +140,7 @@ class Recorder:
 
 
 def _moves(name: str) -> bool:
-    # a gather makes NaNs of indices out of bounds
+    # A gather makes NaNs for indices out of bounds.
     return op(name).kind is OpKind.DATA_MOVEMENT and name != "gather"
 
 
@@ -153,7 +154,7 @@ def _row(step: ir.Ran, reads: bool) -> dict[str, Any]:
     row |= {"top": np.uint32(0), "bad": np.int32(0), "largest": np.uint32(0)}
     row["smallest"] = _UNBOUNDED
     if any(map(_is_ref, step.operands)):
-        row["top"] = _UNBOUNDED  # nobody knows what was in it
+        row["top"] = _UNBOUNDED  # its content is unknown
     shapes = {jnp.shape(x) for x in operands} - {()}
     pointwise = op(name).kind is OpKind.ELEMENTWISE and shapes <= {jnp.shape(results[0])}
     if not (pointwise or chooses):
@@ -175,11 +176,11 @@ def _row(step: ir.Ran, reads: bool) -> dict[str, Any]:
 
 
 Columns = dict[str, tuple[Any, str]]
-"""Name of a figure -> what it is reduced from, and how."""
+"""Name of a figure -> the array that it is reduced from, and the reduction."""
 
 
 def _columns(bits: Any) -> Columns:
-    """How large a result is, and how many of its elements are not finite."""
+    """The columns for a result's magnitudes and for its elements that are not finite."""
     return {
         "largest": (_finite(bits), "max"),
         "smallest": (bits - np.uint32(1), "min"),
@@ -188,7 +189,7 @@ def _columns(bits: Any) -> Columns:
 
 
 def _made_here(bits: Any, around: Sequence[Any]) -> Columns:
-    """The infinities and NaNs that an equation makes of operands that have none."""
+    """The infinities and NaNs that an equation makes from operands that have none."""
     finite, numbers = _all(b < INFINITY for b in around), _all(b <= INFINITY for b in around)
     return {
         "infinities": ((bits == INFINITY) & finite, "sum"),
@@ -197,7 +198,7 @@ def _made_here(bits: Any, around: Sequence[Any]) -> Columns:
 
 
 def _reads(given: Sequence[Any]) -> dict[str, Any]:
-    """What an equation's operands reach."""
+    """The magnitudes of an equation's operands."""
     each = [_reduced([(_finite(bits), "max"), (bits - np.uint32(1), "min")]) for bits in given]
     largest = [top for top, _ in each]
     wholes = [jnp.where(top > 0, top, INFINITY) for top in largest]
@@ -209,7 +210,7 @@ def _reads(given: Sequence[Any]) -> dict[str, Any]:
 
 
 def _not_zero(name: str, given: Sequence[Any]) -> Any:
-    """Where the exact result is not zero; None where that cannot be told."""
+    """A mask of the elements whose exact result is not zero; None if that is unknown."""
     if not given:
         return None
     finite = _all(bits < INFINITY for bits in given)
@@ -255,9 +256,9 @@ def _is_ref(x: Any) -> bool:
 
 
 def _bits(x: Any) -> Any:
-    """The bits of magnitudes in float32; beyond its range they are those of its ends.
+    """The bits of magnitudes in float32; beyond its range those of the range's ends.
 
-    Of a complex number those of its larger part, a NaN before all.
+    For a complex number they are those of its larger part; a NaN counts as the largest.
     """
     x = ir.summed_up(jnp.asarray(x))
     if _is_complex(x):
@@ -274,5 +275,5 @@ def _finite(bits: Any) -> Any:
 
 
 def _nonzero(less_one: Any) -> Any:
-    """The smallest bits that are not zero, of the smallest of all bits less one."""
+    """The smallest nonzero bits, from the smallest of all bits minus one."""
     return lax.min(less_one, INFINITY - np.uint32(1)) + np.uint32(1)

@@ -1,4 +1,4 @@
-"""`Health`: what a monitor saw of a program's numbers."""
+"""`Health`: a monitor's record of a program's numbers."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ __all__ = ["Health", "Seen"]
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What was seen of one equation, in all of its runs.
+    """The record of one equation, over all of its runs.
 
     Attributes:
-        place: the equation: its `primitive`, `scope`, `source` line, `inside` of which loops
-            and branches it runs.
-        runs: how often it ran; 0 for one that was not reached.
-        largest: the largest finite magnitude of its results, 0.0 where there is none.
-        smallest: the smallest magnitude but zero, inf where there is none.
-        nonfinite: results that are not finite.
-        infinities: of these the infinities that were made of finite operands.
-        nans: of these the NaNs that were made of operands without one; of an infinity too, as
-            inf - inf is.
-        lost: results that are zero and should not be: a product, a quotient, a power, an
-            exponential or a cast that was too small for its format.
-        first: the trip of the outermost loop in which the first infinity or NaN was made, 0
-            outside of loops; None where none was.
-        reads: the largest and the smallest magnitude of its operands, and the largest one of that
-            operand in which it is smallest; None but of a calibration.
+        place: the equation: its `primitive`, `scope`, `source` line, and the loops and branches
+            that it is `inside`.
+        runs: how often it ran; 0 for an equation that was not reached.
+        largest: the largest finite magnitude of its results; 0.0 if there is none.
+        smallest: the smallest nonzero magnitude of its results; inf if there is none.
+        nonfinite: the number of results that are not finite.
+        infinities: the number of infinities that were made from finite operands.
+        nans: the number of NaNs that were made from operands without one; inf - inf counts.
+        lost: the number of results that are zero and should not be: products, quotients, powers,
+            exponentials and casts that were too small for their format.
+        first: the trip of the outermost loop in which the first infinity or NaN was made; 0
+            outside loops, None if there was none.
+        reads: the largest and the smallest magnitude of its operands, and the smallest of the
+            operands' largest magnitudes; None except in a calibration.
     """
 
     place: Place
@@ -54,7 +53,7 @@ class Seen:
 
     @property
     def is_birth(self) -> bool:
-        """Whether a NaN or an infinity was born here, and not only passed on."""
+        """Whether a NaN or an infinity was made here, and not only passed on."""
         return bool(self.nans or self.infinities)
 
     def __str__(self) -> str:
@@ -70,15 +69,15 @@ class Seen:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Health:
-    """What a monitor saw: a pytree of small arrays, with a row for each equation.
+    """A monitor's record: a pytree of small arrays with a row for each equation.
 
-    It can be carried through `lax.scan`, returned from `jax.vmap` and `jax.jit`, and saved. What
-    reads it takes healths with more dimensions, of a batch or of the steps of a scan, together.
+    It can be carried through `lax.scan`, returned from `jax.vmap` and `jax.jit`, and saved. Its
+    methods join additional dimensions, of a batch or of the steps of a scan.
 
     Attributes:
         figures: int32 and uint32 arrays with a row per equation.
-        calls: how many calls there were, an int32 scalar.
-        looked: how many of them were looked at, an int32 scalar.
+        calls: the number of calls, an int32 scalar.
+        looked: the number of calls that were recorded, an int32 scalar.
         places: the equations, in the order of the program.
         name: the function's name.
     """
@@ -90,12 +89,12 @@ class Health:
     name: str
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        """As JAX asks for it."""
+        """As JAX requires it."""
         return (self.figures, self.calls, self.looked), (self.places, self.name)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> Health:
-        """As JAX asks for it."""
+        """As JAX requires it."""
         return cls(*children, *aux)
 
     @classmethod
@@ -136,7 +135,7 @@ class Health:
         first = np.asarray(first).reshape(many, n).min(0)
         read: list[Any] = [None] * n
         if reads is not None:
-            # a largest one is at most, the others are at least
+            # A largest magnitude is joined by the maximum, the others by the minimum.
             reads = np.asarray(reads).reshape(many, n, 3)
             ends = [reads[..., 0].max(0), reads[..., 1].min(0), reads[..., 2].min(0)]
             read = [tuple(row.tolist()) for row in np.stack(ends, 1).view(np.float32)]
@@ -150,14 +149,14 @@ class Health:
         return tuple(row(i, place) for i, place in enumerate(self.places))
 
     def born(self) -> tuple[Seen, ...]:
-        """The equations at which a NaN or an infinity was born, in the order of the program."""
+        """The equations that made a NaN or an infinity, in the order of the program."""
         return tuple(seen for seen in self.seen() if seen.is_birth)
 
     def summary(self, limit: int = 10) -> str:
-        """What went wrong, worst first: births of NaNs and infinities, then what was lost to zero.
+        """What went wrong: first new NaNs and infinities, then results that were lost to zero.
 
         Args:
-            limit: the most lines of each.
+            limit: the largest number of lines for each.
         """
         seen = self.seen()
         calls, looked = (int(np.sum(jax.device_get(x))) for x in (self.calls, self.looked))

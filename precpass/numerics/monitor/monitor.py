@@ -1,4 +1,4 @@
-"""`monitor`: a function under a policy, with what became of its numbers."""
+"""`monitor`: a function under a policy, with a record of its numbers."""
 
 from __future__ import annotations
 
@@ -33,38 +33,38 @@ def monitor(
     profitability: str | None = None,
     every: int | None = None,
 ) -> Monitored:
-    """Says how a function's numbers fared in each equation; a call makes the function's updates.
+    """Records how a function's numbers fare in each equation; a call makes the function's updates.
 
-    What runs is the program that `auto_mixed(fn, policy=policy)` runs, and beside it the same one
-    again, from the same arguments, with a reduction at each equation whose results are floating or
-    complex (of a complex number its larger part counts): so no bit of the output changes. Nothing
-    is called back: what is found is a small pytree. A program with effects (callbacks, references)
-    runs once, with the reductions in it.
+    A call runs the program of `auto_mixed(fn, policy=policy)`, and then the same program again
+    from the same arguments, with a reduction at each equation whose results are floating or
+    complex (for a complex number its larger part counts). So no bit of the output changes. There
+    are no callbacks: the record is a small pytree. A program with effects (callbacks, references)
+    runs only once, with the reductions in it.
 
-    Scans, while loops, branches, `jax.checkpoint`, `shard_map`, custom rules and jits are looked
-    into; of Pallas kernels, callbacks, `custom_vmap`, `composite`, float64 regions and of the
-    conditions of while loops only the results are seen. What only moves values has no row.
+    Equations inside scans, while loops, branches, `jax.checkpoint`, `shard_map`, custom rules and
+    jits have rows. Of Pallas kernels, callbacks, `custom_vmap`, `composite`, float64 regions and
+    the conditions of while loops only the results are recorded. Data movement has no row.
 
-    An infinity is born where it is made of finite operands, and a NaN where no operand is one:
-    in elementwise equations for each element, in all others (products, sums, gathers) where all
-    of the operands are so.
+    An infinity counts as made by an equation if its operands are finite, and a NaN if no operand
+    is one. In elementwise equations that is decided for each element, in all others (products,
+    sums, gathers) for all elements of the operands together.
 
     Args:
         fn: as for `auto_mixed`; `jax.grad(loss)` to see the gradient.
         policy: as for `auto_mixed`.
         profitability: as for `auto_mixed`.
-        every: look at each so many calls only, the first among them. The health is then the
-            first argument too: `(out, health) = monitored(health, *args)`, begun by
-            `health = monitored.init(*args)`. It adds up. Under `jax.vmap` of the health all calls
-            cost what one that is looked at does.
+        every: record only every so many calls, beginning with the first. The health is then the
+            first argument too: `(out, health) = monitored(health, *args)`, starting with
+            `health = monitored.init(*args)`. It accumulates. Under a `jax.vmap` over the health
+            every call costs as much as a recorded one.
 
     Returns:
-        A function of `fn`'s arguments that gives `(out, health)`; see `Health`.
+        A function of `fn`'s arguments that returns `(out, health)`; see `Health`.
 
     Raises:
-        ValueError: for an `every` that is no whole number of 1 or more, and in a call for the
-            health of another program.
-        TypeError: in a call, where a derivative is taken through it, or without a `Health`.
+        ValueError: for an `every` that is no whole number of at least 1; in a call, for the health
+            of another program.
+        TypeError: in a call through which a derivative is taken, or without a `Health`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -77,10 +77,10 @@ def monitor(
 
 
 class Monitored:
-    """What `monitor` gives.
+    """The function that `monitor` returns.
 
     Attributes:
-        every: as `monitor` has it.
+        every: as for `monitor`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Monitored:
         self._sometimes = Staged(mixed, sometimes, ("monitor", every))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Health]:
-        """The output and the health, as `monitor` says."""
+        """The output and the health."""
         if self.every is None:
             return self._always((), (*self._owner, *args), kwargs)
         health, *rest = args if args else (None,)
@@ -118,8 +118,8 @@ class Monitored:
         """The health before the first call.
 
         Args:
-            args: as of a call, arrays or `jax.ShapeDtypeStruct`s.
-            kwargs: the others.
+            args: the arguments of a call, arrays or `jax.ShapeDtypeStruct`s.
+            kwargs: the keyword arguments.
         """
         return Health.empty(self._always.shape((), (*self._owner, *args), kwargs)[1])
 
@@ -155,11 +155,11 @@ def _in_turn(every: int | None, traced: Traced, before: Health) -> tuple[list[An
 
 
 def looked(traced: Traced, recorder: Recorder) -> tuple[list[Any], Health]:
-    """The results of a traced call under its policy, and the health of one look at it.
+    """The results of a traced call under its policy, and the health of one recorded run.
 
     Args:
-        traced: the call; nothing is rewritten where it has no policy.
-        recorder: what is recorded.
+        traced: the call; nothing is rewritten if it has no policy.
+        recorder: records the figures.
     """
     program = _Program(traced, recorder)
     if program.effects:
@@ -171,7 +171,7 @@ def looked(traced: Traced, recorder: Recorder) -> tuple[list[Any], Health]:
 
 
 class _Program:
-    """What a traced call runs under its policy.
+    """The program of a traced call under its policy.
 
     Attributes:
         jaxpr: the rewritten program.
@@ -183,7 +183,7 @@ class _Program:
         self.jaxpr = traced.call.jaxpr
         if traced.policy is not None:
             self.jaxpr = traced.rewritten(traced.checked_plan(traced.policy), traced.policy)
-        # a reference is no value that a derivative could be taken of
+        # No derivative can be taken of a reference.
         self.operands = [
             x if isinstance(x, jax.Ref) else ir.undifferentiated(x, _ADVICE)
             for x in traced.call.operands
@@ -195,7 +195,7 @@ class _Program:
         self._recorder = recorder
 
     def watched(self, operands: Any) -> tuple[list[Any], Any, tuple[ir.Place, ...]]:
-        """The results and the figures of an evaluation."""
+        """The results and the recorded figures of an evaluation."""
         with quietly():
             return ir.watched(self.jaxpr, operands, self._recorder, self._dead)
 

@@ -1,16 +1,16 @@
-"""The pieces of optimistix that give a step of least squares a precision for each role.
+"""Pieces for optimistix that give each role in a step of least squares its own precision.
 
-A descent alone sees the Jacobian as a matrix. So one that hands the descent inside it a narrower
-problem gives each role its precision, and loop, search and termination are optimistix's, in the
+Only a descent sees the Jacobian as a matrix. So a descent that passes a narrower problem to an
+inner descent gives each role its precision. Loop, search and termination are optimistix's, in the
 precision of the residual.
 
 The narrower problem has as many rows as unknowns. With `J` the Jacobian in its role's precision and
 `D` the lengths of its columns, `Q R` is the QR factorisation of `[J; u D]`, and `z = R^-T g` for
 the gradient `g = J^T r` of its own role: then `R^T R = J^T J + u^2 D^2` and `R^T z = g`, so that
-the descent inside makes its step of the inexact matrix and the exact gradient. The unit roundoff
-`u` of the Jacobian is how well its columns are known; below that `R` would be rounding errors.
+the inner descent makes its step from the inexact matrix and the exact gradient. The unit roundoff
+`u` of the Jacobian is the accuracy of its columns; without `u D`, `R` could be rounding errors.
 
-This module needs optimistix, and is imported where it is used.
+This module needs optimistix, so it is only imported when it is used.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ def applied_in(precision: Precision, roles: Roles, fn: Callable[..., Any]) -> Ca
 
 
 class _DescentState(eqx.Module):
-    """What `RoledDescent` keeps: the state of the descent inside, and a measure of the problem.
+    """The state of a `RoledDescent`.
 
     Attributes:
-        inner: of the descent inside.
-        cosine: the largest between the residual and a column of the Jacobian; inf before the first.
+        inner: the inner descent's state.
+        cosine: the largest cosine between the residual and a column of the Jacobian; inf before
+            the first step.
     """
 
     inner: Any
@@ -65,13 +66,13 @@ class _DescentState(eqx.Module):
 
 
 class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
-    """A descent whose step comes of a Jacobian, a gradient and a factorisation of other precisions.
+    """A descent whose Jacobian, gradient and factorisation have precisions of their own.
 
     Attributes:
-        inner: what makes the step.
-        rung: which of the Jacobian's precisions it has, int32[].
+        inner: the descent that makes the step.
+        rung: the index of the Jacobian's present precision, int32[].
         roles: the precisions.
-        has_transpose: whether the linearised residual has one.
+        has_transpose: whether the linearised residual can be transposed.
     """
 
     inner: optx.AbstractDescent[Any, Any, Any]
@@ -101,7 +102,7 @@ class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
         return Precision.parse(self.roles.solve).dtype
 
     def narrowed(self, f_info: Info) -> tuple[Info, Any]:
-        """The problem of `n` rows with the gradient and the matrix of this one, and the cosine."""
+        """The problem of `n` rows with this problem's gradient and matrix, and the cosine."""
         structure = f_info.jac.in_structure()
         eye = jnp.eye(structure.size, dtype=structure.dtype)
         jac = f_info.jac
@@ -132,7 +133,7 @@ class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
 
         def with_fallback(x: Any) -> Any:
             # an intermediate value may overflow the low format far from the solution
-            with quietly():  # a Jacobian without arithmetic has nothing to lower
+            with quietly():  # a Jacobian without arithmetic would warn that nothing is lowered
                 low = lowered(x)
             # a method of an operator is not hashable, and cond asks for that
             finite = jnp.all(jnp.isfinite(low))
@@ -145,8 +146,8 @@ class RisingState(eqx.Module):
     """The state of a `RisingSolver`.
 
     Attributes:
-        inner: that of the solver inside.
-        ladder: the Jacobian's.
+        inner: the inner solver's state.
+        ladder: the Jacobian's ladder.
         met: whether the solver's tolerances were met on a low rung, bool[].
     """
 
@@ -156,14 +157,14 @@ class RisingState(eqx.Module):
 
 
 class RisingSolver(optx.AbstractLeastSquaresSolver[Any, Any, Any, Any]):
-    """A solver of optimistix whose descent has a Jacobian of a precision that rises.
+    """An optimistix solver whose descent has a Jacobian of rising precision.
 
-    It is raised by a `Ladder` whose measure is the cosine between the residual and the Jacobian,
-    and where the solver would end: a tolerance met by steps of a low Jacobian may be met by their
-    smallness alone. On the last rung the solver ends as it does by itself.
+    The precision is raised by a `Ladder` whose measure is the cosine between the residual and the
+    Jacobian, and when the solver would end, because steps of a low Jacobian may meet a tolerance
+    only because they are small. On the last rung the solver ends as it does by itself.
 
-    Where none of `patience` steps on the last rung leads further than a low one that ended, the
-    solve has ended there.
+    If none of `patience` steps on the last rung leads further than the low rung on which the
+    solver ended, the solve ends too.
 
     Attributes:
         rtol, atol, norm: the solver's.
@@ -193,7 +194,7 @@ class RisingSolver(optx.AbstractLeastSquaresSolver[Any, Any, Any, Any]):
         ladder = state.ladder.updated(measure, (), exact=True, ended=done | failed)
         raised = ladder.rung > rung
         met = state.met | (done & ~failed)
-        # optimistix ends where it accepts a step, and at the solution it may accept none
+        # optimistix only ends after an accepted step, and at the solution it may accept none.
         exhausted = state.met & ~raised & ~ladder.running
         dynamic, static = eqx.partition(inner.descent_state, eqx.is_array)
 
@@ -248,6 +249,6 @@ def solver_with(roles: Roles, solver: Any, has_transpose: bool = True) -> Any:
 
 
 def lengths(jacobian: Any) -> Any:
-    """The lengths of the columns, one for those that are zero."""
+    """The lengths of the columns; 1 for columns that are zero."""
     norms = jnp.linalg.norm(jacobian, axis=0)
     return jnp.where(norms > 0, norms, jnp.ones_like(norms))

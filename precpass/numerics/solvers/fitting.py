@@ -1,10 +1,10 @@
-"""Nonlinear least squares with a precision for each role, of optimistix's own pieces.
+"""Nonlinear least squares with a precision for each role, built from optimistix's pieces.
 
 optimistix's Gauss-Newton, Levenberg-Marquardt and Dogleg linearise the residual, ask a descent
-for a step, and a search whether it is good; `precpass.numerics.solvers.descents` has the
-descents. Here the residual is traced, solved for, and what was found is judged.
+for a step, and ask a search whether the step is good. `precpass.numerics.solvers.descents` has
+the descents. This module traces the residual, runs the solver, and judges the solution.
 
-This module needs optimistix, and is imported where it is used.
+This module needs optimistix, so it is only imported when it is used.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ __all__ = ["Problem", "Spec", "fit", "looked_at", "program"]
 
 
 class Problem(eqx.Module):
-    """What `program` makes of a residual: a function of one vector, to one vector.
+    """A traced residual as a function from a vector to a vector.
 
     Attributes:
-        consts: what the residual holds.
-        jaxpr: the residual, traced, with those as its first arguments.
-        spec: what it was traced from.
+        consts: the values that the residual closes over.
+        jaxpr: the residual's jaxpr, with these values as its first arguments.
+        spec: the shapes and the precision with which it was traced.
     """
 
     consts: list[Any]
@@ -56,19 +56,19 @@ class Problem(eqx.Module):
     spec: Spec = eqx.field(static=True)
 
     def __call__(self, x: Any, args: Any) -> Any:
-        """The residuals, one behind the other."""
+        """The residuals, concatenated."""
         (out,) = ir.evaluate(self.jaxpr, [*self.consts, x, *jax.tree.leaves(args)])
         return out
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What a residual is traced at.
+    """The unknowns and the precision with which a residual is traced.
 
     Attributes:
-        structure: the tree of the unknowns.
-        shapes: theirs.
-        precision: of its role.
+        structure: the tree structure of the unknowns.
+        shapes: the shapes of the unknowns.
+        precision: the precision of the residual's role.
     """
 
     structure: Any
@@ -84,7 +84,7 @@ class Spec:
 
 
 def _residuals(fn: Callable[..., Any], spec: Spec, x: Any, args: Any) -> Any:
-    """The residuals, one behind the other."""
+    """The residuals, concatenated."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(fn(spec.unflat(x), args))]
     for leaf in leaves:
         _check_residual(leaf, fn, spec)
@@ -111,18 +111,18 @@ def _check_residual(leaf: Any, fn: Callable[..., Any], spec: Spec) -> None:
 
 
 def program(fn: Callable[..., Any], spec: Spec, x: Any, args: Any, x64: bool) -> Problem:
-    """A residual traced at its unknowns in float64, with what it holds as arrays of its own.
+    """A residual traced at its unknowns in float64, with copies of the arrays that it closes over.
 
-    It is traced in every call, since what it reads may have changed, and compiled again only where
-    that made it another program.
+    It is traced in every call, because values that it reads may have changed, and compiled again
+    only if that made it another program.
 
-    JAX keeps one canonical form of a numpy array as long as any program holds it, in the mode of
-    x64 in which it was first met, and hands that to programs of the other mode too. So none is
-    left in a program that is kept, and one that was met in the other mode before is refused.
+    As long as a program holds a numpy array, JAX caches one canonical form of it, in the x64 mode
+    in which it first saw the array, and uses that in programs of the other mode too. So cached
+    programs hold no numpy array, and an array that was seen in the other mode is refused.
 
     Args:
         fn: the residual.
-        spec: what it is traced at.
+        spec: the unknowns' shapes and the precision.
         x: its unknowns.
         args: its second argument.
         x64: whether x64 is on outside.
@@ -146,7 +146,7 @@ def program(fn: Callable[..., Any], spec: Spec, x: Any, args: Any, x64: bool) ->
     def with_consts(consts: Any, *args: Any) -> list[Any]:
         return ir.evaluate(closed, args, consts)
 
-    # a program of an outer trace may hold its tracers
+    # A program in an outer trace may hold that trace's tracers.
     kept = [] if ir.is_tracing() else _kept(fn, (spec, structure, avals, ir.fingerprint(closed)))
     if not kept:
         # the first holds them itself
@@ -158,8 +158,8 @@ _known = WeakIdMap[Recent[list[Any]]]()
 
 
 def _kept(fn: Callable[..., Any], key: tuple[Any, ...]) -> list[Any]:
-    """Where the program of a residual is kept while it lives, or its object if it is a method."""
-    # a bound method is another object each time that it is asked for
+    """The cache for a residual's programs, which lives as long as it, or as a method's object."""
+    # A bound method is a new object each time that it is looked up.
     owner, of = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn, None)
     try:
         return _known.setdefault(owner, Recent(64)).get((of, *key), list)
@@ -172,13 +172,13 @@ def _is_rounded(x: Any) -> bool:
 
 
 class Fit(NamedTuple):
-    """What `fit` found.
+    """The result of `fit`.
 
     Attributes:
-        solution: optimistix's, with the pytree as its value.
-        cosine: the largest between the residual and a column of the Jacobian.
+        solution: optimistix's `Solution`, with the pytree of unknowns as its value.
+        cosine: the largest cosine between the residual and a column of the Jacobian.
         step: the size of the next Gauss-Newton step relative to the unknowns.
-        ladder: of the Jacobian; None for one precision.
+        ladder: the Jacobian's ladder; None if it has one precision.
     """
 
     solution: Any
@@ -189,15 +189,15 @@ class Fit(NamedTuple):
 
 @eqx.filter_jit
 def fit(problem: Problem, solver: Any, roles: Roles, x0: Any, args: Any, max_steps: int) -> Fit:
-    """The solution by optimistix, and how well it satisfies what it should.
+    """The solution by optimistix, with measures of how good it is.
 
     Args:
         problem: the residual.
-        solver: of optimistix.
+        solver: an optimistix solver.
         roles: the precision of each part.
-        x0: where to start, a vector.
-        args: of the residual.
-        max_steps: at most.
+        x0: the start, a vector.
+        args: the residual's second argument.
+        max_steps: the largest number of steps.
     """
     fn = _of_its_precision(problem)
     forward, backward = _derivatives(fn, x0, args)
@@ -227,7 +227,7 @@ def fit(problem: Problem, solver: Any, roles: Roles, x0: Any, args: Any, max_ste
 
 @eqx.filter_jit
 def looked_at(problem: Problem, roles: Roles, points: Sequence[Any], args: Any) -> Any:
-    """The health of the residual and its linearisation at some points, a program of its own."""
+    """The `Health` of the residual and its linearisation at some points, in a separate program."""
     points, args = jax.tree.map(jax.lax.stop_gradient, (points, args))
     points, args = jax.lax.optimization_barrier((points, args))
     fn = _of_its_precision(problem)
@@ -247,7 +247,7 @@ class _Looked(NamedTuple):
     backward: bool
 
     def linearised(self, x: Any, args: Any) -> Any:
-        """The residual, and what a first step reads of its Jacobian and of its gradient."""
+        """The residual, and the parts of its Jacobian and gradient that a first step reads."""
         eye = jnp.eye(x.size, dtype=x.dtype)
         if not self.forward:
             return self.fn(x, args), jax.jacrev(lambda x: self.fn(x, args))(x)
@@ -266,7 +266,7 @@ def _derivatives(fn: Callable[..., Any], x: Any, args: Any) -> tuple[bool, bool]
     A `lax.while_loop` has no transpose, and a `jax.custom_vjp` no forward mode.
 
     Raises:
-        TypeError: where it is neither.
+        TypeError: if neither is possible.
     """
 
     def backward(x: Any) -> Any:
@@ -277,7 +277,7 @@ def _derivatives(fn: Callable[..., Any], x: Any, args: Any) -> tuple[bool, bool]
     for derivative in (jax.jacfwd(lambda x: fn(x, args)), backward):
         try:
             jax.eval_shape(derivative, x)
-        except Exception as error:  # a rule for derivatives may raise anything
+        except Exception as error:  # a derivative rule may raise anything
             errors.append(error)
         else:
             errors.append(None)
@@ -311,7 +311,7 @@ def _in_float32(problem: Problem, x: Any, args: Any) -> Any:
 def _quality(
     fn: Callable[..., Any], x: Any, args: Any, jacobian_of: Callable[..., Any]
 ) -> tuple[Any, Any]:
-    # these judge a solve, and the QR factorisation of a wide matrix has no derivative
+    # These only judge a solve, and the QR factorisation of a wide matrix has no derivative.
     held, rest = eqx.partition((fn, x, args), eqx.is_inexact_array)
     fn, x, args = eqx.combine(jax.lax.stop_gradient(held), rest)
     r, jacobian = fn(x, args), jacobian_of(lambda x: fn(x, args))(x)

@@ -30,13 +30,13 @@ def in_float64(fn: Callable[..., Tree], *args: Tree) -> Tree:
     """`fn(*args)`, traced and run with x64 on.
 
     Args:
-        fn: from pytrees of arrays to one of arrays.
+        fn: a function of pytrees of arrays that returns a pytree of arrays.
         args: its arguments.
 
     Returns:
-        With x64 on what `fn` returns. With x64 off, outside of `jax.jit` and of other transforms,
-        the same with numpy arrays in the place of those of 64 bits; inside of them, where no
-        value of 64 bits can leave, those rounded to 32 bits.
+        With x64 on, the result of `fn`. With x64 off and outside all transforms, 64-bit arrays are
+        numpy arrays; inside `jax.jit` and other transforms, which no 64-bit value can leave, they
+        are rounded to 32 bits.
     """
     if ir.in_x64():
         return fn(*args)
@@ -49,7 +49,7 @@ def in_float64(fn: Callable[..., Tree], *args: Tree) -> Tree:
 
     def flat(*given: Any) -> list[Any]:
         operands = iter(given)
-        # what is no tracer keeps its 64 bits as a constant of the program
+        # A value that is no tracer keeps its 64 bits as a constant of the program.
         mixed = [next(operands) if t else own_array(x) for t, x in zip(traced, leaves, strict=True)]
         out, tree = jax.tree.flatten(fn(*jax.tree.unflatten(structure, mixed)))
         shape.append(tree)
@@ -60,10 +60,10 @@ def in_float64(fn: Callable[..., Tree], *args: Tree) -> Tree:
 
 
 def own_array(x: Any) -> Any:
-    """A numpy array as one of JAX, by way of a copy, which no program of another mode holds.
+    """A JAX array from a copy of a numpy array, which no program of another x64 mode holds.
 
-    JAX keeps one canonical form of a numpy array as long as any program holds it, in the mode of
-    x64 in which it was first met, and hands that to programs of the other mode too.
+    As long as a program holds a numpy array, JAX caches one canonical form of it, in the x64 mode
+    in which it first saw the array, and uses that in programs of the other mode too.
     """
     return jnp.array(np.array(x)) if isinstance(x, np.ndarray | np.generic) else x
 

@@ -1,8 +1,8 @@
 """GMRES for small Krylov spaces whose basis stays orthogonal.
 
-Refinement takes GMRES to systems whose preconditioned matrix has condition numbers of 1e5 and
-more. There `jax.scipy`'s (jax 0.12.0.1) and lineax's (0.1.1) stop: their Gram-Schmidt is done once,
-the basis loses its orthogonality, and restarts do not bring it back. Measured on the matrices of
+Refinement applies GMRES to systems whose preconditioned matrix has condition numbers of 1e5 and
+more. There `jax.scipy`'s (jax 0.12.0.1) and lineax's (0.1.1) stagnate: they do Gram-Schmidt once,
+the basis loses its orthogonality, and restarts do not restore it. Measured on the matrices of
 `tests/numerics/test_linear.py` with a float16 factor, refinement with the first fails from a
 condition number of 1e8 on, and with this one at 1e11 it does not.
 """
@@ -27,23 +27,23 @@ class _Arnoldi(NamedTuple):
 
 
 def gmres(operator: Callable[[Any], Any], b: Any, tolerance: float, size: int) -> tuple[Any, Any]:
-    """The vector of a Krylov space whose image is nearest to `b`, and how many products it took.
+    """The vector of a Krylov space whose image is nearest to `b`, and the number of products.
 
-    After Saad and Schultz 1986, https://doi.org/10.1137/0907058. The norm of the residual comes of
-    the vector `u` that is orthogonal to the columns of the Hessenberg matrix: it is
+    After Saad and Schultz 1986, https://doi.org/10.1137/0907058. With the vector `u` that is
+    orthogonal to the columns of the Hessenberg matrix, the norm of the residual is
     `|b| |u_1| / |u|`.
 
     Args:
         operator: a linear function of a vector.
         b: a vector.
-        tolerance: the norm of the residual relative to that of `b` at which it ends.
-        size: how large the space becomes at most.
+        tolerance: it ends when the norm of the residual relative to that of `b` is this small.
+        size: the largest dimension of the space.
     """
     length = jnp.linalg.norm(b)
     residual = jnp.where(length > 0, jnp.ones_like(length), jnp.zeros_like(length))
     length = jnp.where(length > 0, length, jnp.ones_like(length))
     basis = jnp.zeros((size + 1, b.size), b.dtype).at[0].set(b / length)
-    # a column that is not reached has its one in a row of its own
+    # Columns that are not reached are those of an identity matrix.
     hessenberg = jnp.eye(size + 1, size, k=-1, dtype=b.dtype)
     null = jnp.zeros(size + 1, b.dtype).at[0].set(1)
     first = _Arnoldi(jnp.zeros((), jnp.int32), basis, hessenberg, null, residual)
@@ -61,7 +61,7 @@ def gmres(operator: Callable[[Any], Any], b: Any, tolerance: float, size: int) -
             w = w - along @ basis
             column = column + along
         norm = jnp.linalg.norm(w)
-        # the space holds the solution
+        # The space contains the solution.
         complete = norm <= jnp.finfo(b.dtype).eps * before
         safe = jnp.where(complete, jnp.ones_like(norm), norm)
         null = state.null.at[k + 1].set(-(state.null @ column) / safe)

@@ -32,26 +32,26 @@ _TOLERANCES = {Precision.F64: (1e-10, 1e-14), Precision.F32: (1e-5, 1e-7)}
 )
 @dataclasses.dataclass(frozen=True)
 class LeastSquares:
-    """What `least_squares` found, and how good it is.
+    """The result of `least_squares`, with measures of how good it is.
 
     Attributes:
         solution: optimistix's `Solution`, without its solver's inner state: `value` has the tree of
-            the start, `result` says what ended the solve, `stats` has `num_steps` and
+            the start, `result` says why the solve ended, `stats` has `num_steps` and
             `num_accepted_steps`.
         cosine: the largest cosine between the residual and a column of its Jacobian, zero at a
             stationary point (MINPACK's `gnorm`; Moré 1978, "The Levenberg-Marquardt algorithm",
-            https://doi.org/10.1007/BFb0067700). A residual that is zero has none: there it is
-            that of rounding errors.
-        step: the size of the next Gauss-Newton step, the largest relative to its unknown: about the
-            relative error of the value, as far as the problem is as linear as that near the
-            solution.
+            https://doi.org/10.1007/BFb0067700). For an exact fit the residual is rounding errors,
+            and so is its cosine.
+        step: the size of the next Gauss-Newton step, the largest relative to its unknown. It is
+            about the relative error of the value if the problem is nearly linear at that distance
+            from the solution.
         ladder: the `Ladder` of the Jacobian, with the steps on each rung and the switches; None
-            where it has one precision.
+            if it has one precision.
         health: with `monitor=True` the `Health` of the residual, the Jacobian and the gradient in
-            their precisions, at the start and at the end; None without.
+            their precisions, at the start and at the end; otherwise None.
         roles: the precisions.
 
-    `cosine` and `step` are of the precision of the residual throughout, whatever the other roles.
+    `cosine` and `step` are computed in the residual's precision, whatever the other roles' are.
     """
 
     solution: Any
@@ -68,7 +68,7 @@ class LeastSquares:
 
     @property
     def steps(self) -> Any:
-        """How many steps were tried, an integer scalar."""
+        """The number of steps that were tried, an integer scalar."""
         return self.solution.stats["num_steps"]
 
     @property
@@ -130,36 +130,37 @@ def least_squares(
     many steps are taken, not where they end. Float64 is float64 with x64 off too.
 
     Args:
-        residual: from the unknowns and `args` to a pytree of real floating arrays. It is traced
-            with unknowns in float64 in every call, and evaluated in the precision of its role; it
-            is compiled again where it reads other shapes or other numbers that are no arrays, or
-            cannot be hashed. Data that it holds should be numpy arrays of float64, which stay so.
-        x0: where to start, a pytree of floating arrays.
+        residual: a function of the unknowns and `args` that returns a pytree of real floating
+            arrays. It is traced with unknowns in float64 in every call, and evaluated in the
+            precision of its role. It is compiled again if it reads other shapes or other numbers
+            that are no arrays, or cannot be hashed. Data that it closes over should be numpy arrays
+            of float64, which keep their digits.
+        x0: the start, a pytree of floating arrays.
         args: the second argument of `residual`, a pytree of arrays and numbers.
-        roles: the precision of each part, `Roles()` by default; a dict names only what differs.
-            Of a residual with a `lax.while_loop`, which has no reverse mode, or a
+        roles: the precision of each part, `Roles()` by default; a dict only names those that
+            differ. For a residual with a `lax.while_loop`, which has no reverse mode, or a
             `jax.custom_vjp`, which has no forward mode, the Jacobian is computed in the precision
-            of the residual, and then rounded.
+            of the residual and then rounded.
         solver: "LevenbergMarquardt", "Dogleg" or "GaussNewton", or a solver of optimistix with a
             `descent` (an `AbstractGaussNewton`) and tolerances of its own.
-        rtol: how small a step is to be relative to the unknowns and a change relative to the
-            residual; 1e-10 for a residual in float64, and 1e-5 in float32.
-        atol: the same, absolute; 1e-14, and 1e-7 in float32.
-        max_steps: how many steps are tried at most.
-        monitor: whether the result has a `health`. It costs two more linearisations, looked at.
+        rtol: the relative tolerance of steps in the unknowns and of changes of the residual;
+            1e-10 for a residual in float64, and 1e-5 in float32.
+        atol: the absolute tolerance; 1e-14, and 1e-7 in float32.
+        max_steps: the largest number of steps that are tried.
+        monitor: whether the result has a `health`. It costs two more linearisations.
 
     Returns:
         A `LeastSquares`, a pytree. Its arrays have the precision of the residual. With x64 off,
-        those of float64 are numpy arrays; inside of `jax.jit` and other transforms they are rounded
-        to float32. Nothing is raised for a solve that does not converge: `converged` says so. It
-        is differentiated by the implicit function theorem, in `args` and what `residual` closes
-        over, where `residual` has a reverse mode; `cosine` and `step` are constants there.
+        those of float64 are numpy arrays; inside `jax.jit` and other transforms they are rounded
+        to float32. A solve that does not converge raises no error; see `converged`. It is
+        differentiated by the implicit function theorem, in `args` and the values that `residual`
+        closes over, if `residual` has a reverse mode; `cosine` and `step` are constants there.
 
     Raises:
-        ModuleNotFoundError: without optimistix.
+        ModuleNotFoundError: if optimistix is not installed.
         TypeError: for a start or a residual that is not real and floating, a residual that is no
             function, has no derivative or is narrower than its role, `args` that are no arrays,
-            or a solver that is none.
+            or an object that is no solver.
         ValueError: for an unknown role, precision or solver, and for a start without unknowns.
 
     Example:
@@ -231,7 +232,7 @@ def _fitting() -> Any:
 def _dtype_of(leaf: Any) -> Any:
     """The dtype of an array or a number; None for anything else."""
     is_array = hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")
-    # a name or a class of a dtype would be taken for the dtype
+    # A string or class that names a dtype would be taken for an array of that dtype.
     if isinstance(leaf, type) or not (is_array or isinstance(leaf, int | float | complex)):
         return None
     try:

@@ -44,16 +44,16 @@ _UNDERFLOW = 5
 )
 @dataclasses.dataclass(frozen=True)
 class LinearSolve:
-    """What `solve` found, and how good it is; for a matrix of right-hand sides, for each column.
+    """The result of `solve`, with measures of how good it is, for each column of `b`.
 
     Attributes:
-        x: the solution, of the shape of `b`, in the precision of refinement.
+        x: the solution, with the shape of `b`, in the precision of refinement.
         status: how it ended, an int32; `reason` says it in words.
-        steps: refinement steps, an int32; the first is the solve with the factors.
+        steps: the number of refinement steps, an int32; the first is the solve with the factors.
         backward_error: `|b - A x| / (|A| |x| + |b|)` in the largest norm, the relative change of
             `A` and `b` for which `x` is exact (Rigal and Gaches 1967).
         error: an estimate of `|x - A^-1 b| / |x|` in the largest norm: the next correction.
-        factor, refine, method: as asked for.
+        factor, refine, method: the arguments of `solve`.
     """
 
     x: Any
@@ -67,12 +67,12 @@ class LinearSolve:
 
     @property
     def converged(self) -> Any:
-        """Whether the backward error is that of rounding, a boolean."""
+        """Whether the backward error is only that of rounding, a boolean."""
         return self.status == 0
 
     @property
     def reason(self) -> Any:
-        """How it ended, outside of `jax.jit`: a text, or a list of one for each column."""
+        """How it ended, outside `jax.jit`: a text, or a list with one for each column."""
         status = np.asarray(self.status)
         return _REASONS[status] if status.ndim == 0 else [_REASONS[s] for s in status.ravel()]
 
@@ -90,50 +90,51 @@ def solve(
     """The solution of `A x = b` by an LU factorisation in low precision, refined in a high one.
 
     The factorisation, two thirds n^3 operations, is done once in the low format; a step of
-    refinement takes n^2 (classic), or `restart` times that. What is reached is the backward error
-    of the high precision, up to a condition number: the largest one up to which all systems were
-    solved, measured for random matrices with n = 100 whose singular values are a geometric sequence
-    (notebooks/08_refinement_and_condition), and in brackets the bounds of Carson and Higham 2018
-    ("Accelerating the solution of linear systems by iterative refinement in three precisions",
-    https://doi.org/10.1137/17M1140819), 1 / u_factor and 1 / (u_factor sqrt(u_refine)):
+    refinement takes n^2 (classic), or `restart` times that. It reaches the backward error of the
+    high precision up to a condition number. The table has the largest condition number up to which
+    all systems were solved, measured for random matrices with n = 100 whose singular values are a
+    geometric sequence (notebooks/08_refinement_and_condition), and in brackets the bounds of Carson
+    and Higham 2018 ("Accelerating the solution of linear systems by iterative refinement in three
+    precisions", https://doi.org/10.1137/17M1140819): 1 / u_factor, 1 / (u_factor sqrt(u_refine)):
 
         factor    classic       gmres, restart=20    gmres, restart=n
         f32       1e7 (2e7)     1e9                  1e16 (2e15)
         f16       1e3 (2e3)     1e5                  1e15 (2e11)
         bf16      1e2 (3e2)     1e4                  1e15 (2e10)
 
-    What does not come to that backward error is not called converged. With `restart` = n
-    GMRES solves a system nearly by itself, for 2 n^3 operations a step: then it gains nothing.
+    A solution without that backward error does not count as converged. With `restart` = n GMRES
+    solves a system nearly by itself, in 2 n^3 operations a step, so nothing is gained then.
 
     With float16 and bfloat16, `A` and the factors are rounded to the format and nearly all products
     have operands in it, with sums in float32; panels of 32 columns (n / 16 from n = 512 on) and the
-    triangular systems are float32. That is fast where products in 16 bits are. Where they are not,
-    as in float16 on CPUs, it shows what the rounding does.
+    triangular systems are float32. That is fast if products in 16 bits are. If they are not, as
+    in float16 on CPUs, it shows the effect of the rounding.
 
     Args:
         A: a real matrix of shape (n, n). For batches use `jax.vmap`.
-        b: of shape (n,) or (n, k), of any scale; where it, or the solution, is not zero but below
-            the normal numbers of `refine` (2e-308, and 1e-38 in float32), which most processors
-            take for zero, it has not converged.
-        factor: "f32", "f16" or "bf16". Rows and columns are scaled by powers of two first, so that
-            matrices of any scale fit.
-        refine: of residuals, updates and the result: "f64" (with x64 off too), or "f32".
-        method: "classic" adds to `x` the solution, by the factors, of the system of the residual;
-            "gmres" solves that system by GMRES, preconditioned with the factors in the precision of
+        b: an array of shape (n,) or (n, k), of any scale. If it, or the solution, is not zero but
+            below the normal numbers of `refine` (2e-308, and 1e-38 in float32), which most
+            processors take for zero, the result has not converged.
+        factor: the precision of the factors, "f32", "f16" or "bf16". Rows and columns are scaled
+            by powers of two first, so that matrices of any scale fit.
+        refine: the precision of residuals, updates and the result: "f64" (with x64 off too) or
+            "f32".
+        method: "classic" solves the system of the residual with the factors and adds the solution
+            to `x`; "gmres" solves it by GMRES, preconditioned with the factors in the precision of
             refinement.
-        max_steps: steps of refinement at most.
-        restart: GMRES: products with `A` in a step at most; each keeps a vector.
+        max_steps: the largest number of refinement steps.
+        restart: for GMRES the largest number of products with `A` in a step; each stores a vector.
 
     Returns:
         A `LinearSolve`, a pytree. With x64 off, results in float64 are numpy arrays; inside of
         `jax.jit` and other transforms they are rounded to float32. `x` is differentiated in `A` and
-        `b` by the same solver, with the same factors. Nothing is raised for a system that is not
-        solved: ask `converged`.
+        `b` by the same solver, with the same factors. A system that is not solved raises no error;
+        see `converged`.
 
     Raises:
-        TypeError: where `A` or `b` is not real and floating.
-        ValueError: for shapes that do not fit, an unknown precision or method, or a factor wider
-            than the refinement.
+        TypeError: if `A` or `b` is not real and floating.
+        ValueError: for shapes that do not fit, an unknown precision or method, or a factor that is
+            wider than the refinement.
 
     Example:
         >>> import numpy as np
@@ -215,9 +216,9 @@ def _solve(how: _How, a: Any, b: Any) -> Any:
 
 
 def _vanishes(b: Any, precision: Precision) -> Any:
-    """Whether a column is not zero, and would be without subnormal numbers in a precision."""
+    """Whether a column is not zero, but would be zero in a precision without subnormal numbers."""
     unsigned = jnp.dtype(f"uint{8 * b.dtype.itemsize}")
-    # comparisons take subnormal numbers for zero where arithmetic does
+    # Comparisons take subnormal numbers for zero if arithmetic does.
     bits = lax.bitcast_convert_type(lax.stop_gradient(b), unsigned) << 1
     size = jnp.max(jnp.abs(lax.stop_gradient(b).astype(precision.dtype)), axis=0)
     return jnp.any(bits != 0, axis=0) & (size < jnp.finfo(precision.dtype).tiny)
@@ -233,7 +234,7 @@ class _State(NamedTuple):
 
 def _refined(how: _How, a: Any, apply: Callable[..., Any], b: Any) -> tuple[Any, Any]:
     """The solution, and `LinearSolve`'s report."""
-    # residuals are smaller than b by the unit roundoff, and are not to underflow
+    # Residuals are smaller than b by the unit roundoff, and must not underflow.
     power = _power_below(jnp.max(jnp.abs(b)))
     b = b / power
     tolerance = math.sqrt(b.size) * how.high.unit_roundoff
@@ -254,7 +255,7 @@ def _refined(how: _How, a: Any, apply: Callable[..., Any], b: Any) -> tuple[Any,
         error = backward_error(x, residual)
         steps = state.steps + 1
         new_status = status(error, state.backward_error, steps)
-        # a step that makes it worse is not taken
+        # A step that makes the result worse is not taken.
         better = error < state.backward_error
         return _State(
             jnp.where(better, x, state.x),
@@ -269,7 +270,8 @@ def _refined(how: _How, a: Any, apply: Callable[..., Any], b: Any) -> tuple[Any,
     error = backward_error(zero, b)
     first = _State(zero, b, error, count, status(error, jnp.full_like(error, jnp.inf), count))
     last = lax.while_loop(lambda state: state.status < 0, step, first)
-    # the solution may be beyond what its format holds, and XLA would multiply by nothing instead
+    # The solution may be out of its format's range. Without the barrier XLA would cancel the
+    # multiplication and the division.
     x = lax.optimization_barrier(last.x * power)
     kept = x / power
     is_whole = jnp.all(kept == last.x)
@@ -286,7 +288,7 @@ def _refined(how: _How, a: Any, apply: Callable[..., Any], b: Any) -> tuple[Any,
 
 
 def _power_below(x: Any) -> Any:
-    """A power of two that takes a positive number to about one, and can be divided by; else one."""
+    """A power of two by which a positive number can be divided to give about 1; 1 for others."""
     _, exponent = jnp.frexp(x)
     limit = jnp.finfo(x.dtype).maxexp - 3
     power = jnp.ldexp(jnp.ones_like(x), jnp.clip(exponent, -limit, limit))
@@ -304,10 +306,10 @@ def _correction(how: _How, a: Any, apply: Callable[..., Any], residual: Any) -> 
     def preconditioned(v: Any) -> Any:
         return apply(jnp.matmul(a, v, precision="highest"), how.high.dtype)
 
-    # the correction is as good as this times the condition of the preconditioned matrix
+    # The correction's error is this times the condition number of the preconditioned matrix.
     tolerance = math.sqrt(how.high.unit_roundoff)
     start = apply(unit, how.high.dtype)
-    # GMRES squares, and A may be of any scale
+    # GMRES computes squares, and A may be of any scale.
     size = jnp.max(jnp.abs(start))
     size = jnp.where(size > 0, size, jnp.ones_like(size))
     correction, _ = gmres(preconditioned, start / size, tolerance, how.restart)

@@ -1,6 +1,6 @@
 """LU factorisations in 16 and 32 bits of matrices of any scale.
 
-LAPACK factorises in float32 and float64 alone. In 16 bits it is done as tensor cores do it (Haidar,
+LAPACK only factorises in float32 and float64. In 16 bits it is done as on tensor cores (Haidar,
 Tomov, Dongarra, Higham 2018, "Harnessing GPU tensor cores for fast FP16 arithmetic to speed up
 mixed-precision iterative refinement solvers", https://doi.org/10.1109/SC.2018.00050): a blocked,
 right-looking LU with partial pivoting, whose panels are factorised in float32 and whose trailing
@@ -22,7 +22,8 @@ from precpass.policy.precision import Precision
 __all__ = ["Factors", "factors"]
 
 _SHARE = 0.1
-"""The share of the largest number that the largest entry becomes (Higham, Pranesh, Zounon 2019)."""
+"""The largest entry becomes this share of the format's largest number (Higham, Pranesh, Zounon
+2019)."""
 _BLOCKS = 16
 _BLOCK = 32
 
@@ -32,7 +33,7 @@ class Factors(NamedTuple):
 
     Attributes:
         lu: the unit lower factor below the diagonal and the upper one above, in the format.
-        order: the permutation `P`, as the row that comes to each place.
+        order: the permutation `P`, as the index of the row that comes to each place.
         rows, columns: the scales, in the precision of `A`.
     """
 
@@ -42,13 +43,14 @@ class Factors(NamedTuple):
     columns: Any
 
     def apply(self, r: Any, dtype: Any, transposed: bool = False) -> Any:
-        """`A^-1 r`, or `A^-T r`, as far as the factors know it.
+        """`A^-1 r`, or `A^-T r`, to the accuracy of the factors.
 
         Args:
             r: a vector in the precision of `A`.
-            dtype: what the triangular systems are solved in; in that of `r` this is linear, as
-                far as a program can be, and else its vectors are kept from under- and overflow.
-            transposed: whether of `A^T`.
+            dtype: the dtype in which the triangular systems are solved. In the dtype of `r` the
+                function is linear up to rounding; in others vectors are scaled against under- and
+                overflow.
+            transposed: whether the matrix is transposed.
         """
         before, after = (self.columns, self.rows) if transposed else (self.rows, self.columns)
         z = before * r
@@ -76,13 +78,13 @@ def factors(a: Any, precision: Precision) -> Factors:
     largest number. The scales are powers of two, so that they round nothing.
 
     Args:
-        a: of shape (n, n), in float32 or float64.
+        a: a matrix of shape (n, n), in float32 or float64.
         precision: float32, bfloat16 or float16.
     """
     rows = _reciprocal_power(jnp.max(jnp.abs(a), axis=1))
     columns = _reciprocal_power(jnp.max(jnp.abs(a) * rows[:, None], axis=0))
     if precision is Precision.F16:
-        # below it U may still grow by a factor of ten
+        # A tenth of the largest number lets U grow by a factor of ten.
         columns = columns * 2.0 ** math.floor(math.log2(_SHARE * precision.max))
     scaled = (rows[:, None] * a * columns[None]).astype(precision.dtype)
     if precision.is_low:
@@ -93,7 +95,7 @@ def factors(a: Any, precision: Precision) -> Factors:
 
 
 def _reciprocal_power(x: Any) -> Any:
-    """The power of two that takes a magnitude into [1/2, 1); one for zero."""
+    """The power of two by which a magnitude is scaled into [1/2, 1); 1 for zero."""
     _, exponent = jnp.frexp(x)
     return jnp.ldexp(jnp.ones_like(x), jnp.where(x > 0, -exponent, jnp.zeros_like(exponent)))
 

@@ -1,4 +1,4 @@
-"""Which precision each part of a nonlinear least-squares solve has."""
+"""`Roles`: the precision of each part of a nonlinear least-squares solve."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _LEGAL = {
 class Roles:
     """The precision of each part of a step of nonlinear least squares.
 
-    A step solves `(J^T J + ...) d = -J^T r`. Where it ends is decided by the residual and the
-    gradient `J^T r`; an inexact `J` on the left only changes how it gets there. So these two are
+    A step solves `(J^T J + ...) d = -J^T r`. The residual and the gradient `J^T r` decide where
+    the solve ends; an inexact `J` on the left only changes the way there. So these two are
     float64 by default, and the Jacobian, which costs as many products as there are unknowns, is
-    float32. Where a gradient or a Jacobian in a lower format is not finite, that of the step is
-    computed again in the precision of the residual.
+    float32. If a gradient or a Jacobian in a lower format is not finite, it is computed again in
+    the precision of the residual for that step.
 
     Attributes:
-        residual: of the residual `r`, the unknowns, and what accepts a step and ends the solve;
-            "f64" or "f32". The residual is linearised in this precision.
-        gradient: of `J^T r`, one product with the transpose of that linearisation.
-        jacobian: of `J` on the left side, one product with that linearisation for each unknown. A
-            tuple such as ("bf16", "f32", "f64") is a ladder: it is raised where steps of the
-            present precision no longer bring the residual and the Jacobian closer to a right
-            angle, and where the solve would end (`Ladder`, with a patience of 10 steps).
-        solve: of the QR factorisation of `J` and of what follows from it; "f64" or "f32", since
-            LAPACK has no other.
+        residual: the precision of the residual `r`, of the unknowns, and of the tests that accept
+            a step and end the solve; "f64" or "f32". The residual is linearised in it.
+        gradient: the precision of `J^T r`, one product with the transposed linearisation.
+        jacobian: the precision of `J` on the left side, one product with the linearisation for
+            each unknown. A tuple such as ("bf16", "f32", "f64") is a ladder: it is raised if steps
+            of the present precision no longer bring the residual and the Jacobian closer to a
+            right angle, and when the solve would end (`Ladder`, with a patience of 10 steps).
+        solve: the precision of the QR factorisation of `J` and of the step that it gives; "f64" or
+            "f32", because LAPACK has no other.
 
     Raises:
         ValueError: for an unknown precision, one that a role cannot have, or one above that of
@@ -75,18 +75,18 @@ class Roles:
 
     @property
     def rungs(self) -> tuple[Precision, ...]:
-        """The precisions of the Jacobian, from the one with which the solve begins."""
+        """The precisions of the Jacobian, beginning with that of the first step."""
         given: Any = self.jacobian
         return given if isinstance(given, tuple) else (given,)
 
     @classmethod
     def all(cls, precision: Precision | str) -> Roles:
-        """One precision throughout: "f64", which is the solver as it is, or "f32"."""
+        """Roles with one precision: "f64", which does not change the solver, or "f32"."""
         return cls(precision, precision, precision, precision)
 
     @classmethod
     def of(cls, value: Roles | Mapping[str, Any]) -> Roles:
-        """Reads roles from themselves or from a mapping, whose missing ones have their defaults.
+        """Reads roles from a `Roles` or a mapping, whose missing roles have their defaults.
 
         Raises:
             ValueError: for an unknown role, and as `Roles` does.
