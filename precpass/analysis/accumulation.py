@@ -102,17 +102,17 @@ class Additive:
     def _through(self, jaxpr: ir.Jaxpr) -> list[int]:
         """For each result of a jaxpr, the operands that it is a sum of."""
         opened = ir.open_jaxpr(jaxpr)
-        held = self._passes.get(id(opened))
-        if held is None:
+        cached = self._passes.get(id(opened))
+        if cached is None:
             reached = self._forward(opened)
             ends = [0 if ir.is_literal(v) else reached.get(v, 0) for v in opened.outvars]
-            held = self._passes[id(opened)] = opened, ends
-        return held[1]
+            cached = self._passes[id(opened)] = opened, ends
+        return cached[1]
 
     def _forward(self, opened: ir.Jaxpr) -> dict[Any, int]:
         """For each value of a jaxpr, the operands that reach it through additive equations."""
-        if (held := self._reached.get(id(opened))) is not None:
-            return held[1]
+        if (cached := self._reached.get(id(opened))) is not None:
+            return cached[1]
         reached = {v: 1 << i for i, v in enumerate(opened.invars)}
         for eqn in opened.eqns:
             reads = [0 if ir.is_literal(v) else reached.get(v, 0) for v in eqn.invars]

@@ -90,8 +90,8 @@ def unentered(eqn: ir.Eqn, lowered: dict[Any, ir.Contents]) -> str | None:
         eqn: the equation.
         lowered: a cache of what equations contain, by their keys.
     """
-    held = [e for j in ir.hidden_jaxprs(eqn) for e in ir.all_held_eqns(j)]
-    products = sum(e.primitive.name in COMPUTING for e in held)
+    inner_eqns = [e for j in ir.hidden_jaxprs(eqn) for e in ir.all_held_eqns(j)]
+    products = sum(e.primitive.name in COMPUTING for e in inner_eqns)
     name = eqn.primitive.name
     is_unknown = ir.why_opaque(eqn) is None and name not in BOUNDARY
     shows_none = is_unknown or op(name).hides_products

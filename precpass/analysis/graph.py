@@ -52,9 +52,9 @@ class BodyNode:
         """The first caller's source line, or that of its caller if JAX recorded none."""
         node: BodyNode | None = self
         while node is not None and node.caller is not None:
-            own = ir.source_of(node.caller)
-            if own.file:
-                return own
+            recorded = ir.source_of(node.caller)
+            if recorded.file:
+                return recorded
             node = node.around
         return ir.Source()
 
@@ -62,8 +62,8 @@ class BodyNode:
 def trips_of(node: BodyNode) -> float:
     """How often the equation that calls a body first runs it."""
     opened = ir.open_jaxpr(node.jaxpr)
-    found = (b.trips for b in ir.bodies(node.caller) if ir.open_jaxpr(b.jaxpr) is opened)
-    trips = next(found, 1)
+    trip_counts = (b.trips for b in ir.bodies(node.caller) if ir.open_jaxpr(b.jaxpr) is opened)
+    trips = next(trip_counts, 1)
     return float(element_count((NOMINAL_SIZE if trips is None else trips,)))
 
 
@@ -164,8 +164,8 @@ class Graph:
 
     def source(self, row: int) -> ir.Source:
         """The source line of an equation, or its caller's if JAX recorded none."""
-        own = ir.source_of(self.eqns[row])
-        return own if own.file else self.bodies[int(self.body[row])].source
+        recorded = ir.source_of(self.eqns[row])
+        return recorded if recorded.file else self.bodies[int(self.body[row])].source
 
     def to_networkx(self) -> Any:
         """The dataflow as a `networkx.MultiDiGraph`.

@@ -102,8 +102,8 @@ class OperandOrigins:
                 position = self.graph.eqns[row].outvars.index(atom)
                 if position not in body.results:
                     return None
-                made = ir.open_jaxpr(body.jaxpr).outvars[body.results.index(position)]
-                return self.graph.bodies[child], made
+                inner_atom = ir.open_jaxpr(body.jaxpr).outvars[body.results.index(position)]
+                return self.graph.bodies[child], inner_atom
             case _:
                 return None
 

@@ -59,10 +59,10 @@ def propagate(graph: Graph, closed_over: Sequence[Any] = ()) -> ValueRanges:
     """
     opened = ir.open_jaxpr(graph.root.jaxpr)
     known = [of_array(x) if is_readable(x) else None for x in closed_over]
-    given = known + [None] * (len(opened.invars) - len(known))
+    operand_ranges = known + [None] * (len(opened.invars) - len(known))
     facts = tuple(
         of_aval(v.aval) if fact is None else fact
-        for v, fact in zip(opened.invars, given, strict=True)
+        for v, fact in zip(opened.invars, operand_ranges, strict=True)
     )
     root = _Propagation(graph).body(0, facts, sampler=False)
     pairs = zip(opened.invars, known, strict=False)
@@ -97,10 +97,10 @@ class _Propagation:
         for row, eqn in enumerate(self.graph.eqns[node.start : node.stop], node.start):
             operands = [fact_of(v) if is_literal(v) else get(v, unknown) for v in eqn.invars]
             if row in children:
-                made = self._enter(row, operands, facts)
+                result_ranges = self._enter(row, operands, facts)
             else:
-                made = results(eqn, operands, memo)
-            for place, fact in enumerate(made):
+                result_ranges = results(eqn, operands, memo)
+            for place, fact in enumerate(result_ranges):
                 if fact is not unknown:
                     values[eqn.outvars[place]] = fact
         return facts
@@ -114,10 +114,10 @@ class _Propagation:
         sampler = facts.sampler or ir.is_sampler(eqn)
         for body, child in self.graph.children[row]:
             opened = ir.open_jaxpr(body.jaxpr)
-            given = [operands[i] for i in body.operands]
+            body_operands = [operands[i] for i in body.operands]
             for invar, _ in body.carry:
-                given[invar] = of_aval(opened.invars[invar].aval)
-            inside = self.body(child, tuple(given), sampler=sampler)
+                body_operands[invar] = of_aval(opened.invars[invar].aval)
+            inside = self.body(child, tuple(body_operands), sampler=sampler)
             inner.append(inside)
             for atom, result in zip(opened.outvars, body.results, strict=False):
                 fact = inside.of(atom)

@@ -34,21 +34,21 @@ def kept_bytes(jaxpr: ir.Jaxpr) -> float:
     graph = Graph.build(jaxpr, is_backward)
     dropped, total = unread(graph).values, 0.0
     for at, node in enumerate(graph.bodies):
-        made, constant, kept = set[Any](), set[Any](), set[Any]()
-        held, widened = dict[Any, Any](), dict[Any, Any]()
+        forward_values, constant, kept = set[Any](), set[Any](), set[Any]()
+        stored_as, widened = dict[Any, Any](), dict[Any, Any]()
         for row in range(node.start, node.stop):
             eqn = graph.eqns[row]
             operands = eqn.invars[:1] if ir.is_identity_of_first_operand(eqn) else eqn.invars
             if (source := _source(eqn, widened)) is not None:
-                held[eqn.outvars[0]] = held.get(source, source)
+                stored_as[eqn.outvars[0]] = stored_as.get(source, source)
             widened.update(filter(None, [ir.widening(eqn)]))
             if is_backward(graph.scope(row)):
                 read = (v for v in operands if not ir.is_literal(v) and (v, at) not in dropped)
-                kept.update(home for v in read if (home := held.get(v, v)) in made)
+                kept.update(home for v in read if (home := stored_as.get(v, v)) in forward_values)
             elif all(ir.is_literal(v) or v in constant for v in eqn.invars):
                 constant.update(eqn.outvars)
             else:
-                made.update(eqn.outvars)
+                forward_values.update(eqn.outvars)
         total += node.calls * sum(nbytes(v.aval) for v in kept)
     return total
 

@@ -121,11 +121,11 @@ def _surrounded(product: Product) -> Callable[..., Any]:
     """The product in float32 between what makes its operands and what reads its result."""
 
     def program(*operands: Any) -> Any:
-        made = [
+        made_operands = [
             x * 1.25 + 0.5 if origin is OperandOrigin.FUSED else x
             for x, origin in zip(operands, product.origins, strict=False)
         ]
-        out = product.eqn.primitive.bind(*made, *operands[2:], **product.settings)
+        out = product.eqn.primitive.bind(*made_operands, *operands[2:], **product.settings)
         if product.behind:
             out = lax.transpose(out, product.behind)
         return out * 1.5 + 0.5
@@ -160,16 +160,16 @@ def _operands(product: Product) -> list[np.ndarray[Any, Any]]:
     """Values for a product's operands; the groups of a ragged product have equal sizes."""
     rng = np.random.default_rng(0)
     (_, lhs), *_ = product.avals
-    made: list[Any] = []
+    arrays: list[Any] = []
     for dtype, shape in product.avals:
         if np.issubdtype(dtype, np.floating) or jnp.issubdtype(dtype, jnp.floating):
-            made.append(rng.random(shape, np.float32) - 0.5)
+            arrays.append(rng.random(shape, np.float32) - 0.5)
         elif shape:
             rows = lhs[ir.ragged_dimension(product.eqn)]
-            made.append(np.full(shape, rows // shape[-1], dtype))
+            arrays.append(np.full(shape, rows // shape[-1], dtype))
         else:
-            made.append(np.zeros((), dtype))
-    return made
+            arrays.append(np.zeros((), dtype))
+    return arrays
 
 
 def _rounds(runs: Runs) -> dict[str, execute.Timing]:

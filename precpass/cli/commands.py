@@ -141,21 +141,25 @@ def _compare(task: Task) -> Report:
 def _profile(task: Task) -> Report:
     options = task.options
     with _refusing():
-        given = options.devices
-        devices = DEVICES if given is None else [*filter(None, map(str.strip, given.split(",")))]
+        device_names = options.devices
+        devices = (
+            DEVICES
+            if device_names is None
+            else [*filter(None, map(str.strip, device_names.split(",")))]
+        )
         prepared = profile(
             task.fn, _rows(task), devices=devices, rounds=options.rounds, progress=_steps(task)
         )
     # Without rounds nothing runs, so shapes suffice.
     on_arrays = options.rounds > 0 or options.seed is not None
-    found = task.call(prepared, doing="the float32 program", on_arrays=on_arrays)
-    return Report(lambda: str(found), found.to_dict())
+    profiled = task.call(prepared, doing="the float32 program", on_arrays=on_arrays)
+    return Report(lambda: str(profiled), profiled.to_dict())
 
 
 def _rows(task: Task) -> list[tuple[str, PrecisionPolicy | str]]:
     """The policies that are compared, by their texts."""
-    given = task.options.policies
-    texts = PRESETS if given is None else [text.strip() for text in given.split(";")]
+    policy_texts = task.options.policies
+    texts = PRESETS if policy_texts is None else [text.strip() for text in policy_texts.split(";")]
     return [(text, policy_of(text)) for text in texts]
 
 
@@ -209,25 +213,29 @@ def _wrote(task: Task, save: Callable[[str], None], more: str) -> Report:
 
 def _check(task: Task) -> Report:
     options = task.options
-    found: list[Problems] = []
-    given = task.fn, task.args
+    all_problems: list[Problems] = []
+    call = task.fn, task.args
     if options.plan:
         with _refusing():
             # The file is read here first, so that an error of the trace is not taken for one of it.
             Plan.load(options.plan)
         with task.calling("tracing"):
-            found.append(plan_problems(*given, options.plan, task.policy, kwargs=task.kwargs))
+            all_problems.append(plan_problems(*call, options.plan, task.policy, kwargs=task.kwargs))
     if options.expect:
         expected = _expected(options.expect)
         with task.calling("tracing"):
-            found.append(precision_problems(*given, expected, task.policy, kwargs=task.kwargs))
+            all_problems.append(
+                precision_problems(*call, expected, task.policy, kwargs=task.kwargs)
+            )
     data = {
-        "ok": not any(found),
-        "mismatches": [one for problems in found for one in problems.to_dict()["mismatches"]],
-        "notes": [note for problems in found for note in problems.notes],
+        "ok": not any(all_problems),
+        "mismatches": [
+            one for problems in all_problems for one in problems.to_dict()["mismatches"]
+        ],
+        "notes": [note for problems in all_problems for note in problems.notes],
     }
-    text = "\n".join(map(str, filter(None, found))) or "as expected"
-    return Report(lambda: text, data, NOT_AS_EXPECTED if any(found) else OK)
+    text = "\n".join(map(str, filter(None, all_problems))) or "as expected"
+    return Report(lambda: text, data, NOT_AS_EXPECTED if any(all_problems) else OK)
 
 
 def _expected(texts: list[str]) -> dict[str, Any]:

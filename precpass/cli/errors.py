@@ -69,10 +69,10 @@ def said(error: BaseException, status: int, target: str) -> str:
         return f"precpass: {error}\n"
     if status == ExitStatus.FAILED:
         return "".join(traceback.format_exception(error)) + _BUG.format(target=target)
-    own = error.error if isinstance(error, Raised) else error
-    whole = traceback.TracebackException.from_exception(own)
+    users_error = error.error if isinstance(error, Raised) else error
+    whole = traceback.TracebackException.from_exception(users_error)
     _keep_users_lines(whole)
-    return "".join(whole.format()) + (_STATIC if isinstance(own, NEEDS_VALUES) else "")
+    return "".join(whole.format()) + (_STATIC if isinstance(users_error, NEEDS_VALUES) else "")
 
 
 def _keep_users_lines(error: traceback.TracebackException) -> None:

@@ -75,16 +75,16 @@ def _static(
         return names
     if why := unbound(fn, args, kwargs):
         raise Refused(why)
-    given = signature.bind(*args, **kwargs).arguments
+    bound = signature.bind(*args, **kwargs).arguments
     for name in names:
         if name not in signature.parameters:
             known = ", ".join(signature.parameters) or "none"
             raise Refused(f"--static {text!r}: there is no argument {name!r}, but {known}")
         try:
-            hash(given.get(name))
+            hash(bound.get(name))
         except TypeError:
             raise Refused(
-                f"--static {text!r}: {name} is no constant, but {given[name]!r}"
+                f"--static {text!r}: {name} is no constant, but {bound[name]!r}"
             ) from None
     return names
 

@@ -34,11 +34,11 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     top, commands = _parsers()
     options, more = top.parse_known_args(argv)
     if more:
-        own = commands[options.command]
+        command_parser = commands[options.command]
         name = more[0].partition("=")[0]
         others = [n for n, one in commands.items() if name in _options_of(one)]
         elsewhere = f": {name} is of {', '.join(others)}" if others else ""
-        own.error(f"{options.command} has no {' '.join(more)}{elsewhere}")
+        command_parser.error(f"{options.command} has no {' '.join(more)}{elsewhere}")
     return options
 
 
@@ -71,9 +71,11 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
 
 def _common(name: str, one: argparse.ArgumentParser) -> None:
     one.add_argument("target", metavar="TARGET", help="module:function or file.py:function")
-    given = one.add_mutually_exclusive_group()
-    given.add_argument("--args", metavar="TEXT", help='such as "f32[8,128], i32[8], scale=0.5"')
-    given.add_argument("--example", metavar="FUNCTION", help="of the module: returns the arguments")
+    arguments = one.add_mutually_exclusive_group()
+    arguments.add_argument("--args", metavar="TEXT", help='such as "f32[8,128], i32[8], scale=0.5"')
+    arguments.add_argument(
+        "--example", metavar="FUNCTION", help="of the module: returns the arguments"
+    )
     one.add_argument(
         "--static", metavar="NAMES", help="the arguments that are static, such as n,mode"
     )

@@ -138,11 +138,11 @@ def arguments(
     if example is not None:
         function = _attribute(module, example, module.__name__)
         with _users_code():
-            made = function()
-        if isinstance(made, dict) and all(isinstance(key, str) for key in made):
-            return [], dict(made)
+            result = function()
+        if isinstance(result, dict) and all(isinstance(key, str) for key in result):
+            return [], dict(result)
         # A NamedTuple is one argument, such as the state of an optimizer.
-        return list(made) if type(made) is tuple else [made], {}
+        return list(result) if type(result) is tuple else [result], {}
     try:
         return parse_args(text or "")
     except ValueError as error:
@@ -164,10 +164,10 @@ def unbound(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        given = [*(type(x).__name__ for x in args), *(f"{name}=" for name in kwargs)]
+        passed = [*(type(x).__name__ for x in args), *(f"{name}=" for name in kwargs)]
         return (
             f"{getattr(fn, '__name__', 'the function')}{signature} was given "
-            f"({', '.join(given)}): {error}. Give its arguments by --args or --example, which "
+            f"({', '.join(passed)}): {error}. Give its arguments by --args or --example, which "
             "returns a tuple of arguments or a dict of keyword arguments"
         )
     return ""

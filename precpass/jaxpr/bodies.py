@@ -276,11 +276,11 @@ def with_bodies(eqn: Eqn, found: Sequence[Body], new: Sequence[Any]) -> dict[str
         if body.index is None:
             params[body.param] = jaxpr
             continue
-        held = list(params[body.param])
-        held[body.index] = jaxpr
+        branches = list(params[body.param])
+        branches[body.index] = jaxpr
         # custom_linear_solve has its jaxprs in a namedtuple.
         make = getattr(type(params[body.param]), "_make", tuple)
-        params[body.param] = make(held)
+        params[body.param] = make(branches)
     return params
 
 

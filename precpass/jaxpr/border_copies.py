@@ -111,8 +111,8 @@ def _barred(
     before = old if isinstance(old, tuple) else (old,) * count
     if not any(before):
         return old if isinstance(old, bool) else (*before, *(False for _ in operands))
-    own = (bar and i not in unread for i, bar in enumerate(before))
-    return (*own, *(before[i] for i in operands))
+    operand_bars = (bar and i not in unread for i, bar in enumerate(before))
+    return (*operand_bars, *(before[i] for i in operands))
 
 
 def _groups(eqn: Eqn) -> tuple[tuple[int, ...], tuple[int, ...]]:

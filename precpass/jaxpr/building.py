@@ -219,8 +219,8 @@ class Builder:
         opened = open_jaxpr(template)
         new: dict[Any, Any] = dict(zip(opened.invars, operands, strict=True))
         for var, const in zip(opened.constvars, consts_of(template), strict=True):
-            new[var] = own = _Var(var.aval)
-            self.constvars.append(own)
+            new[var] = new_var = _Var(var.aval)
+            self.constvars.append(new_var)
             self.consts.append(const)
         for eqn in opened.eqns:
             invars = [v if is_literal(v) else new[v] for v in eqn.invars]

@@ -59,9 +59,11 @@ def with_rewritten_rules(eqn: Eqn, params: dict[str, Any], rewrite: Rewrite) -> 
     if primitive == "custom_jvp_call":
         params["jvp_jaxpr_fun"] = _rewritten_thunk(params["jvp_jaxpr_fun"], rewrite, _Made())
     elif primitive == "custom_vjp_call":
-        made = _Made()
-        params["fwd_jaxpr_thunk"] = _rewritten_thunk(params["fwd_jaxpr_thunk"], rewrite, made)
-        natives = functools.partial(_avals_of_bwd, eqn, made)
+        rule_results = _Made()
+        params["fwd_jaxpr_thunk"] = _rewritten_thunk(
+            params["fwd_jaxpr_thunk"], rewrite, rule_results
+        )
+        natives = functools.partial(_avals_of_bwd, eqn, rule_results)
         params["bwd"] = _rewritten_bwd(params["bwd"], rewrite, natives)
     elif primitive == "remat_opt":
         params["fun_jaxpr_thunk"] = _rewritten_primal(params["fun_jaxpr_thunk"], rewrite)
@@ -101,8 +103,8 @@ def _avals_of_bwd(eqn: Eqn, made: _Made) -> list[Any]:
     """
     call = eqn.params["call_jaxpr"]
     _, _, forwarded = eqn.params["out_trees"]()
-    own, operands = iter(made.avals), in_avals(call)
-    residuals = [next(own) if i is None else operands[i] for i in forwarded]
+    rule_avals, operands = iter(made.avals), in_avals(call)
+    residuals = [next(rule_avals) if i is None else operands[i] for i in forwarded]
     return [*residuals, *out_avals(call)]
 
 
@@ -144,20 +146,25 @@ def _rewritten_function(
         leaves, tree = jax.tree.flatten(args)
         avals = natives()
         first = len(leaves) - len(avals)
-        own = [x if i < first else _like(x, avals[i - first]) for i, x in enumerate(leaves)]
+        like_users = [x if i < first else _like(x, avals[i - first]) for i, x in enumerate(leaves)]
         arrays = [x for x in leaves if is_array(x)]
         structure: list[Any] = []
 
         def on_arrays(*xs: Any) -> list[Any]:
-            given = iter(xs)
-            filled = [next(given) if is_array(x) else y for x, y in zip(leaves, own, strict=True)]
+            remaining = iter(xs)
+            filled = [
+                next(remaining) if is_array(x) else y
+                for x, y in zip(leaves, like_users, strict=True)
+            ]
             out, out_tree = jax.tree.flatten(f(*jax.tree.unflatten(tree, filled)))
             # Keep only the positions of arrays; holding a tracer would leak it.
             structure[:] = out_tree, [None if is_array(x) else (x,) for x in out]
             return [x for x in out if is_array(x)]
 
         with rewrite.around():
-            jaxpr = trace(on_arrays, *(y for x, y in zip(leaves, own, strict=True) if is_array(x)))
+            jaxpr = trace(
+                on_arrays, *(y for x, y in zip(leaves, like_users, strict=True) if is_array(x))
+            )
         results = iter(evaluate(rewrite.jaxpr(jaxpr), arrays))
         out_tree, others = structure
         return jax.tree.unflatten(out_tree, [next(results) if x is None else x[0] for x in others])

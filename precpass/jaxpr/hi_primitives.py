@@ -151,10 +151,10 @@ def with_hi_body(prim: Any, jaxpr: Jaxpr) -> Any:
         copied = copy.copy(prim)
         copied.expand = _function(jaxpr, prim.out_tree)
         return copied
-    held = prim.params[layout.jaxpr]
+    body = prim.params[layout.jaxpr]
     new: dict[str, Any] = {layout.jaxpr: jaxpr}
-    if isinstance(held, jax.stages.Traced):
-        new[layout.jaxpr] = _traced(held, jaxpr)
+    if isinstance(body, jax.stages.Traced):
+        new[layout.jaxpr] = _traced(body, jaxpr)
     if layout.function:
         new[layout.function] = _function(jaxpr, prim.out_tree)
     return _replaced(prim, new)
@@ -215,8 +215,8 @@ def why_not_entered(prim: Any) -> str:
 
 
 def _maker(prim: Any) -> str:
-    held = (v for v in prim.params.values() if _is_hi_primitive(v))
-    return _MADE_BY.get(type(prim).__name__) or next(map(_maker, held), "")
+    inner_prims = (v for v in prim.params.values() if _is_hi_primitive(v))
+    return _MADE_BY.get(type(prim).__name__) or next(map(_maker, inner_prims), "")
 
 
 def _is_hi_primitive(value: Any) -> bool:

@@ -75,26 +75,28 @@ def _solve(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
 
 
 def _cond(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
-    found = [watch.body(branch) for branch in eqn.params["branches"]]
-    own = len(eqn.outvars)
+    instrumented = [watch.body(branch) for branch in eqn.params["branches"]]
+    result_count = len(eqn.outvars)
 
     def branch(at: int) -> Any:
         def run(*args: Any) -> list[Any]:
             results, record = watch.split(
-                evaluate(found[at].jaxpr, args), len(found[at].places), own
+                evaluate(instrumented[at].jaxpr, args), len(instrumented[at].places), result_count
             )
-            records = [watch.none(len(body.places)) for body in found]
+            records = [watch.none(len(body.places)) for body in instrumented]
             records[at] = record
             return [*results, *jax.tree.leaves(watch.concatenated(records))]
 
-        return trace(run, *(x.aval for x in open_jaxpr(found[at].original).invars))
+        return trace(run, *(x.aval for x in open_jaxpr(instrumented[at].original).invars))
 
-    branches = tuple(map(branch, range(len(found))))
+    branches = tuple(map(branch, range(len(instrumented))))
     results = bind(eqn, operands, {**eqn.params, "branches": branches})
     places = [
-        place.inside_of(f"branch {at}") for at, body in enumerate(found) for place in body.places
+        place.inside_of(f"branch {at}")
+        for at, body in enumerate(instrumented)
+        for place in body.places
     ]
-    return *watch.split(results, len(places), own), tuple(places)
+    return *watch.split(results, len(places), result_count), tuple(places)
 
 
 def _scan(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
@@ -103,19 +105,19 @@ def _scan(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     more = len(start)
 
     def run(*args: Any) -> list[Any]:
-        held, state, rows = _cut(args, consts + carry, more)
+        constants, state, rows = _cut(args, consts + carry, more)
         results, record = watch.split(
-            evaluate(body.jaxpr, [*held, *rows]), len(body.places), len(eqn.outvars)
+            evaluate(body.jaxpr, [*constants, *rows]), len(body.places), len(eqn.outvars)
         )
         state = watch.after(jax.tree.unflatten(tree, state), record)
         return [*results[:carry], *jax.tree.leaves(state), *results[carry:]]
 
-    own, _, rows = _cut(operands, consts + carry, 0)
+    outer_constants, _, rows = _cut(operands, consts + carry, 0)
     inner = in_avals(body.original)
     jaxpr = trace(run, *inner[: consts + carry], *map(jax.typeof, start), *inner[consts + carry :])
     ys = len(eqn.outvars) - carry
     params = {**eqn.params, "jaxpr": jaxpr, **scan_counts(eqn, consts, carry + more, len(rows), ys)}
-    results = bind(eqn, [*own, *start, *rows], params)
+    results = bind(eqn, [*outer_constants, *start, *rows], params)
     _, record = jax.tree.unflatten(tree, results[carry : carry + more])
     places = tuple(place.inside_of("scan") for place in body.places)
     return [*results[:carry], *results[carry + more :]], record, places
@@ -125,11 +127,13 @@ def _while(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     params = eqn.params
     body, condition = watch.body(params["body_jaxpr"]), params["cond_jaxpr"]
     start, tree = jax.tree.flatten((np.int32(0), watch.none(len(body.places))))
-    own = len(eqn.outvars)
+    result_count = len(eqn.outvars)
 
     def run(*args: Any) -> list[Any]:
-        given, state, _ = _cut(args, len(args) - len(start), len(start))
-        results, record = watch.split(evaluate(body.jaxpr, given), len(body.places), own)
+        constants, state, _ = _cut(args, len(args) - len(start), len(start))
+        results, record = watch.split(
+            evaluate(body.jaxpr, constants), len(body.places), result_count
+        )
         state = watch.after(jax.tree.unflatten(tree, state), record)
         return [*results, *jax.tree.leaves(state)]
 
@@ -140,8 +144,8 @@ def _while(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     new = trace(run, *in_avals(body.original), *more)
     until = trace(goes_on, *in_avals(condition), *more)
     results = bind(eqn, [*operands, *start], {**params, "body_jaxpr": new, "cond_jaxpr": until})
-    _, record = jax.tree.unflatten(tree, results[own:])
-    return results[:own], record, tuple(place.inside_of("while") for place in body.places)
+    _, record = jax.tree.unflatten(tree, results[result_count:])
+    return results[:result_count], record, tuple(place.inside_of("while") for place in body.places)
 
 
 def _shard_map(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:

@@ -108,8 +108,10 @@ def is_sampler(eqn: Eqn) -> bool:
 
 @functools.lru_cache(maxsize=65536)
 def _in_sampler(traceback: Any) -> bool:
-    own = itertools.takewhile(lambda f: f.file_name.startswith(_FOREIGN), traceback.frames)
-    return any(frame.file_name == _SAMPLERS for frame in own)
+    foreign_frames = itertools.takewhile(
+        lambda f: f.file_name.startswith(_FOREIGN), traceback.frames
+    )
+    return any(frame.file_name == _SAMPLERS for frame in foreign_frames)
 
 
 def scope_of(eqn: Eqn) -> str:
@@ -146,8 +148,8 @@ def user_order(eqn: Eqn) -> str | None:
     if _ORDERS.isdisjoint(params):
         return None
     precision = params.get("precision")
-    given = precision if isinstance(precision, tuple) else (precision,)
-    if any(p is not None and p != jax.lax.Precision.DEFAULT for p in given):
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    if any(p is not None and p != jax.lax.Precision.DEFAULT for p in precisions):
         return f"precision={precision}"
     preferred = params.get("preferred_element_type")
     if preferred is not None and any(preferred != v.aval.dtype for v in eqn.invars[:2]):
@@ -200,14 +202,14 @@ def has_algorithm(eqn: Eqn) -> bool:
 
 def asked_precision(eqn: Eqn) -> str:
     """A product's precision: "default", "high", "highest", or the name of its algorithm."""
-    given = eqn.params.get("precision")
-    if isinstance(given, jax.lax.DotAlgorithmPreset):
-        return given.name if given is not jax.lax.DotAlgorithmPreset.DEFAULT else "default"
-    if isinstance(given, jax.lax.DotAlgorithm):
-        formats = given.lhs_precision_type, given.rhs_precision_type, given.accumulation_type
+    setting = eqn.params.get("precision")
+    if isinstance(setting, jax.lax.DotAlgorithmPreset):
+        return setting.name if setting is not jax.lax.DotAlgorithmPreset.DEFAULT else "default"
+    if isinstance(setting, jax.lax.DotAlgorithm):
+        formats = setting.lhs_precision_type, setting.rhs_precision_type, setting.accumulation_type
         names = [str(_of(np.dtype(t)) or "any").upper() for t in formats]
-        return f"{'_'.join(names)}_X{given.num_primitive_operations}"
-    each = given if isinstance(given, tuple) else (given,)
+        return f"{'_'.join(names)}_X{setting.num_primitive_operations}"
+    each = setting if isinstance(setting, tuple) else (setting,)
     asked = [p for p in each if p is not None]
     return max(asked, key=lambda p: p.value).name.lower() if asked else "default"
 

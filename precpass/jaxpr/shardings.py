@@ -63,8 +63,8 @@ def shards(aval: Aval) -> int:
 
 def permuted(sharding: Any, order: Sequence[int]) -> Any:
     """The sharding of a value whose dimension `i` was dimension `order[i]`."""
-    own = sharding.spec.partitions
-    parts = (*own, *[None] * (len(order) - len(own)))
+    partitions = sharding.spec.partitions
+    parts = (*partitions, *[None] * (len(order) - len(partitions)))
     return sharding.update(spec=_respelled(sharding.spec, [parts[i] for i in order]))
 
 
@@ -103,8 +103,8 @@ def sharding_under_vmap(
         return None
     aval, dim = next((a, d) for a, d in zip(avals, dims, strict=True) if d is not None)
     spec = _spec_of(aval)
-    parts, own = [*sharding.spec.partitions], () if spec is None else spec.partitions
-    parts[at:at] = [own[dim] if dim < len(own) else None]
+    parts, operand_parts = [*sharding.spec.partitions], () if spec is None else spec.partitions
+    parts[at:at] = [operand_parts[dim] if dim < len(operand_parts) else None]
     return sharding.update(spec=_respelled(sharding.spec, parts))
 
 

@@ -274,10 +274,10 @@ def results(out: Any, name: str) -> tuple[Any, bool]:
 
 
 def _refuse_traced(x: Any, name: str) -> None:
-    held = found_in(x, lambda part: isinstance(part, jax.core.Tracer))
-    if held is not None:
+    path = found_in(x, lambda part: isinstance(part, jax.core.Tracer))
+    if path is not None:
         raise TypeError(
             f"{name} returned an object of {type(x)} that is no pytree and holds arrays of the "
-            f"trace ({held.strip().removeprefix('.') or 'itself'}), which end with it: return the "
+            f"trace ({path.strip().removeprefix('.') or 'itself'}), which end with it: return the "
             "arrays, or register its class as a pytree (jax.tree_util.register_dataclass)"
         )

@@ -45,10 +45,10 @@ def note_source(error: FloatingPointError) -> None:
     """
     cause = error.__cause__
     frames = [] if cause is None else traceback.extract_tb(cause.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((_OWN_FOLDER, _JAX_FOLDER))]
-    if own:
+    users_frames = [f for f in frames if not f.filename.startswith((_OWN_FOLDER, _JAX_FOLDER))]
+    if users_frames:
         error.add_note(
-            "The operation is from\n" + "".join(traceback.format_list(own[-1:])).rstrip()
+            "The operation is from\n" + "".join(traceback.format_list(users_frames[-1:])).rstrip()
         )
 
 

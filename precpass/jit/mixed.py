@@ -44,8 +44,8 @@ class Mixed:
         profitability: str | None = None,
     ) -> None:
         # Attributes of the wrapped function must not hide those of this class.
-        own = ("__dict__",) if isinstance(fn, types.FunctionType) else ()
-        functools.update_wrapper(self, fn, updated=own)
+        own_attributes = ("__dict__",) if isinstance(fn, types.FunctionType) else ()
+        functools.update_wrapper(self, fn, updated=own_attributes)
         self.__wrapped__ = fn
         self.policy = policy
         self.profitability = profitability

@@ -112,9 +112,9 @@ def functional(
             args, kwargs = map_arguments(lambda x, _: _merge(context, x), args, kwargs)
         out = fn(*args, **kwargs)
         _for_modules(_constrain, out_shardings, out)
-        held = nodes(map_arguments, args, kwargs)
+        modules = nodes(map_arguments, args, kwargs)
         with nnx.split_context(_TAG) as context:
-            return _split(context, held), _split(context, out)
+            return _split(context, modules), _split(context, out)
 
     return pure
 

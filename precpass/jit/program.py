@@ -126,9 +126,9 @@ class Program:
             resolved, fn = region.resolve(self.policy, self.profitability), self.written.fn
             if resolved.policy is not None:
                 fn = self.written.rewritten(region, resolved.policy, resolved.scope)
-            made = jax.jit(traced_in(region, fn), **self.options)
+            new = jax.jit(traced_in(region, fn), **self.options)
             # If another thread was first, all share its function.
-            known = self._jitted.setdefault(region, made)
+            known = self._jitted.setdefault(region, new)
         return known
 
     def call(self, region: Region) -> Callable[..., Any]:
@@ -155,15 +155,15 @@ class Program:
             donates: whether arguments are donated as `options` say; otherwise none is.
         """
         left = () if donates else ("donate_argnums", "donate_argnames")
-        options = {name: given for name, given in self.options.items() if name not in left}
+        options = {name: option for name, option in self.options.items() if name not in left}
         for name in ("static_argnums", "donate_argnums"):
-            given = options.get(name)
-            if given is not None:
-                each = (given,) if isinstance(given, int) else given
+            option = options.get(name)
+            if option is not None:
+                each = (option,) if isinstance(option, int) else option
                 options[name] = tuple(i + 1 if i >= 0 else i for i in each)
         if options.get("in_shardings") is not None:
-            given = options["in_shardings"]
-            options["in_shardings"] = (None, *(given if isinstance(given, tuple) else (given,)))
+            option = options["in_shardings"]
+            options["in_shardings"] = (None, *(option if isinstance(option, tuple) else (option,)))
         if options.get("out_shardings") is not None:
             options["out_shardings"] = (options["out_shardings"], None)
         return options

@@ -57,7 +57,7 @@ class Programs:
             name_of(fn), Declared(fn, options), self._shardings.get("in_shardings")
         )
         # Shardings of modules are dealt with when modules are split.
-        kept = {k: stateful.without_modules(given) for k, given in self._shardings.items()}
+        kept = {k: stateful.without_modules(shardings) for k, shardings in self._shardings.items()}
         self._options = options = {**options, **kept}
         self.calls: dict[Region, Callable[..., Any]] = {}
         self.staged: dict[Hashable, dict[tuple[Program, Region], Any]] = {}

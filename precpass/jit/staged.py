@@ -40,8 +40,8 @@ class Staged:
         self._then = then
         self._on_copies = on_copies
         programs = mixed._programs  # pyright: ignore[reportPrivateUsage] -- its own module
-        own: dict[tuple[Program, Region], Any] = {}
-        self._jitted = own if key is None else programs.staged.setdefault(key, own)
+        jitted: dict[tuple[Program, Region], Any] = {}
+        self._jitted = jitted if key is None else programs.staged.setdefault(key, jitted)
 
     def __call__(self, more: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The function's output, and the other result of `then`."""
@@ -105,9 +105,9 @@ def _staged(
         def output(results: Sequence[Any]) -> Any:
             return jax.tree.unflatten(call.tree, results)
 
-        own = resolved.policy, resolved.scope
-        results, made = then(Traced(call, written.name, region, *own, output), *more)
-        return output(results), made
+        policy_and_scope = resolved.policy, resolved.scope
+        results, other = then(Traced(call, written.name, region, *policy_and_scope, output), *more)
+        return output(results), other
 
     traced.__name__ = written.name
     return jax.jit(traced_in(region, traced), **options)

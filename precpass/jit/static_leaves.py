@@ -61,9 +61,9 @@ def refusal(x: Any) -> str | None:
     if part is None:
         return None
     path, blamed = part
-    held = found_in(blamed, is_array)
-    if held is not None:
-        where = (path + held).strip().removeprefix(".")
+    array_path = found_in(blamed, is_array)
+    if array_path is not None:
+        where = (path + array_path).strip().removeprefix(".")
         return (
             f" of {type(x)}, which holds arrays ({where}) and is no pytree: {_AS_A_CONSTANT}. "
             f"{_WHAT_TO_DO}"
@@ -133,8 +133,8 @@ def _part_without_value(x: Any, path: str = "") -> tuple[str, Any] | None:
 def _immutable_parts(x: Any) -> Iterator[tuple[str, Any]] | None:
     """The parts that determine a value, if the value can never change them."""
     if isinstance(x, functools.partial):
-        given = {**dict(enumerate(x.args)), **x.keywords}
-        return iter([(".func", x.func), *((f"({at})", part) for at, part in given.items())])
+        bound = {**dict(enumerate(x.args)), **x.keywords}
+        return iter([(".func", x.func), *((f"({at})", part) for at, part in bound.items())])
     if isinstance(x, _BOUND):  # the `__self__` of a builtin is its module
         return iter([(".__self__", x.__self__)])
     if _is_function(x):

@@ -124,9 +124,11 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
     ]
     if not policy.widens and not any(ir.precision_of(a) for a in ir.all_avals(call.jaxpr)):
         dtypes = sorted({str(a.dtype) for a in ir.in_avals(call.jaxpr) if hasattr(a, "dtype")})
-        given = f"its arguments are {', '.join(dtypes)}" if dtypes else "it has no arguments"
+        argument_types = (
+            f"its arguments are {', '.join(dtypes)}" if dtypes else "it has no arguments"
+        )
         texts = [
-            f"{name} has no floating-point values ({given}): it runs as written, since "
+            f"{name} has no floating-point values ({argument_types}): it runs as written, since "
             f"{policy.name} has nothing to decide"
         ]
     for text in texts:
@@ -139,9 +141,9 @@ def _warning_texts(plan: Plan, policy: PrecisionPolicy, name: str) -> Iterator[s
     for rule in plan.unmatched:
         yield f"{rule!r} matched no equation of {name}"
     if policy.lowers and not plan.lowers:
-        given = {d.reason for d in plan.walk() if d.kind is OpKind.COMPUTE}
-        asked_so = {reasons.USERS_PRECISION, reasons.FIXED} & {why.template for why in given}
+        why_not = {d.reason for d in plan.walk() if d.kind is OpKind.COMPUTE}
+        asked_so = {reasons.USERS_PRECISION, reasons.FIXED} & {why.template for why in why_not}
         none = "what is not entered holds its products" if plan.notes else "it has no products"
-        why = "; ".join(sorted(map(str, given))[:3]) or none
+        why = "; ".join(sorted(map(str, why_not))[:3]) or none
         if not asked_so:
             yield f"{policy.name} lowered nothing in {name}: {why}"

@@ -94,9 +94,11 @@ def count(jaxpr: ir.Jaxpr) -> Counts:
     """
     tally = _Tally()
     tally.add(jaxpr, 1.0)
-    flops, made = ({k: v for k, v in d.items() if v} for d in (tally.flops, tally.result_bytes))
+    flops, result_bytes = (
+        {k: v for k, v in d.items() if v} for d in (tally.flops, tally.result_bytes)
+    )
     return Counts(
-        tally.products, tally.low, tally.marked, tally.casts, tally.cast_bytes, flops, made
+        tally.products, tally.low, tally.marked, tally.casts, tally.cast_bytes, flops, result_bytes
     )
 
 
@@ -125,22 +127,22 @@ class _Tally:
 
     def _leaf(self, eqn: ir.Eqn, flops: float, calls: float) -> None:
         sides = eqn.invars, eqn.outvars
-        given, made = ([a for v in vs if format_of(a := v.aval)] for vs in sides)
-        for aval in made:
+        operands, result_avals = ([a for v in vs if format_of(a := v.aval)] for vs in sides)
+        for aval in result_avals:
             name = format_of(aval)
             self.result_bytes[name] = self.result_bytes.get(name, 0.0) + calls * nbytes(aval)
         if eqn.primitive.name == "convert_element_type":
-            if given and made and given[0].dtype != made[0].dtype:
+            if operands and result_avals and operands[0].dtype != result_avals[0].dtype:
                 self.casts += 1
-                self.cast_bytes += calls * nbytes(made[0])
+                self.cast_bytes += calls * nbytes(result_avals[0])
             return
-        if not (given or made):
+        if not (operands or result_avals):
             return
         if op(eqn.primitive.name).kind is OpKind.COMPUTE and contracts(eqn):
             self.products += 1
-            self.low += all(format_of(a) in LOW_FORMATS for a in given[:2])
+            self.low += all(format_of(a) in LOW_FORMATS for a in operands[:2])
             self.marked += ir.has_algorithm(eqn)
-        name = format_of(max(given or made[:1], key=lambda aval: aval.dtype.itemsize))
+        name = format_of(max(operands or result_avals[:1], key=lambda aval: aval.dtype.itemsize))
         self.flops[name] = self.flops.get(name, 0.0) + calls * flops
 
 

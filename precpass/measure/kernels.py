@@ -188,9 +188,9 @@ class Stretch:
 
     def _cast_outside(self, value: Value, size: float) -> Value:
         """A cast of a loop's constant to fewer bits, which is made once, outside the loop."""
-        made = Value(size, is_constant=True)
-        self._hoisted[made] = Kernel("fusion", value.size + size)
-        return made
+        copy = Value(size, is_constant=True)
+        self._hoisted[copy] = Kernel("fusion", value.size + size)
+        return copy
 
     def _fused(self, eqn: ir.Eqn, reads: list[Value], sizes: list[float]) -> list[Value]:
         level = max((v.level for v in reads), default=0)
@@ -231,8 +231,8 @@ class Stretch:
         moved = {level: sum(sizes.values()) for level, sizes in read.items()}
         for step in self._steps:
             if step.fuses and step.runs:
-                made = sum(v.size * v.writes for v in step.makes)
-                moved[step.level] = moved.get(step.level, 0.0) + made
+                written = sum(v.size * v.writes for v in step.makes)
+                moved[step.level] = moved.get(step.level, 0.0) + written
         return [Kernel("fusion", nbytes) for nbytes in moved.values() if nbytes]
 
     def outside(self) -> list[Kernel]:
@@ -256,9 +256,9 @@ def _read(value: Value, read: dict[Value, float], level: int) -> None:
         value.maker.runs = True
         return
     for source, size in value.origins().items():
-        made = source.maker
-        if made is not None and made.fuses and made.level == level:
-            made.runs = True
+        maker = source.maker
+        if maker is not None and maker.fuses and maker.level == level:
+            maker.runs = True
         elif source.size:
             source.keep()
             read[source] = max(size, read.get(source, 0.0))
@@ -267,14 +267,14 @@ def _read(value: Value, read: dict[Value, float], level: int) -> None:
 def _moved(step: _Step) -> float:
     """The bytes that a kernel reads and writes."""
     name = step.eqn.primitive.name
-    made = sum(v.size for v in step.makes)
+    written = sum(v.size for v in step.makes)
     read = [v.keep() if v.size else 0.0 for v in step.reads]
     if name == _IN_PLACE or name.startswith("scatter"):
         # It reads the update and the indices, and writes the updated elements.
         return sum(read[1:]) + (read[1] if name == _IN_PLACE else 2.0 * read[-1])
     if name == "gather":
-        return sum(read[1:]) + 2.0 * made
-    return sum(read) + made
+        return sum(read[1:]) + 2.0 * written
+    return sum(read) + written
 
 
 def _kernel(eqn: ir.Eqn, moved: float) -> Kernel:

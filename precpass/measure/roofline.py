@@ -156,7 +156,9 @@ class _Program:
             kernels += [(kernel, entered[body]) for kernel in body_work.before]
             for inner, trips in body_work.inside:
                 if isinstance(inner, Work):
-                    kernels += [(kernel, times * own) for kernel, own in inner.kernels]
+                    kernels += [
+                        (kernel, times * inner_times) for kernel, inner_times in inner.kernels
+                    ]
                 else:
                     runs[inner] = runs.get(inner, 0.0) + times * trips
                     entered[inner] = entered.get(inner, 0.0) + times
@@ -187,7 +189,7 @@ class _Program:
         env = {v: Value(nbytes(v.aval)) for v in (*opened.constvars, *opened.invars)}
         for v in opened.invars[: body.constants]:
             env[v].is_constant = True
-        given = dict(zip(opened.invars, range(len(opened.invars)), strict=True))
+        positions = dict(zip(opened.invars, range(len(opened.invars)), strict=True))
         stretch = Stretch()
         self._fill(stretch, body.row, env)
         results: list[Value] = []
@@ -198,7 +200,11 @@ class _Program:
                 continue
             results.append(value)
             is_given = (value.base or value).maker is None
-            if is_given and body.carried is not None and (given.get(atom), k) not in body.carried:
+            if (
+                is_given
+                and body.carried is not None
+                and (positions.get(atom), k) not in body.carried
+            ):
                 copied.append(Kernel("copy", 2.0 * value.size))
         kernels, inside = stretch.kernels(results)
         self.by_bytes |= stretch.by_bytes
@@ -225,14 +231,14 @@ class _Program:
                 continue
             sizes = [nbytes(v.aval) for v in eqn.outvars]
             if children:
-                made = stretch.kernel(
+                results = stretch.kernel(
                     eqn, reads, sizes, [self._loop(eqn, frame.row, *c) for c in children]
                 )
             elif ir.is_float64(eqn):
-                made = stretch.kernel(eqn, reads, sizes, self._hidden(eqn))
+                results = stretch.kernel(eqn, reads, sizes, self._hidden(eqn))
             else:
-                made = stretch.add(eqn, reads)
-            frame.env.update(zip(eqn.outvars, made, strict=True))
+                results = stretch.add(eqn, reads)
+            frame.env.update(zip(eqn.outvars, results, strict=True))
 
     def _rows(self, index: int) -> Iterator[int]:
         node = self.graph.bodies[index]

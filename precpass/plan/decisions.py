@@ -49,8 +49,8 @@ def lower(kind: OpKind, target: Precision, results: Formats, reason: Reason) -> 
     A product's results keep their format, because (bf16, bf16) -> f32 is fast and its sums are not
     rounded.
     """
-    held = None if kind is OpKind.COMPUTE else target
-    stored = tuple(held if native else None for native in results)
+    stored_as = None if kind is OpKind.COMPUTE else target
+    stored = tuple(stored_as if native else None for native in results)
     return Decision(Action.LOWER, kind, target, stored, reason)
 
 

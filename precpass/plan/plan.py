@@ -65,7 +65,7 @@ NO_BORDER_COPIES = BorderCopies()
 
 def across(border: Border, native: Precision | None) -> Precision | None:
     """The format in which a value of format `native` crosses a border."""
-    return next((wide for own, wide in border if own is native), native)
+    return next((wide for narrow, wide in border if narrow is native), native)
 
 
 def _own_state(value: Decision | Plan) -> dict[str, object]:
@@ -147,8 +147,8 @@ class Decision:
 
     @functools.cached_property
     def _hash(self) -> int:
-        own = self.action, self.compute, self.stored, self.reason, self.inner
-        return hash((*own, self.in_float64_span, self.product))
+        fields = self.action, self.compute, self.stored, self.reason, self.inner
+        return hash((*fields, self.in_float64_span, self.product))
 
     def __hash__(self) -> int:
         return self._hash
@@ -334,8 +334,8 @@ class Plan:
         products = sum(n for (kind, _), n in counts.items() if kind is OpKind.COMPUTE)
         low = counts[OpKind.COMPUTE, Action.LOWER]
         stored = sum(d.stores_low for d in self.walk())
-        held = f"{stored} stored low, " if stored else ""
+        stored_text = f"{stored} stored low, " if stored else ""
         return (
             f"<Plan: {low} of {products} products lowered, {counted(lowered, 'equation')} lowered, "
-            f"{held}{sum(counts.values())} in all>"
+            f"{stored_text}{sum(counts.values())} in all>"
         )

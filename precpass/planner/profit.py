@@ -64,10 +64,10 @@ class Product:
     def text(self) -> str:
         """The product in words: unique to it, and the same in every process."""
         avals = " ".join(f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in self.avals)
-        given = [f"{k}={_shown(v)}" for k, v in self.settings.items() if v is not None]
+        settings = [f"{k}={_shown(v)}" for k, v in self.settings.items() if v is not None]
         behind = f", then transposed {self.behind}" if self.behind else ""
         origins = ", ".join(origin.value for origin in self.origins)
-        form = f"{self.eqn.primitive.name} {avals} {' '.join(given)}"
+        form = f"{self.eqn.primitive.name} {avals} {' '.join(settings)}"
         return f"{form} in {self.low}: operands {origins}{behind}"
 
 

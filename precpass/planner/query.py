@@ -141,7 +141,7 @@ class Query(NamedTuple):
         """The formats that its floating operands are stored in, None for their own."""
         stored = self.stored or (None,) * self.operands
         pairs = zip(stored, self.dtypes, strict=False)
-        return [held for held, dtype in pairs if dtype in BY_DTYPE]
+        return [format_ for format_, dtype in pairs if dtype in BY_DTYPE]
 
 
 class Queries:
@@ -191,10 +191,12 @@ class Queries:
         except AttributeError:  # a token
             dtypes = tuple([getattr(v.aval, "dtype", None) for v in atoms])
         ranges = tuple([fact_of(v) if is_literal(v) else get(v) for v in atoms])
-        held = tuple([None if is_literal(v) else stored.get(v) for v in invars]) if stored else ()
-        here, own = self._place(row, eqn, dtypes), self._traits(eqn)
+        stored_formats = (
+            tuple([None if is_literal(v) else stored.get(v) for v in invars]) if stored else ()
+        )
+        here, traits = self._place(row, eqn, dtypes), self._traits(eqn)
         # This is `Query(...)` without the Python call of its constructor.
-        fields = name, len(invars), dtypes, ranges, held, accumulates, here, own
+        fields = name, len(invars), dtypes, ranges, stored_formats, accumulates, here, traits
         return tuple.__new__(Query, fields)
 
     # ------------------------------------------------------------ where it stands

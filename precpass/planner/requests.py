@@ -52,12 +52,12 @@ class PolicyRequests:
         self.tells_equations_apart = bool(policy.rules or policy.lock)
         self._policy = policy
         self._scope = scope
-        given = {kind: policy.precision_for(kind) for kind in OpKind}
+        precisions = {kind: policy.precision_for(kind) for kind in OpKind}
         self._presets = {
             kind: Request(
                 precision, reasons.PRESET(policy.name, kind, precision), kind in policy.orders
             )
-            for kind, precision in given.items()
+            for kind, precision in precisions.items()
         }
         self._matched: set[Rule] = set()
         self._rules_of: dict[tuple[str, ir.Source], list[Rule]] = {}

@@ -84,9 +84,9 @@ def _chain(
     Nothing but these transposes, and casts between them, reads the result. The chain ends with the
     last transpose after which the order is that of the product or of its exchanged operands.
     """
-    own = tuple(range(len(exchanged)))
-    order, links = own, list[int]()
-    chain: tuple[tuple[int, ...], list[int]] = (own, [])
+    unchanged = tuple(range(len(exchanged)))
+    order, links = unchanged, list[int]()
+    chain: tuple[tuple[int, ...], list[int]] = (unchanged, [])
     link = product
     while True:
         (reader, *others) = readers.get(link.outvars[0], (None,))
@@ -96,7 +96,7 @@ def _chain(
         links.append(row)
         if (permutation := ir.permutation(reader)) is not None:
             order = tuple(order[i] for i in permutation)
-            if order in (own, exchanged):
+            if order in (unchanged, exchanged):
                 chain = order, list(links)
         link = reader
 

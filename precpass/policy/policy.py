@@ -200,8 +200,8 @@ class PrecisionPolicy:
         if preset is not None and preset.kinds == self.kinds:
             text = self.name
         else:
-            given = [f"{k!r}: {self.precision_for(k)!r}" for k in OpKind if k in self.orders]
-            text = f"Custom({{{', '.join(given)}}})"
+            kind_texts = [f"{k!r}: {self.precision_for(k)!r}" for k in OpKind if k in self.orders]
+            text = f"Custom({{{', '.join(kind_texts)}}})"
         if self.retypes != _RETYPES:
             text += f".with_retypes({', '.join(sorted(repr(str(p)) for p in self.retypes))})"
         if self.output is not None:
@@ -235,14 +235,14 @@ def Custom(
     """
     if not isinstance(kinds, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
         raise TypeError(f"Custom takes a dict of OpKind to Precision, not {kinds!r}")
-    given = {_parse_kind(kind): Precision.parse(p) for kind, p in kinds.items()}
-    if given.pop(OpKind.BOUNDARY, Precision.F32) is not Precision.F32:
+    precisions = {_parse_kind(kind): Precision.parse(p) for kind, p in kinds.items()}
+    if precisions.pop(OpKind.BOUNDARY, Precision.F32) is not Precision.F32:
         raise ValueError(
             "Custom: OpKind.BOUNDARY keeps its original dtypes; use with_output(...) for the "
             "format of the outputs"
         )
-    table = tuple(given.get(kind, Precision.F32) for kind in OpKind)
-    return PrecisionPolicy("Custom", table, frozenset(given)).with_rules(*rules)
+    table = tuple(precisions.get(kind, Precision.F32) for kind in OpKind)
+    return PrecisionPolicy("Custom", table, frozenset(precisions)).with_rules(*rules)
 
 
 def _preset(name: str, *kinds: Precision, order: bool = False) -> PrecisionPolicy:

@@ -114,14 +114,14 @@ class Rule:
 
     def __repr__(self) -> str:
         # a function's own repr has its address, and a plan's reasons are to be the same tomorrow
-        given = [
+        fields = [
             f"{name}={getattr(value, '__qualname__', None) or repr(value)}"
             for name, value in self.patterns.items()
         ]
-        given.append(f"precision={str(self.precision)!r}")
+        fields.append(f"precision={str(self.precision)!r}")
         if self.evidence:
-            given.append(f"evidence={self.evidence!r}")
-        return f"Rule({', '.join(given)})"
+            fields.append(f"evidence={self.evidence!r}")
+        return f"Rule({', '.join(fields)})"
 
     def matches(self, eqn: EqnView) -> bool:
         """Whether every given pattern matches the equation."""

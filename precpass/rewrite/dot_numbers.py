@@ -38,17 +38,19 @@ def transposed(numbers: Numbers, ndims: Sequence[int], side: int) -> Transposed:
         ndims: the rank of each of its operands.
         side: the operand whose cotangent is wanted.
     """
-    (own, others), (own_batch, other_batch) = (
+    (summed_here, summed_there), (own_batch, other_batch) = (
         pair if side == 0 else pair[::-1] for pair in numbers
     )
-    own_kept = kept(ndims[side], own, own_batch)
-    other_kept = kept(ndims[1 - side], others, other_batch)
+    own_kept = kept(ndims[side], summed_here, own_batch)
+    other_kept = kept(ndims[1 - side], summed_there, other_batch)
     n_batch = len(own_batch)
     start = n_batch + (len(own_kept) if side == 0 else 0)
     cotangents = tuple(range(start, start + len(other_kept))), tuple(range(n_batch))
     sides = [cotangents, (tuple(other_kept), tuple(other_batch))]
     # the operand's dimensions as the result has them, which are in the order of the other's
-    summed = [own[i] for i in sorted(range(len(others)), key=lambda i: others[i])]
+    summed = [
+        summed_here[i] for i in sorted(range(len(summed_there)), key=lambda i: summed_there[i])
+    ]
     first, second = [*own_batch, *own_kept, *summed], [*own_batch, *summed, *own_kept]
     at = 1 if first != sorted(first) and second == sorted(second) else 0
     (a, a_batch), (b, b_batch) = sides[::-1] if at else sides
@@ -81,8 +83,8 @@ def batched(
         return (summed, both), 0  # pyright: ignore[reportReturnType] -- pairs
     side = 0 if dims[1] is None else 1
     before = len(kept(ndims[0], summed[0], batch[0])) if side == 1 else 0
-    own = kept(ndims[side], summed[side], batch[side])
-    return (summed, batch), len(batch[0]) + before + own.index(dims[side])  # pyright: ignore
+    free = kept(ndims[side], summed[side], batch[side])
+    return (summed, batch), len(batch[0]) + before + free.index(dims[side])  # pyright: ignore
 
 
 def untransposed(numbers: Numbers, side: int, permutation: Sequence[int]) -> Numbers | None:
@@ -96,8 +98,8 @@ def untransposed(numbers: Numbers, side: int, permutation: Sequence[int]) -> Num
         permutation: that of the transpose.
     """
     summed, batch = (list(pair) for pair in numbers)
-    own = [permutation[d] for d in kept(len(permutation), summed[side], batch[side])]
-    if own != sorted(own):
+    free = [permutation[d] for d in kept(len(permutation), summed[side], batch[side])]
+    if free != sorted(free):
         return None
     for pair in (summed, batch):
         pair[side] = tuple(permutation[d] for d in pair[side])

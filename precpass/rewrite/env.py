@@ -157,14 +157,14 @@ class Env:
             return self.read(atom)
         if ir.is_literal(atom):
             # A literal may hold more digits than the program computes with.
-            own = np.asarray(atom.val, atom.aval.dtype)
-            return ir.literal(own.astype(precision.dtype), atom)
+            number = np.asarray(atom.val, atom.aval.dtype)
+            return ir.literal(number.astype(precision.dtype), atom)
         near = self._nearest(atom, precision) if self.low_sources else atom
         value = self.values.get(near, near)
-        held = ir.precision_of(value.aval)
-        if held is precision or held is None:
+        present = ir.precision_of(value.aval)
+        if present is precision or present is None:
             return value
-        if not held.is_narrower_than(precision):
+        if not present.is_narrower_than(precision):
             return self.build.convert(value, precision.dtype)
         key = (atom, precision)
         if key not in self.wide_copies:

@@ -60,10 +60,10 @@ def float64_spans(opened: ir.Jaxpr, plan: Plan) -> dict[int, Float64Span]:
     found: dict[int, Float64Span] = {}
     for i, (start, stop) in enumerate(spans):
         eqns = opened.eqns[start:stop]
-        made = [v for eqn in eqns for v in eqn.outvars]
-        own = set(made)
-        reads = dict.fromkeys(v for e in eqns for v in _variables(e.invars) if v not in own)
-        leaves = [v for v in made if readers.get(v, set()) - {i}]
+        results = [v for eqn in eqns for v in eqn.outvars]
+        own_results = set(results)
+        reads = dict.fromkeys(v for e in eqns for v in _variables(e.invars) if v not in own_results)
+        leaves = [v for v in results if readers.get(v, set()) - {i}]
         exact_in = [v for v in reads if v in wide]
         exact_out = [v for v in leaves if v in wide and readers[v] - {i, None}]
         decisions = plan.decisions[start:stop]

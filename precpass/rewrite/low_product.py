@@ -198,8 +198,8 @@ class Bilinear(ir.Form):
 
     def _rounded(self, pair: Sequence[Any], rest: Sequence[Any]) -> Any:
         """The product with a result in its operands' low dtype, which JAX can transpose."""
-        given = {**dict(self.items), "preferred_element_type": self.low}
-        return self.primitive.bind(*pair, *self.others(rest), **given)
+        params = {**dict(self.items), "preferred_element_type": self.low}
+        return self.primitive.bind(*pair, *self.others(rest), **params)
 
     def batched(
         self, avals: Sequence[ir.Aval], dims: Sequence[int | None]
@@ -208,8 +208,10 @@ class Bilinear(ir.Form):
         if not self.is_dot or all(dim is None for dim in dims):
             return dataclasses.replace(self, mapped=True), None
         numbers, dim = batched(self.numbers, [aval.ndim for aval in avals], dims)
-        given = dict(self.items)["out_sharding"]
-        return self.with_numbers(numbers, ir.sharding_under_vmap(given, avals, dims, dim)), dim
+        out_sharding = dict(self.items)["out_sharding"]
+        return self.with_numbers(
+            numbers, ir.sharding_under_vmap(out_sharding, avals, dims, dim)
+        ), dim
 
     def _keeps_sums(self, side: int, x: Any) -> bool:
         """Whether the derivative for an operand is made here, with sums in the result's dtype.
@@ -331,8 +333,8 @@ def _needs_barriers(low: np.dtype[Any]) -> bool:
 def is_in_order(rank: int, numbers: Numbers) -> bool:
     """Whether a dot's left operand has its contracted dimensions behind its free ones."""
     contracting, batch = numbers
-    own = kept(rank, contracting[0], batch[0])
-    return not own or not contracting[0] or min(contracting[0]) > max(own)
+    free = kept(rank, contracting[0], batch[0])
+    return not free or not contracting[0] or min(contracting[0]) > max(free)
 
 
 def _runnable(
@@ -354,12 +356,12 @@ def _runnable(
     lhs, rhs = pair
     contracting, batch = numbers
     rank = lhs.aval.ndim
-    own = kept(rank, contracting[0], batch[0])
+    free = kept(rank, contracting[0], batch[0])
     if is_in_order(rank, numbers):
         return pair, {}
-    order = (*batch[0], *own, *contracting[0])
+    order = (*batch[0], *free, *contracting[0])
     lhs = build.detach(build.transpose(lhs, order), pinned=True, flat=True)
     n_batch = len(batch[0])
-    summed = tuple(range(n_batch + len(own), rank))
+    summed = tuple(range(n_batch + len(free), rank))
     numbers = (summed, tuple(contracting[1])), (tuple(range(n_batch)), tuple(batch[1]))
     return (lhs, rhs), {"dimension_numbers": numbers}

@@ -121,16 +121,16 @@ class Rewriter:
             env.enter_border_copy(opened.invars[t.position], t) for t in plan.border_copies.operands
         ]
         spans = float64_spans(opened, plan) if plan.has_float64_spans and not ir.in_x64() else {}
-        starts, made, beyond = list[int](), build.eqns, 0
+        starts, new_eqns, beyond = list[int](), build.eqns, 0
         exact: dict[Any, Any] = {}
         for row, (eqn, decision) in enumerate(zip(opened.eqns, plan.decisions, strict=True)):
-            starts.append(len(made))
+            starts.append(len(new_eqns))
             if row in spans:
                 self._add_float64_span(env, spans[row], scope, exact)
                 beyond = spans[row].stop
             if row >= beyond:
                 self._eqn(env, eqn, decision, scope)
-        starts.append(len(made))
+        starts.append(len(new_eqns))
         build.leave()
         outvars = [env.output(v, plan.border) for v in opened.outvars]
         outvars += [

@@ -266,16 +266,16 @@ def precision_problems(
     belongs: dict[int, list[Named]] = {i: [] for i in range(len(patterns))}
     matched = set[int]()
     for named in equations(plan, plan.origin.scope):
-        found = [i for i, pattern in enumerate(patterns) if pattern.concerns(named)]
-        matched.update(found)
-        if found:
-            belongs[found[-1]].append(named)
+        matching = [i for i, pattern in enumerate(patterns) if pattern.concerns(named)]
+        matched.update(matching)
+        if matching:
+            belongs[matching[-1]].append(named)
     if unmatched := [p.text for i, p in enumerate(patterns) if i not in matched]:
         raise ValueError(
             f"no equation matches {', '.join(unmatched)}: a pattern is a primitive of the "
             "program, or a name scope, a file or a line (model.py:41) with products inside"
         )
-    wrong = [found for i, p in enumerate(patterns) for found in p.wrong(belongs[i])]
+    wrong = [matching for i, p in enumerate(patterns) for matching in p.wrong(belongs[i])]
     notes = [note for i, p in enumerate(patterns) for note in p.miscounts(belongs[i])]
     return Problems(_mismatches(wrong), "expected", tuple(notes))
 

@@ -78,12 +78,12 @@ class _Describer:
 def _eqn_info(
     eqn: ir.Eqn, decision: Decision, caller: ir.Source, casts: tuple[Cast, ...]
 ) -> EqnInfo:
-    own = ir.source_of(eqn)
+    source = ir.source_of(eqn)
     return EqnInfo(
         ir.name_of(eqn),
         ir.scope_of(eqn),
-        own if own.file else caller,
-        bool(own.file),
+        source if source.file else caller,
+        bool(source.file),
         tuple(_value(v.aval) for v in eqn.invars),
         tuple(_value(v.aval) for v in eqn.outvars),
         flops(eqn),
@@ -106,9 +106,9 @@ def _crossed(eqn: ir.Eqn, decision: Decision) -> Iterator[Crossed]:
             (True, body.results[t.position]): (eqn.outvars, t) for t in border_copies.results
         }
     for (leaves, at), (atoms, border_copy) in sorted(crossed.items(), key=lambda item: item[0]):
-        own, low = _value(atoms[at].aval), border_copy.precision
-        nbytes = own.nbytes / atoms[at].aval.dtype.itemsize * low.dtype.itemsize
-        yield Crossed(Value(str(low), own.shape, nbytes), not leaves, border_copy.rounds)
+        value, low = _value(atoms[at].aval), border_copy.precision
+        nbytes = value.nbytes / atoms[at].aval.dtype.itemsize * low.dtype.itemsize
+        yield Crossed(Value(str(low), value.shape, nbytes), not leaves, border_copy.rounds)
 
 
 def _body(body: ir.Body) -> Body:
@@ -150,11 +150,11 @@ def _casts(
             equation that makes the result.
     """
     body = _RewrittenBody(list(zip(opened.eqns, plan.decisions, spans, strict=True)), last)
-    casts = {row: found for row in range(len(body.rows)) if (found := body.casts(row))}
-    made = {v: row for row, span in enumerate(spans) for eqn in span for v in eqn.outvars}
+    casts = {row: row_casts for row in range(len(body.rows)) if (row_casts := body.casts(row))}
+    row_of = {v: row for row, span in enumerate(spans) for eqn in span for v in eqn.outvars}
     for eqn in last:
         if cast := body.inserted(eqn):
-            casts.setdefault(made.get(eqn.invars[0], len(body.rows) - 1), []).append(cast)
+            casts.setdefault(row_of.get(eqn.invars[0], len(body.rows) - 1), []).append(cast)
     for row, eqn in _read_first(first, spans):
         if cast := body.inserted(eqn):
             casts.setdefault(row, []).insert(0, cast)
@@ -183,8 +183,8 @@ class _RewrittenBody:
     def casts(self, row: int) -> list[Cast]:
         """The casts that are listed with one equation of the program."""
         eqn, decision, span = self.rows[row]
-        own = set(eqn.outvars)
-        inserted = [c for e in span if own.isdisjoint(e.outvars) and (c := self.inserted(e))]
+        results = set(eqn.outvars)
+        inserted = [c for e in span if results.isdisjoint(e.outvars) and (c := self.inserted(e))]
         if decision.in_float64_span:
             together = itertools.takewhile(lambda r: r[1].in_float64_span, self.rows[row:])
             users = [user for user, _, _ in together]
@@ -229,22 +229,22 @@ def _made_again(rows: Sequence[Any], last: Sequence[Any]) -> tuple[set[int], dic
         stand between the two places.
     """
     dropped: dict[Any, list[tuple[int, int]]] = {}
-    made: list[tuple[Any, int]] = []
+    new_casts: list[tuple[Any, int]] = []
     place = 0
     for row, (eqn, decision, span) in enumerate(rows):
         is_dropped = decision.action is Action.DROP and not decision.reorders
         if is_dropped and not ir.is_literal(eqn.invars[0]):
             key = eqn.invars[0], eqn.outvars[0].aval.dtype
             dropped.setdefault(key, []).append((row, place))
-        own = set(eqn.outvars)
+        results = set(eqn.outvars)
         for e in span:
             if ir.cast_formats(e) is None:
                 place += 1
-            elif own.isdisjoint(e.outvars) and not ir.is_literal(e.invars[0]):
-                made.append((e, place))
-    made += [(e, place) for e in last if ir.cast_formats(e) and not ir.is_literal(e.invars[0])]
+            elif results.isdisjoint(e.outvars) and not ir.is_literal(e.invars[0]):
+                new_casts.append((e, place))
+    new_casts += [(e, place) for e in last if ir.cast_formats(e) and not ir.is_literal(e.invars[0])]
     again, homes = set[int](), dict[int, str]()
-    for e, there in made:
+    for e, there in new_casts:
         if waiting := dropped.get((e.invars[0], e.outvars[0].aval.dtype)):
             row, here = waiting.pop(0)
             again.add(id(e))
@@ -259,12 +259,12 @@ def _in_span(span: Any, users: Sequence[Any]) -> Iterator[Cast]:
         span: the equation of the span.
         users: the program's equations that it replaces.
     """
-    own = Counter(pair[1] for eqn in users if (pair := ir.cast_formats(eqn)))
+    users_casts = Counter(pair[1] for eqn in users if (pair := ir.cast_formats(eqn)))
     (jaxpr,) = ir.hidden_jaxprs(span)
     for eqn in ir.open_jaxpr(jaxpr).eqns:
         if (pair := ir.cast_formats(eqn)) is None:
             continue
-        if own[pair[1]]:
-            own[pair[1]] -= 1
+        if users_casts[pair[1]]:
+            users_casts[pair[1]] -= 1
         else:
             yield Cast("inserted", pair[0], _value(eqn.outvars[0].aval))

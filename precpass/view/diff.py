@@ -275,10 +275,11 @@ def _contrast(a: Row, b: Row) -> _Change:
 
 def _summary(same: list[Row]) -> _Change:
     # A cast may be listed with an unchanged equation, so it is shown even if the line is unchanged.
-    own = [row for row in same if row.info.crossed or row.decision.alters]
+    changed = [row for row in same if row.info.crossed or row.decision.alters]
     joints = {True: ": ", False: " "}
     counts = Counter(
-        f"{row.info.primitive}{joints[bool(row.info.crossed)]}{_verb(row)}" for row in own or same
+        f"{row.info.primitive}{joints[bool(row.info.crossed)]}{_verb(row)}"
+        for row in changed or same
     )
     return _Change(((_counted(counts), "low"),))
 
@@ -286,8 +287,8 @@ def _summary(same: list[Row]) -> _Change:
 def _verb(row: Row) -> str:
     if row.info.crossed:
         return _crossed(row.info.crossed)
-    held = {p: None for p in row.decision.stored if p is not None}
-    stored = f", stored in {', '.join(map(str, held))}" if row.decision.stores_low else ""
+    formats = {p: None for p in row.decision.stored if p is not None}
+    stored = f", stored in {', '.join(map(str, formats))}" if row.decision.stores_low else ""
     return _computed(row) + stored
 
 
@@ -347,6 +348,6 @@ def _counted(texts: Counter[str], joint: str = ", ") -> str:
 def _fate(row: Row) -> tuple[object, ...]:
     decision = row.decision
     changed = row.changes and decision.alters
-    own = decision.action, decision.compute, decision.stored, decision.product.exchanged
-    fate = own if changed else ()
+    fields = decision.action, decision.compute, decision.stored, decision.product.exchanged
+    fate = fields if changed else ()
     return (fate, row.info.crossed, Counter(row.info.casts))

@@ -67,12 +67,18 @@ class Verdict:
             (f", {self.left_wide} left wide", "wide" if self.left_wide else ""),
             (f"; {after.low_flops:.1%} of the FLOPs in low precision", ""),
         ]
-        casts, made = after.casts - self.before.casts, after.cast_bytes - self.before.cast_bytes
+        casts, bytes_added = (
+            after.casts - self.before.casts,
+            after.cast_bytes - self.before.cast_bytes,
+        )
         changed = f"{counted(abs(casts), 'cast')} {'more' if casts >= 0 else 'fewer'}"
         yield [
             (f"{sized(after.low_bytes)} held low", ""),
             (f"; {changed} than written", "cast"),
-            (f", which make {sized(abs(made))} {'more' if made >= 0 else 'less'}", ""),
+            (
+                f", which make {sized(abs(bytes_added))} {'more' if bytes_added >= 0 else 'less'}",
+                "",
+            ),
             (f"; {self.unread_casts} for derivatives of it alone" if self.unread_casts else "", ""),
         ]
         if self.swapped:
@@ -284,10 +290,10 @@ def _wide(found: list[Row]) -> Iterator[Wide]:
     for row in filter(_stays_wide, found):
         key = row.info.source, alike(row.scope), row.info.signature, row.decision.reason
         scopes.setdefault(key, []).append(row.scope)
-    for (source, shared, what, reason), own in scopes.items():
-        scope = own[0] if len(set(own)) == 1 else shared
+    for (source, shared, what, reason), items in scopes.items():
+        scope = items[0] if len(set(items)) == 1 else shared
         remedy = reason.of_compute.remedy()
-        yield Wide(source, scope, what, str(reason), remedy, len(own))
+        yield Wide(source, scope, what, str(reason), remedy, len(items))
 
 
 def _others(found: list[Row]) -> Iterator[tuple[str, str, int]]:

@@ -128,11 +128,11 @@ def _nodes(plan: Plan) -> dict[int, _Node]:
     root = _Node(plan, "", ())
     nodes, walk = {id(plan): root}, [_bodies_of(root)]
     while walk:
-        found = next(walk[-1], None)
-        if found is None:
+        next_node = next(walk[-1], None)
+        if next_node is None:
             walk.pop()
             continue
-        inner, caller = found
+        inner, caller = next_node
         new = id(inner.plan) not in nodes
         node = nodes.setdefault(id(inner.plan), inner)
         node.callers.append(caller)

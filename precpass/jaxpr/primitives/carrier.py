@@ -130,15 +130,15 @@ def _transpose(cotangent: Any, *operands: Any, form: Form, batched: Batched) -> 
     side = 0 if ad.is_undefined_primal(operands[1]) else 1
     aval = operands[1 + side].aval
     other, rest = operands[2 - side], operands[3:]
-    made = None if batched else form.cotangent(cotangent, other, rest, side, aval)
-    if made is not None:
-        cotangents[1 + side] = made
+    own_cotangent = None if batched else form.cotangent(cotangent, other, rest, side, aval)
+    if own_cotangent is not None:
+        cotangents[1 + side] = own_cotangent
         return cotangents
 
-    form, given = form.without_copies(operands[1:])
+    form, wide_operands = form.without_copies(operands[1:])
 
     def product(tangent: Any) -> Any:
-        return _tangent(form, batched, side, given, tangent)
+        return _tangent(form, batched, side, wide_operands, tangent)
 
     (cotangents[1 + side],) = jax.linear_transpose(product, aval)(cotangent)
     return cotangents

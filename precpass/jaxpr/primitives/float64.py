@@ -50,16 +50,16 @@ def float64(fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
         jaxpr = trace(fn, *avals)
         outer = [isinstance(c, jax.core.Tracer) for c in consts_of(jaxpr)]
         if any(outer):
-            given, own = _split(outer, consts_of(jaxpr))
-            closed = functools.partial(_with_consts, jaxpr, outer, own)
-            args = [*given, *args]
-            jaxpr = trace(closed, *map(jax.typeof, given), *avals)
+            outer_consts, own_consts = _split(outer, consts_of(jaxpr))
+            closed = functools.partial(_with_consts, jaxpr, outer, own_consts)
+            args = [*outer_consts, *args]
+            jaxpr = trace(closed, *map(jax.typeof, outer_consts), *avals)
     return _float64_p.bind(*args, jaxpr=jaxpr)
 
 
 def _with_consts(jaxpr: Jaxpr, outer: Sequence[bool], own: Sequence[Any], *args: Any) -> list[Any]:
-    given = sum(outer)
-    return evaluate(jaxpr, args[given:], _merge(outer, args[:given], own))
+    outer_count = sum(outer)
+    return evaluate(jaxpr, args[outer_count:], _merge(outer, args[:outer_count], own))
 
 
 def is_float64(eqn: Eqn) -> bool:
@@ -109,7 +109,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Jaxpr) -> An
     # numpy arrays and Python's numbers, which tracers of derivatives hold as they are
     primals = [x if isinstance(x, jax.core.Tracer) else jnp.asarray(x) for x in primals]
     moves = [not isinstance(t, ad.Zero) for t in tangents]
-    given, _ = _split(moves, tangents)
+    moving_tangents, _ = _split(moves, tangents)
     inexact = [_is_inexact(a) for a in out_avals(jaxpr)]
 
     def tangent(*args: Any) -> list[Any]:
@@ -121,7 +121,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Jaxpr) -> An
         return jax.jvp(on_moving, moving, list(args[len(moves) :]))[1]
 
     primals_out = _float64_p.bind(*primals, jaxpr=jaxpr)
-    tangents_out = iter(float64(tangent, [*primals, *given]))
+    tangents_out = iter(float64(tangent, [*primals, *moving_tangents]))
     return primals_out, [
         next(tangents_out) if m else ad.Zero(jax.typeof(x).to_tangent_aval())
         for m, x in zip(inexact, primals_out, strict=True)
@@ -133,7 +133,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, jaxpr: Jaxpr) -> list[
     unknown, known = _split(linear, operands)
     avals = [x.aval for x in unknown]
     arrive = [not isinstance(ct, ad.Zero) for ct in cotangents]
-    given, _ = _split(arrive, cotangents)
+    arriving, _ = _split(arrive, cotangents)
 
     def backward(*args: Any) -> Sequence[Any]:
         def forward(*xs: Any) -> list[Any]:
@@ -141,9 +141,9 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, jaxpr: Jaxpr) -> list[
 
         return jax.linear_transpose(forward, *avals)(list(args[len(known) :]))
 
-    if not given:
+    if not arriving:
         return [None] * len(operands)
-    return _merge(linear, float64(backward, [*known, *given]), [None] * len(known))
+    return _merge(linear, float64(backward, [*known, *arriving]), [None] * len(known))
 
 
 def _batch(

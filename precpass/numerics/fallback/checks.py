@@ -247,9 +247,9 @@ class IllConditioned:
             )
 
         def named(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            return given.arguments[name]
+            arguments = signature.bind(*args, **kwargs)
+            arguments.apply_defaults()
+            return arguments.arguments[name]
 
         return dataclasses.replace(self, matrix=named)
 
@@ -290,18 +290,18 @@ def parse_checks(owner: str, unstable: Any, fn: Callable[..., Any]) -> tuple[Che
             f"{owner}: unstable={unstable!r} has no check: leave it out for NonFinite()"
         )
     checks: list[Check] = []
-    for given in several:
-        if isinstance(given, type):
-            raise TypeError(f"{owner}: unstable has the class {given.__name__}: give a value of it")
-        if not isinstance(given, Check):
-            if not callable(given):
+    for check in several:
+        if isinstance(check, type):
+            raise TypeError(f"{owner}: unstable has the class {check.__name__}: give a value of it")
+        if not isinstance(check, Check):
+            if not callable(check):
                 raise TypeError(
-                    f"{owner}: unstable has {given!r}, which is no check: legal are NonFinite(), "
+                    f"{owner}: unstable has {check!r}, which is no check: legal are NonFinite(), "
                     "OutOfRange(limit), IllConditioned(matrix), Predicate(fn), and a function of "
                     "the result that returns a boolean scalar"
                 )
-            given = Predicate(given)
-        checks.append(given.bound(fn))
+            check = Predicate(check)
+        checks.append(check.bound(fn))
     return tuple(checks)
 
 

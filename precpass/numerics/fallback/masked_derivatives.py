@@ -108,8 +108,8 @@ def _linearized(
     """The results at `operands`, their derivative by the `moving` ones, and computed residuals."""
 
     def on_moving(*xs: Any) -> tuple[list[Any], list[Any]]:
-        given = dict(zip(moving, xs, strict=True))
-        results = evaluated([given.get(i, x) for i, x in enumerate(operands)])
+        moved = dict(zip(moving, xs, strict=True))
+        results = evaluated([moved.get(i, x) for i, x in enumerate(operands)])
         return [x for x in results if _is_inexact(x)], results
 
     at = [operands[i] for i in moving]

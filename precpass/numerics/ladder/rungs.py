@@ -106,7 +106,7 @@ def parse_ladder(owner: str, ladder: Any) -> tuple[Rung, ...]:
     """
     if isinstance(ladder, str | PrecisionPolicy) or not isinstance(ladder, Sequence):
         raise TypeError(f"{owner}: ladder={ladder!r} is to be a tuple such as ('bf16', 'f32')")
-    rungs = tuple(_rung(owner, given) for given in ladder)
+    rungs = tuple(_rung(owner, value) for value in ladder)
     if len(rungs) < 2:
         raise ValueError(
             f"{owner}: ladder={ladder!r} has {counted(len(rungs), 'rung')}, and takes two or "

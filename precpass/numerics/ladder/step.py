@@ -36,10 +36,10 @@ class Step(NamedTuple):
     ) -> tuple[Any, Any]:
         """The state after a step on one of the rungs, and its measure."""
         runs = [self._on(each) for each in rungs]
-        state, found = lax.switch(rung, runs, state, switched, args)
+        state, new_measure = lax.switch(rung, runs, state, switched, args)
         if self.measure is not None:
-            found = self._scalar("measure", rungs[-1].applied(self.measure, {})(state, *args))
-        return state, found
+            new_measure = self._scalar("measure", rungs[-1].applied(self.measure, {})(state, *args))
+        return state, new_measure
 
     def _on(self, rung: Rung) -> Callable[..., Any]:
         def run(state: Any, switched: Any, args: Any) -> tuple[Any, Any]:
@@ -60,8 +60,8 @@ class Step(NamedTuple):
                     "Ladder.step: the step is to return (state, measure), and returned "
                     f"{jax.tree.structure(out)}; give measure= for one that returns the state"
                 )
-            state, found = out
-            return self._like_state("the step", state), self._scalar("the step", found)
+            state, new_measure = out
+            return self._like_state("the step", state), self._scalar("the step", new_measure)
 
         return run
 

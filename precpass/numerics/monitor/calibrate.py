@@ -108,12 +108,12 @@ def calibrate(
         raise ValueError("calibrate: there are no batches: give at least one tuple of arguments")
     for text in _complaints(watch.planned, ranges, unsound):
         warnings.warn(text, PrecisionWarning, stacklevel=2)
-    found = (
+    evidence = (
         _rule(key, why, low.native)
         for key, low in watch.planned.items()
         if key in ranges and (why := _evidence(low, ranges[key], factor))
     )
-    return parsed.with_rules(*found)
+    return parsed.with_rules(*evidence)
 
 
 def _factor(safety: Any) -> float | None:

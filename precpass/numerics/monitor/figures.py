@@ -149,7 +149,7 @@ def _row(step: ir.Ran, reads: bool) -> dict[str, Any]:
     chooses = op(name).makes_an_operand or _moves(name)
     results = [x for x in step.results if _is_inexact(x)]
     operands = [x for x in step.operands if _is_inexact(x)]
-    given = [_bits(x) for x in operands]
+    operand_bits = [_bits(x) for x in operands]
     row: dict[str, Any] = dict.fromkeys(("infinities", "nans", "lost"), np.int32(0))
     row |= {"top": np.uint32(0), "bad": np.int32(0), "largest": np.uint32(0)}
     row["smallest"] = _UNBOUNDED
@@ -158,20 +158,20 @@ def _row(step: ir.Ran, reads: bool) -> dict[str, Any]:
     shapes = {jnp.shape(x) for x in operands} - {()}
     pointwise = op(name).kind is OpKind.ELEMENTWISE and shapes <= {jnp.shape(results[0])}
     if not (pointwise or chooses):
-        tops = [_reduced([(x, "max")])[0] for x in given]
+        tops = [_reduced([(x, "max")])[0] for x in operand_bits]
         row["top"] = functools.reduce(lax.max, tops, row["top"])
-    not_zero = _not_zero(name, given) if pointwise else None
+    not_zero = _not_zero(name, operand_bits) if pointwise else None
     for x in results:
         columns = _columns(_bits(x))
         if not chooses:
-            columns |= _made_here(_bits(x), given if pointwise else [])
+            columns |= _made_here(_bits(x), operand_bits if pointwise else [])
         if not_zero is not None:
             columns["lost"] = (_bits(x) == 0) & not_zero, "sum"
         figures = _reduced(list(columns.values()))
         for (key, (_, how)), value in zip(columns.items(), figures, strict=True):
             row[key] = _COMBINE[how](row[key], value)
     if reads:
-        row |= _reads(given)
+        row |= _reads(operand_bits)
     return row
 
 

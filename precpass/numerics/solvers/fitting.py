@@ -312,8 +312,8 @@ def _quality(
     fn: Callable[..., Any], x: Any, args: Any, jacobian_of: Callable[..., Any]
 ) -> tuple[Any, Any]:
     # These only judge a solve, and the QR factorisation of a wide matrix has no derivative.
-    held, rest = eqx.partition((fn, x, args), eqx.is_inexact_array)
-    fn, x, args = eqx.combine(jax.lax.stop_gradient(held), rest)
+    inexact, rest = eqx.partition((fn, x, args), eqx.is_inexact_array)
+    fn, x, args = eqx.combine(jax.lax.stop_gradient(inexact), rest)
     r, jacobian = fn(x, args), jacobian_of(lambda x: fn(x, args))(x)
     columns = lengths(jacobian)[None]
     size = jnp.linalg.norm(r)

@@ -205,11 +205,11 @@ def least_squares(
         flat = [jnp.asarray(leaf).ravel().astype(precision.dtype) for leaf in leaves]
         x, args = jnp.concatenate(flat), jax.tree.map(jnp.asarray, args)
         problem = fitting.program(residual, spec, x, args, x64)
-        found = fitting.fit(problem, solver, roles, x, args, max_steps)
+        fit = fitting.fit(problem, solver, roles, x, args, max_steps)
         if not monitor:
-            return *found, None
-        ends = [jnp.ravel(leaf) for leaf in jax.tree.leaves(found.solution.value)]
-        return *found, fitting.looked_at(problem, roles, (x, jnp.concatenate(ends)), args)
+            return *fit, None
+        ends = [jnp.ravel(leaf) for leaf in jax.tree.leaves(fit.solution.value)]
+        return *fit, fitting.looked_at(problem, roles, (x, jnp.concatenate(ends)), args)
 
     # float32 throughout is traced with x64 on too: JAX mixes up numpy arrays that it meets in both
     # modes, as `fitting.program` says

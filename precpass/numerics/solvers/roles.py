@@ -58,11 +58,11 @@ class Roles:
 
     def __post_init__(self) -> None:
         for role in _LEGAL:
-            given = getattr(self, role)
-            if role == "jacobian" and isinstance(given, Sequence) and not isinstance(given, str):
-                parsed: Any = _ladder([_parsed(role, p) for p in given])
+            value = getattr(self, role)
+            if role == "jacobian" and isinstance(value, Sequence) and not isinstance(value, str):
+                parsed: Any = _ladder([_parsed(role, p) for p in value])
             else:
-                parsed = _parsed(role, given)
+                parsed = _parsed(role, value)
             object.__setattr__(self, role, parsed)
         widest = Precision.parse(self.residual)
         for role in ("gradient", "jacobian", "solve"):
@@ -76,8 +76,8 @@ class Roles:
     @property
     def rungs(self) -> tuple[Precision, ...]:
         """The precisions of the Jacobian, beginning with that of the first step."""
-        given: Any = self.jacobian
-        return given if isinstance(given, tuple) else (given,)
+        jacobian: Any = self.jacobian
+        return jacobian if isinstance(jacobian, tuple) else (jacobian,)
 
     @classmethod
     def all(cls, precision: Precision | str) -> Roles:

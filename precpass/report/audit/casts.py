@@ -91,11 +91,11 @@ def _value(placed: Placed) -> tuple[str, ...]:
 
 def _widened_to(placed: Placed) -> str:
     """The format to which every reader of a result widens it; "" if they differ."""
-    found = {
+    formats = {
         reader.shapes[0].dtype if reader is not None and reader.opcode == "convert" else ""
         for reader in readers(placed)
     }
-    (dtype,) = found if len(found) == 1 else ("",)
+    (dtype,) = formats if len(formats) == 1 else ("",)
     return dtype if bits(dtype) > placed.instruction.shapes[0].bits else ""
 
 

@@ -102,10 +102,10 @@ class Sides:
         instruction = placed.instruction
         # The instructions of an inlined call have whole names already.
         names = (instruction.op_name, placed.name) if instruction.op_name else ()
-        own = [_key(name, instruction) for name in names]
+        keys = [_key(name, instruction) for name in names]
         product = is_product(placed)
         wanted = self.product_keys if product else self.planned
-        if shared_key := next((key for key in own if key in wanted), None):
+        if shared_key := next((key for key in keys if key in wanted), None):
             return shared_key
         if product:
             # XLA builds products with a vector, and those it moves a transpose into, anew: they
@@ -119,7 +119,7 @@ class Sides:
                 planned = self.planned[key] if key in self.product_keys else ()
                 if any(sizes(p) == sizes(placed) for p in planned if is_product(p)):
                     return key
-        return own[0] if own else ("", "", 0)
+        return keys[0] if keys else ("", "", 0)
 
     def _near(self, placed: Placed) -> Iterator[Instruction]:
         """The readers and operands of an instruction, also inside fusions."""

@@ -168,9 +168,9 @@ def _sent(placed: Placed) -> tuple[Shape, ...]:
     """The floating types that a collective sends; the start of one lists its operands too."""
     shapes = tuple(s for s in placed.instruction.shapes if s.bits)
     operands = placed.computation.operands(placed.instruction)
-    given = sum(s.bits > 0 for i in operands for s in i.shapes)
+    operand_count = sum(s.bits > 0 for i in operands for s in i.shapes)
     is_start = placed.instruction.opcode.endswith("-start")
-    return shapes[given:] if is_start and len(shapes) == 2 * given else shapes
+    return shapes[operand_count:] if is_start and len(shapes) == 2 * operand_count else shapes
 
 
 def collectives(sides: Sides) -> Iterator[Change]:

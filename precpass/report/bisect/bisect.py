@@ -268,20 +268,22 @@ class _Search:
         low = self._plan(self.policy)
         scope = self.traced.scope
         graph = Graph.build(self.traced.call.jaxpr, lambda s: clean_scope(join_scopes(scope, s)))
-        lowered = {row for row, own, _ in _pairs(graph, low, low) if own.action is Action.LOWER}
+        lowered = {
+            row for row, decision, _ in _pairs(graph, low, low) if decision.action is Action.LOWER
+        }
         natives = {ir.precision_of(v.aval) for row in lowered for v in graph.eqns[row].invars}
         precision = Precision.F64 if Precision.F64 in natives else Precision.F32
         wide = self._plan(_with(self.policy, (Rule(file="*", precision=precision),)))
         rows = {row for row, one, other in _pairs(graph, low, wide) if _own(one) != _own(other)}
-        found: dict[Place, Counter[str]] = {}
+        primitives: dict[Place, Counter[str]] = {}
         for row in sorted(rows):
             source = graph.source(row)
             inside = clean_scope(join_scopes(scope, graph.scope(row)))
             place = Place(inside, source.file, source.function, source.line)
-            found.setdefault(place, Counter())[graph.primitives[row]] += 1
+            primitives.setdefault(place, Counter())[graph.primitives[row]] += 1
         places = [
             dataclasses.replace(place, primitives=tuple(computes.items()))
-            for place, computes in found.items()
+            for place, computes in primitives.items()
         ]
         return places, precision
 
@@ -333,8 +335,8 @@ class _Search:
         try:
             wide = self._run(AlwaysF32, "AlwaysF32")
             if wide.passed and self.policy.output is not None:
-                own = dataclasses.replace(_with(self.policy, (whole.rule,)), output=None)
-                if self._run(own, "and with outputs as they were", (whole.rule,)).passed:
+                whole_policy = dataclasses.replace(_with(self.policy, (whole.rule,)), output=None)
+                if self._run(whole_policy, "and with outputs as they were", (whole.rule,)).passed:
                     return f"{text}: what breaks it is its outputs in {self.policy.output}"
         except OutOfBudget:
             return text
@@ -365,9 +367,11 @@ class _Search:
 
 def _with(policy: PrecisionPolicy, rules: Sequence[Rule]) -> PrecisionPolicy:
     """A policy with more rules, after those of its own that ask for float64."""
-    own = policy.rules
-    at = max((i + 1 for i, rule in enumerate(own) if rule.precision is Precision.F64), default=0)
-    return dataclasses.replace(policy, rules=(*own[:at], *rules, *own[at:]))
+    own_rules = policy.rules
+    at = max(
+        (i + 1 for i, rule in enumerate(own_rules) if rule.precision is Precision.F64), default=0
+    )
+    return dataclasses.replace(policy, rules=(*own_rules[:at], *rules, *own_rules[at:]))
 
 
 def _inside(group: Group) -> Iterator[Group]:

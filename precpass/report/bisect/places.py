@@ -123,8 +123,8 @@ class _Grouping:
             scope = f"{around}/{name}" if around else name
             rule = Rule(scope=glob.escape(scope), precision=self.precision)
             deeper = [place for place in inside if place.scope != scope]
-            own = [place for place in inside if place.scope == scope and place.file]
-            groups.append(Group(rule, (*self.scopes(deeper, scope), *self.lines(own))))
+            here = [place for place in inside if place.scope == scope and place.file]
+            groups.append(Group(rule, (*self.scopes(deeper, scope), *self.lines(here))))
         return groups
 
     def functions(self, places: Iterable[Place]) -> list[Group]:

@@ -84,13 +84,13 @@ def compare(
     if reference not in REFERENCES:
         raise ValueError(f"unknown reference {reference!r}: legal are 'f64' and 'f32'")
     check_rounds(rounds)
-    made = entries(policies, "compare")
+    rows = entries(policies, "compare")
     fn, owner = owner_of(fn)
     subject = auto_mixed(fn)
 
     def compared(*args: Any, **kwargs: Any) -> Comparison:
         at = Subject.at(subject, owner, args, kwargs, "compare")
-        return _Run(at, reference, rounds, progress).run(made)
+        return _Run(at, reference, rounds, progress).run(rows)
 
     return compared
 

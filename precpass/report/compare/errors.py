@@ -164,8 +164,10 @@ def _together(each: Sequence[_Sums]) -> Errors:
     if not floats:
         # there is nothing finite to compare with
         return Errors(None, None, None, None, 0, differing)
-    scale = max(own for own, _ in floats) or 1.0
-    d2, r2, x2, dot = np.sum([(own / scale) ** 2 * squares for own, squares in floats], 0).tolist()
+    scale = max(leaf_scale for leaf_scale, _ in floats) or 1.0
+    d2, r2, x2, dot = np.sum(
+        [(leaf_scale / scale) ** 2 * squares for leaf_scale, squares in floats], 0
+    ).tolist()
     relative = math.sqrt(d2 / r2) if r2 else (math.inf if d2 else 0.0)
     sqnr = math.inf if not d2 else (10 * math.log10(r2 / d2) if r2 else -math.inf)
     if x2 and r2:
@@ -237,16 +239,18 @@ def on_arrays(
     """
     wrapped = arguments(declared, name, args, kwargs)
     operands, put = dynamic_leaves(declared, *wrapped, keeps_numbers=False)
-    found: list[Leaf] = []
+    result_leaves: list[Leaf] = []
 
     def call(*xs: Any) -> list[Any]:
         args, kwargs = declared.map(lambda x, _: unwrapped(x), *put(xs))
         leaves = leaves_of(declared, fn(*args, **kwargs), args, kwargs)
-        found[:] = [leaf._replace(value=None) for leaf in leaves]  # tracers end with their trace
+        result_leaves[:] = [
+            leaf._replace(value=None) for leaf in leaves
+        ]  # tracers end with their trace
         return [leaf.value for leaf in leaves]
 
     call.__name__ = name
-    return call, operands, found
+    return call, operands, result_leaves
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -310,9 +314,9 @@ def evaluated(written: Written, precision: Precision) -> list[Leaf]:
             wide, _ = rewritten(written.jaxpr, plan, current(), AlwaysF32, scope)
             # A Python number is first rounded as the program reads it.
             read = zip(written.operands, ir.in_avals(written.jaxpr), strict=True)
-            given = [x if hasattr(x, "dtype") else np.asarray(x, a.dtype) for x, a in read]
-            given = copied(given, arrays=False)
-            pairs = zip(given, ir.in_avals(wide), strict=True)
+            arrays = [x if hasattr(x, "dtype") else np.asarray(x, a.dtype) for x, a in read]
+            arrays = copied(arrays, arrays=False)
+            pairs = zip(arrays, ir.in_avals(wide), strict=True)
             operands = [x if x.dtype == a.dtype else x.astype(a.dtype) for x, a in pairs]
             values = jax.jit(lambda *xs: ir.evaluate(wide, xs))(*operands)
     except Exception as error:

@@ -91,7 +91,7 @@ def profile(
     """
     check_rounds(rounds)
     peaks = peaks_of(DEVICES if devices is None else devices)
-    made = entries(policies, "profile")
+    rows = entries(policies, "profile")
     fn, owner = owner_of(fn)
     subject = auto_mixed(fn)
 
@@ -105,7 +105,7 @@ def profile(
             takes_shapes=rounds == 0,
             hint="; with rounds=0 nothing runs, and shapes will do",
         )
-        return _profile(at, made, peaks, rounds, progress)
+        return _profile(at, rows, peaks, rounds, progress)
 
     return profiled
 

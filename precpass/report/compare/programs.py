@@ -67,18 +67,18 @@ def entries(policies: Any, report: str) -> list[Made]:
         several = isinstance(policies, Iterable) and not isinstance(policies, str)
         items: list[Any] = [*policies] if several else [policies]
     entries: list[Made] = []
-    given: list[str] = []
+    texts: list[str] = []
     for item in items:
         match item:
             case (str() as name, entry):
-                given.append(name)
+                texts.append(name)
             case entry:
                 name = None
-        made = entry if callable(entry) else PrecisionPolicy.parse(entry)
-        entries.append((name or _name(entry), made))
+        parsed = entry if callable(entry) else PrecisionPolicy.parse(entry)
+        entries.append((name or _name(entry), parsed))
     if not entries:
         raise ValueError(f"{report}: no rows; give at least one policy or function")
-    twice = [name for name, n in Counter(given).items() if n > 1]
+    twice = [name for name, n in Counter(texts).items() if n > 1]
     if twice:
         raise ValueError(f"{report}: the name {twice[0]!r} is given twice")
     return list(zip(_numbered([name for name, _ in entries]), (e for _, e in entries), strict=True))
@@ -197,8 +197,8 @@ class Subject:
             fn = fn if is_jitted(fn) else jax.jit(fn, **declared.options)
         # what crosses into jit in steps takes Python longer than a small program runs: no row pays
         elif not is_jitted(fn) or _crosses_in_steps(declared, args, kwargs):
-            own = name_of(fn)
-            call, args, named = on_arrays(fn, declared, own, args, kwargs)
+            fn_name = name_of(fn)
+            call, args, named = on_arrays(fn, declared, fn_name, args, kwargs)
             fn, kwargs = jax.jit(call), {}
             declared = Declared(fn, {})
         return Call(policy, fn, declared, args, kwargs, named)

@@ -178,8 +178,8 @@ def _path_of(node: BodyNode) -> Path:
         body = next(b for b in ir.bodies(eqn) if ir.open_jaxpr(b.jaxpr) is ir.open_jaxpr(at.jaxpr))
         which = "" if len(ir.bodies(eqn)) == 1 else body.name
         name = frame_name(ir.name_of(eqn), which, body.trips)
-        own = () if ir.name_of(eqn) in CALLS else (name,)
-        parts.append((*_parts(ir.scope_of(eqn)), *own))
+        names = () if ir.name_of(eqn) in CALLS else (name,)
+        parts.append((*_parts(ir.scope_of(eqn)), *names))
         at = at.around
     return tuple(part for path in reversed(parts) for part in path)
 

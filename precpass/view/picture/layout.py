@@ -78,8 +78,10 @@ def _inside(
     """The layout of the boxes inside one scope."""
     units: dict[object, list[int]] = {}
     for i in members:
-        own = chart.boxes[i].path
-        units.setdefault(own[: len(path) + 1] if len(own) > len(path) else i, []).append(i)
+        path_here = chart.boxes[i].path
+        units.setdefault(
+            path_here[: len(path) + 1] if len(path_here) > len(path) else i, []
+        ).append(i)
     parts = [_unit(chart, labels, key, inner) for key, inner in units.items()]
     home = {i: at for at, inner in enumerate(units.values()) for i in inner}
     edges = {(home[a], home[b]) for a, b in chart.edges if a in home and b in home}
