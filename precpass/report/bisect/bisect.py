@@ -367,11 +367,9 @@ class _Search:
 
 def _with(policy: PrecisionPolicy, rules: Sequence[Rule]) -> PrecisionPolicy:
     """A policy with more rules, after those of its own that ask for float64."""
-    own_rules = policy.rules
-    at = max(
-        (i + 1 for i, rule in enumerate(own_rules) if rule.precision is Precision.F64), default=0
-    )
-    return dataclasses.replace(policy, rules=(*own_rules[:at], *rules, *own_rules[at:]))
+    old = policy.rules
+    at = max((i + 1 for i, rule in enumerate(old) if rule.precision is Precision.F64), default=0)
+    return dataclasses.replace(policy, rules=(*old[:at], *rules, *old[at:]))
 
 
 def _inside(group: Group) -> Iterator[Group]:
@@ -379,9 +377,6 @@ def _inside(group: Group) -> Iterator[Group]:
     for part in group.parts:
         yield from _inside(part)
     yield group
-
-
-# ---------------------------------------------------------------- plans
 
 
 def _own(decision: Decision) -> tuple[Any, ...]:
