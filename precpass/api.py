@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, overload
 import jax
 
 from precpass import jaxpr as ir
+from precpass.devices.detect import committed_device, planned_for
+from precpass.devices.targets import target_of
 from precpass.jit.calls import check_function
 from precpass.jit.mixed import Mixed
 from precpass.jit.region import keep, use_policy
@@ -111,6 +113,7 @@ def inspect(
     policy: PrecisionPolicy | str | None = None,
     *,
     profitability: str | None = None,
+    target: Any = None,
 ) -> Callable[..., Inspection]:
     """What a policy does to a function, without running it.
 
@@ -119,6 +122,11 @@ def inspect(
         policy: as for `auto_mixed`.
         profitability: as for `auto_mixed`; the device is that of the arguments if they are
             committed to one.
+        target: a device that need not be there, for which the program is planned: "h100",
+            "a100", "tpu v4", "tpu v5e", "tpu v5p", "tpu v6e", or a JAX device, also of a topology.
+
+    Raises:
+        ValueError: for an unknown target.
 
     Returns:
         A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and
@@ -129,7 +137,7 @@ def inspect(
         >>> print(inspect(lambda x: x @ x)(jnp.ones((4, 4))).plan)
         <Plan: 1 of 1 products lowered, 1 equation lowered, 1 in all>
     """
-    return trace_of(fn, policy, _inspection, profitability)
+    return trace_of(fn, policy, _inspection, profitability, target)
 
 
 def trace_of(
@@ -137,6 +145,7 @@ def trace_of(
     policy: PrecisionPolicy | str | None,
     then: Callable[[Traced], Any],
     profitability: str | None = None,
+    target: Any = None,
 ) -> Callable[..., Any]:
     """A function of arguments of `fn` that gives what `then` makes of its trace.
 
@@ -145,12 +154,16 @@ def trace_of(
         policy: as for `auto_mixed`.
         then: called with each trace; an error in it counts as an error of the call.
         profitability: as for `auto_mixed`.
+        target: as for `inspect`.
     """
     fn, owner = owner_of(fn)
     mixed = auto_mixed(fn, policy=policy, profitability=profitability)
+    target = target_of(target)
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        return made_of_trace(mixed, then, (*owner, *args), kwargs)
+        args = *owner, *args
+        with planned_for(target or committed_device((args, kwargs))):
+            return made_of_trace(mixed, then, args, kwargs)
 
     return called
 
@@ -176,6 +189,7 @@ def explain(
     policy: PrecisionPolicy | str | None = None,
     *,
     profitability: str | None = None,
+    target: Any = None,
 ) -> Callable[..., Explanation]:
     """What a policy does to a function, what stays in float32 and why, and what to do about it.
 
@@ -183,6 +197,7 @@ def explain(
         fn: as for `inspect`.
         policy: as for `auto_mixed`.
         profitability: as for `inspect`.
+        target: as for `inspect`.
 
     Returns:
         A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and
@@ -197,7 +212,7 @@ def explain(
         >>> print(explanation.text(color=False).splitlines()[1].strip())
         1 of 1 products low, 0 left wide; 100.0% of the FLOPs in low precision
     """
-    inspected = inspect(fn, policy, profitability=profitability)
+    inspected = inspect(fn, policy, profitability=profitability, target=target)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         # The text contains the warnings.

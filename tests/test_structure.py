@@ -34,8 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("policy", "devices", "jaxpr", "analysis", "measure", "plan", "planner"),
         *("rewrite",),
     },
-    "jit": {"policy", "jaxpr", "plan", "planner", "rewrite", "autotune"},
-    "api": {"policy", "jaxpr", "plan", "view", "jit"},
+    "jit": {"policy", "devices", "jaxpr", "plan", "planner", "rewrite", "autotune"},
+    "api": {"policy", "devices", "jaxpr", "plan", "view", "jit"},
     "numerics": {
         *("units", "policy", "jaxpr", "analysis", "plan", "view", "jit"),
         *("api",),

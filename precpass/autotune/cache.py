@@ -27,7 +27,7 @@ from precpass.planner.profit import ProductTimes
 
 __all__ = ["FORMAT", "TimingCache", "cache_folder", "file_name"]
 
-FORMAT = 4
+FORMAT = 5
 """The version of the files and of the form of a lowered product; raise it if that form changes. A
 file of another version is rebuilt."""
 

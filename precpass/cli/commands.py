@@ -22,6 +22,7 @@ from precpass.report.compare.compare import compare
 from precpass.report.compare.profile import DEVICES, profile
 from precpass.testing import Problems, plan_problems, precision_problems
 from precpass.view.diff import between, changes
+from precpass.view.inspection import Inspection
 
 __all__ = ["COMMANDS", "Report", "Task", "policy_of"]
 
@@ -108,19 +109,26 @@ def _refusing() -> Generator[None]:
         raise Refused(str(error)) from None
 
 
+def _inspect(task: Task, policy: PrecisionPolicy | str | None) -> Callable[..., Inspection]:
+    with _refusing():
+        return inspect(task.fn, policy, target=task.options.device)
+
+
 def _explain(task: Task) -> Report:
-    explanation = task.call(explain(task.fn, task.policy))
+    with _refusing():
+        prepared = explain(task.fn, task.policy, target=task.options.device)
+    explanation = task.call(prepared)
     return Report(lambda: explanation.text(color=task.color), explanation.to_dict())
 
 
 def _diff(task: Task) -> Report:
     options = task.options
     level = options.level or "equations"
-    inspection = task.call(inspect(task.fn, task.policy))
+    inspection = task.call(_inspect(task, task.policy))
     data = {"policy": inspection.policy_name, "changes": changes(inspection.plan)}
     if options.between is None:
         return Report(lambda: inspection.diff(level, color=task.color), data)
-    other = task.call(inspect(task.fn, policy_of(options.between)))
+    other = task.call(_inspect(task, policy_of(options.between)))
     return Report(lambda: between(inspection.plan, other.plan, level, color=task.color), data)
 
 
@@ -171,7 +179,9 @@ def _steps(task: Task) -> Callable[[str, int, int], None]:
 
 
 def _audit(task: Task) -> Report:
-    result = task.call(audit(task.fn, task.policy), doing="tracing and compiling")
+    with _refusing():
+        prepared = audit(task.fn, task.policy, target=task.options.device)
+    result = task.call(prepared, doing="tracing and compiling")
     status = OK if result.ok else NOT_AS_EXPECTED
     return Report(lambda: result.text(color=task.color), result.to_dict(), status)
 
@@ -194,7 +204,7 @@ def _bisect(task: Task) -> Report:
 
 
 def _draw(task: Task) -> Report:
-    inspection = task.call(inspect(task.fn, task.policy))
+    inspection = task.call(_inspect(task, task.policy))
     task.progress.say("drawing")
     return _wrote(task, inspection.draw(boxes=task.options.boxes).save, "")
 

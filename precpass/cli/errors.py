@@ -90,7 +90,7 @@ def _is_refusal(error: BaseException) -> bool:
     The same types come out of bugs too: out of `zip(strict=True)`, an unpacking, a lookup.
     """
     frames = list(_frames(error))
-    if not frames or not isinstance(error, ValueError | TypeError | RuntimeError):
+    if not frames or not isinstance(error, ValueError | TypeError | RuntimeError | ImportError):
         return False
     code, at = frames[-1].tb_frame.f_code, frames[-1].tb_lasti
     is_raise = code.co_code[at] == dis.opmap["RAISE_VARARGS"]

@@ -27,6 +27,7 @@ Example: precpass explain model.py:loss --args "f32[64,32], f32[128,64]"
 _ROWS = ("compare", "profile")
 _DRAWS = (*_ROWS, "bisect")
 _COLORS = ("explain", "diff", "audit")
+_PLANS = ("explain", "diff", "audit", "draw")
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -88,6 +89,9 @@ def _common(name: str, one: argparse.ArgumentParser) -> None:
         choices=PROFITABILITY,
         help="which products are lowered (default: always)",
     )
+    if name in _PLANS:
+        device = "a device that need not be there: h100, a100, tpu v5e, ..."
+        one.add_argument("--target", metavar="DEVICE", dest="device", help=device)
     one.add_argument("--json", action="store_true", help="for machines")
     if name in _COLORS:
         one.add_argument("--color", choices=("auto", "always", "never"), default="auto")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -10,23 +12,60 @@ import jax.core
 from precpass.devices.cpu_info import cpu_info
 from precpass.devices.devices import Device, device_named
 
-__all__ = ["device_for", "device_of_call", "kind_of"]
+__all__ = ["committed_device", "device_for", "device_of_call", "kind_of", "planned_for"]
+
+# It is part of jit's cache key, so a program planned for one device is not compiled for another.
+_target: Any = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def planned_for(device: Any) -> Generator[None]:
+    """A context in which programs are planned for a device, which need not be there.
+
+    Args:
+        device: a JAX device, also of a topology, or a `Target`. Nothing changes for None and for a
+            device of the kind that programs are planned for anyway, so that jit's cache is shared.
+    """
+    changes = device is not None and _kind(device) != _kind(device_of_call())
+    with _target(device) if changes else contextlib.nullcontext():
+        yield
+
+
+def _kind(device: Any) -> tuple[str, str]:
+    return device.platform, device.device_kind
+
+
+def committed_device(args: Any) -> Any:
+    """The device of the first argument that is committed to one; None if there is none.
+
+    Args:
+        args: a tree of arguments. A `jax.ShapeDtypeStruct` is committed by its sharding.
+    """
+    for x in jax.tree.leaves(args):
+        devices: Any = ()
+        if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
+            with contextlib.suppress(ValueError):  # an abstract mesh has no devices
+                devices = x.sharding.device_set
+        elif isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            devices = x.devices() if getattr(x, "committed", False) else ()
+        if devices:
+            return min(devices, key=lambda device: device.id)
+    return None
 
 
 def device_of_call(args: Any = ()) -> Any:
     """The JAX device on which a call at some arguments runs, the first of several.
 
-    It is the device of the first argument that is committed to one; else that of
+    It is that of `planned_for`; else the one that the arguments are committed to; else that of
     `jax.default_device`; else the default backend's. A tracer has no device, so a
-    program that is planned while it is traced is planned for one of the latter two.
+    program that is planned while it is traced is planned for one of the others.
 
     Args:
         args: a tree of arguments.
     """
-    for x in jax.tree.leaves(args):
-        is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-        if is_array and getattr(x, "committed", False):
-            return min(x.devices(), key=lambda device: device.id)
+    device = _target.value if _target.value is not None else committed_device(args)
+    if device is not None:
+        return device
     # `jax.config` has no type for this option.
     default: Any = getattr(jax.config, "jax_default_device", None)
     if default is None or isinstance(default, str):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from precpass.devices.detect import committed_device, planned_for
 from precpass.jit import region as regions
 from precpass.jit.arguments import unwrapped
 from precpass.jit.calls import Stage
@@ -127,7 +128,14 @@ class Mixed:
         region = current()
 
         def run_of(program: Program) -> Any:
-            return getattr(program.jitted(region), name)
+            staged = getattr(program.jitted(region), name)
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                # In the trace the arguments are tracers, which have no device.
+                with planned_for(committed_device((args, kwargs))):
+                    return staged(*args, **kwargs)
+
+            return run
 
         def finish(splits: bool, stage: Any) -> Any:
             if self._crossing.direct:

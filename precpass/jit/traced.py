@@ -11,6 +11,7 @@ import jax
 
 from precpass import jaxpr as ir
 from precpass.autotune.profitability import profit_model_of
+from precpass.devices.detect import device_of_call
 from precpass.jit.arguments import copied
 from precpass.jit.errors import user_stacklevel
 from precpass.jit.region import Region, tracing
@@ -18,6 +19,7 @@ from precpass.jit.selfcheck import check_jax
 from precpass.plan import reasons
 from precpass.plan.plan import Border, Plan
 from precpass.planner.planner import distinguish, make_plan
+from precpass.planner.profit import ProfitModel
 from precpass.policy.policy import PrecisionPolicy, PrecisionWarning
 from precpass.policy.primitives import OpKind
 from precpass.rewrite.rewriter import Rewriter
@@ -51,14 +53,7 @@ class Traced:
 
     def plan(self, policy: PrecisionPolicy) -> Plan:
         """The plan under a policy, without warnings."""
-        operands = self.call.operands
-        closed_over, profit_model = (
-            operands[: self.call.closed_over],
-            profit_model_of(policy, operands),
-        )
-        return make_plan(
-            self.call.jaxpr, policy, self.scope, closed_over, profit_model=profit_model
-        )
+        return _planned(self.call, policy, self.scope, profit_model_of(policy, self.call.operands))
 
     def rewritten(self, plan: Plan, policy: PrecisionPolicy) -> Any:
         """The jaxpr rewritten under a plan; the same jaxpr if nothing changes."""
@@ -78,10 +73,10 @@ def rewritten(
     said = set(plan.notes)
     # A saved plan has no equations of custom rules, because these are traced in differentiation.
     unlocked = policy.with_lock(None) if policy.lock else policy
-    profit_model = profit_model_of(unlocked)
+    profit_model, platform = profit_model_of(unlocked), device_of_call().platform
 
     def plan_rule(rule: Any, scope: str, border: Border) -> Plan:
-        its_plan = make_plan(rule, unlocked, scope, border=border, profit_model=profit_model)
+        its_plan = make_plan(rule, unlocked, scope, (), border, profit_model, platform)
         for text in (*its_plan.notes, *(profit_model.new_warnings() if profit_model else ())):
             if text not in said:
                 said.add(text)
@@ -115,9 +110,7 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
     """
     check_jax()
     profit_model = profit_model_of(policy, call.operands)
-    plan = make_plan(
-        call.jaxpr, policy, scope, call.operands[: call.closed_over], profit_model=profit_model
-    )
+    plan = _planned(call, policy, scope, profit_model)
     texts = [
         *_warning_texts(plan, policy, name),
         *(profit_model.new_warnings() if profit_model else ()),
@@ -134,6 +127,16 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
     for text in texts:
         warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
     return plan
+
+
+def _planned(
+    call: ir.Call, policy: PrecisionPolicy, scope: str, profit_model: ProfitModel | None
+) -> Plan:
+    closed_over, platform = (
+        call.operands[: call.closed_over],
+        device_of_call(call.operands).platform,
+    )
+    return make_plan(call.jaxpr, policy, scope, closed_over, (), profit_model, platform)
 
 
 def _warning_texts(plan: Plan, policy: PrecisionPolicy, name: str) -> Iterator[str]:

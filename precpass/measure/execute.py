@@ -23,6 +23,8 @@ from typing import Any
 
 import jax
 
+from precpass.devices.detect import committed_device
+
 __all__ = ["Executable", "Memory", "Timing", "compiled", "interleaved", "is_jitted", "timed"]
 
 # ---------------------------------------------------------------- what is computed
@@ -91,7 +93,9 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
     traced = jitted.trace(*args, **kwargs)
     lowered = traced.lower()
     program = lowered.compile()
-    device = program.runtime_executable().local_devices()[0]
+    # An executable for a device that is not there has no local devices, but its operands say where.
+    local_devices = getattr(program.runtime_executable(), "local_devices", list)()
+    device = local_devices[0] if local_devices else committed_device((args, kwargs))
     donates = any(info.donated for info in jax.tree.leaves(lowered.args_info))
     return Executable(traced.jaxpr, lowered, program, device, _memory(program), donates)
 

@@ -104,10 +104,12 @@ class ProductForm(NamedTuple):
         recast_in_backward: for each operand, whether the backward pass casts it again. It does if
             the product is in a branch in a loop and the operand is made before the loop: a saved
             low copy would be saved in every trip.
+        low_result: whether its kernel rounds its result to the low format of its operands.
     """
 
     exchanged: bool = False
     recast_in_backward: tuple[bool, bool] = (False, False)
+    low_result: bool = False
 
 
 AS_WRITTEN = ProductForm()

@@ -27,6 +27,7 @@ from precpass.planner.decide import decide
 from precpass.planner.profit import ProductPricing, ProfitModel
 from precpass.planner.query import Queries, Query
 from precpass.planner.requests import PolicyRequests
+from precpass.planner.result_formats import PLATFORMS, with_low_results
 from precpass.planner.storage.assignment import assign_storage
 from precpass.planner.transposes import eliminate_transposes
 from precpass.policy.policy import PrecisionPolicy
@@ -44,6 +45,7 @@ def make_plan(
     closed_over: Sequence[Any] = (),
     border: Border = (),
     profit_model: ProfitModel | None = None,
+    platform: str = "cpu",
 ) -> Plan:
     """The plan for a jaxpr under a policy.
 
@@ -54,9 +56,13 @@ def make_plan(
         closed_over: the values of its first operands, as far as it closes over them.
         border: the formats in which values cross its border, for a custom rule.
         profit_model: tells which products pay; without it all of them do.
+        platform: JAX's name of the platform whose compiler the plan is for. It decides the form of
+            products; the program runs on every platform.
     """
     graph = Graph.build(jaxpr, lambda inner: distinguish(policy, join_scopes(scope, inner)))
-    return Planner(Analysis(graph, closed_over), policy, scope, profit_model).root(border)
+    analysis = Analysis(graph, closed_over)
+    plan = Planner(analysis, policy, scope, profit_model).root(border)
+    return with_low_results(plan, analysis) if platform in PLATFORMS else plan
 
 
 def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:

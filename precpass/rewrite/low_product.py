@@ -50,6 +50,7 @@ class Bilinear(ir.Form):
         mapped: whether it stands under a vmap and is no single product there.
         copied: whether the carrier's last two operands are low copies of the product's operands.
             The derivative reads them instead of making its own.
+        rounds: whether its kernel rounds its result to the low format (`ProductForm.low_result`).
     """
 
     primitive: Any
@@ -60,6 +61,7 @@ class Bilinear(ir.Form):
     recast: tuple[bool, bool] = (False, False)
     mapped: bool = False
     copied: bool = False
+    rounds: bool = False
 
     def __str__(self) -> str:
         return f"{self.primitive.name} in {self.low.name}"
@@ -91,6 +93,8 @@ class Bilinear(ir.Form):
         If the result is wider than the low format, it is float32, so that sums are not rounded;
         kernels have no other wide result for 16-bit operands.
         """
+        if self.rounds:
+            return self.low
         wide = self.dtype != self.low and self.low.itemsize < 4
         return np.dtype(np.float32) if wide else self.dtype
 
@@ -156,7 +160,8 @@ class Bilinear(ir.Form):
         dot = transposed(self.numbers, _ordered(ndims, side), side)
         # A sum over a sharded dimension leaves the result's sharding ambiguous, so it is given.
         like = self.with_numbers(dot.numbers, ir.sharding_before(aval, dot.order))
-        form = dataclasses.replace(like.bare(), dtype=cotangent.dtype)
+        # A cotangent may be the gradient that leaves the program, which is not rounded.
+        form = dataclasses.replace(like.bare(), dtype=cotangent.dtype, rounds=False)
         out = form.lowered(_ordered([cotangent, other], dot.side))
         return _as(aval.dtype, out if dot.order is None else lax.transpose(out, dot.order))
 
@@ -174,7 +179,8 @@ class Bilinear(ir.Form):
         def apply(eqn: ir.Eqn, operands: Sequence[Any]) -> Sequence[Any]:
             if eqn.primitive is not self.primitive:
                 return ir.bind(eqn, operands)
-            form = Bilinear(eqn.primitive, ir.sorted_params(eqn), self.low, cotangent.dtype)
+            params = ir.sorted_params(eqn)
+            form = Bilinear(eqn.primitive, params, self.low, cotangent.dtype, rounds=self.rounds)
             return [form.lowered(operands)]
 
         # Both are passed as they are, in 16 bits or float32: each product casts its own operands.
@@ -246,6 +252,8 @@ def lowered(
     operands: Sequence[Any],
     dtype: np.dtype[Any],
     recast: tuple[bool, bool] = (False, False),
+    *,
+    low_result: bool = False,
 ) -> Any:
     """A bilinear equation evaluated in low precision.
 
@@ -256,12 +264,16 @@ def lowered(
         operands: all its operands in the original dtypes.
         dtype: the dtype of the result. A dot with a float32 result is not rounded.
         recast: as in `Bilinear`.
+        low_result: whether the kernel rounds the result to the low format.
 
     Returns:
         The product, differentiable to any order in forward and reverse mode.
     """
     low = low_operands[0].aval.dtype
-    form = Bilinear(eqn.primitive, ir.sorted_params(eqn), low, dtype, recast=recast, copied=True)
+    params = ir.sorted_params(eqn)
+    form = Bilinear(
+        eqn.primitive, params, low, dtype, recast=recast, copied=True, rounds=low_result
+    )
     aval = ir.with_dtype(eqn.outvars[0].aval, form.sums_in)
     return _evaluated(build, form, low_operands, [*operands, *low_operands], aval)
 

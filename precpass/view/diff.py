@@ -307,7 +307,8 @@ def _computed(row: Row) -> str:
             return "operands exchanged"
         case Action.LOWER if op(row.info.primitive).accumulates:
             how = ", operands exchanged" if decision.product.exchanged else ""
-            return f"in {decision.compute}, accumulated in f32{how}"
+            rounded = f", result in {decision.compute}" if decision.product.low_result else ""
+            return f"in {decision.compute}, accumulated in f32{rounded}{how}"
         case Action.LOWER | Action.WIDEN:
             return f"in {decision.compute}"
         case _:
@@ -348,6 +349,7 @@ def _counted(texts: Counter[str], joint: str = ", ") -> str:
 def _fate(row: Row) -> tuple[object, ...]:
     decision = row.decision
     changed = row.changes and decision.alters
-    fields = decision.action, decision.compute, decision.stored, decision.product.exchanged
+    form = decision.product.exchanged, decision.product.low_result
+    fields = decision.action, decision.compute, decision.stored, form
     fate = fields if changed else ()
     return (fate, row.info.crossed, Counter(row.info.casts))

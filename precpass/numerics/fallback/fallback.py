@@ -101,7 +101,7 @@ def with_fallback(
     axis_name: Axes = None,
     **jit_options: Any,
 ) -> Mixed:
-    """A function that runs in low precision, and on a higher rung if a check fires.
+    """A function that runs low, and on a higher rung if a check fires; it makes its updates.
 
     A rung named by a precision is the function under a policy. "bf16" and "f16" are
     `AutoMixedBf16` and `AutoMixed`, which lower products and what is stored for them, and leave a
@@ -110,8 +110,7 @@ def with_fallback(
     on), "bf16", "f16" and "f32" lower products of these too. The result has the function's own
     dtypes on every rung: with x64 off, that of "f64" is rounded to float32, once. A function
     inside that `auto_mixed` made with a policy of its own keeps it on all rungs but "f64". Under
-    `use_policy(None)` every rung is the function as it was written. A call makes the updates of
-    the function's modules.
+    `use_policy(None)` every rung is the function as it was written.
 
     It can be differentiated to any order, also through "f64" with x64 off; the derivative is that
     of the rung that was taken. (On jax 0.10, reverse mode over reverse mode through a loop is NaN

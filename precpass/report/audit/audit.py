@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from precpass.api import auto_mixed, inspect
+from precpass.devices.targets import target_of
 from precpass.jaxpr import Source, source_of
 from precpass.jit.arguments import Declared
 from precpass.jit.region import configured
@@ -159,7 +161,7 @@ class Audit:
         return (
             f"{self.inspection.policy_name}, compiled by jax {jax.__version__} for {self.backend}: "
             f"{self.as_planned} of {self.products} products as planned{merged}; {outcome}. "
-            "A plan is for every backend, what XLA changes is this one's"
+            "XLA changes other things for other devices"
         )
 
 
@@ -178,7 +180,7 @@ def _together(shared: Finding, found: Sequence[Finding]) -> Finding:
 
 
 def audit(
-    fn: Callable[..., Any], policy: PrecisionPolicy | str | None = None
+    fn: Callable[..., Any], policy: PrecisionPolicy | str | None = None, *, target: Any = None
 ) -> Callable[..., Audit]:
     """What XLA runs in another precision than planned.
 
@@ -192,6 +194,9 @@ def audit(
         fn: a function, or the result of `auto_mixed`, whose policy and options then count.
         policy: as for `auto_mixed`. "AlwaysF32" audits a float32 program; `use_policy(None)`
             around the call one as it is written.
+        target: as for `inspect`: a device that need not be there, for which the program is planned
+            and compiled. Its compiler must be installed: `precpass[gpu-target]` or
+            `precpass[tpu-target]`, in a process that was started with JAX_PLATFORMS=cpu.
 
     Returns:
         A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and
@@ -199,6 +204,8 @@ def audit(
 
     Raises:
         TypeError: for an argument with a symbolic dimension, which XLA cannot compile.
+        ValueError: for an unknown target.
+        ModuleNotFoundError: if the target's compiler is not installed.
         Errors of tracing, lowering or compiling `fn` are raised as they are.
 
     Example:
@@ -211,11 +218,16 @@ def audit(
     """
     fn, owner = owner_of(fn)
     mixed = auto_mixed(fn, policy=policy)
+    target = target_of(target)
 
     def audited(*args: Any, **kwargs: Any) -> Audit:
         args = (*owner, *args)
-        Declared(mixed.__wrapped__, mixed.jit_options).map(_check_sizes, args, kwargs)
-        inspection = inspect(mixed)(*args, **kwargs)
+        declared = Declared(mixed.__wrapped__, mixed.jit_options)
+        declared.map(_check_sizes, args, kwargs)
+        if target is not None:
+            device = getattr(target, "device", target)
+            args, kwargs = declared.map(lambda x, _: _placed(x, device), args, kwargs)
+        inspection = inspect(mixed, target=target)(*args, **kwargs)
         # `inspect` has given the plan's warnings already.
         with quietly(), configured(_OWN_LINES, True):
             program = execute.compiled(mixed, *args, **kwargs)
@@ -233,6 +245,22 @@ def audit(
         )
 
     return audited
+
+
+def _placed(argument: Any, device: Any) -> Any:
+    """An argument with its arrays, and its shapes without a sharding, as shapes on a device."""
+    on_device = jax.sharding.SingleDeviceSharding(device)
+
+    def placed(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct | jax.Array | np.ndarray):
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+            weak = getattr(x, "weak_type", False)
+            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=on_device, weak_type=weak)
+        return x
+
+    return jax.tree.map(placed, argument)
 
 
 def _check_sizes(argument: Any, name: str) -> None:

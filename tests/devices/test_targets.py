@@ -1,0 +1,137 @@
+"""Devices that are not there: their names, plans for them, and XLA's compilers for them."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import precpass as pp
+from precpass.devices import targets
+from precpass.devices.detect import committed_device, device_of_call, planned_for
+from precpass.devices.devices import device_named
+from precpass.devices.targets import TARGETS, target_of
+
+A = jnp.ones((8, 8))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_target_is_in_the_table_of_devices(name: str):
+    target = target_of(name.upper())
+    assert target is TARGETS[name]
+    assert device_named(target.platform, target.device_kind).is_known
+    assert target_of(name.replace(" ", "-")) is target
+
+
+def test_a_gpus_configuration_is_that_of_its_kind():
+    folder = Path(targets.__file__).parent / "gpu_targets"
+    gpus = [target for target in TARGETS.values() if target.platform == "gpu"]
+    assert sorted(path.stem for path in folder.glob("*.txtpb")) == sorted(t.name for t in gpus)
+    for target in gpus:
+        assert f'"{target.device_kind}"' in (folder / f"{target.name}.txtpb").read_text()
+
+
+@pytest.mark.parametrize("call", [pp.inspect, pp.explain, pp.audit])
+def test_an_unknown_target_names_the_known_ones(call: object):
+    with pytest.raises(ValueError, match=r"unknown target 'b200'.*'h100'.*'tpu v6e'"):
+        call(jnp.sin, target="b200")  # pyright: ignore[reportCallIssue]
+
+
+def test_a_topology_of_several_devices_is_refused_for_one_program():
+    with pytest.raises(ValueError, match=r"several devices.*give 'tpu v5e'"):
+        pp.audit(jnp.sin, target="tpu v5e:4x4")
+
+
+@pytest.mark.skipif(find_spec("libtpu") is not None, reason="the compiler is installed")
+def test_without_the_compiler_the_error_has_the_line_that_installs_it():
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'precpass\[tpu-target\]'"):
+        pp.audit(lambda x: x @ x, target="tpu v5e")(A)
+    assert pp.inspect(lambda x: x @ x, target="tpu v5e")(A).plan.lowers
+
+
+def test_a_programs_device_is_that_of_the_target_then_of_the_arguments():
+    (cpu, *_) = jax.devices("cpu")
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(cpu))
+    assert committed_device((shape, 1.0)) is cpu
+    assert committed_device((jax.ShapeDtypeStruct((4,), jnp.float32), A)) is None
+    with planned_for(TARGETS["h100"]):
+        assert device_of_call((shape,)) is TARGETS["h100"]
+    assert device_of_call((shape,)) is cpu
+
+
+def test_the_profit_of_products_is_that_on_the_target():
+    def fn(x: jax.Array) -> jax.Array:
+        return x @ x
+
+    large = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
+    plans = [
+        pp.inspect(fn, profitability="assumed", target=target)(large).plan
+        for target in (None, "a100")
+    ]
+    assert "A100" in plans[1].costs
+    assert "A100" not in plans[0].costs
+
+
+def test_the_command_line_takes_a_target(tmp_path: Path):
+    file = tmp_path / "model.py"
+    file.write_text("import jax.numpy as jnp\ndef f(x):\n    return jnp.tanh(x @ x)\n")
+    command = [sys.executable, "-m", "precpass", "diff", f"{file}:f", "--args", "f32[8,8]"]
+    good = subprocess.run([*command, "--target", "h100"], capture_output=True, text=True)
+    assert (good.returncode, "result in bf16" in good.stdout) == (0, True), good.stderr
+    bad = subprocess.run([*command, "--target", "b200"], capture_output=True, text=True)
+    assert bad.returncode == 2
+    assert "precpass: unknown target 'b200'" in bad.stderr
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp, precpass as pp
+from jax import lax
+from precpass.planner import planner
+
+def loss(w, x):
+    axes = ("NHWC", "HWIO", "NHWC")
+    h = lax.conv_general_dilated(x, w[0], (1, 1), "SAME", dimension_numbers=axes)
+    return jnp.tanh(jax.nn.relu(h).reshape(8, -1) @ w[1]).sum()
+
+args = (jnp.ones((3, 3, 8, 16)), jnp.ones((16 * 64, 16))), jnp.ones((8, 8, 8, 8))
+found = pp.audit(jax.grad(loss), target={target!r})(*args)
+widened = [finding for finding in found.findings if finding.kind == "product widened"]
+print(found.backend, found.products, found.as_planned, len(widened))
+planner.PLATFORMS = frozenset()
+jax.clear_caches()
+found = pp.audit(jax.grad(lambda w, x: loss(w, x)), target={target!r})(*args)
+print(any(finding.kind == "product widened" for finding in found.findings))
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "widens"),
+    [
+        ("h100", "jax_cuda12_plugin", True),
+        ("a100", "jax_cuda12_plugin", True),
+        ("tpu v5e", "libtpu", False),
+    ],
+)
+def test_every_product_is_low_in_the_program_that_the_compiler_makes(
+    target: str, module: str, widens: bool
+):
+    if find_spec(module) is None:
+        pytest.skip(f"XLA's compiler for {target} ({module}) is not installed")
+    # in a process of its own, which JAX starts without the device
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(target=target)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert ran.returncode == 0, ran.stderr
+    platform = TARGETS[target].platform
+    first, second = ran.stdout.splitlines()
+    assert first == f"{platform} 5 5 0"
+    # with float32 results XLA widens the convolutions for a GPU, and the audit sees it
+    assert second == str(widens)

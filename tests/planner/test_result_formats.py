@@ -1,0 +1,176 @@
+"""On a GPU products have results in 16 bits where no sum loses digits, and convolutions always."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import precpass as pp
+from precpass.devices.detect import planned_for
+from tests.support.jaxprs import low_products, named, products
+from tests.support.values import normal_array, rel_error
+
+
+class Gpu(NamedTuple):
+    """What planning reads of a device."""
+
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H100 80GB HBM3"
+
+
+def conv(x: jax.Array, w: jax.Array) -> jax.Array:
+    axes = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=axes)
+
+
+def convolutions(w: Any, x: jax.Array) -> jax.Array:
+    h = jax.nn.relu(conv(x, w[0]))
+    return jnp.square(conv(h, w[1])).sum()
+
+
+W = normal_array(0, 3, 3, 4, 8), normal_array(1, 3, 3, 8, 8)
+X = normal_array(2, 2, 6, 6, 4)
+A, B = normal_array(3, 32, 32) / 6, normal_array(4, 16, 32)
+
+
+def results(jaxpr: Any, name: str = "dot_general") -> list[str]:
+    """The dtypes of the results of a primitive's equations."""
+    return [str(eqn.outvars[0].aval.dtype) for eqn in named(jaxpr, name)]
+
+
+def after(fn: Any, *args: Any, policy: Any = "AutoMixedBf16", target: Any = "h100") -> Any:
+    return pp.inspect(fn, policy, target=target)(*args).after
+
+
+@pytest.mark.parametrize("composition", ["auto(grad)", "grad(auto)"])
+def test_every_convolution_has_operands_and_a_result_in_bfloat16(composition: str):
+    with planned_for(Gpu()):
+        if composition == "auto(grad)":
+            jaxpr = pp.auto_mixed(jax.grad(convolutions)).trace(W, X).jaxpr
+        else:
+            jaxpr = jax.make_jaxpr(jax.grad(pp.auto_mixed(convolutions)))(W, X)
+    assert len(low_products(jaxpr)) == len(products(jaxpr)) >= 5
+    assert set(results(jaxpr, "conv_general_dilated")) == {"bfloat16"}
+
+
+def test_on_a_cpu_results_stay_in_float32():
+    jaxpr = after(jax.grad(convolutions), W, X, target=None)
+    assert len(low_products(jaxpr)) == len(products(jaxpr)) >= 5
+    assert set(results(jaxpr, "conv_general_dilated")) == {"float32"}
+
+
+@pytest.mark.parametrize("composition", ["auto(grad)", "grad(auto)"])
+def test_gradients_are_near_to_float32s_and_keep_their_dtype(composition: str):
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        h = jax.nn.relu(conv(x, w[0])).reshape(2, -1)
+        return jnp.tanh(h[:, :32] @ w[1] @ w[1].T).sum()
+
+    w = (W[0], A)
+    want = jax.grad(loss)(w, X)
+    with planned_for(Gpu()):
+        is_inside = composition == "auto(grad)"
+        fn = pp.auto_mixed(jax.grad(loss)) if is_inside else jax.grad(pp.auto_mixed(loss))
+        got = fn(w, X)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype == jnp.float32
+        assert 1e-5 < rel_error(a, b) < 0.02
+
+
+def test_what_is_returned_is_not_rounded():
+    assert results(after(lambda a, b: b @ a, A, B)) == ["float32"]
+    assert results(after(lambda a, b: (b @ a).T.reshape(-1), A, B)) == ["float32"]
+    assert results(after(lambda a, b: jnp.tanh(b @ a), A, B)) == ["bfloat16"]
+
+
+def test_weight_gradients_are_not_rounded_and_what_is_inside_is():
+    def loss(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.tanh(b @ a) @ a).sum()
+
+    jaxpr = after(jax.grad(loss), A, B)
+    assert sorted(results(jaxpr)).count("bfloat16") >= 3
+    two = after(jax.grad(lambda a, b: jnp.tanh(b @ a).sum()), A, B)
+    assert results(two) == ["bfloat16", "float32"]
+
+
+def test_a_result_is_followed_through_calls_and_not_out_of_loops():
+    @jax.jit
+    def inner(a: jax.Array, b: jax.Array) -> jax.Array:
+        return b @ a
+
+    assert results(after(lambda a, b: jnp.tanh(inner(a, b)), A, B)) == ["bfloat16"]
+    assert results(after(inner, A, B)) == ["float32"]
+
+    def both(a: jax.Array, b: jax.Array) -> Any:
+        return jnp.tanh(inner(a, b)), inner(a, b)
+
+    assert set(results(after(both, A, B))) == {"float32"}
+
+    def carried(a: jax.Array, b: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 3, lambda _, c: c @ a, b)
+
+    def inside(a: jax.Array, b: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 3, lambda _, c: jnp.tanh(c @ a), b)
+
+    assert results(after(carried, A, B)) == ["float32"]
+    assert results(after(inside, A, B)) == ["bfloat16"]
+
+
+def test_a_long_sum_of_rounded_terms_keeps_its_digits():
+    ones = jnp.ones((1, 1))
+
+    def total(x: jax.Array) -> jax.Array:
+        def body(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return carry + (x @ ones)[0, 0], None
+
+        return lax.scan(body, jnp.zeros(()), None, length=4096)[0]
+
+    with planned_for(Gpu()):
+        mixed = pp.auto_mixed(total, policy=pp.Custom({"compute": "bf16"}))
+        assert float(mixed(ones)) == 4096
+        assert float(jax.grad(lambda x: mixed(x))(ones)[0, 0]) == 4096
+
+
+def test_float16_results_stay_in_float32():
+    # the products of operands in float16's range may be out of it
+    jaxpr = after(jax.grad(convolutions), W, X, policy="AutoMixed")
+    assert set(results(jaxpr, "conv_general_dilated")) == {"float32"}
+    big = 300.0 * jnp.ones((16, 64))
+    out = pp.inspect(lambda x: jnp.tanh(x @ x.T / 1e7), "AutoMixed", target="h100")(big)
+    assert results(out.after) == ["float32"]
+
+
+def test_one_function_has_a_program_for_each_kind_of_device():
+    fn = pp.auto_mixed(lambda a, b: jnp.tanh(b @ a))
+    first = results(fn.trace(A, B).jaxpr)
+    with planned_for(Gpu()):
+        second = results(fn.trace(A, B).jaxpr)
+    third = results(fn.trace(A, B).jaxpr)
+    assert (first, second, third) == (["float32"], ["bfloat16"], ["float32"])
+
+
+def test_a_plan_for_a_gpu_is_right_under_vmap_jvp_and_checkpoint():
+    def loss(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.tanh(jax.checkpoint(lambda c: jnp.tanh(c @ a) @ a)(b)).sum()
+
+    with planned_for(Gpu()):
+        mixed = pp.auto_mixed(loss)
+        per_row = jax.vmap(jax.grad(mixed), (None, 0))(A, B[:, None])
+        tangent = jax.jvp(functools.partial(mixed, b=B), (A,), (A,))[1]
+        hessian = jax.jvp(jax.grad(functools.partial(mixed, b=B)), (A,), (A,))[1]
+    plain = functools.partial(loss, b=B)
+    assert rel_error(per_row, jax.vmap(jax.grad(loss), (None, 0))(A, B[:, None])) < 0.02
+    assert rel_error(tangent, jax.jvp(plain, (A,), (A,))[1]) < 0.02
+    assert rel_error(hessian, jax.jvp(jax.grad(plain), (A,), (A,))[1]) < 0.03
+
+
+def test_the_diff_says_in_which_format_the_result_is():
+    def fn(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.tanh(b @ a)
+
+    on_gpu = pp.inspect(fn, target="h100")(A, B).diff(color=False)
+    on_cpu = pp.inspect(fn)(A, B).diff(color=False)
+    assert "in bf16, accumulated in f32, result in bf16" in on_gpu
+    assert "result in bf16" not in on_cpu
