@@ -5,8 +5,11 @@ kernel that casts it. XLA even widens a convolution whose result is wider than i
 computes it in float32 (`operand_upcaster` in XLA's `gpu_compiler.cc`). The units add up in float32
 in any case, so a result in 16 bits is one rounding of a float32 sum.
 
-A dot keeps its float32 result if the result leaves the program or a loop as it is: a gradient, a
-carry, a stack. A convolution always has a 16-bit result, because it would not be low otherwise.
+A dot keeps its float32 result if the result, moved or scaled at the most, leaves the program or a
+loop (a gradient, a carry, a stack), and if something else than its own maximum is subtracted from
+it: the rounding errors of operands average out over the sum, that of the result does not, and a
+difference such as a squared distance would lose its digits. A convolution always has a 16-bit
+result, because it would not be low otherwise.
 Sums that are made of results stay in float32: a rounded term has a relative error of one unit
 roundoff, which is what the rounding of each operand has too, while a rounded sum would lose terms.
 """
@@ -15,13 +18,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.equations import moved_operand
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.precision import Precision
-from precpass.policy.primitives import OpKind
+from precpass.policy.primitives import OpKind, op
 
 __all__ = ["PLATFORMS", "with_low_results"]
 
@@ -29,6 +35,15 @@ PLATFORMS = frozenset(("gpu", "cuda", "rocm"))
 """JAX's names of the platforms whose products are planned with results in 16 bits."""
 
 _CONVOLUTION = "conv_general_dilated"
+_OF_MAXIMUM = frozenset(
+    (
+        *("reduce_max", "max", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"),
+        *("stop_gradient", "copy", "select_n", "is_finite", "transpose"),
+    )
+)
+"""Primitives between a value and its maximum, as the softmaxes of JAX subtract it."""
+_SUBTRACTING = ("sub",), ("sub", "add")
+"""Primitives that subtract a value from another one; and those that do if it was negated before."""
 
 
 def with_low_results(plan: Plan, analysis: Analysis) -> Plan:
@@ -52,6 +67,8 @@ class _ResultFormats:
             for body, child in children:
                 self._callers[child].append((row, body))
         self._plans: dict[tuple[int, int], Plan] = {}
+        self._makers_of: dict[int, dict[ir.Var, ir.Eqn]] = {}
+        self._rows: dict[int, dict[int, int]] = {}
 
     def of(self, body: int, plan: Plan) -> Plan:
         """The plan of one body."""
@@ -87,25 +104,65 @@ class _ResultFormats:
         eqn = self.graph.eqns[row]
         if eqn.primitive.name == _CONVOLUTION or any(decision.stored):
             return True
-        return not self._leaves(body, eqn.outvars[0])
+        return not self._needs_digits(body, eqn.outvars[0])
 
-    def _leaves(self, body: int, var: ir.Var) -> bool:
-        """Whether a value, or another one that it is moved to, leaves a loop or the program."""
-        todo, seen = [(body, var)], set[tuple[int, ir.Var]]()
+    def _needs_digits(self, body: int, var: ir.Var) -> bool:
+        """Whether a value, as it is, moved or scaled, leaves a loop or the program, or cancels."""
+        todo, seen = [(body, var, False)], set[tuple[int, ir.Var, bool]]()
         while todo:
-            place = body, var = todo.pop()
+            place = body, var, negated = todo.pop()
             if place in seen:
                 continue
             seen.add(place)
             for reader in self._readers.of(body).get(var, ()):
+                names: Sequence[tuple[int, ir.Var]] | None
+                subtracts = reader is not None and reader.primitive.name in _SUBTRACTING[negated]
+                if subtracts and not self._is_shift(body, reader, var):
+                    return True
                 if reader is None:
-                    outside = self._outside(body, var)
-                    if outside is None:
-                        return True
-                    todo += outside
-                elif moved_operand(reader) is var:
-                    todo.append((body, reader.outvars[0]))
+                    names = self._outside(body, var)
+                elif moved_operand(reader) is var or _scales(reader):
+                    names = [(body, reader.outvars[0])]
+                else:
+                    names = self._inside(body, reader, var)
+                if names is None:
+                    return True
+                negates = reader is not None and _negates(reader)
+                todo += [(*name, negated != negates) for name in names]
         return False
+
+    def _is_shift(self, body: int, eqn: ir.Eqn, var: ir.Var) -> bool:
+        """Whether a difference is that of a value and its own maximum, as in a softmax."""
+        makers = self._makers(body)
+        (other,) = [v for v in eqn.invars if v is not var] or [var]
+        while not ir.is_literal(other) and other in makers and other is not var:
+            maker = makers[other]
+            if maker.primitive.name not in _OF_MAXIMUM:
+                return False
+            other = next((v for v in maker.invars if not ir.is_literal(v)), maker.invars[0])
+        return other is var
+
+    def _makers(self, body: int) -> dict[ir.Var, ir.Eqn]:
+        if body not in self._makers_of:
+            opened = ir.open_jaxpr(self.graph.bodies[body].jaxpr)
+            self._makers_of[body] = {v: eqn for eqn in opened.eqns for v in eqn.outvars}
+        return self._makers_of[body]
+
+    def _inside(self, body: int, eqn: ir.Eqn, var: ir.Var) -> list[tuple[int, ir.Var]]:
+        """The names of an equation's operand in the bodies of the equation."""
+        names: list[tuple[int, ir.Var]] = []
+        for inner, child in self.graph.children.get(self._row(body, eqn), ()):
+            invars = ir.open_jaxpr(inner.jaxpr).invars
+            entering = zip(invars, inner.operands, strict=False)
+            names += [(child, v) for v, at in entering if eqn.invars[at] is var]
+        return names
+
+    def _row(self, body: int, eqn: ir.Eqn) -> int:
+        if body not in self._rows:
+            start = self.graph.bodies[body].start
+            eqns = ir.open_jaxpr(self.graph.bodies[body].jaxpr).eqns
+            self._rows[body] = {id(eqn): start + at for at, eqn in enumerate(eqns)}
+        return self._rows[body][id(eqn)]
 
     def _outside(self, body: int, var: ir.Var) -> list[tuple[int, ir.Var]] | None:
         """The names of a body's result at its callers; None if it leaves a loop or the program."""
@@ -122,3 +179,17 @@ class _ResultFormats:
             leaving = zip(outvars, inner.results, strict=True)
             names += [(here, results[at]) for outvar, at in leaving if outvar is var]
         return names
+
+
+def _scales(eqn: ir.Eqn) -> bool:
+    """Whether an equation multiplies its operand by a number."""
+    is_scaling = op(eqn.primitive.name).scales
+    return is_scaling and sum(not ir.is_literal(v) for v in eqn.invars) == 1
+
+
+def _negates(eqn: ir.Eqn) -> bool:
+    """Whether an equation multiplies its operand by a negative number."""
+    if eqn.primitive.name == "neg":
+        return True
+    is_scaling = eqn.primitive.name in ("mul", "div")
+    return is_scaling and any(ir.is_literal(v) and np.all(v.val < 0) for v in eqn.invars)

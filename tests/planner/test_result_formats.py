@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 import precpass as pp
 from precpass.devices.detect import planned_for
@@ -116,6 +117,55 @@ def test_a_result_is_followed_through_calls_and_not_out_of_loops():
 
     assert results(after(carried, A, B)) == ["float32"]
     assert results(after(inside, A, B)) == ["bfloat16"]
+
+
+def test_a_result_is_followed_into_calls():
+    @jax.jit
+    def moved(x: jax.Array) -> jax.Array:
+        return 2.0 * x.T
+
+    assert results(after(lambda a, b: moved(b @ a), A, B)) == ["float32"]
+    assert results(after(lambda a, b: jnp.tanh(moved(b @ a)), A, B)) == ["bfloat16"]
+
+
+@pytest.mark.parametrize("softmax", [jax.nn.softmax, jax.nn.log_softmax, jax.nn.logsumexp])
+def test_a_softmax_subtracts_the_maximum_of_its_operand(softmax: Any):
+    assert results(after(lambda a, b: jnp.tanh(softmax(b @ a)), A, B)) == ["bfloat16"]
+    assert results(after(lambda a, b: softmax(0.3 * (b @ a)).sum(), A, B)) == ["bfloat16"]
+
+
+def test_a_difference_is_of_unrounded_results():
+    def residual(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.square(b @ a - b).sum()
+
+    def distances(a: jax.Array, b: jax.Array) -> jax.Array:
+        squares = jnp.square(b).sum(1)[:, None] + jnp.square(a).sum(1)[None]
+        return jnp.sqrt(squares - 2.0 * (b @ a.T)).sum()
+
+    def other_sign(a: jax.Array, b: jax.Array) -> jax.Array:
+        squares = jnp.square(b).sum(1)[:, None] + jnp.square(a).sum(1)[None]
+        return jnp.sqrt(-2.0 * (b @ a.T) + squares).sum()
+
+    assert results(after(residual, A, B)) == ["float32"]
+    assert results(after(other_sign, A, B)) == ["float32"]
+    assert results(after(lambda a, b: jnp.tanh(b @ a + 1.0), A, B)) == ["bfloat16"]
+    assert results(after(distances, A, B)) == ["float32"]
+
+
+def test_a_squared_distance_keeps_the_digits_that_it_has_with_float32_results():
+    near = normal_array(5, 1, 2048) + 1e-2 * normal_array(6, 64, 2048)
+
+    def distances(x: jax.Array) -> jax.Array:
+        squares = jnp.square(x).sum(1)
+        return squares[:, None] + squares[None] - 2.0 * (x @ x.T)
+
+    def one_by_one(target: str | None) -> jax.Array:
+        # compiled as a whole, XLA:CPU would leave out roundings that are undone at once
+        (out,) = jaxpr_as_fun(after(distances, near, target=target))(near)
+        return out
+
+    want = distances(near)
+    assert rel_error(one_by_one("h100"), want) <= 1.01 * rel_error(one_by_one(None), want)
 
 
 def test_a_long_sum_of_rounded_terms_keeps_its_digits():
