@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from precpass.devices.detect import device_for, device_of_call
+from precpass.devices.detect import device_for, device_of_call, is_present
 from precpass.planner.profit import Assumed, ProfitModel
 from precpass.policy.policy import PrecisionPolicy
 
@@ -24,10 +24,13 @@ def profit_model_of(policy: PrecisionPolicy, args: Any = ()) -> ProfitModel | No
         return None
     if policy.profitability == "assumed":
         return Assumed(device_for(args))
+    device = device_of_call(args)
+    if not is_present(device):
+        return Assumed(device_for(device=device), "a device that is not there is not measured")
     if jax.process_count() > 1:
         # All processes must run one program, but would measure different times.
         return Assumed(device_for(args), "several processes are not measured for")
     # Imported here, because a program that measures nothing needs neither timers nor files.
     from precpass.autotune.measured import measured
 
-    return measured(device_of_call(args))
+    return measured(device)

@@ -12,7 +12,14 @@ import jax.core
 from precpass.devices.cpu_info import cpu_info
 from precpass.devices.devices import Device, device_named
 
-__all__ = ["committed_device", "device_for", "device_of_call", "kind_of", "planned_for"]
+__all__ = [
+    "committed_device",
+    "device_for",
+    "device_of_call",
+    "is_present",
+    "kind_of",
+    "planned_for",
+]
 
 # It is part of jit's cache key, so a program planned for one device is not compiled for another.
 _target: Any = jax.make_user_context(None)
@@ -71,6 +78,14 @@ def device_of_call(args: Any = ()) -> Any:
     if default is None or isinstance(default, str):
         return jax.local_devices(backend=default)[0]
     return default
+
+
+def is_present(device: Any) -> bool:
+    """Whether this process can run programs on a device: not on a target, or one of a topology."""
+    try:
+        return any(device is there for there in jax.local_devices(backend=device.platform))
+    except RuntimeError:  # JAX has no such platform
+        return False
 
 
 def device_for(args: Any = (), device: Any = None) -> Device:

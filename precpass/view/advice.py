@@ -117,7 +117,7 @@ def _islands(graph: Graph, decided: dict[int, Decision]) -> Iterator[Advice]:
         if after[row] and before[row]:
             decision = decided[id(eqn)]
             precision = ir.precision_of(eqn.outvars[0].aval)
-            text = f"an island in {precision} between low products: {decision.reason}"
+            text = f"a product in {precision} between low ones: {decision.reason}"
             yield Advice(graph.source(row), text)
 
 

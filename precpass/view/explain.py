@@ -73,7 +73,7 @@ class Verdict:
         )
         changed = f"{counted(abs(casts), 'cast')} {'more' if casts >= 0 else 'fewer'}"
         yield [
-            (f"{sized(after.low_bytes)} held low", ""),
+            (f"{sized(after.low_bytes)} in 16 bits", ""),
             (f"; {changed} than written", "cast"),
             (
                 f", which make {sized(abs(bytes_added))} {'more' if bytes_added >= 0 else 'less'}",

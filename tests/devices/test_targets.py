@@ -63,6 +63,26 @@ def test_a_programs_device_is_that_of_the_target_then_of_the_arguments():
     assert device_of_call((shape,)) is cpu
 
 
+def test_what_is_to_be_measured_is_assumed_for_a_device_that_is_not_there():
+    plan = pp.inspect(lambda x: x @ x, profitability="measured", target="h100")(
+        jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
+    ).plan
+    assert plan.costs == (
+        "assumed for NVIDIA H100 80GB HBM3 (a device that is not there is not measured)"
+    )
+
+
+def test_a_host_callback_is_refused_where_there_is_no_host(monkeypatch: pytest.MonkeyPatch):
+    (cpu, *_) = jax.devices("cpu")
+    monkeypatch.setattr(targets.Target, "device", cpu)
+
+    def fn(x: jax.Array) -> jax.Array:
+        return jax.pure_callback(lambda y: y, x, x @ x)
+
+    with pytest.raises(ValueError, match=r"calls Python on the host \(pure_callback at .*:\d+"):
+        pp.audit(fn, target="h100")(A)
+
+
 def test_the_profit_of_products_is_that_on_the_target():
     def fn(x: jax.Array) -> jax.Array:
         return x @ x

@@ -166,7 +166,7 @@ def test_float16_does_not_hold_what_may_overflow():
 
 
 def test_a_sign_survives_a_rounding():
-    """What relu compares with zero is held low all the same."""
+    """What relu compares with zero is stored in 16 bits all the same."""
     x, w = normal_array(0, 16, 8), normal_array(1, 5, 8, 8)
 
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:

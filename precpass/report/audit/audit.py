@@ -204,7 +204,7 @@ def audit(
 
     Raises:
         TypeError: for an argument with a symbolic dimension, which XLA cannot compile.
-        ValueError: for an unknown target.
+        ValueError: for an unknown target, and for a function with host callbacks and a target.
         ModuleNotFoundError: if the target's compiler is not installed.
         Errors of tracing, lowering or compiling `fn` are raised as they are.
 
@@ -228,6 +228,8 @@ def audit(
             device = getattr(target, "device", target)
             args, kwargs = declared.map(lambda x, _: _placed(x, device), args, kwargs)
         inspection = inspect(mixed, target=target)(*args, **kwargs)
+        if target is not None:
+            _check_callbacks(inspection)
         # `inspect` has given the plan's warnings already.
         with quietly(), configured(_OWN_LINES, True):
             program = execute.compiled(mixed, *args, **kwargs)
@@ -245,6 +247,15 @@ def audit(
         )
 
     return audited
+
+
+def _check_callbacks(inspection: Inspection) -> None:
+    for eqn, _, source in inspection.decisions():
+        if "callback" in eqn.primitive.name:
+            raise ValueError(
+                f"{inspection.name} calls Python on the host ({eqn.primitive.name} at {source}): "
+                "a target that is not there has no host: audit the function without the callback"
+            )
 
 
 def _placed(argument: Any, device: Any) -> Any:
