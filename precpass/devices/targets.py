@@ -109,10 +109,9 @@ def _topology(target: Target) -> Any:
     from jax.experimental import topologies
 
     if not any(map(_is_installed, _MODULES[target.platform])):
-        extra = f"{target.platform}-target"
         raise ModuleNotFoundError(
             f"target {target.name!r} needs XLA's {target.platform.upper()} compiler: "
-            f"pip install 'precpass[{extra}]' (of the release of jax, {jax.__version__})"
+            f"{_install(target)}"
         )
     options: dict[str, Any] = {"platform": "tpu", "topology_name": target.topology}
     if target.platform == "gpu":
@@ -132,8 +131,16 @@ def _topology(target: Target) -> Any:
             f"jax {jax.__version__} does not load XLA's {target.platform.upper()} compiler for "
             f"target {target.name!r} ({str(error).partition(chr(10))[0]}). Start Python with "
             "JAX_PLATFORMS=cpu, without which JAX expects the device itself, and install the "
-            f"compiler of jax's release: pip install 'precpass[{target.platform}-target]'"
+            f"compiler of jax's release: {_install(target)}"
         ) from error
+
+
+def _install(target: Target) -> str:
+    """The line that installs a target's compiler, of the installed release of JAX."""
+    release = jax.__version__
+    plugin = f" jax-cuda12-plugin=={release} jax-cuda12-pjrt=={release}"
+    pins = plugin if target.platform == "gpu" else f" 'jax[tpu]=={release}'"
+    return f"pip install 'precpass[{target.platform}-target]'{pins}"
 
 
 def _is_installed(module: str) -> bool:
