@@ -140,6 +140,7 @@ def _compare(task: Task) -> Report:
             _rows(task),
             reference=options.reference,
             rounds=options.rounds,
+            target=options.device,
             progress=_steps(task),
         )
     comparison = task.call(prepared, doing="the reference", on_arrays=True)
@@ -156,10 +157,16 @@ def _profile(task: Task) -> Report:
             else [*filter(None, map(str.strip, device_names.split(",")))]
         )
         prepared = profile(
-            task.fn, _rows(task), devices=devices, rounds=options.rounds, progress=_steps(task)
+            task.fn,
+            _rows(task),
+            devices=devices,
+            rounds=options.rounds,
+            target=options.device,
+            progress=_steps(task),
         )
     # Without rounds nothing runs, so shapes suffice.
-    on_arrays = options.rounds > 0 or options.seed is not None
+    runs = options.rounds != 0 and options.device is None
+    on_arrays = runs or options.seed is not None
     profiled = task.call(prepared, doing="the float32 program", on_arrays=on_arrays)
     return Report(lambda: str(profiled), profiled.to_dict())
 

@@ -27,7 +27,7 @@ Example: precpass explain model.py:loss --args "f32[64,32], f32[128,64]"
 _ROWS = ("compare", "profile")
 _DRAWS = (*_ROWS, "bisect")
 _COLORS = ("explain", "diff", "audit")
-_PLANS = ("explain", "diff", "audit", "draw")
+_PLANS = (*_ROWS, "explain", "diff", "audit", "draw")
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -105,7 +105,7 @@ def _own(name: str, one: argparse.ArgumentParser) -> None:
         one.add_argument("--between", metavar="POLICY", help="another policy to compare with")
     elif name in _ROWS:
         one.add_argument("--policies", metavar="A;B;C", help="the rows (default: all presets)")
-        one.add_argument("--rounds", type=int, default=10, help="0: take no times")
+        one.add_argument("--rounds", type=int, help="of timing (default: 10); 0: take no times")
         if name == "compare":
             one.add_argument("--reference", choices=("f64", "f32"), default="f64")
         else:

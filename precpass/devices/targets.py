@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 
-__all__ = ["TARGETS", "Target", "target_of"]
+__all__ = ["TARGETS", "Target", "abstract_on", "target_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,31 @@ def target_of(value: Any) -> Any:
     if name not in TARGETS:
         raise ValueError(f"unknown target {value!r}: known are {known}, and a JAX device")
     return TARGETS[name]
+
+
+def abstract_on(device: Any, tree: Any) -> Any:
+    """Arguments as shapes on a device, for which XLA can then compile without it.
+
+    Args:
+        device: a JAX device, which may be one of a topology, or a `Target`.
+        tree: a tree of arguments. Shapes that have a sharding keep it, and what is neither an
+            array nor a shape stays as it is.
+
+    Raises:
+        ModuleNotFoundError, RuntimeError: as `Target.device` does.
+    """
+    on_device = jax.sharding.SingleDeviceSharding(getattr(device, "device", device))
+
+    def placed(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct | jax.Array | np.ndarray):
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+            weak = getattr(x, "weak_type", False)
+            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=on_device, weak_type=weak)
+        return x
+
+    return jax.tree.map(placed, tree)
 
 
 _MODULES = {"gpu": ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "tpu": ("libtpu",)}

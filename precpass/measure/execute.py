@@ -16,6 +16,7 @@ All reports and benchmarks take their figures from here, so that these mean the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +24,12 @@ from typing import Any
 
 import jax
 
-from precpass.devices.detect import committed_device
+from precpass import jaxpr as ir
+from precpass.analysis.graph import Graph
+from precpass.devices.detect import committed_device, is_present
+from precpass.measure.traffic import Traffic, traffic_of
 
 __all__ = ["Executable", "Memory", "Timing", "compiled", "interleaved", "is_jitted", "timed"]
-
-# ---------------------------------------------------------------- what is computed
-
 
 # ---------------------------------------------------------------- compiling
 
@@ -70,6 +71,11 @@ class Executable:
     memory: Memory | None
     donates: bool
 
+    @functools.cached_property
+    def traffic(self) -> Traffic:
+        """What one run does, as the compiled text has it."""
+        return traffic_of(self.compiled.as_text(), self.device.platform)
+
 
 def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable:
     """Traces a function once, and compiles it.
@@ -82,6 +88,10 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
         args: its arguments.
         kwargs: the others.
 
+    Raises:
+        ValueError: for a function that calls Python on the host, and arguments on a device that is
+            not there.
+
     Example:
         >>> import jax.numpy as jnp
         >>> from precpass.measure.counts import count
@@ -91,13 +101,27 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
     """
     jitted: Any = fn if is_jitted(fn) else jax.jit(fn)
     traced = jitted.trace(*args, **kwargs)
+    place = committed_device((args, kwargs))
+    if place is not None and not is_present(place):
+        _check_callbacks(traced.jaxpr)
     lowered = traced.lower()
     program = lowered.compile()
     # An executable for a device that is not there has no local devices, but its operands say where.
     local_devices = getattr(program.runtime_executable(), "local_devices", list)()
-    device = local_devices[0] if local_devices else committed_device((args, kwargs))
+    device = local_devices[0] if local_devices else place
     donates = any(info.donated for info in jax.tree.leaves(lowered.args_info))
     return Executable(traced.jaxpr, lowered, program, device, _memory(program), donates)
+
+
+def _check_callbacks(jaxpr: ir.Jaxpr) -> None:
+    graph = Graph.build(jaxpr)
+    for row, eqn in enumerate(graph.eqns):
+        name = eqn.primitive.name
+        if "callback" in name or name == "debug_print":
+            raise ValueError(
+                f"the function calls Python on the host ({name} at {graph.source(row)}), and a "
+                "device that is not there has no host: leave the callback out"
+            )
 
 
 def is_jitted(fn: Callable[..., Any]) -> bool:

@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from precpass.devices import targets
 from precpass.devices.detect import committed_device, device_of_call, planned_for
 from precpass.devices.devices import device_named
 from precpass.devices.targets import TARGETS, target_of
+from precpass.measure import execute
 
 A = jnp.ones((8, 8))
 
@@ -72,15 +75,21 @@ def test_what_is_to_be_measured_is_assumed_for_a_device_that_is_not_there():
     )
 
 
-def test_a_host_callback_is_refused_where_there_is_no_host(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "report", [pp.audit, lambda fn, target: pp.compare(fn, "AutoMixedBf16", target=target)]
+)
+def test_a_host_callback_is_refused_where_there_is_no_host(
+    report: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
     (cpu, *_) = jax.devices("cpu")
     monkeypatch.setattr(targets.Target, "device", cpu)
+    monkeypatch.setattr(execute, "is_present", lambda _: False)
 
     def fn(x: jax.Array) -> jax.Array:
         return jax.pure_callback(lambda y: y, x, x @ x)
 
     with pytest.raises(ValueError, match=r"calls Python on the host \(pure_callback at .*:\d+"):
-        pp.audit(fn, target="h100")(A)
+        report(fn, target="h100")(A)
 
 
 def test_the_profit_of_products_is_that_on_the_target():
@@ -155,3 +164,52 @@ def test_every_product_is_low_in_the_program_that_the_compiler_makes(
     assert first == f"{platform} 5 5 0"
     # with float32 results XLA widens the convolutions for a GPU, and the audit sees it
     assert second == str(widens)
+
+
+def test_nothing_is_timed_on_a_target():
+    with pytest.raises(ValueError, match=r"rounds=3 with a target: .*leave rounds out"):
+        pp.compare(jnp.sin, "AlwaysF32", target="h100", rounds=3)
+    with pytest.raises(ValueError, match=r"unknown target 'b200'"):
+        pp.profile(jnp.sin, "AlwaysF32", target="b200")
+
+
+COMPARED = """
+import jax, jax.numpy as jnp, precpass as pp
+
+def loss(w, x):
+    return jnp.tanh(x @ w).sum()
+
+rows = ["AlwaysF32", "AutoMixedBf16"]
+keys = jax.random.split(jax.random.key(0))
+args = jax.random.normal(keys[0], (256, 512)) / 16, jax.random.normal(keys[1], (128, 256))
+wide, low = pp.compare(jax.grad(loss), rows, target={target!r})(*args).rows
+print(wide.traffic.low_runs, low.traffic.low_runs == low.traffic.runs > 0)
+print(0 < low.traffic.moved, low.memory.temp >= 0, low.timing, low.traffic.cycles is not None)
+print(wide.errors.relative < 1e-5 < 1e-4 < low.errors.relative < 1e-2)
+shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+found = pp.profile(jax.grad(loss), rows, target={target!r}, devices=())(*shapes)
+print(found.rows[1].traffic.low_runs == low.traffic.runs, found.device.split(",")[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "module"), [("h100", "jax_cuda12_plugin"), ("tpu v5e", "libtpu")]
+)
+def test_compare_and_profile_show_what_a_targets_compiler_makes(target: str, module: str):
+    if find_spec(module) is None:
+        pytest.skip(f"XLA's compiler for {target} ({module}) is not installed")
+    ran = subprocess.run(
+        [sys.executable, "-c", COMPARED.format(target=target)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert ran.returncode == 0, ran.stderr
+    is_tpu = TARGETS[target].platform == "tpu"
+    assert ran.stdout.splitlines() == [
+        "0 True",
+        f"True True None {is_tpu}",
+        "True",
+        f"True {TARGETS[target].device_kind}",
+    ]

@@ -78,7 +78,9 @@ def test_the_device_is_the_one_that_was_compiled_for(monkeypatch):
 
     def on_another(*args, **kwargs):
         kept.append(compiled(*args, **kwargs))
-        return dataclasses.replace(kept[-1], device=SimpleNamespace(device_kind="a TPU"))
+        return dataclasses.replace(
+            kept[-1], device=SimpleNamespace(platform="cpu", device_kind="a TPU")
+        )
 
     monkeypatch.setattr("precpass.report.compare.programs.compiled", on_another)
     x = jax.device_put(X, jax.devices()[2])

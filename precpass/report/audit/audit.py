@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from precpass.api import auto_mixed, inspect
-from precpass.devices.targets import target_of
+from precpass.devices.targets import abstract_on, target_of
 from precpass.jaxpr import Source, source_of
 from precpass.jit.arguments import Declared
 from precpass.jit.region import configured
 from precpass.jit.staged import owner_of
 from precpass.measure import execute
+from precpass.measure.execute import Memory
+from precpass.measure.hlo import Module
+from precpass.measure.traffic import Traffic
 from precpass.policy.policy import PrecisionPolicy, quietly
 from precpass.report.audit.changes import changes
-from precpass.report.audit.hlo import Module
 from precpass.report.audit.matching import Change
 from precpass.units import counted
 from precpass.view.inspection import Inspection
@@ -89,6 +90,9 @@ class Audit:
         backend: the platform that the program was compiled for ("cpu", "cuda", ...).
         inspection: the plan, and the program before and after it.
         hlo: the compiled program's text.
+        memory: what XLA allocates; None if the backend does not tell.
+        traffic: what the compiled program does: its kernels, the bytes that they move, and a TPU's
+            cycles.
     """
 
     findings: tuple[Finding, ...]
@@ -98,6 +102,8 @@ class Audit:
     backend: str
     inspection: Inspection
     hlo: str
+    memory: Memory | None
+    traffic: Traffic
 
     @property
     def ok(self) -> bool:
@@ -119,6 +125,8 @@ class Audit:
                 "merged": self.merged,
             },
             "findings": [finding.to_dict() for finding in self.findings],
+            "memory": None if self.memory is None else dataclasses.asdict(self.memory),
+            "compiled": dataclasses.asdict(self.traffic),
         }
 
     def lines(self) -> list[Line]:
@@ -126,7 +134,7 @@ class Audit:
         lines: list[Line] = []
         for source, findings in self._by_line():
             lines += [heading(source), *([("  ", ""), (str(f), "wide")] for f in findings)]
-        return [*lines, [(self._totals(), "")]]
+        return [*lines, *([(text, "")] for text in (*self._compiled(), self._totals()))]
 
     def text(self, *, color: bool | None = None) -> str:
         """The findings as text, coloured as `Inspection.diff` is."""
@@ -143,7 +151,8 @@ class Audit:
             folded(heading(source), as_html([[(str(f), "wide")] for f in findings]), is_open=True)
             for source, findings in self._by_line()
         ]
-        return page("".join([*parts, as_html([[(self._totals(), "")]])]))
+        closing = [[(text, "")] for text in (*self._compiled(), self._totals())]
+        return page("".join([*parts, as_html(closing)]))
 
     def _by_line(self) -> Iterator[tuple[Source, list[Finding]]]:
         """The findings of each line; scopes that differ only in their numbers share a finding."""
@@ -153,6 +162,25 @@ class Audit:
             lines.setdefault(finding.source, {}).setdefault(shared, []).append(finding)
         for source, there in lines.items():
             yield source, [_together(shared, findings) for shared, findings in there.items()]
+
+    def _compiled(self) -> list[str]:
+        """What the compiled program does; nothing for a CPU, where a program's time tells more."""
+        traffic, memory = self.traffic, self.memory
+        if self.backend == "cpu":
+            return []
+        cycles = (
+            "" if traffic.cycles is None else f", {traffic.cycles / 1e6:,.2f} Mcycles (estimated)"
+        )
+        lines = [
+            f"kernels move {traffic.moved / 1e6:,.1f} MB{cycles}; {traffic.casts} only cast "
+            f"({traffic.cast_bytes / 1e6:,.1f} MB), {traffic.transposes} only transpose or copy"
+        ]
+        if memory is not None:
+            lines.append(
+                f"memory: arguments {memory.arguments / 1e6:,.1f} MB, results "
+                f"{memory.outputs / 1e6:,.1f} MB, temp {memory.temp / 1e6:,.1f} MB"
+            )
+        return [*lines, *(f"{kernel.runs:>6} x {kernel}" for kernel in traffic.products)]
 
     def _totals(self) -> str:
         merged = f", {self.merged} merged or fused" if self.merged else ""
@@ -225,11 +253,8 @@ def audit(
         declared = Declared(mixed.__wrapped__, mixed.jit_options)
         declared.map(_check_sizes, args, kwargs)
         if target is not None:
-            device = getattr(target, "device", target)
-            args, kwargs = declared.map(lambda x, _: _placed(x, device), args, kwargs)
+            args, kwargs = declared.map(lambda x, _: abstract_on(target, x), args, kwargs)
         inspection = inspect(mixed, target=target)(*args, **kwargs)
-        if target is not None:
-            _check_callbacks(inspection)
         # `inspect` has given the plan's warnings already.
         with quietly(), configured(_OWN_LINES, True):
             program = execute.compiled(mixed, *args, **kwargs)
@@ -244,34 +269,11 @@ def audit(
             backend=program.device.platform,
             inspection=inspection,
             hlo=text,
+            memory=program.memory,
+            traffic=program.traffic,
         )
 
     return audited
-
-
-def _check_callbacks(inspection: Inspection) -> None:
-    for eqn, _, source in inspection.decisions():
-        if "callback" in eqn.primitive.name:
-            raise ValueError(
-                f"{inspection.name} calls Python on the host ({eqn.primitive.name} at {source}): "
-                "a target that is not there has no host: audit the function without the callback"
-            )
-
-
-def _placed(argument: Any, device: Any) -> Any:
-    """An argument with its arrays, and its shapes without a sharding, as shapes on a device."""
-    on_device = jax.sharding.SingleDeviceSharding(device)
-
-    def placed(x: Any) -> Any:
-        if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
-            return x
-        if isinstance(x, jax.ShapeDtypeStruct | jax.Array | np.ndarray):
-            dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
-            weak = getattr(x, "weak_type", False)
-            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=on_device, weak_type=weak)
-        return x
-
-    return jax.tree.map(placed, argument)
 
 
 def _check_sizes(argument: Any, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from precpass.report.audit.hlo import Computation, Instruction, Module, Placed, Shape, bits
+from precpass.measure.hlo import Computation, Instruction, Module, Placed, Shape, bits
 from precpass.report.audit.matching import (
     MOVES,
     PRODUCTS,

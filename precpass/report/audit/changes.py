@@ -10,8 +10,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
+from precpass.measure.hlo import Computation, Instruction, Module, Placed, bits
 from precpass.report.audit.casts import casts
-from precpass.report.audit.hlo import Computation, Instruction, Module, Placed, bits
 from precpass.report.audit.matching import (
     Change,
     Sides,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import TypeVar
 
 from precpass import jaxpr as ir
-from precpass.report.audit.hlo import Computation, Instruction, Module, Placed, Shape, bits
+from precpass.measure.hlo import Computation, Instruction, Module, Placed, Shape, bits
 
 __all__ = [
     "MOVES",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from precpass.report.audit.hlo import Computation, Instruction, Module, Placed, Shape, bits
+from precpass.measure.hlo import Computation, Instruction, Module, Placed, Shape, bits
 from precpass.report.audit.matching import (
     PRODUCTS,
     Change,

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from precpass.api import auto_mixed
+from precpass.devices.targets import target_of
 from precpass.jit.staged import owner_of
 from precpass.measure.counts import count
 from precpass.policy.precision import Precision
@@ -22,8 +23,8 @@ from precpass.report.compare.programs import (
     Program,
     Progress,
     Subject,
-    check_rounds,
     entries,
+    rounds_of,
     timed,
 )
 
@@ -35,7 +36,8 @@ def compare(
     policies: Policies,
     *,
     reference: str = "f64",
-    rounds: int = 10,
+    rounds: int | None = None,
+    target: Any = None,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> Callable[..., Comparison]:
     """A function under several policies, side by side: counts, memory, time and error.
@@ -58,7 +60,11 @@ def compare(
             or off; the error of float32 shows too. Complex arithmetic, references,
             opaque primitives and casts to float8 are in it as they are. "f32": the same in
             float32. Neither has a policy in it, inner ones and their outputs included.
-        rounds: how many times each row is timed; 0 for no times.
+        rounds: how many times each row is timed, by default 10; 0 for no times.
+        target: the device that the rows are planned and compiled for, which need not be there: a
+            name such as "h100" or "tpu v5e", or a JAX device. Nothing is timed then. Memory, bytes,
+            kernels and a TPU's cycles are those of its compiler, and the errors are those of the
+            same rewritten programs on this machine.
         progress: is called with a text, the steps done and their number.
 
     Returns:
@@ -66,9 +72,10 @@ def compare(
 
     Raises:
         TypeError: for a row that is neither policy nor function, and a name that is no text.
-        ValueError: for an unknown policy or reference, a negative `rounds`, names that
-            are given twice, no rows, and (of the returned function) a row whose results
-            have other shapes, names or kinds of numbers than those of `fn`.
+        ValueError: for an unknown policy, reference or target, a negative `rounds`, `rounds` with
+            a target, names that are given twice, no rows, and (of the returned function) a row
+            whose results have other shapes, names or kinds of numbers than those of `fn`, or that
+            calls Python on the host of a target.
         RuntimeError: of the returned function, when the reference cannot be evaluated.
 
     Example:
@@ -83,14 +90,15 @@ def compare(
     """
     if reference not in REFERENCES:
         raise ValueError(f"unknown reference {reference!r}: legal are 'f64' and 'f32'")
-    check_rounds(rounds)
+    target = target_of(target)
+    timed_rounds = rounds_of(rounds, target)
     rows = entries(policies, "compare")
     fn, owner = owner_of(fn)
     subject = auto_mixed(fn)
 
     def compared(*args: Any, **kwargs: Any) -> Comparison:
-        at = Subject.at(subject, owner, args, kwargs, "compare")
-        return _Run(at, reference, rounds, progress).run(rows)
+        at = Subject.at(subject, owner, args, kwargs, "compare", target=target)
+        return _Run(at, reference, timed_rounds, progress).run(rows)
 
     return compared
 
@@ -133,7 +141,7 @@ class _Run:
                 dataclasses.replace(row, timing=timing, ratio=ratio)
                 for row, (timing, ratio) in zip(rows, times, strict=True)
             ]
-        device = f"{programs[0].executable.device.device_kind}, jax {jax.__version__}"
+        device = f"{programs[0].device_kind}, jax {jax.__version__}"
         return Comparison(subject.name, tuple(rows), self.reference, self.rounds, device)
 
 
@@ -171,4 +179,5 @@ def _row(program: Program, casts: int, results: list[Leaf], wanted: list[Leaf]) 
         None,
         errors,
         tuple((leaf.path, own) for leaf, own in zip(wanted, each, strict=True)),
+        program.traffic,
     )

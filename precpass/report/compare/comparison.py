@@ -10,19 +10,24 @@ from typing import Any
 from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.measure.counts import Counts
 from precpass.measure.execute import Memory, Timing
+from precpass.measure.traffic import Traffic
 from precpass.policy.policy import PrecisionPolicy
 from precpass.report.compare.errors import Errors
 from precpass.report.compare.plot import Point, draw
 from precpass.report.compare.tables import (
     TIMES,
+    TRAFFIC,
     aligned,
     cells_of,
     for_json,
     framed,
+    memory_figures,
     milliseconds,
     row_data,
     shares,
     short,
+    traffic_columns,
+    traffic_figures,
 )
 from precpass.view.page import table
 from precpass.view.text import as_html, page
@@ -48,6 +53,7 @@ class Row:
             round; None if nothing was timed.
         errors: of all its results together against the reference.
         leaves: (path of an array of the results, errors) for each.
+        traffic: what the compiled program does, by its text; None on a CPU.
     """
 
     name: str
@@ -59,6 +65,7 @@ class Row:
     ratio: float | None
     errors: Errors
     leaves: tuple[tuple[str, Errors], ...]
+    traffic: Traffic | None = None
 
     def figures(self) -> dict[str, Any]:
         """All figures under their names in the frame and the dict, in bytes, seconds and FLOPs."""
@@ -72,7 +79,8 @@ class Row:
             "low_bytes": self.counts.low_bytes,
             "low_flops_share": self.counts.low_flops,
             **{f"flops_{name}": n for name, n in sorted(self.counts.flops.items())},
-            "temp_bytes": None if self.memory is None else self.memory.temp,
+            **memory_figures(self.memory),
+            **traffic_figures(self.traffic),
             "seconds": None if self.timing is None else self.timing.median,
             "seconds_lower": quartiles[0],
             "seconds_upper": quartiles[1],
@@ -197,6 +205,7 @@ class Comparison:
             f"counts, {NOMINAL_SIZE} where only run time knows one. temp: what XLA allocates "
             "beside arguments and results.",
             *([TIMES.format(self.rounds)] if self.rounds else []),
+            *([TRAFFIC] if any(row.traffic for row in self.rows) else []),
             "rel. error: |d| / |r| over all floating results where the reference is finite; ULP: "
             "of the output's own format; non-finite: of values that are finite in the reference.",
         ]
@@ -267,6 +276,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("16-bit MB", lambda row: short(row.counts.low_bytes / 1e6)),
     ("FLOPs in", lambda row: shares(row.counts.flops)),
     ("temp MB", lambda row: "" if row.memory is None else short(row.memory.temp / 1e6)),
+    *traffic_columns(lambda row: row.traffic),
     ("ms", lambda row: milliseconds(row.timing)),
     ("ratio", lambda row: _number(row.ratio, ".2f")),
     ("rel. error", lambda row: _number(row.errors.relative, ".1e")),

@@ -10,6 +10,7 @@ import jax
 
 from precpass.api import auto_mixed
 from precpass.devices.peaks import Peaks, peaks_of
+from precpass.devices.targets import target_of
 from precpass.jit.staged import owner_of
 from precpass.measure.counts import count
 from precpass.measure.roofline import Work, work_of
@@ -21,8 +22,8 @@ from precpass.report.compare.programs import (
     Program,
     Progress,
     Subject,
-    check_rounds,
     entries,
+    rounds_of,
     timed,
 )
 
@@ -37,7 +38,8 @@ def profile(
     policies: Policies,
     *,
     devices: str | Sequence[str] | None = DEVICES,
-    rounds: int = 10,
+    rounds: int | None = None,
+    target: Any = None,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> Callable[..., Profile]:
     """The costs of a function under several policies: time, memory, FLOPs, bytes, and estimates.
@@ -66,8 +68,10 @@ def profile(
         policies: what the rows are, as `compare` takes them: policies and other functions.
         devices: for which a gain is estimated: "a100" (80 GB), "a100-40gb", "h100", "h200",
             "mi300x", "v4", "v5e", "v5p", "v6e"; () for none of them, None for those of the default.
-        rounds: how many times each row is timed; 0 for no times. Nothing runs then, and
-            the arguments may be `jax.ShapeDtypeStruct`s.
+        rounds: how many times each row is timed, by default 10; 0 for no times. Nothing runs
+            then, and the arguments may be `jax.ShapeDtypeStruct`s.
+        target: the device that the rows are planned and compiled for, which need not be there, as
+            in `compare`. Nothing runs then.
         progress: is called with a text, the steps done and their number.
 
     Returns:
@@ -76,8 +80,8 @@ def profile(
     Raises:
         TypeError: for a row that is neither policy nor function, a name that is no text, and
             (of the returned function) shapes in the place of arrays where rows are timed.
-        ValueError: for an unknown policy or device, a negative `rounds`, names that are given
-            twice, and no rows.
+        ValueError: for an unknown policy, device or target, a negative `rounds`, `rounds` with a
+            target, names that are given twice, and no rows.
 
     Example:
         >>> import jax.numpy as jnp
@@ -89,7 +93,8 @@ def profile(
         >>> 1.5 < low.estimates[0].gain < 2.0  # 2 is the ratio of the peaks
         True
     """
-    check_rounds(rounds)
+    target = target_of(target)
+    timed_rounds = rounds_of(rounds, target)
     peaks = peaks_of(DEVICES if devices is None else devices)
     rows = entries(policies, "profile")
     fn, owner = owner_of(fn)
@@ -102,10 +107,11 @@ def profile(
             args,
             kwargs,
             "profile",
-            takes_shapes=rounds == 0,
+            takes_shapes=timed_rounds == 0,
             hint="; with rounds=0 nothing runs, and shapes will do",
+            target=target,
         )
-        return _profile(at, rows, peaks, rounds, progress)
+        return _profile(at, rows, peaks, timed_rounds, progress)
 
     return profiled
 
@@ -133,7 +139,7 @@ def _profile(
             dataclasses.replace(row, timing=timing, ratio=ratio)
             for row, (timing, ratio) in zip(rows, times, strict=True)
         ]
-    device = f"{programs[0].executable.device.device_kind}, jax {jax.__version__}"
+    device = f"{programs[0].device_kind}, jax {jax.__version__}"
     return Profile(subject.name, tuple(rows), rounds, device, tuple(peaks))
 
 
@@ -150,6 +156,7 @@ def _row(program: Program, base: Work, peaks: Sequence[Peaks]) -> ProfileRow:
         tuple(_estimate(work, base, of) for of in peaks),
         work.guesses,
         tuple(sorted(work.by_bytes)),
+        program.traffic,
     )
 
 

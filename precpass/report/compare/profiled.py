@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.devices.peaks import Peaks
 from precpass.measure.counts import Counts
 from precpass.measure.execute import Memory, Timing
+from precpass.measure.traffic import Traffic
 from precpass.policy.policy import PrecisionPolicy
 from precpass.report.compare.tables import (
     TIMES,
+    TRAFFIC,
     aligned,
     cells_of,
     for_json,
     framed,
+    memory_figures,
     milliseconds,
     row_data,
     shares,
     short,
+    traffic_columns,
+    traffic_figures,
 )
 from precpass.view.page import table
 from precpass.view.text import as_html, page
@@ -62,6 +68,7 @@ class ProfileRow:
         estimates: one per device.
         guesses: whether it has a loop whose trip count is only known at run time.
         by_bytes: the primitives whose arithmetic is not counted.
+        traffic: what the compiled program does, by its text; None on a CPU.
     """
 
     name: str
@@ -74,6 +81,7 @@ class ProfileRow:
     estimates: tuple[Estimate, ...]
     guesses: bool
     by_bytes: tuple[str, ...]
+    traffic: Traffic | None = None
 
     @property
     def flops(self) -> float:
@@ -83,16 +91,13 @@ class ProfileRow:
     def figures(self) -> dict[str, Any]:
         """All figures under the names that the frame and the dict have: bytes, seconds, FLOPs."""
         quartiles = (None, None) if self.timing is None else self.timing.quartiles
-        memory = {f.name: getattr(self.memory, f.name, None) for f in dataclasses.fields(Memory)}
         return {
             "seconds": None if self.timing is None else self.timing.median,
             "seconds_lower": quartiles[0],
             "seconds_upper": quartiles[1],
             "ratio": self.ratio,
-            "argument_bytes": memory["arguments"],
-            "output_bytes": memory["outputs"],
-            "aliased_bytes": memory["aliased"],
-            "temp_bytes": memory["temp"],
+            **memory_figures(self.memory),
+            **traffic_figures(self.traffic),
             "flops": self.flops,
             "low_flops_share": self.counts.low_flops,
             **{f"flops_{name}": n for name, n in sorted(self.counts.flops.items())},
@@ -183,6 +188,8 @@ class Profile:
         ]
         if self.rounds:
             notes.append(TIMES.format(self.rounds))
+        if any(row.traffic for row in self.rows):
+            notes.append(TRAFFIC)
         if self.peaks:
             notes += _MEANING
         if any(row.guesses for row in self.rows):
@@ -225,7 +232,7 @@ def _megabytes(row: ProfileRow, name: str) -> str:
     return "" if row.memory is None else short(getattr(row.memory, name) / 1e6)
 
 
-_COLUMNS = (
+_COLUMNS: tuple[tuple[str, Callable[[ProfileRow], str]], ...] = (
     ("program", lambda row: row.name),
     ("ms", lambda row: milliseconds(row.timing)),
     ("ratio", lambda row: "" if row.ratio is None else f"{row.ratio:.2f}"),
@@ -235,4 +242,5 @@ _COLUMNS = (
     ("GFLOP", lambda row: short(row.flops / 1e9)),
     ("FLOPs in", lambda row: shares(row.counts.flops)),
     ("moved MB", lambda row: short(row.moved / 1e6)),
+    *traffic_columns(lambda row: row.traffic),
 )

@@ -12,11 +12,14 @@ import jax.core
 
 from precpass import jaxpr as ir
 from precpass.api import auto_mixed
+from precpass.devices.detect import planned_for
+from precpass.devices.targets import abstract_on
 from precpass.jit.arguments import Declared, copied, refused
 from precpass.jit.calls import name_of
 from precpass.jit.mixed import Mixed
 from precpass.jit.nnx import has_nodes
 from precpass.measure.execute import Executable, Timing, compiled, interleaved, is_jitted
+from precpass.measure.traffic import Traffic
 from precpass.policy.policy import PrecisionPolicy
 from precpass.report.compare.errors import Leaf, fetched, leaves_of, on_arrays
 
@@ -26,8 +29,8 @@ __all__ = [
     "Program",
     "Progress",
     "Subject",
-    "check_rounds",
     "entries",
+    "rounds_of",
     "timed",
 ]
 
@@ -42,10 +45,22 @@ Made = tuple[str, PrecisionPolicy | Callable[..., Any]]
 """A row's name, and its policy or function."""
 
 
-def check_rounds(rounds: Any) -> None:
-    """Raises an error for a value that is no number of rounds."""
+def rounds_of(rounds: Any, target: Any) -> int:
+    """How many rounds are timed: by default 10, and none on a device that is not there.
+
+    Raises:
+        ValueError: for a value that is no number of rounds, and for rounds on a target.
+    """
+    if rounds is None:
+        return 10 if target is None else 0
+    if target is not None and rounds:
+        raise ValueError(
+            f"rounds={rounds!r} with a target: a program for a device that need not be there is "
+            "compiled and not timed: leave rounds out"
+        )
     if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
         raise ValueError(f"rounds={rounds!r}: a whole number, 0 for no times")
+    return rounds
 
 
 # ---------------------------------------------------------------- what the rows are
@@ -118,6 +133,8 @@ class Subject:
         declared: which of its arguments are static.
         args, kwargs: the arguments on a device, including `owner`.
         is_abstract: whether shapes were given instead of arrays.
+        target: the device or `Target` that it is planned and compiled for; None for that on which
+            it runs.
     """
 
     fn: Mixed
@@ -126,6 +143,7 @@ class Subject:
     args: Any
     kwargs: Any
     is_abstract: bool
+    target: Any = None
 
     @classmethod
     def at(
@@ -138,6 +156,7 @@ class Subject:
         *,
         takes_shapes: bool = False,
         hint: str = "",
+        target: Any = None,
     ) -> Subject:
         """A function at some arguments.
 
@@ -149,6 +168,7 @@ class Subject:
             report: the name of the function that was called, for errors.
             takes_shapes: whether `jax.ShapeDtypeStruct`s are allowed.
             hint: what to do instead if they are not.
+            target: the device or `Target` that it is planned and compiled for.
 
         Raises:
             TypeError: for tracers, and for shapes where arrays are needed.
@@ -171,7 +191,7 @@ class Subject:
             return x if has_nodes(x) else jax.tree.map(leaf, x)
 
         args, kwargs = declared.map(on_device, (*owner, *args), kwargs)
-        return cls(fn, owner, declared, args, kwargs, bool(shapes))
+        return cls(fn, owner, declared, args, kwargs, bool(shapes), target)
 
     @property
     def name(self) -> str:
@@ -181,7 +201,13 @@ class Subject:
     def program(self, made: Made) -> Program:
         """The compiled program of a row."""
         call = self.call(made[1])
-        return Program(made[0], call, compiled(call.fn, *call.args, **call.kwargs))
+        if self.target is None:
+            return Program(made[0], call, compiled(call.fn, *call.args, **call.kwargs))
+        args, kwargs = call.declared.map(
+            lambda x, _: abstract_on(self.target, x), call.args, call.kwargs
+        )
+        with planned_for(self.target):
+            return Program(made[0], call, compiled(call.fn, *args, **kwargs), self.target)
 
     def call(self, entry: PrecisionPolicy | Callable[..., Any]) -> Call:
         """The function and arguments that a row calls."""
@@ -196,7 +222,11 @@ class Subject:
             # Calls of these are not timed.
             fn = fn if is_jitted(fn) else jax.jit(fn, **declared.options)
         # what crosses into jit in steps takes Python longer than a small program runs: no row pays
-        elif not is_jitted(fn) or _crosses_in_steps(declared, args, kwargs):
+        elif (
+            self.target is not None
+            or not is_jitted(fn)
+            or _crosses_in_steps(declared, args, kwargs)
+        ):
             fn_name = name_of(fn)
             call, args, named = on_arrays(fn, declared, fn_name, args, kwargs)
             fn, kwargs = jax.jit(call), {}
@@ -223,12 +253,26 @@ class Call(NamedTuple):
     named: list[Leaf]
 
 
+_ALL_ROUNDINGS = {"xla_allow_excess_precision": False}
+
+
 class Program(NamedTuple):
     """One row to be."""
 
     name: str
     call: Call
     executable: Executable
+    target: Any = None
+
+    @property
+    def device_kind(self) -> str:
+        """JAX's name for the kind of device that it is compiled for."""
+        return self.executable.device.device_kind
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What it does by its compiled text; None on a CPU, where its time tells more."""
+        return None if self.executable.device.platform == "cpu" else self.executable.traffic
 
     def fresh(self) -> tuple[Any, Any]:
         """Arguments that one run may overwrite."""
@@ -236,9 +280,19 @@ class Program(NamedTuple):
         return call.declared.map(lambda x, _: copied(x, arrays=donates), call.args, call.kwargs)
 
     def results(self) -> list[Leaf]:
-        """The arrays of a run's results, on the host."""
+        """The arrays of a run's results, on the host.
+
+        A program that is planned for a target runs here as it is rewritten for the target, with
+        every rounding that it has: XLA leaves out some of them on a CPU.
+        """
         args, kwargs = self.fresh()
-        leaves = leaves_of(self.call.declared, self.call.fn(*args, **kwargs), args, kwargs)
+        if self.target is None:
+            result = self.call.fn(*args, **kwargs)
+        else:
+            with planned_for(self.target):
+                lowered = self.call.fn.lower(*args, **kwargs)
+            result = lowered.compile(_ALL_ROUNDINGS)(*args, **kwargs)
+        leaves = leaves_of(self.call.declared, result, args, kwargs)
         values = [fetched(leaf.value) for leaf in leaves]
         pairs = zip(self.call.named or leaves, values, strict=True)
         return [leaf._replace(value=value) for leaf, value in pairs]

@@ -6,22 +6,32 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from precpass.measure.execute import Timing
+from precpass.measure.execute import Memory, Timing
+from precpass.measure.traffic import Traffic
 
 __all__ = [
     "TIMES",
+    "TRAFFIC",
     "aligned",
     "cells_of",
     "for_json",
     "framed",
+    "memory_figures",
     "milliseconds",
     "row_data",
     "shares",
     "short",
+    "traffic_columns",
+    "traffic_figures",
 ]
 
 R = TypeVar("R")
 
+TRAFFIC = (
+    "kernels low: the runs of matrix and convolution kernels whose factors have 16 bits or less, "
+    "of all. kernels' MB: what kernels read and write. cast kernels: those that only cast. "
+    "Mcycles: the TPU compiler's own estimate. All are of the compiled program, times loops' trips."
+)
 TIMES = (
     "ms: median of {} interleaved rounds (lower-upper quartile); ratio: to the first row, "
     "median over rounds."
@@ -78,6 +88,51 @@ def milliseconds(timing: Timing | None) -> str:
         return ""
     median, low, high = (short(1e3 * s) for s in (timing.median, *timing.quartiles))
     return f"{median} ({low}-{high})"
+
+
+def memory_figures(memory: Memory | None) -> dict[str, int | None]:
+    """What XLA allocates, in bytes, under its names in frames and dicts."""
+    return {
+        "argument_bytes": memory and memory.arguments,
+        "output_bytes": memory and memory.outputs,
+        "aliased_bytes": memory and memory.aliased,
+        "temp_bytes": memory and memory.temp,
+    }
+
+
+def traffic_figures(traffic: Traffic | None) -> dict[str, float | None]:
+    """What a compiled program does, under its names in frames and dicts; none on a CPU."""
+    if traffic is None:
+        return {}
+    return {
+        "compiled_kernels": traffic.runs,
+        "compiled_kernels_low": traffic.low_runs,
+        "compiled_moved_bytes": traffic.moved,
+        "compiled_cast_kernels": traffic.casts,
+        "compiled_cast_bytes": traffic.cast_bytes,
+        "compiled_transpose_kernels": traffic.transposes,
+        "compiled_cycles": traffic.cycles,
+    }
+
+
+def traffic_columns(
+    traffic_of_row: Callable[[R], Traffic | None],
+) -> list[tuple[str, Callable[[R], str]]]:
+    """The columns that show what compiled programs do; they are empty on a CPU."""
+
+    def column(cell: Callable[[Traffic], str]) -> Callable[[R], str]:
+        def shown(row: R) -> str:
+            traffic = traffic_of_row(row)
+            return "" if traffic is None else cell(traffic)
+
+        return shown
+
+    return [
+        ("kernels low", column(lambda t: f"{t.low_runs}/{t.runs}")),
+        ("kernels' MB", column(lambda t: short(t.moved / 1e6))),
+        ("cast kernels", column(lambda t: str(t.casts))),
+        ("Mcycles", column(lambda t: "" if t.cycles is None else short(t.cycles / 1e6))),
+    ]
 
 
 def shares(flops: Mapping[str, float]) -> str:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from precpass.measure.hlo import Module, Shape, bits
 from precpass.policy.scopes import join_scopes
 from precpass.report.audit.changes import changes
-from precpass.report.audit.hlo import Module, Shape, bits
 
 TEXTS = Path(__file__).parents[1] / "data" / "hlo"
 # as jax 0.10 and 0.12 print a compiled program: a table of frames at the head, `%` before names

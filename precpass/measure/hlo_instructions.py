@@ -1,0 +1,263 @@
+"""One instruction of XLA's HLO text: its shapes, what it reads and calls, where it came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from math import prod
+
+__all__ = ["Frames", "Instruction", "Shape", "bits", "frames_of", "instruction_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """An array's element type and sizes, as HLO writes them.
+
+    Attributes:
+        dtype: "f32", "bf16", "s32", "pred", ...
+        dims: the sizes.
+        space: the number of the memory that the compiler chose; 0 is the device's own, and on a
+            TPU 1 is the memory on the chip. Shapes are equal whatever their memory is.
+
+    Example:
+        >>> str(Shape("bf16", (8, 128))), Shape("bf16", (8, 128)).nbytes
+        ('bf16[8,128]', 2048.0)
+    """
+
+    dtype: str
+    dims: tuple[int, ...] = ()
+    space: int = dataclasses.field(default=0, compare=False)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return prod(self.dims)
+
+    @property
+    def bits(self) -> int:
+        """The bits of a floating element; 0 for any other."""
+        return bits(self.dtype)
+
+    @property
+    def nbytes(self) -> float:
+        """The bytes of all elements, without padding."""
+        return self.size * _width(self.dtype) / 8
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@functools.cache
+def bits(dtype: str) -> int:
+    """The bits of a floating element type; 0 for any other type.
+
+    Example:
+        >>> bits("bf16"), bits("f8e4m3fn"), bits("s32")
+        (16, 8, 0)
+    """
+    match = re.match(r"b?f(\d+)", dtype)
+    return int(match[1]) if match else 0
+
+
+@functools.cache
+def _width(dtype: str) -> int:
+    """The bits of an element of any type; 0 for tokens and opaque values."""
+    match = re.match(r"(?:b?f|c|[su])(\d+)", dtype)
+    return int(match[1]) if match else 8 * (dtype == "pred")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+        name: unique in its module.
+        opcode: "dot", "convert", "fusion", ...
+        shapes: the shape of its result, or those in its tuple of results, flattened.
+        operands: the names of the instructions that it reads.
+        called: the computations that it calls, by attribute ("body", "calls", ...).
+        op_name: JAX's name stack and primitive; "" if XLA recorded none.
+        file, function, line: the user's line; "", "", 0 if XLA recorded none.
+        index: the number of a parameter, or of the element that is read of a tuple; -1 for others.
+        target: the target of a custom call; "" for others.
+        is_root: whether its result is that of its computation.
+        text: what a constant holds; "" for others.
+        trips: how often a loop runs, if the compiler wrote it down; else None.
+        cycles: the TPU compiler's own estimate of one run; 0 where it has none.
+    """
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...] = ()
+    called: tuple[tuple[str, str], ...] = ()
+    op_name: str = ""
+    file: str = ""
+    function: str = ""
+    line: int = 0
+    index: int = -1
+    target: str = ""
+    is_root: bool = False
+    text: str = ""
+    trips: int | None = None
+    cycles: int = 0
+
+
+# ---------------------------------------------------------------- reading a line
+
+_START = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](?:\{[^}]*?(?:S\((\d+)\)[^}]*)?\})?")
+_CALLED = re.compile(
+    r"\b(calls|to_apply|condition|body|true_computation|false_computation|async_computation)"
+    r"=%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"\b(branch_computations|called_computations|calls)=\{([^}]*)\}")
+_STRING = r'"((?:[^"\\]|\\.)*)"'
+_OP_NAME = re.compile(rf"\bop_name={_STRING}")
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+_FILE, _LINE = re.compile(rf"\bsource_file={_STRING}"), re.compile(r"\bsource_line=(\d+)")
+_TARGET = re.compile(rf"\bcustom_call_target={_STRING}")
+_INDEX = re.compile(r"\bindex=(\d+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_NO_CYCLES = 2**63 - 1
+
+Frames = Mapping[int, tuple[str, str, int]]
+"""Each stack frame's file, function and line."""
+
+
+def instruction_of(line: str, frames: Frames) -> Instruction | None:
+    """The instruction that a line holds; None if it holds none."""
+    start = _START.match(line)
+    if start is None:
+        return None
+    at = start.end()
+    end = _closed(line, at) if line[at : at + 1] == "(" else line.find(" ", at)
+    opcode = _OPCODE.match(line, end) if end > 0 else None
+    if opcode is None:
+        return None
+    close = _closed(line, opcode.end() - 1)
+    inside, rest = line[opcode.end() : close - 1], line[close:]
+    shapes = [Shape(m[1], _dims(m[2]), int(m[3] or 0)) for m in _SHAPE.finditer(line, at, end)]
+    index = _INDEX.search(rest) if opcode[1] == "get-tuple-element" else None
+    literal = opcode[1] in ("parameter", "constant")
+    target = _TARGET.search(rest) if opcode[1] == "custom-call" else None
+    op_name, file, function, number = _origin(rest, frames)
+    return Instruction(
+        name=start[2],
+        opcode=opcode[1],
+        shapes=tuple(shapes),
+        operands=() if literal else tuple(_operands(inside)),
+        called=tuple(_called(rest)),
+        op_name=op_name,
+        file=file,
+        function=function,
+        line=number,
+        index=int(inside) if opcode[1] == "parameter" else int(index[1]) if index else -1,
+        target=target[1] if target else "",
+        is_root=bool(start[1]),
+        text=inside if opcode[1] == "constant" else "",
+        trips=_number(_TRIPS, rest) if opcode[1] == "while" else None,
+        cycles=_cycles(rest),
+    )
+
+
+def _called(rest: str) -> Iterator[tuple[str, str]]:
+    """The computations that an instruction calls, by attribute."""
+    for match in _CALLED.finditer(rest):
+        yield match[1], match[2]
+    for match in _BRANCHES.finditer(rest):
+        for name in filter(None, match[2].split(",")):
+            yield match[1], name.strip().lstrip("%")
+
+
+def _cycles(rest: str) -> int:
+    """The compiler's estimate of an instruction's cycles; 0 where it knows none."""
+    cycles = _number(_CYCLES, rest) or 0
+    return cycles if cycles < _NO_CYCLES else 0
+
+
+def _number(pattern: re.Pattern[str], text: str) -> int | None:
+    """The number that a pattern finds in a text; None if it finds none."""
+    match = pattern.search(text)
+    return int(match[1]) if match else None
+
+
+def _origin(rest: str, frames: Frames) -> tuple[str, str, str, int]:
+    """Name stack and line, from the metadata or from the frame that it names."""
+    at = rest.find("metadata={")
+    if at < 0:
+        return "", "", "", 0
+    text = rest[at : _closed(rest, at + len("metadata="))]
+    name, frame = _OP_NAME.search(text), _FRAME.search(text)
+    file, function, line = frames.get(int(frame[1]), ("", "", 0)) if frame else ("", "", 0)
+    # Before stack frames had a table of their own, each instruction named its file.
+    own_file, own_line = _FILE.search(text), _LINE.search(text)
+    return (
+        name[1].replace('\\"', '"') if name else "",
+        own_file[1] if own_file else file,
+        function,
+        int(own_line[1]) if own_line else line,
+    )
+
+
+def _closed(text: str, at: int) -> int:
+    """The index behind the bracket that closes the one at `at`; quoted text is passed over."""
+    depth, quoted = 0, False
+    while at < len(text):
+        char = text[at]
+        if quoted:
+            at += char == "\\"
+            quoted = char != '"'
+        elif char == '"':
+            quoted = True
+        elif char in "({[":
+            depth += 1
+        elif char in ")}]":
+            depth -= 1
+            if not depth:
+                return at + 1
+        at += 1
+    return len(text)
+
+
+def _operands(text: str) -> Iterator[str]:
+    """The names in a list of operands, whose types may stand before them."""
+    at = start = 0
+    while at <= len(text):
+        if at == len(text) or text[at] == ",":
+            words = text[start:at].split()
+            if words:
+                yield words[-1].lstrip("%")
+            start = at + 1
+        elif text[at] in "({[":
+            at = _closed(text, at) - 1
+        at += 1
+
+
+def _dims(text: str) -> tuple[int, ...]:
+    # A dynamic dimension is written as its bound, "<=8".
+    return tuple(int(d.lstrip("<=")) for d in text.split(",") if d.strip("<=? "))
+
+
+def frames_of(text: str) -> Frames:
+    """Each stack frame's innermost file, function and line, from the tables at the head."""
+    files = {
+        int(i): name for i, name in re.findall(rf"^(\d+) {_STRING}$", _table(text, "FileN"), re.M)
+    }
+    functions = dict(re.findall(rf"^(\d+) {_STRING}$", _table(text, "FunctionN"), re.M))
+    pattern = r"^(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)"
+    places = {
+        place: (files.get(int(file), ""), functions.get(function, ""), int(line))
+        for place, file, function, line in re.findall(pattern, _table(text, "FileL"), re.M)
+    }
+    pairs = re.findall(r"^(\d+) \{file_location_id=(\d+)", _table(text, "StackF"), re.M)
+    return {int(frame): places.get(place, ("", "", 0)) for frame, place in pairs}
+
+
+def _table(text: str, start: str) -> str:
+    match = re.search(rf"^{start}\w+\n((?:\d+ .*\n?)*)", text, re.M)
+    return match[1] if match else ""

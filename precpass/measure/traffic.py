@@ -1,0 +1,369 @@
+"""What a compiled program does, read from XLA's text of it: kernels, formats, bytes, cycles.
+
+XLA's own `cost_analysis` counts a loop's body once and has no figures for a GPU, so this counts in
+the compiled text, on every platform in the same way:
+
+- A kernel is an instruction that runs by itself: a fusion, a library call, an unfused operation.
+- A kernel reads each operand once and writes its result once. Of an operand that it only slices it
+  reads the slices, and of a result that it updates in place it writes the update.
+- Everything in a loop counts times the loop's trips, and of a conditional's branches the one that
+  moves the most bytes counts.
+- On a TPU, values that the compiler keeps in the memory on the chip move nothing.
+
+Bytes are those of elements: padding is not known. A TPU's compiler also writes its estimate of each
+kernel's cycles. They are summed here, times trips; other compilers write none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from precpass.measure.hlo import Computation, Instruction, Module, Shape
+
+__all__ = ["MatrixKernel", "Traffic", "traffic_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixKernel:
+    """Matrix products or convolutions of one kind, and how often they run.
+
+    Attributes:
+        call: "dot", "convolution", or the library call, such as "cublas$lt$matmul".
+        operands: the formats of its two factors, as HLO writes them: "bf16", "f32", ...
+        results: the formats that its kernel writes: a fusion may cast the product's sums first.
+        runs: how often such kernels run in one run of the program.
+    """
+
+    call: str
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    runs: int
+
+    @property
+    def is_low(self) -> bool:
+        """Whether all factors have at most 16 bits."""
+        return all(Shape(dtype).bits <= 16 for dtype in self.operands)
+
+    def __str__(self) -> str:
+        return f"{self.call} {' x '.join(self.operands)} -> {', '.join(self.results)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What one run of a compiled program does.
+
+    Attributes:
+        moved: the bytes that its kernels read and write.
+        products: its matrix and convolution kernels, the most frequent first.
+        casts: the runs of kernels that only cast, and maybe transpose and copy as well.
+        cast_bytes: the bytes that these move.
+        transposes: the runs of kernels that only transpose or copy.
+        cycles: the TPU compiler's estimate of all cycles; None for other platforms.
+        guesses: whether a loop, whose trips only run time knows, was counted once.
+    """
+
+    moved: float
+    products: tuple[MatrixKernel, ...]
+    casts: int
+    cast_bytes: float
+    transposes: int
+    cycles: int | None
+    guesses: bool
+
+    @property
+    def runs(self) -> int:
+        """The runs of matrix and convolution kernels."""
+        return sum(kernel.runs for kernel in self.products)
+
+    @property
+    def low_runs(self) -> int:
+        """The runs of those whose factors have at most 16 bits."""
+        return sum(kernel.runs for kernel in self.products if kernel.is_low)
+
+
+def traffic_of(text: str, platform: str = "cpu") -> Traffic:
+    """What a compiled program does.
+
+    Args:
+        text: what `jax.stages.Compiled.as_text()` returns.
+        platform: JAX's name of the platform that it was compiled for.
+
+    Raises:
+        ValueError: if the text is no HLO.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> low = lambda x: (x @ x).astype(jnp.float32)
+        >>> lowered = jax.jit(low).lower(jnp.ones((512, 512), jnp.bfloat16))
+        >>> traffic = traffic_of(lowered.compile().as_text())
+        >>> traffic.runs, traffic.moved >= 512 * 512 * (2 + 4)
+        (1, True)
+    """
+    module = Module.parse(text)
+    tally = _Tally(module, on_chip=1 if platform == "tpu" else -1)
+    total = tally.of(module.computations[module.entry])
+    products = tuple(
+        MatrixKernel(*kind, runs)
+        for kind, runs in sorted(total.products.items(), key=lambda item: (-item[1], item[0]))
+    )
+    return Traffic(
+        total.moved,
+        products,
+        total.casts,
+        total.cast_bytes,
+        total.transposes,
+        total.cycles if platform == "tpu" else None,
+        tally.guesses,
+    )
+
+
+_Kind = tuple[str, tuple[str, ...], tuple[str, ...]]
+
+
+@dataclasses.dataclass
+class _Sum:
+    """The figures of some instructions."""
+
+    moved: float = 0.0
+    products: dict[_Kind, int] = dataclasses.field(default_factory=dict[_Kind, int])
+    casts: int = 0
+    cast_bytes: float = 0.0
+    transposes: int = 0
+    cycles: int = 0
+
+    def add(self, other: _Sum, times: int = 1) -> None:
+        self.moved += times * other.moved
+        for kind, runs in other.products.items():
+            self.products[kind] = self.products.get(kind, 0) + times * runs
+        self.casts += times * other.casts
+        self.cast_bytes += times * other.cast_bytes
+        self.transposes += times * other.transposes
+        self.cycles += times * other.cycles
+
+
+# Instructions that run no kernel. The "-done" of an asynchronous pair is one too.
+_FREE = frozenset(
+    ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all")
+    + ("add-dependency", "opt-barrier", "partition-id", "replica-id", "domain")
+)
+# What only renames a value or its layout, inside of a kernel too.
+_VIEWS = frozenset(("bitcast", "reshape"))
+_MOVES = frozenset(("copy", "transpose", "convert"))
+_PRODUCTS = frozenset(("dot", "convolution", "ragged-dot", "scaled-dot"))
+_LIBRARY_PRODUCT = re.compile(r"cublas|cudnn\$(conv|fmha)|onednn\$matmul|__dot|gemm", re.I)
+_SLICES = frozenset(("slice", "dynamic-slice", "gather"))
+# A custom call that only names buffers moves nothing.
+_BUFFERS = frozenset(("AllocateBuffer", "ConcatBitcast", "SliceBitcast", "Sharding"))
+
+
+class _Tally:
+    """Counts a module. A computation that is called from several places is counted once."""
+
+    def __init__(self, module: Module, on_chip: int) -> None:
+        self.module = module
+        self.on_chip = on_chip
+        self.guesses = False
+        self._sums: dict[str, _Sum] = {}
+
+    def of(self, computation: Computation) -> _Sum:
+        """The figures of one run of a computation."""
+        if computation.name not in self._sums:
+            total = _Sum()
+            for instruction in computation.instructions:
+                total.add(self._instruction(computation, instruction))
+            self._sums[computation.name] = total
+        return self._sums[computation.name]
+
+    def _instruction(self, computation: Computation, instruction: Instruction) -> _Sum:
+        opcode, total = instruction.opcode, _Sum(cycles=instruction.cycles)
+        called = self.module.called(instruction)
+        if opcode in _FREE or opcode.endswith("-done"):
+            return total
+        if opcode == "while":
+            trips = self.module.trips(instruction)
+            self.guesses |= trips is None
+            for inner in called:
+                total.add(self.of(inner), 1 if trips is None else trips)
+        elif opcode == "conditional":
+            branches = [self.of(inner) for inner in called]
+            total.add(max(branches, key=lambda s: (s.moved, s.cycles), default=_Sum()))
+        elif opcode in ("call", "async-start"):
+            for inner in called:
+                total.add(self.of(inner))
+        else:
+            self._kernel(computation, instruction, total)
+        return total
+
+    def _kernel(self, computation: Computation, instruction: Instruction, total: _Sum) -> None:
+        operands = computation.operands(instruction)
+        if instruction.opcode == "fusion":
+            inner, *_ = self.module.called(instruction)
+            total.moved = self._fused(instruction, inner, operands)
+            body = list(_flattened(self.module, inner))
+        else:
+            total.moved = self._unfused(instruction, operands)
+            body = [(computation, instruction)]
+        for call, factors in _products(body):
+            written = dict.fromkeys(s.dtype for s in _without_workspace(instruction.shapes))
+            kind = call, factors, tuple(written)
+            total.products[kind] = total.products.get(kind, 0) + 1
+        opcodes = {i.opcode for _, i in body} - _FREE - _VIEWS
+        if opcodes and opcodes <= _MOVES and max(s.size for s in instruction.shapes) > 1:
+            total.casts = int("convert" in opcodes)
+            total.transposes = 1 - total.casts
+            total.cast_bytes = total.moved * total.casts
+
+    def _size(self, shapes: Sequence[Shape]) -> float:
+        return sum(s.nbytes for s in shapes if s.space != self.on_chip)
+
+    def _unfused(self, instruction: Instruction, operands: Sequence[Instruction]) -> float:
+        opcode, shapes = instruction.opcode, instruction.shapes
+        if opcode == "custom-call":
+            if instruction.target in _BUFFERS or not operands:
+                return 0.0
+            shapes = _without_workspace(shapes)
+        if opcode in ("copy-start", "slice-start"):
+            # (destination, source, context) and ((source), destination, context)
+            copied = shapes[:1] if opcode == "copy-start" else shapes[1:2]
+            source = [dataclasses.replace(s, space=operands[0].shapes[0].space) for s in copied]
+            return self._size(copied) + self._size(source)
+        if opcode in _SLICES:
+            part = [dataclasses.replace(s, space=operands[0].shapes[0].space) for s in shapes]
+            return self._size(shapes) + self._size(part)
+        if opcode == "dynamic-update-slice":
+            return 2 * self._size(operands[1].shapes)
+        return self._size(shapes) + sum(self._size(o.shapes) for o in operands)
+
+    def _fused(
+        self, fusion: Instruction, inner: Computation, operands: Sequence[Instruction]
+    ) -> float:
+        """The bytes that a fusion reads and writes."""
+        parameters = {i.index: i for i in inner.instructions if i.opcode == "parameter"}
+        reads = elements_read(self.module, inner)
+        moved = 0.0
+        for index, operand in enumerate(operands):
+            if index in parameters and operand.shapes:
+                (shape, *_), name = operand.shapes, parameters[index].name
+                share = reads.get(name, 0.0) / max(1, shape.size)
+                moved += self._size([shape]) * min(1.0, share)
+        shapes = _without_workspace(fusion.shapes)
+        for shape, written in zip(shapes, _written(inner), strict=False):
+            moved += self._size([dataclasses.replace(written, space=shape.space)])
+        return moved
+
+
+def _without_workspace(shapes: Sequence[Shape]) -> Sequence[Shape]:
+    """The results of a kernel without the workspace of a library call, which is its last one."""
+    has_workspace = len(shapes) > 1 and shapes[-1].dtype in ("s8", "u8")
+    return shapes[:-1] if has_workspace else shapes
+
+
+def _flattened(module: Module, inner: Computation) -> Iterator[tuple[Computation, Instruction]]:
+    """A fusion's instructions, those of fusions inside of it included."""
+    for instruction in inner.instructions:
+        if instruction.opcode == "fusion":
+            for called in module.called(instruction):
+                yield from _flattened(module, called)
+        else:
+            yield inner, instruction
+
+
+def _products(
+    body: Sequence[tuple[Computation, Instruction]],
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The products among instructions: each one's call and the formats of its factors."""
+    for computation, instruction in body:
+        is_call = instruction.opcode == "custom-call" and _LIBRARY_PRODUCT.search(
+            instruction.target
+        )
+        if is_call or instruction.opcode in _PRODUCTS:
+            factors = [s for o in computation.operands(instruction)[:2] for s in o.shapes[:1]]
+            name = instruction.target.strip("_") if is_call else instruction.opcode
+            if all(shape.bits for shape in factors) and factors:
+                yield name, tuple(shape.dtype for shape in factors)
+
+
+def _written(inner: Computation) -> list[Shape]:
+    """What a fusion writes for each of its results: for an update in place, the update."""
+    root = inner.root
+    if root is None:
+        return []
+    shapes: list[Shape] = []
+    for result in inner.operands(root) if root.opcode == "tuple" else [root]:
+        updated = _updated(inner, result)
+        shapes += result.shapes if updated is None else updated.shapes
+    return shapes
+
+
+def _updated(inner: Computation, result: Instruction) -> Instruction | None:
+    """The update of a fusion's result that is a parameter with an update in place; else None."""
+    result = _past_views(inner, result)
+    if result.opcode != "dynamic-update-slice":
+        return None
+    target, update, *_ = inner.operands(result)
+    return update if _past_views(inner, target).opcode == "parameter" else None
+
+
+def _past_views(inner: Computation, value: Instruction) -> Instruction:
+    while value.opcode in _VIEWS and inner.operands(value):
+        value = inner.operands(value)[0]
+    return value
+
+
+def elements_read(module: Module, inner: Computation) -> Mapping[str, float]:
+    """How many elements of each value of a fusion are computed or read, for all of its results.
+
+    A value that is only sliced is read as far as its slices reach.
+    """
+    root = inner.root
+    needed: dict[str, float] = {}
+    if root is None:
+        return needed
+
+    def add(value: Instruction, elements: float) -> None:
+        size = max((s.size for s in value.shapes), default=0)
+        needed[value.name] = min(size, needed.get(value.name, 0.0) + elements)
+
+    for value in inner.operands(root) if root.opcode == "tuple" else [root]:
+        add(value, max((s.size for s in value.shapes), default=0))
+    for instruction in reversed(inner.instructions):
+        if (elements := needed.get(instruction.name, 0.0)) and instruction.opcode != "parameter":
+            _spread(module, inner, instruction, elements, add)
+    return needed
+
+
+# They read their operands whole, however little of their result is read.
+_WHOLE = _PRODUCTS | frozenset(
+    ("reduce", "reduce-window", "scatter", "sort", "broadcast", "custom-call", "select-and-scatter")
+)
+
+
+def _spread(
+    module: Module,
+    inner: Computation,
+    instruction: Instruction,
+    elements: float,
+    add: Callable[[Instruction, float], None],
+) -> None:
+    """Adds what some elements of an instruction's result need of its operands."""
+    operands = inner.operands(instruction)
+    sizes = [max((s.size for s in o.shapes), default=0) for o in operands]
+    if instruction.opcode == "fusion":
+        called, *_ = module.called(instruction)
+        parameters = {i.index: i.name for i in called.instructions if i.opcode == "parameter"}
+        reads = elements_read(module, called)
+        for index, operand in enumerate(operands):
+            add(operand, reads.get(parameters.get(index, ""), 0.0))
+        return
+    if instruction.opcode == "dynamic-update-slice":
+        # What is updated in place is not read.
+        in_place = _past_views(inner, operands[0]).opcode == "parameter"
+        add(operands[0], 0.0 if in_place else elements)
+        for operand, size in zip(operands[1:], sizes[1:], strict=True):
+            add(operand, size)
+        return
+    for at, (operand, size) in enumerate(zip(operands, sizes, strict=True)):
+        is_part = instruction.opcode not in _WHOLE and not (at and instruction.opcode in _SLICES)
+        add(operand, min(size, elements) if is_part else size)

@@ -1,0 +1,177 @@
+"""What compiled programs do: bytes by hand for small texts, and for programs that XLA compiled."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from precpass.measure.execute import compiled
+from precpass.measure.traffic import MatrixKernel, traffic_of
+
+GPU = """HloModule m
+
+%cast (p: f32[8,16]) -> bf16[8,16] {
+  %p = f32[8,16]{1,0} parameter(0)
+  ROOT %c = bf16[8,16]{1,0} convert(%p)
+}
+
+%swap (p: f32[8,16]) -> f32[16,8] {
+  %p = f32[8,16]{1,0} parameter(0)
+  ROOT %t = f32[16,8]{0,1} transpose(%p), dimensions={1,0}
+}
+
+%part (p: f32[4,8,16], i: s32[]) -> f32[8,16] {
+  %p = f32[4,8,16]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %s = f32[1,8,16]{2,1,0} dynamic-slice(%p, %i, %z, %z), dynamic_slice_sizes={1,8,16}
+  %b = f32[8,16]{1,0} bitcast(%s)
+  ROOT %n = f32[8,16]{1,0} negate(%b)
+}
+
+%put (p: f32[4,8,16], u: f32[8,16], i: s32[]) -> f32[4,8,16] {
+  %p = f32[4,8,16]{2,1,0} parameter(0)
+  %u = f32[8,16]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %z = s32[] constant(0)
+  %b = f32[1,8,16]{2,1,0} bitcast(%u)
+  ROOT %d = f32[4,8,16]{2,1,0} dynamic-update-slice(%p, %b, %i, %z, %z)
+}
+
+%sum (p: f32[8,16], q: f32[16]) -> bf16[8,16] {
+  %p = f32[8,16]{1,0} parameter(0)
+  %q = f32[16]{0} parameter(1)
+  %w = f32[8,16]{1,0} broadcast(%q), dimensions={1}
+  %a = f32[8,16]{1,0} add(%p, %w)
+  ROOT %c = bf16[8,16]{1,0} convert(%a)
+}
+
+ENTRY %main (x: f32[8,16], w: bf16[16,16], xs: f32[4,8,16], i: s32[], v: f32[16]) -> f32[8,16] {
+  %x = f32[8,16]{1,0} parameter(0)
+  %w = bf16[16,16]{1,0} parameter(1)
+  %xs = f32[4,8,16]{2,1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %v = f32[16]{0} parameter(4)
+BODY
+}
+"""
+X, W = 4 * 8 * 16, 2 * 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("line", "moved", "casts", "transposes"),
+    [
+        ("f32[8,16]{1,0} add(%x, %x)", 3 * X, 0, 0),
+        ("f32[8,16]{1,0} bitcast(%x)", 0, 0, 0),
+        ("bf16[8,16]{1,0} fusion(%x), kind=kLoop, calls=%cast", 1.5 * X, 1, 0),
+        ("bf16[8,16]{1,0} convert(%x)", 1.5 * X, 1, 0),
+        ("f32[16,8]{0,1} fusion(%x), kind=kLoop, calls=%swap", 2 * X, 0, 1),
+        # a slice is read, and an update written, as large as they are
+        ("f32[8,16]{1,0} fusion(%xs, %i), kind=kLoop, calls=%part", 2 * X + 4, 0, 0),
+        ("f32[4,8,16]{2,1,0} fusion(%xs, %x, %i), kind=kLoop, calls=%put", 2 * X + 4, 0, 0),
+        ("f32[1,8,16]{2,1,0} dynamic-slice(%xs, %i, %i, %i)", 2 * X, 0, 0),
+        ("f32[4,8,16]{2,1,0} dynamic-update-slice(%xs, %x, %i, %i, %i)", 2 * X, 0, 0),
+        ("bf16[8,16]{1,0} fusion(%x, %v), kind=kLoop, calls=%sum", 1.5 * X + 64, 0, 0),
+    ],
+)
+def test_the_bytes_of_a_kernel(line: str, moved: float, casts: int, transposes: int):
+    traffic = traffic_of(GPU.replace("BODY", f"  ROOT %r = {line}"), "gpu")
+    assert (traffic.moved, traffic.casts, traffic.transposes) == (moved, casts, transposes)
+    assert (traffic.cast_bytes, traffic.cycles) == (moved * casts, None)
+
+
+def test_a_library_call_is_a_product_without_its_workspace():
+    body = """  %c = bf16[8,16]{1,0} fusion(%x), kind=kLoop, calls=%cast
+  %p = (bf16[8,16]{1,0}, s8[4096]{0}) custom-call(%c, %w), custom_call_target="__cublas$lt$matmul"
+  %b = (f32[8,16]{1,0}, u8[0]{0}) custom-call(%x, %x), custom_call_target="__cudnn$convForward"
+  ROOT %r = bf16[8,16]{1,0} get-tuple-element(%p), index=0"""
+    traffic = traffic_of(GPU.replace("BODY", body), "gpu")
+    assert traffic.products == (
+        MatrixKernel("cublas$lt$matmul", ("bf16", "bf16"), ("bf16",), 1),
+        MatrixKernel("cudnn$convForward", ("f32", "f32"), ("f32",), 1),
+    )
+    assert (traffic.runs, traffic.low_runs) == (2, 1)
+    assert str(traffic.products[0]) == "cublas$lt$matmul bf16 x bf16 -> bf16"
+    assert traffic.moved == 1.5 * X + (X / 2 + W + X / 2) + 3 * X
+
+
+LOOP = """HloModule m
+
+%body (c: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
+  %c = (s32[], f32[8,16]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %x = f32[8,16]{1,0} get-tuple-element(%c), index=1
+  %n = f32[8,16]{1,0:T(8,128)S(1)} negate(%x), backend_config={"estimated_cycles":"100"}
+  %m = f32[8,16]{1,0} negate(%n), backend_config={"estimated_cycles":"9223372036854775807"}
+  ROOT %t = (s32[], f32[8,16]{1,0}) tuple(%i, %m)
+}
+
+%cond (c: (s32[], f32[8,16])) -> pred[] {
+  %c = (s32[], f32[8,16]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %n = s32[] constant(7)
+  ROOT %l = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (c: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
+  %c = (s32[], f32[8,16]{1,0}) parameter(0)
+  ROOT %w = (s32[], f32[8,16]{1,0}) while(%c), condition=%cond, body=%bodyMORE
+}
+"""
+
+
+def test_a_loop_counts_times_its_trips():
+    # the comparison of two integers of four bytes is a kernel too
+    cond = 4 + 4 + 1
+    by_condition = traffic_of(LOOP.replace("MORE", ""), "gpu")
+    assert (by_condition.moved, by_condition.guesses) == (7 * (4 * X + cond), False)
+    written = ', backend_config={"known_trip_count":{"n":"3"}}'
+    assert traffic_of(LOOP.replace("MORE", written), "gpu").moved == 3 * (4 * X + cond)
+    unknown = LOOP.replace("MORE", "").replace("constant(7)", "get-tuple-element(%c), index=0")
+    assert traffic_of(unknown, "gpu").guesses
+
+
+def test_what_stays_on_a_tpus_chip_moves_nothing_and_cycles_are_summed():
+    traffic = traffic_of(LOOP.replace("MORE", ""), "tpu")
+    assert traffic.moved == 7 * (2 * X + 9)
+    assert traffic.cycles == 7 * 100
+
+
+def test_a_conditional_counts_as_its_largest_branch():
+    text = """HloModule m
+
+%one (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %n = f32[8]{0} negate(%p)
+}
+
+%two (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %n = f32[8]{0} negate(%p)
+  ROOT %m = f32[8]{0} add(%n, %p)
+}
+
+ENTRY %main (i: s32[], x: f32[8]) -> f32[8] {
+  %i = s32[] parameter(0)
+  %x = f32[8]{0} parameter(1)
+  ROOT %c = f32[8]{0} conditional(%i, %x, %x), branch_computations={%one, %two}
+}
+"""
+    assert traffic_of(text).moved == 64 + 96
+
+
+def test_a_text_that_is_no_hlo_is_refused():
+    with pytest.raises(ValueError, match="this is no HLO text"):
+        traffic_of("module @m {}")
+
+
+def test_a_scan_that_xla_compiled_here_moves_its_slices_once_per_trip():
+    def fn(x: jax.Array, ws: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)[0]
+
+    n, trips = 256, 8
+    program = compiled(fn, jnp.ones((n, n)), jnp.ones((trips, n, n)))
+    traffic, array = program.traffic, 4.0 * n * n
+    assert (traffic.runs, traffic.low_runs, traffic.guesses) == (trips, 0, False)
+    # product and tanh by themselves: three arrays and two, and perhaps a copy of the slice
+    assert 5 * trips * array <= traffic.moved <= 9 * trips * array
