@@ -30,8 +30,8 @@ from precpass.devices.cpu_info import cpu_info
 from precpass.report.compare.comparison import for_json
 
 SCHEMA = 1
-STEPS = {"small": 3, "medium": 8, "large": 32}
-SECONDS = {"small": 0.0, "medium": 2.0, "large": 2.0}
+STEPS = {"small": 3, "medium": 8, "target": 8, "large": 32}
+SECONDS = {"small": 0.0, "medium": 2.0, "target": 2.0, "large": 2.0}
 LIBRARIES = ("jax", "jaxlib", "numpy", "optax", "jmp", "scikit-learn")
 
 

@@ -1,1 +1,1 @@
-"""Times of products on the device, measured once and stored in a file."""
+"""Times of products on the device, and forms of programs by its compiler, stored in files."""

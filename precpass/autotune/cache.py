@@ -1,9 +1,9 @@
-"""The files with measured times of products, one per device kind and JAX version.
+"""The files with what was found out of products and programs, one per device kind and JAX version.
 
-They are a cache: losing one costs a measurement and never a result. Processes merge their times
+They are a cache: losing one costs a measurement and never a result. Processes merge their entries
 under a lock file and replace the file as a whole, so a reader always sees a complete one. If two
 processes have measured a product, the time that was written first counts, so that all processes
-make the same plan.
+make the same plan. `Cache` is for any kind of entry, `TimingCache` for the times of products.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import filelock
 import platformdirs
 
 from precpass.planner.profit import ProductTimes
 
-__all__ = ["FORMAT", "TimingCache", "cache_folder", "file_name"]
+__all__ = ["FORMAT", "Cache", "TimingCache", "cache_folder", "file_name"]
 
 FORMAT = 5
 """The version of the files and of the form of a lowered product; raise it if that form changes. A
@@ -43,47 +43,62 @@ def cache_folder() -> Path:
     return Path(tempfile.gettempdir(), "precpass") if folder.startswith("~") else Path(folder)
 
 
-def file_name(device: str, jax_version: str) -> str:
-    """The name of a device kind's file."""
+def file_name(device: str, jax_version: str, kind: str = "products") -> str:
+    """The name of a device kind's file, of a kind of entries."""
     words = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-")[:80]
     # Kinds may differ only in characters that a file name cannot have.
     digest = hashlib.sha256(device.encode()).hexdigest()[:8]
-    return f"products-{words}-{digest}-jax-{jax_version}.json"
+    return f"{kind}-{words}-{digest}-jax-{jax_version}.json"
 
 
-class TimingCache:
-    """The measured times of one device kind, in memory and in a file.
+Entry = TypeVar("Entry", bound=tuple[Any, ...])
+
+
+class Cache(Generic[Entry]):
+    """What was found out of programs or products on one device kind, in memory and in a file.
 
     Args:
         path: the file's path; its folder is made when something is written.
-        device: the kind of device, and whatever else the times depend on.
-        jax_version: the version of the JAX that runs the products.
+        device: the kind of device, and whatever else the entries depend on.
+        jax_version: the version of the JAX that made them.
+        parsed: an entry from its JSON values, which are those of the tuple.
+        what: the entries in words, for warnings.
+        again: what happens if they are lost, in words.
     """
 
-    def __init__(self, path: Path, device: str, jax_version: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        device: str,
+        jax_version: str,
+        parsed: Callable[[Sequence[Any]], Entry],
+        what: str,
+        again: str,
+    ) -> None:
         self.path = path
+        self._entry, self._what, self._again = parsed, what, again
         self._head = {"format": FORMAT, "device": device, "jax": jax_version}
-        self._known: dict[str, ProductTimes] = {}
+        self._known: dict[str, Entry] = {}
         self._state: tuple[int, int] | None = None
         self._said: list[str] = []
         self._writes = True
         self._lock = threading.RLock()
 
-    def get(self, product: str) -> ProductTimes | None:
-        """The times of a product; None if it has not been measured."""
+    def get(self, name: str) -> Entry | None:
+        """The entry of a product or program; None if there is none."""
         with self._lock:
-            if product not in self._known:
+            if name not in self._known:
                 self._read()
-            return self._known.get(product)
+            return self._known.get(name)
 
-    def put(self, product: str, product_times: ProductTimes) -> ProductTimes:
-        """Stores the times of a product; returns the times that count."""
+    def put(self, name: str, entry: Entry) -> Entry:
+        """Stores an entry; returns the one that counts."""
         with self._lock:
             self._read()
-            kept = self._known.setdefault(product, product_times)
+            kept = self._known.setdefault(name, entry)
             if self._writes:
                 self._write()
-            return self._known.get(product, kept)
+            return self._known.get(name, kept)
 
     def new_warnings(self) -> tuple[str, ...]:
         """Warnings of what went wrong since this was last called."""
@@ -92,7 +107,7 @@ class TimingCache:
             return said
 
     def _read(self) -> None:
-        """Reads the file, whose times win over those that are only in memory."""
+        """Reads the file, whose entries win over those that are only in memory."""
         try:
             stat = self.path.stat()
             state = stat.st_mtime_ns, stat.st_size
@@ -109,17 +124,16 @@ class TimingCache:
             self._known.update(self._parsed(text))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self._said.append(
-                f"{self.path}, which holds measured times of products, is damaged or not "
-                f"precpass's ({type(error).__name__}: {error}): it is rebuilt, and products are "
-                "timed again"
+                f"{self.path}, which holds {self._what}, is damaged or not precpass's "
+                f"({type(error).__name__}: {error}): it is rebuilt, and {self._again}"
             )
 
-    def _parsed(self, text: str) -> dict[str, ProductTimes]:
+    def _parsed(self, text: str) -> dict[str, Entry]:
         whole = json.loads(text)
         for key, value in self._head.items():
             if whole[key] != value:
                 raise ValueError(f"{key} is {whole[key]!r}, not {value!r}")
-        return {str(name): _parsed_times(times) for name, times in whole["products"].items()}
+        return {str(name): self._entry(entry) for name, entry in whole["products"].items()}
 
     def _write(self) -> None:
         try:
@@ -136,9 +150,17 @@ class TimingCache:
         if self._writes:
             self._writes = False
             self._said.append(
-                f"measured times of products cannot be kept in {self.path} ({error}): they are "
-                "kept for this process alone; PRECPASS_CACHE_DIR names another folder"
+                f"{self._what} cannot be kept in {self.path} ({error}): they are kept for this "
+                "process alone; PRECPASS_CACHE_DIR names another folder"
             )
+
+
+class TimingCache(Cache[ProductTimes]):
+    """The measured times of products (`Cache`)."""
+
+    def __init__(self, path: Path, device: str, jax_version: str) -> None:
+        what = "measured times of products", "products are timed again"
+        super().__init__(path, device, jax_version, _parsed_times, *what)
 
 
 def _parsed_times(found: Any) -> ProductTimes:

@@ -20,7 +20,8 @@ def profit_model_of(policy: PrecisionPolicy, args: Any = ()) -> ProfitModel | No
         policy: its `profitability` decides.
         args: the arguments of the call, which determine the device (`precpass.devices.detect`).
     """
-    if policy.profitability == "always":
+    if policy.profitability in ("always", "compiled"):
+        # all products of a compiled form are lowered (`precpass.autotune.compiled`)
         return None
     if policy.profitability == "assumed":
         return Assumed(device_for(args))

@@ -14,7 +14,6 @@ of the caller is in force, so nothing is added to the user's program.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +25,7 @@ from jax import lax
 from precpass import jaxpr as ir
 from precpass.analysis.operand_origin import OperandOrigin
 from precpass.analysis.sizes import nbytes
+from precpass.autotune.apart import apart
 from precpass.measure import execute
 from precpass.planner.planner import make_plan
 from precpass.planner.profit import Product, ProductTimes
@@ -65,31 +65,11 @@ def timed(product: Product, device: Any, rounds: Rounds | None = None) -> Produc
     eqn = product.eqn
     if sum(nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars)) > LARGEST:
         raise NotTimed("too large to be timed")
-    return _apart(lambda: _timed(product, device, rounds or _rounds))
-
-
-_one_at_a_time = threading.Lock()
-
-
-def _apart(work: Callable[[], ProductTimes]) -> ProductTimes:
-    """The result of `work`, run in a thread of its own, one at a time in this process."""
-    times: list[ProductTimes] = []
-    failed: list[Exception] = []
-
-    def run() -> None:
-        try:
-            times.append(work())
-        except Exception as error:
-            failed.append(error)
-
-    with _one_at_a_time:
-        thread = threading.Thread(target=run, name="precpass probe", daemon=True)
-        thread.start()
-        thread.join()
-    for error in failed:
+    try:
+        return apart(lambda: _timed(product, device, rounds or _rounds))
+    except Exception as error:
         text = str(error).partition("\n")[0]
         raise NotTimed(f"it cannot be timed: {type(error).__name__}: {text}") from error
-    return times[0]
 
 
 def _timed(product: Product, device: Any, rounds: Rounds) -> ProductTimes:

@@ -10,17 +10,18 @@ from typing import Any
 import jax
 
 from precpass import jaxpr as ir
+from precpass.autotune.forms import in_form
 from precpass.autotune.profitability import profit_model_of
-from precpass.devices.detect import device_of_call
+from precpass.devices.detect import device_for, device_of_call, planned_for
 from precpass.jit.arguments import copied
 from precpass.jit.errors import user_stacklevel
-from precpass.jit.region import Region, tracing
+from precpass.jit.region import Region, current, tracing
 from precpass.jit.selfcheck import check_jax
 from precpass.plan import reasons
 from precpass.plan.plan import Border, Plan
 from precpass.planner.planner import distinguish, make_plan
 from precpass.planner.profit import ProfitModel
-from precpass.policy.policy import PrecisionPolicy, PrecisionWarning
+from precpass.policy.policy import PrecisionPolicy, PrecisionWarning, quietly
 from precpass.policy.primitives import OpKind
 from precpass.rewrite.rewriter import Rewriter
 
@@ -71,6 +72,7 @@ def rewritten(
 ) -> tuple[Any, Rewriter]:
     """A jaxpr rewritten under a plan (the same one if nothing changes), and its rewriter."""
     said = set(plan.notes)
+    policy = in_form(policy, plan.form)
     # A saved plan has no equations of custom rules, because these are traced in differentiation.
     unlocked = policy.with_lock(None) if policy.lock else policy
     profit_model, platform = profit_model_of(unlocked), device_of_call().platform
@@ -132,11 +134,35 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
 def _planned(
     call: ir.Call, policy: PrecisionPolicy, scope: str, profit_model: ProfitModel | None
 ) -> Plan:
-    closed_over, platform = (
-        call.operands[: call.closed_over],
-        device_of_call(call.operands).platform,
-    )
-    return make_plan(call.jaxpr, policy, scope, closed_over, (), profit_model, platform)
+    closed_over, place = call.operands[: call.closed_over], device_of_call(call.operands)
+
+    def planned(policy: PrecisionPolicy) -> Plan:
+        return make_plan(call.jaxpr, policy, scope, closed_over, (), profit_model, place.platform)
+
+    def rewritten_under(policy: PrecisionPolicy) -> Any:
+        return rewritten(call.jaxpr, planned(policy), current(), policy, scope)[0]
+
+    if policy.profitability != "compiled" or policy.lock is not None or not policy.lowers:
+        return planned(policy)
+    if jax.process_count() > 1:
+        # All processes must run one program, and might compile different ones.
+        return dataclasses.replace(planned(policy), costs=_NOT_COMPILED)
+    # Imported here, because a program that compiles no candidates needs neither timers nor files.
+    from precpass.autotune.compiled import choice_of
+
+    try:
+        with quietly(), planned_for(place):
+            choice = choice_of(call.jaxpr, policy, scope, place, rewritten_under)
+    except RuntimeError as error:
+        plan = planned(policy)
+        note = f"profitability='compiled': {error}: every product is lowered instead"
+        return dataclasses.replace(plan, notes=(*plan.notes, note))
+    plan = planned(in_form(policy, choice.form))
+    costs = choice.text(device_for(device=place))
+    return dataclasses.replace(plan, costs=costs, form=choice.form)
+
+
+_NOT_COMPILED = "assumed: several processes are not compiled for, and every product is lowered"
 
 
 def _warning_texts(plan: Plan, policy: PrecisionPolicy, name: str) -> Iterator[str]:

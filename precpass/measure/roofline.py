@@ -46,6 +46,16 @@ class Work:
         """The bytes that all kernels together read and write."""
         return sum(kernel.nbytes * runs for kernel, runs in self.kernels)
 
+    @property
+    def product_flops(self) -> dict[str, float]:
+        """Format -> the floating-point operations of products with operands in it."""
+        by_format: dict[str, float] = {}
+        for kernel, runs in self.kernels:
+            if kernel.flops:
+                name = _format(kernel.eqn)
+                by_format[name] = by_format.get(name, 0.0) + runs * kernel.flops
+        return by_format
+
     def seconds(self, peaks: Peaks) -> float | None:
         """The time at a device's peaks; None if it has no peak for some product (`without_peak`).
 

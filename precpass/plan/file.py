@@ -182,6 +182,7 @@ def policy_data(policy: PrecisionPolicy) -> dict[str, Any]:
         "retypes": sorted(map(str, policy.retypes)),
         "output": None if policy.output is None else str(policy.output),
         "profitability": policy.profitability,
+        "results": policy.results,
         "rules_left_out": left_out,
     }
 
@@ -196,8 +197,9 @@ def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
         tuple(Rule(**rule) for rule in whole["rules"]),
         frozenset(map(Precision.parse, whole["retypes"])),
         None if whole["output"] is None else Precision.parse(whole["output"]),
-        # Files that are older than this option lack it.
+        # Files that are older than these options lack them.
         profitability=parse_profitability(whole.get("profitability", "always")),
+        results=str(whole.get("results", "auto")),
     )
 
 

@@ -217,6 +217,8 @@ class Plan:
         origin: the function and the policy that it was made from; only the root has it.
         costs: where the costs of products are from, and on which device; only the root has it,
             and it is "" if no cost was asked for.
+        form: the form of the policy that was chosen among compiled candidates
+            (`precpass.autotune.compiled`); only the root has it, and "" is the policy itself.
     """
 
     decisions: tuple[Decision, ...]
@@ -228,6 +230,7 @@ class Plan:
     body: int = 0
     origin: PlanSource | None = None
     costs: str = ""
+    form: str = ""
 
     @functools.cached_property
     def changes(self) -> bool:

@@ -62,7 +62,8 @@ def make_plan(
     graph = Graph.build(jaxpr, lambda inner: distinguish(policy, join_scopes(scope, inner)))
     analysis = Analysis(graph, closed_over)
     plan = Planner(analysis, policy, scope, profit_model).root(border)
-    return with_low_results(plan, analysis) if platform in PLATFORMS else plan
+    has_low_results = platform in PLATFORMS and policy.results == "auto"
+    return with_low_results(plan, analysis) if has_low_results else plan
 
 
 def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:

@@ -47,7 +47,7 @@ def quietly() -> Generator[None]:
         yield
 
 
-PROFITABILITY = ("measured", "assumed", "always")
+PROFITABILITY = ("measured", "compiled", "assumed", "always")
 """The legal values of a policy's profitability."""
 
 
@@ -62,7 +62,8 @@ def parse_profitability(value: object) -> str:
             return known
     raise ValueError(
         f"unknown profitability {value!r}: legal are 'measured' (products are timed on the device, "
-        "once), 'assumed' (a table of devices decides) and 'always' (every product is lowered)"
+        "once), 'compiled' (whole programs are compiled, and the cheapest counts), 'assumed' (a "
+        "table of devices decides) and 'always' (every product is lowered)"
     )
 
 
@@ -87,7 +88,10 @@ class PrecisionPolicy:
         lock: the precisions of a saved plan, over which rules win.
         profitability: which products are lowered if no rule and no saved plan decides: "always"
             all of them, "assumed" those that pay by the table of devices, "measured" those that
-            pay when they are timed on the device.
+            pay when they are timed on the device, "compiled" all or none, in the form whose
+            compiled program is the cheapest.
+        results: the formats of lowered products' results: "auto" has 16 bits where the platform's
+            kernels gain by it and no sum loses digits, "f32" has float32 everywhere.
     """
 
     name: str
@@ -99,6 +103,7 @@ class PrecisionPolicy:
     output: Precision | None = None
     lock: SavedPrecisions | None = None
     profitability: str = "always"
+    results: str = "auto"
 
     def precision_for(self, kind: OpKind | str) -> Precision:
         """The precision of a kind.
@@ -130,7 +135,7 @@ class PrecisionPolicy:
         return dataclasses.replace(self, lock=lock)
 
     def with_profitability(self, profitability: str) -> PrecisionPolicy:
-        """This policy with another profitability: "measured", "assumed" or "always".
+        """This policy with another profitability: one of `PROFITABILITY`.
 
         Raises:
             ValueError: for anything else.
@@ -140,6 +145,26 @@ class PrecisionPolicy:
             AutoMixedBf16.with_profitability('measured')
         """
         return dataclasses.replace(self, profitability=parse_profitability(profitability))
+
+    def with_results(self, results: str) -> PrecisionPolicy:
+        """This policy with other formats of lowered products' results: "auto" or "f32".
+
+        A GPU's kernels write a result of 16 bits in half the time, and XLA runs a convolution with
+        a float32 result in float32 there, so "f32" buys digits with bandwidth.
+
+        Raises:
+            ValueError: for anything else.
+
+        Example:
+            >>> AutoMixedBf16.with_results("f32")
+            AutoMixedBf16.with_results('f32')
+        """
+        if results not in ("auto", "f32"):
+            raise ValueError(
+                f"unknown results {results!r}: legal are 'auto' (16 bits where the platform's "
+                "kernels gain by it) and 'f32'"
+            )
+        return dataclasses.replace(self, results=results)
 
     @property
     def lowers(self) -> bool:
@@ -210,6 +235,8 @@ class PrecisionPolicy:
             text += f".with_lock(<{len(self.lock.entries)} keys of {self.lock.name}>)"
         if self.profitability != "always":
             text += f".with_profitability({self.profitability!r})"
+        if self.results != "auto":
+            text += f".with_results({self.results!r})"
         if self.rules:
             text += f".with_rules({', '.join(map(repr, self.rules))})"
         return text

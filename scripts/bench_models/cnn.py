@@ -22,6 +22,7 @@ class Shape(NamedTuple):
 SHAPES = {
     "small": Shape(channels=4, stages=1, batch=4),
     "medium": Shape(channels=32, stages=2, batch=128),
+    "target": Shape(channels=64, stages=3, batch=512),
     "large": Shape(channels=128, stages=3, batch=1024),
 }
 MOMENTUM = 0.9

@@ -12,6 +12,7 @@ from bench_models.model import BF16, F32, Model, Weights, adam, cross_entropy, l
 SHAPES = {
     "small": Shape(width=16, length=8, batch=2),
     "medium": Shape(width=256, length=64, batch=32),
+    "target": Shape(width=1024, length=64, batch=128),
     "large": Shape(width=1024, length=256, batch=256),
 }
 

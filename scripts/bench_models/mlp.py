@@ -11,6 +11,7 @@ from bench_models.model import BF16, F32, Model, Weights, adam, classified, digi
 WIDTHS = {
     "small": (64, 32, 10),
     "medium": (64, 1024, 1024, 1024, 10),
+    "target": (64, 4096, 4096, 4096, 10),
     "large": (64, 8192, 8192, 8192, 10),
 }
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-SIZES = ("small", "medium", "large")
-"""For a test, for a CPU, for a GPU."""
+SIZES = ("small", "medium", "target", "large")
+"""For a test, for a CPU, for the compiler of a device that is not there, for a GPU."""
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 

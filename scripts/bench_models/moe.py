@@ -22,6 +22,7 @@ class Shape(NamedTuple):
 SHAPES = {
     "small": Shape(layers=1, width=16, hidden=32, experts=4, batch=8),
     "medium": Shape(layers=2, width=256, hidden=512, experts=8, batch=512),
+    "target": Shape(layers=2, width=1024, hidden=4096, experts=8, batch=8192),
     "large": Shape(layers=8, width=1024, hidden=4096, experts=16, batch=8192),
 }
 

@@ -26,6 +26,7 @@ class Shape(NamedTuple):
 SHAPES = {
     "small": Shape(systems=3, side=4, steps=4),
     "medium": Shape(systems=128, side=32, steps=40),
+    "target": Shape(systems=4096, side=64, steps=50),
     "large": Shape(systems=4096, side=64, steps=200),
 }
 TERMS, HORIZON = 4, 1.0

@@ -15,6 +15,7 @@ from bench_models.model import BF16, F32, Model, Weights, cross_entropy, low
 SHAPES = {
     "small": Shape(layers=2, width=32, heads=2, length=16, batch=2),
     "medium": Shape(layers=4, width=384, heads=6, length=256, batch=2),
+    "target": Shape(layers=4, width=1024, heads=16, length=1024, batch=8),
     "large": Shape(layers=12, width=2048, heads=16, length=1024, batch=8),
 }
 STEPS = 32

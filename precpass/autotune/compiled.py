@@ -1,0 +1,173 @@
+"""The form of a whole program that its compiler makes the best of, found by compiling candidates.
+
+What a product gains alone does not tell what a program gains: XLA fuses casts, widens what it has
+no kernel for, and keeps in memory what it cannot fuse. So the whole program is compiled in a few
+forms, and the cheapest counts. On a TPU a program costs the compiler's own estimate of its cycles.
+Elsewhere it costs the time of its bytes at the device's bandwidth and of its products' arithmetic
+at the device's peaks (`precpass.devices.devices`): a roofline, and no measurement. Nothing is run,
+so the same program has the same form every time.
+
+The forms (`precpass.autotune.forms`) stand in the order of their accuracy, and a later one is
+chosen if it saves `GAIN` of the cost, or of the temporary memory at no more cost. They are kept in
+a file beside the times of products (`precpass.autotune.cache`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from precpass import jaxpr as ir
+from precpass.autotune.apart import apart
+from precpass.autotune.cache import Cache, cache_folder, file_name
+from precpass.autotune.forms import FORMS, in_form
+from precpass.devices.detect import device_for, is_present, planned_for
+from precpass.devices.devices import Device
+from precpass.measure.roofline import work_of
+from precpass.measure.traffic import Traffic, traffic_of
+from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.precision import Precision
+
+__all__ = ["GAIN", "Choice", "choice_of"]
+
+GAIN = 0.03
+"""The fraction of the cost, or of the temporary memory, that a less accurate form must save."""
+
+
+class Choice(NamedTuple):
+    """The form of a program.
+
+    Attributes:
+        form: one of `FORMS`.
+        costs: each candidate that was compiled, with its cost and its temporary memory, both to
+            those of the first.
+    """
+
+    form: str
+    costs: tuple[tuple[str, float, float], ...]
+
+    def text(self, device: Device) -> str:
+        """What was compared, and on which device, in words."""
+        each = [f"{name} {cost:.2f} (temp {temp:.2f})" for name, cost, temp in self.costs]
+        return f"compiled for {device}, jax {jax.__version__}: {self.form}, of {', '.join(each)}"
+
+
+def choice_of(
+    jaxpr: ir.Jaxpr,
+    policy: PrecisionPolicy,
+    scope: str,
+    place: Any,
+    rewritten: Callable[[PrecisionPolicy], ir.Jaxpr],
+) -> Choice:
+    """The form of a program on a device: from the file, or by compiling all of them.
+
+    Args:
+        jaxpr: the program.
+        policy: the user's.
+        scope: the name scope around it.
+        place: the JAX device, which need not be there, or a `Target`.
+        rewritten: the program under another policy.
+
+    Raises:
+        RuntimeError: if no candidate can be compiled.
+    """
+    device = device_for(device=place)
+    flags = " ".join(sorted(os.environ.get("XLA_FLAGS", "").split()))
+    kind = f"{device.platform} {device.kind}" + (f", XLA_FLAGS {flags}" if flags else "")
+    cache = _cache_of(cache_folder() / file_name(kind, jax.__version__, "programs"), kind)
+    key = _key(jaxpr, policy, scope)
+    known = cache.get(key)
+    return known if known is not None else cache.put(key, _found(jaxpr, policy, place, rewritten))
+
+
+def _key(jaxpr: ir.Jaxpr, policy: PrecisionPolicy, scope: str) -> str:
+    """A digest of all that a choice depends on beside the device."""
+    text = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))  # addresses of functions
+    parts = (text, repr(policy), sorted(map(str, policy.orders)), scope, ir.in_x64(), list(FORMS))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=64)
+def _cache_of(path: Path, kind: str) -> Cache[Choice]:
+    what = "the forms of compiled programs", "programs are compiled again"
+    return Cache(path, kind, jax.__version__, _parsed, *what)
+
+
+def _parsed(found: Sequence[Any]) -> Choice:
+    form, costs = found
+    if form not in FORMS:
+        raise ValueError(f"{form!r} is no form of a program")
+    return Choice(form, tuple((str(n), float(cost), float(temp)) for n, cost, temp in costs))
+
+
+# ---------------------------------------------------------------- compiling
+
+
+def _found(
+    jaxpr: ir.Jaxpr,
+    policy: PrecisionPolicy,
+    place: Any,
+    rewritten: Callable[[PrecisionPolicy], ir.Jaxpr],
+) -> Choice:
+    """The choice, by compiling each distinct candidate."""
+    figures: dict[str, tuple[float, float]] = {}
+    failed: list[Exception] = []
+    compiled: dict[str, tuple[float, float]] = {}
+    x64 = ir.in_x64()
+    for form in FORMS:
+        try:
+            new = rewritten(in_form(policy, form))
+            text = str(new)
+            if text not in compiled:
+                compiled[text] = apart(functools.partial(_cost, new, place, x64))
+            figures[form] = compiled[text]
+        except Exception as error:
+            failed.append(error)
+    if not figures:
+        raise RuntimeError(f"no form of the program can be compiled: {failed[0]}") from failed[0]
+    chosen, *_ = figures
+    for form, (cost, temp) in figures.items():
+        best, least = figures[chosen]
+        saves = cost <= (1 - GAIN) * best or (cost <= best and temp <= (1 - GAIN) * least)
+        chosen = form if saves else chosen
+    (base, base_temp), *_ = figures.values()
+    costs = tuple(
+        (form, round(cost / base, 4), round(temp / base_temp, 4))
+        for form, (cost, temp) in figures.items()
+    )
+    return Choice(chosen, costs)
+
+
+def _cost(jaxpr: ir.Jaxpr, place: Any, x64: bool) -> tuple[float, float]:
+    """The cost of a program, in seconds or cycles, and the bytes of its temporary memory."""
+    sharding = jax.sharding.SingleDeviceSharding(getattr(place, "device", place))
+    absent = contextlib.nullcontext() if is_present(place) else planned_for(place)
+    # Settings of the whole process hold in this thread too, but not the caller's.
+    with jax.enable_x64(x64), jax.disable_jit(False), jax.debug_nans(False), absent:
+        shapes = [
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+            for aval in ir.in_avals(jaxpr)
+        ]
+        program = jax.jit(lambda *xs: ir.evaluate(jaxpr, xs)).lower(*shapes).compile()
+    platform = getattr(place, "platform", "cpu")
+    traffic, memory = traffic_of(program.as_text() or "", platform), program.memory_analysis()
+    temp = float(memory.temp_size_in_bytes) if memory is not None else 0.0
+    return _seconds_or_cycles(traffic, jaxpr, device_for(device=place)), temp + 1.0
+
+
+def _seconds_or_cycles(traffic: Traffic, jaxpr: ir.Jaxpr, device: Device) -> float:
+    if traffic.cycles:
+        return float(traffic.cycles)
+    arithmetic = 0.0
+    for name, flops in work_of(jaxpr).product_flops.items():
+        known = name if name in ("bf16", "f16") else "f32"
+        arithmetic += flops / device.flops(Precision.parse(known))
+    return traffic.moved / device.bandwidth + arithmetic

@@ -1,0 +1,45 @@
+"""The forms in which a whole program is compiled, to find the one that its compiler likes best."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind
+
+__all__ = ["FORMS", "in_form"]
+
+
+def _nothing_low(policy: PrecisionPolicy) -> PrecisionPolicy:
+    return dataclasses.replace(
+        policy, kinds=(Precision.F32,) * len(OpKind), orders=frozenset({OpKind.COMPUTE})
+    )
+
+
+def _without_storage(policy: PrecisionPolicy) -> PrecisionPolicy:
+    """Elementwise work in float32 by order, so that nothing is stored in 16 bits."""
+    kinds = dict(zip(OpKind, policy.kinds, strict=True)) | {OpKind.ELEMENTWISE: Precision.F32}
+    orders = policy.orders | {OpKind.ELEMENTWISE}
+    return dataclasses.replace(policy, kinds=tuple(kinds.values()), orders=orders)
+
+
+def _elementwise_low(policy: PrecisionPolicy) -> PrecisionPolicy:
+    """Elementwise work in 16 bits by order, and with it loop states and residual streams."""
+    return dataclasses.replace(policy, orders=policy.orders | {OpKind.ELEMENTWISE})
+
+
+FORMS: Mapping[str, Callable[[PrecisionPolicy], PrecisionPolicy]] = {
+    "float32": _nothing_low,
+    "products with float32 results": lambda p: _without_storage(p).with_results("f32"),
+    "products": _without_storage,
+    "products and storage": lambda policy: policy,
+    "elementwise work too": _elementwise_low,
+}
+"""The candidates, the most accurate first; each makes a policy of the user's."""
+
+
+def in_form(policy: PrecisionPolicy, form: str) -> PrecisionPolicy:
+    """A policy in one of `FORMS`, with every product lowered that it asks for; "" is itself."""
+    return FORMS[form](policy).with_profitability("always") if form else policy
