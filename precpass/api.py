@@ -71,8 +71,10 @@ def auto_mixed(
             Without one, that of `use_policy`, else AutoMixedBf16.
         profitability: "always" lowers every product that the policy asks for, "assumed" those
             that pay by a table of devices, "measured" those that are faster when they are timed
-            on the device. Each distinct product is timed once, when it is first planned, and the
-            times are stored in a file. Rules, `keep` and saved plans are orders, and win over it.
+            on the device, and "compiled" all or none, in the form whose compiled program costs the
+            least. Each distinct product is timed once, and each distinct program compiled in its
+            forms once, when it is first planned; what was found is stored in a file. Rules, `keep`
+            and saved plans are orders, and win over it.
             Without one, the policy's own (`with_profitability`), which is "always".
         jit_options: the options of `jax.jit` (`donate_argnums`, `static_argnums`, ...).
 

@@ -1,24 +1,24 @@
 # Sourced by the scripts beside it: makes and refreshes the virtual environment.
 # shellcheck shell=bash
 #
-#   make_venv GROUP
+#   make_venv GROUP [SUFFIX]
 #
 # Sets `root` (the repository) and `venv` (its environment), with the project installed in
 # editable form together with a dependency group of pyproject.toml. The environment is .venv,
 # made with python3; with PYTHON given it is .venv-X.Y of that Python's own version, so that
-# several versions live beside each other.
+# several versions live beside each other. A suffix names another one.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 make_venv() {
-    local group=$1 python=${PYTHON:-python3} version checksum stamp
-    venv=$root/.venv
+    local group=$1 suffix=${2:-} python=${PYTHON:-python3} version checksum stamp
+    venv=$root/.venv$suffix
     if [[ -n ${PYTHON:-} ]]; then
         version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || {
             echo "precpass: PYTHON=$PYTHON does not run" >&2
             return 1
         }
-        venv=$root/.venv-$version
+        venv=$root/.venv-$version$suffix
     fi
     # A folder whose pip does not run was left half made, or its Python is gone.
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
@@ -56,6 +56,17 @@ install_project() {
     echo "precpass: uv could not do it; installing with pip, which takes some minutes" >&2
     "$python" -m pip install --quiet --upgrade 'pip>=25.1' &&
         (cd "$root" && "$python" -m pip install --quiet --editable . --group "$group")
+}
+
+# XLA's compilers for GPUs (182 MB) and TPUs (137 MB), of the installed release of JAX.
+install_compilers() {
+    local release
+    release=$("$venv/bin/python" -c 'import jax; print(jax.__version__)') || return 1
+    export UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-true} UV_NATIVE_TLS=${UV_NATIVE_TLS:-true}
+    "$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python" "jax[tpu]==$release" \
+        "jax-cuda12-plugin==$release" "jax-cuda12-pjrt==$release" ||
+        "$venv/bin/python" -m pip install --quiet "jax[tpu]==$release" \
+            "jax-cuda12-plugin==$release" "jax-cuda12-pjrt==$release"
 }
 
 # Passes pytest on both cores. The tests differ much in length: an idle worker takes some of the

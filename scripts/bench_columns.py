@@ -142,6 +142,11 @@ COLUMNS = {
         'as auto(grad), with profitability="measured": products that do not pay stay float32',
         outer=partial(pp.auto_mixed, policy=pp.AutoMixedBf16, profitability="measured"),
     ),
+    "auto-compiled": Column(
+        "auto(grad), compiled",
+        'as auto(grad), with profitability="compiled": in the form whose program costs least',
+        outer=partial(pp.auto_mixed, policy=pp.AutoMixedBf16, profitability="compiled"),
+    ),
     "float16": Column(
         "auto float16",
         f"auto_mixed(jax.grad(f)), float16; a step with a loss scale of {LOSS_SCALE:.0f}",

@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rewrite": {"policy", "jaxpr", "analysis", "plan"},
     "view": {"units", "policy", "jaxpr", "analysis", "measure", "plan", "rewrite"},
     "autotune": {
-        *("policy", "devices", "jaxpr", "analysis", "measure", "plan", "planner"),
+        *("units", "policy", "devices", "jaxpr", "analysis", "measure", "plan", "planner"),
         *("rewrite",),
     },
     "jit": {"policy", "devices", "jaxpr", "plan", "planner", "rewrite", "autotune"},

@@ -35,6 +35,7 @@ from precpass.measure.roofline import work_of
 from precpass.measure.traffic import Traffic, traffic_of
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
+from precpass.units import sized
 
 __all__ = ["GAIN", "Choice", "choice_of"]
 
@@ -47,8 +48,8 @@ class Choice(NamedTuple):
 
     Attributes:
         form: one of `FORMS`.
-        costs: each candidate that was compiled, with its cost and its temporary memory, both to
-            those of the first.
+        costs: each candidate that was compiled, with its cost to that of the first, and the bytes
+            of its temporary memory.
     """
 
     form: str
@@ -56,7 +57,7 @@ class Choice(NamedTuple):
 
     def text(self, device: Device) -> str:
         """What was compared, and on which device, in words."""
-        each = [f"{name} {cost:.2f} (temp {temp:.2f})" for name, cost, temp in self.costs]
+        each = [f"{name} {cost:.2f} (temp {sized(temp)})" for name, cost, temp in self.costs]
         return f"compiled for {device}, jax {jax.__version__}: {self.form}, of {', '.join(each)}"
 
 
@@ -138,11 +139,8 @@ def _found(
         best, least = figures[chosen]
         saves = cost <= (1 - GAIN) * best or (cost <= best and temp <= (1 - GAIN) * least)
         chosen = form if saves else chosen
-    (base, base_temp), *_ = figures.values()
-    costs = tuple(
-        (form, round(cost / base, 4), round(temp / base_temp, 4))
-        for form, (cost, temp) in figures.items()
-    )
+    (base, _), *_ = figures.values()
+    costs = tuple((form, round(cost / base, 4), temp) for form, (cost, temp) in figures.items())
     return Choice(chosen, costs)
 
 
@@ -160,7 +158,7 @@ def _cost(jaxpr: ir.Jaxpr, place: Any, x64: bool) -> tuple[float, float]:
     platform = getattr(place, "platform", "cpu")
     traffic, memory = traffic_of(program.as_text() or "", platform), program.memory_analysis()
     temp = float(memory.temp_size_in_bytes) if memory is not None else 0.0
-    return _seconds_or_cycles(traffic, jaxpr, device_for(device=place)), temp + 1.0
+    return _seconds_or_cycles(traffic, jaxpr, device_for(device=place)), temp
 
 
 def _seconds_or_cycles(traffic: Traffic, jaxpr: ir.Jaxpr, device: Device) -> float:

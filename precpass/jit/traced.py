@@ -169,7 +169,9 @@ def _warning_texts(plan: Plan, policy: PrecisionPolicy, name: str) -> Iterator[s
     yield from plan.notes
     for rule in plan.unmatched:
         yield f"{rule!r} matched no equation of {name}"
-    if policy.lowers and not plan.lowers:
+    if policy.lowers and not plan.lowers and plan.form:
+        yield f"{policy.name} lowered nothing in {name}, because that costs more: {plan.costs}"
+    elif policy.lowers and not plan.lowers:
         why_not = {d.reason for d in plan.walk() if d.kind is OpKind.COMPUTE}
         asked_so = {reasons.USERS_PRECISION, reasons.FIXED} & {why.template for why in why_not}
         none = "what is not entered holds its products" if plan.notes else "it has no products"

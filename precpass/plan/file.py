@@ -199,8 +199,7 @@ def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
         None if whole["output"] is None else Precision.parse(whole["output"]),
         # Files that are older than these options lack them.
         profitability=parse_profitability(whole.get("profitability", "always")),
-        results=str(whole.get("results", "auto")),
-    )
+    ).with_results(whole.get("results", "auto"))
 
 
 def rules_left_out(saved: SavedPrecisions) -> Iterator[str]:

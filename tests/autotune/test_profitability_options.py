@@ -166,6 +166,6 @@ def test_on_the_command_line(clock: Clock, tmp_path: Path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main([*command, "--profitability", "never"])
     assert ended.value.code == 2
-    assert "'measured', 'assumed', 'always'" in capsys.readouterr().err.replace(
-        "measured, assumed, always", "'measured', 'assumed', 'always'"
+    assert "'measured', 'compiled', 'assumed', 'always'" in capsys.readouterr().err.replace(
+        "measured, compiled, assumed, always", "'measured', 'compiled', 'assumed', 'always'"
     )

@@ -1,0 +1,242 @@
+"""Whole programs in several forms: which are compiled, which one counts, and where it is kept."""
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import precpass as pp
+from precpass.autotune import compiled
+from precpass.autotune.forms import FORMS, in_form
+from precpass.policy.primitives import OpKind
+from tests.support.values import normal_array, rel_error
+
+COMPILED = pp.AutoMixedBf16.with_profitability("compiled")
+X, WS = normal_array(0, 32, 64), normal_array(1, 4, 64, 64) / 8
+
+
+def layers(x: jax.Array, ws: jax.Array) -> jax.Array:
+    return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0] ** 2)
+
+
+def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w)
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def costing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Gives each form the cost and the temporary memory that a test says."""
+
+    def given(*costs: tuple[float, float] | Exception) -> list[str]:
+        rest, asked = list(costs), list[str]()
+
+        def cost(jaxpr: Any, *_: Any) -> tuple[float, float]:
+            asked.append(str(jaxpr))
+            found = rest.pop(0)
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.setattr(compiled, "_cost", cost)
+        return asked
+
+    return given
+
+
+def low(plan: pp.Plan) -> int:
+    return plan.count()[OpKind.COMPUTE, pp.Action.LOWER]
+
+
+# ---------------------------------------------------------------- forms
+
+
+def test_each_form_is_a_policy_with_more_in_16_bits_than_the_one_before():
+    def text(form: str) -> str:
+        policy = in_form(COMPILED, form)
+        assert policy.profitability == "always"
+        found = pp.inspect(jax.grad(layers), policy)(X, WS)
+        return str(found.after)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pp.PrecisionWarning)
+        texts = {form: text(form) for form in FORMS}
+    assert "bf16" not in texts["float32"]
+    counts = [texts[form].count("bf16") for form in FORMS]
+    assert 0 < counts[1] == counts[2] < counts[3]
+    assert "u16[4" not in texts["products"]
+    assert "u16[4" in texts["products and storage"]
+
+
+def test_a_form_leaves_what_the_user_made_low():
+    def fn(x: jax.Array) -> jax.Array:
+        return jnp.tanh(x * x) + x
+
+    low_x = X.astype(jnp.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pp.PrecisionWarning)
+        for form in FORMS:
+            found = pp.inspect(fn, in_form(COMPILED, form))(low_x)
+            assert str(found.after) == str(found.before), form
+
+
+def test_no_form_is_the_policy_itself():
+    assert in_form(COMPILED, "") is COMPILED
+
+
+# ---------------------------------------------------------------- the choice
+
+
+@pytest.mark.parametrize(
+    ("costs", "form"),
+    [
+        ([(1.0, 9), (0.5, 9), (0.4, 9)], "products and storage"),
+        ([(1.0, 9), (0.5, 9), (0.49, 9)], "products with float32 results"),
+        ([(1.0, 9), (0.5, 9), (0.5, 5)], "products and storage"),
+        ([(1.0, 9), (0.5, 9), (0.51, 5)], "products with float32 results"),
+        ([(1.0, 9), (0.98, 9), (1.2, 1)], "float32"),
+        ([(1.0, 9), RuntimeError("no such kernel"), (0.4, 9)], "products"),
+    ],
+)
+def test_the_cheapest_form_counts_and_the_more_accurate_one_if_it_costs_little_more(
+    costing: Any, costs: list[Any], form: str
+):
+    asked = costing(*costs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pp.PrecisionWarning)
+        plan = pp.inspect(jax.grad(layers), COMPILED)(X, WS).plan
+    assert plan.form == form
+    # on a CPU results are float32 in any form, so that two forms are one program
+    assert len(set(asked)) == 3
+
+
+def test_the_choice_is_kept_in_a_file_for_every_process(costing: Any, folder: Path):
+    asked = costing((1.0, 9), (0.5, 9), (0.4, 9))
+    first = pp.inspect(jax.grad(layers), COMPILED)(X, WS).plan
+    (path,) = folder.glob("programs-*.json")
+    (entry,) = json.loads(path.read_text())["products"].values()
+    assert entry[0] == "products and storage"
+    compiled._cache_of.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    second = pp.inspect(jax.grad(layers), COMPILED)(X, WS).plan
+    assert len(asked) == 3
+    assert (second.form, second.costs) == (first.form, first.costs)
+    assert "products and storage 0.40 (temp 9 bytes)" in second.costs
+    # another shape and another policy are other programs
+    costing((1.0, 9), (0.5, 9), (0.5, 9))
+    assert pp.inspect(jax.grad(layers), COMPILED)(X[:16], WS).plan.form != first.form
+
+
+def test_a_damaged_file_is_told_and_rebuilt(costing: Any, folder: Path):
+    costing((1.0, 9), (0.4, 9))
+    pp.inspect(product, COMPILED)(X, WS[0])
+    (path,) = folder.glob("programs-*.json")
+    path.write_text(path.read_text().replace("products with float32 results", "nonsense"))
+    compiled._cache_of.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    costing((1.0, 9), (0.4, 9))
+    plan = pp.inspect(product, COMPILED)(X, WS[0]).plan
+    assert plan.form == "products with float32 results"
+    assert "nonsense" not in path.read_text()
+
+
+def test_a_program_that_gains_nothing_stays_and_says_why(costing: Any):
+    costing((1.0, 9), (1.5, 9))
+    with pytest.warns(
+        pp.PrecisionWarning, match=r"lowered nothing.*costs more: compiled for .*1.5"
+    ):
+        result = pp.auto_mixed(lambda x, w: product(x, w), policy=COMPILED)(X, WS[0])
+    assert (result == jax.jit(product)(X, WS[0])).all()
+
+
+def test_rules_come_before_it(costing: Any):
+    costing((1.0, 9), (1.5, 9), (1.5, 9))
+    policy = COMPILED.with_rules(pp.Rule(primitive="dot_general", precision="bf16"))
+    assert low(pp.inspect(product, policy)(X, WS[0]).plan) == 1
+
+
+def test_a_program_that_no_compiler_takes_is_lowered_with_a_warning(costing: Any):
+    costing(*[RuntimeError("no such kernel")] * 3)
+    with pytest.warns(pp.PrecisionWarning, match=r"'compiled': no form .*no such kernel"):
+        mixed = pp.auto_mixed(lambda x, w: product(x, w), policy=COMPILED)
+        assert "bf16" in mixed.lower(X, WS[0]).as_text()
+
+
+def test_custom_rules_follow_the_form(costing: Any):
+    @jax.custom_vjp
+    def apply(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x @ w
+
+    apply.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return apply(x, w).sum()
+
+    def lowered(*costs: tuple[float, float]) -> int:
+        costing(*costs)
+        mixed = pp.auto_mixed(lambda x, w: loss(x, w), policy=COMPILED)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", pp.PrecisionWarning)
+            return str(jax.make_jaxpr(jax.grad(mixed))(X, WS[0])).count("bf16")
+
+    assert lowered((1.0, 9), (0.4, 9)) > 0
+    compiled._cache_of.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    for path in Path(compiled.cache_folder()).glob("*"):
+        path.unlink()
+    assert lowered((1.0, 9), (1.5, 9)) == 0
+
+
+# ---------------------------------------------------------------- for real
+
+
+def test_programs_are_compiled_and_not_run():
+    plan = pp.inspect(jax.grad(layers), COMPILED)(X, WS).plan
+    assert plan.form in FORMS
+    assert plan.costs.startswith("compiled for ")
+    assert "float32 1.00 (temp " in plan.costs
+    results = pp.auto_mixed(jax.grad(layers), policy=COMPILED)(X, WS)
+    wanted = jax.grad(layers)(X, WS)
+    assert rel_error(results, wanted) < 0.02
+
+
+def test_symbolic_sizes_are_not_compiled():
+    (n,) = jax.export.symbolic_shape("n")
+    with pytest.warns(pp.PrecisionWarning, match="no form of the program can be compiled"):
+        plan = pp.inspect(product, COMPILED)(jax.ShapeDtypeStruct((n, 64), jnp.float32), WS[0]).plan
+    assert low(plan) == 1
+
+
+def test_results_in_float32_are_a_policy_for_gpus_too():
+    args = normal_array(0, 8, 8, 8, 4), normal_array(1, 3, 3, 4, 4)
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        axes = ("NHWC", "HWIO", "NHWC")
+        return jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=axes))
+
+    wide = pp.AutoMixedBf16.with_results("f32")
+    assert "result in bf16" in pp.inspect(fn, target="h100")(*args).diff()
+    assert "result in bf16" not in pp.inspect(fn, wide, target="h100")(*args).diff()
+    assert repr(wide) == "AutoMixedBf16.with_results('f32')"
+    with pytest.raises(ValueError, match=r"unknown results 'f16': legal are 'auto' .* and 'f32'"):
+        pp.AutoMixedBf16.with_results("f16")
+
+
+def test_a_saved_plan_keeps_the_options(costing: Any, tmp_path: Path):
+    policy = pp.AutoMixedBf16.with_results("f32").with_profitability("compiled")
+    path = tmp_path / "plan.json"
+    costing((1.0, 9), (0.5, 9))
+    pp.inspect(product, policy)(X, WS[0]).plan.save(path)
+    loaded = pp.Plan.load(path)
+    assert (loaded.results, loaded.profitability) == ("f32", "compiled")
+    # what is saved decides, and nothing is compiled
+    costing()
+    assert low(pp.inspect(product, loaded)(X, WS[0]).plan) == 1

@@ -1,0 +1,116 @@
+"""What XLA's compilers for GPUs and TPUs make: `scripts/test --targets` installs them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from precpass.devices.targets import TARGETS
+
+pytestmark = pytest.mark.targets
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def ran(*command: str) -> str:
+    """What a process of its own prints, which JAX starts without the device."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp, precpass as pp
+from jax import lax
+from precpass.planner import planner
+
+def loss(w, x):
+    axes = ("NHWC", "HWIO", "NHWC")
+    h = lax.conv_general_dilated(x, w[0], (1, 1), "SAME", dimension_numbers=axes)
+    return jnp.tanh(jax.nn.relu(h).reshape(8, -1) @ w[1]).sum()
+
+args = (jnp.ones((3, 3, 8, 16)), jnp.ones((16 * 64, 16))), jnp.ones((8, 8, 8, 8))
+found = pp.audit(jax.grad(loss), target={target!r})(*args)
+widened = [finding for finding in found.findings if finding.kind == "product widened"]
+print(found.backend, found.products, found.as_planned, len(widened))
+planner.PLATFORMS = frozenset()
+jax.clear_caches()
+found = pp.audit(jax.grad(lambda w, x: loss(w, x)), target={target!r})(*args)
+print(any(finding.kind == "product widened" for finding in found.findings))
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "widens"),
+    [("h100", True), ("a100", True), ("tpu v5e", False)],
+)
+def test_every_product_is_low_in_the_program_that_the_compiler_makes(target: str, widens: bool):
+    lines = ran("-c", PROGRAM.format(target=target)).splitlines()
+    platform = TARGETS[target].platform
+    first, second = lines
+    assert first == f"{platform} 5 5 0"
+    # with float32 results XLA widens the convolutions for a GPU, and the audit sees it
+    assert second == str(widens)
+
+
+COMPARED = """
+import jax, jax.numpy as jnp, precpass as pp
+
+def loss(w, x):
+    return jnp.tanh(x @ w).sum()
+
+rows = ["AlwaysF32", "AutoMixedBf16"]
+keys = jax.random.split(jax.random.key(0))
+args = jax.random.normal(keys[0], (256, 512)) / 16, jax.random.normal(keys[1], (128, 256))
+wide, low = pp.compare(jax.grad(loss), rows, target={target!r})(*args).rows
+print(wide.traffic.low_runs, low.traffic.low_runs == low.traffic.runs > 0)
+print(0 < low.traffic.moved, low.memory.temp >= 0, low.timing, low.traffic.cycles is not None)
+print(wide.errors.relative < 1e-5 < 1e-4 < low.errors.relative < 1e-2)
+shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+found = pp.profile(jax.grad(loss), rows, target={target!r}, devices=())(*shapes)
+print(found.rows[1].traffic.low_runs == low.traffic.runs, found.device.split(",")[0])
+"""
+
+
+@pytest.mark.parametrize("target", ["h100", "tpu v5e"])
+def test_compare_and_profile_show_what_a_targets_compiler_makes(target: str):
+    lines = ran("-c", COMPARED.format(target=target)).splitlines()
+    is_tpu = TARGETS[target].platform == "tpu"
+    assert lines == [
+        "0 True",
+        f"True True None {is_tpu}",
+        "True",
+        f"True {TARGETS[target].device_kind}",
+    ]
+
+
+@pytest.fixture(scope="module", params=["h100", "v5e"])
+def cells(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A small part of the benchmark, compiled for a target: (model, column) -> its figures."""
+    path = tmp_path_factory.mktemp("bench") / "found.json"
+    script = ("scripts/bench_targets.py", "--target", request.param, "--no-errors")
+    columns = "float32,hand,grad-auto,auto-grad"
+    part = ("--models", "cnn,unrolled", "--modes", "gradient", "--size", "medium")
+    ran(*script, *part, "--columns", columns, "--json", str(path))
+    return {(c["model"], c["column"]): c for c in json.loads(path.read_text())["cells"]}
+
+
+@pytest.mark.parametrize("model", ["cnn", "unrolled"])
+@pytest.mark.parametrize("column", ["grad-auto", "auto-grad"])
+def test_a_models_gradient_is_low_and_about_as_cheap_as_by_hand(
+    cells: Any, model: str, column: str
+):
+    wide, hand, found = (cells[model, key] for key in ("float32", "hand", column))
+    assert found["failure"] is None
+    assert wide["low"] == 0
+    assert found["low"] == found["kernels"] > 10
+    cost = "moved" if found["cycles"] is None else "cycles"
+    print(model, column, cost, found[cost] / hand[cost], found[cost] / wide[cost])
+    assert found[cost] <= 1.3 * hand[cost]
+    assert found["casts"] <= 1.5 * hand["casts"]
