@@ -108,9 +108,9 @@ def test_a_models_gradient_is_low_and_about_as_cheap_as_by_hand(
 ):
     wide, hand, found = (cells[model, key] for key in ("float32", "hand", column))
     assert found["failure"] is None
-    assert wide["low"] == 0
+    # a TPU's compiler rounds some operands of float32 products by itself
+    assert wide["low"] < wide["kernels"]
     assert found["low"] == found["kernels"] > 10
     cost = "moved" if found["cycles"] is None else "cycles"
-    print(model, column, cost, found[cost] / hand[cost], found[cost] / wide[cost])
     assert found[cost] <= 1.3 * hand[cost]
     assert found["casts"] <= 1.5 * hand["casts"]
