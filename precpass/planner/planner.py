@@ -61,8 +61,9 @@ def make_plan(
     """
     graph = Graph.build(jaxpr, lambda inner: distinguish(policy, join_scopes(scope, inner)))
     analysis = Analysis(graph, closed_over)
-    plan = Planner(analysis, policy, scope, profit_model).root(border)
     has_low_results = platform in PLATFORMS and policy.results == "auto"
+    selects = has_low_results and policy.low is Precision.BF16
+    plan = Planner(analysis, policy, scope, profit_model, selects=selects).root(border)
     return with_low_results(plan, analysis) if has_low_results else plan
 
 
@@ -81,6 +82,7 @@ class Planner:
         policy: what to aim for.
         scope: the name scopes around the program.
         profit_model: tells which products pay; without it all of them do.
+        selects: whether selections are evaluated in the low format where that loses nothing.
     """
 
     def __init__(
@@ -89,11 +91,14 @@ class Planner:
         policy: PrecisionPolicy,
         scope: str,
         profit_model: ProfitModel | None = None,
+        *,
+        selects: bool = False,
     ) -> None:
         self.analysis = analysis
         self.graph = analysis.graph
         self.policy = policy
         self.scope = scope
+        self._selects = selects
         self.notes: list[str] = []
         self.lowered: dict[Any, ir.Contents] = {}
         self.shared: dict[Any, Plan] = {}
@@ -113,7 +118,8 @@ class Planner:
         plan = self.plan(self.analysis.facts, (), decides=False, border=border)
         if self._cuts and plan.lowers:
             low = self.policy.precision_for(OpKind.COMPUTE)
-            plan = assign_storage(plan, self.analysis, self.requests, self._weighed, low)
+            of = self.analysis, self.requests, self._weighed, low
+            plan = assign_storage(plan, *of, selects=self._selects)
         notes = dict.fromkeys((*self.notes, *self.requests.saved_plan_warnings()))
         unmatched, costs = self.requests.unmatched(), self._weighed.costs(self.policy.lock)
         return dataclasses.replace(plan, notes=tuple(notes), unmatched=unmatched, costs=costs)

@@ -70,6 +70,7 @@ class Op:
     compares: bool = False
     tests_equality: bool = False
     ranks: bool = False
+    chooses: bool = False
     repeats: bool = False
     takes_a_part: bool = False
     no_low_kernel: bool = False
@@ -268,6 +269,8 @@ _COLUMNS: dict[str, str] = {
     "tests_equality": "eq ne",
     # The result says which operand, or which order, is the largest: rounding makes ties.
     "ranks": "argmax argmin sort top_k approx_top_k",
+    # Each element of the result is one of an operand's: in a low format only it is rounded.
+    "chooses": "select_n max min",
     # They may repeat their operand, so a cast belongs before them, where there are fewer elements.
     "repeats": "broadcast_in_dim all_gather all_gather_invariant tile reshard",
     # They take a part that is chosen at run time: a loop takes another slice of a stack each trip.

@@ -45,6 +45,8 @@ def assign_storage(
     requests: PolicyRequests,
     pricing: ProductPricing,
     low: Precision,
+    *,
+    selects: bool = False,
 ) -> Plan:
     """The plan with the storage of its values, and without the products that do not pay.
 
@@ -54,13 +56,15 @@ def assign_storage(
         requests: what the policy asks of single equations.
         pricing: what products cost.
         low: the 16-bit format.
+        selects: whether selections are evaluated in the low format, so that a GPU's fusions write
+            16 bits: XLA leaves out a rounding that is widened again where it is read.
     """
-    assignment = _Assignment(plan, analysis, requests, pricing, low)
+    assignment = _Assignment(plan, analysis, requests, pricing, low, selects)
     while assignment.products_left_wide:
         # The values that have lost their digits were found as if these products were low. So the
         # storage of all values is assigned anew, now that these products stay in float32.
         plan = assignment.with_products_wide()
-        assignment = _Assignment(plan, analysis, requests, pricing, low)
+        assignment = _Assignment(plan, analysis, requests, pricing, low, selects)
     return assignment.with_storage()
 
 
@@ -78,6 +82,7 @@ class _Assignment:
         requests: PolicyRequests,
         pricing: ProductPricing,
         low: Precision,
+        selects: bool,
     ) -> None:
         self._plan = plan
         self.graph = analysis.graph
@@ -90,7 +95,7 @@ class _Assignment:
         self._rows_of = [self._rows(node) for node in self.graph.bodies]
         self._collect_decisions(plan)
         self.reads_low = {row for row, each in self._decisions.items() if self._lowers(each)}
-        self.classes = StorageClasses(self.graph, self._crosses, self.reads_low)
+        self.classes = StorageClasses(self.graph, self._crosses, self.reads_low, selects=selects)
         candidates = self._candidates(pricing)
         device = pricing.device or NOMINAL
         self._energy = StorageEnergy(self.graph, self.classes, self._eligible(), candidates, device)
@@ -265,6 +270,11 @@ class _Assignment:
             return decision
         stored = tuple(None if values is None else self.low for values in defines)
         why = reasons.STORED(decision.reason, self.low, self._what_is_saved(rounded[0]))
+        if any(row in values.selecting for values in rounded) and decision.action is Action.KEEP:
+            # The only rounding is that of what is selected.
+            return dataclasses.replace(
+                decision, action=Action.LOWER, compute=self.low, stored=stored, reason=why
+            )
         return dataclasses.replace(decision, stored=stored, reason=why)
 
     def _entered_decision(self, row: int, body: int, decision: Decision) -> Decision:

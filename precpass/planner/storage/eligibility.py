@@ -162,9 +162,9 @@ def may_be_computed_again(program: Eligibility, values: StorageClass) -> str | N
     """XLA may recompute a value that is only saved for the backward pass, where it is read.
 
     The value is then never in memory, and rounding it gains nothing. The same holds for a stack
-    that the user's program makes, unless a derivative reads it.
+    that the user's program makes, unless a derivative reads it. A GPU's fusions write a selection.
     """
-    if values.low_readers or _is_made_by_products(program, values):
+    if values.low_readers or values.selecting or _is_made_by_products(program, values):
         return None
     is_only_kept = {place.kind for place in values.places} == {"kept"}
     read = [(body, row) for body, rows in values.wide_readers.items() for row in rows]

@@ -1,0 +1,96 @@
+"""On a GPU selections of what products made are evaluated in 16 bits if no reader needs more."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import precpass as pp
+from tests.support.jaxprs import named
+from tests.support.values import normal_array, rel_error
+
+X, W, V = normal_array(0, 16, 32), normal_array(1, 32, 32) / 6, normal_array(2, 32, 32) / 6
+
+
+def dtypes(fn: Callable[..., Any], name: str, *args: Any, **options: Any) -> list[str]:
+    """The dtypes of the results of a primitive's equations, as they are planned for a GPU."""
+    jaxpr = pp.inspect(fn, **{"target": "h100", **options})(*args).after
+    return [str(eqn.outvars[0].aval.dtype) for eqn in named(jaxpr, name)]
+
+
+def mlp(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.square(jax.nn.relu(jax.nn.relu(x @ w) @ V) @ V).sum()
+
+
+def test_the_cotangent_of_a_relu_is_chosen_in_bfloat16_on_a_gpu_alone():
+    assert set(dtypes(jax.grad(mlp), "select_n", W, X)) == {"bfloat16"}
+    assert set(dtypes(jax.grad(mlp), "select_n", W, X, target=None)) == {"float32"}
+    assert set(dtypes(jax.grad(mlp), "select_n", W, X, target="tpu v5e")) == {"float32"}
+    wide = pp.AutoMixedBf16.with_results("f32")
+    assert set(dtypes(jax.grad(mlp), "select_n", W, X, policy=wide)) == {"float32"}
+    assert "bfloat16" not in dtypes(jax.grad(mlp), "select_n", W, X, policy="AutoMixed")
+
+
+def test_what_is_chosen_has_the_one_rounding():
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        h = jnp.where(x > 0, x @ w, 0.0)
+        return jnp.tanh(h) @ w + h.sum()
+
+    found = pp.inspect(fn, target="h100")(X, W)
+    (select,) = named(found.after, "select_n")
+    assert str(select.outvars[0].aval.dtype) == "bfloat16"
+    got = jax.extend.core.jaxpr_as_fun(found.after)(X, W)[0]
+    assert rel_error(got, fn(X, W)) < 0.02
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        # the maximum's own gradient asks which operand it is equal to
+        lambda x, w: jax.vjp(lambda a: jnp.maximum(a, 0.1), x @ w)[1](x)[0] @ w,
+        # a difference magnifies the rounding
+        lambda x, w: jnp.square(jnp.maximum(x @ w, 0.1) - 1.0) @ w,
+        # it is the program's result
+        lambda x, w: jnp.maximum(x @ w, 0.1),
+        # the order of its elements is asked for
+        lambda x, w: x @ w + jnp.argmax(jnp.maximum(x @ w, 0.1)).astype(jnp.float32),
+        # no product has rounded it
+        lambda x, w: (lambda chosen: chosen @ w + chosen.sum())(jnp.maximum(x, 0.1)),
+    ],
+    ids=["equality", "difference", "result", "order", "all digits"],
+)
+def test_a_choice_that_is_read_exactly_stays_in_float32(fn: Callable[..., Any]):
+    assert set(dtypes(fn, "max", X, W)) == {"float32"}
+
+
+def test_a_loops_state_is_not_chosen_in_16_bits():
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        def step(c: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            c = jnp.maximum(c + c @ w, -1.0)
+            return c, c.sum()
+
+        return jax.lax.scan(step, x, None, length=5)[1]
+
+    assert set(dtypes(fn, "max", X, W)) == {"float32"}
+
+
+@pytest.mark.parametrize("composition", ["auto(grad)", "grad(auto)"])
+def test_gradients_of_chosen_values_are_near_to_float32s(composition: str):
+    from precpass.devices.detect import planned_for
+    from precpass.devices.targets import target_of
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        h = jnp.maximum(x @ w, 0.3 * (x @ V))
+        return jnp.where(x > 0.5, h, jnp.minimum(h, 2.0)).sum() + jnp.square(h @ V).sum()
+
+    fn = (
+        pp.auto_mixed(jax.grad(loss))
+        if composition == "auto(grad)"
+        else jax.grad(pp.auto_mixed(loss))
+    )
+    with planned_for(target_of("h100")):
+        got = jax.jit(fn)(W, X)
+    assert str(got.dtype) == "float32"
+    assert rel_error(got, jax.grad(loss)(W, X)) < 0.05
