@@ -140,7 +140,11 @@ def _found(
         saves = cost <= (1 - GAIN) * best or (cost <= best and temp <= (1 - GAIN) * least)
         chosen = form if saves else chosen
     (base, _), *_ = figures.values()
-    costs = tuple((form, round(cost / base, 4), temp) for form, (cost, temp) in figures.items())
+    costs = tuple(
+        # a program of empty arrays costs nothing
+        (form, round(cost / base, 4) if base else 1.0, temp)
+        for form, (cost, temp) in figures.items()
+    )
     return Choice(chosen, costs)
 
 

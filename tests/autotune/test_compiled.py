@@ -208,6 +208,21 @@ def test_programs_are_compiled_and_not_run():
     assert rel_error(results, wanted) < 0.02
 
 
+def test_empty_arrays_cost_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pp.PrecisionWarning)
+        assert pp.auto_mixed(lambda x: x @ x.T, policy=COMPILED)(X[:0]).shape == (0, 0)
+
+
+def test_a_part_of_a_sharded_program_is_lowered_with_a_warning():
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("a")
+    inner = pp.auto_mixed(lambda x: lax.psum(x @ WS[0], "a"), policy=COMPILED)
+    sharded = jax.shard_map(inner, mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec())
+    with pytest.warns(pp.PrecisionWarning, match="no form of the program can be compiled"):
+        assert rel_error(jax.jit(sharded)(X), X @ WS[0]) < 0.02
+
+
 def test_symbolic_sizes_are_not_compiled():
     (n,) = jax.export.symbolic_shape("n")
     with pytest.warns(pp.PrecisionWarning, match="no form of the program can be compiled"):

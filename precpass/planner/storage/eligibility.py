@@ -176,8 +176,13 @@ def has_all_digits(program: Eligibility, values: StorageClass) -> str | None:
     """No lowered product has rounded it yet: a position or a time has all of its digits."""
     if not values.wide_readers:
         return None
+    following = program.following_products
     results = (program.graph.eqns[row].outvars[k] for row, k in values.defined)
-    follows = all(v in program.following_products for v in results)
+    follows = all(v in following for v in results)
+    # What products decide alone, and do not give, is a choice of exact numbers.
+    for row in values.selecting:
+        numbers = (v for v in program.graph.eqns[row].invars if ir.precision_of(v.aval) is not None)
+        follows = follows and any(not ir.is_literal(v) and v in following for v in numbers)
     return None if follows else "has all of its digits"
 
 
