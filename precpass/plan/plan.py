@@ -105,11 +105,14 @@ class ProductForm(NamedTuple):
             the product is in a branch in a loop and the operand is made before the loop: a saved
             low copy would be saved in every trip.
         low_result: whether its kernel rounds its result to the low format of its operands.
+        low_cotangents: for each operand, whether the kernel of a dot that makes its cotangent
+            rounds the cotangent to the low format.
     """
 
     exchanged: bool = False
     recast_in_backward: tuple[bool, bool] = (False, False)
     low_result: bool = False
+    low_cotangents: tuple[bool, bool] = (False, False)
 
 
 AS_WRITTEN = ProductForm()

@@ -10,6 +10,8 @@ loop (a gradient, a carry, a stack), and if something else than its own maximum 
 it: the rounding errors of operands average out over the sum, that of the result does not, and a
 difference such as a squared distance would lose its digits. A convolution always has a 16-bit
 result, because it would not be low otherwise.
+So does the cotangent of a dot's operand, which JAX makes when it differentiates the rewritten
+program, if the operand, moved or scaled at the most, is an argument or a difference.
 Sums that are made of results stay in float32: a rounded term has a relative error of one unit
 roundoff, which is what the rounding of each operand has too, while a rounded sum would lose terms.
 """
@@ -92,19 +94,67 @@ class _ResultFormats:
             )
             same = all(a is b for a, b in zip(inner, decision.inner, strict=True))
             return decision if same else dataclasses.replace(decision, inner=inner)
-        if not self._rounds(body, row, decision):
-            return decision
-        return dataclasses.replace(decision, product=decision.product._replace(low_result=True))
-
-    def _rounds(self, body: int, row: int, decision: Decision) -> bool:
         is_product = decision.action is Action.LOWER and decision.kind is OpKind.COMPUTE
         if not is_product or decision.compute is not Precision.BF16:
             # The result may be out of float16's range though the operands are in it.
-            return False
+            return decision
         eqn = self.graph.eqns[row]
-        if eqn.primitive.name == _CONVOLUTION or any(decision.stored):
-            return True
-        return not self._needs_digits(body, eqn.outvars[0])
+        is_convolution = eqn.primitive.name == _CONVOLUTION
+        form = decision.product._replace(
+            low_result=is_convolution
+            or any(decision.stored)
+            or not self._needs_digits(body, eqn.outvars[0]),
+            low_cotangents=(self._is_inner(body, eqn, 0), self._is_inner(body, eqn, 1)),
+        )
+        return dataclasses.replace(decision, product=form)
+
+    def _is_inner(self, body: int, eqn: ir.Eqn, side: int) -> bool:
+        """Whether an operand's cotangent stays inside the program, and nothing is subtracted.
+
+        It is the mirror image of `_needs_digits`, for the products that JAX makes when it
+        differentiates the rewritten program, which no plan sees.
+        """
+        var = eqn.invars[side]
+        while not ir.is_literal(var):
+            # through calls as well, in both directions
+            maker = self._makers(body).get(var)
+            if maker is None:
+                inside = self._entering(body, var)
+                if inside is None:
+                    return False
+                body, var = inside
+            elif (returned := self._returned(body, maker, var)) is not None:
+                body, var = returned
+            elif (moved := moved_operand(maker)) is not None:
+                var = moved
+            elif _scales(maker) and not _negates(maker):
+                var = next(v for v in maker.invars if not ir.is_literal(v))
+            else:
+                return maker.primitive.name != "sub" and not _negates(maker)
+        return False
+
+    def _returned(self, body: int, eqn: ir.Eqn, var: ir.Var) -> tuple[int, ir.Var] | None:
+        """The name of a call's result inside of the call; None for one of another equation."""
+        children = self.graph.children.get(self._row(body, eqn), ())
+        if len(children) != 1 or children[0][0].trips != 1 or children[0][0].carry:
+            return None
+        ((inner, child),) = children
+        at = eqn.outvars.index(var)
+        if at not in inner.results:
+            return None
+        return child, ir.open_jaxpr(inner.jaxpr).outvars[inner.results.index(at)]
+
+    def _entering(self, body: int, var: ir.Var) -> tuple[int, ir.Var] | None:
+        """The name of a body's operand at its caller; None for one of the program or of a loop."""
+        callers = self._callers[body]
+        invars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars
+        if len(callers) != 1 or var not in invars:
+            return None
+        row, inner = callers[0]
+        if inner.trips != 1 or inner.carry:
+            return None
+        outside = self.graph.eqns[row].invars[inner.operands[invars.index(var)]]
+        return None if ir.is_literal(outside) else (int(self.graph.body[row]), outside)
 
     def _needs_digits(self, body: int, var: ir.Var) -> bool:
         """Whether a value, as it is, moved or scaled, leaves a loop or the program, or cancels."""

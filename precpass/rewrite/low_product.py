@@ -51,6 +51,7 @@ class Bilinear(ir.Form):
         copied: whether the carrier's last two operands are low copies of the product's operands.
             The derivative reads them instead of making its own.
         rounds: whether its kernel rounds its result to the low format (`ProductForm.low_result`).
+        low_cotangents: as in `ProductForm`.
     """
 
     primitive: Any
@@ -62,6 +63,7 @@ class Bilinear(ir.Form):
     mapped: bool = False
     copied: bool = False
     rounds: bool = False
+    low_cotangents: tuple[bool, bool] = (False, False)
 
     def __str__(self) -> str:
         return f"{self.primitive.name} in {self.low.name}"
@@ -161,7 +163,10 @@ class Bilinear(ir.Form):
         # A sum over a sharded dimension leaves the result's sharding ambiguous, so it is given.
         like = self.with_numbers(dot.numbers, ir.sharding_before(aval, dot.order))
         # A cotangent may be the gradient that leaves the program, which is not rounded.
-        form = dataclasses.replace(like.bare(), dtype=cotangent.dtype, rounds=False)
+        rounds, never = self.low_cotangents[side], (False, False)
+        form = dataclasses.replace(
+            like.bare(), dtype=cotangent.dtype, rounds=rounds, low_cotangents=never
+        )
         out = form.lowered(_ordered([cotangent, other], dot.side))
         return _as(aval.dtype, out if dot.order is None else lax.transpose(out, dot.order))
 
@@ -254,6 +259,7 @@ def lowered(
     recast: tuple[bool, bool] = (False, False),
     *,
     low_result: bool = False,
+    low_cotangents: tuple[bool, bool] = (False, False),
 ) -> Any:
     """A bilinear equation evaluated in low precision.
 
@@ -265,6 +271,7 @@ def lowered(
         dtype: the dtype of the result. A dot with a float32 result is not rounded.
         recast: as in `Bilinear`.
         low_result: whether the kernel rounds the result to the low format.
+        low_cotangents: as in `ProductForm`.
 
     Returns:
         The product, differentiable to any order in forward and reverse mode.
@@ -272,7 +279,14 @@ def lowered(
     low = low_operands[0].aval.dtype
     params = ir.sorted_params(eqn)
     form = Bilinear(
-        eqn.primitive, params, low, dtype, recast=recast, copied=True, rounds=low_result
+        eqn.primitive,
+        params,
+        low,
+        dtype,
+        recast=recast,
+        copied=True,
+        rounds=low_result,
+        low_cotangents=low_cotangents,
     )
     aval = ir.with_dtype(eqn.outvars[0].aval, form.sums_in)
     return _evaluated(build, form, low_operands, [*operands, *low_operands], aval)

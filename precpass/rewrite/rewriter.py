@@ -317,14 +317,23 @@ def _exchanged(env: Env, eqn: ir.Eqn) -> Any:
 
 
 def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
-    exchanged, (lhs, rhs), low_result = decision.product
-    eqn, recast = (ir.exchanged(eqn), (rhs, lhs)) if exchanged else (eqn, (lhs, rhs))
+    exchanged, (lhs, rhs), low_result, (of_lhs, of_rhs) = decision.product
+    if exchanged:
+        eqn, (lhs, rhs), (of_lhs, of_rhs) = ir.exchanged(eqn), (rhs, lhs), (of_rhs, of_lhs)
     assert decision.compute is not None
     eqn = env.without_transposes(eqn, decision.compute)
     operands = [env.read(v) for v in eqn.invars]
     low = [env.low_copy(v, decision.compute) for v in eqn.invars[:2]]
-    dtype = eqn.outvars[0].aval.dtype
-    return lowered(env.build, eqn, low, operands, dtype, recast, low_result=low_result)
+    return lowered(
+        env.build,
+        eqn,
+        low,
+        operands,
+        eqn.outvars[0].aval.dtype,
+        (lhs, rhs),
+        low_result=low_result,
+        low_cotangents=(of_lhs, of_rhs),
+    )
 
 
 def _low(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:

@@ -224,3 +224,62 @@ def test_the_diff_says_in_which_format_the_result_is():
     on_cpu = pp.inspect(fn)(A, B).diff(color=False)
     assert "in bf16, accumulated in f32, result in bf16" in on_gpu
     assert "result in bf16" not in on_cpu
+
+
+# ---------------------------------------------------------------- gradients of rewritten programs
+
+
+def gradient_results(fn: Any, *args: Any, argnums: Any = 0) -> list[str]:
+    """The dtypes of the dots' results in `jax.grad` of a program that is planned for a GPU."""
+    with planned_for(Gpu()):
+        return results(jax.make_jaxpr(jax.grad(pp.auto_mixed(fn), argnums))(*args))
+
+
+def test_a_cotangent_that_stays_inside_is_rounded_and_a_gradient_is_not():
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]).sum()
+
+    # two products, the cotangent of the inner value, and the gradients of two weights
+    found = gradient_results(loss, (A, A), B)
+    assert sorted(found) == ["bfloat16"] * 3 + ["float32"] * 2
+    # and the gradient of the argument
+    found = gradient_results(loss, (A, A), B, argnums=(0, 1))
+    assert sorted(found) == ["bfloat16"] * 3 + ["float32"] * 3
+
+
+@pytest.mark.parametrize(
+    "operand",
+    [
+        lambda x: x.T.T,
+        lambda x: x * 3.0,
+        lambda x: x.reshape(-1).reshape(x.shape),
+        lambda x: jax.jit(lambda y: y)(x),
+        lambda x: jnp.tanh(x) - jnp.cos(x),
+        lambda x: -jnp.tanh(x),
+    ],
+    ids=["moved", "scaled", "reshaped", "called", "difference", "negated"],
+)
+def test_a_cotangent_that_leaves_or_is_subtracted_keeps_its_digits(operand: Any):
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(operand(x) @ w).sum()
+
+    assert gradient_results(loss, B, A) == ["bfloat16", "float32"]
+
+
+def test_the_cotangent_of_a_loops_state_keeps_its_digits():
+    def loss(h: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), h, None, length=3)[0].sum()
+
+    assert set(gradient_results(loss, B, A, argnums=(0, 1))) == {"bfloat16", "float32"}
+    with planned_for(Gpu()):
+        got = jax.jit(jax.grad(pp.auto_mixed(loss), (0, 1)))(B, A)
+    want = jax.grad(loss, (0, 1))(B, A)
+    assert rel_error(got, want) < 0.02
+
+
+def test_on_a_cpu_no_cotangent_is_rounded():
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(pp.auto_mixed(loss)))((A, A), B)
+    assert set(results(jaxpr)) == {"float32"}
