@@ -198,7 +198,7 @@ class _Tally:
 
     def _kernel(self, computation: Computation, instruction: Instruction, total: _Sum) -> None:
         operands = computation.operands(instruction)
-        if instruction.opcode == "fusion":
+        if instruction.opcode in ("fusion", "fusion-start"):
             inner, *_ = self.module.called(instruction)
             total.moved = self._fused(instruction, inner, operands)
             body = list(_flattened(self.module, inner))
@@ -206,7 +206,8 @@ class _Tally:
             total.moved = self._unfused(instruction, operands)
             body = [(computation, instruction)]
         for call, factors in _products(body):
-            written = dict.fromkeys(s.dtype for s in _without_workspace(instruction.shapes))
+            results = _without_workspace(instruction.shapes)
+            written = dict.fromkeys(s.dtype for s in results)
             kind = call, factors, tuple(written)
             total.products[kind] = total.products.get(kind, 0) + 1
         opcodes = {i.opcode for _, i in body} - _FREE - _VIEWS
@@ -229,6 +230,10 @@ class _Tally:
             copied = shapes[:1] if opcode == "copy-start" else shapes[1:2]
             source = [dataclasses.replace(s, space=operands[0].shapes[0].space) for s in copied]
             return self._size(copied) + self._size(source)
+        if opcode.endswith("-start"):
+            # the operands, the result and a context
+            count = sum(len(o.shapes) for o in operands)
+            shapes = shapes[count : count + 1] or shapes
         if opcode in _SLICES:
             part = [dataclasses.replace(s, space=operands[0].shapes[0].space) for s in shapes]
             return self._size(shapes) + self._size(part)
@@ -248,9 +253,11 @@ class _Tally:
                 (shape, *_), name = operand.shapes, parameters[index].name
                 share = reads.get(name, 0.0) / max(1, shape.size)
                 moved += self._size([shape]) * min(1.0, share)
-        shapes = _without_workspace(fusion.shapes)
-        for shape, written in zip(shapes, _written(inner), strict=False):
-            moved += self._size([dataclasses.replace(written, space=shape.space)])
+        written = _written(inner)
+        # An asynchronous fusion's results stand behind its operands.
+        results = fusion.shapes[len(operands) :] if fusion.opcode != "fusion" else fusion.shapes
+        for shape, update in zip(_without_workspace(results), written, strict=False):
+            moved += self._size([dataclasses.replace(update, space=shape.space)])
         return moved
 
 

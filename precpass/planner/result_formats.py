@@ -119,6 +119,8 @@ class _ResultFormats:
             # through calls as well, in both directions
             maker = self._makers(body).get(var)
             if maker is None:
+                if self._is_loop_constant(body, var):
+                    return True  # every trip adds a term to its cotangent
                 inside = self._entering(body, var)
                 if inside is None:
                     return False
@@ -143,6 +145,13 @@ class _ResultFormats:
         if at not in inner.results:
             return None
         return child, ir.open_jaxpr(inner.jaxpr).outvars[inner.results.index(at)]
+
+    def _is_loop_constant(self, body: int, var: ir.Var) -> bool:
+        """Whether a body's operand is the same in every trip of its loop."""
+        callers = self._callers[body]
+        loops = [inner for _, inner in callers if inner.carry or inner.trips != 1]
+        invars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars
+        return bool(loops) and all(var in invars[: inner.constants] for inner in loops)
 
     def _entering(self, body: int, var: ir.Var) -> tuple[int, ir.Var] | None:
         """The name of a body's operand at its caller; None for one of the program or of a loop."""

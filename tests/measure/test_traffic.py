@@ -69,6 +69,13 @@ X, W = 4 * 8 * 16, 2 * 16 * 16
         # a slice is read, and an update written, as large as they are
         ("f32[8,16]{1,0} fusion(%xs, %i), kind=kLoop, calls=%part", 2 * X + 4, 0, 0),
         ("f32[4,8,16]{2,1,0} fusion(%xs, %x, %i), kind=kLoop, calls=%put", 2 * X + 4, 0, 0),
+        (
+            "(f32[4,8,16]{2,1,0}, f32[8,16]{1,0}, s32[], f32[4,8,16]{2,1,0}, u32[]) "
+            "fusion-start(%xs, %x, %i), kind=kLoop, calls=%put",
+            2 * X + 4,
+            0,
+            0,
+        ),
         ("f32[1,8,16]{2,1,0} dynamic-slice(%xs, %i, %i, %i)", 2 * X, 0, 0),
         ("f32[4,8,16]{2,1,0} dynamic-update-slice(%xs, %x, %i, %i, %i)", 2 * X, 0, 0),
         ("bf16[8,16]{1,0} fusion(%x, %v), kind=kLoop, calls=%sum", 1.5 * X + 64, 0, 0),
