@@ -12,6 +12,7 @@ product by its time.
 
 import argparse
 import dataclasses
+import datetime
 import json
 import statistics
 import sys
@@ -188,6 +189,7 @@ def result(options: argparse.Namespace, cells: Sequence[TargetCell]) -> dict[str
     versions = f"jax {jax.__version__}, Python {sys.version.split()[0]}"
     return {
         "title": f"Compiled for {options.target}",
+        "measured": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "text": (
             f"{versions}, models of size {options.size}, compiled and not run: bytes that kernels "
             "move, the compiler's estimated cycles and temp memory, to float32. On a GPU every "
