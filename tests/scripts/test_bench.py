@@ -61,6 +61,9 @@ def test_every_model_has_a_gradient_in_every_column(
     monkeypatch.setattr(
         "precpass.autotune.timing.timed", lambda *_: ProductTimes(2.0, 1.0, "measured")
     )
+    monkeypatch.setattr(
+        "precpass.autotune.compiled._cost", lambda jaxpr, *_: (1.0 + ("bf16" not in str(jaxpr)), 0)
+    )
     traces = {key: traced(name, "gradient", key) for key in OWN}
     counts = {key: count(trace.jaxpr) for key, trace in traces.items()}
     assert all(dtypes(trace.out_info) == {jnp.dtype("float32")} for trace in traces.values())
@@ -77,6 +80,7 @@ def test_every_model_has_a_gradient_in_every_column(
     assert counts["auto-grad"].low > 0.9 * plain.products
     # where every product pays all are low; what is stored hangs on what they take
     assert counts["auto-measured"].low == counts["auto-grad"].low
+    assert counts["auto-compiled"].low == counts["auto-grad"].low
     assert counts["auto-measured"].products == counts["auto-grad"].products
     assert counts["float16"].low > 0.9 * plain.products
     assert {"bf16"} <= counts["auto-grad"].flops.keys() and "f16" in counts["float16"].flops
