@@ -17,7 +17,7 @@ import numpy.typing as npt
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 
-__all__ = ["Unread", "unread"]
+__all__ = ["Unread", "dead", "unread"]
 
 
 class Unread(NamedTuple):
@@ -52,6 +52,19 @@ def unread(graph: Graph) -> Unread:
     rows[makers[dead[produced]]] = True
     rows[makers[read[produced]]] = False
     return Unread(rows, frozenset(graph.values[i] for i in np.flatnonzero(dead).tolist()))
+
+
+def dead(graph: Graph) -> npt.NDArray[np.bool_]:
+    """For each equation, whether no result and no effect of the program depends on it.
+
+    Args:
+        graph: the program.
+    """
+    live = _live(graph, list(_roots(graph)), first=False)
+    rows = np.ones(len(graph.eqns), np.bool_)
+    rows[graph.producers[live & (graph.producers >= 0)]] = False
+    rows[[row for row, eqn in enumerate(graph.eqns) if ir.effects_of(eqn)]] = False
+    return rows
 
 
 def _live(graph: Graph, roots: list[int], *, first: bool) -> npt.NDArray[np.bool_]:

@@ -15,14 +15,14 @@ import functools
 import importlib.resources
 import importlib.util
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 
-__all__ = ["TARGETS", "Target", "abstract_on", "target_of"]
+__all__ = ["TARGETS", "Target", "abstract_on", "check_shards", "target_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,23 +33,32 @@ class Target:
         name: as the user gives it.
         platform: JAX's name, "gpu" or "tpu".
         device_kind: JAX's name for the kind of device.
-        topology: the name of the smallest topology that has one.
+        topology: the compiler's name for the devices that it is part of; the smallest ones unless
+            the user named others ("tpu v5e:4x4", "h100:8").
+        is_one: whether a program runs on one of its devices, not on all of them.
     """
 
     name: str
     platform: str
     device_kind: str
     topology: str
+    is_one: bool = True
 
-    @functools.cached_property
-    def device(self) -> Any:
-        """A device of a JAX topology, for which XLA compiles.
+    @property
+    def devices(self) -> Sequence[Any]:
+        """The devices of a JAX topology that a program runs on, for which XLA compiles.
 
         Raises:
             ModuleNotFoundError: without the compiler; the text has the line that installs it.
             RuntimeError: if JAX does not load the compiler.
+            ValueError: if the compiler knows no such topology.
         """
-        return _topology(self).devices[0]
+        return _topology(self).devices[: 1 if self.is_one else None]
+
+    @property
+    def device(self) -> Any:
+        """The first of `devices`."""
+        return self.devices[0]
 
 
 TARGETS: Mapping[str, Target] = {
@@ -70,29 +79,61 @@ def target_of(value: Any) -> Any:
     """A target by its name, or a JAX device as it is; None stays None.
 
     Args:
-        value: a name in `TARGETS`, in any case, with or without a hyphen ("TPU-v5e"), or a JAX
-            device, which may be one of a topology.
+        value: a name in `TARGETS`, in any case, with or without a hyphen ("TPU-v5e"); such a name
+            with a topology behind a colon ("tpu v5e:4x4", "h100:8" for eight on one host,
+            "h100:2x8" for eight on each of two); or a JAX device, also one of a topology.
 
     Raises:
         ValueError: for an unknown name; the text lists the known ones.
 
     Example:
-        >>> target_of("H100").device_kind, target_of("TPU-v5e").platform
-        ('NVIDIA H100 80GB HBM3', 'tpu')
+        >>> target_of("H100").device_kind, target_of("TPU-v5e:4x4").topology
+        ('NVIDIA H100 80GB HBM3', 'v5e:4x4')
     """
     if value is None or hasattr(value, "device_kind"):
         return value
     name = str(value).lower().replace("-", " ").strip()
-    known = ", ".join(map(repr, TARGETS))
-    if ":" in name and name.partition(":")[0] in TARGETS:
+    one, colon, shape = name.partition(":")
+    sizes = shape.split("x")
+    target = TARGETS.get(one)
+    if target is None or (colon and not all(size.isdecimal() and int(size) for size in sizes)):
+        known = ", ".join(map(repr, TARGETS))
         raise ValueError(
-            f"target {value!r} is a topology of several devices, and a program without shardings "
-            f"runs on one: give {name.partition(':')[0]!r}, or arguments that are "
-            "jax.ShapeDtypeStructs with shardings over the topology's devices and no target"
+            f"unknown target {value!r}: known are {known}, these with a topology ('tpu v5e:4x4', "
+            "'h100:8'), and a JAX device"
         )
-    if name not in TARGETS:
-        raise ValueError(f"unknown target {value!r}: known are {known}, and a JAX device")
-    return TARGETS[name]
+    if not colon:
+        return target
+    # A GPU's topology counts slices, hosts of a slice and GPUs of a host.
+    gpus = "x".join(["1"] * (3 - len(sizes)) + sizes)
+    topology = gpus if target.platform == "gpu" else f"{target.topology.partition(':')[0]}:{shape}"
+    return dataclasses.replace(target, name=name, topology=topology, is_one=False)
+
+
+def check_shards(target: Any, tree: Any) -> None:
+    """Refuses arguments that are sharded over another number of devices than a target has.
+
+    Args:
+        target: a JAX device, for which everything is allowed, a `Target` or None.
+        tree: the arguments of a program.
+
+    Raises:
+        ValueError: naming the target and the numbers.
+    """
+    if not isinstance(target, Target):
+        return
+    sizes = {mesh.size for mesh in map(_mesh_of, jax.tree.leaves(tree)) if mesh is not None}
+    if target.is_one and sizes - {1}:
+        raise ValueError(
+            f"target {target.name!r} is one device, and the arguments are sharded over "
+            f"{max(sizes)}: name a topology of as many, such as 'h100:8' or 'tpu v5e:4x4'"
+        )
+    if not target.is_one and not sizes:
+        raise ValueError(
+            f"target {target.name!r} is a topology of several devices, and a program without "
+            f"shardings runs on one: give {target.name.partition(':')[0]!r}, or arguments with a "
+            "jax.sharding.NamedSharding, such as jax.ShapeDtypeStructs over an AbstractMesh"
+        )
 
 
 def abstract_on(device: Any, tree: Any) -> Any:
@@ -100,24 +141,51 @@ def abstract_on(device: Any, tree: Any) -> Any:
 
     Args:
         device: a JAX device, which may be one of a topology, or a `Target`.
-        tree: a tree of arguments. Shapes that have a sharding keep it, and what is neither an
-            array nor a shape stays as it is.
+        tree: a tree of arguments. A `jax.sharding.NamedSharding` becomes the same one over the
+            devices of a target that has several, other shardings of shapes stay, and what is
+            neither an array nor a shape stays as it is.
 
     Raises:
+        ValueError: if a mesh has another number of devices than the target.
         ModuleNotFoundError, RuntimeError: as `Target.device` does.
     """
     on_device = jax.sharding.SingleDeviceSharding(getattr(device, "device", device))
+    sharded = isinstance(device, Target) and not device.is_one
+
+    def sharding(x: Any) -> Any:
+        mesh = _mesh_of(x)
+        if sharded:
+            return None if mesh is None else _over(device, mesh, x.sharding.spec)
+        kept = isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None
+        return x.sharding if kept else on_device
 
     def placed(x: Any) -> Any:
-        if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
-            return x
         if isinstance(x, jax.ShapeDtypeStruct | jax.Array | np.ndarray):
             dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
             weak = getattr(x, "weak_type", False)
-            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=on_device, weak_type=weak)
+            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding(x), weak_type=weak)
         return x
 
     return jax.tree.map(placed, tree)
+
+
+def _mesh_of(x: Any) -> Any:
+    """The mesh that an array or a shape is sharded over; None for what is on one device."""
+    given = getattr(x, "sharding", None)
+    return given.mesh if isinstance(given, jax.sharding.NamedSharding) else None
+
+
+def _over(target: Target, mesh: Any, spec: jax.sharding.PartitionSpec) -> Any:
+    """A sharding over the devices of a target that has as many as a mesh."""
+    if mesh.size != len(target.devices):
+        raise ValueError(
+            f"target {target.name!r} has {len(target.devices)} devices, and the arguments are "
+            f"sharded over {mesh.size} ({dict(mesh.shape)}): give a mesh and a topology of the "
+            "same number"
+        )
+    devices = np.array(target.devices).reshape(tuple(mesh.shape.values()))
+    here = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    return jax.sharding.NamedSharding(here, spec)
 
 
 _MODULES = {"gpu": ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "tpu": ("libtpu",)}
@@ -142,7 +210,7 @@ def _topology(target: Target) -> Any:
     options: dict[str, Any] = {"platform": "tpu", "topology_name": target.topology}
     if target.platform == "gpu":
         folder = importlib.resources.files("precpass.devices") / "gpu_targets"
-        config = (folder / f"{target.name}.txtpb").read_text()
+        config = (folder / f"{target.name.partition(':')[0]}.txtpb").read_text()
         options = {
             "platform": "cuda",
             "topology_name": target.name,
@@ -153,6 +221,11 @@ def _topology(target: Target) -> Any:
         with _environment(_TPU_ENVIRONMENT if target.platform == "tpu" else {}):
             return topologies.get_topology_desc(**options)
     except Exception as error:
+        if not target.is_one and _topology(TARGETS[target.name.partition(":")[0]]):
+            raise ValueError(
+                f"the compiler has no topology {target.topology!r} for target {target.name!r}: "
+                f"{str(error).partition(chr(10))[0]}"
+            ) from error
         raise RuntimeError(
             f"jax {jax.__version__} does not load XLA's {target.platform.upper()} compiler for "
             f"target {target.name!r} ({str(error).partition(chr(10))[0]}). Start Python with "

@@ -138,6 +138,8 @@ class Decision:
         in_float64_span: whether it belongs to a float64 region, whose equations run as one
             span while x64 is off.
         product: the form of a product, if it is not the one that was written.
+        clipped: the operands of a lowered selection that are finite constants beyond the low
+            format's largest number, and become that number instead of an infinity.
     """
 
     action: Action
@@ -149,11 +151,12 @@ class Decision:
     rules: Border | None = None
     in_float64_span: bool = False
     product: ProductForm = AS_WRITTEN
+    clipped: tuple[int, ...] = ()
 
     @functools.cached_property
     def _hash(self) -> int:
         fields = self.action, self.compute, self.stored, self.reason, self.inner
-        return hash((*fields, self.in_float64_span, self.product))
+        return hash((*fields, self.in_float64_span, self.product, self.clipped))
 
     def __hash__(self) -> int:
         return self._hash

@@ -28,7 +28,7 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
-from precpass.analysis.equations import moved_operand
+from precpass.analysis.equations import is_shift, moved_operand
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
@@ -39,13 +39,6 @@ PLATFORMS = frozenset(("gpu", "cuda", "rocm", "tpu"))
 """JAX's names of the platforms whose products are planned with results in 16 bits."""
 
 _CONVOLUTION = "conv_general_dilated"
-_OF_MAXIMUM = frozenset(
-    (
-        *("reduce_max", "max", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"),
-        *("stop_gradient", "copy", "select_n", "is_finite", "transpose"),
-    )
-)
-"""Primitives between a value and its maximum, as the softmaxes of JAX subtract it."""
 _SUBTRACTING = ("sub",), ("sub", "add")
 """Primitives that subtract a value from another one; and those that do if it was negated before."""
 
@@ -178,7 +171,7 @@ class _ResultFormats:
             for reader in self._readers.of(body).get(var, ()):
                 names: Sequence[tuple[int, ir.Var]] | None
                 subtracts = reader is not None and reader.primitive.name in _SUBTRACTING[negated]
-                if subtracts and not self._is_shift(body, reader, var):
+                if subtracts and not is_shift(reader, var, self._makers(body)):
                     return True
                 if reader is None:
                     names = self._outside(body, var)
@@ -191,17 +184,6 @@ class _ResultFormats:
                 negates = reader is not None and _negates(reader)
                 todo += [(*name, negated != negates) for name in names]
         return False
-
-    def _is_shift(self, body: int, eqn: ir.Eqn, var: ir.Var) -> bool:
-        """Whether a difference is that of a value and its own maximum, as in a softmax."""
-        makers = self._makers(body)
-        (other,) = [v for v in eqn.invars if v is not var] or [var]
-        while not ir.is_literal(other) and other in makers and other is not var:
-            maker = makers[other]
-            if maker.primitive.name not in _OF_MAXIMUM:
-                return False
-            other = next((v for v in maker.invars if not ir.is_literal(v)), maker.invars[0])
-        return other is var
 
     def _makers(self, body: int) -> dict[ir.Var, ir.Eqn]:
         if body not in self._makers_of:

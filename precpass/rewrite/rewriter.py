@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
@@ -350,6 +351,8 @@ def _low(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
             read_as(v, low) if v.aval.shape == shape else _spread(env, v, shape, low)
             for v in eqn.invars
         ]
+        for at in decision.clipped:
+            args[at] = _clipped(env, eqn.invars[at], low)
     else:
         args = [env.read_as(v, low) for v in eqn.invars]
     if row.accumulates:
@@ -372,6 +375,19 @@ def _spread(env: Env, atom: ir.Atom, out: tuple[Any, ...], low: Precision) -> An
         return [lax.broadcast_in_dim(x, out, dims)]
 
     (wide,) = env.build.call(spread, [env.read(atom)], ("spread", out))
+    return env.as_(wide, low)
+
+
+def _clipped(env: Env, atom: ir.Atom, low: Precision) -> Any:
+    """A finite constant in a low format that it is beyond: the largest number of its sign."""
+    if ir.is_literal(atom):
+        return ir.literal(np.clip(atom.val, -low.max, low.max).astype(low.dtype), atom)
+    near = low.dtype.type(low.max).astype(np.float32)
+
+    def clipped(x: Any) -> list[Any]:
+        return [lax.clamp(-near, x, near)]
+
+    (wide,) = env.build.call(clipped, [env.read(atom)], ("clipped", low))
     return env.as_(wide, low)
 
 

@@ -46,6 +46,45 @@ print(any(finding.kind == "product widened" for finding in found.findings))
 """
 
 
+SHARDED = """
+import jax, jax.numpy as jnp, precpass as pp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+
+def loss(w, x):
+    return jnp.square(jnp.tanh(x @ w) @ w).sum()
+
+def arguments(axes, *sizes):
+    mesh = AbstractMesh(sizes, ("data", "model")[:len(sizes)], axis_types=(axes,) * len(sizes))
+    specs = P(), P("data", None)
+    shapes = (1024, 1024), (4096, 1024)
+    return [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+            for shape, spec in zip(shapes, specs)]
+
+for axes in (AxisType.Auto, AxisType.Explicit):
+    found = pp.audit(jax.grad(loss), target={target!r})(*arguments(axes, {count}))
+    print(found.as_planned, found.products, "all-reduce" in found.hlo)
+try:
+    pp.audit(loss, target={target!r})(*arguments(AxisType.Auto, 3))
+except ValueError as error:
+    print(error)
+try:
+    pp.audit(loss, target={wrong!r})(*arguments(AxisType.Auto, 3))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "count", "wrong"),
+    [("h100:8", 8, "h100:1x2x3x4"), ("tpu v5e:4x4", 16, "tpu v5e:3x5")],
+)
+def test_a_sharded_program_is_compiled_for_a_topology(target: str, count: int, wrong: str):
+    lines = ran("-c", SHARDED.format(target=target, count=count, wrong=wrong)).splitlines()
+    assert lines[:2] == ["5 5 True"] * 2
+    assert f"has {count} devices, and the arguments are sharded over 3" in lines[2]
+    assert "the compiler has no topology" in lines[3]
+
+
 @pytest.mark.parametrize(
     ("target", "widens"),
     [("h100", True), ("a100", True), ("tpu v5e", False)],

@@ -43,9 +43,36 @@ def test_an_unknown_target_names_the_known_ones(call: object):
         call(jnp.sin, target="b200")  # pyright: ignore[reportCallIssue]
 
 
-def test_a_topology_of_several_devices_is_refused_for_one_program():
-    with pytest.raises(ValueError, match=r"several devices.*give 'tpu v5e'"):
-        pp.audit(jnp.sin, target="tpu v5e:4x4")
+def sharded(*sizes: int, side: int = 16) -> jax.ShapeDtypeStruct:
+    """A square matrix whose rows are sharded over the first axis of a mesh without devices."""
+    mesh = jax.sharding.AbstractMesh(sizes, ("data", "model")[: len(sizes)])
+    by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    return jax.ShapeDtypeStruct((side, side), jnp.float32, sharding=by_rows)
+
+
+@pytest.mark.parametrize("report", [pp.audit, pp.inspect, pp.explain])
+def test_a_topology_of_several_devices_is_refused_for_a_program_of_one(report: Callable[..., Any]):
+    with pytest.raises(ValueError, match=r"several devices.*give 'tpu v5e'.*NamedSharding"):
+        report(jnp.sin, target="tpu v5e:4x4")(A)
+    with pytest.raises(ValueError, match=r"'h100' is one device.*sharded over 8.*'h100:8'"):
+        report(jnp.sin, target="h100")(sharded(4, 2))
+
+
+def test_a_topology_has_the_devices_that_its_name_says():
+    names = {"tpu v5e:4x4": "v5e:4x4", "TPU-v5p:2x2x1": "v5p:2x2x1", "h100:8": "1x1x8"}
+    assert {name: target_of(name).topology for name in names} == names
+    assert target_of("a100:2x8").topology == "1x2x8"
+    assert target_of("tpu v5e:4x4") == target_of("TPU-v5e:4x4")
+    assert target_of("tpu v5e:4x4").device_kind == TARGETS["tpu v5e"].device_kind
+    for unknown in ("h100:0", "h100:", "b200:8", "tpu v5e:4xx4", "h100:many"):
+        with pytest.raises(ValueError, match=rf"unknown target '{unknown}'.*'tpu v5e:4x4'"):
+            target_of(unknown)
+
+
+def test_a_sharded_program_is_planned_for_a_topology():
+    matrix = sharded(8, side=8192)
+    plan = pp.inspect(lambda x: x @ x, profitability="assumed", target="h100:8")(matrix).plan
+    assert "H100" in plan.costs
 
 
 @pytest.mark.skipif(find_spec("libtpu") is not None, reason="the compiler is installed")

@@ -45,6 +45,49 @@ def test_what_is_chosen_has_the_one_rounding():
     assert rel_error(got, fn(X, W)) < 0.02
 
 
+def masked(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
+    """Attention with the mask that flax and equinox have: float32's lowest number."""
+    lowest = jnp.finfo(jnp.float32).min
+    return jax.nn.softmax(jnp.where(mask, (q @ W) @ k.T, lowest), axis=-1) @ k
+
+
+@pytest.mark.parametrize("target", ["h100", "tpu v5e"])
+def test_float32s_lowest_number_in_a_mask_becomes_bfloat16s_and_no_infinity(target: str):
+    mask = jnp.tril(jnp.ones((16, 16), bool)).at[3].set(False)  # a row that may read nothing
+
+    def loss(q: jax.Array) -> jax.Array:
+        return jnp.square(masked(q, X, mask)).sum()
+
+    found = pp.inspect(jax.grad(loss), target=target)(X)
+    chosen = [e.outvars[0].aval for e in named(found.after, "select_n")]
+    assert [str(a.dtype) for a in chosen if a.shape == (16, 16)] == ["bfloat16"] * 2
+    run = jax.extend.core.jaxpr_as_fun
+    got, wanted = run(found.after)(X)[0], jax.grad(loss)(X)
+    assert bool(jnp.isfinite(got).all())
+    assert rel_error(got, wanted) < 0.02
+    forward = run(pp.inspect(masked, target=target)(X, X, mask).after)(X, X, mask)[0]
+    assert rel_error(forward[3], X.mean(0)) < 0.02  # all weights of that row are equal
+
+
+def test_an_infinity_and_what_reaches_beyond_bfloat16_are_no_lowest_number():
+    def fn(x: jax.Array, w: jax.Array, fill: float | jax.Array) -> jax.Array:
+        return jax.nn.softmax(jnp.where(x > 0, x @ w, fill), axis=-1) @ w
+
+    def without_numbers(x: jax.Array, w: jax.Array) -> jax.Array:
+        return fn(x, w, -jnp.inf)
+
+    def computed(x: jax.Array, w: jax.Array) -> jax.Array:
+        return fn(x, w, jnp.minimum(x, 0) - 3.4e38)
+
+    def weights(of: Any) -> jax.Array:
+        after = pp.inspect(of, target="h100")(X, W).after
+        return jax.extend.core.jaxpr_as_fun(after)(X, W)[0]
+
+    assert rel_error(weights(without_numbers), without_numbers(X, W)) < 0.02
+    assert "bfloat16" not in dtypes(computed, "select_n", X, W)
+    assert rel_error(weights(computed), computed(X, W)) < 0.02
+
+
 @pytest.mark.parametrize(
     "fn",
     [

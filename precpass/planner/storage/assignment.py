@@ -11,6 +11,7 @@ answers and writes them into the plan.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -222,10 +223,14 @@ class _Assignment:
                     candidates[row] = candidate
         return candidates
 
+    @functools.cached_property
+    def _eligibility(self) -> Eligibility:
+        return Eligibility(self.analysis, self.classes, self.low, self.requests)
+
     def _eligible(self) -> list[StorageClass]:
         """The classes that may be rounded where they are defined."""
         adding = self._accumulated()
-        eligibility = Eligibility(self.analysis, self.classes, self.low, self.requests)
+        eligibility = self._eligibility
         classes = self.classes.by_root.values()
         return [c for c in classes if id(c) not in adding and eligibility.may_store(c)]
 
@@ -273,7 +278,12 @@ class _Assignment:
         if any(row in values.selecting for values in rounded) and decision.action is Action.KEEP:
             # The only rounding is that of what is selected.
             return dataclasses.replace(
-                decision, action=Action.LOWER, compute=self.low, stored=stored, reason=why
+                decision,
+                action=Action.LOWER,
+                compute=self.low,
+                stored=stored,
+                reason=why,
+                clipped=self._eligibility.constants_beyond(row),
             )
         return dataclasses.replace(decision, stored=stored, reason=why)
 

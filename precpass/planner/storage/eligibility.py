@@ -13,11 +13,14 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
+from precpass.analysis.equations import is_shift
+from precpass.analysis.liveness import dead
 from precpass.analysis.ranges import ValueRange
 from precpass.analysis.sizes import nbytes
 from precpass.planner.guards import why_out_of_range
@@ -51,6 +54,7 @@ class Eligibility:
         self.low = low
         self.requests = requests
         self.uses = analysis.uses
+        self._makers: dict[int, Mapping[ir.Var, ir.Eqn]] = {}
 
     def may_store(self, values: StorageClass) -> bool:
         """Whether a class of values may be stored low."""
@@ -61,9 +65,42 @@ class Eligibility:
         body = int(self.graph.body[row])
         return any(facts.sampler for facts in self.analysis.facts_of.get(body, ()))
 
+    def constants_beyond(self, row: int) -> tuple[int, ...]:
+        """The operands of a selection that are finite constants and would round to infinity.
+
+        Masks are filled with float32's lowest number, for which bfloat16's will do as well. There
+        is none if another operand, which is no constant, may hold such numbers too.
+        """
+        found: list[int] = []
+        facts_of_body = self.analysis.facts_of.get(int(self.graph.body[row]), ())
+        for at, operand in enumerate(self.graph.eqns[row].invars):
+            each = [facts.of(operand) for facts in facts_of_body]
+            if ir.precision_of(operand.aval) is not Precision.F32 or not any(
+                self.low.max < max(abs(known.lo), abs(known.hi)) < math.inf
+                or self.low.max < known.likely_max
+                for known in each
+            ):
+                continue
+            if not all(known.constant for known in each):
+                return ()
+            found.append(at)
+        return tuple(found)
+
     def is_backward(self, body: int, row: int) -> bool:
         """Whether an equation of a body belongs to a backward pass."""
         return self.classes.is_backward(body, self.graph.eqns[row])
+
+    def makers(self, body: int) -> Mapping[ir.Var, ir.Eqn]:
+        """The equation that makes each variable of a body."""
+        if body not in self._makers:
+            opened = ir.open_jaxpr(self.graph.bodies[body].jaxpr)
+            self._makers[body] = {v: eqn for eqn in opened.eqns for v in eqn.outvars}
+        return self._makers[body]
+
+    @functools.cached_property
+    def dead(self) -> Sequence[bool]:
+        """For each equation, whether nothing depends on it; XLA leaves it out."""
+        return dead(self.graph).tolist()
 
     @functools.cached_property
     def following_products(self) -> set[Any]:
@@ -239,11 +276,19 @@ def exceeds_range(program: Eligibility, values: StorageClass) -> str | None:
         for known in (facts.of(result) for facts in program.analysis.facts_of.get(body, ())):
             if known.random:
                 return "follows random bits"
+            if row in values.selecting and program.constants_beyond(row):
+                known = _within(known, program.low)
             if reason := why_out_of_range(_as_a_whole(known), program.low):
                 return str(reason)
             if not (is_read_low or _fits(known, program.low)):
                 return "may be larger than the low format's largest value"
     return None
+
+
+def _within(known: ValueRange, low: Precision) -> ValueRange:
+    """A range without what is beyond the low format's largest value."""
+    bounds = max(known.lo, -low.max), min(known.hi, low.max)
+    return known._replace(lo=bounds[0], hi=bounds[1], likely_max=min(known.likely_max, low.max))
 
 
 def _fits(known: ValueRange, low: Precision) -> bool:
@@ -277,8 +322,23 @@ def decides_a_loop(program: Eligibility, values: StorageClass) -> str | None:
 def is_read_exactly(program: Eligibility, values: StorageClass) -> str | None:
     """A reader needs digits that the low format does not have."""
     by_body = (*values.wide_readers.values(), *values.low_readers.values())
-    rows = itertools.chain.from_iterable(by_body)
-    return next(filter(None, (_why_read_exactly(program, row) for row in rows)), None)
+    for row in itertools.chain.from_iterable(by_body):
+        why = _why_read_exactly(program, row)
+        # The derivative of a softmax's maximum is an equation that nothing reads.
+        if why is None or program.dead[row]:
+            continue
+        if not (values.selecting and _is_shift(program, values, row)):
+            return why
+    return None
+
+
+def _is_shift(program: Eligibility, values: StorageClass, row: int) -> bool:
+    """Whether a row subtracts their own maximum from values, whose products were rounded before."""
+    eqn, body = program.graph.eqns[row], int(program.graph.body[row])
+    if eqn.primitive.name != "sub":
+        return False
+    of_class = [v for v in eqn.invars if program.classes.of(body, v) is values]
+    return len(of_class) == 1 and is_shift(eqn, of_class[0], program.makers(body))
 
 
 def _why_read_exactly(program: Eligibility, row: int) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from precpass.api import auto_mixed, inspect
-from precpass.devices.targets import abstract_on, target_of
+from precpass.devices.targets import abstract_on, check_shards, target_of
 from precpass.jaxpr import Source, source_of
 from precpass.jit.arguments import Declared
 from precpass.jit.region import configured
@@ -253,6 +253,7 @@ def audit(
         declared = Declared(mixed.__wrapped__, mixed.jit_options)
         declared.map(_check_sizes, args, kwargs)
         if target is not None:
+            check_shards(target, (args, kwargs))
             args, kwargs = declared.map(lambda x, _: abstract_on(target, x), args, kwargs)
         inspection = inspect(mixed, target=target)(*args, **kwargs)
         # `inspect` has given the plan's warnings already.

@@ -13,7 +13,7 @@ import jax.core
 from precpass import jaxpr as ir
 from precpass.api import auto_mixed
 from precpass.devices.detect import planned_for
-from precpass.devices.targets import abstract_on
+from precpass.devices.targets import abstract_on, check_shards
 from precpass.jit.arguments import Declared, copied, refused
 from precpass.jit.calls import name_of
 from precpass.jit.mixed import Mixed
@@ -190,6 +190,7 @@ class Subject:
 
             return x if has_nodes(x) else jax.tree.map(leaf, x)
 
+        check_shards(target, (args, kwargs))
         args, kwargs = declared.map(on_device, (*owner, *args), kwargs)
         return cls(fn, owner, declared, args, kwargs, bool(shapes), target)
 
