@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,12 +118,17 @@ def errors(target: Any, model: Model, mode: str, keys: Sequence[str]) -> Mapping
     return found
 
 
-def measured(options: argparse.Namespace, target: Any, name: str) -> Iterator[TargetCell]:
-    """The cells of one model."""
+def measured(
+    options: argparse.Namespace, target: Any, name: str, known: Collection[tuple[str, str, str]]
+) -> Iterator[TargetCell]:
+    """The cells of one model, but for those that are known."""
     makes = MODELS | FOREIGN
     model = makes[name](options.size)
     for mode in options.modes:
         keys = [k for k in options.columns if mode in COLUMNS[k].modes]
+        keys = [k for k in keys if (name, mode, k) not in known]
+        if not keys:
+            continue
         cells: list[TargetCell] = []
         for key in keys:
             try:
@@ -226,15 +231,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", default="target")
     parser.add_argument("--error-size", default="small")
     parser.add_argument("--errors", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--json", type=Path, help="write it there, as a file of scripts/results")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="write it there, as a file of scripts/results; what is there already is kept, and not "
+        "compiled again",
+    )
     options = parser.parse_args(argv)
     short = options.target if options.target in TARGETS else f"tpu {options.target}"
     target = target_of(short)
     warnings.simplefilter("ignore")
-    console, cells = Console(width=150), list[TargetCell]()
+    there = options.json is not None and options.json.exists()
+    kept = json.loads(options.json.read_text())["cells"] if there else []
+    console, cells = Console(width=150), [TargetCell(**cell) for cell in kept]
+    known = {(c.model, c.mode, c.column) for c in cells}
     for name in options.models:
-        for found in measured(options, target, name):
-            cells.append(found)
+        cells += measured(options, target, name, known)
+        cells.sort(key=lambda c: (names.index(c.model), MODES.index(c.mode), KEYS.index(c.column)))
         own = [c for c in cells if c.model == name]
         console.print(table(TITLES, rows_of(own)))
         if options.json:  # as far as it is
