@@ -241,8 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     short = options.target if options.target in TARGETS else f"tpu {options.target}"
     target = target_of(short)
     warnings.simplefilter("ignore")
-    there = options.json is not None and options.json.exists()
-    kept = json.loads(options.json.read_text())["cells"] if there else []
+    file: Path | None = options.json
+    kept = json.loads(file.read_text())["cells"] if file is not None and file.exists() else []
     console, cells = Console(width=150), [TargetCell(**cell) for cell in kept]
     known = {(c.model, c.mode, c.column) for c in cells}
     for name in options.models:
@@ -250,8 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells.sort(key=lambda c: (names.index(c.model), MODES.index(c.mode), KEYS.index(c.column)))
         own = [c for c in cells if c.model == name]
         console.print(table(TITLES, rows_of(own)))
-        if options.json:  # as far as it is
-            options.json.write_text(json.dumps(result(options, cells), indent=1))
+        if file is not None:  # as far as it is
+            file.write_text(json.dumps(result(options, cells), indent=1))
     console.print(table(MEANS, means(cells)))
     return 0
 
