@@ -122,7 +122,7 @@ def measured(
     options: argparse.Namespace, target: Any, name: str, known: Collection[tuple[str, str, str]]
 ) -> Iterator[TargetCell]:
     """The cells of one model, but for those that are known."""
-    makes = MODELS | FOREIGN
+    makes = {**MODELS, **FOREIGN}
     model = makes[name](options.size)
     for mode in options.modes:
         keys = [k for k in options.columns if mode in COLUMNS[k].modes]
