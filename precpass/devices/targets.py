@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.resources
 import importlib.util
 import os
@@ -50,7 +51,7 @@ class Target:
 
         Raises:
             ModuleNotFoundError: without the compiler; the text has the line that installs it.
-            RuntimeError: if JAX does not load the compiler.
+            RuntimeError: if JAX does not load the compiler, or it is of another release.
             ValueError: if the compiler knows no such topology.
         """
         return _topology(self).devices[: 1 if self.is_one else None]
@@ -207,6 +208,8 @@ def _topology(target: Target) -> Any:
             f"target {target.name!r} needs XLA's {target.platform.upper()} compiler: "
             f"{_install(target)}"
         )
+    if target.platform == "gpu":
+        _check_release(target)
     options: dict[str, Any] = {"platform": "tpu", "topology_name": target.topology}
     if target.platform == "gpu":
         folder = importlib.resources.files("precpass.devices") / "gpu_targets"
@@ -232,6 +235,20 @@ def _topology(target: Target) -> Any:
             "JAX_PLATFORMS=cpu, without which JAX expects the device itself, and install the "
             f"compiler of jax's release: {_install(target)}"
         ) from error
+
+
+def _check_release(target: Target) -> None:
+    """Refuses a CUDA plugin of another release than jaxlib, of which JAX uses a part silently."""
+    for name in ("jax-cuda12-plugin", "jax-cuda13-plugin"):
+        try:
+            plugin = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if plugin.split(".")[:2] != jax.__version__.split(".")[:2]:
+            raise RuntimeError(
+                f"{name} {plugin} is not of the release of jax {jax.__version__}, so its compiler "
+                f"cannot be used for target {target.name!r}: {_install(target)}"
+            )
 
 
 def _install(target: Target) -> str:

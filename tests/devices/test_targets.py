@@ -82,6 +82,13 @@ def test_without_the_compiler_the_error_has_the_line_that_installs_it():
     assert pp.inspect(lambda x: x @ x, target="tpu v5e")(A).plan.lowers
 
 
+def test_a_plugin_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(targets, "_is_installed", lambda _: True)
+    monkeypatch.setattr(targets.importlib.metadata, "version", lambda _: "0.4.30")
+    with pytest.raises(RuntimeError, match=r"jax-cuda12-plugin 0\.4\.30 is not .*pip install"):
+        targets.Target("another", "gpu", "H100", "1x1x1").device  # noqa: B018
+
+
 def test_a_programs_device_is_that_of_the_target_then_of_the_arguments():
     (cpu, *_) = jax.devices("cpu")
     shape = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(cpu))
