@@ -8,8 +8,8 @@ at the device's peaks (`precpass.devices.devices`): a roofline, and no measureme
 so the same program has the same form every time.
 
 The forms (`precpass.autotune.forms`) stand in the order of their accuracy, and a later one is
-chosen if it saves `GAIN` of the cost, or of the temporary memory at no more cost. They are kept in
-a file beside the times of products (`precpass.autotune.cache`).
+chosen if it saves `GAIN` of the cost, or of the temporary memory at hardly more cost (`LITTLE`). They
+are kept in a file beside the times of products (`precpass.autotune.cache`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ __all__ = ["GAIN", "Choice", "choice_of"]
 
 GAIN = 0.03
 """The fraction of the cost, or of the temporary memory, that a less accurate form must save."""
+LITTLE = 0.01
+"""The fraction of the cost that may be lost where temporary memory is saved."""
 
 
 class Choice(NamedTuple):
@@ -137,7 +139,8 @@ def _found(
     chosen, *_ = figures
     for form, (cost, temp) in figures.items():
         best, least = figures[chosen]
-        saves = cost <= (1 - GAIN) * best or (cost <= best and temp <= (1 - GAIN) * least)
+        saves_memory = cost <= (1 + LITTLE) * best and temp <= (1 - GAIN) * least
+        saves = saves_memory or cost <= (1 - GAIN) * best
         chosen = form if saves else chosen
     (base, _), *_ = figures.values()
     costs = tuple(
