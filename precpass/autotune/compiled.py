@@ -8,8 +8,8 @@ at the device's peaks (`precpass.devices.devices`): a roofline, and no measureme
 so the same program has the same form every time.
 
 The forms (`precpass.autotune.forms`) stand in the order of their accuracy, and a later one is
-chosen if it saves `GAIN` of the cost, or of the temporary memory at hardly more cost (`LITTLE`). They
-are kept in a file beside the times of products (`precpass.autotune.cache`).
+chosen if it saves `GAIN` of the cost, or of the temporary memory at hardly more cost (`LITTLE`).
+They are kept in a file beside the times of products (`precpass.autotune.cache`).
 """
 
 from __future__ import annotations
