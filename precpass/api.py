@@ -89,7 +89,7 @@ def auto_mixed(
             floating values, a rule matched no equation, or a primitive with products could not
             be entered.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> @auto_mixed
         ... def f(x, w):
@@ -134,7 +134,7 @@ def inspect(
         A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and
         gives an `Inspection`: the jaxpr `before` and `after`, the `plan`, and `diff()`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> print(inspect(lambda x: x @ x)(jnp.ones((4, 4))).plan)
         <Plan: 1 of 1 products lowered, 1 equation lowered, 1 in all>
@@ -209,7 +209,7 @@ def explain(
         FLOPs in 16 bits. Then come each product that stays in float32, with its reason and how
         to change it, rules that never matched, and advice.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> explanation = explain(lambda x: x @ x)(jnp.ones((4, 4)))
         >>> print(explanation.text(color=False).splitlines()[1].strip())

@@ -8,7 +8,7 @@ __all__ = ["are", "counted", "duration", "sized"]
 def counted(n: int, noun: str) -> str:
     """A number of things whose plural ends in s.
 
-    Example:
+    Examples:
         >>> counted(1, "cast"), counted(2, "cast"), counted(0, "cast")
         ('1 cast', '2 casts', '0 casts')
     """
@@ -18,7 +18,7 @@ def counted(n: int, noun: str) -> str:
 def are(n: int) -> str:
     """The verb for a number of things.
 
-    Example:
+    Examples:
         >>> are(1), are(2)
         ('is', 'are')
     """
@@ -28,7 +28,7 @@ def are(n: int) -> str:
 def sized(nbytes: float) -> str:
     """A number of bytes to three digits.
 
-    Example:
+    Examples:
         >>> sized(96), sized(768), sized(12.58e6)
         ('96 bytes', '768 bytes', '12.6 MB')
     """
@@ -41,7 +41,7 @@ def sized(nbytes: float) -> str:
 def duration(seconds: float) -> str:
     """A time to two or three digits.
 
-    Example:
+    Examples:
         >>> duration(5.23e-5), duration(0.0114), duration(2.0), duration(4e-8)
         ('52.3 us', '11.4 ms', '2 s', '0.04 us')
     """

@@ -2,6 +2,10 @@
 
     scripts/render_results                        lists what there is
     scripts/render_results bench_xeon bench_amd   shows these
+    scripts/render_results --into docs/*.md       writes them into documents
+
+In a document they stand between the lines `<!-- results: NAME -->` and `<!-- end of results -->`,
+with their headings two levels lower.
 
 A file has a title, the text that says what was measured where and when, and parts with tables. A
 table has columns and rows; `null` is a cell without a figure. Where a table has a mode, its first
@@ -10,12 +14,14 @@ column is the model, which is shown in the first of its rows alone.
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
+PLACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 
 def rendered(result: dict[str, Any]) -> Iterator[str]:
@@ -57,11 +63,29 @@ def cell_of(value: Any) -> str:
     return str(value)
 
 
+def with_results(document: str, results: Mapping[str, Path]) -> str:
+    """A document with the results that it names, as they are now.
+
+    Raises:
+        KeyError: for a name that `results` lacks.
+    """
+
+    def filled(place: re.Match[str]) -> str:
+        start, name, end = place.groups()
+        lines = rendered(json.loads(results[name].read_text(encoding="utf-8")))
+        deeper = (f"##{line}" if line.startswith("#") else line for line in lines)
+        return "\n".join((start, *deeper, end))
+
+    return PLACE.sub(filled, document)
+
+
 def main() -> int:
     """Runs the command."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("names", nargs="*", metavar="NAME", help="a file of scripts/results/")
-    names = options.parse_args().names
+    options.add_argument("--into", nargs="+", type=Path, default=[], help="documents to write into")
+    parsed = options.parse_args()
+    names, documents = parsed.names, parsed.into
     files = {path.stem: path for path in sorted(RESULTS.glob("*.json"))}
     unknown = [name for name in names if name not in files]
     if unknown:
@@ -69,7 +93,9 @@ def main() -> int:
     for name in names:
         result = json.loads(files[name].read_text(encoding="utf-8"))
         print("\n".join(rendered(result)))
-    if not names:
+    for path in documents:
+        path.write_text(with_results(path.read_text(encoding="utf-8"), files), encoding="utf-8")
+    if not names and not documents:
         for name, path in files.items():
             print(f"{name}: {json.loads(path.read_text(encoding='utf-8'))['title']}")
     return 0

@@ -25,7 +25,7 @@ def kept_bytes(jaxpr: ir.Jaxpr) -> float:
     Args:
         jaxpr: a gradient's, in which JAX names the backward pass "transpose(...)".
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> loss = lambda x: jnp.sin(jnp.exp(x)).sum()  # keeps exp(x) and its cosine
         >>> kept_bytes(jax.make_jaxpr(jax.grad(loss))(jnp.ones(256)))

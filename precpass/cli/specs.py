@@ -45,7 +45,7 @@ def parse_args(text: str) -> tuple[list[Any], dict[str, Any]]:
     Raises:
         ValueError: for a text that cannot be parsed; the message names the argument and why.
 
-    Example:
+    Examples:
         >>> parse_args("f32[2,3], {n: 4}, flag=True")
         ([ShapeDtypeStruct(shape=(2, 3), dtype=float32), {'n': 4}], {'flag': True})
     """

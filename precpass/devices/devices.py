@@ -93,7 +93,7 @@ def product_seconds(device: Device, flops: Amount, nbytes: Amount, precision: Pr
         nbytes: the bytes of its operands and its result, in the formats in memory.
         precision: the precision of its operands.
 
-    Example:
+    Examples:
         >>> h200 = device_named("gpu", "NVIDIA H200")
         >>> print(f"{product_seconds(h200, 1e12, 1e9, Precision.BF16):.4f}")
         0.0010
@@ -198,7 +198,7 @@ def device_named(platform: str, kind: str) -> Device:
         platform: JAX's name; "cuda" and "rocm" count as "gpu".
         kind: JAX's `device_kind`; for a CPU the text of `precpass.devices.cpu_info`.
 
-    Example:
+    Examples:
         >>> device_named("gpu", "NVIDIA H200").name
         'NVIDIA H200 SXM'
         >>> print(device_named("gpu", "Quux 9000"))

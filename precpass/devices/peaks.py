@@ -79,7 +79,7 @@ class Peaks:
             asked: the precision of float32 products, "default", "high" or "highest"; or the name
                 of a dot algorithm, which names the format too.
 
-        Example:
+        Examples:
             >>> (h100,) = peaks_of("h100")
             >>> h100.flops("f32") == h100.tf32, h100.flops("f32", "highest") == h100.f32
             (True, True)
@@ -113,7 +113,7 @@ def peaks_of(names: str | Iterable[str]) -> tuple[Peaks, ...]:
     Raises:
         ValueError: for an unknown name; the text lists the legal ones.
 
-    Example:
+    Examples:
         >>> [str(peaks) for peaks in peaks_of(["H100", "v5e"])]
         ['NVIDIA H100 SXM', 'TPU v5e']
     """

@@ -87,7 +87,7 @@ def target_of(value: Any) -> Any:
     Raises:
         ValueError: for an unknown name; the text lists the known ones.
 
-    Example:
+    Examples:
         >>> target_of("H100").device_kind, target_of("TPU-v5e:4x4").topology
         ('NVIDIA H100 80GB HBM3', 'v5e:4x4')
     """

@@ -18,7 +18,7 @@ class WeakIdMap(Generic[V]):
     A `weakref.WeakKeyDictionary` needs equality and a hash of its keys. Arrays and libraries'
     modules have none, or have them by content.
 
-    Example:
+    Examples:
         >>> values = WeakIdMap[str]()
         >>> key = {1, 2}
         >>> values.setdefault(key, "a set"), values.get(key), values.get({1, 2})
@@ -65,7 +65,7 @@ class Recent(Generic[V]):
     Args:
         most: the largest number of values in it.
 
-    Example:
+    Examples:
         >>> values = Recent[int](2)
         >>> [values.get(key, lambda: len(key)) for key in ("a", "bb", "ccc")], len(values)
         ([1, 2, 3], 2)

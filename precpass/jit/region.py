@@ -183,7 +183,7 @@ def use_policy(policy: PrecisionPolicy | str | None) -> Generator[None]:
     Raises:
         ValueError, TypeError: for something that is no policy.
 
-    Example:
+    Examples:
         >>> import precpass as pp
         >>> with use_policy("AutoMixed"):
         ...     y = pp.auto_mixed(lambda x: x @ x)(jax.numpy.ones((8, 8)))
@@ -206,7 +206,7 @@ def keep(precision: Precision | str) -> Generator[None]:
     Raises:
         ValueError: for an unknown precision.
 
-    Example:
+    Examples:
         >>> def head(x, w):
         ...     with keep("f32"):
         ...         return x @ w

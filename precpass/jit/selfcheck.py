@@ -38,7 +38,7 @@ def check_jax() -> None:
         RuntimeError: when a product inside a scan, cond, remat or custom rule does not come out
             low. It names the primitive and says what to do.
 
-    Example:
+    Examples:
         >>> check_jax()  # silent, and free from the second call on
     """
     global _passed

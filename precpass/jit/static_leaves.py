@@ -181,7 +181,7 @@ def found_in(x: Any, test: Callable[[Any], bool]) -> str | None:
             not.
         test: called with a value.
 
-    Example:
+    Examples:
         >>> found_in(functools.partial(max, {"w": [np.zeros(3)]}), is_array)
         ".args[0]['w'][0]"
     """

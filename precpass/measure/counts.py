@@ -84,7 +84,7 @@ def count(jaxpr: ir.Jaxpr) -> Counts:
         jaxpr: open or closed: from `jax.make_jaxpr`, `jax.jit(f).trace(...)` or an
             `Inspection`.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> def layers(x, ws):
         ...     return jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0]

@@ -92,7 +92,7 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
         ValueError: for a function that calls Python on the host, and arguments on a device that is
             not there.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from precpass.measure.counts import count
         >>> program = compiled(lambda x: x @ x, jnp.ones((4, 4)))
@@ -129,7 +129,7 @@ def is_jitted(fn: Callable[..., Any]) -> bool:
 
     The jits of other libraries have methods of the same names, but their results lack attributes.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> is_jitted(jax.jit(jnp.sin)), is_jitted(lambda x: x)
         (True, False)
@@ -162,7 +162,7 @@ def _memory(program: Any) -> Memory | None:
 class Timing:
     """The time of each measured run of a program, in seconds, in the order of the rounds.
 
-    Example:
+    Examples:
         >>> timing = Timing((1.0, 2.0, 4.0, 3.0, 9.0))
         >>> timing.median, timing.quartiles, timing.spread
         (3.0, (2.0, 4.0), 2.0)
@@ -255,7 +255,7 @@ def interleaved(
     Raises:
         ValueError: for less than one round.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> f = jax.jit(lambda x: x + 1)
         >>> found = interleaved({"f": f}, 3, prepare=lambda _: (jnp.ones(4),))

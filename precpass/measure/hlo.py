@@ -102,7 +102,7 @@ class Module:
         Raises:
             ValueError: if the text holds no computation.
 
-        Example:
+        Examples:
             >>> text = '''HloModule m
             ...
             ... ENTRY main.1 {

@@ -21,7 +21,7 @@ class Shape:
         space: the number of the memory that the compiler chose; 0 is the device's own, and on a
             TPU 1 is the memory on the chip. Shapes are equal whatever their memory is.
 
-    Example:
+    Examples:
         >>> str(Shape("bf16", (8, 128))), Shape("bf16", (8, 128)).nbytes
         ('bf16[8,128]', 2048.0)
     """
@@ -53,7 +53,7 @@ class Shape:
 def bits(dtype: str) -> int:
     """The bits of a floating element type; 0 for any other type.
 
-    Example:
+    Examples:
         >>> bits("bf16"), bits("f8e4m3fn"), bits("s32")
         (16, 8, 0)
     """

@@ -59,7 +59,7 @@ class Work:
     def seconds(self, peaks: Peaks) -> float | None:
         """The time at a device's peaks; None if it has no peak for some product (`without_peak`).
 
-        Example:
+        Examples:
             >>> import jax, jax.numpy as jnp
             >>> from precpass.devices.peaks import peaks_of
             >>> x = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)

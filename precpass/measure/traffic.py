@@ -93,7 +93,7 @@ def traffic_of(text: str, platform: str = "cpu") -> Traffic:
     Raises:
         ValueError: if the text is no HLO.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> low = lambda x: (x @ x).astype(jnp.float32)
         >>> lowered = jax.jit(low).lower(jnp.ones((512, 512), jnp.bfloat16))

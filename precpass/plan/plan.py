@@ -329,7 +329,7 @@ class Plan:
     def count(self) -> Counter[tuple[OpKind, Action]]:
         """The number of decisions of each kind and action, however results are stored.
 
-        Example:
+        Examples:
             `plan.count()[OpKind.COMPUTE, Action.LOWER]` is the number of lowered products.
         """
         return Counter((d.kind, d.action) for d in self.walk())

@@ -74,7 +74,7 @@ class Reason:
         template: the template.
         args: the texts for the places in the template.
 
-    Example:
+    Examples:
         >>> reason = NOT_RETYPED("f64")
         >>> str(reason), reason.decided_by
         ("f64 is not in the policy's retypes", DecidedBy.PRESET)
@@ -105,7 +105,7 @@ class Reason:
     def of_compute(self) -> Reason:
         """Why the equation is computed as it is, wherever its results are stored.
 
-        Example:
+        Examples:
             >>> STORED(KEEP_REGION("f32"), "bf16", "12.6 MB saved").of_compute
             "keep('f32')"
         """

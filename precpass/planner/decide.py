@@ -37,7 +37,7 @@ def decide(query: Query, policy: PrecisionPolicy) -> Decision:
     Whether a product that the preset lowers pays is decided later, by the device's times
     (`planner.storage`).
 
-    Example:
+    Examples:
         `Planner` asks this for each distinct `Query` of a program.
     """
     kind, place, traits = query.row.kind, query.place, query.traits

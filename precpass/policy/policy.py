@@ -108,7 +108,7 @@ class PrecisionPolicy:
     def precision_for(self, kind: OpKind | str) -> Precision:
         """The precision of a kind.
 
-        Example:
+        Examples:
             >>> AutoMixedBf16.precision_for(OpKind.COMPUTE)
             Precision.BF16
         """
@@ -140,7 +140,7 @@ class PrecisionPolicy:
         Raises:
             ValueError: for anything else.
 
-        Example:
+        Examples:
             >>> AutoMixedBf16.with_profitability("measured")
             AutoMixedBf16.with_profitability('measured')
         """
@@ -155,7 +155,7 @@ class PrecisionPolicy:
         Raises:
             ValueError: for anything else.
 
-        Example:
+        Examples:
             >>> AutoMixedBf16.with_results("f32")
             AutoMixedBf16.with_results('f32')
         """
@@ -192,7 +192,7 @@ class PrecisionPolicy:
             ValueError: for an unknown name or form; the text lists the legal ones.
             TypeError: for a value that is neither policy nor text.
 
-        Example:
+        Examples:
             >>> PrecisionPolicy.parse("c=f16") == AutoMixed
             True
         """
@@ -256,7 +256,7 @@ def Custom(
         ValueError: for an unknown kind or precision, or a precision for BOUNDARY,
             which has its original dtypes by definition.
 
-    Example:
+    Examples:
         >>> Custom({OpKind.COMPUTE: "bf16"}).precision_for("reduction")
         Precision.F32
     """

@@ -25,7 +25,7 @@ class Precision(enum.Enum):
     (float16, float32, float64) and the bfloat16 definition of Intel's
     "BFLOAT16 - Hardware Numerics Definition" (2018).
 
-    Example:
+    Examples:
         >>> Precision.parse("bf16").dtype
         dtype(bfloat16)
         >>> Precision.F16.max

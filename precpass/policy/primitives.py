@@ -359,7 +359,7 @@ COMPUTING = frozenset(name for name, row in TABLE.items() if row.kind is OpKind.
 def op(primitive: str) -> Op:
     """What the table says of a primitive; of one that it does not know, that it is BOUNDARY.
 
-    Example:
+    Examples:
         >>> op("dot_general").kind, op("threefry2x32").kind
         (OpKind.COMPUTE, OpKind.BOUNDARY)
         >>> op("argmax").ranks, op("add").ranks

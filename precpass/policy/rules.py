@@ -69,7 +69,7 @@ class Rule:
         ValueError: for a rule without a pattern, a pattern that no primitive of
             the table matches, a line without a file, or an unknown precision.
 
-    Example:
+    Examples:
         >>> Rule(scope="*/head", precision="f32")
         Rule(scope='*/head', precision='f32')
     """

@@ -31,7 +31,7 @@ _WRITTEN = str.maketrans("\ue000\ue001", "()")
 def escaped(name: str) -> str:
     """A user's name for a scope, as it stands in a name stack.
 
-    Example:
+    Examples:
         >>> "(" in escaped("transpose(x)"), as_written(escaped("transpose(x)"))
         (False, 'transpose(x)')
     """
@@ -53,7 +53,7 @@ _KEEP = re.compile(r"precpass\.keep\[(\w+)\]")
 def clean_scope(stack: str) -> str:
     """A name stack without what JAX's transforms add to it, with names as the user wrote them.
 
-    Example:
+    Examples:
         >>> clean_scope("transpose(jvp(model))/head/rematted_computation")
         'model/head'
     """

@@ -72,7 +72,7 @@ def assert_precision(
         TypeError: if the arguments are no tuple or list.
         ValueError: for a pattern that matches no equation, or an unknown precision.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> def f(x):
         ...     return jnp.tanh(x @ x) @ x

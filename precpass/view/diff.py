@@ -171,7 +171,7 @@ def between(
         TypeError: for what is no plan.
         ValueError: for plans of two programs, or another level.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from precpass import inspect
         >>> plans = [inspect(lambda x: x @ x, p)(jnp.ones((4, 4))).plan

@@ -93,7 +93,7 @@ class Inspection:
         Raises:
             ValueError: for another level.
 
-        Example:
+        Examples:
             >>> import jax.numpy as jnp
             >>> from precpass import inspect
             >>> found = inspect(lambda x: x @ x)(jnp.ones((4, 4)))

@@ -23,7 +23,7 @@ CALLS = frozenset(("jit", "closed_call", "core_call", "eval_jaxpr", "core_closed
 def alike(scope: str) -> str:
     """A scope with "*" for each number, a name that it shares with scopes of other numbers.
 
-    Example:
+    Examples:
         >>> alike("encoder/layer_12")
         'encoder/layer_*'
     """

@@ -168,7 +168,7 @@ def cell_of(file: str) -> str:
 def titled(name: str, policy: str) -> str:
     """A title for what is shown of a program.
 
-    Example:
+    Examples:
         >>> titled("loss", "AutoMixedBf16"), titled("loss", OFF)
         ('loss under AutoMixedBf16', 'loss, switched off')
     """

@@ -103,8 +103,9 @@ def test_every_command_with_every_kind_of_target_and_arguments(name, given, mode
     assert (status if name != "audit" else 0, err) == (0, "") and out.strip()
 
 
-def test_the_json_of_the_readme_is_that_of_the_commands():
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+def test_the_json_in_the_documentation_is_that_of_the_commands():
+    pages = Path(__file__).parents[2] / "docs" / "pages"
+    text = (pages / "reference" / "command-line.md").read_text(encoding="utf-8")
     for name, keys in KEYS.items():
         assert f"| `{name}` | `{'`, `'.join(keys.split())}` |" in text
 

@@ -1,6 +1,7 @@
 """The dated figures in scripts/results/, and what shows them."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,22 @@ def test_a_file_says_when_and_what_and_is_shown_whole(path: Path):
         assert {len(row) for row in table["rows"]} == {len(table["columns"])}
     lines = shown(path.stem).stdout.splitlines()
     assert sum(line.startswith("|") for line in lines) == len(rows) + 2 * len(tables)
+
+
+DOCUMENTS = sorted((SCRIPTS.parent / "docs" / "pages").glob("*/*.md"))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_a_document_shows_the_results_as_they_are(path: Path, tmp_path: Path):
+    written = path.read_text(encoding="utf-8")
+    stale = re.sub(
+        r"(<!-- results: \w+ -->\n).*?(<!-- end of results -->)", r"\1\2", written, flags=re.S
+    )
+    (tmp_path / path.name).write_text(stale, encoding="utf-8")
+    assert shown("--into", str(tmp_path / path.name)).returncode == 0
+    assert (tmp_path / path.name).read_text(encoding="utf-8") == written, (
+        f"scripts/render_results --into {path.relative_to(SCRIPTS.parent)}"
+    )
 
 
 def test_without_a_name_all_are_listed():

@@ -261,16 +261,18 @@ def test_an_edit_that_takes_a_product_away_fails(tmp_path):
     assert "|longer|dot_general" in text
 
 
-# ---------------------------------------------------------------- the README's example
+# ---------------------------------------------------------------- the documentation's example
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+PAGES = Path(__file__).parents[2] / "docs" / "pages"
+PAGE = (PAGES / "how-to" / "lock.md").read_text(encoding="utf-8")
 FIRST = "import jax\nimport jax.numpy as jnp\nimport precpass as pp\n\n\n"
 
 
-def test_the_readmes_example_runs_and_fails_as_it_says(tmp_path, monkeypatch):
-    (example,) = re.findall(r"```python\n(from pathlib.*?)```", README, re.DOTALL)
-    (said,) = re.findall(r"test fails with\n\n(.*?)\n\n(?! )", README, re.DOTALL)
-    (written,) = re.findall(r"^def loss\(w, x\):\n.*?\n$", README, re.DOTALL | re.MULTILINE)
+def test_the_documentations_example_runs_and_fails_as_it_says(tmp_path, monkeypatch):
+    (example,) = re.findall(r"```python\n(from pathlib.*?)```", PAGE, re.DOTALL)
+    (said,) = re.findall(r"test fails with\n\n(.*?)\n\n(?! )", PAGE, re.DOTALL)
+    (written,) = re.findall(r"^def loss\(w, x\):\n.*?\n$", PAGE, re.DOTALL | re.MULTILINE)
+    (shapes,) = re.findall(r"^SHAPES = .*\n", PAGE, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
 
     def run(text):
@@ -278,7 +280,7 @@ def test_the_readmes_example_runs_and_fails_as_it_says(tmp_path, monkeypatch):
         namespace = {"__file__": str(tmp_path / "test_model.py")}
         code = compile(FIRST + text, str(tmp_path / "model.py"), "exec")
         exec(code, namespace)
-        exec(example, namespace)
+        exec(shapes + example, namespace)
         linecache.checkcache()
         namespace["test_the_gradient_stays_low"]()
 

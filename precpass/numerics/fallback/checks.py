@@ -76,7 +76,7 @@ class _OfResult:
 class NonFinite(_OfResult):
     """Fires if a result holds an infinity or a NaN; the report has their number.
 
-    Example:
+    Examples:
         >>> NonFinite().text.format(3)
         'values not finite: 3'
     """
@@ -104,7 +104,7 @@ class OutOfRange(_OfResult):
     Raises:
         ValueError: for a limit that is not positive.
 
-    Example:
+    Examples:
         >>> OutOfRange(limit=1e3).text.format(2e5)
         'a magnitude of 2e+05, above 1000'
     """
@@ -149,7 +149,7 @@ class Predicate(_OfResult):
         TypeError: if `fn` is no function; when it is traced, if it returns anything but a boolean
             scalar.
 
-    Example:
+    Examples:
         >>> Predicate(lambda variance: jnp.any(variance < 0), name="negative").text
         'negative'
     """
@@ -208,7 +208,7 @@ class IllConditioned:
             or is its *args or **kwargs, or a matrix that is not square.
         TypeError: for a matrix that is neither a name nor a function, or not real and floating.
 
-    Example:
+    Examples:
         >>> IllConditioned("a").text.format(1e10)
         'a condition number of 1e+10 leaves less than 1 digit'
     """

@@ -40,7 +40,7 @@ def condition_number(matrix: Any) -> jax.Array:
         TypeError: for a matrix that is not real and floating.
         ValueError: for one that is not square.
 
-    Example:
+    Examples:
         >>> float(condition_number(jnp.diag(jnp.asarray([1.0, 0.5, 0.25]))))
         4.0
     """

@@ -142,7 +142,7 @@ def with_fallback(
         ValueError: for an invalid ladder or check; the text lists the legal ones.
         TypeError: if `fn` is no function; when it is traced, if it returns anything but arrays.
 
-    Example:
+    Examples:
         >>> from precpass import IllConditioned
         >>> guarded = with_fallback(jnp.linalg.solve, ("f32", "f64"), IllConditioned("a"))
         >>> a = jnp.asarray([[1.0, 1.0], [1.0, 1.0 + 2.0**-20]])

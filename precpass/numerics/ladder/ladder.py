@@ -106,7 +106,7 @@ class Ladder:
             steps since then, the easy steps in a row, and how many of them lower the rung.
         rungs, tol, patience, factor, lower_after: as given to `create`.
 
-    Example:
+    Examples:
         >>> from jax import lax
         >>> def step(x, a, b):
         ...     x = x + 0.5 * (b - a @ x)

@@ -100,7 +100,7 @@ def parse_ladder(owner: str, ladder: Any) -> tuple[Rung, ...]:
             than the one before.
         TypeError: if it is no sequence.
 
-    Example:
+    Examples:
         >>> [rung.name for rung in parse_ladder("f", ("bf16", "f32"))]
         ['bf16', 'f32']
     """

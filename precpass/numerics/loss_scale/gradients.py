@@ -43,7 +43,7 @@ def scaled_value_and_grad(
     Raises:
         TypeError: if `scale` is no loss scale.
 
-    Example:
+    Examples:
         >>> from precpass import StaticLossScale
         >>> grads_of = scaled_value_and_grad(lambda x: x**2)
         >>> [float(x) for x in grads_of(StaticLossScale(8.0), 3.0)]
@@ -102,7 +102,7 @@ def all_finite(tree: Tree, axis_name: Axes = None) -> jax.Array:
         tree: a pytree; leaves that are not floating or complex are finite, as is an empty tree.
         axis_name: axes of an enclosing `jax.shard_map` or `jax.vmap` along which all must agree.
 
-    Example:
+    Examples:
         >>> bool(all_finite({"w": jnp.ones(3), "n": 1})), bool(all_finite([jnp.inf]))
         (True, False)
     """
@@ -129,7 +129,7 @@ def skip_nonfinite(finite: Any, new: Tree, old: Tree) -> Tree:
     Raises:
         ValueError: if the structures differ, or the shape or dtype of a leaf.
 
-    Example:
+    Examples:
         >>> new, old = (jnp.float32(2.0), jnp.int32(5)), (jnp.float32(1.0), jnp.int32(4))
         >>> [x.item() for x in skip_nonfinite(False, new, old)]
         [1.0, 4]

@@ -49,7 +49,7 @@ def scaled_optimizer(
     Raises:
         ModuleNotFoundError: if optax is not installed.
 
-    Example:
+    Examples:
         >>> import optax
         >>> optimizer = scaled_optimizer(optax.sgd(1.0), DynamicLossScale(8.0))
         >>> state = optimizer.init(jnp.float32(3.0))

@@ -79,7 +79,7 @@ def _pytree(cls: type[Any]) -> type[Any]:
 class NoOpLossScale:
     """No scaling, for programs in bfloat16 or float32: it has no leaves, and multiplies by one.
 
-    Example:
+    Examples:
         >>> NoOpLossScale().value
         1.0
     """
@@ -102,7 +102,7 @@ class StaticLossScale:
     Attributes:
         value: the scale, a positive finite scalar.
 
-    Example:
+    Examples:
         >>> float(StaticLossScale(1024.0).adjusted(False).value)
         1024.0
     """
@@ -142,7 +142,7 @@ class DynamicLossScale:
             interval of less than one, or a scale that is not between a positive floor and a
             finite ceiling.
 
-    Example:
+    Examples:
         >>> scale = DynamicLossScale(interval=2)
         >>> [float(s.value) for s in (scale.adjusted(False), scale.adjusted(True).adjusted(True))]
         [32768.0, 131072.0]

@@ -72,7 +72,7 @@ def calibrate(
             range; and if no batch reached an equation that the policy lowers, whose range is
             unknown and whose decision does not change.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> f = lambda x, w: jnp.tanh((x @ w) @ w)
         >>> policy = calibrate(f, "AutoMixed", [(jnp.full((4, 4), 300.0), jnp.full((4, 4), 100.0))])

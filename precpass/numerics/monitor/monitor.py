@@ -66,7 +66,7 @@ def monitor(
             of another program.
         TypeError: in a call through which a derivative is taken, or without a `Health`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> monitored = monitor(lambda x: jnp.log(x).sum(), "AlwaysF32")
         >>> out, health = monitored(jnp.asarray([1.0, 0.0, -1.0]))

@@ -163,7 +163,7 @@ def least_squares(
             or an object that is no solver.
         ValueError: for an unknown role, precision or solver, and for a start without unknowns.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> t = np.linspace(0.0, 1.0, 8)
         >>> y = 2.0 * np.exp(-3.0 * t)

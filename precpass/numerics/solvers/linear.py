@@ -136,7 +136,7 @@ def solve(
         ValueError: for shapes that do not fit, an unknown precision or method, or a factor that is
             wider than the refinement.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> A = np.array([[4.0, 1.0], [2.0, 3.0]])
         >>> found = solve(A, np.array([1.0, 2.0]), factor="f16")

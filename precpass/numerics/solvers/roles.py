@@ -44,7 +44,7 @@ class Roles:
         ValueError: for an unknown precision, one that a role cannot have, or one above that of
             the residual, a ladder that does not rise, or one for another role than the Jacobian.
 
-    Example:
+    Examples:
         >>> Roles(jacobian="bf16")
         Roles(residual='f64', gradient='f64', jacobian='bf16', solve='f64')
         >>> Roles.all("f32").solve

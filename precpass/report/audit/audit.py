@@ -234,9 +234,9 @@ def audit(
         TypeError: for an argument with a symbolic dimension, which XLA cannot compile.
         ValueError: for an unknown target, and for a function with host callbacks and a target.
         ModuleNotFoundError: if the target's compiler is not installed.
-        Errors of tracing, lowering or compiling `fn` are raised as they are.
+        Exception: errors of tracing, lowering or compiling `fn`, as they are.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> def f(x, w):
         ...     return x @ w

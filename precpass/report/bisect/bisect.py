@@ -73,7 +73,7 @@ def bisect(
             or a budget below 1.
         RuntimeError: if the pass is switched off.
 
-    Example:
+    Examples:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> def net(x, w):

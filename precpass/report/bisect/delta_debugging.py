@@ -47,7 +47,7 @@ def smallest(root: T, parts: Callable[[T], Sequence[T]], passes: Passes[T]) -> F
         passes: the check. It may raise `OutOfBudget`, and may be called again for a set that it
             was called for before.
 
-    Example:
+    Examples:
         >>> halves = {"abcd": ("ab", "cd"), "ab": ("a", "b"), "cd": ("c", "d")}
         >>> smallest("abcd", lambda g: halves.get(g, ()), lambda kept: "c" in "".join(kept))
         Found(members=('c',), minimal=True)
@@ -94,7 +94,7 @@ def shrink(items: Sequence[T], passes: Passes[T]) -> Iterator[tuple[T, ...]]:
     Yields:
         Each set, in the order of `items`.
 
-    Example:
+    Examples:
         >>> *_, last = shrink("abcdefgh", lambda kept: {"b", "g"} <= set(kept))
         >>> last
         ('b', 'g')

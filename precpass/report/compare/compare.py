@@ -78,7 +78,7 @@ def compare(
             calls Python on the host of a target.
         RuntimeError: of the returned function, when the reference cannot be evaluated.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> def f(x):
         ...     return jnp.tanh(x @ x)

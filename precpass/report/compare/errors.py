@@ -91,7 +91,7 @@ def ulp(x: Array, dtype: Any) -> Array:
     (Goldberg 1991, https://doi.org/10.1145/103162.103163); below the smallest normal number
     it is that of the subnormal ones.
 
-    Example:
+    Examples:
         >>> ulp(np.asarray([1.0, 3.0]), jnp.bfloat16)
         array([0.0078125, 0.015625 ])
     """

@@ -83,7 +83,7 @@ def profile(
         ValueError: for an unknown policy, device or target, a negative `rounds`, `rounds` with a
             target, names that are given twice, and no rows.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> x = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
         >>> found = profile(jnp.dot, ["AlwaysF32", "AutoMixedBf16"], devices="h100", rounds=0)(x, x)

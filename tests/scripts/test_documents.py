@@ -1,0 +1,60 @@
+"""The code of README and of the documentation runs as it is written, and links lead somewhere."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ROOT / "docs" / "pages"
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "ARCHITECTURE.md",
+    *sorted(path for path in PAGES.rglob("*.md") if "tutorials" not in path.parts),
+]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(#[^)]*)?\)")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def code_of(path: Path) -> list[str]:
+    return BLOCK.findall(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if code_of(path)], ids=name_of)
+def test_the_code_runs_in_order_in_an_empty_folder(path: Path, tmp_path: Path):
+    script = tmp_path / "page.py"
+    script.write_text("\n\n".join(code_of(path)), encoding="utf-8")
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "PRECPASS_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    for option in ("JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTION", "PRECPASS"):
+        environment.pop(option, None)
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_links_lead_to_files(path: Path):
+    for target, _ in LINK.findall(path.read_text(encoding="utf-8")):
+        assert (path.parent / target).exists(), target
+
+
+def test_readme_is_short_and_every_page_is_in_the_navigation():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 200
+    navigation = (ROOT / "docs" / "mkdocs.yml").read_text(encoding="utf-8")
+    for path in DOCUMENTS[3:]:
+        assert path.relative_to(PAGES).as_posix() in navigation, path
