@@ -22,13 +22,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.equations import is_shift, moved_operand
+from precpass.plan import reasons
+from precpass.plan.decisions import lower
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
@@ -71,13 +73,19 @@ class _ResultFormats:
         """The plan of one body."""
         key = body, id(plan)
         if key not in self._plans:
-            start = self.graph.bodies[body].start
-            decisions = tuple(
-                self._decision(body, start + at, decision)
-                for at, decision in enumerate(plan.decisions)
-            )
+            start, decisions = self.graph.bodies[body].start, list[Decision]()
+            rounded = set[ir.Var]()
+            for row, planned in enumerate(plan.decisions, start):
+                eqn = self.graph.eqns[row]
+                decision = _moved_low(eqn, self._decision(body, row, planned), rounded)
+                decisions.append(decision)
+                dropped = decision.action is Action.DROP and moved_operand(eqn) in rounded
+                if dropped or _has_low_results(decision):
+                    rounded.update(eqn.outvars)
             same = all(a is b for a, b in zip(decisions, plan.decisions, strict=True))
-            self._plans[key] = plan if same else dataclasses.replace(plan, decisions=decisions)
+            self._plans[key] = (
+                plan if same else dataclasses.replace(plan, decisions=tuple(decisions))
+            )
         return self._plans[key]
 
     def _decision(self, body: int, row: int, decision: Decision) -> Decision:
@@ -176,7 +184,7 @@ class _ResultFormats:
                 if reader is None:
                     names = self._outside(body, var)
                 elif moved_operand(reader) is var or _scales(reader):
-                    names = [(body, reader.outvars[0])]
+                    names = [(body, moved) for moved in reader.outvars]
                 else:
                     names = self._inside(body, reader, var)
                 if names is None:
@@ -222,6 +230,26 @@ class _ResultFormats:
             leaving = zip(outvars, inner.results, strict=True)
             names += [(here, results[at]) for outvar, at in leaving if outvar is var]
         return names
+
+
+def _has_low_results(decision: Decision) -> bool:
+    """Whether an equation's results are made in 16 bits, and not rounded to them afterwards."""
+    if decision.action is not Action.LOWER or decision.compute is not Precision.BF16:
+        return False
+    return decision.product.low_result if decision.kind is OpKind.COMPUTE else decision.converts
+
+
+def _moved_low(eqn: ir.Eqn, decision: Decision, rounded: Collection[ir.Var]) -> Decision:
+    """The decision for an equation that moves a value with 16-bit digits: to move it in 16 bits.
+
+    Otherwise XLA fuses the cast to float32 into the kernel that makes the value, and stores it and
+    all that is moved of it at twice the bytes.
+    """
+    free = decision.action is Action.KEEP and reasons.MAY_RUN.gave(decision.reason)
+    if not free or decision.converts or moved_operand(eqn) not in rounded:
+        return decision
+    formats = [ir.precision_of(v.aval) for v in eqn.outvars]
+    return lower(decision.kind, Precision.BF16, tuple(formats), reasons.MOVES_LOW())
 
 
 def _scales(eqn: ir.Eqn) -> bool:

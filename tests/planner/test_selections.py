@@ -145,3 +145,27 @@ def test_gradients_of_chosen_values_are_near_to_float32s(composition: str):
         got = jax.jit(fn)(W, X)
     assert str(got.dtype) == "float32"
     assert rel_error(got, jax.grad(loss)(W, X)) < 0.05
+
+
+def test_the_result_of_a_product_is_moved_in_the_bits_that_it_has():
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        left, right = jnp.split((x @ w).T, 2)
+        return jnp.tanh(left).sum() + (jnp.exp(right) * left).sum()
+
+    assert dtypes(fn, "split", X, W) == ["bfloat16"]
+    assert dtypes(fn, "split", X, W, target=None) == ["float32"]
+    assert dtypes(fn, "split", X, W, policy=pp.AutoMixedBf16.with_results("f32")) == ["float32"]
+    ordered = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="split", precision="f32"))
+    assert dtypes(fn, "split", X, W, policy=ordered) == ["float32"]
+    found = pp.inspect(jax.grad(fn, argnums=(0, 1)), target="h100")(X, W)
+    got = jax.extend.core.jaxpr_as_fun(found.after)(X, W)
+    for mine, wanted in zip(got, jax.grad(fn, argnums=(0, 1))(X, W), strict=True):
+        assert rel_error(mine, wanted) < 0.02
+
+
+def test_every_part_of_a_result_is_followed_to_a_difference():
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        left, right = jnp.split(x @ w, 2)
+        return jnp.square(right - 1.0).sum() + jnp.tanh(left).sum()
+
+    assert dtypes(fn, "dot_general", X, W) == ["float32"]
