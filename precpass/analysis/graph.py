@@ -102,6 +102,15 @@ class Graph:
         return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
 
     @functools.cached_property
+    def callers(self) -> tuple[tuple[tuple[int, ir.Body], ...], ...]:
+        """For each body, the rows of the equations that have it, and how it is theirs."""
+        rows: list[list[tuple[int, ir.Body]]] = [[] for _ in self.bodies]
+        for row, children in self.children.items():
+            for body, child in children:
+                rows[child].append((row, body))
+        return tuple(map(tuple, rows))
+
+    @functools.cached_property
     def flops(self) -> npt.NDArray[np.float64]:
         """Floating-point operations of one execution of each equation."""
         return np.asarray([flops(eqn) for eqn in self.eqns], np.float64)

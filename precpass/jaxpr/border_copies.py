@@ -2,8 +2,8 @@
 
 A value that is stored low, or that is cast once for all trips of a loop, crosses the border of a
 body twice: in float32, through which derivatives pass, and as a 16-bit copy. If nothing is
-differentiated, XLA drops the float32 value. The copies are unsigned integers, because XLA:CPU of
-jax 0.10 stores bfloat16 loop state as float32.
+differentiated, XLA drops the float32 value. For a CPU the copies are unsigned integers, because
+XLA:CPU of jax 0.10 stores bfloat16 loop state as float32.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def _is_laid_out(eqn: Eqn) -> bool:
     return any(layout is not None for layout in layouts)
 
 
-def border_copy_aval(aval: Aval) -> Any:
-    """The aval of the unsigned integers that hold a value's 16 bits."""
-    return without_reduced(aval).update(dtype=np.dtype(np.uint16), weak_type=False)
+def border_copy_aval(aval: Aval, dtype: Any = np.uint16) -> Any:
+    """The aval of a value's border copy, by default as unsigned integers that hold its 16 bits."""
+    return without_reduced(aval).update(dtype=np.dtype(dtype), weak_type=False)
 
 
 class Crossing(NamedTuple):

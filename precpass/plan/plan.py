@@ -41,11 +41,14 @@ class BorderCopy(NamedTuple):
         position: the value's, among the body's operands or among its results.
         precision: the copy's.
         rounds: whether every reader inside reads the rounded value.
+        as_bits: whether unsigned integers carry its 16 bits, for XLA:CPU. On a TPU integers are
+            laid out in another way than bfloat16, and each bitcast would rewrite the array.
     """
 
     position: int
     precision: Precision
     rounds: bool
+    as_bits: bool = True
 
 
 class BorderCopies(NamedTuple):
@@ -140,6 +143,8 @@ class Decision:
         product: the form of a product, if it is not the one that was written.
         clipped: the operands of a lowered selection that are finite constants beyond the low
             format's largest number, and become that number instead of an infinity.
+        numbers: the operands of a lowered selection that are one number in every element, with the
+            number. They are made anew in the low format, because the caller made them in float32.
     """
 
     action: Action
@@ -152,11 +157,12 @@ class Decision:
     in_float64_span: bool = False
     product: ProductForm = AS_WRITTEN
     clipped: tuple[int, ...] = ()
+    numbers: tuple[tuple[int, float], ...] = ()
 
     @functools.cached_property
     def _hash(self) -> int:
         fields = self.action, self.compute, self.stored, self.reason, self.inner
-        return hash((*fields, self.in_float64_span, self.product, self.clipped))
+        return hash((*fields, self.in_float64_span, self.product, self.clipped, self.numbers))
 
     def __hash__(self) -> int:
         return self._hash

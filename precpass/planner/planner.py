@@ -63,7 +63,9 @@ def make_plan(
     analysis = Analysis(graph, closed_over)
     has_low_results = platform in PLATFORMS and policy.results == "auto"
     selects = has_low_results and policy.low is Precision.BF16
-    plan = Planner(analysis, policy, scope, profit_model, selects=selects).root(border)
+    as_bits = platform not in PLATFORMS
+    planner = Planner(analysis, policy, scope, profit_model, selects=selects, as_bits=as_bits)
+    plan = planner.root(border)
     return with_low_results(plan, analysis) if has_low_results else plan
 
 
@@ -83,6 +85,7 @@ class Planner:
         scope: the name scopes around the program.
         profit_model: tells which products pay; without it all of them do.
         selects: whether selections are evaluated in the low format where that loses nothing.
+        as_bits: whether border copies are unsigned integers (`BorderCopy`).
     """
 
     def __init__(
@@ -93,12 +96,13 @@ class Planner:
         profit_model: ProfitModel | None = None,
         *,
         selects: bool = False,
+        as_bits: bool = True,
     ) -> None:
         self.analysis = analysis
         self.graph = analysis.graph
         self.policy = policy
         self.scope = scope
-        self._selects = selects
+        self._selects, self._as_bits = selects, as_bits
         self.notes: list[str] = []
         self.lowered: dict[Any, ir.Contents] = {}
         self.shared: dict[Any, Plan] = {}
@@ -119,7 +123,7 @@ class Planner:
         if self._cuts and plan.lowers:
             low = self.policy.precision_for(OpKind.COMPUTE)
             of = self.analysis, self.requests, self._weighed, low
-            plan = assign_storage(plan, *of, selects=self._selects)
+            plan = assign_storage(plan, *of, selects=self._selects, as_bits=self._as_bits)
         notes = dict.fromkeys((*self.notes, *self.requests.saved_plan_warnings()))
         unmatched, costs = self.requests.unmatched(), self._weighed.costs(self.policy.lock)
         return dataclasses.replace(plan, notes=tuple(notes), unmatched=unmatched, costs=costs)

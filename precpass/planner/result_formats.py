@@ -20,7 +20,6 @@ roundoff, which is what the rounding of each operand has too, while a rounded su
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Collection, Sequence
 
@@ -52,22 +51,37 @@ def with_low_results(plan: Plan, analysis: Analysis) -> Plan:
         plan: of the program, with its storage assigned.
         analysis: of the program.
     """
-    return _ResultFormats(analysis).of(0, plan)
+    return _ResultFormats(plan, analysis).of(0, plan)
 
 
 class _ResultFormats:
     """The results of the products of one program."""
 
-    def __init__(self, analysis: Analysis) -> None:
+    def __init__(self, plan: Plan, analysis: Analysis) -> None:
         self.graph = analysis.graph
         self._readers = analysis.uses
-        self._callers: dict[int, list[tuple[int, ir.Body]]] = collections.defaultdict(list)
-        for row, children in self.graph.children.items():
-            for body, child in children:
-                self._callers[child].append((row, body))
+        self._stored_low = self._rounded_values(plan)
         self._plans: dict[tuple[int, int], Plan] = {}
         self._makers_of: dict[int, dict[ir.Var, ir.Eqn]] = {}
         self._rows: dict[int, dict[int, int]] = {}
+
+    def _rounded_values(self, root: Plan) -> set[tuple[int, ir.Var]]:
+        """The values, with their bodies, that every plan of their body rounds to 16 bits."""
+        rounded, wide = set[tuple[int, ir.Var]](), set[tuple[int, ir.Var]]()
+        seen, todo = set[tuple[int, int]](), [(0, root)]
+        while todo:
+            body, plan = todo.pop()
+            if (body, id(plan)) in seen:
+                continue
+            seen.add((body, id(plan)))
+            for row, decision in enumerate(plan.decisions, self.graph.bodies[body].start):
+                results = zip(self.graph.eqns[row].outvars, decision.stored, strict=True)
+                for var, stored in results:
+                    is_low = decision.stores_low and stored is not None and stored.is_low
+                    (rounded if is_low else wide).add((body, var))
+                children = self.graph.children.get(row, ())
+                todo += [(c, p) for (_, c), p in zip(children, decision.inner, strict=True)]
+        return rounded - wide
 
     def of(self, body: int, plan: Plan) -> Plan:
         """The plan of one body."""
@@ -151,14 +165,14 @@ class _ResultFormats:
 
     def _is_loop_constant(self, body: int, var: ir.Var) -> bool:
         """Whether a body's operand is the same in every trip of its loop."""
-        callers = self._callers[body]
+        callers = self.graph.callers[body]
         loops = [inner for _, inner in callers if inner.carry or inner.trips != 1]
         invars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars
         return bool(loops) and all(var in invars[: inner.constants] for inner in loops)
 
     def _entering(self, body: int, var: ir.Var) -> tuple[int, ir.Var] | None:
         """The name of a body's operand at its caller; None for one of the program or of a loop."""
-        callers = self._callers[body]
+        callers = self.graph.callers[body]
         invars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars
         if len(callers) != 1 or var not in invars:
             return None
@@ -184,7 +198,9 @@ class _ResultFormats:
                 if reader is None:
                     names = self._outside(body, var)
                 elif moved_operand(reader) is var or _scales(reader):
-                    names = [(body, moved) for moved in reader.outvars]
+                    # A value that is stored in 16 bits has no more digits than the rounded result.
+                    moved = ((body, v) for v in reader.outvars)
+                    names = [name for name in moved if name not in self._stored_low]
                 else:
                     names = self._inside(body, reader, var)
                 if names is None:
@@ -217,7 +233,7 @@ class _ResultFormats:
 
     def _outside(self, body: int, var: ir.Var) -> list[tuple[int, ir.Var]] | None:
         """The names of a body's result at its callers; None if it leaves a loop or the program."""
-        callers = self._callers[body]
+        callers = self.graph.callers[body]
         if not callers:
             return None
         outvars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).outvars

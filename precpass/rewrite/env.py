@@ -19,7 +19,7 @@ from precpass.policy.primitives import named
 from precpass.rewrite.dot_numbers import untransposed
 from precpass.rewrite.low_product import is_in_order, low_copy
 
-__all__ = ["Env", "crossing_aval"]
+__all__ = ["Env", "border_aval", "crossing_aval"]
 
 _MAY_HAVE_LOW_SOURCE = named("repeats") | {"convert_element_type"}
 """The equations whose operand may have a low copy, or be one, in whichever format it is stored."""
@@ -35,8 +35,8 @@ class Env:
             that is not in here stands for itself.
         low_copies: (atom, format) -> its copy in a low format, through which no derivative passes.
         wide_copies: (atom, format) -> its copy in a wider format, which all readers share.
-        border_copies: (atom, format) -> its low copy as 16 bits, in which form it crosses the
-            borders of bodies.
+        border_copies: (atom, format) -> its low copy in the form in which it crosses the borders
+            of bodies: as unsigned integers, or as it is.
         low_sources: variable -> the equation that makes it, if a low copy of the variable is
             better computed from a low copy of that equation's operand.
     """
@@ -60,24 +60,25 @@ class Env:
 
     def enter_border_copy(self, var: ir.Var, border_copy: BorderCopy) -> Any:
         """The new operand that is the border copy of `var`."""
-        new = ir.new_variable(ir.border_copy_aval(var.aval))
+        new = ir.new_variable(border_aval(var.aval, border_copy))
         self.receive(var, new, border_copy)
         return new
 
-    def receive(self, var: ir.Var, bits: Any, border_copy: BorderCopy) -> None:
+    def receive(self, var: ir.Var, copy: Any, border_copy: BorderCopy) -> None:
         """Takes a border copy as the low copy of `var`."""
-        self.border_copies[var, border_copy.precision] = bits
+        self.border_copies[var, border_copy.precision] = copy
         if border_copy.rounds:
             low = self.low_copy(var, border_copy.precision)
             self.values[var] = self.build.rounded(low, self.values.get(var, var))
 
-    def border_copy(self, atom: ir.Atom, precision: Precision) -> Any:
-        """A value's border copy: the bits of its low copy."""
-        key = (atom, precision)
+    def border_copy(self, atom: ir.Atom, border_copy: BorderCopy) -> Any:
+        """A value's border copy: its low copy, or the bits of that."""
+        key = (atom, border_copy.precision)
+        crosses = self.build.bits if _as_bits(atom.aval, border_copy) else self.build.detach
         if ir.is_literal(atom):
-            return self.build.bits(self.read_as(atom, precision))
+            return crosses(self.read_as(atom, border_copy.precision))
         if key not in self.border_copies:
-            self.border_copies[key] = self.build.bits(self.low_copy(atom, precision))
+            self.border_copies[key] = crosses(self.low_copy(atom, border_copy.precision))
         return self.border_copies[key]
 
     def round(self, var: ir.Var, precision: Precision) -> None:
@@ -190,8 +191,11 @@ class Env:
             return self.read_as(atom, precision)
         key = (atom, precision)
         if key not in self.low_copies and key in self.border_copies:
-            self.low_copies[key] = self.build.from_bits(
-                self.border_copies[key], precision.dtype, atom.aval
+            copy, build = self.border_copies[key], self.build
+            self.low_copies[key] = (
+                build.detach(copy)
+                if ir.precision_of(copy.aval)
+                else build.from_bits(copy, precision.dtype, atom.aval)
             )
         if key not in self.low_copies and (maker := self.low_sources.get(atom)) is not None:
             self._move_low(maker, precision)
@@ -290,6 +294,18 @@ def _handed_on(eqn: ir.Eqn) -> Any:
     """The operand that an equation moves, or takes a part of."""
     moved = moved_operand(eqn)
     return chosen_operand(eqn) if moved is None else moved
+
+
+def border_aval(aval: ir.Aval, border_copy: BorderCopy) -> Any:
+    """The aval of a value's border copy."""
+    if _as_bits(aval, border_copy):
+        return ir.border_copy_aval(aval)
+    return ir.border_copy_aval(aval, border_copy.precision.dtype)
+
+
+def _as_bits(aval: ir.Aval, border_copy: BorderCopy) -> bool:
+    # The copy of an array that is reduced over mesh axes is not: only bits have no derivative.
+    return border_copy.as_bits or ir.is_reduced(aval)
 
 
 def crossing_aval(aval: ir.Aval, border: Border) -> Any:

@@ -20,7 +20,7 @@ from precpass.plan.plan import Action, Border, BorderCopy, Decision, Plan
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 from precpass.policy.scopes import join_scopes
-from precpass.rewrite.env import Env, crossing_aval
+from precpass.rewrite.env import Env, border_aval, crossing_aval
 from precpass.rewrite.float64_spans import Float64Span, float64_spans, from_bits, to_bits
 from precpass.rewrite.low_product import lowered
 
@@ -135,7 +135,7 @@ class Rewriter:
         build.leave()
         outvars = [env.output(v, plan.border) for v in opened.outvars]
         outvars += [
-            env.border_copy(opened.outvars[at], low) for at, low, _ in plan.border_copies.results
+            env.border_copy(opened.outvars[t.position], t) for t in plan.border_copies.results
         ]
         new = build.finish(jaxpr, invars, outvars)
         # the entry keeps the jaxpr alive: an id is only unique while its object lives
@@ -269,16 +269,16 @@ def _cross(
     copies_out = _border_copies((body.results, plan.border_copies.results) for body, plan in pairs)
     unread = {at for at, border_copy in copies_in.items() if border_copy.rounds}
     crossing = ir.crossing(eqn, list(copies_in), list(copies_out), unread)
-    low = [
-        env.border_copy(eqn.invars[at], border_copy.precision)
-        for at, border_copy in copies_in.items()
-    ]
+    low = [env.border_copy(eqn.invars[at], border_copy) for at, border_copy in copies_in.items()]
     results = [ir.new_variable(aval) for aval in avals]
-    received = [ir.new_variable(ir.border_copy_aval(eqn.outvars[at].aval)) for at in copies_out]
+    received = [
+        ir.new_variable(border_aval(eqn.outvars[at].aval, border_copy))
+        for at, border_copy in copies_out.items()
+    ]
     env.build.cross(eqn, crossing, [*args, *low], [*results, *received], params)
     _write(env, eqn, results, decision.stored)
-    for (at, border_copy), bits in zip(copies_out.items(), received, strict=True):
-        env.receive(eqn.outvars[at], bits, border_copy)
+    for (at, border_copy), copy in zip(copies_out.items(), received, strict=True):
+        env.receive(eqn.outvars[at], copy, border_copy)
 
 
 @contextlib.contextmanager
@@ -353,6 +353,8 @@ def _low(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
         ]
         for at in decision.clipped:
             args[at] = _clipped(env, eqn.invars[at], low)
+        for at, number in decision.numbers:
+            args[at] = _filled(env, eqn.invars[at], number, low)
     else:
         args = [env.read_as(v, low) for v in eqn.invars]
     if row.accumulates:
@@ -389,6 +391,16 @@ def _clipped(env: Env, atom: ir.Atom, low: Precision) -> Any:
 
     (wide,) = env.build.call(clipped, [env.read(atom)], ("clipped", low))
     return env.as_(wide, low)
+
+
+def _filled(env: Env, atom: ir.Atom, number: float, low: Precision) -> Any:
+    """An array like another one, of one number in a low format, or of that format's nearest."""
+    nearest = min(max(number, -low.max), low.max) if np.isfinite(number) else number
+
+    def filled(x: Any) -> list[Any]:
+        return [lax.full_like(x, nearest, low.dtype)]
+
+    return env.build.call(filled, [env.read(atom)], ("filled", repr(nearest), low))[0]
 
 
 def _wide(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:

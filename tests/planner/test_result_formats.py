@@ -1,5 +1,6 @@
 """On a GPU products have results in 16 bits where no sum loses digits, and convolutions always."""
 
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -285,3 +286,48 @@ def test_on_a_cpu_no_cotangent_is_rounded():
 
     jaxpr = jax.make_jaxpr(jax.grad(pp.auto_mixed(loss)))((A, A), B)
     assert set(results(jaxpr)) == {"float32"}
+
+
+@pytest.mark.parametrize("target", ["h100", "tpu v5e"])
+def test_a_result_that_a_checkpoint_saves_is_rounded_by_its_kernel(target: str):
+    """The loop stacks it in 16 bits, so a float32 result would only be written and cast."""
+
+    def layer(c: jax.Array, a: jax.Array) -> tuple[jax.Array, None]:
+        return c + jnp.tanh(jax.nn.gelu(c @ a) @ A), None
+
+    def loss(stack: jax.Array, c: jax.Array) -> jax.Array:
+        saves = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        return lax.scan(jax.checkpoint(layer, policy=saves), c, stack)[0].sum()
+
+    jaxpr = after(jax.grad(loss), jnp.stack([A] * 3), B, target=target)
+    shapes = [str(e.outvars[0].aval) for e in named(jaxpr, "dot_general")]
+    # the backward loop stacks the gradient of the weights, which is the program's result
+    assert shapes.count("float32[32,32]") == 1
+    assert set(shapes) - {"float32[32,32]"} == {"bfloat16[16,32]"}
+    stacks = [str(v.aval.dtype) for e in named(jaxpr, "scan") for v in e.outvars]
+    assert stacks.count("bfloat16") >= 2 and "uint16" not in stacks
+
+
+def test_what_crosses_a_border_in_16_bits_is_differentiated_as_on_a_cpu():
+    def loss(stack: jax.Array, c: jax.Array) -> jax.Array:
+        def layer(c: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.Array]:
+            c = jnp.tanh(c @ a) @ A
+            return c, c.sum()
+
+        return lax.scan(layer, c, stack)[1].sum()
+
+    def fitted(stack: jax.Array, c: jax.Array) -> jax.Array:
+        gradient = jax.grad(loss)(stack, c)
+        return loss(stack - 0.01 * gradient, c)
+
+    args = jnp.stack([A] * 3), B
+    wanted = jax.grad(fitted)(*args)
+    found = []
+    for place in (Gpu(), Gpu("tpu", "TPU v5 lite"), None):
+        with planned_for(place) if place else contextlib.nullcontext():
+            fn = pp.auto_mixed(lambda *xs: fitted(*xs))
+            reverse, forward = jax.grad(fn)(*args), jax.jacfwd(fn)(*args)
+        assert reverse.dtype == jnp.float32
+        assert rel_error(reverse, wanted) < 0.02 and rel_error(forward, wanted) < 0.02
+        found.append("uint16" in str(pp.inspect(jax.grad(fitted), target=place)(*args).after))
+    assert found == [False, False, True]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import precpass as pp
-from tests.support.jaxprs import named
+from tests.support.jaxprs import inner_jaxprs, named, opened, walk
 from tests.support.values import normal_array, rel_error
 
 X, W, V = normal_array(0, 16, 32), normal_array(1, 32, 32) / 6, normal_array(2, 32, 32) / 6
@@ -169,3 +169,42 @@ def test_every_part_of_a_result_is_followed_to_a_difference():
         return jnp.square(right - 1.0).sum() + jnp.tanh(left).sum()
 
     assert dtypes(fn, "dot_general", X, W) == ["float32"]
+
+
+def makers_of_operands(jaxpr: Any, name: str, shape: tuple[int, ...]) -> list[str]:
+    """The primitives that make the 16-bit operands of equations, in the equations' own bodies."""
+    found: list[str] = []
+    for body in [opened(jaxpr), *(inner for eqn in walk(jaxpr) for inner in inner_jaxprs(eqn))]:
+        makers = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+        for eqn in body.eqns:
+            for v in eqn.invars if eqn.primitive.name == name else ():
+                is_low = v.aval.shape == shape and str(v.aval.dtype) == "bfloat16"
+                if is_low and not hasattr(v, "val") and v in makers:
+                    read = map(id, makers[v].invars)
+                    comes_in = not set(map(id, body.invars)).isdisjoint(read)
+                    found.append(makers[v].primitive.name + " of an operand" * comes_in)
+    return found
+
+
+def attention(stack: jax.Array, x: jax.Array, fill: Any) -> jax.Array:
+    mask = jnp.tril(jnp.ones((16, 16), bool))
+
+    def layer(c: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        scores = jnp.where(mask, (c @ w) @ c.T, fill)
+        return jnp.tanh(jax.nn.softmax(scores, axis=-1) @ c), None
+
+    return jax.lax.scan(layer, x, stack)[0].sum()
+
+
+@pytest.mark.parametrize("fill", [-1e9, float(jnp.finfo(jnp.float32).min), -jnp.inf])
+def test_what_a_mask_fills_in_is_no_float32_array_that_a_loop_reads(fill: float):
+    """JAX makes it once before the loop, so that every trip would read it from memory."""
+    stack = jnp.stack([W] * 3)
+    gradient = jax.grad(lambda s, x: attention(s, x, fill))
+    found = pp.inspect(gradient, target="h100")(stack, X).after
+    makers = makers_of_operands(found, "select_n", (16, 16))
+    assert "broadcast_in_dim" in makers
+    # what comes into the bodies that select is the scores and, in the backward pass, their cotangent
+    assert makers.count("convert_element_type of an operand") == 2
+    got, wanted = jax.extend.core.jaxpr_as_fun(found)(stack, X)[0], gradient(stack, X)
+    assert bool(jnp.isfinite(got).all()) and rel_error(got, wanted) < 0.03

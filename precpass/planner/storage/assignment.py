@@ -19,6 +19,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.accumulation import LoopFeedback, all_feedback
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.graph import BodyNode
+from precpass.analysis.uniform import number_from_outside
 from precpass.plan import reasons
 from precpass.plan.plan import Action, BorderCopies, BorderCopy, Decision, Plan
 from precpass.plan.reasons import DecidedBy
@@ -48,6 +49,7 @@ def assign_storage(
     low: Precision,
     *,
     selects: bool = False,
+    as_bits: bool = True,
 ) -> Plan:
     """The plan with the storage of its values, and without the products that do not pay.
 
@@ -59,13 +61,14 @@ def assign_storage(
         low: the 16-bit format.
         selects: whether selections are evaluated in the low format, so that a GPU's fusions write
             16 bits: XLA leaves out a rounding that is widened again where it is read.
+        as_bits: whether border copies are unsigned integers.
     """
-    assignment = _Assignment(plan, analysis, requests, pricing, low, selects)
+    assignment = _Assignment(plan, analysis, requests, pricing, low, selects, as_bits)
     while assignment.products_left_wide:
         # The values that have lost their digits were found as if these products were low. So the
         # storage of all values is assigned anew, now that these products stay in float32.
         plan = assignment.with_products_wide()
-        assignment = _Assignment(plan, analysis, requests, pricing, low, selects)
+        assignment = _Assignment(plan, analysis, requests, pricing, low, selects, as_bits)
     return assignment.with_storage()
 
 
@@ -84,12 +87,14 @@ class _Assignment:
         pricing: ProductPricing,
         low: Precision,
         selects: bool,
+        as_bits: bool,
     ) -> None:
         self._plan = plan
         self.graph = analysis.graph
         self.analysis = analysis
         self.requests = requests
         self.low = low
+        self._as_bits = as_bits
         self._decisions = dict[int, list[Decision]]()
         # Rows whose decision the cut may change: products, and equations with bodies. Rows whose
         # results it rounds are added later.
@@ -284,8 +289,17 @@ class _Assignment:
                 stored=stored,
                 reason=why,
                 clipped=self._eligibility.constants_beyond(row),
+                numbers=tuple(self._numbers(row)),
             )
         return dataclasses.replace(decision, stored=stored, reason=why)
+
+    def _numbers(self, row: int) -> Iterator[tuple[int, float]]:
+        """The float32 operands of an equation that are one number, made outside of its body."""
+        for at, atom in enumerate(self.graph.eqns[row].invars):
+            if ir.precision_of(atom.aval) is Precision.F32:
+                number = number_from_outside(self.graph, row, atom)
+                if number is not None:
+                    yield at, number
 
     def _entered_decision(self, row: int, body: int, decision: Decision) -> Decision:
         eqn, crosses = self.graph.eqns[row], self._crosses(row)
@@ -309,7 +323,8 @@ class _Assignment:
         for position, atom in enumerate(atoms):
             values = self.classes.of(body, atom)
             if values is not None and id(values) in self._crossing:
-                yield BorderCopy(position, self.low, id(values) in self._rounded)
+                rounds = id(values) in self._rounded
+                yield BorderCopy(position, self.low, rounds, self._as_bits)
 
     def _what_is_saved(self, values: StorageClass) -> str:
         """The memory that storing a class in 16 bits saves, and what reads it, in words."""

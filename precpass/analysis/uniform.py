@@ -1,0 +1,95 @@
+"""Arrays of which every element is one number, such as the value that a mask fills in.
+
+`ValueRange` bounds the finite elements of a value only, so it cannot tell that all elements are
+alike. This follows a value to the literal that it was made of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precpass import jaxpr as ir
+from precpass.analysis.graph import Graph
+
+__all__ = ["number_from_outside"]
+
+_REPEATING = frozenset(("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"))
+"""Primitives whose result has no other numbers than their only operand."""
+
+
+def number_from_outside(graph: Graph, row: int, atom: ir.Atom) -> float | None:
+    """The number that every element of an operand is, if a body's caller made the operand.
+
+    JAX makes what a loop's body repeats in every trip once, before the loop. Such an array is read
+    from memory in every trip, while one that is made inside of the body costs nothing.
+
+    Args:
+        graph: the program.
+        row: an equation.
+        atom: one of its operands.
+
+    Returns:
+        The number; None if it is unknown, or if the operand is a literal or made in the same body.
+    """
+    body, at = int(graph.body[row]), row
+    # The calls whose bodies were entered on the way, innermost last.
+    entered: list[int] = []
+    crosses = False
+    while not ir.is_literal(atom):
+        node = graph.bodies[body]
+        makers = {v: r for r in range(node.start, node.stop) for v in graph.eqns[r].outvars}
+        if atom in makers:
+            at = makers[atom]
+            inside = _inside(graph, at, atom)
+            if inside is not None:
+                entered.append(at)
+                body, atom = inside
+            elif _repeats(graph.eqns[at]):
+                (atom,) = graph.eqns[at].invars
+            else:
+                return None
+        else:
+            outside = _outside(graph, body, atom, entered)
+            if outside is None:
+                return None
+            crosses = True
+            body, atom = outside
+    is_number = crosses and not getattr(atom.val, "shape", ())
+    return float(atom.val) if is_number else None
+
+
+def _repeats(eqn: ir.Eqn) -> bool:
+    if eqn.primitive.name == "convert_element_type":
+        formats = [ir.precision_of(v.aval) for v in (*eqn.invars, *eqn.outvars)]
+        return formats[0] is formats[1] is not None
+    return eqn.primitive.name in _REPEATING and len(eqn.invars) == 1
+
+
+def _inside(graph: Graph, row: int, atom: ir.Atom) -> tuple[int, Any] | None:
+    """The name of a call's result in the only body of the call, which runs once."""
+    match graph.children.get(row, ()):
+        case ((body, child),) if body.trips == 1 and not body.carry:
+            position = graph.eqns[row].outvars.index(atom)
+            if position in body.results:
+                return child, ir.open_jaxpr(body.jaxpr).outvars[body.results.index(position)]
+    return None
+
+
+def _outside(graph: Graph, body: int, atom: ir.Atom, entered: list[int]) -> tuple[int, Any] | None:
+    """The name of a body's operand at the call that was entered, or else at the only call.
+
+    An operand of a loop's trips counts if it is the same in each of them.
+    """
+    callers = graph.callers[body]
+    if entered:
+        call = entered.pop()
+        callers = tuple(caller for caller in callers if caller[0] == call)
+    invars = ir.open_jaxpr(graph.bodies[body].jaxpr).invars
+    if len(callers) != 1 or atom not in invars:
+        return None
+    ((row, inner),) = callers
+    position = invars.index(atom)
+    is_constant = position < inner.constants or (inner.trips == 1 and not inner.carry)
+    if not is_constant:
+        return None
+    return int(graph.body[row]), graph.eqns[row].invars[inner.operands[position]]
