@@ -72,6 +72,8 @@ def _inside(graph: Graph, row: int, atom: ir.Atom) -> tuple[int, Any] | None:
             position = graph.eqns[row].outvars.index(atom)
             if position in body.results:
                 return child, ir.open_jaxpr(body.jaxpr).outvars[body.results.index(position)]
+        case _:
+            pass
     return None
 
 

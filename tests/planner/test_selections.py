@@ -204,7 +204,7 @@ def test_what_a_mask_fills_in_is_no_float32_array_that_a_loop_reads(fill: float)
     found = pp.inspect(gradient, target="h100")(stack, X).after
     makers = makers_of_operands(found, "select_n", (16, 16))
     assert "broadcast_in_dim" in makers
-    # what comes into the bodies that select is the scores and, in the backward pass, their cotangent
+    # the scores come into the selecting bodies, and in the backward pass their cotangent
     assert makers.count("convert_element_type of an operand") == 2
     got, wanted = jax.extend.core.jaxpr_as_fun(found)(stack, X)[0], gradient(stack, X)
     assert bool(jnp.isfinite(got).all()) and rel_error(got, wanted) < 0.03

@@ -1,0 +1,84 @@
+"""An equation other than a product, evaluated in a low format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from precpass import jaxpr as ir
+from precpass.analysis.equations import spreads
+from precpass.plan.plan import Decision
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind, op
+from precpass.rewrite.env import Env
+
+__all__ = ["low_results"]
+
+
+def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
+    """An equation with low operands and results; sums are taken in float32 and rounded once."""
+    low = decision.compute
+    assert low is not None
+    row = op(eqn.primitive.name)
+    if spreads(eqn):
+        results = env.build.bind(eqn, [env.read(v) for v in eqn.invars])
+        return [env.as_(x, low) for x in results]
+    if row.kind is OpKind.ELEMENTWISE:
+        shape, read_as = eqn.outvars[0].aval.shape, env.read_as
+        args = [
+            read_as(v, low) if v.aval.shape == shape else _spread(env, v, shape, low)
+            for v in eqn.invars
+        ]
+        for at in decision.clipped:
+            args[at] = _clipped(env, eqn.invars[at], low)
+        for at, number in decision.numbers:
+            args[at] = _filled(env, eqn.invars[at], number, low)
+    else:
+        args = [env.read_as(v, low) for v in eqn.invars]
+    if row.accumulates:
+        pairs = zip(args, eqn.invars, strict=True)
+        args = [env.as_(x, ir.precision_of(v.aval)) for x, v in pairs]
+    return [env.as_(x, low) for x in env.build.bind(eqn, args)]
+
+
+def _spread(env: Env, atom: ir.Atom, out: tuple[Any, ...], low: Precision) -> Any:
+    """An operand of an elementwise equation in the low format, in the shape of its result.
+
+    Elementwise equations broadcast dimensions of size 1, and clamp broadcasts scalar bounds. The
+    transpose of that is a sum, which would be taken in the low format.
+    """
+    if ir.is_literal(atom) or ir.precision_of(atom.aval) is None:
+        return env.read_as(atom, low)
+    dims = tuple(range(len(out) - len(atom.aval.shape), len(out)))
+
+    def spread(x: Any) -> list[Any]:
+        return [lax.broadcast_in_dim(x, out, dims)]
+
+    (wide,) = env.build.call(spread, [env.read(atom)], ("spread", out))
+    return env.as_(wide, low)
+
+
+def _clipped(env: Env, atom: ir.Atom, low: Precision) -> Any:
+    """A finite constant in a low format that it is beyond: the largest number of its sign."""
+    if ir.is_literal(atom):
+        return ir.literal(np.clip(atom.val, -low.max, low.max).astype(low.dtype), atom)
+    near = low.dtype.type(low.max).astype(np.float32)
+
+    def clipped(x: Any) -> list[Any]:
+        return [lax.clamp(-near, x, near)]
+
+    (wide,) = env.build.call(clipped, [env.read(atom)], ("clipped", low))
+    return env.as_(wide, low)
+
+
+def _filled(env: Env, atom: ir.Atom, number: float, low: Precision) -> Any:
+    """An array like another one, of one number in a low format, or of that format's nearest."""
+    nearest = min(max(number, -low.max), low.max) if np.isfinite(number) else number
+
+    def filled(x: Any) -> list[Any]:
+        return [lax.full_like(x, nearest, low.dtype)]
+
+    return env.build.call(filled, [env.read(atom)], ("filled", repr(nearest), low))[0]
