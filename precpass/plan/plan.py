@@ -145,6 +145,8 @@ class Decision:
             format's largest number, and become that number instead of an infinity.
         numbers: the operands of a lowered selection that are one number in every element, with the
             number. They are made anew in the low format, because the caller made them in float32.
+        keeps_rounding: whether the rounding of its results is written so that XLA does not leave it
+            out. Otherwise XLA may drop a cast to 16 bits that is followed by one to float32.
     """
 
     action: Action
@@ -158,11 +160,13 @@ class Decision:
     product: ProductForm = AS_WRITTEN
     clipped: tuple[int, ...] = ()
     numbers: tuple[tuple[int, float], ...] = ()
+    keeps_rounding: bool = False
 
     @functools.cached_property
     def _hash(self) -> int:
         fields = self.action, self.compute, self.stored, self.reason, self.inner
-        return hash((*fields, self.in_float64_span, self.product, self.clipped, self.numbers))
+        form = self.product, self.clipped, self.numbers, self.keeps_rounding
+        return hash((*fields, self.in_float64_span, *form))
 
     def __hash__(self) -> int:
         return self._hash

@@ -62,9 +62,9 @@ def make_plan(
     graph = Graph.build(jaxpr, lambda inner: distinguish(policy, join_scopes(scope, inner)))
     analysis = Analysis(graph, closed_over)
     has_low_results = platform in PLATFORMS and policy.results == "auto"
-    selects = has_low_results and policy.low is Precision.BF16
+    writes = has_low_results and policy.low is Precision.BF16
     as_bits = platform not in PLATFORMS
-    planner = Planner(analysis, policy, scope, profit_model, selects=selects, as_bits=as_bits)
+    planner = Planner(analysis, policy, scope, profit_model, writes=writes, as_bits=as_bits)
     plan = planner.root(border)
     return with_low_results(plan, analysis) if has_low_results else plan
 
@@ -84,7 +84,8 @@ class Planner:
         policy: what to aim for.
         scope: the name scopes around the program.
         profit_model: tells which products pay; without it all of them do.
-        selects: whether selections are evaluated in the low format where that loses nothing.
+        writes: whether what the compiler's fusions write is stored in the low format where that
+            loses no digits (`planner.storage.written`).
         as_bits: whether border copies are unsigned integers (`BorderCopy`).
     """
 
@@ -95,14 +96,14 @@ class Planner:
         scope: str,
         profit_model: ProfitModel | None = None,
         *,
-        selects: bool = False,
+        writes: bool = False,
         as_bits: bool = True,
     ) -> None:
         self.analysis = analysis
         self.graph = analysis.graph
         self.policy = policy
         self.scope = scope
-        self._selects, self._as_bits = selects, as_bits
+        self._writes, self._as_bits = writes, as_bits
         self.notes: list[str] = []
         self.lowered: dict[Any, ir.Contents] = {}
         self.shared: dict[Any, Plan] = {}
@@ -123,7 +124,7 @@ class Planner:
         if self._cuts and plan.lowers:
             low = self.policy.precision_for(OpKind.COMPUTE)
             of = self.analysis, self.requests, self._weighed, low
-            plan = assign_storage(plan, *of, selects=self._selects, as_bits=self._as_bits)
+            plan = assign_storage(plan, *of, writes=self._writes, as_bits=self._as_bits)
         notes = dict.fromkeys((*self.notes, *self.requests.saved_plan_warnings()))
         unmatched, costs = self.requests.unmatched(), self._weighed.costs(self.policy.lock)
         return dataclasses.replace(plan, notes=tuple(notes), unmatched=unmatched, costs=costs)

@@ -306,7 +306,7 @@ def _write(
 def _round(env: Env, eqn: ir.Eqn, decision: Decision) -> None:
     for var, precision in zip(eqn.outvars, decision.stored, strict=True):
         if precision is not None:
-            env.round(var, precision)
+            env.round(var, precision, keeps=decision.keeps_rounding)
 
 
 def _exchanged(env: Env, eqn: ir.Eqn) -> Any:

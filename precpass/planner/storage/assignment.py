@@ -28,8 +28,9 @@ from precpass.planner.requests import PolicyRequests
 from precpass.planner.storage.eligibility import Eligibility
 from precpass.planner.storage.energy import NOMINAL, Candidate, StorageEnergy
 from precpass.planner.storage.value_classes import StorageClass, StorageClasses
+from precpass.planner.storage.written import written_by_fusions
 from precpass.policy.precision import Precision
-from precpass.policy.primitives import COMPUTING, OpKind
+from precpass.policy.primitives import COMPUTING, OpKind, op
 from precpass.units import counted, duration, sized
 
 __all__ = ["LITTLE", "assign_storage"]
@@ -48,7 +49,7 @@ def assign_storage(
     pricing: ProductPricing,
     low: Precision,
     *,
-    selects: bool = False,
+    writes: bool = False,
     as_bits: bool = True,
 ) -> Plan:
     """The plan with the storage of its values, and without the products that do not pay.
@@ -59,16 +60,16 @@ def assign_storage(
         requests: what the policy asks of single equations.
         pricing: what products cost.
         low: the 16-bit format.
-        selects: whether selections are evaluated in the low format, so that a GPU's fusions write
-            16 bits: XLA leaves out a rounding that is widened again where it is read.
+        writes: whether values count that the compiler's fusions write to memory, as those of a GPU
+            and a TPU do.
         as_bits: whether border copies are unsigned integers.
     """
-    assignment = _Assignment(plan, analysis, requests, pricing, low, selects, as_bits)
+    assignment = _Assignment(plan, analysis, requests, pricing, low, writes, as_bits)
     while assignment.products_left_wide:
         # The values that have lost their digits were found as if these products were low. So the
         # storage of all values is assigned anew, now that these products stay in float32.
         plan = assignment.with_products_wide()
-        assignment = _Assignment(plan, analysis, requests, pricing, low, selects, as_bits)
+        assignment = _Assignment(plan, analysis, requests, pricing, low, writes, as_bits)
     return assignment.with_storage()
 
 
@@ -86,7 +87,7 @@ class _Assignment:
         requests: PolicyRequests,
         pricing: ProductPricing,
         low: Precision,
-        selects: bool,
+        writes: bool,
         as_bits: bool,
     ) -> None:
         self._plan = plan
@@ -101,7 +102,8 @@ class _Assignment:
         self._rows_of = [self._rows(node) for node in self.graph.bodies]
         self._collect_decisions(plan)
         self.reads_low = {row for row, each in self._decisions.items() if self._lowers(each)}
-        self.classes = StorageClasses(self.graph, self._crosses, self.reads_low, selects=selects)
+        written = written_by_fusions(self.graph, self.reads_low) if writes else ()
+        self.classes = StorageClasses(self.graph, self._crosses, self.reads_low, written=written)
         candidates = self._candidates(pricing)
         device = pricing.device or NOMINAL
         self._energy = StorageEnergy(self.graph, self.classes, self._eligible(), candidates, device)
@@ -280,8 +282,12 @@ class _Assignment:
             return decision
         stored = tuple(None if values is None else self.low for values in defines)
         why = reasons.STORED(decision.reason, self.low, self._what_is_saved(rounded[0]))
-        if any(row in values.selecting for values in rounded) and decision.action is Action.KEEP:
-            # The only rounding is that of what is selected.
+        is_written = any(row in values.written for values in rounded)
+        is_kept = is_written and decision.action is Action.KEEP
+        if is_kept and not op(self.graph.eqns[row].primitive.name).chooses:
+            return dataclasses.replace(decision, stored=stored, reason=why, keeps_rounding=True)
+        if is_kept:
+            # What is selected has no other rounding.
             return dataclasses.replace(
                 decision,
                 action=Action.LOWER,

@@ -201,7 +201,7 @@ def may_be_computed_again(program: Eligibility, values: StorageClass) -> str | N
     The value is then never in memory, and rounding it gains nothing. The same holds for a stack
     that the user's program makes, unless a derivative reads it. A GPU's fusions write a selection.
     """
-    if values.low_readers or values.selecting or _is_made_by_products(program, values):
+    if values.low_readers or values.written or _is_made_by_products(program, values):
         return None
     is_only_kept = {place.kind for place in values.places} == {"kept"}
     read = [(body, row) for body, rows in values.wide_readers.items() for row in rows]
@@ -217,7 +217,7 @@ def has_all_digits(program: Eligibility, values: StorageClass) -> str | None:
     results = (program.graph.eqns[row].outvars[k] for row, k in values.defined)
     follows = all(v in following for v in results)
     # What products decide alone, and do not give, is a choice of exact numbers.
-    for row in values.selecting:
+    for row in values.written:
         numbers = (v for v in program.graph.eqns[row].invars if ir.precision_of(v.aval) is not None)
         follows = follows and any(not ir.is_literal(v) and v in following for v in numbers)
     return None if follows else "has all of its digits"
@@ -276,7 +276,7 @@ def exceeds_range(program: Eligibility, values: StorageClass) -> str | None:
         for known in (facts.of(result) for facts in program.analysis.facts_of.get(body, ())):
             if known.random:
                 return "follows random bits"
-            if row in values.selecting and program.constants_beyond(row):
+            if row in values.written and program.constants_beyond(row):
                 known = _within(known, program.low)
             if reason := why_out_of_range(_as_a_whole(known), program.low):
                 return str(reason)
@@ -327,7 +327,7 @@ def is_read_exactly(program: Eligibility, values: StorageClass) -> str | None:
         # The derivative of a softmax's maximum is an equation that nothing reads.
         if why is None or program.dead[row]:
             continue
-        if not (values.selecting and _is_shift(program, values, row)):
+        if not (values.written and _is_shift(program, values, row)):
             return why
     return None
 

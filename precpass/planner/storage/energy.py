@@ -249,4 +249,4 @@ class StorageEnergy:
 
 def _traffic(place: Place) -> float:
     """The bytes that are written and read."""
-    return place.nbytes * (2.0 if place.kind in ("carry", "kept", "selected") else 1.0)
+    return place.nbytes * (2.0 if place.kind in ("carry", "kept", "written") else 1.0)

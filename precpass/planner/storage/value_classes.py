@@ -35,7 +35,7 @@ class Place:
         nbytes: the bytes of all values that are stored there in one run, in float32.
         times: how many values these are.
         kind: "stacked" and "sliced" by a loop, its "carry", "kept" by the forward pass for the
-            backward pass, or "selected" by an equation that chooses between its operands.
+            backward pass, or "written" by a fusion, for all equations that read it.
     """
 
     nbytes: float
@@ -60,7 +60,7 @@ class StorageClass:
         is_input: whether one of them is an argument of the program, or of a call whose operands
             keep their dtypes.
         is_output: whether one of them is a result of the program or of such a call.
-        selecting: the rows that choose each of its elements from an operand's, as a relu does.
+        written: the rows whose results a fusion writes (`written_by_fusions`).
     """
 
     defined: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -72,7 +72,7 @@ class StorageClass:
     crossed: set[int] = dataclasses.field(default_factory=set)
     is_input: bool = False
     is_output: bool = False
-    selecting: set[int] = dataclasses.field(default_factory=set)
+    written: set[int] = dataclasses.field(default_factory=set)
 
 
 class StorageClasses:
@@ -82,7 +82,7 @@ class StorageClasses:
         graph: the program.
         crosses: whether values may cross the borders of a row's bodies on 16 bits.
         reads_low: the rows that read their first two operands on 16 bits.
-        selects: whether results that are selected count as in memory, as a GPU's fusions have them.
+        written: the rows whose results a fusion writes, so that each result becomes a class.
     """
 
     def __init__(
@@ -91,12 +91,15 @@ class StorageClasses:
         crosses: Callable[[int], bool],
         reads_low: Collection[int],
         *,
-        selects: bool = False,
+        written: Collection[int] = (),
     ) -> None:
         self.graph = graph
         self.reads_low = reads_low
         self._parents: dict[Key, Key] = {}
-        self._selecting = self._selections() if selects else frozenset[int]()
+        self._written = written
+        for row in written:
+            key = int(graph.body[row]), graph.eqns[row].outvars[0]
+            self._join(key, key)
         self._crossed = {row for row in graph.children if crosses(row)}
         for row in sorted(self._crossed):
             self._link(row)
@@ -183,16 +186,6 @@ class StorageClasses:
             self._join(key, key)
         return kept
 
-    def _selections(self) -> frozenset[int]:
-        """The rows of selections, each of whose results becomes a class."""
-        rows: set[int] = set()
-        for row, eqn in enumerate(self.graph.eqns):
-            if op(eqn.primitive.name).chooses and _is_wide(eqn.outvars[0]):
-                key = int(self.graph.body[row]), eqn.outvars[0]
-                self._join(key, key)
-                rows.add(row)
-        return frozenset(rows)
-
     def is_backward(self, body: int, eqn: ir.Eqn) -> bool:
         """Whether an equation of a body belongs to a backward pass."""
         return is_backward(self.graph.scope_in(body, eqn))
@@ -272,11 +265,11 @@ class StorageClasses:
                 if (body, eqn.outvars[k]) in kept:
                     size = nbytes(eqn.outvars[k].aval) * node.calls
                     values.places.append(Place(size, node.calls, "kept"))
-            if row in self._selecting:
+            if row in self._written:
                 values = class_of[eqn.outvars[0]]
                 size = nbytes(eqn.outvars[0].aval) * node.calls
-                values.places.append(Place(size, node.calls, "selected"))
-                values.selecting.add(row)
+                values.places.append(Place(size, node.calls, "written"))
+                values.written.add(row)
 
     def _note_readers(self, row: int, body: int, reads: list[tuple[int, StorageClass]]) -> None:
         low, eqn = row in self.reads_low, self.graph.eqns[row]
