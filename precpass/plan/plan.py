@@ -187,6 +187,8 @@ class Decision:
     @property
     def stores_low(self) -> bool:
         """Whether its results are rounded and stored in 16 bits after it is computed in float32."""
+        if self.keeps_rounding:
+            return True
         is_product = self.action is Action.LOWER and self.kind is OpKind.COMPUTE
         return (is_product or self.action is Action.KEEP) and self.converts
 
@@ -205,7 +207,8 @@ class Decision:
     def changes(self) -> bool:
         """Whether the rewritten equation differs."""
         if self.action is Action.ENTER:
-            return self.rules is not None or any(plan.changes for plan in self.inner)
+            is_inside = self.rules is not None or any(plan.changes for plan in self.inner)
+            return self.keeps_rounding or is_inside
         return self.alters
 
     @property

@@ -6,6 +6,7 @@ An equation that stays as it is is reused, and not bound again.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from typing import Any
@@ -184,7 +185,11 @@ class Rewriter:
                 _round(env, eqn, decision)
             return
         env.build.at(eqn)
-        if action is Action.ENTER:
+        if action is Action.ENTER and decision.keeps_rounding:
+            unrounded = (None,) * len(decision.stored)
+            self._enter(env, eqn, dataclasses.replace(decision, stored=unrounded), scope)
+            _round(env, eqn, decision)
+        elif action is Action.ENTER:
             self._enter(env, eqn, decision, scope)
         elif action is Action.DROP:
             kept = env.read_as(ir.wide_operand(eqn), decision.compute)

@@ -272,10 +272,14 @@ class _Assignment:
 
     def _assigned_decision(self, row: int, body: int, decision: Decision) -> Decision:
         if decision.inner:
-            return self._entered_decision(row, body, decision)
+            return self._with_rounding(row, self._entered_decision(row, body, decision))
         if row in self.products_left_wide:
             gains_little = self._why_all_gain_little if row in self._gain_little else None
             decision = _left_wide(decision, gains_little or self._energy.candidates[row].why)
+        return self._with_rounding(row, decision)
+
+    def _with_rounding(self, row: int, decision: Decision) -> Decision:
+        """The decision for an equation whose results are rounded, if any of its classes is."""
         defines = [self._class_made_at.get((row, k)) for k in range(len(decision.stored))]
         rounded = [values for values in defines if values is not None]
         if not rounded:
@@ -284,7 +288,8 @@ class _Assignment:
         why = reasons.STORED(decision.reason, self.low, self._what_is_saved(rounded[0]))
         is_written = any(row in values.written for values in rounded)
         is_kept = is_written and decision.action is Action.KEEP
-        if is_kept and not op(self.graph.eqns[row].primitive.name).chooses:
+        chooses = op(self.graph.eqns[row].primitive.name).chooses
+        if (is_kept and not chooses) or decision.action is Action.ENTER:
             return dataclasses.replace(decision, stored=stored, reason=why, keeps_rounding=True)
         if is_kept:
             # What is selected has no other rounding.

@@ -26,6 +26,7 @@ from precpass.analysis.sizes import nbytes
 from precpass.planner.guards import why_out_of_range
 from precpass.planner.requests import PolicyRequests
 from precpass.planner.storage.value_classes import StorageClass, StorageClasses
+from precpass.planner.storage.written import maker_of
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 
@@ -224,7 +225,10 @@ def has_all_digits(program: Eligibility, values: StorageClass) -> str | None:
 
 
 def is_added_to(program: Eligibility, values: StorageClass) -> str | None:
-    """The forward pass adds to a sum of whole arrays, so rounding would lose a small step."""
+    """A sum of whole arrays is added to, so rounding it would lose a small step.
+
+    In the backward pass that counts for sums that only fusions write: they need not write them.
+    """
     if not any(_adds_arrays(program, row) for row, _ in values.defined):
         return None
     is_added_to = any(
@@ -232,8 +236,15 @@ def is_added_to(program: Eligibility, values: StorageClass) -> str | None:
         for body, rows in values.wide_readers.items()
         for row in rows
         if not program.is_backward(body, row)
-    )
+    ) or (values.written and _is_added_to_behind(program, values))
     return "is a sum that is added to" if is_added_to else None
+
+
+def _is_added_to_behind(program: Eligibility, values: StorageClass) -> bool:
+    eqns = program.graph.eqns
+    sums = any(_adds(program, eqns[row]) for row in values.written)
+    rows = itertools.chain.from_iterable(values.wide_readers.values())
+    return sums and any(op(eqns[row].primitive.name).adds for row in rows)
 
 
 def _is_made_by_products(program: Eligibility, values: StorageClass) -> bool:
@@ -243,8 +254,16 @@ def _is_made_by_products(program: Eligibility, values: StorageClass) -> bool:
 
 
 def _adds_arrays(program: Eligibility, row: int) -> bool:
-    """Whether an equation adds whole arrays, and not an array and a bias."""
+    """Whether an equation adds whole arrays, and not an array and a bias, or chooses from such."""
     eqn = program.graph.eqns[row]
+    if op(program.graph.eqns[maker_of(program.graph, row)].primitive.name).chooses:
+        body = int(program.graph.body[row])
+        makers = [program.makers(body).get(v) for v in eqn.invars if not ir.is_literal(v)]
+        return any(_adds(program, maker) for maker in makers if maker is not None)
+    return _adds(program, eqn)
+
+
+def _adds(program: Eligibility, eqn: ir.Eqn) -> bool:
     if not op(eqn.primitive.name).adds:
         return False
     return not any(
@@ -259,9 +278,10 @@ def _adds_arrays(program: Eligibility, row: int) -> bool:
 def is_made_elsewhere(program: Eligibility, values: StorageClass) -> str | None:
     """An equation with bodies or in a sampler makes it, or the policy orders float32 for it."""
     for row, k in values.defined:
-        if row in program.graph.children or program.in_sampler(row):
+        is_inside = row in program.graph.children and row not in values.written
+        if is_inside or program.in_sampler(row):
             return "is made where nothing is rounded"
-        if not program.requests.may_store(row, program.low):
+        if not program.requests.may_store(maker_of(program.graph, row), program.low):
             return "is to be wide by the policy"
         if ir.is_unreduced(program.graph.eqns[row].outvars[k].aval):
             return "is a sum of which each device holds one term"

@@ -19,7 +19,7 @@ from precpass.analysis.graph import BodyNode, Graph
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["written_by_fusions"]
+__all__ = ["maker_of", "written_by_fusions"]
 
 
 def written_by_fusions(graph: Graph, reads_low: Collection[int]) -> frozenset[int]:
@@ -34,7 +34,7 @@ def written_by_fusions(graph: Graph, reads_low: Collection[int]) -> frozenset[in
         low, others = _readers(graph, node, reads_low)
         for row in range(node.start, node.stop):
             eqn = graph.eqns[row]
-            traits = op(eqn.primitive.name)
+            traits = op(graph.eqns[maker_of(graph, row)].primitive.name)
             if traits.kind is not OpKind.ELEMENTWISE or not _is_wide(eqn.outvars[0]):
                 continue
             result = eqn.outvars[0]
@@ -46,6 +46,23 @@ def written_by_fusions(graph: Graph, reads_low: Collection[int]) -> frozenset[in
             ):
                 rows.add(row)
     return frozenset(rows)
+
+
+def maker_of(graph: Graph, row: int) -> int:
+    """The row that makes a row's result: for a custom JVP, as `jax.nn.relu` is, one inside of it.
+
+    It is the row itself for any other equation, and for a custom JVP that only moves its operand.
+    """
+    at = row
+    while graph.eqns[row].primitive.name == "custom_jvp_call" and at in graph.children:
+        ((body, child), *_) = graph.children[at]
+        results = ir.open_jaxpr(body.jaxpr).outvars
+        node = graph.bodies[child]
+        makers = [r for r in range(node.start, node.stop) if results[0] in graph.eqns[r].outvars]
+        if len(results) != 1 or not makers:
+            return row
+        (at,) = makers
+    return at
 
 
 def _readers(
