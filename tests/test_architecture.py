@@ -36,8 +36,8 @@ def test_its_example_prints_what_it_says():
 
 def test_what_it_says_to_change_is_there():
     import precpass.planner.guards
-    import precpass.planner.storage.eligibility
+    import precpass.planner.storage.vetoes
     from precpass import jaxpr
 
-    assert precpass.planner.guards.GUARDS and precpass.planner.storage.eligibility.VETOES
+    assert precpass.planner.guards.GUARDS and precpass.planner.storage.vetoes.VETOES
     assert jaxpr.ENTERED and jaxpr.OPAQUE

@@ -154,10 +154,16 @@ class Builder:
         return self.emit(transpose_p, [atom], {"permutation": order}, aval)
 
     def detach(
-        self, atom: Atom, *, pinned: bool = False, flat: bool = False, zeros: bool = False
+        self,
+        atom: Atom,
+        *,
+        pinned: bool = False,
+        flat: bool = False,
+        zeros: bool = False,
+        keeps_rounding: bool = False,
     ) -> Any:
         """As `precpass.jaxpr.detach`."""
-        params = {"pinned": pinned, "flat": flat, "zeros": zeros}
+        params = {"pinned": pinned, "flat": flat, "zeros": zeros, "keeps_rounding": keeps_rounding}
         return self.emit(detach_p, [atom], params, atom.aval)
 
     def carry(self, form: Form, out: Any, lhs: Any, rhs: Any, rest: Sequence[Any] = ()) -> Any:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from precpass import jaxpr as ir
@@ -93,8 +91,7 @@ class Env:
         """
         low = self.low_copy(var, precision)
         if keeps:
-            low = self.build.call(lambda x: [kept_rounding(x)], [low], ("kept", precision))[0]
-            self.low_copies[var, precision] = low
+            low = self.low_copies[var, precision] = self.build.detach(low, keeps_rounding=True)
         self.values[var] = self.build.rounded(low, self.values.get(var, var))
 
     def keep(self, eqn: ir.Eqn) -> None:
@@ -305,18 +302,6 @@ def _handed_on(eqn: ir.Eqn) -> Any:
     """The operand that an equation moves, or takes a part of."""
     moved = moved_operand(eqn)
     return chosen_operand(eqn) if moved is None else moved
-
-
-def kept_rounding(low: jax.Array) -> jax.Array:
-    """A rounded value that XLA does not replace by the value before it was rounded.
-
-    XLA leaves out a cast to 16 bits that is followed by one to float32, because its flag
-    `xla_allow_excess_precision` is on by default, and so a fusion would write float32. A choice
-    between the value and NaN, where the value is NaN, changes nothing and stands between the two
-    casts. An optimization barrier would part the fusion, and XLA simplifies a clamp to infinities
-    (jax 0.12.0.1, H100 and A100).
-    """
-    return jnp.where(low != low, jnp.asarray(np.nan, low.dtype), low)
 
 
 def border_aval(aval: ir.Aval, border_copy: BorderCopy) -> Any:

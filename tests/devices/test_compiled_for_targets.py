@@ -98,6 +98,34 @@ def test_every_product_is_low_in_the_program_that_the_compiler_makes(target: str
     assert second == str(widens)
 
 
+STORED = """
+import jax, jax.numpy as jnp, precpass as pp
+from precpass.measure.hlo import Module
+
+def loss(w, b, x):
+    return jnp.square(jax.nn.gelu(x @ w[0] + b) @ w[1]).sum()
+
+shapes = ((1024, 4096), (4096, 1024)), (1, 4096), (4096, 1024)
+args = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes,
+                    is_leaf=lambda s: isinstance(s[0], int))
+for policy in (pp.AutoMixedBf16, pp.AutoMixedBf16.with_results("f32")):
+    text = pp.audit(jax.grad(loss, (0, 1)), policy, target={target!r})(*args).hlo
+    module = Module.parse(text)
+    entry = module.computations[module.entry]
+    written = [shape for i in entry.instructions if i.opcode == "fusion" for shape in i.shapes]
+    big = [shape for shape in written if shape.size == 4096 * 4096 and shape.dims != (1024, 4096)]
+    print(sum(shape.dtype == "f32" for shape in big), len(big) > 0)
+"""
+
+
+@pytest.mark.parametrize("target", ["h100", "a100"])
+def test_what_fusions_write_is_in_16_bits_in_the_program_that_the_compiler_makes(target: str):
+    """A gelu's tanh and its cotangent; with float32 results the compiler writes them in float32."""
+    lines = ran("-c", STORED.format(target=target)).splitlines()
+    assert lines[0] == "0 True"
+    assert int(lines[1].split()[0]) > 0
+
+
 COMPARED = """
 import jax, jax.numpy as jnp, precpass as pp
 

@@ -273,7 +273,8 @@ class Planned:
         if name in CALLBACKS:
             return [*map(np.asarray, eqn.params["callback"](*written) or ())]
         if name in BODIES and decision.action is pp.Action.ENTER:
-            return enter(eqn, held, self._caller(decision))
+            results = enter(eqn, held, self._caller(decision))
+            return _stored(results, decision) if decision.keeps_rounding else results
         if decision.kind is pp.OpKind.COMPUTE:
             self.products.append((eqn, decision, written))
         if decision.action is pp.Action.WIDEN:
@@ -288,7 +289,15 @@ class Planned:
             _as(_as(x, low), x.dtype) if is_float(v.aval) else x
             for x, v in zip(written, eqn.invars, strict=True)
         ]
-        return _stored(leaf(eqn, rounded), decision)
+        largest = decision.compute.max
+        for at in (*decision.clipped, *(at for at, _ in decision.numbers)):
+            finite = np.isfinite(written[at])
+            clipped = _as(np.clip(written[at], -largest, largest), low)
+            rounded[at] = np.where(finite, _as(clipped, written[at].dtype), written[at])
+        out = _stored(leaf(eqn, rounded), decision)
+        if decision.product.low_result:
+            out = [_as(_as(x, low), x.dtype) for x in out]
+        return out
 
     def _caller(self, decision: pp.Decision) -> Call:
         def call(k: int, jaxpr: Any, args: Sequence[Array]) -> list[Array]:

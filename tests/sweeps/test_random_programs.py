@@ -93,6 +93,18 @@ def test_every_ingredient_is_drawn_and_the_programs_have_products_to_lower():
     assert sum(outcome.lowered for outcome in outcomes) >= 60
 
 
+@pytest.mark.parametrize("target", ["h100", "tpu v5e"])
+def test_random_programs_are_right_as_they_are_planned_for_an_accelerator(target: str):
+    """Results in 16 bits, what fusions write, and bfloat16 border copies, run on this CPU."""
+    lowered = 0
+    for index in range(80):
+        case = dataclasses.replace(swept_case(7, index), compiled=False, target=target)
+        if case.policy in ("AlwaysF32", "Custom"):
+            case = dataclasses.replace(case, policy="AutoMixedBf16")
+        lowered += case.check().lowered
+    assert lowered >= 60
+
+
 def test_a_program_is_rebuilt_from_its_print():
     names = {"Case": Case, "Program": Program, "Step": Step}
     for index in range(20):

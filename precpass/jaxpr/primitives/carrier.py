@@ -178,7 +178,14 @@ def _alike(operands: Sequence[Any], dims: Sequence[int | None]) -> tuple[list[An
     return operands, dims
 
 
-def detach(x: Any, *, pinned: bool = False, flat: bool = False, zeros: bool = False) -> Any:
+def detach(
+    x: Any,
+    *,
+    pinned: bool = False,
+    flat: bool = False,
+    zeros: bool = False,
+    keeps_rounding: bool = False,
+) -> Any:
     """`x`, through which no derivative passes in either mode.
 
     Args:
@@ -190,8 +197,22 @@ def detach(x: Any, *, pinned: bool = False, flat: bool = False, zeros: bool = Fa
         flat: whether it is also brought into row-major order in memory.
         zeros: whether its transpose is an array of zeros. `x` needs one if it is made by a
             `ragged_dot_general`, whose transpose in JAX takes no symbolic zero.
+        keeps_rounding: whether XLA's compilers for GPUs and TPUs are kept from leaving out the cast
+            that made `x`. On a CPU nothing is added.
     """
-    return detach_p.bind(x, pinned=pinned, flat=flat, zeros=zeros)
+    return detach_p.bind(x, pinned=pinned, flat=flat, zeros=zeros, keeps_rounding=keeps_rounding)
+
+
+def _rounding_kept(x: Any) -> Any:
+    """`x` in a form in which XLA does not replace it by the value before it was rounded.
+
+    XLA leaves out a cast to 16 bits that is followed by one to float32, because its flag
+    `xla_allow_excess_precision` is on by default, and so a fusion would write float32. A choice
+    between the value and NaN, where the value is NaN, changes nothing and stands between the two
+    casts. An optimization barrier would part the fusion, and XLA simplifies a clamp to infinities
+    (jax 0.12.0.1, H100 and A100).
+    """
+    return lax.select(lax.ne(x, x), lax.full_like(x, float("nan")), x)
 
 
 def _lower_detach(ctx: Any, x: Any, *, pinned: bool, flat: bool, **_params: Any) -> Any:
@@ -223,9 +244,16 @@ detach_p = jex.Primitive("precpass_detach")
 detach_p.def_impl(lambda x, **_params: x)
 detach_p.def_abstract_eval(lambda x, **_params: x)
 mlir.register_lowering(detach_p, _lower_detach)
-for _platform in ("gpu", "tpu"):
+_lower_kept = mlir.lower_fun(_rounding_kept, multiple_results=False)
+
+
+def _lower_detach_unpinned(ctx: Any, x: Any, *, keeps_rounding: bool, **_params: Any) -> Any:
     # Only XLA:CPU must be kept from moving operations, whatever the trace was made for.
-    mlir.register_lowering(detach_p, lambda _ctx, x, **_params: [x], platform=_platform)
+    return _lower_kept(ctx, x) if keeps_rounding else [x]
+
+
+for _platform in ("gpu", "tpu"):
+    mlir.register_lowering(detach_p, _lower_detach_unpinned, platform=_platform)
 
 
 def pin(x: Any) -> Any:

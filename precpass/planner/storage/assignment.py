@@ -3,7 +3,7 @@
 A class is a set of values that must be stored alike (`value_classes`). The cut answers two
 questions for each class. Is it rounded where it is defined, and stored in 16 bits? And does a low
 copy of it cross borders beside it, so that it is cast once instead of in every trip and call? For
-a product that only the preset lowers it answers a third one: does the product pay? `eligibility`
+a product that only the preset lowers it answers a third one: does the product pay? `vetoes`
 says which answers are allowed and `energy` what each costs. This module finds the cheapest
 answers and writes them into the plan.
 """
@@ -28,6 +28,7 @@ from precpass.planner.requests import PolicyRequests
 from precpass.planner.storage.eligibility import Eligibility
 from precpass.planner.storage.energy import NOMINAL, Candidate, StorageEnergy
 from precpass.planner.storage.value_classes import StorageClass, StorageClasses
+from precpass.planner.storage.vetoes import may_store
 from precpass.planner.storage.written import written_by_fusions
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import COMPUTING, OpKind, op
@@ -239,7 +240,7 @@ class _Assignment:
         adding = self._accumulated()
         eligibility = self._eligibility
         classes = self.classes.by_root.values()
-        return [c for c in classes if id(c) not in adding and eligibility.may_store(c)]
+        return [c for c in classes if id(c) not in adding and may_store(eligibility, c)]
 
     def _labels(self) -> Any:
         """The cheapest labels, or those that lower no product if these cost hardly more."""

@@ -1,39 +1,22 @@
-"""Which values may be stored in 16 bits: those whose every reader tolerates the rounding.
-
-A value that a low product made, or that low products read anyway, has lost its digits already. A
-position, a time, or a state to which small steps are added has not, and nobody would write it in
-16 bits by hand.
-
-A veto takes what is known of the program and a class of values that are stored alike, and returns
-a reason against storing the class low, or None. `VETOES` has them in their order.
-"""
+"""What the vetoes of storage ask of a program (`planner.storage.vetoes`)."""
 
 from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
-from precpass.analysis.equations import is_shift
 from precpass.analysis.liveness import dead
-from precpass.analysis.ranges import ValueRange
-from precpass.analysis.sizes import nbytes
-from precpass.planner.guards import why_out_of_range
 from precpass.planner.requests import PolicyRequests
-from precpass.planner.storage.value_classes import StorageClass, StorageClasses
-from precpass.planner.storage.written import maker_of
+from precpass.planner.storage.value_classes import StorageClasses
 from precpass.policy.precision import Precision
-from precpass.policy.primitives import OpKind, op
+from precpass.policy.primitives import op
 
-__all__ = ["VETOES", "Eligibility", "Veto"]
-
-_LINE = 64
-"""The bytes of a cache line."""
+__all__ = ["Eligibility"]
 
 
 class Eligibility:
@@ -56,10 +39,6 @@ class Eligibility:
         self.requests = requests
         self.uses = analysis.uses
         self._makers: dict[int, Mapping[ir.Var, ir.Eqn]] = {}
-
-    def may_store(self, values: StorageClass) -> bool:
-        """Whether a class of values may be stored low."""
-        return all(veto(self, values) is None for veto in VETOES)
 
     def in_sampler(self, row: int) -> bool:
         """Whether an equation belongs to one of JAX's samplers."""
@@ -168,233 +147,3 @@ class Eligibility:
                 readers = self.uses.of(body).get(eqn.outvars[0], ())
                 todo += [reader for reader in readers if reader is not None]
         return False
-
-
-# ---------------------------------------------------------------- what the class is
-
-
-def crosses_the_programs_border(_program: Eligibility, values: StorageClass) -> str | None:
-    """An argument and a result have the dtype that the user gave them."""
-    return "is an argument or a result" if values.is_input or values.is_output else None
-
-
-def is_never_in_memory(_program: Eligibility, values: StorageClass) -> str | None:
-    """Inside a fusion a value costs nothing in any format."""
-    return None if values.places else "is never in memory"
-
-
-def is_small(program: Eligibility, values: StorageClass) -> str | None:
-    """Memory moves whole cache lines."""
-    eqns = program.graph.eqns
-    sizes = (nbytes(eqns[row].outvars[k].aval) for row, k in values.defined)
-    return "is smaller than a cache line" if max(sizes, default=0.0) < _LINE else None
-
-
-def is_a_loops_state(_program: Eligibility, values: StorageClass) -> str | None:
-    """A carry that is read in float32 would be rounded again in every trip."""
-    is_carried = bool(values.wide_readers) and any(place.kind == "carry" for place in values.places)
-    return "is a loop's state" if is_carried else None
-
-
-def may_be_computed_again(program: Eligibility, values: StorageClass) -> str | None:
-    """XLA may recompute a value that is only saved for the backward pass, where it is read.
-
-    The value is then never in memory, and rounding it gains nothing. The same holds for a stack
-    that the user's program makes, unless a derivative reads it. A GPU's fusions write a selection.
-    """
-    if values.low_readers or values.written or _is_made_by_products(program, values):
-        return None
-    is_only_kept = {place.kind for place in values.places} == {"kept"}
-    read = [(body, row) for body, rows in values.wide_readers.items() for row in rows]
-    is_users = bool(read) and not any(program.is_backward(*at) for at in read)
-    return "may be computed again where it is read" if is_only_kept or is_users else None
-
-
-def has_all_digits(program: Eligibility, values: StorageClass) -> str | None:
-    """No lowered product has rounded it yet: a position or a time has all of its digits."""
-    if not values.wide_readers:
-        return None
-    following = program.following_products
-    results = (program.graph.eqns[row].outvars[k] for row, k in values.defined)
-    follows = all(v in following for v in results)
-    # What products decide alone, and do not give, is a choice of exact numbers.
-    for row in values.written:
-        numbers = (v for v in program.graph.eqns[row].invars if ir.precision_of(v.aval) is not None)
-        follows = follows and any(not ir.is_literal(v) and v in following for v in numbers)
-    return None if follows else "has all of its digits"
-
-
-def is_added_to(program: Eligibility, values: StorageClass) -> str | None:
-    """A sum of whole arrays is added to, so rounding it would lose a small step.
-
-    In the backward pass that counts for sums that only fusions write: they need not write them.
-    """
-    if not any(_adds_arrays(program, row) for row, _ in values.defined):
-        return None
-    is_added_to = any(
-        program.adds(body, program.graph.eqns[row])
-        for body, rows in values.wide_readers.items()
-        for row in rows
-        if not program.is_backward(body, row)
-    ) or (values.written and _is_added_to_behind(program, values))
-    return "is a sum that is added to" if is_added_to else None
-
-
-def _is_added_to_behind(program: Eligibility, values: StorageClass) -> bool:
-    eqns = program.graph.eqns
-    sums = any(_adds(program, eqns[row]) for row in values.written)
-    rows = itertools.chain.from_iterable(values.wide_readers.values())
-    return sums and any(op(eqns[row].primitive.name).adds for row in rows)
-
-
-def _is_made_by_products(program: Eligibility, values: StorageClass) -> bool:
-    eqns = [program.graph.eqns[row] for row, _ in values.defined]
-    kinds = {op(eqn.primitive.name).kind for eqn in eqns if not ir.keeps_bits(eqn)}
-    return kinds <= {OpKind.COMPUTE}
-
-
-def _adds_arrays(program: Eligibility, row: int) -> bool:
-    """Whether an equation adds whole arrays, and not an array and a bias, or chooses from such."""
-    eqn = program.graph.eqns[row]
-    if op(program.graph.eqns[maker_of(program.graph, row)].primitive.name).chooses:
-        body = int(program.graph.body[row])
-        makers = [program.makers(body).get(v) for v in eqn.invars if not ir.is_literal(v)]
-        return any(_adds(program, maker) for maker in makers if maker is not None)
-    return _adds(program, eqn)
-
-
-def _adds(program: Eligibility, eqn: ir.Eqn) -> bool:
-    if not op(eqn.primitive.name).adds:
-        return False
-    return not any(
-        ir.is_literal(v) or v in program.spread or v.aval.shape != eqn.outvars[0].aval.shape
-        for v in eqn.invars
-    )
-
-
-# ---------------------------------------------------------------- who makes it
-
-
-def is_made_elsewhere(program: Eligibility, values: StorageClass) -> str | None:
-    """An equation with bodies or in a sampler makes it, or the policy orders float32 for it."""
-    for row, k in values.defined:
-        is_inside = row in program.graph.children and row not in values.written
-        if is_inside or program.in_sampler(row):
-            return "is made where nothing is rounded"
-        if not program.requests.may_store(maker_of(program.graph, row), program.low):
-            return "is to be wide by the policy"
-        if ir.is_unreduced(program.graph.eqns[row].outvars[k].aval):
-            return "is a sum of which each device holds one term"
-    return None
-
-
-def exceeds_range(program: Eligibility, values: StorageClass) -> str | None:
-    """It would overflow, vanish or lose integers in the low format."""
-    is_read_low = bool(values.low_readers) and not values.wide_readers
-    for row, k in values.defined:
-        body, result = int(program.graph.body[row]), program.graph.eqns[row].outvars[k]
-        for known in (facts.of(result) for facts in program.analysis.facts_of.get(body, ())):
-            if known.random:
-                return "follows random bits"
-            if row in values.written and program.constants_beyond(row):
-                known = _within(known, program.low)
-            if reason := why_out_of_range(_as_a_whole(known), program.low):
-                return str(reason)
-            if not (is_read_low or _fits(known, program.low)):
-                return "may be larger than the low format's largest value"
-    return None
-
-
-def _within(known: ValueRange, low: Precision) -> ValueRange:
-    """A range without what is beyond the low format's largest value."""
-    bounds = max(known.lo, -low.max), min(known.hi, low.max)
-    return known._replace(lo=bounds[0], hi=bounds[1], likely_max=min(known.likely_max, low.max))
-
-
-def _fits(known: ValueRange, low: Precision) -> bool:
-    """Whether the low format has the range for it: bfloat16 always has, float16 may not."""
-    if low.smallest_normal <= Precision.F32.smallest_normal:
-        return True
-    return max(abs(known.lo), abs(known.hi)) <= low.max
-
-
-def _as_a_whole(known: ValueRange) -> ValueRange:
-    """A range that lets every element be as small as the constant that it is a multiple of."""
-    sizes = [size for size in (known.likely_min_nonzero, known.overall_magnitude) if size]
-    likely_min_nonzero, likely_max = (
-        min(sizes, default=0.0),
-        max(known.likely_max, known.overall_magnitude),
-    )
-    return known._replace(likely_min_nonzero=likely_min_nonzero, likely_max=likely_max)
-
-
-# ---------------------------------------------------------------- who reads it
-
-
-def decides_a_loop(program: Eligibility, values: StorageClass) -> str | None:
-    """A loop's predicate is computed from it."""
-    decides = any(
-        body in program.analysis.deciding for body in (*values.wide_readers, *values.low_readers)
-    )
-    return "decides whether a loop goes on" if decides else None
-
-
-def is_read_exactly(program: Eligibility, values: StorageClass) -> str | None:
-    """A reader needs digits that the low format does not have."""
-    by_body = (*values.wide_readers.values(), *values.low_readers.values())
-    for row in itertools.chain.from_iterable(by_body):
-        why = _why_read_exactly(program, row)
-        # The derivative of a softmax's maximum is an equation that nothing reads.
-        if why is None or program.dead[row]:
-            continue
-        if not (values.written and _is_shift(program, values, row)):
-            return why
-    return None
-
-
-def _is_shift(program: Eligibility, values: StorageClass, row: int) -> bool:
-    """Whether a row subtracts their own maximum from values, whose products were rounded before."""
-    eqn, body = program.graph.eqns[row], int(program.graph.body[row])
-    if eqn.primitive.name != "sub":
-        return False
-    of_class = [v for v in eqn.invars if program.classes.of(body, v) is values]
-    return len(of_class) == 1 and is_shift(eqn, of_class[0], program.makers(body))
-
-
-def _why_read_exactly(program: Eligibility, row: int) -> str | None:
-    eqn = program.graph.eqns[row]
-    name = eqn.primitive.name
-    table = op(name)
-    if row in program.graph.children or table.kind is OpKind.BOUNDARY or program.in_sampler(row):
-        return "is read where nothing is rounded"
-    # These multiply the error of their operand by a large factor, a difference by any factor.
-    if (table.full_precision or name == "sub") and table.kind is OpKind.ELEMENTWISE:
-        return f"is read by {name}, which magnifies its error"
-    if name == "convert_element_type":
-        is_float = ir.precision_of(eqn.outvars[0].aval) is not None
-        return None if is_float else "is cast to integers"
-    # A comparison with zero only reads the sign, which survives rounding.
-    if table.ranks or (table.compares and not any(map(_is_zero, eqn.invars))):
-        return f"is read by {name}, which tells close values apart"
-    return None
-
-
-def _is_zero(atom: ir.Atom) -> bool:
-    return ir.is_literal(atom) and not atom.val
-
-
-Veto = Callable[[Eligibility, StorageClass], str | None]
-
-VETOES: tuple[Veto, ...] = (
-    crosses_the_programs_border,
-    is_never_in_memory,
-    is_small,
-    is_a_loops_state,
-    may_be_computed_again,
-    has_all_digits,
-    is_added_to,
-    is_made_elsewhere,
-    exceeds_range,
-    decides_a_loop,
-    is_read_exactly,
-)

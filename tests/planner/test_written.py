@@ -1,0 +1,153 @@
+"""On a GPU what a fusion writes is stored in 16 bits: dear functions, and what products share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxpr_as_fun
+
+import precpass as pp
+from precpass.jaxpr.primitives.carrier import _rounding_kept, detach
+from tests.support.jaxprs import named, walk
+from tests.support.values import normal_array, rel_error
+
+X, W, V = normal_array(0, 64, 32), normal_array(1, 32, 32) / 6, normal_array(2, 32, 32) / 6
+BIAS = normal_array(3, 32)
+
+
+def stored(fn: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
+    """The primitives whose results are rounded so that XLA keeps it, as planned for a GPU."""
+    found = pp.inspect(fn, **{"target": "h100", **options})(*args)
+    eqns = (eqn for eqn, decision, _ in found.decisions() if decision.keeps_rounding)
+    return sorted(eqn.primitive.name for eqn in eqns)
+
+
+def network(w: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.square(jax.nn.gelu(x @ w + bias[None]) @ V).sum()
+
+
+def test_a_dear_function_that_the_backward_pass_reads_too_is_stored_in_16_bits():
+    gradient = jax.grad(network, (0, 1))
+    assert "tanh" in stored(gradient, W, BIAS, X)
+    assert "tanh" in stored(gradient, W, BIAS, X, target="tpu v5e")
+    assert stored(gradient, W, BIAS, X, target=None) == []
+    assert stored(gradient, W, BIAS, X, policy=pp.AutoMixedBf16.with_results("f32")) == []
+    assert stored(gradient, W, BIAS, X, policy="AutoMixed") == []  # float16 has not the range
+
+
+def test_a_dear_function_with_one_reader_is_not_rounded():
+    assert stored(network, W, BIAS, X) == []
+
+
+def test_what_products_and_others_read_is_stored_once():
+    """A gelu's cotangent: two products read it, and the sum that is the gradient of the bias."""
+    found = pp.inspect(jax.grad(network, (0, 1)), target="h100")(W, BIAS, X)
+    assert "add_any" in stored(jax.grad(network, (0, 1)), W, BIAS, X)
+    # the sum over the rows reads the rounded cotangent
+    makers = {v: eqn.primitive.name for eqn in walk(found.after) for v in eqn.outvars}
+    sums = [e for e in named(found.after, "reduce_sum") if e.params["axes"] == (0,)]
+    assert "precpass_rounded" in [makers[e.invars[0]] for e in sums]
+    got = jaxpr_as_fun(found.after)(W, BIAS, X)
+    wanted = jax.grad(network, (0, 1))(W, BIAS, X)
+    assert all(1e-5 < rel_error(a, b) < 0.02 for a, b in zip(got, wanted, strict=True))
+
+
+def residual(w: jax.Array, x: jax.Array) -> jax.Array:
+    for _ in range(3):
+        x = x + jax.nn.gelu(x @ w) @ V
+    return jnp.square(x).sum()
+
+
+def test_a_residual_stream_and_its_cotangent_keep_their_digits():
+    found = pp.inspect(jax.grad(residual), target="h100")(W, X)
+    decided = list(found.decisions())
+    adding = [eqn for eqn, _, _ in decided if eqn.primitive.name in ("add", "add_any")]
+    added = {v for eqn in adding for v in eqn.invars if not hasattr(v, "val")}
+    streams = [
+        (e, d)
+        for e, d, _ in decided
+        if e.primitive.name in ("add", "add_any") and added.intersection(e.outvars)
+    ]
+    assert len(streams) >= 4
+    assert not any(any(decision.stored) for _, decision in streams)
+    assert rel_error(jaxpr_as_fun(found.after)(W, X)[0], jax.grad(residual)(W, X)) < 0.02
+
+
+@pytest.mark.parametrize("relu", [jax.nn.relu, lambda x: jnp.maximum(x, 0)], ids=["nn", "numpy"])
+def test_a_relu_is_stored_in_16_bits_whoever_wrote_it(relu: Callable[..., Any]):
+    def pooled(w: jax.Array, x: jax.Array) -> jax.Array:
+        h = relu(x @ w).reshape(1, 8, 8, 32)
+        size = 1, 2, 2, 1
+        h = jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, size, size, "VALID")
+        return jnp.square(h.reshape(-1, 32) @ V).sum()
+
+    found = pp.inspect(jax.grad(pooled), target="h100")(W, X)
+    if jax.__version_info__ < (0, 11) and relu is not jax.nn.relu:
+        # the gradient of a maximum asks which operand it is equal to
+        assert [e for e in named(found.before, "eq") if e.outvars[0].aval.shape == (64, 32)]
+        return
+    stores = [
+        eqn.primitive.name
+        for eqn, decision, _ in found.decisions()
+        if eqn.primitive.name in ("custom_jvp_call", "max") and any(decision.stored)
+    ]
+    assert stores
+    got, wanted = jaxpr_as_fun(found.after)(W, X)[0], jax.grad(pooled)(W, X)
+    assert rel_error(got, wanted) < 0.05
+
+
+def test_a_relu_that_ends_a_residual_block_keeps_its_digits():
+    def blocks(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x = jax.nn.relu(x + (x @ w))
+        return jnp.square(x @ V).sum()
+
+    found = pp.inspect(jax.grad(blocks), target="h100")(W, X)
+    added = {v for eqn in named(found.before, "add") for v in eqn.invars if not hasattr(v, "val")}
+    relus = [
+        (eqn, decision)
+        for eqn, decision, _ in found.decisions()
+        if eqn.primitive.name == "custom_jvp_call"
+    ]
+    assert len(relus) == 3
+    assert [d.keeps_rounding for e, d in relus if e.outvars[0] in added] == [False, False]
+
+
+def test_the_rounding_is_written_for_gpus_and_tpus_alone_and_changes_no_number():
+    numbers = np.array([0.0, -0.0, 1.5, -3e38, np.inf, -np.inf, np.nan, 1e-40], np.float32)
+    low = jnp.asarray(numbers, jnp.bfloat16)
+    fn = jax.jit(lambda x: detach(x, keeps_rounding=True))
+    lowered = {p: fn.trace(low).lower(lowering_platforms=(p,)) for p in ("cpu", "cuda", "tpu")}
+    assert ["select" in text.as_text() for text in lowered.values()] == [False, True, True]
+    got = jax.jit(_rounding_kept)(low)
+    assert got.dtype == low.dtype
+    a, b = (np.asarray(x, np.float32) for x in (got, low))
+    np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(np.signbit(a), np.signbit(b))
+
+
+@pytest.mark.parametrize("transform", ["jvp", "grad", "vmap", "remat", "jit"])
+def test_stored_values_have_the_derivatives_of_the_values_before(transform: str):
+    from precpass.devices.detect import planned_for
+    from precpass.devices.targets import target_of
+
+    def fitted(w: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
+        found = jax.grad(network)(w, bias, x)
+        return network(w - 0.01 * found, bias, x)
+
+    with planned_for(target_of("h100")):
+        mixed = pp.auto_mixed(lambda *xs: fitted(*xs))
+        of = {
+            "jvp": lambda f: lambda *xs: jax.jvp(f, xs, tuple(map(jnp.ones_like, xs)))[1],
+            "grad": jax.grad,
+            "vmap": lambda f: lambda w, b, x: jax.vmap(jax.grad(f), (None, 0, None))(w, b, x),
+            "remat": lambda f: jax.grad(jax.checkpoint(f)),
+            "jit": jax.jit,
+        }[transform]
+        bias = jnp.stack([BIAS, -BIAS]) if transform == "vmap" else BIAS
+        got, wanted = of(mixed)(W, bias, X), of(fitted)(W, bias, X)
+    assert got.dtype == jnp.float32
+    assert rel_error(got, wanted) < 0.03
