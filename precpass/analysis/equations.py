@@ -65,12 +65,14 @@ def is_shift(eqn: ir.Eqn, var: ir.Var, makers: Mapping[ir.Var, ir.Eqn]) -> bool:
         makers: the equation that makes each variable of the body.
     """
     (other,) = [v for v in eqn.invars if v is not var] or [var]
+    is_maximum = False
     while not ir.is_literal(other) and other in makers and other is not var:
         maker = makers[other]
+        is_maximum |= maker.primitive.name == "reduce_max"
         if maker.primitive.name not in _OF_MAXIMUM:
             return False
         other = next((v for v in maker.invars if not ir.is_literal(v)), maker.invars[0])
-    return other is var
+    return is_maximum and other is var
 
 
 def chosen_operand(eqn: ir.Eqn) -> Any:

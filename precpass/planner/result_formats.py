@@ -28,6 +28,8 @@ import numpy as np
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.equations import is_shift, moved_operand
+from precpass.analysis.liveness import dead
+from precpass.analysis.reach import Reach, Reader, hands_on, tells_apart
 from precpass.plan import reasons
 from precpass.plan.decisions import lower
 from precpass.plan.plan import Action, Decision, Plan
@@ -60,6 +62,8 @@ class _ResultFormats:
     def __init__(self, plan: Plan, analysis: Analysis) -> None:
         self.graph = analysis.graph
         self._readers = analysis.uses
+        self._reach = Reach(self.graph, analysis.uses)
+        self._dead = dead(self.graph).tolist()
         self._stored_low = self._rounded_values(plan)
         self._plans: dict[tuple[int, int], Plan] = {}
         self._makers_of: dict[int, dict[ir.Var, ir.Eqn]] = {}
@@ -120,7 +124,10 @@ class _ResultFormats:
         form = decision.product._replace(
             low_result=is_convolution
             or any(decision.stored)
-            or not self._needs_digits(body, eqn.outvars[0]),
+            or not (
+                self._needs_digits(body, eqn.outvars[0])
+                or self._is_read_exactly(body, eqn.outvars[0])
+            ),
             low_cotangents=(self._is_inner(body, eqn, 0), self._is_inner(body, eqn, 1)),
         )
         return dataclasses.replace(decision, product=form)
@@ -209,6 +216,22 @@ class _ResultFormats:
                 todo += [(*name, negated != negates) for name in names]
         return False
 
+    def _is_read_exactly(self, body: int, var: ir.Var) -> bool:
+        """Whether a value, handed on, is subtracted, or tells close values apart.
+
+        What tells sums of it and others apart counts too. A difference behind a sum does not: it is
+        as exact as the other terms, and a layer norm subtracts the mean of every residual stream.
+        """
+        for reader in self._reach.readers(body, var, _hands_on_or_scales):
+            is_difference = reader.eqn is not None and reader.eqn.primitive.name == "sub"
+            if is_difference and not (self._is_dead(reader) or self._reach.is_shift(reader)):
+                return True
+        sums = self._reach.readers(body, var, _hands_on_or_adds)
+        return any(r.eqn is not None and tells_apart(r.eqn) and not self._is_dead(r) for r in sums)
+
+    def _is_dead(self, reader: Reader) -> bool:
+        return self._dead[self._reach.row_of(reader)]
+
     def _makers(self, body: int) -> dict[ir.Var, ir.Eqn]:
         if body not in self._makers_of:
             opened = ir.open_jaxpr(self.graph.bodies[body].jaxpr)
@@ -246,6 +269,14 @@ class _ResultFormats:
             leaving = zip(outvars, inner.results, strict=True)
             names += [(here, results[at]) for outvar, at in leaving if outvar is var]
         return names
+
+
+def _hands_on_or_scales(eqn: ir.Eqn, var: ir.Var) -> bool:
+    return hands_on(eqn, var) or _scales(eqn)
+
+
+def _hands_on_or_adds(eqn: ir.Eqn, var: ir.Var) -> bool:
+    return _hands_on_or_scales(eqn, var) or eqn.primitive.name in ("add", "add_any", "mul")
 
 
 def _has_low_results(decision: Decision) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.liveness import dead
+from precpass.analysis.reach import Reach
 from precpass.planner.requests import PolicyRequests
 from precpass.planner.storage.value_classes import StorageClasses
 from precpass.policy.precision import Precision
@@ -38,6 +39,7 @@ class Eligibility:
         self.low = low
         self.requests = requests
         self.uses = analysis.uses
+        self.reach = Reach(analysis.graph, analysis.uses)
         self._makers: dict[int, Mapping[ir.Var, ir.Eqn]] = {}
 
     def in_sampler(self, row: int) -> bool:

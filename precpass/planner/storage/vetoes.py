@@ -16,6 +16,7 @@ from collections.abc import Callable
 from precpass import jaxpr as ir
 from precpass.analysis.equations import is_shift
 from precpass.analysis.ranges import ValueRange
+from precpass.analysis.reach import hands_on, tells_apart
 from precpass.analysis.sizes import nbytes
 from precpass.planner.guards import why_out_of_range
 from precpass.planner.storage.eligibility import Eligibility
@@ -123,9 +124,30 @@ def _adds_arrays(program: Eligibility, row: int) -> bool:
     eqn = program.graph.eqns[row]
     if op(program.graph.eqns[maker_of(program.graph, row)].primitive.name).chooses:
         body = int(program.graph.body[row])
-        makers = [program.makers(body).get(v) for v in eqn.invars if not ir.is_literal(v)]
-        return any(_adds(program, maker) for maker in makers if maker is not None)
+        return any(_is_sum(program, body, v) for v in eqn.invars)
     return _adds(program, eqn)
+
+
+def _is_sum(program: Eligibility, body: int, atom: ir.Atom) -> bool:
+    """Whether a value is a sum of whole arrays that was moved, scaled or chosen since."""
+    todo, seen = [(body, atom)], set[tuple[int, ir.Var]]()
+    while todo:
+        body, atom = todo.pop()
+        if ir.is_literal(atom) or (body, atom) in seen:
+            continue
+        seen.add((body, atom))
+        maker = program.reach.makers(body).get(atom)
+        if maker is None:
+            before = program.reach.before(body, atom)
+            todo += [] if before is None else [before]
+        elif _adds(program, maker):
+            return True
+        elif maker.primitive.name == "custom_jvp_call" or any(
+            not ir.is_literal(v) and (hands_on(maker, v) or op(maker.primitive.name).scales)
+            for v in maker.invars
+        ):
+            todo += [(body, v) for v in maker.invars]
+    return False
 
 
 def _adds(program: Eligibility, eqn: ir.Eqn) -> bool:
@@ -218,6 +240,42 @@ def is_read_exactly(program: Eligibility, values: StorageClass) -> str | None:
     return None
 
 
+def is_read_exactly_behind(program: Eligibility, values: StorageClass) -> str | None:
+    """What a fusion writes is read exactly behind equations that hand it on or multiply it.
+
+    A clip is a choice from a choice, so what guards a logarithm, or is returned, stands behind the
+    first choice; and a softmax subtracts a maximum that was repeated.
+    """
+    for row in values.written:
+        body, result = int(program.graph.body[row]), program.graph.eqns[row].outvars[0]
+        for reader in program.reach.readers(body, result, hands_on):
+            if reader.eqn is None:
+                return "is returned, or a loop's state, behind equations that hand it on"
+            is_sum = reader.eqn is not None and op(reader.eqn.primitive.name).adds
+            if (
+                is_sum
+                and not program.is_backward(reader.body, program.reach.row_of(reader))
+                and _adds_arrays(program, row)
+            ):
+                return "is a sum that is added to"
+        for reader in program.reach.readers(body, result, _hands_on_or_multiplies):
+            if reader.eqn is None or program.dead[program.reach.row_of(reader)]:
+                continue
+            name = reader.eqn.primitive.name
+            table = op(name)
+            magnifies = name == "sub" or (table.full_precision and table.kind is OpKind.ELEMENTWISE)
+            if magnifies or tells_apart(reader.eqn):
+                at = program.reach.row_of(reader)
+                is_harmless = program.reach.is_shift(reader) or _is_complement(program, values, at)
+                if not is_harmless:
+                    return f"is read by {name} behind equations that hand it on"
+    return None
+
+
+def _hands_on_or_multiplies(eqn: ir.Eqn, var: ir.Var) -> bool:
+    return hands_on(eqn, var) or eqn.primitive.name in ("mul", "integer_pow", "square")
+
+
 def _is_shift(program: Eligibility, values: StorageClass, row: int) -> bool:
     """Whether a row subtracts their own maximum from values, whose products were rounded before."""
     eqn, body = program.graph.eqns[row], int(program.graph.body[row])
@@ -235,6 +293,9 @@ def _is_complement(program: Eligibility, values: StorageClass, row: int) -> bool
     eqn, body = program.graph.eqns[row], int(program.graph.body[row])
     names = {program.graph.eqns[made].primitive.name for made, _ in values.defined}
     if eqn.primitive.name != "sub" or not all(op(name).computed_once for name in names):
+        return False
+    readers = program.reach.direct(body, eqn.outvars[0])
+    if not all(r is not None and r.primitive.name == "mul" for r in readers):
         return False
     one, _ = eqn.invars
     if not ir.is_literal(one) and (maker := program.makers(body).get(one)) is not None:
@@ -278,4 +339,5 @@ VETOES: tuple[Veto, ...] = (
     exceeds_range,
     decides_a_loop,
     is_read_exactly,
+    is_read_exactly_behind,
 )
