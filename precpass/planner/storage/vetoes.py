@@ -248,7 +248,7 @@ def is_read_exactly_behind(program: Eligibility, values: StorageClass) -> str | 
     """
     for row in values.written:
         body, result = int(program.graph.body[row]), program.graph.eqns[row].outvars[0]
-        for reader in program.reach.readers(body, result, hands_on):
+        for reader in program.reach.readers(body, result, _hands_on_or_scales):
             if reader.eqn is None:
                 return "is returned, or a loop's state, behind equations that hand it on"
             is_sum = reader.eqn is not None and op(reader.eqn.primitive.name).adds
@@ -270,6 +270,11 @@ def is_read_exactly_behind(program: Eligibility, values: StorageClass) -> str | 
                 if not is_harmless:
                     return f"is read by {name} behind equations that hand it on"
     return None
+
+
+def _hands_on_or_scales(eqn: ir.Eqn, var: ir.Var) -> bool:
+    is_scaling = op(eqn.primitive.name).scales and any(map(ir.is_literal, eqn.invars))
+    return is_scaling or hands_on(eqn, var)
 
 
 def _hands_on_or_multiplies(eqn: ir.Eqn, var: ir.Var) -> bool:
