@@ -103,7 +103,7 @@ def target_of(value: Any) -> Any:
             f"unknown target {value!r}: known are {known}, these with a topology ('tpu v5e:4x4', "
             "'h100:8'), and a JAX device"
         )
-    if not colon:
+    if not colon or all(int(size) == 1 for size in sizes):
         return target
     # A GPU's topology counts slices, hosts of a slice and GPUs of a host.
     gpus = "x".join(["1"] * (3 - len(sizes)) + sizes)
