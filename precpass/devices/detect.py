@@ -69,6 +69,9 @@ def device_of_call(args: Any = ()) -> Any:
 
     Args:
         args: a tree of arguments.
+
+    Raises:
+        RuntimeError: if JAX has no device at all.
     """
     device = _target.value if _target.value is not None else committed_device(args)
     if device is not None:
@@ -76,7 +79,13 @@ def device_of_call(args: Any = ()) -> Any:
     # `jax.config` has no type for this option.
     default: Any = getattr(jax.config, "jax_default_device", None)
     if default is None or isinstance(default, str):
-        return jax.local_devices(backend=default)[0]
+        try:
+            return jax.local_devices(backend=default)[0]
+        except AssertionError as error:  # JAX's own, without a text
+            raise RuntimeError(
+                "JAX finds no device of the platforms that JAX_PLATFORMS or jax_platforms names "
+                f"({jax.config.jax_platforms!r}): start Python with JAX_PLATFORMS=cpu"
+            ) from error
     return default
 
 

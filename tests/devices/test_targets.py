@@ -1,5 +1,6 @@
 """Devices that are not there: their names, plans for them, and XLA's compilers for them."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -68,6 +69,17 @@ def test_a_topology_has_the_devices_that_its_name_says():
     for unknown in ("h100:0", "h100:", "b200:8", "tpu v5e:4xx4", "h100:many"):
         with pytest.raises(ValueError, match=rf"unknown target '{unknown}'.*'tpu v5e:4x4'"):
             target_of(unknown)
+
+
+def test_without_any_device_the_error_says_what_to_set():
+    code = "import jax.numpy as jnp, precpass as pp; pp.inspect(jnp.sin, target='h100')(1.0)"
+    environment = {**os.environ, "JAX_PLATFORMS": "cuda"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    # JAX itself may raise first, with a text of its own
+    assert "JAX_PLATFORMS" in done.stderr.splitlines()[-1] or "cuda" in done.stderr
+    assert "AssertionError" not in done.stderr.splitlines()[-1]
 
 
 def test_a_sharded_program_is_planned_for_a_topology():
