@@ -82,9 +82,10 @@ def device_of_call(args: Any = ()) -> Any:
         try:
             return jax.local_devices(backend=default)[0]
         except AssertionError as error:  # JAX's own, without a text
+            platforms = getattr(jax.config, "jax_platforms", None)
             raise RuntimeError(
                 "JAX finds no device of the platforms that JAX_PLATFORMS or jax_platforms names "
-                f"({jax.config.jax_platforms!r}): start Python with JAX_PLATFORMS=cpu"
+                f"({platforms!r}): start Python with JAX_PLATFORMS=cpu"
             ) from error
     return default
 
