@@ -68,13 +68,13 @@ class Reach:
                 return
             for eqn in self._uses.of(body).get(var, ()):
                 if eqn is None:
-                    outside = self._outside(body, var)
+                    outside = self.outside(body, var)
                     if outside is None:
                         yield Reader(body, None, var)
                     else:
                         todo += outside
-                elif (row := self._row(body, eqn)) in self.graph.children:
-                    todo += self._inside(row, var)
+                elif (row := self.row(body, eqn)) in self.graph.children:
+                    todo += self.inside(row, var)
                 else:
                     yield Reader(body, eqn, var)
                     if hands_on(eqn, var):
@@ -88,7 +88,7 @@ class Reach:
 
     def row_of(self, reader: Reader) -> int:
         """The row of a reader's equation."""
-        return self._row(reader.body, reader.eqn)
+        return self.row(reader.body, reader.eqn)
 
     def direct(self, body: int, var: ir.Var) -> list[Any]:
         """The equations of a body that read a value; None stands for the body's border."""
@@ -113,22 +113,23 @@ class Reach:
         atom = self.graph.eqns[row].invars[inner.operands[invars.index(var)]]
         return int(self.graph.body[row]), atom
 
-    def _row(self, body: int, eqn: ir.Eqn) -> int:
+    def row(self, body: int, eqn: ir.Eqn) -> int:
+        """The row of an equation of a body."""
         if body not in self._rows:
             start = self.graph.bodies[body].start
             eqns = ir.open_jaxpr(self.graph.bodies[body].jaxpr).eqns
             self._rows[body] = {id(eqn): start + at for at, eqn in enumerate(eqns)}
         return self._rows[body][id(eqn)]
 
-    def _inside(self, row: int, var: ir.Var) -> list[tuple[int, ir.Var]]:
+    def inside(self, row: int, var: ir.Var) -> list[tuple[int, ir.Var]]:
         """The names of an equation's operand in the bodies of the equation."""
         names: list[tuple[int, ir.Var]] = []
-        for inner, child in self.graph.children[row]:
+        for inner, child in self.graph.children.get(row, ()):
             entering = zip(ir.open_jaxpr(inner.jaxpr).invars, inner.operands, strict=False)
             names += [(child, v) for v, at in entering if self.graph.eqns[row].invars[at] is var]
         return names
 
-    def _outside(self, body: int, var: ir.Var) -> list[tuple[int, ir.Var]] | None:
+    def outside(self, body: int, var: ir.Var) -> list[tuple[int, ir.Var]] | None:
         """The names of a body's result at its callers; None if it leaves a loop or the program."""
         callers = self.graph.callers[body]
         outvars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).outvars

@@ -66,8 +66,6 @@ class _ResultFormats:
         self._dead = dead(self.graph).tolist()
         self._stored_low = self._rounded_values(plan)
         self._plans: dict[tuple[int, int], Plan] = {}
-        self._makers_of: dict[int, dict[ir.Var, ir.Eqn]] = {}
-        self._rows: dict[int, dict[int, int]] = {}
 
     def _rounded_values(self, root: Plan) -> set[tuple[int, ir.Var]]:
         """The values, with their bodies, that every plan of their body rounds to 16 bits."""
@@ -141,7 +139,7 @@ class _ResultFormats:
         var = eqn.invars[side]
         while not ir.is_literal(var):
             # through calls as well, in both directions
-            maker = self._makers(body).get(var)
+            maker = self._reach.makers(body).get(var)
             if maker is None:
                 if self._is_loop_constant(body, var):
                     return True  # every trip adds a term to its cotangent
@@ -161,7 +159,7 @@ class _ResultFormats:
 
     def _returned(self, body: int, eqn: ir.Eqn, var: ir.Var) -> tuple[int, ir.Var] | None:
         """The name of a call's result inside of the call; None for one of another equation."""
-        children = self.graph.children.get(self._row(body, eqn), ())
+        children = self.graph.children.get(self._reach.row(body, eqn), ())
         if len(children) != 1 or children[0][0].trips != 1 or children[0][0].carry:
             return None
         ((inner, child),) = children
@@ -200,16 +198,16 @@ class _ResultFormats:
             for reader in self._readers.of(body).get(var, ()):
                 names: Sequence[tuple[int, ir.Var]] | None
                 subtracts = reader is not None and reader.primitive.name in _SUBTRACTING[negated]
-                if subtracts and not is_shift(reader, var, self._makers(body)):
+                if subtracts and not is_shift(reader, var, self._reach.makers(body)):
                     return True
                 if reader is None:
-                    names = self._outside(body, var)
+                    names = self._reach.outside(body, var)
                 elif moved_operand(reader) is var or _scales(reader):
                     # A value that is stored in 16 bits has no more digits than the rounded result.
                     moved = ((body, v) for v in reader.outvars)
                     names = [name for name in moved if name not in self._stored_low]
                 else:
-                    names = self._inside(body, reader, var)
+                    names = self._reach.inside(self._reach.row(body, reader), var)
                 if names is None:
                     return True
                 negates = reader is not None and _negates(reader)
@@ -231,44 +229,6 @@ class _ResultFormats:
 
     def _is_dead(self, reader: Reader) -> bool:
         return self._dead[self._reach.row_of(reader)]
-
-    def _makers(self, body: int) -> dict[ir.Var, ir.Eqn]:
-        if body not in self._makers_of:
-            opened = ir.open_jaxpr(self.graph.bodies[body].jaxpr)
-            self._makers_of[body] = {v: eqn for eqn in opened.eqns for v in eqn.outvars}
-        return self._makers_of[body]
-
-    def _inside(self, body: int, eqn: ir.Eqn, var: ir.Var) -> list[tuple[int, ir.Var]]:
-        """The names of an equation's operand in the bodies of the equation."""
-        names: list[tuple[int, ir.Var]] = []
-        for inner, child in self.graph.children.get(self._row(body, eqn), ()):
-            invars = ir.open_jaxpr(inner.jaxpr).invars
-            entering = zip(invars, inner.operands, strict=False)
-            names += [(child, v) for v, at in entering if eqn.invars[at] is var]
-        return names
-
-    def _row(self, body: int, eqn: ir.Eqn) -> int:
-        if body not in self._rows:
-            start = self.graph.bodies[body].start
-            eqns = ir.open_jaxpr(self.graph.bodies[body].jaxpr).eqns
-            self._rows[body] = {id(eqn): start + at for at, eqn in enumerate(eqns)}
-        return self._rows[body][id(eqn)]
-
-    def _outside(self, body: int, var: ir.Var) -> list[tuple[int, ir.Var]] | None:
-        """The names of a body's result at its callers; None if it leaves a loop or the program."""
-        callers = self.graph.callers[body]
-        if not callers:
-            return None
-        outvars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).outvars
-        names: list[tuple[int, ir.Var]] = []
-        for row, inner in callers:
-            if inner.trips != 1 or inner.carry or not inner.results:
-                return None
-            results = self.graph.eqns[row].outvars
-            here = int(self.graph.body[row])
-            leaving = zip(outvars, inner.results, strict=True)
-            names += [(here, results[at]) for outvar, at in leaving if outvar is var]
-        return names
 
 
 def _hands_on_or_scales(eqn: ir.Eqn, var: ir.Var) -> bool:
