@@ -103,10 +103,10 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def reference(model: Model, mode: str) -> list[errors.Leaf]:
-    """The results of the model as written, evaluated in float64."""
+def reference(model: Model, mode: str, batch: int = 0) -> list[errors.Leaf]:
+    """The results of the model as written, for one of its batches, evaluated in float64."""
     fn = pp.auto_mixed(COLUMNS["float32"].program(model, mode))
-    args = bench_columns.arguments(model, mode)
+    args = bench_columns.arguments(model, mode, batch)
     declared = Declared(fn.__wrapped__, fn.jit_options)
     written = errors.as_written(fn, declared, model.name, args, {})
     return errors.evaluated(written, Precision.F64)

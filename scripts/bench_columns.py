@@ -157,11 +157,11 @@ COLUMNS = {
 """Key -> column, in the order of the table. The first is what the others are held against."""
 
 
-def arguments(model: Model, mode: str) -> tuple[Any, ...]:
-    """What a mode's function takes, with the first batch."""
+def arguments(model: Model, mode: str, batch: int = 0) -> tuple[Any, ...]:
+    """What a mode's function takes, with one of the model's batches."""
     if mode != "step":
-        return model.params, model.state, model.batch(0)
-    return model.params, model.state, model.optimizer.init(model.params), model.batch(0)
+        return model.params, model.state, model.batch(batch)
+    return model.params, model.state, model.optimizer.init(model.params), model.batch(batch)
 
 
 def copied(args: Any) -> Any:

@@ -144,9 +144,15 @@ class Reach:
 
 
 def hands_on(eqn: ir.Eqn, var: ir.Var) -> bool:
-    """Whether the numbers of a value are in an equation's results: moved, repeated, or chosen."""
+    """Whether the numbers of a value are in an equation's results: moved, repeated, or chosen.
+
+    A boundary, such as another library's primitive, may return its operand as it is.
+    """
     name = eqn.primitive.name
     row = op(name)
+    if row.kind is OpKind.BOUNDARY:
+        held = ir.precision_of(var.aval)
+        return any(ir.precision_of(v.aval) is held for v in eqn.outvars)
     if moved_operand(eqn) is var or row.chooses or name in _SAME:
         return True
     data = range(len(eqn.invars)) if row.data is None else row.data

@@ -13,6 +13,7 @@ from precpass.cli.errors import has_users_lines
 from precpass.cli.progress import Progress
 from precpass.cli.specs import drawn, has_shapes
 from precpass.cli.target import Refused, unbound
+from precpass.devices.targets import target_of
 from precpass.plan.plan import Plan
 from precpass.policy.policy import PRESETS, PrecisionPolicy
 from precpass.report.audit.audit import audit
@@ -217,7 +218,7 @@ def _draw(task: Task) -> Report:
 
 
 def _lock(task: Task) -> Report:
-    plan = task.call(inspect(task.fn, task.policy)).plan
+    plan = task.call(_inspect(task, task.policy)).plan
     return _wrote(task, plan.save, f": {plan!r}")
 
 
@@ -232,18 +233,18 @@ def _check(task: Task) -> Report:
     options = task.options
     all_problems: list[Problems] = []
     call = task.fn, task.args
+    with _refusing():
+        more = {"kwargs": task.kwargs, "target": target_of(options.device)}
     if options.plan:
         with _refusing():
             # The file is read here first, so that an error of the trace is not taken for one of it.
             Plan.load(options.plan)
         with task.calling("tracing"):
-            all_problems.append(plan_problems(*call, options.plan, task.policy, kwargs=task.kwargs))
+            all_problems.append(plan_problems(*call, options.plan, task.policy, **more))
     if options.expect:
         expected = _expected(options.expect)
         with task.calling("tracing"):
-            all_problems.append(
-                precision_problems(*call, expected, task.policy, kwargs=task.kwargs)
-            )
+            all_problems.append(precision_problems(*call, expected, task.policy, **more))
     data = {
         "ok": not any(all_problems),
         "mismatches": [

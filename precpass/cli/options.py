@@ -27,7 +27,7 @@ Example: precpass explain model.py:loss --args "f32[64,32], f32[128,64]"
 _ROWS = ("compare", "profile")
 _DRAWS = (*_ROWS, "bisect")
 _COLORS = ("explain", "diff", "audit")
-_PLANS = (*_ROWS, "explain", "diff", "audit", "draw")
+_PLANS = (*_ROWS, "explain", "diff", "audit", "draw", "lock", "check")
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -29,7 +29,16 @@ from precpass.analysis.graph import Graph
 from precpass.devices.detect import committed_device, is_present
 from precpass.measure.traffic import Traffic, traffic_of
 
-__all__ = ["Executable", "Memory", "Timing", "compiled", "interleaved", "is_jitted", "timed"]
+__all__ = [
+    "Executable",
+    "Memory",
+    "Timing",
+    "check_callbacks",
+    "compiled",
+    "interleaved",
+    "is_jitted",
+    "timed",
+]
 
 # ---------------------------------------------------------------- compiling
 
@@ -102,8 +111,7 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
     jitted: Any = fn if is_jitted(fn) else jax.jit(fn)
     traced = jitted.trace(*args, **kwargs)
     place = committed_device((args, kwargs))
-    if place is not None and not is_present(place):
-        _check_callbacks(traced.jaxpr)
+    check_callbacks(traced.jaxpr, place)
     lowered = traced.lower()
     program = lowered.compile()
     # An executable for a device that is not there has no local devices, but its operands say where.
@@ -113,7 +121,18 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
     return Executable(traced.jaxpr, lowered, program, device, _memory(program), donates)
 
 
-def _check_callbacks(jaxpr: ir.Jaxpr) -> None:
+def check_callbacks(jaxpr: ir.Jaxpr, device: Any) -> None:
+    """Refuses a program that calls Python on the host for a device that is not there.
+
+    Args:
+        jaxpr: the program.
+        device: that on which it is to run; None for one of this machine.
+
+    Raises:
+        ValueError: the text names the primitive and the line.
+    """
+    if device is None or is_present(device):
+        return
     graph = Graph.build(jaxpr)
     for row, eqn in enumerate(graph.eqns):
         name = eqn.primitive.name

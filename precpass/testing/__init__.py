@@ -51,6 +51,7 @@ def assert_precision(
     policy: PrecisionPolicy | str | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
 ) -> None:
     """Fails if a function's equations would not run in the expected precisions.
 
@@ -66,6 +67,8 @@ def assert_precision(
             is called.
         policy: as for `auto_mixed`.
         kwargs: the keyword arguments.
+        target: the device that the program is planned for, as for `inspect`. A plan depends on
+            the platform, so a test that names none expects the plan of the machine it runs on.
 
     Raises:
         AssertionError: with the equations that differ, by source line, each with its reason.
@@ -80,7 +83,7 @@ def assert_precision(
         >>> assert_precision(f, [jnp.ones((4, 4))], {"dot_general": {"bf16": 2}})
     """
     __tracebackhide__ = True
-    problems = precision_problems(fn, args, expected, policy, kwargs=kwargs)
+    problems = precision_problems(fn, args, expected, policy, kwargs=kwargs, target=target)
     if problems:
         raise AssertionError(str(problems))
 
@@ -92,6 +95,7 @@ def assert_plan(
     policy: PrecisionPolicy | str | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
 ) -> None:
     """Fails if a function's plan is not the saved one.
 
@@ -104,6 +108,7 @@ def assert_plan(
         path: a file that `plan.save` or `precpass lock` wrote.
         policy: as for `auto_mixed`.
         kwargs: the keyword arguments.
+        target: as for `assert_precision`.
 
     Raises:
         AssertionError: with the equations whose precision differs, each with its reason,
@@ -114,22 +119,22 @@ def assert_plan(
     __tracebackhide__ = True
     update = f"{UPDATE}=1 in the environment writes {os.fspath(path)} anew"
     if os.environ.get(UPDATE, "0") not in ("", "0"):
-        _write(fn, args, path, policy, kwargs)
+        _write(fn, args, path, policy, kwargs, target)
         return
     if not os.path.exists(path):
         raise FileNotFoundError(f"there is no plan to compare with: {update}")
-    problems = plan_problems(fn, args, path, policy, kwargs=kwargs)
+    problems = plan_problems(fn, args, path, policy, kwargs=kwargs, target=target)
     if problems:
         raise AssertionError(f"{problems}\nif this is meant: {update}")
 
 
-def _write(fn: Any, args: Any, path: Any, policy: Any, kwargs: Any) -> None:
+def _write(fn: Any, args: Any, path: Any, policy: Any, kwargs: Any, target: Any) -> None:
     try:
-        if not plan_problems(fn, args, path, policy, kwargs=kwargs):
+        if not plan_problems(fn, args, path, policy, kwargs=kwargs, target=target):
             return  # leave an equal plan alone: its file names the release that wrote it
     except (FileNotFoundError, ValueError):
         pass
-    _plan(fn, policy, args, kwargs).save(path)
+    _plan(fn, policy, args, kwargs, target).save(path)
 
 
 # ---------------------------------------------------------------- problems
@@ -230,10 +235,11 @@ def plan_problems(
     policy: PrecisionPolicy | str | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
 ) -> Problems:
     """The problems with which `assert_plan` fails."""
     lock = Plan.load(path).lock
-    plan = _plan(fn, policy, args, kwargs)
+    plan = _plan(fn, policy, args, kwargs, target)
     assert lock is not None and plan.origin is not None
     names = Names()
     wrong: list[tuple[Named, str]] = []
@@ -254,6 +260,7 @@ def precision_problems(
     policy: PrecisionPolicy | str | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
 ) -> Problems:
     """The problems with which `assert_precision` fails."""
     if not isinstance(expected, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
@@ -261,7 +268,7 @@ def precision_problems(
     if not expected:
         raise ValueError("nothing is expected: give patterns, such as {'dot_general': 'bf16'}")
     patterns = [Pattern.parse(*item) for item in expected.items()]
-    plan = _plan(fn, policy, args, kwargs)
+    plan = _plan(fn, policy, args, kwargs, target)
     assert plan.origin is not None
     belongs: dict[int, list[Named]] = {i: [] for i in range(len(patterns))}
     matched = set[int]()
@@ -280,11 +287,11 @@ def precision_problems(
     return Problems(_mismatches(wrong), "expected", tuple(notes))
 
 
-def _plan(fn: Any, policy: Any, args: Any, kwargs: Mapping[str, Any] | None) -> Plan:
+def _plan(fn: Any, policy: Any, args: Any, kwargs: Mapping[str, Any] | None, target: Any) -> Plan:
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise TypeError(
             f"args is the tuple of the positional arguments, ({type(args).__name__},) for one "
             f"argument, and not the {type(args).__name__} itself"
         )
     with quietly():
-        return inspect(fn, policy)(*args, **(kwargs or {})).plan
+        return inspect(fn, policy, target=target)(*args, **(kwargs or {})).plan

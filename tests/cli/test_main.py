@@ -103,6 +103,17 @@ def test_every_command_with_every_kind_of_target_and_arguments(name, given, mode
     assert (status if name != "audit" else 0, err) == (0, "") and out.strip()
 
 
+def test_a_plan_for_a_target_is_locked_and_checked(model, capsys):
+    given = ["a_model.py:grad", "--args", SHAPES, "--target"]
+    status, _, err = ran(capsys, "lock", *given, "h100", "-o", "h100.precision.json")
+    assert (status, err) == (0, "")
+    status, _, err = ran(capsys, "check", *given, "h100", "--plan", "h100.precision.json")
+    assert (status, err) == (0, "")
+    for name in ("lock", "check"):
+        status, out, err = ran(capsys, name, *given, "b200", *MORE.get(name, []))
+        assert (status, out) == (2, "") and "unknown target 'b200'" in err
+
+
 def test_the_json_in_the_documentation_is_that_of_the_commands():
     pages = Path(__file__).parents[2] / "docs" / "pages"
     text = (pages / "reference" / "command-line.md").read_text(encoding="utf-8")

@@ -131,11 +131,14 @@ def test_a_host_callback_is_refused_where_there_is_no_host(
     monkeypatch.setattr(targets.Target, "device", cpu)
     monkeypatch.setattr(execute, "is_present", lambda _: False)
 
+    calls: list[Any] = []
+
     def fn(x: jax.Array) -> jax.Array:
-        return jax.pure_callback(lambda y: y, x, x @ x)
+        return jax.pure_callback(lambda y: calls.append(y) or y, x, x @ x)
 
     with pytest.raises(ValueError, match=r"calls Python on the host \(pure_callback at .*:\d+"):
         report(fn, target="h100")(A)
+    assert not calls
 
 
 def test_the_profit_of_products_is_that_on_the_target():

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 
 import precpass as pp
 from tests.support.values import normal_array, rel_error
@@ -49,8 +50,30 @@ def averaged(w: jax.Array, x: jax.Array) -> jax.Array:
     return x
 
 
+def library_primitive() -> Primitive:
+    """A primitive that precpass does not know, as equinox has: it returns its operand."""
+    primitive = Primitive("kept_by_a_library")
+    primitive.def_impl(lambda x: x)
+    primitive.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(primitive, mlir.lower_fun(lambda x: x, multiple_results=False))
+    return primitive
+
+
+KEPT = library_primitive()
+
+
+def behind_a_library(w: jax.Array, x: jax.Array) -> jax.Array:
+    def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        y = x + 1e-3 * jnp.tanh(x @ w) @ V
+        return KEPT.bind(jnp.where(y @ w > 1e9, 0.0, y)), None
+
+    return jax.lax.scan(step, x, length=20)[0]
+
+
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("fn", [clipped_update, capped_stream, reshaped_stream, averaged])
+@pytest.mark.parametrize(
+    "fn", [clipped_update, capped_stream, reshaped_stream, averaged, behind_a_library]
+)
 def test_small_steps_are_not_lost_in_a_clip_or_a_relu(fn: Callable[..., Any], target: str):
     start = W if fn is clipped_update else jnp.clip(jnp.abs(X), 0.0, 0.9)
     args = (W, X) if fn is clipped_update else (W, start)

@@ -294,3 +294,23 @@ def test_the_documentations_example_runs_and_fails_as_it_says(tmp_path, monkeypa
     expected = "\n".join(line.removeprefix("    ") for line in said.splitlines())
     pattern = re.escape(expected).replace(re.escape("..."), ".*")
     assert re.fullmatch(pattern, str(failed.value)), str(failed.value)
+
+
+# ---------------------------------------------------------------- a device that is not there
+
+
+def square(x):
+    return x @ x
+
+
+def test_a_plan_is_expected_of_a_target(tmp_path: Path):
+    fn = pp.auto_mixed(square, policy="AutoMixed", profitability="assumed")
+    args = (jax.ShapeDtypeStruct((8192, 8192), jnp.float32),)
+    assert_precision(fn, args, {"dot_general": "f16"}, target="h100")
+    assert_precision(fn, args, {"dot_general": "f32"}, target="tpu v5e")  # has no float16 units
+    pp.inspect(fn, target="h100")(*args).plan.save(tmp_path / "h100.precision.json")
+    assert_plan(fn, args, tmp_path / "h100.precision.json", target="h100")
+    with pytest.raises(AssertionError, match="in f32, not f16 as it was saved"):
+        assert_plan(fn, args, tmp_path / "h100.precision.json", target="tpu v5e")
+    with pytest.raises(ValueError, match="unknown target 'b200'"):
+        assert_precision(fn, args, {"dot_general": "f16"}, target="b200")

@@ -22,7 +22,7 @@ from precpass.measure.traffic import Traffic
 from precpass.policy.policy import PrecisionPolicy, quietly
 from precpass.report.audit.changes import changes
 from precpass.report.audit.matching import Change
-from precpass.units import counted
+from precpass.units import counted, sized
 from precpass.view.inspection import Inspection
 from precpass.view.page import folded
 from precpass.view.rows import alike
@@ -172,13 +172,13 @@ class Audit:
             "" if traffic.cycles is None else f", {traffic.cycles / 1e6:,.2f} Mcycles (estimated)"
         )
         lines = [
-            f"kernels move {traffic.moved / 1e6:,.1f} MB{cycles}; {traffic.casts} only cast "
-            f"({traffic.cast_bytes / 1e6:,.1f} MB), {traffic.transposes} only transpose or copy"
+            f"kernels move {sized(traffic.moved)}{cycles}; {traffic.casts} only cast "
+            f"({sized(traffic.cast_bytes)}), {traffic.transposes} only transpose or copy"
         ]
         if memory is not None:
             lines.append(
-                f"memory: arguments {memory.arguments / 1e6:,.1f} MB, results "
-                f"{memory.outputs / 1e6:,.1f} MB, temp {memory.temp / 1e6:,.1f} MB"
+                f"memory: arguments {sized(memory.arguments)}, results "
+                f"{sized(memory.outputs)}, temp {sized(memory.temp)}"
             )
         return [*lines, *(f"{kernel.runs:>6} x {kernel}" for kernel in traffic.products)]
 

@@ -14,6 +14,7 @@ from precpass.api import auto_mixed
 from precpass.devices.targets import target_of
 from precpass.jit.staged import owner_of
 from precpass.measure.counts import count
+from precpass.measure.execute import check_callbacks
 from precpass.policy.precision import Precision
 from precpass.report.compare.comparison import REFERENCES, Comparison, Row
 from precpass.report.compare.errors import Leaf, as_written, errors_of, evaluated
@@ -120,6 +121,7 @@ class _Run:
         self.progress("the reference", 0, total)
         own = subject.declared, subject.name, subject.args, subject.kwargs
         written = as_written(subject.fn, *own)
+        check_callbacks(written.jaxpr, subject.target)  # the reference would run them here
         wanted = evaluated(written, Precision.parse(self.reference))
         casts = count(written.jaxpr).casts
         programs: list[Program] = []
