@@ -129,11 +129,13 @@ def module(fn, *platforms):
 
 @pytest.mark.parametrize("fn", [loss, jax.grad(loss), scanned], ids=["f", "grad", "scan"])
 def test_the_form_of_a_product_is_that_of_its_platform(fn):
-    assert "optimization_barrier" in module(fn, "cpu")
+    assert "optimization_barrier" in (text := module(fn, "cpu"))
+    assert "stablehlo.case" not in text
     for platform in ("cuda", "rocm", "tpu"):
         text = module(fn, platform)
         assert "optimization_barrier" not in text, f"{platform}: a barrier would cost the fusion"
         assert "xbf16>" in text
+        assert "stablehlo.case" not in text, f"{platform}: a program for one has no cases"
 
 
 def test_one_program_for_several_platforms():

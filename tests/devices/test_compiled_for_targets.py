@@ -126,6 +126,33 @@ def test_what_fusions_write_is_in_16_bits_in_the_program_that_the_compiler_makes
     assert int(lines[1].split()[0]) > 0
 
 
+ONE_ROW = """
+import jax, jax.numpy as jnp, precpass as pp
+
+def steps(dtype):
+    def fn(w, h, xs):
+        w = w.astype(dtype)
+        def step(h, x):
+            h = jnp.tanh((h.astype(dtype) @ w).astype(jnp.float32) + x)
+            return h, h
+        return jax.lax.scan(step, h, xs)
+    return fn
+
+args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1024, 1024), (1, 1024), (64, 1, 1024))]
+by_hand = pp.audit(steps(jnp.bfloat16), "AlwaysF32", target={target!r})(*args)
+found = pp.audit(steps(jnp.float32), target={target!r})(*args)
+print(found.traffic.casts, found.traffic.cast_bytes == 6 * 1024 * 1024)
+print(found.traffic.moved / by_hand.traffic.moved)
+"""
+
+
+@pytest.mark.parametrize("target", ["h100", "a100"])
+def test_a_product_of_one_row_does_not_widen_a_loops_constant_in_every_trip(target: str):
+    lines = ran("-c", ONE_ROW.format(target=target)).splitlines()
+    assert lines[0] == "1 True"  # it is cast to bfloat16 once, outside of the loop
+    assert float(lines[1]) <= 1.01
+
+
 COMPARED = """
 import jax, jax.numpy as jnp, precpass as pp
 
