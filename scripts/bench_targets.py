@@ -31,6 +31,7 @@ from bench_models import FOREIGN, MODELS, Model
 from rich.console import Console
 from rich.table import Table
 
+from precpass.devices.cpu_info import cpu_info
 from precpass.devices.detect import planned_for
 from precpass.devices.targets import TARGETS, abstract_on, target_of
 from precpass.measure.traffic import Traffic, traffic_of
@@ -207,7 +208,7 @@ MEANS = ("program", *(f"{f}{m}" for f in RATIOS for m in ("", ", worst")), "prog
 
 def result(options: argparse.Namespace, cells: Sequence[TargetCell]) -> dict[str, Any]:
     """The run as a file of scripts/results."""
-    versions = f"jax {jax.__version__}, Python {sys.version.split()[0]}"
+    versions = f"jax {jax.__version__}, Python {sys.version.split()[0]}, {cpu_info().model}"
     return {
         "title": f"Compiled for {options.target}",
         "measured": datetime.datetime.now(datetime.UTC).date().isoformat(),
