@@ -13,7 +13,8 @@ import jax
 from precpass.cli.commands import COMMANDS
 from precpass.cli.examples import ABOUT, EXAMPLES
 from precpass.cli.target import Refused
-from precpass.policy.policy import PROFITABILITY
+from precpass.devices.targets import TARGETS
+from precpass.policy.policy import PRESETS, PROFITABILITY
 from precpass.version import __version__
 from precpass.view.diff import LEVELS
 
@@ -118,8 +119,8 @@ def _common(name: str, one: argparse.ArgumentParser) -> None:
             "--target",
             metavar="DEVICE",
             dest="device",
-            help="plan and compile for this device, which need not be there: h100, a100, "
-            "tpu v5e, ... (default: the device of this machine)",
+            help=f"plan and compile for this device, which need not be there: {', '.join(TARGETS)} "
+            "(default: the device of this machine)",
         )
     one.add_argument("--json", action="store_true", help="give the result as JSON, for programs")
     result = "the file that is written" if name in WRITES else "write the result to this file"
@@ -148,7 +149,10 @@ def _common(name: str, one: argparse.ArgumentParser) -> None:
 
 def _policies(name: str, one: argparse.ArgumentParser) -> None:
     # Rows have policies of their own, so `check` refuses it.
-    policy = "a preset or a string such as c=bf16 (default: that of the function, or AutoMixedBf16)"
+    policy = (
+        f"a preset ({', '.join(PRESETS)}) or a string such as c=bf16 (default: that of the "
+        "function, or AutoMixedBf16)"
+    )
     one.add_argument("--policy", help=argparse.SUPPRESS if name in _ROWS else policy)
     if name in _ROWS:
         one.add_argument(

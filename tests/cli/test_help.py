@@ -35,6 +35,13 @@ def help_of(name, capsys, monkeypatch):
     return capsys.readouterr().out
 
 
+def runs(capsys, words):
+    status, out, err = ran(capsys, *words)
+    # A busy machine takes longer than the two seconds after which progress is said.
+    other = [line for line in err.splitlines() if not line.endswith(" ...")]
+    assert (status, other) == (0, []) and out, words
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_has_a_help_of_its_own(name):
     _, parsers = _parsers()
@@ -63,8 +70,7 @@ def test_the_examples_in_the_help_run(name, model, capsys, monkeypatch):
     for example in examples:
         words = shlex.split(example)
         assert words[0] == name
-        status, out, err = ran(capsys, *words)
-        assert (status, err) == (0, "") and out, example
+        runs(capsys, words)
 
 
 def test_the_lines_of_the_documentation_run(model, capsys):
@@ -72,8 +78,7 @@ def test_the_lines_of_the_documentation_run(model, capsys):
     lines = re.findall(r"^    precpass (.*)$", PAGE.read_text(encoding="utf-8"), re.M)
     assert {shlex.split(line)[0] for line in lines} == COMMANDS.keys()
     for line in lines:
-        status, out, err = ran(capsys, *shlex.split(line))
-        assert (status, err) == (0, "") and out, line
+        runs(capsys, shlex.split(line))
 
 
 def test_the_release_is_said_once(capsys):
