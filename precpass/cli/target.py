@@ -7,6 +7,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -65,6 +66,8 @@ def _file(where: str) -> ModuleType:
     path = Path(where).resolve()
     if not path.is_file():
         raise Refused(f"there is no file {where}")
+    if not os.access(path, os.R_OK):
+        raise Refused(f"this user has no permission to open {where}")
     folder, name = path.parent, path.stem
     while (folder / "__init__.py").is_file():
         # A file in a package is imported as its module, so that its relative imports work.

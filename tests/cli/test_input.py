@@ -124,6 +124,15 @@ def test_a_plan_that_may_not_be_read(model, capsys):
     assert status == 2 and "this user has no permission to open x.json" in err
 
 
+def test_a_module_that_may_not_be_read(model, capsys, monkeypatch):
+    def access(path, mode):
+        return path != model
+
+    monkeypatch.setattr(os, "access", access)  # root may read all
+    status, _, err = ran(capsys, "explain", "a_model.py:loss", "--args", SHAPES)
+    assert (status, err) == (2, "precpass: this user has no permission to open a_model.py\n")
+
+
 def test_a_plan_of_another_program_is_refused(model, capsys):
     assert ran(capsys, "lock", "a_model.py:loss", "--args", SHAPES, "-o", "x.json")[0] == 0
     for name in ("explain", "check"):
