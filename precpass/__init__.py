@@ -22,6 +22,7 @@ from precpass.policy.policy import (
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import EqnView, Rule
+from precpass.version import __version__
 
 if TYPE_CHECKING:
     from precpass.numerics.fallback.checks import IllConditioned, NonFinite, OutOfRange, Predicate
@@ -95,6 +96,7 @@ __all__ = [
     "Rule",
     "ScaledState",
     "StaticLossScale",
+    "__version__",
     "all_finite",
     "audit",
     "auto_mixed",

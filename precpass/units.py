@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["are", "counted", "duration", "sized"]
+from collections.abc import Sequence
+
+__all__ = ["are", "counted", "duration", "listed", "sized"]
 
 
 def counted(n: int, noun: str) -> str:
@@ -23,6 +25,22 @@ def are(n: int) -> str:
         ('is', 'are')
     """
     return "is" if n == 1 else "are"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Names behind each other; of a long list the first ones, and how many more there are.
+
+    Args:
+        names: the names.
+        most: the number of names that are shown.
+
+    Examples:
+        >>> listed("abc", 3), listed("abcdefgh", 3)
+        ('a, b, c', 'a, b, c and 5 more')
+    """
+    more = len(names) - most
+    shown = ", ".join(names[:most])
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def sized(nbytes: float) -> str:

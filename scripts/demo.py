@@ -10,6 +10,7 @@ import contextlib
 import os
 import platform
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,8 +24,8 @@ import jmp
 import numpy as np
 import rich
 from demo_model import Shape, Task, batches, cross_entropy, make_task, standard_library
+from demo_progress import Steps
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import precpass as pp
@@ -43,7 +44,13 @@ PRESETS = (
 UNDER_GRAD = "AutoMixedBf16-under-grad"
 MATMUL = "default_matmul_precision"
 DEFAULT_ROWS = ("AlwaysF32", "AutoMixedBf16", UNDER_GRAD, "jmp", MATMUL)
-DIFF_LINES = 25
+LAST = 10
+"""The number of last steps whose mean loss is shown."""
+DIFF_LINES = 14
+PAYS = 0.95
+"""The largest ratio of step times that counts as faster."""
+ALIKE = 0.01
+"""The largest relative difference of losses that counts as the same training."""
 
 
 def build_step(name: str, task: Task) -> Callable[..., Any]:
@@ -69,11 +76,8 @@ def build_step(name: str, task: Task) -> Callable[..., Any]:
 
 def label(name: str) -> str:
     """How the table names a row."""
-    if name in PRESETS:
-        return f"{name}, whole step"
-    if name == UNDER_GRAD:
-        return "AutoMixedBf16, under grad"
-    return "jmp p=f32,c=bf16,o=f32" if name == "jmp" else "matmul BF16_BF16_F32"
+    names = {UNDER_GRAD: "AutoMixedBf16 in grad", "jmp": "jmp c=bf16", MATMUL: "BF16_BF16_F32 dots"}
+    return names.get(name, name)
 
 
 @dataclass
@@ -84,7 +88,6 @@ class Row:
     step: Any
     state: tuple[Any, Any]
     products: str
-    casts: int
     temp_bytes: int
     kept_bytes: float
     losses: list[float] = field(default_factory=list)
@@ -109,8 +112,7 @@ def compile_row(name: str, task: Task, tokens: np.ndarray) -> Row:
         name,
         program.compiled,
         state,
-        f"{counts.low}/{counts.products}" + (f" ({counts.marked} marked)" if counts.marked else ""),
-        counts.casts,
+        f"{counts.low}/{counts.products}",
         program.memory.temp,
         kept_bytes(program.jaxpr),
     )
@@ -118,64 +120,111 @@ def compile_row(name: str, task: Task, tokens: np.ndarray) -> Row:
 
 def run(names: list[str], task: Task, data: np.ndarray, console: Console) -> list[Row]:
     """Compile every row first, then train them in turn, so that noise meets them all alike."""
-    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        bar = progress.add_task("", total=len(names))
-        rows: list[Row] = []
+    rows: list[Row] = []
+    with Steps("compile", len(names), console) as steps:
         for name in names:
-            progress.update(bar, description=f"compile {label(name)}")
+            steps.say(len(rows), label(name))
             rows.append(compile_row(name, task, data[0]))
-            progress.advance(bar)
-        progress.update(bar, description="compiled")
-        bar = progress.add_task("", total=len(names) * len(data))
-        for tokens in data:
-            for row in rows:
+        steps.say(len(rows), "is done")
+    with Steps("train", len(names) * len(data), console) as steps:
+        for round_number, tokens in enumerate(data):
+            for number, row in enumerate(rows, 1):
                 row.train(tokens)
-                progress.update(bar, advance=1, description=f"train (loss {row.losses[-1]:.3f})")
+                done = round_number * len(rows) + number
+                steps.say(done, f"with a loss of {row.losses[-1]:.3f}")
     return rows
 
 
+def final_loss(row: Row) -> float:
+    """The mean loss of a row's last steps."""
+    return statistics.mean(row.losses[-LAST:])
+
+
+def step_ratio(row: Row, first: Row) -> float:
+    """A row's step time over another's: the median over rounds in which both take one step."""
+    return statistics.median(a / b for a, b in zip(row.seconds, first.seconds, strict=True))
+
+
 def make_table(rows: list[Row]) -> Table:
-    steps = len(rows[0].losses)
-    last = min(10, steps)
-    table = Table(box=rich.box.SIMPLE_HEAD, caption_justify="left", caption_style="")
+    """The table of all rows, which fits 80 columns."""
+    steps, first = len(rows[0].losses), rows[0]
+    table = Table(
+        box=rich.box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+        caption_justify="left",
+        caption_style="",
+    )
     table.add_column("program", no_wrap=True)
     for heading in (
-        f"loss after\n{steps} steps",
+        "loss\n",
         "to\nrow 1",
         "step\nms",
         "to\nrow 1",
-        "products low\nout of all",
-        "casts",
+        "low\nproducts",
         "temp\nMB",
         "kept\nMB",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
-    first = rows[0]
-    base = statistics.mean(first.losses[-last:])
     for row in rows:
-        loss = statistics.mean(row.losses[-last:])
-        ratios = [a / b for a, b in zip(row.seconds, first.seconds, strict=True)]
         table.add_row(
             label(row.name),
-            f"{loss:.4f}",
-            f"{100 * (loss / base - 1):+.2f} %",
+            f"{final_loss(row):.4f}",
+            f"{100 * (final_loss(row) / final_loss(first) - 1):+.2f} %",
             f"{1e3 * statistics.median(row.seconds):.0f}",
-            f"{statistics.median(ratios):.2f}",
+            f"{step_ratio(row, first):.2f}",
             row.products,
-            str(row.casts),
             f"{row.temp_bytes / 1e6:.0f}",
             f"{row.kept_bytes / 1e6:.1f}",
         )
     table.caption = (
-        f"Loss: mean of the last {last} steps, from {first.losses[0]:.2f} at the first. Step time: "
-        "median; its ratio:\nmedian over rounds in which every row takes one step.\n"
-        "Products (floating, contracting dot_general) and casts: equations of the traced step, "
-        "forward,\nbackward and recomputed; a scan's body counts once. low: both operands stored "
-        "in 16 bits;\nmarked: float32 operands with an algorithm preset, which the backend may "
-        "ignore.\nkept: what the forward pass computes and the backward pass reads."
+        f"loss: the mean of the last {min(LAST, steps)} of {steps} steps, from "
+        f"{first.losses[0]:.2f} at the first.\n"
+        "step: the median time; to row 1: the median of ratios within rounds.\n"
+        "low products: matrix products of the step that have both operands in\n"
+        "  16 bits; a scan's body counts once.\n"
+        "temp: temporary memory, as XLA reports it.\n"
+        "kept: what the forward pass computes and the backward pass reads."
     )
     return table
+
+
+def conclusion(rows: list[Row]) -> str:
+    """What the table shows, in one sentence."""
+    by_name = {row.name: row for row in rows}
+    wide = by_name.get("AlwaysF32")
+    low = next(
+        (row for row in rows if row is not wide and row.name in (*PRESETS, UNDER_GRAD)), None
+    )
+    if wide is None or low is None:
+        return (
+            "Conclusion: there is nothing to compare without AlwaysF32 and another policy, so add "
+            "them by --policy."
+        )
+    ratio = step_ratio(low, wide)
+    no_gain = " (no gain on this processor)" if ratio > PAYS else ""
+    memory = low.temp_bytes / wide.temp_bytes
+    difference = abs(final_loss(low) / final_loss(wide) - 1)
+    percent = f"{100 * max(difference, 1e-4):.2f}%"
+    loss = (
+        f"is that of float32 within {percent}, without a change to the model"
+        if difference <= ALIKE
+        else f"differs from float32's by {percent}, so look at the losses before you use it"
+    )
+    return (
+        f"Conclusion: {low.name} takes {ratio:.2f} of float32's time for a step{no_gain} and "
+        f"{memory:.2f} of its temporary memory, and its loss after {len(low.losses)} steps {loss}."
+    )
+
+
+def cut(lines: list[str], width: int) -> Iterator[str]:
+    """The first lines of a diff and its last, which counts, each cut to a width."""
+    first = lines[: min(DIFF_LINES, len(lines) - 1)]
+    for line in first:
+        yield line if len(line) <= width else f"{line[: width - 4]} ..."
+    if more := len(lines) - 1 - len(first):
+        yield f"... and {more} more lines"
+    yield from textwrap.wrap(lines[-1], width)
 
 
 def notes(rows: list[Row]) -> Iterator[str]:
@@ -223,13 +272,13 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options, start = arguments(), time.perf_counter()
-    console = Console() if Console().is_terminal else Console(width=110)
+    console = Console()
     names = list(dict.fromkeys(options.policy or DEFAULT_ROWS))
     shape, text = Shape(layers=options.layers), standard_library()
     data = batches(text, shape, options.steps)
     task = make_task(shape)
     size = sum(leaf.size for leaf in jax.tree.leaves(task.params))
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say = partial(console.print, highlight=False, markup=False)
     say(machine())
     say(
         f"{size / 1e6:.1f} M float32 parameters, {shape.layers} layers of width {shape.width}, "
@@ -241,11 +290,12 @@ def main() -> None:
         say(note)
     policy = next((n for n in names if n in PRESETS and n != "AlwaysF32"), "AutoMixedBf16")
     inspection = pp.inspect(task.train_step, getattr(pp, policy))
-    diff = inspection(task.params, task.opt_state, data[0]).diff().splitlines()
-    shown = diff[:DIFF_LINES]
-    say(f"\ninspect(train_step, {policy}).diff(), {len(shown)} of its {len(diff)} lines:")
-    say("\n".join(shown))
-    say(f"\n{time.perf_counter() - start:.0f} s in all")
+    diff = inspection(task.params, task.opt_state, data[0]).diff("lines").splitlines()
+    say(f'\nThe diff by source line, inspect(train_step, "{policy}").diff("lines"):')
+    for line in cut(diff, console.width):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    say(f"\n{time.perf_counter() - start:.0f} s in all.")
+    say(conclusion(rows))
 
 
 if __name__ == "__main__":

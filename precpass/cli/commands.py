@@ -6,26 +6,26 @@ import argparse
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 from precpass.api import explain, inspect
 from precpass.cli.errors import has_users_lines
+from precpass.cli.files import refusing
+from precpass.cli.inputs import Inputs
 from precpass.cli.progress import Progress
 from precpass.cli.specs import drawn, has_shapes
 from precpass.cli.target import Refused, unbound
-from precpass.devices.targets import target_of
-from precpass.plan.plan import Plan
-from precpass.policy.policy import PRESETS, PrecisionPolicy
 from precpass.report.audit.audit import audit
 from precpass.report.bisect.bisect import bisect
 from precpass.report.bisect.bisection import Run
 from precpass.report.compare.compare import compare
-from precpass.report.compare.profile import DEVICES, profile
+from precpass.report.compare.profile import profile
 from precpass.testing import Problems, plan_problems, precision_problems
 from precpass.view.diff import between, changes
 from precpass.view.inspection import Inspection
 
-__all__ = ["COMMANDS", "Report", "Task", "policy_of"]
+__all__ = ["COMMANDS", "Report", "Task", "rehearse", "write"]
 
 OK, NOT_AS_EXPECTED = 0, 1
 
@@ -51,23 +51,24 @@ class Task:
 
     Attributes:
         options: the options of the command line.
+        inputs: what they say.
         fn: the user's function.
         args, kwargs: its arguments.
-        policy: the policy; None for the function's own, or the default.
         progress: shows what is going on.
     """
 
     options: argparse.Namespace
+    inputs: Inputs
     fn: Callable[..., Any]
     args: list[Any]
     kwargs: dict[str, Any]
-    policy: PrecisionPolicy | str | None
     progress: Progress
 
     @property
     def color(self) -> bool | None:
         """Whether texts are coloured; None colours them on a terminal."""
-        return {"auto": None, "always": True, "never": False}[self.options.color]
+        auto = None if self.options.output is None else False
+        return {"auto": auto, "always": True, "never": False}[self.options.color]
 
     def call(
         self, prepared: Callable[..., Any], *, doing: str = "tracing", on_arrays: bool = False
@@ -77,7 +78,7 @@ class Task:
         if on_arrays:
             if self.options.seed is not None and not has_shapes((args, kwargs)):
                 raise Refused("--seed is of what is drawn for shapes, and there are none in --args")
-            with _refusing():
+            with refusing():
                 args, kwargs = drawn((args, kwargs), self.options.seed or 0)
         with self.calling(doing):
             return prepared(*args, **kwargs)
@@ -95,88 +96,64 @@ class Task:
             raise Refused(why) from None
 
 
-def policy_of(text: str) -> PrecisionPolicy | str:
-    """The policy that an option names: a saved plan's file, or as `PrecisionPolicy.parse`."""
-    with _refusing():
-        return Plan.load(text) if text.endswith(".json") else PrecisionPolicy.parse(text)
-
-
-@contextlib.contextmanager
-def _refusing() -> Generator[None]:
-    """A context in which every error is a refusal of the user's input."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise Refused(str(error)) from None
-
-
-def _inspect(task: Task, policy: PrecisionPolicy | str | None) -> Callable[..., Inspection]:
-    with _refusing():
-        return inspect(task.fn, policy, target=task.options.device)
+def _inspect(task: Task, policy: Any) -> Callable[..., Inspection]:
+    with refusing():
+        return inspect(task.fn, policy, target=task.inputs.target)
 
 
 def _explain(task: Task) -> Report:
-    with _refusing():
-        prepared = explain(task.fn, task.policy, target=task.options.device)
+    with refusing():
+        prepared = explain(task.fn, task.inputs.policy, target=task.inputs.target)
     explanation = task.call(prepared)
     return Report(lambda: explanation.text(color=task.color), explanation.to_dict())
 
 
 def _diff(task: Task) -> Report:
-    options = task.options
-    level = options.level or "equations"
-    inspection = task.call(_inspect(task, task.policy))
+    level = task.options.level or "equations"
+    inspection = task.call(_inspect(task, task.inputs.policy))
     data = {"policy": inspection.policy_name, "changes": changes(inspection.plan)}
-    if options.between is None:
+    if task.inputs.between is None:
         return Report(lambda: inspection.diff(level, color=task.color), data)
-    other = task.call(_inspect(task, policy_of(options.between)))
+    other = task.call(_inspect(task, task.inputs.between))
     return Report(lambda: between(inspection.plan, other.plan, level, color=task.color), data)
 
 
-def _compare(task: Task) -> Report:
+def _comparing(task: Task) -> Callable[..., Any]:
     options = task.options
-    with _refusing():
-        prepared = compare(
+    with refusing():
+        return compare(
             task.fn,
-            _rows(task),
+            task.inputs.rows,
             reference=options.reference,
             rounds=options.rounds,
-            target=options.device,
+            target=task.inputs.target,
             progress=_steps(task),
         )
-    comparison = task.call(prepared, doing="the reference", on_arrays=True)
+
+
+def _compare(task: Task) -> Report:
+    comparison = task.call(_comparing(task), doing="the reference", on_arrays=True)
     return Report(lambda: str(comparison), comparison.to_dict())
 
 
-def _profile(task: Task) -> Report:
-    options = task.options
-    with _refusing():
-        device_names = options.devices
-        devices = (
-            DEVICES
-            if device_names is None
-            else [*filter(None, map(str.strip, device_names.split(",")))]
-        )
-        prepared = profile(
+def _profiling(task: Task) -> Callable[..., Any]:
+    with refusing():
+        return profile(
             task.fn,
-            _rows(task),
-            devices=devices,
-            rounds=options.rounds,
-            target=options.device,
+            task.inputs.rows,
+            devices=task.inputs.devices,
+            rounds=task.options.rounds,
+            target=task.inputs.target,
             progress=_steps(task),
         )
+
+
+def _profile(task: Task) -> Report:
     # Without rounds nothing runs, so shapes suffice.
-    runs = options.rounds != 0 and options.device is None
-    on_arrays = runs or options.seed is not None
-    profiled = task.call(prepared, doing="the float32 program", on_arrays=on_arrays)
+    runs = task.options.rounds != 0 and task.inputs.target is None
+    on_arrays = runs or task.options.seed is not None
+    profiled = task.call(_profiling(task), doing="the float32 program", on_arrays=on_arrays)
     return Report(lambda: str(profiled), profiled.to_dict())
-
-
-def _rows(task: Task) -> list[tuple[str, PrecisionPolicy | str]]:
-    """The policies that are compared, by their texts."""
-    policy_texts = task.options.policies
-    texts = PRESETS if policy_texts is None else [text.strip() for text in policy_texts.split(";")]
-    return [(text, policy_of(text)) for text in texts]
 
 
 def _steps(task: Task) -> Callable[[str, int, int], None]:
@@ -187,14 +164,14 @@ def _steps(task: Task) -> Callable[[str, int, int], None]:
 
 
 def _audit(task: Task) -> Report:
-    with _refusing():
-        prepared = audit(task.fn, task.policy, target=task.options.device)
+    with refusing():
+        prepared = audit(task.fn, task.inputs.policy, target=task.inputs.target)
     result = task.call(prepared, doing="tracing and compiling")
     status = OK if result.ok else NOT_AS_EXPECTED
     return Report(lambda: result.text(color=task.color), result.to_dict(), status)
 
 
-def _bisect(task: Task) -> Report:
+def _bisecting(task: Task) -> Callable[..., Any]:
     budget = task.options.budget
 
     def said(run: Run) -> None:
@@ -202,49 +179,58 @@ def _bisect(task: Task) -> Report:
         text = f"run {run.number} of at most {budget}: {verdict}"
         task.progress.say(text, run.number, budget)
 
-    with _refusing():
-        prepared = bisect(
-            task.fn, task.policy, task.options.tolerance, budget=budget, progress=said
+    with refusing():
+        return bisect(
+            task.fn, task.inputs.policy, task.options.tolerance, budget=budget, progress=said
         )
-    bisection = task.call(prepared, on_arrays=True)
+
+
+def _bisect(task: Task) -> Report:
+    bisection = task.call(_bisecting(task), on_arrays=True)
     status = OK if bisection.found else NOT_AS_EXPECTED
     return Report(lambda: str(bisection), bisection.to_dict(), status)
 
 
 def _draw(task: Task) -> Report:
-    inspection = task.call(_inspect(task, task.policy))
+    inspection = task.call(_inspect(task, task.inputs.policy))
     task.progress.say("drawing")
     return _wrote(task, inspection.draw(boxes=task.options.boxes).save, "")
 
 
 def _lock(task: Task) -> Report:
-    plan = task.call(_inspect(task, task.policy)).plan
+    plan = task.call(_inspect(task, task.inputs.policy)).plan
     return _wrote(task, plan.save, f": {plan!r}")
 
 
 def _wrote(task: Task, save: Callable[[str], None], more: str) -> Report:
     path = task.options.output
-    with _refusing():
+    with refusing():
         save(path)
     return Report(lambda: f"wrote {path}{more}", {"written": path})
 
 
+def write(report: str, path: str) -> None:
+    """Writes a report to a file.
+
+    Raises:
+        Refused: if it cannot be written.
+    """
+    with refusing(f"--output {path}"):
+        Path(path).write_text(report + "\n", encoding="utf-8")
+
+
 def _check(task: Task) -> Report:
-    options = task.options
+    options, expected = task.options, task.inputs.expected
     all_problems: list[Problems] = []
     call = task.fn, task.args
-    with _refusing():
-        more = {"kwargs": task.kwargs, "target": target_of(options.device)}
-    if options.plan:
-        with _refusing():
-            # The file is read here first, so that an error of the trace is not taken for one of it.
-            Plan.load(options.plan)
+    more = {"kwargs": task.kwargs, "target": task.inputs.target}
+    policy = None if options.policy is None else task.inputs.policy
+    if options.plan is not None:
         with task.calling("tracing"):
-            all_problems.append(plan_problems(*call, options.plan, task.policy, **more))
-    if options.expect:
-        expected = _expected(options.expect)
+            all_problems.append(plan_problems(*call, options.plan, policy, **more))
+    if expected:
         with task.calling("tracing"):
-            all_problems.append(precision_problems(*call, expected, task.policy, **more))
+            all_problems.append(precision_problems(*call, expected, policy, **more))
     data = {
         "ok": not any(all_problems),
         "mismatches": [
@@ -256,27 +242,26 @@ def _check(task: Task) -> Report:
     return Report(lambda: text, data, NOT_AS_EXPECTED if any(all_problems) else OK)
 
 
-def _expected(texts: list[str]) -> dict[str, Any]:
-    """The patterns, each with the expected precision or numbers of equations."""
-    pairs = list(map(_expectation, texts))
-    if len(pairs) != len(dict(pairs)):
-        raise Refused(f"--expect {' '.join(texts)}: a pattern is given twice")
-    return dict(pairs)
+_PREPARED: dict[str, Callable[[Task], Callable[..., Any]]] = {
+    "compare": _comparing,
+    "profile": _profiling,
+    "bisect": _bisecting,
+}
+"""The commands whose reports judge their options when they are prepared."""
 
 
-def _expectation(text: str) -> tuple[str, Any]:
-    pattern, equals, wanted = text.rpartition("=")
-    if not equals or not pattern or not wanted:
-        raise Refused(
-            f"--expect {text!r}: write PATTERN=PRECISION, such as dot_general=bf16, or with "
-            "numbers, dot_general=bf16*23,f32*1"
-        )
-    if "*" not in wanted:
-        return pattern, wanted
-    counts = [part.partition("*") for part in wanted.replace(" ", "").split(",")]
-    if not all(number.isdecimal() for _, _, number in counts):
-        raise Refused(f"--expect {text!r}: write a number for each precision, bf16*23,f32*1")
-    return pattern, {precision: int(number) for precision, _, number in counts}
+def rehearse(options: argparse.Namespace, inputs: Inputs, progress: Progress) -> None:
+    """Prepares a command's report for a function that stands in for the user's.
+
+    Raises:
+        Refused: for options that the report does not take.
+    """
+
+    def stand_in(*args: Any) -> Any:
+        return args
+
+    if (prepared := _PREPARED.get(options.command)) is not None:
+        prepared(Task(options, inputs, stand_in, [], {}, progress))
 
 
 COMMANDS: dict[str, tuple[Callable[[Task], Report], str]] = {
@@ -287,7 +272,7 @@ COMMANDS: dict[str, tuple[Callable[[Task], Report], str]] = {
     "audit": (_audit, "what XLA runs in another precision than planned"),
     "bisect": (_bisect, "what must stay wide for an error below a tolerance"),
     "draw": (_draw, "a picture (SVG), coloured by precision"),
-    "lock": (_lock, "write the plan to a file"),
+    "lock": (_lock, "write the plan to a file, for --plan"),
     "check": (_check, "fail where the plan is not the saved or the expected one"),
 }
 """For each command its function and its description."""

@@ -13,9 +13,11 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from precpass.api import auto_mixed
-from precpass.cli.commands import COMMANDS, Report, Task, policy_of
+from precpass.cli.commands import COMMANDS, Report, Task, rehearse, write
 from precpass.cli.errors import ExitStatus, said, status_of
-from precpass.cli.options import check, parsed
+from precpass.cli.files import in_words, opened
+from precpass.cli.inputs import read
+from precpass.cli.options import WRITES, check, parsed
 from precpass.cli.progress import Progress
 from precpass.cli.target import Refused, arguments, load, parameters, unbound
 from precpass.jit.region import configured
@@ -23,8 +25,6 @@ from precpass.policy.policy import PrecisionWarning
 from precpass.report.compare.tables import for_json
 
 __all__ = ["main"]
-
-# As in a shell, for a process that a signal ends.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,9 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # JAX's own frames in a traceback show where an error comes from.
         with _warnings_as_lines(), configured("jax_traceback_filtering", "off"):
             check(options)
-            # The output of the user's code is not part of the report.
-            with contextlib.redirect_stdout(sys.stderr):
-                report = _run(options)
+            with opened(options.output):
+                # The output of the user's code is not part of the report.
+                with contextlib.redirect_stdout(sys.stderr):
+                    report = _run(options)
+                report = _in_file(report, options)
             text = _json(report.data) if options.json else report.text()
         return _printed(text) or report.status
     except KeyboardInterrupt:
@@ -55,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> Report:
     command, _ = COMMANDS[options.command]
     with Progress(f"{options.command} of {options.target}") as progress:
-        policy = None if options.policy is None else policy_of(options.policy)
+        inputs = read(options)
+        rehearse(options, inputs, progress)
         progress.say("importing")
         fn, module = load(options.target)
         args, kwargs = arguments(options.args, options.example, module)
@@ -63,7 +66,16 @@ def _run(options: argparse.Namespace) -> Report:
             fn = auto_mixed(fn, static_argnames=_static(options.static, fn, args, kwargs))
         if options.profitability is not None:
             fn = auto_mixed(fn, profitability=options.profitability)
-        return command(Task(options, fn, args, kwargs, policy, progress))
+        return command(Task(options, inputs, fn, args, kwargs, progress))
+
+
+def _in_file(report: Report, options: argparse.Namespace) -> Report:
+    """The report that is printed: of a report that goes to a file, where it is."""
+    path = options.output
+    if path is None or options.command in WRITES:
+        return report
+    write(_json(report.data) if options.json else report.text(), path)
+    return Report(lambda: f"wrote {path}", {"written": path}, report.status)
 
 
 def _static(
@@ -105,7 +117,7 @@ def _printed(text: str) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitStatus.PIPE_CLOSED
     except OSError as error:
-        print(f"precpass: the report cannot be written: {error}", file=sys.stderr)
+        print(f"precpass: the report cannot be written: {in_words(error)}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitStatus.REFUSED
     return 0

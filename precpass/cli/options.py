@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+
 from precpass.cli.commands import COMMANDS
+from precpass.cli.examples import ABOUT, EXAMPLES
 from precpass.cli.target import Refused
-from precpass.policy.policy import PROFITABILITY
+from precpass.devices.targets import TARGETS
+from precpass.policy.policy import PRESETS, PROFITABILITY
+from precpass.version import __version__
 from precpass.view.diff import LEVELS
 
-__all__ = ["check", "parsed"]
+__all__ = ["WRITES", "check", "parsed"]
 
 _DESCRIPTION = "See and check what precision a JAX program runs in."
 _EPILOG = """\
@@ -22,12 +28,15 @@ TARGET is module:function or file.py:function. Its arguments are shapes and
 Exit status: 0 fine; 1 not as expected (audit, bisect, check); 2 refused: bad
   input; 3 the function raised an error; 4 precpass failed, which is a bug.
 Example: precpass explain model.py:loss --args "f32[64,32], f32[128,64]"
+precpass --version says which release this is, and of which JAX.
 """
 
 _ROWS = ("compare", "profile")
 _DRAWS = (*_ROWS, "bisect")
 _COLORS = ("explain", "diff", "audit")
-_PLANS = (*_ROWS, "explain", "diff", "audit", "draw", "lock", "check")
+_FOR_DEVICES = (*_ROWS, "explain", "diff", "audit", "draw", "lock", "check")
+WRITES = {"draw": "program.svg", "lock": "plan.precision.json"}
+"""The commands whose result is a file, with the name that it has by default."""
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -59,72 +68,162 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
     # The help fits on one screen, without a section for the option --help.
     top.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    version = f"precpass {__version__} (jax {jax.__version__}, Python {platform.python_version()})"
+    top.add_argument("--version", action="version", version=version, help=argparse.SUPPRESS)
     # Before Python 3.13 argparse leaves no more room for the name of a command than this.
     commands = top.add_subparsers(
         dest="command", required=True, metavar="COMMAND ...", title="commands", prog="precpass"
     )
     for name, (_, what) in COMMANDS.items():
-        one = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
+        one = commands.add_parser(
+            name,
+            help=what,
+            description=f"{what[0].upper()}{what[1:]}.",
+            epilog=ABOUT + "".join(f"  {example}\n" for example in EXAMPLES[name]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
         _common(name, one)
         _own(name, one)
     return top, dict(commands.choices)
 
 
 def _common(name: str, one: argparse.ArgumentParser) -> None:
-    one.add_argument("target", metavar="TARGET", help="module:function or file.py:function")
+    one.add_argument(
+        "target",
+        metavar="TARGET",
+        help="the function, as module:function or file.py:function; it may be an attribute, "
+        "model.py:Model.step",
+    )
     arguments = one.add_mutually_exclusive_group()
-    arguments.add_argument("--args", metavar="TEXT", help='such as "f32[8,128], i32[8], scale=0.5"')
     arguments.add_argument(
-        "--example", metavar="FUNCTION", help="of the module: returns the arguments"
+        "--args",
+        metavar="TEXT",
+        help="the function's arguments as shapes and numbers, such as "
+        '"f32[8,128], i32[8], {w: bf16[4]}, scale=0.5"',
+    )
+    arguments.add_argument(
+        "--example",
+        metavar="FUNCTION",
+        help="a function of the same module that returns the arguments: a tuple, a dict of "
+        "keyword arguments, or one argument",
     )
     one.add_argument(
-        "--static", metavar="NAMES", help="the arguments that are static, such as n,mode"
+        "--static",
+        metavar="NAMES",
+        help="the arguments that are static, as for jax.jit, such as n,mode",
     )
+    _policies(name, one)
+    if name in _FOR_DEVICES:
+        one.add_argument(
+            "--target",
+            metavar="DEVICE",
+            dest="device",
+            help=f"plan and compile for this device, which need not be there: {', '.join(TARGETS)} "
+            "(default: the device of this machine)",
+        )
+    one.add_argument("--json", action="store_true", help="give the result as JSON, for programs")
+    result = "the file that is written" if name in WRITES else "write the result to this file"
+    default = WRITES.get(name, "print it")
+    one.add_argument(
+        "--output",
+        "-o",
+        metavar="FILE",
+        default=WRITES.get(name),
+        help=f"{result} (default: {default})",
+    )
+    if name in _COLORS:
+        one.add_argument(
+            "--color",
+            choices=("auto", "always", "never"),
+            default="auto",
+            help="colour the text (default: auto, which is on a terminal)",
+        )
+    if name in _DRAWS:
+        one.add_argument(
+            "--seed",
+            type=int,
+            help="the seed of the random values that are drawn for shapes (default: 0)",
+        )
+
+
+def _policies(name: str, one: argparse.ArgumentParser) -> None:
     # Rows have policies of their own, so `check` refuses it.
-    policy = "a preset, a string such as c=bf16, or the path of a saved plan (.json)"
-    hidden = name in _ROWS
-    one.add_argument("--policy", help=argparse.SUPPRESS if hidden else policy)
+    policy = (
+        f"a preset ({', '.join(PRESETS)}) or a string such as c=bf16 (default: that of the "
+        "function, or AutoMixedBf16)"
+    )
+    one.add_argument("--policy", help=argparse.SUPPRESS if name in _ROWS else policy)
+    if name in _ROWS:
+        one.add_argument(
+            "--policies",
+            metavar="A;B;C",
+            help="the rows: presets, or strings such as c=bf16 (default: all presets)",
+        )
+        use = "one more row that follows it"
+    else:
+        use = "expect it" if name == "check" else "follow it in the place of a policy"
+    one.add_argument("--plan", metavar="FILE", help=f"a plan that precpass lock wrote: {use}")
     one.add_argument(
         "--profitability",
         choices=PROFITABILITY,
-        help="which products are lowered (default: always)",
+        help="lower every product (always, the default), or those that pay: by a table of "
+        "devices (assumed), by timing products here (measured), or by compiling whole programs "
+        "(compiled)",
     )
-    if name in _PLANS:
-        device = "a device that need not be there: h100, a100, tpu v5e, ..."
-        one.add_argument("--target", metavar="DEVICE", dest="device", help=device)
-    one.add_argument("--json", action="store_true", help="for machines")
-    if name in _COLORS:
-        one.add_argument("--color", choices=("auto", "always", "never"), default="auto")
-    if name in _DRAWS:
-        one.add_argument("--seed", type=int, help="of what is drawn for shapes (default: 0)")
 
 
 def _own(name: str, one: argparse.ArgumentParser) -> None:
     if name == "diff":
-        one.add_argument("--level", choices=LEVELS, help="how fine (default: equations)")
-        one.add_argument("--between", metavar="POLICY", help="another policy to compare with")
+        one.add_argument(
+            "--level",
+            choices=LEVELS,
+            help="by source line, by equation, or as jaxprs (default: equations)",
+        )
+        one.add_argument(
+            "--between", metavar="POLICY", help="compare with this policy, not with float32"
+        )
     elif name in _ROWS:
-        one.add_argument("--policies", metavar="A;B;C", help="the rows (default: all presets)")
-        one.add_argument("--rounds", type=int, help="of timing (default: 10); 0: take no times")
+        one.add_argument(
+            "--rounds",
+            type=int,
+            help="the number of times that each row is timed, in turn (default: 10); 0 runs "
+            "nothing for time",
+        )
         if name == "compare":
-            one.add_argument("--reference", choices=("f64", "f32"), default="f64")
+            one.add_argument(
+                "--reference",
+                choices=("f64", "f32"),
+                default="f64",
+                help="the precision that errors are taken against (default: f64)",
+            )
         else:
-            one.add_argument("--devices", metavar="A,B,C", help="such as h100,v5e (default: all)")
+            one.add_argument(
+                "--devices",
+                metavar="A,B,C",
+                help="the devices to estimate the gain on, such as h100,v5e (default: all)",
+            )
     elif name == "bisect":
-        one.add_argument("--tolerance", type=float, required=True, help="normwise relative error")
-        one.add_argument("--budget", type=int, default=100, help="of runs")
+        one.add_argument(
+            "--tolerance",
+            type=float,
+            required=True,
+            help="the largest error that passes, relative to float32 in the Euclidean norm",
+        )
+        one.add_argument(
+            "--budget", type=int, default=100, help="the most runs that it takes (default: 100)"
+        )
     elif name == "draw":
-        one.add_argument("--output", "-o", default="program.svg", metavar="FILE")
-        one.add_argument("--boxes", type=int, default=60, help="the most that are drawn")
-    elif name == "lock":
-        one.add_argument("--output", "-o", default="plan.precision.json", metavar="FILE")
+        one.add_argument(
+            "--boxes", type=int, default=60, help="the most boxes that are drawn (default: 60)"
+        )
     elif name == "check":
-        one.add_argument("--plan", metavar="FILE", help="a saved plan")
         one.add_argument(
             "--expect",
             action="append",
             metavar="PATTERN=PRECISION",
-            help="such as dot_general=bf16 or */head=f32*2,bf16*1; can be repeated",
+            help="expect it of all equations of a pattern, as dot_general=bf16, or of so many, as "
+            "*/head=f32*2,bf16*1; can be repeated",
         )
 
 
@@ -142,6 +241,8 @@ def _conflict(options: argparse.Namespace) -> str:
     name = options.command
     if name in _ROWS and options.policy is not None:
         return f"{name} takes --policies {options.policy!r}, not --policy: a row for each"
+    if name not in (*_ROWS, "check") and None not in (options.policy, options.plan):
+        return f"--plan {options.plan} has the policy that it was saved under: leave --policy out"
     if options.json and getattr(options, "color", "") == "always":
         return "--json has no colours: leave --color always out"
     if name == "diff" and options.json and options.between is not None:
@@ -161,7 +262,6 @@ def _missing(options: argparse.Namespace) -> str:
         return "check needs --plan FILE or --expect PATTERN=PRECISION"
     if name == "draw" and options.boxes < 1:
         return f"--boxes {options.boxes}: at least one box is drawn"
-    folder = Path(getattr(options, "output", ".")).parent
-    if not folder.is_dir():
-        return f"--output {options.output}: there is no folder {folder}"
+    if name == "draw" and (ending := Path(options.output).suffix) not in ("", ".svg"):
+        return f"--output {options.output}: a picture is SVG, not {ending}: name it .svg"
     return ""

@@ -7,6 +7,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -14,8 +15,12 @@ from types import ModuleType
 from typing import Any
 
 from precpass.cli.specs import parse_args
+from precpass.units import listed
 
 __all__ = ["Raised", "Refused", "arguments", "load", "parameters", "unbound"]
+
+_CANDIDATES = 8
+"""The most functions that a message names."""
 
 
 class Refused(Exception):
@@ -61,6 +66,8 @@ def _file(where: str) -> ModuleType:
     path = Path(where).resolve()
     if not path.is_file():
         raise Refused(f"there is no file {where}")
+    if not os.access(path, os.R_OK):
+        raise Refused(f"this user has no permission to open {where}")
     folder, name = path.parent, path.stem
     while (folder / "__init__.py").is_file():
         # A file in a package is imported as its module, so that its relative imports work.
@@ -108,8 +115,10 @@ def _attribute(module: ModuleType, name: str, where: str) -> Any:
             has = hasattr(target, part)
         if not has:
             names = [n for n in dir(target) if not n.startswith("_") and _is_function(target, n)]
-            close = difflib.get_close_matches(part, names, n=3) or sorted(names)[:6]
-            raise Refused(f"{where} has no {part!r}; it has {', '.join(close) or 'no functions'}")
+            close = difflib.get_close_matches(part, names, n=3)
+            rest = [n for n in sorted(names) if n not in close]
+            known = listed([*close, *rest], _CANDIDATES) or "no functions"
+            raise Refused(f"{where} has no {part!r}; it has {known}")
         target = getattr(target, part)
     if not callable(target):
         raise Refused(f"{where}:{name} is no function: it is {type(target).__name__}")

@@ -1,8 +1,8 @@
 """Targets: devices that are not there, whose compilers run on any Linux machine.
 
-XLA's GPU compiler comes with JAX's CUDA plugin and needs no GPU (`pip install
-precpass[gpu-target]`), XLA's TPU compiler comes with libtpu and needs no TPU
-(`precpass[tpu-target]`). What they compile can be read and not run.
+XLA's GPU compiler comes with JAX's CUDA plugin and needs no GPU (the extra `gpu-target`),
+XLA's TPU compiler comes with libtpu and needs no TPU (the extra `tpu-target`). What they compile
+can be read and not run.
 
 The files in `gpu_targets/` are target configurations of XLA (openxla/xla,
 `xla/backends/gpu/target_config/specs`, Apache-2.0), with a CUDA runtime's version.
@@ -254,9 +254,9 @@ def _check_release(target: Target) -> None:
 def _install(target: Target) -> str:
     """The line that installs a target's compiler, of the installed release of JAX."""
     release = jax.__version__
-    plugin = f" jax-cuda12-plugin=={release} jax-cuda12-pjrt=={release}"
-    pins = plugin if target.platform == "gpu" else f" 'jax[tpu]=={release}'"
-    return f"pip install 'precpass[{target.platform}-target]'{pins}"
+    plugin = f"jax-cuda12-plugin=={release} jax-cuda12-pjrt=={release}"
+    packages = plugin if target.platform == "gpu" else f"'jax[tpu]=={release}'"
+    return f"pip install {packages}"
 
 
 def _is_installed(module: str) -> bool:

@@ -175,6 +175,7 @@ def _warning_texts(plan: Plan, policy: PrecisionPolicy, name: str) -> Iterator[s
         why_not = {d.reason for d in plan.walk() if d.kind is OpKind.COMPUTE}
         asked_so = {reasons.USERS_PRECISION, reasons.FIXED} & {why.template for why in why_not}
         none = "what is not entered holds its products" if plan.notes else "it has no products"
-        why = "; ".join(sorted(map(str, why_not))[:3]) or none
+        more = f"; and {len(why_not) - 3} more reasons" if len(why_not) > 3 else ""
+        why = "; ".join(sorted(map(str, why_not))[:3]) + more or none
         if not asked_so:
             yield f"{policy.name} lowered nothing in {name}: {why}"

@@ -18,7 +18,7 @@ from precpass.policy.primitives import OpKind
 from precpass.policy.rules import Rule
 from precpass.policy.saved import Names, SavedPrecisions
 from precpass.policy.scopes import join_scopes
-from precpass.units import are, counted
+from precpass.units import are, counted, listed
 
 __all__ = [
     "FORMAT",
@@ -258,5 +258,4 @@ _SOME = 3
 
 
 def _some(keys: Counter[str]) -> str:
-    shown = ", ".join(list(keys)[:_SOME])
-    return f"{shown}, ..." if len(keys) > _SOME else shown
+    return listed(list(keys), _SOME)

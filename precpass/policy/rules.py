@@ -172,8 +172,9 @@ def _check_primitive(pattern: str) -> None:
         return
     close = difflib.get_close_matches(_dashless(pattern), TABLE, n=3)
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    some = f"{', '.join(sorted(TABLE)[:6])} and {len(TABLE) - 6} more"
     raise ValueError(
         f"Rule(primitive={pattern!r}) can never match: {hint}Legal are globs of the primitives "
-        f"in precpass.policy.primitives.TABLE ({', '.join(sorted(TABLE)[:6])}, ...); primitives "
+        f"in precpass.policy.primitives.TABLE ({some}); primitives "
         "with a body (scan, jit, cond) are matched by scope=, opaque ones keep their dtypes."
     )

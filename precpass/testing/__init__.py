@@ -27,6 +27,7 @@ from precpass.policy.saved import Names
 from precpass.policy.scopes import clean_scope
 from precpass.testing.patterns import Pattern
 from precpass.units import are, counted
+from precpass.view.rows import alike
 from precpass.view.text import heading, plain
 
 __all__ = [
@@ -206,7 +207,7 @@ class Problems:
             by_line.setdefault(found.source, []).append(found)
         for source, there in by_line.items():
             yield plain([heading(source)])
-            yield from (f"  {found}" for found in there)
+            yield from (f"  {found}" for found in _folded(there))
             for what in dict.fromkeys(found.remedy for found in there):
                 yield f"    to change it: {what}"
 
@@ -226,6 +227,24 @@ def _mismatches(found: list[tuple[Named, str]]) -> tuple[Mismatch, ...]:
         place = info.source, clean_scope(scope), info.primitive, operands
         times[Mismatch(*place, str(decision.compute), wanted, decision.reason)] += 1
     return tuple(dataclasses.replace(one, times=n) for one, n in times.items())
+
+
+def _folded(mismatches: list[Mismatch]) -> list[Mismatch]:
+    """Mismatches of one line, with those in one that differ only by the numbers in their scopes.
+
+    The layers of a model are then one line, in the scope "layer_*".
+    """
+    by_group: dict[Mismatch, list[Mismatch]] = {}
+    for found in mismatches:
+        group = dataclasses.replace(found, scope=alike(found.scope), times=1)
+        by_group.setdefault(group, []).append(found)
+    folded: list[Mismatch] = []
+    for group, found in by_group.items():
+        scopes = {one.scope for one in found}
+        scope = group.scope if len(scopes) > 1 else scopes.pop()
+        times = sum(one.times for one in found)
+        folded.append(dataclasses.replace(group, scope=scope, times=times))
+    return folded
 
 
 def plan_problems(

@@ -326,7 +326,8 @@ def _crossed(crossed: Sequence[Crossed]) -> str:
         text = f"{counted(len(types), 'operand' if is_operand else 'result')} {verb} on 16 bits"
         counts = Counter(types)
         some = _counted(Counter(dict(list(counts.items())[:_TYPES])))
-        text += f"{'' if alone else ' too'} ({some}{', ...' if len(counts) > _TYPES else ''})"
+        more = f" and {len(counts) - _TYPES} more types" if len(counts) > _TYPES else ""
+        text += f"{'' if alone else ' too'} ({some}{more})"
         said.append(text + (", cast once outside" if is_operand and not alone else ""))
     return "; ".join(said)
 

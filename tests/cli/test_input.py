@@ -74,8 +74,11 @@ def test_policies_and_files_that_are_none(model, capsys):
     assert status == 2 and "Did you mean 'AutoMixed'?" in err
     status, _, err = ran(capsys, "compare", *given, "--policies", "")
     assert status == 2 and "''" in err and "Legal are AlwaysF32" in err
-    status, _, err = ran(capsys, "explain", *given, "--policy", "none.json")
-    assert status == 2 and "none.json" in err
+    status, _, err = ran(capsys, "explain", *given, "--plan", "none.json")
+    assert (status, err) == (2, "precpass: there is no file none.json\n")
+    for option, name in (("policy", "explain"), ("policies", "compare"), ("between", "diff")):
+        status, _, err = ran(capsys, name, *given, f"--{option}", "none.json")
+        assert status == 2 and f"--{option} none.json: a saved plan is given by --plan" in err
     (model.parent / "x.json").write_text("{}")
     status, _, err = ran(capsys, "check", *given, "--plan", "x.json")
     assert status == 2 and "x.json is no plan of precpass" in err
@@ -99,7 +102,7 @@ def test_shapes_that_do_not_fit_show_the_users_error(model, capsys):
         (b'{"format": 99}', "has format 99, and this precpass reads 1: update precpass"),
         (b'{"format": 1}', "is damaged"),
         (b"[" * 100_000, "is no plan of precpass"),
-        (None, "Is a directory"),
+        (None, "is a folder, and a file is needed"),
     ],
     ids=["truncated", "bytes", "newer", "empty", "deep", "directory"],
 )
@@ -107,8 +110,8 @@ def test_files_that_are_no_plans(content, why, model, capsys):
     path = model.parent / "x.json"
     path.mkdir() if content is None else path.write_bytes(content)
     given = ["a_model.py:loss", "--args", SHAPES]
-    for more in (["explain", *given, "--policy", "x.json"], ["check", *given, "--plan", "x.json"]):
-        status, out, err = ran(capsys, *more)
+    for name in ("explain", "check"):
+        status, out, err = ran(capsys, name, *given, "--plan", "x.json")
         assert (status, out) == (2, "") and why in err and "x.json" in err
         assert len(err.splitlines()) == 1
 
@@ -118,21 +121,30 @@ def test_a_plan_that_may_not_be_read(model, capsys):
     path = model.parent / "x.json"
     path.touch(mode=0)
     status, _, err = ran(capsys, "check", "a_model.py:loss", "--args", SHAPES, "--plan", "x.json")
-    assert status == 2 and "Permission denied" in err
+    assert status == 2 and "this user has no permission to open x.json" in err
+
+
+def test_a_module_that_may_not_be_read(model, capsys, monkeypatch):
+    def access(path, mode):
+        return path != model
+
+    monkeypatch.setattr(os, "access", access)  # root may read all
+    status, _, err = ran(capsys, "explain", "a_model.py:loss", "--args", SHAPES)
+    assert (status, err) == (2, "precpass: this user has no permission to open a_model.py\n")
 
 
 def test_a_plan_of_another_program_is_refused(model, capsys):
     assert ran(capsys, "lock", "a_model.py:loss", "--args", SHAPES, "-o", "x.json")[0] == 0
-    for more in (["explain", "--policy", "x.json"], ["check", "--plan", "x.json"]):
-        status, _, err = ran(
-            capsys, more[0], "a_model.py:ranged", "--args", "f32[4,8], f32[8,4]", *more[1:]
-        )
+    for name in ("explain", "check"):
+        given = ["a_model.py:ranged", "--args", "f32[4,8], f32[8,4]", "--plan", "x.json"]
+        status, _, err = ran(capsys, name, *given)
         assert status == 2 and "saved from another program (loss)" in err
 
 
-@pytest.mark.parametrize("name", ["draw", "lock"])
+@pytest.mark.parametrize("name", ["draw", "lock", "explain"])
 @pytest.mark.parametrize(
-    "output, why", [("no/such/x", "there is no folder no/such"), (".", "Is a directory")]
+    "output, why",
+    [("no/such/x", "there is no folder no/such"), (".", ". is a folder, and a file is needed")],
 )
 def test_files_that_cannot_be_written(name, output, why, model, capsys):
     status, out, err = ran(capsys, name, "a_model.py:loss", "--args", SHAPES, "-o", output)

@@ -372,3 +372,21 @@ def test_a_rule_that_a_file_cannot_hold_is_reported_where_it_is_loaded(tmp_path)
     # the precisions are those of the file all the same
     assert_plan(scoped, (X, W), path, with_predicate())
     assert_plan(scoped, (X, W), path, pp.Plan.load(path))
+
+
+def test_keys_that_a_message_leaves_out_are_counted(tmp_path):
+    def layers(names):
+        def model(x):
+            for name in names:
+                with jax.named_scope(name):
+                    x = x @ x
+            return x
+
+        return model
+
+    pp.inspect(layers("abcdefgh"))(jnp.ones((4, 4))).plan.save(tmp_path / "plan.json")
+    policy = pp.Plan.load(tmp_path / "plan.json")
+    with pytest.warns(pp.PrecisionWarning, match="no longer there") as said:
+        pp.inspect(layers("a"), policy)(jnp.ones((4, 4)))
+    (text,) = [str(w.message) for w in said if "no longer there" in str(w.message)]
+    assert text.startswith("7 equations of the saved plan of model are") and " and 4 more)" in text

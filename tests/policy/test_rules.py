@@ -1,6 +1,7 @@
 """Rules: what they match, and in which order; test_scopes.py has where JAX moves scopes to."""
 
 import fnmatch
+import re
 import warnings
 
 import jax
@@ -18,6 +19,7 @@ from precpass import (
     PrecisionWarning,
     Rule,
 )
+from precpass.policy.primitives import TABLE
 from precpass.policy.rules import EqnView
 from precpass.policy.scopes import clean_scope, innermost_keep
 from tests.support.jaxprs import operand_dtypes, product_dtypes
@@ -98,6 +100,13 @@ def lowered(fn, *args, rules=(), policy=AutoMixedBf16):
 )
 def test_a_rule_matches_where_all_of_its_patterns_do(patterns, matches):
     assert Rule(**patterns, precision="f32").matches(view()) is matches
+
+
+def test_the_primitives_that_a_message_leaves_out_are_counted():
+    with pytest.raises(ValueError, match="can never match") as refused:
+        Rule(primitive="no_such_thing", precision="f32")
+    some, more = re.search(r"TABLE \((.*) and (\d+) more\)", str(refused.value)).groups()
+    assert len(some.split(", ")) + int(more) == len(TABLE)
 
 
 def test_a_scope_pattern_with_a_leading_star_matches_at_the_root_too():

@@ -1,6 +1,10 @@
 """The demo's training job, small: fully lowered in both compositions, and the loss of float32."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import demo_model
@@ -67,3 +71,31 @@ def test_every_product_is_low_and_the_loss_is_that_of_float32(compose: Any, task
     np.testing.assert_allclose(losses, expected, rtol=0.02)
     floats = [x for x in jax.tree.leaves((params, state)) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert {x.dtype for x in floats} == {jnp.dtype(jnp.float32)}
+
+
+def test_the_demo_in_a_pipe_fits_80_columns_and_ends_with_a_conclusion():
+    root = Path(__file__).resolve().parents[2]
+    options = [
+        "--steps",
+        "1",
+        "--layers",
+        "1",
+        "--policy",
+        "AlwaysF32",
+        "--policy",
+        "AutoMixedBf16",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    for option in ("JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTION", "PRECPASS"):
+        environment.pop(option, None)
+    done = subprocess.run(
+        [sys.executable, str(root / "scripts" / "demo.py"), *options],
+        env={**environment, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    (at,) = (n for n, line in enumerate(lines) if line.startswith("Conclusion: AutoMixedBf16 "))
+    assert " ".join(lines[at:]).count(". ") == 0 and lines[-1].endswith(".")

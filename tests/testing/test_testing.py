@@ -190,6 +190,22 @@ def test_equal_equations_are_one_line():
     assert first.startswith("4 equations are") and what.endswith("(4 times)")
 
 
+def test_equal_layers_are_one_line():
+    def fn(x, w):
+        for i in range(12):
+            with jax.named_scope(f"layer_{i}"), jax.named_scope("attention"):
+                x = x @ w
+        with jax.named_scope("head_3"):
+            return x @ w
+
+    with pytest.raises(AssertionError) as failed:
+        assert_precision(fn, (X, W), {"dot_general": "f32"})
+    first, _, layers, _, _, head, _ = str(failed.value).splitlines()
+    assert first == "13 equations are not in the precision expected"
+    assert " in layer_*/attention: in bf16, not f32" in layers and layers.endswith("(12 times)")
+    assert " in head_3: in bf16, not f32" in head and not head.endswith("times)")
+
+
 # ---------------------------------------------------------------- saved plans
 
 

@@ -26,7 +26,7 @@ from precpass.policy.precision import Precision
 from precpass.policy.primitives import TABLE, OpKind
 from precpass.policy.rules import Rule
 from precpass.policy.scopes import clean_scope, join_scopes
-from precpass.units import counted
+from precpass.units import counted, listed
 
 __all__ = ["calibrate"]
 
@@ -314,9 +314,8 @@ def _complaints(
         )
     missed = [key for key in planned if key not in ranges or not ranges[key].runs]
     if missed:
-        places = ", ".join(f"{key.primitive} at {key.source}" for key in missed[:3])
-        more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
+        places = listed([f"{key.primitive} at {key.source}" for key in missed], 3)
         yield (
             f"calibrate: no batch reached {counted(len(missed), 'equation')} that the policy "
-            f"lowers ({places}{more}): they stay as planned"
+            f"lowers ({places}): they stay as planned"
         )

@@ -224,7 +224,8 @@ def _fitting() -> Any:
         if (error.name or "").partition(".")[0] not in ("optimistix", "lineax", "equinox"):
             raise
         raise ModuleNotFoundError(
-            f"least_squares needs {error.name}: pip install precpass[solvers]", name=error.name
+            f"least_squares needs {error.name}: pip install optimistix lineax equinox",
+            name=error.name,
         ) from error
     return fitting
 

@@ -223,8 +223,8 @@ def audit(
         policy: as for `auto_mixed`. "AlwaysF32" audits a float32 program; `use_policy(None)`
             around the call one as it is written.
         target: as for `inspect`: a device that need not be there, for which the program is planned
-            and compiled. Its compiler must be installed: `precpass[gpu-target]` or
-            `precpass[tpu-target]`, in a process that was started with JAX_PLATFORMS=cpu.
+            and compiled. Its compiler must be installed, by the extra `gpu-target` or
+            `tpu-target`, in a process that was started with JAX_PLATFORMS=cpu.
 
     Returns:
         A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and

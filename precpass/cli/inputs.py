@@ -1,0 +1,131 @@
+"""Reads what the options say: policies, saved plans, devices, expectations and arguments.
+
+All of it is read before the user's module is imported, so that a mistake in a command line costs
+no import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import jax
+
+from precpass.cli.files import refusing
+from precpass.cli.specs import parse_args
+from precpass.cli.target import Refused
+from precpass.devices.peaks import peaks_of
+from precpass.devices.targets import target_of
+from precpass.plan.plan import Plan
+from precpass.policy.policy import PRESETS, PrecisionPolicy
+from precpass.report.compare.profile import DEVICES
+from precpass.testing.patterns import Pattern
+
+__all__ = ["Inputs", "read"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What the options of a command line say.
+
+    Attributes:
+        policy: the policy of --policy or of --plan; None if neither is given.
+        between: the other policy of `diff`.
+        rows: the policies of `compare` and `profile`, each with its name.
+        expected: the patterns of `check`, each with the expected precision or numbers.
+        target: the device of --target, a `precpass.devices.targets.Target`.
+        devices: the devices of `profile`.
+    """
+
+    policy: PrecisionPolicy | None = None
+    between: PrecisionPolicy | None = None
+    rows: tuple[tuple[str, PrecisionPolicy], ...] = ()
+    expected: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    target: Any = None
+    devices: tuple[str, ...] = DEVICES
+
+
+def read(options: argparse.Namespace) -> Inputs:
+    """Reads the options.
+
+    Raises:
+        Refused: for an option that says nothing legal; the text names it.
+    """
+    saved = _saved(options)
+    devices = _devices(options)
+    with refusing():
+        target = target_of(getattr(options, "device", None))
+    if options.args is not None:
+        # The user's module may switch x64 on, so 64-bit dtypes are judged after its import.
+        with refusing(), jax.enable_x64(True):
+            parse_args(options.args)
+    return Inputs(
+        policy=_policy("--policy", options.policy) or saved,
+        between=_policy("--between", getattr(options, "between", None)),
+        rows=_rows(options, saved) if hasattr(options, "policies") else (),
+        expected=_expected(getattr(options, "expect", None) or []),
+        target=target,
+        devices=devices,
+    )
+
+
+def _saved(options: argparse.Namespace) -> PrecisionPolicy | None:
+    if options.plan is None:
+        return None
+    with refusing():
+        return Plan.load(options.plan)
+
+
+def _policy(option: str, text: str | None) -> PrecisionPolicy | None:
+    if text is None:
+        return None
+    if text.endswith(".json"):
+        raise Refused(f"{option} {text}: a saved plan is given by --plan {text}, not as a policy")
+    with refusing():
+        return PrecisionPolicy.parse(text)
+
+
+def _rows(
+    options: argparse.Namespace, saved: PrecisionPolicy | None
+) -> tuple[tuple[str, PrecisionPolicy], ...]:
+    texts = PRESETS if options.policies is None else map(str.strip, options.policies.split(";"))
+    rows = [(text, policy) for text in texts if (policy := _policy("--policies", text)) is not None]
+    if saved is not None:
+        rows.append((options.plan, saved))
+    return tuple(rows)
+
+
+def _devices(options: argparse.Namespace) -> tuple[str, ...]:
+    text = getattr(options, "devices", None)
+    if text is None:
+        return DEVICES
+    names = tuple(filter(None, map(str.strip, text.split(","))))
+    with refusing("--devices"):
+        peaks_of(names)
+    return names
+
+
+def _expected(texts: list[str]) -> dict[str, Any]:
+    pairs = list(map(_expectation, texts))
+    if len(pairs) != len(dict(pairs)):
+        raise Refused(f"--expect {' '.join(texts)}: a pattern is given twice")
+    for pattern, wanted in pairs:
+        with refusing(f"--expect {pattern}"):
+            Pattern.parse(pattern, wanted)
+    return dict(pairs)
+
+
+def _expectation(text: str) -> tuple[str, Any]:
+    pattern, equals, wanted = text.rpartition("=")
+    if not equals or not pattern or not wanted:
+        raise Refused(
+            f"--expect {text!r}: write PATTERN=PRECISION, such as dot_general=bf16, or with "
+            "numbers, dot_general=bf16*23,f32*1"
+        )
+    if "*" not in wanted:
+        return pattern, wanted
+    counts = [part.partition("*") for part in wanted.replace(" ", "").split(",")]
+    if not all(number.isdecimal() for _, _, number in counts):
+        raise Refused(f"--expect {text!r}: write a number for each precision, bf16*23,f32*1")
+    return pattern, {precision: int(number) for precision, _, number in counts}

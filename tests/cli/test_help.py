@@ -1,0 +1,93 @@
+"""The help of the command line: complete, and with examples that run; the release."""
+
+import re
+import shlex
+from pathlib import Path
+
+import jax
+import pytest
+
+import precpass
+from precpass.cli import main
+from precpass.cli.commands import COMMANDS
+from precpass.cli.examples import EXAMPLES
+from precpass.cli.options import _parsers
+from tests.support.command_line import ran, written
+
+PAGE = Path(__file__).parents[2] / "docs" / "pages" / "reference" / "command-line.md"
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    yield from written(tmp_path, monkeypatch)
+
+
+def page_model():
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    return code
+
+
+def help_of(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as left:
+        main([name, "--help"])
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def runs(capsys, words):
+    status, out, err = ran(capsys, *words)
+    # A busy machine takes longer than the two seconds after which progress is said.
+    other = [line for line in err.splitlines() if not line.endswith(" ...")]
+    assert (status, other) == (0, []) and out, words
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_a_help_of_its_own(name):
+    _, parsers = _parsers()
+    actions = parsers[name]._actions
+    assert len(actions) > 6
+    for action in actions:
+        assert action.help, f"{name} {action.option_strings or action.dest}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_plan_and_output_are_options_of_every_command(name):
+    _, parsers = _parsers()
+    options = {option for action in parsers[name]._actions for option in action.option_strings}
+    assert {"--plan", "--output", "-o"} <= options
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_in_the_help_run(name, model, capsys, monkeypatch):
+    (model.parent / "model.py").write_text(page_model())
+    text = help_of(name, capsys, monkeypatch)
+    assert max(map(len, text.splitlines())) <= 80
+    examples = re.findall(r"^  precpass (.*)$", text, re.M)
+    assert len(examples) == len(EXAMPLES[name]) > 0
+    if name == "check":  # whose plan is that of an example of `lock`
+        assert main(shlex.split(EXAMPLES["lock"][-1])[1:]) == 0
+    for example in examples:
+        words = shlex.split(example)
+        assert words[0] == name
+        runs(capsys, words)
+
+
+def test_the_lines_of_the_documentation_run(model, capsys):
+    (model.parent / "model.py").write_text(page_model())
+    lines = re.findall(r"^    precpass (.*)$", PAGE.read_text(encoding="utf-8"), re.M)
+    assert {shlex.split(line)[0] for line in lines} == COMMANDS.keys()
+    for line in lines:
+        runs(capsys, shlex.split(line))
+
+
+def test_the_release_is_said_once(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    out = capsys.readouterr().out
+    assert left.value.code == 0
+    assert out.startswith(f"precpass {precpass.__version__} (jax {jax.__version__}, Python 3.")
+    assert re.fullmatch(r"\d+\.\d+\.\d+", precpass.__version__)
+    # The metadata is read from the module: pyproject.toml has no release of its own.
+    project = (PAGE.parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'dynamic = ["version"]' in project and not re.search(r"^version = ", project, re.M)
