@@ -9,6 +9,7 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import nbformat
@@ -26,18 +27,23 @@ METADATA = {
 }
 
 
-def executed(path: Path, *, short: bool = False, timeout: int = 600) -> NotebookNode:
+def executed(
+    path: Path, *, sizes: Mapping[str, str] | None = None, timeout: int = 600
+) -> NotebookNode:
     """A notebook as it comes out, run by the Python that runs this.
 
     Args:
         path: of the notebook.
-        short: whether it takes small sizes, which it reads from PRECPASS_SHORT.
+        sizes: other right sides for some of its assignments, as in `resized`.
         timeout: of each cell, in seconds.
 
     Raises:
         nbclient.exceptions.CellExecutionError: for a cell that raises.
+        ValueError: for a size that the notebook does not assign.
     """
     notebook = nbformat.read(path, as_version=4)
+    written = [cell.source for cell in notebook.cells]
+    resized(notebook, sizes or {})
     with tempfile.TemporaryDirectory() as own:
         # without folders to look in, "python3" is this interpreter, whatever is registered
         kernel = AsyncKernelManager(
@@ -56,9 +62,29 @@ def executed(path: Path, *, short: bool = False, timeout: int = 600) -> Notebook
         # not as an argument: then it would be left running
         client.km = kernel
         # no startup files of the user's, and no colours for a terminal
-        env = {**os.environ, "IPYTHONDIR": own, "PRECPASS_SHORT": "1" if short else ""}
-        client.execute(env={**env, "NO_COLOR": "1"})
+        client.execute(env={**os.environ, "IPYTHONDIR": own, "NO_COLOR": "1"})
+    for cell, source in zip(notebook.cells, written, strict=True):
+        cell.source = source
     return cleaned(notebook)
+
+
+def resized(notebook: NotebookNode, sizes: Mapping[str, str]) -> None:
+    """Replaces assignments at the beginning of lines, so that a test runs small sizes.
+
+    Args:
+        notebook: whose code is changed.
+        sizes: the right side for each left side, such as {"BATCH, WIDTH": "16, 32"}.
+
+    Raises:
+        ValueError: for a left side that is not assigned in exactly one line.
+    """
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for left, right in sizes.items():
+        line = re.compile(rf"^{re.escape(left)} = .*$", re.MULTILINE)
+        if (found := sum(len(line.findall(cell.source)) for cell in cells)) != 1:
+            raise ValueError(f"{left!r} is assigned in {found} lines, and is to be in one")
+        for cell in cells:
+            cell.source = line.sub(lambda _, text=f"{left} = {right}": text, cell.source)
 
 
 def cleaned(notebook: NotebookNode) -> NotebookNode:

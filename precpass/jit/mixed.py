@@ -63,7 +63,7 @@ class Mixed:
             raise AttributeError(str(error)) from None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """The results of the wrapped function in the policy's precisions."""
+        """The wrapped function's results in the policy's precisions; a call makes its updates."""
         __tracebackhide__ = True
         # This calls no other Python function, because every layer that takes *args copies them,
         # and a variable that a lambda shares is slower to read. Rare cases are in other functions.

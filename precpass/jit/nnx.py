@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import jax.core
 
+from precpass import jaxpr as ir
+
 __all__ = [
     "HoldsState",
     "cloned",
@@ -142,9 +144,13 @@ def split_modules(
         args: the positional arguments.
         kwargs: the keyword arguments.
         in_shardings: the option of `jax.jit`; only the parts given for modules are used.
+
+    Raises:
+        flax.errors.TraceContextError: in a derivative or another transform around the call, for
+            a module from outside of it, which is then left as it was.
     """
     nnx = _nnx()
-    with nnx.update_context(_TAG):
+    with _restored_on_error(nodes(map_arguments, args, kwargs)), nnx.update_context(_TAG):
         with nnx.split_context(_TAG) as context:
             args, kwargs = map_arguments(lambda x, _: _split(context, x), args, kwargs)
         if isinstance(in_shardings, (tuple, list)):
@@ -155,6 +161,27 @@ def split_modules(
 
             args, _ = map_arguments(placed, args, {})
         yield args, kwargs
+
+
+@contextlib.contextmanager
+def _restored_on_error(modules: list[Any]) -> Generator[None]:
+    """A context in which an update that fails leaves modules as they were.
+
+    An update takes a module's attributes away and puts them back one after the other, and flax
+    refuses to change a variable of another trace. Outside of all traces there is none.
+    """
+    if not ir.is_tracing():
+        yield
+        return
+    parts = [part for _, part in _nnx().iter_graph(modules) if is_node(part)]
+    before = [(part, dict(vars(part))) for part in parts if hasattr(part, "__dict__")]
+    try:
+        yield
+    except Exception:
+        for part, attributes in before:
+            vars(part).clear()
+            vars(part).update(attributes)
+        raise
 
 
 def updated(out: Any) -> Any:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import errors, nnx
 
 import precpass as pp
 from precpass import testing
@@ -55,6 +55,14 @@ def update(w: Any, x: Any) -> Any:
     return w - 0.1 * gradient, (gradient**2).sum()
 
 
+def forward(model: Net, x: Any) -> Any:
+    return (model(x) ** 2).mean()
+
+
+def of_module() -> Any:
+    return forward, (Net(nnx.Rngs(0)), X), {}
+
+
 def of_modules() -> Any:
     model = Net(nnx.Rngs(0))
     return train, (model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param), X), {}
@@ -68,48 +76,76 @@ def of_donated_buffers() -> Any:
     return update, (jnp.eye(4) * 2, X), {"donate_argnums": 0}
 
 
+def of_buffers_that_jit_donates() -> Any:
+    return jax.jit(update, donate_argnums=0), (jnp.eye(4) * 2, X), {}
+
+
 KINDS: dict[str, Callable[[], Any]] = {
-    "modules": of_modules,
+    "a module": of_module,
+    "a module and its optimizer": of_modules,
     "references": of_references,
     "donated buffers": of_donated_buffers,
+    "buffers that jax.jit donates": of_buffers_that_jit_donates,
 }
+HELD = [kind for kind in KINDS if "buffers" not in kind]
 
 
 def content(args: Any) -> list[Any]:
     """The type and the bytes of all that is held; reading a buffer that was donated raises."""
     held: list[Any] = []
+    structure: list[Any] = []
     for arg in args:
         if isinstance(arg, jax.Ref):
             held.append(arg[...])
         elif isinstance(arg, nnx.Module | nnx.Optimizer):
-            held += jax.tree.leaves(nnx.split(arg)[1])
+            graphdef, state = nnx.split(arg)
+            structure.append(graphdef)
+            held += jax.tree.leaves(state)
         else:
             held.append(arg)
     assert all(isinstance(x, jax.Array) for x in held)
     keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in held]
     arrays = [jax.random.key_data(x) if key else x for x, key in zip(held, keys, strict=True)]
-    return [(x.dtype, np.asarray(x).tobytes()) for x in arrays]
+    return [structure, *((x.dtype, np.asarray(x).tobytes()) for x in arrays)]
 
 
-def plan_of(fn: Any, args: Any, tmp_path: Any) -> Any:
+def plan_of(fn: Any, args: Any, tmp_path: Any, use: Any = testing.assert_plan) -> Any:
     pp.inspect(fn)(*args).plan.save(tmp_path / "plan.json")
-    return testing.assert_plan(fn, args, tmp_path / "plan.json")
+    return use(fn, args, tmp_path / "plan.json")
+
+
+def scaled(f: Any, args: Any) -> Any:
+    """The loss and its gradient with respect to a factor in front of it."""
+
+    def loss(factor: Any, *xs: Any) -> Any:
+        out = f(*xs)
+        return factor * (out[1] if isinstance(out, tuple) else out)
+
+    return pp.scaled_value_and_grad(loss)(pp.StaticLossScale(2.0), jnp.float32(1.0), *args)
+
+
+def stepped(f: Any, args: Any) -> Any:
+    def step(state: Any, *xs: Any) -> Any:
+        out = f(*xs)
+        return state / 2, jnp.abs(out[1] if isinstance(out, tuple) else out)
+
+    return pp.Ladder.create(("bf16", "f32"), jnp.ones(3)).step(step, *args)
 
 
 Use = Callable[[Any, Any, Any], Any]
 POLICIES = ["AlwaysF32", "AutoMixedBf16"]
-# every public function that is given a function and its arguments, and each part of one
+# Every public function that is given a function and its arguments, and each part of one.
 LEAVES_THEM: dict[str, Use] = {
-    "auto_mixed: lower": lambda f, args, _: pp.auto_mixed(f).lower(*args).compile(),
-    "auto_mixed: trace": lambda f, args, _: pp.auto_mixed(f).trace(*args),
-    "auto_mixed: eval_shape": lambda f, args, _: pp.auto_mixed(f).eval_shape(*args),
+    "Mixed.lower": lambda f, args, _: pp.auto_mixed(f).lower(*args).compile(),
+    "Mixed.trace": lambda f, args, _: pp.auto_mixed(f).trace(*args),
+    "Mixed.eval_shape": lambda f, args, _: pp.auto_mixed(f).eval_shape(*args),
     "inspect": lambda f, args, _: pp.inspect(f)(*args).diff(),
     "explain": lambda f, args, _: str(pp.explain(f)(*args)),
     "between": lambda f, args, _: pp.between(
         *(pp.inspect(f, policy)(*args).plan for policy in POLICIES)
     ),
-    "compare": lambda f, args, _: pp.compare(f, POLICIES, rounds=2)(*args),
-    "profile": lambda f, args, _: pp.profile(f, POLICIES, rounds=2)(*args),
+    "compare": lambda f, args, _: pp.compare(f, POLICIES, rounds=1)(*args),
+    "profile": lambda f, args, _: pp.profile(f, POLICIES, rounds=1)(*args),
     "audit": lambda f, args, _: pp.audit(f)(*args),
     "bisect": lambda f, args, _: pp.bisect(f, "AutoMixedBf16", lambda out: False)(*args),
     "monitor: init": lambda f, args, _: pp.monitor(f, every=2).init(*args),
@@ -117,45 +153,89 @@ LEAVES_THEM: dict[str, Use] = {
     "testing.assert_precision": lambda f, args, _: testing.assert_precision(
         f, args, {"dot_general": "bf16"}
     ),
+    "testing.precision_problems": lambda f, args, _: testing.precision_problems(
+        f, args, {"dot_general": "bf16"}
+    ),
     "testing.assert_plan": plan_of,
+    "testing.plan_problems": lambda f, args, path: plan_of(f, args, path, testing.plan_problems),
 }
-# calls of the function itself: it updates and donates what it does when it is called
+# Calls of the function itself: it updates and donates what it does when it is called.
 CALLS_IT: dict[str, Use] = {
     "auto_mixed": lambda f, args, _: pp.auto_mixed(f)(*args),
+    "Mixed.__call__": lambda f, args, _: pp.Mixed(f, None, {})(*args),
     "monitor": lambda f, args, _: pp.monitor(f)(*args),
-    "with_fallback": lambda f, args, _: pp.with_fallback(f, ("bf16", "f32"))(*args),
-    "scaled_value_and_grad": lambda f, args, _: pp.scaled_value_and_grad(
-        lambda *xs: f(*xs)[1], argnums=0
-    )(pp.StaticLossScale(2.0), *args),
-}
-# given arrays and pure functions of them, or nothing of a user's program at all
-OTHERS = {
-    *(
-        "Custom",
-        "all_finite",
-        "keep",
-        "least_squares",
-        "scaled_optimizer",
-        "skip_nonfinite",
-        "solve",
+    "monitor: every": lambda f, args, _: (monitored := pp.monitor(f, every=2))(
+        monitored.init(*args), *args
     ),
-    *("use_policy",),
+    "with_fallback": lambda f, args, _: pp.with_fallback(f, ("bf16", "f32"))(*args),
+    "scaled_value_and_grad": lambda f, args, _: scaled(f, args),
+    "Ladder.step": lambda f, args, _: stepped(f, args),
 }
+# A module is refused: its state would be updated once for each rung, or under a derivative.
+REFUSES_MODULES: dict[str, tuple[type[Exception], str]] = {
+    "with_fallback": (TypeError, r"with_fallback was given a module .* nnx\.split"),
+    "Ladder.step": (TypeError, r"Ladder\.step was given a module .* nnx\.split"),
+    "scaled_value_and_grad": (errors.TraceContextError, "Cannot mutate"),
+}
+# Given trees of arrays, or a function of the caller's arrays; `f` is not called.
+GIVEN_ARRAYS: dict[str, Callable[[Any], Any]] = {
+    "all_finite": pp.all_finite,
+    "skip_nonfinite": lambda tree: pp.skip_nonfinite(True, tree, jax.tree.map(jnp.copy, tree)),
+    "scaled_optimizer": lambda tree: (o := pp.scaled_optimizer(optax.adam(1e-2))).update(
+        tree, o.init(tree), tree
+    ),
+    "least_squares": lambda tree: pp.least_squares(lambda w, x: (x @ w["w"]).sum(0), tree, X),
+    "solve": lambda tree: pp.solve(tree["w"], X[:4]),
+}
+# These hold what they are given, a policy's parts or a check's function, and call nothing.
+CALL_NOTHING = {
+    *("Custom", "keep", "use_policy", "Mixed", "IllConditioned", "Predicate", "Rule"),
+    *("IllConditioned.bound", "NonFinite.bound", "OutOfRange.bound", "Predicate.bound"),
+    *("PrecisionPolicy.with_retypes", "PrecisionPolicy.with_rules"),
+}
+
+
+def takes_functions_or_arguments(member: Any, *, constructor: bool = False) -> bool:
+    """Whether a parameter is a function, or (of a method) any number of arguments."""
+    parameters = inspect.signature(member).parameters.values()
+    stars = not constructor and any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return stars or any("Callable" in str(p.annotation) or p.name == "fn" for p in parameters)
+
+
+def public_functions() -> set[str]:
+    """Every public function, and the methods and classes that take functions or arguments."""
+    found = {f"testing.{n}" for n in testing.__all__ if inspect.isfunction(getattr(testing, n))}
+    for name in pp.__all__:
+        value = getattr(pp, name)
+        if inspect.isfunction(value):
+            found.add(name)
+        elif inspect.isclass(value):
+            if takes_functions_or_arguments(value.__init__, constructor=True):
+                found.add(name)
+            for attribute, method in inspect.getmembers(value, inspect.isroutine):
+                own = attribute == "__call__" or not attribute.startswith("_")
+                if own and inspect.isfunction(method) and takes_functions_or_arguments(method):
+                    found.add(f"{name}.{attribute}")
+    return found
 
 
 def test_every_public_function_is_here():
-    public = {name for name in pp.__all__ if inspect.isfunction(getattr(pp, name))}
-    assert (
-        public
-        == {name.partition(":")[0] for name in (*LEAVES_THEM, *CALLS_IT)}
-        - {
-            "testing.assert_precision",
-            "testing.assert_plan",
-        }
-        | OTHERS
-    )
-    of_testing = {name for name in testing.__all__ if name.startswith("assert_")}
-    assert {f"testing.{name}" for name in of_testing} <= LEAVES_THEM.keys()
+    listed = {name.partition(":")[0] for name in (*LEAVES_THEM, *CALLS_IT)}
+    assert public_functions() == listed | GIVEN_ARRAYS.keys() | CALL_NOTHING
+
+
+def test_a_new_public_function_is_found(monkeypatch: pytest.MonkeyPatch):
+    class Runner:
+        def run(self, fn: Callable[..., Any]) -> None: ...
+
+    def newcomer(x: Any) -> None: ...
+
+    monkeypatch.setattr(pp, "__all__", [*pp.__all__, "newcomer", "Runner"])
+    monkeypatch.setattr(pp, "newcomer", newcomer, raising=False)
+    monkeypatch.setattr(pp, "Runner", Runner, raising=False)
+    listed = {name.partition(":")[0] for name in (*LEAVES_THEM, *CALLS_IT)}
+    new = public_functions() - listed - GIVEN_ARRAYS.keys() - CALL_NOTHING
+    assert new == {"newcomer", "Runner.run"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -171,23 +251,50 @@ def test_arguments_are_left_as_they_were(name: str, kind: str, tmp_path: Any):
     jax.block_until_ready(pp.auto_mixed(fn, **options)(*args))
 
 
+@pytest.mark.parametrize("name", GIVEN_ARRAYS)
+@pytest.mark.parametrize("array", [jnp.asarray, np.asarray])
+def test_trees_of_arrays_are_left_as_they_were(name: str, array: Any):
+    tree = {"w": array(np.eye(4, dtype=np.float32) * 2)}
+    GIVEN_ARRAYS[name](tree)
+    assert list(tree) == ["w"]
+    assert type(tree["w"]) is type(array(1.0))
+    assert tree["w"].dtype == np.float32
+    np.testing.assert_array_equal(tree["w"], np.eye(4) * 2)
+
+
+@pytest.mark.parametrize("name", ["all_finite", "skip_nonfinite"])
+def test_modules_given_as_trees_are_left_as_they_were(name: str):
+    _, args, _ = of_modules()
+    before = content(args)
+    GIVEN_ARRAYS[name](nnx.state(args[0], nnx.Param))
+    GIVEN_ARRAYS[name](nnx.state(args[1]).opt_state)
+    assert content(args) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CALLS_IT)
-def test_what_calls_the_function_says_that_it_updates(name: str, tmp_path: Any):
-    first = inspect.getdoc(getattr(pp, name)).partition("\n\n")[0]
+def test_what_calls_the_function_says_that_it_updates(name: str, kind: str, tmp_path: Any):
+    member = pp
+    for part in name.partition(":")[0].split("."):
+        member = getattr(member, part)
+    first = inspect.getdoc(member).partition("\n\n")[0]
     assert "update" in first, first
-    for kind in KINDS:
-        fn, args, options = KINDS[kind]()
-        if kind == "modules" and name in ("with_fallback", "scaled_value_and_grad"):
-            continue  # one refuses modules, and the gradient of the other is of arrays
-        if name == "scaled_value_and_grad" and kind == "references":
-            continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", pp.PrecisionWarning)
-            mixed = fn if name == "with_fallback" else pp.auto_mixed(fn, **options)
-            before = content(args)
-            CALLS_IT[name](mixed, args, tmp_path)
-        if kind != "donated buffers":
-            assert content(args) != before, kind
+    fn, args, options = KINDS[kind]()
+    mixed = pp.auto_mixed(fn, **options)
+    before = content(args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pp.PrecisionWarning)
+        if name in REFUSES_MODULES and "module" in kind:
+            error, match = REFUSES_MODULES[name]
+            with pytest.raises(error, match=match):
+                CALLS_IT[name](mixed, args, tmp_path)
+            assert content(args) == before
+            return
+        CALLS_IT[name](mixed, args, tmp_path)
+    if kind in HELD:
+        assert content(args) != before
+    else:  # what is not donated is there
+        np.testing.assert_array_equal(args[1], X)
 
 
 def test_arrays_that_are_no_modules_stay_too(tmp_path: Any):

@@ -406,6 +406,20 @@ def test_float64_is_seen_to_the_ends_of_float32():
         assert 0.0 < seen.smallest < 1e-44
 
 
+def test_extremes_are_of_lines_that_the_user_wrote():
+    """A loss scale and the division by it are the largest and smallest numbers of this step."""
+    x = 1e-20 * jnp.linspace(1.0, 2.0, 4)
+    f = pp.scaled_value_and_grad(lambda w: (w * x).sum())
+    _, health = monitor(f)(pp.StaticLossScale(2.0**40), jnp.full(4, 1e10))
+    where = {bool(seen.place.source.file) for seen in health.seen()}
+    assert where == {True, False}  # both kinds of equations are recorded
+    largest, smallest = health.summary().splitlines()[-2:]
+    assert largest.startswith("largest magnitude")
+    assert smallest.startswith("smallest magnitude")
+    assert shown_path(__file__) in largest
+    assert shown_path(__file__) in smallest
+
+
 def test_the_summary_has_the_worst_first():
     def f(x: Any) -> Any:
         lost = jnp.exp(-1e4 * (1.0 + x * x))

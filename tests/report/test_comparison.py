@@ -154,7 +154,7 @@ def test_the_front_is_what_no_row_beats(comparison):
     found = made(comparison, **FIGURES)
     assert [row.name for row in found.pareto()] == ["fast", "between", "slow", "exact"]
     assert [row.name for row in found.pareto(by="memory")] == ["slow", "exact"]
-    with pytest.raises(ValueError, match="legal are 'time', 'memory'"):
+    with pytest.raises(ValueError, match="legal are 'time', 'ratio', 'memory'"):
         found.pareto(by="energy")
 
 
@@ -173,6 +173,65 @@ def test_the_plot_draws_the_front_and_names_every_row(comparison, x, names):
     texts = {text.get_text() for text in ax.texts}
     assert texts == {*FIGURES} - {"broken"} | {"broken (not finite)"}
     assert x in ax.get_xlabel()
+    assert ax.get_title() == "model: cost and error"
+    matplotlib.pyplot.close(ax.figure)
+
+
+NEAR = {
+    "AlwaysF32": (7.80, 10, 2.1e-07),
+    "AutoMixedBf16": (7.77, 10, 1.9e-02),
+    "AutoMixed": (8.26, 10, 6.9e-03),
+    "AlwaysBf16": (10.2, 10, 2.4e-02),
+    "cast_by_hand": (10.4, 10, 2.1e-02),
+    "another": (10.3, 10, 2.2e-02),
+}
+
+
+@pytest.mark.parametrize("figures", [NEAR, FIGURES, {"alone": (1.0, 10, 1e-3)}])
+def test_the_labels_of_a_plot_cover_nothing(comparison, figures):
+    ax = made(comparison, **figures).plot()
+    ax.figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in ax.texts]
+    boxes.append(ax.get_legend().get_window_extent())
+    assert len(boxes) == 1 + len(figures)
+    for i, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:i])
+        assert ax.bbox.x0 <= box.x0 < box.x1 <= ax.bbox.x1
+        assert ax.bbox.y0 <= box.y0 < box.y1 <= ax.bbox.y1
+    matplotlib.pyplot.close(ax.figure)
+
+
+def test_the_ticks_of_a_short_axis_are_plain_numbers(comparison):
+    ax = made(comparison, **NEAR).plot()
+    ax.figure.canvas.draw()
+    low, high = ax.get_xlim()
+    labels = [t.get_text() for t in ax.get_xticklabels()]
+    shown = [float(label) for label in labels]  # none is in mathematical notation
+    inside = [value for value in shown if low <= value <= high]
+    assert 3 <= len(inside) <= 9
+    assert [t.get_text() for t in ax.get_xticklabels(minor=True)] == []
+    assert "10^" in ax.get_yticklabels()[0].get_text()  # five powers of ten are ticks enough
+    matplotlib.pyplot.close(ax.figure)
+
+
+def test_the_ratios_of_a_plot_are_those_of_the_table(comparison):
+    """Of times that drift, the medians may order two programs otherwise than their ratios do."""
+    first, second = comparison.rows[:2]
+    drifting = Timing((1.0, 2.0, 9.0)), Timing((0.9, 2.5, 8.0))
+    ratio = drifting[1].ratios(drifting[0])
+    rows = (
+        dataclasses.replace(first, timing=drifting[0], ratio=1.0),
+        dataclasses.replace(second, timing=drifting[1], ratio=ratio.median),
+    )
+    found = dataclasses.replace(comparison, rows=rows)
+    ax = found.plot(x="ratio")
+    drawn = [line.get_xdata() for line in ax.lines if line.get_label() != "Pareto front"]
+    np.testing.assert_allclose(drawn[0], (1.0, 1.0))
+    np.testing.assert_allclose(drawn[1], ratio.quartiles)
+    assert ax.collections[1].get_offsets()[0][0] == pytest.approx(ratio.median)
+    assert ratio.median < 1 < drifting[1].median / drifting[0].median
+    assert [row.name for row in found.pareto(by="ratio")] == [second.name, first.name]
+    assert ax.get_xlabel() == "time / time of AlwaysF32 (median over rounds)"
     matplotlib.pyplot.close(ax.figure)
 
 

@@ -80,7 +80,7 @@ def test_leaves_count_together_and_large_numbers_do_not_overflow():
     ("got", "want", "figures"),
     [
         ([0.0, 0.0], [0.0, 0.0], (0.0, 0.0, math.inf, 1.0)),
-        ([1.0, 0.0], [0.0, 0.0], (math.inf, 2.0**149, -math.inf, 0.0)),
+        ([1.0, 0.0], [0.0, 0.0], (math.inf, 2.0**24, -math.inf, 0.0)),
         ([0.0, 0.0], [1.0, 0.0], (1.0, 2.0**23, 0.0, 0.0)),
         ([2.0], [2.0], (0.0, 0.0, math.inf, 1.0)),
         ([-2.0], [2.0], (2.0, 2.0**24, -20 * math.log10(2), -1.0)),
@@ -93,6 +93,15 @@ def test_zero_empty_and_non_finite_references(got, want, figures):
     found = errors(np.asarray(got, F32), np.asarray(want, np.float64))
     assert (found.relative, found.max_ulp, found.sqnr, found.cosine) == figures
     assert found.nonfinite == 0
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_an_error_in_ulp_ends_where_no_digit_is_right(dtype):
+    """In units of a tiny reference an error would have forty digits, which say nothing."""
+    most = 2 / float(jnp.finfo(dtype).eps)
+    assert errors(np.asarray([0.25], dtype), [1e-30], dtype).max_ulp == most
+    assert errors(np.asarray([0.25], dtype), [0.0], dtype).max_ulp == most
+    assert errors(np.asarray([0.5], dtype), [1.0], dtype).max_ulp == most / 4
 
 
 def test_what_is_not_finite_where_the_reference_is():

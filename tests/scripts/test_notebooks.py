@@ -1,12 +1,37 @@
 """The notebooks, run in a short form, are what is committed, and read well."""
 
+import jax.numpy as jnp
 import nbformat
+import numpy as np
 import pytest
 
 import notebooks
+from tests.support.nist_problems import problems
 
 pytestmark = pytest.mark.programs
 
+# What a test runs instead of the sizes that a reader sees.
+SHORT = {
+    "01_first_steps": {"BATCH, WIDTH, CLASSES": "16, 32, 10"},
+    "02_comparing_policies": {
+        "WIDTH, BLOCKS, BATCH, STEPS, ROUNDS": "16, 1, 16, 3, 2",
+        "POLICIES": '["AlwaysF32", "AutoMixedBf16", "AlwaysBf16"]',
+    },
+    "03_why_casting_parameters_is_not_mixed_precision": {
+        "LAYERS, WIDTH, HEADS, LENGTH, BATCH": "2, 32, 4, 16, 2",
+        "VOCABULARY, ROUNDS": "64, 2",
+    },
+    "04_writing_a_policy": {"LAYERS, WIDTH, BATCH": "2, 16, 8"},
+    "05_float16_and_loss_scaling": {
+        "STEPS, IMAGES, SHOWN": "10, 100, 3",
+        "WIDTHS": "(64, 16, 64)",
+    },
+    "06_a_nan_traced_to_its_line": {"IMAGES, BATCH, STEPS": "100, 16, 4"},
+    "07_least_squares_by_roles": {"NAMES": '["Misra1a"]', "ROUNDS": "1"},
+    "08_refinement_and_condition": {"N, POWERS": "16, (1, 8)", "FACTORS": '["bf16"]'},
+    "09_training_a_flax_nnx_model": {"WIDTH, BATCH, EPOCHS": "16, 64, 1"},
+    "10_training_an_equinox_model": {"WIDTH, BLOCKS, BATCH, EPOCHS": "16, 1, 64, 1"},
+}
 each_notebook = pytest.mark.parametrize("path", notebooks.NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -17,12 +42,49 @@ def code(notebook):
 @each_notebook
 def test_a_notebook_runs_in_its_short_form(path):
     committed = nbformat.read(path, as_version=4)
-    run = notebooks.executed(path, short=True, timeout=120)
+    run = notebooks.executed(path, sizes=SHORT[path.stem], timeout=120)
     assert [cell.source for cell in code(run)] == [cell.source for cell in code(committed)]
     assert [cell.execution_count for cell in code(run)] == list(range(1, len(code(run)) + 1))
     assert notebooks.complaints(run) == []
     # a cell that shows something does so in both, and in the same forms
     assert list(map(forms, code(run))) == list(map(forms, code(committed)))
+
+
+def test_a_size_that_is_not_assigned_is_an_error():
+    notebook = nbformat.v4.new_notebook()
+    notebook.cells = [nbformat.v4.new_code_cell("A, B = 1, 2\nC = A + B")]
+    notebooks.resized(notebook, {"A, B": "3, 4"})
+    assert notebook.cells[0].source == "A, B = 3, 4\nC = A + B"
+    with pytest.raises(ValueError, match="'D' is assigned in 0 lines"):
+        notebooks.resized(notebook, {"D": "5"})
+
+
+@each_notebook
+def test_a_reader_sees_no_scaffolding(path):
+    """Sizes are plain numbers, and nothing reaches into the repository's own tests."""
+    source = "\n".join(cell.source for cell in code(nbformat.read(path, as_version=4)))
+    for scaffold in ("environ", "SHORT", "sys.path", "import tests", "from tests", "PRECPASS_"):
+        assert scaffold not in source
+
+
+@each_notebook
+def test_figures_have_titles_and_reports_have_places(path):
+    for cell in code(nbformat.read(path, as_version=4)):
+        if "plt.subplots(" in cell.source and ".plot(x=" not in cell.source:
+            assert "title" in cell.source, cell.source
+        assert "<unknown>" not in str(cell.outputs)
+
+
+@each_notebook
+def test_figures_in_ulp_mean_something(path):
+    """None says how small the number was that it is relative to: float32 has 2^24 of them."""
+    texts = [o.get("text", "") for c in code(nbformat.read(path, as_version=4)) for o in c.outputs]
+    for table in (text.splitlines() for text in texts if "max ULP" in text):
+        head = next(i for i, line in enumerate(table) if "max ULP" in line)
+        end = table[head].index("max ULP") + len("max ULP")
+        figures = [line[:end].split()[-1] for line in table[head + 2 : table.index("", head)]]
+        assert len(figures) > 2
+        assert all(0 < float(figure) <= 1.68e7 for figure in figures)
 
 
 def forms(cell):
@@ -51,8 +113,22 @@ def test_the_pictures_are_those_of_the_notebooks():
     assert files == drawn, "run scripts/notebooks"
 
 
+def test_the_problems_that_a_notebook_spells_out_are_nists():
+    (path,) = (path for path in notebooks.NOTEBOOKS if path.stem.startswith("07"))
+    (cell,) = (c for c in code(nbformat.read(path, as_version=4)) if "PROBLEMS = {" in c.source)
+    names = {"np": np, "jnp": jnp}
+    exec(cell.source, names)
+    assert len(names["PROBLEMS"]) >= 8
+    for name, problem in names["PROBLEMS"].items():
+        certified = problems()[name]
+        for field in ("starts", "certified", "x", "y"):
+            np.testing.assert_array_equal(getattr(problem, field), getattr(certified, field), name)
+        found = problem.residual(certified.certified, None)
+        np.testing.assert_allclose(found, certified.residual(certified.certified), atol=1e-5)
+
+
 def test_the_list_of_notebooks_is_complete():
     listed = (notebooks.FOLDER / "README.md").read_text(encoding="utf-8")
-    assert len(notebooks.NOTEBOOKS) == 8
+    assert [path.stem for path in notebooks.NOTEBOOKS] == list(SHORT)
     for path in notebooks.NOTEBOOKS:
         assert f"({path.name})" in listed

@@ -25,11 +25,10 @@ from jax import lax
 from precpass.api import auto_mixed
 from precpass.jit.calls import check_function
 from precpass.jit.mixed import Mixed
-from precpass.jit.nnx import has_nodes
 from precpass.jit.region import keep
 from precpass.numerics.fallback.checks import Check, NonFinite, parse_checks
 from precpass.numerics.fallback.masked_derivatives import differentiated_if_chosen
-from precpass.numerics.ladder.rungs import Rung, parse_ladder
+from precpass.numerics.ladder.rungs import Rung, parse_ladder, refuse_modules
 from precpass.numerics.loss_scale.gradients import Axes
 from precpass.policy.policy import Custom
 
@@ -161,7 +160,7 @@ def with_fallback(
 
     @functools.wraps(fn)
     def guarded(*args: Any, **kwargs: Any) -> tuple[Any, FallbackReport]:
-        _refuse_modules(args, kwargs)
+        refuse_modules("with_fallback", (args, kwargs))
         return _Climb(rungs, checks, runs, args, kwargs, axis_name).result()
 
     # The outer function decides nothing, because every rung has a policy of its own.
@@ -291,14 +290,6 @@ def _zeros(aval: Any) -> jax.Array:
     manual = aval.manual_axis_type
     axes = tuple(manual.varying) if manual is not None else ()
     return lax.pcast(zeros, axes, to="varying") if axes else zeros
-
-
-def _refuse_modules(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if has_nodes((args, kwargs)):
-        raise TypeError(
-            "with_fallback was given a module of flax nnx, whose state each rung would update: "
-            "give the function the state (graphdef, state = nnx.split(module)) and merge inside"
-        )
 
 
 def _check_arrays(out: Any) -> None:

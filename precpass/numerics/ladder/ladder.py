@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.numerics.ladder.rungs import Rung, parse_ladder
+from precpass.numerics.ladder.rungs import Rung, parse_ladder, refuse_modules
 from precpass.numerics.ladder.step import Step, strong
 from precpass.numerics.ladder.terms import (
     Status,
@@ -227,7 +227,7 @@ class Ladder:
         measure: Callable[..., Any] | None = None,
         restart: Callable[..., Any] | None = None,
     ) -> Ladder:
-        """A step on the present rung; a ladder that has ended does not change.
+        """A step on the present rung, with the updates of `fn`; an ended ladder does not change.
 
         Outside of `jax.jit` it is compiled once for each `fn`, `measure` and `restart`, as by
         `jax.jit`, so other values that they read are fixed then. A function that is defined anew
@@ -244,9 +244,10 @@ class Ladder:
                 gradients must be recomputed from the state.
 
         Raises:
-            TypeError: if a function returns anything else.
+            TypeError: if a function returns anything else, and for a module of flax nnx in `args`.
             ValueError: for a negative measure, outside of `jax.jit`.
         """
+        refuse_modules("Ladder.step", args)
         if ir.is_tracing() or not _are_hashable(fn, measure, restart):
             new, measured = self._stepped(fn, measure, restart, args)
         else:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from precpass.api import auto_mixed
+from precpass.jit.nnx import has_nodes
 from precpass.jit.region import keep
 from precpass.policy.policy import (
     PRESETS,
@@ -22,7 +23,7 @@ from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.units import counted
 
-__all__ = ["Rung", "parse_ladder"]
+__all__ = ["Rung", "parse_ladder", "refuse_modules"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +123,23 @@ def parse_ladder(owner: str, ladder: Any) -> tuple[Rung, ...]:
                 "The order is bf16, f16, f32, f64"
             )
     return rungs
+
+
+def refuse_modules(owner: str, args: Any) -> None:
+    """Refuses arguments with a module of flax nnx.
+
+    Args:
+        owner: the name of the function that was given them, for errors.
+        args: a pytree.
+
+    Raises:
+        TypeError: if it holds one.
+    """
+    if has_nodes(args):
+        raise TypeError(
+            f"{owner} was given a module of flax nnx, whose state each rung would update: "
+            "give the function the state (graphdef, state = nnx.split(module)) and merge inside"
+        )
 
 
 def _rung(owner: str, given: Any) -> Rung:

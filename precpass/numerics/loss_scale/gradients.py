@@ -29,6 +29,8 @@ def scaled_value_and_grad(
 
     Args:
         fn: returns the loss, a real floating scalar, or with `has_aux` a pair of it and anything.
+            As under `jax.grad`, a flax nnx module among its arguments is a tree, which the loss
+            does not update: give it the state (`nnx.split`) and return what changes.
         argnums: as for `jax.value_and_grad`, counted in the arguments of `fn`.
         has_aux: as for `jax.value_and_grad`.
         axis_name: axes of an enclosing `jax.shard_map` or `jax.vmap` along which all must agree

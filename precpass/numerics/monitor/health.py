@@ -218,6 +218,8 @@ def _number(count: int) -> str:
 
 def _extremes(seen: tuple[Seen, ...]) -> list[str]:
     nonzero = [s for s in seen if s.largest > 0.0]
+    # What a loss scale computes has no line of the user's, and tells them nothing.
+    nonzero = [s for s in nonzero if s.place.source.file] or nonzero
     if not nonzero:
         return []
     top, low = max(nonzero, key=lambda s: s.largest), min(nonzero, key=lambda s: s.smallest)

@@ -34,7 +34,11 @@ from precpass.view.text import as_html, page
 
 __all__ = ["REFERENCES", "Comparison", "Row"]
 
-_AXES = {"time": "time (ms)", "memory": "temp memory (MB)"}
+_AXES = {
+    "time": "time (ms)",
+    "ratio": "time / time of {} (median over rounds)",
+    "memory": "temp memory (MB)",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +130,8 @@ class Comparison:
         A row without a finite error or without that cost is left out.
 
         Args:
-            by: "time" (median) or "memory" (temp).
+            by: "time" (median), "ratio" (of times within a round, as in the table) or "memory"
+                (temp).
 
         Raises:
             ValueError: for another `by`, and if that was not measured.
@@ -145,7 +150,7 @@ class Comparison:
             raise ValueError(f"unknown cost {by!r}: legal are {', '.join(map(repr, _AXES))}")
         costs = {row.name: _cost(row, by) for row in self.rows}
         if all(cost is None for cost in costs.values()):
-            why = "rounds=0" if by == "time" else "this backend does not tell it"
+            why = "this backend does not tell it" if by == "memory" else "rounds=0"
             raise ValueError(f"{by} was not measured ({why})")
         points: list[tuple[float, float, Row]] = []
         for row in self.rows:
@@ -207,7 +212,8 @@ class Comparison:
             *([TIMES.format(self.rounds)] if self.rounds else []),
             *([TRAFFIC] if any(row.traffic for row in self.rows) else []),
             "rel. error: |d| / |r| over all floating results where the reference is finite; ULP: "
-            "of the output's own format; non-finite: of values that are finite in the reference.",
+            "of the output's own format, at most 2 / eps (1.68e+07 in float32), where no digit is "
+            "right; non-finite: of values that are finite in the reference.",
         ]
 
     # ------------------------------------------------------------ as a picture
@@ -215,12 +221,13 @@ class Comparison:
     def plot(self, x: str = "time", ax: Any = None) -> Any:
         """Cost against error, both on log scales, with the Pareto front drawn and named.
 
-        A line through a time goes from its lower to its upper quartile. A row with
+        A line through a time or ratio goes from its lower to its upper quartile. A row with
         non-finite results is a cross at the top; an error or cost of zero, which a log
         scale does not have, is drawn at a tenth of the smallest other one.
 
         Args:
-            x: "time" (median, ms) or "memory" (temp, MB).
+            x: "time" (median, ms), "ratio" (of times within a round, to the first row's) or
+                "memory" (temp, MB). The ratio is the surer one on a machine with other work.
             ax: the `matplotlib.axes.Axes` to draw on; a new figure's without it.
 
         Returns:
@@ -234,16 +241,23 @@ class Comparison:
         front = self.pareto(by=x)
         if not front:
             raise ValueError("nothing to plot: no row has floating results with a finite error")
-        scale = 1e3 if x == "time" else 1e-6
+        scale = {"time": 1e3, "ratio": 1.0, "memory": 1e-6}[x]
         points: list[Point] = []
         for row in self.rows:
             cost, error = _cost(row, x), row.errors.relative
             if cost is not None and error is not None:
-                ends = row.timing.quartiles if x == "time" and row.timing else (cost, cost)
-                span = ends[0] * scale, ends[1] * scale
+                lower, upper = self._quartiles(row, x) or (cost, cost)
+                span = lower * scale, upper * scale
                 points.append(Point(row.name, cost * scale, span, error, row in front))
         against = f"relative error against {REFERENCES[self.reference]}"
-        return draw(points, _AXES[x], against, self.function, ax)
+        axis = _AXES[x].format(self.rows[0].name)
+        return draw(points, axis, against, f"{self.function}: cost and error", ax)
+
+    def _quartiles(self, row: Row, by: str) -> tuple[float, float] | None:
+        first = self.rows[0].timing
+        if by == "memory" or row.timing is None or first is None:
+            return None
+        return (row.timing if by == "time" else row.timing.ratios(first)).quartiles
 
 
 REFERENCES = {"f64": "float64", "f32": "float32"}
@@ -253,6 +267,8 @@ REFERENCES = {"f64": "float64", "f32": "float32"}
 def _cost(row: Row, by: str) -> float | None:
     if by == "time":
         return None if row.timing is None else row.timing.median
+    if by == "ratio":
+        return row.ratio
     return None if row.memory is None else float(row.memory.temp)
 
 

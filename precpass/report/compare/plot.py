@@ -49,28 +49,30 @@ def draw(points: Sequence[Point], cost: str, error: str, title: str, ax: Any = N
     place_x = _on_log_scale([p.cost for p in points])
     place_y = _on_log_scale([p.error for p in points])
     places = [(place_x(p.cost), place_y(p.error)) for p in points]
-    for point, at, (side, lift) in zip(points, places, _labels(places), strict=True):
+    said = "quartiles" if any(len(set(point.span)) > 1 for point in points) else None
+    for point, at in zip(points, places, strict=True):
         broken, color = not math.isfinite(point.error), "C0" if point.in_front else "0.5"
         ax.scatter(*at, marker="x" if broken else "o", color=color)
-        ax.plot([place_x(end) for end in point.span], [at[1]] * 2, color=color, linewidth=1)
-        ax.annotate(
-            f"{point.name} (not finite)" if broken else point.name,
-            at,
-            xytext=(5 if side == "left" else -5, 5 + lift),
-            textcoords="offset points",
-            fontsize="small",
-            horizontalalignment=side,
-        )
+        ends = [place_x(end) for end in point.span]
+        ax.plot(ends, [at[1]] * 2, color=color, linewidth=1.5, label=said)
+        said = None
     front = sorted(at for point, at in zip(points, places, strict=True) if point.in_front)
-    ax.plot(*zip(*front, strict=True), drawstyle="steps-post", color="C0", label="Pareto front")
+    ax.plot(*zip(*front, strict=True), drawstyle="steps-post", color="C0", **_FRONT)
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.margins(0.15)
     ax.set_xlabel(cost)
     ax.set_ylabel(error)
     ax.set_title(title)
-    ax.legend()
+    legend = ax.legend()
+    _tick(ax.xaxis)
+    _tick(ax.yaxis)
+    names = [p.name if math.isfinite(p.error) else f"{p.name} (not finite)" for p in points]
+    _label(ax, names, places, legend)
     return ax
+
+
+_FRONT = {"linestyle": "--", "linewidth": 1, "label": "Pareto front"}
 
 
 def _on_log_scale(values: Sequence[float]) -> Callable[[float], float]:
@@ -79,16 +81,45 @@ def _on_log_scale(values: Sequence[float]) -> Callable[[float], float]:
     return lambda v: (v if math.isfinite(v) else 10 * max(real)) if v > 0 else min(real) / 10
 
 
-def _labels(places: Sequence[tuple[float, float]]) -> list[tuple[str, int]]:
-    """For each point the side of its label, and by how many typographic points that is lifted.
+def _tick(axis: Any) -> None:
+    """Ticks as plain numbers, where an axis is too short for powers of ten to be ticks enough."""
+    from matplotlib import ticker
 
-    Labels of points that are near to each other are stacked.
-    """
-    xs, ys = ([math.log(v) for v in values] for values in zip(*places, strict=True))
-    width, height = (max(v) - min(v) or 1.0 for v in (xs, ys))
-    labels: list[tuple[str, int]] = []
-    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        near = zip(xs[:i], ys[:i], strict=True)
-        below = sum(abs(x - a) < width / 3 and abs(y - b) < height / 20 for a, b in near)
-        labels.append(("right" if x - min(xs) > 0.6 * width else "left", 12 * below))
-    return labels
+    low, high = axis.get_view_interval()
+    if high < 30 * low:
+        subs = (1, 1.5, 2, 3, 5, 7) if high < 12 * low else (1, 2, 5)
+        even = ticker.MaxNLocator(6) if high < 4 * low else ticker.LogLocator(subs=subs)
+        axis.set_major_locator(even)
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_locator(ticker.NullLocator())
+
+
+_CORNERS = [(side, lift) for lift in (5, -13, 18, -26, 31, -39) for side in ("left", "right")]
+"""Where a label may stand: the side of it that is at its point, and how far up, in points."""
+
+
+def _label(ax: Any, names: Sequence[str], places: Sequence[Any], legend: Any) -> None:
+    """Writes a name at each point, where it covers no other name, no point and not the legend."""
+    figure = ax.figure
+    figure.draw_without_rendering()  # only then is it known where things are
+    taken = [legend.get_window_extent()]
+    dots = ax.transData.transform(places)
+    for name, at in zip(names, places, strict=True):
+        options = [_written(ax, name, at, side, lift) for side, lift in _CORNERS]
+        boxes = [text.get_window_extent().padded(4) for text in options]
+        faults = [
+            sum(box.overlaps(other) for other in taken)
+            + sum(bool(box.contains(*dot)) for dot in dots)
+            + 2 * (not (ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1))
+            + 2 * (not (ax.bbox.y0 <= box.y0 and box.y1 <= ax.bbox.y1))
+            for box in boxes
+        ]
+        best = faults.index(min(faults))
+        taken.append(boxes[best])
+        for text in (*options[:best], *options[best + 1 :]):
+            text.remove()
+
+
+def _written(ax: Any, name: str, at: Any, side: str, lift: int) -> Any:
+    offset = {"xytext": (5 if side == "left" else -5, lift), "textcoords": "offset points"}
+    return ax.annotate(name, at, fontsize="small", horizontalalignment=side, **offset)
