@@ -9,7 +9,7 @@ from pathlib import Path
 
 from precpass.cli.commands import COMMANDS
 from precpass.cli.target import Refused
-from precpass.policy.policy import PROFITABILITY
+from precpass.policy.profitability import PROFITABILITY
 from precpass.view.diff import LEVELS
 
 __all__ = ["check", "parsed"]

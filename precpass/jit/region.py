@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from precpass import jaxpr as ir
-from precpass.policy.policy import AutoMixedBf16, PrecisionPolicy
+from precpass.policy.policy import AutoMixedBf16, PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.scopes import keep_scope
 
@@ -173,7 +173,7 @@ def _enter(region: Region) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def use_policy(policy: PrecisionPolicy | str | None) -> Generator[None]:
+def use_policy(policy: PolicyLike | None) -> Generator[None]:
     """Makes `policy` the default of every `auto_mixed` without a policy of its own.
 
     None turns the pass off altogether: every `auto_mixed(f)` called inside is
@@ -185,7 +185,7 @@ def use_policy(policy: PrecisionPolicy | str | None) -> Generator[None]:
 
     Examples:
         >>> import precpass as pp
-        >>> with use_policy("AutoMixed"):
+        >>> with use_policy("AutoMixedF16"):
         ...     y = pp.auto_mixed(lambda x: x @ x)(jax.numpy.ones((8, 8)))
     """
     chosen = None if policy is None else PrecisionPolicy.parse(policy)

@@ -30,7 +30,7 @@ class Staged:
 
     def __init__(
         self,
-        mixed: Mixed,
+        mixed: Mixed[..., Any],
         then: Callable[..., tuple[Sequence[Any], Any]],
         key: Hashable = None,
         *,
@@ -76,7 +76,9 @@ class Staged:
         return self._jitted[key]
 
 
-def made_of_trace(mixed: Mixed, then: Callable[[Traced], Any], args: Any, kwargs: Any) -> Any:
+def made_of_trace(
+    mixed: Mixed[..., Any], then: Callable[[Traced], Any], args: Any, kwargs: Any
+) -> Any:
     """Traces a function once at some arguments, and returns what `then` makes of the trace."""
     return mixed._trace(then, args, kwargs)  # pyright: ignore[reportPrivateUsage] -- its own module
 

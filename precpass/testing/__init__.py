@@ -21,7 +21,7 @@ from precpass.jaxpr import Source
 from precpass.plan.file import Named, differences, equations, locked_precision
 from precpass.plan.plan import Plan
 from precpass.plan.reasons import Reason
-from precpass.policy.policy import PrecisionPolicy, quietly
+from precpass.policy.policy import PolicyLike, quietly
 from precpass.policy.precision import Precision
 from precpass.policy.saved import Names
 from precpass.policy.scopes import clean_scope
@@ -48,7 +48,7 @@ def assert_precision(
     fn: Callable[..., Any],
     args: Sequence[Any],
     expected: Expected,
-    policy: PrecisionPolicy | str | None = None,
+    policy: PolicyLike | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     target: Any = None,
@@ -92,7 +92,7 @@ def assert_plan(
     fn: Callable[..., Any],
     args: Sequence[Any],
     path: str | os.PathLike[str],
-    policy: PrecisionPolicy | str | None = None,
+    policy: PolicyLike | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     target: Any = None,
@@ -232,7 +232,7 @@ def plan_problems(
     fn: Callable[..., Any],
     args: Sequence[Any],
     path: str | os.PathLike[str],
-    policy: PrecisionPolicy | str | None = None,
+    policy: PolicyLike | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     target: Any = None,
@@ -257,7 +257,7 @@ def precision_problems(
     fn: Callable[..., Any],
     args: Sequence[Any],
     expected: Expected,
-    policy: PrecisionPolicy | str | None = None,
+    policy: PolicyLike | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     target: Any = None,

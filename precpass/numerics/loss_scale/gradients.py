@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,16 @@ __all__ = ["Axes", "all_finite", "scaled_value_and_grad", "skip_nonfinite", "uns
 
 Axes = str | tuple[str, ...] | None
 Tree = Any
+P = ParamSpec("P")
 
 
 def scaled_value_and_grad(
-    fn: Callable[..., Any],
+    fn: Callable[P, Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     axis_name: Axes = None,
-) -> Callable[..., tuple[Any, Any, Any]]:
+) -> Callable[Concatenate[LossScale, P], tuple[Any, Any, jax.Array]]:
     """`jax.value_and_grad` of a scaled loss; a call makes the updates of the loss function.
 
     Args:

@@ -6,7 +6,7 @@ multiplied by a scale, and the gradient divided by it in float32 (Micikevicius e
 it goes into a step and comes out of it, is saved with the parameters, and nothing else has state.
 
     scale = pp.DynamicLossScale()
-    grads_of = pp.scaled_value_and_grad(pp.auto_mixed(loss, policy="AutoMixed"))
+    grads_of = pp.scaled_value_and_grad(pp.auto_mixed(loss, policy="AutoMixedF16"))
 
     @jax.jit
     def step(params, opt_state, scale, batch):
