@@ -15,6 +15,7 @@ from precpass.cli.specs import drawn, has_shapes
 from precpass.cli.target import Refused, unbound
 from precpass.devices.targets import target_of
 from precpass.plan.plan import Plan
+from precpass.policy.config import SUFFIXES
 from precpass.policy.policy import PRESETS, PrecisionPolicy
 from precpass.report.audit.audit import audit
 from precpass.report.bisect.bisect import bisect
@@ -96,8 +97,10 @@ class Task:
 
 
 def policy_of(text: str) -> PrecisionPolicy | str:
-    """The policy that an option names: a saved plan's file, or as `PrecisionPolicy.parse`."""
+    """The policy that an option names: a file's, a plan's, or as `PrecisionPolicy.parse`."""
     with _refusing():
+        if text.endswith(SUFFIXES):
+            return PrecisionPolicy.load(text)
         return Plan.load(text) if text.endswith(".json") else PrecisionPolicy.parse(text)
 
 

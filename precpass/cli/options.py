@@ -81,7 +81,7 @@ def _common(name: str, one: argparse.ArgumentParser) -> None:
         "--static", metavar="NAMES", help="the arguments that are static, such as n,mode"
     )
     # Rows have policies of their own, so `check` refuses it.
-    policy = "a preset, a string such as c=bf16, or the path of a saved plan (.json)"
+    policy = "a preset, a text such as c=bf16, or a file: a policy (.toml), a plan (.json)"
     hidden = name in _ROWS
     one.add_argument("--policy", help=argparse.SUPPRESS if hidden else policy)
     one.add_argument(

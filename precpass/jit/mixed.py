@@ -178,7 +178,8 @@ class Mixed(Generic[P, R_co]):
 
         def run_of(program: Program) -> Any:
             def traced(*inner: Any, **inner_kwargs: Any) -> Any:
-                call = program.written.trace(region, inner, inner_kwargs, keeps_numbers=False)
+                written = program.written
+                call = written.trace(region, policy, inner, inner_kwargs, keeps_numbers=False)
 
                 def output(results: Sequence[Any]) -> Any:
                     def same(*_: Any, **__: Any) -> Any:

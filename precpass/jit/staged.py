@@ -102,7 +102,8 @@ def _staged(
     # JAX counts one name too few if a keyword has a parameter's name, so these are unusual.
     def traced(*_precpass_args: Any, **_precpass_kwargs: Any) -> Any:
         more, *args = _precpass_args
-        call = written.trace(region, args, _precpass_kwargs, keeps_numbers=False)
+        of_call = region, resolved.policy, args, _precpass_kwargs
+        call = written.trace(*of_call, keeps_numbers=False)
 
         def output(results: Sequence[Any]) -> Any:
             return jax.tree.unflatten(call.tree, results)

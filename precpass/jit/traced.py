@@ -88,7 +88,7 @@ def rewritten(
     rewriter = Rewriter(
         plan_rule,
         lambda scope: distinguish(policy, scope),
-        lambda: tracing(region),
+        lambda: tracing(region, policy),
     )
     new = rewriter.jaxpr(jaxpr, plan, scope)
     if policy.output is None:

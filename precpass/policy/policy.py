@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
+import os
 import warnings
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, TypeVar
@@ -17,9 +17,9 @@ from precpass.policy.primitives import OpKind
 from precpass.policy.profitability import parse_profitability
 from precpass.policy.rules import Rule
 from precpass.policy.saved import SavedPrecisions
-from precpass.policy.text import fields_of, is_precision, precision_named
 
 __all__ = [
+    "BY_COMPUTE",
     "OTHER_NAMES",
     "PRESETS",
     "AlwaysBf16",
@@ -214,26 +214,55 @@ class PrecisionPolicy:
             >>> PrecisionPolicy.parse("c=f16") == PrecisionPolicy.parse("half") == AutoMixedF16
             True
         """
-        if isinstance(value, cls):
-            return value
-        if is_precision(value):
-            return _of_products(value, Precision.parse(value))
-        if not isinstance(value, str):
-            raise TypeError(f"not a policy: {value!r}. {_legal_policies()}")
-        if "=" in value:
-            return _parse_string(value)
-        by_name = {name.lower(): preset for name, preset in (PRESETS | OTHER_NAMES).items()}
-        if value.lower() in by_name:
-            return by_name[value.lower()]
-        precision = precision_named(value)
-        if precision is not None:
-            return _of_products(value, precision)
-        close = difflib.get_close_matches(value, PRESETS | OTHER_NAMES, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown policy {value!r}.{hint} {_legal_policies()}")
+        from precpass.policy.text import parsed
+
+        return value if isinstance(value, cls) else parsed(value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """This policy as a dict of texts, lists and dicts, for a TOML or YAML file.
+
+        Raises:
+            ValueError: for a policy that follows a saved plan, or has a rule with a predicate.
+
+        Examples:
+            >>> AutoMixedBf16.with_rules(Rule(module="head", precision="f32")).to_dict()
+            {'policy': 'AutoMixedBf16', 'rules': [{'module': 'head', 'precision': 'f32'}]}
+        """
+        from precpass.policy.config import to_dict
+
+        return to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PrecisionPolicy:
+        """The policy of `to_dict`: as a file of a program's own settings has it.
+
+        Raises:
+            ValueError: for an unknown key or value; the text lists the legal ones.
+            TypeError: for something that is no dict.
+        """
+        from precpass.policy.config import from_dict
+
+        return from_dict(data)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes this policy to a .toml file, or with PyYAML to a .yaml file."""
+        from precpass.policy.config import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PrecisionPolicy:
+        """The policy in a .toml or .yaml file, as `save` writes it.
+
+        Raises:
+            ValueError: for a file that is none; the text names it.
+        """
+        from precpass.policy.config import load
+
+        return load(path)
 
     def __str__(self) -> str:
-        for compute, preset in _BY_COMPUTE.items():
+        for compute, preset in BY_COMPUTE.items():
             if dataclasses.replace(self, output=None, parameters=Precision.F32) == preset:
                 return f"p={self.parameters},c={compute},o={self.output or Precision.F32}"
         return repr(self)
@@ -331,26 +360,11 @@ PRESETS: dict[str, PrecisionPolicy] = {
 }
 OTHER_NAMES = {"AutoMixed": AutoMixedF16, "AutoMixedConservative": AutoMixedConservativeF16}
 """The presets that have another name, by it."""
-_BY_COMPUTE = {_F32: AlwaysF32, _F16: AutoMixedF16, _BF16: AutoMixedBf16}
+BY_COMPUTE = {_F32: AlwaysF32, _F16: AutoMixedF16, _BF16: AutoMixedBf16}
+"""The preset that a precision of products stands for."""
 
 
 _POSITION = {kind: i for i, kind in enumerate(OpKind)}
-
-
-def _legal_policies() -> str:
-    return (
-        f"Legal are {', '.join(PRESETS)}, the precision of products ('bf16', jnp.float16), a "
-        "string such as 'p=f32,c=bf16,o=f32', and Custom({OpKind.COMPUTE: 'bf16', ...})."
-    )
-
-
-def _of_products(given: object, compute: Precision) -> PrecisionPolicy:
-    if compute not in _BY_COMPUTE:
-        raise ValueError(
-            f"policy {given!r}: products are computed in f32, bf16 or f16, not {compute}; see "
-            "Custom and with_retypes for float64 programs"
-        )
-    return _BY_COMPUTE[compute]
 
 
 def _parse_kind(kind: OpKind | str | Any) -> OpKind:
@@ -360,12 +374,3 @@ def _parse_kind(kind: OpKind | str | Any) -> OpKind:
         if isinstance(kind, str) and kind.lower() == candidate.value:
             return candidate
     raise ValueError(f"unknown kind {kind!r}: legal are {', '.join(map(repr, OpKind))}")
-
-
-def _parse_string(text: str) -> PrecisionPolicy:
-    fields = fields_of(text)
-    compute, output = fields["c"], fields.get("o", Precision.F32)
-    if compute not in _BY_COMPUTE:
-        raise ValueError(f"policy string {text!r}: c must be f32, bf16 or f16, not {compute}")
-    policy = _BY_COMPUTE[compute].with_output(None if output is Precision.F32 else output)
-    return policy.with_parameters(fields.get("p", Precision.F32))

@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from precpass.numerics.loss_scale.trees import scaled, unscaled
 
 __all__ = ["DynamicLossScale", "LossScale", "NoOpLossScale", "StaticLossScale"]
 
@@ -74,9 +76,43 @@ def _pytree(cls: type[Any]) -> type[Any]:
     return cls
 
 
+Tree = TypeVar("Tree")
+
+
+class _JmpNames:
+    """The names that jmp has for what a loss scale does."""
+
+    value: Any
+
+    def scale(self, tree: Tree) -> Tree:
+        """A tree, such as a loss, multiplied by the scale; each leaf keeps its dtype.
+
+        A float16 loss overflows above 65504, which `scaled_value_and_grad` avoids.
+        """
+        return scaled(tree, self.value)
+
+    def unscale(self, tree: Tree) -> Tree:
+        """A tree, such as a gradient, divided by the scale in float32; each leaf keeps its dtype.
+
+        Examples:
+            >>> loss_scale = DynamicLossScale(8.0)
+            >>> float(loss_scale.scale(2.0)), loss_scale.unscale(jnp.float16(16.0))
+            (16.0, Array(2., dtype=float16))
+        """
+        return unscaled(tree, self.value)
+
+    def adjust(self, finite: Any) -> Any:
+        """The scale of the next step: jmp's name of `adjusted`."""
+        return self.adjusted(finite)
+
+    def adjusted(self, finite: Any) -> Any:
+        """The scale of the next step, by whether this step's gradient is finite."""
+        raise NotImplementedError
+
+
 @_pytree
 @dataclasses.dataclass(frozen=True)
-class NoOpLossScale:
+class NoOpLossScale(_JmpNames):
     """No scaling, for programs in bfloat16 or float32: it has no leaves, and multiplies by one.
 
     Examples:
@@ -96,7 +132,7 @@ class NoOpLossScale:
 
 @_pytree
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale:
+class StaticLossScale(_JmpNames):
     """A scale that does not change.
 
     Attributes:
@@ -119,7 +155,7 @@ class StaticLossScale:
 
 @_pytree
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(_JmpNames):
     """A scale that is halved where the gradient overflows and doubled after many steps without.
 
     The defaults and the steps are those of torch.amp.GradScaler (torch 2,
