@@ -17,6 +17,12 @@ it goes into a step and comes out of it, is saved with the parameters, and nothi
         return params, opt_state, scale.adjusted(finite), value
 
 bfloat16 has the exponents of float32 and needs none of this.
+
+A gradient in float16 without a scale is warned of, once, where it can be seen. Inside of an
+`auto_mixed` function the backward pass is seen, and with it whether the loss was multiplied by
+anything. Of `jax.grad(auto_mixed(loss))` no more is seen than that a product is transposed. In
+both cases there is no warning once this process has made any loss scale of this module, and none
+if it has imported jmp, which has loss scales of its own.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from precpass.numerics.loss_scale.trees import scaled, unscaled
+from precpass.policy.float16 import see_scale
 
 __all__ = ["DynamicLossScale", "LossScale", "NoOpLossScale", "StaticLossScale"]
 
@@ -70,6 +77,7 @@ def _pytree(cls: type[Any]) -> type[Any]:
         scale = object.__new__(cls)
         for name, value in zip((*data, *meta), (*leaves, *static), strict=True):
             object.__setattr__(scale, name, value)
+        see_scale()
         return scale
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
@@ -83,6 +91,10 @@ class _JmpNames:
     """The names that jmp has for what a loss scale does."""
 
     value: Any
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Any:
+        see_scale()
+        return super().__new__(cls)
 
     def scale(self, tree: Tree) -> Tree:
         """A tree, such as a loss, multiplied by the scale; each leaf keeps its dtype.
