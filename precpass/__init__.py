@@ -1,11 +1,16 @@
-"""precpass: automatic mixed precision for JAX, as a compiler pass over jaxprs."""
+"""precpass: automatic mixed precision for JAX, as a compiler pass over jaxprs.
+
+`from precpass import *` leaves out `inspect`, `bisect` and `profile`, which are modules of Python's
+own; write `pp.inspect`, or import them by name.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from precpass.api import auto_mixed, explain, inspect, keep, use_policy
+from precpass.api import auto_mixed, cast_floating, explain, keep, use_policy
+from precpass.api import inspect as inspect
 from precpass.jit.mixed import Mixed
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.policy import (
@@ -15,6 +20,8 @@ from precpass.policy.policy import (
     AutoMixed,
     AutoMixedBf16,
     AutoMixedConservative,
+    AutoMixedConservativeF16,
+    AutoMixedF16,
     Custom,
     PrecisionPolicy,
     PrecisionWarning,
@@ -47,11 +54,11 @@ if TYPE_CHECKING:
     from precpass.numerics.solvers.linear import LinearSolve, solve
     from precpass.numerics.solvers.roles import Roles
     from precpass.report.audit.audit import Audit, audit
-    from precpass.report.bisect.bisect import bisect
+    from precpass.report.bisect.bisect import bisect as bisect
     from precpass.report.bisect.bisection import Bisection
     from precpass.report.compare.compare import compare
     from precpass.report.compare.comparison import Comparison
-    from precpass.report.compare.profile import profile
+    from precpass.report.compare.profile import profile as profile
     from precpass.report.compare.profiled import Profile
     from precpass.view.diff import between
     from precpass.view.explain import Explanation
@@ -66,6 +73,8 @@ __all__ = [
     "AutoMixed",
     "AutoMixedBf16",
     "AutoMixedConservative",
+    "AutoMixedConservativeF16",
+    "AutoMixedF16",
     "Bisection",
     "Comparison",
     "Custom",
@@ -101,15 +110,13 @@ __all__ = [
     "audit",
     "auto_mixed",
     "between",
-    "bisect",
     "calibrate",
+    "cast_floating",
     "compare",
     "explain",
-    "inspect",
     "keep",
     "least_squares",
     "monitor",
-    "profile",
     "scaled_optimizer",
     "scaled_value_and_grad",
     "skip_nonfinite",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
@@ -13,38 +13,52 @@ from precpass.devices.detect import committed_device, planned_for
 from precpass.devices.targets import check_shards, target_of
 from precpass.jit.calls import check_function
 from precpass.jit.mixed import Mixed
-from precpass.jit.region import keep, use_policy
+from precpass.jit.region import current, keep, use_policy
 from precpass.jit.staged import made_of_trace, owner_of
 from precpass.jit.traced import Traced, rewritten
 from precpass.plan.decisions import unchanged_plan
 from precpass.plan.eqn_info import PlanSource
 from precpass.plan.file import policy_data
-from precpass.policy.policy import PrecisionPolicy, parse_profitability, quietly
+from precpass.policy.casts import cast_leaves
+from precpass.policy.policy import PolicyLike, PrecisionPolicy, quietly
+from precpass.policy.precision import Precision
+from precpass.policy.profitability import parse_profitability
+from precpass.policy.text import precision_named
 
 if TYPE_CHECKING:
     from precpass.view.explain import Explanation
     from precpass.view.inspection import Inspection
 
-__all__ = ["auto_mixed", "explain", "inspect", "keep", "trace_of", "use_policy"]
+__all__ = ["auto_mixed", "cast_floating", "explain", "inspect", "keep", "trace_of", "use_policy"]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Tree = TypeVar("Tree")
+
+
+class _Decorator(Protocol):
+    def __call__(self, fn: Callable[P, R], /) -> Mixed[P, R]: ...
 
 
 @overload
 def auto_mixed(
-    fn: Callable[..., Any],
+    fn: Callable[P, R],
+    policy: PolicyLike | None = ...,
     *,
-    policy: PrecisionPolicy | str | None = ...,
     profitability: str | None = ...,
     **jit_options: Any,
-) -> Mixed: ...
+) -> Mixed[P, R]: ...
 @overload
 def auto_mixed(
+    fn: None = None,
+    policy: PolicyLike | None = ...,
     *,
-    policy: PrecisionPolicy | str | None = ...,
     profitability: str | None = ...,
     **jit_options: Any,
-) -> Callable[[Callable[..., Any]], Mixed]: ...
+) -> _Decorator: ...
 def auto_mixed(
-    fn: Any = None, *, policy: Any = None, profitability: Any = None, **jit_options: Any
+    fn: Any = None, policy: Any = None, *, profitability: Any = None, **jit_options: Any
 ) -> Any:
     """`jax.jit` of a function in a policy's precisions; a call makes the function's updates.
 
@@ -67,7 +81,8 @@ def auto_mixed(
     Args:
         fn: the function; without it a decorator is returned. For one that
             `auto_mixed` made, the new policy and options replace its own.
-        policy: a policy, a preset's name, or a string such as "p=f32,c=bf16,o=f32".
+        policy: a policy, a preset's name, the precision of products ("bf16", `jnp.float16`), or
+            a text such as "p=f32,c=bf16,o=f32" (`PrecisionPolicy.parse`).
             Without one, that of `use_policy`, else AutoMixedBf16.
         profitability: "always" lowers every product that the policy asks for, "assumed" those
             that pay by a table of devices, "measured" those that are faster when they are timed
@@ -112,7 +127,7 @@ def auto_mixed(
 
 def inspect(
     fn: Callable[..., Any],
-    policy: PrecisionPolicy | str | None = None,
+    policy: PolicyLike | None = None,
     *,
     profitability: str | None = None,
     target: Any = None,
@@ -144,7 +159,7 @@ def inspect(
 
 def trace_of(
     fn: Callable[..., Any],
-    policy: PrecisionPolicy | str | None,
+    policy: PolicyLike | None,
     then: Callable[[Traced], Any],
     profitability: str | None = None,
     target: Any = None,
@@ -189,7 +204,7 @@ def _inspection(traced: Traced) -> Inspection:
 
 def explain(
     fn: Callable[..., Any],
-    policy: PrecisionPolicy | str | None = None,
+    policy: PolicyLike | None = None,
     *,
     profitability: str | None = None,
     target: Any = None,
@@ -228,6 +243,48 @@ def explain(
         return explanation
 
     return explained
+
+
+def cast_floating(tree: Tree, dtype: Any, policy: PolicyLike | None = None) -> Tree:
+    """A pytree with its floating arrays cast, as Haliax has it; the caller's tree does not change.
+
+    Args:
+        tree: a pytree. What is no floating array stays as it is (`PrecisionPolicy.cast_to_param`).
+        dtype: "param", "compute" or "output", for a format of the policy; or a format itself
+            ("bf16", `jnp.float16`), which needs no policy.
+        policy: by default that of the `use_policy` around the call. Without one the tree is
+            returned as it is. So it is inside of an `auto_mixed` function, which decides by itself.
+
+    Raises:
+        ValueError: for an unknown format or policy.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> params = {"w": jnp.ones((2, 2)), "step": jnp.int32(3)}
+        >>> cast_floating(params, "param")["w"].dtype
+        dtype('float32')
+        >>> with use_policy("p=bf16"):
+        ...     low = cast_floating(params, "param")
+        >>> low["w"].dtype, low["step"].dtype
+        (dtype(bfloat16), dtype('int32'))
+    """
+    chosen = current().policy if policy is None else PrecisionPolicy.parse(policy)
+    if dtype in ("param", "compute", "output"):
+        if chosen is None:
+            return tree
+        casts = {
+            "param": chosen.cast_to_param,
+            "compute": chosen.cast_to_compute,
+            "output": chosen.cast_to_output,
+        }
+        return casts[dtype](tree)
+    if precision_named(dtype) is None:
+        legal = ", ".join(repr(str(precision)) for precision in Precision)
+        raise ValueError(
+            f"cast_floating(dtype={dtype!r}): legal are 'param', 'compute', 'output', and the "
+            f"formats {legal}, also as dtypes"
+        )
+    return cast_leaves(tree, Precision.parse(dtype))
 
 
 _FROM_OUTSIDE = (

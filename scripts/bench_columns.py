@@ -150,7 +150,7 @@ COLUMNS = {
     "float16": Column(
         "auto float16",
         f"auto_mixed(jax.grad(f)), float16; a step with a loss scale of {LOSS_SCALE:.0f}",
-        outer=partial(pp.auto_mixed, policy=pp.AutoMixed),
+        outer=partial(pp.auto_mixed, policy=pp.AutoMixedF16),
         scale=LOSS_SCALE,
     ),
 }

@@ -41,7 +41,7 @@ from precpass.jit.traced import rewritten
 from precpass.measure.execute import interleaved
 from precpass.planner.planner import make_plan
 
-POLICIES = (pp.AutoMixedBf16, pp.AutoMixed, pp.AlwaysBf16, pp.AlwaysF32)
+POLICIES = (pp.AutoMixedBf16, pp.AutoMixedF16, pp.AlwaysBf16, pp.AlwaysF32)
 LIMIT = 0.1
 """What planning and rewriting may take, as a fraction of what XLA takes."""
 FRAMES = 150

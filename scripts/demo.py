@@ -36,8 +36,8 @@ from precpass.measure.execute import compiled, timed
 PRESETS = (
     "AlwaysF32",
     "AutoMixedBf16",
-    "AutoMixed",
-    "AutoMixedConservative",
+    "AutoMixedF16",
+    "AutoMixedConservativeF16",
     "AlwaysBf16",
     "AlwaysF16",
 )

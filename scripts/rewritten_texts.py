@@ -33,7 +33,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 import jax
 import sweeping
 
-POLICIES = ("AlwaysF32", "AlwaysBf16", "AutoMixed", "AutoMixedBf16")
+POLICIES = ("AlwaysF32", "AlwaysBf16", "AutoMixedF16", "AutoMixedBf16")
 RANDOM_PROGRAMS = 200
 SEED = 0
 SHOWN_LINES = 40

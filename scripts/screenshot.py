@@ -46,10 +46,10 @@ def samples() -> Iterator[tuple[str, str]]:
     yield "plan", inspection.plan._repr_html_()
     yield "policy", policy._repr_html_()
     yield "explanation", pp.explain(gradient)(x, w)._repr_html_()
-    compared = pp.compare(gradient, ["AlwaysF32", "AutoMixed", policy], rounds=3)(x, w)
+    compared = pp.compare(gradient, ["AlwaysF32", "AutoMixedF16", policy], rounds=3)(x, w)
     yield "comparison", compared._repr_html_()
     # no CPU has a product of float16
-    yield "audit", pp.audit(gradient, "AutoMixed")(x, w)._repr_html_()
+    yield "audit", pp.audit(gradient, "AutoMixedF16")(x, w)._repr_html_()
 
 
 def notebook_page(path: Path) -> str:

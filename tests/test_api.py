@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import sys
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +72,8 @@ def test_name_doc_and_the_function_itself_are_kept():
     assert (mixed.__name__, mixed.__doc__, mixed.__wrapped__) == ("square", square.__doc__, square)
     assert repr(mixed) == "<auto_mixed square, policy='default'>"
     assert (
-        repr(pp.auto_mixed(square, policy="AutoMixed")) == "<auto_mixed square, policy=AutoMixed>"
+        repr(pp.auto_mixed(square, policy="AutoMixed"))
+        == "<auto_mixed square, policy=AutoMixedF16>"
     )
 
 
@@ -306,3 +309,23 @@ def test_threads_call_one_function_at_once():
     assert sorted(results) == list(range(2, 10))
     for size, out in results.items():
         np.testing.assert_array_equal(out, np.full((size, size), size))
+
+
+def test_a_star_import_shadows_no_module_of_pythons():
+    names: dict[str, Any] = {}
+    exec("from precpass import *", names)
+    assert not names.keys() & sys.stdlib_module_names
+    assert names["auto_mixed"] is pp.auto_mixed
+    for left_out in ("inspect", "bisect", "profile"):
+        assert callable(getattr(pp, left_out)) and left_out in dir(pp)
+
+
+def test_the_policy_may_be_given_by_position():
+    wide = pp.auto_mixed(square, "AlwaysF32")
+    assert wide.policy is pp.AlwaysF32
+    assert pp.auto_mixed(square, jnp.float16).policy is pp.AutoMixedF16
+    assert pp.auto_mixed(wide, "bf16").policy is pp.AutoMixedBf16
+    for decorator in (pp.auto_mixed(), pp.auto_mixed(None, "bf16"), pp.auto_mixed(policy="bf16")):
+        assert decorator(square)(X).dtype == np.float32
+    with pytest.raises(TypeError, match=r"auto_mixed takes a function, not 'bf16'.*policy='bf16'"):
+        pp.auto_mixed("bf16")

@@ -18,7 +18,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "diff": (
         f"precpass diff model.py:loss {_SHAPES} --level lines",
-        "precpass diff model:loss --example arguments --between AutoMixed",
+        "precpass diff model:loss --example arguments --between AutoMixedF16",
     ),
     "compare": (
         'precpass compare model.py:loss --example arguments --policies "c=bf16; c=f16"',

@@ -18,6 +18,7 @@ from precpass.cli.target import Refused
 from precpass.devices.peaks import peaks_of
 from precpass.devices.targets import target_of
 from precpass.plan.plan import Plan
+from precpass.policy.config import SUFFIXES
 from precpass.policy.policy import PRESETS, PrecisionPolicy
 from precpass.report.compare.profile import DEVICES
 from precpass.testing.patterns import Pattern
@@ -83,7 +84,8 @@ def _policy(option: str, text: str | None) -> PrecisionPolicy | None:
     if text.endswith(".json"):
         raise Refused(f"{option} {text}: a saved plan is given by --plan {text}, not as a policy")
     with refusing():
-        return PrecisionPolicy.parse(text)
+        is_file = text.endswith(SUFFIXES)
+        return PrecisionPolicy.load(text) if is_file else PrecisionPolicy.parse(text)
 
 
 def _rows(

@@ -113,6 +113,7 @@ from precpass.jaxpr.reading import (
     widening,
     without_consts,
 )
+from precpass.jaxpr.seeds import takes_plain_gradient
 from precpass.jaxpr.shardings import (
     holds_terms,
     is_reduced,
@@ -233,6 +234,7 @@ __all__ = [
     "summed_and_batch",
     "summed_up",
     "takes_border_copies",
+    "takes_plain_gradient",
     "trace",
     "trace_call",
     "transposes",

@@ -138,7 +138,8 @@ def check_function(fn: Any) -> None:
         kind = type(fn).__name__
         raise TypeError(f"auto_mixed takes a function, not a {kind}: put @{kind} above @auto_mixed")
     if not callable(fn):
-        raise TypeError(f"auto_mixed takes a function, not {fn!r}")
+        hint = f": as a decorator, auto_mixed(policy={fn!r})" if isinstance(fn, str) else ""
+        raise TypeError(f"auto_mixed takes a function, not {fn!r}{hint}")
     called = fn if inspect.isroutine(fn) or isinstance(fn, type) else getattr(fn, "__call__", fn)  # noqa: B004 -- the method itself
     suspends = (
         inspect.iscoroutinefunction,

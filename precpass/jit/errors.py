@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import traceback
 import types
 
 import jax
+
+from precpass.policy.caller import user_stacklevel
 
 __all__ = ["note_source", "note_static", "remove_own_frames", "user_stacklevel"]
 
@@ -71,11 +72,3 @@ def note_static(error: Exception, name: str) -> None:
         f"auto_mixed too, auto_mixed({name}, static_argnums=...) or static_argnames=..., and give "
         "that to profile, compare or inspect; or close over it"
     )
-
-
-def user_stacklevel() -> int:
-    """The `stacklevel` with which the caller's warning points at the user's call."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith((_OWN_FOLDER, _JAX_FOLDER)):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -7,7 +7,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -25,7 +25,13 @@ from precpass.policy.policy import PrecisionPolicy
 __all__ = ["Mixed"]
 
 
-class Mixed:
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+First = TypeVar("First")
+Rest = ParamSpec("Rest")
+
+
+class Mixed(Generic[P, R_co]):
     """A function under a policy; calling it is calling `jax.jit` of the rewritten function.
 
     Attributes:
@@ -39,13 +45,13 @@ class Mixed:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[P, R_co],
         policy: PrecisionPolicy | None,
         jit_options: dict[str, Any],
         profitability: str | None = None,
     ) -> None:
         # Attributes of the wrapped function must not hide those of this class.
-        own_attributes = ("__dict__",) if isinstance(fn, types.FunctionType) else ()
+        own_attributes = ("__dict__",) if type(fn) is types.FunctionType else ()
         functools.update_wrapper(self, fn, updated=own_attributes)
         self.__wrapped__ = fn
         self.policy = policy
@@ -62,7 +68,7 @@ class Mixed:
         except (ValueError, TypeError) as error:  # builtins may have none; `hasattr` expects this
             raise AttributeError(str(error)) from None
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """The wrapped function's results in the policy's precisions; a call makes its updates."""
         __tracebackhide__ = True
         # This calls no other Python function, because every layer that takes *args copies them,
@@ -172,7 +178,8 @@ class Mixed:
 
         def run_of(program: Program) -> Any:
             def traced(*inner: Any, **inner_kwargs: Any) -> Any:
-                call = program.written.trace(region, inner, inner_kwargs, keeps_numbers=False)
+                written = program.written
+                call = written.trace(region, policy, inner, inner_kwargs, keeps_numbers=False)
 
                 def output(results: Sequence[Any]) -> Any:
                     def same(*_: Any, **__: Any) -> Any:
@@ -191,6 +198,12 @@ class Mixed:
         """Forgets every trace and compiled program."""
         self._programs.clear_cache()
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Mixed[P, R_co]: ...
+    @overload
+    def __get__(
+        self: Mixed[Concatenate[First, Rest], R_co], instance: First, owner: type | None = None
+    ) -> Callable[Rest, R_co]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 

@@ -36,11 +36,20 @@ class Written:
         self.declared = declared
         self.jitted: Any = jax.jit(fn, **declared.options)
 
-    def trace(self, region: Region, args: Any, kwargs: Any, *, keeps_numbers: bool) -> ir.Call:
+    def trace(
+        self,
+        region: Region,
+        policy: PrecisionPolicy | None,
+        args: Any,
+        kwargs: Any,
+        *,
+        keeps_numbers: bool,
+    ) -> ir.Call:
         """The traced call at some arguments.
 
         Args:
             region: where it is called.
+            policy: what it is traced for.
             args: the positional arguments.
             kwargs: the others.
             keeps_numbers: whether Python's numbers keep their values.
@@ -54,7 +63,7 @@ class Written:
             return self.jitted(*put_args, **put_kwargs)
 
         # Even if the user disabled jit, the plan is that of the program with its loops.
-        with tracing(region), jax.disable_jit(False):
+        with tracing(region, policy), jax.disable_jit(False):
             return ir.trace_call(call, leaves)
 
     def rewritten(self, region: Region, policy: PrecisionPolicy, scope: str) -> Callable[..., Any]:
@@ -64,7 +73,7 @@ class Written:
         def mixed(*args: Any, **kwargs: Any) -> Any:
             # Python's numbers are tracers here, unless jit is disabled or NaNs are looked for.
             try:
-                call = self.trace(region, args, kwargs, keeps_numbers=True)
+                call = self.trace(region, policy, args, kwargs, keeps_numbers=True)
             except NEEDS_VALUES as error:
                 if not ir.jit_is_disabled():
                     raise

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from precpass import jaxpr as ir
-from precpass.policy.policy import AutoMixedBf16, PrecisionPolicy
+from precpass.jit.layers import asks_for_layers, naming_layers
+from precpass.policy.policy import AutoMixedBf16, PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.scopes import keep_scope
 
@@ -53,12 +54,14 @@ class Region:
         off: whether that is `use_policy(None)`.
         keep: the precision of the innermost `keep`.
         inside: whether an `auto_mixed` function is being traced around it.
+        named: whether the layers of that one have their paths as name scopes.
     """
 
     policy: PrecisionPolicy | None = None
     off: bool = False
     keep: Precision | None = None
     inside: bool = False
+    named: bool = False
 
     def resolve(self, own: PrecisionPolicy | None, profitability: str | None = None) -> Resolved:
         """The policy of a function that is called here.
@@ -96,12 +99,12 @@ class Resolved:
 
 @functools.lru_cache(maxsize=4096)
 def _region(
-    policy: PrecisionPolicy | None, off: bool, keep: Precision | None, inside: bool
+    policy: PrecisionPolicy | None, off: bool, keep: Precision | None, inside: bool, named: bool
 ) -> Region:
-    return Region(policy, off, keep, inside)
+    return Region(policy, off, keep, inside, named)
 
 
-_OUTERMOST = _region(None, False, None, False)
+_OUTERMOST = _region(None, False, None, False, False)
 # Each task of asyncio has its own region, while JAX's contexts belong to a thread.
 _current: contextvars.ContextVar[Region] = contextvars.ContextVar("precpass", default=_OUTERMOST)
 # It is part of jit's cache key, so a function traced in one region is not reused in another.
@@ -173,7 +176,7 @@ def _enter(region: Region) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def use_policy(policy: PrecisionPolicy | str | None) -> Generator[None]:
+def use_policy(policy: PolicyLike | None) -> Generator[None]:
     """Makes `policy` the default of every `auto_mixed` without a policy of its own.
 
     None turns the pass off altogether: every `auto_mixed(f)` called inside is
@@ -185,12 +188,12 @@ def use_policy(policy: PrecisionPolicy | str | None) -> Generator[None]:
 
     Examples:
         >>> import precpass as pp
-        >>> with use_policy("AutoMixed"):
+        >>> with use_policy("AutoMixedF16"):
         ...     y = pp.auto_mixed(lambda x: x @ x)(jax.numpy.ones((8, 8)))
     """
     chosen = None if policy is None else PrecisionPolicy.parse(policy)
     around = _current.get()
-    with _enter(_region(chosen, policy is None, around.keep, around.inside)):
+    with _enter(_region(chosen, policy is None, around.keep, around.inside, around.named)):
         yield
 
 
@@ -213,16 +216,25 @@ def keep(precision: Precision | str) -> Generator[None]:
     """
     parsed = Precision.parse(precision)
     around = _current.get()
-    region = _region(around.policy, around.off, parsed, around.inside)
+    region = _region(around.policy, around.off, parsed, around.inside, around.named)
     # If the pass is off, the program has no marks, so that it can serve as a reference.
     scope = contextlib.nullcontext() if around.off else jax.named_scope(keep_scope(parsed))
     with scope, _enter(region):
         yield
 
 
-def tracing(region: Region) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def tracing(region: Region, policy: PrecisionPolicy | None) -> Generator[None]:
     """A context around the trace of an `auto_mixed` function that is called in a region.
 
     An inner `auto_mixed` function without a policy of its own leaves the decision to the outer one.
+
+    Args:
+        region: where it is called.
+        policy: the policy of the function. If its rules name layers, the trace has their names, and
+            none of its caches is read where they are not asked for.
     """
-    return _enter(_region(None, False, region.keep, True))
+    named = region.named or asks_for_layers(policy)
+    naming = naming_layers() if named else contextlib.nullcontext()
+    with _enter(_region(None, False, region.keep, True, named)), naming:
+        yield

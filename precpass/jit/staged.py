@@ -30,7 +30,7 @@ class Staged:
 
     def __init__(
         self,
-        mixed: Mixed,
+        mixed: Mixed[..., Any],
         then: Callable[..., tuple[Sequence[Any], Any]],
         key: Hashable = None,
         *,
@@ -76,7 +76,9 @@ class Staged:
         return self._jitted[key]
 
 
-def made_of_trace(mixed: Mixed, then: Callable[[Traced], Any], args: Any, kwargs: Any) -> Any:
+def made_of_trace(
+    mixed: Mixed[..., Any], then: Callable[[Traced], Any], args: Any, kwargs: Any
+) -> Any:
     """Traces a function once at some arguments, and returns what `then` makes of the trace."""
     return mixed._trace(then, args, kwargs)  # pyright: ignore[reportPrivateUsage] -- its own module
 
@@ -100,7 +102,8 @@ def _staged(
     # JAX counts one name too few if a keyword has a parameter's name, so these are unusual.
     def traced(*_precpass_args: Any, **_precpass_kwargs: Any) -> Any:
         more, *args = _precpass_args
-        call = written.trace(region, args, _precpass_kwargs, keeps_numbers=False)
+        of_call = region, resolved.policy, args, _precpass_kwargs
+        call = written.trace(*of_call, keeps_numbers=False)
 
         def output(results: Sequence[Any]) -> Any:
             return jax.tree.unflatten(call.tree, results)

@@ -21,7 +21,9 @@ from precpass.plan import reasons
 from precpass.plan.plan import Border, Plan
 from precpass.planner.planner import distinguish, make_plan
 from precpass.planner.profit import ProfitModel
+from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.policy import PrecisionPolicy, PrecisionWarning, quietly
+from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.rewrite.rewriter import Rewriter
 
@@ -88,7 +90,7 @@ def rewritten(
     rewriter = Rewriter(
         plan_rule,
         lambda scope: distinguish(policy, scope),
-        lambda: tracing(region),
+        lambda: tracing(region, policy),
     )
     new = rewriter.jaxpr(jaxpr, plan, scope)
     if policy.output is None:
@@ -108,7 +110,7 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
 
     Warns:
         PrecisionWarning: for each of the plan's notes, for each rule that matched nothing, and if
-            the policy lowered nothing.
+            the policy lowered nothing; for a gradient in float16 without a loss scale.
     """
     check_jax()
     profit_model = profit_model_of(policy, call.operands)
@@ -128,6 +130,8 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
         ]
     for text in texts:
         warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
+    if policy.low is Precision.F16 and plan.lowers and ir.takes_plain_gradient(call.jaxpr):
+        warn_of_unscaled_gradient()
     return plan
 
 

@@ -12,9 +12,10 @@ import jax
 
 from precpass.plan.eqn_info import EqnInfo
 from precpass.plan.plan import Decision, Plan
-from precpass.policy.policy import PrecisionPolicy, parse_profitability
+from precpass.policy.policy import OTHER_NAMES, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
+from precpass.policy.profitability import parse_profitability
 from precpass.policy.rules import Rule
 from precpass.policy.saved import Names, SavedPrecisions
 from precpass.policy.scopes import join_scopes
@@ -183,14 +184,17 @@ def policy_data(policy: PrecisionPolicy) -> dict[str, Any]:
         "output": None if policy.output is None else str(policy.output),
         "profitability": policy.profitability,
         "results": policy.results,
+        "parameters": str(policy.parameters),
         "rules_left_out": left_out,
     }
 
 
 def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
     """The policy of `policy_data`."""
-    return PrecisionPolicy(
-        whole["name"],
+    # Files that are older than the presets' names have their other ones.
+    name = OTHER_NAMES[whole["name"]].name if whole["name"] in OTHER_NAMES else whole["name"]
+    policy = PrecisionPolicy(
+        name,
         tuple(Precision.parse(whole["kinds"][str(kind)]) for kind in OpKind),
         frozenset(kind for kind in OpKind if str(kind) in whole["orders"]),
         whole["widens"],
@@ -200,6 +204,7 @@ def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
         # Files that are older than these options lack them.
         profitability=parse_profitability(whole.get("profitability", "always")),
     ).with_results(whole.get("results", "auto"))
+    return policy.with_parameters(whole.get("parameters", "f32"))
 
 
 def rules_left_out(saved: SavedPrecisions) -> Iterator[str]:

@@ -71,7 +71,9 @@ def make_plan(
 
 def distinguish(policy: PrecisionPolicy, scope: str) -> Hashable:
     """A key that is equal for two scopes if the policy cannot tell them apart."""
-    if policy.lock is not None or any(rule.scope or rule.where for rule in policy.rules):
+    if policy.lock is not None or any(
+        rule.scope or rule.module or rule.where for rule in policy.rules
+    ):
         return scope
     return innermost_keep(scope), is_fixed(scope)
 

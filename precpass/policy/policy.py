@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
-import re
+import os
 import warnings
 from collections.abc import Generator, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+
+from precpass.policy.casts import cast_leaves
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
+from precpass.policy.profitability import parse_profitability
 from precpass.policy.rules import Rule
 from precpass.policy.saved import SavedPrecisions
 
 __all__ = [
+    "BY_COMPUTE",
+    "OTHER_NAMES",
     "PRESETS",
-    "PROFITABILITY",
     "AlwaysBf16",
     "AlwaysF16",
     "AlwaysF32",
     "AutoMixed",
     "AutoMixedBf16",
     "AutoMixedConservative",
+    "AutoMixedConservativeF16",
+    "AutoMixedF16",
     "Custom",
+    "PolicyLike",
     "PrecisionPolicy",
     "PrecisionWarning",
-    "parse_profitability",
     "quietly",
 ]
 
@@ -47,25 +53,7 @@ def quietly() -> Generator[None]:
         yield
 
 
-PROFITABILITY = ("measured", "compiled", "assumed", "always")
-"""The legal values of a policy's profitability."""
-
-
-def parse_profitability(value: object) -> str:
-    """Reads a profitability.
-
-    Raises:
-        ValueError: for any other value; the text lists the legal ones.
-    """
-    for known in PROFITABILITY:
-        if value == known:
-            return known
-    raise ValueError(
-        f"unknown profitability {value!r}: legal are 'measured' (products are timed on the device, "
-        "once), 'compiled' (whole programs are compiled, and the cheapest counts), 'assumed' (a "
-        "table of devices decides) and 'always' (every product is lowered)"
-    )
-
+Tree = TypeVar("Tree")
 
 _RETYPES = frozenset({Precision.F32, Precision.BF16, Precision.F16})
 
@@ -92,6 +80,8 @@ class PrecisionPolicy:
             compiled program is the cheapest.
         results: the formats of lowered products' results: "auto" has 16 bits where the platform's
             kernels gain by it and no sum loses digits, "f32" has float32 everywhere.
+        parameters: the format in which the caller stores parameters, which `cast_to_param` gives
+            them. The pass itself never changes the dtype of an argument.
     """
 
     name: str
@@ -104,6 +94,7 @@ class PrecisionPolicy:
     lock: SavedPrecisions | None = None
     profitability: str = "always"
     results: str = "auto"
+    parameters: Precision = Precision.F32
 
     def precision_for(self, kind: OpKind | str) -> Precision:
         """The precision of a kind.
@@ -130,12 +121,16 @@ class PrecisionPolicy:
         output = None if precision is None else Precision.parse(precision)
         return dataclasses.replace(self, output=output)
 
+    def with_parameters(self, precision: Precision | str) -> PrecisionPolicy:
+        """This policy with another format for parameters, which `cast_to_param` gives them."""
+        return dataclasses.replace(self, parameters=Precision.parse(precision))
+
     def with_lock(self, lock: SavedPrecisions | None) -> PrecisionPolicy:
         """This policy with the precisions of a saved plan, or without them (`Plan.load`)."""
         return dataclasses.replace(self, lock=lock)
 
     def with_profitability(self, profitability: str) -> PrecisionPolicy:
-        """This policy with another profitability: one of `PROFITABILITY`.
+        """This policy with another profitability: "measured", "compiled", "assumed" or "always".
 
         Raises:
             ValueError: for anything else.
@@ -180,39 +175,96 @@ class PrecisionPolicy:
         compute = self.precision_for(OpKind.COMPUTE)
         return compute if compute.is_low else Precision.BF16
 
-    @classmethod
-    def parse(cls, value: PrecisionPolicy | str) -> PrecisionPolicy:
-        """Reads a policy from itself, a preset's name, or the form "p=f32,c=bf16,o=f32".
+    def cast_to_param(self, tree: Tree) -> Tree:
+        """A pytree with its floating arrays in the format of parameters, `p` of the text form.
 
-        In that form `p` is the format of the inputs, which this pass never
-        changes (f32), `c` that of the products, `o` that of the outputs (f32:
-        each keeps its own).
+        Examples:
+            >>> import numpy as np
+            >>> PrecisionPolicy.parse("p=bf16").cast_to_param({"w": np.ones(2)})["w"].dtype
+            dtype(bfloat16)
+        """
+        return cast_leaves(tree, self.parameters)
+
+    def cast_to_compute(self, tree: Tree) -> Tree:
+        """A pytree with its floating arrays in the format of products, `c` of the text form."""
+        return cast_leaves(tree, self.precision_for(OpKind.COMPUTE))
+
+    def cast_to_output(self, tree: Tree) -> Tree:
+        """A pytree with its floating arrays in the format of outputs, `o` of the text form.
+
+        That is float32 for a policy under which each output keeps its own format.
+        """
+        return cast_leaves(tree, self.output or Precision.F32)
+
+    @classmethod
+    def parse(cls, value: PolicyLike) -> PrecisionPolicy:
+        """Reads a policy from itself, a preset's name, a precision, or "p=f32,c=bf16,o=f32".
+
+        A precision, such as "bf16", "bfloat16", `jnp.bfloat16` or "half" (float16), is that of
+        the products: AutoMixedBf16 here. In the text form `p` (`params`) is the format in which
+        the caller stores parameters, see `cast_to_param`; `c` (`compute`) is that of the products,
+        and that of `p` if it is left out; `o` (`output`) is that of the outputs (f32: each keeps
+        its own).
 
         Raises:
             ValueError: for an unknown name or form; the text lists the legal ones.
-            TypeError: for a value that is neither policy nor text.
+            TypeError: for a value that is neither policy nor precision nor text.
 
         Examples:
-            >>> PrecisionPolicy.parse("c=f16") == AutoMixed
+            >>> PrecisionPolicy.parse("c=f16") == PrecisionPolicy.parse("half") == AutoMixedF16
             True
         """
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, str):
-            raise TypeError(f"not a policy: {value!r}. {_legal_policies()}")
-        if "=" in value:
-            return _parse_string(value)
-        by_name = {name.lower(): preset for name, preset in PRESETS.items()}
-        if value.lower() in by_name:
-            return by_name[value.lower()]
-        close = difflib.get_close_matches(value, PRESETS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown policy {value!r}.{hint} {_legal_policies()}")
+        from precpass.policy.text import parsed
+
+        return value if isinstance(value, cls) else parsed(value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """This policy as a dict of texts, lists and dicts, for a TOML or YAML file.
+
+        Raises:
+            ValueError: for a policy that follows a saved plan, or has a rule with a predicate.
+
+        Examples:
+            >>> AutoMixedBf16.with_rules(Rule(module="head", precision="f32")).to_dict()
+            {'policy': 'AutoMixedBf16', 'rules': [{'module': 'head', 'precision': 'f32'}]}
+        """
+        from precpass.policy.config import to_dict
+
+        return to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PrecisionPolicy:
+        """The policy of `to_dict`: as a file of a program's own settings has it.
+
+        Raises:
+            ValueError: for an unknown key or value; the text lists the legal ones.
+            TypeError: for something that is no dict.
+        """
+        from precpass.policy.config import from_dict
+
+        return from_dict(data)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes this policy to a .toml file, or with PyYAML to a .yaml file."""
+        from precpass.policy.config import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PrecisionPolicy:
+        """The policy in a .toml or .yaml file, as `save` writes it.
+
+        Raises:
+            ValueError: for a file that is none; the text names it.
+        """
+        from precpass.policy.config import load
+
+        return load(path)
 
     def __str__(self) -> str:
-        for compute, preset in _BY_COMPUTE.items():
-            if dataclasses.replace(self, output=None) == preset:
-                return f"p=f32,c={compute},o={self.output or Precision.F32}"
+        for compute, preset in BY_COMPUTE.items():
+            if dataclasses.replace(self, output=None, parameters=Precision.F32) == preset:
+                return f"p={self.parameters},c={compute},o={self.output or Precision.F32}"
         return repr(self)
 
     def _repr_html_(self) -> str:
@@ -231,6 +283,8 @@ class PrecisionPolicy:
             text += f".with_retypes({', '.join(sorted(repr(str(p)) for p in self.retypes))})"
         if self.output is not None:
             text += f".with_output({str(self.output)!r})"
+        if self.parameters is not Precision.F32:
+            text += f".with_parameters({str(self.parameters)!r})"
         if self.lock is not None:
             text += f".with_lock(<{len(self.lock.entries)} keys of {self.lock.name}>)"
         if self.profitability != "always":
@@ -282,9 +336,16 @@ _F32, _F16, _BF16 = Precision.F32, Precision.F16, Precision.BF16
 AlwaysF32 = dataclasses.replace(_preset("AlwaysF32", *[_F32] * 4), orders=frozenset(), widens=True)
 AlwaysF16 = _preset("AlwaysF16", *[_F16] * 4, order=True)
 AlwaysBf16 = _preset("AlwaysBf16", *[_BF16] * 4, order=True)
-AutoMixedConservative = _preset("AutoMixedConservative", _F16, _F32, _F16, _F16)
-AutoMixed = _preset("AutoMixed", *[_F16] * 4)
+AutoMixedConservativeF16 = _preset("AutoMixedConservativeF16", _F16, _F32, _F16, _F16)
+AutoMixedF16 = _preset("AutoMixedF16", *[_F16] * 4)
 AutoMixedBf16 = _preset("AutoMixedBf16", *[_BF16] * 4)
+AutoMixed = AutoMixedF16
+"""Another name of `AutoMixedF16`, which says its format."""
+AutoMixedConservative = AutoMixedConservativeF16
+"""Another name of `AutoMixedConservativeF16`, which says its format."""
+
+PolicyLike = PrecisionPolicy | Precision | str | np.dtype[Any] | type[Any]
+"""What `PrecisionPolicy.parse` reads: a policy, a preset's name, a precision or dtype, a text."""
 
 PRESETS: dict[str, PrecisionPolicy] = {
     preset.name: preset
@@ -292,22 +353,18 @@ PRESETS: dict[str, PrecisionPolicy] = {
         AlwaysF32,
         AlwaysF16,
         AlwaysBf16,
-        AutoMixedConservative,
-        AutoMixed,
+        AutoMixedConservativeF16,
+        AutoMixedF16,
         AutoMixedBf16,
     )
 }
-_BY_COMPUTE = {_F32: AlwaysF32, _F16: AutoMixed, _BF16: AutoMixedBf16}
+OTHER_NAMES = {"AutoMixed": AutoMixedF16, "AutoMixedConservative": AutoMixedConservativeF16}
+"""The presets that have another name, by it."""
+BY_COMPUTE = {_F32: AlwaysF32, _F16: AutoMixedF16, _BF16: AutoMixedBf16}
+"""The preset that a precision of products stands for."""
 
 
 _POSITION = {kind: i for i, kind in enumerate(OpKind)}
-
-
-def _legal_policies() -> str:
-    return (
-        f"Legal are {', '.join(PRESETS)}, a string such as 'p=f32,c=bf16,o=f32', and "
-        "Custom({OpKind.COMPUTE: 'bf16', ...})."
-    )
 
 
 def _parse_kind(kind: OpKind | str | Any) -> OpKind:
@@ -317,22 +374,3 @@ def _parse_kind(kind: OpKind | str | Any) -> OpKind:
         if isinstance(kind, str) and kind.lower() == candidate.value:
             return candidate
     raise ValueError(f"unknown kind {kind!r}: legal are {', '.join(map(repr, OpKind))}")
-
-
-def _parse_string(text: str) -> PrecisionPolicy:
-    fields = dict(re.findall(r"(\w+)\s*=\s*([\w.]+)", text))
-    whole = ",".join(f"{key}={value}" for key, value in fields.items())
-    if whole != re.sub(r"\s", "", text) or not set(fields) <= set("pco") or "c" not in fields:
-        raise ValueError(
-            f"policy string {text!r} does not read: write 'p=f32,c=bf16,o=f32', where c (compute) "
-            "is f32, bf16 or f16, and p (parameters) and o (output) may be left out"
-        )
-    if Precision.parse(fields.get("p", "f32")) is not Precision.F32:
-        raise ValueError(
-            f"policy string {text!r}: p must be f32, since the pass never changes the dtype of "
-            "an input; store the parameters in float32 and let c decide"
-        )
-    compute, output = Precision.parse(fields["c"]), Precision.parse(fields.get("o", "f32"))
-    if compute not in _BY_COMPUTE:
-        raise ValueError(f"policy string {text!r}: c must be f32, bf16 or f16, not {compute}")
-    return _BY_COMPUTE[compute].with_output(None if output is Precision.F32 else output)

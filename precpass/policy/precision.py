@@ -16,6 +16,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "f16": np.dtype(np.float16),
 }
+_OTHER_NAMES = {"half": "f16", "full": "f32"}
 
 
 class Precision(enum.Enum):
@@ -79,7 +80,8 @@ class Precision(enum.Enum):
         """Reads a precision from itself, a short or long name, or a dtype.
 
         Args:
-            value: a `Precision`, "f32", "float32", `jnp.bfloat16`, `np.dtype("float16")`, ...
+            value: a `Precision`, "f32", "float32", `jnp.bfloat16`, `np.dtype("float16")`, ...;
+                "half" is float16, as NumPy has it, and "full" float32, as jmp has it.
 
         Raises:
             ValueError: when `value` names no precision of this package; the
@@ -89,7 +91,7 @@ class Precision(enum.Enum):
             return value
         name = value.lower() if isinstance(value, str) else _dtype_name(value)
         for precision in cls:
-            if name in (precision.value, precision.dtype.name):
+            if _OTHER_NAMES.get(name, name) in (precision.value, precision.dtype.name):
                 return precision
         legal = ", ".join(f"{p.value!r} ({p.dtype.name})" for p in cls)
         hint = " float8 is not supported yet." if "float8" in name or name.startswith("f8") else ""

@@ -48,7 +48,7 @@ class Rule:
     """A precision for the equations that match all of the given patterns.
 
     A rule below the equation's own precision lowers it: any kind where
-    `primitive` or `where` names it, products alone where only a region (`scope`,
+    `primitive` or `where` names it, products alone where only a region (`scope`, `module`,
     `function`, `file`, `line`) is named, so that a region lowered as a whole keeps its
     sums and exponentials. "f32" leaves a float32 equation as it was written; "f64"
     evaluates it in float64. Guards of accumulation, range and exact integers
@@ -62,6 +62,10 @@ class Rule:
         file: glob on the user's file ("*/attention.py").
         line: a line of that file, counted from 1; it asks for `file`.
         where: a predicate on the equation (`EqnView`).
+        module: glob on the path of a layer, from the model's root or from anywhere below it, and
+            all within the layer: "encoder/layers/*/attention", or "attention" for every layer
+            of this name. The path has the names of the attributes in flax nnx and equinox, as in
+            "layers/3", and those of the parameters in flax linen ("layers_3") and haiku.
         precision: "f64", "f32", "bf16", "f16" or a `Precision`.
         evidence: why the rule is there, as a plan's reasons show it; it makes no two rules differ.
 
@@ -80,12 +84,13 @@ class Rule:
     file: str | None = None
     line: int | None = None
     where: Callable[[EqnView], bool] | None = None
+    module: str | None = None
     precision: Precision | str = dataclasses.field(kw_only=True)
     evidence: str = dataclasses.field(default="", kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", Precision.parse(self.precision))
-        for name in ("primitive", "scope", "function", "file"):
+        for name in ("primitive", "scope", "module", "function", "file"):
             glob = getattr(self, name)
             if glob is not None and not (isinstance(glob, str) and glob):
                 raise ValueError(f"Rule({name}={glob!r}): must be a glob such as {name}='*'")
@@ -95,8 +100,8 @@ class Rule:
             raise ValueError(f"Rule(where={self.where!r}): must be a function of an EqnView")
         if not self.patterns:
             raise ValueError(
-                "Rule() without a pattern: give at least one of primitive, scope, function, "
-                "file, line, where"
+                "Rule() without a pattern: give at least one of primitive, scope, module, "
+                "function, file, line, where"
             )
         if self.primitive is not None:
             _check_primitive(self.primitive)
@@ -104,7 +109,7 @@ class Rule:
     @property
     def patterns(self) -> dict[str, Any]:
         """The patterns that were given."""
-        fields = ("primitive", "scope", "function", "file", "line", "where")
+        fields = ("primitive", "scope", "module", "function", "file", "line", "where")
         return {f: getattr(self, f) for f in fields if getattr(self, f) is not None}
 
     @property
@@ -135,6 +140,7 @@ class Rule:
         """Whether every given pattern of a place matches this one: all, for a rule of a region."""
         return (
             (self.scope is None or _in_region(self.scope, scope))
+            and (self.module is None or _in_module(self.module, scope))
             and (self.function is None or _glob(self.function, function))
             and (self.file is None or _glob(self.file, file))
             and (self.line is None or self.line == line)
@@ -155,6 +161,28 @@ def _in_region(pattern: str, scope: str) -> bool:
     parts = scope.split("/")
     regions = ("/".join(parts[: i + 1]) for i in range(len(parts)))
     return any(_glob(pattern, region) or _glob(pattern, "/" + region) for region in regions)
+
+
+@functools.lru_cache(maxsize=65536)
+def _in_module(pattern: str, scope: str) -> bool:
+    # haiku's names of modules have a "~" for what a constructor makes, and its scopes do not
+    pattern = "/".join(part for part in pattern.split("/") if part != "~")
+    parts = _layers(scope)
+    ends = range(1, len(parts) + 1)
+    return any(_glob(pattern, "/".join(parts[i:end])) for end in ends for i in range(end))
+
+
+def _layers(scope: str) -> list[str]:
+    """The names of the layers around an equation.
+
+    Around the methods of a layer, flax linen has one more scope, "layer/layer.method".
+    """
+    names: list[str] = []
+    for part in scope.split("/"):
+        name, _, method = part.partition(".")
+        if name != "precpass" and not (method and names[-1:] == [name]):
+            names.append(part)
+    return names
 
 
 def _check_line(line: object, file: str | None) -> None:

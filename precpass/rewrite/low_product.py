@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
+from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.precision import Precision
 from precpass.rewrite.dot_numbers import Numbers, batched, kept, transposed
 
@@ -154,6 +155,8 @@ class Bilinear(ir.Form):
         """
         if not self._keeps_sums(side, cotangent):
             return None
+        if self.low == Precision.F16.dtype:
+            warn_of_unscaled_gradient()
         if self.kept == 1 - side and rest[-1].shape == other.shape:
             other = ir.recalled(rest[-1], other)
         if not self.is_dot:

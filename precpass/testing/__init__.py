@@ -21,7 +21,7 @@ from precpass.jaxpr import Source
 from precpass.plan.file import Named, differences, equations, locked_precision
 from precpass.plan.plan import Plan
 from precpass.plan.reasons import Reason
-from precpass.policy.policy import PrecisionPolicy, quietly
+from precpass.policy.policy import PolicyLike, quietly
 from precpass.policy.precision import Precision
 from precpass.policy.saved import Names
 from precpass.policy.scopes import clean_scope
@@ -49,7 +49,7 @@ def assert_precision(
     fn: Callable[..., Any],
     args: Sequence[Any],
     expected: Expected,
-    policy: PrecisionPolicy | str | None = None,
+    policy: PolicyLike | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     target: Any = None,
@@ -93,7 +93,7 @@ def assert_plan(
     fn: Callable[..., Any],
     args: Sequence[Any],
     path: str | os.PathLike[str],
-    policy: PrecisionPolicy | str | None = None,
+    policy: PolicyLike | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     target: Any = None,
@@ -251,7 +251,7 @@ def plan_problems(
     fn: Callable[..., Any],
     args: Sequence[Any],
     path: str | os.PathLike[str],
-    policy: PrecisionPolicy | str | None = None,
+    policy: PolicyLike | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     target: Any = None,
@@ -276,7 +276,7 @@ def precision_problems(
     fn: Callable[..., Any],
     args: Sequence[Any],
     expected: Expected,
-    policy: PrecisionPolicy | str | None = None,
+    policy: PolicyLike | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     target: Any = None,

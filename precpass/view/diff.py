@@ -175,7 +175,7 @@ def between(
         >>> import jax.numpy as jnp
         >>> from precpass import inspect
         >>> plans = [inspect(lambda x: x @ x, p)(jnp.ones((4, 4))).plan
-        ...          for p in ("AutoMixed", "AutoMixedBf16")]
+        ...          for p in ("AutoMixedF16", "AutoMixedBf16")]
         >>> print(between(*plans, color=False).splitlines()[-1])
         1 of 1 equations differ
     """

@@ -148,10 +148,10 @@ def test_a_rule_that_is_traced_late_keeps_its_own_policy():
 
 @pytest.mark.parametrize("outer", [AlwaysF32, AutoMixed, AutoMixedBf16], ids=lambda p: p.name)
 def test_without_one_the_outer_policy_decides(outer):
-    kind = {"AlwaysF32": F32, "AutoMixed": F16, "AutoMixedBf16": BF16}[outer.name]
+    kind = {"AlwaysF32": F32, "AutoMixedF16": F16, "AutoMixedBf16": BF16}[outer.name]
     fn = around(pp.auto_mixed(square))
     assert found(fn, outer, X) == [kind] * 3
-    with pp.use_policy("AutoMixed"):
+    with pp.use_policy("AutoMixedF16"):
         assert found(fn, outer, X) == [kind] * 3, "the outer function is nearer than use_policy"
     assert product_dtypes(jax.make_jaxpr(pp.auto_mixed(square))(X)) == [BF16]
 
@@ -160,7 +160,7 @@ def test_use_policy_inside_is_nearer_than_the_outer_function():
     inner = pp.auto_mixed(square)
 
     def with_policy(x):
-        with pp.use_policy("AutoMixed"):
+        with pp.use_policy("AutoMixedF16"):
             return inner(x)
 
     assert found(around(with_policy), AutoMixedBf16, X) == [BF16, F16, BF16]

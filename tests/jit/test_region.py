@@ -98,7 +98,9 @@ def test_use_policy_works_as_a_decorator(policy):
 
 
 @pytest.mark.parametrize(
-    ("bad", "error"), [("Half", ValueError), (16, TypeError), ("c=half", ValueError)], ids=stable_id
+    ("bad", "error"),
+    [("Quarter", ValueError), (16, TypeError), ("c=quarter", ValueError)],
+    ids=stable_id,
 )
 def test_use_policy_refuses_what_is_no_policy(bad, error):
     with pytest.raises(error) as caught, pp.use_policy(bad):
@@ -215,7 +217,7 @@ def test_keep_f64_has_the_digits_of_float64_with_x64_off():
     assert operand_dtypes(pp.inspect(mixed)(x).after, "add") == ["float64"]
 
 
-@pytest.mark.parametrize("bad", ["half", "float8_e4m3fn", 3], ids=stable_id)
+@pytest.mark.parametrize("bad", ["quarter", "float8_e4m3fn", 3], ids=stable_id)
 def test_keep_refuses_an_unknown_precision(bad):
     with pytest.raises(ValueError) as caught, pp.keep(bad):
         pytest.fail("the region ran in a precision that does not exist")

@@ -149,6 +149,7 @@ LEAVES_THEM: dict[str, Use] = {
     "audit": lambda f, args, _: pp.audit(f)(*args),
     "bisect": lambda f, args, _: pp.bisect(f, "AutoMixedBf16", lambda out: False)(*args),
     "monitor: init": lambda f, args, _: pp.monitor(f, every=2).init(*args),
+    "cast_floating": lambda f, args, _: pp.cast_floating(args, "bf16"),
     "calibrate": lambda f, args, _: pp.calibrate(f, "AutoMixed", [args, args]),
     "testing.assert_precision": lambda f, args, _: testing.assert_precision(
         f, args, {"dot_general": "bf16"}
@@ -205,7 +206,8 @@ def takes_functions_or_arguments(member: Any, *, constructor: bool = False) -> b
 def public_functions() -> set[str]:
     """Every public function, and the methods and classes that take functions or arguments."""
     found = {f"testing.{n}" for n in testing.__all__ if inspect.isfunction(getattr(testing, n))}
-    for name in pp.__all__:
+    # `import *` leaves out what the standard library has modules of
+    for name in (*pp.__all__, "inspect", "bisect", "profile"):
         value = getattr(pp, name)
         if inspect.isfunction(value):
             found.add(name)

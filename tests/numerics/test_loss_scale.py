@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -399,3 +400,23 @@ def test_and_leaves_out_those_that_overflow():
     np.testing.assert_array_equal(got[-1], plain[3])
     assert int(state.skipped) == 2 and int(state.inner[0].count) == 4
     assert float(state.scale.value) == 2.0**8
+
+
+# ---------------------------------------------------------------- jmp's names
+
+
+@pytest.mark.parametrize("kind", ["DynamicLossScale", "StaticLossScale", "NoOpLossScale"])
+def test_scales_have_jmps_names(kind: str):
+    mine, its = getattr(pp, kind), getattr(jmp, kind)
+    ours, theirs = (mine(), its()) if kind == "NoOpLossScale" else (mine(8.0), its(jnp.float32(8)))
+    tree = {"a": jnp.float32(3.0), "b": jnp.ones(2, jnp.float16)}
+    with jax.numpy_dtype_promotion("standard"):
+        for name in ("scale", "unscale"):
+            got, want = (getattr(scale, name)(tree) for scale in (ours, theirs))
+            jax.tree.map(np.testing.assert_array_equal, got, want)
+            assert [x.dtype for x in got.values()] == [x.dtype for x in tree.values()]
+        for finite in (True, False):
+            adjusted = ours.adjust(jnp.asarray(finite))
+            assert adjusted == ours.adjusted(finite)
+            if kind != "NoOpLossScale":
+                assert float(adjusted.value) == float(theirs.adjust(jnp.asarray(finite)).loss_scale)

@@ -4,6 +4,7 @@ import dataclasses
 import pickle
 import re
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -14,9 +15,9 @@ from precpass import (
     AlwaysBf16,
     AlwaysF16,
     AlwaysF32,
-    AutoMixed,
     AutoMixedBf16,
-    AutoMixedConservative,
+    AutoMixedConservativeF16,
+    AutoMixedF16,
     Custom,
     OpKind,
     Precision,
@@ -38,8 +39,8 @@ TABLE = {
     "AlwaysF32": (AlwaysF32, "f32 f32 f32 f32 f32"),
     "AlwaysF16": (AlwaysF16, "f16 f16 f16 f16 f32"),
     "AlwaysBf16": (AlwaysBf16, "bf16 bf16 bf16 bf16 f32"),
-    "AutoMixedConservative": (AutoMixedConservative, "f16 f32 f16 f16 f32"),
-    "AutoMixed": (AutoMixed, "f16 f16 f16 f16 f32"),
+    "AutoMixedConservativeF16": (AutoMixedConservativeF16, "f16 f32 f16 f16 f32"),
+    "AutoMixedF16": (AutoMixedF16, "f16 f16 f16 f16 f32"),
     "AutoMixedBf16": (AutoMixedBf16, "bf16 bf16 bf16 bf16 f32"),
 }
 CELLS = [
@@ -52,17 +53,20 @@ each_preset = pytest.mark.parametrize("name", TABLE)
 RULES = (Rule(scope="*/head", precision="f32"), Rule(primitive="tanh", precision="bf16"))
 COMPOSED = [
     AutoMixedBf16.with_rules(*RULES),
-    AutoMixed.with_output("f16"),
+    AutoMixedF16.with_output("f16"),
     AlwaysF16.with_retypes("f64", "f32"),
     AlwaysF32.with_rules(Rule(file="*/attention.py", function="score*", precision="f64")),
     AutoMixedBf16.with_rules(Rule(file="*/attention.py", line=7, precision="f32")),
-    AutoMixedConservative.with_rules(RULES[0]).with_output("bf16").with_retypes("f32"),
+    AutoMixedConservativeF16.with_rules(RULES[0]).with_output("bf16").with_retypes("f32"),
     Custom({OpKind.COMPUTE: Precision.BF16}),
     Custom({}),
     Custom({"compute": "bf16", "reduction": "f32"}, rules=RULES).with_output("f64"),
     Custom({kind: "f16" for kind in KINDS[:4]}),
 ]
 each_policy = pytest.mark.parametrize("policy", [*PRESETS.values(), *COMPOSED], ids=stable_id)
+
+
+PRECISIONS = [f"{p.value!r}" for p in Precision]
 
 
 # ---------------------------------------------------------------- the presets
@@ -93,7 +97,7 @@ def test_always_orders_every_kind_but_the_boundary(preset):
     assert preset.orders == set(OpKind) - {OpKind.BOUNDARY}
 
 
-@pytest.mark.parametrize("preset", [AutoMixedConservative, AutoMixed, AutoMixedBf16])
+@pytest.mark.parametrize("preset", [AutoMixedConservativeF16, AutoMixedF16, AutoMixedBf16])
 def test_auto_mixed_orders_products_and_permits_the_rest(preset):
     assert preset.orders == {OpKind.COMPUTE}
 
@@ -135,8 +139,8 @@ def test_an_empty_custom_lowers_nothing():
 
 def test_later_rules_are_tried_first():
     first, second = RULES
-    assert AutoMixed.with_rules(first).with_rules(second).rules == (second, first)
-    assert AutoMixed.with_rules(first, second).rules == (first, second)
+    assert AutoMixedF16.with_rules(first).with_rules(second).rules == (second, first)
+    assert AutoMixedF16.with_rules(first, second).rules == (first, second)
 
 
 def test_with_retypes_replaces_the_formats():
@@ -169,7 +173,7 @@ def test_a_change_gives_another_policy_and_leaves_the_preset(change):
 
 def test_a_policy_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        AutoMixed.output = Precision.F16
+        AutoMixedF16.output = Precision.F16
 
 
 # ---------------------------------------------------------------- equality and text
@@ -205,10 +209,10 @@ def test_the_text_of_a_policy_reads_as_a_preset_string_or_a_repr(policy):
     ("text", "expected"),
     [
         ("p=f32,c=bf16,o=f32", AutoMixedBf16),
-        ("p=f32,c=f16,o=f32", AutoMixed),
+        ("p=f32,c=f16,o=f32", AutoMixedF16),
         ("p=f32,c=f32,o=f32", AlwaysF32),
         ("p=f32,c=bf16,o=bf16", AutoMixedBf16.with_output("bf16")),
-        ("p=f32,c=f16,o=f16", AutoMixed.with_output("f16")),
+        ("p=f32,c=f16,o=f16", AutoMixedF16.with_output("f16")),
     ],
 )
 def test_the_string_form_makes_the_round_trip(text, expected):
@@ -218,10 +222,107 @@ def test_the_string_form_makes_the_round_trip(text, expected):
 
 
 @pytest.mark.parametrize(
-    "text", ["c=bf16", "c=bfloat16", " p=float32, c = bfloat16 , o=float32", "o=f32,c=bf16"]
+    "text",
+    [
+        *("c=bf16", "c=bfloat16", " p=float32, c = bfloat16 , o=float32", "o=f32,c=bf16"),
+        *("params=float32,compute=bfloat16,output=float32", "compute=bf16"),
+        *("bf16", "bfloat16", "BFloat16"),
+        *(jnp.bfloat16, np.dtype(jnp.bfloat16), Precision.BF16),
+    ],
+    ids=stable_id,
 )
 def test_the_string_form_may_be_short_long_spaced_and_in_any_order(text):
     assert PrecisionPolicy.parse(text) == AutoMixedBf16
+
+
+@pytest.mark.parametrize("value", ["half", "f16", "float16", jnp.float16, np.float16, "c=half"])
+def test_half_is_float16_however_it_is_written(value):
+    assert PrecisionPolicy.parse(value) == AutoMixedF16
+
+
+@pytest.mark.parametrize("value", ["f32", "full", jnp.float32, "p=f32", "compute=full"])
+def test_float32_is_the_program_without_low_products(value):
+    assert PrecisionPolicy.parse(value) == AlwaysF32
+
+
+@pytest.mark.parametrize("old, new", [("AutoMixed", AutoMixedF16), ("automixed", AutoMixedF16)])
+def test_the_other_names_of_presets_stay(old, new):
+    assert PrecisionPolicy.parse(old) is new
+    assert pp.AutoMixed is pp.AutoMixedF16
+    assert pp.AutoMixedConservative is pp.AutoMixedConservativeF16
+    assert PrecisionPolicy.parse("AutoMixedConservative") is pp.AutoMixedConservativeF16
+
+
+def test_the_name_of_each_preset_says_its_format():
+    for name, policy in PRESETS.items():
+        assert name.lower().endswith(policy.precision_for(OpKind.COMPUTE).value), name
+
+
+def test_stored_parameters_may_be_low():
+    policy = PrecisionPolicy.parse("p=bf16")
+    assert policy == AutoMixedBf16.with_parameters("bf16") != AutoMixedBf16
+    assert str(PrecisionPolicy.parse("p=f16,c=bf16")) == "p=f16,c=bf16,o=f32"
+    assert policy.cast_to_param({"w": jnp.ones(2)})["w"].dtype == jnp.bfloat16
+
+
+# ---------------------------------------------------------------- casts
+
+
+LEAVES = {
+    "jax": jnp.ones(2),
+    "numpy": np.ones(2, np.float64),
+    "scalar": np.float32(1.0),
+    "low": jnp.ones(2, jnp.float16),
+}
+OTHERS = {
+    "integer": jnp.arange(2),
+    "complex": jnp.ones(2, jnp.complex64),
+    "key": jax.random.key(0),
+    "number": 1.5,
+    "text": "x",
+    "none": None,
+}
+
+
+def test_casts_change_floating_arrays_alone():
+    policy = PrecisionPolicy.parse("p=f32,c=bf16,o=f16")
+    wanted = {"param": np.float32, "compute": jnp.bfloat16, "output": np.float16}
+    for name, dtype in wanted.items():
+        got = getattr(policy, f"cast_to_{name}")({**LEAVES, **OTHERS})
+        assert {got[key].dtype for key in LEAVES} == {np.dtype(dtype)}
+        assert all(got[key] is OTHERS[key] for key in OTHERS)
+        assert pp.cast_floating(LEAVES, name, policy).keys() == got.keys() - OTHERS.keys()
+        assert pp.cast_floating(LEAVES, name, policy)["jax"].dtype == dtype
+    assert LEAVES["numpy"].dtype == np.float64
+
+
+def test_a_reference_is_left_to_its_owner():
+    ref = jax.new_ref(jnp.ones(2))
+    assert AutoMixedBf16.cast_to_compute([ref])[0] is ref
+
+
+def test_cast_floating_takes_the_policy_of_use_policy_and_does_nothing_without_one():
+    assert pp.cast_floating(LEAVES, "compute") is LEAVES
+    with pp.use_policy("bf16"):
+        assert pp.cast_floating(LEAVES, "compute")["jax"].dtype == jnp.bfloat16
+        assert pp.cast_floating(LEAVES, "compute", "half")["jax"].dtype == np.float16
+        with pp.use_policy(None):
+            assert pp.cast_floating(LEAVES, "compute") is LEAVES
+    assert pp.cast_floating(LEAVES, "f16")["jax"].dtype == np.float16
+    assert pp.cast_floating(LEAVES, jnp.bfloat16)["jax"].dtype == jnp.bfloat16
+
+
+def test_cast_floating_does_not_tie_a_trace_to_the_policy_around_it():
+    cast = jax.jit(lambda x: pp.cast_floating(x @ x, "compute"))
+    with pp.use_policy("bf16"):
+        assert cast(jnp.eye(2)).dtype == jnp.bfloat16
+        assert pp.auto_mixed(cast)(jnp.eye(2)).dtype == np.float32  # the pass decides
+    assert cast(jnp.eye(2)).dtype == np.float32
+
+
+def test_cast_floating_refuses_an_unknown_format():
+    legal = ["'param'", "'compute'", "'output'", *PRECISIONS]
+    refused(ValueError, "'params'", legal, pp.cast_floating, LEAVES, "params")
 
 
 # ---------------------------------------------------------------- what is refused
@@ -238,10 +339,9 @@ def refused(error, offender, legal, call, *args, **kwargs):
 
 
 POLICIES = [*TABLE, "p=f32,c=bf16,o=f32", "Custom"]
-PRECISIONS = [f"{p.value!r}" for p in Precision]
 
 
-@pytest.mark.parametrize("name", ["Auto", "mixed", "", "bf16", "always_f32"])
+@pytest.mark.parametrize("name", ["Auto", "mixed", "", "bf17", "always_f32"])
 def test_an_unknown_policy_name_is_refused(name):
     refused(ValueError, repr(name), POLICIES, PrecisionPolicy.parse, name)
 
@@ -252,39 +352,38 @@ def test_a_near_miss_is_named():
     )
 
 
-@pytest.mark.parametrize("value", [16, OpKind.COMPUTE, Precision.BF16, jnp.bfloat16, ("c", "bf16")])
+@pytest.mark.parametrize("value", [16, OpKind.COMPUTE, float, np.tanh, ("c", "bf16")])
 def test_what_is_no_policy_is_refused(value):
     refused(TypeError, repr(value), POLICIES, PrecisionPolicy.parse, value)
 
 
 @pytest.mark.parametrize("taker", [pp.auto_mixed, pp.inspect], ids=["auto_mixed", "inspect"])
 def test_every_taker_of_a_policy_refuses_an_unknown_one(taker):
-    refused(ValueError, "'Half'", POLICIES, taker, lambda x: x, policy="Half")
+    refused(ValueError, "'Quarter'", POLICIES, taker, lambda x: x, policy="Quarter")
     refused(TypeError, "3", POLICIES, taker, lambda x: x, policy=3)
 
 
 @pytest.mark.parametrize(
-    "text", ["c=", "=", "p=f32", "c=bf16,x=f32", "c=bf16;o=f32", "c=bf16,c=f16", "c=bf16,,o=f32"]
+    "text",
+    ["c=", "=", "o=f32", "c=bf16,x=f32", "c=bf16;o=f32", "c=bf16,compute=f16", "c=bf16,,o=f32"],
 )
 def test_a_string_that_does_not_read_is_refused(text):
     refused(ValueError, repr(text), ["p=f32,c=bf16,o=f32"], PrecisionPolicy.parse, text)
 
 
-@pytest.mark.parametrize("text", ["c=half", "c=bf16,o=int8", "p=fp32,c=bf16"])
+@pytest.mark.parametrize("text", ["c=quarter", "c=bf16,o=int8", "p=fp32,c=bf16"])
 def test_an_unknown_precision_inside_a_string_is_refused(text):
-    offender = re.search("half|int8|fp32", text).group()
+    offender = re.search("quarter|int8|fp32", text).group()
     refused(ValueError, repr(offender), PRECISIONS, PrecisionPolicy.parse, text)
 
 
-def test_a_string_that_would_change_the_inputs_is_refused():
-    refused(ValueError, "p=bf16,c=bf16", ["f32"], PrecisionPolicy.parse, "p=bf16,c=bf16")
-
-
-def test_a_string_with_float64_products_is_refused():
+def test_float64_products_are_refused():
+    for value in ("f64", np.float64):
+        refused(ValueError, repr(value), ["f32", "bf16", "Custom"], PrecisionPolicy.parse, value)
     refused(ValueError, "c=f64", ["f32", "bf16", "f16"], PrecisionPolicy.parse, "c=f64")
 
 
-BAD_PRECISIONS = [None, "half", "int32", np.int8, 3, ml_dtypes.float8_e5m2, "float8_e4m3fn"]
+BAD_PRECISIONS = [None, "quarter", "int32", np.int8, 3, ml_dtypes.float8_e5m2, "float8_e4m3fn"]
 
 
 @pytest.mark.parametrize("bad", BAD_PRECISIONS, ids=stable_id)
@@ -293,8 +392,8 @@ BAD_PRECISIONS = [None, "half", "int32", np.int8, 3, ml_dtypes.float8_e5m2, "flo
     [
         lambda bad: Custom({OpKind.COMPUTE: bad}),
         lambda bad: Rule(primitive="tanh", precision=bad),
-        lambda bad: AutoMixed.with_retypes("f32", bad),
-        lambda bad: AutoMixed.with_output(bad) if bad is not None else Precision.parse(bad),
+        lambda bad: AutoMixedF16.with_retypes("f32", bad),
+        lambda bad: AutoMixedF16.with_output(bad) if bad is not None else Precision.parse(bad),
         lambda bad: pp.keep(bad).__enter__(),
     ],
     ids=["Custom", "Rule", "with_retypes", "with_output", "keep"],
@@ -306,7 +405,7 @@ def test_an_unknown_precision_is_refused_wherever_one_is_taken(take, bad):
 @pytest.mark.parametrize("bad", ["matmul", "", 7, None, Precision.F32], ids=stable_id)
 def test_an_unknown_kind_is_refused(bad):
     kinds = [repr(kind) for kind in OpKind]
-    refused(ValueError, repr(bad), kinds, AutoMixed.precision_for, bad)
+    refused(ValueError, repr(bad), kinds, AutoMixedF16.precision_for, bad)
     refused(ValueError, repr(bad), kinds, Custom, {bad: "bf16"})
 
 
@@ -321,7 +420,7 @@ def test_custom_refuses_what_is_no_table(bad):
 
 @pytest.mark.parametrize("bad", ["*/head", ("*/head", "f32"), None], ids=stable_id)
 def test_with_rules_refuses_what_is_no_rule(bad):
-    refused(TypeError, repr(bad), ["Rule"], AutoMixed.with_rules, bad)
+    refused(TypeError, repr(bad), ["Rule"], AutoMixedF16.with_rules, bad)
 
 
 def test_a_rule_without_a_pattern_is_refused():

@@ -100,7 +100,19 @@ def test_a_precision_is_read_from_its_own_text(precision):
 
 @pytest.mark.parametrize(
     "value",
-    ["half", "", "fp32", "bf", "tf32", "int32", np.int32, np.dtype("bool"), np.complex64, 16, None],
+    [
+        "quarter",
+        "",
+        "fp32",
+        "bf",
+        "tf32",
+        "int32",
+        np.int32,
+        np.dtype("bool"),
+        np.complex64,
+        16,
+        None,
+    ],
     ids=stable_id,
 )
 def test_an_unknown_precision_is_quoted_beside_the_legal_ones(value):

@@ -15,6 +15,7 @@ from jax import lax
 
 import precpass as pp
 from precpass.measure import execute
+from precpass.policy.policy import PRESETS
 from tests.support.passes import quiet
 
 RNG = np.random.default_rng(0)
@@ -380,7 +381,7 @@ def test_names():
     assert found["c=f16"].policy == pp.AutoMixed
     assert list(rows(product, {"a": "AutoMixed", "b": product}, X, W)) == ["a", "b"]
     assert list(rows(product, [product, product], X, W)) == ["product", "product (2)"]
-    assert list(rows(product, pp.AutoMixed, X, W)) == ["AutoMixed"]
+    assert list(rows(product, pp.AutoMixed, X, W)) == ["AutoMixedF16"]
 
 
 @pytest.mark.parametrize(
@@ -389,7 +390,7 @@ def test_names():
         ([], {}, ValueError, "no rows"),
         (["AutoMixd"], {}, ValueError, "Did you mean 'AutoMixed'"),
         ([3], {}, TypeError, "not a policy: 3"),
-        (None, {}, TypeError, "not a policy: None"),
+        ([None], {}, TypeError, "not a policy: None"),
         ({3: "AutoMixed"}, {}, TypeError, "rows' names as its keys, not 3"),
         ([("a", "AutoMixed"), ("a", "AlwaysF32")], {}, ValueError, "'a' is given twice"),
         (BOTH, {"reference": "f16"}, ValueError, "legal are 'f64' and 'f32'"),
@@ -426,3 +427,17 @@ def test_progress_is_told():
     done = [n for _, n, _ in told]
     assert done == sorted(done)
     assert [text for text, *_ in told][:3] == ["the reference", *BOTH]
+
+
+@pytest.mark.parametrize("report", [pp.compare, pp.profile])
+def test_without_policies_each_preset_has_a_row(report):
+    found = report(product, rounds=0)(X, W)
+    assert [(row.name, row.policy) for row in found.rows] == list(PRESETS.items())
+
+
+def test_rows_may_be_named_by_precisions():
+    found = pp.compare(product, [jnp.bfloat16, "f16", "half"], rounds=0)(X, W)
+    policies = [pp.AutoMixedBf16, pp.AutoMixedF16, pp.AutoMixedF16]
+    assert [(row.name, row.policy) for row in found.rows] == list(
+        zip(["bf16", "f16", "half"], policies, strict=True)
+    )

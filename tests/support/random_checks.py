@@ -75,7 +75,7 @@ POLICIES: dict[str, pp.PrecisionPolicy] = {
     "float64": pp.AutoMixedBf16.with_retypes("f64", "f32"),
 }
 """The presets, and policies with rules and orders of their own."""
-AUTO = ("AutoMixedConservative", "AutoMixed", "AutoMixedBf16")
+AUTO = ("AutoMixedConservativeF16", "AutoMixedF16", "AutoMixedBf16")
 ROTATION = (*POLICIES, *AUTO)
 
 

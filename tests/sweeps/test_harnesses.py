@@ -146,7 +146,9 @@ def test_a_missing_guard_is_seen(monkeypatch: Any):
     assert not check(scaled(), (X,)).failures
     monkeypatch.setattr("precpass.planner.guards.why_out_of_range", lambda *_: None)
     failures = check(scaled(), (X,)).failures
-    assert any("AutoMixed result 0: " in text and "no longer finite" in text for text in failures)
+    assert any(
+        "AutoMixedF16 result 0: " in text and "no longer finite" in text for text in failures
+    )
 
 
 def test_a_sum_that_is_taken_low_is_seen(monkeypatch: Any):

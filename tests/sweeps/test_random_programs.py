@@ -134,7 +134,9 @@ FOUND = [
         inside=False,
     ),
     # integers made of the bits of a product's result
-    Case(Program((Step("linear_solve", (19,)), Step("integers", (0, 13))), seed=13), "AutoMixed"),
+    Case(
+        Program((Step("linear_solve", (19,)), Step("integers", (0, 13))), seed=13), "AutoMixedF16"
+    ),
     # a whole number that was rounded before
     Case(Program((Step("epsilon", (0, 10, 7)),)), "AlwaysBf16", "grad"),
     # JAX's transpose of a ragged product takes no symbolic zero
@@ -144,13 +146,16 @@ FOUND = [
         inside=False,
     ),
     # scaled to nothing in float16, and back
-    Case(Program((Step("epsilon", (0, 56, 7)), Step("einsum"))), "AutoMixedConservative", "grad"),
-    Case(Program((Step("epsilon", (0, 0, 59)),)), "AutoMixed", "grad", inside=False),
-    Case(Program((Step("epsilon", (0, 0, 31)),), x64=True), "AutoMixed", "grad", inside=False),
     Case(
-        Program((Step("kept", (0,), ((Step("epsilon", (0, 0, 23)),),)),)), "AutoMixedConservative"
+        Program((Step("epsilon", (0, 56, 7)), Step("einsum"))), "AutoMixedConservativeF16", "grad"
     ),
-    Case(Program((Step("fori", (), ((Step("epsilon", (0, 0, 39)),),)),), seed=44), "AutoMixed"),
+    Case(Program((Step("epsilon", (0, 0, 59)),)), "AutoMixedF16", "grad", inside=False),
+    Case(Program((Step("epsilon", (0, 0, 31)),), x64=True), "AutoMixedF16", "grad", inside=False),
+    Case(
+        Program((Step("kept", (0,), ((Step("epsilon", (0, 0, 23)),),)),)),
+        "AutoMixedConservativeF16",
+    ),
+    Case(Program((Step("fori", (), ((Step("epsilon", (0, 0, 39)),),)),), seed=44), "AutoMixedF16"),
 ]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.core
@@ -92,19 +92,23 @@ class FallbackReport:
     __str__ = summary
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
 def with_fallback(
-    fn: Callable[..., Any],
+    fn: Callable[P, R],
     ladder: Sequence[Any] = ("bf16", "f32", "f64"),
     unstable: Any = None,
     *,
     axis_name: Axes = None,
     **jit_options: Any,
-) -> Mixed:
+) -> Mixed[P, tuple[R, FallbackReport]]:
     """A function that runs low, and on a higher rung if a check fires; it makes its updates.
 
     A rung named by a precision is the function under a policy. "bf16" and "f16" are
-    `AutoMixedBf16` and `AutoMixed`, which lower products and what is stored for them, and leave a
-    program without products as it is, with a `PrecisionWarning`; "f32" is `AlwaysF32`; "f64" is
+    `AutoMixedBf16` and `AutoMixedF16`, which lower products and what is stored for them, and leave
+    a program without products as it is, with a `PrecisionWarning`; "f32" is `AlwaysF32`; "f64" is
     evaluated in float64, with x64 on or off. Where the function itself has float64 values (x64
     on), "bf16", "f16" and "f32" lower products of these too. The result has the function's own
     dtypes on every rung: with x64 off, that of "f64" is rounded to float32, once. A function

@@ -12,10 +12,11 @@ from precpass.api import auto_mixed
 from precpass.jit.nnx import has_nodes
 from precpass.jit.region import keep
 from precpass.policy.policy import (
+    OTHER_NAMES,
     PRESETS,
     AlwaysF32,
-    AutoMixed,
     AutoMixedBf16,
+    AutoMixedF16,
     PrecisionPolicy,
     quietly,
 )
@@ -79,7 +80,7 @@ def _in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
 _EVERY = tuple(Precision)
 _POLICIES = {
     Precision.BF16: AutoMixedBf16.with_retypes(*_EVERY),
-    Precision.F16: AutoMixed.with_retypes(*_EVERY),
+    Precision.F16: AutoMixedF16.with_retypes(*_EVERY),
     # This also runs products of a float64 program in float32, beside AlwaysF32's widening.
     Precision.F32: dataclasses.replace(
         AlwaysF32.with_retypes(*_EVERY), orders=frozenset({OpKind.COMPUTE})
@@ -143,8 +144,8 @@ def refuse_modules(owner: str, args: Any) -> None:
 
 
 def _rung(owner: str, given: Any) -> Rung:
-    is_text = isinstance(given, str)
-    names_policy = is_text and ("=" in given or given.lower() in map(str.lower, PRESETS))
+    names = map(str.lower, PRESETS | OTHER_NAMES)
+    names_policy = isinstance(given, str) and ("=" in given or given.lower() in names)
     if isinstance(given, PrecisionPolicy) or names_policy:
         policy = PrecisionPolicy.parse(given)
         if policy.output is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +11,22 @@ import numpy as np
 from jax import lax
 
 from precpass.numerics.loss_scale.scale import LossScale
+from precpass.numerics.loss_scale.trees import is_inexact, unscaled, wide
 
-__all__ = ["Axes", "all_finite", "scaled_value_and_grad", "skip_nonfinite", "unscaled"]
+__all__ = ["Axes", "all_finite", "scaled_value_and_grad", "skip_nonfinite"]
 
 Axes = str | tuple[str, ...] | None
 Tree = Any
+P = ParamSpec("P")
 
 
 def scaled_value_and_grad(
-    fn: Callable[..., Any],
+    fn: Callable[P, Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     axis_name: Axes = None,
-) -> Callable[..., tuple[Any, Any, Any]]:
+) -> Callable[Concatenate[LossScale, P], tuple[Any, Any, jax.Array]]:
     """`jax.value_and_grad` of a scaled loss; a call makes the updates of the loss function.
 
     Args:
@@ -59,7 +61,7 @@ def scaled_value_and_grad(
                 "NoOpLossScale(), StaticLossScale(...), DynamicLossScale(...)"
             )
 
-        def larger(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        def scaled_loss(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             result = fn(*args, **kwargs)
             loss, aux = result if has_aux else (result, None)
             if not _is_loss(loss):
@@ -68,33 +70,16 @@ def scaled_value_and_grad(
                     "floating scalar" + ("" if has_aux else " (has_aux=True takes a pair)")
                 )
             used = _usable(scale.value, jnp.result_type(loss))
-            wide = jnp.asarray(loss, _wide(loss))
-            return wide * used.astype(wide.dtype), (loss, aux, used)
+            larger = jnp.asarray(loss, wide(loss))
+            return larger * used.astype(larger.dtype), (loss, aux, used)
 
-        differentiated = jax.grad(larger, argnums, has_aux=True)
+        differentiated = jax.grad(scaled_loss, argnums, has_aux=True)
         gradient, (loss, aux, used) = differentiated(*args, **kwargs)
         gradient = unscaled(gradient, used)
         value = (loss, aux) if has_aux else loss
         return value, gradient, all_finite(gradient, axis_name)
 
     return scaled
-
-
-def unscaled(gradient: Tree, scale: Any) -> Tree:
-    """A gradient divided by a scale, in float32 at least and back in its own dtypes.
-
-    Args:
-        gradient: a pytree; leaves that are not floating (float0 of integers) do not change.
-        scale: a scalar.
-    """
-
-    def divided(x: Any) -> Any:
-        if not _is_inexact(x):
-            return x
-        wide = jnp.asarray(x, _wide(x))
-        return (wide / jnp.asarray(scale, jnp.finfo(wide.dtype).dtype)).astype(x.dtype)
-
-    return jax.tree.map(divided, gradient)
 
 
 def all_finite(tree: Tree, axis_name: Axes = None) -> jax.Array:
@@ -108,7 +93,7 @@ def all_finite(tree: Tree, axis_name: Axes = None) -> jax.Array:
         >>> bool(all_finite({"w": jnp.ones(3), "n": 1})), bool(all_finite([jnp.inf]))
         (True, False)
     """
-    leaves = [x for x in jax.tree.leaves(tree) if _is_inexact(x)]
+    leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
     finite = jnp.asarray(True)
     for x in leaves:
         finite = jnp.logical_and(finite, jnp.all(jnp.isfinite(x)))
@@ -160,18 +145,8 @@ def _usable(scale: Any, dtype: Any) -> jax.Array:
     return jnp.minimum(jnp.asarray(scale, jnp.float32), np.float32(min(largest, 2.0**127)))
 
 
-def _wide(x: Any) -> Any:
-    """The dtype of a value, or float32 where that has more digits."""
-    dtype = jnp.result_type(x)
-    return dtype if jnp.finfo(dtype).bits >= 32 else np.dtype(np.float32)
-
-
 def _shown(x: Any) -> str:
     try:
         return f"{jnp.result_type(x)}[{','.join(map(str, jnp.shape(x)))}]"
     except TypeError:
         return f"a {type(x).__name__}"
-
-
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from precpass.numerics.loss_scale.gradients import Axes, all_finite, skip_nonfinite, unscaled
+from precpass.numerics.loss_scale.gradients import Axes, all_finite, skip_nonfinite
 from precpass.numerics.loss_scale.scale import DynamicLossScale, LossScale
+from precpass.numerics.loss_scale.trees import unscaled
 
 if TYPE_CHECKING:
     import optax

@@ -6,7 +6,7 @@ multiplied by a scale, and the gradient divided by it in float32 (Micikevicius e
 it goes into a step and comes out of it, is saved with the parameters, and nothing else has state.
 
     scale = pp.DynamicLossScale()
-    grads_of = pp.scaled_value_and_grad(pp.auto_mixed(loss, policy="AutoMixed"))
+    grads_of = pp.scaled_value_and_grad(pp.auto_mixed(loss, policy="AutoMixedF16"))
 
     @jax.jit
     def step(params, opt_state, scale, batch):
@@ -17,17 +17,26 @@ it goes into a step and comes out of it, is saved with the parameters, and nothi
         return params, opt_state, scale.adjusted(finite), value
 
 bfloat16 has the exponents of float32 and needs none of this.
+
+A gradient in float16 without a scale is warned of, once, where it can be seen. Inside of an
+`auto_mixed` function the backward pass is seen, and with it whether the loss was multiplied by
+anything. Of `jax.grad(auto_mixed(loss))` no more is seen than that a product is transposed. In
+both cases there is no warning once this process has made any loss scale of this module, and none
+if it has imported jmp, which has loss scales of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from precpass.numerics.loss_scale.trees import scaled, unscaled
+from precpass.policy.float16 import see_scale
 
 __all__ = ["DynamicLossScale", "LossScale", "NoOpLossScale", "StaticLossScale"]
 
@@ -68,15 +77,54 @@ def _pytree(cls: type[Any]) -> type[Any]:
         scale = object.__new__(cls)
         for name, value in zip((*data, *meta), (*leaves, *static), strict=True):
             object.__setattr__(scale, name, value)
+        see_scale()
         return scale
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
     return cls
 
 
+Tree = TypeVar("Tree")
+
+
+class _JmpNames:
+    """The names that jmp has for what a loss scale does."""
+
+    value: Any
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Any:
+        see_scale()
+        return super().__new__(cls)
+
+    def scale(self, tree: Tree) -> Tree:
+        """A tree, such as a loss, multiplied by the scale; each leaf keeps its dtype.
+
+        A float16 loss overflows above 65504, which `scaled_value_and_grad` avoids.
+        """
+        return scaled(tree, self.value)
+
+    def unscale(self, tree: Tree) -> Tree:
+        """A tree, such as a gradient, divided by the scale in float32; each leaf keeps its dtype.
+
+        Examples:
+            >>> loss_scale = DynamicLossScale(8.0)
+            >>> float(loss_scale.scale(2.0)), loss_scale.unscale(jnp.float16(16.0))
+            (16.0, Array(2., dtype=float16))
+        """
+        return unscaled(tree, self.value)
+
+    def adjust(self, finite: Any) -> Any:
+        """The scale of the next step: jmp's name of `adjusted`."""
+        return self.adjusted(finite)
+
+    def adjusted(self, finite: Any) -> Any:
+        """The scale of the next step, by whether this step's gradient is finite."""
+        raise NotImplementedError
+
+
 @_pytree
 @dataclasses.dataclass(frozen=True)
-class NoOpLossScale:
+class NoOpLossScale(_JmpNames):
     """No scaling, for programs in bfloat16 or float32: it has no leaves, and multiplies by one.
 
     Examples:
@@ -96,7 +144,7 @@ class NoOpLossScale:
 
 @_pytree
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale:
+class StaticLossScale(_JmpNames):
     """A scale that does not change.
 
     Attributes:
@@ -119,7 +167,7 @@ class StaticLossScale:
 
 @_pytree
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(_JmpNames):
     """A scale that is halved where the gradient overflows and doubled after many steps without.
 
     The defaults and the steps are those of torch.amp.GradScaler (torch 2,

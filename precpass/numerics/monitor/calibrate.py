@@ -21,7 +21,7 @@ from precpass.numerics.monitor.figures import Recorder
 from precpass.numerics.monitor.health import Health, Seen
 from precpass.numerics.monitor.monitor import looked
 from precpass.plan.plan import Action, Plan
-from precpass.policy.policy import AlwaysF32, PrecisionPolicy, PrecisionWarning, quietly
+from precpass.policy.policy import AlwaysF32, PolicyLike, PrecisionPolicy, PrecisionWarning, quietly
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import TABLE, OpKind
 from precpass.policy.rules import Rule
@@ -33,7 +33,7 @@ __all__ = ["calibrate"]
 
 def calibrate(
     fn: Callable[..., Any],
-    policy: PrecisionPolicy | str,
+    policy: PolicyLike,
     batches: Iterable[tuple[Any, ...]],
     *,
     safety: float = 2.0,
@@ -75,7 +75,8 @@ def calibrate(
     Examples:
         >>> import jax.numpy as jnp
         >>> f = lambda x, w: jnp.tanh((x @ w) @ w)
-        >>> policy = calibrate(f, "AutoMixed", [(jnp.full((4, 4), 300.0), jnp.full((4, 4), 100.0))])
+        >>> batch = jnp.full((4, 4), 300.0), jnp.full((4, 4), 100.0)
+        >>> policy = calibrate(f, "AutoMixedF16", [batch])
         >>> [rule.evidence for rule in policy.rules]
         ['operands reach 1.2e+05, and f16 ends at 6.55e+04']
     """

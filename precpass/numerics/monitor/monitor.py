@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +19,40 @@ from precpass.jit.staged import Staged, owner_of
 from precpass.jit.traced import Traced
 from precpass.numerics.monitor.figures import Recorder
 from precpass.numerics.monitor.health import Health
-from precpass.policy.policy import PrecisionPolicy, quietly
+from precpass.policy.policy import PolicyLike, quietly
 
 __all__ = ["Monitored", "looked", "monitor"]
 
 _RECORDER = Recorder()
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def monitor(
+    fn: Callable[P, R],
+    policy: PolicyLike | None = None,
+    *,
+    profitability: str | None = None,
+    every: None = None,
+) -> Monitored[P, R]: ...
+@overload
+def monitor(
+    fn: Callable[P, R],
+    policy: PolicyLike | None = None,
+    *,
+    profitability: str | None = None,
+    every: int,
+) -> Monitored[Concatenate[Health, P], R]: ...
 def monitor(
     fn: Callable[..., Any],
-    policy: PrecisionPolicy | str | None = None,
+    policy: PolicyLike | None = None,
     *,
     profitability: str | None = None,
     every: int | None = None,
-) -> Monitored:
+) -> Monitored[..., Any]:
     """Records how a function's numbers fare in each equation; a call makes the function's updates.
 
     A call runs the program of `auto_mixed(fn, policy=policy)`, and then the same program again
@@ -76,7 +96,7 @@ def monitor(
     return Monitored(fn, policy, profitability=profitability, every=every)
 
 
-class Monitored:
+class Monitored(Generic[P, R]):
     """The function that `monitor` returns.
 
     Attributes:
@@ -86,7 +106,7 @@ class Monitored:
     def __init__(
         self,
         fn: Callable[..., Any],
-        policy: PrecisionPolicy | str | None,
+        policy: PolicyLike | None,
         *,
         profitability: str | None = None,
         every: int | None = None,
@@ -102,11 +122,12 @@ class Monitored:
         sometimes = functools.partial(_in_turn, every)
         self._sometimes = Staged(mixed, sometimes, ("monitor", every))
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Health]:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Health]:
         """The output and the health."""
+        given: tuple[Any, ...] = args
         if self.every is None:
-            return self._always((), (*self._owner, *args), kwargs)
-        health, *rest = args if args else (None,)
+            return self._always((), (*self._owner, *given), kwargs)
+        health, *rest = given or (None,)
         if not isinstance(health, Health):
             raise TypeError(
                 f"with every={self.every} the first argument is a health, not a "

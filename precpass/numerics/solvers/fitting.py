@@ -303,7 +303,10 @@ def _of_its_precision(problem: Problem) -> Callable[..., Any]:
 
 
 def _in_float32(problem: Problem, x: Any, args: Any) -> Any:
-    lowered = auto_mixed(lambda *call: call[0](*call[1:]), policy=evaluated_in(Precision.F32))
+    def called(problem: Problem, x: Any, args: Any) -> Any:
+        return problem(x, args)
+
+    lowered = auto_mixed(called, evaluated_in(Precision.F32))
     with quietly():
         return lowered(problem, x.astype(np.float64), args).astype(np.float32)
 

@@ -19,7 +19,7 @@ from precpass.measure import execute
 from precpass.measure.execute import Memory
 from precpass.measure.hlo import Module
 from precpass.measure.traffic import Traffic
-from precpass.policy.policy import PrecisionPolicy, quietly
+from precpass.policy.policy import PolicyLike, quietly
 from precpass.report.audit.changes import changes
 from precpass.report.audit.matching import Change
 from precpass.units import counted, sized
@@ -208,7 +208,7 @@ def _together(shared: Finding, found: Sequence[Finding]) -> Finding:
 
 
 def audit(
-    fn: Callable[..., Any], policy: PrecisionPolicy | str | None = None, *, target: Any = None
+    fn: Callable[..., Any], policy: PolicyLike | None = None, *, target: Any = None
 ) -> Callable[..., Audit]:
     """What XLA runs in another precision than planned.
 

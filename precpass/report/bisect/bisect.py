@@ -18,7 +18,7 @@ from precpass.analysis.graph import Graph
 from precpass.api import trace_of
 from precpass.jit.traced import Traced
 from precpass.plan.plan import Action, Decision, Plan
-from precpass.policy.policy import AlwaysF32, PrecisionPolicy
+from precpass.policy.policy import AlwaysF32, PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.rules import Rule
 from precpass.policy.scopes import clean_scope, join_scopes
@@ -33,7 +33,7 @@ __all__ = ["bisect"]
 
 def bisect(
     fn: Callable[..., Any],
-    policy: PrecisionPolicy | str | None,
+    policy: PolicyLike | None,
     check: float | Callable[[Any], bool],
     *,
     budget: int = 100,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +32,18 @@ from precpass.report.compare.programs import (
 __all__ = ["compare"]
 
 
+P = ParamSpec("P")
+
+
 def compare(
-    fn: Callable[..., Any],
-    policies: Policies,
+    fn: Callable[P, Any],
+    policies: Policies | None = None,
     *,
     reference: str = "f64",
     rounds: int | None = None,
     target: Any = None,
     progress: Progress = lambda _what, _done, _total: None,
-) -> Callable[..., Comparison]:
+) -> Callable[P, Comparison]:
     """A function under several policies, side by side: counts, memory, time and error.
 
     Each row is traced and compiled, run once for its results and then timed in rounds in
@@ -51,7 +54,8 @@ def compare(
 
     Args:
         fn: the function, or what `auto_mixed` made of it, whose options then count.
-        policies: what the rows are: policies, by value, name or string, and other functions of
+        policies: what the rows are, by default all presets: policies, by value, name or string,
+            precisions of products ("bf16"), and other functions of
             the same signature (a model that is written in bfloat16, one cast by jmp,
             one under `jax.default_matmul_precision`), whose counts are those of their
             own traces. An item may be a pair (name, policy or function); a dict has
@@ -97,7 +101,7 @@ def compare(
     fn, owner = owner_of(fn)
     subject = auto_mixed(fn)
 
-    def compared(*args: Any, **kwargs: Any) -> Comparison:
+    def compared(*args: P.args, **kwargs: P.kwargs) -> Comparison:
         at = Subject.at(subject, owner, args, kwargs, "compare", target=target)
         return _Run(at, reference, timed_rounds, progress).run(rows)
 

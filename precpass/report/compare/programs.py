@@ -20,7 +20,9 @@ from precpass.jit.mixed import Mixed
 from precpass.jit.nnx import has_nodes
 from precpass.measure.execute import Executable, Timing, compiled, interleaved, is_jitted
 from precpass.measure.traffic import Traffic
-from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.policy import PRESETS, PolicyLike, PrecisionPolicy
+from precpass.policy.precision import Precision
+from precpass.policy.text import is_precision
 from precpass.report.compare.errors import Leaf, fetched, leaves_of, on_arrays
 
 __all__ = [
@@ -35,7 +37,7 @@ __all__ = [
 ]
 
 Progress = Callable[[str, int, int], None]
-Entry = PrecisionPolicy | str | Callable[..., Any]
+Entry = PolicyLike | Callable[..., Any]
 Policies = (
     Entry | Iterable[Entry | tuple[str, Entry]] | Mapping[str, PrecisionPolicy | Callable[..., Any]]
 )
@@ -70,9 +72,11 @@ def entries(policies: Any, report: str) -> list[Made]:
     """The rows' names, made unique, each with its policy or function.
 
     Args:
-        policies: the rows as the user gave them.
+        policies: the rows as the user gave them; None for a row of each preset.
         report: the name of the function that was called, for errors.
     """
+    if policies is None:
+        policies = PRESETS
     if isinstance(policies, Mapping):
         items = [*policies.items()]
         for name, _ in items:
@@ -89,7 +93,7 @@ def entries(policies: Any, report: str) -> list[Made]:
                 texts.append(name)
             case entry:
                 name = None
-        parsed = entry if callable(entry) else PrecisionPolicy.parse(entry)
+        parsed = _parsed(entry)
         entries.append((name or _name(entry), parsed))
     if not entries:
         raise ValueError(f"{report}: no rows; give at least one policy or function")
@@ -99,9 +103,18 @@ def entries(policies: Any, report: str) -> list[Made]:
     return list(zip(_numbered([name for name, _ in entries]), (e for _, e in entries), strict=True))
 
 
+def _parsed(entry: Any) -> PrecisionPolicy | Callable[..., Any]:
+    # The classes of dtypes can be called, and are precisions.
+    if is_precision(entry) or not callable(entry):
+        return PrecisionPolicy.parse(entry)
+    return entry
+
+
 def _name(entry: Any) -> str:
     if isinstance(entry, str):
         return entry
+    if is_precision(entry):
+        return str(Precision.parse(entry))
     if not isinstance(entry, PrecisionPolicy):
         return name_of(entry)
     rules = len(entry.rules)
@@ -137,7 +150,7 @@ class Subject:
             it runs.
     """
 
-    fn: Mixed
+    fn: Any  # a Mixed, which as a class's attribute would be read as a method
     owner: tuple[Any, ...]
     declared: Declared
     args: Any
@@ -148,7 +161,7 @@ class Subject:
     @classmethod
     def at(
         cls,
-        fn: Mixed,
+        fn: Mixed[..., Any],
         owner: tuple[Any, ...],
         args: Any,
         kwargs: Any,

@@ -1,0 +1,208 @@
+"""The names of layers: the path of each flax nnx or equinox module, as a name scope of its call.
+
+flax linen and haiku name the scopes of their layers. nnx and equinox do not, so while a function is
+traced under a policy with a `Rule(module=...)`, the calls of their modules are put under
+`jax.named_scope`. For that the `__call__` of their classes is replaced, and put back when the last
+such trace has ended, also by an error. In other threads the replaced methods do as before.
+
+A module is known by its object. A transform such as `jax.grad` calls the function with another
+object for the same module. Where such a one is called, it is the only module of its class and of
+its arrays' shapes inside of the module that is running; if there are several, its name is that of
+its class.
+
+Nothing here imports flax or equinox: without them there is no module to be named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import jax
+
+from precpass.policy.policy import PrecisionPolicy
+
+__all__ = ["asks_for_layers", "meet", "naming_layers"]
+
+
+def asks_for_layers(policy: PrecisionPolicy | None) -> bool:
+    """Whether a rule of a policy names layers."""
+    return policy is not None and any(rule.module is not None for rule in policy.rules)
+
+
+@contextlib.contextmanager
+def naming_layers() -> Generator[None]:
+    """A context in which calls of modules, in this thread, stand in scopes of their paths."""
+    outer = _here.trace
+    _CLASSES.replace()
+    try:
+        _here.trace = outer or _Trace()
+        yield
+    finally:
+        _here.trace = outer
+        _CLASSES.put_back()
+
+
+def meet(args: Any, kwargs: Any) -> None:
+    """Gives the modules among a function's arguments their names, each as the root of a model."""
+    trace = _here.trace
+    if trace is not None:
+        for _, module in _modules((args, kwargs), ""):
+            trace.meet(module, "")
+
+
+# ---------------------------------------------------------------- the modules of a model
+
+
+def _bases() -> tuple[type[Any], ...]:
+    libraries = (sys.modules.get(name) for name in ("flax.nnx", "equinox"))
+    found = (getattr(library, "Module", None) for library in libraries)  # None while one is loading
+    return tuple(module for module in found if module is not None)
+
+
+def _modules(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The outermost modules in a value and its lists, tuples and dicts, with their paths."""
+    if isinstance(value, _bases()):
+        yield path, value
+    elif isinstance(value, (list, tuple, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, item in items:
+            yield from _modules(item, _joined(path, str(name)))
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}/{name}" if path else name
+
+
+class _Trace:
+    """The modules that one trace has met, with their paths, and those that are being called."""
+
+    def __init__(self) -> None:
+        # The modules are held, so that no other one has the identity of one that is gone.
+        self.known: dict[int, tuple[Any, str]] = {}
+        self.running: list[str] = []
+
+    def meet(self, module: Any, path: str) -> None:
+        """Names a module and all inside of it; one that is known keeps its name."""
+        todo = [(path, module)]
+        while todo:
+            at, found = todo.pop()
+            if id(found) in self.known:
+                continue
+            self.known[id(found)] = found, at
+            for name, value in vars(found).items():
+                if not name.startswith("_pytree__"):  # flax's own
+                    todo += _modules(value, _joined(at, name))
+
+    def path(self, module: Any) -> str:
+        """The path of a module that is called."""
+        if id(module) not in self.known:
+            self.meet(module, self._path_of_unknown(module))
+        return self.known[id(module)][1]
+
+    def _path_of_unknown(self, module: Any) -> str:
+        around = self.running[-1] if self.running else ""
+        inside = f"{around}/" if around else ""
+        alike = {
+            path: known
+            for known, path in self.known.values()
+            if type(known) is type(module) and f"{path}/".startswith(inside)
+        }
+        if len(alike) > 1:
+            shapes = _shapes(module)
+            alike = {path: known for path, known in alike.items() if _shapes(known) == shapes}
+        if len(alike) == 1:
+            return next(iter(alike))
+        is_root = not alike and not self.running
+        return "" if is_root else _joined(around, type(module).__name__)
+
+    @contextlib.contextmanager
+    def call(self, module: Any) -> Generator[None]:
+        """A context around the call of a module."""
+        path, around = self.path(module), self.running[-1] if self.running else ""
+        inner = path.removeprefix(f"{around}/") if around else path
+        scope = jax.named_scope(inner) if path != around else contextlib.nullcontext()
+        self.running.append(path)
+        try:
+            with scope:
+                yield
+        finally:
+            self.running.pop()
+
+
+def _shapes(module: Any) -> list[Any]:
+    return [getattr(x, "shape", None) for x in jax.tree.leaves(module)]
+
+
+class _Here(threading.local):
+    trace: _Trace | None = None
+
+
+_here = _Here()
+
+
+# ---------------------------------------------------------------- the classes
+
+
+class _Classes:
+    """The classes whose `__call__` is replaced, while any thread needs that."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._replaced: dict[type[Any], tuple[Any, Any]] = {}
+
+    def replace(self) -> None:
+        """Replaces the methods of all classes of modules that there are."""
+        with self._lock:
+            self._users += 1
+            for cls in _classes_with_calls():
+                original = vars(cls)["__call__"]
+                if cls not in self._replaced:
+                    self._replaced[cls] = original, _naming(original)
+                    cls.__call__ = self._replaced[cls][1]
+
+    def put_back(self) -> None:
+        """Puts the methods back, if no other trace needs them."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            for cls, (original, naming) in self._replaced.items():
+                if vars(cls).get("__call__") is naming:  # unless someone has put another there
+                    cls.__call__ = original
+            self._replaced.clear()
+
+
+_CLASSES = _Classes()
+
+
+def _classes_with_calls() -> Iterator[type[Any]]:
+    todo, seen = list(_bases()), set[type[Any]]()
+    while todo:
+        cls = todo.pop()
+        if cls in seen:
+            continue
+        seen.add(cls)
+        todo += type.__subclasses__(cls)
+        # equinox's own wrappers of functions are modules, and no layers
+        is_wrapper = cls.__module__.startswith("equinox.") and ".nn" not in cls.__module__
+        if "__call__" in vars(cls) and not is_wrapper:
+            yield cls
+
+
+def _naming(original: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        trace = _here.trace
+        call = original.__get__(self, type(self))
+        if trace is None:
+            return call(*args, **kwargs)
+        with trace.call(self):
+            return call(*args, **kwargs)
+
+    return __call__

@@ -1,0 +1,165 @@
+"""Policies as data, and as TOML and YAML files that a person writes.
+
+policy = "AutoMixedBf16"
+output = "bf16"
+
+[[rules]]
+module = "encoder/layers/*/attention"
+precision = "f32"
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from precpass.policy.policy import Custom, PrecisionPolicy
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind
+from precpass.policy.rules import Rule
+
+__all__ = ["SUFFIXES", "from_dict", "load", "save", "to_dict"]
+
+SUFFIXES = (".toml", ".yaml", ".yml")
+"""How the name of a policy's file ends."""
+
+_OPTIONS = ("output", "parameters", "retypes", "profitability", "results")
+_KEYS = ("policy", "kinds", *_OPTIONS, "rules")
+
+
+def to_dict(policy: PrecisionPolicy) -> dict[str, Any]:
+    """A policy as a dict of texts, lists and dicts, with what differs from its preset.
+
+    Raises:
+        ValueError: for a policy that follows a saved plan, or has a rule with a predicate.
+    """
+    if policy.lock is not None:
+        raise ValueError("a policy that follows a saved plan is a file already: keep that file")
+    for rule in policy.rules:
+        if rule.where is not None:
+            raise ValueError(f"{rule!r} has a predicate, which no file can hold: add it in Python")
+    ordered = [kind for kind in OpKind if kind in policy.orders]
+    kinds: dict[OpKind | str, Precision | str] = {
+        str(kind): str(policy.precision_for(kind)) for kind in ordered
+    }
+    data: dict[str, Any] = {"policy": policy.name}
+    if policy.name == "Custom":
+        data["kinds"] = kinds
+    preset = Custom(kinds) if policy.name == "Custom" else PrecisionPolicy.parse(policy.name)
+    for name in _OPTIONS:
+        value = getattr(policy, name)
+        if value != getattr(preset, name):
+            data[name] = sorted(map(str, value)) if name == "retypes" else str(value)
+    if policy.rules:
+        data["rules"] = [
+            {
+                **rule.patterns,
+                "precision": str(rule.precision),
+                **({"evidence": rule.evidence} if rule.evidence else {}),
+            }
+            for rule in policy.rules
+        ]
+    return data
+
+
+def from_dict(data: Mapping[str, Any]) -> PrecisionPolicy:
+    """The policy of `to_dict`. Its first entry may be any text that `PrecisionPolicy.parse` reads.
+
+    Raises:
+        ValueError: for an unknown key or value; the text lists the legal ones.
+        TypeError: for something that is no dict.
+    """
+    if not isinstance(data, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+        raise TypeError(f"a policy as data is a dict, not {data!r}")
+    _check_keys(data, _KEYS, "a policy")
+    name = data.get("policy", "Custom" if "kinds" in data else "AutoMixedBf16")
+    if name == "Custom":
+        policy = Custom(data.get("kinds", {}))
+    elif "kinds" in data:
+        raise ValueError(f"kinds = {data['kinds']!r} is for policy = 'Custom', not for {name!r}")
+    else:
+        policy = PrecisionPolicy.parse(name)
+    for option in _OPTIONS:
+        if option in data:
+            values = data[option] if option == "retypes" else (data[option],)
+            policy = getattr(policy, f"with_{option}")(*values)
+    return policy.with_rules(*map(_rule, data.get("rules", ())))
+
+
+def _rule(data: Any) -> Rule:
+    if not isinstance(data, Mapping):
+        raise TypeError(f"a rule as data is a dict, not {data!r}")
+    patterns = ("primitive", "scope", "module", "function", "file", "line")
+    fields = cast("Mapping[str, Any]", data)
+    _check_keys(fields, (*patterns, "precision", "evidence"), "a rule")
+    if "precision" not in fields:
+        legal = ", ".join(repr(str(precision)) for precision in Precision)
+        raise ValueError(f"the rule {dict(fields)!r} has no precision: legal are {legal}")
+    return Rule(**fields)
+
+
+def _check_keys(data: Mapping[str, Any], legal: tuple[str, ...], what: str) -> None:
+    for key in data:
+        if key not in legal:
+            raise ValueError(f"{what} has no key {key!r}: legal are {', '.join(legal)}")
+
+
+# ---------------------------------------------------------------- files
+
+
+def save(policy: PrecisionPolicy, path: str | os.PathLike[str]) -> None:
+    """Writes a policy to a file, .toml, .yaml or .yml."""
+    data = to_dict(policy)
+    text = _toml(data) if _is_toml(path) else _yaml(path).safe_dump(data, sort_keys=False)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def load(path: str | os.PathLike[str]) -> PrecisionPolicy:
+    """The policy in a file, as `save` writes it.
+
+    Raises:
+        ValueError: for a file that is none; the text names it.
+    """
+    load_text = tomllib.loads if _is_toml(path) else _yaml(path).safe_load
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        return from_dict(load_text(text))
+    except Exception as error:  # those of YAML have no class of Python's own
+        raise ValueError(f"{os.fspath(path)} is no policy: {error}") from error
+
+
+def _is_toml(path: str | os.PathLike[str]) -> bool:
+    suffix = Path(path).suffix
+    if suffix not in SUFFIXES:
+        raise ValueError(f"{os.fspath(path)}: a policy's file is one of {', '.join(SUFFIXES)}")
+    return suffix == ".toml"
+
+
+def _yaml(path: str | os.PathLike[str]) -> Any:
+    try:
+        return importlib.import_module("yaml")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{os.fspath(path)} needs PyYAML: pip install pyyaml, or keep the policy as .toml"
+        ) from error
+
+
+def _toml(data: dict[str, Any]) -> str:
+    """A dict of `to_dict` as TOML, which Python reads and does not write."""
+    lines = [f"{key} = {_value(value)}" for key, value in data.items() if key != "rules"]
+    for rule in data.get("rules", ()):
+        lines += ["", "[[rules]]", *(f"{key} = {_value(value)}" for key, value in rule.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        table = cast("dict[str, Any]", value)
+        return f"{{ {', '.join(f'{key} = {_value(item)}' for key, item in table.items())} }}"
+    # The texts, lists and whole numbers of JSON are TOML's too, but for one character.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

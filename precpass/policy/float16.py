@@ -1,0 +1,30 @@
+"""The warning of a gradient in float16 without a loss scale in sight."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+from precpass.policy.caller import user_stacklevel
+from precpass.policy.policy import PrecisionWarning
+
+__all__ = ["see_scale", "warn_of_unscaled_gradient"]
+
+_UNSCALED = (
+    "a gradient is taken in float16 without a loss scale: cotangents below 6e-08 become zero. Take "
+    "it by scaled_value_and_grad, or in bfloat16 (AutoMixedBf16), which needs no scale; see "
+    "NoOpLossScale if it is as you want it"
+)
+_is_seen = False
+
+
+def see_scale() -> None:
+    """Notes that this process has made a loss scale."""
+    global _is_seen
+    _is_seen = True
+
+
+def warn_of_unscaled_gradient() -> None:
+    """Warns, unless this process has made a loss scale of this package or has imported jmp."""
+    if not (_is_seen or "jmp" in sys.modules):
+        warnings.warn(_UNSCALED, PrecisionWarning, stacklevel=user_stacklevel())

@@ -1,0 +1,109 @@
+"""A gradient in float16 is warned of if no loss scale is in sight, and only then."""
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import precpass as pp
+
+W, X = jnp.ones((4, 4)), jnp.ones((2, 4))
+STEP = jnp.float32(8.0)
+
+
+@pytest.fixture(autouse=True)
+def a_process_without_scales(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("precpass.policy.float16._is_seen", False)
+    monkeypatch.delitem(sys.modules, "jmp", raising=False)
+
+
+def loss(w: Any, x: Any) -> Any:
+    return jnp.square(jnp.tanh(x @ w)).mean()
+
+
+def in_a_loop(w: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda c, _: (c - jax.grad(loss)(c, x), None), w, None, length=2)[0]
+
+
+def said(call: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    assert all(warning.filename == __file__ for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+UNSCALED: dict[str, Callable[[], Any]] = {
+    "inside": lambda: pp.auto_mixed(jax.grad(loss), "f16")(W, X),
+    "of a jit": lambda: pp.auto_mixed(jax.grad(jax.jit(loss)), "f16")(W, X),
+    "with a value": lambda: pp.auto_mixed(jax.value_and_grad(loss), "AutoMixedConservative")(W, X),
+    "weighted": lambda: pp.auto_mixed(jax.grad(lambda w: 0.1 * loss(w, X)), "AlwaysF16")(W),
+    "in a loop": lambda: pp.auto_mixed(in_a_loop, "f16")(W, X),
+    "outside": lambda: jax.grad(pp.auto_mixed(loss, "f16"))(W, X),
+    "inspected": lambda: pp.inspect(jax.grad(loss), "f16")(W, X),
+}
+FINE: dict[str, Callable[[], Any]] = {
+    "bfloat16": lambda: pp.auto_mixed(jax.grad(loss), "bf16")(W, X),
+    "bfloat16 outside": lambda: jax.grad(pp.auto_mixed(loss, "bf16"))(W, X),
+    "no gradient": lambda: pp.auto_mixed(loss, "f16")(W, X),
+    "forward mode": lambda: jax.jvp(lambda w: pp.auto_mixed(loss, "f16")(w, X), (W,), (W,)),
+    "by hand": lambda: pp.auto_mixed(jax.grad(lambda w: 1024.0 * loss(w, X)), "f16")(W),
+    "by hand in a jit": lambda: pp.auto_mixed(
+        jax.grad(jax.jit(lambda w: loss(w, X) * 1024.0)), "f16"
+    )(W),
+    "by an argument": lambda: pp.auto_mixed(jax.grad(lambda w, s: s * loss(w, X)), "f16")(W, STEP),
+    "a cotangent": lambda: pp.auto_mixed(lambda w: jax.vjp(loss, w, X)[1](STEP), "f16")(W),
+    "explained": lambda: pp.explain(jax.grad(loss), "f16")(W, X),
+}
+
+
+def scaled_inside() -> None:
+    pp.auto_mixed(pp.scaled_value_and_grad(loss), "f16")(pp.StaticLossScale(8.0), W, X)
+
+
+def scaled_outside() -> None:
+    pp.scaled_value_and_grad(pp.auto_mixed(loss, "f16"))(pp.NoOpLossScale(), W, X)
+
+
+def by_the_optimizer() -> None:
+    optimizer = pp.scaled_optimizer(optax.sgd(1.0))
+    state = optimizer.init(W)
+    mixed = pp.auto_mixed(loss, "f16")
+    jax.jit(jax.grad(lambda w, state: mixed(w, X) * state.scale.value))(W, state)
+
+
+def by_jmp() -> None:
+    import jmp
+
+    scale = jmp.StaticLossScale(STEP)
+    jax.grad(lambda w: scale.scale(pp.auto_mixed(loss, "f16")(w, X)))(W)
+
+
+@pytest.mark.parametrize("call", UNSCALED.values(), ids=UNSCALED)
+def test_a_gradient_without_a_scale_is_warned_of(call: Callable[[], Any]):
+    texts = said(call)
+    assert texts and all("float16 without a loss scale" in text for text in texts)
+    assert "scaled_value_and_grad" in texts[0] and "AutoMixedBf16" in texts[0]
+
+
+@pytest.mark.parametrize("call", FINE.values(), ids=FINE)
+def test_what_is_no_such_gradient_is_not(call: Callable[[], Any]):
+    assert said(call) == []
+
+
+@pytest.mark.parametrize("call", [scaled_inside, scaled_outside, by_the_optimizer, by_jmp])
+def test_who_uses_a_loss_scale_hears_nothing(call: Callable[[], Any]):
+    assert said(call) == []
+
+
+def test_it_is_said_once_at_a_place():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            jax.grad(pp.auto_mixed(lambda w: loss(w, X), "f16"))(W)
+    assert len(caught) == 1

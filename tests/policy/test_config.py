@@ -1,0 +1,94 @@
+"""Policies as data and in files: the round trip, and what is refused."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import precpass as pp
+from precpass import PrecisionPolicy, Rule
+from precpass.policy.policy import PRESETS
+from tests.support.values import stable_id
+
+RULES = (
+    Rule(module="encoder/*/attention", precision="f32"),
+    Rule(scope='a "quoted" \\ name\n\x7f\u00e9', precision="bf16", evidence="seen: 1e9"),
+    Rule(primitive="tanh", precision="f16"),
+    Rule(file="*/attention.py", line=41, function="f*", precision="f64"),
+)
+POLICIES = [
+    *PRESETS.values(),
+    pp.AutoMixedBf16.with_rules(*RULES).with_output("bf16").with_parameters("bf16"),
+    pp.AutoMixedF16.with_retypes("f64", "f32").with_profitability("measured").with_results("f32"),
+    pp.Custom({}),
+    pp.Custom({"compute": "bf16", "reduction": "f32"}, RULES).with_retypes("f64"),
+]
+each_policy = pytest.mark.parametrize("policy", POLICIES, ids=stable_id)
+
+
+@each_policy
+@pytest.mark.parametrize("suffix", [".toml", ".yaml", ".yml"])
+def test_a_policy_survives_a_file(policy: PrecisionPolicy, suffix: str, tmp_path: Path):
+    if suffix != ".toml":
+        pytest.importorskip("yaml")
+    policy.save(tmp_path / f"policy{suffix}")
+    again = PrecisionPolicy.load(tmp_path / f"policy{suffix}")
+    assert again == policy and repr(again) == repr(policy)
+    assert [rule.evidence for rule in again.rules] == [rule.evidence for rule in policy.rules]
+
+
+@each_policy
+def test_a_policy_survives_as_data(policy: PrecisionPolicy):
+    assert PrecisionPolicy.from_dict(policy.to_dict()) == policy
+
+
+def test_a_file_that_a_person_wrote():
+    text = """
+    [precision]
+    policy = "params=bfloat16,compute=bfloat16"
+    [[precision.rules]]
+    module = "head"
+    precision = "float32"
+    """
+    policy = PrecisionPolicy.from_dict(tomllib.loads(text)["precision"])
+    wanted = pp.AutoMixedBf16.with_parameters("bf16")
+    assert policy == wanted.with_rules(Rule(module="head", precision="f32"))
+    assert PrecisionPolicy.from_dict({}) == pp.AutoMixedBf16
+    assert PrecisionPolicy.from_dict({"policy": "AutoMixed"}) == pp.AutoMixedF16
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "said"),
+    [
+        ({"polcy": "bf16"}, ValueError, "no key 'polcy': legal are policy, kinds"),
+        ({"policy": "bf17"}, ValueError, "unknown policy 'bf17'"),
+        ({"policy": "bf16", "kinds": {}}, ValueError, "is for policy = 'Custom'"),
+        ({"output": "int8"}, ValueError, "unknown precision 'int8'"),
+        ({"rules": [{"module": "x"}]}, ValueError, "has no precision: legal are 'f64', 'f32'"),
+        ({"rules": [{"layer": "x"}]}, ValueError, "a rule has no key 'layer': legal are primitive"),
+        ({"rules": [{"precision": "f32"}]}, ValueError, "without a pattern"),
+        ({"rules": ["x"]}, TypeError, "a rule as data is a dict, not 'x'"),
+        (["bf16"], TypeError, r"a policy as data is a dict, not \['bf16'\]"),
+    ],
+    ids=stable_id,
+)
+def test_bad_data_is_refused(data: Any, error: type[Exception], said: str):
+    with pytest.raises(error, match=said):
+        PrecisionPolicy.from_dict(data)
+
+
+def test_what_a_file_cannot_hold_is_refused(tmp_path: Path):
+    with_predicate = pp.AutoMixedBf16.with_rules(Rule(where=bool, precision="f32"))
+    with pytest.raises(ValueError, match=r"Rule\(where=bool.*has a predicate"):
+        with_predicate.save(tmp_path / "policy.toml")
+    with pytest.raises(ValueError, match=r"one of \.toml, \.yaml, \.yml"):
+        pp.AutoMixedBf16.save(tmp_path / "policy.ini")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["policy = ", "policy = 3", "nothing = 1"])
+def test_a_damaged_file_is_named(text: str, tmp_path: Path):
+    (tmp_path / "policy.toml").write_text(text)
+    with pytest.raises(ValueError, match=r"policy\.toml is no policy: "):
+        PrecisionPolicy.load(tmp_path / "policy.toml")
