@@ -80,7 +80,7 @@ from precpass.jaxpr.primitives.rounded import (
     wide_operand,
 )
 from precpass.jaxpr.primitives.undifferentiated import undifferentiated
-from precpass.jaxpr.printing import Printer, fingerprint
+from precpass.jaxpr.printing import Printer, Shown, fingerprint
 from precpass.jaxpr.reading import (
     Source,
     applies_function,
@@ -145,6 +145,7 @@ __all__ = [
     "Printer",
     "Ran",
     "Rewrite",
+    "Shown",
     "Source",
     "Templates",
     "Var",
