@@ -54,6 +54,7 @@ from precpass.jaxpr.building import (
     with_dtype,
     with_results_in,
 )
+from precpass.jaxpr.call_sites import Made, made_in
 from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
 from precpass.jaxpr.direct import Direct
 from precpass.jaxpr.dots import (
@@ -141,6 +142,7 @@ __all__ = [
     "Form",
     "Jaxpr",
     "Look",
+    "Made",
     "Place",
     "Printer",
     "Ran",
@@ -210,6 +212,7 @@ __all__ = [
     "kernel_features",
     "literal",
     "loop_rows",
+    "made_in",
     "masked",
     "name_of",
     "new_variable",

@@ -140,15 +140,18 @@ class Inspection:
         return explained(self._graph, self.plan, self.after, decided, name, self.policy_name)
 
     def draw(self, *, boxes: int = 60, graphviz: bool | None = None) -> Picture:
-        """The dataflow as a picture, coloured by precision, boxed by name scope and loop.
+        """The dataflow as a picture, coloured by precision, boxed by layer, name scope and loop.
 
-        A program of many equations is drawn by its source lines, those of layers that
-        differ in their number alone together, or by its scopes.
+        A program of few equations is drawn equation by equation. A model is drawn by its layers,
+        those that repeat as one box with their number: flax's linen and haiku name them by
+        scopes, and elsewhere (nnx, equinox) they are the calls of classes, "up: Linear". Other
+        programs are drawn by their source lines. The stronger a colour, the more bytes move there:
+        of the operands and results of equations, times loops' trips.
 
         Args:
             boxes: the largest number of boxes.
             graphviz: whether graphviz's `dot` lays it out; None for `dot` if it is installed,
-                and networkx's layers otherwise.
+                and the layout of this package otherwise.
 
         Returns:
             A `Picture`: it shows itself in a notebook, has `.svg`, and `.save(path)`.
