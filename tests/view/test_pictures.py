@@ -345,7 +345,6 @@ def assert_lines_run_beside_boxes(root):
     paths = [p for p in root.iter(f"{SVG}path")]
     assert paths
     for path in paths:
-        assert path.get("marker-end") == "url(#precpass-tip)"
         points = way(path)
         for x, y, width, height in boxes:
             inside = [
@@ -355,6 +354,11 @@ def assert_lines_run_beside_boxes(root):
             ]
             assert not inside, (path.get("d"), inside[0])
     ends = {way(path)[-1] for path in paths}
+    tips = {
+        tuple(map(float, tip.get("points").split()[0].split(",")))
+        for tip in root.iter(f"{SVG}polygon")
+    }
+    assert tips == ends
     for a, b in ends:  # on the upper side of a box or a scope
         around = boxes + frames(root, {"scope"})
         assert any(x < a < x + width and abs(b - y) < 0.2 for x, y, width, _ in around)
@@ -399,6 +403,16 @@ def test_the_more_bytes_the_stronger_the_colour():
             strong[name] = float(group.find(f"{SVG}rect").get("fill-opacity")), share
     assert strong["tanh"] == (1.0, "50%") and strong["sin"][0] < 0.2
     assert strong["sin"][1] == "<1%"
+
+
+def test_the_style_of_a_picture_holds_for_pictures_alone():
+    root = drawn(model, X, W)
+    assert root.get("class") == "precpass-picture"
+    sheet = root.find(f"{SVG}style").text
+    selectors = [one for names in re.findall(r"([^{}]+)\{", sheet) for one in names.split(",")]
+    assert len(selectors) > 20
+    assert all(one.startswith((".precpass-picture ", "@media")) for one in selectors)
+    assert not [e for e in root.iter() if e.get("id")], "an id is one of the whole page"
 
 
 # ---------------------------------------------------------------- HTML

@@ -41,23 +41,41 @@ _MEANING = (
     "bytes of operands and results, times loops' trips",
 )
 
-_STYLE = "".join(
-    [
-        "text{font:12px ui-monospace,monospace;fill:#1c1c1f}",
-        ".more,.note{font-size:10px}.note{fill:#60646c}",
-        ".note,.name{paint-order:stroke;stroke:#ffffff;stroke-width:3px}",
-        ".edge{fill:none;stroke:#8b8d98;stroke-width:1.2}.back{stroke-dasharray:4 3}",
-        ".thick{stroke-width:3}.tip{fill:#8b8d98}",
-        ".scope{fill:none;stroke:#b9bbc6;stroke-dasharray:6 3}",
-        ".page{fill:#ffffff}.cast{fill:#0b68cb}.mark{fill:#ffffff;font-size:9px}",
-        *(f".{name}{{fill:{light};stroke:#8b8d98}}" for name, (light, _) in _COLORS.items()),
-        "@media (prefers-color-scheme:dark){text{fill:#edeef0}.page{fill:#111113}",
-        ".note{fill:#b0b4ba}.note,.name{stroke:#111113}.tip{fill:#8b8d98}",
-        ".edge,.scope{stroke:#6f6d78}.cast{fill:#3b9eff}",
-        *(f".{name}{{fill:{dark};stroke:#6f6d78}}" for name, (_, dark) in _COLORS.items()),
-        "}",
-    ]
-)
+_RULES = {
+    "text": "font:12px ui-monospace,monospace;fill:#1c1c1f",
+    ".more": "font-size:10px",
+    ".note": "font-size:10px;fill:#60646c",
+    ".note,.name": "paint-order:stroke;stroke:#ffffff;stroke-width:3px",
+    ".edge": "fill:none;stroke:#8b8d98;stroke-width:1.2",
+    ".back": "stroke-dasharray:4 3",
+    ".thick": "stroke-width:3",
+    ".tip": "fill:#8b8d98",
+    ".scope": "fill:none;stroke:#b9bbc6;stroke-dasharray:6 3",
+    ".page": "fill:#ffffff",
+    ".cast": "fill:#0b68cb",
+    ".mark": "fill:#ffffff;font-size:9px",
+    **{f".{name}": f"fill:{light};stroke:#8b8d98" for name, (light, _) in _COLORS.items()},
+}
+_DARK_RULES = {
+    "text": "fill:#edeef0",
+    ".note": "fill:#b0b4ba",
+    ".note,.name": "stroke:#111113",
+    ".edge,.scope": "stroke:#6f6d78",
+    ".page": "fill:#111113",
+    ".cast": "fill:#3b9eff",
+    **{f".{name}": f"fill:{dark};stroke:#6f6d78" for name, (_, dark) in _COLORS.items()},
+}
+
+
+def _sheet(rules: dict[str, str]) -> str:
+    """A style sheet of pictures alone: in a page it would hold for all that is around them."""
+    return "".join(
+        f"{','.join(f'.precpass-picture {one}' for one in names.split(','))}{{{rule}}}"
+        for names, rule in rules.items()
+    )
+
+
+_STYLE = f"{_sheet(_RULES)}@media (prefers-color-scheme:dark){{{_sheet(_DARK_RULES)}}}"
 _NO_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _ROOM, _LEGEND_HEIGHT = 16.0, 30.0
 
@@ -171,10 +189,9 @@ def _svg(chart: Chart, title: str) -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-            f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
+            f'viewBox="0 0 {width:.0f} {height:.0f}" class="precpass-picture" role="img" '
             f"aria-label={saxutils.quoteattr(_legal(title))}>",
             f"<style>{_STYLE}</style>",
-            _ARROW,
             f'<rect class="page" width="{width:.0f}" height="{height:.0f}"/>',
             f'<text x="{_ROOM}" y="{_ROOM + 6}">{escape(title)}</text>',
             *map(_scope, layout.scopes),
@@ -186,13 +203,6 @@ def _svg(chart: Chart, title: str) -> str:
             "</svg>",
         ]
     )
-
-
-_ARROW = (
-    '<defs><marker id="precpass-tip" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="8" '
-    'markerHeight="8" markerUnits="userSpaceOnUse" orient="auto">'
-    '<polygon class="tip" points="0,0.5 8,4 0,7.5"/></marker></defs>'
-)
 
 
 def _boxes(
@@ -242,7 +252,9 @@ def _edge(line: Line) -> str:
         path += curve if kind == "C" else f"L{x2:.1f} {y2:.1f}"
         x, y = x2, y2
     style = "edge" + " back" * line.back + " thick" * line.thick
-    return f'<path class="{style}" marker-end="url(#precpass-tip)" d="{path}"/>'
+    # Every line ends downwards. A marker would be looked up by its name in the whole page.
+    tip = f"{x:.1f},{y:.1f} {x - 3.5:.1f},{y - 7.5:.1f} {x + 3.5:.1f},{y - 7.5:.1f}"
+    return f'<path class="{style}" d="{path}"/><polygon class="tip" points="{tip}"/>'
 
 
 def _legend(y: float) -> Iterator[str]:
