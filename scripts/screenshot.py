@@ -15,7 +15,7 @@ from PyQt6.QtCore import QEventLoop, QTimer, QUrl
 from PyQt6.QtWebEngineWidgets import QWebEngineView
 from PyQt6.QtWidgets import QApplication
 
-WIDTH = 1000
+WIDTHS = (1000, 1600)
 MOST = 16_000
 COLORS = {"light": ("#ffffff", "#1f2328"), "dark": ("#0d1117", "#e6edf3")}
 
@@ -48,6 +48,15 @@ def samples() -> Iterator[tuple[str, str]]:
     yield "explanation", pp.explain(gradient)(x, w)._repr_html_()
     compared = pp.compare(gradient, ["AlwaysF32", "AutoMixedF16", policy], rounds=3)(x, w)
     yield "comparison", compared._repr_html_()
+
+    def reciprocal(x):
+        with jax.named_scope("norm"):
+            x = x / jnp.abs(x).sum(0)
+        return jnp.exp(x.astype(jnp.float16) * 12).sum()
+
+    monitored = pp.monitor(reciprocal)
+    healths = [monitored(scale * x)[1] for scale in (1.0, 0.0)]
+    yield "health", healths[0].merged(healths[1])._repr_html_()
     # no CPU has a product of float16
     yield "audit", pp.audit(gradient, "AutoMixedF16")(x, w)._repr_html_()
 
@@ -86,7 +95,7 @@ def pages(paths: list[Path]) -> Iterator[tuple[str, str]]:
         yield path.stem, notebook_page(path) if is_notebook else path.read_text(encoding="utf-8")
 
 
-def render(body: str, scheme: str, target: Path) -> None:
+def render(body: str, scheme: str, width: int, target: Path) -> None:
     """Loads a page in Chromium, as high as it is, and writes what is seen."""
     background, color = COLORS[scheme]
     text = (
@@ -96,10 +105,10 @@ def render(body: str, scheme: str, target: Path) -> None:
     source = target.with_suffix(".html")
     source.write_text(text, encoding="utf-8")
     view, loop = QWebEngineView(), QEventLoop()
-    view.resize(WIDTH, 100)
+    view.resize(width, 100)
 
     def sized(height: float) -> None:
-        view.resize(WIDTH, min(int(height) + 16, MOST))
+        view.resize(width, min(int(height) + 16, MOST))
         QTimer.singleShot(800, loop.quit)  # the page is painted by another process
 
     def loaded(ok: bool) -> None:
@@ -123,6 +132,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("files", nargs="*", type=Path, help=".html, .svg or .ipynb")
     parser.add_argument("--out", type=Path, default=Path("screenshots"), help="a folder")
     parser.add_argument("--scheme", choices=COLORS, help="default: both")
+    parser.add_argument("--width", type=int, action="append", help="in pixels; default: 1000, 1600")
     return parser.parse_args()
 
 
@@ -145,9 +155,10 @@ def main() -> None:
     app = QApplication(sys.argv[:1])
     options.out.mkdir(parents=True, exist_ok=True)
     for name, body in pages(options.files):
-        target = options.out / f"{name}-{options.scheme}.png"
-        render(body, options.scheme, target)
-        print(target)
+        for width in options.width or WIDTHS:
+            target = options.out / f"{name}-{options.scheme}-{width}.png"
+            render(body, options.scheme, width, target)
+            print(target)
     app.quit()
 
 

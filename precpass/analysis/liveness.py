@@ -8,7 +8,7 @@ from the stacks and carries of loops. So counts and estimates leave them out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,18 +32,19 @@ class Unread(NamedTuple):
     values: frozenset[tuple[Any, int]]
 
 
-def unread(graph: Graph) -> Unread:
+def unread(graph: Graph, also: Iterable[int] = ()) -> Unread:
     """The equations and values that only derivatives of a program read.
 
     Values that nothing reads at all are not among them.
 
     Args:
         graph: the program.
+        also: values that count as read, by their positions in `graph.values`.
     """
     rows = np.zeros(len(graph.eqns), np.bool_)
     if not any(map(ir.is_identity_of_first_operand, graph.eqns)):
         return Unread(rows, frozenset())
-    roots = list(_roots(graph))
+    roots = [*_roots(graph), *also]
     written, read = (_live(graph, roots, first=first) for first in (False, True))
     dead = written & ~read
     produced = graph.producers >= 0

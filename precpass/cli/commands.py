@@ -113,7 +113,8 @@ def _diff(task: Task) -> Report:
     inspection = task.call(_inspect(task, task.inputs.policy))
     data = {"policy": inspection.policy_name, "changes": changes(inspection.plan)}
     if task.inputs.between is None:
-        return Report(lambda: inspection.diff(level, color=task.color), data)
+        more = {"color": task.color, "bookkeeping": task.options.bookkeeping}
+        return Report(lambda: inspection.diff(level, **more), data)
     other = task.call(_inspect(task, task.inputs.between))
     return Report(lambda: between(inspection.plan, other.plan, level, color=task.color), data)
 

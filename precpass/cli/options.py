@@ -184,6 +184,8 @@ def _own(name: str, one: argparse.ArgumentParser) -> None:
         one.add_argument(
             "--between", metavar="POLICY", help="compare with this policy, not with float32"
         )
+        own = "with --level jaxpr: also the primitives by which the pass keeps derivatives wide"
+        one.add_argument("--bookkeeping", action="store_true", help=own)
     elif name in _ROWS:
         one.add_argument(
             "--rounds",
@@ -252,6 +254,8 @@ def _conflict(options: argparse.Namespace) -> str:
         return f"--json has an entry for each equation, at no other level: not {options.level}"
     if name == "diff" and options.between is not None and options.level == "jaxpr":
         return "--between compares plans: give --level lines or --level equations"
+    if name == "diff" and options.bookkeeping and options.level != "jaxpr":
+        return "--bookkeeping is of jaxprs: give --level jaxpr too"
     if getattr(options, "seed", None) is not None and options.example is not None:
         return "--seed is of what is drawn for shapes, and --example gives arrays: leave it out"
     return ""

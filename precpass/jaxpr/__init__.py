@@ -54,6 +54,7 @@ from precpass.jaxpr.building import (
     with_dtype,
     with_results_in,
 )
+from precpass.jaxpr.call_sites import Made, made_in
 from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
 from precpass.jaxpr.direct import Direct
 from precpass.jaxpr.dots import (
@@ -80,7 +81,7 @@ from precpass.jaxpr.primitives.rounded import (
     wide_operand,
 )
 from precpass.jaxpr.primitives.undifferentiated import undifferentiated
-from precpass.jaxpr.printing import Printer, fingerprint
+from precpass.jaxpr.printing import Printer, Shown, fingerprint
 from precpass.jaxpr.reading import (
     Source,
     applies_function,
@@ -142,10 +143,12 @@ __all__ = [
     "Form",
     "Jaxpr",
     "Look",
+    "Made",
     "Place",
     "Printer",
     "Ran",
     "Rewrite",
+    "Shown",
     "Source",
     "Templates",
     "Var",
@@ -210,6 +213,7 @@ __all__ = [
     "kernel_features",
     "literal",
     "loop_rows",
+    "made_in",
     "masked",
     "name_of",
     "new_variable",

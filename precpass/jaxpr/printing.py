@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import re
 import string
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from precpass.jaxpr.bodies import all_held_eqns, bodies, name_of
+from precpass.jaxpr.bodies import all_held_eqns, bodies, name_of, scan_split
+from precpass.jaxpr.border_copies import without_operands
 from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_of
 from precpass.jaxpr.types import Atom, Aval, Eqn, Jaxpr, Var
+
+T = TypeVar("T")
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -61,6 +66,44 @@ class _Itself:
         return id(self.value)
 
 
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What of a jaxpr is printed, and under which names.
+
+    A body is meant by the `id` of its opened jaxpr, and a variable is one of a body.
+
+    Attributes:
+        same: variables that are printed as another variable or literal of their body.
+        formats: variables that are printed with another dtype, as `dtype[shape]`.
+        hidden: for each body the positions of the equations that are left out.
+        operands, results: for each body the positions of those that are left out, and with them
+            the operands and results of the equations that enter it.
+    """
+
+    same: Mapping[tuple[int, Any], Atom] = dataclasses.field(default_factory=dict)
+    formats: Mapping[tuple[int, Any], str] = dataclasses.field(default_factory=dict)
+    hidden: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    operands: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    results: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+
+    def resolved(self, body: int, atom: Atom) -> Atom:
+        """What is printed in the place of an atom of a body."""
+        # Literals have no hash in all releases of JAX.
+        while not is_literal(atom) and (body, atom) in self.same:
+            atom = self.same[body, atom]
+        return atom
+
+    def left_out(self, eqn: Eqn) -> tuple[frozenset[int], frozenset[int]]:
+        """The positions of an equation's operands and results that are left out."""
+        operands, results = set[int](), set[int]()
+        for body in bodies(eqn):
+            key = id(open_jaxpr(body.jaxpr))
+            operands.update(body.operands[i] for i in self.operands.get(key, ()))
+            if body.results:
+                results.update(body.results[i] for i in self.results.get(key, ()))
+        return frozenset(operands), frozenset(results)
+
+
 class Printer:
     """Prints jaxprs, and gives a variable that two of them share one name.
 
@@ -70,9 +113,16 @@ class Printer:
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}
         self._fresh = _names()
+        self._shown = Shown()
 
-    def lines(self, jaxpr: Jaxpr) -> list[str]:
-        """A line per equation; a body is printed once, before the first equation that enters it."""
+    def lines(self, jaxpr: Jaxpr, shown: Shown | None = None) -> list[str]:
+        """A line per equation; a body is printed once, before the first equation that enters it.
+
+        Args:
+            jaxpr: what is printed.
+            shown: what of it is printed; None for all.
+        """
+        self._shown = Shown() if shown is None else shown
         done: dict[int, str] = {}
         text: list[str] = []
         self._print(jaxpr, done, text)
@@ -80,33 +130,44 @@ class Printer:
 
     def _print(self, jaxpr: Jaxpr, done: dict[int, str], text: list[str]) -> str:
         opened = open_jaxpr(jaxpr)
-        if id(opened) in done:
-            return done[id(opened)]
-        consts = " ".join(map(self._typed, opened.constvars)) if consts_of(jaxpr) else ""
-        operands = " ".join(map(self._typed, opened.invars))
-        lines = [f"  {self._eqn(eqn, done, text)}" for eqn in opened.eqns]
-        done[id(opened)] = name = f"jaxpr{len(done)}"
+        at, shown = id(opened), self._shown
+        if at in done:
+            return done[at]
+        typed = functools.partial(self._typed, at)
+        consts = " ".join(map(typed, opened.constvars)) if consts_of(jaxpr) else ""
+        operands = " ".join(map(typed, _without(opened.invars, shown.operands.get(at, ()))))
+        eqns = _without(opened.eqns, shown.hidden.get(at, ()))
+        lines = [f"  {self._eqn(at, eqn, done, text)}" for eqn in eqns]
+        done[at] = name = f"jaxpr{len(done)}"
         text += [f"{name} = {{ lambda {consts}; {operands} .", *lines]
-        text.append(f"  in ({', '.join(map(self._atom, opened.outvars))}) }}")
+        results = _without(opened.outvars, shown.results.get(at, ()))
+        text.append(f"  in ({', '.join(self._atom(at, v) for v in results)}) }}")
         return name
 
-    def _eqn(self, eqn: Eqn, done: dict[int, str], text: list[str]) -> str:
+    def _eqn(self, at: int, eqn: Eqn, done: dict[int, str], text: list[str]) -> str:
         inside = {(b.param, b.index): self._print(b.jaxpr, done, text) for b in bodies(eqn)}
-        operands = " ".join(map(self._atom, eqn.invars))
-        results = " ".join(map(self._typed, eqn.outvars))
-        params = " ".join(_params(eqn, inside))
+        no_operands, no_results = self._shown.left_out(eqn) if inside else ((), ())
+        operands = " ".join(self._atom(at, v) for v in _without(eqn.invars, no_operands))
+        results = " ".join(self._typed(at, v) for v in _without(eqn.outvars, no_results))
+        params = " ".join(_params(_counted(eqn, no_operands, no_results), inside))
         return f"{results} = {name_of(eqn)}{f'[{params}]' if params else ''} {operands}".strip()
 
-    def _typed(self, var: Var) -> str:
-        return f"{self._atom(var)}:{_short(var.aval)}"
+    def _typed(self, at: int, var: Var) -> str:
+        form = self._shown.formats.get((at, var))
+        return f"{self._atom(at, var)}:{_short(var.aval) if form is None else form}"
 
-    def _atom(self, atom: Atom) -> str:
+    def _atom(self, at: int, atom: Atom) -> str:
+        atom = self._shown.resolved(at, atom)
         if is_literal(atom):
             return f"{_value(atom.val)}:{_short(atom.aval)}"
         if atom not in self._names:
             is_dropped = type(atom).__name__ == "DropVar"
             self._names[atom] = "_" if is_dropped else next(self._fresh)
         return self._names[atom]
+
+
+def _without(items: Sequence[T], positions: Collection[int]) -> list[T]:
+    return [item for i, item in enumerate(items) if i not in positions]
 
 
 def _names() -> Iterator[str]:
@@ -122,8 +183,19 @@ def _short(aval: Aval) -> str:
     return f"{dtype}[{','.join(map(str, aval.shape))}]"
 
 
-def _params(eqn: Eqn, inside: dict[tuple[str, int | None], str]) -> Iterator[str]:
-    for name, value in sorted(eqn.params.items()):
+def _counted(eqn: Eqn, operands: Collection[int], results: Collection[int]) -> Mapping[str, Any]:
+    """An equation's params for fewer operands and results; a scan's two counts in all releases."""
+    params: dict[str, Any] = dict(eqn.params)
+    if operands or results:
+        params |= without_operands(eqn, operands, results)
+    if "ft_in" in params and eqn.primitive.name == "scan":
+        params["num_consts"], params["num_carry"] = scan_split(params)
+        del params["ft_in"], params["ft_out"]
+    return params
+
+
+def _params(params: Mapping[str, Any], inside: dict[tuple[str, int | None], str]) -> Iterator[str]:
+    for name, value in sorted(params.items()):
         if (name, None) in inside:
             yield f"{name}={inside[name, None]}"
         elif (name, 0) in inside:
@@ -136,6 +208,8 @@ def _params(eqn: Eqn, inside: dict[tuple[str, int | None], str]) -> Iterator[str
 def _value(value: Any) -> str:
     if isinstance(value, np.dtype):
         return value.name
+    if isinstance(value, (int, float)) and type(value).__name__.startswith("Typed"):
+        return str(int(value) if isinstance(value, int) else float(value))  # JAX's own numbers
     if hasattr(open_jaxpr(value), "eqns"):
         return "..."
     named = getattr(value, "__qualname__", None)

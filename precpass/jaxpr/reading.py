@@ -81,6 +81,16 @@ class Source:
 _FOREIGN = (os.path.dirname(jax.__file__) + os.sep, _OWN_FOLDER + os.sep, "<frozen")
 
 
+def is_own(file: str) -> bool:
+    """Whether a file is one of this package's."""
+    return file.startswith(_OWN_FOLDER + os.sep)
+
+
+def is_foreign(file: str) -> bool:
+    """Whether a file is one of JAX's, of this package's, or of Python's import system."""
+    return file.startswith(_FOREIGN)
+
+
 def source_of(eqn: Eqn) -> Source:
     """The innermost line outside JAX and this package that made an equation."""
     traceback = eqn.source_info.traceback

@@ -20,8 +20,10 @@ from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.units import counted, sized
 from precpass.view.advice import Advice, advice
+from precpass.view.explain_page import explanation_page
 from precpass.view.rows import Row, alike, rows
-from precpass.view.text import Line, as_html, heading, page, rendered, titled
+from precpass.view.text import Line, heading, rendered, titled
+from precpass.view.wide import Wide
 
 __all__ = ["Explanation", "Verdict", "Wide", "explained"]
 
@@ -96,28 +98,6 @@ class Verdict:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wide:
-    """Equal products that a policy leaves in float32.
-
-    Attributes:
-        source: the user's line.
-        scope: the name scopes around them; "layer_*" for several that differ only in their
-            numbers.
-        what: primitive, operands and results.
-        reason: why they stay in float32.
-        remedy: how to change it.
-        times: the number of equations.
-    """
-
-    source: Source
-    scope: str
-    what: str
-    reason: str
-    remedy: str
-    times: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Explanation:
     """What a policy does to a program, in words and figures.
 
@@ -162,6 +142,10 @@ class Explanation:
             yield [("all else that stays as written", "frame")]
         for kind, reason, n in self.others:
             yield [(f"  {n} {kind.replace('_', ' ')}: ", ""), (reason, "reason")]
+        yield from self._closing()
+
+    def _closing(self) -> Iterator[Line]:
+        """What is no figure and no table: rules that match nothing, notes and advice."""
         if self.unmatched:
             yield [("rules that matched no equation", "frame")]
         yield from ([(f"  {rule}", "wide")] for rule in self.unmatched)
@@ -193,7 +177,10 @@ class Explanation:
         return self.text()
 
     def _repr_html_(self) -> str:
-        return page(as_html(self.lines()))
+        verdict = self.verdict
+        title, flops = titled(self.name, self.policy), verdict.after.flops
+        rest = list(self._closing())
+        return explanation_page(title, flops, list(verdict.lines()), self.wide, self.others, rest)
 
 
 def explained(
@@ -286,14 +273,15 @@ def _stays_wide(row: Row) -> bool:
 
 
 def _wide(found: list[Row]) -> Iterator[Wide]:
-    scopes: dict[tuple[Source, str, str, Reason], list[str]] = {}
+    same: dict[tuple[Source, str, str, Reason], list[Row]] = {}
     for row in filter(_stays_wide, found):
         key = row.info.source, alike(row.scope), row.info.signature, row.decision.reason
-        scopes.setdefault(key, []).append(row.scope)
-    for (source, shared, what, reason), items in scopes.items():
-        scope = items[0] if len(set(items)) == 1 else shared
+        same.setdefault(key, []).append(row)
+    for (source, shared, what, reason), items in same.items():
+        scope = items[0].scope if len({row.scope for row in items}) == 1 else shared
         remedy = reason.of_compute.remedy()
-        yield Wide(source, scope, what, str(reason), remedy, len(items))
+        flops = sum(row.calls * row.info.flops for row in items)
+        yield Wide(source, scope, what, str(reason), remedy, len(items), flops)
 
 
 def _others(found: list[Row]) -> Iterator[tuple[str, str, int]]:

@@ -13,6 +13,7 @@ from precpass.analysis.graph import Graph
 from precpass.plan.eqn_info import EqnInfo
 from precpass.plan.plan import Decision, Plan
 from precpass.policy.policy import PrecisionPolicy
+from precpass.view.bookkeeping import without_bookkeeping
 from precpass.view.diff import check_level, diff_lines, totals
 from precpass.view.explain import Explanation, explained
 from precpass.view.page import inspection_page
@@ -74,7 +75,13 @@ class Inspection:
         for eqn, decision, info in _paired(self.before, self.plan, set()):
             yield eqn, decision, info.source
 
-    def diff(self, level: str = "equations", *, color: bool | None = None) -> str:
+    def diff(
+        self,
+        level: str = "equations",
+        *,
+        color: bool | None = None,
+        bookkeeping: bool = False,
+    ) -> str:
         """What changes, each with its reason.
 
         Args:
@@ -83,6 +90,10 @@ class Inspection:
                 diff, in which a variable has one name.
             color: whether to use a terminal's colours; None uses them if standard output is a
                 terminal and NO_COLOR is not set.
+            bookkeeping: whether a diff of jaxprs has all that `after` has: the primitives by
+                which the pass keeps derivatives in float32, and the float32 values that only
+                these read. Without them it has the casts and the lowered products, as they would
+                be written by hand.
 
         Returns:
             One heading per line of the user's code, in order of execution, inside the
@@ -91,7 +102,7 @@ class Inspection:
             at its border is listed with the equation in the body that reads or makes them.
 
         Raises:
-            ValueError: for another level.
+            ValueError: for another level, and for `bookkeeping` at another level than "jaxpr".
 
         Examples:
             >>> import jax.numpy as jnp
@@ -102,7 +113,12 @@ class Inspection:
         """
         check_level(level)
         if level == "jaxpr":
-            return rendered(self._unified(), color)
+            return rendered(self._unified(bookkeeping), color)
+        if bookkeeping:
+            raise ValueError(
+                f"level {level!r} has no bookkeeping to show: give level='jaxpr', or leave "
+                "bookkeeping out"
+            )
         outputs = self._outputs()
         lines = [
             *diff_lines(self.plan, level),
@@ -124,15 +140,18 @@ class Inspection:
         return explained(self._graph, self.plan, self.after, decided, name, self.policy_name)
 
     def draw(self, *, boxes: int = 60, graphviz: bool | None = None) -> Picture:
-        """The dataflow as a picture, coloured by precision, boxed by name scope and loop.
+        """The dataflow as a picture, coloured by precision, boxed by layer, name scope and loop.
 
-        A program of many equations is drawn by its source lines, those of layers that
-        differ in their number alone together, or by its scopes.
+        A program of few equations is drawn equation by equation. A model is drawn by its layers,
+        those that repeat as one box with their number: flax's linen and haiku name them by
+        scopes, and elsewhere (nnx, equinox) they are the calls of classes, "up: Linear". Other
+        programs are drawn by their source lines. The stronger a colour, the more bytes move there:
+        of the operands and results of equations, times loops' trips.
 
         Args:
             boxes: the largest number of boxes.
             graphviz: whether graphviz's `dot` lays it out; None for `dot` if it is installed,
-                and networkx's layers otherwise.
+                and the layout of this package otherwise.
 
         Returns:
             A `Picture`: it shows itself in a notebook, has `.svg`, and `.save(path)`.
@@ -157,9 +176,33 @@ class Inspection:
             f"{ir.precision_of(a)} -> {ir.precision_of(b)}" for a, b in pairs if a.dtype != b.dtype
         )
 
-    def _unified(self) -> list[Line]:
+    def listing(self, *, bookkeeping: bool = False) -> str:
+        """The rewritten program as text, an equation a line, with the names of `diff("jaxpr")`.
+
+        Args:
+            bookkeeping: as of `diff`. With it, this is `after` to the last equation.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> from precpass import inspect
+            >>> found = inspect(lambda x: x @ x)(jnp.ones((4, 4)))
+            >>> "convert_element_type" in found.listing(), "precpass_" in found.listing()
+            (True, False)
+        """
+        return "\n".join(self._listings(bookkeeping)[1])
+
+    def _listings(self, bookkeeping: bool) -> tuple[list[str], list[str]]:
+        """The lines of both programs, in which a value has one name."""
         printer = ir.Printer()
-        before, after = (printer.lines(jaxpr) for jaxpr in (self.before, self.after))
+        before, after = self.before, self.after
+        if bookkeeping:
+            return printer.lines(before), printer.lines(after)
+        # What the user wrote may have been rewritten by a policy of its own.
+        old = without_bookkeeping(before, before)
+        return printer.lines(before, old), printer.lines(after, without_bookkeeping(before, after))
+
+    def _unified(self, bookkeeping: bool = False) -> list[Line]:
+        before, after = self._listings(bookkeeping)
         name = self.name or "program"
         heads = f"a/{name}", f"b/{name}"
         lines = unified(before, after, heads)

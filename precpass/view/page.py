@@ -8,6 +8,7 @@ from precpass.plan.plan import Plan
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.primitives import OpKind
 from precpass.view.diff import Section, diff_tree, totals
+from precpass.view.line_table import line_table, summary
 from precpass.view.text import Line, as_html, page, spans
 
 __all__ = ["folded", "inspection_page", "plan_page", "policy_page", "table"]
@@ -25,12 +26,15 @@ def inspection_page(
         picture: the SVG of its graph.
     """
     parts = [folded(title, as_html(lines)) for title, lines in more]
-    return page(_changes(plan, name) + "".join(parts) + folded("picture", picture))
+    parts.append(folded("picture", picture))
+    return page(_changes(plan, name) + "".join(parts))
 
 
 def _changes(plan: Plan, name: str) -> str:
+    head = f'<div class="head">{spans([(name, "")])}</div>'
     costs = as_html([[(f"costs {plan.costs}", "reason")]]) if plan.costs else ""
-    return folded(totals(plan, name), costs + _tree(diff_tree(plan, "equations")), is_open=True)
+    changes = folded(totals(plan, name), costs + _tree(diff_tree(plan, "equations")))
+    return head + summary(plan) + line_table(plan) + changes
 
 
 def _tree(section: Section) -> str:

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from precpass.jaxpr import Source
+from precpass.view.style import CSS
 
 __all__ = [
-    "CSS",
     "OFF",
     "Line",
     "as_html",
@@ -47,31 +47,6 @@ _STYLES = {
     "hunk": "cyan",
 }
 """For each style its name in `rich`."""
-
-CSS = """
-.precpass { font-family: ui-monospace, monospace; font-size: 13px; line-height: 1.45; }
-.precpass pre { margin: 0; white-space: pre-wrap; }
-.precpass .where { font-weight: bold; } .precpass .code { font-style: italic; }
-.precpass .low, .precpass .added { color: #18794e; } .precpass .wide { color: #945700; }
-.precpass .cast, .precpass .hunk { color: #0b68cb; } .precpass .removed { color: #ca244d; }
-.precpass .reason { opacity: 0.7; } .precpass .frame { color: #8e4ec6; font-weight: bold; }
-.precpass b { font-weight: 600; } .precpass .bf16, .precpass .f16 { color: #18794e; }
-.precpass .f32 { color: #945700; } .precpass .f64 { color: #ca244d; }
-.precpass summary { cursor: pointer; } .precpass details > details, .precpass details > pre,
-.precpass details > table { margin-left: 1.4em; }
-.precpass table { font-size: inherit; }
-.precpass td, .precpass th { text-align: left; padding: 1px 10px 1px 0; }
-.precpass caption { text-align: left; padding-bottom: 4px; }
-.precpass .figures { display: block; overflow-x: auto; }
-.precpass .figures td, .precpass .figures th { text-align: right; white-space: nowrap; }
-.precpass .figures tr > :first-child { text-align: left; }
-@media (prefers-color-scheme: dark) {
-.precpass .bf16, .precpass .f16 { color: #3dd68c; } .precpass .f32 { color: #ffca16; }
-.precpass .f64 { color: #ff9592; }
-.precpass .low, .precpass .added { color: #3dd68c; } .precpass .wide { color: #ffca16; }
-.precpass .cast, .precpass .hunk { color: #70b8ff; } .precpass .removed { color: #ff9592; }
-.precpass .frame { color: #d19dff; } }
-"""
 
 
 def plain(lines: Iterable[Line]) -> str:

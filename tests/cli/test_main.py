@@ -128,6 +128,13 @@ def test_explain_as_json(model, capsys):
     assert status == 0 and found["verdict"]["after"]["low"] == 2
 
 
+def test_a_diff_of_jaxprs_has_the_bookkeeping_where_it_is_asked_for(model, capsys):
+    given = ("diff", f"{model}:loss", "--args", SHAPES, "--level", "jaxpr")
+    texts = [ran(capsys, *given, *more)[1] for more in ((), ("--bookkeeping",))]
+    assert ["precpass_" in text for text in texts] == [False, True]
+    assert all("+" in text and "convert_element_type" in text for text in texts)
+
+
 def test_diff_at_each_level_and_between_policies(model, capsys):
     given = ["a_model.py:loss", "--example", "example"]
     for level in ("lines", "equations", "jaxpr"):

@@ -313,7 +313,7 @@ def test_one_line_per_source_line():
 
 def test_the_jaxprs_as_a_unified_diff(tmp_path):
     found = pp.inspect(PROGRAMS["gradient of a scan"])(X, W)
-    lines = found.diff("jaxpr").splitlines()
+    lines = found.diff("jaxpr", bookkeeping=True).splitlines()
     assert lines[0] == "--- a/scanned" and lines[1] == "+++ b/scanned"
     taken, given = (
         [line for line in lines[2:] if line.startswith(sign) and "dot_general[" in line]

@@ -43,7 +43,10 @@ def drawn(fn, *args, **options):
 
 def test_the_legend_fits_on_a_narrow_picture():
     root = drawn(lambda x, w: x @ w, X, W)
-    ends = [float(text.get("x")) + 7 * len(text.text) for text in root.iter(f"{SVG}text")]
+    ends = [
+        float(text.get("x")) + (6 if text.get("class") in ("more", "note") else 7) * len(text.text)
+        for text in root.iter(f"{SVG}text")
+    ]
     assert max(ends) < float(root.get("width"))
 
 
@@ -139,7 +142,7 @@ def test_a_model_of_many_layers_is_one_screen(layers):
     root = drawn(jax.grad(lambda x, w: model(x, w, layers)), X, W)
     assert len(classes(root)) <= 60
     assert float(root.get("height")) < 2400
-    assert "layer_*" in texts(root)
+    assert f"layer \u00d7{layers}" in texts(root)
     # what was merged is counted: one product in each layer
     assert any(f"{layers}/{layers} low" in text for text in texts(root))
     assert any("0/1 low" in text for text in texts(root))
@@ -154,7 +157,9 @@ def test_an_unrolled_model_without_scopes_is_drawn_by_its_lines():
 
     root = drawn(unrolled, X, W)
     assert len(classes(root)) == 2
-    assert any(text.startswith("unrolled:") and "100/100 low" in text for text in texts(root))
+    shown = texts(root)
+    at = next(i for i, text in enumerate(shown) if text.startswith("unrolled:"))
+    assert re.fullmatch(r"100/100 low, \d+%", shown[at + 1])
 
 
 def test_fewer_boxes_merge_scopes():
@@ -287,7 +292,7 @@ def test_graphviz_is_spoken_to_in_utf_8_whatever_the_locale(tmp_path):
     code = """
 from precpass.view.picture.clusters import Chart
 from precpass.view.picture.svg import picture
-assert "\\u65e5" in picture(Chart((), frozenset()), "\\u65e5", True).svg
+assert "\\u65e5" in picture(Chart(), "\\u65e5", True).svg
 """
     path = f"{tmp_path}:{os.environ['PATH']}"
     plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PATH": path}
@@ -310,6 +315,104 @@ def test_graphviz_that_is_not_installed_is_an_error_where_it_is_asked_for(monkey
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RuntimeError, match="`dot` is not installed: install graphviz, or"):
         pp.inspect(model)(X, W).draw(graphviz=True)
+
+
+# ---------------------------------------------------------------- lines
+
+
+def way(path):
+    """Points on a line, close together."""
+    x, y = 0.0, 0.0
+    points = []
+    for kind, numbers in re.findall(r"([MLC])([^MLC]*)", path.get("d")):
+        at = list(map(float, numbers.split()))
+        ends = [(x, y), *zip(at[::2], at[1::2], strict=True)]
+        for i in range(1, 21):
+            t = i / 20
+            if kind == "C":
+                weights = (1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t * t * (1 - t), t**3
+            else:
+                weights = (1 - t, t) if kind == "L" else (0, 1)
+            points.append(
+                tuple(sum(w * e[d] for w, e in zip(weights, ends, strict=True)) for d in (0, 1))
+            )
+        x, y = at[-2:]
+    return points[20:]
+
+
+def assert_lines_run_beside_boxes(root):
+    boxes = [b for b in frames(root, {"low", "wide", "mixed", "other"}) if b[2] != 14.0]
+    paths = [p for p in root.iter(f"{SVG}path")]
+    assert paths
+    for path in paths:
+        points = way(path)
+        for x, y, width, height in boxes:
+            inside = [
+                (a, b)
+                for a, b in points
+                if x + 0.5 < a < x + width - 0.5 and y + 0.5 < b < y + height - 0.5
+            ]
+            assert not inside, (path.get("d"), inside[0])
+    ends = {way(path)[-1] for path in paths}
+    tips = {
+        tuple(map(float, tip.get("points").split()[0].split(",")))
+        for tip in root.iter(f"{SVG}polygon")
+    }
+    assert tips == ends
+    for a, b in ends:  # on the upper side of a box or a scope
+        around = boxes + frames(root, {"scope"})
+        assert any(x < a < x + width and abs(b - y) < 0.2 for x, y, width, _ in around)
+
+
+PICTURES = {
+    "layers": lambda: drawn(jax.grad(model), X, W),
+    "equations": lambda: drawn(jax.grad(model), X, W, boxes=400),
+    "many layers": lambda: drawn(jax.grad(lambda x, w: model(x, w, 30)), X, W),
+    "a loop": lambda: drawn(jax.grad(lambda x, w: scanned(x, w).sum(), 1), X, W),
+    "many readers": lambda: drawn(lambda x, w: sum((x @ w) ** i for i in range(9)), X, W),
+    "branches": lambda: drawn(ENTERED["cond"], X, W),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_no_line_runs_through_a_box_and_each_ends_in_an_arrow(name):
+    assert_lines_run_beside_boxes(PICTURES[name]())
+
+
+def test_the_types_of_values_stand_at_their_lines():
+    root = drawn(lambda x, w: jnp.tanh(x @ w) @ w, X, W)
+    notes = [text.text for text in root.iter(f"{SVG}text") if text.get("class") == "note"]
+    assert notes == ["f32[8,8]", "f32[8,8]"]
+    found = pp.inspect(jax.grad(lambda x, w: scanned(x, w).sum(), 1))(f32(512, 256), f32(256, 256))
+    root = ET.fromstring(found.draw(graphviz=False).svg)
+    notes = [text.text for text in root.iter(f"{SVG}text") if text.get("class") == "note"]
+    assert any(note.startswith("bf16[") for note in notes), "what is stored low is shown low"
+
+
+def test_the_more_bytes_the_stronger_the_colour():
+    def unequal(x, big):
+        return jnp.sin(x) @ x + jnp.tanh(big)
+
+    root = drawn(unequal, f32(4), f32(1024, 1024))
+    assert classes(root).count("other") == 0
+    strong = {}
+    for group in root.iter(f"{SVG}g"):
+        if group.get("class") == "box":
+            name = group.find(f"{SVG}text").text
+            share = group.findall(f"{SVG}text")[1].text
+            strong[name] = float(group.find(f"{SVG}rect").get("fill-opacity")), share
+    assert strong["tanh"] == (1.0, "50%") and strong["sin"][0] < 0.2
+    assert strong["sin"][1] == "<1%"
+
+
+def test_the_style_of_a_picture_holds_for_pictures_alone():
+    root = drawn(model, X, W)
+    assert root.get("class") == "precpass-picture"
+    sheet = root.find(f"{SVG}style").text
+    selectors = [one for names in re.findall(r"([^{}]+)\{", sheet) for one in names.split(",")]
+    assert len(selectors) > 20
+    assert all(one.startswith((".precpass-picture ", "@media")) for one in selectors)
+    assert not [e for e in root.iter() if e.get("id")], "an id is one of the whole page"
 
 
 # ---------------------------------------------------------------- HTML

@@ -12,58 +12,12 @@ import numpy as np
 
 from precpass.jaxpr import Place
 from precpass.numerics.monitor.figures import MOST, NEVER, Figures, joined, none
-from precpass.policy.scopes import clean_scope
+from precpass.numerics.monitor.health_page import health_page
+from precpass.numerics.monitor.seen import Seen
 from precpass.units import counted
-from precpass.view.text import heading
+from precpass.view.text import as_html, page
 
 __all__ = ["Health", "Seen"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Seen:
-    """The record of one equation, over all of its runs.
-
-    Attributes:
-        place: the equation: its `primitive`, `scope`, `source` line, and the loops and branches
-            that it is `inside`.
-        runs: how often it ran; 0 for an equation that was not reached.
-        largest: the largest finite magnitude of its results; 0.0 if there is none.
-        smallest: the smallest nonzero magnitude of its results; inf if there is none.
-        nonfinite: the number of results that are not finite.
-        infinities: the number of infinities that were made from finite operands.
-        nans: the number of NaNs that were made from operands without one; inf - inf counts.
-        lost: the number of results that are zero and should not be: products, quotients, powers,
-            exponentials and casts that were too small for their format.
-        first: the trip of the outermost loop in which the first infinity or NaN was made; 0
-            outside loops, None if there was none.
-        reads: the largest and the smallest magnitude of its operands, and the smallest of the
-            operands' largest magnitudes; None except in a calibration.
-    """
-
-    place: Place
-    runs: int
-    largest: float
-    smallest: float
-    nonfinite: int
-    infinities: int
-    nans: int
-    lost: int
-    first: int | None
-    reads: tuple[float, float, float] | None = None
-
-    @property
-    def is_birth(self) -> bool:
-        """Whether a NaN or an infinity was made here, and not only passed on."""
-        return bool(self.nans or self.infinities)
-
-    def __str__(self) -> str:
-        where = "".join(text for text, _ in heading(self.place.source))
-        scope = clean_scope(self.place.scope)
-        parts = [where, f"in {scope}" if scope else ""]
-        inside = ", ".join(self.place.inside)
-        parts += [f"in {inside}" if inside else ""]
-        parts += [f"first in trip {self.first}" if inside and self.first is not None else ""]
-        return "  ".join(part for part in parts if part)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -159,11 +113,7 @@ class Health:
             limit: the largest number of lines for each.
         """
         seen = self.seen()
-        calls, looked = (int(np.sum(jax.device_get(x))) for x in (self.calls, self.looked))
-        lines = [
-            f"{self.name}: {counted(len(seen), 'equation')}, "
-            f"{looked} of {counted(calls, 'call')} looked at"
-        ]
+        lines = [f"{self.name}: {counted(len(seen), 'equation')}, {self._calls()}"]
         births = [s for s in seen if s.is_birth]
         lines += _listed(births, limit, "NaNs and infinities are born", _birth)
         passed = [s for s in seen if s.nonfinite and not s.is_birth]
@@ -180,8 +130,20 @@ class Health:
             lines.append(f"not reached: {counted(unreached, 'equation')}")
         return "\n".join(lines)
 
+    def _calls(self) -> str:
+        calls, looked = (int(np.sum(jax.device_get(x))) for x in (self.calls, self.looked))
+        return f"{looked} of {counted(calls, 'call')} looked at"
+
+    def _is_traced(self) -> bool:
+        return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self))
+
+    def _repr_html_(self) -> str:
+        if self._is_traced():
+            return page(as_html([[(repr(self), "")]]))
+        return health_page(self.name, self._calls(), self.seen())
+
     def __repr__(self) -> str:
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
+        if self._is_traced():
             return f"<Health of {self.name}: {counted(len(self.places), 'equation')}, traced>"
         seen = self.seen()
         births, lost = sum(s.is_birth for s in seen), sum(bool(s.lost) for s in seen)

@@ -29,8 +29,8 @@ from precpass.report.compare.tables import (
     traffic_columns,
     traffic_figures,
 )
-from precpass.view.page import table
-from precpass.view.text import as_html, page
+from precpass.view.sheet import facts, figures
+from precpass.view.text import Line, as_html, page, spans
 
 __all__ = ["REFERENCES", "Comparison", "Row"]
 
@@ -190,9 +190,29 @@ class Comparison:
         return "\n".join([self._title, "", *aligned(self._table()), "", *self._notes()])
 
     def _repr_html_(self) -> str:
-        head, *rows = self._table()
+        (head, *rows), best = self._table(), self._best()
+        groups = {
+            "no other is faster and nearer": [row in best for row in self.rows],
+            "not finite": [bool(row.errors.nonfinite) for row in self.rows],
+        }
+        shown = figures(head, rows, bad=groups["not finite"], groups=groups)
         notes = as_html([[(note, "reason")] for note in self._notes()])
-        return page(table(head, rows, caption=self._title, figures=True) + notes)
+        title = f'<div class="head">{spans([(self._title, "")])}</div>'
+        return page(title + facts(self._facts()) + shown + notes)
+
+    def _best(self) -> tuple[Row, ...]:
+        return self.pareto() if any(row.timing for row in self.rows) else ()
+
+    def _facts(self) -> list[Line]:
+        """The rows that no other beats in both time and error."""
+        return [
+            [
+                (f"{row.name}: ", "where"),
+                (f"ratio {_number(row.ratio, '.2f')}, ", ""),
+                (f"error {_number(row.errors.relative, '.1e')}", ""),
+            ]
+            for row in self._best()
+        ]
 
     @property
     def _title(self) -> str:

@@ -27,7 +27,7 @@ from precpass.report.compare.tables import (
     traffic_columns,
     traffic_figures,
 )
-from precpass.view.page import table
+from precpass.view.sheet import figures
 from precpass.view.text import as_html, page
 
 __all__ = ["Estimate", "Profile", "ProfileRow"]
@@ -162,7 +162,7 @@ class Profile:
         tables = [(self._title, self._measured())]
         if self.peaks:
             tables.append((_ESTIMATED, self._estimated()))
-        body = "".join(table(t[0], t[1:], caption=title, figures=True) for title, t in tables)
+        body = "".join(figures(t[0], t[1:], caption=title) for title, t in tables)
         return page(body + as_html([[(note, "reason")] for note in self.notes]))
 
     @property

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis.graph import BodyNode, Graph
+from precpass.analysis.graph import Graph
+from precpass.analysis.sizes import nbytes
 from precpass.plan.plan import Action, Decision
 from precpass.policy.primitives import OpKind
-from precpass.policy.scopes import clean_scope, is_backward
-from precpass.view.rows import CALLS, alike, frame_name
+from precpass.view.picture.places import Level, Path, Place, folded, places
 
 __all__ = ["Box", "Chart", "chart"]
-
-Path = tuple[str, ...]
 
 
 @dataclasses.dataclass
@@ -23,15 +23,18 @@ class Box:
     """Equations that are drawn as one.
 
     Attributes:
-        label: an equation's primitive, a source line, or a name scope.
-        path: the name scopes and loops around it, outermost first.
-        first: the first equation's row, for the order on the page.
+        label: an equation's primitive, a source line, or the name of a layer or scope.
+        path: the layers, name scopes and loops around it, outermost first.
+        first: the position of its first equation in the order of execution.
         formats: the number of equations that run in each format.
         low, products: the number of its low products, and of all its products.
         casts: the number of casts that the rewrite adds. An equation with bodies is drawn as
             its bodies, so its casts count for the first equation inside.
         stored: the number of equations that run as written and whose results are stored low.
         lines: the number of equations on each source line.
+        moved: the bytes of its equations' operands and results, times loops' trips, in the
+            formats in which the rewritten program has them.
+        moved_low: those of the equations that run in 16 bits.
     """
 
     label: str
@@ -43,6 +46,12 @@ class Box:
     casts: int = 0
     stored: int = 0
     lines: Counter[ir.Source] = dataclasses.field(default_factory=Counter)
+    moved: float = 0.0
+    moved_low: float = 0.0
+
+
+Types = tuple[tuple[str, float], ...]
+"""The types of values and their bytes, each once, the largest first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,51 +59,77 @@ class Chart:
     """What is drawn.
 
     Attributes:
-        boxes: in the order of their first equations.
-        edges: pairs of positions in `boxes`: the second box reads a result of the first.
+        boxes: in the order of execution of their first equations.
+        edges: for each pair of positions in `boxes`, of which the second box reads a result of
+            the first, the types of what it reads.
     """
 
-    boxes: tuple[Box, ...]
-    edges: frozenset[tuple[int, int]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    row: int
-    path: Path
-    source: ir.Source
-    primitive: str
+    boxes: tuple[Box, ...] = ()
+    edges: Mapping[tuple[int, int], Types] = dataclasses.field(default_factory=dict)
 
 
 def chart(graph: Graph, decided: dict[int, tuple[Decision, int]], limit: int) -> Chart:
     """The dataflow of a program in at most `limit` boxes, if that is possible.
 
-    These levels are tried in order: one box per equation; one per scope and line; the same with
-    scopes merged that differ only in their numbers (layer_0, layer_1); whole scopes, from the
-    innermost outwards.
+    These levels are tried in order: one box per equation; in programs without layers one per scope
+    and line, then the same with scopes merged that differ only in their numbers (layer_0,
+    layer_1); then one box per layer, with repeated layers as one, from the innermost outwards.
 
     Args:
         graph: that of the original program.
         decided: for each equation, by its id, the decision and the number of casts there.
         limit: the largest number of boxes.
     """
-    places = _places(graph)
-    depth = max((len(place.path) for place in places), default=0)
-    levels: list[Callable[[_Place], tuple[Path, Hashable, str]]] = [
-        lambda p: (p.path, p.row, p.primitive),
-        lambda p: (p.path, p.source, _line(p)),
-        lambda p: (_alike(p.path), p.source, _line(p)),
-        *(_whole(d) for d in range(depth, -1, -1)),
-    ]
-    keys: dict[int, tuple[Path, Hashable, str]] = {}
-    for level in levels:
-        keys = {place.row: level(place) for place in places}
+    found = places(graph)
+    keys: dict[int, tuple[Path, Any, str]] = {}
+    for level in _levels(found):
+        keys = {place.row: level(place) for place in found}
         boxes = {key[:2] for key in keys.values()}
         # A scope takes up the room of two boxes.
         scopes = {path[:i] for path, _ in boxes for i in range(1, len(path) + 1)}
         if len(boxes) + 2 * len(scopes) <= limit:
             break
-    return _merged(graph, decided, places, keys)
+    return _merged(graph, decided, found, keys)
+
+
+def _levels(found: list[Place]) -> Iterator[Level]:
+    yield lambda p: (p.path, p.row, p.primitive)
+    if not any(p.made.has_scopes or p.in_layers for p in found):
+        yield lambda p: (p.path, p.source, _line(p))
+        many = folded(found, alone=False)
+        yield lambda p: (many[p.row], p.source, _line(p))
+    depth = max((len(place.path) for place in found), default=0)
+    for d in range(depth, -1, -1):
+        for alone in (True, False):
+            yield _layers(found, folded(found, alone=alone), d)
+
+
+def _layers(found: list[Place], paths: dict[int, Path], depth: int) -> Level:
+    """Layers as boxes, down to a depth; what a layer does between others is a box for each step."""
+    around = {path[:i] for path in paths.values() for i in range(min(len(path), depth))}
+
+    def key(place: Place) -> tuple[Path, Any, str]:
+        path = paths[place.row]
+        if not depth:
+            return (), None, "program"
+        if len(path) > depth or path not in around:
+            cut = path[:depth]
+            return cut[:-1], cut, cut[-1]
+        label = place.made.step or (
+            place.primitive if place.made.layers or together[step(place)] == 1 else _line(place)
+        )
+        return path, step(place), label
+
+    def step(place: Place) -> Any:
+        return paths[place.row], place.made.key or place.source, place.made.step
+
+    together = Counter(map(step, found))
+    return key
+
+
+def _line(place: Place) -> str:
+    source = place.source
+    return f"{source.function}:{source.line}" if source.file else place.primitive
 
 
 def _first_inside(graph: Graph, row: int, drawn: Collection[int]) -> int:
@@ -111,35 +146,28 @@ def _first_inside(graph: Graph, row: int, drawn: Collection[int]) -> int:
     return max((other for other in drawn if other < row), default=next(iter(drawn)))
 
 
-def _whole(depth: int) -> Callable[[_Place], tuple[Path, Hashable, str]]:
-    def key(place: _Place) -> tuple[Path, Hashable, str]:
-        path = _alike(place.path)
-        if len(path) < depth or not path:
-            return path, None, "..." if path else "all else"
-        cut = path[:depth]
-        return (cut[:-1], cut[-1], cut[-1]) if cut else ((), None, "program")
-
-    return key
-
-
 def _merged(
     graph: Graph,
     decided: dict[int, tuple[Decision, int]],
-    places: list[_Place],
-    keys: dict[int, tuple[Path, Hashable, str]],
+    found: list[Place],
+    keys: dict[int, tuple[Path, Any, str]],
 ) -> Chart:
-    boxes: dict[tuple[Path, Hashable], Box] = {}
-    position: dict[int, tuple[Path, Hashable]] = {}
-    for place in places:
+    boxes: dict[tuple[Path, Any], Box] = {}
+    position: dict[int, tuple[Path, Any]] = {}
+    for place in found:
         path, key, label = keys[place.row]
         position[place.row] = (path, key)
-        box = boxes.setdefault((path, key), Box(label, path, place.row))
-        decision, casts = decided[id(graph.eqns[place.row])]
+        box = boxes.setdefault((path, key), Box(label, path, place.order))
+        eqn = graph.eqns[place.row]
+        decision, casts = decided[id(eqn)]
         if decision.compute is not None:
             box.formats[str(decision.compute)] += 1
             if decision.kind is OpKind.COMPUTE:
                 box.products += 1
                 box.low += decision.action is Action.LOWER
+        moved = _moved(eqn, decision) * float(graph.calls[place.row])
+        box.moved += moved
+        box.moved_low += moved * (str(decision.compute) in ("bf16", "f16"))
         box.casts += casts
         box.stored += decision.stores_low
         if place.source.file:
@@ -148,73 +176,65 @@ def _merged(
         if (casts := decided[id(graph.eqns[row])][1]) > 0:
             boxes[position[_first_inside(graph, row, position)]].casts += casts
     index = {key: i for i, key in enumerate(boxes)}
-    edges = {
-        (index[position[a]], index[position[b]])
-        for a, b in _flow(graph, set(position))
-        if position[a] != position[b]
-    }
-    return Chart(tuple(boxes.values()), frozenset(edges))
+    read: dict[tuple[int, int], set[int]] = collections.defaultdict(set)
+    for value, reader in _flow(graph, set(position)):
+        a, b = position[int(graph.producers[value])], position[reader]
+        if a != b:
+            read[index[a], index[b]].add(value)
+    edges = {pair: _types(graph, decided, values) for pair, values in read.items()}
+    return Chart(tuple(boxes.values()), edges)
 
 
-def _places(graph: Graph) -> list[_Place]:
-    """The place of each equation without bodies."""
-    around = {id(node): _path_of(node) for node in graph.bodies}
-    places: list[_Place] = []
-    for node in graph.bodies:
-        for row in range(node.start, node.stop):
-            if row not in graph.children:
-                eqn = graph.eqns[row]
-                path = (*around[id(node)], *_parts(ir.scope_of(eqn)))
-                places.append(_Place(row, path, graph.source(row), eqn.primitive.name))
-    return places
+def _moved(eqn: Any, decision: Decision) -> float:
+    """The bytes of an equation's operands and results, in the formats in which it has them."""
+    lowered = decision.action is Action.LOWER and decision.compute is not None
+    size = decision.compute.dtype.itemsize if lowered and decision.compute is not None else 0
+    stored = dict(enumerate(decision.stored))
+    total = 0.0
+    for v in eqn.invars:
+        total += _bytes(v.aval, size)
+    for i, v in enumerate(eqn.outvars):
+        precision = stored.get(i)
+        total += _bytes(v.aval, 0 if precision is None else precision.dtype.itemsize)
+    return total
 
 
-def _path_of(node: BodyNode) -> Path:
-    """The scopes and loops around a body."""
-    parts: list[Path] = []
-    at: BodyNode | None = node
-    while at is not None and at.caller is not None:
-        eqn = at.caller
-        body = next(b for b in ir.bodies(eqn) if ir.open_jaxpr(b.jaxpr) is ir.open_jaxpr(at.jaxpr))
-        which = "" if len(ir.bodies(eqn)) == 1 else body.name
-        name = frame_name(ir.name_of(eqn), which, body.trips)
-        names = () if ir.name_of(eqn) in CALLS else (name,)
-        parts.append((*_parts(ir.scope_of(eqn)), *names))
-        at = at.around
-    return tuple(part for path in reversed(parts) for part in path)
+def _bytes(aval: Any, size: int) -> float:
+    own = nbytes(aval)
+    if not size or ir.precision_of(aval) is None:
+        return own
+    return own * size / aval.dtype.itemsize
 
 
-def _parts(scope: str) -> Path:
-    backward = ("backward",) if is_backward(scope) else ()
-    return (*backward, *filter(None, clean_scope(scope).split("/")))
-
-
-def _alike(path: Path) -> Path:
-    """A path with "*" for the numbers in scopes; loops keep their trip counts."""
-    return tuple(part if " trips" in part else alike(part) for part in path)
-
-
-def _line(place: _Place) -> str:
-    source = place.source
-    return f"{source.function}:{source.line}" if source.file else place.primitive
+def _types(graph: Graph, decided: dict[int, tuple[Decision, int]], values: set[int]) -> Types:
+    sizes: dict[str, float] = {}
+    for value in values:
+        var, _ = graph.values[value]
+        eqn = graph.eqns[int(graph.producers[value])]
+        stored = dict(zip(eqn.outvars, decided[id(eqn)][0].stored, strict=False)).get(var)
+        dtype = stored or ir.precision_of(var.aval) or getattr(var.aval, "dtype", "")
+        shape = ",".join(map(str, getattr(var.aval, "shape", ())))
+        size = 0 if stored is None else stored.dtype.itemsize
+        sizes[f"{dtype}[{shape}]"] = _bytes(var.aval, size)
+    return tuple(sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
 def _flow(graph: Graph, drawn: set[int]) -> set[tuple[int, int]]:
-    """Pairs of drawn equations, the second of which reads a result of the first, across borders."""
+    """Pairs of a drawn equation's result and a drawn equation that reads it, across borders."""
     back: dict[int, list[int]] = {}
     for a, b in graph.links.tolist():
         back.setdefault(b, []).append(a)
     producers = graph.producers.tolist()
     memo: dict[int, frozenset[int]] = {}
 
-    def makers(value: int) -> frozenset[int]:
-        """The drawn equations that a value may come from."""
+    def made(value: int) -> frozenset[int]:
+        """The results of drawn equations that a value may be."""
         if value not in memo:
             reached, todo, seen = set[int](), [value], {value}
             while todo:
                 at = todo.pop()
                 if producers[at] in drawn:
-                    reached.add(producers[at])
+                    reached.add(at)
                     continue
                 for other in back.get(at, ()):
                     if other not in seen:
@@ -224,8 +244,8 @@ def _flow(graph: Graph, drawn: set[int]) -> set[tuple[int, int]]:
         return memo[value]
 
     return {
-        (maker, eqn)
+        (result, eqn)
         for value, eqn in zip(graph.sources.tolist(), graph.targets.tolist(), strict=True)
         if eqn in drawn
-        for maker in makers(value)
+        for result in made(value)
     }

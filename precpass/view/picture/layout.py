@@ -1,17 +1,29 @@
-"""The positions of a chart's boxes: layers by networkx's topological order, nested by scope."""
+"""The positions of a chart's boxes and lines: layers in the order of execution, nested by scope.
+
+Each area is laid out by itself, the innermost first (`area.py`). What it holds stands in layers,
+each below what it reads. A line that passes a layer has a place of its own in it, so that it runs
+through no box, and one that crosses an area's border does so at a port.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from precpass.view.picture.area import Inner, Laid, Port, Step, Wire, area
 from precpass.view.picture.clusters import Chart
+from precpass.view.picture.links import End, Link, labels, linked, unit_of
+from precpass.view.picture.places import Path
 
-__all__ = ["Frame", "Layout", "laid_out", "short"]
+__all__ = ["Frame", "Layout", "Line", "Note", "laid_out", "short"]
 
-_LETTER, _MARGIN, _PAD, _HEAD = 7.0, 22.0, 14.0, 22.0
-_HEIGHT, _NARROWEST, _PER_LAYER = 40.0, 72.0, 6
+_LETTER, _SMALL_LETTER = 7.3, 6.1
+_PAD, _HEAD, _HEIGHT, _NARROWEST = 14.0, 34.0, 40.0, 72.0
 _LONGEST = 32
+_BESIDE = 5.0
 
 
 def short(label: str) -> str:
@@ -19,7 +31,7 @@ def short(label: str) -> str:
     return label if len(label) <= _LONGEST else label[: _LONGEST - 1] + "\u2026"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Frame:
     """A rectangle, in pixels.
 
@@ -35,10 +47,29 @@ class Frame:
     width: float
     height: float
 
-    def move(self, dx: float, dy: float) -> None:
-        """Moves the frame."""
-        self.x += dx
-        self.y += dy
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line from one box to another.
+
+    Attributes:
+        steps: its steps; the first one is its beginning.
+        back: whether it leads back to what ran before.
+        thick: whether it stands for several values.
+    """
+
+    steps: tuple[Step, ...]
+    back: bool
+    thick: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """A text beside the beginning of a line; `x` and `y` are those of its first letter."""
+
+    text: str
+    x: float
+    y: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,88 +79,138 @@ class Layout:
     Attributes:
         boxes: the frames of the chart's boxes, by the boxes' indices.
         scopes: the scopes and loops around them, outer ones first.
+        lines: the lines.
+        notes: the types of the values that lines stand for.
         width, height: of the whole.
     """
 
     boxes: dict[int, Frame]
     scopes: list[Frame]
+    lines: list[Line]
+    notes: list[Note]
     width: float
     height: float
 
-    def move(self, dx: float, dy: float) -> None:
-        """Moves everything."""
-        for frame in (*self.boxes.values(), *self.scopes):
-            frame.move(dx, dy)
 
-
-def laid_out(chart: Chart, labels: Sequence[str]) -> Layout:
+def laid_out(chart: Chart, texts: Sequence[tuple[str, str]], x: float, y: float) -> Layout:
     """The layout of a chart.
 
     Args:
         chart: what is drawn.
-        labels: the text in each box.
+        texts: the two lines of text in each box.
+        x: the left side of the whole.
+        y: its upper side.
     """
-    return _inside(chart, labels, (), list(range(len(chart.boxes))))
+    return _Builder(chart, texts).layout(x, y)
 
 
-def _inside(
-    chart: Chart, labels: Sequence[str], path: tuple[str, ...], members: list[int]
-) -> Layout:
-    """The layout of the boxes inside one scope."""
-    units: dict[object, list[int]] = {}
-    for i in members:
-        path_here = chart.boxes[i].path
-        units.setdefault(
-            path_here[: len(path) + 1] if len(path_here) > len(path) else i, []
-        ).append(i)
-    parts = [_unit(chart, labels, key, inner) for key, inner in units.items()]
-    home = {i: at for at, inner in enumerate(units.values()) for i in inner}
-    edges = {(home[a], home[b]) for a, b in chart.edges if a in home and b in home}
-    return _stacked(parts, _layers(len(parts), {(a, b) for a, b in edges if a != b}))
+class _Builder:
+    def __init__(self, chart: Chart, texts: Sequence[tuple[str, str]]) -> None:
+        self.chart, self.texts = chart, texts
+        self.links = linked(chart)
+        self.notes = labels(chart, self.links)
+        self.wires: dict[Path, list[Wire]] = collections.defaultdict(list)
+        self.ways: list[list[tuple[Path, Wire]]] = []
+        for link in self.links:
+            way = list(self._wires(link))
+            self.ways.append(way)
+            for path, wire in way:
+                if wire not in self.wires[path]:
+                    self.wires[path].append(wire)
+        self.areas: dict[Path, Laid] = {}
+        self.inside: dict[Path, list[End]] = {}
+
+    def _wires(self, link: Link) -> Iterator[tuple[Path, Wire]]:
+        """The parts of a line in each area that it passes, with the area's path."""
+        source, target, around = link.source, link.target, link.around
+        start = unit_of(self.chart, source, around)
+        end = unit_of(self.chart, target, around)
+        if isinstance(source, int):
+            path = self.chart.boxes[source].path
+            for i in range(len(path), len(around), -1):
+                yield (
+                    path[:i],
+                    Wire(unit_of(self.chart, source, path[:i]), Port(False, source), source),
+                )
+        yield around, Wire(start, end, source)
+        if isinstance(target, int) and isinstance(source, int):
+            path = self.chart.boxes[target].path
+            for i in range(len(around) + 1, len(path) + 1):
+                yield (
+                    path[:i],
+                    Wire(Port(True, source), unit_of(self.chart, target, path[:i]), source),
+                )
+
+    def layout(self, x: float, y: float) -> Layout:
+        root = self._area((), list(range(len(self.chart.boxes))))
+        found = Layout({}, [], [], [], root.width, root.height)
+        corners: dict[Path, tuple[float, float]] = {}
+        self._fill((), x, y, found, corners)
+        for link, way in zip(self.links, self.ways, strict=True):
+            steps: list[Step] = []
+            for path, wire in way:
+                left, top = corners[path]
+                steps += [(c, a + left, b + top) for c, a, b in self.areas[path].steps[wire]]
+            back = any(wire in self.areas[path].back for path, wire in way)
+            found.lines.append(Line(tuple(_simpler(steps)), back, link.thick))
+        return found
+
+    def _area(self, path: Path, members: list[int]) -> Laid:
+        units: dict[End, list[int]] = collections.defaultdict(list)
+        for i in members:
+            units[unit_of(self.chart, i, path)].append(i)
+        things = {unit: self._thing(unit, inner) for unit, inner in units.items()}
+        self.inside[path] = list(units)
+        label = short(path[-1]) if path else ""
+        self.areas[path] = area(
+            things,
+            self.wires[path],
+            pad=_PAD if path else 0.0,
+            head=_HEAD if path else 0.0,
+            least=_LETTER * len(label) + 2 * _PAD if path else 0.0,
+        )
+        return self.areas[path]
+
+    def _thing(self, unit: End, members: list[int]) -> Inner:
+        rank = min(self.chart.boxes[i].first for i in members)
+        note = self.notes.get(unit, "")
+        beside = _SMALL_LETTER * len(note) + _BESIDE + 2 if note else 0.0
+        if isinstance(unit, int):
+            first, second = self.texts[unit]
+            text = max(_LETTER * len(first), _SMALL_LETTER * len(second))
+            width = max(_NARROWEST, text + 2 * _PAD)
+            return Inner(width, _HEIGHT, max(width, width / 2 + beside), rank, noted=bool(note))
+        laid = self._area(unit, members)
+        entries = {p.source: at for p, at in laid.ports.items() if p.is_entry}
+        exits = {p.source: at for p, at in laid.ports.items() if not p.is_entry}
+        room = max(laid.width, laid.width / 2 + beside)
+        return Inner(laid.width, laid.height, room, rank, entries, exits, bool(note))
+
+    def _fill(
+        self, path: Path, x: float, y: float, found: Layout, corners: dict[Path, Any]
+    ) -> None:
+        corners[path] = x, y
+        laid = self.areas[path]
+        for unit in self.inside[path]:
+            left, top = (a + b for a, b in zip(laid.corners[unit], (x, y), strict=True))
+            if isinstance(unit, int):
+                first, second = self.texts[unit]
+                width = max(_LETTER * len(first), _SMALL_LETTER * len(second)) + 2 * _PAD
+                frame = Frame(first, left, top, max(_NARROWEST, width), _HEIGHT)
+                found.boxes[unit] = frame
+            else:
+                inner = self.areas[unit]
+                frame = Frame(unit[-1], left, top, inner.width, inner.height)
+                found.scopes.append(frame)
+                self._fill(unit, left, top, found, corners)
+            if note := self.notes.get(unit):
+                beside = frame.x + frame.width / 2 + _BESIDE, frame.y + frame.height + 12
+                found.notes.append(Note(note, *beside))
 
 
-def _unit(chart: Chart, labels: Sequence[str], key: object, members: list[int]) -> Layout:
-    if isinstance(key, int):
-        width = max(_NARROWEST, _LETTER * len(labels[key]) + 2 * _PAD)
-        return Layout({key: Frame(labels[key], 0, 0, width, _HEIGHT)}, [], width, _HEIGHT)
-    assert isinstance(key, tuple)
-    inner = _inside(chart, labels, key, members)
-    inner.move(_PAD, _HEAD + _PAD)
-    label = str(key[-1])
-    width = max(inner.width + 2 * _PAD, _LETTER * len(short(label)) + 2 * _PAD)
-    height = inner.height + _HEAD + 2 * _PAD
-    scope = Frame(label, 0, 0, width, height)
-    return Layout(inner.boxes, [scope, *inner.scopes], width, height)
-
-
-def _layers(n: int, edges: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Units in layers: each after the units that it reads, and those of a cycle in sequence."""
-    import networkx as nx  # its import takes a tenth of jax's time
-
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(n))
-    graph.add_edges_from(edges)
-    whole = nx.condensation(graph)
-    layers: list[list[int]] = []
-    for generation in nx.topological_generations(whole):
-        groups = sorted(sorted(whole.nodes[c]["members"]) for c in generation)
-        alone = [group[0] for group in groups if len(group) == 1]
-        layers += [alone[i : i + _PER_LAYER] for i in range(0, len(alone), _PER_LAYER)]
-        layers += [[i] for group in groups if len(group) > 1 for i in group]
-    return layers
-
-
-def _stacked(parts: list[Layout], layers: list[list[int]]) -> Layout:
-    widths = [sum(parts[i].width for i in layer) + _MARGIN * (len(layer) - 1) for layer in layers]
-    width, y = max(widths, default=0.0), 0.0
-    boxes: dict[int, Frame] = {}
-    scopes: list[Frame] = []
-    for layer, own in zip(layers, widths, strict=True):
-        x = (width - own) / 2
-        for i in layer:
-            parts[i].move(x, y)
-            x += parts[i].width + _MARGIN
-            boxes |= parts[i].boxes
-            scopes += parts[i].scopes
-        y += max(parts[i].height for i in layer) + _MARGIN
-    return Layout(boxes, scopes, width, max(y - _MARGIN, 0.0))
+def _simpler(steps: list[Step]) -> Iterator[Step]:
+    """Steps without those that lead nowhere, and straight where a curve would be."""
+    yield steps[0]
+    for (_, x, y), (kind, x2, y2) in itertools.pairwise(steps):
+        if (x, y) != (x2, y2):
+            yield "L" if x == x2 else kind, x2, y2

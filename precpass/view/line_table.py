@@ -1,0 +1,122 @@
+"""The source lines of a program as a table: what of each is low, what stays wide, and its size."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+from precpass.jaxpr import Source
+from precpass.measure.counts import LOW_FORMATS
+from precpass.plan.plan import Action, Plan
+from precpass.policy.primitives import OpKind
+from precpass.units import counted, sized
+from precpass.view.rows import Row, rows
+from precpass.view.sheet import Cell, Entry, bar, facts, sheet
+from precpass.view.text import heading
+
+__all__ = ["line_table", "summary"]
+
+_WIDE, _LOW, _CAST, _SAME = "products left wide", "lowered", "with casts", "as written"
+
+
+@dataclasses.dataclass
+class _OfLine:
+    """What the equations of a source line do."""
+
+    flops: float = 0.0
+    moved: float = 0.0
+    low: int = 0
+    products: int = 0
+    casts: int = 0
+    stored: int = 0
+    wide_flops: float = 0.0
+    changes: int = 0
+    reasons: Counter[str] = dataclasses.field(default_factory=Counter[str])
+
+    def add(self, row: Row) -> None:
+        """Counts an equation, as often as it runs."""
+        info, decision = row.info, row.decision
+        is_low = _is_low(row)
+        if not info.bodies:
+            self.moved += row.calls * sum(v.nbytes for v in (*info.operands, *info.results))
+        self.casts += sum(cast.what == "inserted" for cast in info.casts)
+        self.stored += decision.stores_low
+        self.changes += row.changes
+        if decision.kind is OpKind.COMPUTE:
+            self.products += 1
+            self.low += is_low
+            self.flops += row.calls * info.flops
+            if not is_low:
+                self.wide_flops += row.calls * info.flops
+                self.reasons[str(decision.reason.of_compute)] += 1
+
+
+def _is_low(row: Row) -> bool:
+    lowered = row.decision.action is Action.LOWER
+    return lowered or all(operand.dtype in LOW_FORMATS for operand in row.info.operands[:2])
+
+
+def summary(plan: Plan) -> str:
+    """A bar of products' FLOPs by precision, and the numbers of changes."""
+    whole = _OfLine()
+    for row in rows(plan):
+        whole.add(row)
+    parts = [
+        ("low", whole.flops - whole.wide_flops, "low"),
+        ("left wide", whole.wide_flops, "wide"),
+    ]
+    shown = [
+        [(f"{whole.low} of {counted(whole.products, 'product')} low", "low")],
+        [(f"{counted(whole.casts, 'cast')} inserted", "cast")],
+    ]
+    if whole.stored:
+        shown.append([(f"{counted(whole.stored, 'equation')} stored low", "low")])
+    return bar(parts, f"of {_flops(whole.flops)} of products") + facts(shown)
+
+
+def _flops(n: float) -> str:
+    for size, name in ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP")):
+        if n >= size:
+            return f"{n / size:.3g} {name}"
+    return f"{n:.0f} FLOP"
+
+
+def line_table(plan: Plan) -> str:
+    """The lines of a plan's program, those with the most FLOPs left wide first."""
+    lines: dict[Source, _OfLine] = {}
+    for row in rows(plan):
+        lines.setdefault(row.info.source, _OfLine()).add(row)
+    flops = sum(of.flops for of in lines.values()) or 1.0
+    moved = sum(of.moved for of in lines.values()) or 1.0
+    order = sorted(lines.items(), key=lambda entry: (-entry[1].wide_flops, -entry[1].moved))
+    heads = ["line", "FLOPs", "bytes", "low", "casts", "why products are wide"]
+    entries = [_entry(source, of, flops, moved) for source, of in order]
+    return sheet(heads, entries, groups=[_WIDE, _LOW, _CAST, _SAME])
+
+
+def _entry(source: Source, of: _OfLine, flops: float, moved: float) -> Entry:
+    ((reason, _),) = of.reasons.most_common(1) or [("", 0)]
+    more = f" (+{len(of.reasons) - 1})" if len(of.reasons) > 1 else ""
+    groups = {
+        _WIDE: of.low < of.products,
+        _LOW: bool(of.low),
+        _CAST: bool(of.casts),
+        _SAME: not of.changes,
+    }
+    low = f"{of.low}/{of.products}" if of.products else ""
+    cells = [
+        Cell(heading(source), f"{source.file}:{source.line:06d}"),
+        Cell([(_share(of.flops / flops), "")], of.flops, of.flops / flops),
+        Cell([(sized(of.moved), "")], of.moved, of.moved / moved),
+        Cell(
+            [(low, "low" if of.low == of.products else "wide")],
+            of.low / of.products if of.products else None,
+        ),
+        Cell([(str(of.casts or ""), "cast")], float(of.casts)),
+        Cell([(reason + more, "wide")], reason or None),
+    ]
+    return Entry(cells, frozenset(name for name, holds in groups.items() if holds))
+
+
+def _share(share: float) -> str:
+    return "" if not share else "<1%" if share < 0.005 else f"{100 * share:.0f}%"

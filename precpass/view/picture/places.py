@@ -1,0 +1,228 @@
+"""Where the equations of a program stand: in which layers, scopes and loops."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from precpass import jaxpr as ir
+from precpass.analysis.graph import BodyNode, Graph
+from precpass.policy.primitives import OpKind, op
+from precpass.policy.scopes import clean_scope, is_backward
+from precpass.view.rows import CALLS, alike, frame_name
+
+__all__ = ["Path", "Place", "folded", "places"]
+
+Path = tuple[str, ...]
+
+BACKWARD = "backward"
+
+_UNSEEN = CALLS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+"""Equations with bodies that are no part of a path: what they call says where it is."""
+
+_REPEATED = 3
+"""The fewest layers of one structure that are drawn as one. A block's two norms are not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an equation without bodies stands.
+
+    Attributes:
+        row: its row in the graph.
+        order: its position in the order of execution.
+        path: the layers, name scopes and loops around it, outermost first.
+        source: its line.
+        primitive: its primitive's name.
+        made: the Python calls that made it.
+        shapes: those of its operands.
+        in_layers: how many parts of the path, at its end, are layers' calls and no name scopes.
+    """
+
+    row: int
+    order: int
+    path: Path
+    source: ir.Source
+    primitive: str
+    made: ir.Made
+    shapes: tuple[Any, ...]
+    in_layers: int
+
+
+def places(graph: Graph) -> list[Place]:
+    """The place of each equation without bodies, in the order of execution."""
+    around: dict[int, tuple[Path, ir.Made]] = {}
+    for node in graph.bodies:
+        around[id(node)] = _around(node, around)
+    found: list[Place] = []
+    for row in _executed(graph):
+        eqn, node = graph.eqns[row], graph.bodies[int(graph.body[row])]
+        path, made, in_layers = _inside(*around[id(node)], eqn)
+        shapes = tuple(getattr(v.aval, "shape", ()) for v in eqn.invars)
+        source, name = graph.source(row), eqn.primitive.name
+        found.append(Place(row, len(found), path, source, name, made, shapes, in_layers))
+    return found
+
+
+def _executed(graph: Graph) -> Iterable[int]:
+    """The rows of equations without bodies in the order of execution, each once."""
+    seen = {0}
+    todo = [iter(range(graph.root.start, graph.root.stop))]
+    while todo:
+        row = next(todo[-1], None)
+        if row is None:
+            todo.pop()
+        elif row not in graph.children:
+            yield row
+        else:
+            new = [child for _, child in graph.children[row] if child not in seen]
+            new = list(dict.fromkeys(new))
+            seen.update(new)
+            rows = (range(graph.bodies[i].start, graph.bodies[i].stop) for i in new)
+            todo.append(itertools.chain.from_iterable(rows))
+
+
+def _around(node: BodyNode, around: dict[int, tuple[Path, ir.Made]]) -> tuple[Path, ir.Made]:
+    """The path around a body, and the calls around the equation that enters it first."""
+    if node.caller is None or node.around is None:
+        return (), ir.Made()
+    eqn = node.caller
+    path, made, _ = _inside(*around[id(node.around)], eqn)
+    bodies = ir.bodies(eqn)
+    body = next(b for b in bodies if ir.open_jaxpr(b.jaxpr) is ir.open_jaxpr(node.jaxpr))
+    which = "" if len(bodies) == 1 else body.name
+    if ir.name_of(eqn) not in _UNSEEN:
+        path = (*path, frame_name(ir.name_of(eqn), which, body.trips))
+    return path, made
+
+
+def _inside(path: Path, outer: ir.Made, eqn: Any) -> tuple[Path, ir.Made, int]:
+    """The path of an equation in a body with this path, whose caller was made there."""
+    scope, made = ir.scope_of(eqn), ir.made_in(eqn)
+    known = len(outer.layers)
+    if made.layers[:known] != outer.layers or not made.key:
+        # JAX keeps the jaxpr of a function that it traced in another layer's call.
+        made = outer
+    layers = () if made.has_scopes else made.layers[known:]
+    backward = (BACKWARD,) if is_backward(scope) and BACKWARD not in path else ()
+    # einsum opens a scope with its own formula, and equinox one with the class of a layer.
+    classes = {layer.rpartition(" ")[2] for layer in made.layers if not made.has_scopes}
+    scopes = (
+        part
+        for part in clean_scope(scope).split("/")
+        if part and "->" not in part and part.rpartition(".")[2] not in classes
+    )
+    return (*path, *backward, *scopes, *layers), made, len(layers)
+
+
+# ---------------------------------------------------------------- folding
+
+
+def folded(found: Sequence[Place], *, alone: bool) -> dict[int, Path]:
+    """For each row its path, in which repeated layers are one that says how many they are.
+
+    Args:
+        found: the places.
+        alone: whether only layers of one structure are one; otherwise all whose names differ in
+            their numbers alone.
+    """
+    structure = _structures(found) if alone else collections.defaultdict[Path, Any](int)
+    names = _names({place.path for place in found}, structure, _REPEATED if alone else 2)
+    paths = {place.row: names[place.path] for place in found}
+    return _counted(found, paths)
+
+
+def _structures(found: Sequence[Place]) -> dict[Path, Any]:
+    """What is in each layer: its products, and if it has none all equations."""
+    inside: dict[Path, list[Counter[Any]]] = {}
+    for place in found:
+        for i in range(1, len(place.path) + 1):
+            products, all_ = inside.setdefault(place.path[:i], [Counter(), Counter()])
+            entry = place.path[i:], place.primitive, place.shapes
+            all_[entry] += 1
+            if op(place.primitive).kind is OpKind.COMPUTE:
+                products[entry] += 1
+    return {
+        path: frozenset((products or all_).items()) for path, (products, all_) in inside.items()
+    }
+
+
+def _names(paths: Iterable[Path], structure: dict[Path, Any], least: int) -> dict[Path, Path]:
+    """For each path and all around it the path with repeated layers as one."""
+    prefixes = {path[:i] for path in paths for i in range(len(path) + 1)}
+    children: dict[Path, list[Path]] = collections.defaultdict(list)
+    for path in sorted(prefixes, key=lambda path: (len(path), _by_number(path))):
+        if path:
+            children[path[:-1]].append(path)
+    names: dict[Path, Path] = {(): ()}
+    for parent, below in children.items():  # shorter ones first
+        groups: dict[Any, list[Path]] = collections.defaultdict(list)
+        for path in below:
+            is_loop = " trips" in path[-1]
+            groups[path[-1] if is_loop else (alike(path[-1]), structure[path])].append(path)
+        stems = Counter(key[0] for key in groups if isinstance(key, tuple))
+        for key, group in groups.items():
+            is_one = isinstance(key, tuple) and len(group) >= least
+            for path in group:
+                label = path[-1]
+                if is_one:
+                    label = _together([p[-1] for p in group], whole=stems[key[0]] == 1)
+                names[path] = (*names[parent], label)
+    return names
+
+
+def _by_number(path: Path) -> list[Any]:
+    return [
+        [(int(text), "") if text.isdecimal() else (-1, text) for text in re.split(r"(\d+)", part)]
+        for part in path
+    ]
+
+
+def _together(labels: Sequence[str], *, whole: bool) -> str:
+    if not whole:
+        return f"{labels[0]} \u2026 {labels[-1]} \u00d7{len(labels)}"
+    return f"{re.sub(r'[_ ]?[*]$', '', alike(labels[0])) or '*'} \u00d7{len(labels)}"
+
+
+def _counted(found: Sequence[Place], paths: dict[int, Path]) -> dict[int, Path]:
+    """Paths in which a layer that the same line calls several times says how many times."""
+    own: dict[Path, Counter[Any]] = collections.defaultdict(Counter)
+    called: dict[Path, bool] = {}
+    for place in found:
+        path = paths[place.row]
+        own[path][place.made.calls, place.primitive, place.shapes] += 1
+        for i in range(len(path) + 1):
+            is_call = i > len(path) - place.in_layers
+            called[path[:i]] = called.get(path[:i], True) and is_call
+    # A layer is called as often as most of what is in it: its equations, and the layers inside.
+    inside: dict[Path, list[int]] = {
+        p: [_mode(own[p].values())] if p in own else [] for p in called
+    }
+    often: dict[Path, int] = {}
+    for path in sorted(called, key=len, reverse=True):
+        often[path] = _mode(inside[path])
+        inside.get(path[:-1], []).append(often[path])
+    labels: dict[Path, Path] = {(): ()}
+    for path in sorted(called, key=len):
+        *_, last = path or ("",)
+        if path:
+            around = path[:-1]
+            above = often[around] if called[around] and around else 1
+            n = often[path] // max(above, 1) if called[path] else 1
+            labels[path] = (*labels[around], last if n < 2 else f"{last} \u00d7{n}")
+    return {row: labels[path] for row, path in paths.items()}
+
+
+def _mode(counts: Iterable[int]) -> int:
+    """The most frequent count, and of several the smallest."""
+    found = Counter(counts)
+    return min(found, key=lambda n: (-found[n], n), default=1)
+
+
+Level = Callable[[Place], tuple[Path, Any, str]]
+"""For a place the path of its box, the box's key there, and its label."""

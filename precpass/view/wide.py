@@ -1,0 +1,33 @@
+"""The products that a policy leaves wide."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from precpass.jaxpr import Source
+
+__all__ = ["Wide"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wide:
+    """Equal products that a policy leaves in float32.
+
+    Attributes:
+        source: the user's line.
+        scope: the name scopes around them; "layer_*" for several that differ only in their
+            numbers.
+        what: primitive, operands and results.
+        reason: why they stay in float32.
+        remedy: how to change it.
+        times: the number of equations.
+        flops: the floating-point operations of all of them in one run.
+    """
+
+    source: Source
+    scope: str
+    what: str
+    reason: str
+    remedy: str
+    times: int
+    flops: float = 0.0
