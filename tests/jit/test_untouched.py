@@ -136,6 +136,7 @@ OTHERS = {
         "all_finite",
         "keep",
         "least_squares",
+        "master_copies",
         "scaled_optimizer",
         "skip_nonfinite",
         "solve",
