@@ -40,7 +40,12 @@ if TYPE_CHECKING:
         scaled_value_and_grad,
         skip_nonfinite,
     )
-    from precpass.numerics.loss_scale.optax_wrapper import ScaledState, scaled_optimizer
+    from precpass.numerics.loss_scale.optax_wrapper import (
+        MasterState,
+        ScaledState,
+        master_copies,
+        scaled_optimizer,
+    )
     from precpass.numerics.loss_scale.scale import (
         DynamicLossScale,
         LossScale,
@@ -90,6 +95,7 @@ __all__ = [
     "LeastSquares",
     "LinearSolve",
     "LossScale",
+    "MasterState",
     "Mixed",
     "NoOpLossScale",
     "NonFinite",
@@ -116,6 +122,7 @@ __all__ = [
     "explain",
     "keep",
     "least_squares",
+    "master_copies",
     "monitor",
     "scaled_optimizer",
     "scaled_value_and_grad",
@@ -136,6 +143,8 @@ _IMPORTED_WHEN_USED = {
     "all_finite": "precpass.numerics.loss_scale.gradients",
     "scaled_value_and_grad": "precpass.numerics.loss_scale.gradients",
     "skip_nonfinite": "precpass.numerics.loss_scale.gradients",
+    "MasterState": "precpass.numerics.loss_scale.optax_wrapper",
+    "master_copies": "precpass.numerics.loss_scale.optax_wrapper",
     "ScaledState": "precpass.numerics.loss_scale.optax_wrapper",
     "scaled_optimizer": "precpass.numerics.loss_scale.optax_wrapper",
     "DynamicLossScale": "precpass.numerics.loss_scale.scale",

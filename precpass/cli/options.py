@@ -248,16 +248,22 @@ def _conflict(options: argparse.Namespace) -> str:
         return f"--plan {options.plan} has the policy that it was saved under: leave --policy out"
     if options.json and getattr(options, "color", "") == "always":
         return "--json has no colours: leave --color always out"
-    if name == "diff" and options.json and options.between is not None:
-        return "--between has no JSON: take the diff of each policy"
-    if name == "diff" and options.json and options.level not in (None, "equations"):
-        return f"--json has an entry for each equation, at no other level: not {options.level}"
-    if name == "diff" and options.between is not None and options.level == "jaxpr":
-        return "--between compares plans: give --level lines or --level equations"
-    if name == "diff" and options.bookkeeping and options.level != "jaxpr":
-        return "--bookkeeping is of jaxprs: give --level jaxpr too"
+    if name == "diff" and (why := _conflict_of_diff(options)):
+        return why
     if getattr(options, "seed", None) is not None and options.example is not None:
         return "--seed is of what is drawn for shapes, and --example gives arrays: leave it out"
+    return ""
+
+
+def _conflict_of_diff(options: argparse.Namespace) -> str:
+    if options.json and options.between is not None:
+        return "--between has no JSON: take the diff of each policy"
+    if options.json and options.level not in (None, "equations"):
+        return f"--json has an entry for each equation, at no other level: not {options.level}"
+    if options.between is not None and options.level == "jaxpr":
+        return "--between compares plans: give --level lines or --level equations"
+    if options.bookkeeping and options.level != "jaxpr":
+        return "--bookkeeping is of jaxprs: give --level jaxpr too"
     return ""
 
 

@@ -82,6 +82,7 @@ from precpass.jaxpr.primitives.rounded import (
 )
 from precpass.jaxpr.primitives.undifferentiated import undifferentiated
 from precpass.jaxpr.printing import Printer, Shown, fingerprint
+from precpass.jaxpr.promoted import with_promoted_operands
 from precpass.jaxpr.reading import (
     Source,
     applies_function,
@@ -252,6 +253,7 @@ __all__ = [
     "with_border_copies_in_order",
     "with_dtype",
     "with_operand",
+    "with_promoted_operands",
     "with_results_in",
     "with_rewritten_rules",
     "without_consts",

@@ -64,7 +64,10 @@ class Written:
 
         # Even if the user disabled jit, the plan is that of the program with its loops.
         with tracing(region, policy), jax.disable_jit(False):
-            return ir.trace_call(call, leaves)
+            traced = ir.trace_call(call, leaves)
+            if policy is None or not policy.parameters.is_low:
+                return traced
+            return traced._replace(jaxpr=ir.with_promoted_operands(traced.jaxpr))
 
     def rewritten(self, region: Region, policy: PrecisionPolicy, scope: str) -> Callable[..., Any]:
         """The function under a policy; when it is traced, it is planned and rewritten."""

@@ -185,6 +185,9 @@ GIVEN_ARRAYS: dict[str, Callable[[Any], Any]] = {
     "scaled_optimizer": lambda tree: (o := pp.scaled_optimizer(optax.adam(1e-2))).update(
         tree, o.init(tree), tree
     ),
+    "master_copies": lambda tree: (o := pp.master_copies(optax.adam(1e-2))).update(
+        tree, o.init(tree), tree
+    ),
     "least_squares": lambda tree: pp.least_squares(lambda w, x: (x @ w["w"]).sum(0), tree, X),
     "solve": lambda tree: pp.solve(tree["w"], X[:4]),
 }

@@ -1,4 +1,4 @@
-"""Loss scaling as a wrapper around an optax optimizer."""
+"""Loss scaling, and float32 copies of low parameters, as wrappers around an optax optimizer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from precpass.numerics.loss_scale.gradients import Axes, all_finite, skip_nonfinite
 from precpass.numerics.loss_scale.scale import DynamicLossScale, LossScale
 from precpass.numerics.loss_scale.trees import unscaled
+from precpass.policy.casts import cast_leaves
+from precpass.policy.precision import Precision
 
 if TYPE_CHECKING:
     import optax
 
-__all__ = ["ScaledState", "scaled_optimizer"]
+__all__ = ["MasterState", "ScaledState", "master_copies", "scaled_optimizer"]
 
 
 class ScaledState(NamedTuple):
@@ -78,5 +80,67 @@ def scaled_optimizer(
         new, after = skip_nonfinite(finite, (new, after), (nothing, state.inner))
         skipped = jnp.where(finite, state.skipped, state.skipped + 1)
         return new, ScaledState(state.scale.adjusted(finite), after, skipped)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class MasterState(NamedTuple):
+    """The state of an optimizer of parameters that are stored in 16 bits.
+
+    Attributes:
+        master: the parameters in float32.
+        inner: the optimizer's own state, of the float32 parameters.
+    """
+
+    master: Any
+    inner: Any
+
+
+def master_copies(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """An optax optimizer of parameters in 16 bits, which adds its updates up in float32.
+
+    Most updates are smaller than half a unit in the last place of a bfloat16 parameter, and would
+    be lost. So the state holds the parameters in float32 too. An update is the difference, in
+    float32, between the new float32 parameters and the stored ones, which `optax.apply_updates`
+    rounds once.
+
+    Args:
+        optimizer: an optax optimizer; `scaled_optimizer(...)` for gradients of a scaled loss.
+
+    Raises:
+        ModuleNotFoundError: if optax is not installed.
+        ValueError: of `update`, without the parameters.
+
+    Examples:
+        >>> import optax
+        >>> optimizer, weight = master_copies(optax.sgd(2.0**-10)), jnp.bfloat16(1.0)
+        >>> state = optimizer.init(weight)
+        >>> for _ in range(8):  # one step alone is lost to rounding
+        ...     updates, state = optimizer.update(jnp.bfloat16(1.0), state, weight)
+        ...     weight = (weight.astype(jnp.float32) + updates).astype(jnp.bfloat16)
+        >>> float(state.master), float(weight)
+        (0.9921875, 0.9921875)
+    """
+    import optax
+
+    wrapped = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> MasterState:
+        master = cast_leaves(params, Precision.F32)
+        return MasterState(master, wrapped.init(master))
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, MasterState]:
+        if params is None:
+            raise ValueError("master_copies: give the parameters, update(gradient, state, params)")
+        gradient = cast_leaves(updates, Precision.F32)
+        steps, inner = wrapped.update(gradient, state.inner, state.master, **extra)
+        master = optax.apply_updates(state.master, steps)
+        stored = cast_leaves(params, Precision.F32)
+        differences = jax.tree.map(lambda new, old: new - old, master, stored)
+        return differences, MasterState(master, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
