@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
+from jax.typing import DTypeLike
 
 from precpass.policy.casts import cast_leaves
 from precpass.policy.precision import Precision
@@ -179,7 +179,7 @@ class PrecisionPolicy:
         """A pytree with its floating arrays in the format of parameters, `p` of the text form.
 
         Examples:
-            >>> import numpy as np
+            >>> from jax.typing import DTypeLike
             >>> PrecisionPolicy.parse("p=bf16").cast_to_param({"w": np.ones(2)})["w"].dtype
             dtype(bfloat16)
         """
@@ -344,7 +344,7 @@ AutoMixed = AutoMixedF16
 AutoMixedConservative = AutoMixedConservativeF16
 """Another name of `AutoMixedConservativeF16`, which says its format."""
 
-PolicyLike = PrecisionPolicy | Precision | str | np.dtype[Any] | type[Any]
+PolicyLike = PrecisionPolicy | Precision | DTypeLike
 """What `PrecisionPolicy.parse` reads: a policy, a preset's name, a precision or dtype, a text."""
 
 PRESETS: dict[str, PrecisionPolicy] = {
