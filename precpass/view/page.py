@@ -56,20 +56,12 @@ def folded(head: str | Line, body: str, *, is_open: bool = False) -> str:
     return f"<details{_OPEN if is_open else ''}><summary>{spans(line)}</summary>{body}</details>"
 
 
-def table(
-    heads: Sequence[str],
-    cells: Sequence[Sequence[str]],
-    *,
-    caption: str = "",
-    figures: bool = False,
-) -> str:
+def table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     """A table of plain text.
 
     Args:
         heads: the columns' headings.
         cells: the rows.
-        caption: the text above it.
-        figures: whether all columns but the first hold figures, which are aligned to the right.
     """
 
     def row(tag: str, texts: Sequence[str]) -> str:
@@ -77,10 +69,8 @@ def table(
         cells = (f"{start}{spans([(text, '')])}</{tag}>" for text in texts)
         return f"<tr>{''.join(cells)}</tr>"
 
-    opening = '<table class="figures">' if figures else "<table>"
-    title = f"<caption>{spans([(caption, '')])}</caption>" if caption else ""
     body = "".join(row("td", texts) for texts in cells)
-    return f"{opening}{title}<thead>{row('th', heads)}</thead><tbody>{body}</tbody></table>"
+    return f"<table><thead>{row('th', heads)}</thead><tbody>{body}</tbody></table>"
 
 
 def policy_page(policy: PrecisionPolicy) -> str:

@@ -33,9 +33,6 @@ max-width: 1200px; --low: #2f9e6e; --wide: #e08c00; --bad: #ca244d; --mid: #4c8f
 .precpass table { font-size: inherit; }
 .precpass td, .precpass th { text-align: left; padding: 1px 10px 1px 0; }
 .precpass caption { text-align: left; padding-bottom: 4px; }
-.precpass .figures { display: block; overflow-x: auto; }
-.precpass .figures td, .precpass .figures th { text-align: right; white-space: nowrap; }
-.precpass .figures tr > :first-child { text-align: left; }
 .precpass .head { font-weight: bold; margin-bottom: 6px; }
 .precpass .bar { display: flex; height: 14px; border-radius: 4px; overflow: hidden; }
 .precpass .fill { display: block; min-width: 2px; }
