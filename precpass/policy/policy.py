@@ -179,7 +179,7 @@ class PrecisionPolicy:
         """A pytree with its floating arrays in the format of parameters, `p` of the text form.
 
         Examples:
-            >>> from jax.typing import DTypeLike
+            >>> import numpy as np
             >>> PrecisionPolicy.parse("p=bf16").cast_to_param({"w": np.ones(2)})["w"].dtype
             dtype(bfloat16)
         """
