@@ -107,3 +107,9 @@ def test_it_is_said_once_at_a_place():
         for _ in range(3):
             jax.grad(pp.auto_mixed(lambda w: loss(w, X), "f16"))(W)
     assert len(caught) == 1
+
+
+def test_a_comparison_shows_the_error_and_does_not_warn():
+    compared = pp.compare(jax.grad(loss), ["AutoMixedF16", "AutoMixedBf16"], rounds=0)
+    assert said(lambda: compared(W, X)) == []
+    assert said(lambda: pp.auto_mixed(jax.grad(loss), "AutoMixedF16")(W, X))

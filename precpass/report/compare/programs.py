@@ -20,6 +20,7 @@ from precpass.jit.mixed import Mixed
 from precpass.jit.nnx import has_nodes
 from precpass.measure.execute import Executable, Timing, compiled, interleaved, is_jitted
 from precpass.measure.traffic import Traffic
+from precpass.policy.float16 import unscaled_on_purpose
 from precpass.policy.policy import PRESETS, PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.text import is_precision
@@ -216,11 +217,12 @@ class Subject:
         """The compiled program of a row."""
         call = self.call(made[1])
         if self.target is None:
-            return Program(made[0], call, compiled(call.fn, *call.args, **call.kwargs))
+            with unscaled_on_purpose():
+                return Program(made[0], call, compiled(call.fn, *call.args, **call.kwargs))
         args, kwargs = call.declared.map(
             lambda x, _: abstract_on(self.target, x), call.args, call.kwargs
         )
-        with planned_for(self.target):
+        with planned_for(self.target), unscaled_on_purpose():
             return Program(made[0], call, compiled(call.fn, *args, **kwargs), self.target)
 
     def call(self, entry: PrecisionPolicy | Callable[..., Any]) -> Call:
