@@ -208,6 +208,7 @@ MEANS = ("program", *(f"{f}{m}" for f in RATIOS for m in ("", ", worst")), "prog
 
 def result(options: argparse.Namespace, cells: Sequence[TargetCell]) -> dict[str, Any]:
     """The run as a file of scripts/results."""
+    others = ", ".join(f"{name}: {size}" for name, size in ERROR_SIZES.items())
     versions = f"jax {jax.__version__}, Python {sys.version.split()[0]}, {cpu_info().model}"
     return {
         "title": f"Compiled for {options.target}",
@@ -216,7 +217,7 @@ def result(options: argparse.Namespace, cells: Sequence[TargetCell]) -> dict[str
             f"{versions}, models of size {options.size}, compiled and not run: bytes that kernels "
             "move, the compiler's estimated cycles and temp memory, to float32. On a GPU every "
             "product is a cublasLt call, or one of Triton's kernels. Errors: of models of size "
-            f"{options.error_size} (jraph: medium), against float64, evaluated on a CPU as planned "
+            f"{options.error_size} ({others}), against float64, evaluated on a CPU as planned "
             f"for the target, medians over {BATCHES} batches."
         ),
         "parts": [

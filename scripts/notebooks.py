@@ -114,7 +114,7 @@ def complaints(notebook: NotebookNode) -> list[str]:
 
 
 _MACHINE = re.compile(
-    r"(?:ipykernel_|/home/|/tmp/|/root/|site-packages|C:\\\\)\S{0,60}| at 0x[0-9a-f]{6,}"
+    r"(?:ipykernel_|/(?:home|tmp|root)/|site-packages|C:\\\\)\S{0,60}| at 0x[0-9a-f]{6,}"
 )
 
 

@@ -51,7 +51,10 @@ def made_in(eqn: Eqn) -> Made:
     return Made() if traceback is None else _made(traceback)
 
 
-_OPENS_SCOPES = re.compile(r"[/\\](?:flax[/\\]linen|haiku)[/\\]")
+_OPENS_SCOPES = re.compile(
+    r"[/\\](?:(?:flax[/\\]linen|haiku)[/\\]|precpass[/\\]jit[/\\]layers\.py$)"
+)
+"""Files that open a name scope for each layer; ours does under a rule that names layers."""
 _WRAPS = re.compile(
     r"[/\\](?:flax[/\\]nnx[/\\](?:transforms|graph|extract|object|pytreelib)|"
     r"equinox[/\\](?:_jit|_ad|_vmap_pmap|_module|_eval_shape|internal)|contextlib|functools)"
@@ -65,8 +68,9 @@ def _made(traceback: Any) -> Made:
     calls = list(zip(codes, at, strict=True))[::-1]  # outermost first
     # What is outside of the call by which this package traces the function is no part of it.
     own = (i for i, (code, _) in enumerate(calls) if is_own(code.co_filename))
-    calls = [c for c in calls[next(own, 0) :] if not is_foreign(c[0].co_filename)]
+    calls = calls[next(own, 0) :]
     has_scopes = any(_OPENS_SCOPES.search(code.co_filename) for code, _ in calls)
+    calls = [c for c in calls if not is_foreign(c[0].co_filename)]
     calls = [c for c in calls if not _WRAPS.search(c[0].co_filename)]
     layers: list[str] = []
     inside = 0

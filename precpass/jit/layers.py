@@ -10,6 +10,9 @@ object for the same module. Where such a one is called, it is the only module of
 its arrays' shapes inside of the module that is running; if there are several, its name is that of
 its class.
 
+The Python calls that JAX records with each equation, which pictures read, would need no such
+methods; but they say `layers[i]` where a rule asks for `layers/3`.
+
 Nothing here imports flax or equinox: without them there is no module to be named.
 """
 

@@ -220,7 +220,7 @@ class _ResultFormats:
         What tells sums of it and others apart counts too. A difference behind a sum does not: it is
         as exact as the other terms, and a layer norm subtracts the mean of every residual stream.
         """
-        for reader in self._reach.readers(body, var, _hands_on_or_scales):
+        for reader in self._reach.readers(body, var, _hands_on_casts_or_scales):
             is_difference = reader.eqn is not None and reader.eqn.primitive.name == "sub"
             if is_difference and not (self._is_dead(reader) or self._reach.is_shift(reader)):
                 return True
@@ -231,12 +231,12 @@ class _ResultFormats:
         return self._dead[self._reach.row_of(reader)]
 
 
-def _hands_on_or_scales(eqn: ir.Eqn, var: ir.Var) -> bool:
+def _hands_on_casts_or_scales(eqn: ir.Eqn, var: ir.Var) -> bool:
     return hands_on(eqn, var) or _scales(eqn)
 
 
 def _hands_on_or_adds(eqn: ir.Eqn, var: ir.Var) -> bool:
-    return _hands_on_or_scales(eqn, var) or eqn.primitive.name in ("add", "add_any", "mul")
+    return _hands_on_casts_or_scales(eqn, var) or eqn.primitive.name in ("add", "add_any", "mul")
 
 
 def _has_low_results(decision: Decision) -> bool:

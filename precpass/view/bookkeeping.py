@@ -81,6 +81,9 @@ def _border_copies(graph: Graph, ids: list[int]) -> tuple[dict[Key, Any], dict[K
     for value, row in zip(graph.sources.tolist(), graph.targets.tolist(), strict=True):
         readers[value].append(row)
     producers = graph.producers.tolist()
+    behind: dict[int, list[int]] = collections.defaultdict(list)
+    for value, row in enumerate(producers):
+        behind[row] += readers[value]
     same: dict[Key, Any] = {}
     formats: dict[Key, str] = {}
     seen = set[int]()
@@ -92,7 +95,11 @@ def _border_copies(graph: Graph, ids: list[int]) -> tuple[dict[Key, Any], dict[K
         casts = {row for v in group for row in (producers[v], *readers[v]) if row >= 0}
         casts -= set(graph.children)
         low = {_low_format(graph.eqns[row]) for row in casts}
-        detached = any(_is_detached(graph, readers, row) for row in casts)
+        # Readers of a copy's float take it without its derivative; other bitcasts are the user's.
+        detached = any(
+            behind[row] and all(ir.is_detach(graph.eqns[reader]) for reader in behind[row])
+            for row in casts
+        )
         if len(low) != 1 or None in low or not detached:
             continue
         (precision,) = low
@@ -120,13 +127,6 @@ def _low_format(eqn: Any) -> Precision | None:
         return None
     ends = (ir.precision_of(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
     return next((p for p in ends if p is not None), None)
-
-
-def _is_detached(graph: Graph, readers: dict[int, list[int]], row: int) -> bool:
-    """Whether all readers of an equation's result take it without its derivative."""
-    results = np.flatnonzero(graph.producers == row).tolist()
-    rows = [reader for value in results for reader in readers[value]]
-    return bool(rows) and all(ir.is_detach(graph.eqns[reader]) for reader in rows)
 
 
 # ---------------------------------------------------------------- what only derivatives read

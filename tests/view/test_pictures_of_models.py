@@ -169,3 +169,12 @@ def test_layers_of_one_shape_are_one_and_others_are_not():
     found = pp.inspect(model.apply)(jax.eval_shape(model.init, jax.random.key(0), x), x)
     shown = texts(ET.fromstring(found.draw(graphviz=False, boxes=20).svg))
     assert {"Dense_0 \u2026 Dense_3 \u00d74", "Dense_4", "Dense_5"} <= set(shown)
+
+
+def test_under_a_rule_that_names_layers_each_layer_is_one_box():
+    model = eqx.nn.MLP(8, 8, 16, depth=2, key=jax.random.key(0))
+    policy = pp.AutoMixedBf16.with_rules(pp.Rule(module="layers/1", precision="f32"))
+    inspection = pp.inspect(lambda model, x: jax.vmap(model)(x), policy)(model, jnp.ones((4, 8)))
+    shown = texts(ET.fromstring(inspection.draw(graphviz=False).svg))
+    assert {"layers", "0", "1", "2"} <= set(shown)
+    assert not any("Linear" in text or "MLP" in text for text in shown)

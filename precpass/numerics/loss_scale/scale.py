@@ -87,8 +87,8 @@ def _pytree(cls: type[Any]) -> type[Any]:
 Tree = TypeVar("Tree")
 
 
-class _JmpNames:
-    """The names that jmp has for what a loss scale does."""
+class _Scale:
+    """What all loss scales have: jmp's names, and that making one silences the warning."""
 
     value: Any
 
@@ -124,7 +124,7 @@ class _JmpNames:
 
 @_pytree
 @dataclasses.dataclass(frozen=True)
-class NoOpLossScale(_JmpNames):
+class NoOpLossScale(_Scale):
     """No scaling, for programs in bfloat16 or float32: it has no leaves, and multiplies by one.
 
     Examples:
@@ -144,7 +144,7 @@ class NoOpLossScale(_JmpNames):
 
 @_pytree
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale(_JmpNames):
+class StaticLossScale(_Scale):
     """A scale that does not change.
 
     Attributes:
@@ -167,7 +167,7 @@ class StaticLossScale(_JmpNames):
 
 @_pytree
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale(_JmpNames):
+class DynamicLossScale(_Scale):
     """A scale that is halved where the gradient overflows and doubled after many steps without.
 
     The defaults and the steps are those of torch.amp.GradScaler (torch 2,

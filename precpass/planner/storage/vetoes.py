@@ -248,31 +248,28 @@ def is_read_exactly_behind(program: Eligibility, values: StorageClass) -> str | 
     """
     for row in values.written:
         body, result = int(program.graph.body[row]), program.graph.eqns[row].outvars[0]
-        for reader in program.reach.readers(body, result, _hands_on_or_scales):
+        for reader in program.reach.readers(body, result, _hands_on_or_scales_by_number):
             if reader.eqn is None:
                 return "is returned, or a loop's state, behind equations that hand it on"
-            is_sum = reader.eqn is not None and op(reader.eqn.primitive.name).adds
             if (
-                is_sum
+                op(reader.eqn.primitive.name).adds
                 and not program.is_backward(reader.body, program.reach.row_of(reader))
                 and _adds_arrays(program, row)
             ):
                 return "is a sum that is added to"
         for reader in program.reach.readers(body, result, _hands_on_or_multiplies):
-            if reader.eqn is None or program.dead[program.reach.row_of(reader)]:
+            if reader.eqn is None or program.dead[at := program.reach.row_of(reader)]:
                 continue
             name = reader.eqn.primitive.name
             table = op(name)
             magnifies = name == "sub" or (table.full_precision and table.kind is OpKind.ELEMENTWISE)
-            if magnifies or tells_apart(reader.eqn):
-                at = program.reach.row_of(reader)
-                is_harmless = program.reach.is_shift(reader) or _is_complement(program, values, at)
-                if not is_harmless:
-                    return f"is read by {name} behind equations that hand it on"
+            is_harmless = program.reach.is_shift(reader) or _is_complement(program, values, at)
+            if (magnifies or tells_apart(reader.eqn)) and not is_harmless:
+                return f"is read by {name} behind equations that hand it on"
     return None
 
 
-def _hands_on_or_scales(eqn: ir.Eqn, var: ir.Var) -> bool:
+def _hands_on_or_scales_by_number(eqn: ir.Eqn, var: ir.Var) -> bool:
     is_scaling = op(eqn.primitive.name).scales and any(map(ir.is_literal, eqn.invars))
     return is_scaling or hands_on(eqn, var)
 

@@ -216,12 +216,9 @@ class Subject:
     def program(self, made: Made) -> Program:
         """The compiled program of a row."""
         call = self.call(made[1])
-        if self.target is None:
-            with unscaled_on_purpose():
-                return Program(made[0], call, compiled(call.fn, *call.args, **call.kwargs))
-        args, kwargs = call.declared.map(
-            lambda x, _: abstract_on(self.target, x), call.args, call.kwargs
-        )
+        args, kwargs = call.args, call.kwargs
+        if self.target is not None:
+            args, kwargs = call.declared.map(lambda x, _: abstract_on(self.target, x), args, kwargs)
         with planned_for(self.target), unscaled_on_purpose():
             return Program(made[0], call, compiled(call.fn, *args, **kwargs), self.target)
 

@@ -111,12 +111,8 @@ def _inside(path: Path, outer: ir.Made, eqn: Any) -> tuple[Path, ir.Made, int]:
     layers = () if made.has_scopes else made.layers[known:]
     backward = (BACKWARD,) if is_backward(scope) and BACKWARD not in path else ()
     # einsum opens a scope with its own formula, and equinox one with the class of a layer.
-    classes = {layer.rpartition(" ")[2] for layer in made.layers if not made.has_scopes}
-    scopes = (
-        part
-        for part in clean_scope(scope).split("/")
-        if part and "->" not in part and part.rpartition(".")[2] not in classes
-    )
+    parts = filter(None, clean_scope(scope).split("/"))
+    scopes = (part for part in parts if "->" not in part and not part.startswith("eqx.nn."))
     return (*path, *backward, *scopes, *layers), made, len(layers)
 
 
