@@ -70,7 +70,7 @@ class _Itself:
 class Shown:
     """What of a jaxpr is printed, and under which names.
 
-    A body is meant by the `id` of its opened jaxpr, and a variable is one of a body.
+    The `id` of its opened jaxpr stands for a body, and a pair of that and a variable for a value.
 
     Attributes:
         same: variables that are printed as another variable or literal of their body.

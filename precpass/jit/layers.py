@@ -29,7 +29,7 @@ import jax
 
 from precpass.policy.policy import PrecisionPolicy
 
-__all__ = ["asks_for_layers", "meet", "naming_layers"]
+__all__ = ["asks_for_layers", "name_root_modules", "naming_layers"]
 
 
 def asks_for_layers(policy: PrecisionPolicy | None) -> bool:
@@ -50,12 +50,12 @@ def naming_layers() -> Generator[None]:
         _CLASSES.put_back()
 
 
-def meet(args: Any, kwargs: Any) -> None:
+def name_root_modules(args: Any, kwargs: Any) -> None:
     """Gives the modules among a function's arguments their names, each as the root of a model."""
     trace = _here.trace
     if trace is not None:
         for _, module in _modules((args, kwargs), ""):
-            trace.meet(module, "")
+            trace.name_all(module, "")
 
 
 # ---------------------------------------------------------------- the modules of a model
@@ -89,7 +89,7 @@ class _Trace:
         self.known: dict[int, tuple[Any, str]] = {}
         self.running: list[str] = []
 
-    def meet(self, module: Any, path: str) -> None:
+    def name_all(self, module: Any, path: str) -> None:
         """Names a module and all inside of it; one that is known keeps its name."""
         todo = [(path, module)]
         while todo:
@@ -104,7 +104,7 @@ class _Trace:
     def path(self, module: Any) -> str:
         """The path of a module that is called."""
         if id(module) not in self.known:
-            self.meet(module, self._path_of_unknown(module))
+            self.name_all(module, self._path_of_unknown(module))
         return self.known[id(module)][1]
 
     def _path_of_unknown(self, module: Any) -> str:

@@ -14,7 +14,7 @@ from precpass.jaxpr.weak import Recent, WeakIdMap
 from precpass.jit import nnx as stateful
 from precpass.jit.arguments import Declared, Static, results, unwrapped
 from precpass.jit.calls import Crossing, name_of
-from precpass.jit.layers import meet
+from precpass.jit.layers import name_root_modules
 from precpass.jit.program import Program
 from precpass.jit.region import Region
 from precpass.policy.policy import PrecisionPolicy
@@ -155,7 +155,7 @@ def _crossed(fn: Callable[..., Any], crossing: Crossing) -> Callable[..., Any]:
         args, kwargs = crossing.declared.map(
             lambda x, _: unwrapped(x), args, kwargs, static=_unwrapped_static
         )
-        meet(args, kwargs)
+        name_root_modules(args, kwargs)
         out, passes_through = results(borrowed.__wrapped__(*args, **kwargs), crossing.name)
         if passes_through:
             crossing.direct = False

@@ -11,7 +11,7 @@ from collections.abc import Generator
 from precpass.policy.caller import user_stacklevel
 from precpass.policy.policy import PrecisionWarning
 
-__all__ = ["see_scale", "unscaled_on_purpose", "warn_of_unscaled_gradient"]
+__all__ = ["note_loss_scale", "unscaled_on_purpose", "warn_of_unscaled_gradient"]
 
 _UNSCALED = (
     "a gradient is taken in float16 without a loss scale: cotangents below 6e-08 become zero. Take "
@@ -21,7 +21,7 @@ _UNSCALED = (
 _is_seen = False
 
 
-def see_scale() -> None:
+def note_loss_scale() -> None:
     """Notes that this process has made a loss scale."""
     global _is_seen
     _is_seen = True

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from precpass.numerics.loss_scale.trees import scaled, unscaled
-from precpass.policy.float16 import see_scale
+from precpass.policy.float16 import note_loss_scale
 
 __all__ = ["DynamicLossScale", "LossScale", "NoOpLossScale", "StaticLossScale"]
 
@@ -77,7 +77,7 @@ def _pytree(cls: type[Any]) -> type[Any]:
         scale = object.__new__(cls)
         for name, value in zip((*data, *meta), (*leaves, *static), strict=True):
             object.__setattr__(scale, name, value)
-        see_scale()
+        note_loss_scale()
         return scale
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
@@ -88,12 +88,12 @@ Tree = TypeVar("Tree")
 
 
 class _Scale:
-    """What all loss scales have: jmp's names, and that making one silences the warning."""
+    """The base of loss scales: it has jmp's names, and notes that the process uses a scale."""
 
     value: Any
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Any:
-        see_scale()
+        note_loss_scale()
         return super().__new__(cls)
 
     def scale(self, tree: Tree) -> Tree:
