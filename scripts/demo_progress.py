@@ -1,6 +1,6 @@
 """How far the demo is: a bar on a terminal, and elsewhere a line every ten seconds.
 
-It is not the command line's progress (`precpass.cli.progress`), which estimates nothing, because the
+The command line's progress (`precpass.cli.progress`) differs: it estimates nothing, because the
 budget of `bisect` is a maximum, and prints no line while nothing new is said.
 """
 
