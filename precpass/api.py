@@ -21,7 +21,7 @@ from precpass.plan.eqn_info import PlanSource
 from precpass.plan.file import policy_data
 from precpass.policy.casts import cast_leaves
 from precpass.policy.policy import PolicyLike, PrecisionPolicy, quietly
-from precpass.policy.precision import Precision
+from precpass.policy.precision import FORMATS, Precision
 from precpass.policy.profitability import parse_profitability
 from precpass.policy.text import precision_named
 
@@ -279,12 +279,12 @@ def cast_floating(tree: Tree, dtype: Any, policy: PolicyLike | None = None) -> T
         }
         return casts[dtype](tree)
     if precision_named(dtype) is None:
-        legal = ", ".join(repr(str(precision)) for precision in Precision)
+        legal = ", ".join(repr(str(precision)) for precision in FORMATS)
         raise ValueError(
             f"cast_floating(dtype={dtype!r}): legal are 'param', 'compute', 'output', and the "
             f"formats {legal}, also as dtypes"
         )
-    return cast_leaves(tree, Precision.parse(dtype))
+    return cast_leaves(tree, Precision.parse_format(dtype, "cast_floating(dtype)"))
 
 
 _FROM_OUTSIDE = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 import numpy as np
 
@@ -12,11 +13,13 @@ from precpass.jaxpr.binding import trace
 from precpass.jaxpr.reading import has_algorithm, out_avals
 from precpass.jaxpr.shardings import permuted
 from precpass.jaxpr.types import Aval, Eqn, Jaxpr
+from precpass.policy.precision import Precision
 
 __all__ = [
     "dot_numbers",
     "exchanged",
     "exchanged_order",
+    "multiplied_in",
     "permutation",
     "reordered",
     "transpose_p",
@@ -84,6 +87,30 @@ def exchanged(eqn: Eqn) -> Any:
             traced = trace(lambda *xs: eqn.primitive.bind(*xs, **params), rhs.aval, lhs.aval)
         (aval,) = out_avals(traced)
     return eqn.replace(invars=[rhs, lhs], outvars=[jex.Var(aval)], params=params)
+
+
+_HIGH = (jax.lax.Precision.HIGH,) * 2  # for both operands
+_HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
+_DOTS = {
+    # XLA reads HIGH as TF32 on an NVIDIA GPU, and as three passes of bfloat16 on a TPU. The preset
+    # TF32_TF32_F32 is refused by the compilers for CPUs and TPUs (seen on jax 0.10.2 and 0.12.0).
+    Precision.TF32: _HIGH,
+    Precision.BF16X3: jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
+    Precision.BF16X6: jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+    Precision.F32_EXACT: _HIGHEST,
+}
+
+
+def multiplied_in(eqn: Eqn, precision: Precision) -> dict[str, Any]:
+    """The parameters of a product that is multiplied in a precision of products alone.
+
+    Every platform accepts them, so one exported program runs on all, each with at least the digits
+    that are asked for. The compilers know dot algorithms for `dot_general` only; for other products
+    an algorithm would be left out without a word, and HIGH is TF32 on a GPU.
+    """
+    of_others = _HIGH if precision is Precision.TF32 else _HIGHEST
+    is_dot = eqn.primitive is _dot_p
+    return {**eqn.params, "precision": _DOTS[precision] if is_dot else of_others}
 
 
 def with_operand(eqn: Eqn, side: int, operand: Any, numbers: Any) -> Any:

@@ -146,7 +146,9 @@ def _planned(
     def rewritten_under(policy: PrecisionPolicy) -> Any:
         return rewritten(call.jaxpr, planned(policy), current(), policy, scope)[0]
 
-    if policy.profitability != "compiled" or policy.lock is not None or not policy.lowers:
+    is_multiplied = policy.precision_for(OpKind.COMPUTE).is_multiplication
+    asks_nothing = policy.lock is not None or not policy.lowers or is_multiplied
+    if policy.profitability != "compiled" or asks_nothing:
         return planned(policy)
     if jax.process_count() > 1:
         # All processes must run one program, and might compile different ones.

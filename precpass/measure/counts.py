@@ -11,7 +11,7 @@ from precpass.analysis.equations import contracts
 from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
 from precpass.analysis.sizes import nbytes
-from precpass.policy.precision import Precision
+from precpass.policy.precision import FORMATS
 from precpass.policy.primitives import OpKind, op
 
 __all__ = ["LOW_FORMATS", "Counts", "count", "format_of"]
@@ -70,7 +70,7 @@ class Counts:
         )
 
 
-LOW_FORMATS = frozenset(str(p) for p in Precision if p.is_low)
+LOW_FORMATS = frozenset(str(p) for p in FORMATS if p.is_low)
 """The formats of 16 bits, by their names in plans and counts."""
 
 

@@ -86,6 +86,8 @@ class Instruction:
         text: what a constant holds; "" for others.
         trips: how often a loop runs, if the compiler wrote it down; else None.
         cycles: the TPU compiler's own estimate of one run; 0 where it has none.
+        multiplied: how a product's operands are multiplied, if that is not the default: "high",
+            "highest", or a dot algorithm such as "bf16_bf16_f32_x3".
     """
 
     name: str
@@ -103,6 +105,7 @@ class Instruction:
     text: str = ""
     trips: int | None = None
     cycles: int = 0
+    multiplied: str = ""
 
 
 # ---------------------------------------------------------------- reading a line
@@ -124,6 +127,9 @@ _INDEX = re.compile(r"\bindex=(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NO_CYCLES = 2**63 - 1
+# As attributes of a dot or a convolution, and in the configuration of a GPU's library call.
+_ALGORITHM = re.compile(r'\balgorithm=dot_(\w+)|"algorithm":"ALG_DOT_(\w+)"')
+_PRECISION = re.compile(r'\boperand_precision=\{(high\w*)|"operand_precision":\["(HIGH\w*)"')
 
 Frames = Mapping[int, tuple[str, str, int]]
 """Each stack frame's file, function and line."""
@@ -162,6 +168,7 @@ def instruction_of(line: str, frames: Frames) -> Instruction | None:
         text=inside if opcode[1] == "constant" else "",
         trips=_number(_TRIPS, rest) if opcode[1] == "while" else None,
         cycles=_cycles(rest),
+        multiplied=_multiplied(rest),
     )
 
 
@@ -178,6 +185,12 @@ def _cycles(rest: str) -> int:
     """The compiler's estimate of an instruction's cycles; 0 where it knows none."""
     cycles = _number(_CYCLES, rest) or 0
     return cycles if cycles < _NO_CYCLES else 0
+
+
+def _multiplied(rest: str) -> str:
+    """How a product's operands are multiplied; "" by default, and for all other instructions."""
+    found = _ALGORITHM.search(rest) or _PRECISION.search(rest)
+    return (found[1] or found[2]).lower() if found else ""
 
 
 def _number(pattern: re.Pattern[str], text: str) -> int | None:

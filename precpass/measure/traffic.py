@@ -34,12 +34,15 @@ class MatrixKernel:
         operands: the formats of its two factors, as HLO writes them: "bf16", "f32", ...
         results: the formats that its kernel writes: a fusion may cast the product's sums first.
         runs: how often such kernels run in one run of the program.
+        multiplied: how the operands are multiplied, if that is not the default: "high", "highest",
+            or a dot algorithm such as "bf16_bf16_f32_x3".
     """
 
     call: str
     operands: tuple[str, ...]
     results: tuple[str, ...]
     runs: int
+    multiplied: str = ""
 
     @property
     def is_low(self) -> bool:
@@ -47,7 +50,8 @@ class MatrixKernel:
         return all(Shape(dtype).bits <= 16 for dtype in self.operands)
 
     def __str__(self) -> str:
-        return f"{self.call} {' x '.join(self.operands)} -> {', '.join(self.results)}"
+        how = f", {self.multiplied}" if self.multiplied else ""
+        return f"{self.call} {' x '.join(self.operands)} -> {', '.join(self.results)}{how}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +109,10 @@ def traffic_of(text: str, platform: str = "cpu") -> Traffic:
     tally = _Tally(module, on_chip=1 if platform == "tpu" else -1)
     total = tally.of(module.computations[module.entry])
     products = tuple(
-        MatrixKernel(*kind, runs)
-        for kind, runs in sorted(total.products.items(), key=lambda item: (-item[1], item[0]))
+        MatrixKernel(call, factors, written, runs, how)
+        for (call, factors, written, how), runs in sorted(
+            total.products.items(), key=lambda item: (-item[1], item[0])
+        )
     )
     return Traffic(
         total.moved,
@@ -119,7 +125,7 @@ def traffic_of(text: str, platform: str = "cpu") -> Traffic:
     )
 
 
-_Kind = tuple[str, tuple[str, ...], tuple[str, ...]]
+_Kind = tuple[str, tuple[str, ...], tuple[str, ...], str]
 
 
 @dataclasses.dataclass
@@ -205,10 +211,10 @@ class _Tally:
         else:
             total.moved = self._unfused(instruction, operands)
             body = [(computation, instruction)]
-        for call, factors in _products(body):
+        for call, factors, how in _products(body):
             results = _without_workspace(instruction.shapes)
             written = dict.fromkeys(s.dtype for s in results)
-            kind = call, factors, tuple(written)
+            kind = call, factors, tuple(written), how
             total.products[kind] = total.products.get(kind, 0) + 1
         opcodes = {i.opcode for _, i in body} - _FREE - _VIEWS
         if opcodes and opcodes <= _MOVES and max(s.size for s in instruction.shapes) > 1:
@@ -279,8 +285,8 @@ def _flattened(module: Module, inner: Computation) -> Iterator[tuple[Computation
 
 def _products(
     body: Sequence[tuple[Computation, Instruction]],
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The products among instructions: each one's call and the formats of its factors."""
+) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """The products among instructions: each one's call, its factors' formats, and how."""
     for computation, instruction in body:
         is_call = instruction.opcode == "custom-call" and _LIBRARY_PRODUCT.search(
             instruction.target
@@ -289,7 +295,7 @@ def _products(
             factors = [s for o in computation.operands(instruction)[:2] for s in o.shapes[:1]]
             name = instruction.target.strip("_") if is_call else instruction.opcode
             if all(shape.bits for shape in factors) and factors:
-                yield name, tuple(shape.dtype for shape in factors)
+                yield name, tuple(shape.dtype for shape in factors), instruction.multiplied
 
 
 def _written(inner: Computation) -> list[Shape]:

@@ -21,6 +21,7 @@ __all__ = [
     "formats_of",
     "keep",
     "lower",
+    "multiply",
     "unchanged_plan",
     "widen",
 ]
@@ -52,6 +53,12 @@ def lower(kind: OpKind, target: Precision, results: Formats, reason: Reason) -> 
     stored_as = None if kind is OpKind.COMPUTE else target
     stored = tuple(stored_as if native else None for native in results)
     return Decision(Action.LOWER, kind, target, stored, reason)
+
+
+@functools.lru_cache(maxsize=4096)
+def multiply(target: Precision, results: Formats, reason: Reason) -> Decision:
+    """The decision to multiply the float32 operands of a product in another way."""
+    return Decision(Action.MULTIPLY, OpKind.COMPUTE, target, (None,) * len(results), reason)
 
 
 def widen(

@@ -13,7 +13,7 @@ import jax
 from precpass.plan.eqn_info import EqnInfo
 from precpass.plan.plan import Decision, Plan
 from precpass.policy.policy import OTHER_NAMES, PrecisionPolicy
-from precpass.policy.precision import Precision
+from precpass.policy.precision import FORMATS, Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.profitability import parse_profitability
 from precpass.policy.rules import Rule
@@ -36,7 +36,7 @@ __all__ = [
 FORMAT = 1
 """The version of the files that this module writes, and the newest that it reads."""
 
-_FLOATS = frozenset(map(str, Precision))
+_FLOATS = frozenset(map(str, FORMATS))
 
 
 def written(plan: Plan) -> str:

@@ -84,6 +84,9 @@ class Action(enum.Enum):
     (`Decision.stored`), and a product's operands may be exchanged (`Decision.product`)."""
     LOWER = "lower"
     """Evaluated in a lower precision."""
+    MULTIPLY = "multiply"
+    """A product of float32 operands with a float32 result, whose operands are multiplied in another
+    way than JAX's default (`Precision.is_multiplication`)."""
     WIDEN = "widen"
     """Evaluated in a higher precision than it was written in."""
     DROP = "drop"
@@ -259,8 +262,8 @@ class Plan:
 
     @functools.cached_property
     def lowers(self) -> bool:
-        """Whether any equation runs in a lower precision, here or in a body."""
-        return any(d.action is Action.LOWER for d in self.walk())
+        """Whether an equation, here or in a body, is lowered or multiplied in another way."""
+        return any(d.action in (Action.LOWER, Action.MULTIPLY) for d in self.walk())
 
     @functools.cached_property
     def has_float64_spans(self) -> bool:
@@ -359,6 +362,8 @@ class Plan:
         low = counts[OpKind.COMPUTE, Action.LOWER]
         stored = sum(d.stores_low for d in self.walk())
         stored_text = f"{stored} stored low, " if stored else ""
+        if others := counts[OpKind.COMPUTE, Action.MULTIPLY]:
+            stored_text = f"{others} multiplied in another way, {stored_text}"
         return (
             f"<Plan: {low} of {products} products lowered, {counted(lowered, 'equation')} lowered, "
             f"{stored_text}{sum(counts.values())} in all>"

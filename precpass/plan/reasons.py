@@ -110,7 +110,7 @@ class Reason:
             "keep('f32')"
         """
         reason = self
-        while reason.template in (STORED, UNCHECKED):
+        while reason.template in (STORED, UNCHECKED, RUNS_AS):
             (reason, *_) = reason.args
         return reason
 
@@ -270,6 +270,11 @@ GAINS_LITTLE = Template(
     "pays here, but all that pays would save {} of the products' {}",
     "order it by a Rule, or every product by profitability='always'",
 )
+PRODUCTS_ALONE = Template(
+    _TYPES,
+    "{} says how products are multiplied, and this is none",
+    "order another precision by a Rule",
+)
 PRESET = Template(
     _PRESET,
     "{}: {} in {}",
@@ -310,6 +315,11 @@ UNCHECKED = Template(
     _COST,
     "{}; a constant whose values cannot be read here is unchecked",
     "pass the constant as an argument, or keep its reader by keep('f32') or a Rule",
+)
+RUNS_AS = Template(
+    _COST,
+    "{}; {} is not on a {}, and {} runs instead",
+    "nothing: what runs has as many digits or more",
 )
 EXCHANGED = Template(
     _COST,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from precpass.plan import reasons
-from precpass.plan.decisions import drop, keep, lower, widen
+from precpass.plan.decisions import drop, keep, lower, multiply, widen
 from precpass.plan.plan import Decision
 from precpass.plan.reasons import DecidedBy, Reason
 from precpass.planner.guards import first_reason
@@ -56,7 +56,7 @@ def decide(query: Query, policy: PrecisionPolicy) -> Decision:
     if request.precision is Precision.F64:
         return _in_float64_region(_widened_to_float64(query, policy, request.reason), query)
     if (
-        request.precision is Precision.F32
+        (request.precision is Precision.F32 or request.precision.is_multiplication)
         and policy.widens
         and any(p.is_low for p in query.formats)
     ):
@@ -137,6 +137,8 @@ def _lowered(query: Query, policy: PrecisionPolicy, request: Request) -> Decisio
     if native not in policy.retypes:
         return _keep(query, reasons.NOT_RETYPED(native))
     target, is_order = request.precision, request.is_order
+    if target.is_multiplication:
+        return _multiplied(query, native, request)
     if not (target.is_low or (is_order and target.is_narrower_than(native))):
         return _keep(query, request.reason)
     if against := first_reason(query, target):
@@ -149,6 +151,19 @@ def _lowered(query: Query, policy: PrecisionPolicy, request: Request) -> Decisio
     if query.traits.is_unchecked:
         reason = reasons.UNCHECKED(reason)
     return lower(query.row.kind, target, query.results, reason)
+
+
+def _multiplied(query: Query, native: Precision, request: Request) -> Decision:
+    """The decision about an equation where a precision of products alone is asked for."""
+    if query.row.kind is not OpKind.COMPUTE:
+        return _keep(query, reasons.PRODUCTS_ALONE(request.precision))
+    if native is not Precision.F32:
+        return _keep(query, reasons.USERS_PRECISION())
+    if order := query.traits.user_order:
+        return _keep(query, reasons.USERS_ORDER(order))
+    if query.traits.sums_nothing:
+        return _keep(query, reasons.ELEMENTWISE_PRODUCT())
+    return multiply(request.precision, query.results, request.reason)
 
 
 def _moves_low(query: Query, low: Precision) -> bool:

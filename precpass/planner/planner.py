@@ -38,6 +38,10 @@ from precpass.policy.scopes import innermost_keep, is_fixed, join_scopes
 __all__ = ["Planner", "distinguish", "make_plan"]
 
 
+_COMPILERS = {"cuda": "gpu", "rocm": "gpu"}
+"""The names of the platforms that XLA's one compiler for GPUs serves."""
+
+
 def make_plan(
     jaxpr: ir.Jaxpr,
     policy: PrecisionPolicy,
@@ -64,7 +68,9 @@ def make_plan(
     has_low_results = platform in PLATFORMS and policy.results == "auto"
     writes = has_low_results and policy.low is Precision.BF16
     as_bits = platform not in PLATFORMS
-    planner = Planner(analysis, policy, scope, profit_model, writes=writes, as_bits=as_bits)
+    planner = Planner(
+        analysis, policy, scope, profit_model, writes=writes, as_bits=as_bits, platform=platform
+    )
     plan = planner.root(border)
     return with_low_results(plan, analysis) if has_low_results else plan
 
@@ -89,6 +95,7 @@ class Planner:
         writes: whether what the compiler's fusions write is stored in the low format where that
             loses no digits (`planner.storage.written`).
         as_bits: whether border copies are unsigned integers (`BorderCopy`).
+        platform: as for `make_plan`.
     """
 
     def __init__(
@@ -100,12 +107,14 @@ class Planner:
         *,
         writes: bool = False,
         as_bits: bool = True,
+        platform: str = "cpu",
     ) -> None:
         self.analysis = analysis
         self.graph = analysis.graph
         self.policy = policy
         self.scope = scope
         self._writes, self._as_bits = writes, as_bits
+        self._platform = _COMPILERS.get(platform, platform)
         self.notes: list[str] = []
         self.lowered: dict[Any, ir.Contents] = {}
         self.shared: dict[Any, Plan] = {}
@@ -214,6 +223,8 @@ class Planner:
 
     def _product(self, eqn: ir.Eqn, body: int, decision: Decision) -> Decision:
         """The decision for a product, if it pays by itself, with the form that it has."""
+        if decision.action is Action.MULTIPLY:
+            return self._multiplied(eqn, decision)
         if decision.action is not Action.LOWER or decision.compute is None:
             return decision
         # A product that a rule, a region or a saved plan orders is lowered even if it does not pay.
@@ -225,6 +236,17 @@ class Planner:
         if not (lhs or rhs):
             return decision
         return dataclasses.replace(decision, product=ProductForm(recast_in_backward=(lhs, rhs)))
+
+    def _multiplied(self, eqn: ir.Eqn, decision: Decision) -> Decision:
+        """The decision with what runs instead, where the platform does not multiply so."""
+        assert decision.compute is not None
+        is_dot = ir.dot_numbers(eqn) is not None
+        instead = decision.compute.runs_as(self._platform, is_dot=is_dot)
+        if not instead:
+            return decision
+        device = self._platform.upper()
+        reason = reasons.RUNS_AS(decision.reason, decision.compute, device, instead)
+        return dataclasses.replace(decision, reason=reason)
 
     def _note_products_inside(self, row: int, query: Query) -> None:
         """Warns of products inside an equation whose body the pass does not enter."""

@@ -80,7 +80,7 @@ class PolicyRequests:
         """The request for an equation: from a keep region, a rule, a saved plan, or the preset."""
         kept = innermost_keep(scope)
         if kept is not None:
-            is_order = table.kind is OpKind.COMPUTE and kept.is_low
+            is_order = table.kind is OpKind.COMPUTE and (kept.is_low or kept.is_multiplication)
             return Request(kept, reasons.KEEP_REGION(kept), is_order)
         rule = self.rule(row, scope)
         if rule is not None:

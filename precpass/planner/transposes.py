@@ -69,7 +69,8 @@ def _is_free(decision: Decision) -> bool:
     if decision.action is Action.KEEP:
         asked_so = decision.reason.template in (reasons.FIXED, reasons.KEEP_REGION)
         return not (asked_so or decision.in_float64_span)
-    return decision.action in (Action.LOWER, Action.DROP) and not decision.in_float64_span
+    changes = decision.action in (Action.LOWER, Action.MULTIPLY, Action.DROP)
+    return changes and not decision.in_float64_span
 
 
 def _chain(

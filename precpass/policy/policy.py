@@ -53,6 +53,18 @@ def quietly() -> Generator[None]:
         yield
 
 
+_POSITION = {kind: i for i, kind in enumerate(OpKind)}
+
+
+def _parse_kind(kind: OpKind | str | Any) -> OpKind:
+    if isinstance(kind, OpKind):
+        return kind
+    for candidate in OpKind:
+        if isinstance(kind, str) and kind.lower() == candidate.value:
+            return candidate
+    raise ValueError(f"unknown kind {kind!r}: legal are {', '.join(map(repr, OpKind))}")
+
+
 Tree = TypeVar("Tree")
 
 _RETYPES = frozenset({Precision.F32, Precision.BF16, Precision.F16})
@@ -114,16 +126,16 @@ class PrecisionPolicy:
 
     def with_retypes(self, *precisions: Precision | str) -> PrecisionPolicy:
         """This policy with other formats that may change, such as "f64" too."""
-        return dataclasses.replace(self, retypes=frozenset(map(Precision.parse, precisions)))
+        return dataclasses.replace(self, retypes=frozenset(map(Precision.parse_format, precisions)))
 
     def with_output(self, precision: Precision | str | None) -> PrecisionPolicy:
         """This policy with another format for the floating outputs; None keeps their own."""
-        output = None if precision is None else Precision.parse(precision)
+        output = None if precision is None else Precision.parse_format(precision, "output")
         return dataclasses.replace(self, output=output)
 
     def with_parameters(self, precision: Precision | str) -> PrecisionPolicy:
         """This policy with another format for parameters, which `cast_to_param` gives them."""
-        return dataclasses.replace(self, parameters=Precision.parse(precision))
+        return dataclasses.replace(self, parameters=Precision.parse_format(precision, "parameters"))
 
     def with_lock(self, lock: SavedPrecisions | None) -> PrecisionPolicy:
         """This policy with the precisions of a saved plan, or without them (`Plan.load`)."""
@@ -163,8 +175,8 @@ class PrecisionPolicy:
 
     @property
     def lowers(self) -> bool:
-        """Whether the policy, apart from its rules, lowers any format."""
-        if any(p.is_low for p in self.kinds):
+        """Whether the policy, apart from its rules, lowers anything."""
+        if any(p.is_low or p.is_multiplication for p in self.kinds):
             return True
         floats = (self.precision_for(kind) is Precision.F32 for kind in self.orders)
         return Precision.F64 in self.retypes and any(floats)
@@ -322,6 +334,12 @@ def Custom(
             "Custom: OpKind.BOUNDARY keeps its original dtypes; use with_output(...) for the "
             "format of the outputs"
         )
+    for kind, precision in precisions.items():
+        if precision.is_multiplication and kind is not OpKind.COMPUTE:
+            raise ValueError(
+                f"Custom: {precision} says how products are multiplied, so OpKind.COMPUTE alone "
+                f"takes it, not {kind!r}"
+            )
     table = tuple(precisions.get(kind, Precision.F32) for kind in OpKind)
     return PrecisionPolicy("Custom", table, frozenset(precisions)).with_rules(*rules)
 
@@ -360,17 +378,10 @@ PRESETS: dict[str, PrecisionPolicy] = {
 }
 OTHER_NAMES = {"AutoMixed": AutoMixedF16, "AutoMixedConservative": AutoMixedConservativeF16}
 """The presets that have another name, by it."""
-BY_COMPUTE = {_F32: AlwaysF32, _F16: AutoMixedF16, _BF16: AutoMixedBf16}
-"""The preset that a precision of products stands for."""
-
-
-_POSITION = {kind: i for i, kind in enumerate(OpKind)}
-
-
-def _parse_kind(kind: OpKind | str | Any) -> OpKind:
-    if isinstance(kind, OpKind):
-        return kind
-    for candidate in OpKind:
-        if isinstance(kind, str) and kind.lower() == candidate.value:
-            return candidate
-    raise ValueError(f"unknown kind {kind!r}: legal are {', '.join(map(repr, OpKind))}")
+BY_COMPUTE = {
+    _F32: AlwaysF32,
+    _F16: AutoMixedF16,
+    _BF16: AutoMixedBf16,
+    **{p: Custom({OpKind.COMPUTE: p}) for p in Precision if p.is_multiplication},
+}
+"""The policy that a precision of products stands for."""

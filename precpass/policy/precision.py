@@ -1,14 +1,14 @@
-"""The floating-point formats that a plan may use, with their properties."""
+"""The precisions that a plan may use: formats of values, and ways to multiply float32 values."""
 
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-__all__ = ["Precision"]
+__all__ = ["FORMATS", "Precision"]
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "f64": np.dtype(np.float64),
@@ -19,12 +19,43 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 _OTHER_NAMES = {"half": "f16", "full": "f32"}
 
 
-class Precision(enum.Enum):
-    """A floating-point format.
+class _Multiplication(NamedTuple):
+    """How a product of float32 operands is multiplied on each platform.
 
-    Every fact is derived from `ml_dtypes.finfo`, which follows IEEE 754-2019
+    Attributes:
+        digits: the bits of an operand's significand that count, the first one included.
+        runs_as: by platform, what runs there instead; a platform that is missing has it.
+        convolutions: the same for convolutions and ragged products, which have no algorithms.
+    """
+
+    digits: int
+    runs_as: dict[str, str]
+    convolutions: dict[str, str]
+
+
+_ON_CPU = {"cpu": "float32"}
+_MULTIPLICATIONS = {
+    # NVIDIA, "A100 Tensor Core GPU Architecture" (2020): 10 bits of TF32's significand are stored.
+    "tf32": _Multiplication(11, _ON_CPU | {"tpu": "three passes of bfloat16"}, {}),
+    # Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype for
+    # Higher-Precision Computations" (2019): two or three bfloat16 of 8 bits for each operand.
+    "bf16x3": _Multiplication(16, _ON_CPU, {"gpu": "float32", "tpu": "six passes of bfloat16"}),
+    "bf16x6": _Multiplication(24, _ON_CPU, {"gpu": "float32"}),
+    "f32_exact": _Multiplication(24, {"tpu": "six passes of bfloat16"}, {}),
+}
+
+
+class Precision(enum.Enum):
+    """A floating-point format, or a way to multiply float32 values.
+
+    Every fact about a format is derived from `ml_dtypes.finfo`, which follows IEEE 754-2019
     (float16, float32, float64) and the bfloat16 definition of Intel's
     "BFLOAT16 - Hardware Numerics Definition" (2018).
+
+    TF32, BF16X3, BF16X6 and F32_EXACT are for products alone (`is_multiplication`): the operands
+    and the result of the product are float32 arrays, and the precision is that of the
+    multiplications in it. "f32" leaves that to JAX's default, which is TF32 on an NVIDIA GPU and
+    one pass of bfloat16 on a TPU.
 
     Examples:
         >>> Precision.parse("bf16").dtype
@@ -33,33 +64,45 @@ class Precision(enum.Enum):
         65504.0
         >>> Precision.BF16.exact_integers
         256
+        >>> Precision.TF32.runs_as("tpu")
+        'three passes of bfloat16'
     """
 
     F64 = "f64"
     F32 = "f32"
     BF16 = "bf16"
     F16 = "f16"
+    F32_EXACT = "f32_exact"
+    BF16X6 = "bf16x6"
+    BF16X3 = "bf16x3"
+    TF32 = "tf32"
 
     dtype: np.dtype[Any]
-    """The numpy dtype of this format."""
+    """The numpy dtype of this format, or of the operands that are multiplied so."""
     max: float
     """The largest finite value."""
     smallest_normal: float
     """The smallest positive value with a full significand."""
     unit_roundoff: float
-    """The largest relative error of one rounding to nearest, `eps / 2`."""
+    """The largest relative error of one rounding to nearest, `eps / 2`; of an operand for products
+    alone."""
     exact_integers: int
     """The n for which every integer of magnitude up to n is representable."""
     is_low: bool
     """Whether the format has 16 bits."""
+    is_multiplication: bool
+    """Whether only products take it. No value is stored in it, and it needs no casts."""
 
     def __init__(self, name: str) -> None:
-        self.dtype = _DTYPES[name]
+        multiplication = _MULTIPLICATIONS.get(name)
+        self.is_multiplication = multiplication is not None
+        self.dtype = _DTYPES["f32" if multiplication else name]
         facts = ml_dtypes.finfo(self.dtype)
+        digits = multiplication.digits if multiplication else int(facts.nmant) + 1
         self.max = float(facts.max)
         self.smallest_normal = float(facts.smallest_normal)
-        self.unit_roundoff = float(facts.eps) / 2
-        self.exact_integers = int(2 ** (facts.nmant + 1))
+        self.unit_roundoff = 2.0**-digits
+        self.exact_integers = 2**digits
         self.is_low = self.dtype.itemsize < 4
 
     # a plan of many equations hashes many of these, and an Enum's own hash is Python code
@@ -68,6 +111,22 @@ class Precision(enum.Enum):
     def is_narrower_than(self, other: Precision) -> bool:
         """Whether its values take fewer bits; bfloat16 and float16 take as many as each other."""
         return self.dtype.itemsize < other.dtype.itemsize
+
+    def runs_as(self, platform: str, *, is_dot: bool = True) -> str:
+        """What runs instead on a platform that does not multiply so; "" where nothing does.
+
+        It has as many digits or more.
+
+        Args:
+            platform: "cpu", "gpu" or "tpu".
+            is_dot: whether the product is a `dot_general`. Convolutions and ragged products have
+                fewer ways to be multiplied.
+        """
+        multiplication = _MULTIPLICATIONS.get(self.value)
+        if multiplication is None:
+            return ""
+        others = {} if is_dot else multiplication.convolutions
+        return (multiplication.runs_as | others).get(platform, "")
 
     def __repr__(self) -> str:
         return f"Precision.{self.name}"
@@ -80,8 +139,8 @@ class Precision(enum.Enum):
         """Reads a precision from itself, a short or long name, or a dtype.
 
         Args:
-            value: a `Precision`, "f32", "float32", `jnp.bfloat16`, `np.dtype("float16")`, ...;
-                "half" is float16, as NumPy has it, and "full" float32, as jmp has it.
+            value: a `Precision`, "f32", "float32", `jnp.bfloat16`, `np.dtype("float16")`, "tf32",
+                ...; "half" is float16, as NumPy has it, and "full" float32, as jmp has it.
 
         Raises:
             ValueError: when `value` names no precision of this package; the
@@ -89,18 +148,48 @@ class Precision(enum.Enum):
         """
         if isinstance(value, cls):
             return value
-        name = value.lower() if isinstance(value, str) else _dtype_name(value)
+        name = value.lower().replace("-", "_") if isinstance(value, str) else _dtype_name(value)
         for precision in cls:
             if _OTHER_NAMES.get(name, name) in (precision.value, precision.dtype.name):
                 return precision
-        legal = ", ".join(f"{p.value!r} ({p.dtype.name})" for p in cls)
+        products = ", ".join(repr(p.value) for p in cls if p.is_multiplication)
         hint = " float8 is not supported yet." if "float8" in name or name.startswith("f8") else ""
-        raise ValueError(f"unknown precision {value!r}: legal are {legal}.{hint}")
+        raise ValueError(
+            f"unknown precision {value!r}: legal are {_legal_formats()}, and for products alone "
+            f"{products}.{hint}"
+        )
+
+    @classmethod
+    def parse_format(cls, value: Precision | str | Any, what: str = "") -> Precision:
+        """Reads a precision that values can be stored in.
+
+        Args:
+            value: as for `parse`.
+            what: names the place of the value, for errors.
+
+        Raises:
+            ValueError: for an unknown precision, and for one of products alone.
+
+        Examples:
+            >>> Precision.parse_format("half")
+            Precision.F16
+        """
+        precision = cls.parse(value)
+        if precision.is_multiplication:
+            raise ValueError(
+                f"{what}{' = ' if what else ''}{value!r}: {precision} says how products are "
+                f"multiplied, and no value is stored in it: legal are {_legal_formats()}"
+            )
+        return precision
 
     @classmethod
     def of(cls, dtype: Any) -> Precision | None:
         """The precision with this dtype, or None for any other dtype."""
         return BY_DTYPE.get(dtype)
+
+
+def _legal_formats() -> str:
+    return ", ".join(f"{p.value!r} ({p.dtype.name})" for p in FORMATS)
 
 
 def _dtype_name(value: Any) -> str:
@@ -111,5 +200,7 @@ def _dtype_name(value: Any) -> str:
         return repr(value)
 
 
-BY_DTYPE: dict[Any, Precision] = {precision.dtype: precision for precision in Precision}
+FORMATS = tuple(precision for precision in Precision if not precision.is_multiplication)
+"""The precisions that values are stored in."""
+BY_DTYPE: dict[Any, Precision] = {precision.dtype: precision for precision in FORMATS}
 """The precision of each dtype."""

@@ -48,10 +48,15 @@ def _legal_policies() -> str:
     )
 
 
+def _legal_products() -> str:
+    *others, last = map(str, BY_COMPUTE)
+    return f"{', '.join(others)} or {last}"
+
+
 def _of_products(given: object, compute: Precision) -> PrecisionPolicy:
     if compute not in BY_COMPUTE:
         raise ValueError(
-            f"policy {given!r}: products are computed in f32, bf16 or f16, not {compute}; see "
+            f"policy {given!r}: products are computed in {_legal_products()}, not {compute}; see "
             "Custom and with_retypes for float64 programs"
         )
     return BY_COMPUTE[compute]
@@ -61,7 +66,7 @@ def _of_fields(text: str) -> PrecisionPolicy:
     fields = fields_of(text)
     compute, output = fields["c"], fields.get("o", Precision.F32)
     if compute not in BY_COMPUTE:
-        raise ValueError(f"policy string {text!r}: c must be f32, bf16 or f16, not {compute}")
+        raise ValueError(f"policy string {text!r}: c must be {_legal_products()}, not {compute}")
     policy = BY_COMPUTE[compute].with_output(None if output is Precision.F32 else output)
     return policy.with_parameters(fields.get("p", Precision.F32))
 

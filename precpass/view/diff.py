@@ -218,14 +218,15 @@ def totals(plan: Plan, name: str, outputs: int = 0) -> str:
     casts = Counter(cast.what for row in plan_rows for cast in row.info.casts)
     casts += Counter({"inserted": outputs})
     said = ", ".join(f"{counted(n, 'cast')} {what}" for what, n in sorted(casts.items()))
-    order = "".join(
-        f"{fates[what]} {what}, " for what in ("reordered", "stored low") if fates[what]
-    )
+    order = "".join(f"{fates[what]} {what}, " for what in _SELDOM if fates[what])
     return (
         f"{name}: {fates['lowered']} of {len(plan_rows) - entered} equations lowered, "
         f"{fates['widened']} widened, {order}{fates['as written']} as written"
         f"{'; ' if said else ''}{said}"
     )
+
+
+_SELDOM = "multiplied in another way", "reordered", "stored low"
 
 
 def _fate_in_words(row: Row) -> str:
@@ -238,6 +239,8 @@ def _fate_in_words(row: Row) -> str:
             return ""
         case Action.LOWER:
             return "lowered"
+        case Action.MULTIPLY:
+            return "multiplied in another way"
         case Action.WIDEN:
             return "widened"
         case Action.DROP if row.changes:
@@ -309,6 +312,9 @@ def _computed(row: Row) -> str:
             how = ", operands exchanged" if decision.product.exchanged else ""
             rounded = f", result in {decision.compute}" if decision.product.low_result else ""
             return f"in {decision.compute}, accumulated in f32{rounded}{how}"
+        case Action.MULTIPLY:
+            how = ", operands exchanged" if decision.product.exchanged else ""
+            return f"multiplied in {decision.compute}{how}"
         case Action.LOWER | Action.WIDEN:
             return f"in {decision.compute}"
         case _:

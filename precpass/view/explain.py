@@ -106,6 +106,8 @@ class Explanation:
         policy: the policy's name.
         verdict: the figures.
         wide: the products that stay in float32, those of one line together.
+        multiplied: (precision, reason, number) of the products of float32 operands that are
+            multiplied in a precision of products alone.
         others: (kind, reason, number) of all other equations whose computation and storage do
             not change.
         unmatched: the rules that matched no equation.
@@ -117,6 +119,7 @@ class Explanation:
     policy: str
     verdict: Verdict
     wide: tuple[Wide, ...]
+    multiplied: tuple[tuple[str, str, int], ...]
     others: tuple[tuple[str, str, int], ...]
     unmatched: tuple[str, ...]
     notes: tuple[str, ...]
@@ -138,6 +141,10 @@ class Explanation:
             scope = f" in {wide.scope}" if wide.scope else ""
             yield [(f"    {wide.what}{scope}{times}: ", ""), (wide.reason, "wide")]
             yield [(f"      to change it: {wide.remedy}", "reason")]
+        if self.multiplied:
+            yield [("products of float32 operands, multiplied in another way", "frame")]
+        for precision, reason, n in self.multiplied:
+            yield [(f"  {n} in {precision}: ", ""), (reason, "reason")]
         if self.others:
             yield [("all else that stays as written", "frame")]
         for kind, reason, n in self.others:
@@ -180,7 +187,8 @@ class Explanation:
         verdict = self.verdict
         title, flops = titled(self.name, self.policy), verdict.after.flops
         rest = list(self._closing())
-        return explanation_page(title, flops, list(verdict.lines()), self.wide, self.others, rest)
+        others = (*self.multiplied, *self.others)
+        return explanation_page(title, flops, list(verdict.lines()), self.wide, others, rest)
 
 
 def explained(
@@ -222,6 +230,7 @@ def explained(
             kept_bytes(after),
         ),
         wide,
+        tuple(_multiplied(plan_rows)),
         tuple(_others(plan_rows)),
         tuple(map(repr, plan.unmatched)),
         (*plan.notes, *_costs(plan), *_assumptions(plan_rows)),
@@ -267,9 +276,9 @@ def _lowered(found: list[Row]) -> Iterator[Row]:
 
 
 def _stays_wide(row: Row) -> bool:
-    lowered = row.decision.action is Action.LOWER
+    changed = row.decision.action in (Action.LOWER, Action.MULTIPLY)
     is_low = all(operand.dtype in LOW_FORMATS for operand in row.info.operands[:2])
-    return row.info.contracts and not lowered and not is_low
+    return row.info.contracts and not changed and not is_low
 
 
 def _wide(found: list[Row]) -> Iterator[Wide]:
@@ -282,6 +291,13 @@ def _wide(found: list[Row]) -> Iterator[Wide]:
         remedy = reason.of_compute.remedy()
         flops = sum(row.calls * row.info.flops for row in items)
         yield Wide(source, scope, what, str(reason), remedy, len(items), flops)
+
+
+def _multiplied(found: list[Row]) -> Iterator[tuple[str, str, int]]:
+    decisions = [row.decision for row in found if row.decision.action is Action.MULTIPLY]
+    counts = Counter((str(d.compute), str(d.reason)) for d in decisions)
+    for (precision, reason), n in counts.most_common():
+        yield precision, reason, n
 
 
 def _others(found: list[Row]) -> Iterator[tuple[str, str, int]]:

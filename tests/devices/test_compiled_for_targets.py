@@ -208,3 +208,34 @@ def test_a_models_gradient_is_low_and_about_as_cheap_as_by_hand(
     cost = "moved" if found["cycles"] is None else "cycles"
     assert found[cost] <= 1.3 * hand[cost]
     assert found["casts"] <= 1.5 * hand["casts"]
+
+
+MULTIPLIED = """
+import jax, jax.numpy as jnp, precpass as pp
+
+def loss(w, x):
+    return jnp.square(jnp.tanh(x @ w) @ w).sum()
+
+args = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 2
+for policy in ("AlwaysF32", "tf32", "bf16x3", "bf16x6", "f32_exact"):
+    found = pp.audit(jax.grad(loss), policy, target={target!r})(*args)
+    how = {{kernel.multiplied or "-" for kernel in found.traffic.products}}
+    print(found.traffic.runs, *how, found.traffic.cycles)
+"""
+
+
+def test_a_gpus_compiler_multiplies_float32_as_the_policy_asks():
+    lines = ran("-c", MULTIPLIED.format(target="h100")).splitlines()
+    how = ["-", "high", "bf16_bf16_f32_x3", "bf16_bf16_f32_x6", "highest"]
+    assert lines == [f"5 {each} None" for each in how]
+
+
+def test_a_tpus_compiler_multiplies_float32_as_the_policy_asks():
+    lines = [line.split() for line in ran("-c", MULTIPLIED.format(target="tpu v5e")).splitlines()]
+    assert [line[:2] for line in lines] == [
+        ["5", each] for each in ("-", "high", "high", "highest", "highest")
+    ]
+    one, *others = (int(line[2]) for line in lines)
+    three, six = others[:2], others[2:]
+    assert all(2.5 * one < cycles < 3.2 * one for cycles in three)  # passes of bfloat16
+    assert all(5 * one < cycles < 6.5 * one for cycles in six)

@@ -85,6 +85,10 @@ GIVEN = {
     "STORED": (jax.grad(lambda x, w: jnp.sin(jnp.abs(x @ w) @ w).sum(), 1), "AutoMixedBf16"),
     "MAY_RUN": (lambda x, w: x + w, "AutoMixed"),
     "DOES_NOT_PAY": (product, pp.AutoMixed.with_profitability("assumed")),
+    "PRODUCTS_ALONE": (
+        lambda x, w: jnp.sin(x) @ w,
+        pp.AlwaysF32.with_rules(pp.Rule(scope="*", file="*", precision="tf32")),
+    ),
     "PRESET": (product, "AlwaysF32"),
 }
 

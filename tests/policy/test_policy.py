@@ -67,6 +67,7 @@ each_policy = pytest.mark.parametrize("policy", [*PRESETS.values(), *COMPOSED], 
 
 
 PRECISIONS = [f"{p.value!r}" for p in Precision]
+FORMATS = [f"{p.value!r}" for p in Precision if not p.is_multiplication]
 
 
 # ---------------------------------------------------------------- the presets
@@ -321,7 +322,7 @@ def test_cast_floating_does_not_tie_a_trace_to_the_policy_around_it():
 
 
 def test_cast_floating_refuses_an_unknown_format():
-    legal = ["'param'", "'compute'", "'output'", *PRECISIONS]
+    legal = ["'param'", "'compute'", "'output'", *FORMATS]
     refused(ValueError, "'params'", legal, pp.cast_floating, LEAVES, "params")
 
 

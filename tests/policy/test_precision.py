@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from precpass import Precision
+from precpass.policy.precision import FORMATS
 from tests.support.values import stable_id
 
 # From IEEE 754-2019 (binary16, binary32, binary64) and Intel's definition of bfloat16: the
@@ -21,14 +22,68 @@ FACTS = {
     Precision.BF16: ("bfloat16", (2 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-8, 2**8),
     Precision.F16: ("float16", 65504.0, 2.0**-14, 2.0**-11, 2**11),
 }
+# The bits of an operand that count: NVIDIA's description of the A100 has TF32's, and Henry, Tang
+# and Heinecke (2019) those of two and three bfloat16.
+DIGITS = {
+    Precision.TF32: 11,
+    Precision.BF16X3: 16,
+    Precision.BF16X6: 24,
+    Precision.F32_EXACT: 24,
+}
+each_format = pytest.mark.parametrize("precision", FACTS)
+each_multiplication = pytest.mark.parametrize("precision", DIGITS)
 each_precision = pytest.mark.parametrize("precision", Precision)
 
 
 def test_every_precision_has_its_facts_checked():
-    assert set(FACTS) == set(Precision)
+    assert {*FACTS, *DIGITS} == set(Precision)
+    assert set(FORMATS) == set(FACTS)
 
 
-@each_precision
+@each_multiplication
+def test_a_precision_of_products_alone_is_of_float32_operands(precision):
+    assert precision.is_multiplication
+    assert precision.dtype == np.float32
+    assert precision.max == Precision.F32.max
+    assert precision.unit_roundoff == 2.0 ** -DIGITS[precision]
+    assert not precision.is_low
+    assert not any(precision.is_narrower_than(other) for other in Precision if other.value != "f64")
+    assert Precision.of(np.dtype(np.float32)) is Precision.F32
+
+
+def test_what_runs_where_a_platform_does_not_multiply_so():
+    table = {
+        (p.value, platform): p.runs_as(platform)
+        for p in DIGITS
+        for platform in ("cpu", "gpu", "tpu")
+    }
+    assert {where: what for where, what in table.items() if what} == {
+        ("tf32", "cpu"): "float32",
+        ("tf32", "tpu"): "three passes of bfloat16",
+        ("bf16x3", "cpu"): "float32",
+        ("bf16x6", "cpu"): "float32",
+        ("f32_exact", "tpu"): "six passes of bfloat16",
+    }
+    assert Precision.BF16X3.runs_as("tpu", is_dot=False) == "six passes of bfloat16"
+    assert Precision.BF16X3.runs_as("gpu", is_dot=False) == "float32"
+    assert not any(p.runs_as("cpu") for p in FORMATS)
+
+
+@each_format
+def test_a_format_is_read_as_a_format(precision):
+    assert Precision.parse_format(precision.value) is precision
+    assert not precision.is_multiplication
+
+
+@each_multiplication
+def test_no_value_is_stored_in_a_precision_of_products_alone(precision):
+    with pytest.raises(ValueError, match=f"{precision} says how products are multiplied") as caught:
+        Precision.parse_format(precision.value, "output")
+    assert str(caught.value).startswith(f"output = '{precision}'")
+    assert all(repr(p.value) in str(caught.value) for p in FACTS)
+
+
+@each_format
 def test_the_facts_are_those_of_the_standards(precision):
     name, largest, smallest_normal, roundoff, exact = FACTS[precision]
     assert precision.dtype.name == name
@@ -38,7 +93,7 @@ def test_the_facts_are_those_of_the_standards(precision):
     assert precision.exact_integers == exact
 
 
-@each_precision
+@each_format
 def test_the_largest_value_is_finite_and_twice_it_is_not(precision):
     assert np.isfinite(np.asarray(precision.max, precision.dtype))
     with np.errstate(over="ignore"):
@@ -46,7 +101,7 @@ def test_the_largest_value_is_finite_and_twice_it_is_not(precision):
         assert not np.isfinite(largest * np.asarray(2, precision.dtype))
 
 
-@each_precision
+@each_format
 def test_integers_are_exact_up_to_the_limit_and_not_behind_it(precision):
     limit = precision.exact_integers
     assert int(np.asarray(limit, precision.dtype)) == limit
@@ -54,7 +109,7 @@ def test_integers_are_exact_up_to_the_limit_and_not_behind_it(precision):
     assert int(np.asarray(limit + 1, precision.dtype)) != limit + 1
 
 
-@each_precision
+@each_format
 def test_the_roundoff_is_the_error_of_a_tie(precision):
     one, tie = np.asarray(1, precision.dtype), np.asarray(precision.unit_roundoff, precision.dtype)
     assert one + tie == one
@@ -71,6 +126,8 @@ def test_only_the_16_bit_formats_are_low():
         (Precision.BF16, Precision.BF16),
         ("f64", Precision.F64),
         ("float64", Precision.F64),
+        ("TF32", Precision.TF32),
+        ("f32-exact", Precision.F32_EXACT),
         ("f32", Precision.F32),
         ("float32", Precision.F32),
         ("F32", Precision.F32),
@@ -105,7 +162,6 @@ def test_a_precision_is_read_from_its_own_text(precision):
         "",
         "fp32",
         "bf",
-        "tf32",
         "int32",
         np.int32,
         np.dtype("bool"),
@@ -136,7 +192,7 @@ def test_float8_is_said_to_be_unsupported(value):
     assert "'bf16'" in str(caught.value)
 
 
-@each_precision
+@each_format
 def test_the_precision_of_a_dtype_is_found(precision):
     assert Precision.of(precision.dtype) is precision
 

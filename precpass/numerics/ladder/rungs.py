@@ -20,7 +20,7 @@ from precpass.policy.policy import (
     PrecisionPolicy,
     quietly,
 )
-from precpass.policy.precision import Precision
+from precpass.policy.precision import FORMATS, Precision
 from precpass.policy.primitives import OpKind
 from precpass.units import counted
 
@@ -77,13 +77,12 @@ def _in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
     return kept
 
 
-_EVERY = tuple(Precision)
 _POLICIES = {
-    Precision.BF16: AutoMixedBf16.with_retypes(*_EVERY),
-    Precision.F16: AutoMixedF16.with_retypes(*_EVERY),
+    Precision.BF16: AutoMixedBf16.with_retypes(*FORMATS),
+    Precision.F16: AutoMixedF16.with_retypes(*FORMATS),
     # This also runs products of a float64 program in float32, beside AlwaysF32's widening.
     Precision.F32: dataclasses.replace(
-        AlwaysF32.with_retypes(*_EVERY), orders=frozenset({OpKind.COMPUTE})
+        AlwaysF32.with_retypes(*FORMATS), orders=frozenset({OpKind.COMPUTE})
     ),
     Precision.F64: AlwaysF32,
 }
@@ -157,7 +156,7 @@ def _rung(owner: str, given: Any) -> Rung:
         name = policy.name if policy == preset else repr(policy)
         return Rung(name, policy, policy.precision_for(OpKind.COMPUTE))
     try:
-        precision = Precision.parse(given)
+        precision = Precision.parse_format(given)
     except ValueError as error:
         raise ValueError(
             f"{owner}: unknown rung {given!r}: legal are {', '.join(repr(p.value) for p in _ORDER)}"
@@ -166,4 +165,4 @@ def _rung(owner: str, given: Any) -> Rung:
     return Rung(precision.value, _POLICIES[precision], precision)
 
 
-_ORDER = sorted(Precision, key=lambda p: -p.unit_roundoff)
+_ORDER = sorted(FORMATS, key=lambda p: -p.unit_roundoff)

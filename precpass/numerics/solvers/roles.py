@@ -7,14 +7,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from precpass.policy.precision import Precision
+from precpass.policy.precision import FORMATS, Precision
 
 __all__ = ["Roles"]
 
 _LEGAL = {
     "residual": (Precision.F64, Precision.F32),
-    "gradient": tuple(Precision),
-    "jacobian": tuple(Precision),
+    "gradient": FORMATS,
+    "jacobian": FORMATS,
     "solve": (Precision.F64, Precision.F32),
 }
 

@@ -21,7 +21,7 @@ from precpass.jit.region import current, use_policy
 from precpass.jit.traced import rewritten
 from precpass.planner.planner import make_plan
 from precpass.policy.policy import AlwaysF32, quietly
-from precpass.policy.precision import Precision
+from precpass.policy.precision import FORMATS, Precision
 from precpass.policy.scopes import keep_scope
 
 __all__ = [
@@ -310,7 +310,7 @@ def evaluated(written: Written, precision: Precision) -> list[Leaf]:
     """
     widest = precision is Precision.F64
     scope = keep_scope(precision) if widest else ""
-    border = tuple((p, precision) for p in Precision if p.is_narrower_than(precision))
+    border = tuple((p, precision) for p in FORMATS if p.is_narrower_than(precision))
     try:
         with jax.enable_x64(True) if widest else contextlib.nullcontext(), quietly():
             plan = make_plan(written.jaxpr, AlwaysF32, scope, border=border)
