@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "report": {
         *("units", "policy", "devices", "jaxpr", "analysis", "measure", "plan"),
-        *("planner", "view", "jit", "api"),
+        *("planner", "rewrite", "view", "jit", "api"),
     },
     "__init__": {"version", "policy", "plan", "view", "jit", "api", "numerics", "report"},
     "testing": {"units", "policy", "jaxpr", "plan", "view", "api"},

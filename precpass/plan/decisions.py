@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from precpass import jaxpr as ir
 from precpass.plan import reasons
@@ -97,22 +97,34 @@ def border_of(jaxpr: ir.Jaxpr, border: Border) -> Border:
     return tuple(pair for pair in border if pair[0] in crossing)
 
 
-def unchanged_plan(jaxpr: ir.Jaxpr) -> Plan:
-    """The plan of a pass that is switched off. It enters the same bodies as any other plan."""
-    return _unchanged(jaxpr, {})
+def unchanged_plan(
+    jaxpr: ir.Jaxpr, changed: Callable[[ir.Eqn], Decision | None] = lambda _eqn: None
+) -> Plan:
+    """The plan of a pass that is switched off. It enters the same bodies as any other plan.
+
+    Args:
+        jaxpr: open or closed.
+        changed: gives the decision for an equation that is to change all the same.
+    """
+    return _unchanged(jaxpr, changed, {})
 
 
-def _unchanged(jaxpr: ir.Jaxpr, known: dict[int, Plan]) -> Plan:
+_Changed = Callable[[ir.Eqn], Decision | None]
+
+
+def _unchanged(jaxpr: ir.Jaxpr, changed: _Changed, known: dict[int, Plan]) -> Plan:
     opened = ir.open_jaxpr(jaxpr)
     if id(opened) not in known:
-        decisions = [_unchanged_equation(eqn, known) for eqn in opened.eqns]
+        decisions = [
+            changed(eqn) or _unchanged_equation(eqn, changed, known) for eqn in opened.eqns
+        ]
         known[id(opened)] = Plan(tuple(decisions))
     return known[id(opened)]
 
 
-def _unchanged_equation(eqn: ir.Eqn, known: dict[int, Plan]) -> Decision:
+def _unchanged_equation(eqn: ir.Eqn, changed: _Changed, known: dict[int, Plan]) -> Decision:
     kind, results = op(eqn.primitive.name).kind, formats_of(eqn.outvars)
-    inner = tuple(_unchanged(body.jaxpr, known) for body in ir.bodies(eqn))
+    inner = tuple(_unchanged(body.jaxpr, changed, known) for body in ir.bodies(eqn))
     if not inner:
         return keep(kind, results, reasons.OFF())
     return Decision(Action.ENTER, kind, None, (None,) * len(results), reasons.ENTERED(), inner)

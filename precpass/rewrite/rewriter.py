@@ -197,13 +197,21 @@ class Rewriter:
         elif action is Action.WIDEN:
             _write(env, eqn, _wide(env, eqn, decision), decision.stored)
         elif action is Action.MULTIPLY:
-            env.write(eqn.outvars[0], _multiplied(env, eqn, decision), None)
+            env.write(eqn.outvars[0], self.multiplied(env, eqn, decision), None)
             _round(env, eqn, decision)
         elif decision.kind is OpKind.COMPUTE:
             env.write(eqn.outvars[0], _product(env, eqn, decision), None)
             _round(env, eqn, decision)
         else:
             _write(env, eqn, low_results(env, eqn, decision), decision.stored)
+
+    def multiplied(self, env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
+        """A product of float32 operands, which says how they are multiplied."""
+        assert decision.compute is not None
+        if decision.product.exchanged:
+            eqn = ir.exchanged(eqn)
+        params = ir.multiplied_in(eqn, decision.compute)
+        return env.build.keep(eqn, [env.read(v) for v in eqn.invars], params)[0]
 
     @functools.cached_property
     def _of_rules(self) -> Rewriter:
@@ -321,15 +329,6 @@ def _exchanged(env: Env, eqn: ir.Eqn) -> Any:
     """A product with exchanged operands, in the precision in which it was written."""
     eqn = ir.exchanged(eqn)
     return env.build.keep(eqn, [env.read(v) for v in eqn.invars])[0]
-
-
-def _multiplied(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
-    """A product of float32 operands, which says how they are multiplied."""
-    assert decision.compute is not None
-    if decision.product.exchanged:
-        eqn = ir.exchanged(eqn)
-    params = ir.multiplied_in(eqn, decision.compute)
-    return env.build.keep(eqn, [env.read(v) for v in eqn.invars], params)[0]
 
 
 def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:

@@ -165,7 +165,7 @@ args = jax.random.normal(keys[0], (256, 512)) / 16, jax.random.normal(keys[1], (
 wide, low = pp.compare(jax.grad(loss), rows, target={target!r})(*args).rows
 print(wide.traffic.low_runs, low.traffic.low_runs == low.traffic.runs > 0)
 print(0 < low.traffic.moved, low.memory.temp >= 0, low.timing, low.traffic.cycles is not None)
-print(wide.errors.relative < 1e-5 < 1e-4 < low.errors.relative < 1e-2)
+print(1e-4 < wide.errors.relative < {most} and 1e-4 < low.errors.relative < 1e-2)
 shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
 found = pp.profile(jax.grad(loss), rows, target={target!r}, devices=())(*shapes)
 print(found.rows[1].traffic.low_runs == low.traffic.runs, found.device.split(",")[0])
@@ -174,8 +174,9 @@ print(found.rows[1].traffic.low_runs == low.traffic.runs, found.device.split(","
 
 @pytest.mark.parametrize("target", ["h100", "tpu v5e"])
 def test_compare_and_profile_show_what_a_targets_compiler_makes(target: str):
-    lines = ran("-c", COMPARED.format(target=target)).splitlines()
     is_tpu = TARGETS[target].platform == "tpu"
+    most = 1e-2 if is_tpu else 1e-3  # of a pass of bfloat16 and of TF32, which are their defaults
+    lines = ran("-c", COMPARED.format(target=target, most=most)).splitlines()
     assert lines == [
         "0 True",
         f"True True None {is_tpu}",

@@ -25,6 +25,7 @@ from precpass.policy.policy import PRESETS, PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.text import is_precision
 from precpass.report.compare.errors import Leaf, fetched, leaves_of, on_arrays
+from precpass.rewrite.device_products import with_products_of
 
 __all__ = [
     "Made",
@@ -266,7 +267,7 @@ class Call(NamedTuple):
     named: list[Leaf]
 
 
-_ALL_ROUNDINGS = {"xla_allow_excess_precision": False}
+_ALL_ROUNDINGS: dict[str, str | bool] = {"xla_allow_excess_precision": False}
 
 
 class Program(NamedTuple):
@@ -296,15 +297,20 @@ class Program(NamedTuple):
         """The arrays of a run's results, on the host.
 
         A program that is planned for a target runs here as it is rewritten for the target, with
-        every rounding that it has: XLA leaves out some of them on a CPU.
+        every rounding that it has, because XLA leaves out some of them on a CPU, and with float32
+        products that have the digits that they have there.
         """
         args, kwargs = self.fresh()
         if self.target is None:
             result = self.call.fn(*args, **kwargs)
         else:
             with planned_for(self.target):
-                lowered = self.call.fn.lower(*args, **kwargs)
-            result = lowered.compile(_ALL_ROUNDINGS)(*args, **kwargs)
+                jaxpr, shapes = jax.make_jaxpr(self.call.fn, return_shape=True)(*args, **kwargs)
+                here = with_products_of(self.executable.device.platform, jaxpr)
+                program = jax.jit(lambda *xs: ir.evaluate(here, xs))
+                lowered = program.lower(*jax.tree.leaves((args, kwargs)))
+            flat = lowered.compile(_ALL_ROUNDINGS)(*jax.tree.leaves((args, kwargs)))
+            result = jax.tree.unflatten(jax.tree.structure(shapes), flat)
         leaves = leaves_of(self.call.declared, result, args, kwargs)
         values = [fetched(leaf.value) for leaf in leaves]
         pairs = zip(self.call.named or leaves, values, strict=True)
