@@ -202,7 +202,8 @@ def keep(precision: Precision | str) -> Generator[None]:
     """Fixes the precision of the region inside, whatever the policy says.
 
     "f32" leaves the region as it was written. "bf16" and "f16" run its products
-    low, in an AlwaysF32 program too. "f64" evaluates it in float64, whether or
+    low, in an AlwaysF32 program too. "tf32", "bf16x3", "bf16x6" and "f32_exact" say how its
+    float32 products are multiplied. "f64" evaluates it in float64, whether or
     not x64 is on. The innermost region wins, over rules too. It also works as a
     decorator, and around the call of an `auto_mixed` function.
 
