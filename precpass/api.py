@@ -71,7 +71,8 @@ def auto_mixed(
     is a value (a string, a type, a function without arrays in its closure, a frozen dataclass of
     such) is static: it is hashed and compared like an argument of `static_argnums`. A result that
     is no array is returned as it was when the function was traced. Modules of flax nnx are
-    updated as by `nnx.jit`.
+    updated as by `nnx.jit`. Python's numbers in modules of equinox are static, as under
+    `equinox.filter_jit`.
 
     Inside another `auto_mixed` function, one with a policy of its own keeps it, and
     one without leaves the decision to the outer one. The options of a function that

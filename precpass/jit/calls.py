@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from precpass.jit.arguments import Declared, arguments, copied, refused, unwrapped
+from precpass.jit.equinox_modules import HoldsNumbers
 from precpass.jit.nnx import HoldsState, cloned, is_node, nodes, split_modules, updated
 
 __all__ = ["Crossing", "Stage", "check_function", "name_of"]
@@ -50,6 +51,9 @@ class Crossing:
         """
         if isinstance(error, HoldsState):
             self.direct, self.splits = False, True
+            return True
+        if isinstance(error, HoldsNumbers):
+            self.direct = False
             return True
         if not (was_direct and isinstance(error, (TypeError, ValueError))):
             return False
