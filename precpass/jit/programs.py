@@ -158,8 +158,9 @@ def _crossed(fn: Callable[..., Any], crossing: Crossing) -> Callable[..., Any]:
         args, kwargs = crossing.declared.map(
             lambda x, _: unwrapped(x), args, kwargs, static=_unwrapped_static
         )
-        name_root_modules(args, kwargs)
-        out, passes_through = results(borrowed.__wrapped__(*args, **kwargs), crossing.name)
+        fn = borrowed.__wrapped__
+        name_root_modules(fn, args, kwargs)
+        out, passes_through = results(fn(*args, **kwargs), crossing.name)
         if passes_through:
             crossing.direct = False
         return out
