@@ -11,7 +11,7 @@ import jax
 from precpass import jaxpr as ir
 from precpass.devices.detect import committed_device, planned_for
 from precpass.devices.targets import check_shards, target_of
-from precpass.jit.calls import check_function
+from precpass.jit.calls import check_function, check_options
 from precpass.jit.mixed import Mixed
 from precpass.jit.region import current, keep, use_policy
 from precpass.jit.staged import made_of_trace, owner_of
@@ -96,8 +96,9 @@ def auto_mixed(
 
     Raises:
         TypeError: when `fn` is no function that can be traced (a coroutine or
-            generator function, a staticmethod object); in a call, for an object that jit
-            refuses and that is no value either, such as one that holds arrays and is no pytree.
+            generator function, a staticmethod object), and for an unknown option; in a call, for
+            an object that jit refuses and that is no value either, such as one that holds arrays
+            and is no pytree.
         ValueError: for an unknown policy or profitability.
 
     Warns:
@@ -113,17 +114,26 @@ def auto_mixed(
         >>> f(jnp.ones((2, 3)), jnp.ones((3, 4))).dtype
         dtype('float32')
     """
+    if fn is not None:
+        check_function(fn)
+    if jit_options:
+        check_options(jit_options)
     parsed = None if policy is None else PrecisionPolicy.parse(policy)
     pays = None if profitability is None else parse_profitability(profitability)
     if fn is None:
-        return lambda fn: auto_mixed(fn, policy=parsed, profitability=pays, **jit_options)
-    check_function(fn)
+        return lambda fn: mixed_of(fn, policy=parsed, profitability=pays, **jit_options)
     if not isinstance(fn, Mixed):
         return Mixed(fn, parsed, jit_options, pays)
     if parsed in (None, fn.policy) and pays in (None, fn.profitability) and not jit_options:
         return fn
     options = {**fn.jit_options, **jit_options}
     return Mixed(fn.__wrapped__, parsed or fn.policy, options, pays or fn.profitability)
+
+
+def mixed_of(fn: Any, policy: Any = None, profitability: Any = None, **jit_options: Any) -> Any:
+    """`auto_mixed` of what must be a function: None is an error, and gives no decorator."""
+    check_function(fn)
+    return auto_mixed(fn, policy=policy, profitability=profitability, **jit_options)
 
 
 def inspect(
@@ -175,7 +185,7 @@ def trace_of(
         target: as for `inspect`.
     """
     fn, owner = owner_of(fn)
-    mixed = auto_mixed(fn, policy=policy, profitability=profitability)
+    mixed = mixed_of(fn, policy, profitability)
     target = target_of(target)
 
     def called(*args: Any, **kwargs: Any) -> Any:

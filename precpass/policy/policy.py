@@ -126,7 +126,18 @@ class PrecisionPolicy:
         return dataclasses.replace(self, parameters=Precision.parse(precision))
 
     def with_lock(self, lock: SavedPrecisions | None) -> PrecisionPolicy:
-        """This policy with the precisions of a saved plan, or without them (`Plan.load`)."""
+        """This policy with the precisions of a saved plan, or without them.
+
+        Args:
+            lock: that of the policy which `Plan.load` gives, `Plan.load(file).lock`, or None.
+
+        Raises:
+            TypeError: for anything else.
+        """
+        if not isinstance(lock, SavedPrecisions | None):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+            raise TypeError(
+                f"with_lock takes the lock of a saved plan, Plan.load(file).lock, not {lock!r}"
+            )
         return dataclasses.replace(self, lock=lock)
 
     def with_profitability(self, profitability: str) -> PrecisionPolicy:

@@ -107,3 +107,13 @@ def test_the_parameters_are_asked_for():
     optimizer = pp.master_copies(optax.sgd(1.0))
     with pytest.raises(ValueError, match=r"update\(gradient, state, params\)"):
         optimizer.update(X, optimizer.init(X))
+
+
+@pytest.mark.parametrize("take", [pp.master_copies, pp.scaled_optimizer])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(optax.adam, r"not adam: call it, adam\("), ("adam", r"not 'adam', such as optax.adam\(")],
+)
+def test_what_is_no_optimizer_is_refused_at_once(take: Any, given: Any, said: str):
+    with pytest.raises(TypeError, match=f"{take.__name__} takes an optax optimizer, {said}"):
+        take(given)
