@@ -189,12 +189,15 @@ class PrecisionPolicy:
     def cast_to_param(self, tree: Tree) -> Tree:
         """A pytree with its floating arrays in the format of parameters, `p` of the text form.
 
+        Of a flax nnx module these are the arrays of its `nnx.Param`s. Running statistics and what
+        else is no parameter keep their format, in which their small updates are not lost.
+
         Examples:
             >>> import numpy as np
             >>> PrecisionPolicy.parse("p=bf16").cast_to_param({"w": np.ones(2)})["w"].dtype
             dtype(bfloat16)
         """
-        return cast_leaves(tree, self.parameters)
+        return cast_leaves(tree, self.parameters, params_only=True)
 
     def cast_to_compute(self, tree: Tree) -> Tree:
         """A pytree with its floating arrays in the format of products, `c` of the text form."""
