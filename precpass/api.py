@@ -11,7 +11,7 @@ import jax
 from precpass import jaxpr as ir
 from precpass.devices.detect import committed_device, planned_for
 from precpass.devices.targets import check_shards, target_of
-from precpass.jit.calls import check_function
+from precpass.jit.calls import check_function, check_options
 from precpass.jit.mixed import Mixed
 from precpass.jit.region import current, keep, use_policy
 from precpass.jit.staged import made_of_trace, owner_of
@@ -71,7 +71,8 @@ def auto_mixed(
     is a value (a string, a type, a function without arrays in its closure, a frozen dataclass of
     such) is static: it is hashed and compared like an argument of `static_argnums`. A result that
     is no array is returned as it was when the function was traced. Modules of flax nnx are
-    updated as by `nnx.jit`.
+    updated as by `nnx.jit`. Python's numbers in modules of equinox are static, as under
+    `equinox.filter_jit`.
 
     Inside another `auto_mixed` function, one with a policy of its own keeps it, and
     one without leaves the decision to the outer one. The options of a function that
@@ -95,8 +96,9 @@ def auto_mixed(
 
     Raises:
         TypeError: when `fn` is no function that can be traced (a coroutine or
-            generator function, a staticmethod object); in a call, for an object that jit
-            refuses and that is no value either, such as one that holds arrays and is no pytree.
+            generator function, a staticmethod object), and for an unknown option; in a call, for
+            an object that jit refuses and that is no value either, such as one that holds arrays
+            and is no pytree.
         ValueError: for an unknown policy or profitability.
 
     Warns:
@@ -112,17 +114,26 @@ def auto_mixed(
         >>> f(jnp.ones((2, 3)), jnp.ones((3, 4))).dtype
         dtype('float32')
     """
+    if fn is not None:
+        check_function(fn)
+    if jit_options:
+        check_options(jit_options)
     parsed = None if policy is None else PrecisionPolicy.parse(policy)
     pays = None if profitability is None else parse_profitability(profitability)
     if fn is None:
-        return lambda fn: auto_mixed(fn, policy=parsed, profitability=pays, **jit_options)
-    check_function(fn)
+        return lambda fn: mixed_of(fn, policy=parsed, profitability=pays, **jit_options)
     if not isinstance(fn, Mixed):
         return Mixed(fn, parsed, jit_options, pays)
     if parsed in (None, fn.policy) and pays in (None, fn.profitability) and not jit_options:
         return fn
     options = {**fn.jit_options, **jit_options}
     return Mixed(fn.__wrapped__, parsed or fn.policy, options, pays or fn.profitability)
+
+
+def mixed_of(fn: Any, policy: Any = None, profitability: Any = None, **jit_options: Any) -> Any:
+    """`auto_mixed` of what must be a function: None is an error, and gives no decorator."""
+    check_function(fn)
+    return auto_mixed(fn, policy=policy, profitability=profitability, **jit_options)
 
 
 def inspect(
@@ -174,7 +185,7 @@ def trace_of(
         target: as for `inspect`.
     """
     fn, owner = owner_of(fn)
-    mixed = auto_mixed(fn, policy=policy, profitability=profitability)
+    mixed = mixed_of(fn, policy, profitability)
     target = target_of(target)
 
     def called(*args: Any, **kwargs: Any) -> Any:

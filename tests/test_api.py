@@ -320,6 +320,37 @@ def test_a_star_import_shadows_no_module_of_pythons():
         assert callable(getattr(pp, left_out)) and left_out in dir(pp)
 
 
+@pytest.mark.parametrize(
+    "policy", [jnp.bfloat16, np.dtype("float16"), pp.AutoMixedF16, pp.Precision.BF16, "bf16"]
+)
+def test_a_policy_in_the_place_of_the_function_is_said_to_be_one(policy):
+    with pytest.raises(TypeError, match=r"not .*: as a decorator, auto_mixed\(policy=.*16"):
+        pp.auto_mixed(policy)
+    with pytest.raises(TypeError, match=r"not .*: as a decorator, auto_mixed\(policy=.*16"):
+        pp.auto_mixed(policy, lambda x: x)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        *(pp.inspect, pp.explain, pp.audit, pp.compare, pp.profile, pp.monitor, pp.auto_mixed()),
+        lambda fn: pp.bisect(fn, "bf16", 1e-2)(1.0),
+        lambda fn: pp.calibrate(fn, "bf16", [(1.0,)]),
+    ],
+)
+def test_none_is_no_function_to_be_looked_at(look):
+    with pytest.raises(TypeError, match="takes a function, not None"):
+        look(None)
+
+
+@pytest.mark.parametrize("make", [pp.auto_mixed, pp.with_fallback])
+def test_an_unknown_option_is_named_with_the_legal_ones(make):
+    with pytest.raises(
+        TypeError, match=r"no option 'donate_argnam'.*'donate_argnames'.*static_arg"
+    ):
+        make(lambda x: x, donate_argnam="x")
+
+
 def test_the_policy_may_be_given_by_position():
     wide = pp.auto_mixed(square, "AlwaysF32")
     assert wide.policy is pp.AlwaysF32

@@ -11,6 +11,7 @@ import jax
 import jax.core
 
 from precpass import jaxpr as ir
+from precpass.jit.equinox_modules import is_module, is_number
 from precpass.jit.nnx import is_node
 from precpass.jit.static_leaves import found_in, refusal
 
@@ -161,7 +162,7 @@ class Declared:
 
 
 def arguments(declared: Declared, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments with leaves that jit refuses wrapped in `Static`.
+    """The arguments with leaves that are static by themselves wrapped in `Static`.
 
     Args:
         declared: the arguments that are declared static.
@@ -174,17 +175,30 @@ def arguments(declared: Declared, name: str, args: Any, kwargs: Any) -> tuple[An
     """
 
     def wrap(argument: Any, label: str) -> Any:
-        def leaf(path: Any, x: Any) -> Any:
-            if is_node(x) or not refused(x):
+        def leaf(path: Any, x: Any, in_module: bool = False) -> Any:
+            if is_node(x):
+                return x
+            if is_module(x):
+                return jax.tree_util.tree_map_with_path(
+                    lambda inner, part: leaf((*path, *inner), part, True), x, is_leaf=is_node
+                )
+            if in_module and is_number(x):
+                return Static(x)
+            if not refused(x):
                 return x
             why = refusal(x)
             if why is not None:
                 raise TypeError(f"{name} was given {label}{jax.tree_util.keystr(path)}{why}")
             return Static(x)
 
-        return jax.tree_util.tree_map_with_path(leaf, argument, is_leaf=is_node)
+        return jax.tree_util.tree_map_with_path(leaf, argument, is_leaf=_is_whole)
 
     return declared.map(wrap, args, kwargs)
+
+
+def _is_whole(x: Any) -> bool:
+    """Whether a value is looked at before the leaves in it."""
+    return is_node(x) or is_module(x)
 
 
 def refused(x: Any) -> bool:
@@ -244,6 +258,8 @@ _SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
 def results(out: Any, name: str) -> tuple[Any, bool]:
     """The results with leaves that are no arrays wrapped in `HandedThrough`, and whether any is.
 
+    So are the numbers in a module of equinox.
+
     Args:
         out: what the function returned.
         name: the function's, for errors.
@@ -253,7 +269,7 @@ def results(out: Any, name: str) -> tuple[Any, bool]:
     """
     has_others = False
 
-    def leaf(x: Any) -> Any:
+    def leaf(x: Any, in_module: bool = False) -> Any:
         nonlocal has_others
         if isinstance(x, _SUSPENDED):
             raise TypeError(
@@ -262,7 +278,10 @@ def results(out: Any, name: str) -> tuple[Any, bool]:
             )
         if isinstance(x, jax.Array) or is_node(x):
             return x
-        if ir.is_valid(x) and not isinstance(x, jax.ShapeDtypeStruct):
+        if is_module(x):
+            return jax.tree.map(lambda part: leaf(part, True), x, is_leaf=is_node)
+        is_static = isinstance(x, jax.ShapeDtypeStruct) or (in_module and is_number(x))
+        if ir.is_valid(x) and not is_static:
             return x
         _refuse_traced(x, name)
         has_others = True
@@ -270,7 +289,7 @@ def results(out: Any, name: str) -> tuple[Any, bool]:
 
     if isinstance(out, _SUSPENDED):  # pytree libraries may warn if they see one
         leaf(out)
-    return jax.tree.map(leaf, out, is_leaf=is_node), has_others
+    return jax.tree.map(leaf, out, is_leaf=_is_whole), has_others
 
 
 def _refuse_traced(x: Any, name: str) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import inspect
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import jax
 
 from precpass.jit.arguments import Declared, arguments, copied, refused, unwrapped
+from precpass.jit.equinox_modules import HoldsNumbers
 from precpass.jit.nnx import HoldsState, cloned, is_node, nodes, split_modules, updated
+from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.text import is_precision
 
-__all__ = ["Crossing", "Stage", "check_function", "name_of"]
+__all__ = ["Crossing", "Stage", "check_function", "check_options", "name_of"]
 
 
 class Crossing:
@@ -50,6 +54,9 @@ class Crossing:
         """
         if isinstance(error, HoldsState):
             self.direct, self.splits = False, True
+            return True
+        if isinstance(error, HoldsNumbers):
+            self.direct = False
             return True
         if not (was_direct and isinstance(error, (TypeError, ValueError))):
             return False
@@ -137,9 +144,11 @@ def check_function(fn: Any) -> None:
     if isinstance(fn, (staticmethod, classmethod, property)):
         kind = type(fn).__name__
         raise TypeError(f"auto_mixed takes a function, not a {kind}: put @{kind} above @auto_mixed")
-    if not callable(fn):
-        hint = f": as a decorator, auto_mixed(policy={fn!r})" if isinstance(fn, str) else ""
-        raise TypeError(f"auto_mixed takes a function, not {fn!r}{hint}")
+    is_policy = isinstance(fn, (str, PrecisionPolicy)) or is_precision(fn)
+    if is_policy or not callable(fn):
+        name = getattr(fn, "__name__", repr(fn))
+        hint = f": as a decorator, auto_mixed(policy={name})" if is_policy else ""
+        raise TypeError(f"auto_mixed takes a function, not {name}{hint}")
     called = fn if inspect.isroutine(fn) or isinstance(fn, type) else getattr(fn, "__call__", fn)  # noqa: B004 -- the method itself
     suspends = (
         inspect.iscoroutinefunction,
@@ -151,6 +160,23 @@ def check_function(fn: Any) -> None:
             f"auto_mixed takes a function that returns arrays, not {fn!r}, whose body runs after "
             "its trace has ended: wrap the function that it calls"
         )
+
+
+def check_options(options: Iterable[str]) -> None:
+    """Checks the names of the options of `jax.jit`.
+
+    Raises:
+        TypeError: for an unknown one; the text lists the legal ones.
+    """
+    legal = ["policy", "profitability", *inspect.signature(jax.jit).parameters]
+    legal.remove("fun")
+    for name in options:
+        if name not in legal:
+            close = difflib.get_close_matches(name, legal, n=1)
+            hint = f"Did you mean {close[0]!r}? " if close else ""
+            raise TypeError(
+                f"auto_mixed has no option {name!r}. {hint}Legal are {', '.join(legal)}"
+            )
 
 
 def name_of(fn: Any) -> str:

@@ -50,11 +50,17 @@ def naming_layers() -> Generator[None]:
         _CLASSES.put_back()
 
 
-def name_root_modules(args: Any, kwargs: Any) -> None:
-    """Gives the modules among a function's arguments their names, each as the root of a model."""
+def name_root_modules(fn: Any, args: Any, kwargs: Any) -> None:
+    """Gives modules their names, each as the root of a model.
+
+    Args:
+        fn: a function; if it is the method of a module, that module is named.
+        args: its positional arguments, whose modules are named.
+        kwargs: the others.
+    """
     trace = _here.trace
     if trace is not None:
-        for _, module in _modules((args, kwargs), ""):
+        for _, module in _modules((getattr(fn, "__self__", None), args, kwargs), ""):
             trace.name_all(module, "")
 
 

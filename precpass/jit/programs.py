@@ -14,6 +14,7 @@ from precpass.jaxpr.weak import Recent, WeakIdMap
 from precpass.jit import nnx as stateful
 from precpass.jit.arguments import Declared, Static, results, unwrapped
 from precpass.jit.calls import Crossing, name_of
+from precpass.jit.equinox_modules import HoldsNumbers, may_hold_numbers
 from precpass.jit.layers import name_root_modules
 from precpass.jit.program import Program
 from precpass.jit.region import Region
@@ -152,11 +153,14 @@ def _crossed(fn: Callable[..., Any], crossing: Crossing) -> Callable[..., Any]:
     borrowed = _Borrowed(fn)
 
     def crossed(*args: Any, **kwargs: Any) -> Any:
+        if crossing.direct and may_hold_numbers((args, kwargs)):
+            raise HoldsNumbers
         args, kwargs = crossing.declared.map(
             lambda x, _: unwrapped(x), args, kwargs, static=_unwrapped_static
         )
-        name_root_modules(args, kwargs)
-        out, passes_through = results(borrowed.__wrapped__(*args, **kwargs), crossing.name)
+        fn = borrowed.__wrapped__
+        name_root_modules(fn, args, kwargs)
+        out, passes_through = results(fn(*args, **kwargs), crossing.name)
         if passes_through:
             crossing.direct = False
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,13 +19,15 @@ from precpass.jit.errors import user_stacklevel
 from precpass.jit.region import Region, current, tracing
 from precpass.jit.selfcheck import check_jax
 from precpass.plan import reasons
-from precpass.plan.plan import Border, Plan
+from precpass.plan.plan import Action, Border, Plan
 from precpass.planner.planner import distinguish, make_plan
 from precpass.planner.profit import ProfitModel
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.policy import PrecisionPolicy, PrecisionWarning, quietly
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
+from precpass.policy.rules import Rule, layers_around
+from precpass.policy.scopes import clean_scope, join_scopes
 from precpass.rewrite.rewriter import Rewriter
 
 __all__ = ["Traced", "checked_plan", "rewritten"]
@@ -116,7 +119,7 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
     profit_model = profit_model_of(policy, call.operands)
     plan = _planned(call, policy, scope, profit_model)
     texts = [
-        *_warning_texts(plan, policy, name),
+        *_warning_texts(plan, policy, name, lambda: set(_layers(call.jaxpr, scope))),
         *(profit_model.new_warnings() if profit_model else ()),
     ]
     if not policy.widens and not any(ir.precision_of(a) for a in ir.all_avals(call.jaxpr)):
@@ -130,7 +133,8 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
         ]
     for text in texts:
         warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
-    if policy.low is Precision.F16 and plan.lowers and ir.takes_plain_gradient(call.jaxpr):
+    # also where a rule or a `keep` alone asks for float16
+    if _lowers_to_float16(plan) and ir.takes_plain_gradient(call.jaxpr):
         warn_of_unscaled_gradient()
     return plan
 
@@ -171,10 +175,39 @@ def _planned(
 _NOT_COMPILED = "assumed: several processes are not compiled for, and every product is lowered"
 
 
-def _warning_texts(plan: Plan, policy: PrecisionPolicy, name: str) -> Iterator[str]:
+def _lowers_to_float16(plan: Plan) -> bool:
+    return any(d.action is Action.LOWER and d.compute is Precision.F16 for d in plan.walk())
+
+
+def _layers(jaxpr: ir.Jaxpr, scope: str) -> Iterator[str]:
+    """The paths of the layers of a program that have no layers inside, with some more than once."""
+    for eqn in ir.open_jaxpr(jaxpr).eqns:
+        inner = join_scopes(scope, ir.scope_of(eqn))
+        bodies = ir.bodies(eqn)
+        for body in bodies:
+            yield from _layers(body.jaxpr, inner)
+        if not bodies:
+            yield "/".join(layers_around(clean_scope(inner)))
+
+
+def _hint(rule: Rule, layers: set[str]) -> str:
+    """What else a rule of a layer could name."""
+    if rule.module is None:
+        return ""
+    layers = {x for x in layers if x and not any(y.startswith(f"{x}/") for y in layers)}
+    if not layers:
+        return ": no layer of a flax, equinox or haiku model is called there"
+    close = difflib.get_close_matches(rule.module, sorted(layers), n=4, cutoff=0.0)
+    more = f" and {len(layers) - len(close)} more" if len(layers) > len(close) else ""
+    return f": its innermost layers are {', '.join(map(repr, close))}{more}"
+
+
+def _warning_texts(
+    plan: Plan, policy: PrecisionPolicy, name: str, layers: Callable[[], set[str]]
+) -> Iterator[str]:
     yield from plan.notes
     for rule in plan.unmatched:
-        yield f"{rule!r} matched no equation of {name}"
+        yield f"{rule!r} matched no equation of {name}{_hint(rule, layers())}"
     if policy.lowers and not plan.lowers and plan.form:
         yield f"{policy.name} lowered nothing in {name}, because that costs more: {plan.costs}"
     elif policy.lowers and not plan.lowers:

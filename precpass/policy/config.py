@@ -86,9 +86,16 @@ def from_dict(data: Mapping[str, Any]) -> PrecisionPolicy:
         policy = PrecisionPolicy.parse(name)
     for option in _OPTIONS:
         if option in data:
-            values = data[option] if option == "retypes" else (data[option],)
-            policy = getattr(policy, f"with_{option}")(*values)
-    return policy.with_rules(*map(_rule, data.get("rules", ())))
+            value = data[option]
+            is_list = isinstance(value, list | tuple)
+            if option == "retypes" and is_list:
+                policy = policy.with_retypes(*cast("list[Any]", value))
+            else:
+                policy = getattr(policy, f"with_{option}")(value)
+    rules = data.get("rules", [])
+    if not isinstance(rules, list | tuple):
+        raise TypeError(f"rules are a list of dicts ([[rules]] before each in TOML), not {rules!r}")
+    return policy.with_rules(*map(_rule, cast("list[Any]", rules)))
 
 
 def _rule(data: Any) -> Rule:

@@ -138,7 +138,18 @@ class PrecisionPolicy:
         return dataclasses.replace(self, parameters=Precision.parse_format(precision, "parameters"))
 
     def with_lock(self, lock: SavedPrecisions | None) -> PrecisionPolicy:
-        """This policy with the precisions of a saved plan, or without them (`Plan.load`)."""
+        """This policy with the precisions of a saved plan, or without them.
+
+        Args:
+            lock: that of the policy which `Plan.load` gives, `Plan.load(file).lock`, or None.
+
+        Raises:
+            TypeError: for anything else.
+        """
+        if not isinstance(lock, SavedPrecisions | None):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+            raise TypeError(
+                f"with_lock takes the lock of a saved plan, Plan.load(file).lock, not {lock!r}"
+            )
         return dataclasses.replace(self, lock=lock)
 
     def with_profitability(self, profitability: str) -> PrecisionPolicy:
@@ -190,12 +201,15 @@ class PrecisionPolicy:
     def cast_to_param(self, tree: Tree) -> Tree:
         """A pytree with its floating arrays in the format of parameters, `p` of the text form.
 
+        Of a flax nnx module these are the arrays of its `nnx.Param`s. Running statistics and what
+        else is no parameter keep their format, in which their small updates are not lost.
+
         Examples:
             >>> import numpy as np
             >>> PrecisionPolicy.parse("p=bf16").cast_to_param({"w": np.ones(2)})["w"].dtype
             dtype(bfloat16)
         """
-        return cast_leaves(tree, self.parameters)
+        return cast_leaves(tree, self.parameters, params_only=True)
 
     def cast_to_compute(self, tree: Tree) -> Tree:
         """A pytree with its floating arrays in the format of products, `c` of the text form."""

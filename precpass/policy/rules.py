@@ -12,7 +12,7 @@ from typing import Any
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import TABLE, OpKind
 
-__all__ = ["EqnView", "Rule"]
+__all__ = ["EqnView", "Rule", "layers_around"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,21 +167,26 @@ def _in_region(pattern: str, scope: str) -> bool:
 @functools.lru_cache(maxsize=65536)
 def _in_module(pattern: str, scope: str) -> bool:
     # haiku's names of modules have a "~" for what a constructor makes, and its scopes do not
-    pattern = "/".join(part for part in pattern.split("/") if part != "~")
-    parts = _layers(scope)
+    pattern = "/".join(part for part in pattern.split("/") if part not in ("", "~"))
+    parts = layers_around(scope)
     ends = range(1, len(parts) + 1)
     return any(_glob(pattern, "/".join(parts[i:end])) for end in ends for i in range(end))
 
 
-def _layers(scope: str) -> list[str]:
+def layers_around(scope: str) -> list[str]:
     """The names of the layers around an equation.
 
-    Around the methods of a layer, flax linen has one more scope, "layer/layer.method".
+    Around the methods of a layer, flax linen has one more scope, "layer/layer.method", and
+    equinox has one inside of each of its own layers, "layer/eqx.nn.Linear".
+
+    Args:
+        scope: the name scopes around it, as `EqnView` has them.
     """
     names: list[str] = []
     for part in scope.split("/"):
         name, _, method = part.partition(".")
-        if name != "precpass" and not (method and names[-1:] == [name]):
+        is_extra = name == "precpass" or part.startswith("eqx.nn.")
+        if part and not is_extra and not (method and names[-1:] == [name]):
             names.append(part)
     return names
 

@@ -185,7 +185,9 @@ CASES = [
     (of_nnx, "head", 1),
     (of_equinox, "encoder/layers/1/attention", 2),
     (of_equinox, "encoder/layers/[02]/attention/k", 2),
+    (of_equinox, "layers/0/mlp/layers/0", 1),  # inside of equinox's own scope, eqx.nn.Sequential
     (of_equinox, "encoder", 9),
+    (of_equinox, "/encoder/layers/1/", 3),
     (of_equinox, "head", 1),
     (of_linen, "encoder/layers_1/attention", 2),
     (of_linen, "LinenModel/encoder/layers_*/attention/q", 3),
@@ -331,8 +333,34 @@ def test_a_rule_for_a_layer_is_a_value_like_other_rules():
         pp.Rule(module=5, precision="f32")
 
 
-def test_a_layer_that_is_not_there_is_reported():
-    fn, args = of_nnx()
-    policy = pp.AutoMixedBf16.with_rules(pp.Rule(module="decoder", precision="f32"))
-    with pytest.warns(pp.PrecisionWarning, match=r"Rule\(module='decoder'.*matched no equation"):
+def test_the_method_of_a_module_is_a_root_too():
+    (model, x), other = of_nnx()[1], NnxHead(nnx.Rngs(0))
+    assert wide_products(model.__call__, (x,), "encoder/layers/1/attention") == (2, 10)
+    assert wide_products(other.logits, (x,), "inner/encoder/layers/*/attention/q") == (3, 10)
+
+
+class NnxHead(nnx.Module):
+    def __init__(self, rngs: Any):
+        self.inner = NnxModel(rngs)
+
+    def logits(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("made", [of_nnx, of_equinox, of_linen, of_haiku])
+def test_a_layer_that_is_not_there_is_reported_with_those_that_are(made: Any):
+    fn, args = made()
+    policy = pp.AutoMixedBf16.with_rules(pp.Rule(module="decoder/layers/1/q", precision="f32"))
+    with pytest.warns(pp.PrecisionWarning, match="matched no equation") as caught:
         pp.auto_mixed(fn, policy)(*args)
+    text = str(caught[0].message)
+    shown = text.partition("its innermost layers are ")[2]
+    assert text.startswith("Rule(module='decoder/layers/1/q'") and shown.endswith(" more")
+    for path in shown.rpartition(" and ")[0].split(", "):
+        assert wide_products(fn, args, path.strip("'"))[0] > 0
+
+
+def test_a_rule_for_a_layer_of_a_function_without_layers_says_that_there_is_none():
+    policy = pp.AutoMixedBf16.with_rules(pp.Rule(module="head", precision="f32"))
+    with pytest.warns(pp.PrecisionWarning, match="no layer of a flax, equinox or haiku model"):
+        pp.auto_mixed(lambda x: x @ x.T, policy)(X)

@@ -38,6 +38,14 @@ def said(call: Callable[[], Any]) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+IN_FLOAT16 = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="f16"))
+
+
+def kept(w: Any, x: Any) -> Any:
+    with pp.keep("f16"):
+        return loss(w, x)
+
+
 UNSCALED: dict[str, Callable[[], Any]] = {
     "inside": lambda: pp.auto_mixed(jax.grad(loss), "f16")(W, X),
     "of a jit": lambda: pp.auto_mixed(jax.grad(jax.jit(loss)), "f16")(W, X),
@@ -45,6 +53,8 @@ UNSCALED: dict[str, Callable[[], Any]] = {
     "weighted": lambda: pp.auto_mixed(jax.grad(lambda w: 0.1 * loss(w, X)), "AlwaysF16")(W),
     "in a loop": lambda: pp.auto_mixed(in_a_loop, "f16")(W, X),
     "outside": lambda: jax.grad(pp.auto_mixed(loss, "f16"))(W, X),
+    "by a rule": lambda: pp.auto_mixed(jax.grad(loss), IN_FLOAT16)(W, X),
+    "by a keep": lambda: pp.auto_mixed(jax.grad(kept), "AlwaysF32")(W, X),
     "inspected": lambda: pp.inspect(jax.grad(loss), "f16")(W, X),
 }
 FINE: dict[str, Callable[[], Any]] = {

@@ -352,7 +352,7 @@ def test_microbatches_and_clipping():
 
 def test_orbax_brings_a_scale_back(tmp_path: Any):
     scale = pp.DynamicLossScale(interval=5, floor=2.0).adjusted(True).adjusted(False).adjusted(True)
-    fresh = pp.DynamicLossScale(jnp.float32(8.0), jnp.int32(0), interval=5, floor=2.0)
+    fresh = pp.DynamicLossScale(interval=5, floor=2.0)
     with ocp.StandardCheckpointer() as checkpoints:
         checkpoints.save(tmp_path / "step", {"scale": scale})
         checkpoints.wait_until_finished()

@@ -144,6 +144,14 @@ def test_a_plan_that_was_pickled_can_be_saved(tmp_path):
     assert fates(pp.inspect(scoped, pp.Plan.load(tmp_path / "plan.json"))(X, W).plan) == fates(plan)
 
 
+def test_the_lock_of_a_loaded_plan_goes_to_another_policy(tmp_path):
+    pp.inspect(scoped)(X, W).plan.save(tmp_path / "plan.json")
+    lock = pp.Plan.load(tmp_path / "plan.json").lock
+    assert pp.AutoMixedF16.with_lock(lock).lock == lock
+    with pytest.raises(TypeError, match=r"Plan\.load\(file\)\.lock, not 'plan\.json'"):
+        pp.AutoMixedF16.with_lock("plan.json")
+
+
 def test_a_loaded_policy_is_hashable_equal_and_pickled(tmp_path):
     pp.inspect(scoped)(X, W).plan.save(tmp_path / "plan.json")
     one, other = (pp.Plan.load(tmp_path / "plan.json") for _ in range(2))

@@ -69,6 +69,12 @@ def test_a_file_that_a_person_wrote():
         ({"rules": [{"layer": "x"}]}, ValueError, "a rule has no key 'layer': legal are primitive"),
         ({"rules": [{"precision": "f32"}]}, ValueError, "without a pattern"),
         ({"rules": ["x"]}, TypeError, "a rule as data is a dict, not 'x'"),
+        (
+            {"rules": {"module": "x"}},
+            TypeError,
+            r"a list of dicts \(\[\[rules\]\] before each in TOML",
+        ),
+        ({"retypes": "f8"}, ValueError, "unknown precision 'f8'"),
         (["bf16"], TypeError, r"a policy as data is a dict, not \['bf16'\]"),
     ],
     ids=stable_id,
@@ -76,6 +82,10 @@ def test_a_file_that_a_person_wrote():
 def test_bad_data_is_refused(data: Any, error: type[Exception], said: str):
     with pytest.raises(error, match=said):
         PrecisionPolicy.from_dict(data)
+
+
+def test_one_format_that_may_change_needs_no_list():
+    assert PrecisionPolicy.from_dict({"retypes": "f64"}) == pp.AutoMixedBf16.with_retypes("f64")
 
 
 def test_what_a_file_cannot_hold_is_refused(tmp_path: Path):

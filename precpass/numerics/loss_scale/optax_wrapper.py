@@ -51,6 +51,7 @@ def scaled_optimizer(
 
     Raises:
         ModuleNotFoundError: if optax is not installed.
+        TypeError: for something that is no optax optimizer, such as `optax.adam` without a rate.
 
     Examples:
         >>> import optax
@@ -64,7 +65,7 @@ def scaled_optimizer(
     import optax
 
     first = DynamicLossScale() if scale is None else scale
-    inner = optax.with_extra_args_support(optimizer)
+    inner = optax.with_extra_args_support(_checked(optimizer, "scaled_optimizer"))
 
     def init(params: Any) -> ScaledState:
         arrays = jax.tree.map(jnp.asarray, first)
@@ -111,6 +112,7 @@ def master_copies(
 
     Raises:
         ModuleNotFoundError: if optax is not installed.
+        TypeError: for something that is no optax optimizer, such as `optax.adam` without a rate.
         ValueError: of `update`, without the parameters.
 
     Examples:
@@ -125,7 +127,7 @@ def master_copies(
     """
     import optax
 
-    wrapped = optax.with_extra_args_support(optimizer)
+    wrapped = optax.with_extra_args_support(_checked(optimizer, "master_copies"))
 
     def init(params: Any) -> MasterState:
         master = cast_leaves(params, Precision.F32)
@@ -144,3 +146,11 @@ def master_copies(
         return differences, MasterState(master, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _checked(optimizer: Any, taker: str) -> Any:
+    if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+        return optimizer
+    name = getattr(optimizer, "__name__", repr(optimizer))
+    hint = f": call it, {name}(...)" if callable(optimizer) else ", such as optax.adam(1e-3)"
+    raise TypeError(f"{taker} takes an optax optimizer, not {name}{hint}")

@@ -236,13 +236,13 @@ def _checked(scale: Any, low: float = 0.0, high: float = math.inf) -> None:
     """Checks the bounds of a scale whose value is known, and converts numbers to arrays.
 
     Otherwise a step that is given Python's numbers would be compiled again for the arrays that it
-    returns.
+    returns. orbax takes arrays alone, and no scalars of NumPy, as what a checkpoint is restored to.
     """
     value, owner = scale.value, type(scale).__name__
     if isinstance(value, int | float | np.number):
         if not (math.isfinite(value) and value > 0.0 and low <= value <= high):
             legal = f"from {low} to {high}" if low else "positive and finite"
             raise ValueError(f"{owner}(value={value!r}): it is to be {legal}")
-        object.__setattr__(scale, "value", np.float32(value))
+        object.__setattr__(scale, "value", np.asarray(value, np.float32))
     if isinstance(getattr(scale, "steps", None), int):
-        object.__setattr__(scale, "steps", np.int32(scale.steps))
+        object.__setattr__(scale, "steps", np.asarray(scale.steps, np.int32))

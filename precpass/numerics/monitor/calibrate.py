@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 
 from precpass import jaxpr as ir
-from precpass.api import auto_mixed
+from precpass.api import mixed_of
 from precpass.jit.staged import Staged, owner_of
 from precpass.jit.traced import Traced
 from precpass.numerics.monitor.figures import Recorder
@@ -142,7 +142,7 @@ class _Watch:
     def __init__(self, fn: Callable[..., Any], policy: PrecisionPolicy) -> None:
         self.planned: dict[_Key, _Low] = {}
         fn, self._owner = owner_of(fn)
-        mixed = auto_mixed(fn, policy=policy)
+        mixed = mixed_of(fn, policy=policy)
         pays = mixed.profitability
         policy = policy if pays is None else policy.with_profitability(pays)
         looked_at = functools.partial(_looked, policy, self.planned)

@@ -14,7 +14,7 @@ from jax import lax
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
-from precpass.api import auto_mixed
+from precpass.api import mixed_of
 from precpass.jit.staged import Staged, owner_of
 from precpass.jit.traced import Traced
 from precpass.numerics.monitor.figures import Recorder
@@ -115,7 +115,7 @@ class Monitored(Generic[P, R]):
         if every is not None and not (whole and every >= 1):
             raise ValueError(f"monitor(every={every!r}): it is to be a whole number of 1 or more")
         fn, self._owner = owner_of(fn)
-        mixed = auto_mixed(fn, policy=policy, profitability=profitability)
+        mixed = mixed_of(fn, policy=policy, profitability=profitability)
         functools.update_wrapper(self, mixed, updated=())
         self.every = every
         self._always = Staged(mixed, lambda traced: looked(traced, _RECORDER), "monitor")

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from precpass.api import auto_mixed, inspect
+from precpass.api import inspect, mixed_of
 from precpass.devices.targets import abstract_on, check_shards, target_of
 from precpass.jaxpr import Source, source_of
 from precpass.jit.arguments import Declared
@@ -245,7 +245,7 @@ def audit(
         (True, 1, 1)
     """
     fn, owner = owner_of(fn)
-    mixed = auto_mixed(fn, policy=policy)
+    mixed = mixed_of(fn, policy=policy)
     target = target_of(target)
 
     def audited(*args: Any, **kwargs: Any) -> Audit:

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 
-from precpass.api import auto_mixed
+from precpass.api import mixed_of
 from precpass.devices.targets import target_of
 from precpass.jit.staged import owner_of
 from precpass.measure.counts import count
@@ -99,7 +99,7 @@ def compare(
     timed_rounds = rounds_of(rounds, target)
     rows = entries(policies, "compare")
     fn, owner = owner_of(fn)
-    subject = auto_mixed(fn)
+    subject = mixed_of(fn)
 
     def compared(*args: P.args, **kwargs: P.kwargs) -> Comparison:
         at = Subject.at(subject, owner, args, kwargs, "compare", target=target)

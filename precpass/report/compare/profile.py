@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from precpass.api import auto_mixed
+from precpass.api import mixed_of
 from precpass.devices.peaks import Peaks, peaks_of
 from precpass.devices.targets import target_of
 from precpass.jit.staged import owner_of
@@ -99,7 +99,7 @@ def profile(
     peaks = peaks_of(DEVICES if devices is None else devices)
     rows = entries(policies, "profile")
     fn, owner = owner_of(fn)
-    subject = auto_mixed(fn)
+    subject = mixed_of(fn)
 
     def profiled(*args: Any, **kwargs: Any) -> Profile:
         at = Subject.at(
