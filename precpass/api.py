@@ -69,9 +69,9 @@ def auto_mixed(
 
     It is called like a function of `jax.jit`, but accepts more. A leaf that jit refuses and that
     is a value (a string, a type, a function without arrays in its closure, a frozen dataclass of
-    such) is static: it is hashed and compared like an argument of `static_argnums`. A result that
-    is no array is returned as it was when the function was traced. Modules of flax nnx are
-    updated as by `nnx.jit`.
+    such) is static: it is hashed and compared like an argument of `static_argnums`. So is a number
+    of an equinox module. A result that is no array is returned as it was when the function was
+    traced. Modules of flax nnx are updated as by `nnx.jit`.
 
     Inside another `auto_mixed` function, one with a policy of its own keeps it, and
     one without leaves the decision to the outer one. The options of a function that

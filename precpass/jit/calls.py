@@ -8,10 +8,9 @@ import inspect
 from collections.abc import Generator
 from typing import Any
 
-import jax
 
-from precpass.jit.arguments import Declared, arguments, copied, refused, unwrapped
-from precpass.jit.nnx import HoldsState, cloned, is_node, nodes, split_modules, updated
+from precpass.jit.arguments import Declared, arguments, copied, holds_static, unwrapped
+from precpass.jit.nnx import HoldsState, cloned, nodes, split_modules, updated
 
 __all__ = ["Crossing", "Stage", "check_function", "name_of"]
 
@@ -61,13 +60,13 @@ class Crossing:
         changed: list[bool] = []
 
         def look(x: Any, _name: str) -> None:
-            leaves = jax.tree.leaves(x, is_leaf=is_node)
-            changed.append(any(not is_node(leaf) and refused(leaf) for leaf in leaves))
+            changed.append(holds_static(x))
 
         self.declared.map(look, args, kwargs)
         if not any(changed):
             return False
-        # jit refuses an argument before it traces, so the error does not come from the function.
+        # jit refuses an argument before it traces, so the error does not come from the function;
+        # or it traced a number of a module, of which the function needs the value.
         self.direct = False
         return True
 
