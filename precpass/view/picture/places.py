@@ -57,8 +57,9 @@ class Place:
 def places(graph: Graph) -> list[Place]:
     """The place of each equation without bodies, in the order of execution."""
     around: dict[int, tuple[Path, ir.Made]] = {}
+    numbers: dict[Any, dict[Any, int]] = collections.defaultdict(dict)
     for node in graph.bodies:
-        around[id(node)] = _around(node, around)
+        around[id(node)] = _around(node, around, numbers)
     found: list[Place] = []
     for row in _executed(graph):
         eqn, node = graph.eqns[row], graph.bodies[int(graph.body[row])]
@@ -87,8 +88,18 @@ def _executed(graph: Graph) -> Iterable[int]:
             todo.append(itertools.chain.from_iterable(rows))
 
 
-def _around(node: BodyNode, around: dict[int, tuple[Path, ir.Made]]) -> tuple[Path, ir.Made]:
-    """The path around a body, and the calls around the equation that enters it first."""
+def _around(
+    node: BodyNode,
+    around: dict[int, tuple[Path, ir.Made]],
+    numbers: dict[Any, dict[Any, int]],
+) -> tuple[Path, ir.Made]:
+    """The path around a body, and the calls around the equation that enters it first.
+
+    Args:
+        node: the body.
+        around: those of the bodies before it.
+        numbers: which of the loops and branches of one name in one place each is; it is added.
+    """
     if node.caller is None or node.around is None:
         return (), ir.Made()
     eqn = node.caller
@@ -96,8 +107,12 @@ def _around(node: BodyNode, around: dict[int, tuple[Path, ir.Made]]) -> tuple[Pa
     bodies = ir.bodies(eqn)
     body = next(b for b in bodies if ir.open_jaxpr(b.jaxpr) is ir.open_jaxpr(node.jaxpr))
     which = "" if len(bodies) == 1 else body.name
-    if ir.name_of(eqn) not in _UNSEEN:
-        path = (*path, frame_name(ir.name_of(eqn), which, body.trips))
+    name = ir.name_of(eqn)
+    if name not in _UNSEEN:
+        # Two loops are two frames, but one that a Python loop over layers calls again is the same.
+        one_name = numbers[path, name]
+        number = one_name.setdefault((made.calls, ir.source_of(eqn)), len(one_name) + 1)
+        path = (*path, frame_name(f"{name} {number}" if number > 1 else name, which, body.trips))
     return path, made
 
 
