@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Generator
 from typing import Any
 
-
 from precpass.jit.arguments import Declared, arguments, copied, holds_static, unwrapped
 from precpass.jit.nnx import HoldsState, cloned, nodes, split_modules, updated
 
