@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import precpass as pp
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "pages"
 DOCUMENTS = [
@@ -58,3 +60,10 @@ def test_readme_is_short_and_every_page_is_in_the_navigation():
     navigation = (ROOT / "docs" / "mkdocs.yml").read_text(encoding="utf-8")
     for path in DOCUMENTS[3:]:
         assert path.relative_to(PAGES).as_posix() in navigation, path
+
+
+def test_the_reference_has_all_that_is_exported():
+    text = (PAGES / "reference" / "api.md").read_text(encoding="utf-8")
+    presets = {name for name in pp.__all__ if isinstance(getattr(pp, name), pp.PrecisionPolicy)}
+    entries = set(re.findall(r"^::: precpass\.(\w+)$", text, re.MULTILINE))
+    assert entries == set(pp.__all__) - presets - {"__version__"}
