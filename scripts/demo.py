@@ -268,7 +268,8 @@ def arguments() -> argparse.Namespace:
         action="append",
         metavar="ROW",
         choices=ROWS,
-        help=f"a row of the table, which may be repeated: {', '.join(ROWS)} (default: {', '.join(DEFAULT_ROWS)})",
+        help=f"a row of the table, which may be repeated: {', '.join(ROWS)} "
+        f"(default: {', '.join(DEFAULT_ROWS)})",
     )
     options = parser.parse_args()
     if options.steps < 1 or options.layers < 1:
