@@ -14,7 +14,7 @@ from precpass.devices.targets import check_shards, target_of
 from precpass.jit.calls import check_function
 from precpass.jit.mixed import Mixed
 from precpass.jit.region import current, keep, use_policy
-from precpass.jit.staged import made_of_trace, owner_of
+from precpass.jit.staged import AtArguments, made_of_trace, owner_of
 from precpass.jit.traced import Traced, rewritten
 from precpass.plan.decisions import unchanged_plan
 from precpass.plan.eqn_info import PlanSource
@@ -126,12 +126,12 @@ def auto_mixed(
 
 
 def inspect(
-    fn: Callable[..., Any],
+    fn: Callable[P, Any],
     policy: PolicyLike | None = None,
     *,
     profitability: str | None = None,
     target: Any = None,
-) -> Callable[..., Inspection]:
+) -> AtArguments[P, Inspection]:
     """What a policy does to a function, without running it.
 
     Args:
@@ -203,12 +203,12 @@ def _inspection(traced: Traced) -> Inspection:
 
 
 def explain(
-    fn: Callable[..., Any],
+    fn: Callable[P, Any],
     policy: PolicyLike | None = None,
     *,
     profitability: str | None = None,
     target: Any = None,
-) -> Callable[..., Explanation]:
+) -> AtArguments[P, Explanation]:
     """What a policy does to a function, what stays in float32 and why, and what to do about it.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 
@@ -14,7 +14,7 @@ from precpass.devices.targets import abstract_on, check_shards, target_of
 from precpass.jaxpr import Source, source_of
 from precpass.jit.arguments import Declared
 from precpass.jit.region import configured
-from precpass.jit.staged import owner_of
+from precpass.jit.staged import AtArguments, owner_of
 from precpass.measure import execute
 from precpass.measure.execute import Memory
 from precpass.measure.hlo import Module
@@ -29,6 +29,8 @@ from precpass.view.rows import alike
 from precpass.view.text import Line, as_html, heading, page, rendered
 
 __all__ = ["Audit", "Finding", "audit"]
+
+P = ParamSpec("P")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,8 +210,8 @@ def _together(shared: Finding, found: Sequence[Finding]) -> Finding:
 
 
 def audit(
-    fn: Callable[..., Any], policy: PolicyLike | None = None, *, target: Any = None
-) -> Callable[..., Audit]:
+    fn: Callable[P, Any], policy: PolicyLike | None = None, *, target: Any = None
+) -> AtArguments[P, Audit]:
     """What XLA runs in another precision than planned.
 
     The function is planned, rewritten, lowered and compiled for the device on which its
