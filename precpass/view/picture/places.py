@@ -175,7 +175,7 @@ def _names(paths: Iterable[Path], structure: dict[Path, Any], least: int) -> dic
         groups: dict[Any, list[Path]] = collections.defaultdict(list)
         for path in below:
             is_loop = " trips" in path[-1]
-            groups[path[-1] if is_loop else (alike(path[-1]), structure[path])].append(path)
+            groups[path[-1] if is_loop else (_stem(path[-1]), structure[path])].append(path)
         stems = Counter(key[0] for key in groups if isinstance(key, tuple))
         for key, group in groups.items():
             is_one = isinstance(key, tuple) and len(group) >= least
@@ -197,7 +197,12 @@ def _by_number(path: Path) -> list[Any]:
 def _together(labels: Sequence[str], *, whole: bool) -> str:
     if not whole:
         return f"{labels[0]} \u2026 {labels[-1]} \u00d7{len(labels)}"
-    return f"{re.sub(r'[_ ]?[*]$', '', alike(labels[0])) or '*'} \u00d7{len(labels)}"
+    return f"{_stem(labels[0])} \u00d7{len(labels)}"
+
+
+def _stem(label: str) -> str:
+    """A label without its number. haiku numbers "block", "block_1", "block_2"."""
+    return re.sub(r"[_ ]?[*]$", "", alike(label)) or "*"
 
 
 def _counted(found: Sequence[Place], paths: dict[int, Path]) -> dict[int, Path]:
