@@ -195,6 +195,37 @@ def test_layers_of_equinox_have_their_names_and_numbers():
     assert shown.count("first: Linear") == 2 and shown.count("layer: Linear \u00d74") == 2
 
 
+class EquinoxBlock(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    mlp: eqx.nn.MLP
+    out: eqx.nn.Linear
+
+    def __call__(self, x):
+        return x + jax.vmap(self.out)(jax.vmap(self.mlp)(jax.vmap(self.norm)(x)))
+
+
+def test_a_layer_that_calls_jitted_functions_says_how_many_times_it_is_called():
+    keys = jax.random.split(jax.random.key(0), 6)
+    blocks = [
+        EquinoxBlock(
+            eqx.nn.LayerNorm(WIDTH),
+            eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 1, key=key),
+            eqx.nn.Linear(WIDTH, WIDTH, key=key),
+        )
+        for key in keys
+    ]
+
+    def loss(blocks, x):
+        for block in blocks:
+            x = block(x)
+        return x.sum()
+
+    found = pp.inspect(eqx.filter_grad(loss))(blocks, jnp.ones((4, WIDTH)))
+    shown = texts(ET.fromstring(found.draw(graphviz=False).svg))
+    assert shown.count("block: EquinoxBlock \u00d76") == 2
+    assert "mlp: MLP" in [text.removeprefix("self.") for text in shown]
+
+
 def test_layers_of_one_shape_are_one_and_others_are_not():
     class Stack(nn.Module):
         @nn.compact
