@@ -61,8 +61,7 @@ def scaled_optimizer(
         >>> float(gradient), float(updates)
         (48.0, -6.0)
     """
-    import optax
-
+    optax = _optax("scaled_optimizer")
     first = DynamicLossScale() if scale is None else scale
     inner = optax.with_extra_args_support(optimizer)
 
@@ -123,8 +122,7 @@ def master_copies(
         >>> float(state.master), float(weight)
         (0.9921875, 0.9921875)
     """
-    import optax
-
+    optax = _optax("master_copies")
     wrapped = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> MasterState:
@@ -144,3 +142,13 @@ def master_copies(
         return differences, MasterState(master, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _optax(caller: str) -> Any:
+    try:
+        import optax  # optax is optional
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{caller} needs {error.name}: pip install optax", name=error.name
+        ) from error
+    return optax
