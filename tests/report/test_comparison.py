@@ -153,6 +153,10 @@ def test_the_page_says_in_a_bar_how_many_programs_are_worth_a_look(comparison):
     untimed = tuple(dataclasses.replace(row, timing=None, ratio=None) for row in rows)
     text = dataclasses.replace(comparison, rows=untimed)._repr_html_()
     assert "75.0% finite" in re.sub("<[^>]*>", "", text)
+    # where the reference has no finite value either, there is no error
+    none = dataclasses.replace(rows[0], errors=dataclasses.replace(rows[0].errors, relative=None))
+    text = dataclasses.replace(comparison, rows=(none,))._repr_html_()
+    assert "100% without an error" in re.sub("<[^>]*>", "", text)
 
 
 def made(comparison: pp.Comparison, **figures: tuple[float, float, float]) -> pp.Comparison:

@@ -36,7 +36,7 @@ from precpass.view.text import Line, as_html, page, spans
 __all__ = ["REFERENCES", "Comparison", "Row"]
 
 _BEST, _OTHER = "no other is faster and nearer", "another is faster and nearer"
-_BAD, _FINITE = "not finite", "finite"
+_BAD, _FINITE, _WITHOUT = "not finite", "finite", "without an error"
 
 _AXES = {
     "time": "time (ms)",
@@ -206,13 +206,17 @@ class Comparison:
 
     def _bar(self, groups: dict[str, list[bool]]) -> str:
         """How many of the programs are worth a look."""
-        states = [
-            _BAD if bad else _BEST if best else _OTHER
-            for bad, best in zip(groups[_BAD], groups[_BEST], strict=True)
-        ]
-        if not any(groups[_BEST]):  # nothing was timed
-            states = [state if state is _BAD else _FINITE for state in states]
-        styles = {_BAD: "bad", _OTHER: "wide", _BEST: "low", _FINITE: "low"}
+        is_timed = any(groups[_BEST])
+
+        def state(row: Row, bad: bool, best: bool) -> str:
+            if bad:
+                return _BAD
+            if row.errors.relative is None:
+                return _WITHOUT
+            return _BEST if best else _OTHER if is_timed else _FINITE
+
+        states = list(map(state, self.rows, groups[_BAD], groups[_BEST]))
+        styles = {_BAD: "bad", _OTHER: "wide", _BEST: "low", _FINITE: "low", _WITHOUT: "none"}
         parts = [(what, float(states.count(what)), style) for what, style in styles.items()]
         return bar(parts, f"of {counted(len(self.rows), 'program')}")
 
