@@ -20,6 +20,7 @@ from precpass.measure.execute import Memory
 from precpass.measure.hlo import Module
 from precpass.measure.traffic import Traffic
 from precpass.policy.policy import PolicyLike, quietly
+from precpass.policy.scopes import clean_scope, is_backward
 from precpass.report.audit.changes import changes
 from precpass.report.audit.matching import Change
 from precpass.units import counted, sized
@@ -69,7 +70,8 @@ class Finding:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        scope = f" in {self.scope}" if self.scope else ""
+        scope = f" in {name}" if (name := clean_scope(self.scope)) else ""
+        scope += ", backward" if is_backward(self.scope) else ""
         reason = f"  [{self.reason}]" if self.reason else ""
         times = f"  ({self.times} times)" if self.times > 1 else ""
         return (
