@@ -331,9 +331,8 @@ class _Search:
         return dataclasses.replace(bisection, notes=notes_on(rules, kept))
 
     def _why_not(self, low: Run, written: Run, whole: Group) -> str:
-        name = self.policy.name
-        text = f"not found: {name} fails{self._error(low)}, also with all that it lowers kept as "
-        text += f"it was written{self._error(written)}"
+        text = f"not found: {self.policy.name} fails{self._error(low)}, also with all that it "
+        text += f"lowers kept as it was written{self._error(written)}"
         try:
             wide = self._run(AlwaysF32, "AlwaysF32")
             if wide.passed and self.policy.output is not None:
