@@ -14,7 +14,7 @@ from precpass.devices.targets import check_shards, target_of
 from precpass.jit.calls import check_function, check_options
 from precpass.jit.mixed import Mixed
 from precpass.jit.region import current, keep, use_policy
-from precpass.jit.staged import made_of_trace, owner_of
+from precpass.jit.staged import AtArguments, made_of_trace, owner_of
 from precpass.jit.traced import Traced, rewritten
 from precpass.plan.decisions import unchanged_plan
 from precpass.plan.eqn_info import PlanSource
@@ -69,10 +69,9 @@ def auto_mixed(
 
     It is called like a function of `jax.jit`, but accepts more. A leaf that jit refuses and that
     is a value (a string, a type, a function without arrays in its closure, a frozen dataclass of
-    such) is static: it is hashed and compared like an argument of `static_argnums`. A result that
-    is no array is returned as it was when the function was traced. Modules of flax nnx are
-    updated as by `nnx.jit`. Python's numbers in modules of equinox are static, as under
-    `equinox.filter_jit`.
+    such) is static: it is hashed and compared like an argument of `static_argnums`. So is a number
+    of an equinox module. A result that is no array is returned as it was when the function was
+    traced. Modules of flax nnx are updated as by `nnx.jit`.
 
     Inside another `auto_mixed` function, one with a policy of its own keeps it, and
     one without leaves the decision to the outer one. The options of a function that
@@ -137,12 +136,12 @@ def mixed_of(fn: Any, policy: Any = None, profitability: Any = None, **jit_optio
 
 
 def inspect(
-    fn: Callable[..., Any],
+    fn: Callable[P, Any],
     policy: PolicyLike | None = None,
     *,
     profitability: str | None = None,
     target: Any = None,
-) -> Callable[..., Inspection]:
+) -> AtArguments[P, Inspection]:
     """What a policy does to a function, without running it.
 
     Args:
@@ -214,12 +213,12 @@ def _inspection(traced: Traced) -> Inspection:
 
 
 def explain(
-    fn: Callable[..., Any],
+    fn: Callable[P, Any],
     policy: PolicyLike | None = None,
     *,
     profitability: str | None = None,
     target: Any = None,
-) -> Callable[..., Explanation]:
+) -> AtArguments[P, Explanation]:
     """What a policy does to a function, what stays in float32 and why, and what to do about it.
 
     Args:

@@ -43,6 +43,7 @@ PRESETS = (
 )
 UNDER_GRAD = "AutoMixedBf16-under-grad"
 MATMUL = "default_matmul_precision"
+ROWS = (*PRESETS, UNDER_GRAD, "jmp", MATMUL)
 DEFAULT_ROWS = ("AlwaysF32", "AutoMixedBf16", UNDER_GRAD, "jmp", MATMUL)
 LAST = 10
 """The number of last steps whose mean loss is shown."""
@@ -256,13 +257,19 @@ def machine() -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40, help="training steps for each row")
-    parser.add_argument("--layers", type=int, default=Shape.layers)
+    parser.add_argument(
+        "--steps", type=int, default=40, help="training steps for each row (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=Shape.layers, help="the model's layers (default: %(default)s)"
+    )
     parser.add_argument(
         "--policy",
         action="append",
-        choices=(*PRESETS, UNDER_GRAD, "jmp", MATMUL),
-        help=f"a row of the table; may be repeated; default: {', '.join(DEFAULT_ROWS)}",
+        metavar="ROW",
+        choices=ROWS,
+        help=f"a row of the table, which may be repeated: {', '.join(ROWS)} "
+        f"(default: {', '.join(DEFAULT_ROWS)})",
     )
     options = parser.parse_args()
     if options.steps < 1 or options.layers < 1:

@@ -38,6 +38,12 @@ reveal_type(pp.auto_mixed(plain, jnp.bfloat16)(1))
 reveal_type(Model().method)
 reveal_type(pp.monitor(plain)(1))
 reveal_type(pp.compare(plain))
+reveal_type(pp.inspect(plain))
+reveal_type(pp.inspect(plain)(jax.ShapeDtypeStruct((), float)))
+reveal_type(pp.explain(plain)(1))
+reveal_type(pp.audit(plain, "bf16"))
+reveal_type(pp.profile(plain)(1, "a"))
+reveal_type(pp.bisect(plain, None, 0.1))
 reveal_type(pp.with_fallback(plain)(1, "a"))
 reveal_type(pp.scaled_value_and_grad(plain))
 reveal_type(pp.cast_floating({"w": 1.0}, "compute"))
@@ -51,6 +57,12 @@ WANTED = [
     "(x: int) -> str",
     "tuple[float, Health]",
     '(x: int, y: str = "") -> Comparison',
+    'AtArguments[(x: int, y: str = ""), Inspection]',
+    "Inspection",
+    "Explanation",
+    'AtArguments[(x: int, y: str = ""), Audit]',
+    "Profile",
+    '(x: int, y: str = "") -> Bisection',
     "tuple[float, FallbackReport]",
     '(LossScale, x: int, y: str = "") -> tuple[Any, Any, Array]',
     "dict[str, float]",

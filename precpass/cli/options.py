@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import re
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ __all__ = ["WRITES", "check", "parsed"]
 
 _DESCRIPTION = "See and check what precision a JAX program runs in."
 _EPILOG = """\
-TARGET is module:function or file.py:function. Its arguments are shapes and
+FUNCTION is module:function or file.py:function. Its arguments are shapes and
   numbers, --args "f32[8,128], {w: i32[8]}, scale=0.5", or what --example NAME,
   a function, returns: a tuple, a dict of keyword arguments, or one argument.
 Exit status: 0 fine; 1 not as expected (audit, bisect, check); 2 refused: bad
@@ -60,7 +61,7 @@ def _options_of(one: argparse.ArgumentParser) -> set[str]:
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     top = argparse.ArgumentParser(
         "precpass",
-        usage="precpass COMMAND TARGET [options]  (precpass COMMAND --help lists them)",
+        usage="precpass COMMAND FUNCTION [options]  (precpass COMMAND --help lists them)",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -92,7 +93,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
 def _common(name: str, one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "target",
-        metavar="TARGET",
+        metavar="FUNCTION",
         help="the function, as module:function or file.py:function; it may be an attribute, "
         "model.py:Model.step",
     )
@@ -105,7 +106,7 @@ def _common(name: str, one: argparse.ArgumentParser) -> None:
     )
     arguments.add_argument(
         "--example",
-        metavar="FUNCTION",
+        metavar="NAME",
         help="a function of the same module that returns the arguments: a tuple, a dict of "
         "keyword arguments, or one argument",
     )
@@ -271,6 +272,14 @@ def _missing(options: argparse.Namespace) -> str:
     name = options.command
     if name == "check" and not options.plan and not options.expect:
         return "check needs --plan FILE or --expect PATTERN=PRECISION"
+    if options.output in ("", "-"):
+        return f"--output {options.output!r} names no file"
+    if name == "bisect" and not 0 <= options.tolerance < math.inf:
+        return f"--tolerance {options.tolerance}: an error is a finite number, 0 or above"
+    if name == "bisect" and options.budget < 1:
+        return f"--budget {options.budget}: bisect makes at least one run"
+    if name in _ROWS and options.rounds is not None and options.rounds < 0:
+        return f"--rounds {options.rounds}: a whole number, 0 for no times"
     if name == "draw" and options.boxes < 1:
         return f"--boxes {options.boxes}: at least one box is drawn"
     if name == "draw" and (ending := Path(options.output).suffix) not in ("", ".svg"):

@@ -14,6 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
+import numpy as np
+
 from precpass.cli.specs import parse_args
 from precpass.units import listed
 
@@ -146,6 +149,11 @@ def arguments(
     """
     if example is not None:
         function = _attribute(module, example, module.__name__)
+        if unbound(function, [], {}):
+            called = f"{example}{parameters(function)}"
+            raise Refused(
+                f"--example {example}: it is called without arguments, and it is {called}"
+            )
         with _users_code():
             result = function()
         if isinstance(result, dict) and all(isinstance(key, str) for key in result):
@@ -173,10 +181,17 @@ def unbound(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        passed = [*(type(x).__name__ for x in args), *(f"{name}=" for name in kwargs)]
-        return (
-            f"{getattr(fn, '__name__', 'the function')}{signature} was given "
-            f"({', '.join(passed)}): {error}. Give its arguments by --args or --example, which "
-            "returns a tuple of arguments or a dict of keyword arguments"
-        )
+        passed = [*map(_shown, args), *(f"{name}={_shown(x)}" for name, x in kwargs.items())]
+        name = getattr(fn, "__name__", "the function")
+        what = "Give its arguments by --args or --example, which returns a tuple of arguments or a "
+        what += "dict of keyword arguments"
+        if next(iter(signature.parameters), "") == "self":
+            what = f"It is a method: name it by an instance, as in model.py:MODEL.{name}"
+        return f"{name}{signature} was given ({', '.join(passed)}): {error}. {what}"
     return ""
+
+
+def _shown(x: Any) -> str:
+    if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return jax.typeof(x).str_short(short_dtypes=True)
+    return repr(x) if isinstance(x, bool | int | float | str) else type(x).__name__

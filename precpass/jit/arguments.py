@@ -22,7 +22,7 @@ __all__ = [
     "arguments",
     "copied",
     "dynamic_leaves",
-    "refused",
+    "holds_static",
     "results",
     "unwrapped",
 ]
@@ -162,7 +162,7 @@ class Declared:
 
 
 def arguments(declared: Declared, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments with leaves that are static by themselves wrapped in `Static`.
+    """The arguments with static leaves wrapped in `Static`.
 
     Args:
         declared: the arguments that are declared static.
@@ -175,35 +175,55 @@ def arguments(declared: Declared, name: str, args: Any, kwargs: Any) -> tuple[An
     """
 
     def wrap(argument: Any, label: str) -> Any:
-        def leaf(path: Any, x: Any, in_module: bool = False) -> Any:
-            if is_node(x):
-                return x
-            if is_module(x):
-                return jax.tree_util.tree_map_with_path(
-                    lambda inner, part: leaf((*path, *inner), part, True), x, is_leaf=is_node
-                )
-            if in_module and is_number(x):
-                return Static(x)
-            if not refused(x):
+        def leaf(path: Any, x: Any, in_module: bool) -> Any:
+            if not _is_static(x, in_module):
                 return x
             why = refusal(x)
             if why is not None:
                 raise TypeError(f"{name} was given {label}{jax.tree_util.keystr(path)}{why}")
             return Static(x)
 
-        return jax.tree_util.tree_map_with_path(leaf, argument, is_leaf=_is_whole)
+        return _map_leaves(leaf, argument)
 
     return declared.map(wrap, args, kwargs)
 
 
-def _is_whole(x: Any) -> bool:
-    """Whether a value is looked at before the leaves in it."""
-    return is_node(x) or is_module(x)
+def holds_static(argument: Any) -> bool:
+    """Whether an argument has leaves that are static though nobody declared them so."""
+    found = False
+
+    def look(_path: Any, x: Any, in_module: bool) -> Any:
+        nonlocal found
+        found = found or _is_static(x, in_module)
+        return x
+
+    _map_leaves(look, argument)
+    return found
 
 
-def refused(x: Any) -> bool:
-    """Whether jit refuses a leaf."""
+def _is_static(x: Any, in_module: bool) -> bool:
+    # jit would trace a number of an equinox module (`Dropout.inference`), by which the module's
+    # own code branches. `equinox.filter_jit` keeps it, as all that is no array.
+    if is_node(x):
+        return False
+    if in_module and is_number(x):
+        return True
     return not (isinstance(x, jax.Array) or ir.is_valid(x))
+
+
+def _map_leaves(fn: Callable[[Any, Any, bool], Any], tree: Any) -> Any:
+    """A tree with each leaf, or node of flax nnx, as `fn(path, leaf, in_module)` gives it."""
+
+    def at(path: Any, x: Any) -> Any:
+        if not is_module(x):
+            return fn(path, x, False)
+        return jax.tree_util.tree_map_with_path(
+            lambda inner, y: fn((*path, *inner), y, True), x, is_leaf=is_node
+        )
+
+    return jax.tree_util.tree_map_with_path(
+        at, tree, is_leaf=lambda x: is_node(x) or is_module(x)
+    )
 
 
 def dynamic_leaves(
@@ -269,27 +289,24 @@ def results(out: Any, name: str) -> tuple[Any, bool]:
     """
     has_others = False
 
-    def leaf(x: Any, in_module: bool = False) -> Any:
+    def leaf(_path: Any, x: Any, in_module: bool) -> Any:
         nonlocal has_others
         if isinstance(x, _SUSPENDED):
             raise TypeError(
                 f"{name} returned a {type(x).__name__}, whose body would run after its trace has "
                 "ended: return a list or a tuple of arrays"
             )
-        if isinstance(x, jax.Array) or is_node(x):
+        if is_node(x):
             return x
-        if is_module(x):
-            return jax.tree.map(lambda part: leaf(part, True), x, is_leaf=is_node)
-        is_static = isinstance(x, jax.ShapeDtypeStruct) or (in_module and is_number(x))
-        if ir.is_valid(x) and not is_static:
+        if not _is_static(x, in_module) and not isinstance(x, jax.ShapeDtypeStruct):
             return x
         _refuse_traced(x, name)
         has_others = True
         return HandedThrough(x)
 
     if isinstance(out, _SUSPENDED):  # pytree libraries may warn if they see one
-        leaf(out)
-    return jax.tree.map(leaf, out, is_leaf=_is_whole), has_others
+        leaf((), out, False)
+    return _map_leaves(leaf, out), has_others
 
 
 def _refuse_traced(x: Any, name: str) -> None:

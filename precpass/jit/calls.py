@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from precpass.jit.arguments import Declared, arguments, copied, refused, unwrapped
+from precpass.jit.arguments import Declared, arguments, copied, holds_static, unwrapped
 from precpass.jit.equinox_modules import HoldsNumbers
-from precpass.jit.nnx import HoldsState, cloned, is_node, nodes, split_modules, updated
+from precpass.jit.nnx import HoldsState, cloned, nodes, split_modules, updated
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.text import is_precision
 
@@ -68,8 +68,7 @@ class Crossing:
         changed: list[bool] = []
 
         def look(x: Any, _name: str) -> None:
-            leaves = jax.tree.leaves(x, is_leaf=is_node)
-            changed.append(any(not is_node(leaf) and refused(leaf) for leaf in leaves))
+            changed.append(holds_static(x))
 
         self.declared.map(look, args, kwargs)
         if not any(changed):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
@@ -13,7 +13,19 @@ from precpass.jit.program import Program
 from precpass.jit.region import Region, current, traced_in
 from precpass.jit.traced import Traced
 
-__all__ = ["Staged", "made_of_trace", "owner_of"]
+__all__ = ["AtArguments", "Staged", "made_of_trace", "owner_of"]
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class AtArguments(Protocol[P, R_co]):
+    """What is called with a function's arguments, or with shapes in the place of its arrays."""
+
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    @overload
+    def __call__(self, *args: Any, **kwargs: Any) -> R_co: ...
 
 
 class Staged:

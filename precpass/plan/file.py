@@ -90,7 +90,8 @@ def read(text: str, where: str) -> PrecisionPolicy:
         version: Any = whole["format"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{where} is no plan of precpass: save one by inspect(f, policy)(*args).plan.save(path)"
+            f"{where} is no plan of precpass: save one by "
+            "inspect(f, policy)(*args).plan.save(path), or in a shell by precpass lock"
         ) from error
     if type(version) is not int or version != FORMAT:
         raise ValueError(

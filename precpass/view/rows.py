@@ -168,9 +168,11 @@ def frame_name(primitive: str, body: str, trips: object) -> str:
         body: which of its bodies; "" if it has only one.
         trips: how often that runs; None if that is only known at run time.
     """
-    several = f" {body}" if body else ""
-    times = "" if trips == 1 else f", {trips if trips is not None else 'any number of'} trips"
-    return f"{primitive}{several}{times}"
+    if body == "cond_jaxpr":  # it runs once more than the body, of which the number is said
+        return f"{primitive}, condition"
+    part = "" if body == "body_jaxpr" else re.sub(r"^branches\[(\d+)\]$", r"branch \1", body)
+    times = "" if trips == 1 else f"{trips if trips is not None else 'any number of'} trips"
+    return ", ".join(filter(None, (primitive, part, times)))
 
 
 def _count_calls(nodes: dict[int, _Node]) -> None:
@@ -242,6 +244,9 @@ def _pairs_of(a: _Node, b: _Node) -> Iterator[tuple[Row, Row]]:
 
 
 def _said(info: EqnInfo) -> str:
-    entered = (frame_name(info.primitive, body.name, body.trips) for body in info.bodies)
+    several = len(info.bodies) > 1
+    entered = (
+        frame_name(info.primitive, body.name if several else "", body.trips) for body in info.bodies
+    )
     bodies = f" ({'; '.join(entered)})" if info.bodies else ""
     return f"{info.signature}{bodies} at {info.source}"

@@ -120,12 +120,12 @@ def sheet(
         for i, head in enumerate(heads)
     )
     columns = " ".join("minmax(10em, 1fr)" if i == wide else "auto" for i in range(len(heads)))
-    above = f"<caption>{spans([(caption, '')])}</caption>" if caption else ""
+    above = f'<div class="title">{spans([(caption, "")])}</div>' if caption else ""
     left = len(entries) - len(kept)
     more = f'<div class="reason">and {left} more</div>' if left else ""
     return (
-        f"{_HELD}{_filters(kept, groups)}"
-        f'<table style="grid-template-columns:{columns}">{above}<thead><tr>{tops}</tr></thead>'
+        f"{_HELD}{above}{_filters(kept, groups)}"
+        f'<table style="grid-template-columns:{columns}"><thead><tr>{tops}</tr></thead>'
         f"<tbody>{rows}</tbody></table>{more}</form>"
     )
 

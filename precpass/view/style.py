@@ -32,7 +32,6 @@ max-width: 1200px; --low: #2f9e6e; --wide: #e08c00; --bad: #ca244d; --mid: #4c8f
 .precpass details > table { margin-left: 1.4em; }
 .precpass table { font-size: inherit; }
 .precpass td, .precpass th { text-align: left; padding: 1px 10px 1px 0; }
-.precpass caption { text-align: left; padding-bottom: 4px; }
 .precpass .head { font-weight: bold; margin-bottom: 6px; }
 .precpass .bar { display: flex; height: 14px; border-radius: 4px; overflow: hidden; }
 .precpass .fill { display: block; min-width: 2px; }
@@ -51,7 +50,7 @@ border-collapse: collapse; max-width: 100%; overflow-x: auto; }
 .precpass .sheet thead, .precpass .sheet tbody { display: contents; }
 .precpass .sheet tr { display: grid; grid-column: 1 / -1; grid-template-columns: subgrid;
 border-bottom: 1px solid var(--rule); background: none; }
-.precpass .sheet caption { display: block; grid-column: 1 / -1; order: -2; }
+.precpass .sheet .title { padding: 6px 0 4px; }
 .precpass .sheet thead tr { order: -1; }
 .precpass .sheet th, .precpass .sheet td { padding: 2px 6px 3px 4px; overflow-wrap: anywhere;
 text-align: left; vertical-align: top; white-space: normal; }

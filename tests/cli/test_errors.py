@@ -135,10 +135,10 @@ def test_the_causes_of_the_users_error_are_shown(model, capsys):
 @pytest.mark.parametrize(
     "given, why",
     [
-        (["--args", "f32[3]"], "loss(w, x) was given (ShapeDtypeStruct): missing a required"),
+        (["--args", "f32[3]"], "loss(w, x) was given (f32[3]): missing a required"),
         ([], "loss(w, x) was given (): missing a required argument: 'w'"),
-        (["--args", "f32[3], y=f32[3]"], "(ShapeDtypeStruct, y=): missing a required argument"),
-        (["--example", "keywords"], "(params=, x=): missing a required argument: 'w'"),
+        (["--args", "f32[3], y=f32[3]"], "(f32[3], y=f32[3]): missing a required argument"),
+        (["--example", "keywords"], "(params=dict, x=f32[2,8]): missing a required argument: 'w'"),
     ],
 )
 @pytest.mark.parametrize("name", ["explain", "check"])
@@ -182,7 +182,7 @@ def test_what_an_example_raises_is_the_users(model, capsys):
     status, _, err = ran(capsys, "explain", f"{name}:f", "--example", "example")
     assert status == 3 and "raise LookupError('mine')" in err
     status, _, err = ran(capsys, "explain", f"{name}:f", "--example", "f")
-    assert status == 3 and "missing 1 required positional argument" in err
+    assert status == 2 and "--example f: it is called without arguments, and it is f(x)" in err
 
 
 # ---------------------------------------------------------------- what is printed

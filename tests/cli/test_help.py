@@ -52,6 +52,17 @@ def test_every_option_has_a_help_of_its_own(name):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_no_word_of_the_help_stands_for_two_things(name):
+    """A function was called TARGET, and `--target` is a device."""
+    _, parsers = _parsers()
+    words = [a.metavar for a in parsers[name]._actions if a.metavar]
+    assert len(set(words) - {"POLICY", "FILE"}) == len(
+        [w for w in words if w not in ("POLICY", "FILE")]
+    )
+    assert "TARGET" not in words
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_plan_and_output_are_options_of_every_command(name):
     _, parsers = _parsers()
     options = {option for action in parsers[name]._actions for option in action.option_strings}

@@ -168,6 +168,12 @@ def test_files_that_cannot_be_written(name, output, why, model, capsys):
         ("explain --json --color always", "--json has no colours"),
         ("check", "check needs --plan FILE or --expect PATTERN=PRECISION"),
         ("draw --boxes 0", "at least one box is drawn"),
+        ("bisect --tolerance -1", "--tolerance -1.0: an error is a finite number, 0 or above"),
+        ("bisect --tolerance inf", "--tolerance inf: an error is a finite number"),
+        ("bisect --tolerance 1 --budget 0", "--budget 0: bisect makes at least one run"),
+        ("compare --rounds -1", "--rounds -1: a whole number, 0 for no times"),
+        ("explain --output -", "--output '-' names no file"),
+        ("lock --output=", "--output '' names no file"),
     ],
 )
 def test_options_that_would_say_nothing_are_refused_before_anything_is_imported(
@@ -204,6 +210,18 @@ def test_what_is_drawn_hangs_on_the_seed(model, capsys):
     assert status == 2 and "there are none in --args" in err
     status, _, err = ran(capsys, "compare", "a_model.py:loss", "--args", "f32[99999999,99999999]")
     assert status == 2 and "float32[99999999, 99999999] cannot be drawn" in err
+
+
+def test_an_example_that_needs_arguments_and_a_method_without_its_object(model, capsys):
+    status, _, err = ran(capsys, "explain", "a_model.py:loss", "--example", "powers")
+    assert status == 2 and "--example powers: it is called without arguments" in err
+    assert "powers(x, n)" in err
+    (model.parent / "methods.py").write_text(
+        "class Model:\n    def step(self, x):\n        return x @ x\n"
+    )
+    status, _, err = ran(capsys, "explain", "methods.py:Model.step", "--args", "f32[4,4]")
+    assert status == 2 and "step(self, x) was given (f32[4,4])" in err
+    assert "It is a method: name it by an instance, as in model.py:MODEL.step" in err
 
 
 def test_static_arguments_are_named(model, capsys):

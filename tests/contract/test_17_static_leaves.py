@@ -716,6 +716,42 @@ def test_the_gradient_of_an_equinox_module(outside):
     assert rel_error(eqx.filter(got, eqx.is_array), eqx.filter(want, eqx.is_array)) < 2e-2
 
 
+def test_a_number_of_an_equinox_module_is_static():
+    """As under `filter_jit`: `Dropout` and attention branch by `inference`, a bool of theirs."""
+    one, other = jax.random.split(jax.random.key(0))
+    model = [
+        eqx.nn.Linear(8, 8, key=one),
+        eqx.nn.Dropout(0.5),
+        eqx.nn.MultiheadAttention(2, 8, key=other),
+    ]
+
+    def loss(model, x, key):
+        linear, dropout, attention = model
+        h = dropout(jax.vmap(linear)(x), key=key)
+        return jnp.mean(attention(h, h, h) ** 2)
+
+    def step(model, x, key):
+        value, gradient = eqx.filter_value_and_grad(loss)(model, x, key)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -g, gradient)), value
+
+    key = jax.random.key(1)
+    want, _ = eqx.filter_jit(step)(model, X, key)
+    mixed = pp.auto_mixed(step)
+    new, _ = mixed(model, X, key)
+    assert new[1].p == 0.5 and new[1].inference is False
+    assert rel_error(eqx.filter(new, eqx.is_array), eqx.filter(want, eqx.is_array)) < 2e-2
+    mixed(new, X, key)  # what comes out goes in again
+    outside = eqx.filter_grad(pp.auto_mixed(loss))(model, X, key)
+    assert jax.tree.structure(eqx.filter(outside, eqx.is_array)) == jax.tree.structure(
+        eqx.filter(model, eqx.is_array)
+    )
+    assert low(step, model, X, key)
+    evaluated = eqx.nn.inference_mode(model)  # another value of the static leaf: another trace
+    assert float(pp.auto_mixed(loss)(evaluated, X, None)) > 0
+    for look in (pp.compare(step, ["AlwaysF32", "bf16"], rounds=0), pp.bisect(step, "bf16", 1.0)):
+        look(model, X, key)
+
+
 def test_a_method_of_an_equinox_module():
     class Model(eqx.Module):
         w: jax.Array

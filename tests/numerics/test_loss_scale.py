@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -420,3 +421,13 @@ def test_scales_have_jmps_names(kind: str):
             assert adjusted == ours.adjusted(finite)
             if kind != "NoOpLossScale":
                 assert float(adjusted.value) == float(theirs.adjust(jnp.asarray(finite)).loss_scale)
+
+
+@pytest.mark.parametrize("wrap", [pp.scaled_optimizer, pp.master_copies])
+def test_without_optax_the_error_says_what_to_install(wrap, monkeypatch):
+    optimizer = optax.sgd(1.0)
+    monkeypatch.setitem(sys.modules, "optax", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=f"{wrap.__name__} needs optax: pip install optax"
+    ):
+        wrap(optimizer)

@@ -4,6 +4,7 @@ import dataclasses
 import html
 import json
 import math
+import re
 import sys
 from html.parser import HTMLParser
 
@@ -122,6 +123,40 @@ def test_the_html_is_a_table_with_escaped_names_and_no_script(comparison):
     assert "#" not in text.replace(CSS, "").replace("&#", "")
     assert "http" not in text
     assert all(note in html.unescape(text) for note in str(comparison).splitlines()[-4:])
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_on_a_terminal_a_table_is_no_wider(comparison, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = str(comparison).splitlines()
+    end = next(i for i, line in enumerate(lines) if line.startswith("products low:"))
+    table = lines[2:end]
+    assert max(map(len, table)) <= columns
+    heads = [line for line in table if line.startswith("program")]
+    assert (len(heads) == 1) == (columns == 200)
+    for name in ("AlwaysF32", "<b>&low"):  # each part has the names again
+        assert sum(line.startswith(name) for line in table) == len(heads)
+    found = [head for line in heads for head in re.split(r" {2,}", line)[1:]]
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert found == re.split(r" {2,}", str(comparison).splitlines()[2])[1:]
+
+
+def test_the_page_says_in_a_bar_how_many_programs_are_worth_a_look(comparison):
+    rows = made(comparison, a=(1.0, 1, 1e-3), b=(2.0, 2, 1e-6), c=(3.0, 3, 1e-2)).rows
+    broken = dataclasses.replace(rows[2].errors, nonfinite=5)
+    rows = (*rows, dataclasses.replace(rows[2], name="d", errors=broken))
+    text = dataclasses.replace(comparison, rows=rows)._repr_html_()
+    shares = re.findall(r'class="fill (\w+)" style="width:([0-9.]+)%"', text)
+    assert shares == [("bad", "25.00"), ("wide", "25.00"), ("low", "50.00")]
+    said = re.sub("<[^>]*>", "", text)
+    assert "50.0% no other is faster and nearer" in said and "of 4 programs" in said
+    untimed = tuple(dataclasses.replace(row, timing=None, ratio=None) for row in rows)
+    text = dataclasses.replace(comparison, rows=untimed)._repr_html_()
+    assert "75.0% finite" in re.sub("<[^>]*>", "", text)
+    # where the reference has no finite value either, there is no error
+    none = dataclasses.replace(rows[0], errors=dataclasses.replace(rows[0].errors, relative=None))
+    text = dataclasses.replace(comparison, rows=(none,))._repr_html_()
+    assert "100% without an error" in re.sub("<[^>]*>", "", text)
 
 
 def made(comparison: pp.Comparison, **figures: tuple[float, float, float]) -> pp.Comparison:

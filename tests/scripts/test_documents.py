@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import demo
 import pytest
+
+import precpass as pp
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "pages"
@@ -58,3 +61,21 @@ def test_readme_is_short_and_every_page_is_in_the_navigation():
     navigation = (ROOT / "docs" / "mkdocs.yml").read_text(encoding="utf-8")
     for path in DOCUMENTS[3:]:
         assert path.relative_to(PAGES).as_posix() in navigation, path
+
+
+def test_the_reference_has_all_that_is_exported():
+    text = (PAGES / "reference" / "api.md").read_text(encoding="utf-8")
+    presets = {name for name in pp.__all__ if isinstance(getattr(pp, name), pp.PrecisionPolicy)}
+    entries = set(re.findall(r"^::: precpass\.(\w+)$", text, re.MULTILINE))
+    # these are exported, but not by `import *`, since they shadow modules of Python's own
+    entries -= {"inspect", "bisect", "profile"}
+    assert entries == set(pp.__all__) - presets - {"__version__"}
+
+
+def test_the_page_of_benchmarks_has_the_rows_that_the_demo_prints():
+    text = (PAGES / "explanation" / "benchmarks.md").read_text(encoding="utf-8")
+    table = text.partition("## The demo")[2].partition("\n\n## ")[0]
+    rows = [
+        line.split(" | ")[0].strip("| ") for line in table.splitlines() if line.startswith("| ")
+    ]
+    assert rows[1:] == [f"`{demo.label(name)}`" for name in demo.DEFAULT_ROWS]

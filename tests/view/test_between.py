@@ -93,11 +93,11 @@ def test_plans_of_programs_that_enter_other_bodies_are_an_error():
         return lambda x: lax.switch(jnp.int32(x[0, 0]), [lambda: x @ x] * n)
 
     three, four = (pp.inspect(scanned(n))(X).plan for n in (3, 4))
-    text = r"two programs: scan .* \(scan jaxpr, 3 trips\) at .* \(scan jaxpr, 4 trips\) at "
+    text = r"two programs: scan .* \(scan, 3 trips\) at .* \(scan, 4 trips\) at "
     with pytest.raises(ValueError, match=text):
         pp.between(three, four)
     two, three = (pp.inspect(switched(n))(X).plan for n in (2, 3))
-    text = r"two programs: cond .* cond branches\[1\]\) at .* cond branches\[2\]\) at "
+    text = r"two programs: cond .* cond, branch 1\) at .* cond, branch 2\) at "
     with pytest.raises(ValueError, match=text):
         pp.between(two, three)
 

@@ -228,7 +228,7 @@ def test_bodies_are_indented_under_their_loop_with_its_trips():
 
 def test_branches_and_rules_are_indented_under_theirs():
     text = pp.inspect(PROGRAMS["branches"])(X, W).diff()
-    assert "cond branches[0]" in text and "cond branches[1]" in text
+    assert "cond, branch 0" in text and "cond, branch 1" in text
     text = pp.inspect(PROGRAMS["custom rule"])(X, W).diff()
     assert text.startswith("custom_vjp_call")
 

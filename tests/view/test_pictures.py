@@ -137,6 +137,54 @@ def test_a_loop_hands_back_its_carry():
     assert sorted(edges) == ["edge", "edge back"]
 
 
+def test_two_loops_and_two_branches_are_frames_of_their_own():
+    def run(x, w):
+        x = lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: jnp.tanh(x @ w), x)
+        x = lax.while_loop(lambda x: x.sum() < 1, lambda x: jnp.sin(x @ w), x)
+        for _ in range(2):  # the same loop twice
+            x = scanned(x, w)
+        x = lax.scan(lambda c, _: (jnp.cos(c @ w), None), x, length=7)[0]
+        return lax.switch(1, [lambda x: x, lambda x: x @ w, lambda x: x * 2], x).sum()
+
+    root = drawn(run, X, W)
+    shown = [text for text in texts(root) if re.match(r"(scan|while|cond)\b", text)]
+    assert sorted(shown) == [
+        "cond 2, branch 1",
+        "cond 2, branch 2",
+        "cond, branch 0",
+        "cond, branch 1",
+        "scan 2, 7 trips",
+        "scan, 7 trips",
+        "while, any number of trips",
+        "while, condition",
+    ]
+
+
+def test_what_nothing_is_joined_to_stands_near_the_rest():
+    def run(x, w):
+        x = lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: jnp.tanh(x @ w @ w), x)
+        end = lax.while_loop(lambda c: c[1] < 5, lambda c: (jnp.tanh(c[0] @ w), c[1] + 1), (x, 0))
+        return lax.switch(2, [lambda x: x, lambda x: x @ w, lambda x: x * 2], end[0]).sum()
+
+    root = drawn(run, X, W)
+    assert float(root.get("width")) < 900
+
+
+def test_the_number_of_casts_fits_on_its_mark():
+    def run(x, w):
+        for _ in range(600):
+            x = jnp.tanh(x @ w)
+        return x
+
+    (group,) = (g for g in drawn(run, X, W).iter(f"{SVG}g") if g.get("class") == "box")
+    mark, (number,) = (
+        group.find(f"{SVG}ellipse"),
+        (text for text in group.iter(f"{SVG}text") if text.get("class") == "mark"),
+    )
+    assert int(number.text) > 600
+    assert 2 * float(mark.get("rx")) > 5.4 * len(number.text) + 2
+
+
 @pytest.mark.parametrize("layers", [20, 100])
 def test_a_model_of_many_layers_is_one_screen(layers):
     root = drawn(jax.grad(lambda x, w: model(x, w, layers)), X, W)

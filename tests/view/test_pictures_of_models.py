@@ -4,6 +4,7 @@ import xml.etree.ElementTree as ET
 
 import equinox as eqx
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import pytest
@@ -59,6 +60,24 @@ class LinenTransformer(nn.Module):
         return nn.Dense(32)(nn.LayerNorm()(x))
 
 
+class HaikuBlock(hk.Module):
+    def __call__(self, x):
+        scale = hk.initializers.VarianceScaling()
+        y = hk.LayerNorm(-1, True, True)(x)
+        attend = hk.MultiHeadAttention(HEADS, WIDTH // HEADS, w_init=scale, name="attention")
+        x = x + attend(y, y, y)
+        y = jax.nn.gelu(hk.Linear(4 * WIDTH, name="up")(hk.LayerNorm(-1, True, True)(x)))
+        return x + hk.Linear(WIDTH, name="down")(y)
+
+
+class HaikuTransformer(hk.Module):
+    def __call__(self, tokens):
+        x = hk.Embed(32, WIDTH)(tokens)
+        for _ in range(LAYERS):
+            x = HaikuBlock()(x)
+        return hk.Linear(32, name="head")(x)
+
+
 class Mlp(eqx.Module):
     first: eqx.nn.Linear
     rest: list
@@ -89,6 +108,12 @@ def of_linen(take):
     )
 
 
+def of_haiku(take):
+    model = hk.without_apply_rng(hk.transform(lambda tokens: HaikuTransformer()(tokens).sum()))
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+    return pp.inspect(take(model.apply))(params, TOKENS)
+
+
 def of_equinox(take):
     model = Mlp(jax.random.key(0))
     return pp.inspect(take(lambda model, x: jax.vmap(model)(x).sum()))(model, jnp.ones((4, 8)))
@@ -99,6 +124,8 @@ CASES = {
     "nnx, gradient": (lambda: of_nnx(nnx.grad), 2),
     "linen": (lambda: of_linen(lambda f: f), 1),
     "linen, gradient": (lambda: of_linen(jax.grad), 2),
+    "haiku": (lambda: of_haiku(lambda f: f), 1),
+    "haiku, gradient": (lambda: of_haiku(jax.grad), 2),
 }
 NAMES = {
     "nnx": [
@@ -122,6 +149,18 @@ NAMES = {
         "Dense_0",
         "Dense_1",
         "gelu",
+    ],
+    "haiku": [
+        "haiku_transformer",
+        f"haiku_block \u00d7{LAYERS}",
+        "attention",
+        "query",
+        "layer_norm",
+        "layer_norm_1",
+        "up",
+        "down",
+        "gelu",
+        "head",
     ],
 }
 
@@ -154,6 +193,37 @@ def test_layers_of_equinox_have_their_names_and_numbers():
     shown = texts(ET.fromstring(of_equinox(jax.grad).draw(graphviz=False, boxes=30).svg))
     assert "model: Mlp" in shown
     assert shown.count("first: Linear") == 2 and shown.count("layer: Linear \u00d74") == 2
+
+
+class EquinoxBlock(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    mlp: eqx.nn.MLP
+    out: eqx.nn.Linear
+
+    def __call__(self, x):
+        return x + jax.vmap(self.out)(jax.vmap(self.mlp)(jax.vmap(self.norm)(x)))
+
+
+def test_a_layer_that_calls_jitted_functions_says_how_many_times_it_is_called():
+    keys = jax.random.split(jax.random.key(0), 6)
+    blocks = [
+        EquinoxBlock(
+            eqx.nn.LayerNorm(WIDTH),
+            eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 1, key=key),
+            eqx.nn.Linear(WIDTH, WIDTH, key=key),
+        )
+        for key in keys
+    ]
+
+    def loss(blocks, x):
+        for block in blocks:
+            x = block(x)
+        return x.sum()
+
+    found = pp.inspect(eqx.filter_grad(loss))(blocks, jnp.ones((4, WIDTH)))
+    shown = texts(ET.fromstring(found.draw(graphviz=False).svg))
+    assert shown.count("block: EquinoxBlock \u00d76") == 2
+    assert "mlp: MLP" in [text.removeprefix("self.") for text in shown]
 
 
 def test_layers_of_one_shape_are_one_and_others_are_not():

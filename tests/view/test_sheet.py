@@ -61,12 +61,19 @@ def body_rows(table):
     return [[content(td) for td in tr.findall("td")] for tr in table.find("tbody").findall("tr")]
 
 
+def test_the_title_of_a_table_stands_above_the_buttons_that_filter_it(pages):
+    form = parsed(pages["explain"]).findall(".//form")[-1]
+    kinds = [child.get("class") or child.tag for child in form]
+    assert kinds == ["title", "filters", "table"]
+    assert content(form[0]) == "all else that stays as written"
+
+
 @each_page
 def test_a_page_has_a_summary_and_a_table_that_is_sorted_without_a_script(pages, name):
     root = parsed(pages[name])
     assert not [e for e in root.iter() if e.tag in ("script", "link", "img")]
     kinds = {e.get("class") for e in root.iter("div")}
-    assert "head" in kinds and ("bar" in kinds or name == "compare") and "facts" in kinds
+    assert "head" in kinds and "bar" in kinds and "facts" in kinds
     for form in root.iter("form"):
         assert form.get("method") == "dialog", "a form is never sent"
         table = form.find("table")

@@ -62,8 +62,7 @@ def scaled_optimizer(
         >>> float(gradient), float(updates)
         (48.0, -6.0)
     """
-    import optax
-
+    optax = _optax("scaled_optimizer")
     first = DynamicLossScale() if scale is None else scale
     inner = optax.with_extra_args_support(_checked(optimizer, "scaled_optimizer"))
 
@@ -125,8 +124,7 @@ def master_copies(
         >>> float(state.master), float(weight)
         (0.9921875, 0.9921875)
     """
-    import optax
-
+    optax = _optax("master_copies")
     wrapped = optax.with_extra_args_support(_checked(optimizer, "master_copies"))
 
     def init(params: Any) -> MasterState:
@@ -154,3 +152,13 @@ def _checked(optimizer: Any, taker: str) -> Any:
     name = getattr(optimizer, "__name__", repr(optimizer))
     hint = f": call it, {name}(...)" if callable(optimizer) else ", such as optax.adam(1e-3)"
     raise TypeError(f"{taker} takes an optax optimizer, not {name}{hint}")
+
+
+def _optax(caller: str) -> Any:
+    try:
+        import optax  # optax is optional
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{caller} needs {error.name}: pip install optax", name=error.name
+        ) from error
+    return optax

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 
@@ -14,12 +14,13 @@ from precpass.devices.targets import abstract_on, check_shards, target_of
 from precpass.jaxpr import Source, source_of
 from precpass.jit.arguments import Declared
 from precpass.jit.region import configured
-from precpass.jit.staged import owner_of
+from precpass.jit.staged import AtArguments, owner_of
 from precpass.measure import execute
 from precpass.measure.execute import Memory
 from precpass.measure.hlo import Module
 from precpass.measure.traffic import Traffic
 from precpass.policy.policy import PolicyLike, quietly
+from precpass.policy.scopes import clean_scope, is_backward
 from precpass.report.audit.changes import changes
 from precpass.report.audit.matching import Change
 from precpass.units import counted, sized
@@ -29,6 +30,8 @@ from precpass.view.rows import alike
 from precpass.view.text import Line, as_html, heading, page, rendered
 
 __all__ = ["Audit", "Finding", "audit"]
+
+P = ParamSpec("P")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Finding:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        scope = f" in {self.scope}" if self.scope else ""
+        scope = f" in {name}" if (name := clean_scope(self.scope)) else ""
+        scope += ", backward" if is_backward(self.scope) else ""
         reason = f"  [{self.reason}]" if self.reason else ""
         times = f"  ({self.times} times)" if self.times > 1 else ""
         return (
@@ -208,8 +212,8 @@ def _together(shared: Finding, found: Sequence[Finding]) -> Finding:
 
 
 def audit(
-    fn: Callable[..., Any], policy: PolicyLike | None = None, *, target: Any = None
-) -> Callable[..., Audit]:
+    fn: Callable[P, Any], policy: PolicyLike | None = None, *, target: Any = None
+) -> AtArguments[P, Audit]:
     """What XLA runs in another precision than planned.
 
     The function is planned, rewritten, lowered and compiled for the device on which its

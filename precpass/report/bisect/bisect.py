@@ -7,7 +7,7 @@ import math
 import numbers
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +30,17 @@ from precpass.units import counted
 
 __all__ = ["bisect"]
 
+P = ParamSpec("P")
+
 
 def bisect(
-    fn: Callable[..., Any],
+    fn: Callable[P, Any],
     policy: PolicyLike | None,
     check: float | Callable[[Any], bool],
     *,
     budget: int = 100,
     progress: Callable[[Run], None] | None = None,
-) -> Callable[..., Bisection]:
+) -> Callable[P, Bisection]:
     """Finds a smallest set of equations that must stay in float32 for a check to pass.
 
     The function is traced once. The policy is run first as it is, then with everything that it
@@ -87,7 +89,7 @@ def bisect(
     """
     _check_arguments(check, budget)
 
-    def bisected(*args: Any, **kwargs: Any) -> Bisection:
+    def bisected(*args: P.args, **kwargs: P.kwargs) -> Bisection:
         if ir.is_tracing():
             raise TypeError("bisect runs the function: call it outside of jit, grad, vmap and scan")
         traced: Traced = trace_of(fn, policy, lambda traced: traced)(*args, **kwargs)
@@ -329,9 +331,8 @@ class _Search:
         return dataclasses.replace(bisection, notes=notes_on(rules, kept))
 
     def _why_not(self, low: Run, written: Run, whole: Group) -> str:
-        name = self.policy.name
-        text = f"not found: {name} fails{self._error(low)}, also with all that it lowers kept as "
-        text += f"it was written{self._error(written)}"
+        text = f"not found: {self.policy.name} fails{self._error(low)}, also with all that it "
+        text += f"lowers kept as it was written{self._error(written)}"
         try:
             wide = self._run(AlwaysF32, "AlwaysF32")
             if wide.passed and self.policy.output is not None:

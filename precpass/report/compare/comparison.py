@@ -29,10 +29,14 @@ from precpass.report.compare.tables import (
     traffic_columns,
     traffic_figures,
 )
-from precpass.view.sheet import facts, figures
+from precpass.units import counted
+from precpass.view.sheet import bar, facts, figures
 from precpass.view.text import Line, as_html, page, spans
 
 __all__ = ["REFERENCES", "Comparison", "Row"]
+
+_BEST, _OTHER = "no other is faster and nearer", "another is faster and nearer"
+_BAD, _FINITE, _WITHOUT = "not finite", "finite", "without an error"
 
 _AXES = {
     "time": "time (ms)",
@@ -192,13 +196,29 @@ class Comparison:
     def _repr_html_(self) -> str:
         (head, *rows), best = self._table(), self._best()
         groups = {
-            "no other is faster and nearer": [row in best for row in self.rows],
-            "not finite": [bool(row.errors.nonfinite) for row in self.rows],
+            _BEST: [row in best for row in self.rows],
+            _BAD: [bool(row.errors.nonfinite) for row in self.rows],
         }
-        shown = figures(head, rows, bad=groups["not finite"], groups=groups)
+        shown = figures(head, rows, bad=groups[_BAD], groups=groups)
         notes = as_html([[(note, "reason")] for note in self._notes()])
         title = f'<div class="head">{spans([(self._title, "")])}</div>'
-        return page(title + facts(self._facts()) + shown + notes)
+        return page(title + self._bar(groups) + facts(self._facts()) + shown + notes)
+
+    def _bar(self, groups: dict[str, list[bool]]) -> str:
+        """How many of the programs are worth a look."""
+        is_timed = any(groups[_BEST])
+
+        def state(row: Row, bad: bool, best: bool) -> str:
+            if bad:
+                return _BAD
+            if row.errors.relative is None:
+                return _WITHOUT
+            return _BEST if best else _OTHER if is_timed else _FINITE
+
+        states = list(map(state, self.rows, groups[_BAD], groups[_BEST]))
+        styles = {_BAD: "bad", _OTHER: "wide", _BEST: "low", _FINITE: "low", _WITHOUT: "none"}
+        parts = [(what, float(states.count(what)), style) for what, style in styles.items()]
+        return bar(parts, f"of {counted(len(self.rows), 'program')}")
 
     def _best(self) -> tuple[Row, ...]:
         return self.pareto() if any(row.timing for row in self.rows) else ()

@@ -227,7 +227,7 @@ def on_arrays(
 ) -> tuple[Callable[..., list[Any]], list[Any], list[Leaf]]:
     """A function as a function of the arrays among its arguments, which returns arrays.
 
-    Leaves that jit refuses are closed over.
+    Static leaves are closed over.
 
     Args:
         fn: the function.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 
 from precpass.api import mixed_of
 from precpass.devices.peaks import Peaks, peaks_of
 from precpass.devices.targets import target_of
-from precpass.jit.staged import owner_of
+from precpass.jit.staged import AtArguments, owner_of
 from precpass.measure.counts import count
 from precpass.measure.roofline import Work, work_of
 from precpass.policy.policy import AlwaysF32
@@ -29,19 +29,21 @@ from precpass.report.compare.programs import (
 
 __all__ = ["DEVICES", "profile"]
 
+P = ParamSpec("P")
+
 DEVICES = ("a100", "h100", "h200", "mi300x", "v4", "v5e", "v5p", "v6e")
 """The devices for which estimates are made if none is named."""
 
 
 def profile(
-    fn: Callable[..., Any],
+    fn: Callable[P, Any],
     policies: Policies | None = None,
     *,
     devices: str | Sequence[str] | None = DEVICES,
     rounds: int | None = None,
     target: Any = None,
     progress: Progress = lambda _what, _done, _total: None,
-) -> Callable[..., Profile]:
+) -> AtArguments[P, Profile]:
     """The costs of a function under several policies: time, memory, FLOPs, bytes, and estimates.
 
     Each row is traced, compiled and timed in rounds in which every row takes its turn, as by

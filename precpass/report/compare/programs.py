@@ -14,7 +14,7 @@ from precpass import jaxpr as ir
 from precpass.api import auto_mixed
 from precpass.devices.detect import planned_for
 from precpass.devices.targets import abstract_on, check_shards
-from precpass.jit.arguments import Declared, copied, refused
+from precpass.jit.arguments import Declared, copied, holds_static
 from precpass.jit.calls import name_of
 from precpass.jit.mixed import Mixed
 from precpass.jit.nnx import has_nodes
@@ -318,11 +318,11 @@ class Program(NamedTuple):
 
 
 def _crosses_in_steps(declared: Declared, args: Any, kwargs: Any) -> bool:
-    """Whether there are modules, or leaves that jit refuses, among the arguments."""
+    """Whether there are modules of flax nnx, or static leaves, among the arguments."""
     crossings: list[bool] = []
 
     def look(x: Any, _name: str) -> None:
-        crossings.append(has_nodes(x) or any(map(refused, jax.tree.leaves(x))))
+        crossings.append(has_nodes(x) or holds_static(x))
 
     declared.map(look, args, kwargs)
     return any(crossings)

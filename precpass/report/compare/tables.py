@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -64,15 +67,43 @@ def row_data(row: Any) -> dict[str, Any]:
 
 
 def aligned(table: Sequence[tuple[str, ...]]) -> list[str]:
-    """The lines of a table, headings first: names to the left, figures to the right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    """The lines of a table, headings first: names to the left, figures to the right.
 
-    def line(cells: tuple[str, ...]) -> str:
-        first, *others = zip(cells, widths, strict=True)
-        return "  ".join([first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)]).rstrip()
+    On a terminal that is too narrow for it the columns go on below, beside the names again.
+    """
+    names, *columns = zip(*table, strict=True)
+    room = _terminal_width()
+    parts: list[list[tuple[str, ...]]] = [[]]
+    taken = first = max(map(len, names))
+    for column in columns:
+        width = 2 + max(map(len, column))
+        if parts[-1] and room is not None and taken + width > room:
+            parts.append([])
+            taken = first
+        parts[-1].append(column)
+        taken += width
+    lines: list[str] = []
+    for part in parts:
+        lines += [""] * bool(lines) + _lines(names, part)
+    return lines
 
-    ruler = "-" * len(line(tuple("x" * w for w in widths)))
-    return [line(table[0]), ruler, *map(line, table[1:])]
+
+def _terminal_width() -> int | None:
+    if not os.environ.get("COLUMNS", "").isdecimal() and not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size().columns
+
+
+def _lines(names: Sequence[str], columns: Sequence[Sequence[str]]) -> list[str]:
+    first = max(map(len, names))
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        "  ".join([name.ljust(first), *(c.rjust(w) for c, w in zip(cells, widths, strict=True))])
+        for name, *cells in zip(names, *columns, strict=True)
+    ]
+    ruler = "-" * (first + sum(2 + width for width in widths))
+    head, *rows = (line.rstrip() for line in lines)
+    return [head, ruler, *rows]
 
 
 def short(value: float) -> str:

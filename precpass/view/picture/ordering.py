@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -69,6 +70,9 @@ def placed(
             goals = {thing: wanted(thing, down=down) for thing in row}
             if turn < _SORTED:
                 row.sort(key=lambda thing: goals[thing] + widths[thing] / 2)
+            for left, thing in itertools.pairwise(row):
+                if not above[thing] and not below[thing]:  # nothing draws it anywhere else
+                    goals[thing] = goals[left] + widths[left] + _MARGIN
             weights = [1.0 if thing in light else 4.0 for thing in row]
             spread = _spread([goals[t] for t in row], [widths[t] for t in row], weights)
             x.update(zip(row, spread, strict=True))

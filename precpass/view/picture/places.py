@@ -8,7 +8,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import BodyNode, Graph
@@ -56,13 +56,14 @@ class Place:
 
 def places(graph: Graph) -> list[Place]:
     """The place of each equation without bodies, in the order of execution."""
-    around: dict[int, tuple[Path, ir.Made]] = {}
+    around: dict[int, _Around] = {}
+    numbers: dict[Any, dict[Any, int]] = collections.defaultdict(dict)
     for node in graph.bodies:
-        around[id(node)] = _around(node, around)
+        around[id(node)] = _around(node, around, numbers)
     found: list[Place] = []
     for row in _executed(graph):
         eqn, node = graph.eqns[row], graph.bodies[int(graph.body[row])]
-        path, made, in_layers = _inside(*around[id(node)], eqn)
+        path, made, in_layers = _inside(around[id(node)], eqn)
         shapes = tuple(getattr(v.aval, "shape", ()) for v in eqn.invars)
         source, name = graph.source(row), eqn.primitive.name
         found.append(Place(row, len(found), path, source, name, made, shapes, in_layers))
@@ -87,22 +88,44 @@ def _executed(graph: Graph) -> Iterable[int]:
             todo.append(itertools.chain.from_iterable(rows))
 
 
-def _around(node: BodyNode, around: dict[int, tuple[Path, ir.Made]]) -> tuple[Path, ir.Made]:
-    """The path around a body, and the calls around the equation that enters it first."""
+class _Around(NamedTuple):
+    """What is around equations: a path, the calls, and how many parts at its end are layers."""
+
+    path: Path = ()
+    made: ir.Made = ir.Made()
+    in_layers: int = 0
+
+
+def _around(
+    node: BodyNode, around: dict[int, _Around], numbers: dict[Any, dict[Any, int]]
+) -> _Around:
+    """What is around a body, that is, around the equation that enters it first.
+
+    Args:
+        node: the body.
+        around: those of the bodies before it.
+        numbers: which of the loops and branches of one name in one place each is; it is added.
+    """
     if node.caller is None or node.around is None:
-        return (), ir.Made()
+        return _Around()
     eqn = node.caller
-    path, made, _ = _inside(*around[id(node.around)], eqn)
+    found = path, made, _ = _inside(around[id(node.around)], eqn)
     bodies = ir.bodies(eqn)
     body = next(b for b in bodies if ir.open_jaxpr(b.jaxpr) is ir.open_jaxpr(node.jaxpr))
     which = "" if len(bodies) == 1 else body.name
-    if ir.name_of(eqn) not in _UNSEEN:
-        path = (*path, frame_name(ir.name_of(eqn), which, body.trips))
-    return path, made
+    name = ir.name_of(eqn)
+    if name not in _UNSEEN:
+        # Two loops are two frames, but one that a Python loop over layers calls again is the same.
+        one_name = numbers[path, name]
+        number = one_name.setdefault((made.calls, ir.source_of(eqn)), len(one_name) + 1)
+        frame = frame_name(f"{name} {number}" if number > 1 else name, which, body.trips)
+        return _Around((*path, frame), made)
+    return found
 
 
-def _inside(path: Path, outer: ir.Made, eqn: Any) -> tuple[Path, ir.Made, int]:
-    """The path of an equation in a body with this path, whose caller was made there."""
+def _inside(around: _Around, eqn: Any) -> _Around:
+    """What is around an equation of a body."""
+    path, outer, in_layers = around
     scope, made = ir.scope_of(eqn), ir.made_in(eqn)
     known = len(outer.layers)
     if made.layers[:known] != outer.layers or not made.key:
@@ -112,8 +135,10 @@ def _inside(path: Path, outer: ir.Made, eqn: Any) -> tuple[Path, ir.Made, int]:
     backward = (BACKWARD,) if is_backward(scope) and BACKWARD not in path else ()
     # einsum opens a scope with its own formula, and equinox one with the class of a layer.
     parts = filter(None, clean_scope(scope).split("/"))
-    scopes = (part for part in parts if "->" not in part and not part.startswith("eqx.nn."))
-    return (*path, *backward, *scopes, *layers), made, len(layers)
+    scopes = [part for part in parts if "->" not in part and not part.startswith("eqx.nn.")]
+    if backward or scopes:
+        in_layers = 0
+    return _Around((*path, *backward, *scopes, *layers), made, in_layers + len(layers))
 
 
 # ---------------------------------------------------------------- folding
@@ -160,7 +185,7 @@ def _names(paths: Iterable[Path], structure: dict[Path, Any], least: int) -> dic
         groups: dict[Any, list[Path]] = collections.defaultdict(list)
         for path in below:
             is_loop = " trips" in path[-1]
-            groups[path[-1] if is_loop else (alike(path[-1]), structure[path])].append(path)
+            groups[path[-1] if is_loop else (_stem(path[-1]), structure[path])].append(path)
         stems = Counter(key[0] for key in groups if isinstance(key, tuple))
         for key, group in groups.items():
             is_one = isinstance(key, tuple) and len(group) >= least
@@ -182,7 +207,12 @@ def _by_number(path: Path) -> list[Any]:
 def _together(labels: Sequence[str], *, whole: bool) -> str:
     if not whole:
         return f"{labels[0]} \u2026 {labels[-1]} \u00d7{len(labels)}"
-    return f"{re.sub(r'[_ ]?[*]$', '', alike(labels[0])) or '*'} \u00d7{len(labels)}"
+    return f"{_stem(labels[0])} \u00d7{len(labels)}"
+
+
+def _stem(label: str) -> str:
+    """A label without its number. haiku numbers "block", "block_1", "block_2"."""
+    return re.sub(r"[_ ]?[*]$", "", alike(label)) or "*"
 
 
 def _counted(found: Sequence[Place], paths: dict[int, Path]) -> dict[int, Path]:

@@ -220,7 +220,8 @@ def _boxes(
         yield f'<text class="more" {middle} y="{at.y + 31:.1f}">{escape(second)}</text>'
         if box.casts:
             x, y = at.x + at.width - 3, at.y + 3
-            yield f'<circle class="cast" cx="{x:.1f}" cy="{y:.1f}" r="8"/>'
+            across = max(8.0, 3.1 * len(str(box.casts)) + 3)  # the number's letters are 5.4 wide
+            yield f'<ellipse class="cast" cx="{x:.1f}" cy="{y:.1f}" rx="{across:.1f}" ry="8"/>'
             at_middle = f'x="{x:.1f}" y="{y + 3:.1f}" text-anchor="middle"'
             yield f'<text class="mark" {at_middle}>{box.casts}</text>'
         yield "</g>"
