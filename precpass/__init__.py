@@ -24,11 +24,11 @@ from precpass.policy.policy import (
     AutoMixedF16,
     Custom,
     PrecisionPolicy,
-    PrecisionWarning,
 )
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import EqnView, Rule
+from precpass.policy.warned import PrecisionWarning
 from precpass.version import __version__
 
 if TYPE_CHECKING:

@@ -20,10 +20,11 @@ from precpass.plan.decisions import unchanged_plan
 from precpass.plan.eqn_info import PlanSource
 from precpass.plan.file import policy_data
 from precpass.policy.casts import cast_leaves
-from precpass.policy.policy import PolicyLike, PrecisionPolicy, quietly
+from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import FORMATS, Precision
 from precpass.policy.profitability import parse_profitability
 from precpass.policy.text import precision_named
+from precpass.policy.warned import quietly
 
 if TYPE_CHECKING:
     from precpass.view.explain import Explanation

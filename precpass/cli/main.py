@@ -21,7 +21,7 @@ from precpass.cli.options import WRITES, check, parsed
 from precpass.cli.progress import Progress
 from precpass.cli.target import Refused, arguments, load, parameters, unbound
 from precpass.jit.region import configured
-from precpass.policy.policy import PrecisionWarning
+from precpass.policy.warned import PrecisionWarning
 from precpass.report.compare.tables import for_json
 
 __all__ = ["main"]

@@ -221,9 +221,7 @@ def _map_leaves(fn: Callable[[Any, Any, bool], Any], tree: Any) -> Any:
             lambda inner, y: fn((*path, *inner), y, True), x, is_leaf=is_node
         )
 
-    return jax.tree_util.tree_map_with_path(
-        at, tree, is_leaf=lambda x: is_node(x) or is_module(x)
-    )
+    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=lambda x: is_node(x) or is_module(x))
 
 
 def dynamic_leaves(

@@ -14,8 +14,9 @@ from precpass.jit.arguments import Declared, Static, arguments, dynamic_leaves
 from precpass.jit.errors import note_source, user_stacklevel
 from precpass.jit.region import Region, traced_in, tracing
 from precpass.jit.traced import checked_plan, rewritten
-from precpass.policy.policy import PrecisionPolicy, PrecisionWarning
+from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.scopes import FIXED_SCOPE
+from precpass.policy.warned import PrecisionWarning
 
 __all__ = ["NEEDS_VALUES", "Program", "Written"]
 

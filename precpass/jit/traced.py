@@ -23,11 +23,12 @@ from precpass.plan.plan import Action, Border, Plan
 from precpass.planner.planner import distinguish, make_plan
 from precpass.planner.profit import ProfitModel
 from precpass.policy.float16 import warn_of_unscaled_gradient
-from precpass.policy.policy import PrecisionPolicy, PrecisionWarning, quietly
+from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import Rule, layers_around
 from precpass.policy.scopes import clean_scope, join_scopes
+from precpass.policy.warned import PrecisionWarning, quietly
 from precpass.rewrite.rewriter import Rewriter
 
 __all__ = ["Traced", "checked_plan", "rewritten"]

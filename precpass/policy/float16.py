@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Generator
 
 from precpass.policy.caller import user_stacklevel
-from precpass.policy.policy import PrecisionWarning
+from precpass.policy.warned import PrecisionWarning
 
 __all__ = ["note_loss_scale", "unscaled_on_purpose", "warn_of_unscaled_gradient"]
 

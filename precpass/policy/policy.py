@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import warnings
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from jax.typing import DTypeLike
@@ -33,24 +31,7 @@ __all__ = [
     "Custom",
     "PolicyLike",
     "PrecisionPolicy",
-    "PrecisionWarning",
-    "quietly",
 ]
-
-
-class PrecisionWarning(UserWarning):
-    """Something about precision that a user should know.
-
-    Nothing was lowered, a rule never matched, or a primitive could not be entered.
-    """
-
-
-@contextlib.contextmanager
-def quietly() -> Generator[None]:
-    """A context that drops `PrecisionWarning`s that the user has seen, or reads in a report."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrecisionWarning)
-        yield
 
 
 _POSITION = {kind: i for i, kind in enumerate(OpKind)}

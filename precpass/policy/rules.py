@@ -66,8 +66,8 @@ class Rule:
             all within the layer: "encoder/layers/*/attention", or "attention" for every layer
             of this name. The path has the names of the attributes in flax nnx and equinox, as in
             "layers/3", and those of the parameters in flax linen ("layers_3") and haiku.
-        precision: "f64", "f32", "bf16", "f16" or a `Precision`; for products alone "tf32", "bf16x3",
-            "bf16x6" and "f32_exact" too (docs/pages/explanation/float32.md).
+        precision: "f64", "f32", "bf16", "f16" or a `Precision`; for products alone "tf32",
+            "bf16x3", "bf16x6" and "f32_exact" too (docs/pages/explanation/float32.md).
         evidence: why the rule is there, as a plan's reasons show it; it makes no two rules differ.
 
     Raises:

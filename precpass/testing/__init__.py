@@ -21,10 +21,11 @@ from precpass.jaxpr import Source
 from precpass.plan.file import Named, differences, equations, locked_precision
 from precpass.plan.plan import Plan
 from precpass.plan.reasons import Reason
-from precpass.policy.policy import PolicyLike, quietly
+from precpass.policy.policy import PolicyLike
 from precpass.policy.precision import Precision
 from precpass.policy.saved import Names
 from precpass.policy.scopes import clean_scope
+from precpass.policy.warned import quietly
 from precpass.testing.patterns import Pattern
 from precpass.units import are, counted
 from precpass.view.rows import alike

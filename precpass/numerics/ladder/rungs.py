@@ -18,10 +18,10 @@ from precpass.policy.policy import (
     AutoMixedBf16,
     AutoMixedF16,
     PrecisionPolicy,
-    quietly,
 )
 from precpass.policy.precision import FORMATS, Precision
 from precpass.policy.primitives import OpKind
+from precpass.policy.warned import quietly
 from precpass.units import counted
 
 __all__ = ["Rung", "parse_ladder", "refuse_modules"]

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from precpass.numerics.ladder.rungs import Rung
-from precpass.policy.policy import quietly
+from precpass.policy.warned import quietly
 
 __all__ = ["Step", "strong"]
 

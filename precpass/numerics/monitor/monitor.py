@@ -19,7 +19,8 @@ from precpass.jit.staged import Staged, owner_of
 from precpass.jit.traced import Traced
 from precpass.numerics.monitor.figures import Recorder
 from precpass.numerics.monitor.health import Health
-from precpass.policy.policy import PolicyLike, quietly
+from precpass.policy.policy import PolicyLike
+from precpass.policy.warned import quietly
 
 __all__ = ["Monitored", "looked", "monitor"]
 

@@ -28,9 +28,10 @@ from jax import lax
 from precpass.api import auto_mixed
 from precpass.numerics.ladder.ladder import Ladder
 from precpass.numerics.solvers.roles import Roles
-from precpass.policy.policy import Custom, PrecisionPolicy, quietly
+from precpass.policy.policy import Custom, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
+from precpass.policy.warned import quietly
 
 __all__ = ["RisingState", "applied_in", "evaluated_in", "lengths", "solver_with"]
 

@@ -19,8 +19,9 @@ from precpass.measure import execute
 from precpass.measure.execute import Memory
 from precpass.measure.hlo import Module
 from precpass.measure.traffic import Traffic
-from precpass.policy.policy import PolicyLike, quietly
+from precpass.policy.policy import PolicyLike
 from precpass.policy.scopes import clean_scope, is_backward
+from precpass.policy.warned import quietly
 from precpass.report.audit.changes import changes
 from precpass.report.audit.matching import Change
 from precpass.units import counted, sized

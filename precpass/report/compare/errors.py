@@ -20,9 +20,10 @@ from precpass.jit.nnx import has_nodes
 from precpass.jit.region import current, use_policy
 from precpass.jit.traced import rewritten
 from precpass.planner.planner import make_plan
-from precpass.policy.policy import AlwaysF32, quietly
+from precpass.policy.policy import AlwaysF32
 from precpass.policy.precision import FORMATS, Precision
 from precpass.policy.scopes import keep_scope
+from precpass.policy.warned import quietly
 
 __all__ = [
     "Errors",
