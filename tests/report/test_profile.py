@@ -236,7 +236,8 @@ def test_an_error_says_in_which_row_it_was():
 # ---------------------------------------------------------------- shown
 
 
-def test_the_text_has_two_aligned_tables(timed):
+def test_the_text_has_two_aligned_tables(timed, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # a narrow terminal folds a table
     lines = str(timed).splitlines()
     heads = [i for i, line in enumerate(lines) if line.startswith("program")]
     assert len(heads) == 2
