@@ -21,7 +21,9 @@ from precpass.policy.policy import (
     AutoMixedBf16,
     AutoMixedConservative,
     AutoMixedConservativeF16,
+    AutoMixedF8,
     AutoMixedF16,
+    AutoMixedInt8,
     Custom,
     PrecisionPolicy,
 )
@@ -32,6 +34,7 @@ from precpass.policy.warned import PrecisionWarning
 from precpass.version import __version__
 
 if TYPE_CHECKING:
+    from precpass.jaxpr.primitives.dequantized import QuantizedArray
     from precpass.numerics.fallback.checks import IllConditioned, NonFinite, OutOfRange, Predicate
     from precpass.numerics.fallback.fallback import FallbackReport, with_fallback
     from precpass.numerics.ladder.ladder import Ladder
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from precpass.numerics.monitor.calibrate import calibrate
     from precpass.numerics.monitor.health import Health
     from precpass.numerics.monitor.monitor import monitor
+    from precpass.numerics.quantized import quantized
     from precpass.numerics.solvers.least_squares import LeastSquares, least_squares
     from precpass.numerics.solvers.linear import LinearSolve, solve
     from precpass.numerics.solvers.roles import Roles
@@ -79,7 +83,9 @@ __all__ = [
     "AutoMixedBf16",
     "AutoMixedConservative",
     "AutoMixedConservativeF16",
+    "AutoMixedF8",
     "AutoMixedF16",
+    "AutoMixedInt8",
     "Bisection",
     "Comparison",
     "Custom",
@@ -107,6 +113,7 @@ __all__ = [
     "PrecisionWarning",
     "Predicate",
     "Profile",
+    "QuantizedArray",
     "Roles",
     "Rule",
     "ScaledState",
@@ -124,6 +131,7 @@ __all__ = [
     "least_squares",
     "master_copies",
     "monitor",
+    "quantized",
     "scaled_optimizer",
     "scaled_value_and_grad",
     "skip_nonfinite",
@@ -154,6 +162,8 @@ _IMPORTED_WHEN_USED = {
     "calibrate": "precpass.numerics.monitor.calibrate",
     "Health": "precpass.numerics.monitor.health",
     "monitor": "precpass.numerics.monitor.monitor",
+    "QuantizedArray": "precpass.jaxpr.primitives.dequantized",
+    "quantized": "precpass.numerics.quantized",
     "LeastSquares": "precpass.numerics.solvers.least_squares",
     "least_squares": "precpass.numerics.solvers.least_squares",
     "LinearSolve": "precpass.numerics.solvers.linear",

@@ -70,6 +70,7 @@ from precpass.jaxpr.instrument import Look, Place, Ran
 from precpass.jaxpr.instrument_bodies import watched
 from precpass.jaxpr.opaque import Contents, contents_of
 from precpass.jaxpr.primitives.carrier import Form, carry, detach, is_detach, pin
+from precpass.jaxpr.primitives.dequantized import QuantizedArray, dequantized_from
 from precpass.jaxpr.primitives.float64 import float64, in_x64, is_float64
 from precpass.jaxpr.primitives.masking import guarded, masked, selected
 from precpass.jaxpr.primitives.rounded import (
@@ -148,6 +149,7 @@ __all__ = [
     "Made",
     "Place",
     "Printer",
+    "QuantizedArray",
     "Ran",
     "Rewrite",
     "Shown",
@@ -175,6 +177,7 @@ __all__ = [
     "contents_of",
     "convert",
     "crossing",
+    "dequantized_from",
     "detach",
     "dot_numbers",
     "effects_of",

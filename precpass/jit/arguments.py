@@ -71,12 +71,15 @@ class HandedThrough(Static):
 
 
 def unwrapped(tree: Any) -> Any:
-    """Arguments as the caller gave them, or results as the caller gets them."""
-    return jax.tree.map(
-        lambda x: x.value if isinstance(x, Static) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, Static) or is_node(x),
-    )
+    """Arguments as the function takes them, or results as the caller gets them."""
+
+    def whole(x: Any) -> Any:
+        if isinstance(x, Static):
+            return x.value
+        return x.array() if isinstance(x, ir.QuantizedArray) else x
+
+    wrappers = (Static, ir.QuantizedArray)
+    return jax.tree.map(whole, tree, is_leaf=lambda x: isinstance(x, wrappers) or is_node(x))
 
 
 def copied(tree: Any, *, arrays: bool = True) -> Any:

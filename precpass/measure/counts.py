@@ -11,10 +11,10 @@ from precpass.analysis.equations import contracts
 from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
 from precpass.analysis.sizes import nbytes
-from precpass.policy.precision import FORMATS
+from precpass.policy.precision import FORMATS, Precision
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["LOW_FORMATS", "Counts", "count", "format_of"]
+__all__ = ["EIGHT_BITS", "LOW_FORMATS", "Counts", "count", "format_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Counts:
 
     Attributes:
         products: the number of floating-point products with contracted dimensions.
-        low: the number of products whose two operands have 16 bits.
+        low: the number of products whose two operands have 16 or 8 bits.
         marked: the number of products with a dot algorithm, such as
             `default_matmul_precision` gives them; the backend may ignore it.
         casts: the number of conversions between floating formats.
@@ -43,7 +43,8 @@ class Counts:
         result_bytes: format -> bytes of the results of equations in it. XLA does not
             store those that it fuses.
 
-    The formats are "f64", "f32", "bf16", "f16", or for others the dtype's name.
+    The formats are "f64", "f32", "bf16", "f16", "f8e4m3", "f8e5m2", of scaled products "int8", or
+    for others the dtype's name.
     """
 
     products: int
@@ -61,10 +62,10 @@ class Counts:
 
     @property
     def low_flops(self) -> float:
-        """The share of the FLOPs in formats of 16 bits; 0 if there are no FLOPs."""
+        """The share of the FLOPs in formats of 16 and 8 bits; 0 if there are no FLOPs."""
         total = sum(self.flops.values())
         return (
-            sum(n for name, n in self.flops.items() if name in LOW_FORMATS) / total
+            sum(n for name, n in self.flops.items() if name in LOW_FORMATS | EIGHT_BITS) / total
             if total
             else 0.0
         )
@@ -72,6 +73,9 @@ class Counts:
 
 LOW_FORMATS = frozenset(str(p) for p in FORMATS if p.is_low)
 """The formats of 16 bits, by their names in plans and counts."""
+_EIGHT_BITS = {p.dtype: str(p) for p in Precision if p.is_scaled}
+EIGHT_BITS = frozenset(_EIGHT_BITS.values())
+"""The formats of scaled products, by their names in plans and counts."""
 
 
 def count(jaxpr: ir.Jaxpr) -> Counts:
@@ -136,9 +140,16 @@ class _Tally:
                 self.casts += 1
                 self.cast_bytes += calls * nbytes(result_avals[0])
             return
+        is_product = op(eqn.primitive.name).kind is OpKind.COMPUTE and contracts(eqn)
+        eight_bits = {_EIGHT_BITS.get(v.aval.dtype) for v in eqn.invars[:2]} if is_product else ()
+        if eight_bits and None not in eight_bits:
+            self.products, self.low = self.products + 1, self.low + 1
+            name = max(map(str, eight_bits))
+            self.flops[name] = self.flops.get(name, 0.0) + calls * flops
+            return
         if not (operands or result_avals):
             return
-        if op(eqn.primitive.name).kind is OpKind.COMPUTE and contracts(eqn):
+        if is_product:
             self.products += 1
             self.low += all(format_of(a) in LOW_FORMATS for a in operands[:2])
             self.marked += ir.has_algorithm(eqn)
@@ -151,4 +162,6 @@ def format_of(aval: ir.Aval) -> str:
     if (precision := ir.precision_of(aval)) is not None:
         return str(precision)
     dtype = getattr(aval, "dtype", None)
+    if dtype is not None and dtype != jnp.int8 and dtype in _EIGHT_BITS:
+        return _EIGHT_BITS[dtype]
     return str(dtype) if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else ""

@@ -41,6 +41,11 @@ class Shape:
         return bits(self.dtype)
 
     @property
+    def is_factor(self) -> bool:
+        """Whether products multiply such elements: floating ones, and those of scaled products."""
+        return bool(self.bits) or self.dtype == "s8"
+
+    @property
     def nbytes(self) -> float:
         """The bytes of all elements, without padding."""
         return self.size * _width(self.dtype) / 8

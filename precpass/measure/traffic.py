@@ -294,7 +294,7 @@ def _products(
         if is_call or instruction.opcode in _PRODUCTS:
             factors = [s for o in computation.operands(instruction)[:2] for s in o.shapes[:1]]
             name = instruction.target.strip("_") if is_call else instruction.opcode
-            if all(shape.bits for shape in factors) and factors:
+            if all(shape.is_factor for shape in factors) and factors:
                 yield name, tuple(shape.dtype for shape in factors), instruction.multiplied
 
 

@@ -72,7 +72,7 @@ def written(plan: Plan) -> str:
 
 def locked_precision(decision: Decision) -> Precision | None:
     """The precision that a saved plan orders for an equation."""
-    return None if decision.kind is OpKind.BOUNDARY else decision.compute
+    return None if decision.kind is OpKind.BOUNDARY else decision.product.scaled or decision.compute
 
 
 def read(text: str, where: str) -> PrecisionPolicy:
@@ -186,6 +186,7 @@ def policy_data(policy: PrecisionPolicy) -> dict[str, Any]:
         "profitability": policy.profitability,
         "results": policy.results,
         "parameters": str(policy.parameters),
+        "scaled": None if policy.scaled is None else str(policy.scaled),
         "rules_left_out": left_out,
     }
 
@@ -205,7 +206,8 @@ def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
         # Files that are older than these options lack them.
         profitability=parse_profitability(whole.get("profitability", "always")),
     ).with_results(whole.get("results", "auto"))
-    return policy.with_parameters(whole.get("parameters", "f32"))
+    policy = policy.with_parameters(whole.get("parameters", "f32"))
+    return policy.with_scaled(whole.get("scaled"))
 
 
 def rules_left_out(saved: SavedPrecisions) -> Iterator[str]:

@@ -113,12 +113,16 @@ class ProductForm(NamedTuple):
         low_result: whether its kernel rounds its result to the low format of its operands.
         low_cotangents: for each operand, whether the kernel of a dot that makes its cotangent
             rounds the cotangent to the low format.
+        scaled: the format of 8 bits in which it multiplies (`precpass.rewrite.scaled_product`).
+        cotangent: which operand of a scaled product is a cotangent; None for neither.
     """
 
     exchanged: bool = False
     recast_in_backward: tuple[bool, bool] = (False, False)
     low_result: bool = False
     low_cotangents: tuple[bool, bool] = (False, False)
+    scaled: Precision | None = None
+    cotangent: int | None = None
 
 
 AS_WRITTEN = ProductForm()

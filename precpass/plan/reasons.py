@@ -110,9 +110,14 @@ class Reason:
             "keep('f32')"
         """
         reason = self
-        while reason.template in (STORED, UNCHECKED, RUNS_AS):
+        while reason.template in (STORED, UNCHECKED, RUNS_AS, NOT_SCALED):
             (reason, *_) = reason.args
         return reason
+
+    def includes(self, template: Template) -> bool:
+        """Whether it, or a reason that it is made of, was made from a template."""
+        inside = (arg for arg in self.args if isinstance(arg, Reason))
+        return template.gave(self) or any(arg.includes(template) for arg in inside)
 
     @property
     def decided_by(self) -> DecidedBy:
@@ -320,6 +325,12 @@ RUNS_AS = Template(
     _COST,
     "{}; {} is not on a {}, and {} runs instead",
     "nothing: what runs has as many digits or more",
+)
+NOT_SCALED = Template(
+    _COST,
+    "{}; in bf16 and not in {}: {}",
+    "order 8 bits by a Rule that names it",
+    "compute it in float32 by keep('f32') or a Rule",
 )
 EXCHANGED = Template(
     _COST,

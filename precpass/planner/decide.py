@@ -6,7 +6,7 @@ import dataclasses
 
 from precpass.plan import reasons
 from precpass.plan.decisions import drop, keep, lower, multiply, widen
-from precpass.plan.plan import Decision
+from precpass.plan.plan import Decision, ProductForm
 from precpass.plan.reasons import DecidedBy, Reason
 from precpass.planner.guards import first_reason
 from precpass.planner.query import Query
@@ -150,7 +150,10 @@ def _lowered(query: Query, policy: PrecisionPolicy, request: Request) -> Decisio
     reason = request.reason if is_order else reasons.MOVES_LOW()
     if query.traits.is_unchecked:
         reason = reasons.UNCHECKED(reason)
-    return lower(query.row.kind, target, query.results, reason)
+    decision = lower(query.row.kind, target, query.results, reason)
+    if request.scaled is None or query.row.kind is not OpKind.COMPUTE:
+        return decision
+    return dataclasses.replace(decision, product=ProductForm(scaled=request.scaled))
 
 
 def _multiplied(query: Query, native: Precision, request: Request) -> Decision:

@@ -24,6 +24,7 @@ from precpass.plan.decisions import border_of, crossing_formats, formats_of, kee
 from precpass.plan.plan import Action, Border, Decision, Plan, ProductForm, across
 from precpass.plan.reasons import DecidedBy
 from precpass.planner.decide import decide
+from precpass.planner.eligible import EligibleProducts, has_scaled_form
 from precpass.planner.profit import ProductPricing, ProfitModel
 from precpass.planner.query import Queries, Query
 from precpass.planner.requests import PolicyRequests
@@ -123,6 +124,7 @@ class Planner:
         # Unless the policy orders more than products, no equation that adds is lowered.
         orders_more = bool(policy.orders - {OpKind.COMPUTE})
         self._may_lower_sums = orders_more or self.requests.tells_equations_apart
+        self._eligible = EligibleProducts(self.graph)
         self._weighed = ProductPricing(self.graph, analysis.uses, profit_model)
         # If the policy orders elementwise work, it orders storage too, and no cut decides it.
         compute = policy.precision_for(OpKind.COMPUTE)
@@ -232,10 +234,33 @@ class Planner:
             against = self._weighed.against(eqn, body, decision.compute)
             if against is not None:
                 return keep(decision.kind, formats_of(eqn.outvars), against)
+        if decision.product.scaled is not None:
+            decision = self._scaled(eqn, body, decision)
         lhs, rhs = (self._weighed.is_recast(body, v) for v in eqn.invars[:2])
         if not (lhs or rhs):
             return decision
-        return dataclasses.replace(decision, product=ProductForm(recast_in_backward=(lhs, rhs)))
+        form = decision.product._replace(recast_in_backward=(lhs, rhs))
+        return dataclasses.replace(decision, product=form)
+
+    def _scaled(self, eqn: ir.Eqn, body: int, decision: Decision) -> Decision:
+        """The decision for a product that is to multiply in 8 bits, or why it does not."""
+        scaled = decision.product.scaled
+        assert scaled is not None
+        against = ""
+        if not has_scaled_form(eqn, scaled):
+            against = "it is no dot of known sizes whose sums 32 bits can hold"
+        elif scaled is Precision.INT8 and not self._eligible.is_forward(body, eqn):
+            against = "derivatives are in bf16"
+        elif decision.decided_by is DecidedBy.PRESET:
+            against = self._eligible.against(body, eqn)
+        if against:
+            why = reasons.NOT_SCALED(decision.reason, scaled, against)
+            return dataclasses.replace(decision, product=ProductForm(), reason=why)
+        if self._platform == "cpu" and scaled is not Precision.INT8:
+            why = reasons.RUNS_AS(decision.reason, scaled, "CPU", "an emulation of it")
+            decision = dataclasses.replace(decision, reason=why)
+        form = decision.product._replace(cotangent=self._eligible.cotangent_side(body, eqn))
+        return dataclasses.replace(decision, product=form)
 
     def _multiplied(self, eqn: ir.Eqn, decision: Decision) -> Decision:
         """The decision with what runs instead, where the platform does not multiply so."""

@@ -26,11 +26,20 @@ class Request(NamedTuple):
         precision: the precision in which it is to be evaluated.
         reason: where the request comes from.
         is_order: whether it is an order; otherwise it is a permission, which is used if it pays.
+        scaled: the format of 8 bits in which a product that is lowered is to multiply.
     """
 
     precision: Precision
     reason: reasons.Reason
     is_order: bool
+    scaled: Precision | None = None
+
+    @classmethod
+    def of(cls, precision: Precision, reason: reasons.Reason, is_order: bool) -> Request:
+        """A request for any precision. What surrounds a scaled product is as for bfloat16."""
+        if precision.is_scaled:
+            return cls(Precision.BF16, reason, is_order, precision)
+        return cls(precision, reason, is_order)
 
 
 class PolicyRequests:
@@ -53,8 +62,10 @@ class PolicyRequests:
         self._policy = policy
         self._scope = scope
         precisions = {kind: policy.precision_for(kind) for kind in OpKind}
+        if policy.scaled is not None:
+            precisions[OpKind.COMPUTE] = policy.scaled
         self._presets = {
-            kind: Request(
+            kind: Request.of(
                 precision, reasons.PRESET(policy.name, kind, precision), kind in policy.orders
             )
             for kind, precision in precisions.items()
@@ -80,14 +91,14 @@ class PolicyRequests:
         """The request for an equation: from a keep region, a rule, a saved plan, or the preset."""
         kept = innermost_keep(scope)
         if kept is not None:
-            is_order = table.kind is OpKind.COMPUTE and (kept.is_low or kept.is_multiplication)
-            return Request(kept, reasons.KEEP_REGION(kept), is_order)
+            is_order = table.kind is OpKind.COMPUTE and (kept.is_low or not kept.is_format)
+            return Request.of(kept, reasons.KEEP_REGION(kept), is_order)
         rule = self.rule(row, scope)
         if rule is not None:
             is_order = not rule.is_region or table.kind is OpKind.COMPUTE
-            return Request(Precision.parse(rule.precision), reasons.RULE(repr(rule)), is_order)
+            return Request.of(Precision.parse(rule.precision), reasons.RULE(repr(rule)), is_order)
         if (locked := self.locked(row)) is not None:
-            return Request(locked, reasons.SAVED_PLAN(), True)
+            return Request.of(locked, reasons.SAVED_PLAN(), True)
         return self._presets[table.kind]
 
     def may_store(self, row: int, low: Precision) -> bool:

@@ -28,7 +28,7 @@ __all__ = ["SUFFIXES", "from_dict", "load", "save", "to_dict"]
 SUFFIXES = (".toml", ".yaml", ".yml")
 """How the name of a policy's file ends."""
 
-_OPTIONS = ("output", "parameters", "retypes", "profitability", "results")
+_OPTIONS = ("output", "parameters", "retypes", "profitability", "results", "scaled")
 _KEYS = ("policy", "kinds", *_OPTIONS, "rules")
 
 

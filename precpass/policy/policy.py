@@ -18,8 +18,10 @@ from precpass.policy.saved import SavedPrecisions
 
 __all__ = [
     "BY_COMPUTE",
+    "EIGHT_BIT_PRESETS",
     "OTHER_NAMES",
     "PRESETS",
+    "RETYPES",
     "AlwaysBf16",
     "AlwaysF16",
     "AlwaysF32",
@@ -27,7 +29,9 @@ __all__ = [
     "AutoMixedBf16",
     "AutoMixedConservative",
     "AutoMixedConservativeF16",
+    "AutoMixedF8",
     "AutoMixedF16",
+    "AutoMixedInt8",
     "Custom",
     "PolicyLike",
     "PrecisionPolicy",
@@ -48,7 +52,8 @@ def _parse_kind(kind: OpKind | str | Any) -> OpKind:
 
 Tree = TypeVar("Tree")
 
-_RETYPES = frozenset({Precision.F32, Precision.BF16, Precision.F16})
+RETYPES = frozenset({Precision.F32, Precision.BF16, Precision.F16})
+"""The formats that may change if `with_retypes` says nothing else."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -75,6 +80,8 @@ class PrecisionPolicy:
             kernels gain by it and no sum loses digits, "f32" has float32 everywhere.
         parameters: the format in which the caller stores parameters, which `cast_to_param` gives
             them. The pass itself never changes the dtype of an argument.
+        scaled: the format of 8 bits in which those products that are lowered to bfloat16 and are
+            eligible multiply (`precpass.planner.eligible`); None for none.
     """
 
     name: str
@@ -82,12 +89,13 @@ class PrecisionPolicy:
     orders: frozenset[OpKind] = frozenset()
     widens: bool = False
     rules: tuple[Rule, ...] = ()
-    retypes: frozenset[Precision] = _RETYPES
+    retypes: frozenset[Precision] = RETYPES
     output: Precision | None = None
     lock: SavedPrecisions | None = None
     profitability: str = "always"
     results: str = "auto"
     parameters: Precision = Precision.F32
+    scaled: Precision | None = None
 
     def precision_for(self, kind: OpKind | str) -> Precision:
         """The precision of a kind.
@@ -164,6 +172,25 @@ class PrecisionPolicy:
                 "kernels gain by it) and 'f32'"
             )
         return dataclasses.replace(self, results=results)
+
+    def with_scaled(self, precision: Precision | str | None) -> PrecisionPolicy:
+        """This policy with eligible products in 8 bits: "f8e4m3", "f8e5m2", "int8", or None.
+
+        A ValueError says so if it is anything else, or other products are not bfloat16.
+
+        Examples:
+            >>> AutoMixedBf16.with_scaled("int8").scaled
+            Precision.INT8
+        """
+        if precision is None:
+            return dataclasses.replace(self, scaled=None)
+        scaled, others = Precision.parse(precision), self.precision_for(OpKind.COMPUTE)
+        if not scaled.is_scaled:
+            legal = ", ".join(repr(p.value) for p in Precision if p.is_scaled)
+            raise ValueError(f"scaled = {precision!r}: legal are {legal} and None")
+        if others is not Precision.BF16:
+            raise ValueError(f"scaled = {precision!r}: the other products are bf16, not {others}")
+        return dataclasses.replace(self, scaled=scaled)
 
     @property
     def lowers(self) -> bool:
@@ -269,10 +296,9 @@ class PrecisionPolicy:
         return load(path)
 
     def __str__(self) -> str:
-        for compute, preset in BY_COMPUTE.items():
-            if dataclasses.replace(self, output=None, parameters=Precision.F32) == preset:
-                return f"p={self.parameters},c={compute},o={self.output or Precision.F32}"
-        return repr(self)
+        from precpass.policy.text import as_fields
+
+        return as_fields(self) or repr(self)
 
     def _repr_html_(self) -> str:
         from precpass.view.page import policy_page
@@ -280,27 +306,9 @@ class PrecisionPolicy:
         return policy_page(self)
 
     def __repr__(self) -> str:
-        preset = PRESETS.get(self.name)
-        if preset is not None and preset.kinds == self.kinds:
-            text = self.name
-        else:
-            kind_texts = [f"{k!r}: {self.precision_for(k)!r}" for k in OpKind if k in self.orders]
-            text = f"Custom({{{', '.join(kind_texts)}}})"
-        if self.retypes != _RETYPES:
-            text += f".with_retypes({', '.join(sorted(repr(str(p)) for p in self.retypes))})"
-        if self.output is not None:
-            text += f".with_output({str(self.output)!r})"
-        if self.parameters is not Precision.F32:
-            text += f".with_parameters({str(self.parameters)!r})"
-        if self.lock is not None:
-            text += f".with_lock(<{len(self.lock.entries)} keys of {self.lock.name}>)"
-        if self.profitability != "always":
-            text += f".with_profitability({self.profitability!r})"
-        if self.results != "auto":
-            text += f".with_results({self.results!r})"
-        if self.rules:
-            text += f".with_rules({', '.join(map(repr, self.rules))})"
-        return text
+        from precpass.policy.text import as_code
+
+        return as_code(self)
 
 
 def Custom(
@@ -330,13 +338,17 @@ def Custom(
             "format of the outputs"
         )
     for kind, precision in precisions.items():
-        if precision.is_multiplication and kind is not OpKind.COMPUTE:
+        if not precision.is_format and kind is not OpKind.COMPUTE:
             raise ValueError(
                 f"Custom: {precision} says how products are multiplied, so OpKind.COMPUTE alone "
                 f"takes it, not {kind!r}"
             )
+    scaled = precisions.get(OpKind.COMPUTE, Precision.F32)
+    if scaled.is_scaled:
+        precisions[OpKind.COMPUTE] = Precision.BF16
     table = tuple(precisions.get(kind, Precision.F32) for kind in OpKind)
-    return PrecisionPolicy("Custom", table, frozenset(precisions)).with_rules(*rules)
+    policy = PrecisionPolicy("Custom", table, frozenset(precisions)).with_rules(*rules)
+    return policy.with_scaled(scaled if scaled.is_scaled else None)
 
 
 def _preset(name: str, *kinds: Precision, order: bool = False) -> PrecisionPolicy:
@@ -352,6 +364,8 @@ AlwaysBf16 = _preset("AlwaysBf16", *[_BF16] * 4, order=True)
 AutoMixedConservativeF16 = _preset("AutoMixedConservativeF16", _F16, _F32, _F16, _F16)
 AutoMixedF16 = _preset("AutoMixedF16", *[_F16] * 4)
 AutoMixedBf16 = _preset("AutoMixedBf16", *[_BF16] * 4)
+AutoMixedF8 = dataclasses.replace(AutoMixedBf16, name="AutoMixedF8", scaled=Precision.F8E4M3)
+AutoMixedInt8 = dataclasses.replace(AutoMixedBf16, name="AutoMixedInt8", scaled=Precision.INT8)
 AutoMixed = AutoMixedF16
 """Another name of `AutoMixedF16`, which says its format."""
 AutoMixedConservative = AutoMixedConservativeF16
@@ -373,7 +387,12 @@ PRESETS: dict[str, PrecisionPolicy] = {
 }
 OTHER_NAMES = {"AutoMixed": AutoMixedF16, "AutoMixedConservative": AutoMixedConservativeF16}
 """The presets that have another name, by it."""
+EIGHT_BIT_PRESETS = {preset.name: preset for preset in (AutoMixedF8, AutoMixedInt8)}
+"""The presets with scaled products, by name. Nothing chooses them but the user."""
 BY_COMPUTE = {
+    Precision.F8E4M3: AutoMixedF8,
+    Precision.F8E5M2: AutoMixedF8.with_scaled("f8e5m2"),
+    Precision.INT8: AutoMixedInt8,
     _F32: AlwaysF32,
     _F16: AutoMixedF16,
     _BF16: AutoMixedBf16,

@@ -1,4 +1,4 @@
-"""The precisions that a plan may use: formats of values, and ways to multiply float32 values."""
+"""The precisions that a plan may use: formats of values, and ways to multiply values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,20 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "f16": np.dtype(np.float16),
 }
-_OTHER_NAMES = {"half": "f16", "full": "f32"}
+_SCALED: dict[str, np.dtype[Any]] = {
+    # Micikevicius et al., "FP8 Formats for Deep Learning" (2022); without infinities.
+    "f8e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "f8e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "int8": np.dtype(np.int8),
+}
+"""The dtypes of 8 bits that scaled products multiply."""
+_OTHER_NAMES = {
+    "half": "f16",
+    "full": "f32",
+    **dict.fromkeys(("f8", "fp8", "float8", "e4m3", "float8_e4m3"), "f8e4m3"),
+    "e5m2": "f8e5m2",
+    **dict.fromkeys(("i8", "w8a8"), "int8"),
+}
 
 
 class _Multiplication(NamedTuple):
@@ -46,7 +59,7 @@ _MULTIPLICATIONS = {
 
 
 class Precision(enum.Enum):
-    """A floating-point format, or a way to multiply float32 values.
+    """A floating-point format, or a way to multiply values.
 
     Every fact about a format is derived from `ml_dtypes.finfo`, which follows IEEE 754-2019
     (float16, float32, float64) and the bfloat16 definition of Intel's
@@ -57,6 +70,11 @@ class Precision(enum.Enum):
     multiplications in it. "f32" leaves that to JAX's default, which is TF32 on an NVIDIA GPU and
     one pass of bfloat16 on a TPU.
 
+    F8E4M3, F8E5M2 and INT8 are for products alone, too (`is_scaled`): a scaled product divides its
+    operands by scales, rounds them to 8 bits, multiplies them, and multiplies the result by the
+    scales. F8E5M2 has E4M3 operands in the forward pass, and its cotangents in E5M2. What surrounds
+    a scaled product is as for bfloat16.
+
     Examples:
         >>> Precision.parse("bf16").dtype
         dtype(bfloat16)
@@ -66,6 +84,8 @@ class Precision(enum.Enum):
         256
         >>> Precision.TF32.runs_as("tpu")
         'three passes of bfloat16'
+        >>> Precision.parse("fp8").max
+        448.0
     """
 
     F64 = "f64"
@@ -76,6 +96,9 @@ class Precision(enum.Enum):
     BF16X6 = "bf16x6"
     BF16X3 = "bf16x3"
     TF32 = "tf32"
+    F8E4M3 = "f8e4m3"
+    F8E5M2 = "f8e5m2"
+    INT8 = "int8"
 
     dtype: np.dtype[Any]
     """The numpy dtype of this format, or of the operands that are multiplied so."""
@@ -85,28 +108,42 @@ class Precision(enum.Enum):
     """The smallest positive value with a full significand."""
     unit_roundoff: float
     """The largest relative error of one rounding to nearest, `eps / 2`; of an operand for products
-    alone."""
+    alone. Of int8 it is relative to the largest value that shares the scale."""
     exact_integers: int
     """The n for which every integer of magnitude up to n is representable."""
     is_low: bool
     """Whether the format has 16 bits."""
     is_multiplication: bool
-    """Whether only products take it. No value is stored in it, and it needs no casts."""
+    """Whether only products of float32 arrays take it. No value is stored in it, and it needs no
+    casts."""
+    is_scaled: bool
+    """Whether it has 8 bits. Only the operands of scaled products take it."""
 
     def __init__(self, name: str) -> None:
         multiplication = _MULTIPLICATIONS.get(name)
         self.is_multiplication = multiplication is not None
-        self.dtype = _DTYPES["f32" if multiplication else name]
+        self.is_scaled = name in _SCALED
+        self.dtype = (_DTYPES | _SCALED)["f32" if multiplication else name]
+        self.is_low = self.dtype.itemsize == 2
+        if self.dtype == np.int8:
+            # The scale is the largest magnitude divided by 127.
+            self.max, self.smallest_normal, self.unit_roundoff = 127.0, 1.0, 0.5 / 127
+            self.exact_integers = 127
+            return
         facts = ml_dtypes.finfo(self.dtype)
         digits = multiplication.digits if multiplication else int(facts.nmant) + 1
         self.max = float(facts.max)
         self.smallest_normal = float(facts.smallest_normal)
         self.unit_roundoff = 2.0**-digits
         self.exact_integers = 2**digits
-        self.is_low = self.dtype.itemsize < 4
 
     # a plan of many equations hashes many of these, and an Enum's own hash is Python code
     __hash__ = object.__hash__
+
+    @property
+    def is_format(self) -> bool:
+        """Whether values are stored in it. The others are for products alone."""
+        return not (self.is_multiplication or self.is_scaled)
 
     def is_narrower_than(self, other: Precision) -> bool:
         """Whether its values take fewer bits; bfloat16 and float16 take as many as each other."""
@@ -140,7 +177,8 @@ class Precision(enum.Enum):
 
         Args:
             value: a `Precision`, "f32", "float32", `jnp.bfloat16`, `np.dtype("float16")`, "tf32",
-                ...; "half" is float16, as NumPy has it, and "full" float32, as jmp has it.
+                "int8", ...; "half" is float16, as NumPy has it, and "full" float32, as jmp has it;
+                "fp8" is "f8e4m3".
 
         Raises:
             ValueError: when `value` names no precision of this package; the
@@ -152,11 +190,10 @@ class Precision(enum.Enum):
         for precision in cls:
             if _OTHER_NAMES.get(name, name) in (precision.value, precision.dtype.name):
                 return precision
-        products = ", ".join(repr(p.value) for p in cls if p.is_multiplication)
-        hint = " float8 is not supported yet." if "float8" in name or name.startswith("f8") else ""
+        products = ", ".join(repr(p.value) for p in cls if not p.is_format)
         raise ValueError(
             f"unknown precision {value!r}: legal are {_legal_formats()}, and for products alone "
-            f"{products}.{hint}"
+            f"{products}."
         )
 
     @classmethod
@@ -175,7 +212,7 @@ class Precision(enum.Enum):
             Precision.F16
         """
         precision = cls.parse(value)
-        if precision.is_multiplication:
+        if not precision.is_format:
             raise ValueError(
                 f"{what}{' = ' if what else ''}{value!r}: {precision} says how products are "
                 f"multiplied, and no value is stored in it: legal are {_legal_formats()}"
@@ -200,7 +237,7 @@ def _dtype_name(value: Any) -> str:
         return repr(value)
 
 
-FORMATS = tuple(precision for precision in Precision if not precision.is_multiplication)
+FORMATS = tuple(precision for precision in Precision if precision.is_format)
 """The precisions that values are stored in."""
 BY_DTYPE: dict[Any, Precision] = {precision.dtype: precision for precision in FORMATS}
 """The precision of each dtype."""

@@ -1,18 +1,27 @@
-"""What stands for a policy: a preset's name, a precision, `p=f32,c=bf16,o=f32` as jmp has it."""
+"""Policies as text: a preset's name, a precision, `p=f32,c=bf16,o=f32` as jmp has it, and code."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import re
 from typing import Any
 
 import numpy as np
 
-from precpass.policy.policy import BY_COMPUTE, OTHER_NAMES, PRESETS, PrecisionPolicy
+from precpass.policy.policy import (
+    BY_COMPUTE,
+    EIGHT_BIT_PRESETS,
+    OTHER_NAMES,
+    PRESETS,
+    RETYPES,
+    PrecisionPolicy,
+)
 from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind
 
-__all__ = ["fields_of", "is_precision", "parsed", "precision_named"]
+__all__ = ["as_code", "as_fields", "fields_of", "is_precision", "parsed", "precision_named"]
 
 _KEYS = {
     **dict.fromkeys(("p", "param", "params"), "p"),
@@ -29,7 +38,7 @@ def parsed(value: Any) -> PrecisionPolicy:
         raise TypeError(f"not a policy: {value!r}. {_legal_policies()}")
     if "=" in value:
         return _of_fields(value)
-    presets = PRESETS | OTHER_NAMES
+    presets = PRESETS | EIGHT_BIT_PRESETS | OTHER_NAMES
     by_name = {name.lower(): preset for name, preset in presets.items()}
     if value.lower() in by_name:
         return by_name[value.lower()]
@@ -43,8 +52,9 @@ def parsed(value: Any) -> PrecisionPolicy:
 
 def _legal_policies() -> str:
     return (
-        f"Legal are {', '.join(PRESETS)}, the precision of products ('bf16', jnp.float16), a "
-        "string such as 'p=f32,c=bf16,o=f32', and Custom({OpKind.COMPUTE: 'bf16', ...})."
+        f"Legal are {', '.join(PRESETS | EIGHT_BIT_PRESETS)}, the precision of products ('bf16', "
+        "jnp.float16), a string such as 'p=f32,c=bf16,o=f32', and Custom({OpKind.COMPUTE: 'bf16', "
+        "...})."
     )
 
 
@@ -112,3 +122,45 @@ def is_precision(value: Any) -> bool:
     return isinstance(value, type) and (
         issubclass(value, np.generic) or isinstance(getattr(value, "dtype", None), np.dtype)
     )
+
+
+def as_fields(policy: PrecisionPolicy) -> str:
+    """A policy as "p=f32,c=bf16,o=f32"; "" for one that has more to say.
+
+    Examples:
+        >>> as_fields(PrecisionPolicy.parse("half"))
+        'p=f32,c=f16,o=f32'
+    """
+    plain = dataclasses.replace(policy, output=None, parameters=Precision.F32)
+    compute = next((compute for compute, preset in BY_COMPUTE.items() if preset == plain), None)
+    if compute is None:
+        return ""
+    return f"p={policy.parameters},c={compute},o={policy.output or Precision.F32}"
+
+
+def as_code(policy: PrecisionPolicy) -> str:
+    """A policy as Python makes it, for one line of an error or a plan."""
+    preset = (PRESETS | EIGHT_BIT_PRESETS).get(policy.name)
+    if preset is not None and preset.kinds == policy.kinds:
+        text, scaled = policy.name, preset.scaled
+    else:
+        ordered = [kind for kind in OpKind if kind in policy.orders]
+        kinds = [f"{kind!r}: {policy.precision_for(kind)!r}" for kind in ordered]
+        text, scaled = f"Custom({{{', '.join(kinds)}}})", None
+    if policy.scaled is not scaled:
+        text += f".with_scaled({None if policy.scaled is None else str(policy.scaled)!r})"
+    if policy.retypes != RETYPES:
+        text += f".with_retypes({', '.join(sorted(repr(str(p)) for p in policy.retypes))})"
+    if policy.output is not None:
+        text += f".with_output({str(policy.output)!r})"
+    if policy.parameters is not Precision.F32:
+        text += f".with_parameters({str(policy.parameters)!r})"
+    if policy.lock is not None:
+        text += f".with_lock(<{len(policy.lock.entries)} keys of {policy.lock.name}>)"
+    if policy.profitability != "always":
+        text += f".with_profitability({policy.profitability!r})"
+    if policy.results != "auto":
+        text += f".with_results({policy.results!r})"
+    if policy.rules:
+        text += f".with_rules({', '.join(map(repr, policy.rules))})"
+    return text

@@ -7,6 +7,7 @@ than the value has.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from precpass.analysis.equations import chosen_operand, grows, hands_on_layout, 
 from precpass.plan.plan import Border, BorderCopy, across
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import named
+from precpass.rewrite.cpu_kernels import is_in_order
 from precpass.rewrite.dot_numbers import untransposed
-from precpass.rewrite.low_product import is_in_order, low_copy
+from precpass.rewrite.low_product import low_copy
+from precpass.rewrite.scaled_product import quantized_copy
 
 __all__ = ["Env", "border_aval", "crossing_aval"]
 
@@ -35,6 +38,7 @@ class Env:
             that is not in here stands for itself.
         low_copies: (atom, format) -> its copy in a low format, through which no derivative passes.
         wide_copies: (atom, format) -> its copy in a wider format, which all readers share.
+        quantized_copies: (atom, format, contracted dimensions) -> its copy in 8 bits, and scale.
         border_copies: (atom, format) -> its low copy in the form in which it crosses the borders
             of bodies: as unsigned integers, or as it is.
         low_sources: variable -> the equation that makes it, if a low copy of the variable is
@@ -47,6 +51,7 @@ class Env:
         self.values: dict[Any, Any] = {}
         self.low_copies: dict[tuple[Any, Precision], Any] = {}
         self.wide_copies: dict[tuple[Any, Precision], Any] = {}
+        self.quantized_copies: dict[tuple[Any, Precision, tuple[int, ...]], list[Any]] = {}
         self.border_copies: dict[tuple[Any, Precision], Any] = {}
         self.low_sources: dict[Any, Any] = {}
 
@@ -212,6 +217,40 @@ class Env:
             value, flat = self.values.get(near, near), atom in self.out_of_order
             self.low_copies[key] = low_copy(self.build, value, precision, flat=flat)
         return self.low_copies[key]
+
+    def quantized_copy(self, atom: ir.Atom, precision: Precision, summed: Sequence[int]) -> Any:
+        """A copy in 8 bits with its scale, which all scaled products share that can.
+
+        float8 has one scale for all elements, whichever dimensions are contracted.
+        """
+        read = self.read(atom)
+        dims = tuple(summed) if precision is Precision.INT8 else ()
+        if ir.is_literal(atom):
+            return quantized_copy(self.build, read, precision, dims)
+        key = (atom, precision, dims)
+        if key not in self.quantized_copies and (given := self.given_quantized(*key)):
+            pinned = precision is Precision.INT8
+            low = self.build.detach(given[0], pinned=pinned, flat=pinned and atom.aval.ndim <= 2)
+            self.quantized_copies[key] = [low, given[1]]
+        if key not in self.quantized_copies:
+            self.quantized_copies[key] = quantized_copy(self.build, read, precision, dims)
+        return self.quantized_copies[key]
+
+    def given_quantized(self, atom: ir.Atom, precision: Precision, summed: tuple[int, ...]) -> Any:
+        """The values of 8 bits and the scale that a value was made of, if a product can take them.
+
+        None if it was made of others, or if its scale changes along a contracted dimension.
+        """
+        values, scale = self._dequantized.get(atom, (None, None))
+        if values is None or values.aval.dtype != precision.dtype:
+            return None
+        fits = all(scale.aval.shape[d] == 1 for d in summed) if scale.aval.ndim else not summed
+        return (values, scale) if fits else None
+
+    @functools.cached_property
+    def _dequantized(self) -> dict[Any, Any]:
+        pairs = ((eqn, ir.dequantized_from(eqn)) for eqn in self.opened.eqns)
+        return {eqn.outvars[0]: pair for eqn, pair in pairs if pair}
 
     @functools.cached_property
     def transposed(self) -> dict[Any, Any]:

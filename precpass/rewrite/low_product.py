@@ -28,9 +28,16 @@ from jax import lax
 from precpass import jaxpr as ir
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.precision import Precision
-from precpass.rewrite.dot_numbers import Numbers, batched, kept, transposed
+from precpass.rewrite.cpu_kernels import needs_barriers, runnable
+from precpass.rewrite.dot_numbers import Numbers, batched, transposed
+from precpass.rewrite.scaled_product import (
+    ScaledFormats,
+    quantized_copy,
+    scaled_formats,
+    scaled_product,
+)
 
-__all__ = ["Bilinear", "is_in_order", "low_copy", "lowered"]
+__all__ = ["Bilinear", "low_copy", "lowered"]
 
 Params = dict[str, Any]
 
@@ -53,6 +60,9 @@ class Bilinear(ir.Form):
             The derivative reads them instead of making its own.
         rounds: whether its kernel rounds its result to the low format (`ProductForm.low_result`).
         low_cotangents: as in `ProductForm`.
+        scaled: the formats of a scaled product; its `low` format is that of what surrounds it.
+        scaled_cotangents: the 8-bit format of cotangents in the scaled products that its transpose
+            consists of; None if these are products of 16 bits.
     """
 
     primitive: Any
@@ -65,9 +75,11 @@ class Bilinear(ir.Form):
     copied: bool = False
     rounds: bool = False
     low_cotangents: tuple[bool, bool] = (False, False)
+    scaled: ScaledFormats | None = None
+    scaled_cotangents: Precision | None = None
 
     def __str__(self) -> str:
-        return f"{self.primitive.name} in {self.low.name}"
+        return f"{self.primitive.name} in {self.scaled.lhs if self.scaled else self.low.name}"
 
     @property
     def is_dot(self) -> bool:
@@ -103,7 +115,9 @@ class Bilinear(ir.Form):
 
     def bare(self) -> Bilinear:
         """The form without the attributes that only hold for its present operands."""
-        return dataclasses.replace(self, kept=None, recast=(False, False), copied=False)
+        return dataclasses.replace(
+            self, kept=None, recast=(False, False), copied=False, scaled=None
+        )
 
     def others(self, rest: Sequence[Any]) -> Sequence[Any]:
         """Those operands behind the first two that the equation itself reads."""
@@ -133,7 +147,7 @@ class Bilinear(ir.Form):
             # JAX transposes only products whose result has the operands' dtype.
             pair = _ordered([_as(self.low, tangent), low], side)
             return _as(self.dtype, self._rounded(pair, rest))
-        pinned = _needs_barriers(self.low)
+        pinned = needs_barriers(self.low)
         # One value is saved for the backward pass, because product and carrier share the operand.
         low = ir.pin(low) if pinned and not self.copied else low
         flat = pinned and tangent.ndim <= 2  # see `Env.out_of_order`
@@ -143,6 +157,7 @@ class Bilinear(ir.Form):
         if keeps_bits:
             wide.append(ir.bits(low))
         kept = 1 - side if keeps_bits else None
+        # A tangent's product is not scaled: it is to be linear, and a largest magnitude is not.
         form = dataclasses.replace(self.bare(), kept=kept)
         return form.evaluated(_ordered(pair, side), wide)
 
@@ -168,7 +183,11 @@ class Bilinear(ir.Form):
         # A cotangent may be the gradient that leaves the program, which is not rounded.
         rounds, never = self.low_cotangents[side], (False, False)
         form = dataclasses.replace(
-            like.bare(), dtype=cotangent.dtype, rounds=rounds, low_cotangents=never
+            like.bare(),
+            dtype=cotangent.dtype,
+            rounds=rounds,
+            low_cotangents=never,
+            scaled=self.scaled_cotangents and scaled_formats(self.scaled_cotangents, dot.side),
         )
         out = form.lowered(_ordered([cotangent, other], dot.side))
         return _as(aval.dtype, out if dot.order is None else lax.transpose(out, dot.order))
@@ -198,7 +217,7 @@ class Bilinear(ir.Form):
 
     def lowered(self, operands: Sequence[Any]) -> Any:
         """The product of two operands, each in 16 bits or float32, and of the operands behind."""
-        pinned = _needs_barriers(self.low)
+        pinned = needs_barriers(self.low)
         pair = [
             x if x.dtype == self.low else ir.detach(_as(self.low, x), pinned=pinned, flat=pinned)
             for x in operands[:2]
@@ -263,6 +282,9 @@ def lowered(
     *,
     low_result: bool = False,
     low_cotangents: tuple[bool, bool] = (False, False),
+    scaled: ScaledFormats | None = None,
+    scaled_cotangents: Precision | None = None,
+    quantized_operands: Sequence[Sequence[Any]] = (),
 ) -> Any:
     """A bilinear equation evaluated in low precision.
 
@@ -275,6 +297,9 @@ def lowered(
         recast: as in `Bilinear`.
         low_result: whether the kernel rounds the result to the low format.
         low_cotangents: as in `ProductForm`.
+        scaled: the formats of a scaled product.
+        scaled_cotangents: as in `Bilinear`.
+        quantized_operands: the two operands of a scaled product, each in 8 bits with its scale.
 
     Returns:
         The product, differentiable to any order in forward and reverse mode.
@@ -290,9 +315,14 @@ def lowered(
         copied=True,
         rounds=low_result,
         low_cotangents=low_cotangents,
+        scaled=scaled,
+        scaled_cotangents=scaled_cotangents,
     )
+    all_operands = [*operands, *low_operands]
+    if scaled is not None:
+        return _scaled(build, form, quantized_operands, all_operands, eqn.outvars[0].aval)
     aval = ir.with_dtype(eqn.outvars[0].aval, form.sums_in)
-    return _evaluated(build, form, low_operands, [*operands, *low_operands], aval)
+    return _evaluated(build, form, low_operands, all_operands, aval)
 
 
 def _evaluated(
@@ -315,11 +345,18 @@ def _evaluated(
         detached: whether to detach the product, because a derivative would pass through the low
             operands.
     """
+    if form.scaled is not None:
+        summed = form.numbers[0]
+        pairs = [
+            quantized_copy(build, x, precision, dims)
+            for x, precision, dims in zip(operands[:2], form.scaled, summed, strict=True)
+        ]
+        return _scaled(build, form, pairs, operands)
     lhs, rhs, *rest = operands
     # JAX's transpose of a ragged dot takes no symbolic zero
-    pinned, zeros = _needs_barriers(form.low), form.is_ragged and not detached
+    pinned, zeros = needs_barriers(form.low), form.is_ragged and not detached
     runs = pinned and form.is_dot
-    pair, params = _runnable(build, form.numbers, low_operands) if runs else (low_operands, {})
+    pair, params = runnable(build, form.numbers, low_operands) if runs else (low_operands, {})
     sums_in = form.sums_in
     params = {**dict(form.items), **params, "preferred_element_type": sums_in}
     out = build.emit(form.primitive, [*pair, *form.others(rest)], params, aval)
@@ -328,6 +365,22 @@ def _evaluated(
     if pinned or zeros or detached:
         out = build.detach(out, pinned=pinned, zeros=zeros)
     return build.carry(form, out, lhs, rhs, rest)
+
+
+def _scaled(
+    build: ir.Builder | ir.Direct,
+    form: Bilinear,
+    pairs: Sequence[Sequence[Any]],
+    operands: Sequence[Any],
+    aval: ir.Aval = None,
+) -> Any:
+    """A scaled product with its carrier; `pairs` are its operands in 8 bits, with their scales."""
+    lhs, rhs, *rest = operands
+    dtype = form.low if form.rounds else form.dtype
+    out = scaled_product(build, form.primitive, form.items, pairs, dtype, aval)
+    if dtype != form.dtype:
+        out = build.convert(out, form.dtype)
+    return build.carry(form, build.detach(out), lhs, rhs, rest)
 
 
 def low_copy(build: ir.Builder, x: Any, precision: Precision, *, flat: bool = False) -> Any:
@@ -343,54 +396,5 @@ def low_copy(build: ir.Builder, x: Any, precision: Precision, *, flat: bool = Fa
             transpose.
     """
     low = x if x.aval.dtype == precision.dtype else build.convert(x, precision.dtype)
-    pinned = _needs_barriers(precision.dtype)
+    pinned = needs_barriers(precision.dtype)
     return build.detach(low, pinned=pinned, flat=pinned and flat)
-
-
-def _needs_barriers(low: np.dtype[Any]) -> bool:
-    """Whether XLA:CPU must be kept from folding transposes into a product.
-
-    It folds them into (bf16, bf16) -> f32 products for which it then has no
-    kernel (see `_runnable`). A trace does not know the platforms that it will be
-    lowered for, so every program has the form that runs on all of them. The kernels
-    of other platforms take every layout, and for these the barriers are lowered to
-    nothing.
-    """
-    return low == Precision.BF16.dtype
-
-
-def is_in_order(rank: int, numbers: Numbers) -> bool:
-    """Whether a dot's left operand has its contracted dimensions behind its free ones."""
-    contracting, batch = numbers
-    free = kept(rank, contracting[0], batch[0])
-    return not free or not contracting[0] or min(contracting[0]) > max(free)
-
-
-def _runnable(
-    build: ir.Builder | ir.Direct, numbers: Numbers, pair: Sequence[Any]
-) -> tuple[Sequence[Any], Params]:
-    """The form of a (bf16, bf16) -> f32 dot that XLA:CPU has a kernel for.
-
-    XLA:CPU fails at run time with "Unsupported element type for DotThunk" in two
-    cases. One is a transpose that is folded into the product, from an operand or
-    from the result; barriers prevent that. The other is some layouts of the right
-    operand if the left one has its contracted dimensions before its free ones (12
-    of 72 layouts tried, on jax 0.10.2 and 0.12.0). So the left operand is brought
-    into the order (batch, free, contracted), behind a barrier. If it has that order
-    already, nothing is done: `vmap` can only add free or batch dimensions to it.
-
-    A matrix behind a mere barrier may still be transposed in memory, and its product
-    then runs on widened operands (measured: 2.8 times the time), hence `flat`.
-    """
-    lhs, rhs = pair
-    contracting, batch = numbers
-    rank = lhs.aval.ndim
-    free = kept(rank, contracting[0], batch[0])
-    if is_in_order(rank, numbers):
-        return pair, {}
-    order = (*batch[0], *free, *contracting[0])
-    lhs = build.detach(build.transpose(lhs, order), pinned=True, flat=True)
-    n_batch = len(batch[0])
-    summed = tuple(range(n_batch + len(free), rank))
-    numbers = (summed, tuple(contracting[1])), (tuple(range(n_batch)), tuple(batch[1]))
-    return (lhs, rhs), {"dimension_numbers": numbers}

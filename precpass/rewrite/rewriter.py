@@ -22,6 +22,7 @@ from precpass.rewrite.env import Env, border_aval, crossing_aval
 from precpass.rewrite.float64_spans import Float64Span, float64_spans, from_bits, to_bits
 from precpass.rewrite.low_equation import low_results
 from precpass.rewrite.low_product import lowered
+from precpass.rewrite.scaled_product import ScaledFormats, scaled_formats
 
 __all__ = ["Rewriter"]
 
@@ -332,9 +333,12 @@ def _exchanged(env: Env, eqn: ir.Eqn) -> Any:
 
 
 def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
-    exchanged, (lhs, rhs), low_result, (of_lhs, of_rhs) = decision.product
-    if exchanged:
+    form = decision.product
+    (lhs, rhs), (of_lhs, of_rhs) = form.recast_in_backward, form.low_cotangents
+    scaled = form.scaled and scaled_formats(form.scaled, form.cotangent)
+    if form.exchanged:
         eqn, (lhs, rhs), (of_lhs, of_rhs) = ir.exchanged(eqn), (rhs, lhs), (of_rhs, of_lhs)
+        scaled = scaled and ScaledFormats(scaled.rhs, scaled.lhs)
     assert decision.compute is not None
     eqn = env.without_transposes(eqn, decision.compute)
     operands = [env.read(v) for v in eqn.invars]
@@ -346,9 +350,20 @@ def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
         operands,
         eqn.outvars[0].aval.dtype,
         (lhs, rhs),
-        low_result=low_result,
+        low_result=form.low_result,
         low_cotangents=(of_lhs, of_rhs),
+        scaled=scaled,
+        scaled_cotangents=None if form.scaled is Precision.INT8 else form.scaled,
+        quantized_operands=_quantized(env, eqn, scaled) if scaled else (),
     )
+
+
+def _quantized(env: Env, eqn: ir.Eqn, scaled: ScaledFormats) -> list[Any]:
+    summed, _ = ir.dot_numbers(eqn)
+    return [
+        env.quantized_copy(v, precision, dims)
+        for v, precision, dims in zip(eqn.invars, scaled, summed, strict=True)
+    ]
 
 
 def _wide(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from precpass.jaxpr import Source
 from precpass.plan.eqn_info import Cast, Crossed
 from precpass.plan.plan import Action, Plan
+from precpass.policy.precision import Precision
 from precpass.policy.primitives import op
 from precpass.units import are, counted
 from precpass.view.rows import Frame, Row, paired_rows, rows
@@ -311,7 +312,9 @@ def _computed(row: Row) -> str:
         case Action.LOWER if op(row.info.primitive).accumulates:
             how = ", operands exchanged" if decision.product.exchanged else ""
             rounded = f", result in {decision.compute}" if decision.product.low_result else ""
-            return f"in {decision.compute}, accumulated in f32{rounded}{how}"
+            scaled = decision.product.scaled
+            sums = "int32" if scaled is Precision.INT8 else "f32"
+            return f"in {scaled or decision.compute}, accumulated in {sums}{rounded}{how}"
         case Action.MULTIPLY:
             how = ", operands exchanged" if decision.product.exchanged else ""
             return f"multiplied in {decision.compute}{how}"
@@ -356,7 +359,7 @@ def _counted(texts: Counter[str], joint: str = ", ") -> str:
 def _fate(row: Row) -> tuple[object, ...]:
     decision = row.decision
     changed = row.changes and decision.alters
-    form = decision.product.exchanged, decision.product.low_result
+    form = decision.product.exchanged, decision.product.low_result, decision.product.scaled
     fields = decision.action, decision.compute, decision.stored, form
     fate = fields if changed else ()
     return (fate, row.info.crossed, Counter(row.info.casts))

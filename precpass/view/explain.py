@@ -14,6 +14,7 @@ from precpass.analysis.residuals import kept_bytes
 from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.jaxpr import Source
 from precpass.measure.counts import LOW_FORMATS, Counts, count
+from precpass.plan import reasons
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.plan.reasons import Reason
 from precpass.policy.precision import Precision
@@ -106,8 +107,8 @@ class Explanation:
         policy: the policy's name.
         verdict: the figures.
         wide: the products that stay in float32, those of one line together.
-        multiplied: (precision, reason, number) of the products of float32 operands that are
-            multiplied in a precision of products alone.
+        multiplied: (precision, reason, number) of the products that are multiplied in a precision
+            of products alone, and of those that are not though that was asked for.
         others: (kind, reason, number) of all other equations whose computation and storage do
             not change.
         unmatched: the rules that matched no equation.
@@ -142,7 +143,7 @@ class Explanation:
             yield [(f"    {wide.what}{scope}{times}: ", ""), (wide.reason, "wide")]
             yield [(f"      to change it: {wide.remedy}", "reason")]
         if self.multiplied:
-            yield [("products of float32 operands, multiplied in another way", "frame")]
+            yield [("how products are multiplied", "frame")]
         for precision, reason, n in self.multiplied:
             yield [(f"  {n} in {precision}: ", ""), (reason, "reason")]
         if self.others:
@@ -294,10 +295,16 @@ def _wide(found: list[Row]) -> Iterator[Wide]:
 
 
 def _multiplied(found: list[Row]) -> Iterator[tuple[str, str, int]]:
-    decisions = [row.decision for row in found if row.decision.action is Action.MULTIPLY]
-    counts = Counter((str(d.compute), str(d.reason)) for d in decisions)
+    decisions = [row.decision for row in found if _is_for_products_alone(row.decision)]
+    counts = Counter((str(d.product.scaled or d.compute), str(d.reason)) for d in decisions)
     for (precision, reason), n in counts.most_common():
         yield precision, reason, n
+
+
+def _is_for_products_alone(decision: Decision) -> bool:
+    """Whether a precision of products alone was asked for."""
+    is_scaled = decision.product.scaled or decision.reason.includes(reasons.NOT_SCALED)
+    return decision.action is Action.MULTIPLY or bool(is_scaled)
 
 
 def _others(found: list[Row]) -> Iterator[tuple[str, str, int]]:

@@ -102,11 +102,24 @@ def test_an_outer_product_contracts_nothing():
     assert counts.flops == {"f32": 2 * 16}
 
 
-def test_other_formats_have_their_dtype_as_a_name():
+def test_products_of_eight_bits_are_counted_as_low():
     float8 = jnp.ones((4, 4), jnp.float8_e4m3fn)
     counts = counts_of(lambda x: lax.dot(x, x, preferred_element_type=F32), float8)
+    assert (counts.products, counts.low) == (1, 1)
+    assert counts.flops == {"f8e4m3": 2 * 4**3}
+    integers = jnp.ones((4, 4), jnp.int8)
+    counts = counts_of(lambda x: lax.dot(x, x, preferred_element_type=jnp.int32), integers)
+    assert (counts.products, counts.low) == (1, 1)
+    assert counts.flops == {"int8": 2 * 4**3}
+    wide = jnp.ones((4, 4), jnp.int32)
+    assert counts_of(lambda x: x @ x, wide).products == 0
+
+
+def test_formats_without_a_precision_have_their_dtype_as_a_name():
+    float8 = jnp.ones((4, 4), jnp.float8_e3m4)
+    counts = counts_of(lambda x: lax.dot(x, x, preferred_element_type=F32), float8)
     assert (counts.products, counts.low) == (1, 0)
-    assert counts.flops == {"float8_e4m3fn": 2 * 4**3}
+    assert counts.flops == {"float8_e3m4": 2 * 4**3}
 
 
 def test_complex_products_are_counted_in_real_operations():

@@ -24,7 +24,7 @@ from precpass import (
     PrecisionPolicy,
     Rule,
 )
-from precpass.policy.policy import PRESETS
+from precpass.policy.policy import EIGHT_BIT_PRESETS, PRESETS, AutoMixedF8, AutoMixedInt8
 from tests.support.values import stable_id
 
 KINDS = (
@@ -62,12 +62,16 @@ COMPOSED = [
     Custom({}),
     Custom({"compute": "bf16", "reduction": "f32"}, rules=RULES).with_output("f64"),
     Custom({kind: "f16" for kind in KINDS[:4]}),
+    *EIGHT_BIT_PRESETS.values(),
+    PrecisionPolicy.parse("f8e5m2"),
+    Custom({OpKind.COMPUTE: "int8"}),
+    AutoMixedInt8.with_scaled(None),
 ]
 each_policy = pytest.mark.parametrize("policy", [*PRESETS.values(), *COMPOSED], ids=stable_id)
 
 
 PRECISIONS = [f"{p.value!r}" for p in Precision]
-FORMATS = [f"{p.value!r}" for p in Precision if not p.is_multiplication]
+FORMATS = [f"{p.value!r}" for p in Precision if p.is_format]
 
 
 # ---------------------------------------------------------------- the presets
@@ -82,6 +86,30 @@ def test_a_preset_has_the_precisions_of_the_designs_table(preset, kind, expected
 def test_there_are_exactly_six_presets():
     assert {name: preset for name, (preset, _) in TABLE.items()} == PRESETS
     assert set(KINDS) == set(OpKind)
+
+
+@pytest.mark.parametrize(
+    ("text", "preset", "scaled"),
+    [
+        ("AutoMixedF8", "AutoMixedF8", "f8e4m3"),
+        ("automixedint8", "AutoMixedInt8", "int8"),
+        ("c=int8", "AutoMixedInt8", "int8"),
+        ("fp8", "AutoMixedF8", "f8e4m3"),
+        ("f8e5m2", "AutoMixedF8", "f8e5m2"),
+    ],
+)
+def test_eight_bits_are_asked_for_by_name(text, preset, scaled):
+    policy = PrecisionPolicy.parse(text)
+    assert (AutoMixedF8.scaled, AutoMixedInt8.scaled) == (Precision.F8E4M3, Precision.INT8)
+    assert (policy.name, str(policy.scaled)) == (preset, scaled)
+    assert policy.precision_for(OpKind.COMPUTE) is Precision.BF16
+    assert all(other.scaled is None for other in PRESETS.values())
+
+
+def test_eight_bits_beside_other_products_than_bfloat16_are_refused():
+    refused(ValueError, "'int8'", ["bf16", "f16"], AutoMixedF16.with_scaled, "int8")
+    refused(ValueError, "'bf16'", ["f8e4m3", "int8"], AutoMixedBf16.with_scaled, "bf16")
+    refused(ValueError, "int8", ["OpKind.COMPUTE"], Custom, {OpKind.REDUCTION: "int8"})
 
 
 @each_preset
@@ -372,9 +400,9 @@ def test_a_string_that_does_not_read_is_refused(text):
     refused(ValueError, repr(text), ["p=f32,c=bf16,o=f32"], PrecisionPolicy.parse, text)
 
 
-@pytest.mark.parametrize("text", ["c=quarter", "c=bf16,o=int8", "p=fp32,c=bf16"])
+@pytest.mark.parametrize("text", ["c=quarter", "c=bf16,o=int4", "p=fp32,c=bf16"])
 def test_an_unknown_precision_inside_a_string_is_refused(text):
-    offender = re.search("quarter|int8|fp32", text).group()
+    offender = re.search("quarter|int4|fp32", text).group()
     refused(ValueError, repr(offender), PRECISIONS, PrecisionPolicy.parse, text)
 
 
@@ -384,7 +412,7 @@ def test_float64_products_are_refused():
     refused(ValueError, "c=f64", ["f32", "bf16", "f16"], PrecisionPolicy.parse, "c=f64")
 
 
-BAD_PRECISIONS = [None, "quarter", "int32", np.int8, 3, ml_dtypes.float8_e5m2, "float8_e4m3fn"]
+BAD_PRECISIONS = [None, "quarter", "int32", np.uint8, 3, ml_dtypes.float8_e3m4, "float8_e8m0fnu"]
 
 
 @pytest.mark.parametrize("bad", BAD_PRECISIONS, ids=stable_id)

@@ -30,13 +30,20 @@ DIGITS = {
     Precision.BF16X6: 24,
     Precision.F32_EXACT: 24,
 }
+# Micikevicius et al. (2022), "FP8 Formats for Deep Learning": the largest value, smallest normal
+# and half the distance from 1 to the next value; int8 is scaled by its largest one.
+EIGHT_BITS = {
+    Precision.F8E4M3: ("float8_e4m3fn", 448.0, 2.0**-6, 2.0**-4),
+    Precision.F8E5M2: ("float8_e5m2", 57344.0, 2.0**-14, 2.0**-3),
+    Precision.INT8: ("int8", 127.0, 1.0, 0.5 / 127),
+}
 each_format = pytest.mark.parametrize("precision", FACTS)
 each_multiplication = pytest.mark.parametrize("precision", DIGITS)
 each_precision = pytest.mark.parametrize("precision", Precision)
 
 
 def test_every_precision_has_its_facts_checked():
-    assert {*FACTS, *DIGITS} == set(Precision)
+    assert {*FACTS, *DIGITS, *EIGHT_BITS} == set(Precision)
     assert set(FORMATS) == set(FACTS)
 
 
@@ -49,6 +56,18 @@ def test_a_precision_of_products_alone_is_of_float32_operands(precision):
     assert not precision.is_low
     assert not any(precision.is_narrower_than(other) for other in Precision if other.value != "f64")
     assert Precision.of(np.dtype(np.float32)) is Precision.F32
+
+
+@pytest.mark.parametrize("precision", EIGHT_BITS)
+def test_eight_bits_are_for_products_alone(precision):
+    name, largest, smallest_normal, roundoff = EIGHT_BITS[precision]
+    assert precision.is_scaled and not precision.is_format and not precision.is_multiplication
+    assert precision.dtype.name == name
+    facts = precision.max, precision.smallest_normal, precision.unit_roundoff
+    assert facts == (largest, smallest_normal, roundoff)
+    assert Precision.of(precision.dtype) is None
+    with pytest.raises(ValueError, match=f"{precision} says how products are multiplied"):
+        Precision.parse_format(precision)
 
 
 def test_what_runs_where_a_platform_does_not_multiply_so():
@@ -72,7 +91,7 @@ def test_what_runs_where_a_platform_does_not_multiply_so():
 @each_format
 def test_a_format_is_read_as_a_format(precision):
     assert Precision.parse_format(precision.value) is precision
-    assert not precision.is_multiplication
+    assert precision.is_format
 
 
 @each_multiplication
@@ -142,6 +161,11 @@ def test_only_the_16_bit_formats_are_low():
         (np.float64, Precision.F64),
         (np.dtype("float16"), Precision.F16),
         (jnp.dtype("bfloat16"), Precision.BF16),
+        ("fp8", Precision.F8E4M3),
+        ("float8_e4m3fn", Precision.F8E4M3),
+        (jnp.float8_e5m2, Precision.F8E5M2),
+        ("W8A8", Precision.INT8),
+        (np.int8, Precision.INT8),
     ],
     ids=stable_id,
 )
@@ -176,20 +200,8 @@ def test_an_unknown_precision_is_quoted_beside_the_legal_ones(value):
         Precision.parse(value)
     for precision in Precision:
         assert repr(precision.value) in str(caught.value)
+    for precision in FORMATS:
         assert precision.dtype.name in str(caught.value)
-    assert "float8" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["float8_e4m3fn", "f8e4m3", "float8_e5m2", jnp.float8_e4m3fn, np.dtype(ml_dtypes.float8_e5m2)],
-    ids=stable_id,
-)
-def test_float8_is_said_to_be_unsupported(value):
-    with pytest.raises(ValueError, match="float8 is not supported yet") as caught:
-        Precision.parse(value)
-    assert repr(value) in str(caught.value)
-    assert "'bf16'" in str(caught.value)
 
 
 @each_format

@@ -162,7 +162,7 @@ def test_every_primitive_of_this_jax_that_has_float_products_is_known():
     names = enumeration.installed()["lowerable"]
     products = {n for n in names if "dot" in n or "conv" in n or "matmul" in n}
     compute = {n for n, row in TABLE.items() if row.kind is OpKind.COMPUTE}
-    # quantised or fused by somebody already, or on a sparse format: named there with the reason
+    # quantized or fused by somebody already, or on a sparse format: named there with the reason
     others = {n for n in products - compute if n in BOUNDARY or n in ir.OPAQUE}
     others |= {"convert_element_type", "bitcast_convert_type"} & products
     assert products == compute | others

@@ -200,7 +200,7 @@ def entries(
 
 
 def is_product(placed: Placed) -> bool:
-    """Whether an instruction is a product of floating operands."""
+    """Whether an instruction is a product of floating operands, or of two in int8."""
     return placed.instruction.opcode in PRODUCTS and len(factors(placed)) == 2
 
 
@@ -210,9 +210,9 @@ def sizes(placed: Placed) -> tuple[int, ...]:
 
 
 def factors(placed: Placed) -> tuple[Shape, ...]:
-    """The types of an instruction's first two floating operands."""
+    """The types of an instruction's first two operands that products multiply."""
     operands = placed.computation.operands(placed.instruction)
-    return tuple(i.shapes[0] for i in operands if len(i.shapes) == 1 and i.shapes[0].bits)[:2]
+    return tuple(i.shapes[0] for i in operands if len(i.shapes) == 1 and i.shapes[0].is_factor)[:2]
 
 
 def widened(

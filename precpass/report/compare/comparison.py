@@ -244,8 +244,8 @@ class Comparison:
 
     def _notes(self) -> list[str]:
         return [
-            "products low: those of two 16-bit operands, of all in the traced step; casts added: "
-            "to the function as written; a loop's body counts once in both.",
+            "products low: those of two operands of 16 or 8 bits, of all in the traced step; casts "
+            "added: to the function as written; a loop's body counts once in both.",
             "16-bit MB: results of equations in bfloat16 or float16; FLOPs and these with trip "
             f"counts, {NOMINAL_SIZE} where only run time knows one. temp: what XLA allocates "
             "beside arguments and results.",

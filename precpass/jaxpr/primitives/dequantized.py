@@ -1,0 +1,97 @@
+"""Arrays of 8 bits with a scale, and the primitive that makes a float32 array of them.
+
+`dequantized(values, scale)` is `values * scale`. It is a primitive, so that a scaled product which
+reads it finds the values of 8 bits; for every other reader it is a multiplication.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad, batching, mlir
+
+from precpass.jaxpr.types import Eqn
+
+__all__ = ["QuantizedArray", "dequantized", "dequantized_from"]
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class QuantizedArray:
+    """An array of 8 bits that stands for a float32 array, `values * scale`.
+
+    It is a pytree of two arrays, which can be saved, sharded and put on devices like others. Only
+    a function of `auto_mixed` takes it in the place of the float32 array.
+
+    Attributes:
+        values: an int8 or float8 array.
+        scale: a float32 array: a scalar, or of the same rank, with size 1 in those dimensions
+            along which the scale does not change.
+    """
+
+    __slots__ = ("scale", "values")
+
+    def __init__(self, values: Any, scale: Any) -> None:
+        self.values = values
+        self.scale = scale
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the float32 array."""
+        return self.values.shape
+
+    def array(self) -> Any:
+        """The float32 array.
+
+        Examples:
+            >>> QuantizedArray(jnp.array([-127, 64], jnp.int8), jnp.float32(0.5)).array().tolist()
+            [-63.5, 32.0]
+        """
+        return dequantized(self.values, self.scale)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
+        """The two arrays, with their names."""
+        keys = jax.tree_util.GetAttrKey("values"), jax.tree_util.GetAttrKey("scale")
+        return ((keys[0], self.values), (keys[1], self.scale)), None
+
+    @classmethod
+    def tree_unflatten(cls, _aux: None, children: Any) -> QuantizedArray:
+        """The array of its children."""
+        return cls(*children)
+
+    def __repr__(self) -> str:
+        return f"QuantizedArray({self.values!r}, {self.scale!r})"
+
+
+def dequantized(values: Any, scale: Any) -> Any:
+    """The float32 array of an array of 8 bits and its scale."""
+    return _dequantized_p.bind(values, scale)
+
+
+def dequantized_from(eqn: Eqn) -> Any:
+    """The operands of a `dequantized`: values and scale; None for any other equation."""
+    return tuple(eqn.invars) if eqn.primitive is _dequantized_p else None
+
+
+def _multiplied(values: Any, scale: Any) -> Any:
+    wide = lax.convert_element_type(values, np.float32)
+    return wide * jnp.broadcast_to(scale, wide.shape)
+
+
+def _multiplied_in_batches(operands: Any, dims: Any) -> tuple[Any, int]:
+    # A batch of scales that are scalars has a rank of its own.
+    return jax.vmap(_multiplied, in_axes=dims)(*operands), 0
+
+
+_dequantized_p = jex.Primitive("precpass_dequantized")
+_dequantized_p.def_impl(_multiplied)
+_dequantized_p.def_abstract_eval(lambda values, _scale: values.update(dtype=np.dtype(np.float32)))
+mlir.register_lowering(_dequantized_p, mlir.lower_fun(_multiplied, multiple_results=False))
+batching.primitive_batchers[_dequantized_p] = _multiplied_in_batches
+ad.primitive_jvps[_dequantized_p] = lambda primals, tangents: jax.jvp(
+    lambda scale: _multiplied(primals[0], scale), primals[1:], [ad.instantiate_zeros(tangents[1])]
+)

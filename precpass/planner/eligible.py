@@ -1,0 +1,295 @@
+"""Which products of a program are multiplied in 8 bits, if a policy alone asks for that.
+
+A product gains by 8 bits if it has much work for each element that is rounded, and loses digits
+that matter in a model's first and last layer, in attention and in routers. So a policy with
+`scaled` changes the products with weights that are large, and the products that differentiate
+them. A weight is a value that the program is given and only moves or casts.
+
+A rule, a keep region and a saved plan are not asked: they name the products themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from precpass import jaxpr as ir
+from precpass.analysis.equations import moved_operand
+from precpass.analysis.graph import Graph
+from precpass.analysis.sizes import element_count
+from precpass.policy.precision import Precision
+from precpass.policy.scopes import is_backward
+
+__all__ = ["LEAST_WORK", "TILE", "EligibleProducts", "has_scaled_form"]
+
+TILE = 16
+"""The dimensions of a product in 8 bits are multiples of this, as cublasLt demands of float8
+operands in bytes (NVIDIA, cuBLAS documentation, "cublasLtMatmul": 16-byte alignment)."""
+LEAST_WORK = 2**24
+"""The multiplications of the smallest product that is multiplied in 8 bits: 256 x 256 x 256. A
+smaller one spends more time on rounding its operands than it saves (CPU with AMX, jax 0.10.2)."""
+_OTHER = "it repeats or differentiates no product that does"
+_LARGEST_SUM = 2**31 // 127**2
+"""So many products of two numbers of magnitude 127 have a sum in int32."""
+
+
+def has_scaled_form(eqn: ir.Eqn, precision: Precision) -> bool:
+    """Whether an equation can be evaluated as a scaled product.
+
+    It is a dot of known sizes without an empty dimension, whose sums an int32 can hold.
+    """
+    numbers = ir.dot_numbers(eqn)
+    if numbers is None:
+        return False
+    sizes = [size for v in eqn.invars for size in v.aval.shape]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return False
+    summed = element_count(tuple(eqn.invars[0].aval.shape[d] for d in numbers[0][0]))
+    return precision is not Precision.INT8 or summed <= _LARGEST_SUM
+
+
+class EligibleProducts:
+    """The products of a program that a policy's `scaled` changes, with the reason for the others.
+
+    Args:
+        graph: the program.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def against(self, body: int, eqn: ir.Eqn) -> str:
+        """Why a dot is not multiplied in 8 bits, in words; "" if it is.
+
+        Args:
+            body: the index of the equation's body.
+            eqn: a dot of known sizes.
+        """
+        if reason := _by_its_sizes(eqn):
+            return reason
+        classes = self._classes_of(body, eqn)
+        if not self._is_first_time(body, eqn):
+            return "" if self._repeats_or_differentiates(eqn, classes) else _OTHER
+        given = [c for c in classes if c in self._weights]
+        if len(given) != 1:
+            return "both its operands are given" if given else "neither of its operands is a weight"
+        return "" if id(eqn) in self._forward else "no other such product follows"
+
+    def _repeats_or_differentiates(self, eqn: ir.Eqn, classes: tuple[int, int]) -> bool:
+        """Whether a product of a backward pass is one for a forward product that is eligible.
+
+        It shares an operand with it. If a checkpoint has computed that operand again, it has the
+        same sizes, in another order, and shares no operand with any forward product.
+        """
+        if self._operands & set(classes):
+            return True
+        return not self._of_forward_dots & set(classes) and _sizes(eqn) in self._sizes
+
+    def _is_first_time(self, body: int, eqn: ir.Eqn) -> bool:
+        scope = self.graph.scope_in(body, eqn)
+        return not is_backward(scope) and not _is_repeated(scope)
+
+    def cotangent_side(self, body: int, eqn: ir.Eqn) -> int | None:
+        """Which operand of a backward pass's product is a cotangent; None where it is unknown."""
+        if self.is_forward(body, eqn):
+            return None
+        classes = self._classes_of(body, eqn)
+        others = [at for at, c in enumerate(classes) if c not in self._of_forward_dots]
+        return others[0] if len(others) == 1 else None
+
+    def is_forward(self, body: int, eqn: ir.Eqn) -> bool:
+        """Whether an equation computes a value, also a second time for the backward pass."""
+        scope = self.graph.scope_in(body, eqn)
+        return not is_backward(scope) or _is_repeated(scope)
+
+    def _classes_of(self, body: int, eqn: ir.Eqn) -> tuple[int, int]:
+        lhs, rhs = (
+            -1 if ir.is_literal(v) else self._class(self._index[body, v]) for v in eqn.invars
+        )
+        return lhs, rhs
+
+    @functools.cached_property
+    def _index(self) -> dict[tuple[int, Any], int]:
+        return {(body, var): at for at, (var, body) in enumerate(self.graph.values)}
+
+    @functools.cached_property
+    def _parents(self) -> list[int]:
+        """The forest of classes: values that are one value, moved, cast or across borders."""
+        parents = list(range(len(self.graph.values)))
+        for a, b in self.graph.links.tolist():
+            parents[_top(parents, a)] = _top(parents, b)
+        for at, (_, body) in enumerate(self.graph.values):
+            if (source := self._source(at)) is not None and not ir.is_literal(source):
+                parents[_top(parents, at)] = _top(parents, self._index[body, source])
+        return parents
+
+    def _class(self, value: int) -> int:
+        return _top(self._parents, value)
+
+    def _source(self, value: int) -> Any:
+        """The operand that a value is moved or cast from; None if something computes it."""
+        row = int(self.graph.producers[value])
+        if row < 0 or row in self.graph.children:
+            return None
+        eqn = self.graph.eqns[row]
+        is_cast = eqn.primitive.name == "convert_element_type"
+        return eqn.invars[0] if is_cast else moved_operand(eqn)
+
+    @functools.cached_property
+    def _weights(self) -> set[int]:
+        """The classes whose values are given and not computed."""
+        computed, classes = set[int](), set[int]()
+        for at in range(len(self.graph.values)):
+            classes.add(self._class(at))
+            row = int(self.graph.producers[at])
+            if row < 0 or row in self.graph.children or ir.dequantized_from(self.graph.eqns[row]):
+                continue
+            if self._source(at) is None:
+                computed.add(self._class(at))
+        return classes - computed
+
+    @functools.cached_property
+    def _forward(self) -> dict[int, tuple[int, tuple[int, int]]]:
+        """The eligible forward products' rows and the classes of their operands, by identity."""
+        found = dict(self._candidates())
+        holds = self._holding({row for row, _ in found.values()})
+        return {
+            name: (row, classes)
+            for name, (row, classes) in found.items()
+            if self._is_followed(row, self.graph.eqns[row].outvars, holds, set())
+        }
+
+    @functools.cached_property
+    def _of_forward_dots(self) -> set[int]:
+        """The classes of the operands of all forward dots."""
+        found = set[int]()
+        for row, eqn in enumerate(self.graph.eqns):
+            body = int(self.graph.body[row])
+            if ir.dot_numbers(eqn) is not None and self._is_first_time(body, eqn):
+                found.update(self._classes_of(body, eqn))
+        return found
+
+    @functools.cached_property
+    def _operands(self) -> set[int]:
+        """The classes of the operands of the forward products that are eligible."""
+        return {c for _, pair in self._forward.values() for c in pair}
+
+    @functools.cached_property
+    def _sizes(self) -> set[tuple[float, ...]]:
+        """The sizes of the forward products that are eligible."""
+        return {_sizes(self.graph.eqns[row]) for row, _ in self._forward.values()}
+
+    def _candidates(self) -> Iterator[tuple[int, tuple[int, tuple[int, int]]]]:
+        for row, eqn in enumerate(self.graph.eqns):
+            if ir.dot_numbers(eqn) is None or not has_scaled_form(eqn, Precision.F8E4M3):
+                continue
+            body = int(self.graph.body[row])
+            if _by_its_sizes(eqn) or not self._is_first_time(body, eqn):
+                continue
+            classes = self._classes_of(body, eqn)
+            if len([c for c in classes if c in self._weights]) == 1:
+                yield id(eqn), (row, classes)
+
+    def _holding(self, rows: set[int]) -> set[int]:
+        """The given rows, and those of the equations that have one of them in a body."""
+        holding, todo = set[int](), list(rows)
+        while todo:
+            row = todo.pop()
+            if row not in holding:
+                holding.add(row)
+                todo += [caller for caller, _ in self.graph.callers[int(self.graph.body[row])]]
+        return holding
+
+    def _is_followed(
+        self, row: int, values: Sequence[Any], holding: set[int], seen: set[tuple[int, Any]]
+    ) -> bool:
+        """Whether an equation behind a row depends on some values, and is or holds a product.
+
+        Args:
+            row: of the equation that makes the values.
+            values: variables of one body.
+            holding: the rows that are or hold products.
+            seen: results of bodies that were looked at.
+        """
+        body = int(self.graph.body[row])
+        return self._is_followed_in(body, row + 1, set(values), holding, seen)
+
+    def _is_followed_in(
+        self,
+        body: int,
+        start: int,
+        reached: set[Any],
+        holding: set[int],
+        seen: set[tuple[int, Any]],
+    ) -> bool:
+        node = self.graph.bodies[body]
+        for row in range(start, node.stop):
+            eqn = self.graph.eqns[row]
+            if any(not ir.is_literal(v) and v in reached for v in eqn.invars):
+                if row in holding:
+                    return True
+                reached.update(eqn.outvars)
+        results = ir.open_jaxpr(node.jaxpr).outvars
+        for at, v in enumerate(results):
+            if ir.is_literal(v) or v not in reached or (body, at) in seen:
+                continue
+            seen.add((body, at))
+            for caller, of_caller in self.graph.callers[body]:
+                if self._leaves_for(caller, of_caller, body, at, holding, seen):
+                    return True
+        return False
+
+    def _leaves_for(
+        self,
+        caller: int,
+        of_caller: ir.Body,
+        body: int,
+        at: int,
+        holding: set[int],
+        seen: set[tuple[int, Any]],
+    ) -> bool:
+        """Whether a product follows a body's result, in the next trip or behind the caller."""
+        operands = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars
+        again = {operands[i] for i, o in of_caller.carry if o == at}
+        start = self.graph.bodies[body].start
+        if again and self._is_followed_in(body, start, again, holding, seen):
+            return True
+        if at >= len(of_caller.results):
+            return False
+        out = self.graph.eqns[caller].outvars[of_caller.results[at]]
+        return self._is_followed(caller, [out], holding, seen)
+
+
+def _top(parents: list[int], value: int) -> int:
+    """The value that stands for a value's class."""
+    while parents[value] != value:
+        parents[value] = value = parents[parents[value]]
+    return value
+
+
+def _is_repeated(scope: str) -> bool:
+    """Whether a checkpoint computes an equation again, for the backward pass."""
+    return "rematted_computation" in scope
+
+
+def _sizes(eqn: ir.Eqn) -> tuple[float, ...]:
+    """The numbers of rows, of columns and of contracted elements of a dot, in ascending order."""
+    (summed, _), _ = ir.dot_numbers(eqn)
+    sides = [v.aval.shape for v in eqn.invars]
+    inner = element_count(tuple(sides[0][d] for d in summed))
+    return tuple(sorted((inner, *(element_count(shape) / inner for shape in sides))))
+
+
+def _by_its_sizes(eqn: ir.Eqn) -> str:
+    _, (batch, _) = ir.dot_numbers(eqn)
+    if batch:
+        return "it has batch dimensions"
+    sizes = _sizes(eqn)
+    for size in sizes:
+        if size % TILE:
+            return f"{int(size)} is no multiple of {TILE}"
+    if math.prod(sizes) < LEAST_WORK:
+        return f"it is smaller than {LEAST_WORK} multiplications"
+    return ""

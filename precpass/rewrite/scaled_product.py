@@ -1,0 +1,159 @@
+"""The form of a scaled product: operands of 8 bits, and scales that its result is multiplied by.
+
+    out = dot(round8(x / s), round8(w / t)) * (s * t)
+
+A scale is made of the largest magnitude of the values that share it. int8 has a scale for each row
+of the left operand and each column of the right one, because its numbers are equally far apart:
+one large value takes the digits of all that share its scale. float8 has one scale for a whole
+array, a power of two, by which nothing is rounded; its numbers have exponents of their own.
+
+What is not finite makes its scale so, and thereby every result that the scale is a factor of.
+Values that are all zero have the scale one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from precpass import jaxpr as ir
+from precpass.policy.precision import Precision
+from precpass.rewrite.cpu_kernels import runnable
+from precpass.rewrite.dot_numbers import Numbers, kept
+
+__all__ = ["ScaledFormats", "in_eight_bits", "quantized_copy", "scaled_formats", "scaled_product"]
+
+_SMALLEST = 2.0**-100
+"""The smallest scale. Its inverse is finite, and what a smaller one would keep becomes zero."""
+
+
+class ScaledFormats(NamedTuple):
+    """The formats of a scaled product's operands."""
+
+    lhs: Precision
+    rhs: Precision
+
+
+def scaled_formats(precision: Precision, cotangent_side: int | None = None) -> ScaledFormats:
+    """The formats of a product that is to multiply in a precision of 8 bits.
+
+    Cotangents have the format itself. All else is E4M3 where they are E5M2, because kernels do not
+    take two operands in E5M2.
+
+    Args:
+        precision: INT8, F8E4M3 or F8E5M2.
+        cotangent_side: the operand that is a cotangent, in a product of a backward pass.
+    """
+    other = precision if precision is Precision.INT8 else Precision.F8E4M3
+    pair = [precision if side == cotangent_side else other for side in (0, 1)]
+    return ScaledFormats(*pair)
+
+
+def quantized_copy(
+    build: ir.Builder | ir.Direct, x: Any, precision: Precision, summed: Sequence[int]
+) -> list[Any]:
+    """An operand of scaled products in 8 bits, and its scale; no derivative passes through them.
+
+    Args:
+        build: where its equations are added.
+        x: the operand.
+        precision: its format.
+        summed: its contracted dimensions.
+    """
+    key = "quantized", precision, tuple(summed)
+    low, scale = build.call(lambda x: in_eight_bits(x, precision, summed), [build.detach(x)], key)
+    # XLA:CPU is kept from folding a transpose into a product of int8, which then takes 3.4 to 5.4
+    # times as long as float32's.
+    is_matrix = len(low.aval.shape) <= 2
+    pinned = precision is Precision.INT8
+    return [build.detach(low, pinned=pinned, flat=pinned and is_matrix), scale]
+
+
+def scaled_product(
+    build: ir.Builder | ir.Direct,
+    primitive: Any,
+    items: Sequence[tuple[str, Any]],
+    pairs: Sequence[Sequence[Any]],
+    dtype: np.dtype[Any],
+    aval: ir.Aval = None,
+) -> Any:
+    """The product of two operands in 8 bits, times their scales.
+
+    Args:
+        build: where its equations are added.
+        primitive: `dot_general`.
+        items: the parameters of the dot, sorted by name.
+        pairs: its operands in 8 bits, each with its scale.
+        dtype: that of the result.
+        aval: the aval of the result, in any dtype; a `Direct` needs none.
+    """
+    (lhs, of_lhs), (rhs, of_rhs) = pairs
+    numbers = dict(items)["dimension_numbers"]
+    # XLA takes int8 products with a float32 result for slow ones on every platform.
+    is_int8 = lhs.aval.dtype == np.int8
+    sums_in = np.dtype(np.int32 if is_int8 else np.float32)
+    pair, params = runnable(build, numbers, [lhs, rhs]) if is_int8 else ([lhs, rhs], {})
+    params = {**dict(items), **params, "preferred_element_type": sums_in, "precision": None}
+    sums = build.emit(primitive, pair, params, aval and ir.with_dtype(aval, sums_in))
+
+    def result(sums: Any, of_lhs: Any, of_rhs: Any) -> list[Any]:
+        return _result(sums, of_lhs, of_rhs, numbers, dtype)
+
+    return build.call(result, [sums, of_lhs, of_rhs], ("scaled result", repr(numbers), dtype))[0]
+
+
+def in_eight_bits(x: Any, precision: Precision, summed: Sequence[int]) -> list[Any]:
+    """An operand in 8 bits, and its scale.
+
+    Args:
+        x: a floating array.
+        precision: INT8, F8E4M3 or F8E5M2.
+        summed: its contracted dimensions.
+
+    Returns:
+        The array in 8 bits, and a float32 array that it is to be multiplied by: for int8 of the
+        same rank, of size 1 in the contracted dimensions; for float8 a scalar.
+    """
+    wide = x if x.dtype == np.float32 else ir.convert(x, np.float32)
+    if precision is Precision.INT8:
+        return _as_int8(wide, summed)
+    largest = jnp.max(jnp.abs(wide)) * np.float32(1.0 / precision.max)
+    # The smallest power of two that is not less.
+    near = lax.reduce_precision(largest, 8, 0)
+    scale = jnp.where(near < largest, near * np.float32(2.0), near)
+    scale = jnp.where(scale > 0, jnp.maximum(scale, np.float32(_SMALLEST)), np.float32(1.0))
+    # A comparison with NaN is false, and the scale of NaN is NaN.
+    scale = jnp.where(jnp.isnan(largest), largest, scale)
+    return [(wide * (np.float32(1.0) / scale)).astype(precision.dtype), scale]
+
+
+def _as_int8(wide: Any, summed: Sequence[int]) -> list[Any]:
+    most = np.float32(Precision.INT8.max)
+    largest = jnp.max(jnp.abs(wide), axis=tuple(summed), keepdims=True)
+    is_small = largest < np.float32(_SMALLEST)
+    inverse = jnp.where(is_small, np.float32(0.0), most / largest)
+    scaled = lax.round(wide * inverse, lax.RoundingMethod.TO_NEAREST_EVEN)
+    return [lax.clamp(-most, scaled, most).astype(np.int8), largest * np.float32(1.0 / most)]
+
+
+def _result(sums: Any, lhs: Any, rhs: Any, numbers: Numbers, dtype: np.dtype[Any]) -> list[Any]:
+    """The product of operands in 8 bits, times the scales of both, in a dtype."""
+    wide = sums.astype(np.float32)
+    if not lhs.ndim:
+        return [(wide * (lhs * rhs)).astype(dtype)]
+    batch = len(numbers[1][0])
+    first = lhs.ndim - len(numbers[0][0])
+    last = (*range(batch), *range(first, wide.ndim))
+    spread: list[Any] = []
+    for side, (scale, dims) in enumerate(((lhs, range(first)), (rhs, last))):
+        summed, own_batch = numbers[0][side], numbers[1][side]
+        order = [*own_batch, *kept(scale.ndim, summed, own_batch), *summed]
+        ordered = lax.transpose(scale, order)
+        flat = lax.reshape(ordered, ordered.shape[: len(dims)])
+        spread.append(lax.broadcast_in_dim(flat, wide.shape, tuple(dims)))
+    # The scales first: one of them may be so large that the sums times it are not finite.
+    return [(wide * (spread[0] * spread[1])).astype(dtype)]

@@ -1,0 +1,155 @@
+"""`quantized`: weights in 8 bits ahead of time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import precpass as pp
+from tests.support.jaxprs import named
+from tests.support.values import f32, identical, normal_array, rel_error
+
+D = 256
+WS = [normal_array(i, D, D) / 16 for i in range(4)]
+X = normal_array(9, D, D)
+
+
+def layers(ws, x):
+    for w in ws:
+        x = jax.nn.relu(x @ w)
+    return x
+
+
+def turned(ws, x):
+    """As equinox and torch have it: a weight's rows are the outputs."""
+    for w in ws:
+        x = jax.nn.relu(x @ w.T)
+    return x
+
+
+def kinds(tree):
+    is_small = [isinstance(x, pp.QuantizedArray) for x in jax.tree.leaves(tree, is_leaf=is_whole)]
+    return "".join("8" if small else "." for small in is_small)
+
+
+def is_whole(x):
+    return isinstance(x, pp.QuantizedArray)
+
+
+@pytest.mark.parametrize(("fn", "scale"), [(layers, (1, D)), (turned, (D, 1))])
+def test_results_are_those_of_weights_that_are_rounded_in_each_call(fn, scale):
+    small = pp.quantized(fn)(WS, X)
+    assert kinds(small) == ".88."
+    assert (small[1].values.dtype, small[1].scale.shape) == (np.int8, scale)
+    mixed = pp.auto_mixed(fn, "int8")
+    assert rel_error(mixed(small, X), mixed(WS, X)) < 1e-6
+    assert rel_error(mixed(small, X), fn(WS, X)) < 0.03
+
+
+def test_no_weight_is_rounded_again():
+    def rounded(ws):
+        jaxpr = jax.make_jaxpr(pp.auto_mixed(layers, "int8"))(ws, X)
+        casts = named(jaxpr, "convert_element_type")
+        return sum(e.params["new_dtype"] == np.int8 for e in casts)
+
+    assert rounded(WS) == 4  # of the two products' weights and operands
+    assert rounded(pp.quantized(layers)(WS, X)) == 2
+
+
+def test_float8_has_one_scale():
+    small = pp.quantized(layers, "f8")(WS, X)
+    assert (small[1].values.dtype, small[1].scale.shape) == (jnp.float8_e4m3fn, ())
+    mixed = pp.auto_mixed(layers, "f8")
+    assert rel_error(mixed(small, X), mixed(WS, X)) < 1e-6
+
+
+def test_under_sixteen_bits_the_weights_alone_have_eight():
+    small = pp.quantized(layers)(WS, X)
+    mixed = pp.auto_mixed(layers, "bf16")
+    whole = jax.tree.map(lambda w: w.array() if is_whole(w) else w, small, is_leaf=is_whole)
+    assert identical(mixed(small, X), mixed(whole, X))
+    dots = named(jax.make_jaxpr(mixed)(small, X), "dot_general")
+    assert {v.aval.dtype.name for dot in dots for v in dot.invars} == {"bfloat16"}
+
+
+def test_an_array_that_something_else_reads_stays():
+    def tied(ws, x):
+        return layers(ws, x) + ws[1].sum(), ws[2]
+
+    with pytest.warns(pp.PrecisionWarning, match="no array of argument 0"):
+        small = pp.quantized(tied)(WS, X)
+    assert kinds(small) == "...."
+
+
+def test_an_array_that_is_summed_along_two_dimensions_stays():
+    def both(ws, x):
+        return layers([*ws[:2], ws[1].T, *ws[2:]], x)
+
+    assert kinds(pp.quantized(both)(WS, X)) == "..8."
+
+
+def test_it_takes_other_arguments_and_keywords_and_shapes():
+    def applied(x, *, scale, params):
+        return layers(params["ws"], x) * scale
+
+    def swapped(mode, params, x, scale=1.0):
+        assert mode == "eval"
+        return applied(x, scale=scale, params=params)
+
+    small = pp.quantized(swapped, argnums=1)("eval", {"ws": WS, "n": 3}, X, scale=2.0)
+    assert kinds(small["ws"]) == ".88." and small["n"] == 3
+    shapes = pp.quantized(swapped, argnums=1)("eval", {"ws": [f32(D, D)] * 4}, f32(D, D))
+    assert jax.tree.map(lambda s: (s.shape, s.dtype), shapes["ws"][1]).values == ((D, D), np.int8)
+
+
+def test_weights_under_a_rule():
+    policy = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="int8"))
+    assert kinds(pp.quantized(layers, policy)(WS, X)) == "8888"
+
+
+def test_they_are_saved_and_exported_like_other_arrays(tmp_path):
+    checkpoints = pytest.importorskip("orbax.checkpoint")
+    small = pp.quantized(layers)(WS, X)
+    with checkpoints.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "small", small)
+        saver.wait_until_finished()
+        again = saver.restore(tmp_path / "small", jax.tree.map(jnp.zeros_like, small))
+    assert identical(again, small)
+    mixed = jax.jit(pp.auto_mixed(layers, "int8"))
+    export.register_pytree_node_serialization(
+        pp.QuantizedArray,
+        serialized_name="QuantizedArray",
+        serialize_auxdata=lambda _aux: b"",
+        deserialize_auxdata=lambda _data: None,
+    )
+    exported = export.export(mixed)(small, X)
+    assert identical(exported.call(small, X), mixed(small, X))
+
+
+def test_a_gradient_with_respect_to_them_is_refused_and_to_others_is_near():
+    small, mixed = pp.quantized(layers)(WS, X), pp.auto_mixed(layers, "int8")
+    with pytest.raises(TypeError, match="int8"):
+        jax.grad(lambda ws: mixed(ws, X).sum())(small)
+    got = jax.grad(lambda x: mixed(small, x).sum())(X)
+    assert rel_error(got, jax.grad(lambda x: mixed(WS, x).sum())(X)) < 0.02
+
+
+def test_under_vmap():
+    small, mixed = pp.quantized(layers)(WS, X), pp.auto_mixed(layers, "int8")
+    batch = jnp.stack([X, 2 * X])
+    got = jax.vmap(mixed, in_axes=(None, 0))(small, batch)
+    assert rel_error(got, jax.vmap(layers, in_axes=(None, 0))(WS, batch)) < 0.03
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a]), small)
+    assert rel_error(jax.vmap(mixed)(stacked, batch), got) < 1e-2
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="AutoMixedBf16 multiplies nothing in 8 bits"):
+        pp.quantized(layers, "bf16")
+    with pytest.raises(ValueError, match="argnums = 2: there is no such argument among the 2"):
+        pp.quantized(layers, argnums=2)(WS, X)
+    with pytest.raises(ValueError, match="unknown policy"):
+        pp.quantized(layers, "int9")
+    with pytest.raises(TypeError, match="takes a function, not None"):
+        pp.quantized(None)

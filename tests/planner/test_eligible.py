@@ -1,0 +1,167 @@
+"""Which products of a program a policy multiplies in 8 bits by itself."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import precpass as pp
+from precpass import OpKind, Precision
+from tests.support.values import f32, normal_array
+
+D, TOKENS, LAYERS = 256, 512, 3
+STACK = {
+    "qkv": f32(LAYERS, D, 3 * D),
+    "out": f32(LAYERS, D, D),
+    "up": f32(LAYERS, D, 4 * D),
+    "down": f32(LAYERS, 4 * D, D),
+}
+PARAMS = {"embedding": f32(D, D), "blocks": STACK, "head": f32(D, D)}
+IDS = jax.ShapeDtypeStruct((TOKENS,), jnp.int32)
+
+
+def norm(x):
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+def block(x, p):
+    q, k, v = jnp.split((norm(x) @ p["qkv"]).reshape(TOKENS, 4, -1), 3, axis=-1)
+    weights = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k) / 8)
+    x = x + jnp.einsum("hqk,khd->qhd", weights, v).reshape(TOKENS, D) @ p["out"]
+    return x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
+
+
+def scanned(params, ids):
+    x = params["embedding"][ids]
+    x, _ = lax.scan(lambda x, p: (block(x, p), None), x, params["blocks"])
+    return norm(x) @ params["head"]
+
+
+def unrolled(params, ids):
+    x = params["embedding"][ids]
+    for i in range(LAYERS):
+        x = block(x, jax.tree.map(lambda a, i=i: a[i], params["blocks"]))
+    return norm(x) @ params["head"]
+
+
+def rematted(params, ids):
+    x = params["embedding"][ids]
+    body = jax.checkpoint(lambda x, p: (block(x, p), None))
+    return norm(lax.scan(body, x, params["blocks"])[0]) @ params["head"]
+
+
+def products(fn, policy, *args):
+    """The format and the reason of each product that a plan lowers."""
+    plan = pp.inspect(fn, policy)(*args).plan
+    return [
+        (d.product.scaled or d.compute, str(d.reason))
+        for d in plan.walk()
+        if d.kind is OpKind.COMPUTE
+    ]
+
+
+def squares(model):
+    def loss(params, ids):
+        return jnp.square(model(params, ids)).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize(("model", "copies"), [(scanned, 1), (unrolled, LAYERS), (rematted, 1)])
+def test_a_transformers_weights_multiply_in_eight_bits_but_not_its_attention_and_its_head(
+    model, copies
+):
+    found = products(model, "int8", PARAMS, IDS)
+    formats = [precision for precision, _ in found]
+    assert formats.count(Precision.INT8) == 4 * copies
+    whys = [why for precision, why in found if precision is Precision.BF16]
+    assert sum("it has batch dimensions" in why for why in whys) == 2 * copies
+    assert sum("no other such product follows" in why for why in whys) == 1
+    assert len(whys) == 2 * copies + 1
+
+
+@pytest.mark.parametrize("model", [scanned, unrolled, rematted])
+def test_the_derivatives_of_these_products_alone_have_eight_bits(model):
+    found = products(jax.grad(squares(model)), "f8", PARAMS, IDS)
+    eight = [precision for precision, _ in found].count(Precision.F8E4M3)
+    forward = [p for p, _ in products(model, "f8", PARAMS, IDS)].count(Precision.F8E4M3)
+    # A checkpoint computes all products of a block again but the last one.
+    repeated = 3 if model is rematted else 0
+    assert eight == forward * 3 + repeated
+    whys = [why for precision, why in found if precision is Precision.BF16]
+    # the derivatives of the head
+    assert sum("differentiates no product that does" in why for why in whys) == 2
+
+
+def test_the_derivatives_of_int8_have_sixteen_bits_and_what_is_computed_again_has_eight():
+    found = products(jax.grad(squares(rematted)), "int8", PARAMS, IDS)
+    assert [precision for precision, _ in found].count(Precision.INT8) == 4 + 3
+    assert sum("derivatives are in bf16" in why for _, why in found) > 8
+
+
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ((512, 256, 200), "200 is no multiple of 16"),
+        ((512, 100, 256), "100 is no multiple of 16"),
+        ((500, 256, 256), "500 is no multiple of 16"),
+        ((16, 256, 256), "it is smaller than 16777216 multiplications"),
+    ],
+)
+def test_a_product_of_unfit_sizes_has_sixteen_bits(sizes, why):
+    rows, inner, columns = sizes
+
+    def layers(a, b, c, x):
+        return jnp.tanh(jnp.tanh(x @ a) @ b) @ c
+
+    args = f32(256, inner), f32(inner, columns), f32(columns, 256), f32(rows, 256)
+    _, (precision, reason), _ = products(layers, "int8", *args)
+    assert precision is Precision.BF16 and reason.endswith(why)
+
+
+def test_a_first_and_a_last_layer_have_sixteen_bits():
+    def layers(a, b, c, x):
+        return jnp.tanh(jnp.tanh(x @ a) @ b) @ c
+
+    first, middle, last = products(layers, "int8", *[f32(D, D)] * 3, f32(TOKENS, D))
+    assert first[1].endswith("both its operands are given")
+    assert middle[0] is Precision.INT8
+    assert last[1].endswith("no other such product follows")
+
+
+def test_a_rule_orders_what_is_not_eligible_and_excludes_what_is():
+    policy = pp.AutoMixedInt8.with_rules(
+        pp.Rule(where=lambda e: e.out_shapes[0] == (TOKENS, D), precision="int8"),
+        pp.Rule(where=lambda e: e.out_shapes[0] == (TOKENS, 4 * D), precision="bf16"),
+    )
+    found = [precision for precision, _ in products(scanned, policy, PARAMS, IDS)]
+    # qkv, out, down and the head; the products of attention and `up` are bfloat16
+    assert (found.count(Precision.INT8), found.count(Precision.BF16)) == (4, 3)
+
+
+def test_the_presets_of_sixteen_bits_never_choose_eight():
+    for policy in ("AutoMixedBf16", "AutoMixed", "AlwaysBf16", "AutoMixedConservative"):
+        low = {precision for precision, _ in products(scanned, policy, PARAMS, IDS)}
+        assert low and not any(precision.is_scaled for precision in low)
+
+
+def test_a_training_step_has_them_as_its_gradient_has():
+    def step(params, momentum, ids):
+        grads = jax.grad(squares(scanned))(params, ids)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum
+
+    found = [precision for precision, _ in products(step, "f8", PARAMS, PARAMS, IDS)]
+    assert found.count(Precision.F8E4M3) == 4 * 3
+
+
+def test_a_gradient_of_such_a_model_is_near():
+    keys = iter(range(20))
+    params = jax.tree.map(lambda s: normal_array(next(keys), *s.shape) / D**0.5, PARAMS)
+    ids = jnp.arange(TOKENS) % D
+    want = jax.grad(squares(scanned))(params, ids)
+    flat = jnp.concatenate([g.ravel() for g in jax.tree.leaves(want)])
+    for policy, most in (("int8", 0.05), ("f8", 0.1), ("f8e5m2", 0.1)):
+        got = jax.tree.leaves(pp.auto_mixed(jax.grad(squares(scanned)), policy)(params, ids))
+        error = jnp.concatenate([g.ravel() for g in got]) - flat
+        assert float(jnp.linalg.norm(error) / jnp.linalg.norm(flat)) < most, policy
