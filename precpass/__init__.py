@@ -34,7 +34,6 @@ from precpass.policy.warned import PrecisionWarning
 from precpass.version import __version__
 
 if TYPE_CHECKING:
-    from precpass.jaxpr.primitives.dequantized import QuantizedArray
     from precpass.numerics.fallback.checks import IllConditioned, NonFinite, OutOfRange, Predicate
     from precpass.numerics.fallback.fallback import FallbackReport, with_fallback
     from precpass.numerics.ladder.ladder import Ladder
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
     from precpass.numerics.monitor.calibrate import calibrate
     from precpass.numerics.monitor.health import Health
     from precpass.numerics.monitor.monitor import monitor
-    from precpass.numerics.quantized import quantized
+    from precpass.numerics.quantized import QuantizedArray, quantized
     from precpass.numerics.solvers.least_squares import LeastSquares, least_squares
     from precpass.numerics.solvers.linear import LinearSolve, solve
     from precpass.numerics.solvers.roles import Roles
@@ -162,7 +161,7 @@ _IMPORTED_WHEN_USED = {
     "calibrate": "precpass.numerics.monitor.calibrate",
     "Health": "precpass.numerics.monitor.health",
     "monitor": "precpass.numerics.monitor.monitor",
-    "QuantizedArray": "precpass.jaxpr.primitives.dequantized",
+    "QuantizedArray": "precpass.numerics.quantized",
     "quantized": "precpass.numerics.quantized",
     "LeastSquares": "precpass.numerics.solvers.least_squares",
     "least_squares": "precpass.numerics.solvers.least_squares",

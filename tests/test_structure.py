@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "jit": {"policy", "devices", "jaxpr", "plan", "planner", "rewrite", "autotune"},
     "api": {"policy", "devices", "jaxpr", "plan", "view", "jit"},
     "numerics": {
-        *("units", "policy", "jaxpr", "analysis", "plan", "view", "jit"),
+        *("units", "policy", "jaxpr", "analysis", "plan", "rewrite", "view", "jit"),
         *("api",),
     },
     "report": {

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
 
 from precpass import jaxpr as ir
-from precpass.api import mixed_of
+from precpass.api import inspect, mixed_of
 from precpass.jit.staged import AtArguments
 from precpass.plan.plan import Plan, ProductForm
-from precpass.planner.planner import make_plan
 from precpass.policy.policy import AutoMixedInt8, PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.warned import PrecisionWarning, quietly
 from precpass.rewrite.scaled_product import in_eight_bits, scaled_formats
 
-__all__ = ["quantized"]
+if TYPE_CHECKING:
+    from precpass.view.inspection import Inspection
+
+__all__ = ["QuantizedArray", "quantized"]
 
 P = ParamSpec("P")
+
+QuantizedArray = ir.QuantizedArray
 
 _Reading = tuple[Precision, tuple[int, ...]]
 """The format in which a product reads a parameter, and the dimensions that it sums over."""
@@ -82,13 +86,13 @@ def quantized(
             )
         leaves, tree = jax.tree.flatten(args[argnums])
         with quietly():
-            jaxpr, operands = _traced(mixed.__wrapped__, args, kwargs, argnums)
-            readings = _readings(jaxpr, make_plan(jaxpr, parsed))
+            found, operands = _planned(mixed.__wrapped__, parsed, args, kwargs, argnums)
+        readings = _readings(found.before, found.plan)
         out = list(leaves)
         for i, var in operands.items():
             if (reading := readings.get(var)) is not None:
                 out[i] = _replaced(leaves[i], *reading)
-        if not any(isinstance(x, ir.QuantizedArray) for x in out):
+        if not any(isinstance(x, QuantizedArray) for x in out):
             warnings.warn(
                 f"quantized: no array of argument {argnums} is read by products in 8 bits alone",
                 PrecisionWarning,
@@ -103,10 +107,10 @@ def _orders_scaled(precision: Any) -> bool:
     return Precision.parse(precision).is_scaled
 
 
-def _traced(
-    fn: Callable[..., Any], args: Any, kwargs: Any, argnums: int
-) -> tuple[Any, dict[int, Any]]:
-    """The closed jaxpr of a call, and the variables of an argument's leaves, by their index."""
+def _planned(
+    fn: Callable[..., Any], policy: PrecisionPolicy, args: Any, kwargs: Any, argnums: int
+) -> tuple[Inspection, dict[int, Any]]:
+    """A call as it is planned, and the variables of an argument's leaves, by their index."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     before = len(jax.tree.leaves(args[:argnums]))
     own = range(before, before + len(jax.tree.leaves(args[argnums])))
@@ -119,10 +123,12 @@ def _traced(
         args, kwargs = jax.tree.unflatten(tree, given)
         return [x for x in jax.tree.leaves(fn(*args, **kwargs)) if isinstance(x, jax.Array)]
 
-    jaxpr = ir.trace(of_arrays, *(leaves[i] for i in at))
-    variables = dict(zip(at, ir.open_jaxpr(jaxpr).invars, strict=True))
+    found = inspect(of_arrays, policy)(*(leaves[i] for i in at))
+    # Behind the values that the function closes over.
+    own_variables = ir.open_jaxpr(found.before).invars[-len(at) :]
+    variables = dict(zip(at, own_variables, strict=True))
     wide = (i for i in own if i in variables and leaves[i].dtype == jnp.float32)
-    return jaxpr, {i - before: variables[i] for i in wide}
+    return found, {i - before: variables[i] for i in wide}
 
 
 def _readings(jaxpr: Any, plan: Plan) -> dict[Any, _Reading]:
@@ -163,9 +169,9 @@ def _by_product(eqn: Any, form: ProductForm) -> list[_Reading]:
     ]
 
 
-def _replaced(x: Any, precision: Precision, summed: Sequence[int]) -> ir.QuantizedArray:
+def _replaced(x: Any, precision: Precision, summed: Sequence[int]) -> QuantizedArray:
     def rounded(x: Any) -> list[Any]:
         return in_eight_bits(x, precision, summed)
 
     make = jax.eval_shape if isinstance(x, jax.ShapeDtypeStruct) else lambda f, x: jax.jit(f)(x)
-    return ir.QuantizedArray(*make(rounded, x))
+    return QuantizedArray(*make(rounded, x))

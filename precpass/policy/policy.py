@@ -176,8 +176,6 @@ class PrecisionPolicy:
     def with_scaled(self, precision: Precision | str | None) -> PrecisionPolicy:
         """This policy with eligible products in 8 bits: "f8e4m3", "f8e5m2", "int8", or None.
 
-        A ValueError says so if it is anything else, or other products are not bfloat16.
-
         Examples:
             >>> AutoMixedBf16.with_scaled("int8").scaled
             Precision.INT8
@@ -388,7 +386,7 @@ PRESETS: dict[str, PrecisionPolicy] = {
 OTHER_NAMES = {"AutoMixed": AutoMixedF16, "AutoMixedConservative": AutoMixedConservativeF16}
 """The presets that have another name, by it."""
 EIGHT_BIT_PRESETS = {preset.name: preset for preset in (AutoMixedF8, AutoMixedInt8)}
-"""The presets with scaled products, by name. Nothing chooses them but the user."""
+"""The presets with scaled products, by name."""
 BY_COMPUTE = {
     Precision.F8E4M3: AutoMixedF8,
     Precision.F8E5M2: AutoMixedF8.with_scaled("f8e5m2"),

@@ -229,9 +229,7 @@ class Env:
             return quantized_copy(self.build, read, precision, dims)
         key = (atom, precision, dims)
         if key not in self.quantized_copies and (given := self.given_quantized(*key)):
-            pinned = precision is Precision.INT8
-            low = self.build.detach(given[0], pinned=pinned, flat=pinned and atom.aval.ndim <= 2)
-            self.quantized_copies[key] = [low, given[1]]
+            self.quantized_copies[key] = [self.build.detach(given[0]), given[1]]
         if key not in self.quantized_copies:
             self.quantized_copies[key] = quantized_copy(self.build, read, precision, dims)
         return self.quantized_copies[key]

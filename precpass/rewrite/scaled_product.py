@@ -136,8 +136,9 @@ def _as_int8(wide: Any, summed: Sequence[int]) -> list[Any]:
     largest = jnp.max(jnp.abs(wide), axis=tuple(summed), keepdims=True)
     is_small = largest < np.float32(_SMALLEST)
     inverse = jnp.where(is_small, np.float32(0.0), most / largest)
-    scaled = lax.round(wide * inverse, lax.RoundingMethod.TO_NEAREST_EVEN)
-    return [lax.clamp(-most, scaled, most).astype(np.int8), largest * np.float32(1.0 / most)]
+    # The largest magnitude becomes 127 times 1 and a few roundoffs, which is rounded to 127.
+    whole = lax.round(wide * inverse, lax.RoundingMethod.TO_NEAREST_EVEN)
+    return [whole.astype(np.int8), largest * np.float32(1.0 / most)]
 
 
 def _result(sums: Any, lhs: Any, rhs: Any, numbers: Numbers, dtype: np.dtype[Any]) -> list[Any]:

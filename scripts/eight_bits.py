@@ -1,0 +1,201 @@
+"""Measure products of 8 bits beside those of 16: times, errors, and what training makes of them.
+
+Three programs run forward: one product, a perceptron of eight layers, and a byte-level transformer
+(scripts/bench_models). Each runs in float32; in bfloat16, with weights that are cast in the call and
+with weights that were cast before; and in int8, with weights that are rounded in the call and with
+those of `precpass.quantized`. Times are medians of interleaved rounds, ratios those within rounds.
+
+With --train the transformer is trained from the same parameters on the same batches in float32,
+bfloat16, int8 and float8, which a CPU emulates. The loss is the mean of the last fifty steps.
+"""
+
+import argparse
+import datetime
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from bench_models import MODELS
+from bench_models.model import Weights, cross_entropy
+from bench_models.transformer import SHAPES, batches, layer, layer_norm, standard_library
+from render_results import rendered_table
+
+import precpass as pp
+from precpass.devices.cpu_info import cpu_info
+from precpass.measure.execute import interleaved
+
+Program = Callable[[Any, Any], Any]
+ROUNDS = 9
+LAST = 50
+"""So many of the last losses are averaged."""
+HEADS = SHAPES["medium"].heads
+TRAINED = ["AlwaysF32", "AutoMixedBf16", "AutoMixedInt8", "AutoMixedF8", "f8e5m2"]
+TEXT = (
+    "Two cores of a server's CPU that multiplies bfloat16 and int8 in tiles (AMX). Times are medians "
+    "of nine interleaved rounds, ratios those within rounds. Errors are against float64."
+)
+
+
+def product(w: Any, x: Any) -> Any:
+    """One product."""
+    return x @ w
+
+
+def perceptron(ws: Any, x: Any) -> Any:
+    """A perceptron."""
+    for w in ws:
+        x = jax.nn.relu(x @ w)
+    return x
+
+
+def transformer(params: Any, tokens: Any) -> Any:
+    """The logits of the byte-level transformer, layer after layer."""
+    tokens = tokens[:, :-1]
+    x = params["embedding"][tokens] + params["positions"][: tokens.shape[1]]
+    for p in params["layers"]:
+        x = layer(x, p, HEADS)
+    return layer_norm(x, params["scale"], params["bias"]) @ params["embedding"].T
+
+
+def programs() -> dict[str, tuple[Program, Any, Any]]:
+    """The programs with their parameters and data."""
+    weights, x = Weights(), np.random.default_rng(0).standard_normal((64, 1024))
+    model = MODELS["unrolled"]("medium")
+    return {
+        "product, 64 x 1024 x 1024": (product, weights(1024, 1024), jnp.asarray(x, jnp.float32)),
+        "perceptron, 8 x 1024, batch 64": (
+            perceptron,
+            [weights(1024, 1024) for _ in range(8)],
+            jnp.asarray(x, jnp.float32),
+        ),
+        "byte transformer": (transformer, model.params, model.batch(0)),
+    }
+
+
+def low(tree: Any) -> Any:
+    """Arrays of two and more dimensions in bfloat16."""
+    return jax.tree.map(lambda a: a.astype(jnp.bfloat16) if a.ndim > 1 else a, tree)
+
+
+def columns(fn: Program, params: Any, data: Any) -> dict[str, tuple[Program, Any]]:
+    """The ways to run a program, each with its parameters."""
+    bf16 = pp.auto_mixed(fn, "bf16")
+    # A single product is a first and last layer, so that only a rule multiplies it in 8 bits.
+    rule = pp.Rule(primitive="dot_general", precision="int8")
+    policy = pp.AutoMixedBf16.with_rules(rule) if fn is product else pp.AutoMixedInt8
+    int8 = pp.auto_mixed(fn, policy)
+
+    def of_ready(low: Any, data: Any) -> Any:
+        wide = jax.tree.map(lambda a: a.astype(jnp.float32), low)
+        return bf16(wide, data)
+
+    return {
+        "float32": (jax.jit(fn), params),
+        "bfloat16": (bf16, params),
+        "bfloat16, weights ready": (jax.jit(of_ready), low(params)),
+        "int8": (int8, params),
+        "int8, weights ready": (int8, pp.quantized(fn, policy)(params, data)),
+    }
+
+
+def measured(fn: Program, params: Any, data: Any, rounds: int) -> list[list[Any]]:
+    """A row for each way to run a program."""
+    ways = columns(fn, params, data)
+    runs = {name: partial(run, own, data) for name, (run, own) in ways.items()}
+    times = interleaved(runs, rounds, warm_up=2)
+    base = times["bfloat16, weights ready"]
+    with jax.enable_x64(True):
+        double = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+        exact = np.asarray(jax.jit(fn)(double, jnp.asarray(np.asarray(data))), np.float64)
+    rows: list[list[Any]] = []
+    for name, run in runs.items():
+        error = np.linalg.norm(np.asarray(run(), np.float64) - exact) / np.linalg.norm(exact)
+        low_quartile, high_quartile = times[name].ratios(base).quartiles
+        rows.append(
+            [
+                name,
+                round(times[name].median * 1e3, 2),
+                round(float(np.median(times[name].ratios(base).seconds)), 2),
+                f"{low_quartile:.2f}-{high_quartile:.2f}",
+                float(f"{error:.1e}"),
+            ]
+        )
+    return rows
+
+
+def trained(steps: int, policies: list[str]) -> list[list[Any]]:
+    """A row for each policy: the mean of the transformer's last losses, in nats."""
+    model, shape = MODELS["unrolled"]("medium"), SHAPES["medium"]
+    data = jnp.asarray(batches(standard_library(), shape, steps))
+
+    def loss(params: Any, tokens: Any) -> Any:
+        return cross_entropy(transformer(params, tokens), tokens[:, 1:])
+
+    def step(params: Any, state: Any, tokens: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        updates, state = model.optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    rows: list[list[Any]] = []
+    for policy in policies:
+        mixed = pp.auto_mixed(step, policy)
+        params, state = model.params, model.optimizer.init(model.params)
+        losses: list[float] = []
+        for at in range(steps):
+            params, state, value = mixed(params, state, data[at])
+            losses.append(float(value))
+        rows.append([policy, round(float(np.mean(losses[-LAST:])), 4)])
+        print(rows[-1], flush=True)
+    return rows
+
+
+def part(options: argparse.Namespace) -> dict[str, Any]:
+    """What this machine and this JAX show."""
+    ratio = "ratio to bfloat16, weights ready"
+    heads = ["program", "in", "ms", ratio, "quartiles of it", "rel. error"]
+    rows = [
+        [name, *row]
+        for name, program in programs().items()
+        for row in measured(*program, options.rounds)
+    ]
+    tables = [{"columns": heads, "rows": rows}]
+    if options.train:
+        losses = trained(options.train, TRAINED)
+        last = f"loss of the last {LAST} of {options.train} steps"
+        tables.append({"columns": ["byte transformer under", last], "rows": losses})
+    date = datetime.datetime.now(datetime.UTC).date()
+    return {"title": f"jax {jax.__version__}, {cpu_info().model}, {date}", "tables": tables}
+
+
+def main() -> int:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of timing; {ROUNDS}")
+    parser.add_argument("--train", type=int, default=0, metavar="STEPS", help="train so long, too")
+    parser.add_argument(
+        "--json", type=Path, help="a file of results, in which the part of this JAX is replaced"
+    )
+    options = parser.parse_args()
+    found = part(options)
+    for table in found["tables"]:
+        print("\n".join(rendered_table(table)), end="\n\n")
+    if options.json is not None:
+        whole = {"title": "Products of 8 bits", "text": TEXT, "parts": []}
+        if options.json.exists():
+            whole = json.loads(options.json.read_text(encoding="utf-8"))
+        release = found["title"].partition(",")[0]
+        others = [p for p in whole["parts"] if p["title"].partition(",")[0] != release]
+        whole["parts"] = [*others, found]
+        options.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
