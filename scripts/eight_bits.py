@@ -1,9 +1,10 @@
 """Measure products of 8 bits beside those of 16: times, errors, and what training makes of them.
 
-Three programs run forward: one product, a perceptron of eight layers, and a byte-level transformer
-(scripts/bench_models). Each runs in float32; in bfloat16, with weights that are cast in the call and
-with weights that were cast before; and in int8, with weights that are rounded in the call and with
-those of `precpass.quantized`. Times are medians of interleaved rounds, ratios those within rounds.
+Three programs run forward: one product, a perceptron of eight layers, and a byte-level
+transformer (scripts/bench_models). Each runs in float32; in bfloat16, with weights that are cast in
+the call and with weights that were cast before; and in int8, with weights that are rounded in the
+call and with those of `precpass.quantized`. Times are medians of interleaved rounds, ratios those
+within rounds.
 
 With --train the transformer is trained from the same parameters on the same batches in float32,
 bfloat16, int8 and float8, which a CPU emulates. The loss is the mean of the last fifty steps.
@@ -38,8 +39,8 @@ LAST = 50
 HEADS = SHAPES["medium"].heads
 TRAINED = ["AlwaysF32", "AutoMixedBf16", "AutoMixedInt8", "AutoMixedF8", "f8e5m2"]
 TEXT = (
-    "Two cores of a server's CPU that multiplies bfloat16 and int8 in tiles (AMX). Times are medians "
-    "of nine interleaved rounds, ratios those within rounds. Errors are against float64."
+    "Two cores of a server's CPU that multiplies bfloat16 and int8 in tiles (AMX). Times are "
+    "medians of nine interleaved rounds, ratios those within rounds. Errors are against float64."
 )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from precpass import jaxpr as ir
 from precpass.api import inspect, mixed_of
+from precpass.jit.nnx import has_nodes
 from precpass.jit.staged import AtArguments
 from precpass.plan.plan import Plan, ProductForm
 from precpass.policy.policy import AutoMixedInt8, PolicyLike, PrecisionPolicy
@@ -56,6 +57,7 @@ def quantized(
         of arrays, which for example orbax saves.
 
     Raises:
+        TypeError: for an argument that is or holds a module of flax nnx.
         ValueError: for an unknown policy, one without products in 8 bits, or a position that there
             is no argument for.
 
@@ -83,6 +85,11 @@ def quantized(
             raise ValueError(
                 f"argnums = {argnums}: there is no such argument among the {len(args)} that were "
                 "given by position"
+            )
+        if has_nodes(args[argnums]):
+            raise TypeError(
+                "quantized: a flax nnx module holds arrays alone; take its state as a dict, "
+                "nnx.to_pure_dict(nnx.split(model)[1]), and a function that merges it"
             )
         leaves, tree = jax.tree.flatten(args[argnums])
         with quietly():

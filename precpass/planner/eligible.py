@@ -75,7 +75,7 @@ class EligibleProducts:
         given = [c for c in classes if c in self._weights]
         if len(given) != 1:
             return "both its operands are given" if given else "neither of its operands is a weight"
-        return "" if id(eqn) in self._forward else "no other such product follows"
+        return "" if id(eqn) in self._forward else "no other product follows"
 
     def _repeats_or_differentiates(self, eqn: ir.Eqn, classes: tuple[int, int]) -> bool:
         """Whether a product of a backward pass is one for a forward product that is eligible.
@@ -154,7 +154,7 @@ class EligibleProducts:
     def _forward(self) -> dict[int, tuple[int, tuple[int, int]]]:
         """The eligible forward products' rows and the classes of their operands, by identity."""
         found = dict(self._candidates())
-        holds = self._holding({row for row, _ in found.values()})
+        holds = self._holding(self._forward_dots)
         return {
             name: (row, classes)
             for name, (row, classes) in found.items()
@@ -162,14 +162,18 @@ class EligibleProducts:
         }
 
     @functools.cached_property
+    def _forward_dots(self) -> list[int]:
+        """The rows of all forward dots."""
+        rows = (row for row, eqn in enumerate(self.graph.eqns) if ir.dot_numbers(eqn) is not None)
+        body, eqns = self.graph.body, self.graph.eqns
+        return [row for row in rows if self._is_first_time(int(body[row]), eqns[row])]
+
+    @functools.cached_property
     def _of_forward_dots(self) -> set[int]:
         """The classes of the operands of all forward dots."""
-        found = set[int]()
-        for row, eqn in enumerate(self.graph.eqns):
-            body = int(self.graph.body[row])
-            if ir.dot_numbers(eqn) is not None and self._is_first_time(body, eqn):
-                found.update(self._classes_of(body, eqn))
-        return found
+        body, eqns = self.graph.body, self.graph.eqns
+        pairs = (self._classes_of(int(body[row]), eqns[row]) for row in self._forward_dots)
+        return {c for pair in pairs for c in pair}
 
     @functools.cached_property
     def _operands(self) -> set[int]:
@@ -182,17 +186,15 @@ class EligibleProducts:
         return {_sizes(self.graph.eqns[row]) for row, _ in self._forward.values()}
 
     def _candidates(self) -> Iterator[tuple[int, tuple[int, tuple[int, int]]]]:
-        for row, eqn in enumerate(self.graph.eqns):
-            if ir.dot_numbers(eqn) is None or not has_scaled_form(eqn, Precision.F8E4M3):
-                continue
-            body = int(self.graph.body[row])
-            if _by_its_sizes(eqn) or not self._is_first_time(body, eqn):
+        for row in self._forward_dots:
+            eqn, body = self.graph.eqns[row], int(self.graph.body[row])
+            if not has_scaled_form(eqn, Precision.F8E4M3) or _by_its_sizes(eqn):
                 continue
             classes = self._classes_of(body, eqn)
             if len([c for c in classes if c in self._weights]) == 1:
                 yield id(eqn), (row, classes)
 
-    def _holding(self, rows: set[int]) -> set[int]:
+    def _holding(self, rows: Sequence[int]) -> set[int]:
         """The given rows, and those of the equations that have one of them in a body."""
         holding, todo = set[int](), list(rows)
         while todo:
@@ -205,7 +207,7 @@ class EligibleProducts:
     def _is_followed(
         self, row: int, values: Sequence[Any], holding: set[int], seen: set[tuple[int, Any]]
     ) -> bool:
-        """Whether an equation behind a row depends on some values, and is or holds a product.
+        """Whether an equation behind a row reads what some values lead to, and holds a product.
 
         Args:
             row: of the equation that makes the values.

@@ -240,3 +240,41 @@ def test_a_tpus_compiler_multiplies_float32_as_the_policy_asks():
     three, six = others[:2], others[2:]
     assert all(2.5 * one < cycles < 3.2 * one for cycles in three)  # passes of bfloat16
     assert all(5 * one < cycles < 6.5 * one for cycles in six)
+
+
+EIGHT_BITS = """
+import jax, jax.numpy as jnp, precpass as pp
+
+def loss(ws, x):
+    for w in ws:
+        x = jax.nn.relu(x @ w)
+    return jnp.square(x).sum()
+
+args = [jnp.ones((512, 512))] * 4, jnp.ones((512, 512))
+for fn, policy in ((loss, "int8"), (jax.grad(loss), "f8"), (jax.grad(loss), "f8e5m2")):
+    found = pp.audit(fn, policy, target={target!r})(*args)
+    kinds = sorted({{" x ".join(p.operands) for p in found.traffic.products}})
+    print(found.as_planned, found.products, ", ".join(kinds))
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "as_planned", "kinds"),
+    [
+        (
+            "h100",
+            ["4 4", "12 12", "12 12"],
+            ["f8e4m3fn x f8e4m3fn", "f8e4m3fn x f8e5m2"],
+        ),
+        # An A100 multiplies int8, and has no float8.
+        ("a100", ["4 4", "6 12", "6 12"], ["f16 x f16", "f16 x f16"]),
+        ("tpu v5e", ["4 4", "12 12", "12 12"], ["f8e4m3fn x f8e4m3fn", "f8e4m3fn x f8e5m2"]),
+    ],
+)
+def test_products_of_eight_bits_are_such_in_the_compiled_program(
+    target: str, as_planned: list[str], kinds: list[str]
+):
+    lines = ran("-c", EIGHT_BITS.format(target=target)).splitlines()
+    assert [" ".join(line.split()[:2]) for line in lines] == as_planned
+    assert "bf16 x bf16, s8 x s8" in lines[0]
+    assert all(kind in line for kind, line in zip(kinds, lines[1:], strict=True))

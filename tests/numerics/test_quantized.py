@@ -153,3 +153,34 @@ def test_bad_input_is_refused():
         pp.quantized(layers, "int9")
     with pytest.raises(TypeError, match="takes a function, not None"):
         pp.quantized(None)
+
+
+def test_a_module_of_flax_nnx_is_refused_and_its_state_taken():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            for i in range(3):
+                setattr(self, f"layer{i}", nnx.Linear(D, D, rngs=rngs))
+
+        def __call__(self, x):
+            return self.layer2(nnx.relu(self.layer1(nnx.relu(self.layer0(x)))))
+
+    model = Model(nnx.Rngs(0))
+
+    def applied(model, x):
+        return model(x)
+
+    with pytest.raises(TypeError, match=r"nnx.to_pure_dict\(nnx.split\(model\)\[1\]\)"):
+        pp.quantized(applied)(model, X)
+    graph, state = nnx.split(model)
+
+    def of_dict(pure, x):
+        own = nnx.state(model)
+        nnx.replace_by_pure_dict(own, pure)
+        return nnx.merge(graph, own)(x)
+
+    pure = nnx.to_pure_dict(state)
+    small = pp.quantized(of_dict)(pure, X)
+    assert is_whole(small["layer1"]["kernel"])
+    assert rel_error(pp.auto_mixed(of_dict, "int8")(small, X), model(X)) < 0.02

@@ -76,7 +76,7 @@ def test_a_transformers_weights_multiply_in_eight_bits_but_not_its_attention_and
     assert formats.count(Precision.INT8) == 4 * copies
     whys = [why for precision, why in found if precision is Precision.BF16]
     assert sum("it has batch dimensions" in why for why in whys) == 2 * copies
-    assert sum("no other such product follows" in why for why in whys) == 1
+    assert sum("no other product follows" in why for why in whys) == 1
     assert len(whys) == 2 * copies + 1
 
 
@@ -126,7 +126,7 @@ def test_a_first_and_a_last_layer_have_sixteen_bits():
     first, middle, last = products(layers, "int8", *[f32(D, D)] * 3, f32(TOKENS, D))
     assert first[1].endswith("both its operands are given")
     assert middle[0] is Precision.INT8
-    assert last[1].endswith("no other such product follows")
+    assert last[1].endswith("no other product follows")
 
 
 def test_a_rule_orders_what_is_not_eligible_and_excludes_what_is():

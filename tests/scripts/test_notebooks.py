@@ -31,6 +31,7 @@ SHORT = {
     "08_refinement_and_condition": {"N, POWERS": "16, (1, 8)", "FACTORS": '["bf16"]'},
     "09_training_a_flax_nnx_model": {"WIDTH, BATCH, EPOCHS": "16, 64, 1"},
     "10_training_an_equinox_model": {"WIDTH, BLOCKS, BATCH, EPOCHS": "16, 1, 64, 1"},
+    "11_eight_bits": {"WIDTH, LAYERS, BATCH, STEPS, ROUNDS": "256, 3, 256, 3, 2"},
 }
 each_notebook = pytest.mark.parametrize("path", notebooks.NOTEBOOKS, ids=lambda path: path.stem)
 
