@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
@@ -116,14 +116,46 @@ class EligibleProducts:
 
     @functools.cached_property
     def _parents(self) -> list[int]:
-        """The forest of classes: values that are one value, moved, cast or across borders."""
+        """The forest of classes: values that are one value, moved, cast or across borders.
+
+        A value that is computed is another one in each call of a body that is called several times.
+        """
+        given = self._given(self._joined(lambda _a, _b: True))
+        return self._joined(lambda a, b: given[a] or not self._is_shared(a, b))
+
+    def _joined(self, joins: Callable[[int, int], bool]) -> list[int]:
         parents = list(range(len(self.graph.values)))
         for a, b in self.graph.links.tolist():
-            parents[_top(parents, a)] = _top(parents, b)
+            if joins(a, b):
+                parents[_top(parents, a)] = _top(parents, b)
         for at, (_, body) in enumerate(self.graph.values):
             if (source := self._source(at)) is not None and not ir.is_literal(source):
                 parents[_top(parents, at)] = _top(parents, self._index[body, source])
         return parents
+
+    def _is_shared(self, a: int, b: int) -> bool:
+        """Whether two values are one across the border of a body that is called several times."""
+        pair = self.graph.values[a][1], self.graph.values[b][1]
+        return any(
+            len(self._callers[inner]) > 1 and outer in self._callers[inner]
+            for inner, outer in (pair, pair[::-1])
+        )
+
+    @functools.cached_property
+    def _callers(self) -> list[list[int]]:
+        """For each body the bodies of the equations that call it, one for each equation."""
+        return [[int(self.graph.body[row]) for row, _ in rows] for rows in self.graph.callers]
+
+    def _given(self, parents: list[int]) -> list[bool]:
+        """For each value whether its class has none that an equation computes."""
+        computed = set[int]()
+        for at in range(len(self.graph.values)):
+            row = int(self.graph.producers[at])
+            if row < 0 or row in self.graph.children or ir.dequantized_from(self.graph.eqns[row]):
+                continue
+            if self._source(at) is None:
+                computed.add(_top(parents, at))
+        return [_top(parents, at) not in computed for at in range(len(self.graph.values))]
 
     def _class(self, value: int) -> int:
         return _top(self._parents, value)
@@ -140,15 +172,8 @@ class EligibleProducts:
     @functools.cached_property
     def _weights(self) -> set[int]:
         """The classes whose values are given and not computed."""
-        computed, classes = set[int](), set[int]()
-        for at in range(len(self.graph.values)):
-            classes.add(self._class(at))
-            row = int(self.graph.producers[at])
-            if row < 0 or row in self.graph.children or ir.dequantized_from(self.graph.eqns[row]):
-                continue
-            if self._source(at) is None:
-                computed.add(self._class(at))
-        return classes - computed
+        given = self._given(self._joined(lambda _a, _b: True))
+        return {self._class(at) for at, is_given in enumerate(given) if is_given}
 
     @functools.cached_property
     def _forward(self) -> dict[int, tuple[int, tuple[int, int]]]:

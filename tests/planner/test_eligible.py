@@ -129,6 +129,32 @@ def test_a_first_and_a_last_layer_have_sixteen_bits():
     assert last[1].endswith("no other product follows")
 
 
+def test_calls_of_one_function_are_told_apart():
+    def layers(ws, x):
+        for w in ws:
+            x = jax.nn.relu(x @ w)  # one jaxpr for all calls
+        return x
+
+    @jax.jit
+    def dense(w, x):
+        return jnp.tanh(x @ w)
+
+    def through_calls(ws, x):
+        x = jnp.sin(x)
+        for w in ws:
+            x = dense(w, x)
+        return x @ ws[0]
+
+    args = [f32(D, D)] * 4, f32(D, D)
+    found = products(jax.grad(lambda ws, x: layers(ws, x).sum()), "f8", *args)
+    # two layers in the middle, with two derivatives each
+    assert [precision for precision, _ in found].count(Precision.F8E4M3) == 2 * 3
+    # the product of the body that all calls share, and the last one
+    found = dict(products(through_calls, "int8", *args))
+    assert found.keys() == {Precision.INT8, Precision.BF16}
+    assert found[Precision.BF16].endswith("no other product follows")
+
+
 def test_a_rule_orders_what_is_not_eligible_and_excludes_what_is():
     policy = pp.AutoMixedInt8.with_rules(
         pp.Rule(where=lambda e: e.out_shapes[0] == (TOKENS, D), precision="int8"),
