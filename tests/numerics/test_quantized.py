@@ -144,6 +144,29 @@ def test_under_vmap():
     assert rel_error(jax.vmap(mixed)(stacked, batch), got) < 1e-2
 
 
+def test_the_array_of_a_quantized_one_under_transformations():
+    values = jnp.arange(-8, 8, dtype=jnp.int8).reshape(4, 4)
+    scale = jnp.full((1, 4), 0.5)
+
+    def array(scale):
+        return pp.QuantizedArray(values, scale).array()
+
+    wanted = values.astype(jnp.float32) * scale
+    assert identical(array(scale), wanted)
+    assert identical(jax.jit(array)(scale), wanted)
+    assert identical(jax.jvp(array, (scale,), (2 * scale,)), (wanted, 2 * wanted))
+    assert identical(
+        jax.grad(lambda s: array(s).sum())(scale), values.astype(jnp.float32).sum(0)[None]
+    )
+    assert identical(jax.vmap(array)(jnp.stack([scale, scale])), jnp.stack([wanted, wanted]))
+    of_scalars = jax.vmap(lambda v: pp.QuantizedArray(v, jnp.float32(0.5)).array())
+    assert identical(of_scalars(values[None]), wanted[None])
+    stack = pp.QuantizedArray(values[:, None], jnp.full((4, 1, 4), 0.5))
+    summed, _ = jax.lax.scan(lambda c, q: (c + q.array()[0], None), jnp.zeros(4), stack)
+    assert identical(summed, wanted.sum(0))
+    assert "QuantizedArray(" in repr(stack) and stack.shape == (4, 1, 4)
+
+
 def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="AutoMixedBf16 multiplies nothing in 8 bits"):
         pp.quantized(layers, "bf16")

@@ -87,11 +87,16 @@ def _multiplied_in_batches(operands: Any, dims: Any) -> tuple[Any, int]:
     return jax.vmap(_multiplied, in_axes=dims)(*operands), 0
 
 
+def _jvp(primals: Any, tangents: Any) -> Any:
+    out = dequantized(*primals)
+    if isinstance(tangents[1], ad.Zero):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, _multiplied(primals[0], tangents[1])
+
+
 _dequantized_p = jex.Primitive("precpass_dequantized")
 _dequantized_p.def_impl(_multiplied)
 _dequantized_p.def_abstract_eval(lambda values, _scale: values.update(dtype=np.dtype(np.float32)))
 mlir.register_lowering(_dequantized_p, mlir.lower_fun(_multiplied, multiple_results=False))
 batching.primitive_batchers[_dequantized_p] = _multiplied_in_batches
-ad.primitive_jvps[_dequantized_p] = lambda primals, tangents: jax.jvp(
-    lambda scale: _multiplied(primals[0], scale), primals[1:], [ad.instantiate_zeros(tangents[1])]
-)
+ad.primitive_jvps[_dequantized_p] = _jvp
