@@ -56,6 +56,7 @@ from precpass.jaxpr.building import (
 )
 from precpass.jaxpr.call_sites import Made, made_in
 from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
+from precpass.jaxpr.dequantizing import dequantized_inside
 from precpass.jaxpr.direct import Direct
 from precpass.jaxpr.dots import (
     dot_numbers,
@@ -178,6 +179,7 @@ __all__ = [
     "convert",
     "crossing",
     "dequantized_from",
+    "dequantized_inside",
     "detach",
     "dot_numbers",
     "effects_of",

@@ -66,6 +66,7 @@ class Written:
         # Even if the user disabled jit, the plan is that of the program with its loops.
         with tracing(region, policy), jax.disable_jit(False):
             traced = ir.trace_call(call, leaves)
+            traced = traced._replace(jaxpr=ir.dequantized_inside(traced.jaxpr))
             if policy is None or not policy.parameters.is_low:
                 return traced
             return traced._replace(jaxpr=ir.with_promoted_operands(traced.jaxpr))

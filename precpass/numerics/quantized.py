@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +39,13 @@ def quantized(
 
     A weight that is rounded in each call costs a pass over it in float32. One that was rounded
     before takes a quarter of the memory, and the product reads it as it is. The function gives the
-    same results for both, but for a float32 rounding of the scales.
+    same results for both, but for a float32 rounding of the scales. An exception is a weight that
+    a loop reads in every trip: in float32 it would be rounded in every trip, so its products have
+    16 bits, and in 8 bits it is read as it is.
 
-    An array is replaced if scaled products alone read it, all of them along the same dimensions,
-    and if they stand in the function itself: not in the body of a loop, whose weights are slices
-    of a stack. Under a policy of 16 bits the results of `quantized` are weights of 8 bits, which a
-    product casts to 16.
+    An array is replaced if scaled products alone read it, all of them along the same dimensions.
+    It may be a stack of weights that a scan slices. Under a policy of 16 bits the results of
+    `quantized` are weights of 8 bits, which a product casts to 16.
 
     Args:
         fn: the function, or the result of `auto_mixed`. Its updates are not made.
@@ -110,6 +111,34 @@ def quantized(
     return of_arguments
 
 
+class _Place(NamedTuple):
+    """Where a value is in an operand of the program.
+
+    Attributes:
+        var: the operand.
+        dims: for each dimension of the value the operand's.
+        sliced: the dimensions of the operand of which the value is a slice.
+    """
+
+    var: Any
+    dims: tuple[int, ...]
+    sliced: tuple[int, ...] = ()
+
+    def slice(self) -> _Place:
+        """The place of a slice along the first dimension."""
+        return _Place(self.var, self.dims[1:], (*self.sliced, self.dims[0]))
+
+    def outside(self, reading: _Reading) -> _Reading:
+        """How the operand is read, if the value is read so.
+
+        float8 has one scale for all dimensions but those of which the value is a slice.
+        """
+        precision, summed = reading
+        dims = self.dims if precision is not Precision.INT8 and self.sliced else summed
+        whole = dims if dims is self.dims else tuple(self.dims[d] for d in summed)
+        return precision, tuple(sorted(whole))
+
+
 def _orders_scaled(precision: Any) -> bool:
     return Precision.parse(precision).is_scaled
 
@@ -122,6 +151,7 @@ def _planned(
     before = len(jax.tree.leaves(args[:argnums]))
     own = range(before, before + len(jax.tree.leaves(args[argnums])))
     at = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+    wide = [i for i in at if i in own and leaves[i].dtype == jnp.float32]
 
     def of_arrays(*arrays: Any) -> list[Any]:
         given = list(leaves)
@@ -130,39 +160,80 @@ def _planned(
         args, kwargs = jax.tree.unflatten(tree, given)
         return [x for x in jax.tree.leaves(fn(*args, **kwargs)) if isinstance(x, jax.Array)]
 
-    found = inspect(of_arrays, policy)(*(leaves[i] for i in at))
+    # The call is planned as it will be made: a loop may read a constant that has 8 bits already.
+    given = [_in_the_place_of(leaves[i]) if i in wide else leaves[i] for i in at]
+    found = inspect(of_arrays, policy)(*given)
     # Behind the values that the function closes over.
-    own_variables = ir.open_jaxpr(found.before).invars[-len(at) :]
-    variables = dict(zip(at, own_variables, strict=True))
-    wide = (i for i in own if i in variables and leaves[i].dtype == jnp.float32)
-    return found, {i - before: variables[i] for i in wide}
+    variables = ir.open_jaxpr(found.before).invars[-len(jax.tree.leaves(given)) :]
+    operands = jax.tree.unflatten(jax.tree.structure(given), variables)
+    return found, {i - before: x.values for i, x in zip(at, operands, strict=True) if i in wide}
+
+
+def _in_the_place_of(x: Any) -> QuantizedArray:
+    values = jax.ShapeDtypeStruct(x.shape, jnp.int8, sharding=getattr(x, "sharding", None))
+    return QuantizedArray(values, jax.ShapeDtypeStruct((1,) * len(x.shape), jnp.float32))
 
 
 def _readings(jaxpr: Any, plan: Plan) -> dict[Any, _Reading]:
-    """How scaled products read the values that nothing else reads."""
-    found: dict[Any, set[_Reading | None]] = {}
+    """How scaled products read those operands of a jaxpr that nothing else reads."""
     opened = ir.open_jaxpr(jaxpr)
-    # A transpose stands for its operand, with its dimensions in another order.
-    moved: dict[Any, tuple[Any, tuple[int, ...]]] = {}
-    for eqn, decision in zip(opened.eqns, plan.decisions, strict=True):
-        if (order := ir.permutation(eqn)) is not None and not ir.is_literal(eqn.invars[0]):
-            source, before = moved.get(eqn.invars[0], (eqn.invars[0], range(len(order))))
-            moved[eqn.outvars[0]] = source, tuple(before[d] for d in order)
-            continue
-        read = _by_product(eqn, decision.product) if decision.product.scaled else ()
-        for side, var in enumerate(eqn.invars):
-            if ir.is_literal(var):
-                continue
-            source, order = moved.get(var, (var, None))
-            reading = read[side] if side < len(read) else None
-            if reading is not None and order is not None:
-                reading = reading[0], tuple(sorted(order[d] for d in reading[1]))
-            found.setdefault(source, set()).add(reading)
-    for var in opened.outvars:
-        if not ir.is_literal(var):
-            found.setdefault(moved.get(var, (var, None))[0], set()).add(None)
+    found: dict[Any, set[_Reading | None]] = {}
+    places = {v: _Place(v, tuple(range(len(v.aval.shape)))) for v in opened.invars}
+    _read(opened, plan, places, found)
     alike = {var: next(iter(readings)) for var, readings in found.items() if len(readings) == 1}
     return {var: reading for var, reading in alike.items() if reading is not None}
+
+
+def _read(
+    opened: Any, plan: Plan, places: dict[Any, _Place], found: dict[Any, set[_Reading | None]]
+) -> None:
+    """Adds how a body reads the values of some operands, whose places are given."""
+    for eqn, decision in zip(opened.eqns, plan.decisions, strict=True):
+        place = _place(eqn.invars[0], places) if eqn.invars else None
+        if place and ir.dequantized_from(eqn):
+            places[eqn.outvars[0]] = place
+            continue
+        order = ir.permutation(eqn)
+        if place and order is not None:
+            # A transpose stands for its operand, with its dimensions in another order.
+            places[eqn.outvars[0]] = place._replace(dims=tuple(place.dims[d] for d in order))
+            continue
+        entered = _enter(eqn, decision, places, found)
+        read = _by_product(eqn, decision.product) if decision.product.scaled else ()
+        for side, var in enumerate(eqn.invars):
+            place = None if side in entered else _place(var, places)
+            if place is not None:
+                reading = read[side] if side < len(read) else None
+                found.setdefault(place.var, set()).add(reading and place.outside(reading))
+    for var in opened.outvars:
+        if place := _place(var, places):
+            found.setdefault(place.var, set()).add(None)
+
+
+def _enter(
+    eqn: Any, decision: Any, places: dict[Any, _Place], found: dict[Any, set[_Reading | None]]
+) -> set[int]:
+    """Adds how an equation's bodies read values; gives the positions of these operands."""
+    bodies = list(ir.bodies(eqn))
+    if not decision.inner or not ir.takes_border_copies(eqn):
+        return set()
+    carried = {body.operands[invar] for body in bodies for invar, _ in body.carry}
+    entered = set[int]()
+    for body, plan in zip(bodies, decision.inner, strict=True):
+        opened, inner = ir.open_jaxpr(body.jaxpr), dict[Any, _Place]()
+        for at, (var, position) in enumerate(zip(opened.invars, body.operands, strict=True)):
+            place = _place(eqn.invars[position], places)
+            if place is None or position in carried:
+                continue
+            entered.add(position)
+            is_sliced = eqn.primitive.name == "scan" and at >= body.constants + len(body.carry)
+            inner[var] = place.slice() if is_sliced else place
+        _read(opened, plan, inner, found)
+    return entered
+
+
+def _place(atom: Any, places: dict[Any, _Place]) -> _Place | None:
+    return None if ir.is_literal(atom) else places.get(atom)
 
 
 def _by_product(eqn: Any, form: ProductForm) -> list[_Reading]:

@@ -75,6 +75,8 @@ class EligibleProducts:
         given = [c for c in classes if c in self._weights]
         if len(given) != 1:
             return "both its operands are given" if given else "neither of its operands is a weight"
+        if any(self._is_rounded_in_every_trip(body, v) for v in eqn.invars):
+            return "a loop would round its weight in every trip"
         return "" if id(eqn) in self._forward else "no other product follows"
 
     def _repeats_or_differentiates(self, eqn: ir.Eqn, classes: tuple[int, int]) -> bool:
@@ -90,6 +92,28 @@ class EligibleProducts:
     def _is_first_time(self, body: int, eqn: ir.Eqn) -> bool:
         scope = self.graph.scope_in(body, eqn)
         return not is_backward(scope) and not _is_repeated(scope)
+
+    def _is_rounded_in_every_trip(self, body: int, atom: Any) -> bool:
+        """Whether an operand is a loop's constant that has more than 8 bits."""
+        while not ir.is_literal(atom):
+            value = self._index[body, atom]
+            source = self._source(value)
+            operands = list(ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars)
+            if source is not None:
+                atom = source
+            elif not self.graph.callers[body] or atom not in operands:
+                return False
+            else:
+                # One call stands for all.
+                row, of_row = self.graph.callers[body][0]
+                at = operands.index(atom)
+                if at < of_row.constants and of_row.trips != 1:
+                    return True
+                atom, body = self.graph.eqns[row].invars[of_row.operands[at]], self._body_of(row)
+        return False
+
+    def _body_of(self, row: int) -> int:
+        return int(self.graph.body[row])
 
     def cotangent_side(self, body: int, eqn: ir.Eqn) -> int | None:
         """Which operand of a backward pass's product is a cotangent; None where it is unknown."""
@@ -144,7 +168,7 @@ class EligibleProducts:
     @functools.cached_property
     def _callers(self) -> list[list[int]]:
         """For each body the bodies of the equations that call it, one for each equation."""
-        return [[int(self.graph.body[row]) for row, _ in rows] for rows in self.graph.callers]
+        return [[self._body_of(row) for row, _ in rows] for rows in self.graph.callers]
 
     def _given(self, parents: list[int]) -> list[bool]:
         """For each value whether its class has none that an equation computes."""
@@ -212,7 +236,7 @@ class EligibleProducts:
 
     def _candidates(self) -> Iterator[tuple[int, tuple[int, tuple[int, int]]]]:
         for row in self._forward_dots:
-            eqn, body = self.graph.eqns[row], int(self.graph.body[row])
+            eqn, body = self.graph.eqns[row], self._body_of(row)
             if not has_scaled_form(eqn, Precision.F8E4M3) or _by_its_sizes(eqn):
                 continue
             classes = self._classes_of(body, eqn)
@@ -226,7 +250,7 @@ class EligibleProducts:
             row = todo.pop()
             if row not in holding:
                 holding.add(row)
-                todo += [caller for caller, _ in self.graph.callers[int(self.graph.body[row])]]
+                todo += [caller for caller, _ in self.graph.callers[self._body_of(row)]]
         return holding
 
     def _is_followed(
@@ -240,7 +264,7 @@ class EligibleProducts:
             holding: the rows that are or hold products.
             seen: results of bodies that were looked at.
         """
-        body = int(self.graph.body[row])
+        body = self._body_of(row)
         return self._is_followed_in(body, row + 1, set(values), holding, seen)
 
     def _is_followed_in(

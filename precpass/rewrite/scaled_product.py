@@ -112,16 +112,19 @@ def in_eight_bits(x: Any, precision: Precision, summed: Sequence[int]) -> list[A
     Args:
         x: a floating array.
         precision: INT8, F8E4M3 or F8E5M2.
-        summed: its contracted dimensions.
+        summed: the dimensions along which its numbers share a scale: for int8 those that are
+            contracted; for float8 () for all.
 
     Returns:
-        The array in 8 bits, and a float32 array that it is to be multiplied by: for int8 of the
-        same rank, of size 1 in the contracted dimensions; for float8 a scalar.
+        The array in 8 bits, and a float32 array that it is to be multiplied by: of the same rank,
+        with size 1 in these dimensions; for () a scalar.
     """
     wide = x if x.dtype == np.float32 else ir.convert(x, np.float32)
     if precision is Precision.INT8:
         return _as_int8(wide, summed)
-    largest = jnp.max(jnp.abs(wide)) * np.float32(1.0 / precision.max)
+    dims = tuple(summed) or None
+    largest = jnp.max(jnp.abs(wide), axis=dims, keepdims=bool(dims))
+    largest = largest * np.float32(1.0 / precision.max)
     # The smallest power of two that is not less.
     near = lax.reduce_precision(largest, 8, 0)
     scale = jnp.where(near < largest, near * np.float32(2.0), near)

@@ -167,6 +167,60 @@ def test_the_array_of_a_quantized_one_under_transformations():
     assert "QuantizedArray(" in repr(stack) and stack.shape == (4, 1, 4)
 
 
+def scanned(params, x):
+    def layer(x, p):
+        return x + jnp.tanh(x @ p["up"]) @ p["down"], None
+
+    x = jnp.sin(x)
+    return jax.lax.scan(jax.checkpoint(layer), x, params["layers"])[0] @ params["head"]
+
+
+def looped(params, x):
+    def twice(state):
+        return state[0] + 1, jnp.tanh(state[1] @ params["ws"][1]) @ params["ws"][2]
+
+    return jax.lax.while_loop(lambda s: s[0] < 2, twice, (0, jnp.sin(x)))[1] @ params["ws"][0]
+
+
+def branched(params, x):
+    w = params["ws"]
+    x = jax.lax.cond(x.sum() > 0, lambda x: jnp.tanh(x @ w[1]), lambda x: x @ w[1].T.T, jnp.sin(x))
+    return jax.jit(lambda x, w: x @ w)(x, w[2]) @ w[0]
+
+
+STACKED = {"layers": {"up": jnp.stack(WS), "down": jnp.stack(WS[::-1])}, "head": WS[0]}
+
+
+@pytest.mark.parametrize(
+    ("fn", "params", "small"),
+    [(scanned, STACKED, ".88"), (looped, {"ws": WS}, ".88."), (branched, {"ws": WS}, ".88.")],
+    ids=["scanned", "looped", "branched"],
+)
+@pytest.mark.parametrize("policy", ["int8", "f8"])
+def test_weights_that_bodies_read(fn, params, small, policy):
+    quantized = pp.quantized(fn, policy)(params, X)
+    assert kinds(quantized) == small
+    mixed = pp.auto_mixed(fn, policy)
+    if fn is not looped:
+        assert rel_error(mixed(quantized, X), mixed(params, X)) < 1e-5
+    assert rel_error(mixed(quantized, X), fn(params, X)) < (0.03 if policy == "int8" else 0.15)
+
+    def rounded(params):
+        casts = named(jax.make_jaxpr(mixed)(params, X), "convert_element_type")
+        dtype = pp.Precision(pp.PrecisionPolicy.parse(policy).scaled).dtype
+        return sum(e.params["new_dtype"] == dtype for e in casts)
+
+    if fn is looped:
+        # A loop rounds no weight in every trip, but it reads one that has 8 bits already.
+        assert rounded(params) == 0 and rounded(quantized) == 2
+    else:
+        assert rounded(params) - rounded(quantized) == (3 if fn is branched else 2)
+    if fn is not looped:  # JAX differentiates no while loop in reverse
+        got = jax.grad(lambda x: mixed(quantized, x).sum())(X)
+        assert rel_error(got, jax.grad(lambda x: mixed(params, x).sum())(X)) < 0.1
+    assert rel_error(jax.vmap(mixed, (None, 0))(quantized, X[None])[0], mixed(quantized, X)) < 1e-2
+
+
 def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="AutoMixedBf16 multiplies nothing in 8 bits"):
         pp.quantized(layers, "bf16")

@@ -155,6 +155,21 @@ def test_calls_of_one_function_are_told_apart():
     assert found[Precision.BF16].endswith("no other product follows")
 
 
+def test_a_loops_constant_is_not_rounded_in_every_trip():
+    def recurrent(w, head, xs):
+        def step(h, x):
+            return jax.checkpoint(lambda h: jnp.tanh(h @ w + x))(h), None
+
+        return lax.scan(step, jnp.sin(xs[0]), xs)[0] @ head
+
+    args = f32(D, D), f32(D, D), f32(3, D, D)
+    found = products(recurrent, "int8", *args)
+    assert any(why.endswith("a loop would round its weight in every trip") for _, why in found)
+    assert {precision for precision, _ in found} == {Precision.BF16}
+    rule = pp.AutoMixedInt8.with_rules(pp.Rule(primitive="dot_general", precision="int8"))
+    assert {precision for precision, _ in products(recurrent, rule, *args)} == {Precision.INT8}
+
+
 def test_a_rule_orders_what_is_not_eligible_and_excludes_what_is():
     policy = pp.AutoMixedInt8.with_rules(
         pp.Rule(where=lambda e: e.out_shapes[0] == (TOKENS, D), precision="int8"),
