@@ -188,11 +188,13 @@ def main() -> int:
     for table in found["tables"]:
         print("\n".join(rendered_table(table)), end="\n\n")
     if options.json is not None:
-        whole = {"title": "Products of 8 bits", "text": TEXT, "parts": []}
+        parts = []
         if options.json.exists():
-            whole = json.loads(options.json.read_text(encoding="utf-8"))
+            parts = json.loads(options.json.read_text(encoding="utf-8"))["parts"]
         release = found["title"].partition(",")[0]
-        others = [p for p in whole["parts"] if p["title"].partition(",")[0] != release]
+        others = [p for p in parts if p["title"].partition(",")[0] != release]
+        measured = found["title"].rpartition(" ")[2]
+        whole = {"title": "Products of 8 bits", "measured": measured, "text": TEXT}
         whole["parts"] = [*others, found]
         options.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     return 0

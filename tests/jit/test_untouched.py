@@ -150,6 +150,7 @@ LEAVES_THEM: dict[str, Use] = {
     "bisect": lambda f, args, _: pp.bisect(f, "AutoMixedBf16", lambda out: False)(*args),
     "monitor: init": lambda f, args, _: pp.monitor(f, every=2).init(*args),
     "cast_floating": lambda f, args, _: pp.cast_floating(args, "bf16"),
+    "quantized": lambda f, args, _: pp.quantized(f, argnums=len(args) - 1)(*args),
     "calibrate": lambda f, args, _: pp.calibrate(f, "AutoMixed", [args, args]),
     "testing.assert_precision": lambda f, args, _: testing.assert_precision(
         f, args, {"dot_general": "bf16"}
