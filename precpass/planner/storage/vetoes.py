@@ -294,7 +294,7 @@ def _is_complement(program: Eligibility, values: StorageClass, row: int) -> bool
     """
     eqn, body = program.graph.eqns[row], int(program.graph.body[row])
     names = {program.graph.eqns[made].primitive.name for made, _ in values.defined}
-    if eqn.primitive.name != "sub" or not all(op(name).computed_once for name in names):
+    if eqn.primitive.name != "sub" or not all(op(name).is_bounded for name in names):
         return False
     readers = program.reach.direct(body, eqn.outvars[0])
     if not all(r is not None and r.primitive.name == "mul" for r in readers):
