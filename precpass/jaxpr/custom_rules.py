@@ -109,6 +109,7 @@ def _avals_of_bwd(eqn: Eqn, made: _Made) -> list[Any]:
 
 
 def _rewritten_primal(thunk: Callable[..., Any], rewrite: Rewrite) -> Callable[..., Any]:
+    @functools.wraps(thunk)
     def rewritten() -> Any:
         with rewrite.around():
             jaxpr, consts = thunk()
@@ -142,6 +143,7 @@ def _rewritten_function(
     def is_array(x: Any) -> bool:
         return isinstance(x, (jax.Array, np.ndarray))
 
+    @functools.wraps(f)
     def rewritten(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
         avals = natives()
@@ -183,6 +185,7 @@ def _like(x: Any, native: Any) -> Any:
 
 
 def _rewritten_transpose(thunk: Callable[..., Any], rewrite: Rewrite) -> Callable[..., Any]:
+    @functools.wraps(thunk)
     def rewritten(*args: Any) -> Any:
         with rewrite.around():
             jaxpr, *rest = thunk(*args)

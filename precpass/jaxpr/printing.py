@@ -214,4 +214,6 @@ def _value(value: Any) -> str:
         return "..."
     named = getattr(value, "__qualname__", None)
     text = named if callable(value) and named else str(value)
+    # The rule of a custom derivative that JAX has wrapped: the last word is the user's function.
+    text = text.rpartition("Core: ")[2] if text.startswith("Wrapped function:") else text
     return _ADDRESS.sub("", " ".join(text.split()))

@@ -15,13 +15,16 @@ __all__ = ["takes_plain_gradient"]
 
 _READ_SEEDS = ("mul", "div", "neg", "broadcast_in_dim", "convert_element_type", "reshape", "jit")
 
+_SMALLEST_SCALE = 64
+"""A smaller number is taken for the weight of a term of the loss (assumed)."""
+
 
 def takes_plain_gradient(jaxpr: Jaxpr) -> bool:
     """Whether a program has a backward pass with products whose loss was not scaled.
 
     `jax.grad` begins with a cotangent of one, which stands in the program as a number. The backward
-    pass of `loss * scale` multiplies it by the scale: a scalar product with a number above one, or
-    with a value. A loss that is multiplied by any other value counts as scaled too.
+    pass of `loss * scale` multiplies it by the scale: a scalar product with a large number, or with
+    a value. A loss that is multiplied by any other value counts as scaled too.
     """
     backward = list(_backward(jaxpr, False))
     has_products = any(op(eqn.primitive.name).kind is OpKind.COMPUTE for eqn in backward)
@@ -49,4 +52,5 @@ def _scales(eqn: Eqn) -> bool:
     if eqn.primitive.name != "mul" or result is None or result.aval.shape:
         return False
     factors: list[Any] = [v.val for v in eqn.invars if is_literal(v)]
-    return not factors or any(abs(x) > 1 or (x == 1 and len(factors) == 1) for x in factors)
+    is_by_value = len(factors) == 1 and factors[0] == 1
+    return not factors or is_by_value or any(abs(x) >= _SMALLEST_SCALE for x in factors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -240,35 +240,42 @@ def dynamic_leaves(
     """
     leaves: list[Any] = []
 
-    def take(argument: Any, _label: str) -> Any:
-        def leaf(x: Any) -> Any:
-            if isinstance(x, jax.core.Tracer):
-                leaves.append(x)
-                return _Hole(len(leaves) - 1)
-            if keeps_numbers and isinstance(x, (bool, int, float, complex)):
-                return Static(x)
-            leaves.append(ir.as_operand(x))
-            return _Hole(len(leaves) - 1)
+    def take(argument: Any, _label: str) -> _Taken:
+        found, tree = jax.tree.flatten(argument)
+        places: list[int | Static] = []
+        for x in found:
+            is_number = isinstance(x, (bool, int, float, complex))
+            if keeps_numbers and is_number and not isinstance(x, jax.core.Tracer):
+                places.append(Static(x))
+                continue
+            places.append(len(leaves))
+            leaves.append(x if isinstance(x, jax.core.Tracer) else ir.as_operand(x))
+        return _Taken(tree, places)
 
-        return jax.tree.map(leaf, argument)
-
-    holed = declared.map(take, args, kwargs)
+    taken = declared.map(take, args, kwargs)
 
     def put(values: Any) -> tuple[Any, Any]:
-        return jax.tree.map(
-            lambda x: values[x.index] if isinstance(x, _Hole) else x,
-            holed,
-            is_leaf=lambda x: isinstance(x, _Hole),
-        )
+        return declared.map(lambda each, _: each.with_leaves(values), *taken)
 
     return leaves, put
 
 
-class _Hole:
-    __slots__ = ("index",)
+class _Taken(NamedTuple):
+    """An argument without its leaves.
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    A user's class may look at what it is made of, so it is never made of anything else.
+
+    Attributes:
+        tree: its structure.
+        places: for each leaf its index among all leaves, or the leaf if it is not traced.
+    """
+
+    tree: Any
+    places: list[int | Static]
+
+    def with_leaves(self, values: Any) -> Any:
+        leaves = [values[at] if isinstance(at, int) else at for at in self.places]
+        return jax.tree.unflatten(self.tree, leaves)
 
 
 # ---------------------------------------------------------------- results

@@ -6,9 +6,9 @@ traced under a policy with a `Rule(module=...)`, the calls of their modules are 
 such trace has ended, also by an error. In other threads the replaced methods do as before.
 
 A module is known by its object. A transform such as `jax.grad` calls the function with another
-object for the same module. Where such a one is called, it is the only module of its class and of
-its arrays' shapes inside of the module that is running; if there are several, its name is that of
-its class.
+object for the same module. Where such a one is called, it is the only module of its class, and of
+its arrays' shapes or of slices of them, inside of the module that is running; if there are several,
+its name is that of its class.
 
 The Python calls that JAX records with each equation, which pictures read, would need no such
 methods; but they say `layers[i]` where a rule asks for `layers/3`.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -122,8 +123,7 @@ class _Trace:
             if type(known) is type(module) and f"{path}/".startswith(inside)
         }
         if len(alike) > 1:
-            shapes = _shapes(module)
-            alike = {path: known for path, known in alike.items() if _shapes(known) == shapes}
+            alike = {path: known for path, known in alike.items() if _may_be_made_of(module, known)}
         if len(alike) == 1:
             return next(iter(alike))
         is_root = not alike and not self.running
@@ -143,8 +143,18 @@ class _Trace:
             self.running.pop()
 
 
-def _shapes(module: Any) -> list[Any]:
-    return [getattr(x, "shape", None) for x in jax.tree.leaves(module)]
+def _may_be_made_of(module: Any, known: Any) -> bool:
+    """Whether a module's arrays have the shapes of a known one's, or of slices of these.
+
+    `jax.lax.scan` and `jax.vmap` slice a stack of layers along its first dimension.
+    """
+    pairs = itertools.zip_longest(jax.tree.leaves(module), jax.tree.leaves(known))
+    shapes = [(getattr(x, "shape", None), getattr(y, "shape", None)) for x, y in pairs]
+    return all(
+        mine == its
+        or (mine is not None and its is not None and its[len(its) - len(mine) :] == mine)
+        for mine, its in shapes
+    )
 
 
 class _Here(threading.local):

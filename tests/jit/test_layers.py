@@ -325,6 +325,34 @@ def test_inside_of_a_transform_that_hides_which_it_is_a_layer_has_its_class_as_i
     assert wide_products(fn, (model, X), "EqxLayer/attention/q") == (3, 10)
 
 
+class EqxStack(eqx.Module):
+    """A stack of layers that a scan slices, and a layer of the same class and shapes."""
+
+    layers: eqx.nn.Linear
+    head: eqx.nn.Linear
+
+    def __init__(self, key: Any):
+        def made(key: Any) -> Any:
+            return eqx.nn.Linear(4, 4, key=key)
+
+        self.layers = eqx.filter_vmap(made)(jax.random.split(key, 3))
+        self.head = made(key)
+
+    def __call__(self, x: Any) -> Any:
+        arrays, rest = eqx.partition(self.layers, eqx.is_array)
+        x, _ = jax.lax.scan(lambda x, each: (eqx.combine(each, rest)(x), None), x, arrays)
+        return self.head(x)
+
+
+def test_a_slice_of_a_stack_does_not_have_the_name_of_a_layer_of_its_shapes():
+    def fn(model: Any, x: Any) -> Any:
+        return jax.vmap(model)(x)
+
+    args = (EqxStack(jax.random.key(0)), X)
+    assert wide_products(fn, args, "head") == (1, 2)
+    assert wide_products(fn, args, "Linear") == (1, 2)
+
+
 def test_a_rule_for_a_layer_is_a_value_like_other_rules():
     rule = pp.Rule(module="encoder/*", precision="f32")
     assert repr(rule) == "Rule(module='encoder/*', precision='f32')"

@@ -51,6 +51,9 @@ UNSCALED: dict[str, Callable[[], Any]] = {
     "of a jit": lambda: pp.auto_mixed(jax.grad(jax.jit(loss)), "f16")(W, X),
     "with a value": lambda: pp.auto_mixed(jax.value_and_grad(loss), "AutoMixedConservative")(W, X),
     "weighted": lambda: pp.auto_mixed(jax.grad(lambda w: 0.1 * loss(w, X)), "AlwaysF16")(W),
+    "weighted by more than one": lambda: pp.auto_mixed(
+        jax.grad(lambda w: loss(w, X) + 4.0 * jnp.abs(X @ w).mean()), "f16"
+    )(W),
     "in a loop": lambda: pp.auto_mixed(in_a_loop, "f16")(W, X),
     "outside": lambda: jax.grad(pp.auto_mixed(loss, "f16"))(W, X),
     "by a rule": lambda: pp.auto_mixed(jax.grad(loss), IN_FLOAT16)(W, X),

@@ -423,6 +423,28 @@ def test_scales_have_jmps_names(kind: str):
                 assert float(adjusted.value) == float(theirs.adjust(jnp.asarray(finite)).loss_scale)
 
 
+def test_jmps_own_scale_is_an_argument_like_others():
+    """Its class looks at what it is made of, and refuses what is no array."""
+
+    def step(w, scale, x):
+        gradient = jax.grad(lambda w: scale.scale(jnp.square(jnp.tanh(x @ w)).mean()))(w)
+        gradient = scale.unscale(gradient)
+        finite = jmp.all_finite(gradient)
+        return jmp.select_tree(finite, w - 0.1 * gradient, w), scale.adjust(finite)
+
+    x, w = (jax.random.normal(jax.random.key(i), (16, 16)) / 4 for i in range(2))
+    scale = jmp.DynamicLossScale(jnp.float32(2.0**15), period=1)
+    with jax.numpy_dtype_promotion("standard"):
+        want, want_scale = jax.jit(step)(w, scale, x)
+        for got, got_scale in (
+            pp.auto_mixed(step, policy="half")(w, scale, x),
+            pp.monitor(step, "half")(w, scale, x)[0],
+        ):
+            np.testing.assert_allclose(got, want, atol=1e-3)
+            assert isinstance(got_scale, jmp.DynamicLossScale)
+            assert float(got_scale.loss_scale) == float(want_scale.loss_scale) == 2.0**16
+
+
 @pytest.mark.parametrize("wrap", [pp.scaled_optimizer, pp.master_copies])
 def test_without_optax_the_error_says_what_to_install(wrap, monkeypatch):
     optimizer = optax.sgd(1.0)

@@ -162,3 +162,23 @@ def test_a_users_own_bits_stay():
 
     lines = pp.inspect(hashed)(X, W).listing()
     assert "uint16[8,8] = bitcast_convert_type" in lines and "precpass_" not in lines
+
+
+@jax.custom_vjp
+def with_a_rule(x, w):
+    return jnp.tanh(x @ w)
+
+
+with_a_rule.defvjp(
+    lambda x, w: (with_a_rule(x, w), (x, w)),
+    lambda kept, g: (g @ kept[1].T, kept[0].T @ g),
+)
+
+
+@pytest.mark.parametrize("fn", [lambda x, w: jax.nn.relu(x @ w), with_a_rule])
+def test_a_custom_derivative_that_is_rewritten_is_shown_as_it_was(fn):
+    text = pp.inspect(fn)(X, W).diff("jaxpr", color=False)
+    changed = [line for line in text.splitlines() if line.startswith(("+", "-"))]
+    assert any("bf16" in line for line in changed)
+    assert not any("custom_" in line for line in changed)
+    assert "rewritten" not in text and "Wrapped" not in text

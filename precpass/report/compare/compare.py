@@ -54,9 +54,9 @@ def compare(
 
     Args:
         fn: the function, or what `auto_mixed` made of it, whose options then count.
-        policies: what the rows are, by default all presets: policies, by value, name or string,
-            precisions of products ("bf16"), and other functions of
-            the same signature (a model that is written in bfloat16, one cast by jmp,
+        policies: what the rows are, by default the presets of 16 and 32 bits: policies, by value,
+            name or string, precisions of products ("bf16"), and other functions of the same
+            signature (a model that is written in bfloat16, one cast by jmp,
             one under `jax.default_matmul_precision`), whose counts are those of their
             own traces. An item may be a pair (name, policy or function); a dict has
             names as its keys. `fn` itself as an item is the function as it is written.

@@ -68,7 +68,7 @@ def profile(
     Args:
         fn: the function, or what `auto_mixed` made of it, whose options then count.
         policies: what the rows are, as `compare` takes them: policies and other functions, by
-            default all presets.
+            default the presets of 16 and 32 bits.
         devices: for which a gain is estimated: "a100" (80 GB), "a100-40gb", "h100", "h200",
             "mi300x", "v4", "v5e", "v5p", "v6e"; () for none of them, None for those of the default.
         rounds: how many times each row is timed, by default 10; 0 for no times. Nothing runs
