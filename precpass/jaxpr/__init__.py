@@ -83,6 +83,7 @@ from precpass.jaxpr.primitives.rounded import (
     recalled,
     wide_operand,
 )
+from precpass.jaxpr.primitives.scaling import Arithmetic, scaling
 from precpass.jaxpr.primitives.undifferentiated import undifferentiated
 from precpass.jaxpr.printing import Printer, Shown, fingerprint
 from precpass.jaxpr.promoted import with_promoted_operands
@@ -124,10 +125,12 @@ from precpass.jaxpr.shardings import (
     is_reduced,
     is_sharded_by_type,
     is_unreduced,
+    resharded_along,
     sharding_before,
     sharding_under_vmap,
     shards,
     summed_up,
+    with_sizes,
 )
 from precpass.jaxpr.types import Atom, Aval, Eqn, Jaxpr, Var
 
@@ -136,6 +139,7 @@ __all__ = [
     "ENTERED",
     "OPAQUE",
     "WIDENS_STACKS",
+    "Arithmetic",
     "Atom",
     "Aval",
     "Body",
@@ -234,8 +238,10 @@ __all__ = [
     "ragged_dimension",
     "recalled",
     "reduced_sizes",
+    "resharded_along",
     "retyped",
     "run",
+    "scaling",
     "scope_of",
     "selected",
     "sharding_before",
@@ -263,5 +269,6 @@ __all__ = [
     "with_promoted_operands",
     "with_results_in",
     "with_rewritten_rules",
+    "with_sizes",
     "without_consts",
 ]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from precpass.jaxpr.bodies import Body, bodies, with_bodies
 from precpass.jaxpr.border_copies import crossing, takes_border_copies, with_border_copies_in_order
 from precpass.jaxpr.building import Builder, new_variable
+from precpass.jaxpr.dots import permutation
 from precpass.jaxpr.primitives.dequantized import dequantized_from
 from precpass.jaxpr.reading import is_literal, open_jaxpr
 from precpass.jaxpr.types import Eqn, Jaxpr
@@ -32,12 +33,18 @@ def dequantized_inside(jaxpr: Jaxpr) -> Any:
     are, and so do those of equations whose operands are fixed.
     """
     opened = open_jaxpr(jaxpr)
-    made = {eqn.outvars[0]: eqn for eqn in opened.eqns if dequantized_from(eqn)}
+    made: _Made = {}
+    for eqn in opened.eqns:
+        if dequantized_from(eqn) or _is_moved(eqn, made):
+            made[eqn.outvars[0]] = eqn
     if not made or not any(_positions(eqn, made) for eqn in opened.eqns):
         return jaxpr
     build = Builder({})
     for eqn in opened.eqns:
-        if at := _positions(eqn, made):
+        if _is_moved(eqn, made):
+            build.at(eqn)
+            made[eqn.outvars[0]] = _moved(build, eqn, made[eqn.invars[0]])
+        elif at := _positions(eqn, made):
             build.at(eqn)
             _enter(build, eqn, at, made)
         else:
@@ -46,6 +53,19 @@ def dequantized_inside(jaxpr: Jaxpr) -> Any:
     read.update(v for v in opened.outvars if not is_literal(v))
     build.eqns = [eqn for eqn in build.eqns if not _is_unread(eqn, made, read)]
     return build.finish(jaxpr, opened.invars, opened.outvars)
+
+
+def _is_moved(eqn: Eqn, made: _Made) -> bool:
+    return permutation(eqn) is not None and not is_literal(eqn.invars[0]) and eqn.invars[0] in made
+
+
+def _moved(build: Builder, eqn: Eqn, maker: Eqn) -> Eqn:
+    """The equation that makes a transposed float32 array of transposed values of 8 bits."""
+    (values, scale), order = maker.invars, permutation(eqn)
+    assert order is not None
+    operands = [build.transpose(x, order) if x.aval.ndim else x for x in (values, scale)]
+    build.eqns.append(maker.replace(invars=operands, outvars=eqn.outvars))
+    return build.eqns[-1]
 
 
 def _is_unread(eqn: Eqn, made: _Made, read: set[Any]) -> bool:

@@ -17,11 +17,13 @@ __all__ = [
     "is_sharded_by_type",
     "is_unreduced",
     "permuted",
+    "resharded_along",
     "resharded_to",
     "sharding_before",
     "sharding_under_vmap",
     "shards",
     "summed_up",
+    "with_sizes",
     "without_reduced",
 ]
 
@@ -121,6 +123,39 @@ def resharded_to(x: Any, aval: Aval) -> Any:
     if _spec_of(jax.typeof(x)) == _spec_of(aval):
         return x
     return jax.reshard(x, aval.sharding)
+
+
+def resharded_along(x: Any, aval: Aval, dims: Sequence[int | None]) -> Any:
+    """A value each dimension of which is sharded as a dimension of another value is.
+
+    The same value is returned on a mesh without explicit axes.
+
+    Args:
+        x: the value.
+        aval: the other value's type.
+        dims: for each dimension of `x` that of the other value; None for one that is not sharded.
+    """
+    if not _has_explicit_axes(_mesh_of(aval)):
+        return x
+    parts = [None if dim is None else aval.sharding.spec.partitions[dim] for dim in dims]
+    return jax.reshard(x, aval.sharding.update(spec=PartitionSpec(*parts)))
+
+
+def with_sizes(aval: Aval, shape: Sequence[int], dtype: Any) -> Any:
+    """An aval with another dtype and shape. A dimension whose size changes is not sharded.
+
+    Args:
+        aval: the aval.
+        shape: of the same rank, or () for a scalar.
+        dtype: the dtype.
+    """
+    changes: dict[str, Any] = {"shape": tuple(shape), "dtype": dtype, "weak_type": False}
+    if not _mesh_of(aval).empty:
+        parts = (*aval.sharding.spec.partitions, *[None] * aval.ndim)
+        sizes = zip(parts, shape, aval.shape, strict=False)
+        kept = [part if new == old else None for part, new, old in sizes]
+        changes["sharding"] = aval.sharding.update(spec=_respelled(aval.sharding.spec, kept))
+    return aval.update(**changes)
 
 
 def summed_up(x: Any) -> Any:

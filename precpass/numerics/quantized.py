@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from precpass import jaxpr as ir
 from precpass.api import inspect, mixed_of
-from precpass.jit.nnx import has_nodes
+from precpass.jit.nnx import is_node
 from precpass.jit.staged import AtArguments
 from precpass.plan.plan import Plan, ProductForm
 from precpass.policy.policy import AutoMixedInt8, PolicyLike, PrecisionPolicy
@@ -39,9 +39,9 @@ def quantized(
 
     A weight that is rounded in each call costs a pass over it in float32. One that was rounded
     before takes a quarter of the memory, and the product reads it as it is. The function gives the
-    same results for both, but for a float32 rounding of the scales. An exception is a weight that
-    a loop reads in every trip: in float32 it would be rounded in every trip, so its products have
-    16 bits, and in 8 bits it is read as it is.
+    same results for both, but for a float32 rounding of the scales. Exceptions are weights of
+    loops. One that is read in every trip would be rounded in every trip if it were float32, so its
+    products have 16 bits then. And a stack in float32 may cross the loop's border in 16 bits.
 
     An array is replaced if scaled products alone read it, all of them along the same dimensions.
     It may be a stack of weights that a scan slices. Under a policy of 16 bits the results of
@@ -58,7 +58,8 @@ def quantized(
         of arrays, which for example orbax saves.
 
     Raises:
-        TypeError: for an argument that is or holds a module of flax nnx.
+        TypeError: for an argument that is or holds a module or a state of flax nnx, or
+            `QuantizedArray`s.
         ValueError: for an unknown policy, one without products in 8 bits, or a position that there
             is no argument for.
 
@@ -78,6 +79,8 @@ def quantized(
         (dtype('int8'), (1, 256))
     """
     mixed, parsed = mixed_of(fn), PrecisionPolicy.parse(policy)
+    if not isinstance(argnums, int) or isinstance(argnums, bool):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+        raise TypeError(f"argnums = {argnums!r}: the position of one argument, an int, is taken")
     if parsed.scaled is None and not any(_orders_scaled(rule.precision) for rule in parsed.rules):
         raise ValueError(f"{parsed.name} multiplies nothing in 8 bits: take AutoMixedInt8")
 
@@ -87,11 +90,7 @@ def quantized(
                 f"argnums = {argnums}: there is no such argument among the {len(args)} that were "
                 "given by position"
             )
-        if has_nodes(args[argnums]):
-            raise TypeError(
-                "quantized: a flax nnx module holds arrays alone; take its state as a dict, "
-                "nnx.to_pure_dict(nnx.split(model)[1]), and a function that merges it"
-            )
+        _check(args[argnums])
         leaves, tree = jax.tree.flatten(args[argnums])
         with quietly():
             found, operands = _planned(mixed.__wrapped__, parsed, args, kwargs, argnums)
@@ -137,6 +136,25 @@ class _Place(NamedTuple):
         dims = self.dims if precision is not Precision.INT8 and self.sliced else summed
         whole = dims if dims is self.dims else tuple(self.dims[d] for d in summed)
         return precision, tuple(sorted(whole))
+
+
+def _check(argument: Any) -> None:
+    """Refuses an argument that cannot hold arrays of 8 bits, or holds some already."""
+    leaves = jax.tree.leaves(argument, is_leaf=lambda x: is_node(x) or _is_quantized(x))
+    if any(map(is_node, leaves)):
+        raise TypeError(
+            "quantized: a module, a variable or a state of flax nnx holds arrays alone; take the "
+            "state as a dict, nnx.to_pure_dict(nnx.split(model)[1]), and a function that merges it"
+        )
+    if any(map(_is_quantized, leaves)):
+        raise TypeError(
+            "quantized: the argument holds QuantizedArrays already; give the arrays in float32 "
+            "that they were made of"
+        )
+
+
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, QuantizedArray)
 
 
 def _orders_scaled(precision: Any) -> bool:

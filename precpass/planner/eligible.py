@@ -38,16 +38,20 @@ _LARGEST_SUM = 2**31 // 127**2
 def has_scaled_form(eqn: ir.Eqn, precision: Precision) -> bool:
     """Whether an equation can be evaluated as a scaled product.
 
-    It is a dot of known sizes without an empty dimension, whose sums an int32 can hold.
+    It is a dot without an empty dimension, and an int32 can hold its sums, whose number is known.
     """
     numbers = ir.dot_numbers(eqn)
-    if numbers is None:
+    if numbers is None or any(size == 0 for v in eqn.invars for size in _known(v.aval.shape)):
         return False
-    sizes = [size for v in eqn.invars for size in v.aval.shape]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
+    summed = [eqn.invars[0].aval.shape[d] for d in numbers[0][0]]
+    if len(_known(summed)) < len(summed):
         return False
-    summed = element_count(tuple(eqn.invars[0].aval.shape[d] for d in numbers[0][0]))
-    return precision is not Precision.INT8 or summed <= _LARGEST_SUM
+    return precision is not Precision.INT8 or math.prod(summed) <= _LARGEST_SUM
+
+
+def _known(sizes: Sequence[Any]) -> list[int]:
+    """The sizes that are no symbolic dimensions, as an exported program may have."""
+    return [size for size in sizes if isinstance(size, int)]
 
 
 class EligibleProducts:
@@ -82,12 +86,17 @@ class EligibleProducts:
     def _repeats_or_differentiates(self, eqn: ir.Eqn, classes: tuple[int, int]) -> bool:
         """Whether a product of a backward pass is one for a forward product that is eligible.
 
-        It shares an operand with it. If a checkpoint has computed that operand again, it has the
-        same sizes, in another order, and shares no operand with any forward product.
+        It shares an operand with it, or with what a checkpoint computes again of it. A checkpoint
+        may also compute an operand again that no product reads there, because the product's result
+        is kept or not needed. Then the sizes tell, unless there are products of both kinds.
         """
         if self._operands & set(classes):
             return True
-        return not self._of_forward_dots & set(classes) and _sizes(eqn) in self._sizes
+        if self._of_forward_dots & set(classes):
+            return False
+        sizes = _sizes(eqn)
+        is_ambiguous = sizes in self._repeated_sizes and sizes in self._other_sizes
+        return sizes in self._sizes and not is_ambiguous
 
     def _is_first_time(self, body: int, eqn: ir.Eqn) -> bool:
         scope = self.graph.scope_in(body, eqn)
@@ -211,28 +220,54 @@ class EligibleProducts:
         }
 
     @functools.cached_property
+    def _dots(self) -> list[int]:
+        """The rows of all dots."""
+        return [i for i, eqn in enumerate(self.graph.eqns) if ir.dot_numbers(eqn) is not None]
+
+    @functools.cached_property
     def _forward_dots(self) -> list[int]:
         """The rows of all forward dots."""
-        rows = (row for row, eqn in enumerate(self.graph.eqns) if ir.dot_numbers(eqn) is not None)
-        body, eqns = self.graph.body, self.graph.eqns
-        return [row for row in rows if self._is_first_time(int(body[row]), eqns[row])]
+        eqns = self.graph.eqns
+        return [row for row in self._dots if self._is_first_time(self._body_of(row), eqns[row])]
+
+    @functools.cached_property
+    def _repeated_dots(self) -> list[int]:
+        """The rows of the dots that a checkpoint computes again."""
+        eqns, scope_in = self.graph.eqns, self.graph.scope_in
+        return [row for row in self._dots if _is_repeated(scope_in(self._body_of(row), eqns[row]))]
+
+    def _pairs(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """The classes of the operands of dots."""
+        return [self._classes_of(self._body_of(row), self.graph.eqns[row]) for row in rows]
 
     @functools.cached_property
     def _of_forward_dots(self) -> set[int]:
-        """The classes of the operands of all forward dots."""
-        body, eqns = self.graph.body, self.graph.eqns
-        pairs = (self._classes_of(int(body[row]), eqns[row]) for row in self._forward_dots)
+        """The classes of the operands of all dots that compute a value, also a second time."""
+        pairs = self._pairs([*self._forward_dots, *self._repeated_dots])
         return {c for pair in pairs for c in pair}
 
     @functools.cached_property
     def _operands(self) -> set[int]:
-        """The classes of the operands of the forward products that are eligible."""
-        return {c for _, pair in self._forward.values() for c in pair}
+        """The classes of the operands of the eligible products, and of their repetitions."""
+        found = {c for _, pair in self._forward.values() for c in pair}
+        again = self._pairs(self._repeated_dots)
+        return found.union(*(pair for pair in again if found.intersection(pair)))
 
     @functools.cached_property
     def _sizes(self) -> set[tuple[float, ...]]:
         """The sizes of the forward products that are eligible."""
         return {_sizes(self.graph.eqns[row]) for row, _ in self._forward.values()}
+
+    @functools.cached_property
+    def _other_sizes(self) -> set[tuple[float, ...]]:
+        """The sizes of the forward products that are not eligible."""
+        eqns = [self.graph.eqns[row] for row in self._forward_dots]
+        return {_sizes(eqn) for eqn in eqns if id(eqn) not in self._forward}
+
+    @functools.cached_property
+    def _repeated_sizes(self) -> set[tuple[float, ...]]:
+        """The sizes of the products that checkpoints compute again."""
+        return {_sizes(self.graph.eqns[row]) for row in self._repeated_dots}
 
     def _candidates(self) -> Iterator[tuple[int, tuple[int, tuple[int, int]]]]:
         for row in self._forward_dots:

@@ -248,7 +248,7 @@ class Planner:
         assert scaled is not None
         against = ""
         if not has_scaled_form(eqn, scaled):
-            against = "it is no dot of known sizes whose sums 32 bits can hold"
+            against = "it is no dot, or one with empty sides, or 32 bits might not hold its sums"
         elif scaled is Precision.INT8 and not self._eligible.is_forward(body, eqn):
             against = "derivatives are in bf16"
         elif decision.decided_by is DecidedBy.PRESET:

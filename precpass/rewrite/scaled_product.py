@@ -13,6 +13,7 @@ Values that are all zero have the scale one.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -64,8 +65,8 @@ def quantized_copy(
         precision: its format.
         summed: its contracted dimensions.
     """
-    key = "quantized", precision, tuple(summed)
-    low, scale = build.call(lambda x: in_eight_bits(x, precision, summed), [build.detach(x)], key)
+    rounding = _Rounding(precision, tuple(summed))
+    low, scale = build.call(lambda x: ir.scaling(rounding, x), [x], rounding)
     # XLA:CPU is kept from folding a transpose into a product of int8, which then takes 3.4 to 5.4
     # times as long as float32's.
     is_matrix = len(low.aval.shape) <= 2
@@ -100,13 +101,62 @@ def scaled_product(
     params = {**dict(items), **params, "preferred_element_type": sums_in, "precision": None}
     sums = build.emit(primitive, pair, params, aval and ir.with_dtype(aval, sums_in))
 
-    def result(sums: Any, of_lhs: Any, of_rhs: Any) -> list[Any]:
-        return _result(sums, of_lhs, of_rhs, numbers, dtype)
+    scaled = _Scaled(_hashable(numbers), dtype)
+    scales = [_placed(build, of_lhs, sums, numbers, 0), _placed(build, of_rhs, sums, numbers, 1)]
+    return build.call(lambda *xs: ir.scaling(scaled, *xs), [sums, *scales], scaled)[0]
 
-    return build.call(result, [sums, of_lhs, of_rhs], ("scaled result", repr(numbers), dtype))[0]
+
+@dataclasses.dataclass(frozen=True)
+class _Rounding:
+    """An array in 8 bits, and its scale; see `in_eight_bits`."""
+
+    precision: Precision
+    summed: tuple[int, ...]
+
+    def __call__(self, *arrays: Any, on_cpu: bool) -> list[Any]:
+        (x,) = arrays
+        return in_eight_bits(x, self.precision, self.summed, on_cpu=on_cpu)
+
+    def avals(self, *operands: ir.Aval) -> list[ir.Aval]:
+        (x,) = operands
+        shape = [1 if d in self.summed else size for d, size in enumerate(x.shape)]
+        return [
+            x.update(dtype=self.precision.dtype, weak_type=False),
+            ir.with_sizes(x, shape if self.summed else (), np.dtype(np.float32)),
+        ]
+
+    def __str__(self) -> str:
+        along = f" with a scale along {self.summed}" if self.summed else ""
+        return f"to {self.precision}{along}"
 
 
-def in_eight_bits(x: Any, precision: Precision, summed: Sequence[int]) -> list[Any]:
+@dataclasses.dataclass(frozen=True)
+class _Scaled:
+    """The product of operands in 8 bits, times the scales of both, in a dtype."""
+
+    numbers: Numbers
+    dtype: np.dtype[Any]
+
+    def __call__(self, *arrays: Any, on_cpu: bool) -> list[Any]:
+        sums, lhs, rhs = arrays
+        wide = sums.astype(np.float32)
+        if not lhs.ndim:
+            return [(wide * (lhs * rhs)).astype(self.dtype)]
+        spread = [_spread(scale, wide, self.numbers, side) for side, scale in enumerate((lhs, rhs))]
+        # The scales first: one of them may be so large that the sums times it are not finite.
+        return [(wide * (spread[0] * spread[1])).astype(self.dtype)]
+
+    def avals(self, *operands: ir.Aval) -> list[ir.Aval]:
+        sums, *_ = operands
+        return [sums.update(dtype=self.dtype, weak_type=False)]
+
+    def __str__(self) -> str:
+        return "times both scales"
+
+
+def in_eight_bits(
+    x: Any, precision: Precision, summed: Sequence[int], *, on_cpu: bool = True
+) -> list[Any]:
     """An operand in 8 bits, and its scale.
 
     Args:
@@ -114,6 +164,7 @@ def in_eight_bits(x: Any, precision: Precision, summed: Sequence[int]) -> list[A
         precision: INT8, F8E4M3 or F8E5M2.
         summed: the dimensions along which its numbers share a scale: for int8 those that are
             contracted; for float8 () for all.
+        on_cpu: whether XLA:CPU compiles it.
 
     Returns:
         The array in 8 bits, and a float32 array that it is to be multiplied by: of the same rank,
@@ -121,9 +172,8 @@ def in_eight_bits(x: Any, precision: Precision, summed: Sequence[int]) -> list[A
     """
     wide = x if x.dtype == np.float32 else ir.convert(x, np.float32)
     if precision is Precision.INT8:
-        return _as_int8(wide, summed)
-    dims = tuple(summed) or None
-    largest = jnp.max(jnp.abs(wide), axis=dims, keepdims=bool(dims))
+        return _as_int8(wide, summed, on_cpu)
+    largest = _largest(wide, tuple(summed), on_cpu)
     largest = largest * np.float32(1.0 / precision.max)
     # The smallest power of two that is not less.
     near = lax.reduce_precision(largest, 8, 0)
@@ -134,9 +184,23 @@ def in_eight_bits(x: Any, precision: Precision, summed: Sequence[int]) -> list[A
     return [(wide * (np.float32(1.0) / scale)).astype(precision.dtype), scale]
 
 
-def _as_int8(wide: Any, summed: Sequence[int]) -> list[Any]:
+def _largest(x: Any, dims: tuple[int, ...], on_cpu: bool) -> Any:
+    """The largest magnitudes along dimensions, or of all for (); NaN where there is one.
+
+    XLA:CPU's kernel for the maximum of 64 and more elements leaves out NaN (jax 0.10.2, 0.12.0), so
+    there a sum finds it.
+    """
+    every = dims or tuple(range(x.ndim))
+    largest = jnp.max(jnp.abs(x), axis=every, keepdims=bool(dims), initial=np.float32(0))
+    if not on_cpu:
+        return largest
+    zero_or_nan = jnp.sum(x * np.float32(0), axis=every, keepdims=bool(dims))
+    return jnp.where(jnp.isinf(largest), largest, largest + zero_or_nan)
+
+
+def _as_int8(wide: Any, summed: Sequence[int], on_cpu: bool) -> list[Any]:
     most = np.float32(Precision.INT8.max)
-    largest = jnp.max(jnp.abs(wide), axis=tuple(summed), keepdims=True)
+    largest = _largest(wide, tuple(summed), on_cpu)
     is_small = largest < np.float32(_SMALLEST)
     inverse = jnp.where(is_small, np.float32(0.0), most / largest)
     # The largest magnitude becomes 127 times 1 and a few roundoffs, which is rounded to 127.
@@ -144,20 +208,38 @@ def _as_int8(wide: Any, summed: Sequence[int]) -> list[Any]:
     return [whole.astype(np.int8), largest * np.float32(1.0 / most)]
 
 
-def _result(sums: Any, lhs: Any, rhs: Any, numbers: Numbers, dtype: np.dtype[Any]) -> list[Any]:
-    """The product of operands in 8 bits, times the scales of both, in a dtype."""
-    wide = sums.astype(np.float32)
-    if not lhs.ndim:
-        return [(wide * (lhs * rhs)).astype(dtype)]
+def _spread(scale: Any, wide: Any, numbers: Numbers, side: int) -> Any:
+    """The scale of one side, for each element of the product."""
+    dims = _result_dims(scale.ndim, wide.ndim, numbers, side)
+    summed, own_batch = numbers[0][side], numbers[1][side]
+    order = [*own_batch, *kept(scale.ndim, summed, own_batch), *summed]
+    ordered = lax.transpose(scale, order)
+    flat = lax.reshape(ordered, ordered.shape[: len(dims)])
+    return lax.broadcast_in_dim(flat, wide.shape, dims)
+
+
+def _result_dims(ndim: int, result_ndim: int, numbers: Numbers, side: int) -> tuple[int, ...]:
+    """The dimensions of a product that an operand's batch and free dimensions become, in order."""
     batch = len(numbers[1][0])
-    first = lhs.ndim - len(numbers[0][0])
-    last = (*range(batch), *range(first, wide.ndim))
-    spread: list[Any] = []
-    for side, (scale, dims) in enumerate(((lhs, range(first)), (rhs, last))):
-        summed, own_batch = numbers[0][side], numbers[1][side]
-        order = [*own_batch, *kept(scale.ndim, summed, own_batch), *summed]
-        ordered = lax.transpose(scale, order)
-        flat = lax.reshape(ordered, ordered.shape[: len(dims)])
-        spread.append(lax.broadcast_in_dim(flat, wide.shape, tuple(dims)))
-    # The scales first: one of them may be so large that the sums times it are not finite.
-    return [(wide * (spread[0] * spread[1])).astype(dtype)]
+    free = ndim - len(numbers[0][side]) - batch
+    first = batch if side == 0 else result_ndim - free
+    return (*range(batch), *range(first, first + free))
+
+
+def _placed(
+    build: ir.Builder | ir.Direct, scale: Any, sums: Any, numbers: Numbers, side: int
+) -> Any:
+    """A scale that is sharded as those dimensions of the product are that it belongs to."""
+    ndim, summed, own_batch = scale.aval.ndim, numbers[0][side], numbers[1][side]
+    if not ndim or sums.aval.sharding.mesh.empty:
+        return scale
+    its_dims = _result_dims(ndim, sums.aval.ndim, numbers, side)
+    dims: list[int | None] = [None] * ndim
+    for own, its in zip((*own_batch, *kept(ndim, summed, own_batch)), its_dims, strict=True):
+        dims[own] = its
+    return build.call(lambda x: [ir.resharded_along(x, sums.aval, dims)], [scale])[0]
+
+
+def _hashable(numbers: Numbers) -> Numbers:
+    (lhs, rhs), (lhs_batch, rhs_batch) = numbers
+    return (tuple(lhs), tuple(rhs)), (tuple(lhs_batch), tuple(rhs_batch))

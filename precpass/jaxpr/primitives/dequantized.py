@@ -44,6 +44,16 @@ class QuantizedArray:
         """The shape of the float32 array."""
         return self.values.shape
 
+    @property
+    def ndim(self) -> int:
+        """The number of its dimensions."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the float32 array."""
+        return np.dtype(np.float32)
+
     def array(self) -> Any:
         """The float32 array.
 
@@ -68,7 +78,18 @@ class QuantizedArray:
 
 
 def dequantized(values: Any, scale: Any) -> Any:
-    """The float32 array of an array of 8 bits and its scale."""
+    """The float32 array of an array of 8 bits and its scale.
+
+    Raises:
+        ValueError: for a scale of another rank, or of a size that is neither 1 nor the array's.
+    """
+    sizes, given = jnp.shape(values), jnp.shape(scale)
+    fits = len(given) == len(sizes) and all(s in (1, n) for s, n in zip(given, sizes, strict=True))
+    if given and not fits:
+        raise ValueError(
+            f"a QuantizedArray of shape {sizes} has a scale of shape {given}: legal are () and "
+            "shapes of the same rank with 1 or the array's size in each dimension"
+        )
     return _dequantized_p.bind(values, scale)
 
 

@@ -170,9 +170,19 @@ def _row(step: ir.Ran, reads: bool) -> dict[str, Any]:
         figures = _reduced(list(columns.values()))
         for (key, (_, how)), value in zip(columns.items(), figures, strict=True):
             row[key] = _COMBINE[how](row[key], value)
+    row["lost"] = row["lost"] + _lost_in_eight_bits(step)
     if reads:
         row |= _reads(operand_bits)
     return row
+
+
+def _lost_in_eight_bits(step: ir.Ran) -> Any:
+    """The number of values that a scaled product's operand loses to zero by its rounding."""
+    low, *_ = (*step.results, None)
+    if step.eqn.primitive.name != "scaling" or low is None or low.dtype.itemsize > 1:
+        return np.int32(0)
+    given = _bits(step.operands[0])
+    return _reduced([((_bits(low) == 0) & (given > 0) & (given < INFINITY), "sum")])[0]
 
 
 Columns = dict[str, tuple[Any, str]]
