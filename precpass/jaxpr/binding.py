@@ -141,6 +141,19 @@ def is_differentiated(x: Any) -> bool:
     return type(x).__name__ in ("JVPTracer", "LinearizeTracer")
 
 
+def outer_value(x: Any) -> Any:
+    """The value for which a tracer of a derivative or of a vmap stands, in the trace around these.
+
+    Any other value is returned as it is.
+    """
+    while isinstance(x, jax.core.Tracer):
+        inner = getattr(x, "primal" if is_differentiated(x) else "val", None)
+        if not isinstance(inner, jax.Array):  # a tracer is one, too
+            break
+        x = inner
+    return x
+
+
 def is_tracing() -> bool:
     """Whether anything is being traced in this thread."""
     with jax.core.eval_context():

@@ -6,9 +6,10 @@ traced under a policy with a `Rule(module=...)`, the calls of their modules are 
 such trace has ended, also by an error. In other threads the replaced methods do as before.
 
 A module is known by its object. A transform such as `jax.grad` calls the function with another
-object for the same module. Where such a one is called, it is the only module of its class, and of
-its arrays' shapes or of slices of them, inside of the module that is running; if there are several,
-its name is that of its class.
+object for the same module. Where such a one is called, it is the only module of its class inside of
+the module that is running. If there are several, it is the one with its arrays, which a derivative
+and a vmap hand on, or else the only one with arrays of its shapes or with stacks of them. If that
+is not known either, its name is that of its class.
 
 The Python calls that JAX records with each equation, which pictures read, would need no such
 methods; but they say `layers[i]` where a rule asks for `layers/3`.
@@ -28,6 +29,7 @@ from typing import Any
 
 import jax
 
+from precpass import jaxpr as ir
 from precpass.policy.policy import PrecisionPolicy
 
 __all__ = ["asks_for_layers", "name_root_modules", "naming_layers"]
@@ -123,6 +125,10 @@ class _Trace:
             if type(known) is type(module) and f"{path}/".startswith(inside)
         }
         if len(alike) > 1:
+            arrays = _arrays(module)
+            same = {path: known for path, known in alike.items() if _arrays(known) == arrays}
+            alike = same if len(same) == 1 else alike
+        if len(alike) > 1:
             alike = {path: known for path, known in alike.items() if _may_be_made_of(module, known)}
         if len(alike) == 1:
             return next(iter(alike))
@@ -141,6 +147,11 @@ class _Trace:
                 yield
         finally:
             self.running.pop()
+
+
+def _arrays(module: Any) -> list[int]:
+    """The identities of a module's arrays, those of the trace that a derivative or vmap is in."""
+    return [id(ir.outer_value(x)) for x in jax.tree.leaves(module)]
 
 
 def _may_be_made_of(module: Any, known: Any) -> bool:

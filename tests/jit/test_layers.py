@@ -313,16 +313,27 @@ def test_a_layer_that_is_called_by_itself_has_its_place_in_the_argument():
     assert wide_products(nnx.grad(fn), args, "head") == (3, 28)
 
 
-def test_inside_of_a_transform_that_hides_which_it_is_a_layer_has_its_class_as_its_name():
-    model = EqxModel(jax.random.key(0))
-
+def applied_by(transform: Any) -> Any:
     def fn(model: Any, x: Any) -> Any:
         for layer in model.encoder.layers:
-            x = jax.vmap(eqx.filter_checkpoint(layer))(x)
+            x = jax.vmap(transform(layer))(x)
         return jax.vmap(model.head)(x).sum()
 
-    assert wide_products(fn, (model, X), "EqxLayer") == (9, 10)
-    assert wide_products(fn, (model, X), "EqxLayer/attention/q") == (3, 10)
+    return fn
+
+
+def test_a_checkpointed_layer_is_known_by_its_arrays():
+    args = (EqxModel(jax.random.key(0)), X)
+    fn = applied_by(eqx.filter_checkpoint)
+    assert wide_products(fn, args, "encoder/layers/1/attention") == (2, 10)
+    assert wide_products(fn, args, "encoder") == (9, 10)
+
+
+def test_inside_of_a_transform_that_hides_which_it_is_a_layer_has_its_class_as_its_name():
+    args = (EqxModel(jax.random.key(0)), X)
+    fn = applied_by(lambda layer: lambda x: eqx.filter_jit(lambda f, x: f(x))(layer, x))
+    assert wide_products(fn, args, "EqxLayer") == (9, 10)
+    assert wide_products(fn, args, "EqxLayer/attention/q") == (3, 10)
 
 
 class EqxStack(eqx.Module):
@@ -351,6 +362,43 @@ def test_a_slice_of_a_stack_does_not_have_the_name_of_a_layer_of_its_shapes():
     args = (EqxStack(jax.random.key(0)), X)
     assert wide_products(fn, args, "head") == (1, 2)
     assert wide_products(fn, args, "Linear") == (1, 2)
+
+
+class NnxPair(nnx.Module):
+    """Two layers of one class and of the same shapes, which no method calls."""
+
+    def __init__(self, rngs: Any):
+        self.encoder, self.decoder = NnxAttention(rngs), NnxAttention(rngs)
+
+
+class EqxPair(eqx.Module):
+    encoder: EqxAttention
+    decoder: EqxAttention
+
+    def __init__(self, key: Any):
+        self.encoder, self.decoder = (EqxAttention(k) for k in jax.random.split(key))
+
+
+@pytest.mark.parametrize(
+    ("model", "gradient"),
+    [
+        (NnxPair(nnx.Rngs(0)), nnx.grad),
+        (NnxPair(nnx.Rngs(0)), nnx.value_and_grad),
+        (EqxPair(jax.random.key(0)), eqx.filter_grad),
+        (EqxPair(jax.random.key(0)), jax.grad),
+    ],
+    ids=["nnx.grad", "nnx.value_and_grad", "eqx.filter_grad", "jax.grad"],
+)
+def test_layers_alike_that_a_loss_calls_are_told_apart_by_their_arrays(model: Any, gradient: Any):
+    def loss(model: Any, x: Any) -> Any:
+        each = jax.vmap if isinstance(model, EqxPair) else lambda layer: layer
+        return jnp.square(each(model.decoder)(jnp.tanh(each(model.encoder)(x)))).sum()
+
+    step = gradient(loss)
+    wide, of = wide_products(step, (model, X), "encoder")
+    assert (wide, of) == (4, 10)  # two layers forward, and their weights' gradients
+    wide, of = wide_products(step, (model, X), "decoder/q")
+    assert (wide, of) == (3, 10)  # and the cotangent of its operand
 
 
 def test_a_rule_for_a_layer_is_a_value_like_other_rules():
