@@ -239,7 +239,7 @@ BOUNDARY: dict[str, str] = {
     ),
     **_because(
         "serves a product that was lowered before, by this package",
-        "precpass_carrier precpass_detach precpass_dequantized precpass_pin scaling",
+        "precpass_carrier precpass_detach precpass_dequantized precpass_pin precpass_scaling",
     ),
     **_because(
         "masks derivatives of what is not chosen, and has the dtype of what it masks",

@@ -50,7 +50,7 @@ def test_results_are_those_of_weights_that_are_rounded_in_each_call(fn, scale):
 
 def rounded(mixed, *args):
     """The number of equations that round an array to 8 bits."""
-    equations = named(jax.make_jaxpr(mixed)(*args), "scaling")
+    equations = named(jax.make_jaxpr(mixed)(*args), "precpass_scaling")
     return sum(v.aval.dtype.itemsize == 1 for e in equations for v in e.outvars)
 
 

@@ -306,5 +306,5 @@ def test_a_value_that_several_products_read_is_rounded_once():
     # int8 has scales for rows of `w` in one product, and for columns in the other.
     for precision, copies in (("f8e4m3", 2), ("int8", 3)):
         jaxpr = jax.make_jaxpr(pp.auto_mixed(twice, ordered(precision)))(W, X)
-        made = [v.aval.dtype for e in named(jaxpr, "scaling") for v in e.outvars]
+        made = [v.aval.dtype for e in named(jaxpr, "precpass_scaling") for v in e.outvars]
         assert sum(dtype.itemsize == 1 for dtype in made) == copies, precision

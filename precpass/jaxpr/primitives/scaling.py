@@ -62,7 +62,7 @@ class _Mapped:
         return f"{self.each}, mapped"
 
 
-scaling_p = jex.Primitive("scaling")
+scaling_p = jex.Primitive("precpass_scaling")
 scaling_p.multiple_results = True
 scaling_p.def_impl(lambda *xs, arithmetic: list(arithmetic(*xs, on_cpu=True)))
 scaling_p.def_abstract_eval(lambda *avals, arithmetic: list(arithmetic.avals(*avals)))
