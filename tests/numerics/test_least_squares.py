@@ -291,7 +291,8 @@ def test_what_does_not_converge_says_so():
     "given, said",
     [
         ({"roles": {"hessian": "f32"}}, "unknown role 'hessian': legal are 'residual', 'gradient'"),
-        ({"roles": {"jacobian": "f8"}}, r"Roles\(jacobian=...\): unknown precision 'f8'"),
+        ({"roles": {"jacobian": "f9"}}, r"Roles\(jacobian=...\): unknown precision 'f9'"),
+        ({"roles": {"jacobian": "f8"}}, r"Roles\(jacobian='f8e4m3'\): legal are 'f64', 'f32'"),
         ({"roles": {"solve": "bf16"}}, r"Roles\(solve='bf16'\): legal are 'f64', 'f32'"),
         ({"roles": {"residual": "f32"}}, "gradient='f64'.* is wider than residual='f32'"),
         ({"solver": "Newton"}, "solver='Newton': legal are 'LevenbergMarquardt', 'Dogleg'"),

@@ -225,7 +225,8 @@ def test_what_is_singular_or_not_finite(method: str):
     "given, said",
     [
         ({"factor": "f64"}, "factor='f64': legal are 'f32', 'f16', 'bf16'"),
-        ({"factor": "f8"}, "unknown precision 'f8'"),
+        ({"factor": "f9"}, "unknown precision 'f9'"),
+        ({"factor": "f8"}, "factor='f8': legal are 'f32', 'f16', 'bf16'"),
         ({"refine": "bf16"}, "refine='bf16': legal are 'f64', 'f32'"),
         ({"method": "cg"}, "method='cg': legal are 'classic', 'gmres'"),
         ({"A": np.ones((2, 3))}, r"A has the shape \(2, 3\)"),
