@@ -73,6 +73,7 @@ def test_tangents_of_a_custom_rule_are_transposed(precision):
     assert rel_error(outside, pp.auto_mixed(jax.grad(loss), policy)(W)) < 0.15
 
 
+@pytest.mark.programs
 @each_precision
 def test_a_linear_function_is_transposed(precision):
     linear = pp.auto_mixed(lambda x: x @ W, ordered(precision))
@@ -106,7 +107,8 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("precision", ["int8", "f8e5m2"])
+@pytest.mark.programs
+@each_precision
 @pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
 def test_meshes_of_explicit_axes(precision, specs):
     axes = (AxisType.Explicit,) * 2
