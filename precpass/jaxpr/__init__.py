@@ -84,7 +84,7 @@ from precpass.jaxpr.primitives.rounded import (
     recalled,
     wide_operand,
 )
-from precpass.jaxpr.primitives.scaling import Arithmetic, scaling
+from precpass.jaxpr.primitives.scaling import Arithmetic, rounds_to_eight_bits, scaling
 from precpass.jaxpr.primitives.undifferentiated import undifferentiated
 from precpass.jaxpr.printing import Printer, Shown, fingerprint
 from precpass.jaxpr.promoted import with_promoted_operands
@@ -242,6 +242,7 @@ __all__ = [
     "reduced_sizes",
     "resharded_along",
     "retyped",
+    "rounds_to_eight_bits",
     "run",
     "scaling",
     "scope_of",

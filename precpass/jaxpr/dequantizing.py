@@ -18,6 +18,7 @@ from precpass.jaxpr.building import Builder, new_variable
 from precpass.jaxpr.dots import permutation
 from precpass.jaxpr.primitives.dequantized import dequantized_from
 from precpass.jaxpr.reading import is_literal, open_jaxpr
+from precpass.jaxpr.shardings import with_sizes
 from precpass.jaxpr.types import Eqn, Jaxpr
 
 __all__ = ["dequantized_inside"]
@@ -56,6 +57,7 @@ def dequantized_inside(jaxpr: Jaxpr) -> Any:
 
 
 def _is_moved(eqn: Eqn, made: _Made) -> bool:
+    """Whether an equation transposes an array of 8 bits."""
     return permutation(eqn) is not None and not is_literal(eqn.invars[0]) and eqn.invars[0] in made
 
 
@@ -110,6 +112,8 @@ def _is_sliced(eqn: Eqn, position: int) -> bool:
 
 
 def _repeated(build: Builder, scale: Any, length: int) -> Any:
+    """A scale for each slice of a stack that has one scale for all slices."""
+
     def repeated(scale: Any) -> list[Any]:
         rest = scale.shape[1:]
         return [jnp.broadcast_to(scale, (length, *rest))]
@@ -131,7 +135,8 @@ def _with_eight_bits(
         values, scale = maker.invars[0].aval, scales[at.index(position)].aval
         shape = scale.shape[1:] if _is_sliced(eqn, position) else scale.shape
         invars[i] = new_variable(inner.aval.update(dtype=values.dtype, weak_type=False))
-        more.append(new_variable(scale.update(shape=shape)))
+        # The scale of a slice is sharded as the slice is, in those dimensions that it has.
+        more.append(new_variable(with_sizes(inner.aval, shape, scale.dtype)))
         places.append(i)
         build.eqns.append(maker.replace(invars=[invars[i], more[-1]], outvars=[inner]))
     build.eqns += opened.eqns

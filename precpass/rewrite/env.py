@@ -242,11 +242,14 @@ class Env:
         values, scale = self._dequantized.get(atom, (None, None))
         if values is None or values.aval.dtype != precision.dtype:
             return None
-        if precision is not Precision.INT8 and set(scale.aval.shape) == {1}:
+        shape = scale.aval.shape
+        if precision is Precision.INT8:
+            fits = bool(shape) and all(shape[d] == 1 for d in summed)
+            return (values, scale) if fits else None
+        # float8 has one scale for the whole array.
+        if set(shape) == {1}:
             (scale,) = self.build.call(lambda s: [s.reshape(())], [scale], "as scalar")
-        fits = all(scale.aval.shape[d] == 1 for d in summed) if scale.aval.ndim else not summed
-        is_for_all = precision is Precision.INT8 or not scale.aval.ndim
-        return (values, scale) if fits and is_for_all else None
+        return None if scale.aval.ndim else (values, scale)
 
     @functools.cached_property
     def _dequantized(self) -> dict[Any, Any]:

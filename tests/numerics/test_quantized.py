@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import export, lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import precpass as pp
 from tests.support.jaxprs import named
@@ -326,3 +328,24 @@ def test_a_module_of_flax_nnx_is_refused_and_its_state_taken():
     small = pp.quantized(of_dict)(pure, X)
     assert is_whole(small["layer1"]["kernel"])
     assert rel_error(pp.auto_mixed(of_dict, "int8")(small, X), model(X)) < 0.02
+
+
+def test_a_stack_on_a_mesh_of_explicit_axes_is_read_as_it_is():
+    axes = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=axes, devices=jax.devices()[:4])
+
+    def fn(ws, x):
+        def layer(x, w):
+            return jnp.tanh(jnp.einsum("ij,jk->ik", x, w, out_sharding=P("data", None))), None
+
+        return lax.scan(layer, jnp.sin(x), ws["stack"])[0] @ ws["head"]
+
+    with jax.set_mesh(mesh):
+        stack = jax.device_put(jnp.stack(WS), NamedSharding(mesh, P(None, None, "model")))
+        ws = {"stack": stack, "head": jax.device_put(WS[0], NamedSharding(mesh, P(None, None)))}
+        x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
+        for policy in ("int8", "f8"):
+            small, mixed = pp.quantized(fn, policy)(ws, x), pp.auto_mixed(fn, policy)
+            assert kinds(small) == ".8" and rounded(mixed, small, x) == 1
+            got, want = (np.asarray(v) for v in (mixed(small, x), fn(ws, x)))
+            assert rel_error(got, want) < 0.15

@@ -1,8 +1,9 @@
 """The primitive for the arithmetic around a scaled product, through which no derivative passes.
 
-Its equations are not linear, and JAX's transposition, which `jax.linear_transpose` and tangents in
-custom rules need, takes no such equations, whether their cotangents are zero or not. It takes a
-primitive whose transpose is zero.
+`jax.linear_transpose`, and the tangents of a custom rule, make JAX transpose every equation that
+depends on the transposed operand. Maxima and roundings have no transpose, and a product of two such
+values has none either, even if their cotangents are zero. So this arithmetic is one primitive, and
+its transpose is zero.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from jax import lax
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
-from precpass.jaxpr.types import Aval
+from precpass.jaxpr.types import Aval, Eqn
 
-__all__ = ["Arithmetic", "scaling"]
+__all__ = ["Arithmetic", "rounds_to_eight_bits", "scaling"]
 
 
 class Arithmetic(Protocol):
@@ -43,6 +44,11 @@ class Arithmetic(Protocol):
 def scaling(arithmetic: Arithmetic, *operands: Any) -> list[Any]:
     """The results of a function as one equation, whose derivative is zero."""
     return scaling_p.bind(*operands, arithmetic=arithmetic)
+
+
+def rounds_to_eight_bits(eqn: Eqn) -> bool:
+    """Whether an equation makes values of 8 bits, with their scale, from a product's operand."""
+    return eqn.primitive is scaling_p and eqn.outvars[0].aval.dtype.itemsize == 1
 
 
 @dataclasses.dataclass(frozen=True)

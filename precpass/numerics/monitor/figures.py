@@ -178,11 +178,10 @@ def _row(step: ir.Ran, reads: bool) -> dict[str, Any]:
 
 def _lost_in_eight_bits(step: ir.Ran) -> Any:
     """The number of values that a scaled product's operand loses to zero by its rounding."""
-    low, *_ = (*step.results, None)
-    if step.eqn.primitive.name != "precpass_scaling" or low is None or low.dtype.itemsize > 1:
+    if not ir.rounds_to_eight_bits(step.eqn):
         return np.int32(0)
-    given = _bits(step.operands[0])
-    return _reduced([((_bits(low) == 0) & (given > 0) & (given < INFINITY), "sum")])[0]
+    given, low = _bits(step.operands[0]), _bits(step.results[0])
+    return _reduced([((low == 0) & (given > 0) & (given < INFINITY), "sum")])[0]
 
 
 Columns = dict[str, tuple[Any, str]]

@@ -156,9 +156,7 @@ class Health:
 def _listed(seen: Any, limit: int, heading: str, figure: Any) -> list[str]:
     if not seen:
         return []
-    lines = [
-        f"  {figure(s)} by {s.place.primitive.removeprefix('precpass_')}  {s}" for s in seen[:limit]
-    ]
+    lines = [f"  {figure(s)} by {s.place.primitive}  {s}" for s in seen[:limit]]
     more = [f"  and {counted(len(seen) - limit, 'equation')} more"] if len(seen) > limit else []
     return [f"{heading}:", *lines, *more]
 
