@@ -142,7 +142,7 @@ def is_differentiated(x: Any) -> bool:
 
 
 def outer_value(x: Any) -> Any:
-    """The value for which a tracer of a derivative or of a vmap stands, in the trace around these.
+    """The value of the surrounding trace that a tracer of a derivative or of a vmap wraps.
 
     Any other value is returned as it is.
     """

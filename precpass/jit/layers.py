@@ -6,10 +6,10 @@ traced under a policy with a `Rule(module=...)`, the calls of their modules are 
 such trace has ended, also by an error. In other threads the replaced methods do as before.
 
 A module is known by its object. A transform such as `jax.grad` calls the function with another
-object for the same module. Where such a one is called, it is the only module of its class inside of
-the module that is running. If there are several, it is the one with its arrays, which a derivative
-and a vmap hand on, or else the only one with arrays of its shapes or with stacks of them. If that
-is not known either, its name is that of its class.
+object for the same module. If the function calls such an object, it is taken for the only module of
+its class inside of the module that is running. If there are several, it is taken for the one with
+the same arrays, which a derivative and a vmap hand on, or else for the only one whose arrays have
+its shapes or are stacks of such. If that is not known either, its name is that of its class.
 
 The Python calls that JAX records with each equation, which pictures read, would need no such
 methods; but they say `layers[i]` where a rule asks for `layers/3`.
@@ -150,7 +150,7 @@ class _Trace:
 
 
 def _arrays(module: Any) -> list[int]:
-    """The identities of a module's arrays, those of the trace that a derivative or vmap is in."""
+    """The identities of a module's arrays, as the trace around a derivative or a vmap has them."""
     return [id(ir.outer_value(x)) for x in jax.tree.leaves(module)]
 
 

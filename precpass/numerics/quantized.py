@@ -111,7 +111,7 @@ def quantized(
 
 
 class _Place(NamedTuple):
-    """Where a value is in an operand of the program.
+    """The part of one of the program's operands that a value is.
 
     Attributes:
         var: the operand.
@@ -188,6 +188,7 @@ def _planned(
 
 
 def _in_the_place_of(x: Any) -> QuantizedArray:
+    """Shapes of 8 bits for an array. The plan does not depend on which format of 8 bits it is."""
     values = jax.ShapeDtypeStruct(x.shape, jnp.int8, sharding=getattr(x, "sharding", None))
     return QuantizedArray(values, jax.ShapeDtypeStruct((1,) * len(x.shape), jnp.float32))
 

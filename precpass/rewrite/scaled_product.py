@@ -229,7 +229,7 @@ def _result_dims(ndim: int, result_ndim: int, numbers: Numbers, side: int) -> tu
 def _placed(
     build: ir.Builder | ir.Direct, scale: Any, sums: Any, numbers: Numbers, side: int
 ) -> Any:
-    """A scale that is sharded as those dimensions of the product are that it belongs to."""
+    """A scale whose dimensions are sharded as the dimensions of the product that they become."""
     ndim, summed, own_batch = scale.aval.ndim, numbers[0][side], numbers[1][side]
     if not ndim or sums.aval.sharding.mesh.empty:
         return scale
