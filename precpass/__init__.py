@@ -13,7 +13,9 @@ from precpass.api import auto_mixed, cast_floating, explain, keep, use_policy
 from precpass.api import inspect as inspect
 from precpass.jit.mixed import Mixed
 from precpass.plan.plan import Action, Decision, Plan
-from precpass.policy.policy import (
+from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.precision import Precision
+from precpass.policy.presets import (
     AlwaysBf16,
     AlwaysF16,
     AlwaysF32,
@@ -25,15 +27,14 @@ from precpass.policy.policy import (
     AutoMixedF16,
     AutoMixedInt8,
     Custom,
-    PrecisionPolicy,
 )
-from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import EqnView, Rule
 from precpass.policy.warned import PrecisionWarning
 from precpass.version import __version__
 
 if TYPE_CHECKING:
+    from precpass.numerics.delayed_scaling import DelayedScales, delayed_scaling
     from precpass.numerics.fallback.checks import IllConditioned, NonFinite, OutOfRange, Predicate
     from precpass.numerics.fallback.fallback import FallbackReport, with_fallback
     from precpass.numerics.ladder.ladder import Ladder
@@ -89,6 +90,7 @@ __all__ = [
     "Comparison",
     "Custom",
     "Decision",
+    "DelayedScales",
     "DynamicLossScale",
     "EqnView",
     "Explanation",
@@ -125,6 +127,7 @@ __all__ = [
     "calibrate",
     "cast_floating",
     "compare",
+    "delayed_scaling",
     "explain",
     "keep",
     "least_squares",
@@ -161,6 +164,8 @@ _IMPORTED_WHEN_USED = {
     "calibrate": "precpass.numerics.monitor.calibrate",
     "Health": "precpass.numerics.monitor.health",
     "monitor": "precpass.numerics.monitor.monitor",
+    "DelayedScales": "precpass.numerics.delayed_scaling",
+    "delayed_scaling": "precpass.numerics.delayed_scaling",
     "QuantizedArray": "precpass.numerics.quantized",
     "quantized": "precpass.numerics.quantized",
     "LeastSquares": "precpass.numerics.solvers.least_squares",

@@ -3,15 +3,16 @@
 Three programs run forward: one product, a perceptron of eight layers, and a byte-level
 transformer (scripts/bench_models). Each runs in float32; in bfloat16, with weights that are cast in
 the call and with weights that were cast before; and in int8, with weights that are rounded in the
-call and with those of `precpass.quantized`. Times are medians of interleaved rounds, ratios those
-within rounds.
+call, with those of `precpass.quantized`, and also with the scales of an earlier call
+(`precpass.delayed_scaling`). Times are medians of interleaved rounds, ratios those within rounds.
 
 With --targets one product of 1024 x 2048 x 2048 and six layers of it are compiled for TPUs and an
 H100. The figures are ratios to the same program in bfloat16 with weights ready: of the TPU
 compiler's estimated cycles, and of the bytes that an H100's kernels move.
 
 With --train the transformer is trained from the same parameters on the same batches in float32,
-bfloat16, int8 and float8, which a CPU emulates. The loss is the mean of the last fifty steps.
+bfloat16, int8 and float8, which a CPU emulates. The loss is the mean of the last fifty steps. The
+gradient is that of the first batch, beside float32's.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from render_results import rendered_table
 
 import precpass as pp
 from precpass.devices.cpu_info import cpu_info
+from precpass.devices.detect import planned_for
 from precpass.devices.targets import abstract_on, target_of
 from precpass.measure.execute import compiled, interleaved
 
@@ -42,7 +44,17 @@ ROUNDS = 9
 LAST = 50
 """So many of the last losses are averaged."""
 HEADS = SHAPES["medium"].heads
-TRAINED = ["AlwaysF32", "AutoMixedBf16", "AutoMixedInt8", "AutoMixedF8", "f8e5m2"]
+TRAINED: dict[str, tuple[Any, bool]] = {
+    **{name: (name, False) for name in ("AlwaysF32", "AutoMixedBf16", "AutoMixedInt8")},
+    **{name: (name, False) for name in ("AutoMixedF8", "f8e5m2")},
+    "AutoMixedF8, scales of rows": (pp.AutoMixedF8.with_scales("row"), False),
+    "AutoMixedF8, weights' gradients in bf16": (
+        pp.AutoMixedF8.with_weight_gradients("bf16"),
+        False,
+    ),
+    "AutoMixedF8, delayed scaling": ("AutoMixedF8", True),
+}
+"""Policies, and whether their scales are those of earlier calls."""
 TEXT = (
     "Times are those of two cores of a server's CPU that multiplies bfloat16 and int8 in tiles "
     "(AMX): medians of nine interleaved rounds, ratios those within rounds. Errors are against "
@@ -99,7 +111,8 @@ def columns(fn: Program, params: Any, data: Any) -> dict[str, tuple[Program, Any
     # A single product is a first and last layer, so that only a rule multiplies it in 8 bits.
     rule = pp.Rule(primitive="dot_general", precision="int8")
     policy = pp.AutoMixedBf16.with_rules(rule) if fn is product else pp.AutoMixedInt8
-    int8 = pp.auto_mixed(fn, policy)
+    int8, small = pp.auto_mixed(fn, policy), pp.quantized(fn, policy)(params, data)
+    delayed = pp.delayed_scaling(fn, policy)
 
     def of_ready(low: Any, data: Any) -> Any:
         wide = jax.tree.map(lambda a: a.astype(jnp.float32), low)
@@ -110,7 +123,8 @@ def columns(fn: Program, params: Any, data: Any) -> dict[str, tuple[Program, Any
         "bfloat16": (bf16, params),
         "bfloat16, weights ready": (jax.jit(of_ready), low(params)),
         "int8": (int8, params),
-        "int8, weights ready": (int8, pp.quantized(fn, policy)(params, data)),
+        "int8, weights ready": (int8, small),
+        "int8, weights and scales ready": (delayed.frozen(delayed.init(small, data)), small),
     }
 
 
@@ -139,30 +153,50 @@ def measured(fn: Program, params: Any, data: Any, rounds: int) -> list[list[Any]
     return rows
 
 
-def trained(steps: int, policies: list[str]) -> list[list[Any]]:
-    """A row for each policy: the mean of the transformer's last losses, in nats."""
+def trained(steps: int) -> list[list[Any]]:
+    """A row for each policy of `TRAINED`: the transformer's last losses, in nats, and its gradient.
+
+    The row ends with the relative error and the cosine of the first gradient beside float32's.
+    """
     model, shape = MODELS["unrolled"]("medium"), SHAPES["medium"]
     data = jnp.asarray(batches(standard_library(), shape, steps))
 
     def loss(params: Any, tokens: Any) -> Any:
         return cross_entropy(transformer(params, tokens), tokens[:, 1:])
 
-    def step(params: Any, state: Any, tokens: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        updates, state = model.optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
+    gradient, state = jax.value_and_grad(loss), model.optimizer.init(model.params)
+    wanted = flat(jax.jit(gradient)(model.params, data[0])[1])
     rows: list[list[Any]] = []
-    for policy in policies:
-        mixed = pp.auto_mixed(step, policy)
-        params, state = model.params, model.optimizer.init(model.params)
-        losses: list[float] = []
-        for at in range(steps):
-            params, state, value = mixed(params, state, data[at])
-            losses.append(float(value))
-        rows.append([policy, round(float(np.mean(losses[-LAST:])), 4)])
+    for name, (policy, is_delayed) in TRAINED.items():
+        delayed = pp.delayed_scaling(gradient, policy) if is_delayed else None
+        scales = delayed.init(model.params, data[0]) if delayed else None
+
+        def graded(
+            scales: Any, params: Any, tokens: Any, delayed: Any = delayed, policy: Any = policy
+        ) -> tuple[Any, Any]:
+            if delayed is not None:
+                return delayed(scales, params, tokens)
+            return pp.auto_mixed(gradient, policy)(params, tokens), scales
+
+        def step(state: Any, tokens: Any, graded: Any = graded) -> Any:
+            params, opt_state, scales = state
+            (value, grads), scales = graded(scales, params, tokens)
+            updates, opt_state = model.optimizer.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state, scales), value
+
+        found = flat(jax.jit(graded)(scales, model.params, data[0])[0][1])
+        cosine = found @ wanted / np.linalg.norm(found) / np.linalg.norm(wanted)
+        error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+        _, losses = jax.jit(partial(jax.lax.scan, step))((model.params, state, scales), data)
+        last = round(float(np.mean(losses[-LAST:])), 4)
+        rows.append([name, last, float(f"{error:.1e}"), round(float(cosine), 5)])
         print(rows[-1], flush=True)
     return rows
+
+
+def flat(tree: Any) -> Any:
+    """All numbers of a tree, in float64."""
+    return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
 
 
 def part(options: argparse.Namespace) -> dict[str, Any]:
@@ -176,20 +210,25 @@ def part(options: argparse.Namespace) -> dict[str, Any]:
     ]
     tables = [{"columns": heads, "rows": rows}]
     if options.train:
-        losses = trained(options.train, TRAINED)
         last = f"loss of the last {LAST} of {options.train} steps"
-        tables.append({"columns": ["byte transformer under", last], "rows": losses})
+        heads = ["byte transformer under", last, "error of a gradient", "its cosine"]
+        tables.append({"columns": heads, "rows": trained(options.train)})
     return {"title": f"jax {jax.__version__}, {cpu_info().model}, {today()}", "tables": tables}
 
 
+READY = "p=bf16,c=bf16"
+"""The policy for weights that are bfloat16 before the call. Without `p` a product of a float32 and
+a bfloat16 operand is the user's own, in float32."""
 TARGETS = {"tpu v5e": "cycles", "tpu v5p": "cycles", "tpu v6e": "cycles", "h100": "moved"}
 """The devices that are compiled for, with the figure that their compiler gives of a program."""
 
 
-def figure(target: str, fn: Program, policy: Any, w: Any, x: Any) -> float:
+def figure(target: str, run: Program, *args: Any) -> float:
     """What the compiler of a device that is not there says of a program at some shapes."""
-    traffic = compiled(pp.auto_mixed(fn, policy), *abstract_on(target_of(target).device, (w, x)))
-    return getattr(traffic.traffic, TARGETS[target])
+    device = target_of(target)
+    with planned_for(device):
+        program = compiled(jax.jit(run), *abstract_on(device, args))
+    return getattr(program.traffic, TARGETS[target])
 
 
 def compiled_part() -> dict[str, Any]:
@@ -201,19 +240,31 @@ def compiled_part() -> dict[str, Any]:
     )
     rows: list[list[Any]] = []
     for target, name in TARGETS.items():
-        base = figure(target, product, pp.AutoMixedBf16, low, x)
-        layers = figure(target, perceptron, pp.AutoMixedBf16, [low] * 6, x)
+        base = figure(target, pp.auto_mixed(product, READY), low, x)
+        layers = figure(target, pp.auto_mixed(perceptron, READY), [low] * 6, x)
         for precision in ("int8", "f8"):
             policy = pp.AutoMixedBf16.with_rules(
                 pp.Rule(primitive="dot_general", precision=precision)
             )
             small = pp.quantized(product, policy)(wide, x)
-            one = figure(target, product, policy, small, x)
-            six = figure(target, perceptron, policy, [small] * 6, x)
-            both = figure(target, product, policy, small, ready) if precision == "int8" else None
+            single = pp.auto_mixed(product, policy)
+            one = figure(target, single, small, x)
+            both = figure(target, single, small, ready) if precision == "int8" else None
             ratios = [None if v is None else round(v / base, 2) for v in (both, one)]
-            rows.append([target, precision, name, *ratios, round(six / layers, 2)])
+            delayed = pp.delayed_scaling(perceptron, policy, history=4)
+            scales = jax.eval_shape(delayed.init, [small] * 6, x)
+
+            def frozen(scales: Any, ws: Any, x: Any, delayed: Any = delayed) -> Any:
+                return delayed.frozen(scales)(ws, x)
+
+            six = [
+                figure(target, pp.auto_mixed(perceptron, policy), [small] * 6, x),
+                figure(target, delayed, scales, [small] * 6, x),
+                figure(target, frozen, scales, [small] * 6, x),
+            ]
+            rows.append([target, precision, name, *ratios, *(round(v / layers, 2) for v in six)])
     heads = ["device", "in", "figure", "both operands ready", "weights ready", "six layers"]
+    heads += ["with delayed scaling", "with scales ready"]
     title = f"Compiled for devices that are not there, jax {jax.__version__}, {today()}"
     return {"title": title, "tables": [{"columns": heads, "rows": rows}]}
 

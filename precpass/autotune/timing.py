@@ -29,7 +29,7 @@ from precpass.autotune.apart import apart
 from precpass.measure import execute
 from precpass.planner.planner import make_plan
 from precpass.planner.profit import Product, ProductTimes
-from precpass.policy.policy import Custom
+from precpass.policy.presets import Custom
 from precpass.policy.primitives import OpKind
 from precpass.rewrite.rewriter import Rewriter
 

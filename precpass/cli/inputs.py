@@ -19,7 +19,8 @@ from precpass.devices.peaks import peaks_of
 from precpass.devices.targets import target_of
 from precpass.plan.plan import Plan
 from precpass.policy.config import SUFFIXES
-from precpass.policy.policy import PRESETS, PrecisionPolicy
+from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.presets import PRESETS
 from precpass.report.compare.profile import DEVICES
 from precpass.testing.patterns import Pattern
 

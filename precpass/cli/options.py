@@ -15,7 +15,7 @@ from precpass.cli.commands import COMMANDS
 from precpass.cli.examples import ABOUT, EXAMPLES
 from precpass.cli.target import Refused
 from precpass.devices.targets import TARGETS
-from precpass.policy.policy import EIGHT_BIT_PRESETS, PRESETS
+from precpass.policy.presets import EIGHT_BIT_PRESETS, PRESETS
 from precpass.policy.profitability import PROFITABILITY
 from precpass.version import __version__
 from precpass.view.diff import LEVELS

@@ -6,6 +6,7 @@ A record has one row for each observed equation of the flattened program, in a f
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +19,7 @@ from jax.extend import source_info_util
 
 from precpass.jaxpr.binding import bind, trace
 from precpass.jaxpr.bodies import hidden_jaxprs, name_of
+from precpass.jaxpr.primitives.scaling import rounds_to_eight_bits
 from precpass.jaxpr.reading import (
     Source,
     consts_of,
@@ -28,7 +30,7 @@ from precpass.jaxpr.reading import (
 )
 from precpass.jaxpr.types import Atom, Eqn, Jaxpr
 
-__all__ = ["Body", "Enter", "Entered", "Look", "Place", "Ran", "Record", "Watch"]
+__all__ = ["Body", "Enter", "Entered", "Evaluate", "Look", "Place", "Ran", "Record", "Watch"]
 
 Record = Any
 """A pytree of arrays with a row per place."""
@@ -43,8 +45,8 @@ class Place:
         scope: the name scopes around it, as JAX prints them.
         source: the user's line; the first caller's if JAX recorded none.
         inside: the loops and branches that it runs in, outermost first.
-        dtype, shape: of its first floating or complex result. Places that differ only in shape
-            are equal.
+        dtype, shape: of its first floating or complex result, or of the values that it rounds to 8
+            bits. Places that differ only in shape are equal.
         is_entered: False for an equation whose inside cannot be observed: a kernel, a callback.
     """
 
@@ -100,6 +102,8 @@ class Look(Protocol):
 Entered = tuple[Sequence[Any], Record, tuple[Place, ...]]
 """The results of an equation, the record of what its bodies ran, and the places of its rows."""
 Enter = Callable[["Watch", Any, Sequence[Any]], Entered]
+Evaluate = Callable[[Any, Sequence[Any], Sequence[Any]], Sequence[Any]]
+"""Gives the results of an equation without bodies, of its operands and of the values given."""
 
 
 class Body:
@@ -118,14 +122,23 @@ class Watch:
         look: what is recorded.
         dead: the ids of equations whose results nothing reads; they have no row.
         entered: enters an equation; None if it is not entered.
+        given: values that every body has beside its operands.
+        evaluate: evaluates the equations that are not entered.
     """
 
     def __init__(
-        self, look: Look, dead: frozenset[int], entered: Callable[[Any], Enter | None]
+        self,
+        look: Look,
+        dead: frozenset[int],
+        entered: Callable[[Any], Enter | None],
+        given: Sequence[Any] = (),
+        evaluate: Evaluate = lambda eqn, operands, _given: bind(eqn, operands),
     ) -> None:
         self.look = look
         self.dead = dead
         self.entered = entered
+        self.given = given
+        self.evaluate = evaluate
         self.traced: dict[Any, Body] = {}
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[list[Any], Record, tuple[Place, ...]]:
@@ -154,7 +167,7 @@ class Watch:
             enter = None if id(eqn) in self.dead else self.entered(eqn)
             with user, eqn.ctx.manager:
                 if enter is None:
-                    results = bind(eqn, operands)
+                    results = self.evaluate(eqn, operands, self.given)
                     if self.sees(eqn):
                         ran.append(Ran(eqn, operands, results))
                         places.append(_place(eqn))
@@ -185,25 +198,30 @@ class Watch:
         return jax.tree.map(lambda *xs: lax.concatenate(xs, 0), *records)
 
     def body(self, jaxpr: Jaxpr) -> Body:
-        """A body with its record, traced once for all who call it."""
+        """A body with its record, traced once for all who call it; its first operands are given."""
         key = id(open_jaxpr(jaxpr)), jax.sharding.get_abstract_mesh()
         instrumented = self.traced.get(key)
         if instrumented is None:
             places: list[Place] = []
 
             def run(*args: Any) -> list[Any]:
-                results, record, inner = self.run(jaxpr, args)
+                inside = copy.copy(self)
+                inside.given, own = args[: len(self.given)], args[len(self.given) :]
+                results, record, inner = inside.run(jaxpr, own)
                 places[:] = inner
                 return [*results, *jax.tree.leaves(record)]
 
-            avals = [v.aval for v in open_jaxpr(jaxpr).invars]
-            new = trace(run, *avals)
+            new = trace(run, *self.avals(jaxpr))
             if not hasattr(jaxpr, "consts"):
                 # on 0.10 the jaxpr of remat is open
                 assert not consts_of(new)
                 new = open_jaxpr(new)
             instrumented = self.traced[key] = Body(new, jaxpr, tuple(places))
         return instrumented
+
+    def avals(self, jaxpr: Jaxpr) -> list[Any]:
+        """The avals of the operands of a body with its record."""
+        return [*map(jax.typeof, self.given), *(v.aval for v in open_jaxpr(jaxpr).invars)]
 
     def split(self, results: Sequence[Any], places: int, own: int) -> tuple[list[Any], Record]:
         """Splits results into the equation's own and the record behind them."""
@@ -235,7 +253,8 @@ def _varying(x: Any) -> Any:
 
 
 def _place(eqn: Eqn) -> Place:
-    result = next(v.aval for v in eqn.outvars if _is_inexact(v.aval))
+    of_scale = rounds_to_eight_bits(eqn)  # int8 is not inexact, and its scale is
+    result = next(v.aval for v in eqn.outvars if of_scale or _is_inexact(v.aval))
     return Place(
         name_of(eqn),
         scope_of(eqn),

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from precpass.jaxpr.binding import bind, bind_shard_map, evaluate, trace
 from precpass.jaxpr.bodies import bodies, scan_split, with_bodies
 from precpass.jaxpr.border_copies import scan_counts
-from precpass.jaxpr.instrument import Enter, Entered, Look, Place, Record, Watch
+from precpass.jaxpr.instrument import Enter, Entered, Evaluate, Look, Place, Record, Watch
 from precpass.jaxpr.reading import in_avals, open_jaxpr, out_avals
 from precpass.jaxpr.types import Eqn, Jaxpr
 
@@ -21,7 +21,13 @@ __all__ = ["watched"]
 
 
 def watched(
-    jaxpr: Jaxpr, args: Sequence[Any], look: Look, dead: frozenset[int] = frozenset()
+    jaxpr: Jaxpr,
+    args: Sequence[Any],
+    look: Look,
+    dead: frozenset[int] = frozenset(),
+    *,
+    given: Sequence[Any] = (),
+    evaluate: Evaluate | None = None,
 ) -> tuple[list[Any], Record, tuple[Place, ...]]:
     """A jaxpr's results, and the record of its equations.
 
@@ -30,20 +36,28 @@ def watched(
         args: its operands.
         look: what is recorded.
         dead: the ids of equations whose results nothing reads; they have no row.
+        given: arrays that `evaluate` reads in every body. A `shard_map` is not entered then.
+        evaluate: evaluates the equations without bodies; None evaluates them as they are.
 
     Returns:
         The results, the record, and the place of each of its rows.
     """
-    return Watch(look, dead, _entered).run(jaxpr, args)
+    entered = _entered_with_given if given else _entered
+    if evaluate is None:
+        return Watch(look, dead, entered).run(jaxpr, args)
+    return Watch(look, dead, entered, given, evaluate).run(jaxpr, args)
 
 
 def _jit(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     body = watch.body(eqn.params["jaxpr"])
     more = len(out_avals(body.jaxpr)) - len(eqn.outvars)
-    params = {**eqn.params, "jaxpr": body.jaxpr}
+    params, given = {**eqn.params, "jaxpr": body.jaxpr}, len(watch.given)
+    params["in_shardings"] = (*[_unspecified()] * given, *params["in_shardings"])
+    params["in_layouts"] = (*[None] * given, *params["in_layouts"])
+    params["donated_invars"] = (*[False] * given, *params["donated_invars"])
     params["out_shardings"] = (*params["out_shardings"], *[_unspecified()] * more)
     params["out_layouts"] = (*params["out_layouts"], *[None] * more)
-    results = bind(eqn, operands, params)
+    results = bind(eqn, [*watch.given, *operands], params)
     return *watch.split(results, len(body.places), len(eqn.outvars)), body.places
 
 
@@ -58,7 +72,10 @@ def _unspecified() -> Any:
 def _call(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     inner = bodies(eqn)
     body = watch.body(inner[0].jaxpr)
-    results = bind(eqn, operands, with_bodies(eqn, inner, [body.jaxpr]))
+    params = dict(with_bodies(eqn, inner, [body.jaxpr]))
+    if isinstance(params.get("prevent_cse"), tuple):
+        params["prevent_cse"] = (*[False] * len(watch.given), *params["prevent_cse"])
+    results = bind(eqn, [*watch.given, *operands], params)
     return *watch.split(results, len(body.places), len(eqn.outvars)), body.places
 
 
@@ -87,10 +104,11 @@ def _cond(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
             records[at] = record
             return [*results, *jax.tree.leaves(watch.concatenated(records))]
 
-        return trace(run, *(x.aval for x in open_jaxpr(instrumented[at].original).invars))
+        return trace(run, *watch.avals(instrumented[at].original))
 
     branches = tuple(map(branch, range(len(instrumented))))
-    results = bind(eqn, operands, {**eqn.params, "branches": branches})
+    index, *rest = operands
+    results = bind(eqn, [index, *watch.given, *rest], {**eqn.params, "branches": branches})
     places = [
         place.inside_of(f"branch {at}")
         for at, body in enumerate(instrumented)
@@ -102,10 +120,11 @@ def _cond(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
 def _scan(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     body, (consts, carry) = watch.body(eqn.params["jaxpr"]), scan_split(eqn.params)
     start, tree = jax.tree.flatten((np.int32(0), watch.none(len(body.places))))
-    more = len(start)
+    more, given = len(start), len(watch.given)
+    held = given + consts + carry
 
     def run(*args: Any) -> list[Any]:
-        constants, state, rows = _cut(args, consts + carry, more)
+        constants, state, rows = _cut(args, held, more)
         results, record = watch.split(
             evaluate(body.jaxpr, [*constants, *rows]), len(body.places), len(eqn.outvars)
         )
@@ -113,11 +132,12 @@ def _scan(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
         return [*results[:carry], *jax.tree.leaves(state), *results[carry:]]
 
     outer_constants, _, rows = _cut(operands, consts + carry, 0)
-    inner = in_avals(body.original)
-    jaxpr = trace(run, *inner[: consts + carry], *map(jax.typeof, start), *inner[consts + carry :])
+    inner = watch.avals(body.original)
+    jaxpr = trace(run, *inner[:held], *map(jax.typeof, start), *inner[held:])
     ys = len(eqn.outvars) - carry
-    params = {**eqn.params, "jaxpr": jaxpr, **scan_counts(eqn, consts, carry + more, len(rows), ys)}
-    results = bind(eqn, [*outer_constants, *start, *rows], params)
+    counts = scan_counts(eqn, given + consts, carry + more, len(rows), ys)
+    params = {**eqn.params, "jaxpr": jaxpr, **counts}
+    results = bind(eqn, [*watch.given, *outer_constants, *start, *rows], params)
     _, record = jax.tree.unflatten(tree, results[carry : carry + more])
     places = tuple(place.inside_of("scan") for place in body.places)
     return [*results[:carry], *results[carry + more :]], record, places
@@ -141,9 +161,12 @@ def _while(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
         return evaluate(condition, args[: len(args) - len(start)])
 
     more = [jax.typeof(x) for x in start]
-    new = trace(run, *in_avals(body.original), *more)
+    new = trace(run, *watch.avals(body.original), *more)
     until = trace(goes_on, *in_avals(condition), *more)
-    results = bind(eqn, [*operands, *start], {**params, "body_jaxpr": new, "cond_jaxpr": until})
+    params = {**params, "body_jaxpr": new, "cond_jaxpr": until}
+    params["body_nconsts"] += len(watch.given)
+    of_condition, rest = operands[: params["cond_nconsts"]], operands[params["cond_nconsts"] :]
+    results = bind(eqn, [*of_condition, *watch.given, *rest, *start], params)
     _, record = jax.tree.unflatten(tree, results[result_count:])
     return results[:result_count], record, tuple(place.inside_of("while") for place in body.places)
 
@@ -187,3 +210,7 @@ or for lowering (`custom_vmap`, `composite`) is bound as it is."""
 
 def _entered(eqn: Eqn) -> Enter | None:
     return _ENTERED.get(eqn.primitive.name) if bodies(eqn) else None
+
+
+def _entered_with_given(eqn: Eqn) -> Enter | None:
+    return None if eqn.primitive.name == "shard_map" else _entered(eqn)

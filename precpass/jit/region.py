@@ -14,8 +14,9 @@ import jax
 
 from precpass import jaxpr as ir
 from precpass.jit.layers import asks_for_layers, naming_layers
-from precpass.policy.policy import AutoMixedBf16, PolicyLike, PrecisionPolicy
+from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
+from precpass.policy.presets import AutoMixedBf16
 from precpass.policy.scopes import keep_scope
 
 __all__ = [

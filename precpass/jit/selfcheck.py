@@ -18,7 +18,7 @@ from jax import lax
 
 from precpass import jaxpr as ir
 from precpass.planner.planner import distinguish, make_plan
-from precpass.policy.policy import AutoMixedBf16
+from precpass.policy.presets import AutoMixedBf16
 from precpass.rewrite.rewriter import Rewriter
 
 __all__ = ["NEWEST_TESTED", "OLDEST_TESTED", "check_jax"]

@@ -14,8 +14,9 @@ from precpass.api import inspect, mixed_of
 from precpass.jit.nnx import is_node
 from precpass.jit.staged import AtArguments
 from precpass.plan.plan import Plan, ProductForm
-from precpass.policy.policy import AutoMixedInt8, PolicyLike, PrecisionPolicy
+from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
+from precpass.policy.presets import AutoMixedInt8
 from precpass.policy.warned import PrecisionWarning, quietly
 from precpass.rewrite.scaled_product import in_eight_bits, scaled_formats
 
@@ -130,10 +131,10 @@ class _Place(NamedTuple):
     def outside(self, reading: _Reading) -> _Reading:
         """How the operand is read, if the value is read so.
 
-        float8 has one scale for all dimensions but those of which the value is a slice.
+        One scale for a whole value is one for all dimensions but those of which it is a slice.
         """
         precision, summed = reading
-        dims = self.dims if precision is not Precision.INT8 and self.sliced else summed
+        dims = self.dims if not summed and self.sliced else summed
         whole = dims if dims is self.dims else tuple(self.dims[d] for d in summed)
         return precision, tuple(sorted(whole))
 
@@ -257,13 +258,9 @@ def _place(atom: Any, places: dict[Any, _Place]) -> _Place | None:
 
 def _by_product(eqn: Any, form: ProductForm) -> list[_Reading]:
     assert form.scaled is not None
-    summed, _ = ir.dot_numbers(eqn)
-    formats = scaled_formats(form.scaled, form.cotangent)
-    is_int8 = form.scaled is Precision.INT8
-    return [
-        (precision, tuple(sorted(dims)) if is_int8 else ())
-        for precision, dims in zip(formats, summed, strict=True)
-    ]
+    formats = scaled_formats(form.scaled, form.cotangent, by_row=form.by_row)
+    roundings = formats.roundings(ir.dot_numbers(eqn))
+    return [(precision, tuple(sorted(dims))) for precision, dims in roundings]
 
 
 def _replaced(x: Any, precision: Precision, summed: Sequence[int]) -> QuantizedArray:

@@ -12,8 +12,9 @@ import jax
 
 from precpass.plan.eqn_info import EqnInfo
 from precpass.plan.plan import Decision, Plan
-from precpass.policy.policy import OTHER_NAMES, PrecisionPolicy
+from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import FORMATS, Precision
+from precpass.policy.presets import OTHER_NAMES
 from precpass.policy.primitives import OpKind
 from precpass.policy.profitability import parse_profitability
 from precpass.policy.rules import Rule
@@ -187,6 +188,8 @@ def policy_data(policy: PrecisionPolicy) -> dict[str, Any]:
         "results": policy.results,
         "parameters": str(policy.parameters),
         "scaled": None if policy.scaled is None else str(policy.scaled),
+        "scales": policy.scales,
+        "weight_gradients": None if policy.weight_gradients is None else "bf16",
         "rules_left_out": left_out,
     }
 
@@ -207,7 +210,8 @@ def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
         profitability=parse_profitability(whole.get("profitability", "always")),
     ).with_results(whole.get("results", "auto"))
     policy = policy.with_parameters(whole.get("parameters", "f32"))
-    return policy.with_scaled(whole.get("scaled"))
+    policy = policy.with_scaled(whole.get("scaled")).with_scales(whole.get("scales", "auto"))
+    return policy.with_weight_gradients(whole.get("weight_gradients"))
 
 
 def rules_left_out(saved: SavedPrecisions) -> Iterator[str]:

@@ -115,6 +115,8 @@ class ProductForm(NamedTuple):
             rounds the cotangent to the low format.
         scaled: the format of 8 bits in which it multiplies (`precpass.rewrite.scaled_product`).
         cotangent: which operand of a scaled product is a cotangent; None for neither.
+        by_row: whether its float8 operands have a scale for each row or column. int8 always does.
+        scaled_cotangents: for each operand, whether the product that makes its cotangent is scaled.
     """
 
     exchanged: bool = False
@@ -123,6 +125,8 @@ class ProductForm(NamedTuple):
     low_cotangents: tuple[bool, bool] = (False, False)
     scaled: Precision | None = None
     cotangent: int | None = None
+    by_row: bool = False
+    scaled_cotangents: tuple[bool, bool] = (True, True)
 
 
 AS_WRITTEN = ProductForm()

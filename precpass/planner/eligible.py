@@ -11,47 +11,19 @@ A rule, a keep region and a saved plan are not asked: they name the products the
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import moved_operand
 from precpass.analysis.graph import Graph
-from precpass.analysis.sizes import element_count
+from precpass.planner.scaled_sizes import against_sizes, has_scaled_form, sizes_of
 from precpass.policy.precision import Precision
 from precpass.policy.scopes import is_backward
 
-__all__ = ["LEAST_WORK", "TILE", "EligibleProducts", "has_scaled_form"]
+__all__ = ["EligibleProducts"]
 
-TILE = 16
-"""The dimensions of a product in 8 bits are multiples of this, as cublasLt demands of float8
-operands in bytes (NVIDIA, cuBLAS documentation, "cublasLtMatmul": 16-byte alignment)."""
-LEAST_WORK = 2**24
-"""The multiplications of the smallest product that is multiplied in 8 bits: 256 x 256 x 256. A
-smaller one spends more time on rounding its operands than it saves (CPU with AMX, jax 0.10.2)."""
 _OTHER = "it repeats or differentiates no product that does"
-_LARGEST_SUM = 2**31 // 127**2
-"""So many products of two numbers of magnitude 127 have a sum in int32."""
-
-
-def has_scaled_form(eqn: ir.Eqn, precision: Precision) -> bool:
-    """Whether an equation can be evaluated as a scaled product.
-
-    It is a dot without an empty dimension, and an int32 can hold its sums, whose number is known.
-    """
-    numbers = ir.dot_numbers(eqn)
-    if numbers is None or any(size == 0 for v in eqn.invars for size in _known(v.aval.shape)):
-        return False
-    summed = [eqn.invars[0].aval.shape[d] for d in numbers[0][0]]
-    if len(_known(summed)) < len(summed):
-        return False
-    return precision is not Precision.INT8 or math.prod(summed) <= _LARGEST_SUM
-
-
-def _known(sizes: Sequence[Any]) -> list[int]:
-    """The sizes that are no symbolic dimensions, as an exported program may have."""
-    return [size for size in sizes if isinstance(size, int)]
 
 
 class EligibleProducts:
@@ -71,7 +43,7 @@ class EligibleProducts:
             body: the index of the equation's body.
             eqn: a dot of known sizes.
         """
-        if reason := _by_its_sizes(eqn):
+        if reason := against_sizes(eqn):
             return reason
         classes = self._classes_of(body, eqn)
         if not self._is_first_time(body, eqn):
@@ -94,7 +66,7 @@ class EligibleProducts:
             return True
         if self._of_forward_dots & set(classes):
             return False
-        sizes = _sizes(eqn)
+        sizes = sizes_of(eqn)
         is_ambiguous = sizes in self._repeated_sizes and sizes in self._other_sizes
         return sizes in self._sizes and not is_ambiguous
 
@@ -131,6 +103,35 @@ class EligibleProducts:
         classes = self._classes_of(body, eqn)
         others = [at for at, c in enumerate(classes) if c not in self._of_forward_dots]
         return others[0] if len(others) == 1 else None
+
+    def weight_side(self, body: int, eqn: ir.Eqn) -> int | None:
+        """Which operand of a product is a weight, if the other one is none; None otherwise."""
+        given = [at for at, c in enumerate(self._classes_of(body, eqn)) if c in self._weights]
+        return given[0] if len(given) == 1 else None
+
+    def is_weight_gradient(self, body: int, eqn: ir.Eqn) -> bool:
+        """Whether a product of a backward pass makes the gradient of a weight.
+
+        It multiplies a cotangent by what forward products multiply weights by: by a computed value,
+        by a given one that only given ones are multiplied by (the input of a first layer), or by
+        what a checkpoint computes again for no other product.
+        """
+        known = [c for c in self._classes_of(body, eqn) if c in self._partners]
+        return not known or any(
+            self._partners[c] & self._weights
+            if c not in self._weights
+            else self._partners[c] <= self._weights
+            for c in known
+        )
+
+    @functools.cached_property
+    def _partners(self) -> dict[int, set[int]]:
+        """For each class that a dot of the forward pass reads, those it is multiplied by there."""
+        found: dict[int, set[int]] = {}
+        for one, other in self._pairs([*self._forward_dots, *self._repeated_dots]):
+            found.setdefault(one, set()).add(other)
+            found.setdefault(other, set()).add(one)
+        return found
 
     def is_forward(self, body: int, eqn: ir.Eqn) -> bool:
         """Whether an equation computes a value, also a second time for the backward pass."""
@@ -256,23 +257,23 @@ class EligibleProducts:
     @functools.cached_property
     def _sizes(self) -> set[tuple[float, ...]]:
         """The sizes of the forward products that are eligible."""
-        return {_sizes(self.graph.eqns[row]) for row, _ in self._forward.values()}
+        return {sizes_of(self.graph.eqns[row]) for row, _ in self._forward.values()}
 
     @functools.cached_property
     def _other_sizes(self) -> set[tuple[float, ...]]:
         """The sizes of the forward products that are not eligible."""
         eqns = [self.graph.eqns[row] for row in self._forward_dots]
-        return {_sizes(eqn) for eqn in eqns if id(eqn) not in self._forward}
+        return {sizes_of(eqn) for eqn in eqns if id(eqn) not in self._forward}
 
     @functools.cached_property
     def _repeated_sizes(self) -> set[tuple[float, ...]]:
         """The sizes of the products that checkpoints compute again."""
-        return {_sizes(self.graph.eqns[row]) for row in self._repeated_dots}
+        return {sizes_of(self.graph.eqns[row]) for row in self._repeated_dots}
 
     def _candidates(self) -> Iterator[tuple[int, tuple[int, tuple[int, int]]]]:
         for row in self._forward_dots:
             eqn, body = self.graph.eqns[row], self._body_of(row)
-            if not has_scaled_form(eqn, Precision.F8E4M3) or _by_its_sizes(eqn):
+            if not has_scaled_form(eqn, Precision.F8E4M3) or against_sizes(eqn):
                 continue
             classes = self._classes_of(body, eqn)
             if len([c for c in classes if c in self._weights]) == 1:
@@ -358,24 +359,3 @@ def _top(parents: list[int], value: int) -> int:
 def _is_repeated(scope: str) -> bool:
     """Whether a checkpoint computes an equation again, for the backward pass."""
     return "rematted_computation" in scope
-
-
-def _sizes(eqn: ir.Eqn) -> tuple[float, ...]:
-    """The numbers of rows, of columns and of contracted elements of a dot, in ascending order."""
-    (summed, _), _ = ir.dot_numbers(eqn)
-    sides = [v.aval.shape for v in eqn.invars]
-    inner = element_count(tuple(sides[0][d] for d in summed))
-    return tuple(sorted((inner, *(element_count(shape) / inner for shape in sides))))
-
-
-def _by_its_sizes(eqn: ir.Eqn) -> str:
-    _, (batch, _) = ir.dot_numbers(eqn)
-    if batch:
-        return "it has batch dimensions"
-    sizes = _sizes(eqn)
-    for size in sizes:
-        if size % TILE:
-            return f"{int(size)} is no multiple of {TILE}"
-    if math.prod(sizes) < LEAST_WORK:
-        return f"it is smaller than {LEAST_WORK} multiplications"
-    return ""

@@ -24,11 +24,12 @@ from precpass.plan.decisions import border_of, crossing_formats, formats_of, kee
 from precpass.plan.plan import Action, Border, Decision, Plan, ProductForm, across
 from precpass.plan.reasons import DecidedBy
 from precpass.planner.decide import decide
-from precpass.planner.eligible import EligibleProducts, has_scaled_form
+from precpass.planner.eligible import EligibleProducts
 from precpass.planner.profit import ProductPricing, ProfitModel
 from precpass.planner.query import Queries, Query
 from precpass.planner.requests import PolicyRequests
 from precpass.planner.result_formats import PLATFORMS, with_low_results
+from precpass.planner.scaled_sizes import has_scaled_form
 from precpass.planner.storage.assignment import assign_storage
 from precpass.planner.transposes import eliminate_transposes
 from precpass.policy.policy import PrecisionPolicy
@@ -251,6 +252,8 @@ class Planner:
             against = "it is no dot, or one with empty sides, or 32 bits might not hold its sums"
         elif scaled is Precision.INT8 and not self._eligible.is_forward(body, eqn):
             against = "derivatives are in bf16"
+        elif self._is_wide_weight_gradient(body, eqn):
+            against = "it is the gradient of a weight"
         elif decision.decided_by is DecidedBy.PRESET:
             against = self._eligible.against(body, eqn)
         if against:
@@ -259,8 +262,27 @@ class Planner:
         if self._platform == "cpu" and scaled is not Precision.INT8:
             why = reasons.RUNS_AS(decision.reason, scaled, "CPU", "an emulation of it")
             decision = dataclasses.replace(decision, reason=why)
-        form = decision.product._replace(cotangent=self._eligible.cotangent_side(body, eqn))
+        form = decision.product._replace(
+            cotangent=self._eligible.cotangent_side(body, eqn),
+            by_row=self.policy.scales == "row",
+            scaled_cotangents=self._scaled_cotangents(body, eqn, scaled),
+        )
         return dataclasses.replace(decision, product=form)
+
+    def _is_wide_weight_gradient(self, body: int, eqn: ir.Eqn) -> bool:
+        """Whether a product is in 16 bits because the policy wants the gradients of weights so."""
+        if self.policy.weight_gradients is None or self._eligible.is_forward(body, eqn):
+            return False
+        return self._eligible.is_weight_gradient(body, eqn)
+
+    def _scaled_cotangents(self, body: int, eqn: ir.Eqn, scaled: Precision) -> tuple[bool, bool]:
+        """For each operand of a scaled product, whether its cotangent is one of 8 bits."""
+        if scaled is Precision.INT8:
+            return False, False
+        wide = None
+        if self.policy.weight_gradients is not None:
+            wide = self._eligible.weight_side(body, eqn)
+        return wide != 0, wide != 1
 
     def _multiplied(self, eqn: ir.Eqn, decision: Decision) -> Decision:
         """The decision with what runs instead, where the platform does not multiply so."""

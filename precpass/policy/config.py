@@ -18,8 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from precpass.policy.policy import Custom, PrecisionPolicy
+from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
+from precpass.policy.presets import Custom
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import Rule
 
@@ -28,7 +29,10 @@ __all__ = ["SUFFIXES", "from_dict", "load", "save", "to_dict"]
 SUFFIXES = (".toml", ".yaml", ".yml")
 """How the name of a policy's file ends."""
 
-_OPTIONS = ("output", "parameters", "retypes", "profitability", "results", "scaled")
+_OPTIONS = (
+    *("output", "parameters", "retypes", "profitability", "results"),
+    *("scaled", "scales", "weight_gradients"),
+)
 _KEYS = ("policy", "kinds", *_OPTIONS, "rules")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from jax.typing import DTypeLike
@@ -16,38 +16,10 @@ from precpass.policy.profitability import parse_profitability
 from precpass.policy.rules import Rule
 from precpass.policy.saved import SavedPrecisions
 
-__all__ = [
-    "BY_COMPUTE",
-    "EIGHT_BIT_PRESETS",
-    "OTHER_NAMES",
-    "PRESETS",
-    "RETYPES",
-    "AlwaysBf16",
-    "AlwaysF16",
-    "AlwaysF32",
-    "AutoMixed",
-    "AutoMixedBf16",
-    "AutoMixedConservative",
-    "AutoMixedConservativeF16",
-    "AutoMixedF8",
-    "AutoMixedF16",
-    "AutoMixedInt8",
-    "Custom",
-    "PolicyLike",
-    "PrecisionPolicy",
-]
+__all__ = ["RETYPES", "PolicyLike", "PrecisionPolicy"]
 
 
 _POSITION = {kind: i for i, kind in enumerate(OpKind)}
-
-
-def _parse_kind(kind: OpKind | str | Any) -> OpKind:
-    if isinstance(kind, OpKind):
-        return kind
-    for candidate in OpKind:
-        if isinstance(kind, str) and kind.lower() == candidate.value:
-            return candidate
-    raise ValueError(f"unknown kind {kind!r}: legal are {', '.join(map(repr, OpKind))}")
 
 
 Tree = TypeVar("Tree")
@@ -82,6 +54,10 @@ class PrecisionPolicy:
             them. The pass itself never changes the dtype of an argument.
         scaled: the format of 8 bits in which those products that are lowered to bfloat16 and are
             eligible multiply (`precpass.planner.eligible`); None for none.
+        scales: the values that share a scale in products of 8 bits: "auto" is a row or column in
+            int8 and the whole array in float8, "row" is a row or column in both.
+        weight_gradients: the format in which the gradients of weights are multiplied where other
+            derivatives multiply in float8: BF16, or None for float8 as well.
     """
 
     name: str
@@ -96,15 +72,18 @@ class PrecisionPolicy:
     results: str = "auto"
     parameters: Precision = Precision.F32
     scaled: Precision | None = None
+    scales: str = "auto"
+    weight_gradients: Precision | None = None
 
     def precision_for(self, kind: OpKind | str) -> Precision:
         """The precision of a kind.
 
         Examples:
+            >>> from precpass import AutoMixedBf16
             >>> AutoMixedBf16.precision_for(OpKind.COMPUTE)
             Precision.BF16
         """
-        return self.kinds[_POSITION[kind if type(kind) is OpKind else _parse_kind(kind)]]
+        return self.kinds[_POSITION[kind if type(kind) is OpKind else OpKind.parse(kind)]]
 
     def with_rules(self, *rules: Rule) -> PrecisionPolicy:
         """This policy with more rules, tried before those that it has."""
@@ -148,6 +127,7 @@ class PrecisionPolicy:
             ValueError: for anything else.
 
         Examples:
+            >>> from precpass import AutoMixedBf16
             >>> AutoMixedBf16.with_profitability("measured")
             AutoMixedBf16.with_profitability('measured')
         """
@@ -163,6 +143,7 @@ class PrecisionPolicy:
             ValueError: for anything else.
 
         Examples:
+            >>> from precpass import AutoMixedBf16
             >>> AutoMixedBf16.with_results("f32")
             AutoMixedBf16.with_results('f32')
         """
@@ -177,6 +158,7 @@ class PrecisionPolicy:
         """This policy with eligible products in 8 bits: "f8e4m3", "f8e5m2", "int8", or None.
 
         Examples:
+            >>> from precpass import AutoMixedBf16
             >>> AutoMixedBf16.with_scaled("int8").scaled
             Precision.INT8
         """
@@ -189,6 +171,46 @@ class PrecisionPolicy:
         if others is not Precision.BF16:
             raise ValueError(f"scaled = {precision!r}: the other products are bf16, not {others}")
         return dataclasses.replace(self, scaled=scaled)
+
+    def with_scales(self, scales: str) -> PrecisionPolicy:
+        """This policy with other scales of products in 8 bits: "auto" or "row".
+
+        "row" gives float8 a scale for each row of the left operand and each column of the right
+        one, as int8 has. One large value then flushes the small ones of its own row alone.
+
+        Raises:
+            ValueError: for anything else.
+
+        Examples:
+            >>> from precpass import AutoMixedF8
+            >>> AutoMixedF8.with_scales("row")
+            AutoMixedF8.with_scales('row')
+        """
+        if scales not in ("auto", "row"):
+            raise ValueError(
+                f"unknown scales {scales!r}: legal are 'auto' (float8 has one scale for an array, "
+                "int8 one for a row or column) and 'row' (both have one for a row or column)"
+            )
+        return dataclasses.replace(self, scales=scales)
+
+    def with_weight_gradients(self, precision: Precision | str | None) -> PrecisionPolicy:
+        """This policy with the gradients of weights in "bf16" where others are in float8; or None.
+
+        Raises:
+            ValueError: for anything else.
+
+        Examples:
+            >>> from precpass import AutoMixedF8
+            >>> AutoMixedF8.with_weight_gradients("bf16")
+            AutoMixedF8.with_weight_gradients('bf16')
+        """
+        parsed = None if precision is None else Precision.parse(precision)
+        if parsed not in (None, Precision.BF16):
+            raise ValueError(
+                f"weight_gradients = {precision!r}: legal are 'bf16', and None for the format of "
+                "the other products"
+            )
+        return dataclasses.replace(self, weight_gradients=parsed)
 
     @property
     def lowers(self) -> bool:
@@ -243,6 +265,7 @@ class PrecisionPolicy:
             TypeError: for a value that is neither policy nor precision nor text.
 
         Examples:
+            >>> from precpass import AutoMixedF16
             >>> PrecisionPolicy.parse("c=f16") == PrecisionPolicy.parse("half") == AutoMixedF16
             True
         """
@@ -257,6 +280,7 @@ class PrecisionPolicy:
             ValueError: for a policy that follows a saved plan, or has a rule with a predicate.
 
         Examples:
+            >>> from precpass import AutoMixedBf16
             >>> AutoMixedBf16.with_rules(Rule(module="head", precision="f32")).to_dict()
             {'policy': 'AutoMixedBf16', 'rules': [{'module': 'head', 'precision': 'f32'}]}
         """
@@ -309,91 +333,5 @@ class PrecisionPolicy:
         return as_code(self)
 
 
-def Custom(
-    kinds: Mapping[OpKind | str, Precision | str], rules: Iterable[Rule] = ()
-) -> PrecisionPolicy:
-    """A policy from a table of kinds; a kind that is missing is not lowered.
-
-    Only float32, bfloat16 and float16 values may change, unless `with_retypes` says
-    otherwise. `Custom({OpKind.COMPUTE: "f32"}).with_retypes("f64")` runs a float64
-    program with float32 products: their operands are rounded to float32, their
-    sums and everything else stay float64.
-
-    Raises:
-        ValueError: for an unknown kind or precision, or a precision for BOUNDARY,
-            which has its original dtypes by definition.
-
-    Examples:
-        >>> Custom({OpKind.COMPUTE: "bf16"}).precision_for("reduction")
-        Precision.F32
-    """
-    if not isinstance(kinds, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
-        raise TypeError(f"Custom takes a dict of OpKind to Precision, not {kinds!r}")
-    precisions = {_parse_kind(kind): Precision.parse(p) for kind, p in kinds.items()}
-    if precisions.pop(OpKind.BOUNDARY, Precision.F32) is not Precision.F32:
-        raise ValueError(
-            "Custom: OpKind.BOUNDARY keeps its original dtypes; use with_output(...) for the "
-            "format of the outputs"
-        )
-    for kind, precision in precisions.items():
-        if not precision.is_format and kind is not OpKind.COMPUTE:
-            raise ValueError(
-                f"Custom: {precision} says how products are multiplied, so OpKind.COMPUTE alone "
-                f"takes it, not {kind!r}"
-            )
-    scaled = precisions.get(OpKind.COMPUTE, Precision.F32)
-    if scaled.is_scaled:
-        precisions[OpKind.COMPUTE] = Precision.BF16
-    table = tuple(precisions.get(kind, Precision.F32) for kind in OpKind)
-    policy = PrecisionPolicy("Custom", table, frozenset(precisions)).with_rules(*rules)
-    return policy.with_scaled(scaled if scaled.is_scaled else None)
-
-
-def _preset(name: str, *kinds: Precision, order: bool = False) -> PrecisionPolicy:
-    ordered = frozenset(OpKind) - {OpKind.BOUNDARY} if order else frozenset({OpKind.COMPUTE})
-    return PrecisionPolicy(name, (*kinds, Precision.F32), ordered)
-
-
-_F32, _F16, _BF16 = Precision.F32, Precision.F16, Precision.BF16
-
-AlwaysF32 = dataclasses.replace(_preset("AlwaysF32", *[_F32] * 4), orders=frozenset(), widens=True)
-AlwaysF16 = _preset("AlwaysF16", *[_F16] * 4, order=True)
-AlwaysBf16 = _preset("AlwaysBf16", *[_BF16] * 4, order=True)
-AutoMixedConservativeF16 = _preset("AutoMixedConservativeF16", _F16, _F32, _F16, _F16)
-AutoMixedF16 = _preset("AutoMixedF16", *[_F16] * 4)
-AutoMixedBf16 = _preset("AutoMixedBf16", *[_BF16] * 4)
-AutoMixedF8 = dataclasses.replace(AutoMixedBf16, name="AutoMixedF8", scaled=Precision.F8E4M3)
-AutoMixedInt8 = dataclasses.replace(AutoMixedBf16, name="AutoMixedInt8", scaled=Precision.INT8)
-AutoMixed = AutoMixedF16
-"""Another name of `AutoMixedF16`, which says its format."""
-AutoMixedConservative = AutoMixedConservativeF16
-"""Another name of `AutoMixedConservativeF16`, which says its format."""
-
 PolicyLike = PrecisionPolicy | Precision | DTypeLike
 """What `PrecisionPolicy.parse` reads: a policy, a preset's name, a precision or dtype, a text."""
-
-PRESETS: dict[str, PrecisionPolicy] = {
-    preset.name: preset
-    for preset in (
-        AlwaysF32,
-        AlwaysF16,
-        AlwaysBf16,
-        AutoMixedConservativeF16,
-        AutoMixedF16,
-        AutoMixedBf16,
-    )
-}
-OTHER_NAMES = {"AutoMixed": AutoMixedF16, "AutoMixedConservative": AutoMixedConservativeF16}
-"""The presets that have another name, by it."""
-EIGHT_BIT_PRESETS = {preset.name: preset for preset in (AutoMixedF8, AutoMixedInt8)}
-"""The presets with scaled products, by name."""
-BY_COMPUTE = {
-    Precision.F8E4M3: AutoMixedF8,
-    Precision.F8E5M2: AutoMixedF8.with_scaled("f8e5m2"),
-    Precision.INT8: AutoMixedInt8,
-    _F32: AlwaysF32,
-    _F16: AutoMixedF16,
-    _BF16: AutoMixedBf16,
-    **{p: Custom({OpKind.COMPUTE: p}) for p in Precision if p.is_multiplication},
-}
-"""The policy that a precision of products stands for."""

@@ -34,6 +34,15 @@ class OpKind(enum.Enum):
     def __str__(self) -> str:
         return self.value
 
+    @classmethod
+    def parse(cls, kind: OpKind | str) -> OpKind:
+        """Reads a kind from itself or its name; a ValueError lists the legal ones."""
+        name = kind.lower() if isinstance(kind, str) else kind
+        for candidate in cls:
+            if name in (candidate, candidate.value):
+                return candidate
+        raise ValueError(f"unknown kind {kind!r}: legal are {', '.join(map(repr, cls))}")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Op:
@@ -274,11 +283,11 @@ _COLUMNS: dict[str, str] = {
     # Each element of the result is one of an operand's: in a low format only it is rounded.
     "chooses": "select_n max min",
     # They are bounded, so low formats have the range, and a derivative reads 1 minus the result.
-    "is_bounded": "tanh logistic erf",
+    "is_bounded": "tanh logistic erf erfc",
     # They are so dear that XLA writes the result for all readers and computes it for none of them
     # again. A logistic is computed again: storing EfficientNet's made the compiled program move
     # 1.10 of the bytes (H100, jax 0.12.0.1).
-    "computed_once": "tanh erf",
+    "computed_once": "tanh erf erfc",
     # They may repeat their operand, so a cast belongs before them, where there are fewer elements.
     "repeats": "broadcast_in_dim all_gather all_gather_invariant tile reshard",
     # They take a part that is chosen at run time: a loop takes another slice of a stack each trip.

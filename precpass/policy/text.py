@@ -10,15 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from precpass.policy.policy import (
-    BY_COMPUTE,
-    EIGHT_BIT_PRESETS,
-    OTHER_NAMES,
-    PRESETS,
-    RETYPES,
-    PrecisionPolicy,
-)
+from precpass.policy.policy import RETYPES, PrecisionPolicy
 from precpass.policy.precision import Precision
+from precpass.policy.presets import BY_COMPUTE, EIGHT_BIT_PRESETS, OTHER_NAMES, PRESETS
 from precpass.policy.primitives import OpKind
 
 __all__ = ["as_code", "as_fields", "fields_of", "is_precision", "parsed", "precision_named"]
@@ -161,6 +155,10 @@ def as_code(policy: PrecisionPolicy) -> str:
         text += f".with_profitability({policy.profitability!r})"
     if policy.results != "auto":
         text += f".with_results({policy.results!r})"
+    if policy.scales != "auto":
+        text += f".with_scales({policy.scales!r})"
+    if policy.weight_gradients is not None:
+        text += f".with_weight_gradients({str(policy.weight_gradients)!r})"
     if policy.rules:
         text += f".with_rules({', '.join(map(repr, policy.rules))})"
     return text

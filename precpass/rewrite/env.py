@@ -7,7 +7,6 @@ than the value has.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -218,20 +217,22 @@ class Env:
             self.low_copies[key] = low_copy(self.build, value, precision, flat=flat)
         return self.low_copies[key]
 
-    def quantized_copy(self, atom: ir.Atom, precision: Precision, summed: Sequence[int]) -> Any:
+    def quantized_copy(self, atom: ir.Atom, precision: Precision, summed: tuple[int, ...]) -> Any:
         """A copy in 8 bits with its scale, which all scaled products share that can.
 
-        float8 has one scale for all elements, whichever dimensions are contracted.
+        Args:
+            atom: the value.
+            precision: the format.
+            summed: the dimensions along which it has one scale; () for all.
         """
         read = self.read(atom)
-        dims = tuple(summed) if precision is Precision.INT8 else ()
         if ir.is_literal(atom):
-            return quantized_copy(self.build, read, precision, dims)
-        key = (atom, precision, dims)
+            return quantized_copy(self.build, read, precision, summed)
+        key = (atom, precision, summed)
         if key not in self.quantized_copies and (given := self.given_quantized(*key)):
             self.quantized_copies[key] = [self.build.detach(given[0]), given[1]]
         if key not in self.quantized_copies:
-            self.quantized_copies[key] = quantized_copy(self.build, read, precision, dims)
+            self.quantized_copies[key] = quantized_copy(self.build, read, precision, summed)
         return self.quantized_copies[key]
 
     def given_quantized(self, atom: ir.Atom, precision: Precision, summed: tuple[int, ...]) -> Any:
@@ -243,10 +244,9 @@ class Env:
         if values is None or values.aval.dtype != precision.dtype:
             return None
         shape = scale.aval.shape
-        if precision is Precision.INT8:
+        if summed:
             fits = bool(shape) and all(shape[d] == 1 for d in summed)
             return (values, scale) if fits else None
-        # float8 has one scale for the whole array.
         if set(shape) == {1}:
             (scale,) = self.build.call(lambda s: [s.reshape(())], [scale], "as scalar")
         return None if scale.aval.ndim else (values, scale)

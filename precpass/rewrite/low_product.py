@@ -33,13 +33,12 @@ from precpass.rewrite.dot_numbers import Numbers, batched, transposed
 from precpass.rewrite.scaled_product import (
     ScaledFormats,
     quantized_copy,
-    scaled_formats,
     scaled_product,
 )
 
 __all__ = ["Bilinear", "low_copy", "lowered"]
 
-Params = dict[str, Any]
+_Backward = tuple[ScaledFormats | None, ScaledFormats | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +60,8 @@ class Bilinear(ir.Form):
         rounds: whether its kernel rounds its result to the low format (`ProductForm.low_result`).
         low_cotangents: as in `ProductForm`.
         scaled: the formats of a scaled product; its `low` format is that of what surrounds it.
-        scaled_cotangents: the 8-bit format of cotangents in the scaled products that its transpose
-            consists of; None if these are products of 16 bits.
+        scaled_cotangents: for each operand the formats of the scaled product of a cotangent and the
+            other operand, which makes its cotangent; None for a product of 16 bits.
     """
 
     primitive: Any
@@ -76,7 +75,7 @@ class Bilinear(ir.Form):
     rounds: bool = False
     low_cotangents: tuple[bool, bool] = (False, False)
     scaled: ScaledFormats | None = None
-    scaled_cotangents: Precision | None = None
+    scaled_cotangents: _Backward = (None, None)
 
     def __str__(self) -> str:
         return f"{self.primitive.name} in {self.scaled.lhs if self.scaled else self.low.name}"
@@ -182,12 +181,15 @@ class Bilinear(ir.Form):
         like = self.with_numbers(dot.numbers, ir.sharding_before(aval, dot.order))
         # A cotangent may be the gradient that leaves the program, which is not rounded.
         rounds, never = self.low_cotangents[side], (False, False)
+        formats = self.scaled_cotangents[side]
+        scaled = formats if formats is None or dot.side == 0 else formats.exchanged()
         form = dataclasses.replace(
             like.bare(),
             dtype=cotangent.dtype,
             rounds=rounds,
             low_cotangents=never,
-            scaled=self.scaled_cotangents and scaled_formats(self.scaled_cotangents, dot.side),
+            scaled=scaled,
+            scaled_cotangents=(None, None),
         )
         out = form.lowered(_ordered([cotangent, other], dot.side))
         return _as(aval.dtype, out if dot.order is None else lax.transpose(out, dot.order))
@@ -283,7 +285,7 @@ def lowered(
     low_result: bool = False,
     low_cotangents: tuple[bool, bool] = (False, False),
     scaled: ScaledFormats | None = None,
-    scaled_cotangents: Precision | None = None,
+    scaled_cotangents: _Backward = (None, None),
     quantized_operands: Sequence[Sequence[Any]] = (),
 ) -> Any:
     """A bilinear equation evaluated in low precision.
@@ -304,12 +306,10 @@ def lowered(
     Returns:
         The product, differentiable to any order in forward and reverse mode.
     """
-    low = low_operands[0].aval.dtype
-    params = ir.sorted_params(eqn)
     form = Bilinear(
         eqn.primitive,
-        params,
-        low,
+        ir.sorted_params(eqn),
+        low_operands[0].aval.dtype,
         dtype,
         recast=recast,
         copied=True,
@@ -346,10 +346,10 @@ def _evaluated(
             operands.
     """
     if form.scaled is not None:
-        summed = form.numbers[0]
+        roundings = form.scaled.roundings(form.numbers)
         pairs = [
-            quantized_copy(build, x, precision, dims)
-            for x, precision, dims in zip(operands[:2], form.scaled, summed, strict=True)
+            quantized_copy(build, x, *rounding)
+            for x, rounding in zip(operands[:2], roundings, strict=True)
         ]
         return _scaled(build, form, pairs, operands)
     lhs, rhs, *rest = operands

@@ -335,10 +335,14 @@ def _exchanged(env: Env, eqn: ir.Eqn) -> Any:
 def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
     form = decision.product
     (lhs, rhs), (of_lhs, of_rhs) = form.recast_in_backward, form.low_cotangents
-    scaled = form.scaled and scaled_formats(form.scaled, form.cotangent)
+    scaled = form.scaled and scaled_formats(form.scaled, form.cotangent, by_row=form.by_row)
+    backward = [
+        scaled_formats(form.scaled, 0, by_row=form.by_row) if form.scaled and is_scaled else None
+        for is_scaled in form.scaled_cotangents
+    ]
     if form.exchanged:
         eqn, (lhs, rhs), (of_lhs, of_rhs) = ir.exchanged(eqn), (rhs, lhs), (of_rhs, of_lhs)
-        scaled = scaled and ScaledFormats(scaled.rhs, scaled.lhs)
+        scaled, backward = scaled and scaled.exchanged(), backward[::-1]
     assert decision.compute is not None
     eqn = env.without_transposes(eqn, decision.compute)
     operands = [env.read(v) for v in eqn.invars]
@@ -353,16 +357,15 @@ def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
         low_result=form.low_result,
         low_cotangents=(of_lhs, of_rhs),
         scaled=scaled,
-        scaled_cotangents=None if form.scaled is Precision.INT8 else form.scaled,
+        scaled_cotangents=(backward[0], backward[1]),
         quantized_operands=_quantized(env, eqn, scaled) if scaled else (),
     )
 
 
 def _quantized(env: Env, eqn: ir.Eqn, scaled: ScaledFormats) -> list[Any]:
-    summed, _ = ir.dot_numbers(eqn)
+    roundings = scaled.roundings(ir.dot_numbers(eqn))
     return [
-        env.quantized_copy(v, precision, dims)
-        for v, precision, dims in zip(eqn.invars, scaled, summed, strict=True)
+        env.quantized_copy(v, *rounding) for v, rounding in zip(eqn.invars, roundings, strict=True)
     ]
 
 

@@ -4,8 +4,9 @@
 
 A scale is made of the largest magnitude of the values that share it. int8 has a scale for each row
 of the left operand and each column of the right one, because its numbers are equally far apart:
-one large value takes the digits of all that share its scale. float8 has one scale for a whole
-array, a power of two, by which nothing is rounded; its numbers have exponents of their own.
+one large value takes the digits of all that share its scale. float8's numbers have exponents of
+their own, so it has one scale for a whole array, if the policy does not want it by rows. Its scales
+are powers of two, by which nothing is rounded.
 
 What is not finite makes its scale so, and thereby every result that the scale is a factor of.
 Values that are all zero have the scale one.
@@ -26,20 +27,51 @@ from precpass.policy.precision import Precision
 from precpass.rewrite.cpu_kernels import runnable
 from precpass.rewrite.dot_numbers import Numbers, kept
 
-__all__ = ["ScaledFormats", "in_eight_bits", "quantized_copy", "scaled_formats", "scaled_product"]
+__all__ = [
+    "GivenRounding",
+    "ScaledFormats",
+    "in_eight_bits",
+    "power_of_two_scale",
+    "quantized_copy",
+    "scaled_formats",
+    "scaled_product",
+]
 
 _SMALLEST = 2.0**-100
 """The smallest scale. Its inverse is finite, and what a smaller one would keep becomes zero."""
 
 
 class ScaledFormats(NamedTuple):
-    """The formats of a scaled product's operands."""
+    """The formats of a scaled product's operands.
+
+    Attributes:
+        lhs, rhs: the formats.
+        by_row: whether float8 has a scale for each row or column. int8 always does.
+    """
 
     lhs: Precision
     rhs: Precision
+    by_row: bool = False
+
+    def roundings(self, numbers: Numbers) -> list[tuple[Precision, tuple[int, ...]]]:
+        """For each operand of a dot its format, and the dimensions along which it has one scale.
+
+        Args:
+            numbers: the dot's dimension numbers.
+        """
+        return [
+            (precision, tuple(summed) if self.by_row or precision is Precision.INT8 else ())
+            for precision, summed in zip((self.lhs, self.rhs), numbers[0], strict=True)
+        ]
+
+    def exchanged(self) -> ScaledFormats:
+        """The formats of the product with exchanged operands."""
+        return self._replace(lhs=self.rhs, rhs=self.lhs)
 
 
-def scaled_formats(precision: Precision, cotangent_side: int | None = None) -> ScaledFormats:
+def scaled_formats(
+    precision: Precision, cotangent_side: int | None = None, *, by_row: bool = False
+) -> ScaledFormats:
     """The formats of a product that is to multiply in a precision of 8 bits.
 
     Cotangents have the format itself. All else is E4M3 where they are E5M2, because kernels do not
@@ -48,14 +80,15 @@ def scaled_formats(precision: Precision, cotangent_side: int | None = None) -> S
     Args:
         precision: INT8, F8E4M3 or F8E5M2.
         cotangent_side: the operand that is a cotangent, in a product of a backward pass.
+        by_row: as in `ScaledFormats`.
     """
     other = precision if precision is Precision.INT8 else Precision.F8E4M3
     pair = [precision if side == cotangent_side else other for side in (0, 1)]
-    return ScaledFormats(*pair)
+    return ScaledFormats(pair[0], pair[1], by_row)
 
 
 def quantized_copy(
-    build: ir.Builder | ir.Direct, x: Any, precision: Precision, summed: Sequence[int]
+    build: ir.Builder | ir.Direct, x: Any, precision: Precision, summed: tuple[int, ...]
 ) -> list[Any]:
     """An operand of scaled products in 8 bits, and its scale; no derivative passes through them.
 
@@ -63,9 +96,9 @@ def quantized_copy(
         build: where its equations are added.
         x: the operand.
         precision: its format.
-        summed: its contracted dimensions.
+        summed: the dimensions along which it has one scale; () for all.
     """
-    rounding = _Rounding(precision, tuple(summed))
+    rounding = _Rounding(precision, summed)
     low, scale = build.call(lambda x: ir.scaling(rounding, x), [x], rounding)
     # XLA:CPU is kept from folding a transpose into a product of int8, which then takes 3.4 to 5.4
     # times as long as float32's.
@@ -97,6 +130,9 @@ def scaled_product(
     # XLA takes int8 products with a float32 result for slow ones on every platform.
     is_int8 = lhs.aval.dtype == np.int8
     sums_in = np.dtype(np.int32 if is_int8 else np.float32)
+    if dtype == Precision.BF16.dtype and not is_int8:
+        # A product by powers of two rounds nothing, so the kernel may round before it.
+        sums_in = dtype
     pair, params = runnable(build, numbers, [lhs, rhs]) if is_int8 else ([lhs, rhs], {})
     params = {**dict(items), **params, "preferred_element_type": sums_in, "precision": None}
     sums = build.emit(primitive, pair, params, aval and ir.with_dtype(aval, sums_in))
@@ -162,8 +198,8 @@ def in_eight_bits(
     Args:
         x: a floating array.
         precision: INT8, F8E4M3 or F8E5M2.
-        summed: the dimensions along which its numbers share a scale: for int8 those that are
-            contracted; for float8 () for all.
+        summed: the dimensions along which its numbers share a scale: those that are contracted,
+            or () for all.
         on_cpu: whether XLA:CPU compiles it.
 
     Returns:
@@ -173,15 +209,66 @@ def in_eight_bits(
     wide = x if x.dtype == np.float32 else ir.convert(x, np.float32)
     if precision is Precision.INT8:
         return _as_int8(wide, summed, on_cpu)
-    largest = _largest(wide, tuple(summed), on_cpu)
-    largest = largest * np.float32(1.0 / precision.max)
-    # The smallest power of two that is not less.
-    near = lax.reduce_precision(largest, 8, 0)
-    scale = jnp.where(near < largest, near * np.float32(2.0), near)
+    scale = power_of_two_scale(_largest(wide, tuple(summed), on_cpu), precision.max)
+    return [(wide * (np.float32(1.0) / scale)).astype(precision.dtype), scale]
+
+
+def power_of_two_scale(largest: Any, most: Any) -> Any:
+    """The smallest power of two that brings magnitudes within a format's largest number.
+
+    Args:
+        largest: the largest magnitudes, float32 of any shape.
+        most: the format's largest number.
+
+    Returns:
+        For each of them a power of two that is at least 2^-100; 1 for zero, NaN for NaN.
+    """
+    share = largest * (np.float32(1.0) / np.float32(most))
+    near = lax.reduce_precision(share, 8, 0)
+    scale = jnp.where(near < share, near * np.float32(2.0), near)
     scale = jnp.where(scale > 0, jnp.maximum(scale, np.float32(_SMALLEST)), np.float32(1.0))
     # A comparison with NaN is false, and the scale of NaN is NaN.
-    scale = jnp.where(jnp.isnan(largest), largest, scale)
-    return [(wide * (np.float32(1.0) / scale)).astype(precision.dtype), scale]
+    return jnp.where(jnp.isnan(share), share, scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenRounding:
+    """An array in 8 bits by a scale that is given; what is beyond the largest number becomes it.
+
+    What is not finite stays so in float8. int8 has no such number, so there the scale is NaN.
+
+    Attributes:
+        precision: INT8, F8E4M3 or F8E5M2.
+        scale_shape: the shape in which the product wants the scale.
+    """
+
+    precision: Precision
+    scale_shape: tuple[Any, ...]
+
+    def __call__(self, *arrays: Any, on_cpu: bool) -> list[Any]:
+        """The array in 8 bits and the scale, of the array and a scalar, as `ir.Arithmetic` says."""
+        x, scale = arrays
+        del on_cpu
+        wide = x if x.dtype == np.float32 else ir.convert(x, np.float32)
+        scaled, most = wide * (np.float32(1.0) / scale), np.float32(self.precision.max)
+        clipped = jnp.clip(scaled, -most, most)
+        if self.precision is not Precision.INT8:
+            low = jnp.where(jnp.isinf(scaled), scaled, clipped).astype(self.precision.dtype)
+            return [low, jnp.broadcast_to(scale, self.scale_shape)]
+        low = lax.round(clipped, lax.RoundingMethod.TO_NEAREST_EVEN).astype(np.int8)
+        shared = [d for d, size in enumerate(self.scale_shape) if size == 1]
+        dims = shared if self.scale_shape else range(x.ndim)
+        finite = jnp.all(jnp.isfinite(wide), axis=tuple(dims), keepdims=bool(self.scale_shape))
+        return [low, jnp.where(finite, scale, np.float32(np.nan))]
+
+    def avals(self, *operands: ir.Aval) -> list[ir.Aval]:
+        """As `ir.Arithmetic` says."""
+        x, _ = operands
+        low = x.update(dtype=self.precision.dtype, weak_type=False)
+        return [low, ir.with_sizes(x, self.scale_shape, np.dtype(np.float32))]
+
+    def __str__(self) -> str:
+        return f"to {self.precision} by a given scale"
 
 
 def _largest(x: Any, dims: tuple[int, ...], on_cpu: bool) -> Any:

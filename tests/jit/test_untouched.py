@@ -149,6 +149,7 @@ LEAVES_THEM: dict[str, Use] = {
     "audit": lambda f, args, _: pp.audit(f)(*args),
     "bisect": lambda f, args, _: pp.bisect(f, "AutoMixedBf16", lambda out: False)(*args),
     "monitor: init": lambda f, args, _: pp.monitor(f, every=2).init(*args),
+    "delayed_scaling: init": lambda f, args, _: pp.delayed_scaling(f).init(*args),
     "cast_floating": lambda f, args, _: pp.cast_floating(args, "bf16"),
     "quantized": lambda f, args, _: pp.quantized(f, argnums=len(args) - 1)(*args),
     "calibrate": lambda f, args, _: pp.calibrate(f, "AutoMixed", [args, args]),
@@ -168,6 +169,9 @@ CALLS_IT: dict[str, Use] = {
     "monitor": lambda f, args, _: pp.monitor(f)(*args),
     "monitor: every": lambda f, args, _: (monitored := pp.monitor(f, every=2))(
         monitored.init(*args), *args
+    ),
+    "delayed_scaling": lambda f, args, _: (scaled := pp.delayed_scaling(f))(
+        scaled.init(*args), *args
     ),
     "with_fallback": lambda f, args, _: pp.with_fallback(f, ("bf16", "f32"))(*args),
     "scaled_value_and_grad": lambda f, args, _: scaled(f, args),

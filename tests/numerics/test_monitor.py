@@ -433,7 +433,7 @@ def test_the_summary_has_the_worst_first():
     assert "return (jnp.log(x - 2.0) + lost).sum()" in lines[2]
     assert [line for line in lines if line.startswith("lost to zero")]
     assert repr(health).endswith("born at 1, values are lost to zero at 1>")
-    for n, said in ((1, "  1 value by exp"), (2, "  2 values by exp")):
+    for n, said in ((1, "  1 value (100 %) by exp"), (2, "  2 values (100 %) by exp")):
         _, health = monitor(jnp.exp)(jnp.full(n, -1e4))
         assert said in health.summary()
     _, health = monitor(jnp.sin)(jnp.ones(2))

@@ -8,7 +8,7 @@ import pytest
 
 import precpass as pp
 from precpass import PrecisionPolicy, Rule
-from precpass.policy.policy import PRESETS
+from precpass.policy.presets import PRESETS
 from tests.support.values import stable_id
 
 RULES = (

@@ -24,7 +24,7 @@ from precpass import (
     PrecisionPolicy,
     Rule,
 )
-from precpass.policy.policy import EIGHT_BIT_PRESETS, PRESETS, AutoMixedF8, AutoMixedInt8
+from precpass.policy.presets import EIGHT_BIT_PRESETS, PRESETS, AutoMixedF8, AutoMixedInt8
 from tests.support.values import stable_id
 
 KINDS = (

@@ -15,7 +15,7 @@ from jax import lax
 
 import precpass as pp
 from precpass.measure import execute
-from precpass.policy.policy import PRESETS
+from precpass.policy.presets import PRESETS
 from tests.support.passes import quiet
 
 RNG = np.random.default_rng(0)

@@ -188,4 +188,6 @@ def test_a_monitor_counts_what_rounding_to_8_bits_makes_zero():
     for precision, lost in (("int8", N - 1), ("f8e4m3", N * N - 1)):  # a row, the whole array
         _, health = pp.monitor(jnp.dot, ordered(precision))(x, W + 1.0)
         assert [seen.lost for seen in health.seen() if seen.lost] == [lost], precision
-        assert f"{lost} values by precpass_scaling" in health.summary()
+        (seen,) = [seen for seen in health.seen() if seen.lost]
+        assert seen.lost_share == lost / N**2 and seen.place.shape == (N, N)
+        assert f"{lost} values ({100 * lost / N**2:.3g} %) by precpass_scaling" in health.summary()

@@ -21,7 +21,7 @@ from precpass.analysis.equations import unentered
 from precpass.analysis.graph import Graph
 from precpass.jaxpr.bodies import ENTERED, OPAQUE
 from precpass.planner.planner import make_plan
-from precpass.policy.policy import AutoMixedBf16
+from precpass.policy.presets import AutoMixedBf16
 from precpass.policy.primitives import BOUNDARY, TABLE
 from precpass.policy.scopes import is_fixed
 from tests.support.jaxprs import PRODUCTS, jaxprs_in, named

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import precpass as pp
 from precpass.devices.detect import planned_for
 from precpass.devices.targets import target_of
-from precpass.policy.policy import PRESETS
+from precpass.policy.presets import PRESETS
 from tests.support.comparisons import (
     assert_same,
     distance,

@@ -11,8 +11,8 @@ from jax import lax
 
 from precpass.api import auto_mixed
 from precpass.jit.region import keep
-from precpass.policy.policy import AlwaysF32
 from precpass.policy.precision import Precision
+from precpass.policy.presets import AlwaysF32
 
 __all__ = ["condition_number"]
 

@@ -30,7 +30,7 @@ from precpass.numerics.fallback.checks import Check, NonFinite, parse_checks
 from precpass.numerics.fallback.masked_derivatives import differentiated_if_chosen
 from precpass.numerics.ladder.rungs import Rung, parse_ladder, refuse_modules
 from precpass.numerics.loss_scale.gradients import Axes
-from precpass.policy.policy import Custom
+from precpass.policy.presets import Custom
 
 __all__ = ["FallbackReport", "with_fallback"]
 

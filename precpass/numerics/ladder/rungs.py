@@ -11,15 +11,9 @@ from typing import Any
 from precpass.api import auto_mixed
 from precpass.jit.nnx import has_nodes
 from precpass.jit.region import keep
-from precpass.policy.policy import (
-    OTHER_NAMES,
-    PRESETS,
-    AlwaysF32,
-    AutoMixedBf16,
-    AutoMixedF16,
-    PrecisionPolicy,
-)
+from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import FORMATS, Precision
+from precpass.policy.presets import OTHER_NAMES, PRESETS, AlwaysF32, AutoMixedBf16, AutoMixedF16
 from precpass.policy.primitives import OpKind
 from precpass.policy.warned import quietly
 from precpass.units import counted

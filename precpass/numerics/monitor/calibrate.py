@@ -21,8 +21,9 @@ from precpass.numerics.monitor.figures import Recorder
 from precpass.numerics.monitor.health import Health, Seen
 from precpass.numerics.monitor.monitor import looked
 from precpass.plan.plan import Action, Plan
-from precpass.policy.policy import AlwaysF32, PolicyLike, PrecisionPolicy
+from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
+from precpass.policy.presets import AlwaysF32
 from precpass.policy.primitives import TABLE, OpKind
 from precpass.policy.rules import Rule
 from precpass.policy.scopes import clean_scope, join_scopes

@@ -122,7 +122,7 @@ class Health:
         elif passed:
             lines += _listed(passed[:1], limit, "not finite as it was given", _passed)
         lost = sorted((s for s in seen if s.lost), key=lambda s: -s.lost)
-        lines += _listed(lost, limit, "lost to zero", lambda s: _values(s.lost))
+        lines += _listed(lost, limit, "lost to zero", _lost)
         if not (births or passed or lost):
             lines.append("all values are finite, and none was lost to zero")
         lines += _extremes(seen)
@@ -168,6 +168,10 @@ def _birth(seen: Seen) -> str:
 
 def _passed(seen: Seen) -> str:
     return _values(seen.nonfinite)
+
+
+def _lost(seen: Seen) -> str:
+    return f"{_values(seen.lost)} ({100 * seen.lost_share:.3g} %)"
 
 
 def _values(count: int) -> str:

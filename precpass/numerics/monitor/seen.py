@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from precpass.jaxpr import Place
 from precpass.policy.scopes import clean_scope
@@ -42,6 +43,12 @@ class Seen:
     lost: int
     first: int | None
     reads: tuple[float, float, float] | None = None
+
+    @property
+    def lost_share(self) -> float:
+        """The number of results that were lost, as a part of all results; 0.0 if it did not run."""
+        results = self.runs * math.prod(self.place.shape)
+        return self.lost / results if results else 0.0
 
     @property
     def is_birth(self) -> bool:

@@ -28,8 +28,9 @@ from jax import lax
 from precpass.api import auto_mixed
 from precpass.numerics.ladder.ladder import Ladder
 from precpass.numerics.solvers.roles import Roles
-from precpass.policy.policy import Custom, PrecisionPolicy
+from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
+from precpass.policy.presets import Custom
 from precpass.policy.primitives import OpKind
 from precpass.policy.warned import quietly
 

@@ -36,8 +36,8 @@ from precpass.numerics.solvers.descents import (
 )
 from precpass.numerics.solvers.float64 import own_array
 from precpass.numerics.solvers.roles import Roles
-from precpass.policy.policy import Custom
 from precpass.policy.precision import Precision
+from precpass.policy.presets import Custom
 from precpass.policy.warned import quietly
 
 __all__ = ["Problem", "Spec", "fit", "looked_at", "program"]

@@ -18,8 +18,9 @@ from precpass.analysis.graph import Graph
 from precpass.api import trace_of
 from precpass.jit.traced import Traced
 from precpass.plan.plan import Action, Decision, Plan
-from precpass.policy.policy import AlwaysF32, PolicyLike, PrecisionPolicy
+from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
+from precpass.policy.presets import AlwaysF32
 from precpass.policy.rules import Rule
 from precpass.policy.scopes import clean_scope, join_scopes
 from precpass.report.bisect.bisection import Bisection, Run, listed
@@ -355,8 +356,7 @@ class _Search:
         minimal: bool | None = None,
     ) -> Bisection:
         verdict += f" ({counted(len(self.runs), 'run')})"
-        minimal = found if minimal is None else minimal
-        runs = tuple(self.runs)
+        minimal, runs = found if minimal is None else minimal, tuple(self.runs)
         policy = policy or self.policy
         return Bisection(policy, rules, found, minimal, verdict, kept, runs, self.tolerance)
 

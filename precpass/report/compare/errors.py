@@ -20,8 +20,8 @@ from precpass.jit.nnx import has_nodes
 from precpass.jit.region import current, use_policy
 from precpass.jit.traced import rewritten
 from precpass.planner.planner import make_plan
-from precpass.policy.policy import AlwaysF32
 from precpass.policy.precision import FORMATS, Precision
+from precpass.policy.presets import AlwaysF32
 from precpass.policy.scopes import keep_scope
 from precpass.policy.warned import quietly
 

@@ -14,7 +14,7 @@ from precpass.devices.targets import target_of
 from precpass.jit.staged import AtArguments, owner_of
 from precpass.measure.counts import count
 from precpass.measure.roofline import Work, work_of
-from precpass.policy.policy import AlwaysF32
+from precpass.policy.presets import AlwaysF32
 from precpass.report.compare.profiled import Estimate, Profile, ProfileRow
 from precpass.report.compare.programs import (
     Made,

@@ -1,0 +1,116 @@
+"""The presets, and `Custom`, which makes a policy of a table of kinds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind
+from precpass.policy.rules import Rule
+
+__all__ = [
+    "BY_COMPUTE",
+    "EIGHT_BIT_PRESETS",
+    "OTHER_NAMES",
+    "PRESETS",
+    "AlwaysBf16",
+    "AlwaysF16",
+    "AlwaysF32",
+    "AutoMixed",
+    "AutoMixedBf16",
+    "AutoMixedConservative",
+    "AutoMixedConservativeF16",
+    "AutoMixedF8",
+    "AutoMixedF16",
+    "AutoMixedInt8",
+    "Custom",
+]
+
+
+def Custom(
+    kinds: Mapping[OpKind | str, Precision | str], rules: Iterable[Rule] = ()
+) -> PrecisionPolicy:
+    """A policy from a table of kinds; a kind that is missing is not lowered.
+
+    Only float32, bfloat16 and float16 values may change, unless `with_retypes` says
+    otherwise. `Custom({OpKind.COMPUTE: "f32"}).with_retypes("f64")` runs a float64
+    program with float32 products: their operands are rounded to float32, their
+    sums and everything else stay float64.
+
+    Raises:
+        ValueError: for an unknown kind or precision, or a precision for BOUNDARY,
+            which has its original dtypes by definition.
+
+    Examples:
+        >>> Custom({OpKind.COMPUTE: "bf16"}).precision_for("reduction")
+        Precision.F32
+    """
+    if not isinstance(kinds, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+        raise TypeError(f"Custom takes a dict of OpKind to Precision, not {kinds!r}")
+    precisions = {OpKind.parse(kind): Precision.parse(p) for kind, p in kinds.items()}
+    if precisions.pop(OpKind.BOUNDARY, Precision.F32) is not Precision.F32:
+        raise ValueError(
+            "Custom: OpKind.BOUNDARY keeps its original dtypes; use with_output(...) for the "
+            "format of the outputs"
+        )
+    for kind, precision in precisions.items():
+        if not precision.is_format and kind is not OpKind.COMPUTE:
+            raise ValueError(
+                f"Custom: {precision} says how products are multiplied, so OpKind.COMPUTE alone "
+                f"takes it, not {kind!r}"
+            )
+    scaled = precisions.get(OpKind.COMPUTE, Precision.F32)
+    if scaled.is_scaled:
+        precisions[OpKind.COMPUTE] = Precision.BF16
+    table = tuple(precisions.get(kind, Precision.F32) for kind in OpKind)
+    policy = PrecisionPolicy("Custom", table, frozenset(precisions)).with_rules(*rules)
+    return policy.with_scaled(scaled if scaled.is_scaled else None)
+
+
+def _preset(name: str, *kinds: Precision, order: bool = False) -> PrecisionPolicy:
+    ordered = frozenset(OpKind) - {OpKind.BOUNDARY} if order else frozenset({OpKind.COMPUTE})
+    return PrecisionPolicy(name, (*kinds, Precision.F32), ordered)
+
+
+_F32, _F16, _BF16 = Precision.F32, Precision.F16, Precision.BF16
+
+AlwaysF32 = dataclasses.replace(_preset("AlwaysF32", *[_F32] * 4), orders=frozenset(), widens=True)
+AlwaysF16 = _preset("AlwaysF16", *[_F16] * 4, order=True)
+AlwaysBf16 = _preset("AlwaysBf16", *[_BF16] * 4, order=True)
+AutoMixedConservativeF16 = _preset("AutoMixedConservativeF16", _F16, _F32, _F16, _F16)
+AutoMixedF16 = _preset("AutoMixedF16", *[_F16] * 4)
+AutoMixedBf16 = _preset("AutoMixedBf16", *[_BF16] * 4)
+AutoMixedF8 = dataclasses.replace(AutoMixedBf16, name="AutoMixedF8", scaled=Precision.F8E4M3)
+AutoMixedInt8 = dataclasses.replace(AutoMixedBf16, name="AutoMixedInt8", scaled=Precision.INT8)
+AutoMixed = AutoMixedF16
+"""Another name of `AutoMixedF16`, which says its format."""
+AutoMixedConservative = AutoMixedConservativeF16
+"""Another name of `AutoMixedConservativeF16`, which says its format."""
+
+PRESETS: dict[str, PrecisionPolicy] = {
+    preset.name: preset
+    for preset in (
+        AlwaysF32,
+        AlwaysF16,
+        AlwaysBf16,
+        AutoMixedConservativeF16,
+        AutoMixedF16,
+        AutoMixedBf16,
+    )
+}
+OTHER_NAMES = {"AutoMixed": AutoMixedF16, "AutoMixedConservative": AutoMixedConservativeF16}
+"""The presets that have another name, by it."""
+EIGHT_BIT_PRESETS = {preset.name: preset for preset in (AutoMixedF8, AutoMixedInt8)}
+"""The presets with scaled products, by name."""
+BY_COMPUTE = {
+    Precision.F8E4M3: AutoMixedF8,
+    Precision.F8E5M2: AutoMixedF8.with_scaled("f8e5m2"),
+    Precision.INT8: AutoMixedInt8,
+    _F32: AlwaysF32,
+    _F16: AutoMixedF16,
+    _BF16: AutoMixedBf16,
+    **{p: Custom({OpKind.COMPUTE: p}) for p in Precision if p.is_multiplication},
+}
+"""The policy that a precision of products stands for."""

@@ -1,0 +1,168 @@
+"""Options of scaled products: scales by rows, and the gradients of weights in bfloat16."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import precpass as pp
+from precpass import OpKind, Precision
+from tests.rewrite.test_scaled_products import ordered
+from tests.support.jaxprs import named
+from tests.support.passes import COMPOSITIONS
+from tests.support.values import f32, normal_array, rel_error
+
+each_composition = pytest.mark.parametrize("compose", COMPOSITIONS.values(), ids=COMPOSITIONS)
+FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}
+W, X = normal_array(1, 256, 256) / 16, normal_array(2, 256, 256)
+
+
+def layers(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def unrolled(ws, x):
+    first, stack, last = ws
+    return layers([first, *stack, last], x)
+
+
+def scanned(ws, x):
+    first, stack, last = ws
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), jnp.tanh(x @ first), stack)[0] @ last
+
+
+def rematted(ws, x):
+    first, stack, last = ws
+    step = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    return lax.scan(step, jnp.tanh(x @ first), stack)[0] @ last
+
+
+def squares(fn):
+    def loss(ws, x):
+        return jnp.square(fn(ws, x)).sum()
+
+    return loss
+
+
+def scaled_dots(fn, *args):
+    """The dots of a function that read float8."""
+    dots = named(jax.make_jaxpr(fn)(*args), "dot_general")
+    return [dot for dot in dots if {v.aval.dtype.name for v in dot.invars} & FLOAT8]
+
+
+def counts(policy, fn, *args):
+    plan = pp.inspect(jax.grad(squares(fn)), policy)(*args).plan
+    found = [d for d in plan.walk() if d.kind is OpKind.COMPUTE]
+    return sum(d.product.scaled is not None for d in found), [str(d.reason) for d in found]
+
+
+def test_a_row_of_float8_has_a_scale_of_its_own():
+    x = X.at[0].multiply(2.0**30)
+    y = x.at[1:].multiply(2.0**-12)
+    whole, row = ordered("f8"), ordered("f8").with_scales("row")
+    product = lambda x: jnp.sin(x) @ W  # noqa: E731
+    assert rel_error(pp.auto_mixed(product, row)(X), product(X)) < 0.06
+    wanted = (y @ W)[1:]
+    assert rel_error(pp.auto_mixed(jnp.matmul, row)(y, W)[1:], wanted) < 0.06
+    # under one scale for the array all but the first row become zero
+    assert not np.any(pp.auto_mixed(jnp.matmul, whole)(y, W)[1:])
+
+
+def test_scales_of_rows_are_powers_of_two_along_the_summed_dimension():
+    program = jax.make_jaxpr(pp.auto_mixed(jnp.matmul, ordered("f8").with_scales("row")))(X, W)
+    shapes = [e.outvars[1].aval.shape for e in named(program, "precpass_scaling") if e.outvars[1:]]
+    assert shapes == [(256, 1), (1, 256)]
+    program = jax.make_jaxpr(pp.auto_mixed(jnp.matmul, ordered("f8")))(X, W)
+    shapes = [e.outvars[1].aval.shape for e in named(program, "precpass_scaling") if e.outvars[1:]]
+    assert shapes == [(), ()]
+
+
+@each_composition
+def test_the_backward_pass_has_scales_of_rows_too(compose):
+    policy = ordered("f8").with_scales("row")
+    gradient = compose(squares(layers), policy=policy)
+    args = [W, W.T], X
+    program = jax.make_jaxpr(gradient)(*args)
+    scales = [e.outvars[1].aval for e in named(program, "precpass_scaling") if e.outvars[1:]]
+    assert len(scales) >= 8 and all(scale.ndim == 2 for scale in scales)
+    assert rel_error(gradient(*args), jax.grad(squares(layers))(*args)) < 0.15
+
+
+def test_weights_ahead_of_time_have_scales_of_columns():
+    policy = pp.AutoMixedF8.with_scales("row")
+    ws = [W, W.T, W]
+    small = pp.quantized(layers, policy)(ws, X)
+    assert small[1].scale.shape == (1, 256)
+    mixed = pp.auto_mixed(layers, policy)
+    assert scaled_dots(mixed, small, X)
+    assert rel_error(mixed(small, X), mixed(ws, X)) < 1e-5
+
+
+@each_composition
+@pytest.mark.parametrize("fn", [unrolled, scanned, rematted], ids=lambda f: f.__name__)
+def test_the_gradients_of_weights_are_in_bfloat16_and_other_derivatives_in_float8(compose, fn):
+    ws = W, jnp.stack([W, W.T]), W
+    plain = compose(squares(fn), policy="AutoMixedF8")
+    mixed = compose(squares(fn), policy=pp.AutoMixedF8.with_weight_gradients("bf16"))
+    before, after = (scaled_dots(f, ws, X) for f in (plain, mixed))
+    forward = len(scaled_dots(pp.auto_mixed(fn, "AutoMixedF8"), ws, X))
+    assert len(before) - len(after) >= forward > 0
+    # A checkpoint computes the product again.
+    assert len(after) == 2 * forward + (fn is rematted)
+    wanted = jax.grad(squares(fn))(ws, X)
+    assert rel_error(mixed(ws, X), wanted) < 0.15
+
+
+def test_the_plan_says_which_products_are_gradients_of_weights():
+    policy = pp.AutoMixedF8.with_weight_gradients("bf16")
+    for fn in (unrolled, scanned, rematted):
+        args = (f32(256, 256), f32(2, 256, 256), f32(256, 256)), f32(256, 256)
+        all_scaled, _ = counts("AutoMixedF8", fn, *args)
+        scaled, whys = counts(policy, fn, *args)
+        of_weights = sum("it is the gradient of a weight" in why for why in whys)
+        assert 0 < scaled < all_scaled
+        assert of_weights >= all_scaled - scaled
+
+
+def test_the_gradient_of_a_first_layers_weight_is_one_too():
+    """Its operands are both given; a rule orders 8 bits for it."""
+    policy = ordered("f8").with_weight_gradients("bf16")
+    gradient = pp.auto_mixed(jax.grad(lambda w, x: jnp.square(jnp.tanh(x @ w)).sum()), policy)
+    assert len(scaled_dots(gradient, W, X)) == 1
+
+
+def test_attention_has_no_weights():
+    def attention(q, k):
+        q, k = jnp.sin(q), jnp.cos(k)
+        return jnp.square(jax.nn.softmax(q @ k.T) @ k).sum()
+
+    policy = ordered("f8").with_weight_gradients("bf16")
+    gradient = jax.grad(attention, (0, 1))
+    assert len(scaled_dots(pp.auto_mixed(gradient, policy), X, W)) == 6
+
+
+def test_the_options_are_told_saved_and_read_again(tmp_path):
+    policy = pp.AutoMixedF8.with_scales("row").with_weight_gradients("bf16")
+    text = "AutoMixedF8.with_scales('row').with_weight_gradients('bf16')"
+    assert (
+        repr(policy) == text
+        and eval(text, vars(pp).copy() | {"AutoMixedF8": pp.AutoMixedF8}) == policy
+    )
+    assert pp.PrecisionPolicy.from_dict(policy.to_dict()) == policy
+    policy.save(tmp_path / "policy.toml")
+    assert pp.PrecisionPolicy.load(tmp_path / "policy.toml") == policy
+    pp.inspect(layers, policy)([W] * 3, X).plan.save(tmp_path / "plan.json")
+    loaded = pp.Plan.load(tmp_path / "plan.json")
+    assert loaded.scales == "row" and loaded.weight_gradients is Precision.BF16
+
+
+def test_what_is_unknown_is_refused_with_the_legal_values():
+    with pytest.raises(ValueError, match=r"unknown scales 'block': legal are 'auto' .* and 'row'"):
+        pp.AutoMixedF8.with_scales("block")
+    with pytest.raises(ValueError, match=r"weight_gradients = 'f32': legal are 'bf16', and None"):
+        pp.AutoMixedF8.with_weight_gradients("f32")
+    with pytest.raises(ValueError, match="unknown precision 'b16'"):
+        pp.AutoMixedF8.with_weight_gradients("b16")
