@@ -151,7 +151,8 @@ def inspect(
         profitability: as for `auto_mixed`; the device is that of the arguments if they are
             committed to one.
         target: a device that need not be there, for which the program is planned: "h100",
-            "a100", "tpu v4", "tpu v5e", "tpu v5p", "tpu v6e", or a JAX device, also of a topology.
+            "a100", "tpu v4", "tpu v5e", "tpu v5p", "tpu v6e", "tpu 7x", or a JAX device, also of a
+            topology.
 
     Raises:
         ValueError: for an unknown target.

@@ -219,7 +219,10 @@ def part(options: argparse.Namespace) -> dict[str, Any]:
 READY = "p=bf16,c=bf16"
 """The policy for weights that are bfloat16 before the call. Without `p` a product of a float32 and
 a bfloat16 operand is the user's own, in float32."""
-TARGETS = {"tpu v5e": "cycles", "tpu v5p": "cycles", "tpu v6e": "cycles", "h100": "moved"}
+TARGETS = {
+    **dict.fromkeys(("tpu v5e", "tpu v5p", "tpu v6e", "tpu 7x"), "cycles"),
+    "h100": "moved",
+}
 """The devices that are compiled for, with the figure that their compiler gives of a program."""
 
 
@@ -235,9 +238,12 @@ def compiled_part() -> dict[str, Any]:
     """A product, and six layers of its size, as they are compiled for `TARGETS`."""
     x = jax.ShapeDtypeStruct((1024, 2048), jnp.float32)
     wide, low = (jax.ShapeDtypeStruct((2048, 2048), dtype) for dtype in (jnp.float32, jnp.bfloat16))
-    ready = pp.QuantizedArray(
-        jax.ShapeDtypeStruct(x.shape, jnp.int8), jax.ShapeDtypeStruct((1024, 1), jnp.float32)
-    )
+    ready = {
+        precision: pp.QuantizedArray(
+            jax.ShapeDtypeStruct(x.shape, dtype), jax.ShapeDtypeStruct((rows, 1), jnp.float32)
+        )
+        for precision, dtype, rows in (("int8", jnp.int8, 1024), ("f8", jnp.float8_e4m3fn, 1))
+    }
     rows: list[list[Any]] = []
     for target, name in TARGETS.items():
         base = figure(target, pp.auto_mixed(product, READY), low, x)
@@ -249,7 +255,7 @@ def compiled_part() -> dict[str, Any]:
             small = pp.quantized(product, policy)(wide, x)
             single = pp.auto_mixed(product, policy)
             one = figure(target, single, small, x)
-            both = figure(target, single, small, ready) if precision == "int8" else None
+            both = figure(target, single, small, ready[precision])
             ratios = [None if v is None else round(v / base, 2) for v in (both, one)]
             delayed = pp.delayed_scaling(perceptron, policy, history=4)
             scales = jax.eval_shape(delayed.init, [small] * 6, x)

@@ -173,7 +173,7 @@ def _hopper(
 
 
 def _tpu(version: str, kinds: tuple[str, ...], bf16: float, bandwidth: float, *more: str) -> Peaks:
-    url = f"https://cloud.google.com/tpu/docs/{version}"
+    url = f"https://cloud.google.com/tpu/docs/{'tpu' if version == '7x' else ''}{version}"
     source = Source(("bf16", "bandwidth"), f"Google Cloud: TPU {version}", "2026-11-22", url)
     aliases = version, f"tpu-{version}", f"tpu{version}", *more
     flops = None, None, None, bf16, None
@@ -240,4 +240,6 @@ PEAKS: tuple[Peaks, ...] = (
     _tpu("v5e", ("tpu v5 lite*", "tpu v5e*"), 197e12, 819e9, "v5litepod"),
     _tpu("v5p", ("tpu v5", "tpu v5p*"), 459e12, 2.765e12),
     _tpu("v6e", ("tpu v6 lite*", "tpu v6e*"), 918e12, 1.64e12, "trillium"),
+    # A device is one of a chip's two halves.
+    _tpu("7x", ("tpu7x*", "tpu 7x*"), 2307e12 / 2, 7.38e12 / 2, "ironwood"),
 )

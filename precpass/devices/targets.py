@@ -71,6 +71,7 @@ TARGETS: Mapping[str, Target] = {
         Target("tpu v5e", "tpu", "TPU v5 lite", "v5e:2x2"),
         Target("tpu v5p", "tpu", "TPU v5", "v5p:2x2x1"),
         Target("tpu v6e", "tpu", "TPU v6 lite", "v6e:2x2"),
+        Target("tpu 7x", "tpu", "TPU7x", "tpu7x:2x2x1"),
     )
 }
 """The known targets by name."""

@@ -55,6 +55,7 @@ def test_low_products_are_never_slower_than_wide_ones_by_the_table(device: Devic
         ("tpu", "TPU v5 lite", "TPU v5e"),
         ("tpu", "TPU v5", "TPU v5p"),
         ("tpu", "TPU v6 lite", "TPU v6e"),
+        ("tpu", "TPU7x", "TPU 7x"),
     ],
 )
 def test_a_kind_is_found_as_jax_names_it(platform: str, kind: str, name: str):

@@ -57,7 +57,12 @@ def test_an_algorithm_names_its_format_and_its_passes():
 
 @pytest.mark.parametrize(
     "name, found",
-    [("H100", "NVIDIA H100 SXM"), ("tpu-v5p", "TPU v5p"), ("TPU v6e", "TPU v6e")],
+    [
+        ("H100", "NVIDIA H100 SXM"),
+        ("tpu-v5p", "TPU v5p"),
+        ("TPU v6e", "TPU v6e"),
+        ("tpu7x", "TPU 7x"),
+    ],
 )
 def test_a_device_has_several_names(name, found):
     assert [str(peaks) for peaks in peaks_of([name, name])] == [found]
