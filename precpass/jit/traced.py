@@ -66,6 +66,17 @@ class Traced:
         """The jaxpr rewritten under a plan; the same jaxpr if nothing changes."""
         return rewritten(self.call.jaxpr, plan, self.region, policy, self.scope)[0]
 
+    def under_policy(self) -> Any:
+        """The jaxpr rewritten under its own policy; as it was traced if it has none."""
+        if self.policy is None:
+            return self.call.jaxpr
+        return self.rewritten(self.checked_plan(self.policy), self.policy)
+
+    def undifferentiated(self, advice: str) -> list[Any]:
+        """The operands. Through their arrays no derivative is taken: an error gives the advice."""
+        operands = self.call.operands
+        return [x if isinstance(x, jax.Ref) else ir.undifferentiated(x, advice) for x in operands]
+
     def run(self, plan: Plan, policy: PrecisionPolicy) -> Any:
         """The function's output under a plan, compiled anew; it changes and donates no argument."""
         new = self.rewritten(plan, policy)

@@ -269,13 +269,7 @@ class _Program:
     """
 
     def __init__(self, traced: Traced) -> None:
-        self._jaxpr = traced.call.jaxpr
-        if traced.policy is not None:
-            self._jaxpr = traced.rewritten(traced.checked_plan(traced.policy), traced.policy)
-        self._operands = [
-            x if isinstance(x, jax.Ref) else ir.undifferentiated(x, _ADVICE)
-            for x in traced.call.operands
-        ]
+        self._jaxpr, self._operands = traced.under_policy(), traced.undifferentiated(_ADVICE)
         graph = Graph.build(self._jaxpr)
         rows = [i for i, eqn in enumerate(graph.eqns) if ir.rounds_to_eight_bits(eqn)]
         self._positions = {id(graph.eqns[row]): at for at, row in enumerate(rows)}
@@ -311,8 +305,9 @@ def _place(graph: Graph, row: int) -> str:
     eqn = graph.eqns[row]
     low, _ = eqn.outvars
     shape = ",".join(map(str, low.aval.shape))
-    scope = clean_scope(join_scopes(graph.scope(row), ir.scope_of(eqn)))
-    where = f" in {scope}" if scope else ""
+    scopes = clean_scope(join_scopes(graph.scope(row), ir.scope_of(eqn))).split("/")
+    own = "/".join(scope for scope in scopes if not scope.startswith("precpass."))
+    where = f" in {own}" if own else ""
     return f"{_PRECISIONS[low.aval.dtype]}[{shape}]{where}"
 
 

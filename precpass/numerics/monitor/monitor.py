@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -202,14 +201,7 @@ class _Program:
     """
 
     def __init__(self, traced: Traced, recorder: Recorder) -> None:
-        self.jaxpr = traced.call.jaxpr
-        if traced.policy is not None:
-            self.jaxpr = traced.rewritten(traced.checked_plan(traced.policy), traced.policy)
-        # No derivative can be taken of a reference.
-        self.operands = [
-            x if isinstance(x, jax.Ref) else ir.undifferentiated(x, _ADVICE)
-            for x in traced.call.operands
-        ]
+        self.jaxpr, self.operands = traced.under_policy(), traced.undifferentiated(_ADVICE)
         self.effects = bool(ir.open_jaxpr(self.jaxpr).effects)
         graph = Graph.build(self.jaxpr)
         rows = unread(graph).rows
