@@ -69,7 +69,7 @@ from precpass.jaxpr.dots import (
     with_operand,
 )
 from precpass.jaxpr.instrument import Look, Place, Ran
-from precpass.jaxpr.instrument_bodies import watched
+from precpass.jaxpr.instrument_bodies import rows_of, watched
 from precpass.jaxpr.opaque import Contents, contents_of
 from precpass.jaxpr.primitives.carrier import Form, carry, detach, is_detach, pin
 from precpass.jaxpr.primitives.dequantized import QuantizedArray, dequantized_from
@@ -243,6 +243,7 @@ __all__ = [
     "resharded_along",
     "retyped",
     "rounds_to_eight_bits",
+    "rows_of",
     "run",
     "scaling",
     "scope_of",

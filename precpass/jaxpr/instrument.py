@@ -102,8 +102,9 @@ class Look(Protocol):
 Entered = tuple[Sequence[Any], Record, tuple[Place, ...]]
 """The results of an equation, the record of what its bodies ran, and the places of its rows."""
 Enter = Callable[["Watch", Any, Sequence[Any]], Entered]
-Evaluate = Callable[[Any, Sequence[Any], Sequence[Any]], Sequence[Any]]
-"""Gives the results of an equation without bodies, of its operands and of the values given."""
+Evaluate = Callable[[Any, Sequence[Any], Any], Sequence[Any]]
+"""Gives the results of an observed equation without bodies, of its operands and of what is given
+for its row."""
 
 
 class Body:
@@ -122,8 +123,9 @@ class Watch:
         look: what is recorded.
         dead: the ids of equations whose results nothing reads; they have no row.
         entered: enters an equation; None if it is not entered.
-        given: values that every body has beside its operands.
-        evaluate: evaluates the equations that are not entered.
+        rows: how many rows the equations of an entered equation's bodies have.
+        given: an array with an element for each row, or () for none.
+        evaluate: evaluates the observed equations that are not entered, if there are given values.
     """
 
     def __init__(
@@ -131,12 +133,14 @@ class Watch:
         look: Look,
         dead: frozenset[int],
         entered: Callable[[Any], Enter | None],
+        rows: Callable[[Watch, Any], int],
         given: Sequence[Any] = (),
-        evaluate: Evaluate = lambda eqn, operands, _given: bind(eqn, operands),
+        evaluate: Evaluate | None = None,
     ) -> None:
         self.look = look
         self.dead = dead
         self.entered = entered
+        self.rows = rows
         self.given = given
         self.evaluate = evaluate
         self.traced: dict[Any, Body] = {}
@@ -165,14 +169,17 @@ class Watch:
             stack = outside + eqn.source_info.name_stack
             user = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
             enter = None if id(eqn) in self.dead else self.entered(eqn)
+            if self.given and enter is not None and not self.rows(self, eqn):
+                enter = None
             with user, eqn.ctx.manager:
                 if enter is None:
-                    results = self.evaluate(eqn, operands, self.given)
+                    results = self._evaluated(eqn, operands, len(places))
                     if self.sees(eqn):
                         ran.append(Ran(eqn, operands, results))
                         places.append(_place(eqn))
                 else:
-                    results, record, inner = enter(self, eqn, operands)
+                    inside = self._with_given(len(places), eqn)
+                    results, record, inner = enter(inside, eqn, operands)
                     if inner:
                         close()
                         records.append(record)
@@ -181,6 +188,22 @@ class Watch:
         close()
         record = records[0] if len(records) == 1 else self.concatenated(records)
         return [read(v) for v in opened.outvars], record, tuple(places)
+
+    def _evaluated(self, eqn: Eqn, operands: Sequence[Any], row: int) -> Sequence[Any]:
+        if self.evaluate is None or not self.sees(eqn):
+            return bind(eqn, operands)
+        (given,) = self.given
+        return self.evaluate(eqn, operands, given[row])
+
+    def _with_given(self, row: int, eqn: Eqn) -> Watch:
+        """The evaluation of an equation's bodies, with what is given for their rows."""
+        return self.with_part(row, row + self.rows(self, eqn)) if self.given else self
+
+    def with_part(self, start: int, stop: int) -> Watch:
+        """The same evaluation with a part of what is given."""
+        part = copy.copy(self)
+        part.given = [x[start:stop] for x in self.given]
+        return part
 
     def sees(self, eqn: Eqn) -> bool:
         """Whether an equation without bodies has a row."""

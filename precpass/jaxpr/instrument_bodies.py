@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +12,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from precpass.jaxpr.binding import bind, bind_shard_map, evaluate, trace
-from precpass.jaxpr.bodies import bodies, scan_split, with_bodies
+from precpass.jaxpr.bodies import Body, bodies, scan_split, with_bodies
 from precpass.jaxpr.border_copies import scan_counts
 from precpass.jaxpr.instrument import Enter, Entered, Evaluate, Look, Place, Record, Watch
 from precpass.jaxpr.reading import in_avals, open_jaxpr, out_avals
 from precpass.jaxpr.types import Eqn, Jaxpr
 
-__all__ = ["watched"]
+__all__ = ["rows_of", "watched"]
 
 
 def watched(
@@ -26,7 +27,7 @@ def watched(
     look: Look,
     dead: frozenset[int] = frozenset(),
     *,
-    given: Sequence[Any] = (),
+    given: Any = None,
     evaluate: Evaluate | None = None,
 ) -> tuple[list[Any], Record, tuple[Place, ...]]:
     """A jaxpr's results, and the record of its equations.
@@ -36,16 +37,46 @@ def watched(
         args: its operands.
         look: what is recorded.
         dead: the ids of equations whose results nothing reads; they have no row.
-        given: arrays that `evaluate` reads in every body. A `shard_map` is not entered then.
-        evaluate: evaluates the equations without bodies; None evaluates them as they are.
+        given: an array of `rows_of(jaxpr, look)` elements, one for each row. A `shard_map` is not
+            entered then.
+        evaluate: evaluates an equation that has a row, with the element for it.
 
     Returns:
         The results, the record, and the place of each of its rows.
     """
-    entered = _entered_with_given if given else _entered
-    if evaluate is None:
-        return Watch(look, dead, entered).run(jaxpr, args)
-    return Watch(look, dead, entered, given, evaluate).run(jaxpr, args)
+    if given is None:
+        return Watch(look, dead, _entered, _rows).run(jaxpr, args)
+    return Watch(look, dead, _entered_with_given, _rows, [given], evaluate).run(jaxpr, args)
+
+
+def rows_of(jaxpr: Jaxpr, look: Look) -> int:
+    """How many rows a record of a jaxpr's equations has, if a `shard_map` is not entered."""
+    return _rows_in(Watch(look, frozenset(), _entered_with_given, _rows), jaxpr)
+
+
+def _rows(watch: Watch, eqn: Eqn) -> int:
+    return sum(_rows_in(watch, body) for body in _observed(eqn))
+
+
+def _rows_in(watch: Watch, jaxpr: Jaxpr) -> int:
+    eqns = open_jaxpr(jaxpr).eqns
+    entered = [watch.entered(eqn) is not None for eqn in eqns]
+    each = (
+        _rows(watch, eqn) if is_entered else int(watch.sees(eqn))
+        for eqn, is_entered in zip(eqns, entered, strict=True)
+    )
+    return sum(each)
+
+
+def _observed(eqn: Eqn) -> list[Jaxpr]:
+    """The bodies of an entered equation whose equations have rows, in the order of the rows."""
+    if eqn.primitive.name == "cond":
+        return list(eqn.params["branches"])
+    if eqn.primitive.name == "while":
+        return [eqn.params["body_jaxpr"]]
+    if eqn.primitive.name == "custom_linear_solve":
+        return [_solving(eqn).jaxpr]
+    return [bodies(eqn)[0].jaxpr]
 
 
 def _jit(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
@@ -86,19 +117,30 @@ def _inline(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
 
 
 def _solve(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
-    at = eqn.params["jaxprs"]._fields.index("solve")
-    body = next(body for body in bodies(eqn) if body.index == at)
+    body = _solving(eqn)
     return watch.run(body.jaxpr, [operands[i] for i in body.operands])
 
 
+def _solving(eqn: Eqn) -> Body:
+    at = eqn.params["jaxprs"]._fields.index("solve")
+    return next(body for body in bodies(eqn) if body.index == at)
+
+
 def _cond(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
-    instrumented = [watch.body(branch) for branch in eqn.params["branches"]]
+    branches, given = eqn.params["branches"], len(watch.given)
+    counts = [_rows_in(watch, branch) for branch in branches] if given else [0] * len(branches)
+    ends = np.cumsum([0, *counts]).tolist()
+    parts = [watch.with_part(*pair) for pair in itertools.pairwise(ends)]
+    instrumented = [part.body(branch) for part, branch in zip(parts, branches, strict=True)]
     result_count = len(eqn.outvars)
 
     def branch(at: int) -> Any:
         def run(*args: Any) -> list[Any]:
+            own = [x[ends[at] : ends[at + 1]] for x in args[:given]]
             results, record = watch.split(
-                evaluate(instrumented[at].jaxpr, args), len(instrumented[at].places), result_count
+                evaluate(instrumented[at].jaxpr, [*own, *args[given:]]),
+                len(instrumented[at].places),
+                result_count,
             )
             records = [watch.none(len(body.places)) for body in instrumented]
             records[at] = record
@@ -106,9 +148,9 @@ def _cond(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
 
         return trace(run, *watch.avals(instrumented[at].original))
 
-    branches = tuple(map(branch, range(len(instrumented))))
+    new = tuple(map(branch, range(len(instrumented))))
     index, *rest = operands
-    results = bind(eqn, [index, *watch.given, *rest], {**eqn.params, "branches": branches})
+    results = bind(eqn, [index, *watch.given, *rest], {**eqn.params, "branches": new})
     places = [
         place.inside_of(f"branch {at}")
         for at, body in enumerate(instrumented)

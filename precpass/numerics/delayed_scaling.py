@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +15,16 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.analysis.graph import Graph
 from precpass.api import mixed_of
 from precpass.jit.staged import Staged, owner_of
 from precpass.jit.traced import Traced
 from precpass.policy.policy import PolicyLike
 from precpass.policy.precision import Precision
 from precpass.policy.presets import AutoMixedF8
-from precpass.policy.scopes import clean_scope, join_scopes
+from precpass.policy.scopes import clean_scope
 from precpass.policy.warned import PrecisionWarning, quietly
 from precpass.rewrite.scaled_product import GivenRounding, power_of_two_scale
+from precpass.units import counted, listed
 
 __all__ = ["DelayedScales", "DelayedScaling", "delayed_scaling"]
 
@@ -36,7 +37,7 @@ _PRECISIONS = {p.dtype: p for p in Precision if p.is_scaled}
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["history"], meta_fields=["places"]
 )
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class DelayedScales:
     """The largest magnitudes of the operands of scaled products, in some calls.
 
@@ -45,27 +46,47 @@ class DelayedScales:
     Attributes:
         history: float32 `[operands, calls]`, the newest call first; 0 for a call that was not made,
             and for an operand without a finite number that is not zero.
-        places: for each operand its format, its shape, and the name scopes of its product.
+        places: for each operand its format, the name scopes and the line of its product, and the
+            loops and branches around it.
     """
 
     history: Any
     places: tuple[str, ...]
 
     def __repr__(self) -> str:
-        operands, calls = self.history.shape
-        return f"<DelayedScales of {operands} operands, {calls} calls>"
+        return f"<DelayedScales of {counted(len(self.places), 'operand')}>"
 
     def saturated(self) -> list[str]:
         """The places where the newest call had values beyond the largest number of the format.
 
-        They became that number, because the calls before had smaller ones. Only what has 8 bits by
-        an earlier scale can be beyond it, so the first call is none.
+        They became that number, because the calls before had smaller ones. The scales of `init` are
+        those of the call itself, so nothing is saturated there.
         """
-        newest, before = np.asarray(self.history[:, 0]), np.asarray(self.history[:, 1:])
-        scales = np.asarray(_scales(jnp.asarray(before), self.places))
-        most = np.asarray([_precision_at(place).max for place in self.places], np.float32)
-        known = before.any(axis=1) & (newest > scales * most)
-        return [place for place, is_beyond in zip(self.places, known, strict=True) if is_beyond]
+        history = np.asarray(self.history)
+        newest, before = history[..., 0], history[..., 1:]
+        if not before.any():
+            return []
+        largest = np.where(before.any(-1), before.max(-1, initial=0.0), np.float32(1.0))
+        formats = [_precision_at(place) for place in self.places]
+        # A power of two may leave room above the largest magnitude. Up to half a unit in the last
+        # place beyond the largest number is rounded to it.
+        most = np.asarray([p.max for p in formats]) * np.asarray(_scales(largest, formats))
+        room = [p.unit_roundoff / (1 if p is Precision.INT8 else 1.75) for p in formats]
+        is_beyond = newest > most * (1.0 + np.asarray(room))
+        return self._where(is_beyond)
+
+    def unseen(self) -> list[str]:
+        """The places without a finite number that is not zero in all remembered calls.
+
+        They are in a branch that was not taken, or zero, as a weight may be at first. The scale is
+        then that of a largest magnitude of 1.
+        """
+        return self._where(~np.asarray(self.history).any(-1))
+
+    def _where(self, chosen: Any) -> list[str]:
+        """The places that are chosen, in one of the states if `jax.vmap` made several."""
+        each: list[bool] = np.any(np.reshape(chosen, (-1, len(self.places))), axis=0).tolist()
+        return [place for place, is_chosen in zip(self.places, each, strict=True) if is_chosen]
 
 
 def delayed_scaling(
@@ -84,7 +105,8 @@ def delayed_scaling(
 
     An operand of a product inside a loop has one scale for all trips, and int8 one for the whole
     array. Products inside a `shard_map` and in a while loop's condition keep scales of the
-    present values, and so do the `QuantizedArray`s, which have 8 bits before the call.
+    present values, and so do the `QuantizedArray`s, which have 8 bits before the call. An operand
+    that had no number but zero in all remembered calls is rounded as if its largest were 1.
 
     Args:
         fn: as for `auto_mixed`; the whole `jax.value_and_grad(loss)` for training.
@@ -108,8 +130,8 @@ def delayed_scaling(
         >>> scaled = delayed_scaling(layers)
         >>> scales = scaled.init(ws, x)
         >>> out, scales = scaled(scales, ws, x)
-        >>> scales.places
-        ('f8e4m3[256,256]', 'f8e4m3[256,256]')
+        >>> scales
+        <DelayedScales of 2 operands>
     """
     return DelayedScaling(fn, policy, history)
 
@@ -139,10 +161,13 @@ class DelayedScaling(Generic[P, R]):
     def init(self, /, *args: P.args, **kwargs: P.kwargs) -> DelayedScales:
         """The scales of one call, which runs with scales of the present values.
 
-        Under `jax.eval_shape` it gives the shapes to restore a checkpoint into.
+        For shapes in the place of arrays it gives the shapes to restore a checkpoint into.
         """
         given: tuple[Any, ...] = args
-        scales = self._first((), (*self._owner, *given), kwargs)[1]
+        leaves = jax.tree.leaves((given, kwargs))
+        is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        run = self._first.shape if is_shape else self._first
+        scales = run((), (*self._owner, *given), kwargs)[1]
         if not scales.places:
             warnings.warn(
                 f"delayed_scaling: {getattr(self, '__name__', 'the function')} has no products in "
@@ -168,7 +193,8 @@ class DelayedScaling(Generic[P, R]):
                 )
             scales = self._first((), (*self._owner, *batch), {})[1]
             if found is not None:
-                _check(found, scales.places)
+                if len(found.places) != len(scales.places):
+                    _refuse(found, len(scales.places))
                 largest = jnp.maximum(found.history, scales.history)
                 scales = dataclasses.replace(scales, history=largest)
             found = scales
@@ -186,6 +212,17 @@ class DelayedScaling(Generic[P, R]):
     def frozen(self, scales: DelayedScales) -> Callable[P, R]:
         """The function with these scales in every call; it records nothing."""
         checked, owner = _checked(scales), self._owner
+        unseen: list[str] = []
+        if not isinstance(scales.history, jax.ShapeDtypeStruct):
+            with contextlib.suppress(jax.errors.TracerArrayConversionError):
+                unseen = checked.unseen()
+        if unseen:
+            warnings.warn(
+                f"frozen: {counted(len(unseen), 'operand')} had no number but zero in these calls, "
+                f"and will be rounded as if the largest were 1: {listed(unseen, 3)}",
+                PrecisionWarning,
+                stacklevel=2,
+            )
 
         def with_frozen_scales(*args: P.args, **kwargs: P.kwargs) -> R:
             given: tuple[Any, ...] = args
@@ -206,147 +243,128 @@ def _checked(scales: Any) -> DelayedScales:
     return scales
 
 
-def _check(scales: DelayedScales, places: tuple[str, ...]) -> None:
-    if scales.places != places:
-        pairs = zip(scales.places, places, strict=False)
-        other = next((f"{a!r} and not {b!r}" for a, b in pairs if a != b), "")
-        raise ValueError(
-            f"these DelayedScales are of another program: they have {len(scales.places)} operands "
-            f"and this one {len(places)}{', and ' if other else ''}{other}; begin with "
-            "scaled.init(*args)"
-        )
-
-
 # ---------------------------------------------------------------- one call
 
 
 def _first(history: int, traced: Traced) -> tuple[list[Any], DelayedScales]:
-    program = _Program(traced)
-    results, largest = program.run(None)
-    before = jnp.zeros((len(program.places), history - 1), np.float32)
-    return results, DelayedScales(jnp.concatenate([largest[:, None], before], 1), program.places)
+    results, largest, places = _Program(traced).run(None)
+    before = jnp.zeros((len(places), history - 1), np.float32)
+    return results, DelayedScales(jnp.concatenate([largest[:, None], before], 1), places)
 
 
 def _next(traced: Traced, scales: DelayedScales) -> tuple[list[Any], DelayedScales]:
-    program = _Program(traced)
+    results, largest = _with_scales(traced, scales)
     if traced.policy is None:  # the pass is switched off
-        return program.run(None)[0], scales
-    _check(scales, program.places)
-    results, largest = program.run(_scales(scales.history, scales.places))
+        return results, scales
     history = jnp.concatenate([largest[:, None], scales.history[:, :-1]], 1)
     return results, dataclasses.replace(scales, history=history)
 
 
 def _frozen(traced: Traced, scales: DelayedScales) -> tuple[list[Any], None]:
+    # What was recorded is not read, and so not computed.
+    return _with_scales(traced, scales)[0], None
+
+
+def _with_scales(traced: Traced, scales: DelayedScales) -> tuple[list[Any], Any]:
     program = _Program(traced)
     if traced.policy is None:
-        return program.run(None)[0], None
-    _check(scales, program.places)
-    # What was recorded is not read, and so not computed.
-    return program.run(_scales(scales.history, scales.places))[0], None
+        return program.run(None)[:2]
+    formats = [_precision_at(place) for place in scales.places]
+    if scales.history.shape[:-1] != (program.count,):
+        _refuse(scales, program.count)
+    largest = jnp.max(scales.history, axis=1)
+    known = jnp.where(largest > 0, largest, np.float32(1.0))
+    results, largest, places = program.run(_scales(known, formats))
+    if formats != [_precision_at(place) for place in places]:
+        _refuse(scales, program.count)
+    return results, largest
 
 
-def _scales(history: Any, places: Sequence[str]) -> Any:
-    """The scale of each operand, of the largest magnitude in its history."""
-    formats = [_precision_at(place) for place in places]
+def _refuse(scales: DelayedScales, count: int) -> NoReturn:
+    its = counted(len(scales.places), "operand")
+    raise ValueError(
+        f"these DelayedScales are of another program: they have {its}, and this one has {count}, "
+        "or other formats; begin with scaled.init(*args)"
+    )
+
+
+def _scales(largest: Any, formats: Sequence[Precision]) -> Any:
+    """The scale of each operand, of its largest magnitude."""
     most = np.asarray([p.max for p in formats], np.float32)
     is_int8 = np.asarray([p is Precision.INT8 for p in formats], bool)
-    largest = jnp.max(history, axis=1, initial=np.float32(0))
     # int8 has no exponents, so a scale that is a power of two would waste up to half of its range.
-    exact = jnp.where(largest > 0, largest / most, np.float32(1.0))
-    return jnp.where(is_int8, exact, power_of_two_scale(largest, most))
+    return jnp.where(is_int8, largest / most, power_of_two_scale(largest, most))
 
 
 def _precision_at(place: str) -> Precision:
-    return Precision.parse(place.partition("[")[0])
+    return Precision.parse(place.partition(" ")[0])
 
 
 class _Program:
     """The program of a traced call under its policy, with the operands that it rounds to 8 bits.
 
     Attributes:
-        places: as in `DelayedScales`.
+        count: how many there are; those of a function that is called several times count in each.
     """
 
     def __init__(self, traced: Traced) -> None:
         self._jaxpr, self._operands = traced.under_policy(), traced.undifferentiated(_ADVICE)
-        graph = Graph.build(self._jaxpr)
-        rows = [i for i, eqn in enumerate(graph.eqns) if ir.rounds_to_eight_bits(eqn)]
-        self._positions = {id(graph.eqns[row]): at for at, row in enumerate(rows)}
-        self.places = tuple(_place(graph, row) for row in rows)
+        self.count = ir.rows_of(self._jaxpr, _LARGEST)
 
-    def run(self, scales: Any) -> tuple[list[Any], Any]:
-        """The results, and the largest finite magnitude of each operand.
+    def run(self, scales: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
+        """The results, the largest finite magnitude of each operand, and the places.
 
         Args:
             scales: the scale of each operand, or None for scales of the present values.
         """
 
-        def evaluated(eqn: ir.Eqn, operands: Sequence[Any], given: Sequence[Any]) -> Sequence[Any]:
-            if scales is None or id(eqn) not in self._positions:
+        def rounded(eqn: ir.Eqn, operands: Sequence[Any], scale: Any) -> Sequence[Any]:
+            if scales is None:
                 return ir.bind(eqn, operands)
-            low, scale = eqn.outvars
-            rounding = GivenRounding(_PRECISIONS[low.aval.dtype], tuple(scale.aval.shape))
-            return ir.scaling(rounding, operands[0], given[0][self._positions[id(eqn)]])
+            low, of_low = eqn.outvars
+            rounding = GivenRounding(_PRECISIONS[low.aval.dtype], tuple(of_low.aval.shape))
+            return ir.scaling(rounding, operands[0], scale)
 
-        given = [jnp.zeros(len(self.places)) if scales is None else scales]
-        look = _Largest(self._positions)
+        given = jnp.zeros(self.count, np.float32) if scales is None else scales
         with quietly():
-            results, record, _ = ir.watched(
-                self._jaxpr, self._operands, look, given=given, evaluate=evaluated
+            results, largest, places = ir.watched(
+                self._jaxpr, self._operands, _LARGEST, given=given, evaluate=rounded
             )
-        # A row that did not run is left out.
-        at = jnp.where(record["at"] < 0, len(self.places), record["at"])
-        largest = jnp.zeros(len(self.places), np.float32)
-        return results, largest.at[at].max(record["largest"], mode="drop")
+        return results, largest, tuple(map(_text, places))
 
 
-def _place(graph: Graph, row: int) -> str:
-    eqn = graph.eqns[row]
-    low, _ = eqn.outvars
-    shape = ",".join(map(str, low.aval.shape))
-    scopes = clean_scope(join_scopes(graph.scope(row), ir.scope_of(eqn))).split("/")
+def _text(place: ir.Place) -> str:
+    scopes = clean_scope(place.scope).split("/")
     own = "/".join(scope for scope in scopes if not scope.startswith("precpass."))
-    where = f" in {own}" if own else ""
-    return f"{_PRECISIONS[low.aval.dtype]}[{shape}]{where}"
+    parts = [str(_PRECISIONS[np.dtype(place.dtype)]), f"in {own}" if own else ""]
+    parts += [f"at {place.source}" if place.source.file else "", *place.inside]
+    return " ".join(part for part in parts if part)
 
 
-@dataclasses.dataclass(frozen=True)
 class _Largest:
-    """The `ir.Look` that records the largest finite magnitudes of what is rounded to 8 bits.
-
-    A row has the operand's position and its magnitude, -1 and 0 if it did not run.
-
-    Attributes:
-        positions: of each operand, by the identity of the equation that rounds it.
-    """
-
-    positions: dict[int, int]
+    """The `ir.Look` that records the largest finite magnitudes of what is rounded to 8 bits."""
 
     def sees(self, eqn: ir.Eqn) -> bool:
-        return id(eqn) in self.positions
+        return ir.rounds_to_eight_bits(eqn)
 
-    def record(self, ran: Sequence[ir.Ran]) -> dict[str, Any]:
-        # An array would be a constant, and the jaxpr of a checkpoint has none.
-        at = [lax.full((), self.positions[id(step.eqn)], np.int32) for step in ran]
-        largest = [_largest(step.operands[0]) for step in ran]
-        return {"at": jnp.stack(at), "largest": jnp.stack(largest)}
+    def record(self, ran: Sequence[ir.Ran]) -> Any:
+        return jnp.stack([_largest(step.operands[0]) for step in ran])
 
-    def none(self, places: int) -> dict[str, Any]:
-        return {
-            "at": lax.full((places,), -1, np.int32),
-            "largest": lax.full((places,), 0, np.float32),
-        }
+    def none(self, places: int) -> Any:
+        return lax.full((places,), 0, np.float32)
 
-    def joined(self, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-        return jax.tree.map(lax.max, one, other)
+    def joined(self, one: Any, other: Any) -> Any:
+        return lax.max(one, other)
 
-    def in_trip(self, record: dict[str, Any], trip: Any) -> dict[str, Any]:
+    def in_trip(self, record: Any, trip: Any) -> Any:
         del trip
         return record
 
-    def over_shards(self, record: dict[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
-        return jax.tree.map(lambda x: lax.pmax(x, axes), record)
+    def over_shards(self, record: Any, axes: tuple[str, ...]) -> Any:
+        return lax.pmax(record, axes)
+
+
+_LARGEST = _Largest()
 
 
 def _largest(x: Any) -> Any:
