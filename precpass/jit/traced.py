@@ -228,5 +228,5 @@ def _warning_texts(
         none = "what is not entered holds its products" if plan.notes else "it has no products"
         more = f"; and {len(why_not) - 3} more reasons" if len(why_not) > 3 else ""
         why = "; ".join(sorted(map(str, why_not))[:3]) + more or none
-        if not asked_so:
+        if not asked_so or policy.scaled is not None:
             yield f"{policy.name} lowered nothing in {name}: {why}"

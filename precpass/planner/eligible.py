@@ -104,10 +104,10 @@ class EligibleProducts:
         others = [at for at, c in enumerate(classes) if c not in self._of_forward_dots]
         return others[0] if len(others) == 1 else None
 
-    def weight_side(self, body: int, eqn: ir.Eqn) -> int | None:
-        """Which operand of a product is a weight, if the other one is none; None otherwise."""
-        given = [at for at, c in enumerate(self._classes_of(body, eqn)) if c in self._weights]
-        return given[0] if len(given) == 1 else None
+    def are_given(self, body: int, eqn: ir.Eqn) -> tuple[bool, bool]:
+        """For each operand of a product, whether it is given and not computed, as a weight is."""
+        lhs, rhs = self._classes_of(body, eqn)
+        return lhs in self._weights, rhs in self._weights
 
     def is_weight_gradient(self, body: int, eqn: ir.Eqn) -> bool:
         """Whether a product of a backward pass makes the gradient of a weight.
@@ -187,9 +187,21 @@ class EligibleProducts:
             row = int(self.graph.producers[at])
             if row < 0 or row in self.graph.children or ir.dequantized_from(self.graph.eqns[row]):
                 continue
-            if self._source(at) is None:
+            if self._source(at) is None and row not in self._constant:
                 computed.add(_top(parents, at))
         return [_top(parents, at) not in computed for at in range(len(self.graph.values))]
+
+    @functools.cached_property
+    def _constant(self) -> set[int]:
+        """The rows that make values of no value, as a branch does in the place of another's."""
+        rows, made = set[int](), set[tuple[int, Any]]()
+        for row, eqn in enumerate(self.graph.eqns):
+            body = self._body_of(row)
+            reads = [(body, v) for v in eqn.invars if not ir.is_literal(v)]
+            if row not in self.graph.children and made.issuperset(reads):
+                rows.add(row)
+                made.update((body, v) for v in eqn.outvars)
+        return rows
 
     def _class(self, value: int) -> int:
         return _top(self._parents, value)
@@ -200,14 +212,25 @@ class EligibleProducts:
         if row < 0 or row in self.graph.children:
             return None
         eqn = self.graph.eqns[row]
-        is_cast = eqn.primitive.name == "convert_element_type"
-        return eqn.invars[0] if is_cast else moved_operand(eqn)
+        # A `shard_map` marks what differs between shards.
+        is_same = eqn.primitive.name in ("convert_element_type", "pvary", "pcast")
+        return eqn.invars[0] if is_same else moved_operand(eqn)
 
     @functools.cached_property
     def _weights(self) -> set[int]:
         """The classes whose values are given and not computed."""
         given = self._given(self._joined(lambda _a, _b: True))
-        return {self._class(at) for at, is_given in enumerate(given) if is_given}
+        arguments = {(0, v) for v in ir.open_jaxpr(self.graph.bodies[0].jaxpr).invars}
+        for body, node in enumerate(self.graph.bodies):
+            arguments.update((body, v) for v in ir.open_jaxpr(node.jaxpr).constvars)
+        for row, eqn in enumerate(self.graph.eqns):
+            if ir.dequantized_from(eqn):
+                arguments.update((self._body_of(row), v) for v in eqn.outvars)
+        return {
+            self._class(at)
+            for at, (var, body) in enumerate(self.graph.values)
+            if given[at] and (body, var) in arguments
+        }
 
     @functools.cached_property
     def _forward(self) -> dict[int, tuple[int, tuple[int, int]]]:

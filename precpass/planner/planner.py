@@ -279,10 +279,10 @@ class Planner:
         """For each operand of a scaled product, whether its cotangent is one of 8 bits."""
         if scaled is Precision.INT8:
             return False, False
-        wide = None
-        if self.policy.weight_gradients is not None:
-            wide = self._eligible.weight_side(body, eqn)
-        return wide != 0, wide != 1
+        if self.policy.weight_gradients is None:
+            return True, True
+        lhs, rhs = self._eligible.are_given(body, eqn)
+        return not lhs, not rhs
 
     def _multiplied(self, eqn: ir.Eqn, decision: Decision) -> Decision:
         """The decision with what runs instead, where the platform does not multiply so."""

@@ -304,7 +304,8 @@ def _multiplied(found: list[Row]) -> Iterator[tuple[str, str, int]]:
 def _is_for_products_alone(decision: Decision) -> bool:
     """Whether a precision of products alone was asked for."""
     is_scaled = decision.product.scaled or decision.reason.includes(reasons.NOT_SCALED)
-    return decision.action is Action.MULTIPLY or bool(is_scaled)
+    is_lowered = decision.action is Action.LOWER and bool(is_scaled)
+    return decision.action is Action.MULTIPLY or is_lowered
 
 
 def _others(found: list[Row]) -> Iterator[tuple[str, str, int]]:

@@ -223,6 +223,12 @@ def test_batches_of_other_sizes_have_the_same_scales():
     assert rel_error(scaled(scales, WS, more)[0], layers(WS, more)) < 0.1
 
 
+def test_the_same_values_are_not_beyond_the_scales_of_int8():
+    scaled = pp.delayed_scaling(layers, "AutoMixedInt8")
+    _, scales = scaled(scaled.init(WS, X), WS, X)
+    assert scales.saturated() == []
+
+
 def test_the_state_is_a_tree_like_any_other():
     scaled = pp.delayed_scaling(layers)
     scales = scaled.init(WS, X)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import precpass as pp
 from precpass import OpKind, Precision
@@ -207,3 +208,43 @@ def test_a_gradient_of_such_a_model_is_near():
         got = jax.tree.leaves(pp.auto_mixed(jax.grad(squares(scanned)), policy)(params, ids))
         error = jnp.concatenate([g.ravel() for g in got]) - flat
         assert float(jnp.linalg.norm(error) / jnp.linalg.norm(flat)) < most, policy
+
+
+def test_shards_have_the_weights_that_the_program_has():
+    def layers(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return x
+
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (P(), P("rows")), "out_specs": P("rows")}
+    args = [f32(D, D)] * 4, f32(2 * D, D)
+    whole = [precision for precision, _ in products(layers, "int8", *args)]
+    for check_vma in (True, False):  # with the check JAX marks what differs between shards
+        sharded = jax.shard_map(layers, mesh=mesh, **specs, check_vma=check_vma)
+        assert [precision for precision, _ in products(sharded, "int8", *args)] == whole
+
+
+def test_a_branch_keeps_its_eight_bits_in_a_gradient():
+    """The branch that is not differentiated returns something in the place of residuals."""
+
+    def loss(ws, x):
+        x = jnp.tanh(x @ ws[0])
+        x = lax.cond(x[0, 0] < 2, lambda x, w: jnp.tanh(x @ w), lambda x, _: x, x, ws[1])
+        x = lax.switch(ws[3], [lambda x, w: jnp.sin(x @ w), lambda x, w: x + w], x, ws[1])
+        return jnp.square(x @ ws[2]).sum()
+
+    args = (*[f32(D, D)] * 3, jax.ShapeDtypeStruct((), jnp.int32)), f32(D, D)
+    forward = [p for p, _ in products(loss, "f8", *args)].count(Precision.F8E4M3)
+    gradient = products(jax.grad(loss, 1), "f8", *args)
+    assert forward == 2
+    assert [p for p, _ in gradient].count(Precision.F8E4M3) >= 2 * forward
+
+
+def test_a_product_by_constants_is_that_of_no_weight():
+    def layers(w, x):
+        x = jnp.tanh(x @ w)
+        return jnp.tanh(x @ jnp.ones((D, D))) @ w
+
+    found = products(layers, "int8", f32(D, D), f32(D, D))
+    assert Precision.INT8 not in [precision for precision, _ in found]

@@ -130,8 +130,12 @@ def test_the_plan_says_which_products_are_gradients_of_weights():
 def test_the_gradient_of_a_first_layers_weight_is_one_too():
     """Its operands are both given; a rule orders 8 bits for it."""
     policy = ordered("f8").with_weight_gradients("bf16")
-    gradient = pp.auto_mixed(jax.grad(lambda w, x: jnp.square(jnp.tanh(x @ w)).sum()), policy)
-    assert len(scaled_dots(gradient, W, X)) == 1
+
+    def loss(w, x):
+        return jnp.square(jnp.tanh(x @ w)).sum()
+
+    for compose in COMPOSITIONS.values():
+        assert len(scaled_dots(compose(loss, policy=policy), W, X)) == 1
 
 
 def test_attention_has_no_weights():

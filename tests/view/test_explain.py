@@ -390,3 +390,21 @@ def test_a_pass_that_is_switched_off_is_in_the_title():
     with pp.use_policy(None):
         assert pp.explain(layers)(X, W).text().startswith("layers, switched off\n")
         assert "layers, switched off" in pp.inspect(layers)(X, W).draw().svg
+
+
+def test_products_of_8_bits_that_do_not_pay_are_not_said_to_multiply_so():
+    def layers(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return x
+
+    args = [f32(256, 256)] * 4, f32(256, 256)
+    kept = pp.explain(layers, "AutoMixedF8", profitability="assumed", target="tpu 7x")(*args)
+    assert "0 of 4 products low" in str(kept) and "how products are multiplied" not in str(kept)
+    assert "2 in f8e4m3" in str(pp.explain(layers, "AutoMixedF8", target="tpu 7x")(*args))
+
+
+def test_a_program_in_16_bits_is_told_that_8_bits_are_not_for_it():
+    x = jnp.ones((256, 256), jnp.bfloat16)
+    with pytest.warns(pp.PrecisionWarning, match="AutoMixedF8 lowered nothing in .* the user's"):
+        pp.auto_mixed(lambda x: x @ x @ x, "AutoMixedF8")(x)
