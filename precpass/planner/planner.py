@@ -68,10 +68,16 @@ def make_plan(
     graph = Graph.build(jaxpr, lambda inner: distinguish(policy, join_scopes(scope, inner)))
     analysis = Analysis(graph, closed_over)
     has_low_results = platform in PLATFORMS and policy.results == "auto"
-    writes = has_low_results and policy.low is Precision.BF16
+    writes_on = platform if has_low_results and policy.low is Precision.BF16 else ""
     as_bits = platform not in PLATFORMS
     planner = Planner(
-        analysis, policy, scope, profit_model, writes=writes, as_bits=as_bits, platform=platform
+        analysis,
+        policy,
+        scope,
+        profit_model,
+        writes_on=writes_on,
+        as_bits=as_bits,
+        platform=platform,
     )
     plan = planner.root(border)
     return with_low_results(plan, analysis) if has_low_results else plan
@@ -107,7 +113,7 @@ class Planner:
         scope: str,
         profit_model: ProfitModel | None = None,
         *,
-        writes: bool = False,
+        writes_on: str = "",
         as_bits: bool = True,
         platform: str = "cpu",
     ) -> None:
@@ -115,7 +121,7 @@ class Planner:
         self.graph = analysis.graph
         self.policy = policy
         self.scope = scope
-        self._writes, self._as_bits = writes, as_bits
+        self._writes_on, self._as_bits = writes_on, as_bits
         self._platform = _COMPILERS.get(platform, platform)
         self.notes: list[str] = []
         self.lowered: dict[Any, ir.Contents] = {}
@@ -138,7 +144,7 @@ class Planner:
         if self._cuts and plan.lowers:
             low = self.policy.precision_for(OpKind.COMPUTE)
             of = self.analysis, self.requests, self._weighed, low
-            plan = assign_storage(plan, *of, writes=self._writes, as_bits=self._as_bits)
+            plan = assign_storage(plan, *of, writes_on=self._writes_on, as_bits=self._as_bits)
         notes = dict.fromkeys((*self.notes, *self.requests.saved_plan_warnings()))
         unmatched, costs = self.requests.unmatched(), self._weighed.costs(self.policy.lock)
         return dataclasses.replace(plan, notes=tuple(notes), unmatched=unmatched, costs=costs)

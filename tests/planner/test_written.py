@@ -151,3 +151,40 @@ def test_stored_values_have_the_derivatives_of_the_values_before(transform: str)
         got, wanted = of(mixed)(W, bias, X), of(fitted)(W, bias, X)
     assert got.dtype == jnp.float32
     assert rel_error(got, wanted) < 0.03
+
+
+def attention(w: jax.Array, x: jax.Array) -> jax.Array:
+    q, k, v = jnp.split(x @ w, 3, axis=-1)
+    scores = jnp.where(jnp.tril(jnp.ones((len(x), len(x)), bool)), q @ k.T, -1e9)
+    return jnp.square(jax.nn.softmax(scores) @ v).sum()
+
+
+def test_a_tpu_stores_the_exponentials_of_an_attention_and_a_gpu_its_masked_scores():
+    """A TPU's compiler adds them up in the kernel of the scores, if these are not rounded."""
+    args = normal_array(1, 128, 384) / 25, normal_array(2, 128, 128)
+    gradient = jax.grad(attention, (0, 1))
+    on_tpu, on_gpu = "tpu v5e", "h100"
+    assert "exp" in stored(gradient, *args, target=on_tpu)
+    assert "exp" not in stored(gradient, *args, target=on_gpu)
+
+    def low_selections(target: str) -> int:
+        decisions = pp.inspect(gradient, target=target)(*args).decisions()
+        return sum(
+            eqn.primitive.name == "select_n" and decision.action is pp.Action.LOWER
+            for eqn, decision, _ in decisions
+        )
+
+    assert low_selections(on_gpu) - low_selections(on_tpu) == 1
+    found = pp.inspect(gradient, target=on_tpu)(*args)
+    assert all(
+        rel_error(a, b) < 0.02
+        for a, b in zip(jaxpr_as_fun(found.after)(*args), gradient(*args), strict=True)
+    )
+
+
+def test_a_loss_is_added_up_from_exponentials_that_are_not_rounded():
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return -jax.nn.log_softmax(jnp.tanh(x @ w) @ w)[:, 0].mean()
+
+    w, x = normal_array(1, 128, 128) / 8, normal_array(2, 128, 128)
+    assert "exp" not in stored(jax.grad(loss), w, x, target="tpu v5e")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
@@ -50,7 +50,7 @@ def assign_storage(
     pricing: ProductPricing,
     low: Precision,
     *,
-    writes: bool = False,
+    writes_on: str = "",
     as_bits: bool = True,
 ) -> Plan:
     """The plan with the storage of its values, and without the products that do not pay.
@@ -61,16 +61,16 @@ def assign_storage(
         requests: what the policy asks of single equations.
         pricing: what products cost.
         low: the 16-bit format.
-        writes: whether values count that the compiler's fusions write to memory, as those of a GPU
-            and a TPU do.
+        writes_on: the platform, "gpu" or "tpu", whose compiler's fusions write values to memory; ""
+            if none of these counts.
         as_bits: whether border copies are unsigned integers.
     """
-    assignment = _Assignment(plan, analysis, requests, pricing, low, writes, as_bits)
+    assignment = _Assignment(plan, analysis, requests, pricing, low, writes_on, as_bits)
     while assignment.products_left_wide:
         # The values that have lost their digits were found as if these products were low. So the
         # storage of all values is assigned anew, now that these products stay in float32.
         plan = assignment.with_products_wide()
-        assignment = _Assignment(plan, analysis, requests, pricing, low, writes, as_bits)
+        assignment = _Assignment(plan, analysis, requests, pricing, low, writes_on, as_bits)
     return assignment.with_storage()
 
 
@@ -88,7 +88,7 @@ class _Assignment:
         requests: PolicyRequests,
         pricing: ProductPricing,
         low: Precision,
-        writes: bool,
+        writes_on: str,
         as_bits: bool,
     ) -> None:
         self._plan = plan
@@ -103,7 +103,10 @@ class _Assignment:
         self._rows_of = [self._rows(node) for node in self.graph.bodies]
         self._collect_decisions(plan)
         self.reads_low = {row for row, each in self._decisions.items() if self._lowers(each)}
-        written = written_by_fusions(self.graph, self.reads_low) if writes else ()
+        written: Collection[int] = ()
+        if writes_on:
+            on_tpu = writes_on == "tpu"
+            written = written_by_fusions(self.graph, self.reads_low, on_tpu=on_tpu)
         self.classes = StorageClasses(self.graph, self._crosses, self.reads_low, written=written)
         candidates = self._candidates(pricing)
         device = pricing.device or NOMINAL
