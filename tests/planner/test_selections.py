@@ -60,7 +60,9 @@ def test_float32s_lowest_number_in_a_mask_becomes_bfloat16s_and_no_infinity(targ
 
     found = pp.inspect(jax.grad(loss), target=target)(X)
     chosen = [e.outvars[0].aval for e in named(found.after, "select_n")]
-    assert [str(a.dtype) for a in chosen if a.shape == (16, 16)] == ["bfloat16"] * 2
+    # A TPU's kernel does not write the masked scores, but their exponentials.
+    of_scores = "bfloat16" if target == "h100" else "float32"
+    assert [str(a.dtype) for a in chosen if a.shape == (16, 16)] == [of_scores, "bfloat16"]
     run = jax.extend.core.jaxpr_as_fun
     got, wanted = run(found.after)(X)[0], jax.grad(loss)(X)
     assert bool(jnp.isfinite(got).all())
