@@ -103,7 +103,15 @@ def test_the_scales_of_the_same_call_give_its_result(fn: Callable[..., Any]):
 
 
 @pytest.mark.parametrize("policy", ["AutoMixedF8", "f8e5m2", "AutoMixedInt8"])
-@pytest.mark.parametrize("fn", [layers, scanned, rematted], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "fn",
+    [
+        pytest.param(layers, marks=pytest.mark.programs),
+        pytest.param(scanned, marks=pytest.mark.programs),
+        rematted,
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_a_gradient_is_near(fn: Callable[..., Any], policy: str):
     gradient = jax.value_and_grad(loss_of(fn))
     scaled = pp.delayed_scaling(gradient, policy)
