@@ -172,8 +172,15 @@ def _hopper(
     return Peaks(name, aliases, "gpu", (kind,), *flops, bandwidth, _NVIDIA, (_HOPPER, memory))
 
 
-def _tpu(version: str, kinds: tuple[str, ...], bf16: float, bandwidth: float, *more: str) -> Peaks:
-    url = f"https://cloud.google.com/tpu/docs/{'tpu' if version == '7x' else ''}{version}"
+def _tpu(
+    version: str,
+    kinds: tuple[str, ...],
+    bf16: float,
+    bandwidth: float,
+    *more: str,
+    page: str | None = None,
+) -> Peaks:
+    url = f"https://cloud.google.com/tpu/docs/{page or version}"
     source = Source(("bf16", "bandwidth"), f"Google Cloud: TPU {version}", "2026-11-22", url)
     aliases = version, f"tpu-{version}", f"tpu{version}", *more
     flops = None, None, None, bf16, None
@@ -241,5 +248,5 @@ PEAKS: tuple[Peaks, ...] = (
     _tpu("v5p", ("tpu v5", "tpu v5p*"), 459e12, 2.765e12),
     _tpu("v6e", ("tpu v6 lite*", "tpu v6e*"), 918e12, 1.64e12, "trillium"),
     # A device is one of a chip's two halves.
-    _tpu("7x", ("tpu7x*", "tpu 7x*"), 2307e12 / 2, 7.38e12 / 2, "ironwood"),
+    _tpu("7x", ("tpu7x*", "tpu 7x*"), 2307e12 / 2, 7.38e12 / 2, "ironwood", page="tpu7x"),
 )

@@ -124,7 +124,7 @@ class Watch:
         dead: the ids of equations whose results nothing reads; they have no row.
         entered: enters an equation; None if it is not entered.
         rows: how many rows the equations of an entered equation's bodies have.
-        given: an array with an element for each row, or () for none.
+        given: a list of one array, which has an element for each row; () if nothing is given.
         evaluate: evaluates the observed equations that are not entered, if there are given values.
     """
 

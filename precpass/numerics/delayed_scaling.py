@@ -35,7 +35,7 @@ _PRECISIONS = {p.dtype: p for p in Precision if p.is_scaled}
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["history"], meta_fields=["places"]
+    jax.tree_util.register_dataclass, data_fields=["history"], meta_fields=["formats", "places"]
 )
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class DelayedScales:
@@ -46,11 +46,13 @@ class DelayedScales:
     Attributes:
         history: float32 `[operands, calls]`, the newest call first; 0 for a call that was not made,
             and for an operand without a finite number that is not zero.
-        places: for each operand its format, the name scopes and the line of its product, and the
-            loops and branches around it.
+        formats: the format of each operand.
+        places: for each operand the format, the name scopes and the line of its product, and the
+            loops and branches around it, in words.
     """
 
     history: Any
+    formats: tuple[Precision, ...]
     places: tuple[str, ...]
 
     def __repr__(self) -> str:
@@ -67,11 +69,12 @@ class DelayedScales:
         if not before.any():
             return []
         largest = np.where(before.any(-1), before.max(-1, initial=0.0), np.float32(1.0))
-        formats = [_precision_at(place) for place in self.places]
         # A power of two may leave room above the largest magnitude. Up to half a unit in the last
         # place beyond the largest number is rounded to it.
-        most = np.asarray([p.max for p in formats]) * np.asarray(_scales(largest, formats))
-        room = [p.unit_roundoff / (1 if p is Precision.INT8 else 1.75) for p in formats]
+        most = np.asarray([p.max for p in self.formats]) * np.asarray(
+            _scales(largest, self.formats)
+        )
+        room = [p.unit_roundoff / (1 if p is Precision.INT8 else 1.75) for p in self.formats]
         is_beyond = newest > most * (1.0 + np.asarray(room))
         return self._where(is_beyond)
 
@@ -249,7 +252,8 @@ def _checked(scales: Any) -> DelayedScales:
 def _first(history: int, traced: Traced) -> tuple[list[Any], DelayedScales]:
     results, largest, places = _Program(traced).run(None)
     before = jnp.zeros((len(places), history - 1), np.float32)
-    return results, DelayedScales(jnp.concatenate([largest[:, None], before], 1), places)
+    magnitudes = jnp.concatenate([largest[:, None], before], 1)
+    return results, DelayedScales(magnitudes, _formats(places), tuple(map(_text, places)))
 
 
 def _next(traced: Traced, scales: DelayedScales) -> tuple[list[Any], DelayedScales]:
@@ -269,13 +273,12 @@ def _with_scales(traced: Traced, scales: DelayedScales) -> tuple[list[Any], Any]
     program = _Program(traced)
     if traced.policy is None:
         return program.run(None)[:2]
-    formats = [_precision_at(place) for place in scales.places]
     if scales.history.shape[:-1] != (program.count,):
         _refuse(scales, program.count)
     largest = jnp.max(scales.history, axis=1)
     known = jnp.where(largest > 0, largest, np.float32(1.0))
-    results, largest, places = program.run(_scales(known, formats))
-    if formats != [_precision_at(place) for place in places]:
+    results, largest, places = program.run(_scales(known, scales.formats))
+    if scales.formats != _formats(places):
         _refuse(scales, program.count)
     return results, largest
 
@@ -296,8 +299,8 @@ def _scales(largest: Any, formats: Sequence[Precision]) -> Any:
     return jnp.where(is_int8, largest / most, power_of_two_scale(largest, most))
 
 
-def _precision_at(place: str) -> Precision:
-    return Precision.parse(place.partition(" ")[0])
+def _formats(places: Sequence[ir.Place]) -> tuple[Precision, ...]:
+    return tuple(_PRECISIONS[np.dtype(place.dtype)] for place in places)
 
 
 class _Program:
@@ -311,7 +314,7 @@ class _Program:
         self._jaxpr, self._operands = traced.under_policy(), traced.undifferentiated(_ADVICE)
         self.count = ir.rows_of(self._jaxpr, _LARGEST)
 
-    def run(self, scales: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
+    def run(self, scales: Any) -> tuple[list[Any], Any, tuple[ir.Place, ...]]:
         """The results, the largest finite magnitude of each operand, and the places.
 
         Args:
@@ -327,10 +330,7 @@ class _Program:
 
         given = jnp.zeros(self.count, np.float32) if scales is None else scales
         with quietly():
-            results, largest, places = ir.watched(
-                self._jaxpr, self._operands, _LARGEST, given=given, evaluate=rounded
-            )
-        return results, largest, tuple(map(_text, places))
+            return ir.watched(self._jaxpr, self._operands, _LARGEST, given=given, evaluate=rounded)
 
 
 def _text(place: ir.Place) -> str:

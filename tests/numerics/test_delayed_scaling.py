@@ -119,7 +119,7 @@ def test_a_gradient_is_near(fn: Callable[..., Any], policy: str):
     out, scales = scaled(scales, WS, X)
     assert rel_error(out, gradient(WS, X)) < 0.1
     if policy == "f8e5m2":
-        assert {place.partition(" ")[0] for place in scales.places} == {"f8e4m3", "f8e5m2"}
+        assert set(scales.formats) == {pp.Precision.F8E4M3, pp.Precision.F8E5M2}
 
 
 @each_function
@@ -134,7 +134,7 @@ def test_every_rounding_takes_its_scale_from_the_state(fn: Callable[..., Any]):
     dots = named(program, "dot_general")
     assert any({v.aval.dtype.name for v in dot.invars} <= FLOAT8 for dot in dots)
     # Scales a thousand times as large leave nothing of the values.
-    larger = scales.__class__(scales.history * 2.0**20, scales.places)
+    larger = jax.tree.map(lambda history: history * 2.0**20, scales)
     assert rel_error(scaled(larger, WS, X)[0], fn(WS, X)) > 0.2
 
 

@@ -68,9 +68,9 @@ def _makers(node: BodyNode) -> Mapping[ir.Var, ir.Eqn]:
 def _is_shifted(graph: Graph, body: int, value: ir.Var) -> bool:
     """Whether a value's own maximum is subtracted from it, in its body or where that is called."""
     node = graph.bodies[body]
-    opened, makers = ir.open_jaxpr(node.jaxpr), _makers(node)
+    opened = ir.open_jaxpr(node.jaxpr)
     shifts = [e for e in opened.eqns if e.primitive.name == "sub" and e.invars[0] is value]
-    if any(is_shift(e, value, makers) for e in shifts):
+    if shifts and any(is_shift(e, value, _makers(node)) for e in shifts):
         return True
     if value not in opened.outvars:
         return False
