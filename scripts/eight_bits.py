@@ -219,6 +219,8 @@ def part(options: argparse.Namespace) -> dict[str, Any]:
 READY = "p=bf16,c=bf16"
 """The policy for weights that are bfloat16 before the call. Without `p` a product of a float32 and
 a bfloat16 operand is the user's own, in float32."""
+SHAPE, WEIGHT, BLOCK = (1024, 2048), (2048, 2048), 128
+"""The operands of the product that is compiled, and how many elements share a scale of a block."""
 TARGETS = {
     **dict.fromkeys(("tpu v5e", "tpu v5p", "tpu v6e", "tpu 7x"), "cycles"),
     "h100": "moved",
@@ -226,18 +228,69 @@ TARGETS = {
 """The devices that are compiled for, with the figure that their compiler gives of a program."""
 
 
-def figure(target: str, run: Program, *args: Any) -> float:
-    """What the compiler of a device that is not there says of a program at some shapes."""
+def figures(target: str, run: Callable[..., Any], *args: Any) -> tuple[float, int]:
+    """What a compiler says of a program at some shapes: the figure of `TARGETS`, and temp bytes."""
     device = target_of(target)
     with planned_for(device):
         program = compiled(jax.jit(run), *abstract_on(device, args))
-    return getattr(program.traffic, TARGETS[target])
+    return getattr(program.traffic, TARGETS[target]), program.memory.temp
+
+
+def figure(target: str, run: Callable[..., Any], *args: Any) -> float:
+    """The figure of `TARGETS` alone."""
+    return figures(target, run, *args)[0]
+
+
+def in_a_batch(x: Any, w: Any, of_x: Any, of_w: Any) -> Any:
+    """A product of float8 with a scale for each block of a row or column: a batch of products."""
+    rows, inner = x.shape
+    count = inner // BLOCK
+    parts = x.reshape(rows, count, BLOCK), w.reshape(count, BLOCK, -1)
+    sums = jnp.einsum("mbk,bkn->bmn", *parts, preferred_element_type=jnp.float32)
+    return (sums * of_x.T[:, :, None] * of_w[:, None, :]).sum(0).astype(jnp.bfloat16)
+
+
+def in_a_loop(x: Any, w: Any, of_x: Any, of_w: Any) -> Any:
+    """The same as a loop over the blocks."""
+    rows, inner = x.shape
+    count = inner // BLOCK
+
+    def add(total: Any, block: Any) -> tuple[Any, None]:
+        x, w, of_x, of_w = block
+        part = jnp.dot(x, w, preferred_element_type=jnp.float32)
+        return total + part * of_x[:, None] * of_w[None, :], None
+
+    blocks = x.reshape(rows, count, BLOCK).swapaxes(0, 1), w.reshape(count, BLOCK, -1)
+    start = jnp.zeros((rows, w.shape[1]), jnp.float32)
+    return jax.lax.scan(add, start, (*blocks, of_x.T, of_w))[0].astype(jnp.bfloat16)
+
+
+def of_blocks() -> dict[str, Any]:
+    """A table of what scales of blocks cost, beside a bfloat16 product with operands ready."""
+
+    def plain(x: Any, w: Any) -> Any:
+        return jnp.dot(x, w, preferred_element_type=jnp.bfloat16)
+
+    low = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (SHAPE, WEIGHT)]
+    eight = [jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn) for shape in (SHAPE, WEIGHT)]
+    count = WEIGHT[0] // BLOCK
+    scales = [
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((SHAPE[0], count), (count, WEIGHT[1]))
+    ]
+    rows: list[list[Any]] = []
+    for target, name in TARGETS.items():
+        base = figure(target, plain, *low)
+        ratios = [figure(target, f, *eight, *scales) / base for f in (in_a_batch, in_a_loop)]
+        rows.append([target, name, *(round(ratio, 2) for ratio in ratios)])
+    heads = ["device", "figure", f"float8, scales of blocks of {BLOCK}, as a batch", "as a loop"]
+    return {"columns": heads, "rows": rows}
 
 
 def compiled_part() -> dict[str, Any]:
     """A product, and six layers of its size, as they are compiled for `TARGETS`."""
-    x = jax.ShapeDtypeStruct((1024, 2048), jnp.float32)
-    wide, low = (jax.ShapeDtypeStruct((2048, 2048), dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    x = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
+    wide, low = (jax.ShapeDtypeStruct(WEIGHT, dtype) for dtype in (jnp.float32, jnp.bfloat16))
     ready = {
         precision: pp.QuantizedArray(
             jax.ShapeDtypeStruct(x.shape, dtype), jax.ShapeDtypeStruct((rows, 1), jnp.float32)
@@ -247,7 +300,7 @@ def compiled_part() -> dict[str, Any]:
     rows: list[list[Any]] = []
     for target, name in TARGETS.items():
         base = figure(target, pp.auto_mixed(product, READY), low, x)
-        layers = figure(target, pp.auto_mixed(perceptron, READY), [low] * 6, x)
+        layers, temp = figures(target, pp.auto_mixed(perceptron, READY), [low] * 6, x)
         for precision in ("int8", "f8"):
             policy = pp.AutoMixedBf16.with_rules(
                 pp.Rule(primitive="dot_general", precision=precision)
@@ -264,15 +317,18 @@ def compiled_part() -> dict[str, Any]:
                 return delayed.frozen(scales)(ws, x)
 
             six = [
-                figure(target, pp.auto_mixed(perceptron, policy), [small] * 6, x),
-                figure(target, delayed, scales, [small] * 6, x),
-                figure(target, frozen, scales, [small] * 6, x),
+                figures(target, pp.auto_mixed(perceptron, policy), [small] * 6, x),
+                figures(target, delayed, scales, [small] * 6, x),
+                figures(target, frozen, scales, [small] * 6, x),
             ]
-            rows.append([target, precision, name, *ratios, *(round(v / layers, 2) for v in six)])
+            ratios += [round(v / layers, 2) for v, _ in six]
+            ratios += [round(own / temp, 2) if temp else None for _, own in six]
+            rows.append([target, precision, name, *ratios])
     heads = ["device", "in", "figure", "both operands ready", "weights ready", "six layers"]
     heads += ["with delayed scaling", "with scales ready"]
+    heads += ["their temp", "temp, delayed", "temp, ready"]
     title = f"Compiled for devices that are not there, jax {jax.__version__}, {today()}"
-    return {"title": title, "tables": [{"columns": heads, "rows": rows}]}
+    return {"title": title, "tables": [{"columns": heads, "rows": rows}, of_blocks()]}
 
 
 def today() -> str:
