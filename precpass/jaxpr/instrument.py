@@ -276,8 +276,9 @@ def _varying(x: Any) -> Any:
 
 
 def _place(eqn: Eqn) -> Place:
-    of_scale = rounds_to_eight_bits(eqn)  # int8 is not inexact, and its scale is
-    result = next(v.aval for v in eqn.outvars if of_scale or _is_inexact(v.aval))
+    # Of such an equation the first result counts, also if it is int8, and not the float32 scale.
+    is_rounding = rounds_to_eight_bits(eqn)
+    result = next(v.aval for v in eqn.outvars if is_rounding or _is_inexact(v.aval))
     return Place(
         name_of(eqn),
         scope_of(eqn),

@@ -61,8 +61,8 @@ class DelayedScales:
     def saturated(self) -> list[str]:
         """The places where the newest call had values beyond the largest number of the format.
 
-        They became that number, because the calls before had smaller ones. The scales of `init` are
-        those of the call itself, so nothing is saturated there.
+        Such values became that number, because all values of the calls before were smaller. With a
+        history of one call none is known.
         """
         history = np.asarray(self.history)
         newest, before = history[..., 0], history[..., 1:]

@@ -193,7 +193,11 @@ class EligibleProducts:
 
     @functools.cached_property
     def _constant(self) -> set[int]:
-        """The rows that make values of no value, as a branch does in the place of another's."""
+        """The rows that read no value of the program.
+
+        A branch returns such a value in the place of what only another branch computes, so it does
+        not tell whether the other's is a weight.
+        """
         rows, made = set[int](), set[tuple[int, Any]]()
         for row, eqn in enumerate(self.graph.eqns):
             body = self._body_of(row)
@@ -212,7 +216,7 @@ class EligibleProducts:
         if row < 0 or row in self.graph.children:
             return None
         eqn = self.graph.eqns[row]
-        # A `shard_map` marks what differs between shards.
+        # A `shard_map` marks by these that a value may differ between shards, and changes no number.
         is_same = eqn.primitive.name in ("convert_element_type", "pvary", "pcast")
         return eqn.invars[0] if is_same else moved_operand(eqn)
 

@@ -233,9 +233,11 @@ def power_of_two_scale(largest: Any, most: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class GivenRounding:
-    """An array in 8 bits by a scale that is given; what is beyond the largest number becomes it.
+    """Rounds an array to 8 bits by a given scale.
 
-    What is not finite stays so in float8. int8 has no such number, so there the scale is NaN.
+    A value beyond the format's largest number becomes that number. An infinity or a NaN stays one
+    in float8. int8 has neither, so the scale becomes NaN instead, which the product is multiplied
+    by.
 
     Attributes:
         precision: INT8, F8E4M3 or F8E5M2.

@@ -41,7 +41,9 @@ def written_by_fusions(
         on_tpu: whether they are fusions of a TPU's compiler, and not of a GPU's.
     """
     rows: set[int] = set()
-    adds_up = on_tpu and any(is_backward(graph.scope(row)) for row in range(len(graph.eqns)))
+    stores_exponentials = on_tpu and any(
+        is_backward(graph.scope(row)) for row in range(len(graph.eqns))
+    )
     for body, node in enumerate(graph.bodies):
         low, others = _readers(graph, node, reads_low)
         for row in range(node.start, node.stop):
@@ -52,8 +54,8 @@ def written_by_fusions(
             result = eqn.outvars[0]
             count = others[result]
             if (
-                (traits.chooses and not (adds_up and _is_shifted(graph, body, result)))
-                or (adds_up and count > 1 and _weighs(eqn, node, low))
+                (traits.chooses and not (stores_exponentials and _is_shifted(graph, body, result)))
+                or (stores_exponentials and count > 1 and _is_of_attention(eqn, node, low))
                 or (traits.computed_once and count + (result in low) > 1)
                 or (result in low and count > 0)
             ):
@@ -82,7 +84,7 @@ def _is_shifted(graph: Graph, body: int, value: ir.Var) -> bool:
     )
 
 
-def _weighs(eqn: ir.Eqn, node: BodyNode, low: Collection[ir.Var]) -> bool:
+def _is_of_attention(eqn: ir.Eqn, node: BodyNode, low: Collection[ir.Var]) -> bool:
     """Whether an equation is the exponential of a softmax whose weights low products read."""
     if eqn.primitive.name != "exp" or ir.is_literal(eqn.invars[0]):
         return False
