@@ -216,7 +216,7 @@ class EligibleProducts:
         if row < 0 or row in self.graph.children:
             return None
         eqn = self.graph.eqns[row]
-        # A `shard_map` marks by these that a value may differ between shards, and changes no number.
+        # The last two mark for a `shard_map` that a value may differ between shards.
         is_same = eqn.primitive.name in ("convert_element_type", "pvary", "pcast")
         return eqn.invars[0] if is_same else moved_operand(eqn)
 
