@@ -74,15 +74,19 @@ from precpass.jaxpr.opaque import Contents, contents_of
 from precpass.jaxpr.primitives.carrier import Form, carry, detach, is_detach, pin
 from precpass.jaxpr.primitives.dequantized import QuantizedArray, dequantized_from
 from precpass.jaxpr.primitives.float64 import float64, in_x64, is_float64
+from precpass.jaxpr.primitives.identities import (
+    is_identity_of_first_operand,
+    is_rounded,
+    read_operands,
+    wide_operand,
+)
+from precpass.jaxpr.primitives.low_derivative import function_of
 from precpass.jaxpr.primitives.masking import guarded, masked, selected
 from precpass.jaxpr.primitives.rounded import (
     WIDENS_STACKS,
     bits,
     in_place_of,
-    is_identity_of_first_operand,
-    is_rounded,
     recalled,
-    wide_operand,
 )
 from precpass.jaxpr.primitives.scaling import Arithmetic, rounds_to_eight_bits, scaling
 from precpass.jaxpr.primitives.undifferentiated import undifferentiated
@@ -194,6 +198,7 @@ __all__ = [
     "exponent",
     "fingerprint",
     "float64",
+    "function_of",
     "guarded",
     "has_algorithm",
     "has_complex",
@@ -238,6 +243,7 @@ __all__ = [
     "pin",
     "precision_of",
     "ragged_dimension",
+    "read_operands",
     "recalled",
     "reduced_sizes",
     "resharded_along",

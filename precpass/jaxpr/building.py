@@ -19,6 +19,8 @@ from precpass.jaxpr.border_copies import Crossing, border_copy_aval, named
 from precpass.jaxpr.dots import reordered, transpose_p
 from precpass.jaxpr.primitives.carrier import Form, carrier_p, detach_p
 from precpass.jaxpr.primitives.float64 import in_x64
+from precpass.jaxpr.primitives.low_cotangent import low_cotangent_p
+from precpass.jaxpr.primitives.low_derivative import Function, low_derivative_p
 from precpass.jaxpr.primitives.rounded import bits, low_value, rounded_p
 from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_of
 from precpass.jaxpr.shardings import is_reduced
@@ -174,6 +176,14 @@ class Builder:
     def rounded(self, low: Any, wide: Any) -> Any:
         """The rounded value in the dtype of the wide one, with the wide one's derivative."""
         return self.emit(rounded_p, [self.convert(low, wide.aval.dtype), wide], {}, wide.aval)
+
+    def low_derivative(self, out: Any, operands: Sequence[Any], function: Function) -> Any:
+        """`out`, a function's value, with a derivative whose factors are saved in 16 bits."""
+        return self.emit(low_derivative_p, [out, *operands], {"function": function}, out.aval)
+
+    def low_cotangent(self, atom: Atom, dtype: Any) -> Any:
+        """A value whose cotangent is rounded to the dtype of 16 bits `dtype`."""
+        return self.emit(low_cotangent_p, [atom], {"dtype": dtype}, atom.aval)
 
     def bits(self, atom: Atom) -> Any:
         """The 16 bits of a low value."""

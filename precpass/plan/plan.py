@@ -132,6 +132,19 @@ class ProductForm(NamedTuple):
 AS_WRITTEN = ProductForm()
 
 
+class BackwardForm(NamedTuple):
+    """What the derivative of an elementwise equation saves and makes in bfloat16.
+
+    Attributes:
+        low_factors: for each operand, whether the factor by which the derivative in it multiplies
+            is saved so; () if none is.
+        low_cotangent: whether the cotangent of the result is rounded.
+    """
+
+    low_factors: tuple[bool, ...] = ()
+    low_cotangent: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """The decision for one equation.
@@ -158,6 +171,8 @@ class Decision:
             number. They are made anew in the low format, because the caller made them in float32.
         keeps_rounding: whether the rounding of its results is written so that XLA does not leave it
             out. Otherwise XLA may drop a cast to 16 bits that is followed by one to float32.
+        backward: what its derivative saves and makes in bfloat16, if JAX differentiates the
+            rewritten program; None for nothing.
     """
 
     action: Action
@@ -172,12 +187,13 @@ class Decision:
     clipped: tuple[int, ...] = ()
     numbers: tuple[tuple[int, float], ...] = ()
     keeps_rounding: bool = False
+    backward: BackwardForm | None = None
 
     @functools.cached_property
     def _hash(self) -> int:
         fields = self.action, self.compute, self.stored, self.reason, self.inner
         form = self.product, self.clipped, self.numbers, self.keeps_rounding
-        return hash((*fields, self.in_float64_span, *form))
+        return hash((*fields, self.in_float64_span, *form, self.backward))
 
     def __hash__(self) -> int:
         return self._hash
@@ -227,7 +243,8 @@ class Decision:
         """Whether an equation without bodies becomes another, or has its results rounded."""
         if self.action is Action.ENTER:
             return False
-        return self.action is not Action.KEEP or self.converts or self.product.exchanged
+        is_kept = self.action is Action.KEEP and self.backward is None
+        return not is_kept or self.converts or self.product.exchanged
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

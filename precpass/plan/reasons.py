@@ -110,7 +110,7 @@ class Reason:
             "keep('f32')"
         """
         reason = self
-        while reason.template in (STORED, UNCHECKED, RUNS_AS, NOT_SCALED):
+        while reason.template in _ADDED_TO_ANOTHER:
             (reason, *_) = reason.args
         return reason
 
@@ -321,6 +321,11 @@ UNCHECKED = Template(
     "{}; a constant whose values cannot be read here is unchecked",
     "pass the constant as an argument, or keep its reader by keep('f32') or a Rule",
 )
+LOW_BACKWARD = Template(
+    _COST,
+    "{}; what its derivative saves and makes is in {}",
+    "leave it as it was written by keep('f32')",
+)
 RUNS_AS = Template(
     _COST,
     "{}; {} is not on a {}, and {} runs instead",
@@ -342,3 +347,6 @@ UNDONE = Template(
     "undoes what another transpose of the same product does",
     "nothing: no value changes",
 )
+
+_ADDED_TO_ANOTHER = (STORED, UNCHECKED, RUNS_AS, NOT_SCALED, LOW_BACKWARD)
+"""The templates whose first argument is the reason of the equation's precision."""

@@ -176,15 +176,19 @@ class _ResultFormats:
         return bool(loops) and all(var in invars[: inner.constants] for inner in loops)
 
     def _entering(self, body: int, var: ir.Var) -> tuple[int, ir.Var] | None:
-        """The name of a body's operand at its caller; None for one of the program or of a loop."""
+        """The name of a body's operand at its caller, or of the stack that a loop takes it from.
+
+        None for an operand of the program and for a loop's state.
+        """
         callers = self.graph.callers[body]
         invars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars
         if len(callers) != 1 or var not in invars:
             return None
-        row, inner = callers[0]
-        if inner.trips != 1 or inner.carry:
+        ((row, inner),) = callers
+        at = invars.index(var)
+        if any(at == into for into, _ in inner.carry):
             return None
-        outside = self.graph.eqns[row].invars[inner.operands[invars.index(var)]]
+        outside = self.graph.eqns[row].invars[inner.operands[at]]
         return None if ir.is_literal(outside) else (int(self.graph.body[row]), outside)
 
     def _needs_digits(self, body: int, var: ir.Var) -> bool:

@@ -91,6 +91,7 @@ class Op:
     keeps_largest: bool = False
     keeps_scale: bool = False
     is_view: bool = False
+    has_factors: bool = False
     is_slice: bool = False
     own_kernel: bool = False
     fuses: bool = False
@@ -248,7 +249,8 @@ BOUNDARY: dict[str, str] = {
     ),
     **_because(
         "serves a product that was lowered before, by this package",
-        "precpass_carrier precpass_detach precpass_dequantized precpass_pin precpass_scaling",
+        "precpass_carrier precpass_detach precpass_dequantized precpass_low_cotangent"
+        " precpass_low_derivative precpass_pin precpass_scaled_tangent precpass_scaling",
     ),
     **_because(
         "masks derivatives of what is not chosen, and has the dtype of what it masks",
@@ -288,6 +290,11 @@ _COLUMNS: dict[str, str] = {
     # again. A logistic is computed again: storing EfficientNet's made the compiled program move
     # 1.10 of the bytes (H100, jax 0.12.0.1).
     "computed_once": "tanh erf erfc",
+    # Their derivative multiplies by a function of the operands, which JAX saves for it.
+    "has_factors": (
+        "tanh logistic erf erfc exp exp2 expm1 log log1p sin cos tan sinh cosh asinh atan sqrt"
+        " rsqrt cbrt square integer_pow mul div"
+    ),
     # They may repeat their operand, so a cast belongs before them, where there are fewer elements.
     "repeats": "broadcast_in_dim all_gather all_gather_invariant tile reshard",
     # They take a part that is chosen at run time: a loop takes another slice of a stack each trip.

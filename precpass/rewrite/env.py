@@ -13,7 +13,7 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import chosen_operand, grows, hands_on_layout, moved_operand
-from precpass.plan.plan import Border, BorderCopy, across
+from precpass.plan.plan import BackwardForm, Border, BorderCopy, across
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import named
 from precpass.rewrite.cpu_kernels import is_in_order
@@ -97,6 +97,23 @@ class Env:
         if keeps:
             low = self.low_copies[var, precision] = self.build.detach(low, keeps_rounding=True)
         self.values[var] = self.build.rounded(low, self.values.get(var, var))
+
+    def plan_backward(self, eqn: ir.Eqn, form: BackwardForm, precision: Precision) -> None:
+        """Has what the derivative of an elementwise equation saves and makes stored in 16 bits.
+
+        Args:
+            eqn: the equation, whose result is known.
+            form: says of what that holds.
+            precision: the format.
+        """
+        (var,), dtype = eqn.outvars, precision.dtype
+        function = ir.function_of(eqn, dtype, form.low_factors)
+        if form.low_factors and function is not None:
+            operands = [self.read(v) for v in eqn.invars]
+            out = self.build.low_derivative(self.values.get(var, var), operands, function)
+            self.values[var] = out
+        if form.low_cotangent:
+            self.values[var] = self.build.low_cotangent(self.values.get(var, var), dtype)
 
     def keep(self, eqn: ir.Eqn) -> None:
         """Takes over an equation unchanged."""

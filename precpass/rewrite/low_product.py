@@ -198,6 +198,7 @@ class Bilinear(ir.Form):
         self, cotangent: Any, other: Any, rest: Sequence[Any], side: int, aval: ir.Aval
     ) -> Any:
         low = aval.update(dtype=self.low)
+        rounds = self.low_cotangents[side] if self.is_ragged else self.rounds
 
         def low_transpose(cotangent: Any, other: Any) -> Any:
             def product(x: Any) -> Any:
@@ -209,7 +210,7 @@ class Bilinear(ir.Form):
             if eqn.primitive is not self.primitive:
                 return ir.bind(eqn, operands)
             params = ir.sorted_params(eqn)
-            form = Bilinear(eqn.primitive, params, self.low, cotangent.dtype, rounds=self.rounds)
+            form = Bilinear(eqn.primitive, params, self.low, cotangent.dtype, rounds=rounds)
             return [form.lowered(operands)]
 
         # Both are passed as they are, in 16 bits or float32: each product casts its own operands.

@@ -184,6 +184,9 @@ class Rewriter:
             if decision.converts:
                 env.build.at(eqn)
                 _round(env, eqn, decision)
+            if decision.backward:
+                env.build.at(eqn)
+                env.plan_backward(eqn, decision.backward, Precision.BF16)
             return
         env.build.at(eqn)
         if action is Action.ENTER and decision.keeps_rounding:

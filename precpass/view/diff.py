@@ -293,7 +293,16 @@ def _verb(row: Row) -> str:
         return _crossed(row.info.crossed)
     formats = {p: None for p in row.decision.stored if p is not None}
     stored = f", stored in {', '.join(map(str, formats))}" if row.decision.stores_low else ""
-    return _computed(row) + stored
+    return _computed(row) + stored + _backward(row)
+
+
+def _backward(row: Row) -> str:
+    """What the derivative of an equation saves and makes in bfloat16, in words."""
+    form = row.decision.backward
+    if form is None:
+        return ""
+    saved = ", factors of its derivative saved in bf16" if any(form.low_factors) else ""
+    return saved + (", its cotangent in bf16" if form.low_cotangent else "")
 
 
 def _computed(row: Row) -> str:
@@ -360,6 +369,6 @@ def _fate(row: Row) -> tuple[object, ...]:
     decision = row.decision
     changed = row.changes and decision.alters
     form = decision.product.exchanged, decision.product.low_result, decision.product.scaled
-    fields = decision.action, decision.compute, decision.stored, form
+    fields = decision.action, decision.compute, decision.stored, form, decision.backward
     fate = fields if changed else ()
     return (fate, row.info.crossed, Counter(row.info.casts))

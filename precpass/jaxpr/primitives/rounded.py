@@ -20,20 +20,17 @@ from jax import lax
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
-from precpass.jaxpr.primitives.carrier import carrier_p, detach, detach_p
+from precpass.jaxpr.primitives.carrier import detach
 from precpass.jaxpr.shardings import resharded_to, summed_up
-from precpass.jaxpr.types import Aval, Eqn
+from precpass.jaxpr.types import Aval
 
 __all__ = [
     "WIDENS_STACKS",
     "bits",
     "in_place_of",
-    "is_identity_of_first_operand",
-    "is_rounded",
     "low_value",
     "recalled",
     "rounded_p",
-    "wide_operand",
 ]
 
 WIDENS_STACKS = jax.__version_info__ < (0, 11)
@@ -64,21 +61,6 @@ def low_value(kept: Any, aval: Aval) -> Any:
 def in_place_of(x: Any, same: Any) -> Any:
     """`same`, a value equal to `x` that exists anyway, with the derivative of `x`."""
     return rounded_p.bind(same, x)
-
-
-def is_identity_of_first_operand(eqn: Eqn) -> bool:
-    """Whether an equation's result is its first operand; the others only serve derivatives."""
-    return eqn.primitive in (rounded_p, carrier_p, detach_p)
-
-
-def wide_operand(eqn: Eqn) -> Any:
-    """The operand that replaces an equation's result in a program in which nothing is low."""
-    return eqn.invars[1 if is_rounded(eqn) else 0]
-
-
-def is_rounded(eqn: Eqn) -> bool:
-    """Whether an equation's result is a value that was stored in 16 bits."""
-    return eqn.primitive is rounded_p
 
 
 def _jvp(primals: Any, tangents: Any) -> Any:

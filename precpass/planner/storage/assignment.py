@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
@@ -21,10 +21,11 @@ from precpass.analysis.analysis import Analysis
 from precpass.analysis.graph import BodyNode
 from precpass.analysis.uniform import number_from_outside
 from precpass.plan import reasons
-from precpass.plan.plan import Action, BorderCopies, BorderCopy, Decision, Plan
+from precpass.plan.plan import Action, BackwardForm, BorderCopies, BorderCopy, Decision, Plan
 from precpass.plan.reasons import DecidedBy
 from precpass.planner.profit import ProductPricing
 from precpass.planner.requests import PolicyRequests
+from precpass.planner.storage.backward import backward_forms
 from precpass.planner.storage.eligibility import Eligibility
 from precpass.planner.storage.energy import NOMINAL, Candidate, StorageEnergy
 from precpass.planner.storage.value_classes import StorageClass, StorageClasses
@@ -97,6 +98,7 @@ class _Assignment:
         self.requests = requests
         self.low = low
         self._as_bits = as_bits
+        self._writes = bool(writes_on)
         self._decisions = dict[int, list[Decision]]()
         # Rows whose decision the cut may change: products, and equations with bodies. Rows whose
         # results it rounds are added later.
@@ -120,7 +122,8 @@ class _Assignment:
         self.products_left_wide = {
             row for row, node in self._energy.products.items() if not labels[node]
         }
-        self._changed_rows = set[int]()
+        self._changed_rows: Collection[int] = set[int]()
+        self._backward: Mapping[int, BackwardForm] = {}
         self._class_made_at = dict[tuple[int, int], StorageClass]()
         self._plans: dict[Any, Plan] = {}
 
@@ -132,12 +135,15 @@ class _Assignment:
 
     def with_storage(self) -> Plan:
         """The plan with the storage of its values; the same plan if nothing is gained."""
-        if not (self._rounded or self._crossing):
-            return self._plan
         for values in self.classes.by_root.values():
             if id(values) in self._rounded:
                 self._class_made_at.update(dict.fromkeys(values.defined, values))
-        self._changed_rows = {row for row, _ in self._class_made_at}
+        rounded = {row for row, _ in self._class_made_at}
+        if self._writes:
+            self._backward = backward_forms(self._eligibility, rounded)
+        if not (self._rounded or self._crossing or self._backward):
+            return self._plan
+        self._changed_rows = rounded | self._backward.keys()
         return self._assigned(0, self._plan, BorderCopies())
 
     # ------------------------------------------------------------ what was planned
@@ -265,7 +271,7 @@ class _Assignment:
         key = (body, id(plan), border_copies)
         if key not in self._plans:
             node, decisions = self.graph.bodies[body], list(plan.decisions)
-            changing = self._changed_rows.intersection(range(node.start, node.stop))
+            changing = set(range(node.start, node.stop)).intersection(self._changed_rows)
             for row in changing.union(self._rows_of[body]):
                 at = row - node.start
                 decisions[at] = self._assigned_decision(row, body, decisions[at])
@@ -280,7 +286,14 @@ class _Assignment:
         if row in self.products_left_wide:
             gains_little = self._why_all_gain_little if row in self._gain_little else None
             decision = _left_wide(decision, gains_little or self._energy.candidates[row].why)
-        return self._with_rounding(row, decision)
+        return self._with_backward(row, self._with_rounding(row, decision))
+
+    def _with_backward(self, row: int, decision: Decision) -> Decision:
+        """The decision for an equation whose derivative saves or makes low values, if it does."""
+        if row not in self._backward or decision.action is not Action.KEEP:
+            return decision
+        why = reasons.LOW_BACKWARD(decision.reason, self.low)
+        return dataclasses.replace(decision, reason=why, backward=self._backward[row])
 
     def _with_rounding(self, row: int, decision: Decision) -> Decision:
         """The decision for an equation whose results are rounded, if any of its classes is."""

@@ -8,9 +8,7 @@ A fusion computes a value again for each kernel that reads it, if that is cheap.
 - on a TPU the exponentials of a softmax. One kernel computes there the scores, their maximum, the
   exponentials and their sum, and writes the last two, if it need not round the scores before: the
   gradient of a decoder then takes 0.86 of the cycles that it takes with rounded scores on a v5e,
-  and 0.93 on a v5p and a v6e (the compiler's estimate, jax 0.12.0.1). That holds for a program with
-  its backward pass. If JAX differentiates the rewritten program, it saves the exponentials as they
-  are before they are rounded, because their derivative reads them;
+  and 0.93 on a v5p and a v6e (the compiler's estimate, jax 0.12.0.1);
 - what low products read, because their kernels read their operands from memory. If anything else
   reads the value too, XLA writes it a second time in float32, or computes it a second time.
 """
@@ -41,9 +39,8 @@ def written_by_fusions(
         on_tpu: whether they are fusions of a TPU's compiler, and not of a GPU's.
     """
     rows: set[int] = set()
-    stores_exponentials = on_tpu and any(
-        is_backward(graph.scope(row)) for row in range(len(graph.eqns))
-    )
+    # A derivative that JAX adds later is one more reader.
+    is_forward = not any(is_backward(graph.scope(row)) for row in range(len(graph.eqns)))
     for body, node in enumerate(graph.bodies):
         low, others = _readers(graph, node, reads_low)
         for row in range(node.start, node.stop):
@@ -54,9 +51,9 @@ def written_by_fusions(
             result = eqn.outvars[0]
             count = others[result]
             if (
-                (traits.chooses and not (stores_exponentials and _is_shifted(graph, body, result)))
-                or (stores_exponentials and count > 1 and _is_of_attention(eqn, node, low))
-                or (traits.computed_once and count + (result in low) > 1)
+                (traits.chooses and not (on_tpu and _is_shifted(graph, body, result)))
+                or (on_tpu and count > 1 and _is_of_attention(eqn, node, low))
+                or (traits.computed_once and count + (result in low) + is_forward > 1)
                 or (result in low and count > 0)
             ):
                 rows.add(row)

@@ -1,0 +1,158 @@
+"""The primitive that gives an elementwise equation a derivative whose factors are saved in 16 bits.
+
+`low_derivative(out, *operands)` is `out`, the value of an elementwise function of the operands,
+such as tanh or a product. JAX saves for the backward pass what a function's derivative reads: of
+tanh its result, and one minus the square of that, both in float32. Here the derivative in each
+operand is one factor for each element, which is computed in float32, rounded once and saved. In a
+program that is not differentiated nothing reads the operands, so that the equation costs nothing.
+
+It is a primitive and not a `jax.custom_jvp` for the reasons in `jaxpr.primitives.carrier`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import jet
+from jax.interpreters import ad, batching, mlir
+
+from precpass.jaxpr.primitives.carrier import detach
+from precpass.jaxpr.types import Eqn
+
+__all__ = ["Function", "function_of", "low_derivative_p", "scaled_p"]
+
+
+class Function(NamedTuple):
+    """An elementwise primitive, as a hashable parameter.
+
+    Attributes:
+        primitive: the primitive.
+        params: its parameters.
+        low: the dtype of 16 bits in which the factors of derivatives are saved.
+        rounds: for each operand, whether the factor of the derivative in it is saved so.
+    """
+
+    primitive: Any
+    params: tuple[tuple[str, Any], ...]
+    low: Any
+    rounds: tuple[bool, ...]
+
+    def factor(self, at: int, out: Any, operands: Sequence[Any]) -> Any:
+        """The derivative in one of its operands, where its value is `out`."""
+        if self.primitive.name == "exp":
+            return out
+        if self.primitive.name == "mul":
+            return operands[1 - at]
+
+        def along(x: Any) -> Any:
+            varied = [*operands[:at], x, *operands[at + 1 :]]
+            return self.primitive.bind(*varied, **dict(self.params))
+
+        return jax.jvp(along, (operands[at],), (lax.full_like(operands[at], 1),))[1]
+
+    def tangent(self, at: int, tangent: Any, out: Any, operands: Sequence[Any]) -> Any:
+        """The tangent of its value for the tangent of one of its operands."""
+        factor = self.factor(at, out, operands)
+        if not self.rounds[at]:
+            return lax.mul(tangent, factor)
+        low = detach(lax.convert_element_type(factor, self.low), keeps_rounding=True)
+        return scaled_p.bind(tangent, low, factor)
+
+
+def function_of(eqn: Eqn, low: Any, rounds: Sequence[bool]) -> Function | None:
+    """The function that an equation applies; None if its parameters have no hash."""
+    function = Function(eqn.primitive, tuple(sorted(eqn.params.items())), low, tuple(rounds))
+    try:
+        hash(function)
+    except TypeError:
+        return None
+    return function
+
+
+low_derivative_p = jex.Primitive("precpass_low_derivative")
+low_derivative_p.def_impl(lambda out, *_operands, **_params: out)
+low_derivative_p.def_abstract_eval(lambda out, *_operands, **_params: out)
+mlir.register_lowering(low_derivative_p, lambda _ctx, out, *_operands, **_params: [out])
+
+# `scaled(t, low, factor)` is `t * low`; its derivative in the factor is that of `t * factor`.
+scaled_p = jex.Primitive("precpass_scaled_tangent")
+
+
+def _times(t: Any, low: Any, _factor: Any) -> Any:
+    return lax.mul(t, lax.convert_element_type(low, t.dtype))
+
+
+scaled_p.def_impl(_times)
+scaled_p.def_abstract_eval(lambda t, _low, _factor: t)
+mlir.register_lowering(scaled_p, mlir.lower_fun(_times, multiple_results=False))
+
+
+def _jvp(primals: Any, tangents: Any, *, function: Function) -> Any:
+    primal = low_derivative_p.bind(*primals, function=function)
+    out, *operands = primals
+    terms = [
+        function.tangent(at, tangent, out, operands)
+        for at, tangent in enumerate(tangents[1:])
+        if not isinstance(tangent, ad.Zero)
+    ]
+    return primal, _sum(terms, out)
+
+
+def _sum(terms: Sequence[Any], like: Any) -> Any:
+    if not terms:
+        return ad.Zero(jax.typeof(like).to_tangent_aval())
+    return terms[0] if len(terms) == 1 else lax.add(*terms)
+
+
+def _scaled_jvp(primals: Any, tangents: Any) -> Any:
+    t, low, factor = primals
+    terms: list[Any] = []
+    if not isinstance(tangents[0], ad.Zero):
+        terms.append(scaled_p.bind(tangents[0], low, factor))
+    if not isinstance(tangents[2], ad.Zero):
+        terms.append(lax.mul(t, tangents[2]))
+    return scaled_p.bind(*primals), _sum(terms, t)
+
+
+def _scaled_transpose(cotangent: Any, _t: Any, low: Any, factor: Any) -> list[Any]:
+    is_zero = isinstance(cotangent, ad.Zero)
+    return [cotangent if is_zero else scaled_p.bind(cotangent, low, factor), None, None]
+
+
+def _batched(primitive: Any) -> Any:
+    def rule(operands: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
+        size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+        alike = [
+            lax.broadcast(x, (size,)) if d is None else jnp.moveaxis(x, d, 0)
+            for x, d in zip(operands, dims, strict=True)
+        ]
+        return primitive.bind(*alike, **params), 0
+
+    return rule
+
+
+def _taylor(primals: Any, series: Any, *, function: Function) -> Any:
+    bind = functools.partial(function.primitive.bind, **dict(function.params))
+    _, terms = jet.jet(bind, tuple(primals[1:]), tuple(series[1:]), factorial_scaled=False)
+    return low_derivative_p.bind(*primals, function=function), terms
+
+
+def _scaled_taylor(primals: Any, series: Any) -> Any:
+    factors, terms = (primals[0], primals[2]), (series[0], series[2])
+    _, terms = jet.jet(lax.mul, factors, terms, factorial_scaled=False)
+    return scaled_p.bind(*primals), terms
+
+
+ad.primitive_jvps[low_derivative_p] = _jvp
+ad.primitive_jvps[scaled_p] = _scaled_jvp
+ad.primitive_transposes[scaled_p] = _scaled_transpose
+for _primitive in (low_derivative_p, scaled_p):
+    batching.primitive_batchers[_primitive] = _batched(_primitive)
+jet.jet_rules[low_derivative_p] = _taylor
+jet.jet_rules[scaled_p] = _scaled_taylor

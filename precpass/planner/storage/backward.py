@@ -1,0 +1,129 @@
+"""What a backward pass that JAX adds later saves and makes in 16 bits.
+
+If JAX differentiates the rewritten program, no storage in its backward pass is planned, because
+that does not exist yet. JAX then saves in float32 what derivatives read, such as the operands of an
+elementwise product. A program by hand in bfloat16 saves all of it in bfloat16. So here
+
+- the factors by which derivatives multiply are rounded, each once, if the values that they are
+  computed from have lost their digits to a low product. In a loop every factor is written to
+  memory. Elsewhere XLA computes most of them again in the backward pass. It writes those that are
+  too dear for that, such as a tanh, and what these multiply;
+- the cotangent of a low product with a bias is rounded. The product's own derivatives round it
+  anyway. If the gradient of the bias read the value before, XLA would write that too, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from precpass import jaxpr as ir
+from precpass.analysis.equations import moved_operand
+from precpass.analysis.graph import Graph
+from precpass.analysis.sizes import nbytes
+from precpass.plan.plan import BackwardForm
+from precpass.planner.storage.eligibility import Eligibility
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import op
+from precpass.policy.scopes import is_backward
+
+__all__ = ["backward_forms"]
+
+_LINE = 64
+"""The bytes of a cache line."""
+
+
+def backward_forms(program: Eligibility, rounded: Collection[int]) -> Mapping[int, BackwardForm]:
+    """The rows whose derivatives save or make values in 16 bits; none in a gradient's program.
+
+    Args:
+        program: the program.
+        rounded: the rows whose results are stored in 16 bits.
+    """
+    graph = program.graph
+    if any(is_backward(graph.scope(row)) for row in range(len(graph.eqns))):
+        return {}
+    forms: dict[int, BackwardForm] = {}
+    for row, eqn in enumerate(graph.eqns):
+        traits = op(eqn.primitive.name)
+        if not (traits.has_factors or traits.adds) or not _may_round(program, row):
+            continue
+        if traits.adds:
+            if _adds_bias_to_product(program, row):
+                forms[row] = BackwardForm(low_cotangent=True)
+        elif row in rounded or _is_written(program, row):
+            factors = _low_factors(program, row)
+            if any(factors):
+                forms[row] = BackwardForm(factors)
+    return forms
+
+
+def _is_written(program: Eligibility, row: int) -> bool:
+    """Whether the factors are written to memory, and not computed again."""
+    graph, body = program.graph, int(program.graph.body[row])
+    eqn = graph.eqns[row]
+    if _is_in_loop(graph, body) or op(eqn.primitive.name).computed_once:
+        return True
+    return any(_is_dear(program, body, v) for v in eqn.invars)
+
+
+def _is_dear(program: Eligibility, body: int, atom: ir.Atom) -> bool:
+    """Whether a value is that of a function that is computed once, as it is or scaled."""
+    while not ir.is_literal(atom) and (maker := program.makers(body).get(atom)) is not None:
+        traits = op(maker.primitive.name)
+        if traits.computed_once:
+            return True
+        variables = [v for v in maker.invars if not ir.is_literal(v)]
+        if not traits.scales or len(variables) != 1:
+            return False
+        (atom,) = variables
+    return False
+
+
+def _is_in_loop(graph: Graph, body: int) -> bool:
+    return any(
+        inner.trips != 1 or _is_in_loop(graph, int(graph.body[row]))
+        for row, inner in graph.callers[body]
+    )
+
+
+def _may_round(program: Eligibility, row: int) -> bool:
+    (result,) = program.graph.eqns[row].outvars
+    return (
+        ir.precision_of(result.aval) is Precision.F32
+        and nbytes(result.aval) >= _LINE
+        and not (ir.is_unreduced(result.aval) or program.in_sampler(row))
+        and program.requests.may_store(row, program.low)
+    )
+
+
+def _low_factors(program: Eligibility, row: int) -> tuple[bool, ...]:
+    eqn, following = program.graph.eqns[row], program.following_products
+    # An elementwise equation repeats dimensions of size 1.
+    if any(v.aval.shape != eqn.outvars[0].aval.shape for v in eqn.invars if not ir.is_literal(v)):
+        return ()
+    follows = [not ir.is_literal(v) and v in following for v in eqn.invars]
+    if eqn.primitive.name == "mul":  # the factor of one operand is the other one
+        follows = follows[::-1]
+    is_variable = (not ir.is_literal(v) for v in eqn.invars)
+    return tuple(a and b for a, b in zip(follows, is_variable, strict=True))
+
+
+def _adds_bias_to_product(program: Eligibility, row: int) -> bool:
+    """Whether a row adds a repeated value to what a low product made, as it is or moved."""
+    body, (lhs, rhs) = int(program.graph.body[row]), program.graph.eqns[row].invars
+    pairs = (lhs, rhs), (rhs, lhs)
+    return any(
+        not ir.is_literal(b) and b in program.spread and _is_product(program, body, a)
+        for a, b in pairs
+    )
+
+
+def _is_product(program: Eligibility, body: int, atom: ir.Atom | None) -> bool:
+    while atom is not None and not ir.is_literal(atom):
+        maker = program.makers(body).get(atom)
+        if maker is None:
+            return False
+        if program.reach.row(body, maker) in program.classes.reads_low:
+            return True
+        atom = moved_operand(maker)
+    return False

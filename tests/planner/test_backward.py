@@ -1,0 +1,278 @@
+"""What JAX's derivative of a rewritten program saves and makes in 16 bits, on GPUs and TPUs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+from jax.experimental import jet
+from jax.sharding import PartitionSpec as P
+
+import precpass as pp
+from precpass.analysis.residuals import kept_bytes
+from precpass.devices.detect import planned_for
+from precpass.devices.targets import target_of
+from tests.support.jaxprs import named, walk
+from tests.support.values import normal_array, rel_error
+
+F32 = jnp.float32
+W, V, X = normal_array(0, 32, 128) / 6, normal_array(1, 32, 128) / 6, normal_array(2, 12, 16, 32)
+SQUARE, BIAS = normal_array(3, 32, 32) / 6, normal_array(4, 32)
+
+
+def recurrent(w: jax.Array, v: jax.Array, xs: jax.Array) -> jax.Array:
+    """An LSTM that is scanned over time."""
+
+    def cell(carry: Any, x: jax.Array) -> Any:
+        h, c = carry
+        i, f, g, o = jnp.split(x @ w + h @ v, 4, axis=-1)
+        c = jax.nn.sigmoid(f + 1.0) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    zeros = jnp.zeros_like(xs[0])
+    _, hs = lax.scan(cell, (zeros, zeros), jnp.sin(xs))
+    return jnp.square(hs).mean()
+
+
+def dense(w: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
+    h = jax.nn.gelu(x @ w + bias[None], approximate=False)
+    return jnp.square(h @ w + bias[None]).sum()
+
+
+def forms(fn: Callable[..., Any], *args: Any, **options: Any) -> list[tuple[str, Any]]:
+    """The equations of a program that a derivative treats in another way, with how it does."""
+    found = pp.inspect(fn, **{"target": "h100", "policy": "AutoMixedBf16", **options})(*args)
+    each = ((eqn.primitive.name, decision.backward) for eqn, decision, _ in found.decisions())
+    return [(name, form) for name, form in each if form is not None]
+
+
+def grad_of_mixed(fn: Callable[..., Any], *args: Any, argnums: Any = 0, target: Any) -> Any:
+    with planned_for(target_of(target)):
+        return jax.make_jaxpr(jax.grad(pp.auto_mixed(fn, "AutoMixedBf16"), argnums))(*args)
+
+
+@pytest.mark.parametrize("target", ["h100", "tpu v5e"])
+def test_a_loop_saves_for_its_backward_pass_in_16_bits(target: str):
+    whole = jax.make_jaxpr(jax.grad(recurrent, (0, 1)))(W, V, X)
+    mixed = grad_of_mixed(recurrent, W, V, X, argnums=(0, 1), target=target)
+    assert kept_bytes(mixed) < 0.6 * kept_bytes(whole)
+    scans = [e for e in named(mixed, "scan") if e.params["reverse"]]
+    (backward,) = scans
+    stacks = [v.aval for v in backward.invars if v.aval.shape == X.shape]
+    assert sum(aval.dtype == jnp.bfloat16 for aval in stacks) >= 10
+
+
+def test_the_gradients_of_a_loop_are_close_and_its_value_has_its_digits():
+    with planned_for(target_of("h100")):
+        mixed = pp.auto_mixed(recurrent, "AutoMixedBf16")
+        got = jax.jit(jax.grad(mixed, (0, 1, 2)))(W, V, X)
+        wanted = jax.grad(recurrent, (0, 1, 2))(W, V, X)
+        errors = [rel_error(a, b) for a, b in zip(got, wanted, strict=True)]
+    assert all(1e-5 < error < 0.02 for error in errors)
+    assert errors[2] > 1e-4  # a sine's factors are exact: no product is before it
+
+
+@pytest.mark.parametrize(
+    "transform", ["jvp", "grad", "hessian", "reverse twice", "vmap", "remat", "jet"]
+)
+def test_derivatives_of_every_kind_are_those_of_the_function(transform: str):
+    def fn(x: jax.Array) -> jax.Array:
+        def step(carry: jax.Array, _: Any) -> Any:
+            h = jnp.tanh(carry @ SQUARE)
+            return h * jax.nn.sigmoid(h @ SQUARE) + jnp.exp(-jnp.square(h)) / (2 + h), None
+
+        return lax.scan(step, x, None, length=3)[0].sum()
+
+    def hessian_product(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x: jax.jvp(jax.grad(f), (x,), (jnp.sin(x),))[1]
+
+    def taylor(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x: jnp.stack(jet.jet(f, (x,), ([jnp.ones_like(x), jnp.cos(x)],))[1])
+
+    of: dict[str, Callable[..., Any]] = {
+        "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),))[1],
+        "grad": jax.grad,
+        "hessian": hessian_product,
+        "reverse twice": lambda f: jax.grad(lambda x: jnp.sin(jax.grad(f)(x)).sum()),
+        "vmap": lambda f: lambda x: jax.vmap(jax.grad(f))(x[:, None]),
+        "remat": lambda f: jax.grad(jax.checkpoint(f)),
+        "jet": taylor,
+    }
+    plain = fn if transform != "jet" else _unrolled
+    x = normal_array(5, 16, 32)
+    with planned_for(target_of("h100")):
+        mixed = pp.auto_mixed(plain, "AutoMixedBf16")
+        assert "precpass_low_derivative" in str(jax.make_jaxpr(mixed)(x))
+        got = jax.jit(of[transform](mixed))(x)
+    wanted = of[transform](plain)(x)
+    assert got.dtype == F32
+    assert rel_error(got, wanted) < 0.03
+
+
+def _unrolled(x: jax.Array) -> jax.Array:
+    """jax.experimental.jet has no rule for a scan."""
+    return (jnp.tanh(x @ SQUARE) * jnp.sin(x @ SQUARE)).sum()
+
+
+def test_gradients_are_exported_for_every_platform_and_taken_on_a_mesh():
+    mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (P(), P(), P(None, "devices")), "out_specs": P()}
+
+    def on_mesh(fn: Callable[..., Any]) -> Any:
+        def of_shard(*args: Any) -> Any:
+            return lax.pmean(fn(*args), "devices")
+
+        return jax.shard_map(of_shard, mesh=mesh, **specs)
+
+    with planned_for(target_of("h100")):
+        mixed = pp.auto_mixed(recurrent, "AutoMixedBf16")
+        gradient = jax.jit(jax.grad(mixed, (0, 1)))
+        wanted = gradient(W, V, X)
+        exported = export.export(gradient, platforms=("cpu", "cuda", "tpu"))(W, V, X)
+        again = export.deserialize(exported.serialize()).call(W, V, X)
+        sharded = jax.jit(jax.grad(on_mesh(mixed), (0, 1)))(W, V, X)
+        outside = jax.jit(jax.grad(pp.auto_mixed(on_mesh(recurrent)), (0, 1)))(W, V, X)
+    for got in (again, sharded, outside):
+        assert all(rel_error(a, b) < 0.01 for a, b in zip(got, wanted, strict=True))
+
+
+def test_only_functions_of_what_products_made_are_rounded():
+    def orbit(x: jax.Array) -> jax.Array:
+        def step(position: jax.Array, _: Any) -> Any:
+            return position + 0.1 * jnp.tanh(position) * jnp.sin(position), None
+
+        end = lax.scan(step, x, None, length=4)[0]
+        return jnp.square(end @ SQUARE).sum()
+
+    names = [name for name, _ in forms(orbit, normal_array(6, 16, 32))]
+    assert names == []
+
+    def gated(x: jax.Array, gate: jax.Array) -> jax.Array:
+        def step(h: jax.Array, _: Any) -> Any:
+            return jnp.tanh(h @ SQUARE) * gate, None
+
+        return lax.scan(step, x, None, length=4)[0].sum()
+
+    gate = normal_array(6, 16, 32)
+    found = dict(forms(gated, gate, gate))
+    # the factor of the product's first operand is the gate, an argument
+    assert found["mul"].low_factors == (False, True)
+    assert found["tanh"].low_factors == (True,)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target": None},
+        {"policy": pp.AutoMixedBf16.with_results("f32")},
+        {"policy": "AutoMixed"},  # float16 has not the range
+        {"policy": "AlwaysF32"},
+    ],
+    ids=["cpu", "wide results", "float16", "AlwaysF32"],
+)
+def test_nothing_is_saved_low_where_nothing_of_the_kind_is_stored(options: dict[str, Any]):
+    assert forms(dense, SQUARE, BIAS, X[0])
+    assert forms(dense, SQUARE, BIAS, X[0], **options) == []
+    # a gradient's program has its own storage
+    assert forms(jax.grad(dense), SQUARE, BIAS, X[0]) == []
+
+
+def test_a_region_and_a_rule_keep_the_derivative_too():
+    def kept(w: jax.Array, x: jax.Array) -> jax.Array:
+        h = x @ w
+        with pp.keep("f32"):
+            h = jnp.tanh(h)
+        return (h @ w).sum()
+
+    def of(fn: Callable[..., Any], policy: Any = "AutoMixedBf16") -> list[str]:
+        return [name for name, _ in forms(fn, SQUARE, X[0], policy=policy)]
+
+    def plain(w: jax.Array, x: jax.Array) -> jax.Array:
+        return (jnp.tanh(x @ w) @ w).sum()
+
+    assert of(plain) == ["tanh"]
+    assert of(kept) == []
+    rule = pp.Rule(primitive="tanh", precision="f32")
+    assert of(plain, pp.AutoMixedBf16.with_rules(rule)) == []
+
+
+def test_what_a_function_that_is_computed_once_multiplies_is_saved_low_outside_of_loops_too():
+    found = dict(forms(dense, SQUARE, BIAS, X[0]))
+    assert found["erfc"].low_factors == (True,)
+    assert found["mul"].low_factors == (True, True)
+
+    def swish(w: jax.Array, x: jax.Array) -> jax.Array:
+        return (jax.nn.silu(x @ w) @ w).sum()
+
+    assert forms(swish, SQUARE, X[0]) == []  # XLA computes a logistic again
+
+
+def test_the_cotangent_of_a_product_with_a_bias_is_rounded_once_for_all_readers():
+    jaxpr = grad_of_mixed(dense, SQUARE, BIAS, X[0], argnums=(0, 1), target="h100")
+    makers = {v: eqn.primitive.name for eqn in walk(jaxpr) for v in eqn.outvars}
+    sums = [e for e in named(jaxpr, "reduce_sum") if e.params["axes"] == (0,)]
+    summed = [e.invars[0] for e in sums if e.invars[0].aval.shape == (16, 32)]
+    assert [makers[v] for v in summed] == ["precpass_rounded"] * 2
+    with planned_for(target_of("h100")):
+        got = jax.jit(jax.grad(pp.auto_mixed(dense), (0, 1, 2)))(SQUARE, BIAS, X[0])
+    wanted = jax.grad(dense, (0, 1, 2))(SQUARE, BIAS, X[0])
+    assert all(1e-5 < rel_error(a, b) < 0.01 for a, b in zip(got, wanted, strict=True))
+
+
+def test_the_cotangent_of_a_residual_stream_is_not_rounded():
+    def blocks(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x = x + x @ w
+        return jnp.square(x).sum()
+
+    assert forms(blocks, SQUARE, X[0]) == []
+
+
+def test_a_functions_value_is_the_same_and_an_inner_one_is_said_in_the_diff():
+    found = pp.inspect(recurrent, target="h100")(W, V, X)
+    text = found.diff()
+    assert "factors of its derivative saved in bf16" in text
+    assert "its cotangent in bf16" in pp.inspect(dense, target="h100")(SQUARE, BIAS, X[0]).diff()
+
+    def loop(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 3, lambda _, h: jnp.sin(h @ SQUARE) * h, x)
+
+    with planned_for(target_of("h100")):
+        mixed = pp.auto_mixed(loop, "AutoMixedBf16")
+        plain = pp.auto_mixed(loop, pp.AutoMixedBf16.with_rules(_KEPT))
+        a, b = jax.jit(mixed)(X[0]), jax.jit(plain)(X[0])
+    np.testing.assert_array_equal(a, b)
+
+
+_KEPT = pp.Rule(primitive="sin", precision="f32")
+
+
+def test_the_gradient_of_a_ragged_products_weights_is_added_up_and_returned_in_float32():
+    groups = jnp.array([4, 8, 4])
+    w, x = normal_array(7, 3, 32, 32) / 6, X[0]
+
+    def experts(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.square(lax.ragged_dot(jnp.tanh(lax.ragged_dot(x, w, groups)), w, groups)).sum()
+
+    jaxpr = grad_of_mixed(experts, w, x, target="tpu v5e")
+    weights = [e for e in named(jaxpr, "ragged_dot_general") if e.outvars[0].aval.shape == w.shape]
+    assert [e.outvars[0].aval.dtype for e in weights] == [F32, F32]
+    assert {v.aval.dtype for e in weights for v in e.invars[:2]} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_the_cotangent_of_what_a_loop_takes_from_a_stack_is_in_16_bits():
+    """Otherwise XLA joins it with the next state's product, and copies both weights every trip."""
+
+    def of(stack: Callable[[jax.Array], jax.Array]) -> list[Any]:
+        def fn(w: jax.Array, v: jax.Array, xs: jax.Array) -> jax.Array:
+            return recurrent(w, v, stack(xs @ SQUARE))
+
+        found = pp.inspect(fn, target="h100")(W, V, X)
+        inside = [d for e, d, _ in found.decisions() if e.outvars[0].aval.shape == (16, 128)]
+        return [d.product.low_cotangents for d in inside if d.kind is pp.OpKind.COMPUTE]
+
+    assert of(lambda xs: xs) == [(True, True), (False, True)]  # a state's cotangent adds up
