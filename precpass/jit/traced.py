@@ -92,10 +92,11 @@ def rewritten(
     policy = in_form(policy, plan.form)
     # A saved plan has no equations of custom rules, because these are traced in differentiation.
     unlocked = policy.with_lock(None) if policy.lock else policy
-    profit_model, platform = profit_model_of(unlocked), device_of_call().platform
+    profit_model, place = profit_model_of(unlocked), device_of_call()
+    of_device = place.platform, place.device_kind
 
     def plan_rule(rule: Any, scope: str, border: Border) -> Plan:
-        its_plan = make_plan(rule, unlocked, scope, (), border, profit_model, platform)
+        its_plan = make_plan(rule, unlocked, scope, (), border, profit_model, *of_device)
         for text in (*its_plan.notes, *(profit_model.new_warnings() if profit_model else ())):
             if text not in said:
                 said.add(text)
@@ -155,9 +156,10 @@ def _planned(
     call: ir.Call, policy: PrecisionPolicy, scope: str, profit_model: ProfitModel | None
 ) -> Plan:
     closed_over, place = call.operands[: call.closed_over], device_of_call(call.operands)
+    of_device = place.platform, place.device_kind
 
     def planned(policy: PrecisionPolicy) -> Plan:
-        return make_plan(call.jaxpr, policy, scope, closed_over, (), profit_model, place.platform)
+        return make_plan(call.jaxpr, policy, scope, closed_over, (), profit_model, *of_device)
 
     def rewritten_under(policy: PrecisionPolicy) -> Any:
         return rewritten(call.jaxpr, planned(policy), current(), policy, scope)[0]

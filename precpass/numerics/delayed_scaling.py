@@ -12,12 +12,12 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from precpass import jaxpr as ir
 from precpass.api import mixed_of
 from precpass.jit.staged import Staged, owner_of
 from precpass.jit.traced import Traced
+from precpass.numerics.delayed_records import LARGEST, LOST, PRECISIONS, LostValues, room_above
 from precpass.policy.policy import PolicyLike
 from precpass.policy.precision import Precision
 from precpass.policy.presets import AutoMixedF8
@@ -30,8 +30,6 @@ __all__ = ["DelayedScales", "DelayedScaling", "delayed_scaling"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_PRECISIONS = {p.dtype: p for p in Precision if p.is_scaled}
 
 
 @functools.partial(
@@ -62,20 +60,19 @@ class DelayedScales:
         """The places where the newest call had values beyond the largest number of the format.
 
         Such values became that number, because all values of the calls before were smaller. With a
-        history of one call none is known.
+        history of one call none is known. `DelayedScaling.lost` says which part they were.
         """
         history = np.asarray(self.history)
         newest, before = history[..., 0], history[..., 1:]
         if not before.any():
             return []
         largest = np.where(before.any(-1), before.max(-1, initial=0.0), np.float32(1.0))
-        # A power of two may leave room above the largest magnitude. Up to half a unit in the last
-        # place beyond the largest number is rounded to it.
+        # A power of two may leave room above the largest magnitude.
         most = np.asarray([p.max for p in self.formats]) * np.asarray(
             _scales(largest, self.formats)
         )
-        room = [p.unit_roundoff / (1 if p is Precision.INT8 else 1.75) for p in self.formats]
-        is_beyond = newest > most * (1.0 + np.asarray(room))
+        room = np.asarray(list(map(room_above, self.formats)))
+        is_beyond = newest > most * (1.0 + room)
         return self._where(is_beyond)
 
     def unseen(self) -> list[str]:
@@ -160,6 +157,7 @@ class DelayedScaling(Generic[P, R]):
         self._first = Staged(mixed, first, ("delayed scaling, first", history), on_copies=True)
         self._next = Staged(mixed, _next, "delayed scaling")
         self._frozen = Staged(mixed, _frozen, "frozen scales")
+        self._lost = Staged(mixed, _lost, "lost values")
 
     def init(self, /, *args: P.args, **kwargs: P.kwargs) -> DelayedScales:
         """The scales of one call, which runs with scales of the present values.
@@ -211,6 +209,30 @@ class DelayedScaling(Generic[P, R]):
         """The output, and the scales with this call's largest magnitudes."""
         given: tuple[Any, ...] = args
         return self._next((_checked(scales),), (*self._owner, *given), kwargs)
+
+    def lost(self, scales: DelayedScales, /, *args: P.args, **kwargs: P.kwargs) -> list[LostValues]:
+        """Which part of each operand's values a call with these scales saturates or flushes.
+
+        It runs the call, and returns nothing else of it.
+
+        Examples:
+            >>> def layers(ws, x):
+            ...     for w in ws:
+            ...         x = jnp.tanh(x @ w)
+            ...     return x
+            >>> ws, x = [jnp.eye(256)] * 3, jnp.ones((256, 256))
+            >>> scaled = delayed_scaling(layers)
+            >>> larger = [100 * w for w in ws]  # 255 in 256 of their elements are zero
+            >>> [each.saturated for each in scaled.lost(scaled.init(ws, x), larger, x)]
+            [1.0, 0.00390625]
+        """
+        given: tuple[Any, ...] = args
+        counted = self._lost((_checked(scales),), (*self._owner, *given), kwargs)[1]
+        saturated, flushed, total = np.moveaxis(np.asarray(counted, np.float64), -1, 0)
+        # No value at all is rounded in a branch that is not taken.
+        parts = zip(saturated / np.maximum(total, 1), flushed / np.maximum(total, 1), strict=True)
+        each = zip(scales.places, parts, strict=True)
+        return [LostValues(place, float(a), float(b)) for place, (a, b) in each]
 
     def frozen(self, scales: DelayedScales) -> Callable[P, R]:
         """The function with these scales in every call; it records nothing."""
@@ -269,7 +291,16 @@ def _frozen(traced: Traced, scales: DelayedScales) -> tuple[list[Any], None]:
     return _with_scales(traced, scales)[0], None
 
 
-def _with_scales(traced: Traced, scales: DelayedScales) -> tuple[list[Any], Any]:
+def _lost(traced: Traced, scales: DelayedScales) -> tuple[list[Any], Any]:
+    if traced.policy is None:  # the pass is switched off, and nothing is rounded
+        return _Program(traced).run(None)[0], jnp.zeros((len(scales.places), 3), np.float32)
+    return _with_scales(traced, scales, LOST)
+
+
+def _with_scales(
+    traced: Traced, scales: DelayedScales, look: Any = LARGEST
+) -> tuple[list[Any], Any]:
+    """The results of a call with given scales, and what a look records of the operands."""
     program = _Program(traced)
     if traced.policy is None:
         return program.run(None)[:2]
@@ -277,10 +308,10 @@ def _with_scales(traced: Traced, scales: DelayedScales) -> tuple[list[Any], Any]
         _refuse(scales, program.count)
     largest = jnp.max(scales.history, axis=1)
     known = jnp.where(largest > 0, largest, np.float32(1.0))
-    results, largest, places = program.run(_scales(known, scales.formats))
+    results, record, places = program.run(_scales(known, scales.formats), look)
     if scales.formats != _formats(places):
         _refuse(scales, program.count)
-    return results, largest
+    return results, record
 
 
 def _refuse(scales: DelayedScales, count: int) -> NoReturn:
@@ -300,7 +331,7 @@ def _scales(largest: Any, formats: Sequence[Precision]) -> Any:
 
 
 def _formats(places: Sequence[ir.Place]) -> tuple[Precision, ...]:
-    return tuple(_PRECISIONS[np.dtype(place.dtype)] for place in places)
+    return tuple(PRECISIONS[np.dtype(place.dtype)] for place in places)
 
 
 class _Program:
@@ -312,64 +343,34 @@ class _Program:
 
     def __init__(self, traced: Traced) -> None:
         self._jaxpr, self._operands = traced.under_policy(), traced.undifferentiated(_ADVICE)
-        self.count = ir.rows_of(self._jaxpr, _LARGEST)
+        self.count = ir.rows_of(self._jaxpr, LARGEST)
 
-    def run(self, scales: Any) -> tuple[list[Any], Any, tuple[ir.Place, ...]]:
-        """The results, the largest finite magnitude of each operand, and the places.
+    def run(self, scales: Any, look: Any = LARGEST) -> tuple[list[Any], Any, tuple[ir.Place, ...]]:
+        """The results, what is recorded of each operand, and the places.
 
         Args:
             scales: the scale of each operand, or None for scales of the present values.
+            look: what is recorded: the largest finite magnitudes, or the counts of lost values.
         """
 
         def rounded(eqn: ir.Eqn, operands: Sequence[Any], scale: Any) -> Sequence[Any]:
             if scales is None:
                 return ir.bind(eqn, operands)
             low, of_low = eqn.outvars
-            rounding = GivenRounding(_PRECISIONS[low.aval.dtype], tuple(of_low.aval.shape))
+            rounding = GivenRounding(PRECISIONS[low.aval.dtype], tuple(of_low.aval.shape))
             return ir.scaling(rounding, operands[0], scale)
 
         given = jnp.zeros(self.count, np.float32) if scales is None else scales
         with quietly():
-            return ir.watched(self._jaxpr, self._operands, _LARGEST, given=given, evaluate=rounded)
+            return ir.watched(self._jaxpr, self._operands, look, given=given, evaluate=rounded)
 
 
 def _text(place: ir.Place) -> str:
     scopes = clean_scope(place.scope).split("/")
     own = "/".join(scope for scope in scopes if not scope.startswith("precpass."))
-    parts = [str(_PRECISIONS[np.dtype(place.dtype)]), f"in {own}" if own else ""]
+    parts = [str(PRECISIONS[np.dtype(place.dtype)]), f"in {own}" if own else ""]
     parts += [f"at {place.source}" if place.source.file else "", *place.inside]
     return " ".join(part for part in parts if part)
-
-
-class _Largest:
-    """The `ir.Look` that records the largest finite magnitudes of what is rounded to 8 bits."""
-
-    def sees(self, eqn: ir.Eqn) -> bool:
-        return ir.rounds_to_eight_bits(eqn)
-
-    def record(self, ran: Sequence[ir.Ran]) -> Any:
-        return jnp.stack([_largest(step.operands[0]) for step in ran])
-
-    def none(self, places: int) -> Any:
-        return lax.full((places,), 0, np.float32)
-
-    def joined(self, one: Any, other: Any) -> Any:
-        return lax.max(one, other)
-
-    def in_trip(self, record: Any, trip: Any) -> Any:
-        del trip
-        return record
-
-    def over_shards(self, record: Any, axes: tuple[str, ...]) -> Any:
-        return lax.pmax(record, axes)
-
-
-_LARGEST = _Largest()
-
-
-def _largest(x: Any) -> Any:
-    sizes = jnp.where(jnp.isfinite(x), jnp.abs(x), np.zeros((), x.dtype)).astype(np.float32)
-    return jnp.max(sizes, initial=np.float32(0))
 
 
 _ADVICE = (

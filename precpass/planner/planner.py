@@ -19,6 +19,7 @@ from precpass.analysis.analysis import Analysis
 from precpass.analysis.equations import has_low, unentered
 from precpass.analysis.graph import Graph
 from precpass.analysis.propagate import ValueRanges
+from precpass.devices.peaks import peaks_of_kind
 from precpass.plan import reasons
 from precpass.plan.decisions import border_of, crossing_formats, formats_of, keep
 from precpass.plan.plan import Action, Border, Decision, Plan, ProductForm, across
@@ -52,6 +53,7 @@ def make_plan(
     border: Border = (),
     profit_model: ProfitModel | None = None,
     platform: str = "cpu",
+    device_kind: str = "",
 ) -> Plan:
     """The plan for a jaxpr under a policy.
 
@@ -64,6 +66,7 @@ def make_plan(
         profit_model: tells which products pay; without it all of them do.
         platform: JAX's name of the platform whose compiler the plan is for. It decides the form of
             products; the program runs on every platform.
+        device_kind: JAX's name of the device, which decides what the plan says of 8 bits.
     """
     graph = Graph.build(jaxpr, lambda inner: distinguish(policy, join_scopes(scope, inner)))
     analysis = Analysis(graph, closed_over)
@@ -78,6 +81,7 @@ def make_plan(
         writes_on=writes_on,
         as_bits=as_bits,
         platform=platform,
+        device_kind=device_kind,
     )
     plan = planner.root(border)
     return with_low_results(plan, analysis) if has_low_results else plan
@@ -104,6 +108,7 @@ class Planner:
             loses no digits (`planner.storage.written`).
         as_bits: whether border copies are unsigned integers (`BorderCopy`).
         platform: as for `make_plan`.
+        device_kind: as for `make_plan`.
     """
 
     def __init__(
@@ -116,6 +121,7 @@ class Planner:
         writes_on: str = "",
         as_bits: bool = True,
         platform: str = "cpu",
+        device_kind: str = "",
     ) -> None:
         self.analysis = analysis
         self.graph = analysis.graph
@@ -123,6 +129,7 @@ class Planner:
         self.scope = scope
         self._writes_on, self._as_bits = writes_on, as_bits
         self._platform = _COMPILERS.get(platform, platform)
+        self._peaks = peaks_of_kind(self._platform, device_kind)
         self.notes: list[str] = []
         self.lowered: dict[Any, ir.Contents] = {}
         self.shared: dict[Any, Plan] = {}
@@ -265,8 +272,9 @@ class Planner:
         if against:
             why = reasons.NOT_SCALED(decision.reason, scaled, against)
             return dataclasses.replace(decision, product=ProductForm(), reason=why)
-        if self._platform == "cpu" and scaled is not Precision.INT8:
-            why = reasons.RUNS_AS(decision.reason, scaled, "CPU", "an emulation of it")
+        if self._is_emulated(scaled):
+            device = self._peaks or self._platform.upper()
+            why = reasons.RUNS_AS(decision.reason, scaled, str(device), "an emulation of it")
             decision = dataclasses.replace(decision, reason=why)
         form = decision.product._replace(
             cotangent=self._eligible.cotangent_side(body, eqn),
@@ -274,6 +282,13 @@ class Planner:
             scaled_cotangents=self._scaled_cotangents(body, eqn, scaled),
         )
         return dataclasses.replace(decision, product=form)
+
+    def _is_emulated(self, scaled: Precision) -> bool:
+        """Whether XLA widens a product of 8 bits on the device, as far as that is known."""
+        name = "int8" if scaled is Precision.INT8 else "f8"
+        if self._peaks is not None:
+            return name not in self._peaks.eight_bits
+        return self._platform == "cpu" and name == "f8"
 
     def _is_wide_weight_gradient(self, body: int, eqn: ir.Eqn) -> bool:
         """Whether a product is in 16 bits because the policy wants the gradients of weights so."""

@@ -108,8 +108,14 @@ def loss(w, b, x):
 shapes = ((1024, 4096), (4096, 1024)), (1, 4096), (4096, 1024)
 args = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes,
                     is_leaf=lambda s: isinstance(s[0], int))
-for policy in (pp.AutoMixedBf16, pp.AutoMixedBf16.with_results("f32")):
-    text = pp.audit(jax.grad(loss, (0, 1)), policy, target={target!r})(*args).hlo
+wide = pp.AutoMixedBf16.with_results("f32")
+for fn, policy in (
+    (jax.grad(loss, (0, 1)), pp.AutoMixedBf16),
+    (jax.grad(pp.auto_mixed(loss, pp.AutoMixedBf16), (0, 1)), pp.Custom({{}})),
+    (jax.grad(loss, (0, 1)), wide),
+    (jax.grad(pp.auto_mixed(loss, wide), (0, 1)), pp.Custom({{}})),
+):
+    text = pp.audit(fn, policy, target={target!r})(*args).hlo
     module = Module.parse(text)
     entry = module.computations[module.entry]
     written = [shape for i in entry.instructions if i.opcode == "fusion" for shape in i.shapes]
@@ -122,8 +128,42 @@ for policy in (pp.AutoMixedBf16, pp.AutoMixedBf16.with_results("f32")):
 def test_what_fusions_write_is_in_16_bits_in_the_program_that_the_compiler_makes(target: str):
     """A gelu's tanh and its cotangent; with float32 results the compiler writes them in float32."""
     lines = ran("-c", STORED.format(target=target)).splitlines()
-    assert lines[0] == "0 True"
-    assert int(lines[1].split()[0]) > 0
+    assert lines[:2] == ["0 True"] * 2
+    assert all(int(line.split()[0]) > 0 for line in lines[2:])
+
+
+SAVED = """
+import re
+import jax, jax.numpy as jnp, precpass as pp
+from jax import lax
+
+def loss(w, v, xs):
+    def cell(carry, x):
+        h, c = carry
+        i, f, g, o = jnp.split(x @ w + h @ v, 4, axis=-1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+    zeros = jnp.zeros_like(xs[0])
+    return jnp.square(lax.scan(cell, (zeros, zeros), xs)[1]).sum()
+
+shapes = (256, 1024), (256, 1024), (32, 128, 256)
+args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+for policy in (pp.AutoMixedBf16, pp.AutoMixedBf16.with_results("f32")):
+    fn = jax.grad(pp.auto_mixed(loss, policy), (0, 1))
+    text = pp.audit(fn, pp.Custom({{}}), target={target!r})(*args).hlo
+    whiles = [line for line in text.splitlines() if " while(" in line]
+    print(*[len(re.findall(dtype + r"\\[32,128,256\\]", " ".join(
+        line.partition(" while(")[0] for line in whiles))) for dtype in ("f32", "bf16")])
+"""
+
+
+@pytest.mark.parametrize("target", ["h100", "tpu v5e"])
+def test_a_loop_saves_16_bits_for_its_backward_pass_in_the_compiled_program(target: str):
+    """The stacks that the two loops carry, with low and with float32 results."""
+    low, wide = (line.split() for line in ran("-c", SAVED.format(target=target)).splitlines())
+    assert int(low[0]) <= 4 and int(low[1]) >= 20
+    assert int(wide[0]) >= 20
 
 
 ONE_ROW = """

@@ -164,6 +164,39 @@ def test_what_is_larger_than_before_is_clipped_and_told():
     assert rel_error(out, X @ W) < 0.06 and scales.saturated() == []
 
 
+def test_the_shares_of_saturated_and_flushed_values_are_those_that_numpy_counts():
+    policy = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="f8"))
+
+    def product(w: Any, x: Any) -> Any:
+        return lax.scan(lambda c, _: (c, c @ w), x, None, length=3)[1].sum(0)
+
+    scaled = pp.delayed_scaling(product, policy)
+    scales = scaled.init(W, X)
+    assert [(each.saturated, each.flushed) for each in scaled.lost(scales, W, X)] == [
+        (0.0, 0.0)
+    ] * 2
+    largest = float(jnp.abs(X).max())
+    more = X.at[:4].set(3 * largest).at[5:7].set(1e-9 * largest).at[8].set(jnp.nan).at[9].set(0.0)
+    of_x, of_w = scaled.lost(scales, W, more)
+    assert of_x.place == scales.places[0]
+    # neither NaN nor zero counts
+    assert of_x.saturated == pytest.approx(4 / len(X))
+    assert of_x.flushed == pytest.approx(2 / len(X), abs=0.02)
+    assert (of_w.saturated, of_w.flushed) == (0.0, 0.0)
+    assert str(of_x).startswith(f"{4 / len(X):.2%} saturated, ")
+    jitted = jax.jit(lambda scales: scaled(scales, W, more)[1])(scales)
+    assert jitted.saturated() == [of_x.place]
+
+
+def test_a_branch_that_is_not_taken_loses_nothing():
+    scaled = pp.delayed_scaling(branched)
+    scales = scaled.init(WS, X)
+    assert len(scaled.lost(scales, WS, X)) == len(scales.places)
+    assert all(each.saturated == 0.0 for each in scaled.lost(scales, WS, X))
+    with pytest.raises(TypeError, match="the first argument is the DelayedScales"):
+        scaled.lost(WS, X)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
 @pytest.mark.parametrize("policy", ["AutoMixedF8", "AutoMixedInt8"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_so_and_is_forgotten(policy: str, value: float):

@@ -223,6 +223,17 @@ def test_the_cotangent_of_a_product_with_a_bias_is_rounded_once_for_all_readers(
     assert all(1e-5 < rel_error(a, b) < 0.01 for a, b in zip(got, wanted, strict=True))
 
 
+@pytest.mark.parametrize("bias", [BIAS[None], jnp.float32(2.0)[None, None]], ids=["row", "number"])
+def test_a_bias_that_nobody_broadcast_is_one(bias: jax.Array):
+    def tall(bias: jax.Array, w: jax.Array, x: jax.Array) -> jax.Array:
+        return (jax.nn.gelu(x @ w + bias) @ w).sum()
+
+    found = forms(tall, bias, SQUARE, X[0])
+    assert [form.low_cotangent for name, form in found if name == "add"] == [True]
+    # (1 + tanh) / 2 is no dearer than tanh, and what multiplies it is saved with it
+    assert [form.low_factors for name, form in found if name == "mul"] == [(True, True)]
+
+
 def test_the_cotangent_of_a_residual_stream_is_not_rounded():
     def blocks(w: jax.Array, x: jax.Array) -> jax.Array:
         for _ in range(3):

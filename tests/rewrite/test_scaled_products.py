@@ -263,6 +263,27 @@ def test_the_audit_knows_that_cpus_multiply_int8_and_not_float8():
     )
 
 
+@pytest.mark.parametrize(
+    ("target", "precision", "device"),
+    [
+        ("a100", "fp8", "NVIDIA A100, 80 GB"),
+        ("h100", "fp8", ""),
+        ("a100", "int8", ""),
+        ("tpu v5e", "fp8", "TPU v5e"),
+        ("tpu v5e", "int8", ""),
+        ("tpu v4", "int8", "TPU v4"),
+        ("tpu 7x", "fp8", ""),
+        ("tpu 7x", "int8", "TPU 7x"),
+    ],
+)
+def test_the_plan_says_which_devices_emulate_eight_bits(target: str, precision: str, device: str):
+    plan = pp.inspect(loss, ordered(precision), target=target)(W, X).plan
+    said = [str(d.reason) for d in plan.walk() if d.product.scaled]
+    assert len(said) == 2
+    wanted = f" is not on a {device}, and an emulation of it runs instead"
+    assert all((wanted in text) if device else ("emulation" not in text) for text in said)
+
+
 def test_a_saved_plan_has_eight_bits(tmp_path):
     path = tmp_path / "loss.json"
     pp.inspect(loss, ordered("int8"))(W, X).plan.save(path)

@@ -12,7 +12,7 @@ It is a primitive and not a `jax.custom_jvp` for the reasons in `jaxpr.primitive
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,15 @@ from precpass.jaxpr.primitives.carrier import detach
 from precpass.jaxpr.types import Eqn
 
 __all__ = ["Function", "function_of", "low_derivative_p", "scaled_p"]
+
+
+_OF_VALUE: dict[str, Callable[[Any], Any]] = {
+    "exp": lambda out: out,
+    "tanh": lambda out: lax.sub(lax.full_like(out, 1), lax.square(out)),
+    "logistic": lambda out: lax.mul(out, lax.sub(lax.full_like(out, 1), out)),
+}
+"""Derivatives by the function's value. If that is stored in 16 bits, nothing else reads the value
+before it was rounded, and so XLA does not write that."""
 
 
 class Function(NamedTuple):
@@ -45,8 +54,8 @@ class Function(NamedTuple):
 
     def factor(self, at: int, out: Any, operands: Sequence[Any]) -> Any:
         """The derivative in one of its operands, where its value is `out`."""
-        if self.primitive.name == "exp":
-            return out
+        if (of_value := _OF_VALUE.get(self.primitive.name)) is not None:
+            return of_value(out)
         if self.primitive.name == "mul":
             return operands[1 - at]
 

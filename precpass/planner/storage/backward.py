@@ -67,13 +67,13 @@ def _is_written(program: Eligibility, row: int) -> bool:
 
 
 def _is_dear(program: Eligibility, body: int, atom: ir.Atom) -> bool:
-    """Whether a value is that of a function that is computed once, as it is or scaled."""
+    """Whether a value is that of a function that is computed once, times and plus numbers."""
     while not ir.is_literal(atom) and (maker := program.makers(body).get(atom)) is not None:
         traits = op(maker.primitive.name)
         if traits.computed_once:
             return True
         variables = [v for v in maker.invars if not ir.is_literal(v)]
-        if not traits.scales or len(variables) != 1:
+        if not (traits.scales or traits.adds) or len(variables) != 1:
             return False
         (atom,) = variables
     return False
@@ -110,12 +110,15 @@ def _low_factors(program: Eligibility, row: int) -> tuple[bool, ...]:
 
 def _adds_bias_to_product(program: Eligibility, row: int) -> bool:
     """Whether a row adds a repeated value to what a low product made, as it is or moved."""
-    body, (lhs, rhs) = int(program.graph.body[row]), program.graph.eqns[row].invars
+    body, eqn = int(program.graph.body[row]), program.graph.eqns[row]
+    lhs, rhs = eqn.invars
+
+    def is_repeated(atom: ir.Atom) -> bool:
+        is_smaller = atom.aval.shape != eqn.outvars[0].aval.shape
+        return not ir.is_literal(atom) and (is_smaller or atom in program.spread)
+
     pairs = (lhs, rhs), (rhs, lhs)
-    return any(
-        not ir.is_literal(b) and b in program.spread and _is_product(program, body, a)
-        for a, b in pairs
-    )
+    return any(is_repeated(bias) and _is_product(program, body, a) for a, bias in pairs)
 
 
 def _is_product(program: Eligibility, body: int, atom: ir.Atom | None) -> bool:
