@@ -221,6 +221,8 @@ READY = "p=bf16,c=bf16"
 a bfloat16 operand is the user's own, in float32."""
 SHAPE, WEIGHT, BLOCK = (1024, 2048), (2048, 2048), 128
 """The operands of the product that is compiled, and how many elements share a scale of a block."""
+LARGE = 4096
+"""The dimensions of a product that has enough work to hide what is around it."""
 TARGETS = {
     **dict.fromkeys(("tpu v5e", "tpu v5p", "tpu v6e", "tpu 7x"), "cycles"),
     "h100": "moved",
@@ -287,6 +289,41 @@ def of_blocks() -> dict[str, Any]:
     return {"columns": heads, "rows": rows}
 
 
+def of_large() -> dict[str, Any]:
+    """A table of a product of 4096^3 with operands ready, and of XLA's without scales."""
+    shape = (LARGE, LARGE)
+    low = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    rows: list[list[Any]] = []
+    for target, name in TARGETS.items():
+        base = figure(
+            target, lambda w, x: jnp.dot(x, w, preferred_element_type=low.dtype), low, low
+        )
+        row: list[Any] = [target, name]
+        for precision, dtype, sums in (
+            ("int8", jnp.int8, jnp.int32),
+            ("f8", jnp.float8_e4m3fn, jnp.float32),
+        ):
+            eight = jax.ShapeDtypeStruct(shape, dtype)
+            per_row = LARGE if precision == "int8" else 1
+            x = pp.QuantizedArray(eight, jax.ShapeDtypeStruct((per_row, 1), jnp.float32))
+            w = pp.QuantizedArray(eight, jax.ShapeDtypeStruct((1, per_row), jnp.float32))
+            policy = pp.AutoMixedBf16.with_rules(
+                pp.Rule(primitive="dot_general", precision=precision)
+            )
+
+            def narrow(w: Any, x: Any) -> Any:
+                return product(w, x).astype(jnp.bfloat16)
+
+            def plain(w: Any, x: Any, sums: Any = sums) -> Any:
+                return jnp.dot(x, w, preferred_element_type=sums)
+
+            own = figure(target, pp.auto_mixed(narrow, policy), w, x)
+            row += [round(v / base, 2) for v in (own, figure(target, plain, eight, eight))]
+        rows.append(row)
+    heads = [f"product of {LARGE}^3, operands ready", "figure", "int8", "XLA's int8 -> int32"]
+    return {"columns": [*heads, "float8", "XLA's float8 -> float32"], "rows": rows}
+
+
 def compiled_part() -> dict[str, Any]:
     """A product, and six layers of its size, as they are compiled for `TARGETS`."""
     x = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
@@ -328,7 +365,7 @@ def compiled_part() -> dict[str, Any]:
     heads += ["with delayed scaling", "with scales ready"]
     heads += ["their temp", "temp, delayed", "temp, ready"]
     title = f"Compiled for devices that are not there, jax {jax.__version__}, {today()}"
-    return {"title": title, "tables": [{"columns": heads, "rows": rows}, of_blocks()]}
+    return {"title": title, "tables": [{"columns": heads, "rows": rows}, of_large(), of_blocks()]}
 
 
 def today() -> str:

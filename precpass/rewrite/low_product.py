@@ -10,9 +10,8 @@ respect to the float32 operands. Its tangent is a pair of products of this same 
 transpose. They read the low copies of the forward pass, which are the last operands of the carrier.
 Casts of their own would be one more pass over each operand, and inside a checkpoint, which computes
 them again, one in every trip of a backward loop. If nothing is differentiated, the carrier
-disappears in lowering.
-
-The product stays a plain equation, so that checkpoint policies such as `dots_saveable` see it.
+disappears in lowering. The product stays a plain equation, which checkpoint policies such as
+`dots_saveable` see.
 """
 
 from __future__ import annotations
