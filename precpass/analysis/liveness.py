@@ -1,7 +1,7 @@
 """The values in a rewritten program that only its derivatives read, if they are ever taken.
 
 A lowered product, and a value that is stored in 16 bits, refer to their float32 operands, because
-derivatives pass through those (`ir.read_operands`). If nobody differentiates,
+derivatives pass through those (`ir.is_identity_of_first_operand`). If nobody differentiates,
 nothing reads these operands. XLA drops them, and everything that only serves to compute them, also
 from the stacks and carries of loops. So counts and estimates leave them out.
 """
@@ -42,10 +42,10 @@ def unread(graph: Graph, also: Iterable[int] = ()) -> Unread:
         also: values that count as read, by their positions in `graph.values`.
     """
     rows = np.zeros(len(graph.eqns), np.bool_)
-    if all(ir.read_operands(eqn) is eqn.invars for eqn in graph.eqns):
+    if not any(map(ir.is_identity_of_first_operand, graph.eqns)):
         return Unread(rows, frozenset())
     roots = [*_roots(graph), *also]
-    written, read = (_live(graph, roots, of_values=of_values) for of_values in (False, True))
+    written, read = (_live(graph, roots, first=first) for first in (False, True))
     dead = written & ~read
     produced = graph.producers >= 0
     makers = graph.producers[produced]
@@ -61,21 +61,20 @@ def dead(graph: Graph) -> npt.NDArray[np.bool_]:
     Args:
         graph: the program.
     """
-    live = _live(graph, list(_roots(graph)), of_values=False)
+    live = _live(graph, list(_roots(graph)), first=False)
     rows = np.ones(len(graph.eqns), np.bool_)
     rows[graph.producers[live & (graph.producers >= 0)]] = False
     rows[[row for row, eqn in enumerate(graph.eqns) if ir.effects_of(eqn)]] = False
     return rows
 
 
-def _live(graph: Graph, roots: list[int], *, of_values: bool) -> npt.NDArray[np.bool_]:
+def _live(graph: Graph, roots: list[int], *, first: bool) -> npt.NDArray[np.bool_]:
     """For each value, whether the program's results and effects depend on it.
 
     Args:
         graph: the program.
         roots: the values that are needed in any case.
-        of_values: whether equations count as reading only the operands that their values are
-            computed from (`ir.read_operands`).
+        first: whether equations that return their first operand count as reading only that one.
     """
     back: dict[int, list[int]] = {}
     for a, b in graph.links.tolist():
@@ -83,7 +82,10 @@ def _live(graph: Graph, roots: list[int], *, of_values: bool) -> npt.NDArray[np.
     reads: dict[int, list[int]] = {}
     for value, row in zip(graph.sources.tolist(), graph.targets.tolist(), strict=True):
         eqn = graph.eqns[row]
-        if not of_values or any(graph.values[value][0] is v for v in ir.read_operands(eqn)):
+        if (
+            not (first and ir.is_identity_of_first_operand(eqn))
+            or graph.values[value][0] is eqn.invars[0]
+        ):
             reads.setdefault(row, []).append(value)
     producers = graph.producers.tolist()
     live, todo = np.zeros(len(graph.values), np.bool_), list(roots)

@@ -38,15 +38,12 @@ def kept_bytes(jaxpr: ir.Jaxpr) -> float:
         stored_as, widened = dict[Any, Any](), dict[Any, Any]()
         for row in range(node.start, node.stop):
             eqn = graph.eqns[row]
+            operands = eqn.invars[:1] if ir.is_identity_of_first_operand(eqn) else eqn.invars
             if (source := _source(eqn, widened)) is not None:
                 stored_as[eqn.outvars[0]] = stored_as.get(source, source)
             widened.update(filter(None, [ir.widening(eqn)]))
             if is_backward(graph.scope(row)):
-                read = (
-                    v
-                    for v in ir.read_operands(eqn)
-                    if not ir.is_literal(v) and (v, at) not in dropped
-                )
+                read = (v for v in operands if not ir.is_literal(v) and (v, at) not in dropped)
                 kept.update(home for v in read if (home := stored_as.get(v, v)) in forward_values)
             elif all(ir.is_literal(v) or v in constant for v in eqn.invars):
                 constant.update(eqn.outvars)

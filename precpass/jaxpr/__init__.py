@@ -77,7 +77,6 @@ from precpass.jaxpr.primitives.float64 import float64, in_x64, is_float64
 from precpass.jaxpr.primitives.identities import (
     is_identity_of_first_operand,
     is_rounded,
-    read_operands,
     wide_operand,
 )
 from precpass.jaxpr.primitives.low_derivative import function_of
@@ -106,6 +105,7 @@ from precpass.jaxpr.reading import (
     has_complex,
     in_avals,
     iota_size,
+    is_checkpoint,
     is_literal,
     is_plain_cast,
     is_sampler,
@@ -210,6 +210,7 @@ __all__ = [
     "in_x64",
     "iota_size",
     "is_array",
+    "is_checkpoint",
     "is_detach",
     "is_differentiated",
     "is_float64",
@@ -243,7 +244,6 @@ __all__ = [
     "pin",
     "precision_of",
     "ragged_dimension",
-    "read_operands",
     "recalled",
     "reduced_sizes",
     "resharded_along",

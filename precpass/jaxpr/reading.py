@@ -143,6 +143,11 @@ def _is_mark(part: Any) -> bool:
     return type(part).__name__ == "Transform"  # JAX exports neither it nor `Scope`
 
 
+def is_checkpoint(eqn: Eqn) -> bool:
+    """Whether an equation is a `jax.checkpoint`, whose body the backward pass computes again."""
+    return eqn.primitive.name == "remat2"
+
+
 def effects_of(eqn: Eqn) -> bool:
     """Whether an equation has effects. The axis names of a collective do not count."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)

@@ -107,7 +107,8 @@ class Env:
             precision: the format.
         """
         (var,), dtype = eqn.outvars, precision.dtype
-        function = ir.function_of(eqn, dtype, form.low_factors)
+        is_rounded = (var, precision) in self.low_copies
+        function = ir.function_of(eqn, dtype, form.low_factors, is_rounded=is_rounded)
         if form.low_factors and function is not None:
             operands = [self.read(v) for v in eqn.invars]
             out = self.build.low_derivative(self.values.get(var, var), operands, function)

@@ -15,6 +15,7 @@ import precpass as pp
 from precpass.analysis.residuals import kept_bytes
 from precpass.devices.detect import planned_for
 from precpass.devices.targets import target_of
+from precpass.jaxpr.primitives.low_derivative import rounded_factor
 from tests.support.jaxprs import named, walk
 from tests.support.values import normal_array, rel_error
 
@@ -59,7 +60,7 @@ def grad_of_mixed(fn: Callable[..., Any], *args: Any, argnums: Any = 0, target: 
 def test_a_loop_saves_for_its_backward_pass_in_16_bits(target: str):
     whole = jax.make_jaxpr(jax.grad(recurrent, (0, 1)))(W, V, X)
     mixed = grad_of_mixed(recurrent, W, V, X, argnums=(0, 1), target=target)
-    assert kept_bytes(mixed) < 0.6 * kept_bytes(whole)
+    assert kept_bytes(mixed) < 0.65 * kept_bytes(whole)
     scans = [e for e in named(mixed, "scan") if e.params["reverse"]]
     (backward,) = scans
     stacks = [v.aval for v in backward.invars if v.aval.shape == X.shape]
@@ -120,13 +121,14 @@ def _unrolled(x: jax.Array) -> jax.Array:
 
 def test_gradients_are_exported_for_every_platform_and_taken_on_a_mesh():
     mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
-    specs = {"in_specs": (P(), P(), P(None, "devices")), "out_specs": P()}
 
     def on_mesh(fn: Callable[..., Any]) -> Any:
         def of_shard(*args: Any) -> Any:
             return lax.pmean(fn(*args), "devices")
 
-        return jax.shard_map(of_shard, mesh=mesh, **specs)
+        return jax.shard_map(
+            of_shard, mesh=mesh, in_specs=(P(), P(), P(None, "devices")), out_specs=P()
+        )
 
     with planned_for(target_of("h100")):
         mixed = pp.auto_mixed(recurrent, "AutoMixedBf16")
@@ -200,10 +202,10 @@ def test_a_region_and_a_rule_keep_the_derivative_too():
     assert of(plain, pp.AutoMixedBf16.with_rules(rule)) == []
 
 
-def test_what_a_function_that_is_computed_once_multiplies_is_saved_low_outside_of_loops_too():
+def test_outside_of_loops_factors_are_rounded_of_functions_whose_values_are():
     found = dict(forms(dense, SQUARE, BIAS, X[0]))
     assert found["erfc"].low_factors == (True,)
-    assert found["mul"].low_factors == (True, True)
+    assert "mul" not in found
 
     def swish(w: jax.Array, x: jax.Array) -> jax.Array:
         return (jax.nn.silu(x @ w) @ w).sum()
@@ -223,6 +225,20 @@ def test_the_cotangent_of_a_product_with_a_bias_is_rounded_once_for_all_readers(
     assert all(1e-5 < rel_error(a, b) < 0.01 for a, b in zip(got, wanted, strict=True))
 
 
+def test_what_a_checkpoint_computes_again_is_not_rounded():
+    def layers(w: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, _: Any) -> Any:
+            h = h @ w
+            return jax.nn.silu(h) * jnp.sin(h), None
+
+        return lax.scan(jax.checkpoint(layer), x, None, length=3)[0].sum()
+
+    assert forms(layers, SQUARE, X[0]) == []
+    # what is around the loop computes the loop again, which saves what it did
+    around = jax.checkpoint(lambda w, xs: recurrent(w, V, xs))
+    assert {name for name, _ in forms(around, W, X)} >= {"logistic", "tanh", "mul"}
+
+
 @pytest.mark.parametrize("bias", [BIAS[None], jnp.float32(2.0)[None, None]], ids=["row", "number"])
 def test_a_bias_that_nobody_broadcast_is_one(bias: jax.Array):
     def tall(bias: jax.Array, w: jax.Array, x: jax.Array) -> jax.Array:
@@ -230,8 +246,101 @@ def test_a_bias_that_nobody_broadcast_is_one(bias: jax.Array):
 
     found = forms(tall, bias, SQUARE, X[0])
     assert [form.low_cotangent for name, form in found if name == "add"] == [True]
-    # (1 + tanh) / 2 is no dearer than tanh, and what multiplies it is saved with it
-    assert [form.low_factors for name, form in found if name == "mul"] == [(True, True)]
+
+
+def decayed(w: jax.Array, x: jax.Array) -> jax.Array:
+    """A state that is multiplied by a gate near 1 in every trip."""
+    gate = jax.nn.sigmoid(x @ w + 7.0)
+    return lax.scan(lambda h, _: (gate * h + 0.01 * jnp.sin(h @ w), None), x, None, length=300)[0]
+
+
+def turned(w: jax.Array, x: jax.Array) -> jax.Array:
+    def step(q: jax.Array, _: Any) -> Any:
+        return jax.jit(lambda q: q * (1 + 0.005 * jnp.sin(q @ w)))(q), None
+
+    return lax.scan(step, x, None, length=300)[0]
+
+
+def selective(w: jax.Array, x: jax.Array) -> jax.Array:
+    """A state space whose decay is of the input, scanned in a loop over layers."""
+
+    def layer(h: jax.Array, _: Any) -> Any:
+        def step(state: jax.Array, u: jax.Array) -> Any:
+            state = jnp.exp(-jax.nn.softplus(u @ w - 7.0)) * state + 0.1 * u
+            return state, state
+
+        states = lax.scan(step, jnp.zeros_like(h[0]), h)[1]
+        return states @ w, None
+
+    xs = jnp.tile(x, (6, 1))[:, None]
+    return lax.scan(layer, xs, None, length=2)[0]
+
+
+@pytest.mark.parametrize("fn", [decayed, turned, selective], ids=lambda fn: fn.__name__)
+def test_factors_that_all_trips_multiply_keep_their_digits(fn: Callable[..., Any]):
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.square(fn(w, x)).sum()
+
+    with planned_for(target_of("h100")):
+        got = jax.jit(jax.grad(pp.auto_mixed(loss, "AutoMixedBf16"), (0, 1)))(SQUARE, X[0])
+        plain = pp.AutoMixedBf16.with_results("f32")
+        wide = jax.jit(jax.grad(pp.auto_mixed(loss, plain), (0, 1)))(SQUARE, X[0])
+    wanted = jax.grad(loss, (0, 1))(SQUARE, X[0])
+    assert forms(loss, SQUARE, X[0])
+    for a, b, c in zip(got, wide, wanted, strict=True):
+        assert rel_error(a, c) < max(3 * rel_error(b, c), 0.01)
+
+
+def test_a_finite_factor_that_bfloat16_does_not_reach_is_not_infinite():
+    lowest = jnp.finfo(F32).min
+    mask = jnp.where(jnp.tril(jnp.ones((16, 16), bool)), 0.0, lowest)
+
+    def masked(w: jax.Array, t: jax.Array, x: jax.Array) -> jax.Array:
+        def block(x: jax.Array, _: Any) -> Any:
+            return x + jax.nn.softmax((x @ w @ x.T + mask) * t) @ x, None
+
+        return jnp.square(lax.scan(block, x, None, length=2)[0]).sum()
+
+    args = SQUARE, jnp.full((16, 16), 0.5), X[0]
+    with planned_for(target_of("h100")):
+        got = jax.jit(jax.grad(pp.auto_mixed(masked, "AutoMixedBf16"), (0, 1, 2)))(*args)
+    wanted = jax.grad(masked, (0, 1, 2))(*args)
+    assert all(bool(jnp.isfinite(a).all()) for a in got)
+    assert all(rel_error(a, b) < 0.03 for a, b in zip(got, wanted, strict=True))
+    numbers = jnp.array([3.4e38, -3.4e38, jnp.inf, -jnp.inf, jnp.nan, 1e-45, -0.0, 1.0], F32)
+    low = rounded_factor(numbers, jnp.bfloat16, is_bounded=False)
+    largest = float(jnp.finfo(jnp.bfloat16).max)
+    wanted = [largest, -largest, np.inf, -np.inf, np.nan, 0.0, -0.0, 1.0]
+    np.testing.assert_array_equal(
+        np.asarray(low[:5], np.float32), np.asarray(wanted[:5], np.float32)
+    )
+    np.testing.assert_array_equal(np.asarray(low[6:], np.float32), wanted[6:])
+
+
+def test_what_is_subtracted_has_exact_factors():
+    def near(w: jax.Array, xs: jax.Array) -> jax.Array:
+        def step(total: jax.Array, x: jax.Array) -> Any:
+            a = x @ w
+            return total + jnp.square(a + 100.0) - jnp.square(a + 99.9), None
+
+        return lax.scan(step, jnp.zeros_like(xs[0]), xs)[0].sum()
+
+    with planned_for(target_of("h100")):
+        got = jax.jit(jax.grad(pp.auto_mixed(near, "AutoMixedBf16")))(SQUARE, X)
+    assert rel_error(got, jax.grad(near)(SQUARE, X)) < 0.01
+
+
+def test_between_two_jits_only_the_rounded_factors_are_saved():
+    mixed = pp.auto_mixed(recurrent, "AutoMixedBf16")
+    with planned_for(target_of("h100")):
+        saved = jax.eval_shape(lambda *xs: jax.vjp(mixed, *xs)[1], W, V, X)
+    plain = jax.eval_shape(lambda *xs: jax.vjp(recurrent, *xs)[1], W, V, X)
+
+    def stacked(tree: Any) -> int:
+        stacks = [v for v in jax.tree.leaves(tree) if v.shape[:2] == X.shape[:2]]
+        return sum(v.size * v.dtype.itemsize for v in stacks)
+
+    assert stacked(saved) < stacked(plain)
 
 
 def test_the_cotangent_of_a_residual_stream_is_not_rounded():

@@ -1,4 +1,4 @@
-"""Which equations of the pass return an operand, and which operands only derivatives read."""
+"""Which equations of the pass return an operand."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from precpass.jaxpr.primitives.carrier import carrier_p, detach_p
 from precpass.jaxpr.primitives.low_cotangent import low_cotangent_p
-from precpass.jaxpr.primitives.low_derivative import low_derivative_p, scaled_p
+from precpass.jaxpr.primitives.low_derivative import low_derivative_p
 from precpass.jaxpr.primitives.rounded import rounded_p
 from precpass.jaxpr.types import Eqn
 
-__all__ = ["is_identity_of_first_operand", "is_rounded", "read_operands", "wide_operand"]
+__all__ = ["is_identity_of_first_operand", "is_rounded", "wide_operand"]
 
 _IDENTITIES = frozenset((rounded_p, carrier_p, detach_p, low_derivative_p, low_cotangent_p))
 
@@ -18,13 +18,6 @@ _IDENTITIES = frozenset((rounded_p, carrier_p, detach_p, low_derivative_p, low_c
 def is_identity_of_first_operand(eqn: Eqn) -> bool:
     """Whether an equation's result is its first operand; the others only serve derivatives."""
     return eqn.primitive in _IDENTITIES
-
-
-def read_operands(eqn: Eqn) -> Any:
-    """The operands that an equation's value is computed from; derivatives alone read the others."""
-    if is_identity_of_first_operand(eqn):
-        return eqn.invars[:1]
-    return eqn.invars[:2] if eqn.primitive is scaled_p else eqn.invars
 
 
 def wide_operand(eqn: Eqn) -> Any:

@@ -3,8 +3,9 @@
 `low_derivative(out, *operands)` is `out`, the value of an elementwise function of the operands,
 such as tanh or a product. JAX saves for the backward pass what a function's derivative reads: of
 tanh its result, and one minus the square of that, both in float32. Here the derivative in each
-operand is one factor for each element, which is computed in float32, rounded once and saved. In a
-program that is not differentiated nothing reads the operands, so that the equation costs nothing.
+operand is one factor for each element, which is computed in float32, rounded once and saved. Its
+own derivative, for a second one of the function, passes through 16 bits. In a program that is not
+differentiated nothing reads the operands, so that the equation costs nothing.
 
 It is a primitive and not a `jax.custom_jvp` for the reasons in `jaxpr.primitives.carrier`.
 """
@@ -18,14 +19,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
-from precpass.jaxpr.primitives.carrier import detach
 from precpass.jaxpr.types import Eqn
 
-__all__ = ["Function", "function_of", "low_derivative_p", "scaled_p"]
+__all__ = ["Function", "function_of", "low_derivative_p", "rounded_factor"]
 
 
 _OF_VALUE: dict[str, Callable[[Any], Any]] = {
@@ -36,6 +37,9 @@ _OF_VALUE: dict[str, Callable[[Any], Any]] = {
 """Derivatives by the function's value. If that is stored in 16 bits, nothing else reads the value
 before it was rounded, and so XLA does not write that."""
 
+_BOUNDED = frozenset(("tanh", "logistic", "erf", "erfc", "sin", "cos", "atan", "asinh"))
+"""The functions whose derivatives are bounded."""
+
 
 class Function(NamedTuple):
     """An elementwise primitive, as a hashable parameter.
@@ -45,12 +49,14 @@ class Function(NamedTuple):
         params: its parameters.
         low: the dtype of 16 bits in which the factors of derivatives are saved.
         rounds: for each operand, whether the factor of the derivative in it is saved so.
+        is_rounded: whether the function's value has been rounded to that dtype already.
     """
 
     primitive: Any
     params: tuple[tuple[str, Any], ...]
     low: Any
     rounds: tuple[bool, ...]
+    is_rounded: bool
 
     def factor(self, at: int, out: Any, operands: Sequence[Any]) -> Any:
         """The derivative in one of its operands, where its value is `out`."""
@@ -70,13 +76,30 @@ class Function(NamedTuple):
         factor = self.factor(at, out, operands)
         if not self.rounds[at]:
             return lax.mul(tangent, factor)
-        low = detach(lax.convert_element_type(factor, self.low), keeps_rounding=True)
-        return scaled_p.bind(tangent, low, factor)
+        if self.is_rounded and self.primitive.name == "exp":
+            return scaled_p.bind(tangent, lax.convert_element_type(factor, self.low))
+        low = rounded_factor(factor, self.low, is_bounded=self.primitive.name in _BOUNDED)
+        return scaled_p.bind(tangent, low)
 
 
-def function_of(eqn: Eqn, low: Any, rounds: Sequence[bool]) -> Function | None:
+def rounded_factor(factor: Any, dtype: Any, *, is_bounded: bool) -> Any:
+    """A factor in 16 bits; a finite one beyond their largest number is that number.
+
+    The selection also keeps XLA from leaving the rounding out, as `carrier.detach` can. It costs
+    arithmetic, so a bounded factor has one that does no more than that.
+    """
+    low = lax.convert_element_type(factor, dtype)
+    if is_bounded:
+        return lax.select(lax.ne(low, low), lax.full_like(low, np.nan), low)
+    largest = jnp.finfo(dtype).max.astype(dtype)
+    is_beyond = lax.bitwise_and(lax.is_finite(factor), lax.bitwise_not(lax.is_finite(low)))
+    return lax.select(is_beyond, lax.mul(lax.sign(low), lax.full_like(low, largest)), low)
+
+
+def function_of(eqn: Eqn, low: Any, rounds: Sequence[bool], *, is_rounded: bool) -> Function | None:
     """The function that an equation applies; None if its parameters have no hash."""
-    function = Function(eqn.primitive, tuple(sorted(eqn.params.items())), low, tuple(rounds))
+    params = tuple(sorted(eqn.params.items()))
+    function = Function(eqn.primitive, params, low, tuple(rounds), is_rounded)
     try:
         hash(function)
     except TypeError:
@@ -89,16 +112,16 @@ low_derivative_p.def_impl(lambda out, *_operands, **_params: out)
 low_derivative_p.def_abstract_eval(lambda out, *_operands, **_params: out)
 mlir.register_lowering(low_derivative_p, lambda _ctx, out, *_operands, **_params: [out])
 
-# `scaled(t, low, factor)` is `t * low`; its derivative in the factor is that of `t * factor`.
+# `scaled(t, low)` is `t * low`. A product would have JAX save `low` after it is widened.
 scaled_p = jex.Primitive("precpass_scaled_tangent")
 
 
-def _times(t: Any, low: Any, _factor: Any) -> Any:
+def _times(t: Any, low: Any) -> Any:
     return lax.mul(t, lax.convert_element_type(low, t.dtype))
 
 
 scaled_p.def_impl(_times)
-scaled_p.def_abstract_eval(lambda t, _low, _factor: t)
+scaled_p.def_abstract_eval(lambda t, _low: t)
 mlir.register_lowering(scaled_p, mlir.lower_fun(_times, multiple_results=False))
 
 
@@ -120,18 +143,18 @@ def _sum(terms: Sequence[Any], like: Any) -> Any:
 
 
 def _scaled_jvp(primals: Any, tangents: Any) -> Any:
-    t, low, factor = primals
+    t, low = primals
     terms: list[Any] = []
     if not isinstance(tangents[0], ad.Zero):
-        terms.append(scaled_p.bind(tangents[0], low, factor))
-    if not isinstance(tangents[2], ad.Zero):
-        terms.append(lax.mul(t, tangents[2]))
+        terms.append(scaled_p.bind(tangents[0], low))
+    if not isinstance(tangents[1], ad.Zero):
+        terms.append(_times(t, tangents[1]))
     return scaled_p.bind(*primals), _sum(terms, t)
 
 
-def _scaled_transpose(cotangent: Any, _t: Any, low: Any, factor: Any) -> list[Any]:
+def _scaled_transpose(cotangent: Any, _t: Any, low: Any) -> list[Any]:
     is_zero = isinstance(cotangent, ad.Zero)
-    return [cotangent if is_zero else scaled_p.bind(cotangent, low, factor), None, None]
+    return [cotangent if is_zero else scaled_p.bind(cotangent, low), None]
 
 
 def _batched(primitive: Any) -> Any:
@@ -153,8 +176,7 @@ def _taylor(primals: Any, series: Any, *, function: Function) -> Any:
 
 
 def _scaled_taylor(primals: Any, series: Any) -> Any:
-    factors, terms = (primals[0], primals[2]), (series[0], series[2])
-    _, terms = jet.jet(lax.mul, factors, terms, factorial_scaled=False)
+    _, terms = jet.jet(_times, tuple(primals), tuple(series), factorial_scaled=False)
     return scaled_p.bind(*primals), terms
 
 
