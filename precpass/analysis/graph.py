@@ -18,7 +18,7 @@ import numpy.typing as npt
 from precpass import jaxpr as ir
 from precpass.analysis.sizes import NOMINAL_SIZE, element_count, flops, nbytes
 from precpass.policy.primitives import OpKind, op
-from precpass.policy.scopes import as_written, join_scopes
+from precpass.policy.scopes import as_written, is_backward, join_scopes
 
 __all__ = ["BodyNode", "Graph", "trips_of"]
 
@@ -109,6 +109,11 @@ class Graph:
             for body, child in children:
                 rows[child].append((row, body))
         return tuple(map(tuple, rows))
+
+    @functools.cached_property
+    def has_backward_pass(self) -> bool:
+        """Whether JAX differentiated a part of the program in reverse mode."""
+        return any(is_backward(self.scope(row)) for row in range(len(self.eqns)))
 
     @functools.cached_property
     def flops(self) -> npt.NDArray[np.float64]:

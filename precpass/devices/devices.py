@@ -10,13 +10,12 @@ Costs are computed from numbers, or elementwise from NumPy arrays.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from precpass.devices.peaks import PEAKS, Peaks, Source
+from precpass.devices.peaks import PEAKS, Peaks, Source, is_of_kind
 from precpass.policy.precision import Precision
 
 __all__ = [
@@ -206,7 +205,7 @@ def device_named(platform: str, kind: str) -> Device:
     """
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     for row in DEVICES:
-        if row.platform == platform and any(fnmatch.fnmatch(kind.lower(), k) for k in row.kinds):
+        if row.platform == platform and is_of_kind(kind, row.kinds):
             return dataclasses.replace(row, kind=kind)
     name = _DEFAULTS.get(platform, _OTHERWISE)
     (row,) = (row for row in DEVICES if row.name == name)

@@ -17,7 +17,7 @@ import fnmatch
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["PEAKS", "Peaks", "Source", "peaks_of", "peaks_of_kind"]
+__all__ = ["PEAKS", "Peaks", "Source", "is_of_kind", "peaks_of", "peaks_of_kind"]
 
 
 class Source(NamedTuple):
@@ -205,9 +205,15 @@ def peaks_of_kind(platform: str, kind: str) -> Peaks | None:
         platform: "gpu" or "tpu".
         kind: JAX's `device_kind`.
     """
-    of_platform = (peaks for peaks in PEAKS if peaks.platform == platform)
-    fitting = (p for p in of_platform if any(fnmatch.fnmatch(kind.lower(), k) for k in p.kinds))
-    return next(fitting, None)
+    rows = (
+        peaks for peaks in PEAKS if peaks.platform == platform and is_of_kind(kind, peaks.kinds)
+    )
+    return next(rows, None)
+
+
+def is_of_kind(kind: str, globs: Iterable[str]) -> bool:
+    """Whether JAX's name of a device matches one of a row's globs, in any case."""
+    return any(fnmatch.fnmatch(kind.lower(), glob) for glob in globs)
 
 
 PEAKS: tuple[Peaks, ...] = (

@@ -216,12 +216,8 @@ class DelayedScaling(Generic[P, R]):
         It runs the call, and returns nothing else of it.
 
         Examples:
-            >>> def layers(ws, x):
-            ...     for w in ws:
-            ...         x = jnp.tanh(x @ w)
-            ...     return x
+            >>> scaled = delayed_scaling(lambda ws, x: x @ ws[0] @ ws[1] @ ws[2])
             >>> ws, x = [jnp.eye(256)] * 3, jnp.ones((256, 256))
-            >>> scaled = delayed_scaling(layers)
             >>> larger = [100 * w for w in ws]  # 255 in 256 of their elements are zero
             >>> [each.saturated for each in scaled.lost(scaled.init(ws, x), larger, x)]
             [1.0, 0.00390625]

@@ -98,13 +98,13 @@ class Env:
             low = self.low_copies[var, precision] = self.build.detach(low, keeps_rounding=True)
         self.values[var] = self.build.rounded(low, self.values.get(var, var))
 
-    def plan_backward(self, eqn: ir.Eqn, form: BackwardForm, precision: Precision) -> None:
-        """Has what the derivative of an elementwise equation saves and makes stored in 16 bits.
+    def add_backward_form(self, eqn: ir.Eqn, form: BackwardForm, precision: Precision) -> None:
+        """Adds the equations by which the derivative of an equation saves or makes low values.
 
         Args:
-            eqn: the equation, whose result is known.
-            form: says of what that holds.
-            precision: the format.
+            eqn: an elementwise equation, which has been added.
+            form: says which values these are.
+            precision: their format.
         """
         (var,), dtype = eqn.outvars, precision.dtype
         is_rounded = (var, precision) in self.low_copies

@@ -186,7 +186,7 @@ class Rewriter:
                 _round(env, eqn, decision)
             if decision.backward:
                 env.build.at(eqn)
-                env.plan_backward(eqn, decision.backward, Precision.BF16)
+                env.add_backward_form(eqn, decision.backward, Precision.BF16)
             return
         env.build.at(eqn)
         if action is Action.ENTER and decision.keeps_rounding:

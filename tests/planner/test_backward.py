@@ -60,11 +60,12 @@ def grad_of_mixed(fn: Callable[..., Any], *args: Any, argnums: Any = 0, target: 
 def test_a_loop_saves_for_its_backward_pass_in_16_bits(target: str):
     whole = jax.make_jaxpr(jax.grad(recurrent, (0, 1)))(W, V, X)
     mixed = grad_of_mixed(recurrent, W, V, X, argnums=(0, 1), target=target)
-    assert kept_bytes(mixed) < 0.75 * kept_bytes(whole)
-    scans = [e for e in named(mixed, "scan") if e.params["reverse"]]
-    (backward,) = scans
-    stacks = [v.aval for v in backward.invars if v.aval.shape == X.shape]
-    assert sum(aval.dtype == jnp.bfloat16 for aval in stacks) >= 10
+    assert kept_bytes(mixed) < 0.6 * kept_bytes(whole)
+    (backward,) = (e for e in named(mixed, "scan") if e.params["reverse"])
+    stacks = [v.aval.dtype for v in backward.invars if v.aval.shape == X.shape]
+    # the gate that multiplies the state in every trip, and the cotangent of the results
+    assert stacks.count(jnp.dtype(F32)) == 2
+    assert stacks.count(jnp.dtype(jnp.bfloat16)) == 12
 
 
 def test_the_gradients_of_a_loop_are_close_and_its_value_has_its_digits():

@@ -77,9 +77,9 @@ class Function(NamedTuple):
         if not self.rounds[at]:
             return lax.mul(tangent, factor)
         if self.is_rounded and self.primitive.name == "exp":
-            return scaled_p.bind(tangent, lax.convert_element_type(factor, self.low))
+            return times_factor_p.bind(tangent, lax.convert_element_type(factor, self.low))
         low = rounded_factor(factor, self.low, is_bounded=self.primitive.name in _BOUNDED)
-        return scaled_p.bind(tangent, low)
+        return times_factor_p.bind(tangent, low)
 
 
 def rounded_factor(factor: Any, dtype: Any, *, is_bounded: bool) -> Any:
@@ -112,17 +112,17 @@ low_derivative_p.def_impl(lambda out, *_operands, **_params: out)
 low_derivative_p.def_abstract_eval(lambda out, *_operands, **_params: out)
 mlir.register_lowering(low_derivative_p, lambda _ctx, out, *_operands, **_params: [out])
 
-# `scaled(t, low)` is `t * low`. A product would have JAX save `low` after it is widened.
-scaled_p = jex.Primitive("precpass_scaled_tangent")
+# `times_factor(t, low)` is `t * low`. A product would have JAX save `low` after it is widened.
+times_factor_p = jex.Primitive("precpass_times_factor")
 
 
 def _times(t: Any, low: Any) -> Any:
     return lax.mul(t, lax.convert_element_type(low, t.dtype))
 
 
-scaled_p.def_impl(_times)
-scaled_p.def_abstract_eval(lambda t, _low: t)
-mlir.register_lowering(scaled_p, mlir.lower_fun(_times, multiple_results=False))
+times_factor_p.def_impl(_times)
+times_factor_p.def_abstract_eval(lambda t, _low: t)
+mlir.register_lowering(times_factor_p, mlir.lower_fun(_times, multiple_results=False))
 
 
 def _jvp(primals: Any, tangents: Any, *, function: Function) -> Any:
@@ -142,19 +142,19 @@ def _sum(terms: Sequence[Any], like: Any) -> Any:
     return terms[0] if len(terms) == 1 else lax.add(*terms)
 
 
-def _scaled_jvp(primals: Any, tangents: Any) -> Any:
+def _times_factor_jvp(primals: Any, tangents: Any) -> Any:
     t, low = primals
     terms: list[Any] = []
     if not isinstance(tangents[0], ad.Zero):
-        terms.append(scaled_p.bind(tangents[0], low))
+        terms.append(times_factor_p.bind(tangents[0], low))
     if not isinstance(tangents[1], ad.Zero):
         terms.append(_times(t, tangents[1]))
-    return scaled_p.bind(*primals), _sum(terms, t)
+    return times_factor_p.bind(*primals), _sum(terms, t)
 
 
-def _scaled_transpose(cotangent: Any, _t: Any, low: Any) -> list[Any]:
+def _times_factor_transpose(cotangent: Any, _t: Any, low: Any) -> list[Any]:
     is_zero = isinstance(cotangent, ad.Zero)
-    return [cotangent if is_zero else scaled_p.bind(cotangent, low), None]
+    return [cotangent if is_zero else times_factor_p.bind(cotangent, low), None]
 
 
 def _batched(primitive: Any) -> Any:
@@ -175,15 +175,15 @@ def _taylor(primals: Any, series: Any, *, function: Function) -> Any:
     return low_derivative_p.bind(*primals, function=function), terms
 
 
-def _scaled_taylor(primals: Any, series: Any) -> Any:
+def _times_factor_taylor(primals: Any, series: Any) -> Any:
     _, terms = jet.jet(_times, tuple(primals), tuple(series), factorial_scaled=False)
-    return scaled_p.bind(*primals), terms
+    return times_factor_p.bind(*primals), terms
 
 
 ad.primitive_jvps[low_derivative_p] = _jvp
-ad.primitive_jvps[scaled_p] = _scaled_jvp
-ad.primitive_transposes[scaled_p] = _scaled_transpose
-for _primitive in (low_derivative_p, scaled_p):
+ad.primitive_jvps[times_factor_p] = _times_factor_jvp
+ad.primitive_transposes[times_factor_p] = _times_factor_transpose
+for _primitive in (low_derivative_p, times_factor_p):
     batching.primitive_batchers[_primitive] = _batched(_primitive)
 jet.jet_rules[low_derivative_p] = _taylor
-jet.jet_rules[scaled_p] = _scaled_taylor
+jet.jet_rules[times_factor_p] = _times_factor_taylor

@@ -12,9 +12,9 @@ elementwise product. A program by hand in bfloat16 saves all of it in bfloat16. 
   anyway. If the gradient of the bias read the value before, XLA would write that too, in float32.
 
 A factor is not rounded if the result is subtracted, because the difference of two factors may be
-small; and not where a loop's state becomes its next state without a low product in between. There
-the factors of all trips are multiplied: 0.999 would be 1 in each of 300, and the gradient 1.35
-times too large.
+small; and not of an equation by which a loop's state becomes its next state without a low product
+in between. There the factors of all trips are multiplied: 0.999 would be 1 in each of 300, and the
+gradient 1.35 times too large.
 """
 
 from __future__ import annotations
@@ -25,18 +25,14 @@ from precpass import jaxpr as ir
 from precpass.analysis.cycles import Cycles
 from precpass.analysis.equations import moved_operand
 from precpass.analysis.graph import Graph
-from precpass.analysis.reach import hands_on
 from precpass.analysis.sizes import nbytes
 from precpass.plan.plan import BackwardForm
 from precpass.planner.storage.eligibility import Eligibility
+from precpass.planner.storage.vetoes import CACHE_LINE, hands_on_or_scales_by_number
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import op
-from precpass.policy.scopes import is_backward
 
 __all__ = ["backward_forms"]
-
-_LINE = 64
-"""The bytes of a cache line."""
 
 
 def backward_forms(program: Eligibility, rounded: Collection[int]) -> Mapping[int, BackwardForm]:
@@ -47,7 +43,7 @@ def backward_forms(program: Eligibility, rounded: Collection[int]) -> Mapping[in
         rounded: the rows whose results are stored in 16 bits.
     """
     graph = program.graph
-    if any(is_backward(graph.scope(row)) for row in range(len(graph.eqns))):
+    if graph.has_backward_pass:
         return {}
     forms: dict[int, BackwardForm] = {}
     cycles = Cycles(graph, program.classes.reads_low)
@@ -78,7 +74,7 @@ def _may_round(program: Eligibility, row: int) -> bool:
     (result,) = program.graph.eqns[row].outvars
     return (
         ir.precision_of(result.aval) is Precision.F32
-        and nbytes(result.aval) >= _LINE
+        and nbytes(result.aval) >= CACHE_LINE
         and not (ir.is_unreduced(result.aval) or program.in_sampler(row))
         and program.requests.may_store(row, program.low)
     )
@@ -97,8 +93,9 @@ def _low_factors(program: Eligibility, cycles: Cycles, row: int) -> tuple[bool, 
     follows = [not ir.is_literal(v) and v in following for v in eqn.invars]
     if eqn.primitive.name == "mul":  # the factor of one operand is the other one
         follows = follows[::-1]
-    becomes_itself = cycles.of(body)
-    is_free = (not ir.is_literal(v) and v not in becomes_itself for v in eqn.invars)
+    on_the_way = cycles.of(body)
+    in_every_trip = eqn.outvars[0] in on_the_way
+    is_free = (not ir.is_literal(v) and not (in_every_trip and v in on_the_way) for v in eqn.invars)
     return tuple(a and b for a, b in zip(follows, is_free, strict=True))
 
 
@@ -127,5 +124,4 @@ def _is_product(program: Eligibility, body: int, atom: ir.Atom | None) -> bool:
 
 
 def _hands_on_or_adds(eqn: ir.Eqn, var: ir.Var) -> bool:
-    is_scaling = op(eqn.primitive.name).scales and any(map(ir.is_literal, eqn.invars))
-    return is_scaling or hands_on(eqn, var) or eqn.primitive.name in ("add", "add_any")
+    return op(eqn.primitive.name).adds or hands_on_or_scales_by_number(eqn, var)

@@ -25,9 +25,9 @@ from precpass.planner.storage.written import maker_of
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["VETOES", "Veto", "may_store"]
+__all__ = ["CACHE_LINE", "VETOES", "Veto", "hands_on_or_scales_by_number", "may_store"]
 
-_LINE = 64
+CACHE_LINE = 64
 """The bytes of a cache line."""
 
 
@@ -53,7 +53,7 @@ def is_small(program: Eligibility, values: StorageClass) -> str | None:
     """Memory moves whole cache lines."""
     eqns = program.graph.eqns
     sizes = (nbytes(eqns[row].outvars[k].aval) for row, k in values.defined)
-    return "is smaller than a cache line" if max(sizes, default=0.0) < _LINE else None
+    return "is smaller than a cache line" if max(sizes, default=0.0) < CACHE_LINE else None
 
 
 def is_a_loops_state(_program: Eligibility, values: StorageClass) -> str | None:
@@ -248,7 +248,7 @@ def is_read_exactly_behind(program: Eligibility, values: StorageClass) -> str | 
     """
     for row in values.written:
         body, result = int(program.graph.body[row]), program.graph.eqns[row].outvars[0]
-        for reader in program.reach.readers(body, result, _hands_on_or_scales_by_number):
+        for reader in program.reach.readers(body, result, hands_on_or_scales_by_number):
             if reader.eqn is None:
                 return "is returned, or a loop's state, behind equations that hand it on"
             if (
@@ -269,7 +269,8 @@ def is_read_exactly_behind(program: Eligibility, values: StorageClass) -> str | 
     return None
 
 
-def _hands_on_or_scales_by_number(eqn: ir.Eqn, var: ir.Var) -> bool:
+def hands_on_or_scales_by_number(eqn: ir.Eqn, var: ir.Var) -> bool:
+    """Whether the result of an equation is an operand, moved or times a number."""
     is_scaling = op(eqn.primitive.name).scales and any(map(ir.is_literal, eqn.invars))
     return is_scaling or hands_on(eqn, var)
 

@@ -23,7 +23,6 @@ from precpass.analysis.equations import is_shift, moved_operand
 from precpass.analysis.graph import BodyNode, Graph
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
-from precpass.policy.scopes import is_backward
 
 __all__ = ["maker_of", "written_by_fusions"]
 
@@ -40,7 +39,7 @@ def written_by_fusions(
     """
     rows: set[int] = set()
     # A derivative that JAX adds later is one more reader.
-    is_forward = not any(is_backward(graph.scope(row)) for row in range(len(graph.eqns)))
+    is_forward = not graph.has_backward_pass
     for body, node in enumerate(graph.bodies):
         low, others = _readers(graph, node, reads_low)
         for row in range(node.start, node.stop):
