@@ -141,6 +141,8 @@ def measured(fn: Program, params: Any, data: Any, rounds: int) -> list[list[Any]
     for name, run in runs.items():
         error = np.linalg.norm(np.asarray(run(), np.float64) - exact) / np.linalg.norm(exact)
         low_quartile, high_quartile = times[name].ratios(base).quartiles
+        way, own = ways[name]
+        temp = compiled(jax.jit(way), own, data).memory.temp
         rows.append(
             [
                 name,
@@ -148,6 +150,7 @@ def measured(fn: Program, params: Any, data: Any, rounds: int) -> list[list[Any]
                 round(float(np.median(times[name].ratios(base).seconds)), 2),
                 f"{low_quartile:.2f}-{high_quartile:.2f}",
                 float(f"{error:.1e}"),
+                temp // 1024,
             ]
         )
     return rows
@@ -202,7 +205,7 @@ def flat(tree: Any) -> Any:
 def part(options: argparse.Namespace) -> dict[str, Any]:
     """What this machine and this JAX show."""
     ratio = "ratio to bfloat16, weights ready"
-    heads = ["program", "in", "ms", ratio, "quartiles of it", "rel. error"]
+    heads = ["program", "in", "ms", ratio, "quartiles of it", "rel. error", "temp, KiB"]
     rows = [
         [name, *row]
         for name, program in programs().items()
