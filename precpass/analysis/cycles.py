@@ -13,11 +13,14 @@ __all__ = ["Cycles"]
 
 
 class Cycles:
-    """The values on a way from a loop's state to its next state.
+    """The values through which the states of a program's loops become their next states.
+
+    A value is one of them if it is computed from a loop's state, and if that state, in this trip
+    or a later one, is computed from the value. An equation in `ends` does not count as computing.
 
     Args:
         graph: the program.
-        ends: the rows that end such a way.
+        ends: the rows of the equations that do not count, such as products that round.
     """
 
     def __init__(self, graph: Graph, ends: Collection[int]) -> None:
@@ -26,13 +29,17 @@ class Cycles:
         self._of: dict[int, frozenset[ir.Var]] = {}
 
     def of(self, body: int) -> frozenset[ir.Var]:
-        """Those of one body, which may belong to a loop around it."""
+        """The values of one body for which this holds, with its own loop or one around it."""
         if body not in self._of:
             self._of[body] = frozenset(self._found(body))
         return self._of[body]
 
     def _found(self, body: int) -> Iterator[ir.Var]:
-        """Each set is an integer whose bits are the states of the loops around, by number."""
+        """Finds the values of one body, by a pass over its equations in each direction.
+
+        The states of the body's loop have numbers, and what a loop around it passes in and out is
+        one more state. A set of states is an integer with a bit for each number.
+        """
         graph = self._graph
         opened = ir.open_jaxpr(graph.bodies[body].jaxpr)
         before, behind = _Bits(), _Bits()  # states that reach a value, states that it reaches

@@ -56,8 +56,8 @@ class Peaks:
         float32: the form in which products of float32 operands run, at JAX's precisions
             "default", "high" and "highest".
         sources: the sources of the figures.
-        eight_bits: the formats of 8 bits, "f8" or "int8", that XLA multiplies as such. It widens
-            products of the others to 16 bits.
+        eight_bits: the formats of 8 bits, "f8" or "int8", whose products XLA runs on units of the
+            device. It widens the operands of the others' products to 16 bits.
     """
 
     name: str

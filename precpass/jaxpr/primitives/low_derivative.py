@@ -85,8 +85,9 @@ class Function(NamedTuple):
 def rounded_factor(factor: Any, dtype: Any, *, is_bounded: bool) -> Any:
     """A factor in 16 bits; a finite one beyond their largest number is that number.
 
-    The selection also keeps XLA from leaving the rounding out, as `carrier.detach` can. It costs
-    arithmetic, so a bounded factor has one that does no more than that.
+    Without the selection XLA would leave the rounding out, because it drops a cast to 16 bits that
+    is followed by one to float32. A bounded factor is never beyond, so its selection only stands
+    between the two casts, which takes less arithmetic.
     """
     low = lax.convert_element_type(factor, dtype)
     if is_bounded:

@@ -122,7 +122,7 @@ class _Assignment:
         self.products_left_wide = {
             row for row, node in self._energy.products.items() if not labels[node]
         }
-        self._changed_rows: Collection[int] = set[int]()
+        self._changed_rows = set[int]()
         self._backward: Mapping[int, BackwardForm] = {}
         self._class_made_at = dict[tuple[int, int], StorageClass]()
         self._plans: dict[Any, Plan] = {}
@@ -143,7 +143,7 @@ class _Assignment:
             self._backward = backward_forms(self._eligibility, rounded)
         if not (self._rounded or self._crossing or self._backward):
             return self._plan
-        self._changed_rows = rounded | self._backward.keys()
+        self._changed_rows = rounded | set(self._backward)
         return self._assigned(0, self._plan, BorderCopies())
 
     # ------------------------------------------------------------ what was planned
@@ -271,7 +271,7 @@ class _Assignment:
         key = (body, id(plan), border_copies)
         if key not in self._plans:
             node, decisions = self.graph.bodies[body], list(plan.decisions)
-            changing = set(range(node.start, node.stop)).intersection(self._changed_rows)
+            changing = self._changed_rows.intersection(range(node.start, node.stop))
             for row in changing.union(self._rows_of[body]):
                 at = row - node.start
                 decisions[at] = self._assigned_decision(row, body, decisions[at])

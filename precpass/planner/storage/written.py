@@ -4,7 +4,8 @@ A fusion computes a value again for each kernel that reads it, if that is cheap.
 
 - what is chosen from operands, as a relu does, because products read it, and on a GPU the masked
   scores of an attention;
-- functions that are too dear to be computed twice, such as tanh;
+- functions that are too dear to be computed twice, such as tanh. In a program without a backward
+  pass the derivative that JAX may add later counts as one more reader of them;
 - on a TPU the exponentials of a softmax. One kernel computes there the scores, their maximum, the
   exponentials and their sum, and writes the last two, if it need not round the scores before: the
   gradient of a decoder then takes 0.86 of the cycles that it takes with rounded scores on a v5e,
