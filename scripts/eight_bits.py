@@ -5,6 +5,7 @@ transformer (scripts/bench_models). Each runs in float32; in bfloat16, with weig
 the call and with weights that were cast before; and in int8, with weights that are rounded in the
 call, with those of `precpass.quantized`, and also with the scales of an earlier call
 (`precpass.delayed_scaling`). Times are medians of interleaved rounds, ratios those within rounds.
+XLA's own kernels for products of these formats, without scales, are timed too.
 
 With --targets one product of 1024 x 2048 x 2048 and six layers of it are compiled for TPUs and an
 H100. The figures are ratios to the same program in bfloat16 with weights ready: of the TPU
@@ -41,6 +42,8 @@ from precpass.measure.execute import compiled, interleaved
 
 Program = Callable[[Any, Any], Any]
 ROUNDS = 9
+KERNELS = ((64, 1024, 1024), (512, 1024, 1024), (2048, 2048, 2048))
+"""The rows, summed elements and columns of the products whose kernels are timed."""
 LAST = 50
 """So many of the last losses are averaged."""
 HEADS = SHAPES["medium"].heads
@@ -125,6 +128,10 @@ def columns(fn: Program, params: Any, data: Any) -> dict[str, tuple[Program, Any
         "int8": (int8, params),
         "int8, weights ready": (int8, small),
         "int8, weights and scales ready": (delayed.frozen(delayed.init(small, data)), small),
+        "int8 where it pays, weights ready": (
+            pp.auto_mixed(fn, policy, profitability="measured"),
+            small,
+        ),
     }
 
 
@@ -154,6 +161,35 @@ def measured(fn: Program, params: Any, data: Any, rounds: int) -> list[list[Any]
             ]
         )
     return rows
+
+
+def of_kernels(rounds: int) -> dict[str, Any]:
+    """A table of XLA's own products, with operands ready, beside that of bfloat16."""
+    rows: list[list[Any]] = []
+    for sizes in KERNELS:
+        m, k, n = sizes
+        rng = np.random.default_rng(0)
+        pair = rng.standard_normal((m, k)), rng.standard_normal((k, n))
+        runs = {
+            f"{low} -> {sums}": partial(
+                jax.jit(partial(jnp.dot, preferred_element_type=sums)),
+                *(jnp.asarray(30 * x, low) for x in pair),
+            )
+            for low, sums in (
+                ("float32", "float32"),
+                ("bfloat16", "float32"),
+                ("int8", "int32"),
+            )
+        }
+        times = interleaved(runs, rounds, warm_up=2)
+        for name, time in times.items():
+            ratios = time.ratios(times["bfloat16 -> float32"])
+            low, high = ratios.quartiles
+            ratio = round(float(np.median(ratios.seconds)), 2)
+            size = " x ".join(map(str, sizes))
+            rows.append([size, name, round(time.median * 1e3, 2), ratio, f"{low:.2f}-{high:.2f}"])
+    heads = ["XLA's kernel for a product of", "in", "ms", "ratio to bfloat16", "quartiles of it"]
+    return {"columns": heads, "rows": rows}
 
 
 def trained(steps: int) -> list[list[Any]]:
@@ -211,7 +247,7 @@ def part(options: argparse.Namespace) -> dict[str, Any]:
         for name, program in programs().items()
         for row in measured(*program, options.rounds)
     ]
-    tables = [{"columns": heads, "rows": rows}]
+    tables = [{"columns": heads, "rows": rows}, of_kernels(5 * options.rounds)]
     if options.train:
         last = f"loss of the last {LAST} of {options.train} steps"
         heads = ["byte transformer under", last, "error of a gradient", "its cosine"]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+import numpy as np
+
 from precpass import jaxpr as ir
 from precpass.analysis.graph import BodyNode, Graph
 from precpass.policy.primitives import OpKind, op
@@ -25,6 +27,10 @@ class OperandOrigin(enum.Enum):
     """It is in memory as float32, so a cast reads and writes it."""
     LOOP_INVARIANT = "loop-invariant"
     """It is a loop's constant, which is cast once, outside the loop."""
+    IN_INT8 = "in int8"
+    """It is in memory as int8 with a scale, as `precpass.quantized` leaves a weight."""
+    IN_FLOAT8 = "in float8"
+    """The same in float8."""
 
     # Each product asks for the origins of two operands.
     __hash__ = object.__hash__
@@ -56,6 +62,9 @@ class OperandOrigins:
             else:
                 eqn = self.graph.eqns[row]
                 kind = op(eqn.primitive.name).kind
+                if (given := ir.dequantized_from(eqn)) is not None:
+                    is_int8 = given[0].aval.dtype == np.int8
+                    return OperandOrigin.IN_INT8 if is_int8 else OperandOrigin.IN_FLOAT8
                 if kind is not OpKind.DATA_MOVEMENT:
                     return (
                         OperandOrigin.FUSED

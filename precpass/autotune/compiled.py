@@ -28,7 +28,7 @@ import jax
 from precpass import jaxpr as ir
 from precpass.autotune.apart import apart
 from precpass.autotune.cache import Cache, cache_folder, file_name
-from precpass.autotune.forms import FORMS, in_form
+from precpass.autotune.forms import FORMS, forms_of, in_form
 from precpass.devices.detect import device_for, is_present, planned_for
 from precpass.devices.devices import Device
 from precpass.measure.roofline import work_of
@@ -125,7 +125,7 @@ def _found(
     failed: list[Exception] = []
     compiled: dict[str, tuple[float, float]] = {}
     x64 = ir.in_x64()
-    for form in FORMS:
+    for form in forms_of(policy):
         try:
             new = rewritten(in_form(policy, form))
             text = str(new)
@@ -173,6 +173,6 @@ def _seconds_or_cycles(traffic: Traffic, jaxpr: ir.Jaxpr, device: Device) -> flo
         return float(traffic.cycles)
     arithmetic = 0.0
     for name, flops in work_of(jaxpr).product_flops.items():
-        known = name if name in ("bf16", "f16") else "f32"
+        known = name if name in ("bf16", "f16", "f8e4m3", "f8e5m2", "int8") else "f32"
         arithmetic += flops / device.flops(Precision.parse(known))
     return traffic.moved / device.bandwidth + arithmetic

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 
-__all__ = ["FORMS", "in_form"]
+__all__ = ["FORMS", "forms_of", "in_form"]
 
 
 def _nothing_low(policy: PrecisionPolicy) -> PrecisionPolicy:
     return dataclasses.replace(
-        policy, kinds=(Precision.F32,) * len(OpKind), orders=frozenset({OpKind.COMPUTE})
+        policy,
+        kinds=(Precision.F32,) * len(OpKind),
+        orders=frozenset({OpKind.COMPUTE}),
+        scaled=None,
     )
 
 
@@ -22,14 +25,15 @@ def _without_storage(policy: PrecisionPolicy) -> PrecisionPolicy:
     """Elementwise work in float32 by order, so that nothing is stored in 16 bits."""
     kinds = dict(zip(OpKind, policy.kinds, strict=True)) | {OpKind.ELEMENTWISE: Precision.F32}
     orders = policy.orders | {OpKind.ELEMENTWISE}
-    return dataclasses.replace(policy, kinds=tuple(kinds.values()), orders=orders)
+    return dataclasses.replace(policy, kinds=tuple(kinds.values()), orders=orders, scaled=None)
 
 
 FORMS: Mapping[str, Callable[[PrecisionPolicy], PrecisionPolicy]] = {
     "float32": _nothing_low,
     "products with float32 results": lambda p: _without_storage(p).with_results("f32"),
     "products": _without_storage,
-    "products and storage": lambda policy: policy,
+    "products and storage": lambda policy: policy.with_scaled(None),
+    "products of 8 bits": lambda policy: policy,
 }
 """The candidates, the most accurate first; each makes a policy of the user's.
 
@@ -37,6 +41,11 @@ Elementwise work in 16 bits is none of them. It saves a residual network a quart
 GPU, but its error was above that of programs written by hand where a loop carries a state (an ODE's
 was 4 times as large) or a router chooses (4 times as well).
 """
+
+
+def forms_of(policy: PrecisionPolicy) -> Sequence[str]:
+    """The forms that a policy may take; the one of 8 bits only if it asks for 8 bits."""
+    return [form for form in FORMS if policy.scaled is not None or form != "products of 8 bits"]
 
 
 def in_form(policy: PrecisionPolicy, form: str) -> PrecisionPolicy:

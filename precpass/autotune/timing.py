@@ -3,9 +3,10 @@
 The cost of a low product depends on its surroundings, so they are timed with it
 (`precpass.analysis.operand_origin`). An operand that elementwise work makes is made by such work
 here too, so that its cast is free. The cast of an operand in memory reads and writes it. A loop's
-constant is low before the measured time begins. A transpose of the result is included, because
-XLA folds it into a float32 product, and elementwise work reads the result. The low program is the
-one that the pass makes of the float32 program. The time is the shortest of interleaved rounds.
+constant is low before the measured time begins. An operand that is given in 8 bits is so here. A
+transpose of the result is included, because XLA folds it into a float32 product, and elementwise
+work reads the result. The low program is the one that the pass makes of the float32 program. The
+time is the shortest of interleaved rounds.
 
 Both programs are compiled and run in a thread of their own, in which no trace, context or region
 of the caller is in force, so nothing is added to the user's program.
@@ -29,8 +30,11 @@ from precpass.autotune.apart import apart
 from precpass.measure import execute
 from precpass.planner.planner import make_plan
 from precpass.planner.profit import Product, ProductTimes
+from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.precision import Precision
 from precpass.policy.presets import Custom
 from precpass.policy.primitives import OpKind
+from precpass.policy.rules import Rule
 from precpass.rewrite.rewriter import Rewriter
 
 __all__ = ["NotTimed", "timed"]
@@ -45,6 +49,11 @@ LARGEST = 2**29
 class NotTimed(Exception):
     """A product is not timed; the text says why."""
 
+
+_EIGHT_BITS = {
+    OperandOrigin.IN_INT8: Precision.INT8.dtype,
+    OperandOrigin.IN_FLOAT8: Precision.F8E4M3.dtype,
+}
 
 Runs = Mapping[str, Callable[..., Any]]
 Rounds = Callable[[Runs], dict[str, execute.Timing]]
@@ -77,10 +86,12 @@ def _timed(product: Product, device: Any, rounds: Rounds) -> ProductTimes:
     with jax.default_device(device), jax.disable_jit(False), jax.debug_nans(False):
         operands = [jax.device_put(x, device) for x in _operands(product)]
         wide = ir.trace(_surrounded(product), *operands)
-        plan = make_plan(wide, Custom({OpKind.COMPUTE: product.low}), platform=device.platform)
+        plan = make_plan(wide, _ordering(product.low), platform=device.platform)
         low = Rewriter(lambda *_: plan, lambda _: None, contextlib.nullcontext).jaxpr(wide, plan)
         in_loop = [
-            x.astype(product.low.dtype) if origin is OperandOrigin.LOOP_INVARIANT else x
+            x.astype(product.low.dtype)
+            if origin is OperandOrigin.LOOP_INVARIANT and product.low.is_format
+            else x
             for x, origin in zip(operands, product.origins, strict=False)
         ]
         runs = {
@@ -97,13 +108,20 @@ def _timed(product: Product, device: Any, rounds: Rounds) -> ProductTimes:
     return ProductTimes(took_wide, took_low, "measured")
 
 
+def _ordering(low: Precision) -> PrecisionPolicy:
+    """A policy that orders a precision of 16 or of 8 bits for every product."""
+    if low.is_format:
+        return Custom({OpKind.COMPUTE: low})
+    rule = Rule(primitive="dot_general", precision=low)
+    return Custom({OpKind.COMPUTE: Precision.BF16}, [rule])
+
+
 def _surrounded(product: Product) -> Callable[..., Any]:
     """The product in float32 between what makes its operands and what reads its result."""
 
     def program(*operands: Any) -> Any:
         made_operands = [
-            x * 1.25 + 0.5 if origin is OperandOrigin.FUSED else x
-            for x, origin in zip(operands, product.origins, strict=False)
+            _made(product, side, x) for side, x in enumerate(operands[: len(product.origins)])
         ]
         out = product.eqn.primitive.bind(*made_operands, *operands[2:], **product.settings)
         if product.behind:
@@ -111,6 +129,21 @@ def _surrounded(product: Product) -> Callable[..., Any]:
         return out * 1.5 + 0.5
 
     return program
+
+
+def _made(product: Product, side: int, x: Any) -> Any:
+    """An operand of a product as its program comes by it."""
+    origin = product.origins[side]
+    if origin is OperandOrigin.FUSED:
+        return x * 1.25 + 0.5
+    if origin not in _EIGHT_BITS:
+        return x
+    numbers = ir.dot_numbers(product.eqn)
+    shape: tuple[int, ...] = ()
+    if origin is OperandOrigin.IN_INT8 and numbers is not None:
+        summed = numbers[0][side]
+        shape = tuple(1 if d in summed else size for d, size in enumerate(x.shape))
+    return ir.QuantizedArray(x, jnp.full(shape, 2.0**-7, np.float32)).array()
 
 
 def _nothing_for(product: Product) -> Callable[..., Any]:
@@ -133,7 +166,16 @@ def _run(jaxpr: ir.Jaxpr, given: list[Any], like: list[Any]) -> Callable[[], Any
 
 
 def _shapes(product: Product) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(shape, dtype) for dtype, shape in product.avals]
+    each = zip(_dtypes(product), product.avals, strict=True)
+    return [jax.ShapeDtypeStruct(shape, dtype) for dtype, (_, shape) in each]
+
+
+def _dtypes(product: Product) -> list[Any]:
+    """The dtypes in which the program is given a product's operands."""
+    given = [np.dtype(dtype) for dtype, _ in product.avals]
+    for side, origin in enumerate(product.origins):
+        given[side] = _EIGHT_BITS.get(origin, given[side])
+    return given
 
 
 def _operands(product: Product) -> list[np.ndarray[Any, Any]]:
@@ -141,8 +183,10 @@ def _operands(product: Product) -> list[np.ndarray[Any, Any]]:
     rng = np.random.default_rng(0)
     (_, lhs), *_ = product.avals
     arrays: list[Any] = []
-    for dtype, shape in product.avals:
-        if np.issubdtype(dtype, np.floating) or jnp.issubdtype(dtype, jnp.floating):
+    for dtype, (_, shape) in zip(_dtypes(product), product.avals, strict=True):
+        if dtype in _EIGHT_BITS.values():
+            arrays.append(np.asarray(100 * rng.random(shape, np.float32) - 50, dtype))
+        elif np.issubdtype(dtype, np.floating) or jnp.issubdtype(dtype, jnp.floating):
             arrays.append(rng.random(shape, np.float32) - 0.5)
         elif shape:
             rows = lhs[ir.ragged_dimension(product.eqn)]

@@ -56,8 +56,8 @@ class Peaks:
         float32: the form in which products of float32 operands run, at JAX's precisions
             "default", "high" and "highest".
         sources: the sources of the figures.
-        eight_bits: the formats of 8 bits, "f8" or "int8", whose products XLA runs on units of the
-            device. It widens the operands of the others' products to 16 bits.
+        f8, int8: the same for operands of 8 bits; None if XLA widens them to 16 bits, so that no
+            unit for 8 bits is used.
     """
 
     name: str
@@ -72,14 +72,15 @@ class Peaks:
     bandwidth: float
     float32: dict[str, Form]
     sources: tuple[Source, ...]
-    eight_bits: tuple[str, ...] = ()
+    f8: float | None = None
+    int8: float | None = None
 
     def flops(self, name: str, asked: str = "default") -> float | None:
         """FLOP/s of products; None if nothing is published.
 
         Args:
             name: the name of the operands' format, "f32", or of their dtype. Products of complex
-                numbers have the FLOP/s of their parts.
+                numbers have the FLOP/s of their parts. "f8e4m3" and "f8e5m2" are "f8".
             asked: the precision of float32 products, "default", "high" or "highest"; or the name
                 of a dot algorithm, which names the format too.
 
@@ -96,6 +97,7 @@ class Peaks:
         else:  # BF16_BF16_F32_X3: the operands', the sums' format, and the passes
             form, _, more = asked.lower().partition("_")
             passes = int(more.rpartition("_x")[2]) if "_x" in more else 1
+        form = "f8" if form in ("f8e4m3", "f8e5m2") else form
         peak = getattr(self, form) if form in _FORMS else None
         return None if peak is None else peak / passes
 
@@ -108,7 +110,7 @@ class Peaks:
         return self.name
 
 
-_FORMS = ("f64", "f32", "tf32", "bf16", "f16")
+_FORMS = ("f64", "f32", "tf32", "bf16", "f16", "f8", "int8")
 
 
 def peaks_of(names: str | Iterable[str]) -> tuple[Peaks, ...]:
@@ -138,7 +140,7 @@ _AMD: dict[str, Form] = {"default": ("f32", 1), "high": ("f32", 1), "highest": (
 _TPU: dict[str, Form] = {"default": ("bf16", 1), "high": ("bf16", 3), "highest": ("bf16", 6)}
 
 _AMPERE = Source(
-    _FORMS,
+    ("f64", "f32", "tf32", "bf16", "f16", "int8"),
     "NVIDIA A100 Tensor Core GPU data sheet",
     "2021-06",
     "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
@@ -151,7 +153,7 @@ _HOPPER = Source(
     "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper",
 )
 _CDNA3 = Source(
-    ("f64", "f32", "tf32", "bf16", "f16", "bandwidth"),
+    ("f64", "f32", "tf32", "bf16", "f16", "int8", "bandwidth"),
     "AMD Instinct MI300X Accelerator data sheet, by its matrix cores",
     "2023-12",
     "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
@@ -167,15 +169,15 @@ def _ampere(
 ) -> Peaks:
     flops = 19.5e12, 19.5e12, 156e12, 312e12, 312e12
     sources = _AMPERE, memory
-    return Peaks(name, aliases, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, ("int8",))
+    return Peaks(name, aliases, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, int8=624e12)
 
 
 def _hopper(
     name: str, aliases: tuple[str, ...], kind: str, bandwidth: float, memory: Source
 ) -> Peaks:
     flops = 66.9e12, 66.9e12, 494.7e12, 989.4e12, 989.4e12
-    sources, eight_bits = (_HOPPER, memory), ("f8", "int8")
-    return Peaks(name, aliases, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, eight_bits)
+    sources, eight = (_HOPPER, memory), 1978.9e12
+    return Peaks(name, aliases, "gpu", (kind,), *flops, bandwidth, _NVIDIA, sources, eight, eight)
 
 
 def _tpu(
@@ -185,17 +187,20 @@ def _tpu(
     bandwidth: float,
     *more: str,
     page: str | None = None,
-    eight_bits: tuple[str, ...] = ("int8",),
+    f8: float | None = None,
+    int8: float | None = None,
 ) -> Peaks:
-    # Which 8 bits are multiplied as such is from the cycles that libtpu 0.0.50.1 estimates for a
+    # Which 8 bits XLA multiplies as such is from the cycles that libtpu 0.0.50.1 estimates for a
     # product of 4096^3 (2026-11). To bfloat16's: int8 takes 1.09 on a v4, 0.50 on a v5e, 0.51 on a
-    # v5p, 0.76 on a v6e and 1.00 on a 7x, float8 1.17, 1.01, 1.01, 1.09 and 0.48.
+    # v5p, 0.76 on a v6e and 1.00 on a 7x, float8 1.17, 1.01, 1.01, 1.09 and 0.48. The peaks of
+    # those that it widens are left out.
     url = f"https://cloud.google.com/tpu/docs/{page or version}"
-    source = Source(("bf16", "bandwidth"), f"Google Cloud: TPU {version}", "2026-11-22", url)
+    figures = "bf16", "bandwidth", *(n for n, peak in (("f8", f8), ("int8", int8)) if peak)
+    source = Source(figures, f"Google Cloud: TPU {version}", "2026-11-22", url)
     aliases = version, f"tpu-{version}", f"tpu{version}", *more
     flops = None, None, None, bf16, None
     name = f"TPU {version}"
-    return Peaks(name, aliases, "tpu", kinds, *flops, bandwidth, _TPU, (source,), eight_bits)
+    return Peaks(name, aliases, "tpu", kinds, *flops, bandwidth, _TPU, (source,), f8, int8)
 
 
 def peaks_of_kind(platform: str, kind: str) -> Peaks | None:
@@ -272,12 +277,12 @@ PEAKS: tuple[Peaks, ...] = (
         float32=_AMD,
         sources=(_CDNA3,),
         # Its float8 formats have another bias than these (`float8_e4m3fnuz`).
-        eight_bits=("int8",),
+        int8=2614.9e12,
     ),
-    _tpu("v4", ("tpu v4*",), 275e12, 1.2e12, eight_bits=()),
-    _tpu("v5e", ("tpu v5 lite*", "tpu v5e*"), 197e12, 819e9, "v5litepod"),
-    _tpu("v5p", ("tpu v5", "tpu v5p*"), 459e12, 2.765e12),
-    _tpu("v6e", ("tpu v6 lite*", "tpu v6e*"), 918e12, 1.64e12, "trillium"),
+    _tpu("v4", ("tpu v4*",), 275e12, 1.2e12),
+    _tpu("v5e", ("tpu v5 lite*", "tpu v5e*"), 197e12, 819e9, "v5litepod", int8=393e12),
+    _tpu("v5p", ("tpu v5", "tpu v5p*"), 459e12, 2.765e12, int8=918e12),
+    _tpu("v6e", ("tpu v6 lite*", "tpu v6e*"), 918e12, 1.64e12, "trillium", int8=1836e12),
     # A device is one of a chip's two halves.
     _tpu(
         "7x",
@@ -286,6 +291,6 @@ PEAKS: tuple[Peaks, ...] = (
         7.38e12 / 2,
         "ironwood",
         page="tpu7x",
-        eight_bits=("f8",),
+        f8=4614e12 / 2,
     ),
 )

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import contracts
@@ -32,6 +33,7 @@ from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Kernel", "Stretch", "Value"]
 
+_INT8 = np.dtype(np.int8)
 # It writes into its first operand's buffer, as scatters do.
 _IN_PLACE = "dynamic_update_slice"
 # A value with more sources is stored, because it is not cheap to compute again.
@@ -283,9 +285,11 @@ def _kernel(eqn: ir.Eqn, moved: float) -> Kernel:
 
 
 def _has_counted_flops(eqn: ir.Eqn) -> bool:
-    """Whether an equation is a product of floating-point or complex numbers."""
-    is_product = op(eqn.primitive.name).kind is OpKind.COMPUTE
-    return is_product and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[:2])
+    """Whether an equation is a product of floating-point or complex numbers, or of int8."""
+    if op(eqn.primitive.name).kind is not OpKind.COMPUTE:
+        return False
+    dtypes = [v.aval.dtype for v in eqn.invars[:2]]
+    return any(jnp.issubdtype(d, jnp.inexact) for d in dtypes) or set(dtypes) == {_INT8}
 
 
 # ---------------------------------------------------------------- kinds of equations

@@ -45,8 +45,9 @@ def quantized(
     products have 16 bits then. And a stack in float32 may cross the loop's border in 16 bits.
 
     An array is replaced if scaled products alone read it, all of them along the same dimensions.
-    It may be a stack of weights that a scan slices. Under a policy of 16 bits the results of
-    `quantized` are weights of 8 bits, which a product casts to 16.
+    It may be a stack of weights that a scan slices. The policy's `profitability` is not asked here:
+    products that do not pay while they round their weights may pay when they need not. Under a
+    policy of 16 bits the results of `quantized` are weights of 8 bits, which a product casts to 16.
 
     Args:
         fn: the function, or the result of `auto_mixed`. Its updates are not made.
@@ -79,7 +80,8 @@ def quantized(
         >>> small[1].values.dtype, small[1].scale.shape
         (dtype('int8'), (1, 256))
     """
-    mixed, parsed = mixed_of(fn), PrecisionPolicy.parse(policy)
+    # What does not pay when each call rounds the weights may pay when it does not.
+    mixed, parsed = mixed_of(fn), PrecisionPolicy.parse(policy).with_profitability("always")
     if not isinstance(argnums, int) or isinstance(argnums, bool):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
         raise TypeError(f"argnums = {argnums!r}: the position of one argument, an int, is taken")
     if parsed.scaled is None and not any(_orders_scaled(rule.precision) for rule in parsed.rules):

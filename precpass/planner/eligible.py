@@ -11,12 +11,13 @@ A rule, a keep region and a saved plan are not asked: they name the products the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis.equations import moved_operand
 from precpass.analysis.graph import Graph
+from precpass.planner.same_values import SameValues
 from precpass.planner.scaled_sizes import against_sizes, has_scaled_form, sizes_of
 from precpass.policy.precision import Precision
 from precpass.policy.scopes import is_backward
@@ -35,6 +36,7 @@ class EligibleProducts:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        self._values = SameValues(graph)
 
     def against(self, body: int, eqn: ir.Eqn) -> str:
         """Why a dot is not multiplied in 8 bits, in words; "" if it is.
@@ -45,10 +47,10 @@ class EligibleProducts:
         """
         if reason := against_sizes(eqn):
             return reason
-        classes = self._classes_of(body, eqn)
+        classes = self._values.of_operands(body, eqn)
         if not self._is_first_time(body, eqn):
             return "" if self._repeats_or_differentiates(eqn, classes) else _OTHER
-        given = [c for c in classes if c in self._weights]
+        given = [c for c in classes if c in self._values.weights]
         if len(given) != 1:
             return "both its operands are given" if given else "neither of its operands is a weight"
         if any(self._is_rounded_in_every_trip(body, v) for v in eqn.invars):
@@ -77,8 +79,8 @@ class EligibleProducts:
     def _is_rounded_in_every_trip(self, body: int, atom: Any) -> bool:
         """Whether an operand is a loop's constant that has more than 8 bits."""
         while not ir.is_literal(atom):
-            value = self._index[body, atom]
-            source = self._source(value)
+            value = self._values.index[body, atom]
+            source = self._values.source(value)
             operands = list(ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars)
             if source is not None:
                 atom = source
@@ -100,14 +102,39 @@ class EligibleProducts:
         """Which operand of a backward pass's product is a cotangent; None where it is unknown."""
         if self.is_forward(body, eqn):
             return None
-        classes = self._classes_of(body, eqn)
+        classes = self._values.of_operands(body, eqn)
         others = [at for at, c in enumerate(classes) if c not in self._of_forward_dots]
         return others[0] if len(others) == 1 else None
 
     def are_given(self, body: int, eqn: ir.Eqn) -> tuple[bool, bool]:
         """For each operand of a product, whether it is given and not computed, as a weight is."""
-        lhs, rhs = self._classes_of(body, eqn)
-        return lhs in self._weights, rhs in self._weights
+        lhs, rhs = self._values.of_operands(body, eqn)
+        return lhs in self._values.weights, rhs in self._values.weights
+
+    def readers(self, body: int, eqn: ir.Eqn, *, forward: bool) -> tuple[int, int]:
+        """For each operand of an eligible product, how many eligible products read its value.
+
+        Args:
+            body: the index of the equation's body.
+            eqn: the product.
+            forward: whether only products that compute values count.
+        """
+        counts = self._readers_of[forward]
+        lhs, rhs = self._values.of_operands(body, eqn)
+        return max(counts[lhs], 1), max(counts[rhs], 1)
+
+    @functools.cached_property
+    def _readers_of(self) -> tuple[Counter[int], Counter[int]]:
+        """For each class how many eligible products read it, and how many of these are forward."""
+        every, forward = Counter[int](), Counter[int]()
+        for row in self._dots:
+            body, eqn = self._body_of(row), self.graph.eqns[row]
+            if has_scaled_form(eqn, Precision.F8E4M3) and not self.against(body, eqn):
+                classes = self._values.of_operands(body, eqn)
+                every.update(classes)
+                if self.is_forward(body, eqn):
+                    forward.update(classes)
+        return every, forward
 
     def is_weight_gradient(self, body: int, eqn: ir.Eqn) -> bool:
         """Whether a product of a backward pass makes the gradient of a weight.
@@ -116,11 +143,11 @@ class EligibleProducts:
         by a given one that only given ones are multiplied by (the input of a first layer), or by
         what a checkpoint computes again for no other product.
         """
-        known = [c for c in self._classes_of(body, eqn) if c in self._partners]
+        known = [c for c in self._values.of_operands(body, eqn) if c in self._partners]
         return not known or any(
-            self._partners[c] & self._weights
-            if c not in self._weights
-            else self._partners[c] <= self._weights
+            self._partners[c] & self._values.weights
+            if c not in self._values.weights
+            else self._partners[c] <= self._values.weights
             for c in known
         )
 
@@ -137,104 +164,6 @@ class EligibleProducts:
         """Whether an equation computes a value, also a second time for the backward pass."""
         scope = self.graph.scope_in(body, eqn)
         return not is_backward(scope) or _is_repeated(scope)
-
-    def _classes_of(self, body: int, eqn: ir.Eqn) -> tuple[int, int]:
-        lhs, rhs = (
-            -1 if ir.is_literal(v) else self._class(self._index[body, v]) for v in eqn.invars
-        )
-        return lhs, rhs
-
-    @functools.cached_property
-    def _index(self) -> dict[tuple[int, Any], int]:
-        return {(body, var): at for at, (var, body) in enumerate(self.graph.values)}
-
-    @functools.cached_property
-    def _parents(self) -> list[int]:
-        """The forest of classes: values that are one value, moved, cast or across borders.
-
-        A value that is computed is another one in each call of a body that is called several times.
-        """
-        given = self._given(self._joined(lambda _a, _b: True))
-        return self._joined(lambda a, b: given[a] or not self._is_shared(a, b))
-
-    def _joined(self, joins: Callable[[int, int], bool]) -> list[int]:
-        parents = list(range(len(self.graph.values)))
-        for a, b in self.graph.links.tolist():
-            if joins(a, b):
-                parents[_top(parents, a)] = _top(parents, b)
-        for at, (_, body) in enumerate(self.graph.values):
-            if (source := self._source(at)) is not None and not ir.is_literal(source):
-                parents[_top(parents, at)] = _top(parents, self._index[body, source])
-        return parents
-
-    def _is_shared(self, a: int, b: int) -> bool:
-        """Whether two values are one across the border of a body that is called several times."""
-        pair = self.graph.values[a][1], self.graph.values[b][1]
-        return any(
-            len(self._callers[inner]) > 1 and outer in self._callers[inner]
-            for inner, outer in (pair, pair[::-1])
-        )
-
-    @functools.cached_property
-    def _callers(self) -> list[list[int]]:
-        """For each body the bodies of the equations that call it, one for each equation."""
-        return [[self._body_of(row) for row, _ in rows] for rows in self.graph.callers]
-
-    def _given(self, parents: list[int]) -> list[bool]:
-        """For each value whether its class has none that an equation computes."""
-        computed = set[int]()
-        for at in range(len(self.graph.values)):
-            row = int(self.graph.producers[at])
-            if row < 0 or row in self.graph.children or ir.dequantized_from(self.graph.eqns[row]):
-                continue
-            if self._source(at) is None and row not in self._constant:
-                computed.add(_top(parents, at))
-        return [_top(parents, at) not in computed for at in range(len(self.graph.values))]
-
-    @functools.cached_property
-    def _constant(self) -> set[int]:
-        """The rows that read no value of the program.
-
-        A branch returns such a value in the place of what only another branch computes, so it does
-        not tell whether the other's is a weight.
-        """
-        rows, made = set[int](), set[tuple[int, Any]]()
-        for row, eqn in enumerate(self.graph.eqns):
-            body = self._body_of(row)
-            reads = [(body, v) for v in eqn.invars if not ir.is_literal(v)]
-            if row not in self.graph.children and made.issuperset(reads):
-                rows.add(row)
-                made.update((body, v) for v in eqn.outvars)
-        return rows
-
-    def _class(self, value: int) -> int:
-        return _top(self._parents, value)
-
-    def _source(self, value: int) -> Any:
-        """The operand that a value is moved or cast from; None if something computes it."""
-        row = int(self.graph.producers[value])
-        if row < 0 or row in self.graph.children:
-            return None
-        eqn = self.graph.eqns[row]
-        # The last two mark for a `shard_map` that a value may differ between shards.
-        is_same = eqn.primitive.name in ("convert_element_type", "pvary", "pcast")
-        return eqn.invars[0] if is_same else moved_operand(eqn)
-
-    @functools.cached_property
-    def _weights(self) -> set[int]:
-        """The classes whose values are given and not computed."""
-        given = self._given(self._joined(lambda _a, _b: True))
-        arguments = {(0, v) for v in ir.open_jaxpr(self.graph.bodies[0].jaxpr).invars}
-        for body, node in enumerate(self.graph.bodies):
-            arguments.update((body, v) for v in ir.open_jaxpr(node.jaxpr).constvars)
-        for row, eqn in enumerate(self.graph.eqns):
-            if ir.dequantized_from(eqn):
-                arguments.update((self._body_of(row), v) for v in eqn.outvars)
-        return {
-            self._class(at)
-            for at, (var, body) in enumerate(self.graph.values)
-            if given[at] and (body, var) in arguments
-        }
 
     @functools.cached_property
     def _forward(self) -> dict[int, tuple[int, tuple[int, int]]]:
@@ -266,7 +195,7 @@ class EligibleProducts:
 
     def _pairs(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """The classes of the operands of dots."""
-        return [self._classes_of(self._body_of(row), self.graph.eqns[row]) for row in rows]
+        return [self._values.of_operands(self._body_of(row), self.graph.eqns[row]) for row in rows]
 
     @functools.cached_property
     def _of_forward_dots(self) -> set[int]:
@@ -302,8 +231,8 @@ class EligibleProducts:
             eqn, body = self.graph.eqns[row], self._body_of(row)
             if not has_scaled_form(eqn, Precision.F8E4M3) or against_sizes(eqn):
                 continue
-            classes = self._classes_of(body, eqn)
-            if len([c for c in classes if c in self._weights]) == 1:
+            classes = self._values.of_operands(body, eqn)
+            if len([c for c in classes if c in self._values.weights]) == 1:
                 yield id(eqn), (row, classes)
 
     def _holding(self, rows: Sequence[int]) -> set[int]:
@@ -374,13 +303,6 @@ class EligibleProducts:
             return False
         out = self.graph.eqns[caller].outvars[of_caller.results[at]]
         return self._is_followed(caller, [out], holding, seen)
-
-
-def _top(parents: list[int], value: int) -> int:
-    """The value that stands for a value's class."""
-    while parents[value] != value:
-        parents[value] = value = parents[parents[value]]
-    return value
 
 
 def _is_repeated(scope: str) -> bool:

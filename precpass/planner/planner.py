@@ -243,13 +243,15 @@ class Planner:
             return self._multiplied(eqn, decision)
         if decision.action is not Action.LOWER or decision.compute is None:
             return decision
-        # A product that a rule, a region or a saved plan orders is lowered even if it does not pay.
-        if decision.decided_by is DecidedBy.PRESET and not self._cuts:
-            against = self._weighed.against(eqn, body, decision.compute)
-            if against is not None:
-                return keep(decision.kind, formats_of(eqn.outvars), against)
         if decision.product.scaled is not None:
             decision = self._scaled(eqn, body, decision)
+        # A product that a rule, a region or a saved plan orders is lowered even if it does not pay.
+        if decision.decided_by is DecidedBy.PRESET and not self._cuts:
+            assert decision.compute is not None  # `_scaled` changes the form alone
+            low = decision.product.scaled or decision.compute
+            against = self._weighed.against(eqn, body, low)
+            if against is not None:
+                return keep(decision.kind, formats_of(eqn.outvars), against)
         lhs, rhs = (self._weighed.is_recast(body, v) for v in eqn.invars[:2])
         if not (lhs or rhs):
             return decision
@@ -268,7 +270,7 @@ class Planner:
         elif self._is_wide_weight_gradient(body, eqn):
             against = "it is the gradient of a weight"
         elif decision.decided_by is DecidedBy.PRESET:
-            against = self._eligible.against(body, eqn)
+            against = self._eligible.against(body, eqn) or self._slower_scaled(eqn, body, scaled)
         if against:
             why = reasons.NOT_SCALED(decision.reason, scaled, against)
             return dataclasses.replace(decision, product=ProductForm(), reason=why)
@@ -283,11 +285,18 @@ class Planner:
         )
         return dataclasses.replace(decision, product=form)
 
+    def _slower_scaled(self, eqn: ir.Eqn, body: int, scaled: Precision) -> str:
+        """Why an eligible product does not pay in 8 bits, in words; "" if it does."""
+        if self._weighed.device is None:
+            return ""
+        readers = self._eligible.readers(body, eqn, forward=scaled is Precision.INT8)
+        return self._weighed.against_scaled(eqn, body, scaled, readers)
+
     def _is_emulated(self, scaled: Precision) -> bool:
         """Whether XLA widens a product of 8 bits on the device, as far as that is known."""
         name = "int8" if scaled is Precision.INT8 else "f8"
         if self._peaks is not None:
-            return name not in self._peaks.eight_bits
+            return self._peaks.flops(name) is None
         return self._platform == "cpu" and name == "f8"
 
     def _is_wide_weight_gradient(self, body: int, eqn: ir.Eqn) -> bool:

@@ -1,5 +1,9 @@
 """Whether a product pays: its time in float32 and in a low format, and who knows these times.
 
+A scaled product (`precpass.rewrite.scaled_product`) pays if it takes less time than the product in
+float32 and than that in bfloat16. Rounding its operands to 8 bits is a part of its time, as a cast
+is of the other's, and is shared by all scaled products that read the same value.
+
 The planner asks one object, a `ProfitModel`. It has its answers before the plan is made, from the
 table of devices or from a measurement ahead of time, so that planning stays a function of the
 program.
@@ -20,7 +24,7 @@ from precpass.analysis.graph import Graph
 from precpass.analysis.operand_origin import OperandOrigin, OperandOrigins
 from precpass.analysis.sizes import NOMINAL_SIZE, flops, nbytes
 from precpass.analysis.uses import Uses
-from precpass.devices.devices import Device, cast_seconds, product_seconds
+from precpass.devices.devices import Device, cast_seconds, product_seconds, rounding_seconds
 from precpass.plan import reasons
 from precpass.planner.storage.energy import Candidate
 from precpass.policy.precision import Precision
@@ -37,7 +41,7 @@ class Product:
 
     Attributes:
         eqn: one of the equations that are this product.
-        low: the format that is asked about.
+        low: the format that is asked about, of 16 bits or of 8.
         origins: where its two data operands come from.
         behind: the permutation of a transpose that alone reads its result; else ().
     """
@@ -171,11 +175,14 @@ class Assumed:
         """The times of a product by the table; the low one includes casts of operands in memory."""
         eqn, device = product.eqn, self.device
         work, out = flops(eqn), nbytes(eqn.outvars[0].aval)
-        operands = [nbytes(v.aval) for v in eqn.invars[:2]]
-        wide = product_seconds(device, work, sum(operands) + out, Precision.F32)
-        low = product_seconds(device, work, sum(operands) / 2 + out, product.low)
-        low = float(low) + sum(casting(product, device))
-        return ProductTimes(float(wide), low, by)
+        operands = sum(nbytes(v.aval) for v in eqn.invars[:2])
+        wide = product_seconds(device, work, operands + out, Precision.F32)
+        moved = operands * product.low.dtype.itemsize / 4 + out
+        if product.low is Precision.INT8:
+            # its sums are an int32 array, which another kernel multiplies by the scales
+            moved += 2 * out
+        low = float(product_seconds(device, work, moved, product.low))
+        return ProductTimes(float(wide), low + sum(casting(product, device)), by)
 
 
 class ProductPricing:
@@ -212,28 +219,58 @@ class ProductPricing:
         ) or (product_times.by != "measured" and product_times.low <= product_times.wide)
         return None if pays else self._profit_model.sentence(product, product_times)
 
+    def against_scaled(
+        self, eqn: ir.Eqn, body: int, scaled: Precision, readers: tuple[int, int]
+    ) -> str:
+        """Why a product is not faster in 8 bits than in bfloat16, in words; "" if it is.
+
+        Args:
+            eqn: a dot that may be scaled.
+            body: the index of its body.
+            scaled: its format of 8 bits.
+            readers: for each operand, how many scaled products read it.
+        """
+        eight = self.product(eqn, body, scaled)
+        if self._profit_model is None or eight is None:
+            return ""
+        times = self._profit_model.product_times(eight)
+        sixteen = self._profit_model.product_times(dataclasses.replace(eight, low=Precision.BF16))
+        made = self._casts_in(eight, times)
+        others = sum(seconds * (1 - 1 / n) for seconds, n in zip(made, readers, strict=True))
+        took = times.low - others
+        if took < sixteen.low - self._profit_model.least_gain(sixteen.low):
+            return ""
+        return f"it takes {duration(took)}, and {duration(sixteen.low)} in bf16 ({times.by})"
+
     def candidate(self, eqn: ir.Eqn, body: int, low: Precision) -> Candidate | None:
         """The times of a float32 product with its casts apart; None for any other equation."""
         product = self.product(eqn, body, low)
         if self._profit_model is None or product is None:
             return None
         product_times = self._profit_model.product_times(product)
+        left, right = self._casts_in(product, product_times)
+        wide = max(product_times.wide - self._profit_model.least_gain(product_times.wide), 0.0)
+        why = self._profit_model.sentence(product, product_times)
+        return Candidate(wide, product_times.low - left - right, (left, right), why)
+
+    def _casts_in(self, product: Product, product_times: ProductTimes) -> tuple[float, float]:
+        """The seconds that the casts of the two operands have in a product's low time."""
+        assert self._profit_model is not None
         casts = casting(product, self._profit_model.device)
         if product_times.by == "measured":
             # The measured time includes the casts. The table charges each cast a kernel launch
             # that a small fused cast does not have; take it off.
-            casts = [max(seconds - self._profit_model.device.launch, 0.0) for seconds in casts]
+            launch = self._profit_model.device.launch
+            casts = max(casts[0] - launch, 0.0), max(casts[1] - launch, 0.0)
         part = min(1.0, product_times.low / 2 / sum(casts)) if sum(casts) else 0.0
-        left, right = (part * seconds for seconds in casts)
-        wide = max(product_times.wide - self._profit_model.least_gain(product_times.wide), 0.0)
-        why = self._profit_model.sentence(product, product_times)
-        return Candidate(wide, product_times.low - left - right, (left, right), why)
+        return part * casts[0], part * casts[1]
 
     def product(self, eqn: ir.Eqn, body: int, low: Precision) -> Product | None:
         """The `Product` of a float32 product with contracted dimensions; None for all others."""
         if self._profit_model is None or op(eqn.primitive.name).kind is not OpKind.COMPUTE:
             return None
-        is_asked = ir.precision_of(eqn.invars[0].aval) is Precision.F32 and low.is_low
+        is_known = low.is_low or low.is_scaled
+        is_asked = ir.precision_of(eqn.invars[0].aval) is Precision.F32 and is_known
         if not (is_asked and contracts(eqn)):
             return None
         lhs, rhs = (self._origins.of(body, v) for v in eqn.invars[:2])
@@ -251,14 +288,21 @@ class ProductPricing:
 
 
 def casting(product: Product, device: Device) -> tuple[float, float]:
-    """The seconds of casting each of a product's operands; 0 for a cast inside a fusion."""
+    """The seconds of making each of a product's operands low; 0 for a cast inside a fusion."""
     left, right = (
-        float(cast_seconds(device, nbytes(v.aval) / 4))
-        if origin is OperandOrigin.IN_MEMORY
-        else 0.0
+        float(_cast_seconds(origin, nbytes(v.aval) / 4, product.low, device))
         for v, origin in zip(product.eqn.invars[:2], product.origins, strict=True)
     )
     return left, right
+
+
+def _cast_seconds(origin: OperandOrigin, n: float, low: Precision, device: Device) -> float:
+    if not low.is_scaled:
+        return cast_seconds(device, n) if origin is OperandOrigin.IN_MEMORY else 0.0
+    has_eight_bits = OperandOrigin.IN_INT8 if low is Precision.INT8 else OperandOrigin.IN_FLOAT8
+    if origin is has_eight_bits:
+        return 0.0
+    return rounding_seconds(device, n, is_made=origin is not OperandOrigin.IN_MEMORY)
 
 
 def sentence(product: Product, product_times: ProductTimes, where: str) -> reasons.Reason:

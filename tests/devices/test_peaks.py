@@ -1,10 +1,14 @@
 """Published peaks: each figure's source, and what runs in which format."""
 
 import dataclasses
+import functools
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from precpass.devices.peaks import PEAKS, Peaks, peaks_of
+from precpass.measure.roofline import work_of
 
 each_device = pytest.mark.parametrize("peaks", PEAKS, ids=str)
 
@@ -43,6 +47,21 @@ def test_float32_runs_in_what_jax_takes_for_it(device, default, high, highest):
     assert found == [default, high, highest]
     # other formats are what they are, whatever is asked
     assert peaks.flops("bf16", "highest") == peaks.bf16
+
+
+def test_eight_bits_have_a_peak_where_xla_multiplies_them_as_such():
+    h100, v5e, a100 = peaks_of(["h100", "v5e", "a100"])
+    assert h100.flops("f8e4m3") == h100.flops("f8e5m2") == h100.flops("int8") == 1978.9e12
+    assert v5e.flops("int8") == 393e12 and a100.flops("int8") == 624e12
+    assert v5e.flops("f8e4m3") is a100.flops("f8e4m3") is None
+
+
+def test_a_program_with_products_of_eight_bits_has_a_roofline():
+    x = jax.ShapeDtypeStruct((8192, 8192), jnp.int8)
+    work = work_of(jax.make_jaxpr(functools.partial(jnp.dot, preferred_element_type="int32"))(x, x))
+    h100, v4 = peaks_of(["h100", "v4"])
+    assert work.seconds(h100) == 2 * 8192**3 / 1978.9e12
+    assert work.seconds(v4) is None and work.without_peak(v4) == {"int8"}
 
 
 def test_an_algorithm_names_its_format_and_its_passes():

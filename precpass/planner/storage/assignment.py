@@ -236,7 +236,9 @@ class _Assignment:
             # not pay
             if any(d.decided_by is DecidedBy.PRESET for d in self._decisions[row]):
                 eqn, body = self.graph.eqns[row], int(self.graph.body[row])
-                if (candidate := pricing.candidate(eqn, body, self.low)) is not None:
+                scaled = [d.product.scaled for d in self._decisions[row] if d.product.scaled]
+                low = scaled[0] if scaled else self.low
+                if (candidate := pricing.candidate(eqn, body, low)) is not None:
                     candidates[row] = candidate
         return candidates
 
