@@ -8,9 +8,10 @@ border in its place. The product inside then finds them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from precpass.jaxpr.bodies import Body, bodies, with_bodies
 from precpass.jaxpr.border_copies import crossing, takes_border_copies, with_border_copies_in_order
@@ -23,8 +24,26 @@ from precpass.jaxpr.types import Eqn, Jaxpr
 
 __all__ = ["dequantized_inside"]
 
-_Made = dict[Any, Any]
-"""A float32 variable -> the equation that makes it of 8 bits and a scale."""
+
+class _Source(NamedTuple):
+    """What a float32 array is made of.
+
+    Attributes:
+        maker: the equation that makes an array of values of 8 bits and a scale.
+        order: for each dimension of the float32 array that of the maker's result.
+    """
+
+    maker: Eqn
+    order: tuple[int, ...]
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the array is not the maker's result itself."""
+        return self.order != tuple(range(len(self.order)))
+
+
+_Made = dict[Any, _Source]
+"""A float32 variable -> what it is made of."""
 
 
 def dequantized_inside(jaxpr: Jaxpr) -> Any:
@@ -36,42 +55,42 @@ def dequantized_inside(jaxpr: Jaxpr) -> Any:
     opened = open_jaxpr(jaxpr)
     made: _Made = {}
     for eqn in opened.eqns:
-        if dequantized_from(eqn) or _is_moved(eqn, made):
-            made[eqn.outvars[0]] = eqn
+        if (source := _source(eqn, made)) is not None:
+            made[eqn.outvars[0]] = source
     if not made or not any(_positions(eqn, made) for eqn in opened.eqns):
         return jaxpr
     build = Builder({})
     for eqn in opened.eqns:
-        if _is_moved(eqn, made):
-            build.at(eqn)
-            made[eqn.outvars[0]] = _moved(build, eqn, made[eqn.invars[0]])
-        elif at := _positions(eqn, made):
+        if at := _positions(eqn, made):
             build.at(eqn)
             _enter(build, eqn, at, made)
         else:
             build.eqns.append(eqn)
-    read = {v for eqn in build.eqns for v in eqn.invars if not is_literal(v)}
-    read.update(v for v in opened.outvars if not is_literal(v))
-    build.eqns = [eqn for eqn in build.eqns if not _is_unread(eqn, made, read)]
+    build.eqns = _without_unread(build.eqns, made, opened.outvars)
     return build.finish(jaxpr, opened.invars, opened.outvars)
 
 
-def _is_moved(eqn: Eqn, made: _Made) -> bool:
-    """Whether an equation transposes an array of 8 bits."""
-    return permutation(eqn) is not None and not is_literal(eqn.invars[0]) and eqn.invars[0] in made
+def _source(eqn: Eqn, made: _Made) -> _Source | None:
+    """What the result of an equation is made of, if that has 8 bits."""
+    if dequantized_from(eqn):
+        return _Source(eqn, tuple(range(eqn.outvars[0].aval.ndim)))
+    order = permutation(eqn)
+    if order is None or is_literal(eqn.invars[0]) or eqn.invars[0] not in made:
+        return None
+    source = made[eqn.invars[0]]
+    return source._replace(order=tuple(source.order[d] for d in order))
 
 
-def _moved(build: Builder, eqn: Eqn, maker: Eqn) -> Eqn:
-    """The equation that makes a transposed float32 array of transposed values of 8 bits."""
-    (values, scale), order = maker.invars, permutation(eqn)
-    assert order is not None
-    operands = [build.transpose(x, order) if x.aval.ndim else x for x in (values, scale)]
-    build.eqns.append(maker.replace(invars=operands, outvars=eqn.outvars))
-    return build.eqns[-1]
-
-
-def _is_unread(eqn: Eqn, made: _Made, read: set[Any]) -> bool:
-    return bool(dequantized_from(eqn)) and eqn.outvars[0] in made and eqn.outvars[0] not in read
+def _without_unread(eqns: Sequence[Eqn], made: _Made, outvars: Sequence[Any]) -> list[Eqn]:
+    """The equations but for those that make float32 arrays which nothing reads."""
+    read = {v for v in outvars if not is_literal(v)}
+    kept: list[Eqn] = []
+    for eqn in reversed(eqns):
+        if len(eqn.outvars) == 1 and eqn.outvars[0] in made and eqn.outvars[0] not in read:
+            continue
+        read.update(v for v in eqn.invars if not is_literal(v))
+        kept.append(eqn)
+    return kept[::-1]
 
 
 def _positions(eqn: Eqn, made: _Made) -> list[int]:
@@ -88,9 +107,13 @@ def _positions(eqn: Eqn, made: _Made) -> list[int]:
 
 def _enter(build: Builder, eqn: Eqn, at: Sequence[int], made: _Made) -> None:
     """Adds an equation with values of 8 bits in the place of operands, and their scales."""
-    operands, scales = list(eqn.invars), list[Any]()
+    operands, scales, sources = list(eqn.invars), list[Any](), dict[int, _Source]()
     for position in at:
-        values, scale = made[eqn.invars[position]].invars
+        source = made[eqn.invars[position]]
+        if _is_sliced(eqn, position) and source.order[0] != 0:
+            source = _transposed(build, source)
+        sources[position] = source
+        values, scale = source.maker.invars
         operands[position] = values
         if _is_sliced(eqn, position):
             length = values.aval.shape[0]
@@ -98,9 +121,15 @@ def _enter(build: Builder, eqn: Eqn, at: Sequence[int], made: _Made) -> None:
                 scale = _repeated(build, scale, length)
         scales.append(scale)
     found = list(bodies(eqn))
-    new = [_with_eight_bits(eqn, body, at, scales, made) for body in found]
+    new = [_with_eight_bits(eqn, body, sources, scales) for body in found]
     change = crossing(eqn, at, [])
     build.cross(eqn, change, [*operands, *scales], eqn.outvars, with_bodies(eqn, found, new))
+
+
+def _transposed(build: Builder, source: _Source) -> _Source:
+    """The same array made of transposed values of 8 bits."""
+    operands = [build.transpose(x, source.order) if x.aval.ndim else x for x in source.maker.invars]
+    return _Source(source.maker.replace(invars=operands), tuple(range(len(source.order))))
 
 
 def _is_sliced(eqn: Eqn, position: int) -> bool:
@@ -122,23 +151,33 @@ def _repeated(build: Builder, scale: Any, length: int) -> Any:
 
 
 def _with_eight_bits(
-    eqn: Eqn, body: Body, at: Sequence[int], scales: Sequence[Any], made: _Made
+    eqn: Eqn, body: Body, sources: dict[int, _Source], scales: Sequence[Any]
 ) -> Any:
     """A body that makes the float32 arrays itself, of values of 8 bits and scales."""
     opened = open_jaxpr(body.jaxpr)
     build = Builder({}, eqn)
     invars, more, places = list(opened.invars), list[Any](), list[int]()
     for i, position in enumerate(body.operands):
-        if position not in at:
+        if position not in sources:
             continue
-        inner, maker = opened.invars[i], made[eqn.invars[position]]
-        values, scale = maker.invars[0].aval, scales[at.index(position)].aval
-        shape = scale.shape[1:] if _is_sliced(eqn, position) else scale.shape
-        invars[i] = new_variable(inner.aval.update(dtype=values.dtype, weak_type=False))
+        inner, source = opened.invars[i], sources[position]
+        order, scale = source.order, scales[list(sources).index(position)].aval
+        shape = scale.shape
+        if _is_sliced(eqn, position):
+            order, shape = tuple(d - 1 for d in order[1:]), shape[1:]
+        stored = inner.aval
+        if source.is_transposed:
+            stored = Builder({}, eqn).transpose(inner, tuple(map(int, np.argsort(order)))).aval
+        dtype = source.maker.invars[0].aval.dtype
+        invars[i] = new_variable(stored.update(dtype=dtype, weak_type=False))
         # The scale of a slice is sharded as the slice is, in those dimensions that it has.
-        more.append(new_variable(with_sizes(inner.aval, shape, scale.dtype)))
+        more.append(new_variable(with_sizes(stored, shape, scale.dtype)))
         places.append(i)
-        build.eqns.append(maker.replace(invars=[invars[i], more[-1]], outvars=[inner]))
+        made = new_variable(stored) if source.is_transposed else inner
+        build.eqns.append(source.maker.replace(invars=[invars[i], more[-1]], outvars=[made]))
+        if source.is_transposed:
+            build.transpose(made, order)
+            build.eqns[-1] = build.eqns[-1].replace(outvars=[inner])
     build.eqns += opened.eqns
     new = build.finish(body.jaxpr, [*invars, *more], opened.outvars)
     return with_border_copies_in_order(eqn, body, dequantized_inside(new), places, [])

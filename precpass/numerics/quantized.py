@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from precpass import jaxpr as ir
 from precpass.api import inspect, mixed_of
@@ -29,8 +30,19 @@ P = ParamSpec("P")
 
 QuantizedArray = ir.QuantizedArray
 
-_Reading = tuple[Precision, tuple[int, ...]]
-"""The format in which a product reads a parameter, and the dimensions that it sums over."""
+
+class _Reading(NamedTuple):
+    """How a product reads a parameter.
+
+    Attributes:
+        precision: the format.
+        shared: the dimensions along which it has one scale; () for all.
+        summed: the dimensions that the product sums over; () if products sum over different ones.
+    """
+
+    precision: Precision
+    shared: tuple[int, ...]
+    summed: tuple[int, ...]
 
 
 def quantized(
@@ -43,6 +55,9 @@ def quantized(
     same results for both, but for a float32 rounding of the scales. Exceptions are weights of
     loops. One that is read in every trip would be rounded in every trip if it were float32, so its
     products have 16 bits then. And a stack in float32 may cross the loop's border in 16 bits.
+
+    Its values are stored with the dimensions that products sum over behind all others, as NVIDIA's
+    kernels take them; `QuantizedArray.order` tells. On other devices that makes no difference.
 
     An array is replaced if scaled products alone read it, all of them along the same dimensions.
     It may be a stack of weights that a scan slices. The policy's `profitability` is not asked here:
@@ -77,8 +92,8 @@ def quantized(
         >>> small = quantized(layers)(ws, x)
         >>> [type(w).__name__ for w in small]  # the first and the last layer have 16 bits
         ['ArrayImpl', 'QuantizedArray', 'ArrayImpl']
-        >>> small[1].values.dtype, small[1].scale.shape
-        (dtype('int8'), (1, 256))
+        >>> small[1].values.dtype, small[1].order  # what is summed is stored last
+        (dtype('int8'), (1, 0))
     """
     # What does not pay when each call rounds the weights may pay when it does not.
     mixed, parsed = mixed_of(fn), PrecisionPolicy.parse(policy).with_profitability("always")
@@ -101,7 +116,7 @@ def quantized(
         out = list(leaves)
         for i, var in operands.items():
             if (reading := readings.get(var)) is not None:
-                out[i] = _replaced(leaves[i], *reading)
+                out[i] = _replaced(leaves[i], reading)
         if not any(isinstance(x, QuantizedArray) for x in out):
             warnings.warn(
                 f"quantized: no array of argument {argnums} is read by products in 8 bits alone",
@@ -135,10 +150,10 @@ class _Place(NamedTuple):
 
         One scale for a whole value is one for all dimensions but those of which it is a slice.
         """
-        precision, summed = reading
-        dims = self.dims if not summed and self.sliced else summed
-        whole = dims if dims is self.dims else tuple(self.dims[d] for d in summed)
-        return precision, tuple(sorted(whole))
+        shared, summed = ([self.dims[d] for d in dims] for dims in reading[1:])
+        if not shared and self.sliced:
+            shared = self.dims
+        return reading._replace(shared=tuple(sorted(shared)), summed=tuple(summed))
 
 
 def _check(argument: Any) -> None:
@@ -202,8 +217,16 @@ def _readings(jaxpr: Any, plan: Plan) -> dict[Any, _Reading]:
     found: dict[Any, set[_Reading | None]] = {}
     places = {v: _Place(v, tuple(range(len(v.aval.shape)))) for v in opened.invars}
     _read(opened, plan, places, found)
-    alike = {var: next(iter(readings)) for var, readings in found.items() if len(readings) == 1}
+    alike = {var: _common(readings) for var, readings in found.items()}
     return {var: reading for var, reading in alike.items() if reading is not None}
+
+
+def _common(readings: set[_Reading | None]) -> _Reading | None:
+    """How all products read a value; None if it is not read in one way by products alone."""
+    found = [reading for reading in readings if reading is not None]
+    if len(found) < len(readings) or len({reading[:2] for reading in found}) != 1:
+        return None
+    return found[0] if len(found) == 1 else found[0]._replace(summed=())
 
 
 def _read(
@@ -261,13 +284,24 @@ def _place(atom: Any, places: dict[Any, _Place]) -> _Place | None:
 def _by_product(eqn: Any, form: ProductForm) -> list[_Reading]:
     assert form.scaled is not None
     formats = scaled_formats(form.scaled, form.cotangent, by_row=form.by_row)
-    roundings = formats.roundings(ir.dot_numbers(eqn))
-    return [(precision, tuple(sorted(dims))) for precision, dims in roundings]
+    numbers = ir.dot_numbers(eqn)
+    return [
+        _Reading(precision, tuple(sorted(shared)), tuple(summed))
+        for (precision, shared), summed in zip(formats.roundings(numbers), numbers[0], strict=True)
+    ]
 
 
-def _replaced(x: Any, precision: Precision, summed: Sequence[int]) -> QuantizedArray:
+def _replaced(x: Any, reading: _Reading) -> QuantizedArray:
+    """The array in 8 bits, with the dimensions that products sum over behind the others."""
+    last = sorted(reading.summed)
+    order = (*(d for d in range(len(x.shape)) if d not in last), *last)
+    moved = [at for at, d in enumerate(order) if at != d]
+    first = min(moved, default=len(order))
+
     def rounded(x: Any) -> list[Any]:
-        return in_eight_bits(x, precision, summed)
+        made = in_eight_bits(x, reading.precision, reading.shared)
+        return [lax.transpose(a, order) if a.ndim and moved else a for a in made]
 
     make = jax.eval_shape if isinstance(x, jax.ShapeDtypeStruct) else lambda f, x: jax.jit(f)(x)
-    return QuantizedArray(*make(rounded, x))
+    values, scale = make(rounded, x)
+    return QuantizedArray(values, scale, [d - first for d in order[first:]])

@@ -259,6 +259,8 @@ class Env:
         None if it was made of others, or if its scale changes along a contracted dimension.
         """
         values, scale = self._dequantized.get(atom, (None, None))
+        if values is None and atom in self.transposed:
+            return self._given_transposed(self.transposed[atom], precision, summed)
         if values is None or values.aval.dtype != precision.dtype:
             return None
         shape = scale.aval.shape
@@ -268,6 +270,16 @@ class Env:
         if set(shape) == {1}:
             (scale,) = self.build.call(lambda s: [s.reshape(())], [scale], "as scalar")
         return None if scale.aval.ndim else (values, scale)
+
+    def _given_transposed(
+        self, transpose: ir.Eqn, precision: Precision, summed: tuple[int, ...]
+    ) -> Any:
+        """The values of 8 bits and the scale of a transposed value, each transposed."""
+        order, operand = ir.permutation(transpose), transpose.invars[0]
+        if order is None or ir.is_literal(operand):
+            return None
+        given = self.given_quantized(operand, precision, tuple(order[d] for d in summed))
+        return given and [self.build.transpose(x, order) if x.aval.ndim else x for x in given]
 
     @functools.cached_property
     def _dequantized(self) -> dict[Any, Any]:

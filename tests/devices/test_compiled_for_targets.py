@@ -320,3 +320,33 @@ def test_products_of_eight_bits_are_such_in_the_compiled_program(
     assert [" ".join(line.split()[:2]) for line in lines] == as_planned
     assert "bf16 x bf16, s8 x s8" in lines[0]
     assert all(kind in line for kind, line in zip(kinds, lines[1:], strict=True))
+
+
+READY = """
+import jax, jax.numpy as jnp
+import precpass as pp
+from precpass.devices.detect import planned_for
+from precpass.devices.targets import abstract_on, target_of
+from precpass.measure.traffic import traffic_of
+
+def layers(ws, x):
+    for w in ws:
+        x = jax.nn.relu(x @ w)
+    return x
+
+shape = jax.ShapeDtypeStruct
+ws, x = [shape((512, 512), "float32")] * 4, shape((256, 512), "float32")
+target = target_of("h100")
+for policy in ("int8", "f8"):
+    small = pp.quantized(layers, policy)(ws, x)
+    # NVIDIA's library is called for the products, as a device chooses for large ones.
+    with planned_for(target):
+        lowered = pp.auto_mixed(layers, policy).lower(*abstract_on(target, (small, x)))
+    found = traffic_of(lowered.compile({"xla_gpu_enable_triton_gemm": False}).as_text(), "gpu")
+    print(found.transposes, sum(k.runs for k in found.products if "8" in k.operands[1]))
+"""
+
+
+def test_weights_of_eight_bits_are_stored_as_a_gpu_multiplies_them():
+    """cublasLt wants summed dimensions last. XLA makes a copy of others in every call."""
+    assert ran("-c", READY).splitlines() == ["0 2", "0 2"]
