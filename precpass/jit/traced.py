@@ -170,7 +170,7 @@ def _planned(
         return planned(policy)
     if jax.process_count() > 1:
         # All processes must run one program, and might compile different ones.
-        return dataclasses.replace(planned(policy), costs=_NOT_COMPILED)
+        return dataclasses.replace(planned(policy.with_scaled(None)), costs=_NOT_COMPILED)
     # Imported here, because a program that compiles no candidates needs neither timers nor files.
     from precpass.autotune.compiled import choice_of
 
@@ -178,15 +178,18 @@ def _planned(
         with quietly(), planned_for(place):
             choice = choice_of(call.jaxpr, policy, scope, place, rewritten_under)
     except RuntimeError as error:
-        plan = planned(policy)
-        note = f"profitability='compiled': {error}: every product is lowered instead"
+        # Of 8 bits nothing is known to pay.
+        plan = planned(policy.with_scaled(None))
+        note = f"profitability='compiled': {error}: every product is lowered to 16 bits instead"
         return dataclasses.replace(plan, notes=(*plan.notes, note))
     plan = planned(in_form(policy, choice.form))
     costs = choice.text(device_for(device=place))
     return dataclasses.replace(plan, costs=costs, form=choice.form)
 
 
-_NOT_COMPILED = "assumed: several processes are not compiled for, and every product is lowered"
+_NOT_COMPILED = (
+    "assumed: several processes are not compiled for, and every product is lowered to 16 bits"
+)
 
 
 def _lowers_to_float16(plan: Plan) -> bool:

@@ -85,6 +85,8 @@ class DelayedScales:
 
     def _where(self, chosen: Any) -> list[str]:
         """The places that are chosen, in one of the states if `jax.vmap` made several."""
+        if not self.places:
+            return []
         each: list[bool] = np.any(np.reshape(chosen, (-1, len(self.places))), axis=0).tolist()
         return [place for place, is_chosen in zip(self.places, each, strict=True) if is_chosen]
 

@@ -61,7 +61,8 @@ def quantized(
 
     An array is replaced if scaled products alone read it, all of them along the same dimensions.
     It may be a stack of weights that a scan slices. The policy's `profitability` is not asked here:
-    products that do not pay while they round their weights may pay when they need not. Under a
+    products that do not pay while they round their weights may pay when they need not. A derivative
+    with respect to another argument reads the rounded weights. Under a
     policy of 16 bits the results of `quantized` are weights of 8 bits, which a product casts to 16.
 
     Args:
@@ -299,8 +300,10 @@ def _replaced(x: Any, reading: _Reading) -> QuantizedArray:
     first = min(moved, default=len(order))
 
     def rounded(x: Any) -> list[Any]:
-        made = in_eight_bits(x, reading.precision, reading.shared)
-        return [lax.transpose(a, order) if a.ndim and moved else a for a in made]
+        values, scale = in_eight_bits(x, reading.precision, reading.shared)
+        # A scale with all dimensions can be stacked and sliced together with the values.
+        made = values, scale if scale.ndim else lax.reshape(scale, (1,) * values.ndim)
+        return [lax.transpose(a, order) if moved else a for a in made]
 
     make = jax.eval_shape if isinstance(x, jax.ShapeDtypeStruct) else lambda f, x: jax.jit(f)(x)
     values, scale = make(rounded, x)

@@ -11,12 +11,12 @@ A rule, a keep region and a saved plan are not asked: they name the products the
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis.graph import Graph
+from precpass.analysis.graph import BodyNode, Graph
+from precpass.analysis.sizes import flops
 from precpass.planner.same_values import SameValues
 from precpass.planner.scaled_sizes import against_sizes, has_scaled_form, sizes_of
 from precpass.policy.precision import Precision
@@ -55,7 +55,7 @@ class EligibleProducts:
             return "both its operands are given" if given else "neither of its operands is a weight"
         if any(self._is_rounded_in_every_trip(body, v) for v in eqn.invars):
             return "a loop would round its weight in every trip"
-        return "" if id(eqn) in self._forward else "no other product follows"
+        return "" if (body, id(eqn)) in self._forward else "no other product follows"
 
     def _repeats_or_differentiates(self, eqn: ir.Eqn, classes: tuple[int, int]) -> bool:
         """Whether a product of a backward pass is one for a forward product that is eligible.
@@ -111,30 +111,54 @@ class EligibleProducts:
         lhs, rhs = self._values.of_operands(body, eqn)
         return lhs in self._values.weights, rhs in self._values.weights
 
-    def readers(self, body: int, eqn: ir.Eqn, *, forward: bool) -> tuple[int, int]:
-        """For each operand of an eligible product, how many eligible products read its value.
+    def readers(
+        self, body: int, eqn: ir.Eqn, is_asked: Callable[[int], bool], *, forward: bool
+    ) -> tuple[int, int]:
+        """For each operand of an eligible product, how many products share its rounding.
+
+        These are the eligible products that read the same value, have as much work or more, so
+        that rounding it pays for them too, and run whenever this one does.
 
         Args:
             body: the index of the equation's body.
             eqn: the product.
+            is_asked: whether the policy asks for 8 bits in a row.
             forward: whether only products that compute values count.
         """
-        counts = self._readers_of[forward]
-        lhs, rhs = self._values.of_operands(body, eqn)
-        return max(counts[lhs], 1), max(counts[rhs], 1)
+        sharing = [0, 0]
+        for side, value in enumerate(self._values.of_operands(body, eqn)):
+            for row in self._readers_of.get(value, ()):
+                other, its = self._body_of(row), self.graph.eqns[row]
+                counts = not forward or self.is_forward(other, its)
+                counts = counts and flops(its) >= flops(eqn) and self._runs_with(other, body)
+                sharing[side] += counts and is_asked(row)
+        return max(sharing[0], 1), max(sharing[1], 1)
+
+    def _runs_with(self, other: int, body: int) -> bool:
+        """Whether the equations of another body run whenever those of a body do."""
+        around = set(map(id, self._around(body)))
+        return all(
+            node.caller is None or node.caller.primitive.name != "cond" or id(node) in around
+            for node in self._around(other)
+        )
+
+    def _around(self, body: int) -> Iterator[BodyNode]:
+        """A body, and those that it stands in."""
+        node: BodyNode | None = self.graph.bodies[body]
+        while node is not None:
+            yield node
+            node = node.around
 
     @functools.cached_property
-    def _readers_of(self) -> tuple[Counter[int], Counter[int]]:
-        """For each class how many eligible products read it, and how many of these are forward."""
-        every, forward = Counter[int](), Counter[int]()
+    def _readers_of(self) -> dict[int, list[int]]:
+        """For each class the rows of the eligible products that read it."""
+        found: dict[int, list[int]] = {}
         for row in self._dots:
             body, eqn = self._body_of(row), self.graph.eqns[row]
             if has_scaled_form(eqn, Precision.F8E4M3) and not self.against(body, eqn):
-                classes = self._values.of_operands(body, eqn)
-                every.update(classes)
-                if self.is_forward(body, eqn):
-                    forward.update(classes)
-        return every, forward
+                for value in self._values.of_operands(body, eqn):
+                    found.setdefault(value, []).append(row)
+        return found
 
     def is_weight_gradient(self, body: int, eqn: ir.Eqn) -> bool:
         """Whether a product of a backward pass makes the gradient of a weight.
@@ -166,8 +190,11 @@ class EligibleProducts:
         return not is_backward(scope) or _is_repeated(scope)
 
     @functools.cached_property
-    def _forward(self) -> dict[int, tuple[int, tuple[int, int]]]:
-        """The eligible forward products' rows and the classes of their operands, by identity."""
+    def _forward(self) -> dict[tuple[int, int], tuple[int, tuple[int, int]]]:
+        """The eligible forward products' rows and the classes of their operands.
+
+        The keys are their bodies and identities: several bodies may have one equation in common.
+        """
         found = dict(self._candidates())
         holds = self._holding(self._forward_dots)
         return {
@@ -218,22 +245,22 @@ class EligibleProducts:
     @functools.cached_property
     def _other_sizes(self) -> set[tuple[float, ...]]:
         """The sizes of the forward products that are not eligible."""
-        eqns = [self.graph.eqns[row] for row in self._forward_dots]
-        return {sizes_of(eqn) for eqn in eqns if id(eqn) not in self._forward}
+        eqns = [(self._body_of(row), self.graph.eqns[row]) for row in self._forward_dots]
+        return {sizes_of(eqn) for body, eqn in eqns if (body, id(eqn)) not in self._forward}
 
     @functools.cached_property
     def _repeated_sizes(self) -> set[tuple[float, ...]]:
         """The sizes of the products that checkpoints compute again."""
         return {sizes_of(self.graph.eqns[row]) for row in self._repeated_dots}
 
-    def _candidates(self) -> Iterator[tuple[int, tuple[int, tuple[int, int]]]]:
+    def _candidates(self) -> Iterator[tuple[tuple[int, int], tuple[int, tuple[int, int]]]]:
         for row in self._forward_dots:
             eqn, body = self.graph.eqns[row], self._body_of(row)
             if not has_scaled_form(eqn, Precision.F8E4M3) or against_sizes(eqn):
                 continue
             classes = self._values.of_operands(body, eqn)
             if len([c for c in classes if c in self._values.weights]) == 1:
-                yield id(eqn), (row, classes)
+                yield (body, id(eqn)), (row, classes)
 
     def _holding(self, rows: Sequence[int]) -> set[int]:
         """The given rows, and those of the equations that have one of them in a body."""

@@ -248,8 +248,10 @@ class Planner:
         # A product that a rule, a region or a saved plan orders is lowered even if it does not pay.
         if decision.decided_by is DecidedBy.PRESET and not self._cuts:
             assert decision.compute is not None  # `_scaled` changes the form alone
-            low = decision.product.scaled or decision.compute
-            against = self._weighed.against(eqn, body, low)
+            scaled, readers = decision.product.scaled, (1, 1)
+            if scaled is not None:
+                readers = self._readers(eqn, body, scaled)
+            against = self._weighed.against(eqn, body, scaled or decision.compute, readers)
             if against is not None:
                 return keep(decision.kind, formats_of(eqn.outvars), against)
         lhs, rhs = (self._weighed.is_recast(body, v) for v in eqn.invars[:2])
@@ -289,8 +291,18 @@ class Planner:
         """Why an eligible product does not pay in 8 bits, in words; "" if it does."""
         if self._weighed.device is None:
             return ""
-        readers = self._eligible.readers(body, eqn, forward=scaled is Precision.INT8)
+        readers = self._readers(eqn, body, scaled)
         return self._weighed.against_scaled(eqn, body, scaled, readers)
+
+    def _readers(self, eqn: ir.Eqn, body: int, scaled: Precision) -> tuple[int, int]:
+        """For each operand of a scaled product, how many scaled products share its rounding."""
+
+        def is_asked(row: int) -> bool:
+            table = op(self.graph.eqns[row].primitive.name)
+            return self.requests.request(row, table, self.requests.scope(row)).scaled is scaled
+
+        forward = scaled is Precision.INT8
+        return self._eligible.readers(body, eqn, is_asked, forward=forward)
 
     def _is_emulated(self, scaled: Precision) -> bool:
         """Whether XLA widens a product of 8 bits on the device, as far as that is known."""

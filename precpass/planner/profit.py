@@ -208,12 +208,21 @@ class ProductPricing:
         """The device whose figures are used; None if every product pays."""
         return self._profit_model.device if self._profit_model else None
 
-    def against(self, eqn: ir.Eqn, body: int, low: Precision) -> reasons.Reason | None:
-        """Why a float32 product does not pay by itself; None if it pays or is no product."""
+    def against(
+        self, eqn: ir.Eqn, body: int, low: Precision, readers: tuple[int, int] = (1, 1)
+    ) -> reasons.Reason | None:
+        """Why a float32 product does not pay by itself; None if it pays or is no product.
+
+        Args:
+            eqn: the product.
+            body: the index of its body.
+            low: the format that is asked about.
+            readers: for each operand, how many products share its cast.
+        """
         product = self.product(eqn, body, low)
         if self._profit_model is None or product is None:
             return None
-        product_times = self._profit_model.product_times(product)
+        product_times = self._shared(product, self._profit_model.product_times(product), readers)
         pays = product_times.low < product_times.wide - self._profit_model.least_gain(
             product_times.wide
         ) or (product_times.by != "measured" and product_times.low <= product_times.wide)
@@ -233,14 +242,19 @@ class ProductPricing:
         eight = self.product(eqn, body, scaled)
         if self._profit_model is None or eight is None:
             return ""
-        times = self._profit_model.product_times(eight)
+        times = self._shared(eight, self._profit_model.product_times(eight), readers)
         sixteen = self._profit_model.product_times(dataclasses.replace(eight, low=Precision.BF16))
-        made = self._casts_in(eight, times)
-        others = sum(seconds * (1 - 1 / n) for seconds, n in zip(made, readers, strict=True))
-        took = times.low - others
-        if took < sixteen.low - self._profit_model.least_gain(sixteen.low):
+        if times.low < sixteen.low - self._profit_model.least_gain(sixteen.low):
             return ""
-        return f"it takes {duration(took)}, and {duration(sixteen.low)} in bf16 ({times.by})"
+        return f"it takes {duration(times.low)}, and {duration(sixteen.low)} in bf16 ({times.by})"
+
+    def _shared(
+        self, product: Product, product_times: ProductTimes, readers: tuple[int, int]
+    ) -> ProductTimes:
+        """The times of a product that bears only its own share of its operands' casts."""
+        casts = self._casts_in(product, product_times)
+        others = sum(seconds * (1 - 1 / n) for seconds, n in zip(casts, readers, strict=True))
+        return product_times._replace(low=product_times.low - others)
 
     def candidate(self, eqn: ir.Eqn, body: int, low: Precision) -> Candidate | None:
         """The times of a float32 product with its casts apart; None for any other equation."""

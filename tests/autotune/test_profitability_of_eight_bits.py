@@ -1,5 +1,6 @@
 """Products of 8 bits that do not pay have 16, or stay float32."""
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import precpass as pp
 from precpass import OpKind, Precision
@@ -207,6 +209,101 @@ def test_a_policy_that_orders_all_elementwise_work_judges_them_too():
     assert Precision.F8E4M3 in formats(policy, model, large, large[0], target="h100")
 
 
+def beside(others: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """A product that does not pay alone, with others that read its left operand."""
+
+    def fn(ws: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ ws["first"])
+        out = jnp.tanh(h @ ws["own"]).sum() + others(ws, h)
+        return jnp.tanh((out + h[:16, :16]) @ ws["last"])
+
+    return fn
+
+
+def with_scope(ws: Any, h: Any) -> Any:
+    with jax.named_scope("rest"):
+        return sum(jnp.tanh(h @ w).sum() for w in ws["large"])
+
+
+def in_branches(ws: Any, h: Any) -> Any:
+    branches = [lambda h, w=w: jnp.tanh(h @ w).sum() for w in ws["large"]]
+    return lax.switch(jnp.int32(h[0, 0]), branches, h)
+
+
+BESIDE = {
+    "first": f32(2048, 2048),
+    "own": f32(2048, 2048),
+    "small": [f32(2048, 16)] * 8,
+    "large": [f32(2048, 2048)] * 4,
+    "last": f32(16, 16),
+}
+
+
+@pytest.mark.parametrize(
+    "others, rules, is_scaled",
+    [
+        (lambda ws, h: 0.0, (), False),
+        (with_scope, (), True),
+        # These do not bear a share, so that the product would bear it all.
+        (lambda ws, h: sum(jnp.tanh(h @ w).sum() for w in ws["small"]), (), False),
+        (with_scope, (pp.Rule(scope="*rest*", precision="bf16"),), False),
+        (in_branches, (), False),
+    ],
+    ids=["alone", "beside others", "beside small ones", "beside bf16", "beside branches"],
+)
+def test_only_products_that_round_an_operand_share_its_rounding(
+    others: Any, rules: Any, is_scaled: bool
+):
+    policy = pp.AutoMixedF8.with_rules(*rules).with_profitability("assumed")
+    found = formats(policy, beside(others), BESIDE, f32(4096, 2048), target="h100")
+    assert (found[1] is Precision.F8E4M3) == is_scaled
+
+
+def test_a_policy_without_a_cut_shares_the_rounding_too():
+    def fn(ws: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ ws[0])
+        return sum(jnp.tanh(h @ w) for w in ws[1:-1]) @ ws[-1]
+
+    ws = [f32(4096, 4096), *[f32(4096, 1024)] * 6, f32(1024, 4096)]
+    each = {"compute": "int8"}, {"compute": "int8", "elementwise": "f32"}
+    plans = [
+        formats(pp.Custom(kinds).with_profitability("assumed"), fn, ws, f32(16384, 4096), target=t)
+        for kinds in each
+        for t in ("tpu v5e",)
+    ]
+    assert plans[0][1:7] == plans[1][1:7] == [Precision.INT8] * 6
+
+
+def test_a_saved_plan_has_no_eight_bits_that_do_not_pay(tmp_path: Any):
+    """A product that stays in float32 is no scaled product any more."""
+
+    def fn(ws: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ ws[0])
+        return sum(jnp.tanh(h @ w) for w in ws[1:]) @ ws[0]
+
+    policy = pp.AutoMixedInt8.with_profitability("assumed")
+    args = [f32(2048, 2048)] * 4, f32(4096, 2048)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pp.PrecisionWarning)
+        plan = pp.inspect(fn, policy, target="tpu v5e")(*args).plan
+    assert all(d.product.scaled is None for d in plan.walk() if d.action is pp.Action.KEEP)
+    plan.save(tmp_path / "plan.json")
+    products = re.findall(r'dot_general": "([^"]*)"', (tmp_path / "plan.json").read_text())
+    assert products and all("int8" not in each for each in products)
+
+
+def test_scales_of_a_program_whose_products_do_not_pay_freeze():
+    policy = pp.AutoMixedInt8.with_profitability("assumed")
+    scaled = pp.delayed_scaling(lambda w, x: jnp.tanh(x @ w), policy)
+    w, x = jnp.eye(D), jnp.ones((D, D))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pp.PrecisionWarning)
+        scales = scaled.calibrated([(w, x)])
+        assert scales.places == () and scales.unseen() == scales.saturated() == []
+        found = scaled.frozen(scales)(w, x)
+    assert jnp.linalg.norm(found - jnp.tanh(x)) < 0.01 * D
+
+
 # ---------------------------------------------------------------- compiled
 
 
@@ -247,6 +344,21 @@ def test_the_other_forms_have_no_eight_bits(costs: Callable[[float], list[str]])
         found = pp.inspect(model, pp.AutoMixedBf16.with_profitability("compiled"))(WS, X)
     assert not any("i8[" in text for text in asked)
     assert "8 bits" not in found.plan.costs
+
+
+def test_of_a_program_that_cannot_be_compiled_no_product_has_eight_bits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+):
+    def fails(*_: Any) -> Any:
+        raise ValueError("no such kernel")
+
+    monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiled, "_cost", fails)
+    policy = pp.AutoMixedInt8.with_profitability("compiled")
+    with pytest.warns(pp.PrecisionWarning, match="lowered to 16 bits instead"):
+        found = pp.inspect(model, policy)(WS, X)
+    low = [d.product.scaled or d.compute for d in found.plan.walk() if d.kind is OpKind.COMPUTE]
+    assert low == [Precision.BF16] * LAYERS
 
 
 def test_compiled_for_a_cpu_the_program_is_near_and_its_weights_are_rounded_ahead_of_time(

@@ -66,7 +66,7 @@ def test_no_weight_is_rounded_again():
 
 def test_float8_has_one_scale():
     small = pp.quantized(layers, "f8")(WS, X)
-    assert (small[1].values.dtype, small[1].scale.shape) == (jnp.float8_e4m3fn, ())
+    assert (small[1].values.dtype, small[1].scale.shape) == (jnp.float8_e4m3fn, (1, 1))
     mixed = pp.auto_mixed(layers, "f8")
     assert rel_error(mixed(small, X), mixed(WS, X)) < 1e-6
 
@@ -435,3 +435,48 @@ def test_a_stack_on_a_mesh_of_explicit_axes_is_read_as_it_is():
             assert kinds(small) == ".8" and rounded(mixed, small, x) == 1
             got, want = (np.asarray(v) for v in (mixed(small, x), fn(ws, x)))
             assert rel_error(got, want) < 0.15
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+def test_one_function_for_several_layers(wrap):
+    layer = wrap(lambda w, x: jnp.tanh(x @ w))
+
+    def fn(ws, x):
+        for w in ws:
+            x = layer(w, x)
+        return x
+
+    for policy in ("int8", "f8"):
+        small = pp.quantized(fn, policy)(WS, X)
+        assert kinds(small) == ".88."
+        mixed = pp.auto_mixed(fn, policy)
+        # Both operands in the one body of the first and the last layer, and one in each other body.
+        assert rounded(mixed, small, X) == 4
+        assert rel_error(mixed(small, X), fn(WS, X)) < (0.05 if policy == "int8" else 0.15)
+
+
+def test_layers_of_float8_are_stacked_for_a_loop():
+    def scanned(ws, x):
+        first, stack, last = ws
+        step = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+        return lax.scan(step, jnp.tanh(x @ first), stack)[0] @ last
+
+    def unrolled(ws, x):
+        for w in ws[:-1]:
+            x = jnp.tanh(x @ w)
+        return x @ ws[-1]
+
+    small = pp.quantized(unrolled, "f8")(WS, X)
+    stack = jax.tree.map(lambda *xs: jnp.stack(xs), *small[1:3])
+    got = pp.auto_mixed(scanned, "f8")((small[0], stack, small[-1]), X)
+    assert rel_error(got, pp.auto_mixed(unrolled, "f8")(small, X)) < 0.05
+    assert rel_error(got, unrolled(WS, X)) < 0.15
+    assert stack.array().shape == (2, D, D)
+
+
+def test_a_gradient_with_respect_to_float8_is_refused():
+    small, mixed = pp.quantized(layers, "f8")(WS, X), pp.auto_mixed(layers, "f8")
+    with pytest.raises(TypeError, match="no derivative with respect to them"):
+        jax.grad(lambda ws: mixed(ws, X).sum())(small)
+    got = jax.grad(lambda x: mixed(small, x).sum())(X)
+    assert rel_error(got, jax.grad(lambda x: mixed(WS, x).sum())(X)) < 0.1

@@ -138,6 +138,11 @@ def _multiplied_in_batches(operands: Any, dims: Any) -> tuple[Any, int]:
 
 
 def _jvp(primals: Any, tangents: Any) -> Any:
+    if not isinstance(tangents[0], ad.Zero):
+        raise TypeError(
+            "the values of a QuantizedArray have 8 bits, and no derivative with respect to them is "
+            "of use: take it with respect to float32 arrays"
+        )
     out = dequantized(*primals)
     if isinstance(tangents[1], ad.Zero):
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())

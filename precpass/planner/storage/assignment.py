@@ -21,7 +21,15 @@ from precpass.analysis.analysis import Analysis
 from precpass.analysis.graph import BodyNode
 from precpass.analysis.uniform import number_from_outside
 from precpass.plan import reasons
-from precpass.plan.plan import Action, BackwardForm, BorderCopies, BorderCopy, Decision, Plan
+from precpass.plan.plan import (
+    Action,
+    BackwardForm,
+    BorderCopies,
+    BorderCopy,
+    Decision,
+    Plan,
+    ProductForm,
+)
 from precpass.plan.reasons import DecidedBy
 from precpass.planner.profit import ProductPricing
 from precpass.planner.requests import PolicyRequests
@@ -377,4 +385,5 @@ def _is_plain(decision: Decision) -> bool:
 
 def _left_wide(decision: Decision, why: reasons.Reason) -> Decision:
     """A product's decision where it does not pay."""
-    return dataclasses.replace(decision, action=Action.KEEP, compute=Precision.F32, reason=why)
+    changes = {"action": Action.KEEP, "compute": Precision.F32, "reason": why}
+    return dataclasses.replace(decision, **changes, product=ProductForm())
