@@ -30,7 +30,7 @@ class OperandOrigin(enum.Enum):
     IN_INT8 = "in int8"
     """It is in memory as int8 with a scale, as `precpass.quantized` leaves a weight."""
     IN_FLOAT8 = "in float8"
-    """The same in float8."""
+    """It is in memory as float8 with a scale."""
 
     # Each product asks for the origins of two operands.
     __hash__ = object.__hash__

@@ -172,7 +172,7 @@ def _seconds_or_cycles(traffic: Traffic, jaxpr: ir.Jaxpr, device: Device) -> flo
     if traffic.cycles:
         return float(traffic.cycles)
     arithmetic = 0.0
+    narrow = {str(p): p for p in Precision if p.is_low or p.is_scaled}
     for name, flops in work_of(jaxpr).product_flops.items():
-        known = name if name in ("bf16", "f16", "f8e4m3", "f8e5m2", "int8") else "f32"
-        arithmetic += flops / device.flops(Precision.parse(known))
+        arithmetic += flops / device.flops(narrow.get(name, Precision.F32))
     return traffic.moved / device.bandwidth + arithmetic

@@ -28,12 +28,14 @@ def _without_storage(policy: PrecisionPolicy) -> PrecisionPolicy:
     return dataclasses.replace(policy, kinds=tuple(kinds.values()), orders=orders, scaled=None)
 
 
+_OF_8_BITS = "products of 8 bits"
+
 FORMS: Mapping[str, Callable[[PrecisionPolicy], PrecisionPolicy]] = {
     "float32": _nothing_low,
     "products with float32 results": lambda p: _without_storage(p).with_results("f32"),
     "products": _without_storage,
     "products and storage": lambda policy: policy.with_scaled(None),
-    "products of 8 bits": lambda policy: policy,
+    _OF_8_BITS: lambda policy: policy,
 }
 """The candidates, the most accurate first; each makes a policy of the user's.
 
@@ -45,7 +47,7 @@ was 4 times as large) or a router chooses (4 times as well).
 
 def forms_of(policy: PrecisionPolicy) -> Sequence[str]:
     """The forms that a policy may take; the one of 8 bits only if it asks for 8 bits."""
-    return [form for form in FORMS if policy.scaled is not None or form != "products of 8 bits"]
+    return [form for form in FORMS if policy.scaled is not None or form != _OF_8_BITS]
 
 
 def in_form(policy: PrecisionPolicy, form: str) -> PrecisionPolicy:

@@ -54,6 +54,7 @@ _EIGHT_BITS = {
     OperandOrigin.IN_INT8: Precision.INT8.dtype,
     OperandOrigin.IN_FLOAT8: Precision.F8E4M3.dtype,
 }
+"""The dtypes of operands that a program is given in 8 bits."""
 
 Runs = Mapping[str, Callable[..., Any]]
 Rounds = Callable[[Runs], dict[str, execute.Timing]]
@@ -132,7 +133,7 @@ def _surrounded(product: Product) -> Callable[..., Any]:
 
 
 def _made(product: Product, side: int, x: Any) -> Any:
-    """An operand of a product as its program comes by it."""
+    """An operand, made as the program around the product makes it."""
     origin = product.origins[side]
     if origin is OperandOrigin.FUSED:
         return x * 1.25 + 0.5

@@ -118,6 +118,7 @@ def rounding_seconds(device: Device, n: Amount, *, is_made: bool) -> Amount:
         is_made: whether elementwise work makes them, which then finds the largest on the way.
             Values in memory are read for that, and again to be rounded.
     """
+    # Each pass reads the 4 bytes of a value, and the last one writes its 8 bits.
     nbytes, kernels = (5.0, 1) if is_made else (9.0, 2)
     return _moved(device, nbytes * n) + kernels * device.launch
 
@@ -141,9 +142,9 @@ _ACCELERATOR = "assumed: kernel launches of microseconds, no figure for caches"
 _ASSUMED = ("cache_bandwidth", "cache", "launch")
 _EMULATED = "assumed from precpass.audit: XLA:CPU runs float8 products on operands of float32"
 _TWICE = (
-    "assumed: int8 twice as fast as bfloat16, as Intel's AMX and VNNI multiply it. Measured, int8 "
-    "takes 0.16 to 0.21 and 0.09 to 0.38 of float32's time with AMX, and 1.2 and 0.5 of bfloat16's "
-    "without it (jax 0.10.2 and 0.12.0.1; 1024 and 2048 cubed)"
+    "assumed: int8 is twice as fast as bfloat16. Measured with jax 0.10.2 and 0.12.0.1: with AMX a "
+    "product of 1024 cubed takes 0.16 and 0.09 of float32's time in int8 and 0.21 and 0.38 in "
+    "bfloat16; without AMX one of 2048 cubed takes 1.25 and 0.52 of bfloat16's time in int8"
 )
 _WIDENS_8 = "assumed: XLA widens the operands to bfloat16"
 _NO_FLOAT16 = "assumed: as fast as bfloat16, as no figure is published"

@@ -125,14 +125,19 @@ class EligibleProducts:
             is_asked: whether the policy asks for 8 bits in a row.
             forward: whether only products that compute values count.
         """
-        sharing = [0, 0]
-        for side, value in enumerate(self._values.of_operands(body, eqn)):
-            for row in self._readers_of.get(value, ()):
-                other, its = self._body_of(row), self.graph.eqns[row]
-                counts = not forward or self.is_forward(other, its)
-                counts = counts and flops(its) >= flops(eqn) and self._runs_with(other, body)
-                sharing[side] += counts and is_asked(row)
-        return max(sharing[0], 1), max(sharing[1], 1)
+
+        def shares(row: int) -> bool:
+            other, its = self._body_of(row), self.graph.eqns[row]
+            if flops(its) < flops(eqn) or (forward and not self.is_forward(other, its)):
+                return False
+            return self._runs_with(other, body) and is_asked(row)
+
+        lhs, rhs = (
+            sum(map(shares, self._readers_of.get(value, ())))
+            for value in self._values.of_operands(body, eqn)
+        )
+        # A literal has no class, and so not even this product as a reader.
+        return max(lhs, 1), max(rhs, 1)
 
     def _runs_with(self, other: int, body: int) -> bool:
         """Whether the equations of another body run whenever those of a body do."""

@@ -2,7 +2,8 @@
 
 A scaled product (`precpass.rewrite.scaled_product`) pays if it takes less time than the product in
 float32 and than that in bfloat16. Rounding its operands to 8 bits is a part of its time, as a cast
-is of the other's, and is shared by all scaled products that read the same value.
+is of a product's in 16 bits. A value that several scaled products read is rounded once for all of
+them, so each bears only its share.
 
 The planner asks one object, a `ProfitModel`. It has its answers before the plan is made, from the
 table of devices or from a measurement ahead of time, so that planning stays a function of the

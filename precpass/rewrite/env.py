@@ -271,15 +271,15 @@ class Env:
             (scale,) = self.build.call(lambda s: [s.reshape(())], [scale], "as scalar")
         return None if scale.aval.ndim else (values, scale)
 
-    def _given_transposed(
-        self, transpose: ir.Eqn, precision: Precision, summed: tuple[int, ...]
-    ) -> Any:
+    def _given_transposed(self, transpose: ir.Eqn, precision: Precision, summed: Any) -> Any:
         """The values of 8 bits and the scale of a transposed value, each transposed."""
         order, operand = ir.permutation(transpose), transpose.invars[0]
         if order is None or ir.is_literal(operand):
             return None
         given = self.given_quantized(operand, precision, tuple(order[d] for d in summed))
-        return given and [self.build.transpose(x, order) if x.aval.ndim else x for x in given]
+        if given is None:
+            return None
+        return [self.build.transpose(x, order) if x.aval.ndim else x for x in given]
 
     @functools.cached_property
     def _dequantized(self) -> dict[Any, Any]:

@@ -385,5 +385,6 @@ def _is_plain(decision: Decision) -> bool:
 
 def _left_wide(decision: Decision, why: reasons.Reason) -> Decision:
     """A product's decision where it does not pay."""
-    changes = {"action": Action.KEEP, "compute": Precision.F32, "reason": why}
-    return dataclasses.replace(decision, **changes, product=ProductForm())
+    wide = dataclasses.replace(decision, action=Action.KEEP, compute=Precision.F32, reason=why)
+    # A saved plan would take the form of the low product for what was planned.
+    return dataclasses.replace(wide, product=ProductForm())
