@@ -7,17 +7,14 @@ call, with those of `precpass.quantized`, and also with the scales of an earlier
 (`precpass.delayed_scaling`). Times are medians of interleaved rounds, ratios those within rounds.
 XLA's own kernels for products of these formats, without scales, are timed too.
 
-With --targets one product of 1024 x 2048 x 2048 and six layers of it are compiled for TPUs and an
-H100. The figures are ratios to the same program in bfloat16 with weights ready: of the TPU
-compiler's estimated cycles, and of the bytes that an H100's kernels move.
+With --targets the programs of `eight_bits_compiled` are compiled for devices instead.
 
 With --train the transformer is trained from the same parameters on the same batches in float32,
-bfloat16, int8 and float8, which a CPU emulates. The loss is the mean of the last fifty steps. The
-gradient is that of the first batch, beside float32's.
+bfloat16, int8, float8 and the micro-scaled formats; a CPU emulates all of these but int8. The loss
+is the mean of the last fifty steps. The gradient is that of the first batch, beside float32's.
 """
 
 import argparse
-import datetime
 import json
 import sys
 from collections.abc import Callable
@@ -32,12 +29,11 @@ import optax
 from bench_models import MODELS
 from bench_models.model import Weights, cross_entropy
 from bench_models.transformer import SHAPES, batches, layer, layer_norm, standard_library
+from eight_bits_compiled import compiled_part, perceptron, product, today
 from render_results import rendered_table
 
 import precpass as pp
 from precpass.devices.cpu_info import cpu_info
-from precpass.devices.detect import planned_for
-from precpass.devices.targets import abstract_on, target_of
 from precpass.measure.execute import compiled, interleaved
 
 Program = Callable[[Any, Any], Any]
@@ -56,6 +52,7 @@ TRAINED: dict[str, tuple[Any, bool]] = {
         False,
     ),
     "AutoMixedF8, delayed scaling": ("AutoMixedF8", True),
+    **{name: (name, False) for name in ("mxfp8", "nvfp4")},
 }
 """Policies, and whether their scales are those of earlier calls."""
 TEXT = (
@@ -65,18 +62,6 @@ TEXT = (
     " layers of that size, to bfloat16 with weights ready; cycles are the TPU compiler's "
     'estimate, and "moved" are the bytes that kernels move.'
 )
-
-
-def product(w: Any, x: Any) -> Any:
-    """One product."""
-    return x @ w
-
-
-def perceptron(ws: Any, x: Any) -> Any:
-    """A perceptron."""
-    for w in ws:
-        x = jax.nn.relu(x @ w)
-    return x
 
 
 def transformer(params: Any, tokens: Any) -> Any:
@@ -255,163 +240,6 @@ def part(options: argparse.Namespace) -> dict[str, Any]:
     return {"title": f"jax {jax.__version__}, {cpu_info().model}, {today()}", "tables": tables}
 
 
-READY = "p=bf16,c=bf16"
-"""The policy for weights that are bfloat16 before the call. Without `p` a product of a float32 and
-a bfloat16 operand is the user's own, in float32."""
-SHAPE, WEIGHT, BLOCK = (1024, 2048), (2048, 2048), 128
-"""The operands of the product that is compiled, and how many elements share a scale of a block."""
-LARGE = 4096
-"""The dimensions of a product that has enough work to hide what is around it."""
-TARGETS = {
-    **dict.fromkeys(("tpu v5e", "tpu v5p", "tpu v6e", "tpu 7x"), "cycles"),
-    "h100": "moved",
-}
-"""The devices that are compiled for, with the figure that their compiler gives of a program."""
-
-
-def figures(target: str, run: Callable[..., Any], *args: Any) -> tuple[float, int]:
-    """What a compiler says of a program at some shapes: the figure of `TARGETS`, and temp bytes."""
-    device = target_of(target)
-    with planned_for(device):
-        program = compiled(jax.jit(run), *abstract_on(device, args))
-    return getattr(program.traffic, TARGETS[target]), program.memory.temp
-
-
-def figure(target: str, run: Callable[..., Any], *args: Any) -> float:
-    """The figure of `TARGETS` alone."""
-    return figures(target, run, *args)[0]
-
-
-def in_a_batch(x: Any, w: Any, of_x: Any, of_w: Any) -> Any:
-    """A product of float8 with a scale for each block of a row or column: a batch of products."""
-    rows, inner = x.shape
-    count = inner // BLOCK
-    parts = x.reshape(rows, count, BLOCK), w.reshape(count, BLOCK, -1)
-    sums = jnp.einsum("mbk,bkn->bmn", *parts, preferred_element_type=jnp.float32)
-    return (sums * of_x.T[:, :, None] * of_w[:, None, :]).sum(0).astype(jnp.bfloat16)
-
-
-def in_a_loop(x: Any, w: Any, of_x: Any, of_w: Any) -> Any:
-    """The same as a loop over the blocks."""
-    rows, inner = x.shape
-    count = inner // BLOCK
-
-    def add(total: Any, block: Any) -> tuple[Any, None]:
-        x, w, of_x, of_w = block
-        part = jnp.dot(x, w, preferred_element_type=jnp.float32)
-        return total + part * of_x[:, None] * of_w[None, :], None
-
-    blocks = x.reshape(rows, count, BLOCK).swapaxes(0, 1), w.reshape(count, BLOCK, -1)
-    start = jnp.zeros((rows, w.shape[1]), jnp.float32)
-    return jax.lax.scan(add, start, (*blocks, of_x.T, of_w))[0].astype(jnp.bfloat16)
-
-
-def of_blocks() -> dict[str, Any]:
-    """A table of what scales of blocks cost, beside a bfloat16 product with operands ready."""
-
-    def plain(x: Any, w: Any) -> Any:
-        return jnp.dot(x, w, preferred_element_type=jnp.bfloat16)
-
-    low = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (SHAPE, WEIGHT)]
-    eight = [jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn) for shape in (SHAPE, WEIGHT)]
-    count = WEIGHT[0] // BLOCK
-    scales = [
-        jax.ShapeDtypeStruct(shape, jnp.float32)
-        for shape in ((SHAPE[0], count), (count, WEIGHT[1]))
-    ]
-    rows: list[list[Any]] = []
-    for target, name in TARGETS.items():
-        base = figure(target, plain, *low)
-        ratios = [figure(target, f, *eight, *scales) / base for f in (in_a_batch, in_a_loop)]
-        rows.append([target, name, *(round(ratio, 2) for ratio in ratios)])
-    heads = ["device", "figure", f"float8, scales of blocks of {BLOCK}, as a batch", "as a loop"]
-    return {"columns": heads, "rows": rows}
-
-
-def of_large() -> dict[str, Any]:
-    """A table of a product of 4096^3 with operands ready, and of XLA's without scales."""
-    shape = (LARGE, LARGE)
-    low = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    rows: list[list[Any]] = []
-    for target, name in TARGETS.items():
-        base = figure(
-            target, lambda w, x: jnp.dot(x, w, preferred_element_type=low.dtype), low, low
-        )
-        row: list[Any] = [target, name]
-        for precision, dtype, sums in (
-            ("int8", jnp.int8, jnp.int32),
-            ("f8", jnp.float8_e4m3fn, jnp.float32),
-        ):
-            eight = jax.ShapeDtypeStruct(shape, dtype)
-            per_row = LARGE if precision == "int8" else 1
-            x = pp.QuantizedArray(eight, jax.ShapeDtypeStruct((per_row, 1), jnp.float32))
-            w = pp.QuantizedArray(eight, jax.ShapeDtypeStruct((1, per_row), jnp.float32))
-            policy = pp.AutoMixedBf16.with_rules(
-                pp.Rule(primitive="dot_general", precision=precision)
-            )
-
-            def narrow(w: Any, x: Any) -> Any:
-                return product(w, x).astype(jnp.bfloat16)
-
-            def plain(w: Any, x: Any, sums: Any = sums) -> Any:
-                return jnp.dot(x, w, preferred_element_type=sums)
-
-            own = figure(target, pp.auto_mixed(narrow, policy), w, x)
-            row += [round(v / base, 2) for v in (own, figure(target, plain, eight, eight))]
-        rows.append(row)
-    heads = [f"product of {LARGE}^3, operands ready", "figure", "int8", "XLA's int8 -> int32"]
-    return {"columns": [*heads, "float8", "XLA's float8 -> float32"], "rows": rows}
-
-
-def compiled_part() -> dict[str, Any]:
-    """A product, and six layers of its size, as they are compiled for `TARGETS`."""
-    x = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
-    wide, low = (jax.ShapeDtypeStruct(WEIGHT, dtype) for dtype in (jnp.float32, jnp.bfloat16))
-    ready = {
-        precision: pp.QuantizedArray(
-            jax.ShapeDtypeStruct(x.shape, dtype), jax.ShapeDtypeStruct((rows, 1), jnp.float32)
-        )
-        for precision, dtype, rows in (("int8", jnp.int8, 1024), ("f8", jnp.float8_e4m3fn, 1))
-    }
-    rows: list[list[Any]] = []
-    for target, name in TARGETS.items():
-        base = figure(target, pp.auto_mixed(product, READY), low, x)
-        layers, temp = figures(target, pp.auto_mixed(perceptron, READY), [low] * 6, x)
-        for precision in ("int8", "f8"):
-            policy = pp.AutoMixedBf16.with_rules(
-                pp.Rule(primitive="dot_general", precision=precision)
-            )
-            small = pp.quantized(product, policy)(wide, x)
-            single = pp.auto_mixed(product, policy)
-            one = figure(target, single, small, x)
-            both = figure(target, single, small, ready[precision])
-            ratios = [None if v is None else round(v / base, 2) for v in (both, one)]
-            delayed = pp.delayed_scaling(perceptron, policy, history=4)
-            scales = jax.eval_shape(delayed.init, [small] * 6, x)
-
-            def frozen(scales: Any, ws: Any, x: Any, delayed: Any = delayed) -> Any:
-                return delayed.frozen(scales)(ws, x)
-
-            six = [
-                figures(target, pp.auto_mixed(perceptron, policy), [small] * 6, x),
-                figures(target, delayed, scales, [small] * 6, x),
-                figures(target, frozen, scales, [small] * 6, x),
-            ]
-            ratios += [round(v / layers, 2) for v, _ in six]
-            ratios += [round(own / temp, 2) if temp else None for _, own in six]
-            rows.append([target, precision, name, *ratios])
-    heads = ["device", "in", "figure", "both operands ready", "weights ready", "six layers"]
-    heads += ["with delayed scaling", "with scales ready"]
-    heads += ["their temp", "temp, delayed", "temp, ready"]
-    title = f"Compiled for devices that are not there, jax {jax.__version__}, {today()}"
-    return {"title": title, "tables": [{"columns": heads, "rows": rows}, of_large(), of_blocks()]}
-
-
-def today() -> str:
-    """The date."""
-    return datetime.datetime.now(datetime.UTC).date().isoformat()
-
-
 def main() -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -421,7 +249,7 @@ def main() -> int:
         "--json", type=Path, help="a file of results, in which the part of this JAX is replaced"
     )
     parser.add_argument(
-        "--targets", action="store_true", help="compile for TPUs and an H100 instead, run nothing"
+        "--targets", action="store_true", help="compile for TPUs and GPUs instead, run nothing"
     )
     options = parser.parse_args()
     found = compiled_part() if options.targets else part(options)

@@ -87,7 +87,12 @@ def _timed(product: Product, device: Any, rounds: Rounds) -> ProductTimes:
     with jax.default_device(device), jax.disable_jit(False), jax.debug_nans(False):
         operands = [jax.device_put(x, device) for x in _operands(product)]
         wide = ir.trace(_surrounded(product), *operands)
-        plan = make_plan(wide, _ordering(product.low), platform=device.platform)
+        plan = make_plan(
+            wide,
+            _ordering(product.low),
+            platform=device.platform,
+            device_kind=device.device_kind,
+        )
         low = Rewriter(lambda *_: plan, lambda _: None, contextlib.nullcontext).jaxpr(wide, plan)
         in_loop = [
             x.astype(product.low.dtype)

@@ -58,6 +58,7 @@ class Peaks:
         sources: the sources of the figures.
         f8, int8: the same for operands of 8 bits; None if XLA widens them to 16 bits, so that no
             unit for 8 bits is used.
+        mxfp8, nvfp4: the same for operands in micro-scaled formats; None without units for them.
     """
 
     name: str
@@ -74,6 +75,8 @@ class Peaks:
     sources: tuple[Source, ...]
     f8: float | None = None
     int8: float | None = None
+    mxfp8: float | None = None
+    nvfp4: float | None = None
 
     def flops(self, name: str, asked: str = "default") -> float | None:
         """FLOP/s of products; None if nothing is published.
@@ -110,7 +113,7 @@ class Peaks:
         return self.name
 
 
-_FORMS = ("f64", "f32", "tf32", "bf16", "f16", "f8", "int8")
+_FORMS = ("f64", "f32", "tf32", "bf16", "f16", "f8", "int8", "mxfp8", "nvfp4")
 
 
 def peaks_of(names: str | Iterable[str]) -> tuple[Peaks, ...]:
@@ -147,10 +150,16 @@ _AMPERE = Source(
     "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
 )
 _HOPPER = Source(
-    _FORMS,
+    ("f64", "f32", "tf32", "bf16", "f16", "f8", "int8"),
     "NVIDIA H100 Tensor Core GPU Architecture",
     "2022-10",
     "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper",
+)
+_BLACKWELL = Source(
+    (*_FORMS, "bandwidth"),
+    "NVIDIA Blackwell Architecture Technical Brief, by the B200 of an HGX board",
+    "2024-03",
+    "https://resources.nvidia.com/en-us-blackwell-architecture",
 )
 _CDNA3 = Source(
     ("f64", "f32", "tf32", "bf16", "f16", "int8", "bandwidth"),
@@ -262,6 +271,24 @@ PEAKS: tuple[Peaks, ...] = (
             "2023-11",
             "https://www.nvidia.com/en-us/data-center/h200/",
         ),
+    ),
+    Peaks(
+        "NVIDIA B200 SXM",
+        ("b200", "b200-sxm"),
+        "gpu",
+        ("nvidia b200*",),
+        f64=40e12,
+        f32=80e12,
+        tf32=1.1e15,
+        bf16=2.25e15,
+        f16=2.25e15,
+        bandwidth=8e12,
+        float32=_NVIDIA,
+        sources=(_BLACKWELL,),
+        f8=4.5e15,
+        int8=4.5e15,
+        mxfp8=4.5e15,
+        nvfp4=9e15,
     ),
     Peaks(
         "AMD Instinct MI300X",

@@ -67,6 +67,7 @@ TARGETS: Mapping[str, Target] = {
     for target in (
         Target("h100", "gpu", "NVIDIA H100 80GB HBM3", "1x1x1"),
         Target("a100", "gpu", "NVIDIA A100-SXM4-80GB", "1x1x1"),
+        Target("b200", "gpu", "NVIDIA B200", "1x1x1"),
         Target("tpu v4", "tpu", "TPU v4", "v4:2x2x1"),
         Target("tpu v5e", "tpu", "TPU v5 lite", "v5e:2x2"),
         Target("tpu v5p", "tpu", "TPU v5", "v5p:2x2x1"),

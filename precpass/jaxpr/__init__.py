@@ -71,6 +71,7 @@ from precpass.jaxpr.dots import (
 from precpass.jaxpr.instrument import Look, Place, Ran
 from precpass.jaxpr.instrument_bodies import rows_of, watched
 from precpass.jaxpr.opaque import Contents, contents_of
+from precpass.jaxpr.primitives.block_product import block_format, block_product
 from precpass.jaxpr.primitives.carrier import Form, carry, detach, is_detach, pin
 from precpass.jaxpr.primitives.dequantized import QuantizedArray, dequantized_from
 from precpass.jaxpr.primitives.float64 import float64, in_x64, is_float64
@@ -87,7 +88,12 @@ from precpass.jaxpr.primitives.rounded import (
     in_place_of,
     recalled,
 )
-from precpass.jaxpr.primitives.scaling import Arithmetic, rounds_to_eight_bits, scaling
+from precpass.jaxpr.primitives.scaling import (
+    Arithmetic,
+    rounds_operand,
+    rounds_to_eight_bits,
+    scaling,
+)
 from precpass.jaxpr.primitives.undifferentiated import undifferentiated
 from precpass.jaxpr.printing import Printer, Shown, fingerprint
 from precpass.jaxpr.promoted import with_promoted_operands
@@ -178,6 +184,8 @@ __all__ = [
     "bind",
     "bind_shard_map",
     "bits",
+    "block_format",
+    "block_product",
     "bodies",
     "border_copy_aval",
     "carry",
@@ -248,6 +256,7 @@ __all__ = [
     "reduced_sizes",
     "resharded_along",
     "retyped",
+    "rounds_operand",
     "rounds_to_eight_bits",
     "rows_of",
     "run",

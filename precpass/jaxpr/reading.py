@@ -182,7 +182,7 @@ def summed_and_batch(eqn: Eqn) -> tuple[Any, Any] | None:
     if ragged is not None:
         summed, (left, right) = ragged.dot_dimension_numbers
         return summed, (left, (*right, *ragged.rhs_group_dimensions))
-    is_dot = eqn.primitive.name == "dot_general"
+    is_dot = eqn.primitive.name in ("dot_general", "precpass_block_product")
     return eqn.params["dimension_numbers"] if is_dot else None
 
 

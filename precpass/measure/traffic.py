@@ -158,7 +158,9 @@ _FREE = frozenset(
 _VIEWS = frozenset(("bitcast", "reshape"))
 _MOVES = frozenset(("copy", "transpose", "convert"))
 _PRODUCTS = frozenset(("dot", "convolution", "ragged-dot", "scaled-dot"))
-_LIBRARY_PRODUCT = re.compile(r"cublas|cudnn\$(conv|fmha)|onednn\$matmul|__dot|gemm", re.I)
+_LIBRARY_PRODUCT = re.compile(
+    r"cublas|cudnn\$(conv|fmha|blockScaledDot)|onednn\$matmul|__dot|gemm", re.I
+)
 _SLICES = frozenset(("slice", "dynamic-slice", "gather"))
 # A custom call that only names buffers moves nothing.
 _BUFFERS = frozenset(("AllocateBuffer", "ConcatBitcast", "SliceBitcast", "Sharding"))

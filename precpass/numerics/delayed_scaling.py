@@ -23,7 +23,8 @@ from precpass.policy.precision import Precision
 from precpass.policy.presets import AutoMixedF8
 from precpass.policy.scopes import clean_scope
 from precpass.policy.warned import PrecisionWarning, quietly
-from precpass.rewrite.scaled_product import GivenRounding, power_of_two_scale
+from precpass.rewrite.scaled_product import GivenRounding
+from precpass.rewrite.scales import power_of_two_scale
 from precpass.units import counted, listed
 
 __all__ = ["DelayedScales", "DelayedScaling", "delayed_scaling"]

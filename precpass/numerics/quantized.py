@@ -100,8 +100,15 @@ def quantized(
     mixed, parsed = mixed_of(fn), PrecisionPolicy.parse(policy).with_profitability("always")
     if not isinstance(argnums, int) or isinstance(argnums, bool):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
         raise TypeError(f"argnums = {argnums!r}: the position of one argument, an int, is taken")
-    if parsed.scaled is None and not any(_orders_scaled(rule.precision) for rule in parsed.rules):
+    asked = [Precision.parse(rule.precision) for rule in parsed.rules]
+    asked = [p for p in (parsed.scaled, *asked) if p is not None and p.is_scaled]
+    if not asked:
         raise ValueError(f"{parsed.name} multiplies nothing in 8 bits: take AutoMixedInt8")
+    if all(p.block for p in asked):
+        raise ValueError(
+            f"quantized: operands in {asked[0]} have a scale for each block, and are rounded in "
+            "each call: take a policy with 'int8', 'f8e4m3' or 'f8e5m2'"
+        )
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
         if not 0 <= argnums < len(args):
@@ -176,10 +183,6 @@ def _is_quantized(x: Any) -> bool:
     return isinstance(x, QuantizedArray)
 
 
-def _orders_scaled(precision: Any) -> bool:
-    return Precision.parse(precision).is_scaled
-
-
 def _planned(
     fn: Callable[..., Any], policy: PrecisionPolicy, args: Any, kwargs: Any, argnums: int
 ) -> tuple[Inspection, dict[int, Any]]:
@@ -245,7 +248,9 @@ def _read(
             places[eqn.outvars[0]] = place._replace(dims=tuple(place.dims[d] for d in order))
             continue
         entered = _enter(eqn, decision, places, found)
-        read = _by_product(eqn, decision.product) if decision.product.scaled else ()
+        form, read = decision.product, list[_Reading]()
+        if form.scaled and not form.scaled.block:
+            read = _by_product(eqn, form)
         for side, var in enumerate(eqn.invars):
             place = None if side in entered else _place(var, places)
             if place is not None:
@@ -287,8 +292,8 @@ def _by_product(eqn: Any, form: ProductForm) -> list[_Reading]:
     formats = scaled_formats(form.scaled, form.cotangent, by_row=form.by_row)
     numbers = ir.dot_numbers(eqn)
     return [
-        _Reading(precision, tuple(sorted(shared)), tuple(summed))
-        for (precision, shared), summed in zip(formats.roundings(numbers), numbers[0], strict=True)
+        _Reading(rounding.precision, tuple(sorted(rounding.summed)), tuple(summed))
+        for rounding, summed in zip(formats.roundings(numbers), numbers[0], strict=True)
     ]
 
 

@@ -116,6 +116,9 @@ class ProductForm(NamedTuple):
         scaled: the format of 8 bits in which it multiplies (`precpass.rewrite.scaled_product`).
         cotangent: which operand of a scaled product is a cotangent; None for neither.
         by_row: whether its float8 operands have a scale for each row or column. int8 always does.
+        by_units: whether the planned device's units multiply its micro-scaled format. Otherwise the
+            operands are rounded to that format, kept in bfloat16, which holds them exactly, and
+            multiplied so.
         scaled_cotangents: for each operand, whether the product that makes its cotangent is scaled.
     """
 
@@ -126,6 +129,7 @@ class ProductForm(NamedTuple):
     scaled: Precision | None = None
     cotangent: int | None = None
     by_row: bool = False
+    by_units: bool = False
     scaled_cotangents: tuple[bool, bool] = (True, True)
 
 

@@ -30,7 +30,7 @@ from precpass.planner.profit import ProductPricing, ProfitModel
 from precpass.planner.query import Queries, Query
 from precpass.planner.requests import PolicyRequests
 from precpass.planner.result_formats import PLATFORMS, with_low_results
-from precpass.planner.scaled_sizes import has_scaled_form
+from precpass.planner.scaled_sizes import cotangents_have_scaled_form, has_scaled_form
 from precpass.planner.storage.assignment import assign_storage
 from precpass.planner.transposes import eliminate_transposes
 from precpass.policy.policy import PrecisionPolicy
@@ -266,8 +266,12 @@ class Planner:
         assert scaled is not None
         against = ""
         if not has_scaled_form(eqn, scaled):
-            against = "it is no dot, or one with empty sides, or 32 bits might not hold its sums"
-        elif scaled is Precision.INT8 and not self._eligible.is_forward(body, eqn):
+            against = (
+                f"its summed dimension is no multiple of {scaled.block}, or it is no dot"
+                if scaled.block
+                else "it is no dot, or one with empty sides, or 32 bits might not hold its sums"
+            )
+        elif scaled.is_forward_only and not self._eligible.is_forward(body, eqn):
             against = "derivatives are in bf16"
         elif self._is_wide_weight_gradient(body, eqn):
             against = "it is the gradient of a weight"
@@ -276,13 +280,15 @@ class Planner:
         if against:
             why = reasons.NOT_SCALED(decision.reason, scaled, against)
             return dataclasses.replace(decision, product=ProductForm(), reason=why)
-        if self._is_emulated(scaled):
+        is_emulated = self._is_emulated(scaled)
+        if is_emulated:
             device = self._peaks or self._platform.upper()
             why = reasons.RUNS_AS(decision.reason, scaled, str(device), "an emulation of it")
             decision = dataclasses.replace(decision, reason=why)
         form = decision.product._replace(
             cotangent=self._eligible.cotangent_side(body, eqn),
             by_row=self.policy.scales == "row",
+            by_units=bool(scaled.block) and not is_emulated,
             scaled_cotangents=self._scaled_cotangents(body, eqn, scaled),
         )
         return dataclasses.replace(decision, product=form)
@@ -301,15 +307,15 @@ class Planner:
             table = op(self.graph.eqns[row].primitive.name)
             return self.requests.request(row, table, self.requests.scope(row)).scaled is scaled
 
-        forward = scaled is Precision.INT8
+        forward = scaled.is_forward_only
         return self._eligible.readers(body, eqn, is_asked, forward=forward)
 
     def _is_emulated(self, scaled: Precision) -> bool:
-        """Whether XLA widens a product of 8 bits on the device, as far as that is known."""
-        name = "int8" if scaled is Precision.INT8 else "f8"
+        """Whether XLA widens a scaled product on the device, as far as that is known."""
         if self._peaks is not None:
-            return self._peaks.flops(name) is None
-        return self._platform == "cpu" and name == "f8"
+            return self._peaks.flops(str(scaled)) is None
+        is_known = self._platform == "cpu" and scaled is not Precision.INT8
+        return is_known or bool(scaled.block)
 
     def _is_wide_weight_gradient(self, body: int, eqn: ir.Eqn) -> bool:
         """Whether a product is in 16 bits because the policy wants the gradients of weights so."""
@@ -319,12 +325,13 @@ class Planner:
 
     def _scaled_cotangents(self, body: int, eqn: ir.Eqn, scaled: Precision) -> tuple[bool, bool]:
         """For each operand of a scaled product, whether its cotangent is one of 8 bits."""
-        if scaled is Precision.INT8:
+        if scaled.is_forward_only:
             return False, False
+        lhs, rhs = cotangents_have_scaled_form(eqn, scaled)
         if self.policy.weight_gradients is None:
-            return True, True
-        lhs, rhs = self._eligible.are_given(body, eqn)
-        return not lhs, not rhs
+            return lhs, rhs
+        of_lhs, of_rhs = self._eligible.are_given(body, eqn)
+        return lhs and not of_lhs, rhs and not of_rhs
 
     def _multiplied(self, eqn: ir.Eqn, decision: Decision) -> Decision:
         """The decision with what runs instead, where the platform does not multiply so."""

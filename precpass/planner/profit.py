@@ -314,6 +314,9 @@ def casting(product: Product, device: Device) -> tuple[float, float]:
 def _cast_seconds(origin: OperandOrigin, n: float, low: Precision, device: Device) -> float:
     if not low.is_scaled:
         return cast_seconds(device, n) if origin is OperandOrigin.IN_MEMORY else 0.0
+    if low.block:
+        # A block is read once, and rounded by the scale that is made of it.
+        return rounding_seconds(device, n, is_made=True)
     has_eight_bits = OperandOrigin.IN_INT8 if low is Precision.INT8 else OperandOrigin.IN_FLOAT8
     if origin is has_eight_bits:
         return 0.0

@@ -10,7 +10,14 @@ from precpass import jaxpr as ir
 from precpass.analysis.sizes import element_count
 from precpass.policy.precision import Precision
 
-__all__ = ["LEAST_WORK", "TILE", "against_sizes", "has_scaled_form", "sizes_of"]
+__all__ = [
+    "LEAST_WORK",
+    "TILE",
+    "against_sizes",
+    "cotangents_have_scaled_form",
+    "has_scaled_form",
+    "sizes_of",
+]
 
 TILE = 16
 """The dimensions of a product in 8 bits are multiples of this, as cublasLt demands of float8
@@ -26,6 +33,7 @@ def has_scaled_form(eqn: ir.Eqn, precision: Precision) -> bool:
     """Whether an equation can be evaluated as a scaled product.
 
     It is a dot without an empty dimension, and an int32 can hold its sums, whose number is known.
+    For a micro-scaled format the last dimension that it sums over consists of whole blocks.
     """
     numbers = ir.dot_numbers(eqn)
     if numbers is None or any(size == 0 for v in eqn.invars for size in _known(v.aval.shape)):
@@ -33,7 +41,27 @@ def has_scaled_form(eqn: ir.Eqn, precision: Precision) -> bool:
     summed = [eqn.invars[0].aval.shape[d] for d in numbers[0][0]]
     if len(_known(summed)) < len(summed):
         return False
+    if precision.block:
+        return bool(summed) and summed[-1] % precision.block == 0
     return precision is not Precision.INT8 or math.prod(summed) <= _LARGEST_SUM
+
+
+def cotangents_have_scaled_form(eqn: ir.Eqn, precision: Precision) -> tuple[bool, bool]:
+    """For each operand of a dot, whether the product that makes its cotangent has a scaled form.
+
+    That product sums over the dimensions that the other operand keeps.
+    """
+    summed, batch = ir.dot_numbers(eqn)
+    shapes = [v.aval.shape for v in eqn.invars]
+    last = [
+        [size for d, size in enumerate(shape) if d not in (*summed[side], *batch[side])][-1:]
+        for side, shape in enumerate(shapes)
+    ]
+    lhs, rhs = (
+        not precision.block or (len(_known(size)) == 1 and _known(size)[0] % precision.block == 0)
+        for size in last
+    )
+    return rhs, lhs
 
 
 def _known(sizes: Sequence[Any]) -> list[int]:

@@ -21,14 +21,24 @@ _SCALED: dict[str, np.dtype[Any]] = {
     "f8e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "f8e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "int8": np.dtype(np.int8),
+    "mxfp8": np.dtype(ml_dtypes.float8_e4m3fn),
+    "nvfp4": np.dtype(ml_dtypes.float4_e2m1fn),
 }
-"""The dtypes of 8 bits that scaled products multiply."""
+"""The dtypes of 8 bits and fewer that scaled products multiply."""
+_BLOCKS = {
+    # Open Compute Project, "OCP Microscaling Formats (MX) Specification" 1.0 (2023).
+    "mxfp8": 32,
+    # NVIDIA, "Pretraining Large Language Models with NVFP4" (2025).
+    "nvfp4": 16,
+}
+"""The numbers of elements that share a scale, in micro-scaled formats."""
 _OTHER_NAMES = {
     "half": "f16",
     "full": "f32",
     **dict.fromkeys(("f8", "fp8", "float8", "e4m3", "float8_e4m3"), "f8e4m3"),
     "e5m2": "f8e5m2",
     **dict.fromkeys(("i8", "w8a8"), "int8"),
+    "fp4": "nvfp4",
 }
 
 
@@ -75,6 +85,11 @@ class Precision(enum.Enum):
     scales. F8E5M2 has E4M3 operands in the forward pass, and its cotangents in E5M2. What surrounds
     a scaled product is as for bfloat16.
 
+    MXFP8 and NVFP4 are scaled, too, and micro-scaled (`block`): along the dimension that a product
+    sums over, each block of 32 or 16 elements has a scale of its own. MXFP8 has the elements of
+    F8E4M3, and powers of two as scales. NVFP4 has elements of 4 bits, scales in F8E4M3, and one
+    more scale for the whole array.
+
     Examples:
         >>> Precision.parse("bf16").dtype
         dtype(bfloat16)
@@ -86,6 +101,8 @@ class Precision(enum.Enum):
         'three passes of bfloat16'
         >>> Precision.parse("fp8").max
         448.0
+        >>> Precision.NVFP4.max, Precision.NVFP4.block
+        (6.0, 16)
     """
 
     F64 = "f64"
@@ -99,6 +116,8 @@ class Precision(enum.Enum):
     F8E4M3 = "f8e4m3"
     F8E5M2 = "f8e5m2"
     INT8 = "int8"
+    MXFP8 = "mxfp8"
+    NVFP4 = "nvfp4"
 
     dtype: np.dtype[Any]
     """The numpy dtype of this format, or of the operands that are multiplied so."""
@@ -117,12 +136,19 @@ class Precision(enum.Enum):
     """Whether only products of float32 arrays take it. No value is stored in it, and it needs no
     casts."""
     is_scaled: bool
-    """Whether it has 8 bits. Only the operands of scaled products take it."""
+    """Whether it has 8 bits or fewer. Only the operands of scaled products take it."""
+    block: int
+    """The elements of an operand's row that share a scale, in a micro-scaled format; 0 in others,
+    whose scales are for whole rows or arrays."""
+    is_forward_only: bool
+    """Whether the derivatives of its products are products in bfloat16."""
 
     def __init__(self, name: str) -> None:
         multiplication = _MULTIPLICATIONS.get(name)
         self.is_multiplication = multiplication is not None
         self.is_scaled = name in _SCALED
+        self.block = _BLOCKS.get(name, 0)
+        self.is_forward_only = name in ("int8", "nvfp4")
         self.dtype = (_DTYPES | _SCALED)["f32" if multiplication else name]
         self.is_low = self.dtype.itemsize == 2
         if self.dtype == np.int8:

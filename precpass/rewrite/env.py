@@ -16,10 +16,11 @@ from precpass.analysis.equations import chosen_operand, grows, hands_on_layout, 
 from precpass.plan.plan import BackwardForm, Border, BorderCopy, across
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import named
+from precpass.rewrite.block_scaled import BlockRounding
+from precpass.rewrite.copies import low_copy, quantized_copy
 from precpass.rewrite.cpu_kernels import is_in_order
 from precpass.rewrite.dot_numbers import untransposed
-from precpass.rewrite.low_product import low_copy
-from precpass.rewrite.scaled_product import quantized_copy
+from precpass.rewrite.scaled_product import Rounding
 
 __all__ = ["Env", "border_aval", "crossing_aval"]
 
@@ -37,7 +38,7 @@ class Env:
             that is not in here stands for itself.
         low_copies: (atom, format) -> its copy in a low format, through which no derivative passes.
         wide_copies: (atom, format) -> its copy in a wider format, which all readers share.
-        quantized_copies: (atom, format, contracted dimensions) -> its copy in 8 bits, and scale.
+        quantized_copies: (atom, rounding) -> its rounded copy, and scales.
         border_copies: (atom, format) -> its low copy in the form in which it crosses the borders
             of bodies: as unsigned integers, or as it is.
         low_sources: variable -> the equation that makes it, if a low copy of the variable is
@@ -50,7 +51,7 @@ class Env:
         self.values: dict[Any, Any] = {}
         self.low_copies: dict[tuple[Any, Precision], Any] = {}
         self.wide_copies: dict[tuple[Any, Precision], Any] = {}
-        self.quantized_copies: dict[tuple[Any, Precision, tuple[int, ...]], list[Any]] = {}
+        self.quantized_copies: dict[tuple[Any, Any], list[Any]] = {}
         self.border_copies: dict[tuple[Any, Precision], Any] = {}
         self.low_sources: dict[Any, Any] = {}
 
@@ -235,29 +236,30 @@ class Env:
             self.low_copies[key] = low_copy(self.build, value, precision, flat=flat)
         return self.low_copies[key]
 
-    def quantized_copy(self, atom: ir.Atom, precision: Precision, summed: tuple[int, ...]) -> Any:
-        """A copy in 8 bits with its scale, which all scaled products share that can.
+    def quantized_copy(self, atom: ir.Atom, rounding: Rounding | BlockRounding) -> Any:
+        """A rounded copy with its scales, which all scaled products share that can.
 
         Args:
             atom: the value.
-            precision: the format.
-            summed: the dimensions along which it has one scale; () for all.
+            rounding: how it is rounded.
         """
         read = self.read(atom)
         if ir.is_literal(atom):
-            return quantized_copy(self.build, read, precision, summed)
-        key = (atom, precision, summed)
-        if key not in self.quantized_copies and (given := self.given_quantized(*key)):
+            return quantized_copy(self.build, read, rounding)
+        key, asked = (atom, rounding), (rounding.precision, rounding.summed)
+        if key not in self.quantized_copies and (given := self.given_quantized(atom, *asked)):
             self.quantized_copies[key] = [self.build.detach(given[0]), given[1]]
         if key not in self.quantized_copies:
-            self.quantized_copies[key] = quantized_copy(self.build, read, precision, summed)
+            self.quantized_copies[key] = quantized_copy(self.build, read, rounding)
         return self.quantized_copies[key]
 
     def given_quantized(self, atom: ir.Atom, precision: Precision, summed: tuple[int, ...]) -> Any:
         """The values of 8 bits and the scale that a value was made of, if a product can take them.
 
-        None if it was made of others, or if its scale changes along a contracted dimension.
+        None if it was made of others, or has other scales along a contracted dimension.
         """
+        if precision.block:
+            return None
         values, scale = self._dequantized.get(atom, (None, None))
         if values is None and atom in self.transposed:
             return self._given_transposed(self.transposed[atom], precision, summed)

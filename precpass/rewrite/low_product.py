@@ -27,15 +27,13 @@ from jax import lax
 from precpass import jaxpr as ir
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.precision import Precision
+from precpass.rewrite.block_scaled import block_product
+from precpass.rewrite.copies import quantized_copy
 from precpass.rewrite.cpu_kernels import needs_barriers, runnable
 from precpass.rewrite.dot_numbers import Numbers, batched, transposed
-from precpass.rewrite.scaled_product import (
-    ScaledFormats,
-    quantized_copy,
-    scaled_product,
-)
+from precpass.rewrite.scaled_product import ScaledFormats, scaled_product
 
-__all__ = ["Bilinear", "low_copy", "lowered"]
+__all__ = ["Bilinear", "lowered"]
 
 _Backward = tuple[ScaledFormats | None, ScaledFormats | None]
 
@@ -342,16 +340,28 @@ def _evaluated(
         low_operands: its two data operands in the low format.
         operands: all its operands; the derivative passes through the first two.
         aval: the aval of the low operands' product; a `Direct` needs none.
-        detached: whether to detach the product, because a derivative would pass through the low
-            operands.
+        detached: whether to detach the product from derivatives through the low operands.
     """
     if form.scaled is not None:
         roundings = form.scaled.roundings(form.numbers)
         pairs = [
-            quantized_copy(build, x, *rounding)
+            quantized_copy(build, x, rounding)
             for x, rounding in zip(operands[:2], roundings, strict=True)
         ]
         return _scaled(build, form, pairs, operands)
+    return _multiplied(build, form, low_operands, operands, aval, detached=detached)
+
+
+def _multiplied(
+    build: ir.Builder | ir.Direct,
+    form: Bilinear,
+    low_operands: Sequence[Any],
+    operands: Sequence[Any],
+    aval: ir.Aval = None,
+    *,
+    detached: bool = False,
+) -> Any:
+    """A product of 16 bits with its carrier, as for `_evaluated`."""
     lhs, rhs, *rest = operands
     # JAX's transpose of a ragged dot takes no symbolic zero
     pinned, zeros = needs_barriers(form.low), form.is_ragged and not detached
@@ -374,27 +384,17 @@ def _scaled(
     operands: Sequence[Any],
     aval: ir.Aval = None,
 ) -> Any:
-    """A scaled product with its carrier; `pairs` are its operands in 8 bits, with their scales."""
+    """A scaled product with its carrier; `pairs` are its rounded operands, with their scales."""
+    assert form.scaled is not None
     lhs, rhs, *rest = operands
     dtype = form.low if form.rounds else form.dtype
-    out = scaled_product(build, form.primitive, form.items, pairs, dtype, aval)
+    if form.scaled.by_units:
+        out = block_product(build, form.primitive, form.items, pairs, dtype, form.scaled.lhs)
+    elif form.scaled.lhs.block:
+        aval = aval and ir.with_dtype(aval, form.sums_in)
+        return _multiplied(build, form, [low for (low,) in pairs], operands, aval)
+    else:
+        out = scaled_product(build, form.primitive, form.items, pairs, dtype, aval)
     if dtype != form.dtype:
         out = build.convert(out, form.dtype)
     return build.carry(form, build.detach(out), lhs, rhs, rest)
-
-
-def low_copy(build: ir.Builder, x: Any, precision: Precision, *, flat: bool = False) -> Any:
-    """A copy of a product's operand in a low format, which any number of products may share.
-
-    No derivative passes through it.
-
-    Args:
-        build: where its equations are added.
-        x: the operand.
-        precision: the format.
-        flat: whether it is brought into row-major order in memory, which XLA does not do for a
-            transpose.
-    """
-    low = x if x.aval.dtype == precision.dtype else build.convert(x, precision.dtype)
-    pinned = needs_barriers(precision.dtype)
-    return build.detach(low, pinned=pinned, flat=pinned and flat)

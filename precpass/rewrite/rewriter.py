@@ -338,9 +338,10 @@ def _exchanged(env: Env, eqn: ir.Eqn) -> Any:
 def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
     form = decision.product
     (lhs, rhs), (of_lhs, of_rhs) = form.recast_in_backward, form.low_cotangents
-    scaled = form.scaled and scaled_formats(form.scaled, form.cotangent, by_row=form.by_row)
+    formats = functools.partial(scaled_formats, by_row=form.by_row, by_units=form.by_units)
+    scaled = form.scaled and formats(form.scaled, form.cotangent)
     backward = [
-        scaled_formats(form.scaled, 0, by_row=form.by_row) if form.scaled and is_scaled else None
+        formats(form.scaled, 0) if form.scaled and is_scaled else None
         for is_scaled in form.scaled_cotangents
     ]
     if form.exchanged:
@@ -368,7 +369,7 @@ def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
 def _quantized(env: Env, eqn: ir.Eqn, scaled: ScaledFormats) -> list[Any]:
     roundings = scaled.roundings(ir.dot_numbers(eqn))
     return [
-        env.quantized_copy(v, *rounding) for v, rounding in zip(eqn.invars, roundings, strict=True)
+        env.quantized_copy(v, rounding) for v, rounding in zip(eqn.invars, roundings, strict=True)
     ]
 
 

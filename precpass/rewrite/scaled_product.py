@@ -24,21 +24,19 @@ from jax import lax
 
 from precpass import jaxpr as ir
 from precpass.policy.precision import Precision
+from precpass.rewrite.block_scaled import BlockRounding
 from precpass.rewrite.cpu_kernels import runnable
 from precpass.rewrite.dot_numbers import Numbers, kept
+from precpass.rewrite.scales import SMALLEST, power_of_two_scale, result_dims, spread
 
 __all__ = [
     "GivenRounding",
+    "Rounding",
     "ScaledFormats",
     "in_eight_bits",
-    "power_of_two_scale",
-    "quantized_copy",
     "scaled_formats",
     "scaled_product",
 ]
-
-_SMALLEST = 2.0**-100
-"""The smallest scale. Its inverse is finite, and what a smaller one would keep becomes zero."""
 
 
 class ScaledFormats(NamedTuple):
@@ -47,22 +45,31 @@ class ScaledFormats(NamedTuple):
     Attributes:
         lhs, rhs: the formats.
         by_row: whether float8 has a scale for each row or column. int8 always does.
+        by_units: whether a micro-scaled product is one that the device's units multiply
+            (`ProductForm.by_units`).
     """
 
     lhs: Precision
     rhs: Precision
     by_row: bool = False
+    by_units: bool = False
 
-    def roundings(self, numbers: Numbers) -> list[tuple[Precision, tuple[int, ...]]]:
-        """For each operand of a dot its format, and the dimensions along which it has one scale.
+    def roundings(self, numbers: Numbers) -> list[Rounding | BlockRounding]:
+        """How each operand of a dot is rounded.
 
         Args:
             numbers: the dot's dimension numbers.
         """
         return [
-            (precision, tuple(summed) if self.by_row or precision is Precision.INT8 else ())
+            self._rounding(precision, tuple(summed))
             for precision, summed in zip((self.lhs, self.rhs), numbers[0], strict=True)
         ]
+
+    def _rounding(self, precision: Precision, summed: tuple[int, ...]) -> Rounding | BlockRounding:
+        if precision.block:
+            return BlockRounding(precision, summed[-1:], self.by_units)
+        shares = self.by_row or precision is Precision.INT8
+        return Rounding(precision, summed if shares else ())
 
     def exchanged(self) -> ScaledFormats:
         """The formats of the product with exchanged operands."""
@@ -70,7 +77,11 @@ class ScaledFormats(NamedTuple):
 
 
 def scaled_formats(
-    precision: Precision, cotangent_side: int | None = None, *, by_row: bool = False
+    precision: Precision,
+    cotangent_side: int | None = None,
+    *,
+    by_row: bool = False,
+    by_units: bool = False,
 ) -> ScaledFormats:
     """The formats of a product that is to multiply in a precision of 8 bits.
 
@@ -78,33 +89,14 @@ def scaled_formats(
     take two operands in E5M2.
 
     Args:
-        precision: INT8, F8E4M3 or F8E5M2.
+        precision: one with `is_scaled`.
         cotangent_side: the operand that is a cotangent, in a product of a backward pass.
         by_row: as in `ScaledFormats`.
+        by_units: as in `ScaledFormats`.
     """
-    other = precision if precision is Precision.INT8 else Precision.F8E4M3
+    other = Precision.F8E4M3 if precision is Precision.F8E5M2 else precision
     pair = [precision if side == cotangent_side else other for side in (0, 1)]
-    return ScaledFormats(pair[0], pair[1], by_row)
-
-
-def quantized_copy(
-    build: ir.Builder | ir.Direct, x: Any, precision: Precision, summed: tuple[int, ...]
-) -> list[Any]:
-    """An operand of scaled products in 8 bits, and its scale; no derivative passes through them.
-
-    Args:
-        build: where its equations are added.
-        x: the operand.
-        precision: its format.
-        summed: the dimensions along which it has one scale; () for all.
-    """
-    rounding = _Rounding(precision, summed)
-    low, scale = build.call(lambda x: ir.scaling(rounding, x), [x], rounding)
-    # XLA:CPU is kept from folding a transpose into a product of int8, which then takes 3.4 to 5.4
-    # times as long as float32's.
-    is_matrix = len(low.aval.shape) <= 2
-    pinned = precision is Precision.INT8
-    return [build.detach(low, pinned=pinned, flat=pinned and is_matrix), scale]
+    return ScaledFormats(pair[0], pair[1], by_row, by_units)
 
 
 def scaled_product(
@@ -143,17 +135,24 @@ def scaled_product(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rounding:
-    """An array in 8 bits, and its scale; see `in_eight_bits`."""
+class Rounding:
+    """Rounds an array to 8 bits; see `in_eight_bits`.
+
+    Attributes:
+        precision: the format.
+        summed: the dimensions along which it has one scale; () for all.
+    """
 
     precision: Precision
     summed: tuple[int, ...]
 
-    def __call__(self, *arrays: Any, on_cpu: bool) -> list[Any]:
+    def __call__(self, *arrays: Any, platform: str) -> list[Any]:
+        """The array in 8 bits and its scale, as `ir.Arithmetic` says."""
         (x,) = arrays
-        return in_eight_bits(x, self.precision, self.summed, on_cpu=on_cpu)
+        return in_eight_bits(x, self.precision, self.summed, on_cpu=platform == "cpu")
 
     def avals(self, *operands: ir.Aval) -> list[ir.Aval]:
+        """As `ir.Arithmetic` says."""
         (x,) = operands
         shape = [1 if d in self.summed else size for d, size in enumerate(x.shape)]
         return [
@@ -173,14 +172,15 @@ class _Scaled:
     numbers: Numbers
     dtype: np.dtype[Any]
 
-    def __call__(self, *arrays: Any, on_cpu: bool) -> list[Any]:
+    def __call__(self, *arrays: Any, platform: str) -> list[Any]:
+        del platform
         sums, lhs, rhs = arrays
         wide = sums.astype(np.float32)
         if not lhs.ndim:
             return [(wide * (lhs * rhs)).astype(self.dtype)]
-        spread = [_spread(scale, wide, self.numbers, side) for side, scale in enumerate((lhs, rhs))]
+        both = [spread(scale, wide, self.numbers, side) for side, scale in enumerate((lhs, rhs))]
         # The scales first: one of them may be so large that the sums times it are not finite.
-        return [(wide * (spread[0] * spread[1])).astype(self.dtype)]
+        return [(wide * (both[0] * both[1])).astype(self.dtype)]
 
     def avals(self, *operands: ir.Aval) -> list[ir.Aval]:
         sums, *_ = operands
@@ -213,24 +213,6 @@ def in_eight_bits(
     return [(wide * (np.float32(1.0) / scale)).astype(precision.dtype), scale]
 
 
-def power_of_two_scale(largest: Any, most: Any) -> Any:
-    """The smallest power of two that brings magnitudes within a format's largest number.
-
-    Args:
-        largest: the largest magnitudes, float32 of any shape.
-        most: the format's largest number.
-
-    Returns:
-        For each of them a power of two that is at least 2^-100; 1 for zero, NaN for NaN.
-    """
-    share = largest * (np.float32(1.0) / np.float32(most))
-    near = lax.reduce_precision(share, 8, 0)
-    scale = jnp.where(near < share, near * np.float32(2.0), near)
-    scale = jnp.where(scale > 0, jnp.maximum(scale, np.float32(_SMALLEST)), np.float32(1.0))
-    # A comparison with NaN is false, and the scale of NaN is NaN.
-    return jnp.where(jnp.isnan(share), share, scale)
-
-
 @dataclasses.dataclass(frozen=True)
 class GivenRounding:
     """Rounds an array to 8 bits by a given scale.
@@ -247,10 +229,10 @@ class GivenRounding:
     precision: Precision
     scale_shape: tuple[Any, ...]
 
-    def __call__(self, *arrays: Any, on_cpu: bool) -> list[Any]:
+    def __call__(self, *arrays: Any, platform: str) -> list[Any]:
         """The array in 8 bits and the scale, of the array and a scalar, as `ir.Arithmetic` says."""
         x, scale = arrays
-        del on_cpu
+        del platform
         wide = x if x.dtype == np.float32 else ir.convert(x, np.float32)
         scaled, most = wide * (np.float32(1.0) / scale), np.float32(self.precision.max)
         clipped = jnp.clip(scaled, -most, most)
@@ -290,29 +272,11 @@ def _largest(x: Any, dims: tuple[int, ...], on_cpu: bool) -> Any:
 def _as_int8(wide: Any, summed: Sequence[int], on_cpu: bool) -> list[Any]:
     most = np.float32(Precision.INT8.max)
     largest = _largest(wide, tuple(summed), on_cpu)
-    is_small = largest < np.float32(_SMALLEST)
+    is_small = largest < np.float32(SMALLEST)
     inverse = jnp.where(is_small, np.float32(0.0), most / largest)
     # The largest magnitude becomes 127 times 1 and a few roundoffs, which is rounded to 127.
     whole = lax.round(wide * inverse, lax.RoundingMethod.TO_NEAREST_EVEN)
     return [whole.astype(np.int8), largest * np.float32(1.0 / most)]
-
-
-def _spread(scale: Any, wide: Any, numbers: Numbers, side: int) -> Any:
-    """The scale of one side, for each element of the product."""
-    dims = _result_dims(scale.ndim, wide.ndim, numbers, side)
-    summed, own_batch = numbers[0][side], numbers[1][side]
-    order = [*own_batch, *kept(scale.ndim, summed, own_batch), *summed]
-    ordered = lax.transpose(scale, order)
-    flat = lax.reshape(ordered, ordered.shape[: len(dims)])
-    return lax.broadcast_in_dim(flat, wide.shape, dims)
-
-
-def _result_dims(ndim: int, result_ndim: int, numbers: Numbers, side: int) -> tuple[int, ...]:
-    """The dimensions of a product that an operand's batch and free dimensions become, in order."""
-    batch = len(numbers[1][0])
-    free = ndim - len(numbers[0][side]) - batch
-    first = batch if side == 0 else result_ndim - free
-    return (*range(batch), *range(first, first + free))
 
 
 def _placed(
@@ -322,7 +286,7 @@ def _placed(
     ndim, summed, own_batch = scale.aval.ndim, numbers[0][side], numbers[1][side]
     if not ndim or sums.aval.sharding.mesh.empty:
         return scale
-    its_dims = _result_dims(ndim, sums.aval.ndim, numbers, side)
+    its_dims = result_dims(ndim, sums.aval.ndim, numbers, side)
     dims: list[int | None] = [None] * ndim
     for own, its in zip((*own_batch, *kept(ndim, summed, own_batch)), its_dims, strict=True):
         dims[own] = its

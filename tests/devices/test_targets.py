@@ -40,8 +40,8 @@ def test_a_gpus_configuration_is_that_of_its_kind():
 
 @pytest.mark.parametrize("call", [pp.inspect, pp.explain, pp.audit])
 def test_an_unknown_target_names_the_known_ones(call: object):
-    with pytest.raises(ValueError, match=r"unknown target 'b200'.*'h100'.*'tpu v6e'"):
-        call(jnp.sin, target="b200")  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ValueError, match=r"unknown target 'b300'.*'h100'.*'tpu v6e'"):
+        call(jnp.sin, target="b300")  # pyright: ignore[reportCallIssue]
 
 
 def sharded(*sizes: int, side: int = 16) -> jax.ShapeDtypeStruct:
@@ -160,13 +160,13 @@ def test_the_command_line_takes_a_target(tmp_path: Path):
     command = [sys.executable, "-m", "precpass", "diff", f"{file}:f", "--args", "f32[8,8]"]
     good = subprocess.run([*command, "--target", "h100"], capture_output=True, text=True)
     assert (good.returncode, "result in bf16" in good.stdout) == (0, True), good.stderr
-    bad = subprocess.run([*command, "--target", "b200"], capture_output=True, text=True)
+    bad = subprocess.run([*command, "--target", "b300"], capture_output=True, text=True)
     assert bad.returncode == 2
-    assert "precpass: unknown target 'b200'" in bad.stderr
+    assert "precpass: unknown target 'b300'" in bad.stderr
 
 
 def test_nothing_is_timed_on_a_target():
     with pytest.raises(ValueError, match=r"rounds=3 with a target: .*leave rounds out"):
         pp.compare(jnp.sin, "AlwaysF32", target="h100", rounds=3)
-    with pytest.raises(ValueError, match=r"unknown target 'b200'"):
-        pp.profile(jnp.sin, "AlwaysF32", target="b200")
+    with pytest.raises(ValueError, match=r"unknown target 'b300'"):
+        pp.profile(jnp.sin, "AlwaysF32", target="b300")

@@ -36,6 +36,9 @@ EIGHT_BITS = {
     Precision.F8E4M3: ("float8_e4m3fn", 448.0, 2.0**-6, 2.0**-4),
     Precision.F8E5M2: ("float8_e5m2", 57344.0, 2.0**-14, 2.0**-3),
     Precision.INT8: ("int8", 127.0, 1.0, 0.5 / 127),
+    # The elements of the OCP's Microscaling Formats Specification (2023).
+    Precision.MXFP8: ("float8_e4m3fn", 448.0, 2.0**-6, 2.0**-4),
+    Precision.NVFP4: ("float4_e2m1fn", 6.0, 1.0, 2.0**-2),
 }
 each_format = pytest.mark.parametrize("precision", FACTS)
 each_multiplication = pytest.mark.parametrize("precision", DIGITS)

@@ -15,24 +15,26 @@ from typing import Any, Protocol
 
 import jax
 import jax.extend.core as jex
+import numpy as np
 from jax import lax
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
 from precpass.jaxpr.types import Aval, Eqn
 
-__all__ = ["Arithmetic", "rounds_to_eight_bits", "scaling"]
+__all__ = ["Arithmetic", "rounds_operand", "rounds_to_eight_bits", "scaling", "without_derivative"]
 
 
 class Arithmetic(Protocol):
     """A function of arrays, as the primitive's hashable parameter; its text is shown in jaxprs."""
 
-    def __call__(self, *arrays: Any, on_cpu: bool) -> Sequence[Any]:
+    def __call__(self, *arrays: Any, platform: str) -> Sequence[Any]:
         """The results.
 
         Args:
             arrays: the operands.
-            on_cpu: whether XLA:CPU compiles it.
+            platform: JAX's name of the platform that it is lowered for: "cpu", "cuda", "rocm" or
+                "tpu".
         """
         ...
 
@@ -47,8 +49,18 @@ def scaling(arithmetic: Arithmetic, *operands: Any) -> list[Any]:
 
 
 def rounds_to_eight_bits(eqn: Eqn) -> bool:
-    """Whether an equation makes values of 8 bits, with their scale, from a product's operand."""
-    return eqn.primitive is scaling_p and eqn.outvars[0].aval.dtype.itemsize == 1
+    """Whether an equation makes values of 8 bits, with their scale, from a product's operand.
+
+    Those of micro-scaled products, which have many scales in a format of 8 bits, do not count.
+    """
+    results = [v.aval.dtype for v in eqn.outvars]
+    is_pair = eqn.primitive is scaling_p and len(results) == 2 and results[0].itemsize == 1
+    return is_pair and results[1] == np.float32
+
+
+def rounds_operand(eqn: Eqn) -> bool:
+    """Whether an equation makes what a scaled product multiplies of an operand, in any format."""
+    return eqn.primitive is scaling_p and (len(eqn.invars) == 1 or rounds_to_eight_bits(eqn))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,37 +70,47 @@ class _Mapped:
     each: Arithmetic
     dims: tuple[int | None, ...]
 
-    def __call__(self, *arrays: Any, on_cpu: bool) -> Sequence[Any]:
-        return jax.vmap(functools.partial(self.each, on_cpu=on_cpu), in_axes=self.dims)(*arrays)
+    def __call__(self, *arrays: Any, platform: str) -> Sequence[Any]:
+        each = functools.partial(self.each, platform=platform)
+        return jax.vmap(each, in_axes=self.dims)(*arrays)
 
     def avals(self, *operands: Aval) -> Sequence[Aval]:
-        return jax.make_jaxpr(functools.partial(self, on_cpu=True))(*operands).out_avals
+        return jax.make_jaxpr(functools.partial(self, platform="cpu"))(*operands).out_avals
 
     def __str__(self) -> str:
         return f"{self.each}, mapped"
 
 
-scaling_p = jex.Primitive("precpass_scaling")
-scaling_p.multiple_results = True
-scaling_p.def_impl(lambda *xs, arithmetic: list(arithmetic(*xs, on_cpu=True)))
-scaling_p.def_abstract_eval(lambda *avals, arithmetic: list(arithmetic.avals(*avals)))
+def without_derivative(name: str) -> Any:
+    """A new primitive that evaluates its parameter `arithmetic`, and whose derivative is zero."""
+    primitive = jex.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(functools.partial(_results, platform="cpu"))
+    primitive.def_abstract_eval(lambda *avals, arithmetic, **_: list(arithmetic.avals(*avals)))
+    mlir.register_lowering(primitive, _lowering("cpu"))
+    for platform in ("cuda", "rocm", "tpu"):
+        mlir.register_lowering(primitive, _lowering(platform), platform=platform)
+
+    def jvp(primals: Any, _tangents: Any, **params: Any) -> Any:
+        out = primitive.bind(*primals, **params)
+        return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
+
+    def taylor(primals: Any, series: Any, **params: Any) -> Any:
+        out = primitive.bind(*primals, **params)
+        return out, [[lax.full_like(x, 0)] * len(series[0]) for x in out]
+
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = lambda _cotangents, *xs, **_params: [None] * len(xs)
+    jet.jet_rules[primitive] = taylor
+    return primitive
 
 
-def _lowering(*, on_cpu: bool) -> Any:
-    def lowered(*xs: Any, arithmetic: Arithmetic) -> Any:
-        return list(arithmetic(*xs, on_cpu=on_cpu))
-
-    return mlir.lower_fun(lowered, multiple_results=True)
+def _results(*xs: Any, arithmetic: Arithmetic, platform: str, **_params: Any) -> list[Any]:
+    return list(arithmetic(*xs, platform=platform))
 
 
-mlir.register_lowering(scaling_p, _lowering(on_cpu=True))
-for _platform in ("gpu", "tpu"):
-    mlir.register_lowering(scaling_p, _lowering(on_cpu=False), platform=_platform)
-
-
-def _jvp(primals: Any, _tangents: Any, *, arithmetic: Arithmetic) -> Any:
-    out = scaling(arithmetic, *primals)
-    return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
+def _lowering(platform: str) -> Any:
+    return mlir.lower_fun(functools.partial(_results, platform=platform), multiple_results=True)
 
 
 def _batch(operands: Any, dims: Any, *, arithmetic: Arithmetic) -> Any:
@@ -96,12 +118,5 @@ def _batch(operands: Any, dims: Any, *, arithmetic: Arithmetic) -> Any:
     return out, [0] * len(out)
 
 
-def _taylor(primals: Any, series: Any, *, arithmetic: Arithmetic) -> Any:
-    out = scaling(arithmetic, *primals)
-    return out, [[lax.full_like(x, 0)] * len(series[0]) for x in out]
-
-
-ad.primitive_jvps[scaling_p] = _jvp
-ad.primitive_transposes[scaling_p] = lambda _cotangents, *xs, **_params: [None] * len(xs)
+scaling_p = without_derivative("precpass_scaling")
 batching.primitive_batchers[scaling_p] = _batch
-jet.jet_rules[scaling_p] = _taylor

@@ -178,7 +178,7 @@ def _row(step: ir.Ran, reads: bool) -> dict[str, Any]:
 
 def _lost_in_eight_bits(step: ir.Ran) -> Any:
     """The number of values that a scaled product's operand loses to zero by its rounding."""
-    if not ir.rounds_to_eight_bits(step.eqn):
+    if not ir.rounds_operand(step.eqn):
         return np.int32(0)
     given, low = _bits(step.operands[0]), _bits(step.results[0])
     return _reduced([((low == 0) & (given > 0) & (given < INFINITY), "sum")])[0]

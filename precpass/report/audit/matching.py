@@ -153,6 +153,8 @@ def _shared(name: str, other: str) -> int:
 
 
 PRODUCTS = frozenset({"dot", "convolution", "ragged-dot", "scaled-dot"})
+_BLOCK_PRODUCT = "__op$block_scaled_dot"
+"""The custom call that `jax.nn.scaled_matmul` is lowered to for an NVIDIA GPU."""
 
 MOVES = frozenset(
     ("bitcast", "broadcast", "copy", "opt-barrier", "reshape", "reverse", "slice", "transpose")
@@ -201,7 +203,9 @@ def entries(
 
 def is_product(placed: Placed) -> bool:
     """Whether an instruction is a product of floating operands, or of two in int8."""
-    return placed.instruction.opcode in PRODUCTS and len(factors(placed)) == 2
+    instruction = placed.instruction
+    is_planned = instruction.opcode in PRODUCTS or instruction.target == _BLOCK_PRODUCT
+    return is_planned and len(factors(placed)) == 2
 
 
 def sizes(placed: Placed) -> tuple[int, ...]:
