@@ -111,8 +111,8 @@ def test_a_plan_for_a_target_is_locked_and_checked(model, capsys):
     status, _, err = ran(capsys, "check", *given, "h100", "--plan", "h100.precision.json")
     assert (status, err) == (0, "")
     for name in ("lock", "check"):
-        status, out, err = ran(capsys, name, *given, "b200", *MORE.get(name, []))
-        assert (status, out) == (2, "") and "unknown target 'b200'" in err
+        status, out, err = ran(capsys, name, *given, "b300", *MORE.get(name, []))
+        assert (status, out) == (2, "") and "unknown target 'b300'" in err
 
 
 def test_the_json_in_the_documentation_is_that_of_the_commands():
@@ -180,8 +180,8 @@ def test_profile_takes_shapes_and_names_of_devices(model, capsys):
     found = json.loads(out)
     assert status == 0 and [of["aliases"][0] for of in found["peaks"]] == ["h100", "v5e"]
     assert [row["gain_h100"] for row in found["rows"]] == [1.0, pytest.approx(2.0, rel=0.05)]
-    status, out, err = ran(capsys, "profile", *given, "--devices", "b200")
-    assert (status, out) == (2, "") and "unknown device 'b200': legal are 'a100-40gb'" in err
+    status, out, err = ran(capsys, "profile", *given, "--devices", "b300")
+    assert (status, out) == (2, "") and "unknown device 'b300': legal are 'a100-40gb'" in err
 
 
 def test_audit_is_zero_where_xla_does_as_planned_and_one_elsewhere(model, capsys):

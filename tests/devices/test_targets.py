@@ -66,7 +66,7 @@ def test_a_topology_has_the_devices_that_its_name_says():
     assert target_of("tpu v5e:4x4") == target_of("TPU-v5e:4x4")
     assert target_of("tpu v5e:4x4").device_kind == TARGETS["tpu v5e"].device_kind
     assert target_of("h100:1") is target_of("h100:1x1") is TARGETS["h100"]  # one device
-    for unknown in ("h100:0", "h100:", "b200:8", "tpu v5e:4xx4", "h100:many"):
+    for unknown in ("h100:0", "h100:", "b300:8", "tpu v5e:4xx4", "h100:many"):
         with pytest.raises(ValueError, match=rf"unknown target '{unknown}'.*'tpu v5e:4x4'"):
             target_of(unknown)
 

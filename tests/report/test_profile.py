@@ -191,7 +191,7 @@ def test_none_for_the_devices_is_the_default():
         (3, {}, (TypeError, ValueError), "3"),
         ([("a", "c=bf16"), ("a", "c=f16")], {}, ValueError, "profile: the name 'a' is given twice"),
         ({1: "c=bf16"}, {}, TypeError, "profile: a dict has the rows' names as its keys, not 1"),
-        (BOTH, {"devices": "b200"}, ValueError, "unknown device 'b200': legal are 'a100-40gb'"),
+        (BOTH, {"devices": "b300"}, ValueError, "unknown device 'b300': legal are 'a100-40gb'"),
         (BOTH, {"devices": ("h100", "x")}, ValueError, "unknown device 'x': legal are"),
         (BOTH, {"rounds": -1}, ValueError, "rounds=-1: a whole number"),
         (BOTH, {"rounds": True}, ValueError, "rounds=True: a whole number"),

@@ -328,5 +328,5 @@ def test_a_plan_is_expected_of_a_target(tmp_path: Path):
     assert_plan(fn, args, tmp_path / "h100.precision.json", target="h100")
     with pytest.raises(AssertionError, match="in f32, not f16 as it was saved"):
         assert_plan(fn, args, tmp_path / "h100.precision.json", target="tpu v5e")
-    with pytest.raises(ValueError, match="unknown target 'b200'"):
-        assert_precision(fn, args, {"dot_general": "f16"}, target="b200")
+    with pytest.raises(ValueError, match="unknown target 'b300'"):
+        assert_precision(fn, args, {"dot_general": "f16"}, target="b300")
