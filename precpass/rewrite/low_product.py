@@ -27,11 +27,11 @@ from jax import lax
 from precpass import jaxpr as ir
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.precision import Precision
-from precpass.rewrite.block_scaled import block_product
-from precpass.rewrite.copies import quantized_copy
-from precpass.rewrite.cpu_kernels import needs_barriers, runnable
+from precpass.rewrite.cpu_kernels import needs_barriers
 from precpass.rewrite.dot_numbers import Numbers, batched, transposed
-from precpass.rewrite.scaled_product import ScaledFormats, scaled_product
+from precpass.rewrite.product_equations import evaluated
+from precpass.rewrite.product_equations import scaled as evaluate_scaled
+from precpass.rewrite.scaled_product import Rounding, ScaledFormats
 
 __all__ = ["Bilinear", "lowered"]
 
@@ -56,6 +56,9 @@ class Bilinear(ir.Form):
             The derivative reads them instead of making its own.
         rounds: whether its kernel rounds its result to the low format (`ProductForm.low_result`).
         low_cotangents: as in `ProductForm`.
+        rounded: for each operand, whether its 8 bits and their scale are among the carrier's
+            operands, behind those that the equation itself reads. The product that makes the other
+            operand's cotangent reads them.
         scaled: the formats of a scaled product; its `low` format is that of what surrounds it.
         scaled_cotangents: for each operand the formats of the scaled product of a cotangent and the
             other operand, which makes its cotangent; None for a product of 16 bits.
@@ -71,6 +74,7 @@ class Bilinear(ir.Form):
     copied: bool = False
     rounds: bool = False
     low_cotangents: tuple[bool, bool] = (False, False)
+    rounded: tuple[bool, bool] = (False, False)
     scaled: ScaledFormats | None = None
     scaled_cotangents: _Backward = (None, None)
 
@@ -111,20 +115,40 @@ class Bilinear(ir.Form):
 
     def bare(self) -> Bilinear:
         """The form without the attributes that only hold for its present operands."""
+        none = False, False
         return dataclasses.replace(
-            self, kept=None, recast=(False, False), copied=False, scaled=None
+            self, kept=None, recast=none, copied=False, rounded=none, scaled=None
         )
 
     def others(self, rest: Sequence[Any]) -> Sequence[Any]:
         """Those operands behind the first two that the equation itself reads."""
-        count = len(rest) - (self.kept is not None) - 2 * self.copied
-        return rest[:count]
+        return rest[: self._copies_from(rest) - 2 * sum(self.rounded)]
+
+    def _copies_from(self, operands: Sequence[Any]) -> int:
+        """The position of the low copies, which are the last operands but for kept bits."""
+        return len(operands) - (self.kept is not None) - 2 * self.copied
+
+    def _rounded_operand(self, rest: Sequence[Any], side: int) -> Sequence[Any] | None:
+        """The 8 bits of an operand with their scale; None if they are not among the operands."""
+        if not self.rounded[side]:
+            return None
+        both = rest[self._copies_from(rest) - 2 * sum(self.rounded) : self._copies_from(rest)]
+        return both[:2] if side == 0 else both[-2:]
 
     def without_copies(self, operands: Sequence[Any]) -> tuple[Bilinear, Sequence[Any]]:
         """The form and its operands, without the low copies of the operands."""
-        if not self.copied:
+        form, operands = self.without_rounded(operands)
+        if not form.copied:
+            return form, operands
+        return dataclasses.replace(form, copied=False), operands[:-2]
+
+    def without_rounded(self, operands: Sequence[Any]) -> tuple[Bilinear, Sequence[Any]]:
+        """The form and its operands, without the operands' 8 bits and scales."""
+        if not any(self.rounded):
             return self, operands
-        return dataclasses.replace(self, copied=False), operands[:-2]
+        end = self._copies_from(operands)
+        kept = [*operands[: end - 2 * sum(self.rounded)], *operands[end:]]
+        return dataclasses.replace(self, rounded=(False, False)), kept
 
     def tangent(self, tangent: Any, other: Any, rest: Sequence[Any], side: int) -> Any:
         """The low product with `tangent` in the place of operand `side`.
@@ -149,12 +173,15 @@ class Bilinear(ir.Form):
         flat = pinned and tangent.ndim <= 2  # see `Env.out_of_order`
         pair = [ir.detach(_as(self.low, tangent), pinned=pinned, flat=flat), low]
         wide = [*_ordered([tangent, low], side), *self.others(rest)]
+        shared = self._rounded_operand(rest, 1 - side) if self.scaled_cotangents[side] else None
+        wide += shared or ()
         keeps_bits = pinned and ir.WIDENS_STACKS
         if keeps_bits:
             wide.append(ir.bits(low))
         kept = 1 - side if keeps_bits else None
         # A tangent's product is not scaled: it is to be linear, and a largest magnitude is not.
-        form = dataclasses.replace(self.bare(), kept=kept)
+        rounded = (False, shared is not None)[:: 1 if side == 0 else -1]
+        form = dataclasses.replace(self.bare(), kept=kept, rounded=rounded)
         return form.evaluated(_ordered(pair, side), wide)
 
     def cotangent(
@@ -180,6 +207,7 @@ class Bilinear(ir.Form):
         rounds, never = self.low_cotangents[side], (False, False)
         formats = self.scaled_cotangents[side]
         scaled = formats if formats is None or dot.side == 0 else formats.exchanged()
+        shared = self._rounded_operand(rest, 1 - side) if formats else None
         form = dataclasses.replace(
             like.bare(),
             dtype=cotangent.dtype,
@@ -188,7 +216,9 @@ class Bilinear(ir.Form):
             scaled=scaled,
             scaled_cotangents=(None, None),
         )
-        out = form.lowered(_ordered([cotangent, other], dot.side))
+        out = form.lowered(
+            _ordered([cotangent, other], dot.side), _ordered([None, shared], dot.side)
+        )
         return _as(aval.dtype, out if dot.order is None else lax.transpose(out, dot.order))
 
     def _as_jax_transposes(
@@ -215,19 +245,26 @@ class Bilinear(ir.Form):
         jaxpr = ir.trace(low_transpose, *(jax.typeof(x).update(dtype=self.low) for x in given))
         return _as(aval.dtype, ir.one_by_one(jaxpr, given, apply)[0])
 
-    def lowered(self, operands: Sequence[Any]) -> Any:
-        """The product of two operands, each in 16 bits or float32, and of the operands behind."""
+    def lowered(self, operands: Sequence[Any], rounded: Sequence[Any] = (None, None)) -> Any:
+        """The product of two operands, each in 16 bits or float32, and of the operands behind.
+
+        Args:
+            operands: they.
+            rounded: as for `evaluated`.
+        """
         pinned = needs_barriers(self.low)
         pair = [
             x if x.dtype == self.low else ir.detach(_as(self.low, x), pinned=pinned, flat=pinned)
             for x in operands[:2]
         ]
-        return self.evaluated(pair, operands)
+        return self.evaluated(pair, operands, rounded)
 
-    def evaluated(self, pair: Sequence[Any], operands: Sequence[Any]) -> Any:
+    def evaluated(
+        self, pair: Sequence[Any], operands: Sequence[Any], rounded: Sequence[Any] = (None, None)
+    ) -> Any:
         """The product of low operands, with the derivative that passes through `operands`."""
         build = ir.Direct(called=self.is_ragged)
-        return _evaluated(build, self, pair, operands, detached=True)
+        return evaluated(build, self, pair, operands, detached=True, rounded=rounded)
 
     def _rounded(self, pair: Sequence[Any], rest: Sequence[Any]) -> Any:
         """The product with a result in its operands' low dtype, which JAX can transpose."""
@@ -316,85 +353,22 @@ def lowered(
         scaled=scaled,
         scaled_cotangents=scaled_cotangents,
     )
-    all_operands = [*operands, *low_operands]
     if scaled is not None:
-        return _scaled(build, form, quantized_operands, all_operands, eqn.outvars[0].aval)
+        form = dataclasses.replace(form, rounded=_shared(form, scaled))
+        pairs = zip(form.rounded, quantized_operands, strict=True)
+        shared = [x for is_shared, pair in pairs if is_shared for x in pair]
+        every = [*operands, *shared, *low_operands]
+        return evaluate_scaled(build, form, quantized_operands, every, eqn.outvars[0].aval)
     aval = ir.with_dtype(eqn.outvars[0].aval, form.sums_in)
-    return _evaluated(build, form, low_operands, all_operands, aval)
+    return evaluated(build, form, low_operands, [*operands, *low_operands], aval)
 
 
-def _evaluated(
-    build: ir.Builder | ir.Direct,
-    form: Bilinear,
-    low_operands: Sequence[Any],
-    operands: Sequence[Any],
-    aval: ir.Aval = None,
-    *,
-    detached: bool = False,
-) -> Any:
-    """A product with its carrier.
-
-    Args:
-        build: where its equations are added.
-        form: the product.
-        low_operands: its two data operands in the low format.
-        operands: all its operands; the derivative passes through the first two.
-        aval: the aval of the low operands' product; a `Direct` needs none.
-        detached: whether to detach the product from derivatives through the low operands.
-    """
-    if form.scaled is not None:
-        roundings = form.scaled.roundings(form.numbers)
-        pairs = [
-            quantized_copy(build, x, rounding)
-            for x, rounding in zip(operands[:2], roundings, strict=True)
-        ]
-        return _scaled(build, form, pairs, operands)
-    return _multiplied(build, form, low_operands, operands, aval, detached=detached)
-
-
-def _multiplied(
-    build: ir.Builder | ir.Direct,
-    form: Bilinear,
-    low_operands: Sequence[Any],
-    operands: Sequence[Any],
-    aval: ir.Aval = None,
-    *,
-    detached: bool = False,
-) -> Any:
-    """A product of 16 bits with its carrier, as for `_evaluated`."""
-    lhs, rhs, *rest = operands
-    # JAX's transpose of a ragged dot takes no symbolic zero
-    pinned, zeros = needs_barriers(form.low), form.is_ragged and not detached
-    runs = pinned and form.is_dot
-    pair, params = runnable(build, form.numbers, low_operands) if runs else (low_operands, {})
-    sums_in = form.sums_in
-    params = {**dict(form.items), **params, "preferred_element_type": sums_in}
-    out = build.emit(form.primitive, [*pair, *form.others(rest)], params, aval)
-    if sums_in != form.dtype:
-        out = build.convert(out, form.dtype)
-    if pinned or zeros or detached:
-        out = build.detach(out, pinned=pinned, zeros=zeros)
-    return build.carry(form, out, lhs, rhs, rest)
-
-
-def _scaled(
-    build: ir.Builder | ir.Direct,
-    form: Bilinear,
-    pairs: Sequence[Sequence[Any]],
-    operands: Sequence[Any],
-    aval: ir.Aval = None,
-) -> Any:
-    """A scaled product with its carrier; `pairs` are its rounded operands, with their scales."""
-    assert form.scaled is not None
-    lhs, rhs, *rest = operands
-    dtype = form.low if form.rounds else form.dtype
-    if form.scaled.by_units:
-        out = block_product(build, form.primitive, form.items, pairs, dtype, form.scaled.lhs)
-    elif form.scaled.lhs.block:
-        aval = aval and ir.with_dtype(aval, form.sums_in)
-        return _multiplied(build, form, [low for (low,) in pairs], operands, aval)
-    else:
-        out = scaled_product(build, form.primitive, form.items, pairs, dtype, aval)
-    if dtype != form.dtype:
-        out = build.convert(out, form.dtype)
-    return build.carry(form, build.detach(out), lhs, rhs, rest)
+def _shared(form: Bilinear, scaled: ScaledFormats) -> tuple[bool, bool]:
+    """For each operand, whether the other one's cotangent is made of its same 8 bits."""
+    shared = [
+        formats is not None and rounding == Rounding(formats.rhs, ()) and not formats.by_row
+        for rounding, formats in zip(
+            scaled.roundings(form.numbers), form.scaled_cotangents[::-1], strict=True
+        )
+    ]
+    return shared[0], shared[1]

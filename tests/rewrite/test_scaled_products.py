@@ -334,3 +334,57 @@ def test_a_value_that_several_products_read_is_rounded_once():
         jaxpr = jax.make_jaxpr(pp.auto_mixed(twice, ordered(precision)))(W, X)
         made = [v.aval.dtype for e in named(jaxpr, "precpass_scaling") for v in e.outvars]
         assert sum(dtype.itemsize == 1 for dtype in made) == copies, precision
+
+
+def rounded_to_eight_bits(fn, *args):
+    """The shapes of what the equations of a function round to 8 bits."""
+    found = named(jax.make_jaxpr(fn)(*args), "precpass_scaling")
+    return [e.outvars[0].aval.shape for e in found if e.outvars[0].aval.dtype.itemsize == 1]
+
+
+def test_a_backward_pass_reads_the_8_bits_of_the_forward_pass():
+    """In one scale for an array they are the same; int8's rows and float8's rows are not."""
+    x, w = normal_array(5, 8, 16), normal_array(6, 16, 24)
+
+    def fn(x, w):
+        return jnp.square(x @ w).sum()
+
+    for precision in ("f8e4m3", "f8e5m2"):
+        mixed = pp.auto_mixed(fn, ordered(precision))
+        # The cotangent of x @ w is rounded for each of the two products that read it.
+        rounded = rounded_to_eight_bits(jax.grad(mixed, (0, 1)), x, w)
+        assert sorted(rounded) == [(8, 16), (8, 24), (8, 24), (16, 24)], precision
+        both = pp.auto_mixed(jax.grad(fn, (0, 1)), ordered(precision))(x, w)
+        assert rel_error(jax.grad(mixed, (0, 1))(x, w), both) < 1e-6
+    by_row = pp.auto_mixed(fn, ordered("f8e4m3").with_scales("row"))
+    assert len(rounded_to_eight_bits(jax.grad(by_row, (0, 1)), x, w)) == 6
+    mixed = pp.auto_mixed(fn, ordered("f8e4m3"))
+    mapped = jax.vmap(jax.grad(mixed, (0, 1)), (0, None))(jnp.stack([x, 2 * x]), w)
+    assert rel_error([g[0] for g in mapped], jax.grad(mixed, (0, 1))(x, w)) < 1e-6
+
+
+def test_weights_of_8_bits_are_not_rounded_again_in_a_backward_pass():
+    ws, x = [normal_array(i, 256, 256) / 16 for i in range(4)], normal_array(9, 256, 256)
+
+    def fn(x, ws):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.square(x).sum()
+
+    small = pp.quantized(lambda ws, x: fn(x, ws), "AutoMixedF8")(ws, x)
+    gradient = jax.grad(pp.auto_mixed(fn, "AutoMixedF8"))
+    # Two layers have 8 bits: forward their inputs are rounded, backward their cotangents.
+    assert len(rounded_to_eight_bits(gradient, x, small)) == 4
+    assert rel_error(gradient(x, small), jax.grad(fn)(x, ws)) < 0.15
+
+
+def test_a_loop_saves_8_bits_for_its_backward_pass():
+    ws = jnp.stack([normal_array(i, 32, 32) / 6 for i in range(3)])
+    x = normal_array(9, 8, 32)
+
+    def fn(ws, x):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0].sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(pp.auto_mixed(fn, ordered("fp8"))))(ws, x)
+    saved = [v.aval for e in named(jaxpr, "scan") for v in e.outvars]
+    assert {a.shape for a in saved if a.dtype == jnp.float8_e4m3fn} == {(3, 8, 32), (3, 32, 32)}

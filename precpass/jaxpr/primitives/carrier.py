@@ -55,6 +55,10 @@ class Form(Protocol):
         """
         return self, operands
 
+    def without_rounded(self, operands: Sequence[Any]) -> tuple[Form, Sequence[Any]]:
+        """The form and its operands without those that only hold for one example of a vmap."""
+        return self, operands
+
     def batched(self, avals: Sequence[Aval], dims: Sequence[int | None]) -> tuple[Form, int | None]:
         """The product under a vmap, and the batch dimension of its result.
 
@@ -148,6 +152,8 @@ def _batch(
     operands: Sequence[Any], dims: Sequence[int | None], *, form: Form, batched: Batched
 ) -> Any:
     out, out_dim = operands[0], dims[0]
+    _, dims = form.without_rounded(dims)
+    form, operands = form.without_rounded(operands)
     if out_dim is None:
         sizes = (x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
         out, out_dim = lax.broadcast(out, (next(sizes),)), 0
