@@ -154,6 +154,31 @@ def of_micro_scales() -> dict[str, Any]:
     return {"columns": heads, "rows": rows}
 
 
+def of_loops() -> dict[str, Any]:
+    """A table of the gradient of six layers in a scan, from either side of the pass."""
+
+    def loss(ws: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, ws)[0].sum()
+
+    args = jax.ShapeDtypeStruct((6, *WEIGHT), jnp.float32), jax.ShapeDtypeStruct(SHAPE, jnp.float32)
+    rows: list[list[Any]] = []
+    for target in ("tpu 7x", "h100"):
+        base = None
+        for policy in ("AutoMixedBf16", "AutoMixedF8"):
+            row: list[Any] = [target, policy]
+            for fn in (
+                jax.grad(pp.auto_mixed(loss, policy)),
+                pp.auto_mixed(jax.grad(loss), policy),
+            ):
+                found = figures(target, fn, *args)
+                base = base or found
+                row += [round(a / b, 2) for a, b in zip(found, base, strict=True)]
+            rows.append([*row[:2], TARGETS[target], *row[2:]])
+    heads = ["gradient of six layers in a scan for", "under", "figure"]
+    heads += ["grad(auto)", "its temp", "auto(grad)", "its temp"]
+    return {"columns": heads, "rows": rows}
+
+
 def compiled_part() -> dict[str, Any]:
     """A product, and six layers of its size, as they are compiled for `TARGETS`."""
     x = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
@@ -195,7 +220,13 @@ def compiled_part() -> dict[str, Any]:
     heads += ["with delayed scaling", "with scales ready"]
     heads += ["their temp", "temp, delayed", "temp, ready"]
     title = f"Compiled for devices that are not there, jax {jax.__version__}, {today()}"
-    tables = [{"columns": heads, "rows": rows}, of_large(), of_micro_scales(), of_blocks()]
+    tables = [
+        {"columns": heads, "rows": rows},
+        of_large(),
+        of_loops(),
+        of_micro_scales(),
+        of_blocks(),
+    ]
     return {"title": title, "tables": tables}
 
 
