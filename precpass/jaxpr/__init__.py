@@ -60,6 +60,7 @@ from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
 from precpass.jaxpr.dequantizing import dequantized_inside
 from precpass.jaxpr.direct import Direct
 from precpass.jaxpr.dots import (
+    block_position,
     dot_numbers,
     exchanged,
     exchanged_order,
@@ -185,6 +186,7 @@ __all__ = [
     "bind_shard_map",
     "bits",
     "block_format",
+    "block_position",
     "block_product",
     "bodies",
     "border_copy_aval",

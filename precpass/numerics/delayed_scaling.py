@@ -122,7 +122,7 @@ def delayed_scaling(
         TypeError: in a call through which a derivative is taken, or without `DelayedScales`.
 
     Warns:
-        PrecisionWarning: in `init`, if the program has no products in 8 bits.
+        PrecisionWarning: in `init`, if the program has no products in int8 or float8.
 
     Examples:
         >>> def layers(ws, x):
@@ -174,8 +174,8 @@ class DelayedScaling(Generic[P, R]):
         scales = run((), (*self._owner, *given), kwargs)[1]
         if not scales.places:
             warnings.warn(
-                f"delayed_scaling: {getattr(self, '__name__', 'the function')} has no products in "
-                "8 bits here: explain says why",
+                f"delayed_scaling: {getattr(self, '__name__', 'the function')} has no products "
+                "in int8, f8e4m3 or f8e5m2 here: explain says why",
                 PrecisionWarning,
                 stacklevel=2,
             )

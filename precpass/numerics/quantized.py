@@ -290,10 +290,10 @@ def _place(atom: Any, places: dict[Any, _Place]) -> _Place | None:
 def _by_product(eqn: Any, form: ProductForm) -> list[_Reading]:
     assert form.scaled is not None
     formats = scaled_formats(form.scaled, form.cotangent, by_row=form.by_row)
-    numbers = ir.dot_numbers(eqn)
+    numbers, avals = ir.dot_numbers(eqn), [v.aval for v in eqn.invars]
     return [
         _Reading(rounding.precision, tuple(sorted(rounding.summed)), tuple(summed))
-        for rounding, summed in zip(formats.roundings(numbers), numbers[0], strict=True)
+        for rounding, summed in zip(formats.roundings(numbers, avals), numbers[0], strict=True)
     ]
 
 

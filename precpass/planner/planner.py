@@ -267,7 +267,7 @@ class Planner:
         against = ""
         if not has_scaled_form(eqn, scaled):
             against = (
-                f"its summed dimension is no multiple of {scaled.block}, or it is no dot"
+                f"it is no dot that sums over whole blocks of {scaled.block} on each device"
                 if scaled.block
                 else "it is no dot, or one with empty sides, or 32 bits might not hold its sums"
             )

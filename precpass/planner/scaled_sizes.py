@@ -33,16 +33,16 @@ def has_scaled_form(eqn: ir.Eqn, precision: Precision) -> bool:
     """Whether an equation can be evaluated as a scaled product.
 
     It is a dot without an empty dimension, and an int32 can hold its sums, whose number is known.
-    For a micro-scaled format the last dimension that it sums over consists of whole blocks.
+    For a micro-scaled format a dimension that it sums over consists of whole blocks on each device.
     """
     numbers = ir.dot_numbers(eqn)
     if numbers is None or any(size == 0 for v in eqn.invars for size in _known(v.aval.shape)):
         return False
+    if precision.block:
+        return ir.block_position(numbers, [v.aval for v in eqn.invars], precision.block) is not None
     summed = [eqn.invars[0].aval.shape[d] for d in numbers[0][0]]
     if len(_known(summed)) < len(summed):
         return False
-    if precision.block:
-        return bool(summed) and summed[-1] % precision.block == 0
     return precision is not Precision.INT8 or math.prod(summed) <= _LARGEST_SUM
 
 
@@ -51,17 +51,25 @@ def cotangents_have_scaled_form(eqn: ir.Eqn, precision: Precision) -> tuple[bool
 
     That product sums over the dimensions that the other operand keeps.
     """
+    if not precision.block:
+        return True, True
     summed, batch = ir.dot_numbers(eqn)
-    shapes = [v.aval.shape for v in eqn.invars]
-    last = [
-        [size for d, size in enumerate(shape) if d not in (*summed[side], *batch[side])][-1:]
-        for side, shape in enumerate(shapes)
-    ]
-    lhs, rhs = (
-        not precision.block or (len(_known(size)) == 1 and _known(size)[0] % precision.block == 0)
-        for size in last
+    lhs, rhs = (v.aval for v in eqn.invars)
+    out = eqn.outvars[0].aval
+    of_lhs, of_rhs = (
+        tuple(d for d in range(aval.ndim) if d not in (*summed[side], *batch[side]))
+        for side, aval in enumerate((lhs, rhs))
     )
-    return rhs, lhs
+    first, last = (
+        range(len(batch[0]), out.ndim - len(of_rhs)),
+        range(out.ndim - len(of_rhs), out.ndim),
+    )
+
+    def has_blocks(in_out: Sequence[int], other: ir.Aval, kept: Sequence[int]) -> bool:
+        numbers = (in_out, kept), ((), ())
+        return ir.block_position(numbers, (out, other), precision.block) is not None
+
+    return has_blocks(last, rhs, of_rhs), has_blocks(first, lhs, of_lhs)
 
 
 def _known(sizes: Sequence[Any]) -> list[int]:

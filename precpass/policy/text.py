@@ -47,8 +47,8 @@ def parsed(value: Any) -> PrecisionPolicy:
 def _legal_policies() -> str:
     return (
         f"Legal are {', '.join(PRESETS | EIGHT_BIT_PRESETS)}, the precision of products ('bf16', "
-        "jnp.float16), a string such as 'p=f32,c=bf16,o=f32', and Custom({OpKind.COMPUTE: 'bf16', "
-        "...})."
+        "'mxfp8', jnp.float16), a string such as 'p=f32,c=bf16,o=f32', and "
+        "Custom({OpKind.COMPUTE: 'bf16', ...})."
     )
 
 

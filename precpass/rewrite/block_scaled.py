@@ -33,12 +33,14 @@ from jax import lax
 
 from precpass import jaxpr as ir
 from precpass.policy.precision import Precision
+from precpass.rewrite.cpu_kernels import runnable
 from precpass.rewrite.dot_numbers import Numbers, batched, kept
 from precpass.rewrite.scales import power_of_two_scale, spread
 
 __all__ = ["BlockRounding", "block_product", "in_blocks"]
 
 _BF16 = Precision.BF16.dtype
+_MOST = np.float32(Precision.BF16.max)
 _SCALES = {
     Precision.MXFP8: np.dtype(ml_dtypes.float8_e8m0fnu),
     Precision.NVFP4: Precision.F8E4M3.dtype,
@@ -69,7 +71,7 @@ class BlockRounding:
         if not self.by_units:
             # XLA leaves out a cast to a narrow format and back.
             values = _nearest(quotients, self.precision) * (scales * whole)
-            return [lax.reshape(values.astype(_BF16), x.shape)]
+            return [lax.reshape(_as_bfloat16(values), x.shape)]
         values = lax.reshape(quotients.astype(self.precision.dtype), x.shape)
         each = lax.squeeze(scales, [dim + 1])
         results = [values, each.astype(_SCALES[self.precision])]
@@ -228,32 +230,39 @@ class _BlockProduct:
     def __call__(self, *arrays: Any, platform: str) -> list[Any]:
         sides = arrays[::2], arrays[1::2]
         if platform != "cuda":
-            return [self._dot(*(_in_bfloat16(*side) for side in sides))]
-        operands = [self._rows(side, x) for side, pair in enumerate(sides) for x in pair[:2]]
-        (lhs, of_lhs, rhs, of_rhs) = operands
+            pair, params = [_in_bfloat16(*side) for side in sides], dict[str, Any]()
+            if platform == "cpu":
+                pair, params = runnable(ir.Direct(), self.numbers, list(map(_pinned, pair)))
+            return [_pinned(self._dot(*pair, **params))]
+        (lhs, of_lhs), (rhs, of_rhs) = (
+            [self._rows(side, x, _block_dim(*pair[:2])) for x in pair[:2]]
+            for side, pair in enumerate(sides)
+        )
         flat = jax.nn.scaled_matmul(lhs, rhs, of_lhs, of_rhs, preferred_element_type=self.dtype)
         out = lax.reshape(flat, self._shape(sides[0][0], sides[1][0]))
-        for side, (*_, whole) in enumerate(sides):
-            if len(sides[side]) == 3:
-                # Both are powers of two, so that nothing is rounded.
-                out = (out * spread(whole, out, self.numbers, side)).astype(self.dtype)
-        return [out]
+        if self.format == str(Precision.NVFP4):
+            # Both are powers of two, so that nothing is rounded. The smaller one comes first, so
+            # that nothing overflows.
+            both = [spread(side[2], out, self.numbers, at) for at, side in enumerate(sides)]
+            out = out.astype(np.float32) * jnp.minimum(*both) * jnp.maximum(*both)
+        return [out.astype(self.dtype)]
 
     def avals(self, *operands: ir.Aval) -> list[ir.Aval]:
         pair = [x.update(dtype=_BF16) for x in operands[:2]]
         return jax.make_jaxpr(self._dot)(*pair).out_avals
 
-    def _dot(self, lhs: Any, rhs: Any) -> Any:
+    def _dot(self, lhs: Any, rhs: Any, **changes: Any) -> Any:
         params = {**dict(self.items), "preferred_element_type": self.dtype, "precision": None}
-        return self.primitive.bind(lhs, rhs, **params)
+        return self.primitive.bind(lhs, rhs, **params | changes)
 
     def _shape(self, lhs: Any, rhs: Any) -> tuple[int, ...]:
         pair = [jax.ShapeDtypeStruct(x.shape, _BF16) for x in (lhs, rhs)]
         return jax.eval_shape(self._dot, *pair).shape
 
-    def _rows(self, side: int, x: Any) -> Any:
+    def _rows(self, side: int, x: Any, block_dim: int) -> Any:
         """An operand or its scales as `[batch, rows, summed]`, the blocks' dimension last."""
-        summed, batch = self.numbers[0][side], self.numbers[1][side]
+        others = [d for d in self.numbers[0][side] if d != block_dim]
+        summed, batch = [*others, block_dim], self.numbers[1][side]
         free = kept(x.ndim, summed, batch)
         ordered = lax.transpose(x, [*batch, *free, *summed])
         sizes = [math.prod(x.shape[d] for d in dims) for dims in (batch, free, summed)]
@@ -265,9 +274,27 @@ class _BlockProduct:
 
 def _in_bfloat16(values: Any, scales: Any, *whole: Any) -> Any:
     """Values times their scales, which bfloat16 holds exactly."""
-    dim = next(d for d in range(values.ndim) if values.shape[d] != scales.shape[d])
+    dim = _block_dim(values, scales)
     split = _split(values.shape, dim, values.shape[dim] // scales.shape[dim])
     each = lax.expand_dims(scales.astype(np.float32), [dim + 1])
     wide = lax.reshape(values.astype(np.float32), split) * each
     merged = lax.reshape(wide, values.shape)
-    return (merged * whole[0] if whole else merged).astype(_BF16)
+    return _as_bfloat16(merged * whole[0] if whole else merged)
+
+
+def _as_bfloat16(wide: Any) -> Any:
+    """Float32 numbers that bfloat16 holds exactly.
+
+    A value near float32's largest may be rounded up to 2^128, and becomes the largest one then.
+    """
+    return jnp.clip(wide, -_MOST, _MOST).astype(_BF16)
+
+
+def _pinned(x: Any) -> Any:
+    """A product's operand or result as XLA:CPU needs it (`runnable`)."""
+    return ir.detach(x, pinned=True, flat=x.ndim <= 2)
+
+
+def _block_dim(values: Any, scales: Any) -> int:
+    """The dimension along which the blocks lie: of all, only that one has fewer scales."""
+    return next(d for d in range(values.ndim) if values.shape[d] != scales.shape[d])

@@ -27,13 +27,13 @@ from jax import lax
 from precpass import jaxpr as ir
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.precision import Precision
-from precpass.rewrite.cpu_kernels import needs_barriers
+from precpass.rewrite.block_scaled import block_product
+from precpass.rewrite.copies import quantized_copy
+from precpass.rewrite.cpu_kernels import needs_barriers, runnable
 from precpass.rewrite.dot_numbers import Numbers, batched, transposed
-from precpass.rewrite.product_equations import evaluated
-from precpass.rewrite.product_equations import scaled as evaluate_scaled
-from precpass.rewrite.scaled_product import Rounding, ScaledFormats
+from precpass.rewrite.scaled_product import ScaledFormats, scaled_product
 
-__all__ = ["Bilinear", "lowered"]
+__all__ = ["Bilinear", "evaluated_with_carrier", "scaled_with_carrier"]
 
 _Backward = tuple[ScaledFormats | None, ScaledFormats | None]
 
@@ -264,7 +264,7 @@ class Bilinear(ir.Form):
     ) -> Any:
         """The product of low operands, with the derivative that passes through `operands`."""
         build = ir.Direct(called=self.is_ragged)
-        return evaluated(build, self, pair, operands, detached=True, rounded=rounded)
+        return evaluated_with_carrier(build, self, pair, operands, detached=True, rounded=rounded)
 
     def _rounded(self, pair: Sequence[Any], rest: Sequence[Any]) -> Any:
         """The product with a result in its operands' low dtype, which JAX can transpose."""
@@ -309,66 +309,81 @@ def _ordered(pair: Sequence[Any], side: int) -> list[Any]:
     return list(pair if side == 0 else pair[::-1])
 
 
-def lowered(
-    build: ir.Builder,
-    eqn: ir.Eqn,
+def evaluated_with_carrier(
+    build: ir.Builder | ir.Direct,
+    form: Bilinear,
     low_operands: Sequence[Any],
     operands: Sequence[Any],
-    dtype: np.dtype[Any],
-    recast: tuple[bool, bool] = (False, False),
+    aval: ir.Aval = None,
     *,
-    low_result: bool = False,
-    low_cotangents: tuple[bool, bool] = (False, False),
-    scaled: ScaledFormats | None = None,
-    scaled_cotangents: _Backward = (None, None),
-    quantized_operands: Sequence[Sequence[Any]] = (),
+    detached: bool = False,
+    rounded: Sequence[Sequence[Any] | None] = (None, None),
 ) -> Any:
-    """A bilinear equation evaluated in low precision.
+    """A product with its carrier.
 
     Args:
         build: where its equations are added.
-        eqn: a `dot_general`, `ragged_dot_general` or `conv_general_dilated` equation.
-        low_operands: its two data operands in the low format, from `low_copy`.
-        operands: all its operands in the original dtypes.
-        dtype: the dtype of the result. A dot with a float32 result is not rounded.
-        recast: as in `Bilinear`.
-        low_result: whether the kernel rounds the result to the low format.
-        low_cotangents: as in `ProductForm`.
-        scaled: the formats of a scaled product.
-        scaled_cotangents: as in `Bilinear`.
-        quantized_operands: the two operands of a scaled product, each in 8 bits with its scale.
-
-    Returns:
-        The product, differentiable to any order in forward and reverse mode.
+        form: the product.
+        low_operands: its two data operands in the low format.
+        operands: all its operands; the derivative passes through the first two.
+        aval: the aval of the low operands' product; a `Direct` needs none.
+        detached: whether to detach the product from derivatives through the low operands.
+        rounded: for each operand of a scaled product its rounded copy with the scales, if it is
+            made already.
     """
-    form = Bilinear(
-        eqn.primitive,
-        ir.sorted_params(eqn),
-        low_operands[0].aval.dtype,
-        dtype,
-        recast=recast,
-        copied=True,
-        rounds=low_result,
-        low_cotangents=low_cotangents,
-        scaled=scaled,
-        scaled_cotangents=scaled_cotangents,
-    )
-    if scaled is not None:
-        form = dataclasses.replace(form, rounded=_shared(form, scaled))
-        pairs = zip(form.rounded, quantized_operands, strict=True)
-        shared = [x for is_shared, pair in pairs if is_shared for x in pair]
-        every = [*operands, *shared, *low_operands]
-        return evaluate_scaled(build, form, quantized_operands, every, eqn.outvars[0].aval)
-    aval = ir.with_dtype(eqn.outvars[0].aval, form.sums_in)
-    return evaluated(build, form, low_operands, [*operands, *low_operands], aval)
+    if form.scaled is not None:
+        roundings = form.scaled.roundings(form.numbers, [x.aval for x in operands[:2]])
+        pairs = [
+            made or quantized_copy(build, x, rounding)
+            for x, rounding, made in zip(operands[:2], roundings, rounded, strict=True)
+        ]
+        return scaled_with_carrier(build, form, pairs, operands)
+    return _multiplied(build, form, low_operands, operands, aval, detached=detached)
 
 
-def _shared(form: Bilinear, scaled: ScaledFormats) -> tuple[bool, bool]:
-    """For each operand, whether the other one's cotangent is made of its same 8 bits."""
-    shared = [
-        formats is not None and rounding == Rounding(formats.rhs, ()) and not formats.by_row
-        for rounding, formats in zip(
-            scaled.roundings(form.numbers), form.scaled_cotangents[::-1], strict=True
-        )
-    ]
-    return shared[0], shared[1]
+def _multiplied(
+    build: ir.Builder | ir.Direct,
+    form: Bilinear,
+    low_operands: Sequence[Any],
+    operands: Sequence[Any],
+    aval: ir.Aval = None,
+    *,
+    detached: bool = False,
+) -> Any:
+    """A product of 16 bits with its carrier, as for `_evaluated`."""
+    lhs, rhs, *rest = operands
+    # JAX's transpose of a ragged dot takes no symbolic zero
+    pinned, zeros = needs_barriers(form.low), form.is_ragged and not detached
+    runs = pinned and form.is_dot
+    pair, params = runnable(build, form.numbers, low_operands) if runs else (low_operands, {})
+    sums_in = form.sums_in
+    params = {**dict(form.items), **params, "preferred_element_type": sums_in}
+    out = build.emit(form.primitive, [*pair, *form.others(rest)], params, aval)
+    if sums_in != form.dtype:
+        out = build.convert(out, form.dtype)
+    if pinned or zeros or detached:
+        out = build.detach(out, pinned=pinned, zeros=zeros)
+    return build.carry(form, out, lhs, rhs, rest)
+
+
+def scaled_with_carrier(
+    build: ir.Builder | ir.Direct,
+    form: Bilinear,
+    pairs: Sequence[Sequence[Any]],
+    operands: Sequence[Any],
+    aval: ir.Aval = None,
+) -> Any:
+    """A scaled product with its carrier; `pairs` are its rounded operands, with their scales."""
+    assert form.scaled is not None
+    lhs, rhs, *rest = operands
+    dtype = form.low if form.rounds else form.dtype
+    if form.scaled.by_units:
+        out = block_product(build, form.primitive, form.items, pairs, dtype, form.scaled.lhs)
+    elif form.scaled.lhs.block:
+        aval = aval and ir.with_dtype(aval, form.sums_in)
+        return _multiplied(build, form, [low for (low,) in pairs], operands, aval)
+    else:
+        out = scaled_product(build, form.primitive, form.items, pairs, dtype, aval)
+    if dtype != form.dtype:
+        out = build.convert(out, form.dtype)
+    return build.carry(form, build.detach(out), lhs, rhs, rest)

@@ -21,7 +21,7 @@ from precpass.policy.scopes import join_scopes
 from precpass.rewrite.env import Env, border_aval, crossing_aval
 from precpass.rewrite.float64_spans import Float64Span, float64_spans, from_bits, to_bits
 from precpass.rewrite.low_equation import low_results
-from precpass.rewrite.low_product import lowered
+from precpass.rewrite.lowered import lowered
 from precpass.rewrite.scaled_product import ScaledFormats, scaled_formats
 
 __all__ = ["Rewriter"]
@@ -367,7 +367,7 @@ def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
 
 
 def _quantized(env: Env, eqn: ir.Eqn, scaled: ScaledFormats) -> list[Any]:
-    roundings = scaled.roundings(ir.dot_numbers(eqn))
+    roundings = scaled.roundings(ir.dot_numbers(eqn), [v.aval for v in eqn.invars])
     return [
         env.quantized_copy(v, rounding) for v, rounding in zip(eqn.invars, roundings, strict=True)
     ]

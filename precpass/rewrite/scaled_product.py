@@ -54,22 +54,24 @@ class ScaledFormats(NamedTuple):
     by_row: bool = False
     by_units: bool = False
 
-    def roundings(self, numbers: Numbers) -> list[Rounding | BlockRounding]:
+    def roundings(
+        self, numbers: Numbers, avals: Sequence[ir.Aval]
+    ) -> list[Rounding | BlockRounding]:
         """How each operand of a dot is rounded.
 
         Args:
             numbers: the dot's dimension numbers.
+            avals: the types of its operands.
         """
+        pairs = zip((self.lhs, self.rhs), numbers[0], strict=True)
+        if self.lhs.block:
+            at = ir.block_position(numbers, avals, self.lhs.block)
+            assert at is not None, "the planner scales no other products"
+            return [BlockRounding(p, (summed[at],), self.by_units) for p, summed in pairs]
         return [
-            self._rounding(precision, tuple(summed))
-            for precision, summed in zip((self.lhs, self.rhs), numbers[0], strict=True)
+            Rounding(p, tuple(summed) if self.by_row or p is Precision.INT8 else ())
+            for p, summed in pairs
         ]
-
-    def _rounding(self, precision: Precision, summed: tuple[int, ...]) -> Rounding | BlockRounding:
-        if precision.block:
-            return BlockRounding(precision, summed[-1:], self.by_units)
-        shares = self.by_row or precision is Precision.INT8
-        return Rounding(precision, summed if shares else ())
 
     def exchanged(self) -> ScaledFormats:
         """The formats of the product with exchanged operands."""

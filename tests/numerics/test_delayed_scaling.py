@@ -439,7 +439,7 @@ def test_what_is_wrong_is_refused():
         scaled.calibrated([])
     with pytest.raises(TypeError, match=r"a batch is a list, and is to be a tuple"):
         scaled.calibrated([[WS, X]])  # pyright: ignore[reportArgumentType]
-    with pytest.warns(pp.PrecisionWarning, match="layers has no products in 8 bits here"):
+    with pytest.warns(pp.PrecisionWarning, match="layers has no products in int8, f8e4m3"):
         assert pp.delayed_scaling(layers, "bf16").init(WS, X).places == ()
 
 

@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import export, lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import precpass as pp
 from precpass import OpKind, Precision
@@ -237,9 +239,8 @@ def test_rows_that_are_no_whole_blocks_stay_in_bfloat16_and_the_plan_says_why(pr
     (product,) = [d for d in found.plan.walk() if d.kind is OpKind.COMPUTE]
     assert (product.compute, product.product.scaled) == (Precision.BF16, None)
     block = BLOCKS[precision]
-    assert f"not in {precision}: its summed dimension is no multiple of {block}" in str(
-        product.reason
-    )
+    why = f"not in {precision}: it is no dot that sums over whole blocks of {block} on each device"
+    assert why in str(product.reason)
 
 
 def test_a_policy_has_it_by_name_and_is_saved(tmp_path):
@@ -297,3 +298,100 @@ def test_a_loop_rounds_its_stack_of_weights_and_not_their_float8_twins():
     small = pp.quantized(layers, ordered("fp8"))(ws, x)
     mixed = pp.auto_mixed(layers, ordered("mxfp8"))
     assert rel_error(mixed(small, x), layers(ws, x)) < ERRORS["mxfp8"]
+
+
+# ---------------------------------------------------------------- layouts and meshes
+
+
+@pytest.mark.parametrize("spec", ["abc,abd->cd", "bac,bad->cd", "cab,dab->cd", "cab,bda->cd"])
+def test_blocks_lie_along_any_summed_dimension_of_whole_blocks(spec):
+    for sizes in ({"a": 2, "b": 64}, {"a": 64, "b": 2}):
+        shapes = [
+            [{**sizes, "c": 8, "d": 12}[name] for name in side] for side in spec[:7].split(",")
+        ]
+        x, w = normal_array(3, *shapes[0]), normal_array(4, *shapes[1])
+
+        def fn(x, w):
+            return jnp.einsum(spec, x, w)
+
+        mixed = pp.auto_mixed(fn, ordered("mxfp8"))
+        assert len(roundings(mixed, x, w, precision="mxfp8")) == 2
+        assert rel_error(mixed(x, w), fn(x, w)) < 0.06
+        assert rel_error(on_blackwell(fn, "mxfp8", x, w)(x, w), mixed(x, w)) < 1e-6
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_cpu_runs_every_layout_of_a_program_that_is_planned_for_a_blackwell(compiled):
+    x, y = normal_array(3, 16, 32, 3), normal_array(4, 3, 32, 16)
+
+    def fn(x, y):
+        return jnp.einsum("ijb,bjk->kbi", x, y)
+
+    units = on_blackwell(fn, "mxfp8", x, y)
+    units = jax.jit(units) if compiled else units
+    assert rel_error(units(x, y), fn(x, y)) < 0.06
+
+    def curvature(w):
+        return jax.hessian(lambda x: jnp.sin(pp.auto_mixed(jnp.dot, ordered("mxfp8"))(x, w)).sum())
+
+    small = X[:2, :32]
+    with planned_for(target_of("b200")):
+        got = curvature(W[:32, :32])(small)
+    assert rel_error(got, curvature(W[:32, :32])(small)) < 0.02
+
+
+def test_the_scales_of_arrays_do_not_overflow_behind_each_other(monkeypatch):
+    def multiplied(lhs, rhs, of_lhs, of_rhs, preferred_element_type):
+        x, w = (
+            v.astype(jnp.float32) * jnp.repeat(s.astype(jnp.float32), 16, 2)
+            for v, s in ((lhs, of_lhs), (rhs, of_rhs))
+        )
+        return jnp.einsum("bmk,bnk->bmn", x, w).astype(preferred_element_type)
+
+    monkeypatch.setattr(jax.nn, "scaled_matmul", multiplied)
+    for sizes in ((1e36, 1e-20), (1e-20, 1e36), (1e-28, 1e-28)):
+        x, w = jnp.full((4, N), sizes[0], jnp.float32), jnp.full((N, 8), sizes[1], jnp.float32)
+        with planned_for(target_of("b200")):
+            jaxpr = jax.make_jaxpr(pp.auto_mixed(jnp.dot, ordered("nvfp4")))(x, w)
+        (eqn,) = named(jaxpr, "precpass_block_product")
+        roundings_of = named(jaxpr, "precpass_scaling")
+        rounded = [
+            e.params["arithmetic"](v, platform="cuda")
+            for e, v in zip(roundings_of, (x, w), strict=True)
+        ]
+        operands = [part for pair in zip(*rounded, strict=True) for part in pair]
+        (got,) = eqn.params["arithmetic"](*operands, platform="cuda")
+        assert rel_error(got, x @ w) < 0.07, sizes
+
+
+@each_precision
+def test_values_near_the_largest_of_float32_stay_finite(precision):
+    x = jnp.ones((2, 32)).at[0, 0].set(-3.4028235e38)
+    w = jnp.full((32, 16), 1e-3).at[0, 0].set(0.0)
+    got = pp.auto_mixed(jnp.dot, ordered(precision))(x, w)
+    assert np.isfinite(got).all()
+    assert rel_error(got[0, 1:], (x @ w)[0, 1:]) < ERRORS[precision]
+
+
+@pytest.mark.parametrize(("rows", "count"), [(64, 6), (128, 10)])
+def test_a_shard_of_an_explicit_axis_that_is_no_whole_blocks_stays_in_bfloat16(rows, count):
+    """A weight's gradient sums over the batch, of which each of four devices has a part."""
+    axes = (AxisType.Explicit,)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=axes, devices=jax.devices()[:4])
+
+    def fn(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.square(x).mean()
+
+    with jax.set_mesh(mesh):
+        ws = [jax.device_put(normal_array(i, N, N) / 8, NamedSharding(mesh, P())) for i in (1, 2)]
+        x = jax.device_put(normal_array(9, rows, N), NamedSharding(mesh, P("data")))
+        want = jax.grad(fn)(ws, x)
+        for gradient in (
+            pp.auto_mixed(jax.grad(fn), ordered("mxfp8")),
+            jax.grad(pp.auto_mixed(fn, ordered("mxfp8"))),
+        ):
+            made = roundings(gradient, ws, x, precision="mxfp8")
+            assert len(made) == count
+            assert rel_error(gradient(ws, x), want) < ERRORS["mxfp8"]

@@ -153,8 +153,8 @@ def _shared(name: str, other: str) -> int:
 
 
 PRODUCTS = frozenset({"dot", "convolution", "ragged-dot", "scaled-dot"})
-_BLOCK_PRODUCT = "__op$block_scaled_dot"
-"""The custom call that `jax.nn.scaled_matmul` is lowered to for an NVIDIA GPU."""
+_SCALED_MATMUL = ("__op$block_scaled_dot", "CustomSPMDPartitioning")
+"""The custom calls that `jax.nn.scaled_matmul` is lowered to for NVIDIA's GPUs, one or several."""
 
 MOVES = frozenset(
     ("bitcast", "broadcast", "copy", "opt-barrier", "reshape", "reverse", "slice", "transpose")
@@ -204,8 +204,8 @@ def entries(
 def is_product(placed: Placed) -> bool:
     """Whether an instruction is a product of floating operands, or of two in int8."""
     instruction = placed.instruction
-    is_planned = instruction.opcode in PRODUCTS or instruction.target == _BLOCK_PRODUCT
-    return is_planned and len(factors(placed)) == 2
+    is_scaled_matmul = instruction.target in _SCALED_MATMUL and "_scaled_matmul" in placed.name
+    return (instruction.opcode in PRODUCTS or is_scaled_matmul) and len(factors(placed)) == 2
 
 
 def sizes(placed: Placed) -> tuple[int, ...]:

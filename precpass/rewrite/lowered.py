@@ -1,0 +1,82 @@
+"""A product of a program in the form of a lowered product (`precpass.rewrite.low_product`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from precpass import jaxpr as ir
+from precpass.rewrite.low_product import Bilinear, evaluated_with_carrier, scaled_with_carrier
+from precpass.rewrite.scaled_product import Rounding, ScaledFormats
+
+__all__ = ["lowered"]
+
+
+def lowered(
+    build: ir.Builder,
+    eqn: ir.Eqn,
+    low_operands: Sequence[Any],
+    operands: Sequence[Any],
+    dtype: np.dtype[Any],
+    recast: tuple[bool, bool] = (False, False),
+    *,
+    low_result: bool = False,
+    low_cotangents: tuple[bool, bool] = (False, False),
+    scaled: ScaledFormats | None = None,
+    scaled_cotangents: tuple[ScaledFormats | None, ScaledFormats | None] = (None, None),
+    quantized_operands: Sequence[Sequence[Any]] = (),
+) -> Any:
+    """A bilinear equation evaluated in low precision.
+
+    Args:
+        build: where its equations are added.
+        eqn: a `dot_general`, `ragged_dot_general` or `conv_general_dilated` equation.
+        low_operands: its two data operands in the low format, from `low_copy`.
+        operands: all its operands in the original dtypes.
+        dtype: the dtype of the result. A dot with a float32 result is not rounded.
+        recast: as in `Bilinear`.
+        low_result: whether the kernel rounds the result to the low format.
+        low_cotangents: as in `ProductForm`.
+        scaled: the formats of a scaled product.
+        scaled_cotangents: as in `Bilinear`.
+        quantized_operands: the two operands of a scaled product, each in 8 bits with its scale.
+
+    Returns:
+        The product, differentiable to any order in forward and reverse mode.
+    """
+    form = Bilinear(
+        eqn.primitive,
+        ir.sorted_params(eqn),
+        low_operands[0].aval.dtype,
+        dtype,
+        recast=recast,
+        copied=True,
+        rounds=low_result,
+        low_cotangents=low_cotangents,
+        scaled=scaled,
+        scaled_cotangents=scaled_cotangents,
+    )
+    if scaled is not None:
+        form = dataclasses.replace(
+            form, rounded=_shared(form, scaled, [v.aval for v in eqn.invars])
+        )
+        pairs = zip(form.rounded, quantized_operands, strict=True)
+        shared = [x for is_shared, pair in pairs if is_shared for x in pair]
+        every = [*operands, *shared, *low_operands]
+        return scaled_with_carrier(build, form, quantized_operands, every, eqn.outvars[0].aval)
+    aval = ir.with_dtype(eqn.outvars[0].aval, form.sums_in)
+    return evaluated_with_carrier(build, form, low_operands, [*operands, *low_operands], aval)
+
+
+def _shared(form: Bilinear, scaled: ScaledFormats, avals: Sequence[ir.Aval]) -> tuple[bool, bool]:
+    """For each operand, whether the other one's cotangent is made of its same 8 bits."""
+    shared = [
+        formats is not None and rounding == Rounding(formats.rhs, ()) and not formats.by_row
+        for rounding, formats in zip(
+            scaled.roundings(form.numbers, avals), form.scaled_cotangents[::-1], strict=True
+        )
+    ]
+    return shared[0], shared[1]
