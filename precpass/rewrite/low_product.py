@@ -350,7 +350,7 @@ def _multiplied(
     *,
     detached: bool = False,
 ) -> Any:
-    """A product of 16 bits with its carrier, as for `_evaluated`."""
+    """A product of 16 bits with its carrier, as for `evaluated_with_carrier`."""
     lhs, rhs, *rest = operands
     # JAX's transpose of a ragged dot takes no symbolic zero
     pinned, zeros = needs_barriers(form.low), form.is_ragged and not detached
