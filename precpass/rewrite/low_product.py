@@ -31,7 +31,7 @@ from precpass.rewrite.block_scaled import block_product
 from precpass.rewrite.copies import quantized_copy
 from precpass.rewrite.cpu_kernels import needs_barriers, runnable
 from precpass.rewrite.dot_numbers import Numbers, batched, transposed
-from precpass.rewrite.scaled_product import ScaledFormats, scaled_product
+from precpass.rewrite.scaled_product import ScaledFormats, as_bits, from_bits, scaled_product
 
 __all__ = ["Bilinear", "evaluated_with_carrier", "scaled_with_carrier"]
 
@@ -129,7 +129,7 @@ class Bilinear(ir.Form):
         return len(operands) - (self.kept is not None) - 2 * self.copied
 
     def _rounded_operand(self, rest: Sequence[Any], side: int) -> Sequence[Any] | None:
-        """The 8 bits of an operand with their scale; None if they are not among the operands."""
+        """The 8 bits of an operand and their scale; None where there are none."""
         if not self.rounded[side]:
             return None
         both = rest[self._copies_from(rest) - 2 * sum(self.rounded) : self._copies_from(rest)]
@@ -174,7 +174,10 @@ class Bilinear(ir.Form):
         pair = [ir.detach(_as(self.low, tangent), pinned=pinned, flat=flat), low]
         wide = [*_ordered([tangent, low], side), *self.others(rest)]
         shared = self._rounded_operand(rest, 1 - side) if self.scaled_cotangents[side] else None
-        wide += shared or ()
+        if shared is not None:
+            # `jax.checkpoint` passes the floats that it saves through `reduce_precision`, which
+            # makes NaN of E4M3's largest numbers: IEEE's formats have infinities in their place.
+            wide += [as_bits(shared[0]), shared[1]]
         keeps_bits = pinned and ir.WIDENS_STACKS
         if keeps_bits:
             wide.append(ir.bits(low))
@@ -208,6 +211,7 @@ class Bilinear(ir.Form):
         formats = self.scaled_cotangents[side]
         scaled = formats if formats is None or dot.side == 0 else formats.exchanged()
         shared = self._rounded_operand(rest, 1 - side) if formats else None
+        shared = shared and [from_bits(shared[0]), shared[1]]
         form = dataclasses.replace(
             like.bare(),
             dtype=cotangent.dtype,

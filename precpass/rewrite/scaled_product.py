@@ -33,6 +33,8 @@ __all__ = [
     "GivenRounding",
     "Rounding",
     "ScaledFormats",
+    "as_bits",
+    "from_bits",
     "in_eight_bits",
     "scaled_formats",
     "scaled_product",
@@ -165,6 +167,33 @@ class Rounding:
     def __str__(self) -> str:
         along = f" with a scale along {self.summed}" if self.summed else ""
         return f"to {self.precision}{along}"
+
+
+def as_bits(low: Any) -> Any:
+    """E4M3 values as unsigned integers of the same bits; no derivative passes through them."""
+    return low if low.dtype == np.uint8 else ir.scaling(_Bits(), low)[0]
+
+
+def from_bits(bits: Any) -> Any:
+    """The E4M3 values of which these are the bits; such values themselves are taken, too."""
+    if bits.dtype != np.uint8:
+        return bits
+    return ir.detach(lax.bitcast_convert_type(bits, Precision.F8E4M3.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bits:
+    """The bits of values of 8 bits."""
+
+    def __call__(self, *arrays: Any, platform: str) -> list[Any]:
+        del platform
+        return [lax.bitcast_convert_type(x, np.uint8) for x in arrays]
+
+    def avals(self, *operands: ir.Aval) -> list[ir.Aval]:
+        return [x.update(dtype=np.dtype(np.uint8), weak_type=False) for x in operands]
+
+    def __str__(self) -> str:
+        return "its bits"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,7 +60,9 @@ def rounds_to_eight_bits(eqn: Eqn) -> bool:
 
 def rounds_operand(eqn: Eqn) -> bool:
     """Whether an equation makes what a scaled product multiplies of an operand, in any format."""
-    return eqn.primitive is scaling_p and (len(eqn.invars) == 1 or rounds_to_eight_bits(eqn))
+    if eqn.primitive is not scaling_p or eqn.outvars[0].aval.dtype == np.uint8:
+        return False
+    return len(eqn.invars) == 1 or rounds_to_eight_bits(eqn)
 
 
 @dataclasses.dataclass(frozen=True)
