@@ -5,7 +5,7 @@
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +38,11 @@ DX, DW = normal_array(2, 4, 6), normal_array(3, 6, 6)
 POLICIES = {"bf16": pp.AutoMixedBf16, "f16": pp.AutoMixed}
 # A few roundings of 2^-8 and of 2^-11, relative to the norm of the result.
 TOLERANCE = {"bf16": 0.02, "f16": 0.0025}
+SCALED = {
+    name: pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision=name))
+    for name in ("int8", "f8e4m3")
+}
+"""Policies that order a format of 8 bits for every dot, whatever its size."""
 
 Fn = Callable[..., Any]
 PROGRAMS: dict[str, Fn] = {}
@@ -226,12 +231,14 @@ def products_inside(jaxpr: Any, primitive: str) -> list[Any]:
     return [e for j in bodies for e in walk(j) if e.primitive.name in PRODUCTS]
 
 
-def forms(primitive: str, composition: str) -> dict[str, Fn]:
+def forms(
+    primitive: str, composition: str, policies: Mapping[str, pp.PrecisionPolicy] = POLICIES
+) -> dict[str, Fn]:
     """A cell's program without the pass, and under each policy."""
     # a call of auto_mixed is a call of jax.jit, which JAX's transformations take differently
     # from the same code inline; a plain call is not compared with another compiled one
     mixes: dict[str, Mix] = {"plain": (lambda f: f) if composition == "eager" else jax.jit}
-    for name, policy in POLICIES.items():
+    for name, policy in policies.items():
         mixes[name] = functools.partial(pp.auto_mixed, policy=policy)
     return {n: COMPOSITIONS[composition](PROGRAMS[primitive], mix) for n, mix in mixes.items()}
 

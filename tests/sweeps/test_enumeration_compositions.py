@@ -10,6 +10,7 @@ from tests.support.compositions import (
     COMPOSITIONS,
     POLICIES,
     PROGRAMS,
+    SCALED,
     TOLERANCE,
     W,
     X,
@@ -19,6 +20,7 @@ from tests.support.compositions import (
     outcome_of,
 )
 from tests.support.enumeration_table import read
+from tests.support.jaxprs import named
 from tests.support.passes import checking_leaks
 from tests.support.values import assert_near
 
@@ -59,6 +61,28 @@ def test_the_matrix(primitive: str, composition: str):
         results = jax.jit(lambda x, w: {name: fn(x, w) for name, fn in fns.items()})(X, W)
     for name in POLICIES:
         assert_near(results[name], results["plain"], TOLERANCE[name])
+
+
+EIGHT_BITS = {"int8": 0.06, "f8e4m3": 0.3}
+"""The largest errors of programs of a few products, relative to the norm of the result."""
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+@pytest.mark.parametrize("primitive", PROGRAMS)
+def test_the_matrix_in_eight_bits(primitive: str, composition: str):
+    fns = forms(primitive, composition, SCALED)
+    before = jaxpr_or_error(fns["plain"])
+    if isinstance(before, Exception):
+        return
+    is_dot = bool(named(before, "dot_general"))
+    for name in SCALED:
+        found = named(jaxpr_or_error(fns[name]), "precpass_scaling")
+        rounded = [e for e in found if f"to {name}" in str(e.params["arithmetic"])]
+        assert bool(rounded) == is_dot, name
+    results = jax.jit(lambda x, w: {name: fn(x, w) for name, fn in fns.items()})(X, W)
+    for name in SCALED:
+        assert_near(results[name], results["plain"], EIGHT_BITS[name])
 
 
 @pytest.mark.parametrize("primitive", PROGRAMS)
