@@ -59,7 +59,8 @@ TEXT = (
     "Times are those of two cores of the server's CPU that a part names: medians of nine "
     "interleaved rounds, ratios those within rounds. Errors are against float64. The part "
     "that is compiled for other devices ran nowhere: a product of 1024 x 2048 x 2048, and six"
-    " layers of that size, to bfloat16 with weights ready; cycles are the TPU compiler's "
+    " layers of that size, to bfloat16 with weights ready (for a B200 and in a scan all weights "
+    "are float32, and bfloat16 is the first row); cycles are the TPU compiler's "
     'estimate, and "moved" are the bytes that kernels move.'
 )
 

@@ -113,7 +113,8 @@ class ProductForm(NamedTuple):
         low_result: whether its kernel rounds its result to the low format of its operands.
         low_cotangents: for each operand, whether the kernel of a dot that makes its cotangent
             rounds the cotangent to the low format.
-        scaled: the format of 8 bits in which it multiplies (`precpass.rewrite.scaled_product`).
+        scaled: the format of 8 bits or fewer in which it multiplies
+            (`precpass.rewrite.scaled_product`).
         cotangent: which operand of a scaled product is a cotangent; None for neither.
         by_row: whether its float8 operands have a scale for each row or column. int8 always does.
         by_units: whether the planned device's units multiply its micro-scaled format. Otherwise the

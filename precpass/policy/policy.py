@@ -155,7 +155,10 @@ class PrecisionPolicy:
         return dataclasses.replace(self, results=results)
 
     def with_scaled(self, precision: Precision | str | None) -> PrecisionPolicy:
-        """This policy with eligible products in 8 bits: "f8e4m3", "f8e5m2", "int8", or None.
+        """This policy with eligible products in 8 bits or fewer.
+
+        Args:
+            precision: "f8e4m3", "f8e5m2", "int8", "mxfp8", "nvfp4", or None for bfloat16.
 
         Examples:
             >>> from precpass import AutoMixedBf16

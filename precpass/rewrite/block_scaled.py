@@ -2,10 +2,11 @@
 
     out[m, n] = sum over blocks b of s[m, b] t[n, b] dot(x[m, b] / s[m, b], w[b, n] / t[n, b])
 
-Blocks lie along the last dimension that the product sums over. A device with units for that (NVIDIA
-Blackwell) is given the rounded values and their scales, by `jax.nn.scaled_matmul`. For all others
-the rounded values are multiplied by their scales before the product, which bfloat16 holds exactly,
-and the product is one in bfloat16. So it has the digits of the format everywhere.
+Blocks lie along the last summed dimension that each device has in whole blocks
+(`ir.block_position`). A device with units for them (NVIDIA Blackwell) is given the rounded values
+and their scales, by `jax.nn.scaled_matmul`. For all others the rounded values are multiplied by
+their scales first, and the product of the results is one in bfloat16, which holds them exactly. So
+it has the digits of the format everywhere.
 
 mxfp8 (OCP Microscaling Formats Specification 1.0, 2023) has elements in E4M3 and powers of two as
 scales. A scale is rounded up, so that no element saturates (Mishra et al., "Recipes for
@@ -69,12 +70,12 @@ class BlockRounding:
         (x,), (dim,) = arrays, self.summed
         quotients, scales, whole = in_blocks(x, self.precision, dim)
         if not self.by_units:
-            # XLA leaves out a cast to a narrow format and back.
+            # Casts would not do: XLA leaves out a cast to a narrow format before one back.
             values = _nearest(quotients, self.precision) * (scales * whole)
             return [lax.reshape(_as_bfloat16(values), x.shape)]
         values = lax.reshape(quotients.astype(self.precision.dtype), x.shape)
-        each = lax.squeeze(scales, [dim + 1])
-        results = [values, each.astype(_SCALES[self.precision])]
+        of_blocks = lax.squeeze(scales, [dim + 1]).astype(_SCALES[self.precision])
+        results = [values, of_blocks]
         if self.precision is Precision.NVFP4:
             results.append(lax.reshape(whole, (1,) * x.ndim))
         return results
@@ -189,7 +190,7 @@ def block_product(
 
 @functools.cache
 def _units() -> Any:
-    """A jaxpr with the primitive that stands for the units, which JAX lowers by devices."""
+    """A jaxpr with the primitive of `jax.nn.scaled_matmul`, for `ir.block_product`'s `calls`."""
     values = jax.ShapeDtypeStruct((1, 32, 32), Precision.MXFP8.dtype)
     scales = jax.ShapeDtypeStruct((1, 32, 1), _SCALES[Precision.MXFP8])
     return jax.make_jaxpr(jax.nn.scaled_matmul)(values, values, scales, scales)
@@ -283,9 +284,9 @@ def _in_bfloat16(values: Any, scales: Any, *whole: Any) -> Any:
 
 
 def _as_bfloat16(wide: Any) -> Any:
-    """Float32 numbers that bfloat16 holds exactly.
+    """Values times their scales, as bfloat16, which holds them exactly but for one case.
 
-    A value near float32's largest may be rounded up to 2^128, and becomes the largest one then.
+    Float32 numbers near the largest are rounded up to 2^128, which becomes bfloat16's largest.
     """
     return jnp.clip(wide, -_MOST, _MOST).astype(_BF16)
 

@@ -183,8 +183,8 @@ class Bilinear(ir.Form):
             wide.append(ir.bits(low))
         kept = 1 - side if keeps_bits else None
         # A tangent's product is not scaled: it is to be linear, and a largest magnitude is not.
-        rounded = (False, shared is not None)[:: 1 if side == 0 else -1]
-        form = dataclasses.replace(self.bare(), kept=kept, rounded=rounded)
+        of_lhs, of_rhs = _ordered([False, shared is not None], side)
+        form = dataclasses.replace(self.bare(), kept=kept, rounded=(of_lhs, of_rhs))
         return form.evaluated(_ordered(pair, side), wide)
 
     def cotangent(
@@ -253,8 +253,8 @@ class Bilinear(ir.Form):
         """The product of two operands, each in 16 bits or float32, and of the operands behind.
 
         Args:
-            operands: they.
-            rounded: as for `evaluated`.
+            operands: the operands of the equation; the derivative passes through the first two.
+            rounded: as for `evaluated_with_carrier`.
         """
         pinned = needs_barriers(self.low)
         pair = [
