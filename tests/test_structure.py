@@ -38,8 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "jit": {"policy", "devices", "jaxpr", "plan", "planner", "rewrite", "autotune"},
     "api": {"policy", "devices", "jaxpr", "plan", "view", "jit"},
     "numerics": {
-        *("units", "policy", "jaxpr", "analysis", "plan", "rewrite", "view", "jit"),
-        *("api",),
+        *("units", "policy", "jaxpr", "analysis", "plan", "planner", "rewrite", "view"),
+        *("jit", "api"),
     },
     "report": {
         *("units", "policy", "devices", "jaxpr", "analysis", "measure", "plan"),

@@ -64,6 +64,7 @@ from precpass.jaxpr.dots import (
     dot_numbers,
     exchanged,
     exchanged_order,
+    moves_whole,
     multiplied_in,
     permutation,
     transposes,
@@ -143,6 +144,7 @@ from precpass.jaxpr.shardings import (
     shards,
     summed_up,
     with_sizes,
+    without_reduced,
 )
 from precpass.jaxpr.types import Atom, Aval, Eqn, Jaxpr, Var
 
@@ -243,6 +245,7 @@ __all__ = [
     "loop_rows",
     "made_in",
     "masked",
+    "moves_whole",
     "multiplied_in",
     "name_of",
     "new_variable",
@@ -292,4 +295,5 @@ __all__ = [
     "with_rewritten_rules",
     "with_sizes",
     "without_consts",
+    "without_reduced",
 ]

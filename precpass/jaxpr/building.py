@@ -204,6 +204,18 @@ class Builder:
             return self.call(lambda x: [low_value(x, with_dtype(like, dtype))], [atom], key)[0]
         return self.detach(self._bitcast(atom, with_dtype(atom.aval, np.dtype(dtype))))
 
+    def byte_bits(self, atom: Atom) -> Any:
+        """A value of 8 bits as integers, which derivatives do not pass."""
+        if atom.aval.dtype == np.int8:
+            return atom
+        return self._bitcast(atom, with_dtype(atom.aval, np.dtype(np.uint8)))
+
+    def of_byte_bits(self, atom: Atom, dtype: Any) -> Any:
+        """The values whose `byte_bits` are given; no derivative passes through them."""
+        if atom.aval.dtype == dtype:
+            return atom
+        return self.detach(self._bitcast(atom, with_dtype(atom.aval, np.dtype(dtype))))
+
     def _bitcast(self, atom: Atom, aval: Aval) -> Any:
         return self.emit(_bitcast_p, [atom], {"new_dtype": aval.dtype}, aval)
 

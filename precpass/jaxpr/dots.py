@@ -71,6 +71,16 @@ def transposes(jaxpr: Jaxpr) -> dict[Any, Any]:
     return {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is transpose_p}
 
 
+_RESHAPES = frozenset(("reshape", "squeeze"))
+
+
+def moves_whole(eqn: Eqn) -> bool:
+    """Whether an equation is a transpose or a reshape, which move all elements of one operand."""
+    if eqn.primitive is transpose_p:
+        return True
+    return eqn.primitive.name in _RESHAPES and len(eqn.invars) == 1
+
+
 def reordered(aval: Aval, order: Sequence[int]) -> Any:
     """An aval without a mesh with its dimensions in another order."""
     return aval.update(shape=tuple(aval.shape[i] for i in order))

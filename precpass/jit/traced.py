@@ -19,7 +19,8 @@ from precpass.jit.errors import user_stacklevel
 from precpass.jit.region import Region, current, tracing
 from precpass.jit.selfcheck import check_jax
 from precpass.plan import reasons
-from precpass.plan.plan import Action, Border, Plan
+from precpass.plan.borders import Border
+from precpass.plan.plan import Action, Plan
 from precpass.planner.planner import distinguish, make_plan
 from precpass.planner.profit import ProfitModel
 from precpass.policy.float16 import warn_of_unscaled_gradient

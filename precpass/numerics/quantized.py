@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from precpass import jaxpr as ir
+from precpass.analysis.graph import BodyNode, Graph
 from precpass.api import inspect, mixed_of
 from precpass.jit.nnx import is_node
 from precpass.jit.staged import AtArguments
-from precpass.plan.plan import Plan, ProductForm
+from precpass.plan.plan import Plan
+from precpass.planner.readings import Reading, Readings, decisions_of
 from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.presets import AutoMixedInt8
 from precpass.policy.warned import PrecisionWarning, quietly
-from precpass.rewrite.scaled_product import in_eight_bits, scaled_formats
+from precpass.rewrite.scaled_product import in_eight_bits
 
 if TYPE_CHECKING:
     from precpass.view.inspection import Inspection
@@ -29,20 +31,6 @@ __all__ = ["QuantizedArray", "quantized"]
 P = ParamSpec("P")
 
 QuantizedArray = ir.QuantizedArray
-
-
-class _Reading(NamedTuple):
-    """How a product reads a parameter.
-
-    Attributes:
-        precision: the format.
-        shared: the dimensions along which it has one scale; () for all.
-        summed: the dimensions that the product sums over; () if products sum over different ones.
-    """
-
-    precision: Precision
-    shared: tuple[int, ...]
-    summed: tuple[int, ...]
 
 
 def quantized(
@@ -123,7 +111,7 @@ def quantized(
         readings = _readings(found.before, found.plan)
         out = list(leaves)
         for i, var in operands.items():
-            if (reading := readings.get(var)) is not None:
+            if (reading := readings.of(0, var)) is not None:
                 out[i] = _replaced(leaves[i], reading)
         if not any(isinstance(x, QuantizedArray) for x in out):
             warnings.warn(
@@ -134,34 +122,6 @@ def quantized(
         return jax.tree.unflatten(tree, out)
 
     return of_arguments
-
-
-class _Place(NamedTuple):
-    """The part of one of the program's operands that a value is.
-
-    Attributes:
-        var: the operand.
-        dims: for each dimension of the value the operand's.
-        sliced: the dimensions of the operand of which the value is a slice.
-    """
-
-    var: Any
-    dims: tuple[int, ...]
-    sliced: tuple[int, ...] = ()
-
-    def slice(self) -> _Place:
-        """The place of a slice along the first dimension."""
-        return _Place(self.var, self.dims[1:], (*self.sliced, self.dims[0]))
-
-    def outside(self, reading: _Reading) -> _Reading:
-        """How the operand is read, if the value is read so.
-
-        One scale for a whole value is one for all dimensions but those of which it is a slice.
-        """
-        shared, summed = ([self.dims[d] for d in dims] for dims in reading[1:])
-        if not shared and self.sliced:
-            shared = self.dims
-        return reading._replace(shared=tuple(sorted(shared)), summed=tuple(summed))
 
 
 def _check(argument: Any) -> None:
@@ -215,89 +175,21 @@ def _in_the_place_of(x: Any) -> QuantizedArray:
     return QuantizedArray(values, jax.ShapeDtypeStruct((1,) * len(x.shape), jnp.float32))
 
 
-def _readings(jaxpr: Any, plan: Plan) -> dict[Any, _Reading]:
-    """How scaled products read those operands of a jaxpr that nothing else reads."""
-    opened = ir.open_jaxpr(jaxpr)
-    found: dict[Any, set[_Reading | None]] = {}
-    places = {v: _Place(v, tuple(range(len(v.aval.shape)))) for v in opened.invars}
-    _read(opened, plan, places, found)
-    alike = {var: _common(readings) for var, readings in found.items()}
-    return {var: reading for var, reading in alike.items() if reading is not None}
+def _readings(jaxpr: Any, plan: Plan) -> Readings:
+    """How the values of a planned program are read."""
+    graph = Graph.build(jaxpr)
+
+    def rows(node: BodyNode) -> range:
+        return range(node.start, node.stop)
+
+    def crosses(row: int) -> bool:
+        return row in decisions and ir.takes_border_copies(graph.eqns[row])
+
+    decisions = decisions_of(graph, plan, rows)
+    return Readings(graph, decisions, crosses)
 
 
-def _common(readings: set[_Reading | None]) -> _Reading | None:
-    """How all products read a value; None if it is not read in one way by products alone."""
-    found = [reading for reading in readings if reading is not None]
-    if len(found) < len(readings) or len({reading[:2] for reading in found}) != 1:
-        return None
-    return found[0] if len(found) == 1 else found[0]._replace(summed=())
-
-
-def _read(
-    opened: Any, plan: Plan, places: dict[Any, _Place], found: dict[Any, set[_Reading | None]]
-) -> None:
-    """Adds how a body reads the values of some operands, whose places are given."""
-    for eqn, decision in zip(opened.eqns, plan.decisions, strict=True):
-        place = _place(eqn.invars[0], places) if eqn.invars else None
-        if place and ir.dequantized_from(eqn):
-            places[eqn.outvars[0]] = place
-            continue
-        order = ir.permutation(eqn)
-        if place and order is not None:
-            # A transpose stands for its operand, with its dimensions in another order.
-            places[eqn.outvars[0]] = place._replace(dims=tuple(place.dims[d] for d in order))
-            continue
-        entered = _enter(eqn, decision, places, found)
-        form, read = decision.product, list[_Reading]()
-        if form.scaled and not form.scaled.block:
-            read = _by_product(eqn, form)
-        for side, var in enumerate(eqn.invars):
-            place = None if side in entered else _place(var, places)
-            if place is not None:
-                reading = read[side] if side < len(read) else None
-                found.setdefault(place.var, set()).add(reading and place.outside(reading))
-    for var in opened.outvars:
-        if place := _place(var, places):
-            found.setdefault(place.var, set()).add(None)
-
-
-def _enter(
-    eqn: Any, decision: Any, places: dict[Any, _Place], found: dict[Any, set[_Reading | None]]
-) -> set[int]:
-    """Adds how an equation's bodies read values; gives the positions of these operands."""
-    bodies = list(ir.bodies(eqn))
-    if not decision.inner or not ir.takes_border_copies(eqn):
-        return set()
-    carried = {body.operands[invar] for body in bodies for invar, _ in body.carry}
-    entered = set[int]()
-    for body, plan in zip(bodies, decision.inner, strict=True):
-        opened, inner = ir.open_jaxpr(body.jaxpr), dict[Any, _Place]()
-        for at, (var, position) in enumerate(zip(opened.invars, body.operands, strict=True)):
-            place = _place(eqn.invars[position], places)
-            if place is None or position in carried:
-                continue
-            entered.add(position)
-            is_sliced = eqn.primitive.name == "scan" and at >= body.constants + len(body.carry)
-            inner[var] = place.slice() if is_sliced else place
-        _read(opened, plan, inner, found)
-    return entered
-
-
-def _place(atom: Any, places: dict[Any, _Place]) -> _Place | None:
-    return None if ir.is_literal(atom) else places.get(atom)
-
-
-def _by_product(eqn: Any, form: ProductForm) -> list[_Reading]:
-    assert form.scaled is not None
-    formats = scaled_formats(form.scaled, form.cotangent, by_row=form.by_row)
-    numbers, avals = ir.dot_numbers(eqn), [v.aval for v in eqn.invars]
-    return [
-        _Reading(rounding.precision, tuple(sorted(rounding.summed)), tuple(summed))
-        for rounding, summed in zip(formats.roundings(numbers, avals), numbers[0], strict=True)
-    ]
-
-
-def _replaced(x: Any, reading: _Reading) -> QuantizedArray:
+def _replaced(x: Any, reading: Reading) -> QuantizedArray:
     """The array in 8 bits, with the dimensions that products sum over behind the others."""
     last = sorted(reading.summed)
     order = (*(d for d in range(len(x.shape)) if d not in last), *last)
@@ -305,7 +197,8 @@ def _replaced(x: Any, reading: _Reading) -> QuantizedArray:
     first = min(moved, default=len(order))
 
     def rounded(x: Any) -> list[Any]:
-        values, scale = in_eight_bits(x, reading.precision, reading.shared)
+        is_whole = len(reading.shared) == x.ndim
+        values, scale = in_eight_bits(x, reading.precision, () if is_whole else reading.shared)
         # A scale with all dimensions can be stacked and sliced together with the values.
         made = values, scale if scale.ndim else lax.reshape(scale, (1,) * values.ndim)
         return [lax.transpose(a, order) if moved else a for a in made]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from precpass import jaxpr as ir
 from precpass.plan import reasons
-from precpass.plan.plan import Action, Border, Decision, Plan
+from precpass.plan.borders import Border
+from precpass.plan.plan import Action, Decision, Plan
 from precpass.plan.reasons import Reason
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision

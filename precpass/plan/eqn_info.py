@@ -62,6 +62,11 @@ class Crossed(NamedTuple):
     is_operand: bool
     alone: bool
 
+    @property
+    def bits(self) -> int:
+        """The bits of each number; 8 if it crosses with a scale."""
+        return 8 if Precision.parse(self.value.dtype).is_scaled else 16
+
 
 class Body(NamedTuple):
     """A body that an equation enters.

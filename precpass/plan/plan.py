@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from precpass.plan.borders import NO_BORDER_COPIES, Border, BorderCopies
 from precpass.plan.eqn_info import EqnInfo, PlanSource
 from precpass.plan.reasons import DecidedBy, Reason
 from precpass.policy.policy import PrecisionPolicy
@@ -21,54 +22,10 @@ from precpass.units import counted
 
 __all__ = [
     "Action",
-    "Border",
-    "BorderCopies",
-    "BorderCopy",
     "Decision",
     "Plan",
     "ProductForm",
-    "across",
 ]
-
-Border = tuple[tuple[Precision, Precision], ...]
-"""Pairs (a value's own format, the format in which it crosses a jaxpr's border)."""
-
-
-class BorderCopy(NamedTuple):
-    """A border copy: a low copy of a value that crosses a body's border beside the value.
-
-    Attributes:
-        position: the value's, among the body's operands or among its results.
-        precision: the copy's.
-        rounds: whether every reader inside reads the rounded value.
-        as_bits: whether unsigned integers carry its 16 bits, for XLA:CPU. On a TPU integers are
-            laid out in another way than bfloat16, and each bitcast would rewrite the array.
-    """
-
-    position: int
-    precision: Precision
-    rounds: bool
-    as_bits: bool = True
-
-
-class BorderCopies(NamedTuple):
-    """The border copies of a body, in ascending positions.
-
-    Attributes:
-        operands: the copies of its operands.
-        results: the copies of its results.
-    """
-
-    operands: tuple[BorderCopy, ...] = ()
-    results: tuple[BorderCopy, ...] = ()
-
-
-NO_BORDER_COPIES = BorderCopies()
-
-
-def across(border: Border, native: Precision | None) -> Precision | None:
-    """The format in which a value of format `native` crosses a border."""
-    return next((wide for narrow, wide in border if narrow is native), native)
 
 
 def _own_state(value: Decision | Plan) -> dict[str, object]:

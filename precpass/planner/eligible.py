@@ -53,8 +53,6 @@ class EligibleProducts:
         given = [c for c in classes if c in self._values.weights]
         if len(given) != 1:
             return "both its operands are given" if given else "neither of its operands is a weight"
-        if any(self._is_rounded_in_every_trip(body, v) for v in eqn.invars):
-            return "a loop would round its weight in every trip"
         return "" if (body, id(eqn)) in self._forward else "no other product follows"
 
     def _repeats_or_differentiates(self, eqn: ir.Eqn, classes: tuple[int, int]) -> bool:
@@ -75,25 +73,6 @@ class EligibleProducts:
     def _is_first_time(self, body: int, eqn: ir.Eqn) -> bool:
         scope = self.graph.scope_in(body, eqn)
         return not is_backward(scope) and not _is_repeated(scope)
-
-    def _is_rounded_in_every_trip(self, body: int, atom: Any) -> bool:
-        """Whether an operand is a loop's constant that has more than 8 bits."""
-        while not ir.is_literal(atom):
-            value = self._values.index[body, atom]
-            source = self._values.source(value)
-            operands = list(ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars)
-            if source is not None:
-                atom = source
-            elif not self.graph.callers[body] or atom not in operands:
-                return False
-            else:
-                # One call stands for all.
-                row, of_row = self.graph.callers[body][0]
-                at = operands.index(atom)
-                if at < of_row.constants and of_row.trips != 1:
-                    return True
-                atom, body = self.graph.eqns[row].invars[of_row.operands[at]], self._body_of(row)
-        return False
 
     def _body_of(self, row: int) -> int:
         return int(self.graph.body[row])

@@ -21,8 +21,9 @@ from precpass.analysis.graph import Graph
 from precpass.analysis.propagate import ValueRanges
 from precpass.devices.peaks import peaks_of_kind
 from precpass.plan import reasons
+from precpass.plan.borders import Border, across
 from precpass.plan.decisions import border_of, crossing_formats, formats_of, keep
-from precpass.plan.plan import Action, Border, Decision, Plan, ProductForm, across
+from precpass.plan.plan import Action, Decision, Plan, ProductForm
 from precpass.plan.reasons import DecidedBy
 from precpass.planner.decide import decide
 from precpass.planner.eligible import EligibleProducts

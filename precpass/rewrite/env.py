@@ -7,22 +7,25 @@ than the value has.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import chosen_operand, grows, hands_on_layout, moved_operand
-from precpass.plan.plan import BackwardForm, Border, BorderCopy, across
+from precpass.plan.borders import Border, BorderCopy, across
+from precpass.plan.plan import BackwardForm
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import named
 from precpass.rewrite.block_scaled import BlockRounding
-from precpass.rewrite.copies import low_copy, quantized_copy
+from precpass.rewrite.copies import low_copy
 from precpass.rewrite.cpu_kernels import is_in_order
 from precpass.rewrite.dot_numbers import untransposed
+from precpass.rewrite.eight_bits import EightBits, eight_bit_avals
 from precpass.rewrite.scaled_product import Rounding
 
-__all__ = ["Env", "border_aval", "crossing_aval"]
+__all__ = ["Env", "border_avals", "crossing_aval"]
 
 _MAY_HAVE_LOW_SOURCE = named("repeats") | {"convert_element_type"}
 """The equations whose operand may have a low copy, or be one, in whichever format it is stored."""
@@ -38,7 +41,7 @@ class Env:
             that is not in here stands for itself.
         low_copies: (atom, format) -> its copy in a low format, through which no derivative passes.
         wide_copies: (atom, format) -> its copy in a wider format, which all readers share.
-        quantized_copies: (atom, rounding) -> its rounded copy, and scales.
+        eight_bits: the values in 8 bits.
         border_copies: (atom, format) -> its low copy in the form in which it crosses the borders
             of bodies: as unsigned integers, or as it is.
         low_sources: variable -> the equation that makes it, if a low copy of the variable is
@@ -51,7 +54,7 @@ class Env:
         self.values: dict[Any, Any] = {}
         self.low_copies: dict[tuple[Any, Precision], Any] = {}
         self.wide_copies: dict[tuple[Any, Precision], Any] = {}
-        self.quantized_copies: dict[tuple[Any, Any], list[Any]] = {}
+        self.eight_bits = EightBits(opened, build)
         self.border_copies: dict[tuple[Any, Precision], Any] = {}
         self.low_sources: dict[Any, Any] = {}
 
@@ -63,28 +66,33 @@ class Env:
         self.values[var] = new = ir.new_variable(crossing)
         return new
 
-    def enter_border_copy(self, var: ir.Var, border_copy: BorderCopy) -> Any:
-        """The new operand that is the border copy of `var`."""
-        new = ir.new_variable(border_aval(var.aval, border_copy))
+    def enter_border_copy(self, var: ir.Var, border_copy: BorderCopy) -> list[Any]:
+        """The new operands that are the border copy of `var`."""
+        new = [ir.new_variable(aval) for aval in border_avals(var.aval, border_copy)]
         self.receive(var, new, border_copy)
         return new
 
-    def receive(self, var: ir.Var, copy: Any, border_copy: BorderCopy) -> None:
+    def receive(self, var: ir.Var, copies: Sequence[Any], border_copy: BorderCopy) -> None:
         """Takes a border copy as the low copy of `var`."""
-        self.border_copies[var, border_copy.precision] = copy
+        if border_copy.precision.is_scaled:
+            self.eight_bits.receive(var, copies, border_copy)
+            return
+        (self.border_copies[var, border_copy.precision],) = copies
         if border_copy.rounds:
             low = self.low_copy(var, border_copy.precision)
             self.values[var] = self.build.rounded(low, self.values.get(var, var))
 
-    def border_copy(self, atom: ir.Atom, border_copy: BorderCopy) -> Any:
-        """A value's border copy: its low copy, or the bits of that."""
+    def border_copy(self, atom: ir.Atom, border_copy: BorderCopy) -> list[Any]:
+        """A value's border copy: its low copy, the bits of that, or 8 bits and a scale."""
+        if border_copy.precision.is_scaled:
+            return self.eight_bits.crossing(atom, self.read(atom), border_copy)
         key = (atom, border_copy.precision)
         crosses = self.build.bits if _as_bits(atom.aval, border_copy) else self.build.detach
         if ir.is_literal(atom):
-            return crosses(self.read_as(atom, border_copy.precision))
+            return [crosses(self.read_as(atom, border_copy.precision))]
         if key not in self.border_copies:
             self.border_copies[key] = crosses(self.low_copy(atom, border_copy.precision))
-        return self.border_copies[key]
+        return [self.border_copies[key]]
 
     def round(self, var: ir.Var, precision: Precision, *, keeps: bool = False) -> None:
         """Rounds a value to a low format, so that every reader reads the rounded value.
@@ -236,57 +244,9 @@ class Env:
             self.low_copies[key] = low_copy(self.build, value, precision, flat=flat)
         return self.low_copies[key]
 
-    def quantized_copy(self, atom: ir.Atom, rounding: Rounding | BlockRounding) -> Any:
-        """A rounded copy with its scales, which all scaled products share that can.
-
-        Args:
-            atom: the value.
-            rounding: how it is rounded.
-        """
-        read = self.read(atom)
-        if ir.is_literal(atom):
-            return quantized_copy(self.build, read, rounding)
-        key, asked = (atom, rounding), (rounding.precision, rounding.summed)
-        if key not in self.quantized_copies and (given := self.given_quantized(atom, *asked)):
-            self.quantized_copies[key] = [self.build.detach(given[0]), given[1]]
-        if key not in self.quantized_copies:
-            self.quantized_copies[key] = quantized_copy(self.build, read, rounding)
-        return self.quantized_copies[key]
-
-    def given_quantized(self, atom: ir.Atom, precision: Precision, summed: tuple[int, ...]) -> Any:
-        """The values of 8 bits and the scale that a value was made of, if a product can take them.
-
-        None if it was made of others, or has other scales along a contracted dimension.
-        """
-        if precision.block:
-            return None
-        values, scale = self._dequantized.get(atom, (None, None))
-        if values is None and atom in self.transposed:
-            return self._given_transposed(self.transposed[atom], precision, summed)
-        if values is None or values.aval.dtype != precision.dtype:
-            return None
-        shape = scale.aval.shape
-        if summed:
-            fits = bool(shape) and all(shape[d] == 1 for d in summed)
-            return (values, scale) if fits else None
-        if set(shape) == {1}:
-            (scale,) = self.build.call(lambda s: [s.reshape(())], [scale], "as scalar")
-        return None if scale.aval.ndim else (values, scale)
-
-    def _given_transposed(self, transpose: ir.Eqn, precision: Precision, summed: Any) -> Any:
-        """The values of 8 bits and the scale of a transposed value, each transposed."""
-        order, operand = ir.permutation(transpose), transpose.invars[0]
-        if order is None or ir.is_literal(operand):
-            return None
-        given = self.given_quantized(operand, precision, tuple(order[d] for d in summed))
-        if given is None:
-            return None
-        return [self.build.transpose(x, order) if x.aval.ndim else x for x in given]
-
-    @functools.cached_property
-    def _dequantized(self) -> dict[Any, Any]:
-        pairs = ((eqn, ir.dequantized_from(eqn)) for eqn in self.opened.eqns)
-        return {eqn.outvars[0]: pair for eqn, pair in pairs if pair}
+    def quantized_copy(self, atom: ir.Atom, rounding: Rounding | BlockRounding) -> list[Any]:
+        """As `EightBits.copy`."""
+        return self.eight_bits.copy(atom, self.read(atom), rounding)
 
     @functools.cached_property
     def transposed(self) -> dict[Any, Any]:
@@ -379,11 +339,13 @@ def _handed_on(eqn: ir.Eqn) -> Any:
     return chosen_operand(eqn) if moved is None else moved
 
 
-def border_aval(aval: ir.Aval, border_copy: BorderCopy) -> Any:
-    """The aval of a value's border copy."""
+def border_avals(aval: ir.Aval, border_copy: BorderCopy) -> list[Any]:
+    """The avals of the arrays of a value's border copy."""
+    if border_copy.precision.is_scaled:
+        return eight_bit_avals(aval, border_copy)
     if _as_bits(aval, border_copy):
-        return ir.border_copy_aval(aval)
-    return ir.border_copy_aval(aval, border_copy.precision.dtype)
+        return [ir.border_copy_aval(aval)]
+    return [ir.border_copy_aval(aval, border_copy.precision.dtype)]
 
 
 def _as_bits(aval: ir.Aval, border_copy: BorderCopy) -> bool:

@@ -25,13 +25,14 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
+from precpass.plan.scaled_formats import ScaledFormats
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.precision import Precision
 from precpass.rewrite.block_scaled import block_product
 from precpass.rewrite.copies import quantized_copy
 from precpass.rewrite.cpu_kernels import needs_barriers, runnable
 from precpass.rewrite.dot_numbers import Numbers, batched, transposed
-from precpass.rewrite.scaled_product import ScaledFormats, as_bits, from_bits, scaled_product
+from precpass.rewrite.scaled_product import as_bits, from_bits, roundings, scaled_product
 
 __all__ = ["Bilinear", "evaluated_with_carrier", "scaled_with_carrier"]
 
@@ -336,10 +337,10 @@ def evaluated_with_carrier(
             made already.
     """
     if form.scaled is not None:
-        roundings = form.scaled.roundings(form.numbers, [x.aval for x in operands[:2]])
+        rounded_by = roundings(form.scaled, form.numbers, [x.aval for x in operands[:2]])
         pairs = [
             made or quantized_copy(build, x, rounding)
-            for x, rounding, made in zip(operands[:2], roundings, rounded, strict=True)
+            for x, rounding, made in zip(operands[:2], rounded_by, rounded, strict=True)
         ]
         return scaled_with_carrier(build, form, pairs, operands)
     return _multiplied(build, form, low_operands, operands, aval, detached=detached)

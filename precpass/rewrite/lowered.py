@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from precpass import jaxpr as ir
+from precpass.plan.scaled_formats import ScaledFormats
 from precpass.rewrite.low_product import Bilinear, evaluated_with_carrier, scaled_with_carrier
-from precpass.rewrite.scaled_product import Rounding, ScaledFormats
+from precpass.rewrite.scaled_product import Rounding, roundings
 
 __all__ = ["lowered"]
 
@@ -76,7 +77,7 @@ def _shared(form: Bilinear, scaled: ScaledFormats, avals: Sequence[ir.Aval]) -> 
     shared = [
         formats is not None and rounding == Rounding(formats.rhs, ()) and not formats.by_row
         for rounding, formats in zip(
-            scaled.roundings(form.numbers, avals), form.scaled_cotangents[::-1], strict=True
+            roundings(scaled, form.numbers, avals), form.scaled_cotangents[::-1], strict=True
         )
     ]
     return shared[0], shared[1]

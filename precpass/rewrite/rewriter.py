@@ -14,15 +14,17 @@ from typing import Any
 import jax
 
 from precpass import jaxpr as ir
-from precpass.plan.plan import Action, Border, BorderCopy, Decision, Plan
+from precpass.plan.borders import Border, BorderCopy
+from precpass.plan.plan import Action, Decision, Plan
+from precpass.plan.scaled_formats import ScaledFormats, scaled_formats
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.scopes import join_scopes
-from precpass.rewrite.env import Env, border_aval, crossing_aval
+from precpass.rewrite.env import Env, border_avals, crossing_aval
 from precpass.rewrite.float64_spans import Float64Span, float64_spans, from_bits, to_bits
 from precpass.rewrite.low_equation import low_results
 from precpass.rewrite.lowered import lowered
-from precpass.rewrite.scaled_product import ScaledFormats, scaled_formats
+from precpass.rewrite.scaled_product import roundings
 
 __all__ = ["Rewriter"]
 
@@ -118,9 +120,8 @@ class Rewriter:
         build = ir.Builder(self.templates, within)
         env = Env(opened, build)
         invars = [env.enter(v, plan.border) for v in opened.invars]
-        invars += [
-            env.enter_border_copy(opened.invars[t.position], t) for t in plan.border_copies.operands
-        ]
+        for t in plan.border_copies.operands:
+            invars += env.enter_border_copy(opened.invars[t.position], t)
         spans = float64_spans(opened, plan) if plan.has_float64_spans and not ir.in_x64() else {}
         starts, new_eqns, beyond = list[int](), build.eqns, 0
         exact: dict[Any, Any] = {}
@@ -134,9 +135,8 @@ class Rewriter:
         starts.append(len(new_eqns))
         build.leave()
         outvars = [env.output(v, plan.border) for v in opened.outvars]
-        outvars += [
-            env.border_copy(opened.outvars[t.position], t) for t in plan.border_copies.results
-        ]
+        for t in plan.border_copies.results:
+            outvars += env.border_copy(opened.outvars[t.position], t)
         new = build.finish(jaxpr, invars, outvars)
         # the entry keeps the jaxpr alive: an id is only unique while its object lives
         self.memo[self.key(jaxpr, plan, scope)] = jaxpr, new, starts
@@ -240,7 +240,7 @@ class Rewriter:
     def _body(self, eqn: ir.Eqn, body: ir.Body, plan: Plan, scope: str) -> Any:
         """The rewritten jaxpr of a body, with its border copies in the equation's order."""
         new = self.jaxpr(body.jaxpr, plan, scope)
-        places = [[t.position for t in border_copies] for border_copies in plan.border_copies]
+        places = [_places((t.position, t) for t in copies) for copies in plan.border_copies]
         return ir.with_border_copies_in_order(eqn, body, new, *places) if any(places) else new
 
     def _enter(self, env: Env, eqn: ir.Eqn, decision: Decision, scope: str) -> None:
@@ -283,20 +283,25 @@ def _cross(
 ) -> None:
     """Adds an equation with border copies."""
     pairs = list(zip(ir.bodies(eqn), decision.inner, strict=True))
-    copies_in = _border_copies((body.operands, plan.border_copies.operands) for body, plan in pairs)
-    copies_out = _border_copies((body.results, plan.border_copies.results) for body, plan in pairs)
-    unread = {at for at, border_copy in copies_in.items() if border_copy.rounds}
-    crossing = ir.crossing(eqn, list(copies_in), list(copies_out), unread)
-    low = [env.border_copy(eqn.invars[at], border_copy) for at, border_copy in copies_in.items()]
+    first_sliced, first_stacked = ir.loop_rows(eqn) or (len(eqn.invars), len(eqn.outvars))
+    operands = ((body.operands, plan.border_copies.operands) for body, plan in pairs)
+    copies_in = _border_copies(operands, first_sliced)
+    of_results = ((body.results, plan.border_copies.results) for body, plan in pairs)
+    copies_out = _border_copies(of_results, first_stacked)
+    unread = {at for at, t in copies_in.items() if t.rounds or t.precision.is_scaled}
+    places = _places(copies_in.items()), _places(copies_out.items())
+    crossing = ir.crossing(eqn, *places, unread)
+    low = [x for at, t in copies_in.items() for x in env.border_copy(eqn.invars[at], t)]
     results = [ir.new_variable(aval) for aval in avals]
-    received = [
-        ir.new_variable(border_aval(eqn.outvars[at].aval, border_copy))
-        for at, border_copy in copies_out.items()
-    ]
-    env.build.cross(eqn, crossing, [*args, *low], [*results, *received], params)
+    received = {
+        at: [ir.new_variable(aval) for aval in border_avals(eqn.outvars[at].aval, t)]
+        for at, t in copies_out.items()
+    }
+    every = [*results, *(x for copies in received.values() for x in copies)]
+    env.build.cross(eqn, crossing, [*args, *low], every, params)
     _write(env, eqn, results, decision.stored)
-    for (at, border_copy), copy in zip(copies_out.items(), received, strict=True):
-        env.receive(eqn.outvars[at], copy, border_copy)
+    for at, copies in received.items():
+        env.receive(eqn.outvars[at], copies, copies_out[at])
 
 
 @contextlib.contextmanager
@@ -309,11 +314,20 @@ def _around_rule(
 
 
 def _border_copies(
-    sides: Iterable[tuple[Sequence[int], Sequence[BorderCopy]]],
+    sides: Iterable[tuple[Sequence[int], Sequence[BorderCopy]]], first_stack: int
 ) -> dict[int, BorderCopy]:
-    """The border copies of an equation, by position, from those of its bodies."""
+    """The border copies of an equation, by position, from those of its bodies.
+
+    From the position `first_stack` on the body has slices of the equation's operands or results.
+    """
     copies = {places[t.position]: t for places, border_copies in sides for t in border_copies}
-    return dict(sorted(copies.items()))
+    pairs = sorted(copies.items())
+    return {at: t.of_stack() if at >= first_stack else t for at, t in pairs}
+
+
+def _places(copies: Iterable[tuple[int, BorderCopy]]) -> list[int]:
+    """The positions of border copies, one for each of their arrays."""
+    return [at for at, border_copy in copies for _ in range(border_copy.arrays)]
 
 
 def _write(
@@ -367,10 +381,8 @@ def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
 
 
 def _quantized(env: Env, eqn: ir.Eqn, scaled: ScaledFormats) -> list[Any]:
-    roundings = scaled.roundings(ir.dot_numbers(eqn), [v.aval for v in eqn.invars])
-    return [
-        env.quantized_copy(v, rounding) for v, rounding in zip(eqn.invars, roundings, strict=True)
-    ]
+    each = roundings(scaled, ir.dot_numbers(eqn), [v.aval for v in eqn.invars])
+    return [env.quantized_copy(v, rounding) for v, rounding in zip(eqn.invars, each, strict=True)]
 
 
 def _wide(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
+from precpass.plan.scaled_formats import ScaledFormats
 from precpass.policy.precision import Precision
 from precpass.rewrite.block_scaled import BlockRounding
 from precpass.rewrite.cpu_kernels import runnable
@@ -32,75 +33,31 @@ from precpass.rewrite.scales import SMALLEST, power_of_two_scale, result_dims, s
 __all__ = [
     "GivenRounding",
     "Rounding",
-    "ScaledFormats",
     "as_bits",
     "from_bits",
     "in_eight_bits",
-    "scaled_formats",
+    "roundings",
     "scaled_product",
 ]
 
 
-class ScaledFormats(NamedTuple):
-    """The formats of a scaled product's operands.
-
-    Attributes:
-        lhs, rhs: the formats.
-        by_row: whether float8 has a scale for each row or column. int8 always does.
-        by_units: whether a micro-scaled product is one that the device's units multiply
-            (`ProductForm.by_units`).
-    """
-
-    lhs: Precision
-    rhs: Precision
-    by_row: bool = False
-    by_units: bool = False
-
-    def roundings(
-        self, numbers: Numbers, avals: Sequence[ir.Aval]
-    ) -> list[Rounding | BlockRounding]:
-        """How each operand of a dot is rounded.
-
-        Args:
-            numbers: the dot's dimension numbers.
-            avals: the types of its operands.
-        """
-        pairs = zip((self.lhs, self.rhs), numbers[0], strict=True)
-        if self.lhs.block:
-            at = ir.block_position(numbers, avals, self.lhs.block)
-            assert at is not None, "the planner scales no other products"
-            return [BlockRounding(p, (summed[at],), self.by_units) for p, summed in pairs]
-        return [
-            Rounding(p, tuple(summed) if self.by_row or p is Precision.INT8 else ())
-            for p, summed in pairs
-        ]
-
-    def exchanged(self) -> ScaledFormats:
-        """The formats of the product with exchanged operands."""
-        return self._replace(lhs=self.rhs, rhs=self.lhs)
-
-
-def scaled_formats(
-    precision: Precision,
-    cotangent_side: int | None = None,
-    *,
-    by_row: bool = False,
-    by_units: bool = False,
-) -> ScaledFormats:
-    """The formats of a product that is to multiply in a precision of 8 bits.
-
-    Cotangents have the format itself. All else is E4M3 where they are E5M2, because kernels do not
-    take two operands in E5M2.
+def roundings(
+    formats: ScaledFormats, numbers: Numbers, avals: Sequence[ir.Aval]
+) -> list[Rounding | BlockRounding]:
+    """How each operand of a dot is rounded.
 
     Args:
-        precision: one with `is_scaled`.
-        cotangent_side: the operand that is a cotangent, in a product of a backward pass.
-        by_row: as in `ScaledFormats`.
-        by_units: as in `ScaledFormats`.
+        formats: of the scaled product.
+        numbers: the dot's dimension numbers.
+        avals: the types of its operands.
     """
-    other = Precision.F8E4M3 if precision is Precision.F8E5M2 else precision
-    pair = [precision if side == cotangent_side else other for side in (0, 1)]
-    return ScaledFormats(pair[0], pair[1], by_row, by_units)
+    pair = formats.lhs, formats.rhs
+    if formats.lhs.block:
+        at = ir.block_position(numbers, avals, formats.lhs.block)
+        assert at is not None, "the planner scales no other products"
+        pairs = zip(pair, numbers[0], strict=True)
+        return [BlockRounding(p, (summed[at],), formats.by_units) for p, summed in pairs]
+    return [Rounding(p, dims) for p, dims in zip(pair, formats.shared(numbers[0]), strict=True)]
 
 
 def scaled_product(

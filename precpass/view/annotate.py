@@ -11,8 +11,9 @@ from typing import Any
 from precpass import jaxpr as ir
 from precpass.analysis.equations import contracts
 from precpass.analysis.sizes import flops, nbytes
+from precpass.plan.borders import BorderCopy
 from precpass.plan.eqn_info import Body, Cast, Crossed, EqnInfo, PlanSource, Value
-from precpass.plan.plan import Action, BorderCopy, Decision, Plan
+from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.scopes import join_scopes
@@ -108,7 +109,8 @@ def _crossed(eqn: ir.Eqn, decision: Decision) -> Iterator[Crossed]:
     for (leaves, at), (atoms, border_copy) in sorted(crossed.items(), key=lambda item: item[0]):
         value, low = _value(atoms[at].aval), border_copy.precision
         nbytes = value.nbytes / atoms[at].aval.dtype.itemsize * low.dtype.itemsize
-        yield Crossed(Value(str(low), value.shape, nbytes), not leaves, border_copy.rounds)
+        alone = border_copy.rounds or low.is_scaled
+        yield Crossed(Value(str(low), value.shape, nbytes), not leaves, alone)
 
 
 def _body(body: ir.Body) -> Body:

@@ -23,6 +23,9 @@ from precpass.policy.primitives import OpKind, op
 __all__ = ["without_bookkeeping"]
 
 _BITCAST = "bitcast_convert_type"
+_BITS = np.dtype(np.uint16), np.dtype(np.uint8)
+"""The dtypes in which the bits of floats cross borders."""
+_FLOAT8 = {p.dtype: p for p in (Precision.F8E4M3, Precision.F8E5M2)}
 Key = tuple[int, Any]
 """A body, by the `id` of its jaxpr, and one of its variables."""
 
@@ -67,7 +70,7 @@ def _is_identity(eqn: Any) -> bool:
 
 
 def _border_copies(graph: Graph, ids: list[int]) -> tuple[dict[Key, Any], dict[Key, str]]:
-    """The values that are 16-bit floats handed on as integers.
+    """The values that are floats of 16 or 8 bits handed on as integers.
 
     Returns:
         for each bitcast from or to one the value that is printed in its place, and for each such
@@ -88,7 +91,7 @@ def _border_copies(graph: Graph, ids: list[int]) -> tuple[dict[Key, Any], dict[K
     formats: dict[Key, str] = {}
     seen = set[int]()
     for value, (var, _) in enumerate(graph.values):
-        if value in seen or getattr(var.aval, "dtype", None) != np.uint16:
+        if value in seen or getattr(var.aval, "dtype", None) not in _BITS:
             continue
         group = _connected(value, linked)
         seen |= group
@@ -122,11 +125,12 @@ def _connected(start: int, linked: dict[int, list[int]]) -> set[int]:
 
 
 def _low_format(eqn: Any) -> Precision | None:
-    """The 16-bit format that an equation takes the bits of, or makes of bits."""
+    """The low format that an equation takes the bits of, or makes of bits."""
     if eqn.primitive.name != _BITCAST:
         return None
-    ends = (ir.precision_of(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
-    return next((p for p in ends if p is not None), None)
+    ends = (v.aval for v in (eqn.invars[0], eqn.outvars[0]))
+    formats = (ir.precision_of(aval) or _FLOAT8.get(aval.dtype) for aval in ends)
+    return next((p for p in formats if p is not None), None)
 
 
 # ---------------------------------------------------------------- what only derivatives read

@@ -336,12 +336,13 @@ def _computed(row: Row) -> str:
 def _crossed(crossed: Sequence[Crossed]) -> str:
     """The values whose border copies cross, in words."""
     said: list[str] = []
-    for is_operand, alone in itertools.product((True, False), repeat=2):
-        types = [str(c.value) for c in crossed if c[1:] == (is_operand, alone)]
+    for is_operand, alone, bits in itertools.product((True, False), (True, False), (16, 8)):
+        alike = [c for c in crossed if c[1:] == (is_operand, alone)]
+        types = [str(c.value) for c in alike if c.bits == bits]
         if not types:
             continue
         verb = "crosses" if len(types) == 1 else "cross"
-        text = f"{counted(len(types), 'operand' if is_operand else 'result')} {verb} on 16 bits"
+        text = f"{counted(len(types), 'operand' if is_operand else 'result')} {verb} on {bits} bits"
         counts = Counter(types)
         some = _counted(Counter(dict(list(counts.items())[:_TYPES])))
         more = f" and {len(counts) - _TYPES} more types" if len(counts) > _TYPES else ""

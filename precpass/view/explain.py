@@ -88,7 +88,7 @@ class Verdict:
             what = f"operands of {counted(self.swapped, 'product')} exchanged"
             yield [(f"{what}, for the transposes behind", "")]
         if self.stored or self.crossed:
-            borders = f"{counted(self.crossed, 'value')} on 16 bits across borders"
+            borders = f"{counted(self.crossed, 'value')} in 16 or 8 bits across borders"
             stored = f"{counted(self.stored, 'result')} stored low"
             yield [(f"{stored}, {borders}", "low")]
         if self.kept_before or self.kept_after:

@@ -21,26 +21,21 @@ from precpass.analysis.analysis import Analysis
 from precpass.analysis.graph import BodyNode
 from precpass.analysis.uniform import number_from_outside
 from precpass.plan import reasons
-from precpass.plan.plan import (
-    Action,
-    BackwardForm,
-    BorderCopies,
-    BorderCopy,
-    Decision,
-    Plan,
-    ProductForm,
-)
+from precpass.plan.borders import NO_BORDER_COPIES, BorderCopies, BorderCopy
+from precpass.plan.plan import Action, BackwardForm, Decision, Plan, ProductForm
 from precpass.plan.reasons import DecidedBy
 from precpass.planner.profit import ProductPricing
+from precpass.planner.readings import decisions_of
 from precpass.planner.requests import PolicyRequests
 from precpass.planner.storage.backward import backward_forms
+from precpass.planner.storage.eight_bits import EightBitBorders
 from precpass.planner.storage.eligibility import Eligibility
 from precpass.planner.storage.energy import NOMINAL, Candidate, StorageEnergy
 from precpass.planner.storage.value_classes import StorageClass, StorageClasses
 from precpass.planner.storage.vetoes import may_store
 from precpass.planner.storage.written import written_by_fusions
 from precpass.policy.precision import Precision
-from precpass.policy.primitives import COMPUTING, OpKind, op
+from precpass.policy.primitives import COMPUTING, op
 from precpass.units import counted, duration, sized
 
 __all__ = ["LITTLE", "assign_storage"]
@@ -107,11 +102,10 @@ class _Assignment:
         self.low = low
         self._as_bits = as_bits
         self._writes = bool(writes_on)
-        self._decisions = dict[int, list[Decision]]()
         # Rows whose decision the cut may change: products, and equations with bodies. Rows whose
         # results it rounds are added later.
         self._rows_of = [self._rows(node) for node in self.graph.bodies]
-        self._collect_decisions(plan)
+        self._decisions = decisions_of(self.graph, plan, self._rows)
         self.reads_low = {row for row, each in self._decisions.items() if self._lowers(each)}
         written: Collection[int] = ()
         if writes_on:
@@ -134,6 +128,7 @@ class _Assignment:
         self._backward: Mapping[int, BackwardForm] = {}
         self._class_made_at = dict[tuple[int, int], StorageClass]()
         self._plans: dict[Any, Plan] = {}
+        self._eight_bits: EightBitBorders | None = None
 
     def with_products_wide(self) -> Plan:
         """The plan in which products that do not pay are in float32; the rest is unchanged."""
@@ -149,7 +144,8 @@ class _Assignment:
         rounded = {row for row, _ in self._class_made_at}
         if self._writes:
             self._backward = backward_forms(self._eligibility, rounded)
-        if not (self._rounded or self._crossing or self._backward):
+        self._eight_bits = EightBitBorders(self.graph, self._decisions, self._crosses)
+        if not (self._rounded or self._crossing or self._backward or self._eight_bits.is_asked):
             return self._plan
         self._changed_rows = rounded | set(self._backward)
         return self._assigned(0, self._plan, BorderCopies())
@@ -161,24 +157,6 @@ class _Assignment:
         children, eqns = self.graph.children, self.graph.eqns[node.start : node.stop]
         each = enumerate(eqns, node.start)
         return [row for row, eqn in each if eqn.primitive.name in COMPUTING or row in children]
-
-    def _collect_decisions(self, root: Plan) -> None:
-        """Finds the decisions for each row: one for each plan that its body has."""
-        seen, todo = set[tuple[int, int]](), [(0, root)]
-        while todo:
-            body, plan = todo.pop()
-            if (body, id(plan)) in seen:
-                continue
-            seen.add((body, id(plan)))
-            start = self.graph.bodies[body].start
-            for row in self._rows_of[body]:
-                decision = plan.decisions[row - start]
-                if decision.inner or (
-                    decision.kind is OpKind.COMPUTE and decision.action is Action.LOWER
-                ):
-                    self._decisions.setdefault(row, []).append(decision)
-                children = self.graph.children.get(row, ())
-                todo += [(c, p) for (_, c), p in zip(children, decision.inner, strict=True)]
 
     def _crosses(self, row: int) -> bool:
         """Whether values may cross the borders of an equation's bodies in 16 bits."""
@@ -347,20 +325,31 @@ class _Assignment:
             if crosses:
                 operands = ir.open_jaxpr(into.jaxpr).invars
                 results = [eqn.outvars[at] for at in into.results]
+                narrow = (
+                    self._eight_bits.copies(row, into) if self._eight_bits else NO_BORDER_COPIES
+                )
                 border_copies = BorderCopies(
-                    self._border_copies(child, operands), self._border_copies(body, results)
+                    self._border_copies(child, operands, narrow.operands),
+                    self._border_copies(body, results, narrow.results),
                 )
             inner.append(self._assigned(child, plan, border_copies))
         same = all(a is b for a, b in zip(inner, decision.inner, strict=True))
         return decision if same else dataclasses.replace(decision, inner=tuple(inner))
 
-    def _border_copies(self, body: int, atoms: Sequence[ir.Atom]) -> tuple[BorderCopy, ...]:
-        return tuple(self._each_border_copy(body, atoms))
+    def _border_copies(
+        self, body: int, atoms: Sequence[ir.Atom], narrow: Sequence[BorderCopy]
+    ) -> tuple[BorderCopy, ...]:
+        return tuple(self._each_border_copy(body, atoms, narrow))
 
-    def _each_border_copy(self, body: int, atoms: Sequence[ir.Atom]) -> Iterator[BorderCopy]:
+    def _each_border_copy(
+        self, body: int, atoms: Sequence[ir.Atom], narrow: Sequence[BorderCopy]
+    ) -> Iterator[BorderCopy]:
+        in_eight_bits = {border_copy.position: border_copy for border_copy in narrow}
         for position, atom in enumerate(atoms):
             values = self.classes.of(body, atom)
-            if values is not None and id(values) in self._crossing:
+            if position in in_eight_bits:
+                yield in_eight_bits[position]
+            elif values is not None and id(values) in self._crossing:
                 rounds = id(values) in self._rounded
                 yield BorderCopy(position, self.low, rounds, self._as_bits)
 

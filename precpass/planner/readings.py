@@ -1,0 +1,247 @@
+"""How the scaled products of a planned program read its values, wherever these come from.
+
+A value that scaled products alone read, all with one rounding, need not be handed to them in
+float32: it can be given in 8 bits, and cross the borders of loops so. A reading is followed from
+the product back through transposes, reshapes and borders, to whatever made the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from precpass import jaxpr as ir
+from precpass.analysis.graph import BodyNode, Graph
+from precpass.plan.plan import Action, Decision, Plan
+from precpass.plan.scaled_formats import scaled_formats
+from precpass.policy.precision import Precision
+from precpass.policy.primitives import OpKind
+
+__all__ = ["Decisions", "Reading", "Readings", "before", "decisions_of"]
+
+
+class Reading(NamedTuple):
+    """How a scaled product reads a value.
+
+    Attributes:
+        precision: the format that it is rounded to.
+        shared: the dimensions along which it has one scale.
+        summed: the dimensions that the product sums over; () if products sum over different ones.
+    """
+
+    precision: Precision
+    shared: tuple[int, ...]
+    summed: tuple[int, ...]
+
+
+Decisions = Mapping[int, Sequence[Decision]]
+"""Of the products and the equations with bodies in a program, by row."""
+
+_Found = set[Reading | None]
+"""The readings of a value. None stands for every reader that is no scaled product."""
+
+
+class Readings:
+    """How every value of a program is read.
+
+    Args:
+        graph: the program.
+        decisions: as `decisions_of` finds them.
+        crosses: whether values may cross the borders of a row's bodies in other formats.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        decisions: Decisions,
+        crosses: Callable[[int], bool],
+    ) -> None:
+        self.graph = graph
+        self._decisions = decisions
+        self._crosses = crosses
+        self._of: list[dict[Any, _Found]] = [{} for _ in graph.bodies]
+        self._grows = True
+        self._add((0, v, {None}) for v in ir.open_jaxpr(graph.root.jaxpr).outvars)
+        # The results of a body are read around it, so one pass over the program may not be enough.
+        while self._grows:
+            self._grows = False
+            for body in reversed(range(len(graph.bodies))):
+                node = graph.bodies[body]
+                for row in reversed(range(node.start, node.stop)):
+                    self._add(self._by_equation(row, body))
+
+    def of(self, body: int, atom: ir.Atom) -> Reading | None:
+        """How all readers read a value of a body; None if they do not read it in one way."""
+        return _common(self._found(body, atom))
+
+    def by(self, row: int, position: int) -> Reading | None:
+        """How one row reads one of its operands; None as for `of`, or if it only moves it."""
+        if row in self.graph.children:
+            return _common(self._outside(row, position))
+        product = self._by_product(row)
+        return product[position] if position < len(product) else None
+
+    def of_operand(self, row: int, position: int) -> Reading | None:
+        """How a row's bodies read one of its operands, as they see it; None as for `of`."""
+        return _common(self._of_operand(row, position))
+
+    def of_result(self, row: int, position: int) -> Reading | None:
+        """How one of a row's results is read, as its bodies see it; None as for `of`."""
+        return _common(self._of_result(row, position))
+
+    def _found(self, body: int, atom: ir.Atom) -> _Found:
+        return set() if ir.is_literal(atom) else self._of[body].get(atom, set())
+
+    def _add(self, found: Iterable[tuple[int, ir.Atom, _Found]]) -> None:
+        for body, atom, readings in found:
+            known = set[Any]() if ir.is_literal(atom) else self._of[body].setdefault(atom, set())
+            if not readings <= known and not ir.is_literal(atom):
+                known |= readings
+                self._grows = True
+
+    def _by_equation(self, row: int, body: int) -> Iterator[tuple[int, ir.Atom, _Found]]:
+        """How an equation reads its operands, and its bodies' results are read."""
+        eqn = self.graph.eqns[row]
+        if row in self.graph.children:
+            yield from self._by_bodies(row, body)
+            return
+        product = self._by_product(row)
+        for at, atom in enumerate(eqn.invars):
+            if at < len(product):
+                yield body, atom, {product[at]}
+            elif at == 0 and (back := before(eqn)) is not None:
+                yield body, atom, {r and back(r) for r in self._found(body, eqn.outvars[0])}
+            else:
+                yield body, atom, {None}
+
+    def _by_bodies(self, row: int, around: int) -> Iterator[tuple[int, ir.Atom, _Found]]:
+        for position, atom in enumerate(self.graph.eqns[row].invars):
+            yield around, atom, self._outside(row, position)
+        for body, child in self.graph.children[row]:
+            for at, atom in enumerate(ir.open_jaxpr(body.jaxpr).outvars):
+                is_result = at < len(body.results)
+                yield child, atom, self._of_result(row, body.results[at]) if is_result else {None}
+
+    def _outside(self, row: int, position: int) -> _Found:
+        """How a row's bodies read one of its operands, as the row's body sees it."""
+        readings, loop = self._of_operand(row, position), ir.loop_rows(self.graph.eqns[row])
+        is_sliced = loop is not None and position >= loop[0]
+        return {r and _of_stack(r) for r in readings} if is_sliced else readings
+
+    def _of_operand(self, row: int, position: int) -> _Found:
+        found: _Found = set() if self._crosses(row) else {None}
+        is_entered = False
+        for body, child in self.graph.children[row]:
+            carried = {body.operands[invar] for invar, _ in body.carry}
+            if position in carried:  # it is read once more in the next trip, or behind the loop
+                found.add(None)
+            for at, var in zip(body.operands, ir.open_jaxpr(body.jaxpr).invars, strict=True):
+                if at == position:
+                    is_entered = True
+                    found |= self._found(child, var)
+        return found if is_entered else {None}
+
+    def _of_result(self, row: int, position: int) -> _Found:
+        eqn, children = self.graph.eqns[row], self.graph.children[row]
+        carried = {body.results[outvar] for body, _ in children for _, outvar in body.carry}
+        if position in carried or not self._crosses(row):
+            return {None}
+        found = self._found(int(self.graph.body[row]), eqn.outvars[position])
+        is_stacked = ir.loop_rows(eqn) is not None
+        return {r and _of_slice(r) for r in found} if is_stacked else found
+
+    def _by_product(self, row: int) -> Sequence[Reading | None]:
+        """How a scaled product reads its operands; () for any other equation."""
+        eqn = self.graph.eqns[row]
+        found = {_by_product(eqn, decision) for decision in self._decisions.get(row, ())}
+        return found.pop() if len(found) == 1 else ()
+
+
+def _common(found: _Found) -> Reading | None:
+    """The one rounding with which scaled products alone read a value; None if there is none."""
+    readings = [reading for reading in found if reading is not None]
+    if len(readings) < len(found) or len({reading[:2] for reading in readings}) != 1:
+        return None
+    return readings[0] if len(readings) == 1 else readings[0]._replace(summed=())
+
+
+def decisions_of(graph: Graph, plan: Plan, rows: Callable[[BodyNode], Iterable[int]]) -> Decisions:
+    """The decisions for rows of a program: one for each plan that their body has.
+
+    Args:
+        graph: the program.
+        plan: of the program.
+        rows: gives the rows of a body that are wanted; those with bodies must be among them.
+    """
+    found: dict[int, list[Decision]] = {}
+    seen, todo = set[tuple[int, int]](), [(0, plan)]
+    while todo:
+        body, its_plan = todo.pop()
+        if (body, id(its_plan)) in seen:
+            continue
+        seen.add((body, id(its_plan)))
+        node = graph.bodies[body]
+        for row in rows(node):
+            decision = its_plan.decisions[row - node.start]
+            if decision.inner or (
+                decision.kind is OpKind.COMPUTE and decision.action is Action.LOWER
+            ):
+                found.setdefault(row, []).append(decision)
+            children = graph.children.get(row, ())
+            todo += [(c, p) for (_, c), p in zip(children, decision.inner, strict=True)]
+    return found
+
+
+def _by_product(eqn: ir.Eqn, decision: Decision) -> tuple[Reading | None, ...]:
+    form = decision.product
+    if decision.action is not Action.LOWER or form.scaled is None or form.scaled.block:
+        return ()
+    avals = [v.aval for v in eqn.invars]
+    if any(map(ir.is_reduced, avals)):
+        return ()
+    numbers = ir.dot_numbers(eqn)
+    formats = scaled_formats(form.scaled, form.cotangent, by_row=form.by_row)
+    pair = formats.lhs, formats.rhs
+    return tuple(
+        Reading(precision, tuple(sorted(shared or range(aval.ndim))), tuple(summed))
+        for precision, shared, summed, aval in zip(
+            pair, formats.shared(numbers[0]), numbers[0], avals, strict=True
+        )
+    )
+
+
+def before(eqn: ir.Eqn) -> Callable[[Reading], Reading | None] | None:
+    """How the operand of an equation is read whose result is read in some way.
+
+    None for an equation that does more than move all elements of one operand.
+    """
+    if ir.dequantized_from(eqn):
+        return lambda reading: reading
+    if (order := ir.permutation(eqn)) is not None:
+
+        def transposed(reading: Reading) -> Reading:
+            shared, summed = (tuple(sorted(order[d] for d in dims)) for dims in reading[1:])
+            return reading._replace(shared=shared, summed=summed)
+
+        return transposed
+    if not ir.moves_whole(eqn):
+        return None
+    rank, after = (v.aval.ndim for v in (eqn.invars[0], eqn.outvars[0]))
+
+    def reshaped(reading: Reading) -> Reading | None:
+        is_whole = len(reading.shared) == after
+        return reading._replace(shared=tuple(range(rank)), summed=()) if is_whole else None
+
+    return reshaped
+
+
+def _of_stack(reading: Reading) -> Reading:
+    """How a stack is read whose slices are read so."""
+    shared, summed = (tuple(d + 1 for d in dims) for dims in reading[1:])
+    return reading._replace(shared=shared, summed=summed)
+
+
+def _of_slice(reading: Reading) -> Reading | None:
+    """How a slice is read whose stack is read so; None if slices share a scale."""
+    shared, summed = (tuple(d - 1 for d in dims if d) for dims in reading[1:])
+    return None if 0 in reading.shared else reading._replace(shared=shared, summed=summed)

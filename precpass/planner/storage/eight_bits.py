@@ -1,0 +1,143 @@
+"""Which values cross the borders of loops and calls in 8 bits, with their scales.
+
+A value may if everything behind the border reads it in scaled products that round it in one way
+(`planner.readings`). What a loop stacks then always does, because its rows take a quarter of
+float32's bytes. Anything else does if it has 8 bits before the border already, or if behind it it
+would be rounded more than once: in every trip of a loop, or by several equations.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from precpass import jaxpr as ir
+from precpass.analysis.graph import Graph
+from precpass.plan.borders import NO_BORDER_COPIES, BorderCopies, BorderCopy
+from precpass.planner.readings import Decisions, Reading, Readings, before
+from precpass.policy.precision import Precision
+
+__all__ = ["EightBitBorders"]
+
+
+class EightBitBorders:
+    """The values of a program that cross borders in 8 bits.
+
+    Args:
+        graph: the program.
+        decisions, crosses: as for `Readings`.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        decisions: Decisions,
+        crosses: Callable[[int], bool],
+    ) -> None:
+        self.graph = graph
+        each = (d for of_row in decisions.values() for d in of_row)
+        self.is_asked = any(d.product.scaled is not None for d in each)
+        self._decisions = decisions
+        self._crosses = crosses
+        self._makers_in: dict[int, dict[Any, int]] = {}
+        self._counts_in: dict[int, dict[Any, Counter[Reading]]] = {}
+
+    @functools.cached_property
+    def _readings(self) -> Readings:
+        return Readings(self.graph, self._decisions, self._crosses)
+
+    def copies(self, row: int, body: ir.Body) -> BorderCopies:
+        """The border copies of 8 bits that one of a row's bodies has."""
+        if not self.is_asked:
+            return NO_BORDER_COPIES
+        operands = [self._of_operand(row, position) for position in body.operands]
+        results = [self._of_result(row, position) for position in body.results]
+        return BorderCopies(tuple(_copies(operands)), tuple(_copies(results)))
+
+    def _of_operand(self, row: int, position: int) -> Reading | None:
+        is_wide = _is_wide(self.graph.eqns[row].invars[position])
+        reading = self._readings.of_operand(row, position) if is_wide else None
+        return reading if reading and self._operand_pays(row, position) else None
+
+    def _of_result(self, row: int, position: int) -> Reading | None:
+        is_wide = _is_wide(self.graph.eqns[row].outvars[position])
+        reading = self._readings.of_result(row, position) if is_wide else None
+        return reading if reading and self._result_pays(row, position) else None
+
+    def _operand_pays(self, row: int, position: int) -> bool:
+        """Whether a row's operand that is read in 8 bits is rounded less often before the row."""
+        for body, _ in self.graph.children[row]:
+            is_constant = position in body.operands[: body.constants]
+            if is_constant and body.trips != 1:
+                return True
+        around, atom = int(self.graph.body[row]), self.graph.eqns[row].invars[position]
+        makers = self._makers(around)
+        while (maker := makers.get(atom)) is not None and ir.moves_whole(self.graph.eqns[maker]):
+            atom = self.graph.eqns[maker].invars[0]
+        is_shared = max(self._counts(around)[atom].values(), default=0) > 1
+        return is_shared or self._is_given_in_eight_bits(around, atom)
+
+    def _is_given_in_eight_bits(self, body: int, atom: Any) -> bool:
+        """Whether a variable of a body is an operand or a result that crosses in 8 bits."""
+        if (maker := self._makers(body).get(atom)) is not None:
+            at = list(self.graph.eqns[maker].outvars).index(atom)
+            return maker in self.graph.children and self._of_result(maker, at) is not None
+        operands = list(ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars)
+        if atom not in operands:
+            return False
+        callers, at = self.graph.callers[body], operands.index(atom)
+        return any(self._of_operand(row, of.operands[at]) is not None for row, of in callers)
+
+    def _result_pays(self, row: int, position: int) -> bool:
+        """Whether a row's result is stacked, or has 8 bits in the row's bodies in any case."""
+        if ir.loop_rows(self.graph.eqns[row]) is not None:
+            return True
+        for body, child in self.graph.children[row]:
+            atom = ir.open_jaxpr(body.jaxpr).outvars[body.results.index(position)]
+            if not ir.is_literal(atom) and (
+                self._counts(child)[atom] or self._is_given_in_eight_bits(child, atom)
+            ):
+                return True
+        return False
+
+    def _makers(self, body: int) -> dict[Any, int]:
+        """For each variable that an equation of a body makes, the equation's row."""
+        if body not in self._makers_in:
+            node = self.graph.bodies[body]
+            rows = range(node.start, node.stop)
+            self._makers_in[body] = {v: row for row in rows for v in self.graph.eqns[row].outvars}
+        return self._makers_in[body]
+
+    def _counts(self, body: int) -> dict[Any, Counter[Reading]]:
+        """For each variable of a body, how many equations there read it in each way."""
+        if body not in self._counts_in:
+            self._counts_in[body] = self._counted(body)
+        return self._counts_in[body]
+
+    def _counted(self, body: int) -> dict[Any, Counter[Reading]]:
+        node, counts = self.graph.bodies[body], defaultdict[Any, Counter[Reading]](Counter)
+        for row in reversed(range(node.start, node.stop)):
+            eqn = self.graph.eqns[row]
+            back = before(eqn)
+            for at, atom in enumerate(eqn.invars):
+                if ir.is_literal(atom):
+                    continue
+                if back is not None and at == 0:
+                    for reading, count in counts[eqn.outvars[0]].items():
+                        if (moved := back(reading)) is not None:
+                            counts[atom][moved._replace(summed=())] += count
+                elif (reading := self._readings.by(row, at)) is not None:
+                    counts[atom][reading._replace(summed=())] += 1
+        return counts
+
+
+def _is_wide(atom: ir.Atom) -> bool:
+    return ir.precision_of(atom.aval) is Precision.F32
+
+
+def _copies(readings: Sequence[Reading | None]) -> Iterator[BorderCopy]:
+    for at, reading in enumerate(readings):
+        if reading is not None:
+            yield BorderCopy(at, reading.precision, rounds=False, shared=reading.shared)

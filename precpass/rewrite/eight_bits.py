@@ -1,0 +1,124 @@
+"""The values of a body in 8 bits: those that it is given, and those that its products make."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from precpass import jaxpr as ir
+from precpass.plan.borders import BorderCopy
+from precpass.policy.precision import Precision
+from precpass.rewrite.block_scaled import BlockRounding
+from precpass.rewrite.copies import quantized_copy
+from precpass.rewrite.scaled_product import Rounding
+
+__all__ = ["EightBits", "eight_bit_avals"]
+
+
+class EightBits:
+    """The values of a body in 8 bits, each with its scale.
+
+    Args:
+        opened: the jaxpr.
+        build: where new equations are added.
+    """
+
+    def __init__(self, opened: ir.Jaxpr, build: ir.Builder) -> None:
+        self.opened = opened
+        self.build = build
+        self._copies: dict[tuple[Any, Any], list[Any]] = {}
+        self._crossing: dict[tuple[Any, BorderCopy], list[Any]] = {}
+
+    def copy(self, atom: ir.Atom, read: Any, rounding: Rounding | BlockRounding) -> list[Any]:
+        """A rounded copy with its scales, which all scaled products share that can.
+
+        Args:
+            atom: the value.
+            read: what stands for it in the new jaxpr.
+            rounding: how it is rounded.
+        """
+        if ir.is_literal(atom):
+            return quantized_copy(self.build, read, rounding)
+        key, asked = (atom, rounding), (rounding.precision, rounding.summed)
+        if key not in self._copies and (given := self.given(atom, *asked)):
+            self._copies[key] = [self.build.detach(given[0]), given[1]]
+        if key not in self._copies:
+            self._copies[key] = quantized_copy(self.build, read, rounding)
+        return self._copies[key]
+
+    def given(self, atom: ir.Atom, precision: Precision, summed: tuple[int, ...]) -> Any:
+        """The values of 8 bits and the scale that a value was made of, if a product can take them.
+
+        None if it was made of others, or has other scales along a contracted dimension.
+        """
+        if precision.block:
+            return None
+        values, scale = self._given.get(atom, (None, None))
+        if values is None and atom in self._moves:
+            return self._given_moved(self._moves[atom], precision, summed)
+        if values is None or values.aval.dtype != precision.dtype:
+            return None
+        shape = scale.aval.shape
+        if summed:
+            fits = bool(shape) and all(shape[d] == 1 for d in summed)
+            return (values, scale) if fits else None
+        if set(shape) == {1}:
+            (scale,) = self.build.call(lambda s: [s.reshape(())], [scale], "as scalar")
+        return None if scale.aval.ndim else (values, scale)
+
+    def _given_moved(self, move: ir.Eqn, precision: Precision, summed: Sequence[int]) -> Any:
+        """The values of 8 bits and the scale of a moved value, which are moved in its place."""
+        operand, order = move.invars[0], ir.permutation(move)
+        if ir.is_literal(operand) or (order is None and summed):
+            return None
+        given = self.given(operand, precision, tuple(order[d] for d in summed) if order else ())
+        if given is None:
+            return None
+        if order is None:
+            return [self.build.bind(move, [given[0]])[0], given[1]]
+        return [self.build.transpose(x, order) if x.aval.ndim else x for x in given]
+
+    @functools.cached_property
+    def _given(self) -> dict[Any, Any]:
+        pairs = ((eqn, ir.dequantized_from(eqn)) for eqn in self.opened.eqns)
+        return {eqn.outvars[0]: pair for eqn, pair in pairs if pair}
+
+    @functools.cached_property
+    def _moves(self) -> dict[Any, Any]:
+        """The body's transposes and reshapes, by their results."""
+        return {eqn.outvars[0]: eqn for eqn in self.opened.eqns if ir.moves_whole(eqn)}
+
+    # ------------------------------------------------------------ borders
+
+    def crossing(self, atom: ir.Atom, read: Any, border_copy: BorderCopy) -> list[Any]:
+        """The values and the scale in which a value crosses a border; see `copy`."""
+        key = atom, border_copy._replace(position=0)
+        if ir.is_literal(atom) or key not in self._crossing:
+            is_whole = len(border_copy.shared) == atom.aval.ndim
+            rounding = Rounding(border_copy.precision, () if is_whole else border_copy.shared)
+            low, scale = self.copy(atom, read, rounding)
+            if is_whole:  # with all dimensions, it can be stacked and sliced as the values are
+                shape = (1,) * atom.aval.ndim
+                (scale,) = self.build.call(lambda s: [s.reshape(shape)], [scale], ("spread", shape))
+            made = [self.build.byte_bits(low), scale]
+            if ir.is_literal(atom):
+                return made
+            self._crossing[key] = made
+        return self._crossing[key]
+
+    def receive(self, var: ir.Var, copies: Sequence[Any], border_copy: BorderCopy) -> None:
+        """Takes values and a scale that have crossed a border."""
+        values, scale = copies
+        self._given[var] = self.build.of_byte_bits(values, border_copy.precision.dtype), scale
+        self._crossing[var, border_copy._replace(position=0)] = list(copies)
+
+
+def eight_bit_avals(aval: ir.Aval, border_copy: BorderCopy) -> list[ir.Aval]:
+    """The avals of the values and the scale in which a value crosses a border."""
+    shape = [1 if d in border_copy.shared else size for d, size in enumerate(aval.shape)]
+    is_float = border_copy.precision is not Precision.INT8
+    values = ir.border_copy_aval(aval, np.uint8 if is_float else np.int8)
+    return [values, ir.with_sizes(ir.without_reduced(aval), shape, np.dtype(np.float32))]
