@@ -46,6 +46,7 @@ class Verdict:
         stored: the results that are rounded where they are defined and stored in 16 bits, in
             whatever precision they are computed.
         crossed: the operands and results of loops, branches and calls with a border copy.
+        crossed_on_8: those of them whose copy has 8 bits, and a scale.
         kept_before, kept_after: the bytes that the forward pass saves for the backward
             pass (`precpass.analysis.residuals`); 0 in a program without one.
     """
@@ -58,6 +59,7 @@ class Verdict:
     swapped: int
     stored: int
     crossed: int
+    crossed_on_8: int
     kept_before: float
     kept_after: float
 
@@ -88,7 +90,10 @@ class Verdict:
             what = f"operands of {counted(self.swapped, 'product')} exchanged"
             yield [(f"{what}, for the transposes behind", "")]
         if self.stored or self.crossed:
-            borders = f"{counted(self.crossed, 'value')} in 16 or 8 bits across borders"
+            eight = self.crossed_on_8
+            borders = f"{counted(self.crossed - eight, 'value')} on 16 bits"
+            borders += f" and {eight} on 8 bits" if eight else ""
+            borders += " across borders"
             stored = f"{counted(self.stored, 'result')} stored low"
             yield [(f"{stored}, {borders}", "low")]
         if self.kept_before or self.kept_after:
@@ -227,6 +232,7 @@ def explained(
             sum(row.decision.product.exchanged for row in plan_rows),
             sum(p is not None for d in stored for p in d.stored),
             sum(len(row.info.crossed) for row in plan_rows),
+            sum(value.bits == 8 for row in plan_rows for value in row.info.crossed),
             kept_bytes(before),
             kept_bytes(after),
         ),

@@ -274,13 +274,14 @@ def test_on_a_mesh(axes):
     assert rel_error(np.asarray(got), want) < 0.15
 
 
-def test_the_diff_and_the_listing_say_so():
+def test_the_diff_the_listing_and_the_explanation_say_so():
     found = pp.inspect(jax.grad(loss), policy("f8e4m3"))(WS, X)
     lines = str(found.diff()).splitlines()
     assert any("1 result crosses on 8 bits (f8e4m3[3,16,32])" in line for line in lines)
     assert any("2 operands cross on 8 bits" in line for line in lines)
     assert "f8e4m3[3,16,32]" in str(found.listing())
     assert "uint8" not in str(found.listing())
+    assert "0 values on 16 bits and 4 on 8 bits across borders" in str(found.explain())
 
 
 def test_a_policy_of_16_bits_has_none():
