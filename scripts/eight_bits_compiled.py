@@ -3,11 +3,12 @@
 One product of 1024 x 2048 x 2048 and six layers of it are compiled for TPUs and an H100. The
 figures are ratios to the same program in bfloat16 with weights ready: of the TPU compiler's
 estimated cycles, and of the bytes that an H100's kernels move. For a B200 the layers and their
-gradient are compiled in micro-scaled formats too, and for a TPU 7x and an H100 the gradient of six
-layers in a scan, from either side of the pass. All weights are float32 there.
+gradient are compiled in micro-scaled formats too, and for a TPU 7x and an H100 the gradients of
+loops, from either side of the pass. All weights are float32 there.
 """
 
 import datetime
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -155,27 +156,41 @@ def of_micro_scales() -> dict[str, Any]:
     return {"columns": heads, "rows": rows}
 
 
+def layers(ws: Any, x: Any) -> Any:
+    """The loss of six layers in a scan."""
+    return jax.lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, ws)[0].sum()
+
+
+def checkpointed(ws: Any, x: Any) -> Any:
+    """The same with layers that are computed again in the backward pass."""
+    layer = jax.checkpoint(lambda x, w: (jax.nn.relu(x @ w), None))
+    return jax.lax.scan(layer, x, ws)[0].sum()
+
+
+def recurrent(ws: Any, x: Any) -> Any:
+    """The loss of a recurrent network, which reads one weight in each of eight trips."""
+    steps = jnp.broadcast_to(x, (8, *x.shape))
+    return jax.lax.scan(lambda h, x: (jnp.tanh(h @ ws[0] + x), None), x, steps)[0].sum()
+
+
 def of_loops() -> dict[str, Any]:
-    """A table of the gradient of six layers in a scan, from either side of the pass."""
-
-    def loss(ws: Any, x: Any) -> Any:
-        return jax.lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, ws)[0].sum()
-
+    """A table of gradients of loops, from either side of the pass."""
     args = jax.ShapeDtypeStruct((6, *WEIGHT), jnp.float32), jax.ShapeDtypeStruct(SHAPE, jnp.float32)
+    programs = {"six layers": layers, "with checkpoints": checkpointed, "recurrent": recurrent}
     rows: list[list[Any]] = []
-    for target in ("tpu 7x", "h100"):
+    for target, (name, loss) in itertools.product(("tpu 7x", "h100"), programs.items()):
         base = None
         for policy in ("AutoMixedBf16", "AutoMixedF8"):
-            row: list[Any] = [target, policy]
+            ratios: list[float] = []
             for fn in (
                 jax.grad(pp.auto_mixed(loss, policy)),
                 pp.auto_mixed(jax.grad(loss), policy),
             ):
                 found = figures(target, fn, *args)
                 base = base or found
-                row += [round(a / b, 2) for a, b in zip(found, base, strict=True)]
-            rows.append([*row[:2], TARGETS[target], *row[2:]])
-    heads = ["gradient of six layers in a scan for", "under", "figure"]
+                ratios += [round(a / b, 2) for a, b in zip(found, base, strict=True)]
+            rows.append([name, target, policy, TARGETS[target], *ratios])
+    heads = ["gradient of a scan", "for", "under", "figure"]
     heads += ["grad(auto)", "its temp", "auto(grad)", "its temp"]
     return {"columns": heads, "rows": rows}
 

@@ -73,14 +73,12 @@ def make_plan(
     analysis = Analysis(graph, closed_over)
     has_low_results = platform in PLATFORMS and policy.results == "auto"
     writes_on = platform if has_low_results and policy.low is Precision.BF16 else ""
-    as_bits = platform not in PLATFORMS
     planner = Planner(
         analysis,
         policy,
         scope,
         profit_model,
         writes_on=writes_on,
-        as_bits=as_bits,
         platform=platform,
         device_kind=device_kind,
     )
@@ -107,7 +105,6 @@ class Planner:
         profit_model: tells which products pay; without it all of them do.
         writes: whether what the compiler's fusions write is stored in the low format where that
             loses no digits (`planner.storage.written`).
-        as_bits: whether border copies are unsigned integers (`BorderCopy`).
         platform: as for `make_plan`.
         device_kind: as for `make_plan`.
     """
@@ -120,7 +117,6 @@ class Planner:
         profit_model: ProfitModel | None = None,
         *,
         writes_on: str = "",
-        as_bits: bool = True,
         platform: str = "cpu",
         device_kind: str = "",
     ) -> None:
@@ -128,7 +124,7 @@ class Planner:
         self.graph = analysis.graph
         self.policy = policy
         self.scope = scope
-        self._writes_on, self._as_bits = writes_on, as_bits
+        self._writes_on = writes_on
         self._platform = _COMPILERS.get(platform, platform)
         self._peaks = peaks_of_kind(self._platform, device_kind)
         self.notes: list[str] = []
@@ -152,7 +148,8 @@ class Planner:
         if self._cuts and plan.lowers:
             low = self.policy.precision_for(OpKind.COMPUTE)
             of = self.analysis, self.requests, self._weighed, low
-            plan = assign_storage(plan, *of, writes_on=self._writes_on, as_bits=self._as_bits)
+            on = {"writes_on": self._writes_on, "platform": self._platform}
+            plan = assign_storage(plan, *of, **on)
         notes = dict.fromkeys((*self.notes, *self.requests.saved_plan_warnings()))
         unmatched, costs = self.requests.unmatched(), self._weighed.costs(self.policy.lock)
         return dataclasses.replace(plan, notes=tuple(notes), unmatched=unmatched, costs=costs)

@@ -1,5 +1,7 @@
 """Values that cross the borders of loops, branches and calls in 8 bits, each with its scale."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
+from precpass.devices.detect import planned_for
 from tests.support.jaxprs import named
 from tests.support.values import normal_array, rel_error
 
@@ -115,17 +118,35 @@ def test_scales_of_rows_cross_too():
     jaxpr = of(jax.grad(loss), "f8e4m3", WS, X, scales="row")
     forward, backward = (e for e in jaxpr.eqns if e.primitive.name == "scan")
     # The weights' gradients sum over rows: their scales are others, rounded in the forward pass.
-    assert in_eight_bits(backward.invars) == [(3, *X.shape)]
-    assert roundings(body_of(forward)) == [X.shape, X.shape, WS.shape[1:]]
-    assert roundings(body_of(backward)) == [X.shape, X.shape, WS.shape[1:]]
+    assert roundings(jaxpr) == [WS.shape, WS.shape]  # with scales of columns, and of rows
+    assert in_eight_bits(backward.invars) == [(3, *X.shape), WS.shape]
+    assert roundings(body_of(forward)) == [X.shape, X.shape]
+    assert roundings(body_of(backward)) == [X.shape, X.shape]  # the cotangent, in both ways
 
 
-def test_a_stack_that_one_loop_reads_is_rounded_in_it():
-    """Rounded before the loop, it would be in memory once more."""
-    jaxpr = of(loss, "f8e4m3", WS, X)
-    (scan,) = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
-    assert not in_eight_bits(scan.invars) and not roundings(jaxpr)
-    assert roundings(body_of(scan)) == [X.shape, WS.shape[1:]]
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A device that is not there."""
+
+    platform: str
+    device_kind: str = ""
+
+
+def test_where_a_stack_that_one_loop_reads_is_rounded():
+    """int8 has no backward pass to read it again, so the stack pays on GPUs alone."""
+    for platform, precision, before in (
+        ("cpu", "f8e4m3", True),
+        ("tpu", "f8e4m3", True),
+        ("tpu", "int8", False),
+        ("cpu", "int8", False),
+        ("gpu", "int8", True),
+    ):
+        with planned_for(Place(platform)):
+            jaxpr = of(loss, precision, WS, X)
+        (scan,) = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+        assert in_eight_bits(scan.invars) == roundings(jaxpr) == ([WS.shape] if before else [])
+        in_loop = [X.shape] if before else [X.shape, WS.shape[1:]]
+        assert roundings(body_of(scan)) == in_loop, (platform, precision)
 
 
 def test_what_others_read_too_crosses_as_before():

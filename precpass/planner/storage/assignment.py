@@ -27,6 +27,7 @@ from precpass.plan.reasons import DecidedBy
 from precpass.planner.profit import ProductPricing
 from precpass.planner.readings import decisions_of
 from precpass.planner.requests import PolicyRequests
+from precpass.planner.result_formats import PLATFORMS
 from precpass.planner.storage.backward import backward_forms
 from precpass.planner.storage.eight_bits import EightBitBorders
 from precpass.planner.storage.eligibility import Eligibility
@@ -55,7 +56,7 @@ def assign_storage(
     low: Precision,
     *,
     writes_on: str = "",
-    as_bits: bool = True,
+    platform: str = "cpu",
 ) -> Plan:
     """The plan with the storage of its values, and without the products that do not pay.
 
@@ -67,14 +68,14 @@ def assign_storage(
         low: the 16-bit format.
         writes_on: the platform, "gpu" or "tpu", whose compiler's fusions write values to memory; ""
             if none of these counts.
-        as_bits: whether border copies are unsigned integers.
+        platform: "cpu", "gpu" or "tpu", whose compiler the plan is for.
     """
-    assignment = _Assignment(plan, analysis, requests, pricing, low, writes_on, as_bits)
+    assignment = _Assignment(plan, analysis, requests, pricing, low, writes_on, platform)
     while assignment.products_left_wide:
         # The values that have lost their digits were found as if these products were low. So the
         # storage of all values is assigned anew, now that these products stay in float32.
         plan = assignment.with_products_wide()
-        assignment = _Assignment(plan, analysis, requests, pricing, low, writes_on, as_bits)
+        assignment = _Assignment(plan, analysis, requests, pricing, low, writes_on, platform)
     return assignment.with_storage()
 
 
@@ -93,14 +94,14 @@ class _Assignment:
         pricing: ProductPricing,
         low: Precision,
         writes_on: str,
-        as_bits: bool,
+        platform: str,
     ) -> None:
         self._plan = plan
         self.graph = analysis.graph
         self.analysis = analysis
         self.requests = requests
         self.low = low
-        self._as_bits = as_bits
+        self._platform = platform
         self._writes = bool(writes_on)
         # Rows whose decision the cut may change: products, and equations with bodies. Rows whose
         # results it rounds are added later.
@@ -144,7 +145,9 @@ class _Assignment:
         rounded = {row for row, _ in self._class_made_at}
         if self._writes:
             self._backward = backward_forms(self._eligibility, rounded)
-        self._eight_bits = EightBitBorders(self.graph, self._decisions, self._crosses)
+        self._eight_bits = EightBitBorders(
+            self.graph, self._decisions, self._crosses, self._platform
+        )
         if not (self._rounded or self._crossing or self._backward or self._eight_bits.is_asked):
             return self._plan
         self._changed_rows = rounded | set(self._backward)
@@ -351,7 +354,7 @@ class _Assignment:
                 yield in_eight_bits[position]
             elif values is not None and id(values) in self._crossing:
                 rounds = id(values) in self._rounded
-                yield BorderCopy(position, self.low, rounds, self._as_bits)
+                yield BorderCopy(position, self.low, rounds, self._platform not in PLATFORMS)
 
     def _what_is_saved(self, values: StorageClass) -> str:
         """The memory that storing a class in 16 bits saves, and what reads it, in words."""
