@@ -40,9 +40,8 @@ def quantized(
 
     A weight that is rounded in each call costs a pass over it in float32. One that was rounded
     before takes a quarter of the memory, and the product reads it as it is. The function gives the
-    same results for both, but for a float32 rounding of the scales. Exceptions are weights of
-    loops. One that is read in every trip would be rounded in every trip if it were float32, so its
-    products have 16 bits then. And a stack in float32 may cross the loop's border in 16 bits.
+    same results for both, but for a float32 rounding of the scales. An exception is a stack in
+    float32 that crosses a loop's border in 16 bits.
 
     Its values are stored with the dimensions that products sum over behind all others, as NVIDIA's
     kernels take them; `QuantizedArray.order` tells. On other devices that makes no difference.
