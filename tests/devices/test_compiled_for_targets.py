@@ -384,3 +384,30 @@ def test_micro_scaled_products_are_calls_of_the_units_where_a_device_has_them(
     lines = ran("-c", MICRO_SCALED.format(target=target, precision=precision)).splitlines()
     forward, backward = calls
     assert lines == [f"4 4 {forward}", formats, f"11 11 {backward}", formats]
+
+
+EIGHT_BITS_IN_LOOPS = """
+import re
+import jax, jax.numpy as jnp, precpass as pp
+
+def loss(ws, x):
+    return jax.lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, ws)[0].sum()
+
+args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 2048, 2048), (1024, 2048))]
+policy = pp.AutoMixedF8
+for fn, given in ((jax.grad(loss), policy), (jax.grad(pp.auto_mixed(loss, policy)), "AlwaysF32")):
+    found = pp.audit(fn, given, target={target!r})(*args)
+    state = " ".join(l.partition(" while(")[0] for l in found.hlo.splitlines() if " while(" in l)
+    stacks = {{t for t in ("f32", "bf16", "u8") if re.search(t + r"\\[6,1024,2048\\]", state)}}
+    weights = {{t for t in ("bf16", "u8") if re.search(t + r"\\[6,2048,2048\\]", state)}}
+    products = [k for k in found.traffic.products for _ in range(int(k.runs))]
+    low = sum(set(k.operands) == {{"f8e4m3fn"}} for k in products)
+    print(*sorted(stacks), *sorted(weights), low, len(products))
+"""
+
+
+@pytest.mark.parametrize("target", ["h100", "tpu 7x"])
+def test_loops_hold_values_of_8_bits_in_the_compiled_program(target: str):
+    """Both sides of the pass: stacks of inputs and of weights, and three products in six trips."""
+    lines = ran("-c", EIGHT_BITS_IN_LOOPS.format(target=target)).splitlines()
+    assert lines == ["u8 u8 18 18", "u8 u8 18 18"]
