@@ -1,7 +1,8 @@
 """Which of a program's values are one value, and which of them are weights.
 
 A value that is moved, cast or handed across the border of a body stays the same value: all of these
-are one class. A weight is a class whose values the program is given and does not compute.
+are one class. A weight is a class whose values the program is given and does not compute; it may
+stack them, or take a part of a stack.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from precpass.analysis.equations import moved_operand
 from precpass.analysis.graph import Graph
 
 __all__ = ["SameValues"]
+
+_ASSEMBLING = frozenset(("concatenate", "stack", "broadcast_in_dim", "dynamic_slice"))
+"""The equations by which a program makes a stack of weights, and takes one from a stack. JAX's own
+`stack` is new in 0.12; before, it is a `concatenate` of what `broadcast_in_dim` makes."""
 
 
 class SameValues:
@@ -73,13 +78,23 @@ class SameValues:
 
     def _given(self, parents: list[int]) -> list[bool]:
         """For each value whether its class has none that an equation computes."""
-        computed = set[int]()
-        for at in range(len(self.graph.values)):
+        computed, parts = set[int](), list[tuple[int, set[int]]]()
+        for at, (_, body) in enumerate(self.graph.values):
             row = int(self.graph.producers[at])
             if row < 0 or row in self.graph.children or ir.dequantized_from(self.graph.eqns[row]):
                 continue
             if self.source(at) is None and row not in self._constant:
-                computed.add(_top(parents, at))
+                eqn = self.graph.eqns[row]
+                if eqn.primitive.name not in _ASSEMBLING:
+                    computed.add(_top(parents, at))
+                    continue
+                wide = [v for v in eqn.invars if not ir.is_literal(v) and ir.precision_of(v.aval)]
+                operands = {_top(parents, self.index[body, v]) for v in wide}
+                parts.append((_top(parents, at), operands))
+        before = -1
+        while before != len(computed):
+            before = len(computed)
+            computed.update(made for made, operands in parts if operands & computed)
         return [_top(parents, at) not in computed for at in range(len(self.graph.values))]
 
     @functools.cached_property
@@ -119,7 +134,8 @@ class SameValues:
         for body, node in enumerate(self.graph.bodies):
             arguments.update((body, v) for v in ir.open_jaxpr(node.jaxpr).constvars)
         for row, eqn in enumerate(self.graph.eqns):
-            if ir.dequantized_from(eqn):
+            assembles = eqn.primitive.name in _ASSEMBLING and row not in self._constant
+            if assembles or ir.dequantized_from(eqn):
                 arguments.update((self._body_of(row), v) for v in eqn.outvars)
         return {
             self._class(at)

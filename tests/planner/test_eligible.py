@@ -175,6 +175,28 @@ def test_a_loops_constant_is_a_weight():
     assert [v.aval.shape for v in scan.invars if v.aval.dtype == jnp.int8] == [(D, D)]
 
 
+def test_weights_may_be_stacked_and_taken_from_a_stack():
+    def scanned(ws, x):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), jnp.sin(x), jnp.stack(ws))[0]
+
+    def taken(ws, x):
+        stack = jnp.stack(ws)
+        return lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ stack[i]), jnp.sin(x))
+
+    args = [f32(D, D)] * 3, f32(D, D)
+    for fn in (scanned, taken):
+        ((precision, _),) = products(fn, "int8", *args)
+        assert precision is Precision.INT8
+    # What is stacked of computed values is no weight.
+    ((_, why),) = products(lambda ws, x: scanned([jnp.sin(w) for w in ws], x), "int8", *args)
+    assert why.endswith("neither of its operands is a weight")
+    # The gradient of a weight is known as such too.
+    gradient = jax.grad(lambda ws, x: scanned(ws, x).sum())
+    policy = pp.AutoMixedF8.with_weight_gradients("bf16")
+    found = [precision for precision, _ in products(gradient, policy, *args)]
+    assert sorted(map(str, found)) == ["bf16", "f8e4m3", "f8e4m3"]
+
+
 def test_a_rule_orders_what_is_not_eligible_and_excludes_what_is():
     policy = pp.AutoMixedInt8.with_rules(
         pp.Rule(where=lambda e: e.out_shapes[0] == (TOKENS, D), precision="int8"),
