@@ -317,8 +317,9 @@ def _stored(values: Sequence[Array], decision: pp.Decision) -> list[Array]:
 def _rounded(values: Sequence[Array], border_copies: Any) -> list[Array]:
     """Values of which those that cross a border on 16 bits are what these left of them."""
     left = list(values)
-    for position, low, rounds, _ in border_copies:
-        if rounds:
+    for border_copy in border_copies:
+        if border_copy.rounds:
+            position, low = border_copy.position, border_copy.precision
             left[position] = _as(_as(left[position], low.dtype), left[position].dtype)
     return left
 
