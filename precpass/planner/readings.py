@@ -17,7 +17,7 @@ from precpass.plan.scaled_formats import scaled_formats
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 
-__all__ = ["Decisions", "Reading", "Readings", "before", "decisions_of"]
+__all__ = ["Decisions", "Reading", "Readings", "back_through", "decisions_of"]
 
 
 class Reading(NamedTuple):
@@ -41,6 +41,20 @@ _Found = set[Reading | None]
 """The readings of a value. None stands for every reader that is no scaled product."""
 
 
+class _Border(NamedTuple):
+    """How an equation's operands and results cross the borders of its bodies.
+
+    Attributes:
+        inside: position of an operand -> its names in bodies, each with the body's index.
+        carried_in, carried_out: the positions of what a loop carries. It is read once more in the
+            next trip, or behind the loop.
+    """
+
+    inside: dict[int, list[tuple[int, Any]]]
+    carried_in: set[int]
+    carried_out: set[int]
+
+
 class Readings:
     """How every value of a program is read.
 
@@ -60,6 +74,7 @@ class Readings:
         self._decisions = decisions
         self._crosses = crosses
         self._of: list[dict[Any, _Found]] = [{} for _ in graph.bodies]
+        self._borders: dict[int, _Border] = {}
         self._grows = True
         self._add((0, v, {None}) for v in ir.open_jaxpr(graph.root.jaxpr).outvars)
         # The results of a body are read around it, so one pass over the program may not be enough.
@@ -109,7 +124,7 @@ class Readings:
         for at, atom in enumerate(eqn.invars):
             if at < len(product):
                 yield body, atom, {product[at]}
-            elif at == 0 and (back := before(eqn)) is not None:
+            elif at == 0 and (back := back_through(eqn)) is not None:
                 yield body, atom, {r and back(r) for r in self._found(body, eqn.outvars[0])}
             else:
                 yield body, atom, {None}
@@ -129,32 +144,40 @@ class Readings:
         return {r and _of_stack(r) for r in readings} if is_sliced else readings
 
     def _of_operand(self, row: int, position: int) -> _Found:
-        found: _Found = set() if self._crosses(row) else {None}
-        is_entered = False
-        for body, child in self.graph.children[row]:
-            carried = {body.operands[invar] for invar, _ in body.carry}
-            if position in carried:  # it is read once more in the next trip, or behind the loop
-                found.add(None)
-            for at, var in zip(body.operands, ir.open_jaxpr(body.jaxpr).invars, strict=True):
-                if at == position:
-                    is_entered = True
-                    found |= self._found(child, var)
-        return found if is_entered else {None}
+        border = self._border(row)
+        found: _Found = {None} if not self._crosses(row) or position in border.carried_in else set()
+        for body, var in border.inside.get(position, ()):
+            found |= self._found(body, var)
+        return found if position in border.inside else {None}
 
     def _of_result(self, row: int, position: int) -> _Found:
-        eqn, children = self.graph.eqns[row], self.graph.children[row]
-        carried = {body.results[outvar] for body, _ in children for _, outvar in body.carry}
-        if position in carried or not self._crosses(row):
+        if position in self._border(row).carried_out or not self._crosses(row):
             return {None}
+        eqn = self.graph.eqns[row]
         found = self._found(int(self.graph.body[row]), eqn.outvars[position])
         is_stacked = ir.loop_rows(eqn) is not None
         return {r and _of_slice(r) for r in found} if is_stacked else found
+
+    def _border(self, row: int) -> _Border:
+        if row not in self._borders:
+            self._borders[row] = _border(self.graph.children[row])
+        return self._borders[row]
 
     def _by_product(self, row: int) -> Sequence[Reading | None]:
         """How a scaled product reads its operands; () for any other equation."""
         eqn = self.graph.eqns[row]
         found = {_by_product(eqn, decision) for decision in self._decisions.get(row, ())}
         return found.pop() if len(found) == 1 else ()
+
+
+def _border(children: Sequence[tuple[ir.Body, int]]) -> _Border:
+    border = _Border({}, set(), set())
+    for body, child in children:
+        border.carried_in.update(body.operands[invar] for invar, _ in body.carry)
+        border.carried_out.update(body.results[outvar] for _, outvar in body.carry)
+        for position, var in zip(body.operands, ir.open_jaxpr(body.jaxpr).invars, strict=True):
+            border.inside.setdefault(position, []).append((child, var))
+    return border
 
 
 def _common(found: _Found) -> Reading | None:
@@ -210,7 +233,7 @@ def _by_product(eqn: ir.Eqn, decision: Decision) -> tuple[Reading | None, ...]:
     )
 
 
-def before(eqn: ir.Eqn) -> Callable[[Reading], Reading | None] | None:
+def back_through(eqn: ir.Eqn) -> Callable[[Reading], Reading | None] | None:
     """How the operand of an equation is read whose result is read in some way.
 
     None for an equation that does more than move all elements of one operand.

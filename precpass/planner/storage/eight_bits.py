@@ -17,7 +17,7 @@ from typing import Any
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.plan.borders import NO_BORDER_COPIES, BorderCopies, BorderCopy
-from precpass.planner.readings import Decisions, Reading, Readings, before
+from precpass.planner.readings import Decisions, Reading, Readings, back_through
 from precpass.policy.precision import Precision
 
 __all__ = ["EightBitBorders"]
@@ -45,6 +45,8 @@ class EightBitBorders:
         self._decisions = decisions
         self._crosses = crosses
         self._platform = platform
+        self._operands: dict[tuple[int, int], Reading | None] = {}
+        self._results: dict[tuple[int, int], Reading | None] = {}
         self._makers_in: dict[int, dict[Any, int]] = {}
         self._counts_in: dict[int, dict[Any, Counter[Reading]]] = {}
 
@@ -61,14 +63,20 @@ class EightBitBorders:
         return BorderCopies(tuple(_copies(operands)), tuple(_copies(results)))
 
     def _of_operand(self, row: int, position: int) -> Reading | None:
-        is_wide = _is_wide(self.graph.eqns[row].invars[position])
-        reading = self._readings.of_operand(row, position) if is_wide else None
-        return reading if reading and self._operand_pays(row, position, reading) else None
+        if (row, position) not in self._operands:
+            is_wide = _is_wide(self.graph.eqns[row].invars[position])
+            reading = self._readings.of_operand(row, position) if is_wide else None
+            pays = reading is not None and self._operand_pays(row, position, reading)
+            self._operands[row, position] = reading if pays else None
+        return self._operands[row, position]
 
     def _of_result(self, row: int, position: int) -> Reading | None:
-        is_wide = _is_wide(self.graph.eqns[row].outvars[position])
-        reading = self._readings.of_result(row, position) if is_wide else None
-        return reading if reading and self._result_pays(row, position) else None
+        if (row, position) not in self._results:
+            is_wide = _is_wide(self.graph.eqns[row].outvars[position])
+            reading = self._readings.of_result(row, position) if is_wide else None
+            pays = reading is not None and self._result_pays(row, position)
+            self._results[row, position] = reading if pays else None
+        return self._results[row, position]
 
     def _operand_pays(self, row: int, position: int, reading: Reading) -> bool:
         """Whether it is better to round a row's operand before the row than in it."""
@@ -138,7 +146,7 @@ class EightBitBorders:
         node, counts = self.graph.bodies[body], defaultdict[Any, Counter[Reading]](Counter)
         for row in reversed(range(node.start, node.stop)):
             eqn = self.graph.eqns[row]
-            back = before(eqn)
+            back = back_through(eqn)
             for at, atom in enumerate(eqn.invars):
                 if ir.is_literal(atom):
                     continue
