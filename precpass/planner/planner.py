@@ -267,7 +267,7 @@ class Planner:
             against = (
                 f"it is no dot that sums over whole blocks of {scaled.block} on each device"
                 if scaled.block
-                else "it is no dot, or one with empty or unknown sides, or int32 cannot hold its sums"
+                else "it is no dot, or has empty or unknown sides, or int32 cannot hold its sums"
             )
         elif scaled.is_forward_only and not self._eligible.is_forward(body, eqn):
             against = "derivatives are in bf16"
