@@ -181,11 +181,9 @@ def _readings(jaxpr: Any, plan: Plan) -> Readings:
     def rows(node: BodyNode) -> range:
         return range(node.start, node.stop)
 
-    def crosses(row: int) -> bool:
-        return row in decisions and ir.takes_border_copies(graph.eqns[row])
-
     decisions = decisions_of(graph, plan, rows)
-    return Readings(graph, decisions, crosses)
+    crossed = {row for row in decisions if ir.takes_border_copies(graph.eqns[row])}
+    return Readings(graph, decisions, crossed)
 
 
 def _replaced(x: Any, reading: Reading) -> QuantizedArray:

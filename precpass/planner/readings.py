@@ -7,7 +7,7 @@ the product back through transposes, reshapes and borders, to whatever made the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
@@ -61,18 +61,18 @@ class Readings:
     Args:
         graph: the program.
         decisions: as `decisions_of` finds them.
-        crosses: whether values may cross the borders of a row's bodies in other formats.
+        crossed: the rows of which values may cross the borders of bodies in other formats.
     """
 
     def __init__(
         self,
         graph: Graph,
         decisions: Decisions,
-        crosses: Callable[[int], bool],
+        crossed: Collection[int],
     ) -> None:
         self.graph = graph
         self._decisions = decisions
-        self._crosses = crosses
+        self._crossed = crossed
         self._of: list[dict[Any, _Found]] = [{} for _ in graph.bodies]
         self._borders: dict[int, _Border] = {}
         self._grows = True
@@ -145,13 +145,15 @@ class Readings:
 
     def _of_operand(self, row: int, position: int) -> _Found:
         border = self._border(row)
-        found: _Found = {None} if not self._crosses(row) or position in border.carried_in else set()
+        found: _Found = (
+            {None} if row not in self._crossed or position in border.carried_in else set()
+        )
         for body, var in border.inside.get(position, ()):
             found |= self._found(body, var)
         return found if position in border.inside else {None}
 
     def _of_result(self, row: int, position: int) -> _Found:
-        if position in self._border(row).carried_out or not self._crosses(row):
+        if position in self._border(row).carried_out or row not in self._crossed:
             return {None}
         eqn = self.graph.eqns[row]
         found = self._found(int(self.graph.body[row]), eqn.outvars[position])

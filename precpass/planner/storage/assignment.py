@@ -145,9 +145,9 @@ class _Assignment:
         rounded = {row for row, _ in self._class_made_at}
         if self._writes:
             self._backward = backward_forms(self._eligibility, rounded)
-        self._eight_bits = EightBitBorders(
-            self.graph, self._decisions, self._crosses, self._platform
-        )
+        # A set, because a method would keep this object and the program alive in a cycle.
+        crossed = set(filter(self._crosses, self.graph.children))
+        self._eight_bits = EightBitBorders(self.graph, self._decisions, crossed, self._platform)
         if not (self._rounded or self._crossing or self._backward or self._eight_bits.is_asked):
             return self._plan
         self._changed_rows = rounded | set(self._backward)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
@@ -28,7 +28,7 @@ class EightBitBorders:
 
     Args:
         graph: the program.
-        decisions, crosses: as for `Readings`.
+        decisions, crossed: as for `Readings`.
         platform: "cpu", "gpu" or "tpu", whose compiler the plan is for.
     """
 
@@ -36,14 +36,14 @@ class EightBitBorders:
         self,
         graph: Graph,
         decisions: Decisions,
-        crosses: Callable[[int], bool],
+        crossed: Collection[int],
         platform: str,
     ) -> None:
         self.graph = graph
         each = (d for of_row in decisions.values() for d in of_row)
         self.is_asked = any(d.product.scaled is not None for d in each)
         self._decisions = decisions
-        self._crosses = crosses
+        self._crossed = crossed
         self._platform = platform
         self._operands: dict[tuple[int, int], Reading | None] = {}
         self._results: dict[tuple[int, int], Reading | None] = {}
@@ -52,7 +52,7 @@ class EightBitBorders:
 
     @functools.cached_property
     def _readings(self) -> Readings:
-        return Readings(self.graph, self._decisions, self._crosses)
+        return Readings(self.graph, self._decisions, self._crossed)
 
     def copies(self, row: int, body: ir.Body) -> BorderCopies:
         """The border copies of 8 bits that one of a row's bodies has."""
