@@ -58,15 +58,18 @@ class EligibleProducts:
     def _repeats_or_differentiates(self, eqn: ir.Eqn, classes: tuple[int, int]) -> bool:
         """Whether a product of a backward pass is one for a forward product that is eligible.
 
-        It shares an operand with it, or with what a checkpoint computes again of it. A checkpoint
+        It shares an operand with it, or with what a checkpoint computes again of it, and not with
+        a product of its own sizes that is not eligible. A checkpoint
         may also compute an operand again that no product reads there, because the product's result
         is kept or not needed. Then the sizes tell, unless there are products of both kinds.
         """
+        sizes = sizes_of(eqn)
         if self._operands & set(classes):
-            return True
+            # What a loop carries may be read behind it too, by a last product that is not eligible.
+            is_other = sizes in self._other_sizes and sizes not in self._sizes
+            return not (is_other and self._operands_of_others & set(classes))
         if self._of_forward_dots & set(classes):
             return False
-        sizes = sizes_of(eqn)
         is_ambiguous = sizes in self._repeated_sizes and sizes in self._other_sizes
         return sizes in self._sizes and not is_ambiguous
 
@@ -220,6 +223,13 @@ class EligibleProducts:
         found = {c for _, pair in self._forward.values() for c in pair}
         again = self._pairs(self._repeated_dots)
         return found.union(*(pair for pair in again if found.intersection(pair)))
+
+    @functools.cached_property
+    def _operands_of_others(self) -> set[int]:
+        """The classes of the operands of the forward products that are not eligible."""
+        eqns = [(row, self._body_of(row), self.graph.eqns[row]) for row in self._forward_dots]
+        others = [row for row, body, eqn in eqns if (body, id(eqn)) not in self._forward]
+        return {c for pair in self._pairs(others) for c in pair}
 
     @functools.cached_property
     def _sizes(self) -> set[tuple[float, ...]]:

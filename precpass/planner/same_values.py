@@ -2,7 +2,7 @@
 
 A value that is moved, cast or handed across the border of a body stays the same value: all of these
 are one class. A weight is a class whose values the program is given and does not compute; it may
-stack them, or take a part of a stack.
+stack them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from precpass.analysis.graph import Graph
 
 __all__ = ["SameValues"]
 
-_ASSEMBLING = frozenset(("concatenate", "stack", "broadcast_in_dim", "dynamic_slice"))
-"""The equations by which a program makes a stack of weights, and takes one from a stack. JAX's own
-`stack` is new in 0.12; before, it is a `concatenate` of what `broadcast_in_dim` makes."""
+_ASSEMBLING = frozenset(("concatenate", "stack", "broadcast_in_dim"))
+"""The equations by which a program makes a stack of weights. JAX's own `stack` is new in 0.12;
+before, it is a `concatenate` of what `broadcast_in_dim` makes. What a `dynamic_slice` takes from a
+stack is left out: it may as well be a batch of the data."""
 
 
 class SameValues:
@@ -88,8 +89,8 @@ class SameValues:
                 if eqn.primitive.name not in _ASSEMBLING:
                     computed.add(_top(parents, at))
                     continue
-                wide = [v for v in eqn.invars if not ir.is_literal(v) and ir.precision_of(v.aval)]
-                operands = {_top(parents, self.index[body, v]) for v in wide}
+                variables = [v for v in eqn.invars if not ir.is_literal(v)]
+                operands = {_top(parents, self.index[body, v]) for v in variables}
                 parts.append((_top(parents, at), operands))
         before = -1
         while before != len(computed):

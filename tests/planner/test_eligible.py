@@ -175,26 +175,65 @@ def test_a_loops_constant_is_a_weight():
     assert [v.aval.shape for v in scan.invars if v.aval.dtype == jnp.int8] == [(D, D)]
 
 
-def test_weights_may_be_stacked_and_taken_from_a_stack():
-    def scanned(ws, x):
-        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), jnp.sin(x), jnp.stack(ws))[0]
+def of_stack(ws, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), jnp.sin(x), jnp.stack(ws))[0]
 
-    def taken(ws, x):
-        stack = jnp.stack(ws)
-        return lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ stack[i]), jnp.sin(x))
 
+def test_weights_may_be_stacked():
     args = [f32(D, D)] * 3, f32(D, D)
-    for fn in (scanned, taken):
-        ((precision, _),) = products(fn, "int8", *args)
-        assert precision is Precision.INT8
+    ((precision, _),) = products(of_stack, "int8", *args)
+    assert precision is Precision.INT8
     # What is stacked of computed values is no weight.
-    ((_, why),) = products(lambda ws, x: scanned([jnp.sin(w) for w in ws], x), "int8", *args)
+    ((_, why),) = products(lambda ws, x: of_stack([jnp.sin(w) for w in ws], x), "int8", *args)
     assert why.endswith("neither of its operands is a weight")
     # The gradient of a weight is known as such too.
-    gradient = jax.grad(lambda ws, x: scanned(ws, x).sum())
+    gradient = jax.grad(lambda ws, x: of_stack(ws, x).sum())
     policy = pp.AutoMixedF8.with_weight_gradients("bf16")
     found = [precision for precision, _ in products(gradient, policy, *args)]
     assert sorted(map(str, found)) == ["bf16", "f8e4m3", "f8e4m3"]
+
+
+def test_what_is_assembled_of_computed_integers_is_no_weight():
+    def spikes(ws, x):
+        h = jnp.tanh(x @ ws[0])
+        s = jnp.concatenate([h[:, :128] > 0, h[:, 128:] > 0.1], -1).astype(jnp.float32)
+        return jnp.tanh(s @ ws[1]) @ ws[2]
+
+    def broadcast(ws, x):
+        h = jnp.tanh(x @ ws[0])
+        s = jnp.broadcast_to(jnp.argmax(h, -1)[:, None], (D, D)).astype(jnp.float32)
+        return jnp.tanh(s.T @ h) @ ws[1]
+
+    args = [f32(D, D)] * 3, f32(D, D)
+    assert [str(p) for p, _ in products(spikes, "int8", *args)] == ["bf16", "int8", "bf16"]
+    found = products(broadcast, "int8", *args)
+    assert found[1][1].endswith("neither of its operands is a weight")
+
+
+def test_a_batch_that_a_loop_takes_of_the_data_is_no_weight():
+    def trained(ws, data):
+        def step(ws, i):
+            x = lax.dynamic_slice_in_dim(data, i * D, D)
+            loss = lambda ws: jnp.square(jnp.tanh(x @ ws[0]) @ ws[1]).sum()  # noqa: E731
+            grads = jax.grad(loss)(ws)
+            return jax.tree.map(lambda w, g: w - 1e-3 * g, ws, grads), None
+
+        return lax.scan(step, ws, jnp.arange(2))[0]
+
+    found = products(trained, "AutoMixedF8", [f32(D, D)] * 2, f32(2 * D, D))
+    assert {precision for precision, _ in found} == {Precision.BF16}
+
+
+@pytest.mark.parametrize("policy", ["AutoMixedF8", "AutoMixedInt8"])
+def test_the_gradient_of_a_last_layer_behind_a_loop_is_as_the_layer(policy):
+    def loss(params, x):
+        e, ws, head = params
+        return (of_stack(ws, x @ e) @ head).sum()
+
+    params = f32(D, D), [f32(D, D)] * 3, f32(D, 2 * D)
+    found = products(jax.grad(loss), policy, params, f32(D, D))
+    count = [p for p, _ in found if p is not Precision.BF16]
+    assert len(count) == (3 if policy == "AutoMixedF8" else 1)  # those of the layers in the loop
 
 
 def test_a_rule_orders_what_is_not_eligible_and_excludes_what_is():
