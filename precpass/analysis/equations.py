@@ -25,6 +25,11 @@ def float_vars(eqn: ir.Eqn) -> list[Any]:
     return [v for v in eqn.invars if ir.precision_of(v.aval)]
 
 
+def is_wide(atom: ir.Atom) -> bool:
+    """Whether a value is float32."""
+    return ir.precision_of(atom.aval) is Precision.F32
+
+
 def moved_operand(eqn: ir.Eqn) -> Any:
     """The operand that an equation only moves, each element at most once; None if there is none."""
     if len(eqn.invars) != 1:
@@ -34,8 +39,7 @@ def moved_operand(eqn: ir.Eqn) -> Any:
     (moved,) = eqn.invars
     if not (moves or ir.keeps_bits(eqn)) or ir.is_unreduced(moved.aval):
         return None
-    is_wide = ir.precision_of(moved.aval) is Precision.F32
-    return moved if is_wide and not ir.is_literal(moved) else None
+    return moved if is_wide(moved) and not ir.is_literal(moved) else None
 
 
 def spreads(eqn: ir.Eqn) -> bool:
@@ -80,8 +84,7 @@ def chosen_operand(eqn: ir.Eqn) -> Any:
     if not op(eqn.primitive.name).takes_a_part:
         return None
     whole = eqn.invars[0]
-    is_wide = not ir.is_literal(whole) and ir.precision_of(whole.aval) is Precision.F32
-    return whole if is_wide else None
+    return whole if is_wide(whole) and not ir.is_literal(whole) else None
 
 
 def hands_on_layout(eqn: ir.Eqn) -> bool:
@@ -98,7 +101,7 @@ def grows(eqn: ir.Eqn) -> bool:
     if not op(eqn.primitive.name).repeats:
         return False
     (before, *_), (after, *_) = eqn.invars, eqn.outvars
-    if ir.is_literal(before) or ir.precision_of(before.aval) is not Precision.F32:
+    if ir.is_literal(before) or not is_wide(before):
         return False
     if len(eqn.invars) != 1 or ir.is_unreduced(before.aval):
         return False

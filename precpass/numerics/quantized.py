@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.analysis.graph import BodyNode, Graph
+from precpass.analysis.graph import Graph
 from precpass.api import inspect, mixed_of
 from precpass.jit.nnx import is_node
 from precpass.jit.staged import AtArguments
@@ -177,11 +177,7 @@ def _in_the_place_of(x: Any) -> QuantizedArray:
 def _readings(jaxpr: Any, plan: Plan) -> Readings:
     """How the values of a planned program are read."""
     graph = Graph.build(jaxpr)
-
-    def rows(node: BodyNode) -> range:
-        return range(node.start, node.stop)
-
-    decisions = decisions_of(graph, plan, rows)
+    decisions = decisions_of(graph, plan, [range(node.start, node.stop) for node in graph.bodies])
     crossed = {row for row in decisions if ir.takes_border_copies(graph.eqns[row])}
     return Readings(graph, decisions, crossed)
 

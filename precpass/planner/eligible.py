@@ -58,10 +58,11 @@ class EligibleProducts:
     def _repeats_or_differentiates(self, eqn: ir.Eqn, classes: tuple[int, int]) -> bool:
         """Whether a product of a backward pass is one for a forward product that is eligible.
 
-        It shares an operand with it, or with what a checkpoint computes again of it, and not with
-        a product of its own sizes that is not eligible. A checkpoint
-        may also compute an operand again that no product reads there, because the product's result
-        is kept or not needed. Then the sizes tell, unless there are products of both kinds.
+        It shares an operand with it, or with what a checkpoint computes again of it. If it shares
+        one with a product that is not eligible too, it belongs to the one that has its sizes. A
+        checkpoint may also compute an operand again that no product reads there, because the
+        product's result is kept or not needed. Then the sizes tell, unless there are products of
+        both kinds.
         """
         sizes = sizes_of(eqn)
         if self._operands & set(classes):
@@ -225,11 +226,15 @@ class EligibleProducts:
         return found.union(*(pair for pair in again if found.intersection(pair)))
 
     @functools.cached_property
+    def _others(self) -> list[int]:
+        """The rows of the forward products that are not eligible."""
+        names = ((row, self._body_of(row), id(self.graph.eqns[row])) for row in self._forward_dots)
+        return [row for row, *name in names if tuple(name) not in self._forward]
+
+    @functools.cached_property
     def _operands_of_others(self) -> set[int]:
         """The classes of the operands of the forward products that are not eligible."""
-        eqns = [(row, self._body_of(row), self.graph.eqns[row]) for row in self._forward_dots]
-        others = [row for row, body, eqn in eqns if (body, id(eqn)) not in self._forward]
-        return {c for pair in self._pairs(others) for c in pair}
+        return {c for pair in self._pairs(self._others) for c in pair}
 
     @functools.cached_property
     def _sizes(self) -> set[tuple[float, ...]]:
@@ -239,8 +244,7 @@ class EligibleProducts:
     @functools.cached_property
     def _other_sizes(self) -> set[tuple[float, ...]]:
         """The sizes of the forward products that are not eligible."""
-        eqns = [(self._body_of(row), self.graph.eqns[row]) for row in self._forward_dots]
-        return {sizes_of(eqn) for body, eqn in eqns if (body, id(eqn)) not in self._forward}
+        return {sizes_of(self.graph.eqns[row]) for row in self._others}
 
     @functools.cached_property
     def _repeated_sizes(self) -> set[tuple[float, ...]]:

@@ -103,8 +103,8 @@ class Planner:
         policy: what to aim for.
         scope: the name scopes around the program.
         profit_model: tells which products pay; without it all of them do.
-        writes: whether what the compiler's fusions write is stored in the low format where that
-            loses no digits (`planner.storage.written`).
+        writes_on: the platform whose compiler's fusions write values that are stored in the low
+            format where that loses no digits (`planner.storage.written`); "" for none.
         platform: as for `make_plan`.
         device_kind: as for `make_plan`.
     """
@@ -148,8 +148,8 @@ class Planner:
         if self._cuts and plan.lowers:
             low = self.policy.precision_for(OpKind.COMPUTE)
             of = self.analysis, self.requests, self._weighed, low
-            on = {"writes_on": self._writes_on, "platform": self._platform}
-            plan = assign_storage(plan, *of, **on)
+            writes_on, platform = self._writes_on, self._platform
+            plan = assign_storage(plan, *of, writes_on=writes_on, platform=platform)
         notes = dict.fromkeys((*self.notes, *self.requests.saved_plan_warnings()))
         unmatched, costs = self.requests.unmatched(), self._weighed.costs(self.policy.lock)
         return dataclasses.replace(plan, notes=tuple(notes), unmatched=unmatched, costs=costs)

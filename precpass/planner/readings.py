@@ -1,8 +1,9 @@
-"""How the scaled products of a planned program read its values, wherever these come from.
+"""How the scaled products of a planned program read its values.
 
-A value that scaled products alone read, all with one rounding, need not be handed to them in
-float32: it can be given in 8 bits, and cross the borders of loops so. A reading is followed from
-the product back through transposes, reshapes and borders, to whatever made the value.
+A reading is a format and the dimensions that share a scale. If scaled products alone read a value,
+all with the same reading, it can cross the borders of loops in 8 bits and need not be float32
+there. So a reading is followed from the product back through transposes, reshapes and borders, to
+the equation that makes the value.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
-from precpass.analysis.graph import BodyNode, Graph
+from precpass.analysis.graph import Graph
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.plan.scaled_formats import scaled_formats
+from precpass.planner.planned_bodies import planned_bodies
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 
@@ -37,7 +39,7 @@ class Reading(NamedTuple):
 Decisions = Mapping[int, Sequence[Decision]]
 """Of the products and the equations with bodies in a program, by row."""
 
-_Found = set[Reading | None]
+_Readings = set[Reading | None]
 """The readings of a value. None stands for every reader that is no scaled product."""
 
 
@@ -73,7 +75,7 @@ class Readings:
         self.graph = graph
         self._decisions = decisions
         self._crossed = crossed
-        self._of: list[dict[Any, _Found]] = [{} for _ in graph.bodies]
+        self._of: list[dict[Any, _Readings]] = [{} for _ in graph.bodies]
         self._borders: dict[int, _Border] = {}
         self._grows = True
         self._add((0, v, {None}) for v in ir.open_jaxpr(graph.root.jaxpr).outvars)
@@ -87,34 +89,36 @@ class Readings:
 
     def of(self, body: int, atom: ir.Atom) -> Reading | None:
         """How all readers read a value of a body; None if they do not read it in one way."""
-        return _common(self._found(body, atom))
+        return _common(self._all_of(body, atom))
 
     def by(self, row: int, position: int) -> Reading | None:
-        """How one row reads one of its operands; None as for `of`, or if it only moves it."""
+        """How one row reads one of its operands; None as for `of`, and if it only moves it."""
         if row in self.graph.children:
-            return _common(self._outside(row, position))
+            return _common(self._all_outside(row, position))
         product = self._by_product(row)
         return product[position] if position < len(product) else None
 
     def of_operand(self, row: int, position: int) -> Reading | None:
         """How a row's bodies read one of its operands, as they see it; None as for `of`."""
-        return _common(self._of_operand(row, position))
+        return _common(self._all_of_operand(row, position))
 
     def of_result(self, row: int, position: int) -> Reading | None:
         """How one of a row's results is read, as its bodies see it; None as for `of`."""
-        return _common(self._of_result(row, position))
+        return _common(self._all_of_result(row, position))
 
-    def _found(self, body: int, atom: ir.Atom) -> _Found:
+    def _all_of(self, body: int, atom: ir.Atom) -> _Readings:
         return set() if ir.is_literal(atom) else self._of[body].get(atom, set())
 
-    def _add(self, found: Iterable[tuple[int, ir.Atom, _Found]]) -> None:
+    def _add(self, found: Iterable[tuple[int, ir.Atom, _Readings]]) -> None:
         for body, atom, readings in found:
-            known = set[Any]() if ir.is_literal(atom) else self._of[body].setdefault(atom, set())
-            if not readings <= known and not ir.is_literal(atom):
+            if ir.is_literal(atom):
+                continue
+            known = self._of[body].setdefault(atom, set())
+            if not readings <= known:
                 known |= readings
                 self._grows = True
 
-    def _by_equation(self, row: int, body: int) -> Iterator[tuple[int, ir.Atom, _Found]]:
+    def _by_equation(self, row: int, body: int) -> Iterator[tuple[int, ir.Atom, _Readings]]:
         """How an equation reads its operands, and its bodies' results are read."""
         eqn = self.graph.eqns[row]
         if row in self.graph.children:
@@ -125,38 +129,40 @@ class Readings:
             if at < len(product):
                 yield body, atom, {product[at]}
             elif at == 0 and (back := back_through(eqn)) is not None:
-                yield body, atom, {r and back(r) for r in self._found(body, eqn.outvars[0])}
+                yield body, atom, {r and back(r) for r in self._all_of(body, eqn.outvars[0])}
             else:
                 yield body, atom, {None}
 
-    def _by_bodies(self, row: int, around: int) -> Iterator[tuple[int, ir.Atom, _Found]]:
+    def _by_bodies(self, row: int, around: int) -> Iterator[tuple[int, ir.Atom, _Readings]]:
         for position, atom in enumerate(self.graph.eqns[row].invars):
-            yield around, atom, self._outside(row, position)
+            yield around, atom, self._all_outside(row, position)
         for body, child in self.graph.children[row]:
-            for at, atom in enumerate(ir.open_jaxpr(body.jaxpr).outvars):
-                is_result = at < len(body.results)
-                yield child, atom, self._of_result(row, body.results[at]) if is_result else {None}
+            outvars = ir.open_jaxpr(body.jaxpr).outvars
+            # A predicate is no result of the equation.
+            found = [self._all_of_result(row, at) for at in body.results] or [{None}] * len(outvars)
+            yield from ((child, v, readings) for v, readings in zip(outvars, found, strict=True))
 
-    def _outside(self, row: int, position: int) -> _Found:
+    def _all_outside(self, row: int, position: int) -> _Readings:
         """How a row's bodies read one of its operands, as the row's body sees it."""
-        readings, loop = self._of_operand(row, position), ir.loop_rows(self.graph.eqns[row])
+        readings, loop = self._all_of_operand(row, position), ir.loop_rows(self.graph.eqns[row])
         is_sliced = loop is not None and position >= loop[0]
         return {r and _of_stack(r) for r in readings} if is_sliced else readings
 
-    def _of_operand(self, row: int, position: int) -> _Found:
+    def _all_of_operand(self, row: int, position: int) -> _Readings:
         border = self._border(row)
-        found: _Found = (
-            {None} if row not in self._crossed or position in border.carried_in else set()
-        )
-        for body, var in border.inside.get(position, ()):
-            found |= self._found(body, var)
-        return found if position in border.inside else {None}
+        is_shut = row not in self._crossed or position not in border.inside
+        if is_shut or position in border.carried_in:
+            return {None}
+        found: _Readings = set()
+        for body, var in border.inside[position]:
+            found |= self._all_of(body, var)
+        return found
 
-    def _of_result(self, row: int, position: int) -> _Found:
+    def _all_of_result(self, row: int, position: int) -> _Readings:
         if position in self._border(row).carried_out or row not in self._crossed:
             return {None}
         eqn = self.graph.eqns[row]
-        found = self._found(int(self.graph.body[row]), eqn.outvars[position])
+        found = self._all_of(int(self.graph.body[row]), eqn.outvars[position])
         is_stacked = ir.loop_rows(eqn) is not None
         return {r and _of_slice(r) for r in found} if is_stacked else found
 
@@ -182,7 +188,7 @@ def _border(children: Sequence[tuple[ir.Body, int]]) -> _Border:
     return border
 
 
-def _common(found: _Found) -> Reading | None:
+def _common(found: _Readings) -> Reading | None:
     """The one rounding with which scaled products alone read a value; None if there is none."""
     readings = [reading for reading in found if reading is not None]
     if len(readings) < len(found) or len({reading[:2] for reading in readings}) != 1:
@@ -190,30 +196,23 @@ def _common(found: _Found) -> Reading | None:
     return readings[0] if len(readings) == 1 else readings[0]._replace(summed=())
 
 
-def decisions_of(graph: Graph, plan: Plan, rows: Callable[[BodyNode], Iterable[int]]) -> Decisions:
+def decisions_of(graph: Graph, plan: Plan, rows: Sequence[Iterable[int]]) -> Decisions:
     """The decisions for rows of a program: one for each plan that their body has.
 
     Args:
         graph: the program.
         plan: of the program.
-        rows: gives the rows of a body that are wanted; those with bodies must be among them.
+        rows: for each body the rows that are wanted.
     """
     found: dict[int, list[Decision]] = {}
-    seen, todo = set[tuple[int, int]](), [(0, plan)]
-    while todo:
-        body, its_plan = todo.pop()
-        if (body, id(its_plan)) in seen:
-            continue
-        seen.add((body, id(its_plan)))
-        node = graph.bodies[body]
-        for row in rows(node):
-            decision = its_plan.decisions[row - node.start]
+    for body, its_plan in planned_bodies(graph, plan):
+        start = graph.bodies[body].start
+        for row in rows[body]:
+            decision = its_plan.decisions[row - start]
             if decision.inner or (
                 decision.kind is OpKind.COMPUTE and decision.action is Action.LOWER
             ):
                 found.setdefault(row, []).append(decision)
-            children = graph.children.get(row, ())
-            todo += [(c, p) for (_, c), p in zip(children, decision.inner, strict=True)]
     return found
 
 
@@ -236,9 +235,9 @@ def _by_product(eqn: ir.Eqn, decision: Decision) -> tuple[Reading | None, ...]:
 
 
 def back_through(eqn: ir.Eqn) -> Callable[[Reading], Reading | None] | None:
-    """How the operand of an equation is read whose result is read in some way.
+    """A function from how an equation's result is read to how its operand is read then.
 
-    None for an equation that does more than move all elements of one operand.
+    None if the equation does more than move all elements of one operand.
     """
     if ir.dequantized_from(eqn):
         return lambda reading: reading
@@ -261,12 +260,12 @@ def back_through(eqn: ir.Eqn) -> Callable[[Reading], Reading | None] | None:
 
 
 def _of_stack(reading: Reading) -> Reading:
-    """How a stack is read whose slices are read so."""
+    """The reading of a stack whose slices have this reading."""
     shared, summed = (tuple(d + 1 for d in dims) for dims in reading[1:])
     return reading._replace(shared=shared, summed=summed)
 
 
 def _of_slice(reading: Reading) -> Reading | None:
-    """How a slice is read whose stack is read so; None if slices share a scale."""
+    """The reading of the slices of a stack with this reading; None if slices share a scale."""
     shared, summed = (tuple(d - 1 for d in dims if d) for dims in reading[1:])
     return None if 0 in reading.shared else reading._replace(shared=shared, summed=summed)

@@ -33,6 +33,7 @@ from precpass.analysis.reach import Reach, Reader, hands_on, tells_apart
 from precpass.plan import reasons
 from precpass.plan.decisions import lower
 from precpass.plan.plan import Action, Decision, Plan
+from precpass.planner.planned_bodies import planned_bodies
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 
@@ -70,19 +71,12 @@ class _ResultFormats:
     def _rounded_values(self, root: Plan) -> set[tuple[int, ir.Var]]:
         """The values, with their bodies, that every plan of their body rounds to 16 bits."""
         rounded, wide = set[tuple[int, ir.Var]](), set[tuple[int, ir.Var]]()
-        seen, todo = set[tuple[int, int]](), [(0, root)]
-        while todo:
-            body, plan = todo.pop()
-            if (body, id(plan)) in seen:
-                continue
-            seen.add((body, id(plan)))
+        for body, plan in planned_bodies(self.graph, root):
             for row, decision in enumerate(plan.decisions, self.graph.bodies[body].start):
                 results = zip(self.graph.eqns[row].outvars, decision.stored, strict=True)
                 for var, stored in results:
                     is_low = decision.stores_low and stored is not None and stored.is_low
                     (rounded if is_low else wide).add((body, var))
-                children = self.graph.children.get(row, ())
-                todo += [(c, p) for (_, c), p in zip(children, decision.inner, strict=True)]
         return rounded - wide
 
     def of(self, body: int, plan: Plan) -> Plan:

@@ -79,7 +79,7 @@ class SameValues:
 
     def _given(self, parents: list[int]) -> list[bool]:
         """For each value whether its class has none that an equation computes."""
-        computed, parts = set[int](), list[tuple[int, set[int]]]()
+        computed, assembled = set[int](), list[tuple[int, set[int]]]()
         for at, (_, body) in enumerate(self.graph.values):
             row = int(self.graph.producers[at])
             if row < 0 or row in self.graph.children or ir.dequantized_from(self.graph.eqns[row]):
@@ -91,11 +91,11 @@ class SameValues:
                     continue
                 variables = [v for v in eqn.invars if not ir.is_literal(v)]
                 operands = {_top(parents, self.index[body, v]) for v in variables}
-                parts.append((_top(parents, at), operands))
-        before = -1
-        while before != len(computed):
-            before = len(computed)
-            computed.update(made for made, operands in parts if operands & computed)
+                assembled.append((_top(parents, at), operands))
+        known = -1
+        while known < len(computed):  # what is assembled may be assembled once more
+            known = len(computed)
+            computed.update(made for made, operands in assembled if operands & computed)
         return [_top(parents, at) not in computed for at in range(len(self.graph.values))]
 
     @functools.cached_property

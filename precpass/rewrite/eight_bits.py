@@ -94,7 +94,13 @@ class EightBits:
     # ------------------------------------------------------------ borders
 
     def crossing(self, atom: ir.Atom, read: Any, border_copy: BorderCopy) -> list[Any]:
-        """The values and the scale in which a value crosses a border; see `copy`."""
+        """The 8 bits, as integers, and the scale in which a value crosses a border.
+
+        Args:
+            atom: the value.
+            read: what stands for it in the new jaxpr.
+            border_copy: says how it is rounded.
+        """
         key = atom, border_copy._replace(position=0)
         if ir.is_literal(atom) or key not in self._crossing:
             is_whole = len(border_copy.shared) == atom.aval.ndim

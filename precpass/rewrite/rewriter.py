@@ -288,7 +288,7 @@ def _cross(
     copies_in = _border_copies(operands, first_sliced)
     of_results = ((body.results, plan.border_copies.results) for body, plan in pairs)
     copies_out = _border_copies(of_results, first_stacked)
-    unread = {at for at, t in copies_in.items() if t.rounds or t.precision.is_scaled}
+    unread = {at for at, t in copies_in.items() if t.rounds}
     places = _places(copies_in.items()), _places(copies_out.items())
     crossing = ir.crossing(eqn, *places, unread)
     low = [x for at, t in copies_in.items() for x in env.border_copy(eqn.invars[at], t)]

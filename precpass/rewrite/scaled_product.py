@@ -128,7 +128,7 @@ class Rounding:
 
 def as_bits(low: Any) -> Any:
     """E4M3 values as unsigned integers of the same bits; no derivative passes through them."""
-    return low if low.dtype == np.uint8 else ir.scaling(_Bits(), low)[0]
+    return low if low.dtype == np.uint8 else lax.bitcast_convert_type(low, np.uint8)
 
 
 def from_bits(bits: Any) -> Any:
@@ -136,21 +136,6 @@ def from_bits(bits: Any) -> Any:
     if bits.dtype != np.uint8:
         return bits
     return ir.detach(lax.bitcast_convert_type(bits, Precision.F8E4M3.dtype))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Bits:
-    """The bits of values of 8 bits."""
-
-    def __call__(self, *arrays: Any, platform: str) -> list[Any]:
-        del platform
-        return [lax.bitcast_convert_type(x, np.uint8) for x in arrays]
-
-    def avals(self, *operands: ir.Aval) -> list[ir.Aval]:
-        return [x.update(dtype=np.dtype(np.uint8), weak_type=False) for x in operands]
-
-    def __str__(self) -> str:
-        return "its bits"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,8 +109,7 @@ def _crossed(eqn: ir.Eqn, decision: Decision) -> Iterator[Crossed]:
     for (leaves, at), (atoms, border_copy) in sorted(crossed.items(), key=lambda item: item[0]):
         value, low = _value(atoms[at].aval), border_copy.precision
         nbytes = value.nbytes / atoms[at].aval.dtype.itemsize * low.dtype.itemsize
-        alone = border_copy.rounds or low.is_scaled
-        yield Crossed(Value(str(low), value.shape, nbytes), not leaves, alone)
+        yield Crossed(Value(str(low), value.shape, nbytes), not leaves, border_copy.rounds)
 
 
 def _body(body: ir.Body) -> Body:

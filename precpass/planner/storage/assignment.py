@@ -106,7 +106,7 @@ class _Assignment:
         # Rows whose decision the cut may change: products, and equations with bodies. Rows whose
         # results it rounds are added later.
         self._rows_of = [self._rows(node) for node in self.graph.bodies]
-        self._decisions = decisions_of(self.graph, plan, self._rows)
+        self._decisions = decisions_of(self.graph, plan, self._rows_of)
         self.reads_low = {row for row, each in self._decisions.items() if self._lowers(each)}
         written: Collection[int] = ()
         if writes_on:
@@ -145,9 +145,9 @@ class _Assignment:
         rounded = {row for row, _ in self._class_made_at}
         if self._writes:
             self._backward = backward_forms(self._eligibility, rounded)
-        # A set, because a method would keep this object and the program alive in a cycle.
-        crossed = set(filter(self._crosses, self.graph.children))
-        self._eight_bits = EightBitBorders(self.graph, self._decisions, crossed, self._platform)
+        self._eight_bits = EightBitBorders(
+            self.graph, self._decisions, self.classes.crossed, self._platform
+        )
         if not (self._rounded or self._crossing or self._backward or self._eight_bits.is_asked):
             return self._plan
         self._changed_rows = rounded | set(self._backward)
@@ -328,30 +328,29 @@ class _Assignment:
             if crosses:
                 operands = ir.open_jaxpr(into.jaxpr).invars
                 results = [eqn.outvars[at] for at in into.results]
-                narrow = (
-                    self._eight_bits.copies(row, into) if self._eight_bits else NO_BORDER_COPIES
-                )
+                of_eight = self._eight_bits
+                eight = of_eight.copies(row, into) if of_eight else NO_BORDER_COPIES
                 border_copies = BorderCopies(
-                    self._border_copies(child, operands, narrow.operands),
-                    self._border_copies(body, results, narrow.results),
+                    self._border_copies(child, operands, eight.operands),
+                    self._border_copies(body, results, eight.results),
                 )
             inner.append(self._assigned(child, plan, border_copies))
         same = all(a is b for a, b in zip(inner, decision.inner, strict=True))
         return decision if same else dataclasses.replace(decision, inner=tuple(inner))
 
     def _border_copies(
-        self, body: int, atoms: Sequence[ir.Atom], narrow: Sequence[BorderCopy]
+        self, body: int, atoms: Sequence[ir.Atom], of_eight_bits: Sequence[BorderCopy]
     ) -> tuple[BorderCopy, ...]:
-        return tuple(self._each_border_copy(body, atoms, narrow))
+        return tuple(self._each_border_copy(body, atoms, of_eight_bits))
 
     def _each_border_copy(
-        self, body: int, atoms: Sequence[ir.Atom], narrow: Sequence[BorderCopy]
+        self, body: int, atoms: Sequence[ir.Atom], of_eight_bits: Sequence[BorderCopy]
     ) -> Iterator[BorderCopy]:
-        in_eight_bits = {border_copy.position: border_copy for border_copy in narrow}
+        given = {border_copy.position: border_copy for border_copy in of_eight_bits}
         for position, atom in enumerate(atoms):
             values = self.classes.of(body, atom)
-            if position in in_eight_bits:
-                yield in_eight_bits[position]
+            if position in given:
+                yield given[position]
             elif values is not None and id(values) in self._crossing:
                 rounds = id(values) in self._rounded
                 yield BorderCopy(position, self.low, rounds, self._platform not in PLATFORMS)

@@ -1,10 +1,10 @@
 """Which values cross the borders of loops and calls in 8 bits, with their scales.
 
-A value may if everything behind the border reads it in scaled products that round it in one way
-(`planner.readings`). What a loop stacks then always does, because its rows take a quarter of
-float32's bytes. Anything else does if it has 8 bits before the border already, or if behind it it
-would be rounded more than once, in every trip of a loop or by several equations. A stack of
-weights may do so for the compiler's sake.
+A value may cross so if scaled products alone read it behind the border, and all of them round it in
+the same way (`planner.readings`). What a loop stacks then always does, because 8 bits are a quarter
+of float32's bytes. Any other value does if it has 8 bits before the border already, or if it would
+otherwise be rounded more than once: in every trip of a loop, or by several equations. `_stacks_pay`
+says when a stack of weights does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
+from precpass.analysis.equations import is_wide
 from precpass.analysis.graph import Graph
 from precpass.plan.borders import NO_BORDER_COPIES, BorderCopies, BorderCopy
 from precpass.planner.readings import Decisions, Reading, Readings, back_through
@@ -64,16 +65,16 @@ class EightBitBorders:
 
     def _of_operand(self, row: int, position: int) -> Reading | None:
         if (row, position) not in self._operands:
-            is_wide = _is_wide(self.graph.eqns[row].invars[position])
-            reading = self._readings.of_operand(row, position) if is_wide else None
+            may = is_wide(self.graph.eqns[row].invars[position])
+            reading = self._readings.of_operand(row, position) if may else None
             pays = reading is not None and self._operand_pays(row, position, reading)
             self._operands[row, position] = reading if pays else None
         return self._operands[row, position]
 
     def _of_result(self, row: int, position: int) -> Reading | None:
         if (row, position) not in self._results:
-            is_wide = _is_wide(self.graph.eqns[row].outvars[position])
-            reading = self._readings.of_result(row, position) if is_wide else None
+            may = is_wide(self.graph.eqns[row].outvars[position])
+            reading = self._readings.of_result(row, position) if may else None
             pays = reading is not None and self._result_pays(row, position)
             self._results[row, position] = reading if pays else None
         return self._results[row, position]
@@ -97,11 +98,11 @@ class EightBitBorders:
     def _stacks_pay(self, precision: Precision) -> bool:
         """Whether a stack is rounded before a loop even if that loop alone reads it.
 
-        XLA:GPU brings a float32 stack of which products read slices in 8 bits into another order
-        before the loop, which takes its whole memory once more. For other compilers the stack of 8
-        bits pays if a backward pass reads it too, which a format of forward passes has none of:
-        six layers of 1024 x 2048 x 2048 in float8, compiled for a TPU 7x (jax 0.12.0.1), take 1.06
-        of the cycles forward, 1.01 with a gradient, and 0.86 if that has checkpoints.
+        XLA:GPU writes a float32 stack to memory once more, in another order, if a loop rounds its
+        slices to 8 bits. With other compilers it pays only if a backward pass reads the stack of 8
+        bits too, and int8 has no backward pass in 8 bits. Six layers of 1024 x 2048 x 2048 in
+        float8, compiled for a TPU 7x (jax 0.12.0.1), take 1.06 of the cycles forward, 1.01 with a
+        gradient, and 0.86 with a gradient and checkpoints.
         """
         return self._platform == "gpu" or not precision.is_forward_only
 
@@ -159,11 +160,7 @@ class EightBitBorders:
         return counts
 
 
-def _is_wide(atom: ir.Atom) -> bool:
-    return ir.precision_of(atom.aval) is Precision.F32
-
-
 def _copies(readings: Sequence[Reading | None]) -> Iterator[BorderCopy]:
     for at, reading in enumerate(readings):
         if reading is not None:
-            yield BorderCopy(at, reading.precision, rounds=False, shared=reading.shared)
+            yield BorderCopy(at, reading.precision, rounds=True, shared=reading.shared)

@@ -14,10 +14,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis.equations import chosen_operand, moved_operand
+from precpass.analysis.equations import chosen_operand, is_wide, moved_operand
 from precpass.analysis.graph import Graph
 from precpass.analysis.sizes import NOMINAL_SIZE, nbytes
-from precpass.policy.precision import Precision
 from precpass.policy.primitives import op
 from precpass.policy.scopes import is_backward
 
@@ -100,8 +99,8 @@ class StorageClasses:
         for row in written:
             key = int(graph.body[row]), graph.eqns[row].outvars[0]
             self._join(key, key)
-        self._crossed = {row for row in graph.children if crosses(row)}
-        for row in sorted(self._crossed):
+        self.crossed = {row for row in graph.children if crosses(row)}
+        for row in sorted(self.crossed):
             self._link(row)
         kept = set[Key]()
         for body in range(len(graph.bodies)):
@@ -162,7 +161,7 @@ class StorageClasses:
                 self._join_atoms((child, opened.outvars[outvar]), (child, opened.invars[invar]))
 
     def _join_atoms(self, a: Key, b: Key) -> None:
-        keys = [key for key in (a, b) if not ir.is_literal(key[1]) and _is_wide(key[1])]
+        keys = [key for key in (a, b) if not ir.is_literal(key[1]) and is_wide(key[1])]
         if keys:
             self._join(keys[0], keys[-1])
 
@@ -181,7 +180,7 @@ class StorageClasses:
                 read.update([v for v in eqn.invars if not is_literal(v)])
             else:
                 forward.update(eqn.outvars)
-        kept = {(body, v) for v in forward & read if _is_wide(v)}
+        kept = {(body, v) for v in forward & read if is_wide(v)}
         for key in kept:
             self._join(key, key)
         return kept
@@ -247,7 +246,7 @@ class StorageClasses:
                 values.is_output = True
         for row in range(node.start, node.stop):
             eqn = graph.eqns[row]
-            if row in self._crossed:
+            if row in self.crossed:
                 self._cross(row, body)
                 continue
             reads = [
@@ -287,7 +286,7 @@ class StorageClasses:
         rewritten once, so its border keeps its dtypes for both.
         """
         for row, children in self.graph.children.items():
-            for body, child in children if row not in self._crossed else ():
+            for body, child in children if row not in self.crossed else ():
                 opened = ir.open_jaxpr(body.jaxpr)
                 for _, values in self._classes(child, opened.invars):
                     values.is_input = True
@@ -329,7 +328,3 @@ def _rows(atom: ir.Atom, calls: float, kind: str) -> Place:
 
 def _leaving(body: ir.Body, opened: ir.Jaxpr) -> Iterator[tuple[Any, int]]:
     return zip(opened.outvars, body.results, strict=False)
-
-
-def _is_wide(atom: ir.Atom) -> bool:
-    return ir.precision_of(atom.aval) is Precision.F32

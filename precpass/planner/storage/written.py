@@ -20,9 +20,8 @@ import collections
 from collections.abc import Collection, Mapping
 
 from precpass import jaxpr as ir
-from precpass.analysis.equations import is_shift, moved_operand
+from precpass.analysis.equations import is_shift, is_wide, moved_operand
 from precpass.analysis.graph import BodyNode, Graph
-from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 
 __all__ = ["maker_of", "written_by_fusions"]
@@ -46,7 +45,7 @@ def written_by_fusions(
         for row in range(node.start, node.stop):
             eqn = graph.eqns[row]
             traits = op(graph.eqns[maker_of(graph, row)].primitive.name)
-            if traits.kind is not OpKind.ELEMENTWISE or not _is_wide(eqn.outvars[0]):
+            if traits.kind is not OpKind.ELEMENTWISE or not is_wide(eqn.outvars[0]):
                 continue
             result = eqn.outvars[0]
             count = others[result]
@@ -137,7 +136,3 @@ def _readers(
             else:
                 others[v] += 1
     return low, others
-
-
-def _is_wide(var: ir.Var) -> bool:
-    return ir.precision_of(var.aval) is Precision.F32
