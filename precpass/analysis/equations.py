@@ -42,6 +42,17 @@ def moved_operand(eqn: ir.Eqn) -> Any:
     return moved if is_wide(moved) and not ir.is_literal(moved) else None
 
 
+def gathered_operand(eqn: ir.Eqn) -> Any:
+    """The operand that an equation gathers elements of, in any format; None if there is none.
+
+    What JAX puts in the place of an element that does not exist must have that format's digits too.
+    """
+    if eqn.primitive.name != "gather" or eqn.params["fill_value"] not in (None, 0):
+        return None
+    gathered = eqn.invars[0]
+    return gathered if is_wide(gathered) and not ir.is_literal(gathered) else None
+
+
 def spreads(eqn: ir.Eqn) -> bool:
     """Whether one element of an operand reaches many results, whose cotangents are added up.
 
@@ -94,7 +105,7 @@ def hands_on_layout(eqn: ir.Eqn) -> bool:
 
 
 def grows(eqn: ir.Eqn) -> bool:
-    """Whether an equation only repeats its operand, so that a cast belongs before it.
+    """Whether an equation only repeats its operand's elements, so that a cast belongs before it.
 
     A cast before an `all_gather`, or a reshard that gathers, halves the bytes between devices.
     """
@@ -103,7 +114,8 @@ def grows(eqn: ir.Eqn) -> bool:
     (before, *_), (after, *_) = eqn.invars, eqn.outvars
     if ir.is_literal(before) or not is_wide(before):
         return False
-    if len(eqn.invars) != 1 or ir.is_unreduced(before.aval):
+    indices = eqn.invars[1:] if eqn.primitive.name == "gather" else ()
+    if len(eqn.invars) != 1 + len(indices) or ir.is_unreduced(before.aval):
         return False
     here, there = (nbytes(v.aval) / ir.shards(v.aval) for v in (before, after))
     return there > here

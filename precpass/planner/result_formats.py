@@ -27,7 +27,7 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
-from precpass.analysis.equations import is_shift, moved_operand
+from precpass.analysis.equations import gathered_operand, is_shift, moved_operand
 from precpass.analysis.liveness import dead
 from precpass.analysis.reach import Reach, Reader, hands_on, tells_apart
 from precpass.plan import reasons
@@ -251,7 +251,9 @@ def _moved_low(eqn: ir.Eqn, decision: Decision, rounded: Collection[ir.Var]) -> 
     all that is moved of it at twice the bytes.
     """
     free = decision.action is Action.KEEP and reasons.MAY_RUN.gave(decision.reason)
-    if not free or decision.converts or moved_operand(eqn) not in rounded:
+    if not free or decision.converts:
+        return decision
+    if moved_operand(eqn) not in rounded and gathered_operand(eqn) not in rounded:
         return decision
     formats = [ir.precision_of(v.aval) for v in eqn.outvars]
     return lower(decision.kind, Precision.BF16, tuple(formats), reasons.MOVES_LOW())

@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from precpass import jaxpr as ir
-from precpass.analysis.equations import chosen_operand, grows, hands_on_layout, moved_operand
+from precpass.analysis.equations import (
+    chosen_operand,
+    grows,
+    hands_on_layout,
+    is_wide,
+    moved_operand,
+)
+from precpass.analysis.sizes import nbytes
 from precpass.plan.borders import Border, BorderCopy, across
 from precpass.plan.plan import BackwardForm
 from precpass.policy.precision import Precision
@@ -27,7 +34,7 @@ from precpass.rewrite.scaled_product import Rounding
 
 __all__ = ["Env", "border_avals", "crossing_aval"]
 
-_MAY_HAVE_LOW_SOURCE = named("repeats") | {"convert_element_type"}
+_MAY_HAVE_LOW_SOURCE = named("repeats") | {"convert_element_type", "concatenate"}
 """The equations whose operand may have a low copy, or be one, in whichever format it is stored."""
 
 
@@ -140,8 +147,8 @@ class Env:
 
     def _note(self, eqn: ir.Eqn) -> None:
         """Notes an equation if low copies of its results are better computed from its operand's."""
-        moves = grows(eqn) or (self.border_copies and _handed_on(eqn) is not None)
-        if moves or ir.widening(eqn) is not None:
+        moves = grows(eqn) or eqn.primitive.name == "concatenate"
+        if moves or (self.border_copies and _moved(eqn)) or ir.widening(eqn) is not None:
             self.low_sources.update(dict.fromkeys(eqn.outvars, eqn))
 
     @functools.cached_property
@@ -298,24 +305,29 @@ class Env:
         return None if is_low else self.transposed.get(atom)
 
     def _has_low(self, atom: ir.Atom, precision: Precision) -> bool:
+        """Whether a low copy of a value exists, or is better made before it is moved."""
         key = (atom, precision)
         if key in self.low_copies or key in self.border_copies:
             return True
         maker = self.low_sources.get(atom)
-        if maker is None or ir.widening(maker) is not None:
+        return maker is not None and self._is_moved_low(maker, precision)
+
+    def _is_moved_low(self, eqn: ir.Eqn, precision: Precision) -> bool:
+        """Whether most of what an equation moves has low copies, or its result is larger."""
+        if ir.widening(eqn) is not None:
             return False
-        return grows(maker) or self._has_low(_handed_on(maker), precision)
+        moved = _moved(eqn)
+        low = [v for v in moved if self._has_low(v, precision)]
+        return grows(eqn) or 2 * _nbytes(low) > _nbytes(moved)
 
     def _move_low(self, eqn: ir.Eqn, precision: Precision) -> None:
-        """Moves the low copy of the moved operand, if there is one or the result is larger."""
-        if ir.widening(eqn) is not None:
+        """Moves low copies of the moved operands in the place of a cast of the result."""
+        if not self._is_moved_low(eqn, precision):
             return
-        operand = eqn.invars[0] if grows(eqn) else _handed_on(eqn)
-        if not (grows(eqn) or self._has_low(operand, precision)):
-            return
-        low = self.low_copy(operand, precision)
-        others = [self.read(v) for v in eqn.invars[1:]]
-        moved = [low] if ir.keeps_bits(eqn) else self.build.bind(eqn, [low, *others])
+        operands = eqn.invars[:1] if grows(eqn) else _moved(eqn)
+        low = [self.low_copy(v, precision) for v in operands]
+        others = [self.read(v) for v in eqn.invars[len(low) :]]
+        moved = low if ir.keeps_bits(eqn) else self.build.bind(eqn, [*low, *others])
         for var, value in zip(eqn.outvars, moved, strict=True):
             self.low_copies[var, precision] = low_copy(
                 self.build, value, precision, flat=var in self.out_of_order
@@ -333,10 +345,18 @@ class Env:
         return value
 
 
-def _handed_on(eqn: ir.Eqn) -> Any:
-    """The operand that an equation moves, or takes a part of."""
+def _moved(eqn: ir.Eqn) -> Sequence[Any]:
+    """The operands that an equation moves, or takes a part of; () if it does anything else."""
+    if eqn.primitive.name == "concatenate":
+        is_whole = all(is_wide(v) and not ir.is_literal(v) for v in eqn.invars)
+        return eqn.invars if is_whole else ()
     moved = moved_operand(eqn)
-    return chosen_operand(eqn) if moved is None else moved
+    moved = chosen_operand(eqn) if moved is None else moved
+    return () if moved is None else (moved,)
+
+
+def _nbytes(atoms: Sequence[Any]) -> float:
+    return sum(nbytes(v.aval) for v in atoms)
 
 
 def border_avals(aval: ir.Aval, border_copy: BorderCopy) -> list[Any]:

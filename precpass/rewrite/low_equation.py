@@ -9,7 +9,8 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.analysis.equations import spreads
+from precpass.analysis.equations import gathered_operand, spreads
+from precpass.plan import reasons
 from precpass.plan.plan import Decision
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
@@ -23,6 +24,8 @@ def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
     low = decision.compute
     assert low is not None
     row = op(eqn.primitive.name)
+    if reasons.MOVES_LOW.gave(decision.reason) and gathered_operand(eqn) is not None:
+        return [env.as_(_gathered(env, eqn, low), low)]
     if spreads(eqn):
         results = env.build.bind(eqn, [env.read(v) for v in eqn.invars])
         return [env.as_(x, low) for x in results]
@@ -42,6 +45,19 @@ def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
         pairs = zip(args, eqn.invars, strict=True)
         args = [env.as_(x, ir.precision_of(v.aval)) for x, v in pairs]
     return [env.as_(x, low) for x in env.build.bind(eqn, args)]
+
+
+def _gathered(env: Env, eqn: ir.Eqn, low: Precision) -> Any:
+    """A gather from an operand that has no more digits than the low format.
+
+    Its elements are gathered in that format. Its derivative is that of the float32 gather, because
+    one element may have many cotangents, which are added up.
+    """
+    operand, *indices = eqn.invars
+    others = [env.read(v) for v in indices]
+    (wide,) = env.build.bind(eqn, [env.read(operand), *others])
+    (gathered,) = env.build.bind(eqn, [env.low_copy(operand, low), *others])
+    return env.build.rounded(env.build.detach(gathered), wide)
 
 
 def _spread(env: Env, atom: ir.Atom, out: tuple[Any, ...], low: Precision) -> Any:

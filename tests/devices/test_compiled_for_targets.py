@@ -411,3 +411,30 @@ def test_loops_hold_values_of_8_bits_in_the_compiled_program(target: str):
     """Both sides of the pass: stacks of inputs and of weights, and three products in six trips."""
     lines = ran("-c", EIGHT_BITS_IN_LOOPS.format(target=target)).splitlines()
     assert lines == ["u8 u8 18 18", "u8 u8 18 18"]
+
+
+GATHERS = """
+import re
+import jax, jax.numpy as jnp, precpass as pp
+
+def loss(w, v, x, senders, receivers):
+    rows = jnp.concatenate([x[senders], x[receivers]], axis=1)
+    messages = jnp.tanh(rows @ w) @ v
+    sums = jax.ops.segment_sum(messages, receivers, x.shape[0])
+    return sum(jnp.sin(jnp.tanh(each @ v) @ v).sum() for each in (sums, messages))
+
+shapes = (512, 256), (256, 256), (8192, 256)
+args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+args += [jax.ShapeDtypeStruct((65536,), jnp.int32)] * 2
+for policy in (pp.AutoMixedBf16, pp.AutoMixedBf16.with_results("f32")):
+    text = pp.audit(jax.grad(loss, (0, 1)), policy, target={target!r})(*args).hlo
+    print(*[text.count(f"= {{dtype}}[65536,256]{{{{1,0:T(8,128){{tiles}}}}}} gather(")
+            for dtype, tiles in (("f32", ""), ("bf16", "(2,1)"))])
+"""
+
+
+@pytest.mark.parametrize("target", ["tpu v5e", "tpu v6e"])
+def test_a_tpu_gathers_rows_of_16_bits_in_the_compiled_program(target: str):
+    """The rows of both ends of an edge, and the cotangents of sums: three gathers."""
+    lines = ran("-c", GATHERS.format(target=target)).splitlines()
+    assert lines == ["0 3", "1 2"]
