@@ -47,7 +47,7 @@ def gathered_operand(eqn: ir.Eqn) -> Any:
 
     What JAX puts in the place of an element that does not exist must have that format's digits too.
     """
-    if eqn.primitive.name != "gather" or eqn.params["fill_value"] not in (None, 0):
+    if eqn.primitive.name != "gather" or ir.fill_of(eqn) not in (None, 0):
         return None
     gathered = eqn.invars[0]
     return gathered if is_wide(gathered) and not ir.is_literal(gathered) else None

@@ -255,6 +255,11 @@ def iota_size(eqn: Eqn) -> Any:
     return eqn.params["shape"][eqn.params["dimension"]]
 
 
+def fill_of(eqn: Eqn) -> Any:
+    """The number that a gather puts where an element does not exist; None for NaN."""
+    return eqn.params["fill_value"]
+
+
 def reduced_sizes(eqn: Eqn) -> tuple[Any, ...]:
     """The sizes of the dimensions that a reduction takes away."""
     shape = eqn.invars[0].aval.shape
