@@ -133,6 +133,8 @@ class Decision:
             number. They are made anew in the low format, because the caller made them in float32.
         keeps_rounding: whether the rounding of its results is written so that XLA does not leave it
             out. Otherwise XLA may drop a cast to 16 bits that is followed by one to float32.
+        pins_rounding: whether a TPU's compiler is kept from computing its rounded results again in
+            each kernel that reads them.
         backward: what its derivative saves and makes in bfloat16, if JAX differentiates the
             rewritten program; None for nothing.
     """
@@ -149,12 +151,13 @@ class Decision:
     clipped: tuple[int, ...] = ()
     numbers: tuple[tuple[int, float], ...] = ()
     keeps_rounding: bool = False
+    pins_rounding: bool = False
     backward: BackwardForm | None = None
 
     @functools.cached_property
     def _hash(self) -> int:
         fields = self.action, self.compute, self.stored, self.reason, self.inner
-        form = self.product, self.clipped, self.numbers, self.keeps_rounding
+        form = self.product, self.clipped, self.numbers, self.keeps_rounding, self.pins_rounding
         return hash((*fields, self.in_float64_span, *form, self.backward))
 
     def __hash__(self) -> int:

@@ -101,17 +101,21 @@ class Env:
             self.border_copies[key] = crosses(self.low_copy(atom, border_copy.precision))
         return [self.border_copies[key]]
 
-    def round(self, var: ir.Var, precision: Precision, *, keeps: bool = False) -> None:
+    def round(
+        self, var: ir.Var, precision: Precision, *, keeps: bool = False, pins: bool = False
+    ) -> None:
         """Rounds a value to a low format, so that every reader reads the rounded value.
 
         Args:
             var: the value.
             precision: the format.
             keeps: whether XLA is kept from leaving the rounding out (`Decision.keeps_rounding`).
+            pins: whether a TPU's compiler writes the value once (`Decision.pins_rounding`).
         """
         low = self.low_copy(var, precision)
         if keeps:
-            low = self.low_copies[var, precision] = self.build.detach(low, keeps_rounding=True)
+            low = self.build.detach(low, keeps_rounding=True, pinned=pins)
+            self.low_copies[var, precision] = low
         self.values[var] = self.build.rounded(low, self.values.get(var, var))
 
     def add_backward_form(self, eqn: ir.Eqn, form: BackwardForm, precision: Precision) -> None:

@@ -340,7 +340,8 @@ def _write(
 def _round(env: Env, eqn: ir.Eqn, decision: Decision) -> None:
     for var, precision in zip(eqn.outvars, decision.stored, strict=True):
         if precision is not None:
-            env.round(var, precision, keeps=decision.keeps_rounding)
+            keeps, pins = decision.keeps_rounding, decision.pins_rounding
+            env.round(var, precision, keeps=keeps, pins=pins)
 
 
 def _exchanged(env: Env, eqn: ir.Eqn) -> Any:

@@ -199,12 +199,13 @@ def detach(
         pinned: whether XLA:CPU is kept from moving operations across it, as by
             `lax.optimization_barrier`. That primitive is not used here, because jax 0.10
             makes its zero cotangent an array of zeros and transposes the product with it.
-            For any other platform it is lowered to nothing.
+            For any other platform it is lowered to nothing, but on a TPU with `keeps_rounding`.
         flat: whether it is also brought into row-major order in memory.
         zeros: whether its transpose is an array of zeros. `x` needs one if it is made by a
             `ragged_dot_general`, whose transpose in JAX takes no symbolic zero.
         keeps_rounding: whether XLA's compilers for GPUs and TPUs are kept from leaving out the cast
-            that made `x`. On a CPU nothing is added.
+            that made `x`. On a CPU nothing is added. With `pinned`, a TPU's compiler also writes
+            `x` to memory once and never computes it again.
     """
     return detach_p.bind(x, pinned=pinned, flat=flat, zeros=zeros, keeps_rounding=keeps_rounding)
 
@@ -258,8 +259,14 @@ def _lower_detach_unpinned(ctx: Any, x: Any, *, keeps_rounding: bool, **_params:
     return _lower_kept(ctx, x) if keeps_rounding else [x]
 
 
-for _platform in ("gpu", "tpu"):
-    mlir.register_lowering(detach_p, _lower_detach_unpinned, platform=_platform)
+def _lower_detach_tpu(ctx: Any, x: Any, *, pinned: bool, keeps_rounding: bool, **_: Any) -> Any:
+    if pinned and keeps_rounding:
+        return _lower_barrier(ctx, x)
+    return _lower_detach_unpinned(ctx, x, keeps_rounding=keeps_rounding)
+
+
+mlir.register_lowering(detach_p, _lower_detach_unpinned, platform="gpu")
+mlir.register_lowering(detach_p, _lower_detach_tpu, platform="tpu")
 
 
 def pin(x: Any) -> Any:

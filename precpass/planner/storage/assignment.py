@@ -34,7 +34,7 @@ from precpass.planner.storage.eligibility import Eligibility
 from precpass.planner.storage.energy import NOMINAL, Candidate, StorageEnergy
 from precpass.planner.storage.value_classes import StorageClass, StorageClasses
 from precpass.planner.storage.vetoes import may_store
-from precpass.planner.storage.written import written_by_fusions
+from precpass.planner.storage.written import written_by_fusions, written_once
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import COMPUTING, op
 from precpass.units import counted, duration, sized
@@ -109,9 +109,12 @@ class _Assignment:
         self._decisions = decisions_of(self.graph, plan, self._rows_of)
         self.reads_low = {row for row, each in self._decisions.items() if self._lowers(each)}
         written: Collection[int] = ()
+        self._pinned: Collection[int] = ()
         if writes_on:
             on_tpu = writes_on == "tpu"
             written = written_by_fusions(self.graph, self.reads_low, on_tpu=on_tpu)
+            if on_tpu:
+                self._pinned = written_once(self.graph)
         self.classes = StorageClasses(self.graph, self._crosses, self.reads_low, written=written)
         candidates = self._candidates(pricing)
         device = pricing.device or NOMINAL
@@ -298,7 +301,13 @@ class _Assignment:
         is_kept = is_written and decision.action is Action.KEEP
         chooses = op(self.graph.eqns[row].primitive.name).chooses
         if (is_kept and not chooses) or decision.action is Action.ENTER:
-            return dataclasses.replace(decision, stored=stored, reason=why, keeps_rounding=True)
+            return dataclasses.replace(
+                decision,
+                stored=stored,
+                reason=why,
+                keeps_rounding=True,
+                pins_rounding=row in self._pinned,
+            )
         if is_kept:
             # What is selected has no other rounding.
             return dataclasses.replace(
