@@ -152,7 +152,8 @@ class Env:
     def _note(self, eqn: ir.Eqn) -> None:
         """Notes an equation if low copies of its results are better computed from its operand's."""
         moves = grows(eqn) or eqn.primitive.name == "concatenate"
-        if moves or (self.border_copies and _moved(eqn)) or ir.widening(eqn) is not None:
+        is_moved = bool(self.border_copies) and _handed_on(eqn) is not None
+        if moves or is_moved or ir.widening(eqn) is not None:
             self.low_sources.update(dict.fromkeys(eqn.outvars, eqn))
 
     @functools.cached_property
@@ -310,29 +311,35 @@ class Env:
 
     def _has_low(self, atom: ir.Atom, precision: Precision) -> bool:
         """Whether a low copy of a value exists, or is better made before it is moved."""
-        key = (atom, precision)
-        if key in self.low_copies or key in self.border_copies:
-            return True
         maker = self.low_sources.get(atom)
-        return maker is not None and self._is_moved_low(maker, precision)
+        is_there = self._is_there(atom, precision)
+        return is_there or (maker is not None and self._is_moved_low(maker, precision))
+
+    def _is_there(self, atom: ir.Atom, precision: Precision) -> bool:
+        """Whether a low copy of a value exists."""
+        key = (atom, precision)
+        return key in self.low_copies or key in self.border_copies
 
     def _is_moved_low(self, eqn: ir.Eqn, precision: Precision) -> bool:
-        """Whether most of what an equation moves has low copies, or its result is larger."""
+        """Whether low copies of the operands are moved in the place of a cast of the result."""
         if ir.widening(eqn) is not None:
             return False
-        moved = _moved(eqn)
-        low = [v for v in moved if self._has_low(v, precision)]
-        return grows(eqn) or 2 * _nbytes(low) > _nbytes(moved)
+        if eqn.primitive.name != "concatenate":
+            return grows(eqn) or self._has_low(_handed_on(eqn), precision)
+        # Concatenations of concatenations are not followed: there may be any number of ways.
+        makers = ((v, self.low_sources.get(v)) for v in eqn.invars if not ir.is_literal(v))
+        low = [v for v, m in makers if self._is_there(v, precision) or (m is not None and grows(m))]
+        return all(map(is_wide, eqn.invars)) and 2 * _nbytes(low) > _nbytes(eqn.invars)
 
     def _move_low(self, eqn: ir.Eqn, precision: Precision) -> None:
-        """Moves low copies of the moved operands in the place of a cast of the result."""
+        """Moves low copies of the operands, where that is better than a cast of the result."""
         if not self._is_moved_low(eqn, precision):
             return
-        operands = eqn.invars[:1] if grows(eqn) else _moved(eqn)
-        low = [self.low_copy(v, precision) for v in operands]
+        moved = eqn.invars if eqn.primitive.name == "concatenate" else eqn.invars[:1]
+        low = [self.low_copy(v, precision) for v in moved]
         others = [self.read(v) for v in eqn.invars[len(low) :]]
-        moved = low if ir.keeps_bits(eqn) else self.build.bind(eqn, [*low, *others])
-        for var, value in zip(eqn.outvars, moved, strict=True):
+        results = low if ir.keeps_bits(eqn) else self.build.bind(eqn, [*low, *others])
+        for var, value in zip(eqn.outvars, results, strict=True):
             self.low_copies[var, precision] = low_copy(
                 self.build, value, precision, flat=var in self.out_of_order
             )
@@ -349,14 +356,10 @@ class Env:
         return value
 
 
-def _moved(eqn: ir.Eqn) -> Sequence[Any]:
-    """The operands that an equation moves, or takes a part of; () if it does anything else."""
-    if eqn.primitive.name == "concatenate":
-        is_whole = all(is_wide(v) and not ir.is_literal(v) for v in eqn.invars)
-        return eqn.invars if is_whole else ()
+def _handed_on(eqn: ir.Eqn) -> Any:
+    """The operand that an equation moves, or takes a part of."""
     moved = moved_operand(eqn)
-    moved = chosen_operand(eqn) if moved is None else moved
-    return () if moved is None else (moved,)
+    return chosen_operand(eqn) if moved is None else moved
 
 
 def _nbytes(atoms: Sequence[Any]) -> float:

@@ -10,7 +10,6 @@ from jax import lax
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import gathered_operand, spreads
-from precpass.plan import reasons
 from precpass.plan.plan import Decision
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
@@ -24,7 +23,7 @@ def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
     low = decision.compute
     assert low is not None
     row = op(eqn.primitive.name)
-    if reasons.MOVES_LOW.gave(decision.reason) and gathered_operand(eqn) is not None:
+    if gathered_operand(eqn) is not None:
         return [env.as_(_gathered(env, eqn, low), low)]
     if spreads(eqn):
         results = env.build.bind(eqn, [env.read(v) for v in eqn.invars])
@@ -48,10 +47,9 @@ def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
 
 
 def _gathered(env: Env, eqn: ir.Eqn, low: Precision) -> Any:
-    """A gather from an operand that has no more digits than the low format.
+    """A gather whose rows are cast before they are repeated.
 
-    Its elements are gathered in that format. Its derivative is that of the float32 gather, because
-    one element may have many cotangents, which are added up.
+    Its derivative is that of the float32 gather, because a row's cotangents are added up.
     """
     operand, *indices = eqn.invars
     others = [env.read(v) for v in indices]

@@ -1,11 +1,13 @@
 """Gathers: in 16 bits where their operand has no more digits, and after a cast where they grow."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import precpass as pp
 from precpass.devices.detect import planned_for
@@ -68,6 +70,15 @@ def test_what_stands_for_an_element_that_does_not_exist_keeps_its_digits(fill: f
     with planned_for(Gpu()):
         found = pp.auto_mixed(program)(W, X)[1]
     assert np.array_equal(found, program(W, X)[1], equal_nan=True)
+
+
+def test_a_saved_plan_gathers_as_the_plan_did(tmp_path: Path):
+    with planned_for(Gpu()):
+        found = pp.inspect(of_a_product, "AutoMixedBf16")(W, X)
+        found.plan.save(tmp_path / "plan.json")
+        again = pp.inspect(of_a_product, pp.Plan.load(tmp_path / "plan.json"))(W, X)
+    assert str(again.after) == str(found.after)
+    assert f"bf16[{EDGES},{WIDTH}] = gather" in str(again.after)
 
 
 @pytest.mark.parametrize("composition", ["auto(grad)", "grad(auto)"])
@@ -150,3 +161,27 @@ def test_the_gradient_of_a_concatenation_adds_up_in_float32():
     x, w = jnp.ones((1, 1)), jnp.ones((2, 1))
     assert float(jax.grad(pp.auto_mixed(total))(x, w)[0, 0]) == 8192.0
     assert float(pp.auto_mixed(jax.grad(total))(x, w)[0, 0]) == 8192.0
+
+
+def test_a_value_that_many_concatenations_move_is_found_in_no_time():
+    """Each moves it twice, so there are 2**60 ways."""
+
+    def turned(w: jax.Array, x: jax.Array) -> jax.Array:
+        def trip(c: jax.Array, _: None) -> tuple[jax.Array, None]:
+            for _ in range(60):
+                c = lax.concatenate([c[1:], c[:1]], 0)
+            return jnp.tanh(c @ w), None
+
+        return lax.scan(trip, x, None, length=3)[0]
+
+    assert rel_error(pp.auto_mixed(turned)(W, X), turned(W, X)) < 0.02
+
+
+def test_a_buffer_may_grow_by_any_number_of_concatenations():
+    def grown(w: jax.Array, x: jax.Array) -> jax.Array:
+        buffer = x
+        for _ in range(1200):
+            buffer = lax.concatenate([buffer, x[:1]], 0)
+        return buffer @ w
+
+    assert len(low_products(pp.inspect(grown, "AutoMixedBf16")(W, X).after)) == 1
