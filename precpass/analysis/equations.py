@@ -43,9 +43,11 @@ def moved_operand(eqn: ir.Eqn) -> Any:
 
 
 def gathered_operand(eqn: ir.Eqn) -> Any:
-    """The operand whose rows a gather repeats, which may then be in any format; else None.
+    """The operand whose rows a gather repeats; None for any other equation.
 
-    What JAX puts in the place of a row that does not exist must have that format's digits too.
+    If its rows are cast to 16 bits before the gather, the result is the same as if they were cast
+    after it. So it is None as well if JAX fills in a number for rows that do not exist, unless that
+    is zero or NaN: any other number may have digits that 16 bits do not hold.
     """
     is_gather = eqn.primitive.name == "gather" and ir.fill_of(eqn) in (None, 0)
     return eqn.invars[0] if is_gather and grows(eqn) else None
@@ -116,7 +118,8 @@ def grows(eqn: ir.Eqn) -> bool:
     if len(eqn.invars) != 1 + is_gather or ir.is_unreduced(before.aval):
         return False
     here, there = (nbytes(v.aval) / ir.shards(v.aval) for v in (before, after))
-    # XLA fuses a cast with the gather before it. One that comes first is a kernel of its own.
+    # XLA fuses a cast that follows a gather with it. A cast before it is a kernel of its own, which
+    # pays if there are much fewer elements to cast.
     return there >= 2 * here if is_gather else there > here
 
 

@@ -256,7 +256,7 @@ def iota_size(eqn: Eqn) -> Any:
 
 
 def fill_of(eqn: Eqn) -> Any:
-    """The number that a gather puts where an element does not exist; None for NaN."""
+    """The number that a gather returns for an index out of bounds; None if that is NaN."""
     return eqn.params["fill_value"]
 
 

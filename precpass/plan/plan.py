@@ -133,8 +133,8 @@ class Decision:
             number. They are made anew in the low format, because the caller made them in float32.
         keeps_rounding: whether the rounding of its results is written so that XLA does not leave it
             out. Otherwise XLA may drop a cast to 16 bits that is followed by one to float32.
-        pins_rounding: whether a TPU's compiler is kept from computing its rounded results again in
-            each kernel that reads them.
+        pins_rounding: whether every kernel of a TPU that needs the rounded results reads them from
+            memory. Otherwise XLA may compute them again in some kernels.
         backward: what its derivative saves and makes in bfloat16, if JAX differentiates the
             rewritten program; None for nothing.
     """

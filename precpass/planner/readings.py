@@ -235,9 +235,9 @@ def _by_product(eqn: ir.Eqn, decision: Decision) -> tuple[Reading | None, ...]:
 
 
 def back_through(eqn: ir.Eqn) -> Callable[[Reading], Reading | None] | None:
-    """A function from how an equation's result is read to how its operand is read then.
+    """A function that takes the reading of an equation's result and returns its operand's.
 
-    None if the equation does more than move all elements of one operand.
+    It is None if the equation does more than move all elements of one operand.
     """
     if ir.dequantized_from(eqn):
         return lambda reading: reading

@@ -245,7 +245,7 @@ def _has_low_results(decision: Decision) -> bool:
 
 
 def _moved_low(eqn: ir.Eqn, decision: Decision, rounded: Collection[ir.Var]) -> Decision:
-    """The decision for an equation that moves a value with 16-bit digits: to move it in 16 bits.
+    """The decision for an equation that moves or gathers a value with 16-bit digits: to do it low.
 
     Otherwise XLA fuses the cast to float32 into the kernel that makes the value, and stores it and
     all that is moved of it at twice the bytes.

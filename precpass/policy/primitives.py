@@ -82,6 +82,7 @@ class Op:
     chooses: bool = False
     is_bounded: bool = False
     computed_once: bool = False
+    is_expanded: bool = False
     repeats: bool = False
     takes_a_part: bool = False
     no_low_kernel: bool = False
@@ -291,6 +292,7 @@ _COLUMNS: dict[str, str] = {
     # again. A logistic is computed again: storing EfficientNet's made the compiled program move
     # 1.10 of the bytes (H100, jax 0.12.0.1).
     "computed_once": "tanh erf erfc",
+    "is_expanded": "erf erfc",  # into dozens of operations, by XLA
     # Their derivative multiplies by a function of the operands, which JAX saves for it.
     "has_factors": (
         "tanh logistic erf erfc exp exp2 expm1 log log1p sin cos tan sinh cosh asinh atan sqrt"

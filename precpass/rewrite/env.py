@@ -110,7 +110,7 @@ class Env:
             var: the value.
             precision: the format.
             keeps: whether XLA is kept from leaving the rounding out (`Decision.keeps_rounding`).
-            pins: whether a TPU's compiler writes the value once (`Decision.pins_rounding`).
+            pins: whether a TPU computes the value only once (`Decision.pins_rounding`).
         """
         low = self.low_copy(var, precision)
         if keeps:
@@ -150,10 +150,14 @@ class Env:
         self.build.eqns.append(eqn)
 
     def _note(self, eqn: ir.Eqn) -> None:
-        """Notes an equation if low copies of its results are better computed from its operand's."""
-        moves = grows(eqn) or eqn.primitive.name == "concatenate"
-        is_moved = bool(self.border_copies) and _handed_on(eqn) is not None
-        if moves or is_moved or ir.widening(eqn) is not None:
+        """Notes an equation if low copies of its results may be made from its operands' copies."""
+        may_be_noted = (
+            grows(eqn)
+            or eqn.primitive.name == "concatenate"
+            or (self.border_copies and _handed_on(eqn) is not None)
+            or ir.widening(eqn) is not None
+        )
+        if may_be_noted:
             self.low_sources.update(dict.fromkeys(eqn.outvars, eqn))
 
     @functools.cached_property
@@ -306,16 +310,16 @@ class Env:
         """The transpose that makes a value, if no low copy of the transposed value exists yet."""
         if ir.is_literal(atom) or atom in self.values:
             return None
-        is_low = any((atom, precision) in known for known in (self.border_copies, self.low_copies))
-        return None if is_low else self.transposed.get(atom)
+        return None if self._is_copied(atom, precision) else self.transposed.get(atom)
 
     def _has_low(self, atom: ir.Atom, precision: Precision) -> bool:
-        """Whether a low copy of a value exists, or is better made before it is moved."""
+        """Whether a low copy of a value exists, or is better made before the value is moved."""
+        if self._is_copied(atom, precision):
+            return True
         maker = self.low_sources.get(atom)
-        is_there = self._is_there(atom, precision)
-        return is_there or (maker is not None and self._is_moved_low(maker, precision))
+        return maker is not None and self._is_moved_low(maker, precision)
 
-    def _is_there(self, atom: ir.Atom, precision: Precision) -> bool:
+    def _is_copied(self, atom: ir.Atom, precision: Precision) -> bool:
         """Whether a low copy of a value exists."""
         key = (atom, precision)
         return key in self.low_copies or key in self.border_copies
@@ -326,10 +330,17 @@ class Env:
             return False
         if eqn.primitive.name != "concatenate":
             return grows(eqn) or self._has_low(_handed_on(eqn), precision)
-        # Concatenations of concatenations are not followed: there may be any number of ways.
-        makers = ((v, self.low_sources.get(v)) for v in eqn.invars if not ir.is_literal(v))
-        low = [v for v, m in makers if self._is_there(v, precision) or (m is not None and grows(m))]
+        # The parts' makers are asked no further. A chain of concatenations that read one value
+        # twice has a number of paths that doubles with each of them.
+        low = [v for v in eqn.invars if self._is_low_part(v, precision)]
         return all(map(is_wide, eqn.invars)) and 2 * _nbytes(low) > _nbytes(eqn.invars)
+
+    def _is_low_part(self, atom: ir.Atom, precision: Precision) -> bool:
+        """Whether a part of a concatenation has a low copy, or is cast before it grows."""
+        if ir.is_literal(atom):
+            return False
+        maker = self.low_sources.get(atom)
+        return self._is_copied(atom, precision) or (maker is not None and grows(maker))
 
     def _move_low(self, eqn: ir.Eqn, precision: Precision) -> None:
         """Moves low copies of the operands, where that is better than a cast of the result."""

@@ -11,6 +11,7 @@ from jax import lax
 
 import precpass as pp
 from precpass.devices.detect import planned_for
+from tests.support.devices import AbsentDevice
 from tests.support.jaxprs import low_products, named, products
 from tests.support.values import normal_array, rel_error
 
@@ -19,12 +20,6 @@ SENDERS = jnp.asarray(np.random.default_rng(0).integers(0, NODES, EDGES))
 RECEIVERS = jnp.asarray(np.random.default_rng(1).integers(0, NODES, EDGES))
 W = normal_array(0, WIDTH, WIDTH) / 4
 X = normal_array(1, NODES, WIDTH)
-
-
-class Gpu:
-    """A device that is not here, as far as a plan asks for it."""
-
-    platform, device_kind = "gpu", "NVIDIA H100 80GB HBM3"
 
 
 def gathered(fn: Any, *args: Any, target: str | None = None) -> list[str]:
@@ -57,7 +52,7 @@ def test_the_values_are_those_that_a_float32_gather_has():
     def later(w: jax.Array, x: jax.Array) -> jax.Array:
         return jax.lax.optimization_barrier(x @ w)[SENDERS]
 
-    with planned_for(Gpu()):
+    with planned_for(AbsentDevice()):
         at_once, rounded = pp.auto_mixed(lambda w, x: (x @ w)[SENDERS]), pp.auto_mixed(later)
         assert rel_error(at_once(W, X), rounded(W, X)) == 0
 
@@ -67,13 +62,13 @@ def test_what_stands_for_an_element_that_does_not_exist_keeps_its_digits(fill: f
     def program(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sin((x @ w).at[jnp.asarray([0, 99])].get(mode="fill", fill_value=fill))
 
-    with planned_for(Gpu()):
+    with planned_for(AbsentDevice()):
         found = pp.auto_mixed(program)(W, X)[1]
     assert np.array_equal(found, program(W, X)[1], equal_nan=True)
 
 
 def test_a_saved_plan_gathers_as_the_plan_did(tmp_path: Path):
-    with planned_for(Gpu()):
+    with planned_for(AbsentDevice()):
         found = pp.inspect(of_a_product, "AutoMixedBf16")(W, X)
         found.plan.save(tmp_path / "plan.json")
         again = pp.inspect(of_a_product, pp.Plan.load(tmp_path / "plan.json"))(W, X)
@@ -90,7 +85,7 @@ def test_many_cotangents_of_one_element_add_up_in_float32(composition: str):
         return jnp.sin((x @ w)[ids]).sum()
 
     x, w = jnp.zeros((1, 16)), jnp.eye(16)
-    with planned_for(Gpu()):
+    with planned_for(AbsentDevice()):
         if composition == "auto(grad)":
             gradient = pp.auto_mixed(jax.grad(total))(x, w)
         else:
@@ -103,7 +98,7 @@ def test_derivatives_of_every_kind_are_near_to_float32s(transform: Any):
     def loss(w: jax.Array) -> jax.Array:
         return of_a_product(w, X).sum() + summed(w, X)
 
-    with planned_for(Gpu()):
+    with planned_for(AbsentDevice()):
         assert rel_error(transform(pp.auto_mixed(loss))(W), transform(loss)(W)) < 0.05
         both = jax.vmap(pp.auto_mixed(jax.grad(loss)))(jnp.stack([W, 2 * W]))
     assert rel_error(both[0], jax.grad(loss)(W)) < 0.03

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,9 @@ from jax.extend.core import jaxpr_as_fun
 
 import precpass as pp
 from precpass.devices.detect import planned_for
+from tests.support.devices import AbsentDevice
 from tests.support.jaxprs import low_products, named, products
 from tests.support.values import normal_array, rel_error
-
-
-class Gpu(NamedTuple):
-    """What planning reads of a device."""
-
-    platform: str = "gpu"
-    device_kind: str = "NVIDIA H100 80GB HBM3"
 
 
 def conv(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -49,7 +43,7 @@ def after(fn: Any, *args: Any, policy: Any = "AutoMixedBf16", target: Any = "h10
 
 @pytest.mark.parametrize("composition", ["auto(grad)", "grad(auto)"])
 def test_every_convolution_has_operands_and_a_result_in_bfloat16(composition: str):
-    with planned_for(Gpu()):
+    with planned_for(AbsentDevice()):
         if composition == "auto(grad)":
             jaxpr = pp.auto_mixed(jax.grad(convolutions)).trace(W, X).jaxpr
         else:
@@ -72,7 +66,7 @@ def test_gradients_are_near_to_float32s_and_keep_their_dtype(composition: str):
 
     w = (W[0], A)
     want = jax.grad(loss)(w, X)
-    with planned_for(Gpu()):
+    with planned_for(AbsentDevice()):
         is_inside = composition == "auto(grad)"
         fn = pp.auto_mixed(jax.grad(loss)) if is_inside else jax.grad(pp.auto_mixed(loss))
         got = fn(w, X)
@@ -178,7 +172,7 @@ def test_a_long_sum_of_rounded_terms_keeps_its_digits():
 
         return lax.scan(body, jnp.zeros(()), None, length=4096)[0]
 
-    with planned_for(Gpu()):
+    with planned_for(AbsentDevice()):
         mixed = pp.auto_mixed(total, policy=pp.Custom({"compute": "bf16"}))
         assert float(mixed(ones)) == 4096
         assert float(jax.grad(lambda x: mixed(x))(ones)[0, 0]) == 4096
@@ -196,7 +190,7 @@ def test_float16_results_stay_in_float32():
 def test_one_function_has_a_program_for_each_kind_of_device():
     fn = pp.auto_mixed(lambda a, b: jnp.tanh(b @ a))
     first = results(fn.trace(A, B).jaxpr)
-    with planned_for(Gpu()):
+    with planned_for(AbsentDevice()):
         second = results(fn.trace(A, B).jaxpr)
     third = results(fn.trace(A, B).jaxpr)
     assert (first, second, third) == (["float32"], ["bfloat16"], ["float32"])
@@ -206,7 +200,7 @@ def test_a_plan_for_a_gpu_is_right_under_vmap_jvp_and_checkpoint():
     def loss(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.tanh(jax.checkpoint(lambda c: jnp.tanh(c @ a) @ a)(b)).sum()
 
-    with planned_for(Gpu()):
+    with planned_for(AbsentDevice()):
         mixed = pp.auto_mixed(loss)
         per_row = jax.vmap(jax.grad(mixed), (None, 0))(A, B[:, None])
         tangent = jax.jvp(functools.partial(mixed, b=B), (A,), (A,))[1]
@@ -232,7 +226,7 @@ def test_the_diff_says_in_which_format_the_result_is():
 
 def gradient_results(fn: Any, *args: Any, argnums: Any = 0) -> list[str]:
     """The dtypes of the dots' results in `jax.grad` of a program that is planned for a GPU."""
-    with planned_for(Gpu()):
+    with planned_for(AbsentDevice()):
         return results(jax.make_jaxpr(jax.grad(pp.auto_mixed(fn), argnums))(*args))
 
 
@@ -274,7 +268,7 @@ def test_the_cotangent_of_a_loops_state_keeps_its_digits():
     # the forward pass, the state's cotangent, and the terms whose float32 sum is the weight's
     found = gradient_results(loss, B, A, argnums=(0, 1))
     assert sorted(found) == ["bfloat16", "bfloat16", "float32"]
-    with planned_for(Gpu()):
+    with planned_for(AbsentDevice()):
         got = jax.jit(jax.grad(pp.auto_mixed(loss), (0, 1)))(B, A)
     want = jax.grad(loss, (0, 1))(B, A)
     assert rel_error(got, want) < 0.02
@@ -323,7 +317,7 @@ def test_what_crosses_a_border_in_16_bits_is_differentiated_as_on_a_cpu():
     args = jnp.stack([A] * 3), B
     wanted = jax.grad(fitted)(*args)
     found = []
-    for place in (Gpu(), Gpu("tpu", "TPU v5 lite"), None):
+    for place in (AbsentDevice(), AbsentDevice("tpu", "TPU v5 lite"), None):
         with planned_for(place) if place else contextlib.nullcontext():
             fn = pp.auto_mixed(lambda *xs: fitted(*xs))
             reverse, forward = jax.grad(fn)(*args), jax.jacfwd(fn)(*args)

@@ -199,13 +199,13 @@ def detach(
         pinned: whether XLA:CPU is kept from moving operations across it, as by
             `lax.optimization_barrier`. That primitive is not used here, because jax 0.10
             makes its zero cotangent an array of zeros and transposes the product with it.
-            For any other platform it is lowered to nothing, but on a TPU with `keeps_rounding`.
+            For any other platform it is lowered to nothing; see `keeps_rounding` for TPUs.
         flat: whether it is also brought into row-major order in memory.
         zeros: whether its transpose is an array of zeros. `x` needs one if it is made by a
             `ragged_dot_general`, whose transpose in JAX takes no symbolic zero.
         keeps_rounding: whether XLA's compilers for GPUs and TPUs are kept from leaving out the cast
-            that made `x`. On a CPU nothing is added. With `pinned`, a TPU's compiler also writes
-            `x` to memory once and never computes it again.
+            that made `x`. On a CPU nothing is added. If `pinned` is true too, a TPU's compiler
+            writes `x` to memory, and every kernel reads it there and computes it no second time.
     """
     return detach_p.bind(x, pinned=pinned, flat=flat, zeros=zeros, keeps_rounding=keeps_rounding)
 

@@ -34,7 +34,7 @@ from precpass.planner.storage.eligibility import Eligibility
 from precpass.planner.storage.energy import NOMINAL, Candidate, StorageEnergy
 from precpass.planner.storage.value_classes import StorageClass, StorageClasses
 from precpass.planner.storage.vetoes import may_store
-from precpass.planner.storage.written import written_by_fusions, written_once
+from precpass.planner.storage.written import recomputed_on_tpu, written_by_fusions
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import COMPUTING, op
 from precpass.units import counted, duration, sized
@@ -114,7 +114,7 @@ class _Assignment:
             on_tpu = writes_on == "tpu"
             written = written_by_fusions(self.graph, self.reads_low, on_tpu=on_tpu)
             if on_tpu:
-                self._pinned = written_once(self.graph)
+                self._pinned = recomputed_on_tpu(self.graph)
         self.classes = StorageClasses(self.graph, self._crosses, self.reads_low, written=written)
         candidates = self._candidates(pricing)
         device = pricing.device or NOMINAL
@@ -337,11 +337,11 @@ class _Assignment:
             if crosses:
                 operands = ir.open_jaxpr(into.jaxpr).invars
                 results = [eqn.outvars[at] for at in into.results]
-                of_eight = self._eight_bits
-                eight = of_eight.copies(row, into) if of_eight else NO_BORDER_COPIES
+                borders = self._eight_bits
+                eight_bits = borders.copies(row, into) if borders else NO_BORDER_COPIES
                 border_copies = BorderCopies(
-                    self._border_copies(child, operands, eight.operands),
-                    self._border_copies(body, results, eight.results),
+                    self._border_copies(child, operands, eight_bits.operands),
+                    self._border_copies(body, results, eight_bits.results),
                 )
             inner.append(self._assigned(child, plan, border_copies))
         same = all(a is b for a, b in zip(inner, decision.inner, strict=True))
