@@ -11,7 +11,7 @@ from typing import Any
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 
-__all__ = ["number_from_outside"]
+__all__ = ["number_from_outside", "number_of"]
 
 _REPEATING = frozenset(("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"))
 """Primitives whose result has no other numbers than their only operand."""
@@ -56,6 +56,37 @@ def number_from_outside(graph: Graph, row: int, atom: ir.Atom) -> float | None:
             body, atom = outside
     is_number = crosses and not getattr(atom.val, "shape", ())
     return float(atom.val) if is_number else None
+
+
+def number_of(graph: Graph, body: int, atom: ir.Atom) -> float | None:
+    """The number that every element of a value is; None if it is unknown.
+
+    A body's operand is such a number if it is the same one at all of the body's callers.
+
+    Args:
+        graph: the program.
+        body: the index of the value's body.
+        atom: the value.
+    """
+    opened = ir.open_jaxpr(graph.bodies[body].jaxpr)
+    while not ir.is_literal(atom):
+        if atom in opened.invars:
+            at = opened.invars.index(atom)
+            numbers = {_number_outside(graph, at, *caller) for caller in graph.callers[body]}
+            return numbers.pop() if len(numbers) == 1 else None
+        maker = next((eqn for eqn in opened.eqns if atom in eqn.outvars), None)
+        is_cast = maker is not None and maker.primitive.name == "convert_element_type"
+        if maker is None or not (is_cast or _repeats(maker)):
+            return None
+        (atom,) = maker.invars
+    return None if getattr(atom.val, "shape", ()) else float(atom.val)
+
+
+def _number_outside(graph: Graph, at: int, row: int, inner: ir.Body) -> float | None:
+    is_constant = at < inner.constants or (inner.trips == 1 and not inner.carry)
+    if not is_constant:
+        return None
+    return number_of(graph, int(graph.body[row]), graph.eqns[row].invars[inner.operands[at]])
 
 
 def _repeats(eqn: ir.Eqn) -> bool:

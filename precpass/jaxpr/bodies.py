@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.core
 import jax.extend.core as jex
 import numpy as np
@@ -264,6 +266,15 @@ def name_of(eqn: Eqn) -> str:
     if not hidden:
         hidden = next((v.name for v in eqn.params.values() if isinstance(v, jex.Primitive)), "")
     return f"{name} ({hidden})" if hidden else name
+
+
+def jax_function_name(eqn: Eqn) -> str | None:
+    """The name of the function of JAX's own whose custom JVP an equation is; None for any other."""
+    if eqn.primitive.name != "custom_jvp_call":
+        return None
+    info = open_jaxpr(eqn.params["call_jaxpr"]).debug_info
+    own = Path(info.func_filename or "").is_relative_to(Path(jax.__file__).parent)
+    return info.func_name if own else None
 
 
 def with_bodies(eqn: Eqn, found: Sequence[Body], new: Sequence[Any]) -> dict[str, Any]:

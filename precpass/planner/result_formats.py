@@ -34,6 +34,7 @@ from precpass.plan import reasons
 from precpass.plan.decisions import lower
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.planner.planned_bodies import planned_bodies
+from precpass.planner.tolerant_readers import TolerantReaders
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 
@@ -64,6 +65,7 @@ class _ResultFormats:
         self.graph = analysis.graph
         self._readers = analysis.uses
         self._reach = Reach(self.graph, analysis.uses)
+        self._tolerant = TolerantReaders(self.graph, self._reach)
         self._dead = dead(self.graph).tolist()
         self._stored_low = self._rounded_values(plan)
         self._plans: dict[tuple[int, int], Plan] = {}
@@ -190,13 +192,13 @@ class _ResultFormats:
         todo, seen = [(body, var, False)], set[tuple[int, ir.Var, bool]]()
         while todo:
             place = body, var, negated = todo.pop()
-            if place in seen:
+            if place in seen or self._tolerant.is_exact_function(body):
                 continue
             seen.add(place)
             for reader in self._readers.of(body).get(var, ()):
                 names: Sequence[tuple[int, ir.Var]] | None
                 subtracts = reader is not None and reader.primitive.name in _SUBTRACTING[negated]
-                if subtracts and not is_shift(reader, var, self._reach.makers(body)):
+                if subtracts and not self._subtracts_own(body, reader, var):
                     return True
                 if reader is None:
                     names = self._reach.outside(body, var)
@@ -220,13 +222,24 @@ class _ResultFormats:
         """
         for reader in self._reach.readers(body, var, _hands_on_casts_or_scales):
             is_difference = reader.eqn is not None and reader.eqn.primitive.name == "sub"
-            if is_difference and not (self._is_dead(reader) or self._reach.is_shift(reader)):
+            if is_difference and not (self._is_unread(reader) or self._subtracts_own(*reader)):
                 return True
         sums = self._reach.readers(body, var, _hands_on_or_adds)
-        return any(r.eqn is not None and tells_apart(r.eqn) and not self._is_dead(r) for r in sums)
+        return any(
+            r.eqn is not None
+            and tells_apart(r.eqn)
+            and not (self._is_unread(r) or self._tolerant.compares(r.body, r.eqn))
+            for r in sums
+        )
 
-    def _is_dead(self, reader: Reader) -> bool:
-        return self._dead[self._reach.row_of(reader)]
+    def _is_unread(self, reader: Reader) -> bool:
+        is_dead = self._dead[self._reach.row_of(reader)]
+        return is_dead or self._tolerant.is_exact_function(reader.body)
+
+    def _subtracts_own(self, body: int, eqn: ir.Eqn, var: ir.Var) -> bool:
+        """Whether a value's own maximum is subtracted from it, or what takes no digits away."""
+        is_own = is_shift(eqn, var, self._reach.makers(body))
+        return is_own or self._tolerant.subtracts(body, eqn, var)
 
 
 def _hands_on_casts_or_scales(eqn: ir.Eqn, var: ir.Var) -> bool:

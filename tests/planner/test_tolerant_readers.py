@@ -1,0 +1,163 @@
+"""On a GPU or TPU the products before activation functions have results in 16 bits.
+
+What makes float32 results necessary elsewhere, a difference or a comparison, is in many of these
+functions or in their derivatives.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import precpass as pp
+from precpass.devices.detect import planned_for
+from tests.support.devices import AbsentDevice
+from tests.support.jaxprs import named
+from tests.support.values import normal_array, rel_error
+
+Function = Callable[[jax.Array], jax.Array]
+X, W, V = normal_array(0, 64, 48), normal_array(1, 48, 32) / 4, normal_array(2, 32, 16) / 6
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
+def clip(x: jax.Array) -> jax.Array:
+    return jnp.clip(x, -1, 1.5)
+
+
+def shift_of(x: jax.Array) -> jax.Array:
+    return lax.stop_gradient(jnp.maximum(x.max(1, keepdims=True), 2.0))
+
+
+ACTIVATIONS: dict[str, Function] = {
+    **{
+        name: getattr(jax.nn, name)
+        for name in ("relu6", "softplus", "mish", "log_sigmoid", "hard_tanh", "hard_sigmoid")
+        + ("sparse_plus", "elu", "celu", "selu", "silu", "squareplus", "log_softmax")
+    },
+    "gelu": gelu,
+    "erf": lax.erf,
+    "clip": clip,
+    "maximum": lambda x: jnp.maximum(x, 0.0),
+    "huber": lambda x: jnp.where(jnp.abs(x) < 1.0, 0.5 * x * x, jnp.abs(x) + 0.5),
+    "xlogy": lambda x: jax.scipy.special.xlogy(jnp.abs(x), jnp.abs(x)),
+    "after a bias": lambda x: jnp.clip(x + jnp.arange(32.0)[None] / 32, -1, 1.5),
+    "exp of a shift": lambda x: jnp.exp(x - shift_of(x)),
+}
+
+
+def loss_of(activation: Function) -> Callable[..., jax.Array]:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.square(activation(x @ w) @ V).sum()
+
+    return loss
+
+
+def results(fn: Any, *args: Any, target: str = "h100") -> list[str]:
+    """The dtypes of the results of a program's products as they are planned for a target."""
+    found = pp.inspect(fn, target=target)(*args).after
+    return [str(eqn.outvars[0].aval.dtype) for eqn in named(found, "dot_general")]
+
+
+@pytest.mark.parametrize("target", ["h100", "tpu v5e"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_the_product_before_an_activation_has_a_result_in_bfloat16(name: str, target: str):
+    loss = loss_of(ACTIVATIONS[name])
+    assert results(loss, W, X, target=target) == ["bfloat16", "bfloat16"]
+    # the last one is the weight's gradient, which is returned
+    of_gradient = results(jax.grad(loss), W, X, target=target)
+    assert of_gradient[:2] == ["bfloat16", "bfloat16"]
+    assert of_gradient[-1] == "float32"
+
+
+@pytest.mark.parametrize("name", ["gelu", "softplus", "clip", "maximum", "relu6", "huber"])
+def test_an_activation_of_a_rounded_result_is_no_worse_than_by_hand(name: str):
+    activation = ACTIVATIONS[name]
+
+    def by_hand(w: jax.Array, x: jax.Array) -> jax.Array:
+        h = activation(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
+        return jnp.square((h @ V.astype(jnp.bfloat16)).astype(jnp.float32)).sum()
+
+    def run(fn: Any) -> jax.Array:
+        lowered = jax.jit(jax.grad(fn) if fn is by_hand else fn).lower(W, X)
+        return lowered.compile({"xla_allow_excess_precision": False})(W, X)
+
+    loss = loss_of(activation)
+    with planned_for(AbsentDevice()):
+        got = run(pp.auto_mixed(jax.grad(loss)))
+    want = jax.grad(loss)(W, X)
+    assert rel_error(got, want) <= 1.05 * rel_error(run(by_hand), want)
+
+
+@jax.custom_jvp
+def exp_neg_sq(x: jax.Array) -> jax.Array:
+    """A function of the user's with the name of one of JAX's."""
+    return x - jnp.floor(x)
+
+
+@exp_neg_sq.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return exp_neg_sq(*primals), tangents[0]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda p: jnp.where(p > 300.0, 1.0, 0.0),  # 301 is 300 in bfloat16
+        lambda p: (p > 0.5).astype(jnp.float32),
+        lambda p: jnp.where(p > 0.5, 2, 1).astype(jnp.float32),
+        lambda p: jnp.where(p == 0.5, p, jnp.sin(p)),
+        lambda p: jnp.where(p > X[:, :32], p, 2.0),
+        lambda p: lax.cond((p > 0.5).any(), jnp.sin, jnp.cos, p),
+        lambda p: jnp.where(jnp.where(p > 0.5, p > X[:, :32], p < 0.2).astype(int) > 0, p, 1.0),
+        lambda p: p - jnp.floor(p),
+        lambda p: jnp.square(p - 1.0),
+        lambda p: jnp.exp(p - X[:, :32]),
+        lambda p: jnp.exp(X[:, :32] - p) + p,
+        lambda p: jnp.exp(p - 0.5 * jnp.square(X).sum(1, keepdims=True)),
+        lambda p: jnp.sin(p - p.mean(1, keepdims=True)),
+        lambda p: p * jnp.argmax(p, 1, keepdims=True).astype(jnp.float32),
+        exp_neg_sq,
+    ],
+    ids=[
+        *("large number", "mask", "whole numbers", "equality", "other array", "branch"),
+        *("mask of masks", "own floor", "number", "exp of difference", "negative", "radial"),
+        *("own mean", "order", "same name"),
+    ],
+)
+def test_a_result_whose_digits_decide_keeps_them(read: Function):
+    assert results(lambda w, x: jnp.sin(read(x @ w)).sum(), W, X) == ["float32"]
+
+
+def test_a_number_is_followed_through_calls_that_share_a_body():
+    limited = jax.jit(lambda x, top: jnp.minimum(x, top))
+
+    def twice(top: float, other: float) -> Callable[..., jax.Array]:
+        def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+            h = limited(x @ w, top) @ V
+            return limited(h @ V.T, other).sum()
+
+        return loss
+
+    near = results(jax.grad(twice(2.0, 2.0)), W, X)
+    assert near[0] == near[2] == "bfloat16"
+    far = results(jax.grad(twice(2.0, 2000.0)), W, X)
+    assert "float32" in (far[0], far[2])
+
+
+def test_a_comparison_in_a_loop_has_a_number_from_outside():
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        top = jnp.float32(2.0)
+
+        def step(c: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return c + jnp.square(jnp.minimum(x @ w, top)).sum(), None
+
+        return lax.scan(step, jnp.zeros(()), None, length=3)[0]
+
+    assert results(loss, W, X) == ["bfloat16"]
+    assert results(jax.grad(loss), W, X)[0] == "bfloat16"
