@@ -7,6 +7,8 @@ both, and these do not need the digits:
 - zero that is subtracted takes no digits away, as in `jax.nn.softplus`;
 - the exponential of a value less a function of that value is a factor whose relative error is the
   value's absolute error, as it is in a softmax. The derivative of `jnp.logaddexp` is one;
+- a normalisation divides what is left of a value less its mean by its standard deviation, so what
+  the layers of models add to such a value is small to begin with;
 - rounding keeps the order of values, so it changes a comparison with a number, as a clip has it,
   only for values within a unit roundoff of the number. The errors of the product's operands move
   such values too, unless the operands are exact. Then results are mostly whole numbers, and those
@@ -60,14 +62,79 @@ class TolerantReaders:
     def subtracts(self, body: int, eqn: ir.Eqn, var: ir.Var) -> bool:
         """Whether a difference needs no digits of its operand that 16 bits do not hold."""
         minuend, subtrahend = eqn.invars
-        if minuend is var and number_of(self._graph, body, subtrahend) == 0:
+        if minuend is var and (
+            number_of(self._graph, body, subtrahend) == 0 or self._is_normalised(body, eqn)
+        ):
             return True
         readers = self._reach.direct(body, eqn.outvars[0])
         if not all(r is not None and r.primitive.name in ("exp", "exp2") for r in readers):
             return False
         other = subtrahend if minuend is var else minuend
         same = self._made_of(body, var, hands_on)
-        return not same.isdisjoint(self._made_of(body, other, lambda _eqn, _var: True))
+        return not same.isdisjoint(self._made_of(body, other, _any))
+
+    def _is_normalised(self, body: int, eqn: ir.Eqn) -> bool:
+        """Whether an equation subtracts a value's mean, to divide by its standard deviation."""
+        value, mean = eqn.invars
+        if not self._is_mean(body, mean, value):
+            return False
+        (centred,) = eqn.outvars
+        readers = [r for r in self._reach.direct(body, centred) if r is not None]
+        scalings = [r for r in readers if r.primitive.name in ("mul", "div")]
+        factors = [v for r in scalings for v in r.invars if v is not centred]
+        if any(self._is_deviation(body, factor, value) for factor in factors):
+            return True
+        squares = [r for r in readers if all(v is centred for v in r.invars)]
+        squares = [r for r in squares if r.primitive.name in ("square", "integer_pow", "mul")]
+        return any(self._divides(body, v) for r in squares for v in r.outvars)
+
+    def _is_mean(self, body: int, atom: ir.Atom, value: ir.Var) -> bool:
+        """Whether a value is another one's sum over some dimensions, times a number."""
+        same = self._made_of(body, value, hands_on)
+        while not ir.is_literal(atom) and (maker := self._reach.makers(body).get(atom)):
+            if maker.primitive.name == "reduce_sum":
+                return maker.invars[0] in same
+            if not hands_on(maker, maker.invars[0]) and maker.primitive.name not in ("div", "mul"):
+                return False
+            atom, *others = [v for v in maker.invars if number_of(self._graph, body, v) is None]
+            if others:
+                return False
+        return False
+
+    def _is_deviation(self, body: int, atom: ir.Atom, value: ir.Var) -> bool:
+        """Whether a value was made of another one by a square root."""
+        made_of = self._made_of(body, atom, _any)
+        if made_of.isdisjoint(self._made_of(body, value, hands_on)):
+            return False
+        makers = self._reach.makers(body)
+        eqns = [makers[v] for v in made_of if v in makers]
+        inside = [e for eqn in eqns for e in ir.all_eqns_of(eqn)]
+        return any(e.primitive.name in ("rsqrt", "sqrt") for e in (*eqns, *inside))
+
+    def _divides(self, body: int, square: ir.Var) -> bool:
+        """Whether a value is divided by, or its root, once its elements are added up."""
+        todo, seen = [(body, square)], set[tuple[int, ir.Var]]()
+        while todo and len(seen) < _MOST:
+            here, value = todo.pop()
+            if (here, value) in seen:
+                continue
+            seen.add((here, value))
+            for reader in self._reach.direct(here, value):
+                if reader is None:
+                    todo += self._reach.outside(here, value) or ()
+                    continue
+                name = reader.primitive.name
+                is_divisor = name == "div" and reader.invars[1] is value
+                if name == "rsqrt" or (
+                    is_divisor and number_of(self._graph, here, reader.invars[0]) is None
+                ):
+                    return True
+                todo += self._reach.inside(self._reach.row(here, reader), value)
+                others = [v for v in reader.invars if v is not value]
+                is_scaled = name in ("add", "mul", "div") and not any(v.aval.shape for v in others)
+                if is_scaled or name in ("reduce_sum", "sqrt") or hands_on(reader, value):
+                    todo += [(here, v) for v in reader.outvars]
+        return False
 
     def compares(self, body: int, eqn: ir.Eqn) -> bool:
         """Whether a comparison changes a choice at the most, and only of values near a number."""
@@ -144,3 +211,7 @@ class TolerantReaders:
         return is_float and not (
             of_numbers and any(number_of(self._graph, body, v) is None for v in cases)
         )
+
+
+def _any(_eqn: ir.Eqn, _var: ir.Var) -> bool:
+    return True

@@ -34,6 +34,23 @@ def shift_of(x: jax.Array) -> jax.Array:
     return lax.stop_gradient(jnp.maximum(x.max(1, keepdims=True), 2.0))
 
 
+def two_passes(x: jax.Array) -> jax.Array:
+    """As equinox and haiku normalise."""
+    return (x - x.mean(1, keepdims=True)) * lax.rsqrt(x.var(1, keepdims=True) + 1e-6) * 2.0
+
+
+def one_pass(x: jax.Array) -> jax.Array:
+    """As flax normalises."""
+    mean = x.mean(1, keepdims=True)
+    variance = jnp.maximum(0.0, jnp.square(x).mean(1, keepdims=True) - jnp.square(mean))
+    return (x - mean) * (lax.rsqrt(variance + 1e-6) * jnp.ones((1, 32)))
+
+
+def by_its_root(x: jax.Array) -> jax.Array:
+    centred = x - x.mean(1, keepdims=True)
+    return centred / jnp.sqrt(jnp.mean(centred * centred, 1, keepdims=True) + 1e-6)
+
+
 ACTIVATIONS: dict[str, Function] = {
     **{
         name: getattr(jax.nn, name)
@@ -48,6 +65,12 @@ ACTIVATIONS: dict[str, Function] = {
     "xlogy": lambda x: jax.scipy.special.xlogy(jnp.abs(x), jnp.abs(x)),
     "after a bias": lambda x: jnp.clip(x + jnp.arange(32.0)[None] / 32, -1, 1.5),
     "exp of a shift": lambda x: jnp.exp(x - shift_of(x)),
+    "two passes": two_passes,
+    "one pass": one_pass,
+    "root": by_its_root,
+    "deviation": lambda x: (x - x.mean(1, keepdims=True)) / (x.std(1, keepdims=True) + 1e-6),
+    "over rows": lambda x: (x - x.mean(0, keepdims=True)) * lax.rsqrt(x.var(0, keepdims=True)),
+    "standardize": jax.nn.standardize,
 }
 
 
@@ -75,12 +98,15 @@ def test_the_product_before_an_activation_has_a_result_in_bfloat16(name: str, ta
     assert of_gradient[-1] == "float32"
 
 
-@pytest.mark.parametrize("name", ["gelu", "softplus", "clip", "maximum", "relu6", "huber"])
+@pytest.mark.parametrize(
+    "name", ["gelu", "softplus", "clip", "maximum", "huber", "two passes", "one pass"]
+)
 def test_an_activation_of_a_rounded_result_is_no_worse_than_by_hand(name: str):
     activation = ACTIVATIONS[name]
 
     def by_hand(w: jax.Array, x: jax.Array) -> jax.Array:
-        h = activation(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
+        low = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+        h = activation(low.astype(jnp.float32)).astype(jnp.bfloat16)
         return jnp.square((h @ V.astype(jnp.bfloat16)).astype(jnp.float32)).sum()
 
     def run(fn: Any) -> jax.Array:
@@ -121,13 +147,17 @@ def _(primals: Any, tangents: Any) -> Any:
         lambda p: jnp.exp(X[:, :32] - p) + p,
         lambda p: jnp.exp(p - 0.5 * jnp.square(X).sum(1, keepdims=True)),
         lambda p: jnp.sin(p - p.mean(1, keepdims=True)),
+        lambda p: jnp.sin(p) * p.var(1, keepdims=True),
+        lambda p: jnp.sin(p) * p.std(1, keepdims=True),
+        lambda p: p - p.mean(1, keepdims=True) - p.mean(0, keepdims=True) + p.mean(),
+        lambda p: (p - X[:, :32]) * lax.rsqrt(jnp.square(p).sum(1, keepdims=True)),
         lambda p: p * jnp.argmax(p, 1, keepdims=True).astype(jnp.float32),
         exp_neg_sq,
     ],
     ids=[
         *("large number", "mask", "whole numbers", "equality", "other array", "branch"),
         *("mask of masks", "own floor", "number", "exp of difference", "negative", "radial"),
-        *("own mean", "order", "same name"),
+        *("own mean", "variance", "deviation", "both means", "other mean", "order", "same name"),
     ],
 )
 def test_a_result_whose_digits_decide_keeps_them(read: Function):
