@@ -104,7 +104,7 @@ def of_array(value: Any) -> ValueRange:
     if isinstance(value, (int, float, bool)):  # a number in a literal has its dtype
         return _of_scalar(getattr(value, "dtype", np.result_type(value)), value)
     # a reference is no array: what it holds may change
-    if not (hasattr(value, "__array__") and is_readable(value) and _is_real(value.dtype)):
+    if not (hasattr(value, "__array__") and is_readable(value) and is_real(value.dtype)):
         return ANY
     if not isinstance(value, jax.Array):
         array = np.asarray(value)  # its owner may still change it, so it is not cached
@@ -119,7 +119,8 @@ def of_array(value: Any) -> ValueRange:
 
 
 @functools.cache
-def _is_real(dtype: Any) -> bool:
+def is_real(dtype: Any) -> bool:
+    """Whether a dtype is that of real or whole numbers, or of booleans."""
     is_number = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
     return bool(is_number and not jnp.issubdtype(dtype, jnp.complexfloating))
 

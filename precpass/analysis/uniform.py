@@ -10,10 +10,14 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
+from precpass.analysis.ranges import is_real
+from precpass.analysis.reach import Reach
 
-__all__ = ["number_from_outside", "number_of"]
+__all__ = ["Numbers", "number_from_outside"]
 
-_REPEATING = frozenset(("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"))
+_REPEATING = frozenset(
+    ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "pvary")
+)
 """Primitives whose result has no other numbers than their only operand."""
 
 
@@ -58,35 +62,59 @@ def number_from_outside(graph: Graph, row: int, atom: ir.Atom) -> float | None:
     return float(atom.val) if is_number else None
 
 
-def number_of(graph: Graph, body: int, atom: ir.Atom) -> float | None:
-    """The number that every element of a value is; None if it is unknown.
-
-    A body's operand is such a number if it is the same one at all of the body's callers.
+class Numbers:
+    """The values of a program of which every element is one number.
 
     Args:
         graph: the program.
-        body: the index of the value's body.
-        atom: the value.
+        reach: what makes its values.
     """
-    opened = ir.open_jaxpr(graph.bodies[body].jaxpr)
-    while not ir.is_literal(atom):
-        if atom in opened.invars:
-            at = opened.invars.index(atom)
-            numbers = {_number_outside(graph, at, *caller) for caller in graph.callers[body]}
-            return numbers.pop() if len(numbers) == 1 else None
-        maker = next((eqn for eqn in opened.eqns if atom in eqn.outvars), None)
-        is_cast = maker is not None and maker.primitive.name == "convert_element_type"
-        if maker is None or not (is_cast or _repeats(maker)):
+
+    def __init__(self, graph: Graph, reach: Reach) -> None:
+        self._graph = graph
+        self._reach = reach
+        self._found: dict[tuple[int, ir.Var], float | None] = {}
+
+    def of(self, body: int, atom: ir.Atom) -> float | None:
+        """The number that every element of a value is; None if it is unknown, or complex.
+
+        A body's operand is such a number if it is the same one at all of the body's callers.
+
+        Args:
+            body: the index of the value's body.
+            atom: the value.
+        """
+        makers, passed = self._reach.makers(body), list[ir.Var]()
+        while not ir.is_literal(atom) and (body, atom) not in self._found:
+            passed.append(atom)
+            maker = makers.get(atom)
+            if maker is None:
+                self._found[body, atom] = self._outside(body, atom)
+            elif maker.primitive.name == "convert_element_type" or _repeats(maker):
+                (atom,) = maker.invars
+            else:
+                self._found[body, atom] = None
+        number = _number(atom) if ir.is_literal(atom) else self._found[body, atom]
+        self._found.update(dict.fromkeys(((body, var) for var in passed), number))
+        return number
+
+    def _outside(self, body: int, var: ir.Var) -> float | None:
+        invars = ir.open_jaxpr(self._graph.bodies[body].jaxpr).invars
+        if var not in invars:
             return None
-        (atom,) = maker.invars
-    return None if getattr(atom.val, "shape", ()) else float(atom.val)
+        at, numbers = invars.index(var), set[float | None]()
+        for row, inner in self._graph.callers[body]:
+            is_constant = at < inner.constants or (inner.trips == 1 and not inner.carry)
+            if not is_constant:
+                return None
+            operand = self._graph.eqns[row].invars[inner.operands[at]]
+            numbers.add(self.of(int(self._graph.body[row]), operand))
+        return numbers.pop() if len(numbers) == 1 else None
 
 
-def _number_outside(graph: Graph, at: int, row: int, inner: ir.Body) -> float | None:
-    is_constant = at < inner.constants or (inner.trips == 1 and not inner.carry)
-    if not is_constant:
-        return None
-    return number_of(graph, int(graph.body[row]), graph.eqns[row].invars[inner.operands[at]])
+def _number(literal: Any) -> float | None:
+    is_scalar = not getattr(literal.val, "shape", ())
+    return float(literal.val) if is_scalar and is_real(literal.aval.dtype) else None
 
 
 def _repeats(eqn: ir.Eqn) -> bool:

@@ -266,6 +266,11 @@ def reduced_sizes(eqn: Eqn) -> tuple[Any, ...]:
     return tuple([shape[axis] for axis in eqn.params["axes"]])
 
 
+def reduced_axes(eqn: Eqn) -> tuple[int, ...]:
+    """The dimensions that a reduction takes away."""
+    return tuple(eqn.params["axes"])
+
+
 def exponent(eqn: Eqn) -> int:
     """The exponent of an integer power; 2 for a square."""
     return eqn.params.get("y", 2)

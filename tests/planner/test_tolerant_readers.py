@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 import precpass as pp
 from precpass.devices.detect import planned_for
@@ -30,13 +31,17 @@ def clip(x: jax.Array) -> jax.Array:
     return jnp.clip(x, -1, 1.5)
 
 
+def centred(x: jax.Array) -> jax.Array:
+    return x - x.mean(1, keepdims=True)
+
+
 def shift_of(x: jax.Array) -> jax.Array:
     return lax.stop_gradient(jnp.maximum(x.max(1, keepdims=True), 2.0))
 
 
 def two_passes(x: jax.Array) -> jax.Array:
     """As equinox and haiku normalise."""
-    return (x - x.mean(1, keepdims=True)) * lax.rsqrt(x.var(1, keepdims=True) + 1e-6) * 2.0
+    return centred(x) * lax.rsqrt(x.var(1, keepdims=True) + 1e-6) * 2.0
 
 
 def one_pass(x: jax.Array) -> jax.Array:
@@ -47,8 +52,8 @@ def one_pass(x: jax.Array) -> jax.Array:
 
 
 def by_its_root(x: jax.Array) -> jax.Array:
-    centred = x - x.mean(1, keepdims=True)
-    return centred / jnp.sqrt(jnp.mean(centred * centred, 1, keepdims=True) + 1e-6)
+    left = centred(x)
+    return left / jnp.sqrt(jnp.mean(left * left, 1, keepdims=True) + 1e-6)
 
 
 ACTIVATIONS: dict[str, Function] = {
@@ -134,7 +139,13 @@ def _(primals: Any, tangents: Any) -> Any:
 @pytest.mark.parametrize(
     "read",
     [
-        lambda p: jnp.where(p > 300.0, 1.0, 0.0),  # 301 is 300 in bfloat16
+        lambda p: jnp.where(p > 300.0, p, 0.0),  # 301 is 300 in bfloat16
+        lambda p: jnp.where(p / 1000 > 0.5, p, 0.0),
+        lambda p: jnp.where(p - 500.0 > 0.5, p, 0.0),
+        lambda p: jnp.where(0.002 * (2.0 - p).T > 0.5, p.T, 0.0),
+        lambda p: jnp.where(p > 0.5, 1.0, 0.0).astype(jnp.int32).astype(jnp.float32),
+        lambda p: lax.cond(jnp.where(p > 0.5, 1.0, 0.0).sum() > 3, jnp.sin, jnp.cos, p),
+        lambda p: jnp.where(p > 0.5, 1.0, 0.0).sum(1),
         lambda p: (p > 0.5).astype(jnp.float32),
         lambda p: jnp.where(p > 0.5, 2, 1).astype(jnp.float32),
         lambda p: jnp.where(p == 0.5, p, jnp.sin(p)),
@@ -145,19 +156,43 @@ def _(primals: Any, tangents: Any) -> Any:
         lambda p: jnp.square(p - 1.0),
         lambda p: jnp.exp(p - X[:, :32]),
         lambda p: jnp.exp(X[:, :32] - p) + p,
+        lambda p: jnp.exp(p - p.mean()),
+        lambda p: jnp.exp2(p - p[:1]),
+        lambda p: jnp.exp(p - jnp.floor(p)),
+        lambda p: jnp.exp(p[:32] - p[:32].T),
+        lambda p: jnp.exp(p[:32] - jnp.diagonal(p[:32])[:, None]),
+        lambda p: jnp.exp(
+            jnp.where(X[:, :32] > 0, p, 0.0) - jnp.where(X[:, :32] > 0, X[:, 1:33], 0.0)
+        ),
+        lambda p: jnp.exp(jnp.maximum(p, X[:, :32]) - X[:, :32]),
         lambda p: jnp.exp(p - 0.5 * jnp.square(X).sum(1, keepdims=True)),
         lambda p: jnp.sin(p - p.mean(1, keepdims=True)),
         lambda p: jnp.sin(p) * p.var(1, keepdims=True),
         lambda p: jnp.sin(p) * p.std(1, keepdims=True),
         lambda p: p - p.mean(1, keepdims=True) - p.mean(0, keepdims=True) + p.mean(),
+        lambda p: centred(p) / (centred(p).std(0, keepdims=True) + 1e-6),
+        lambda p: centred(p) / jnp.sqrt(jnp.abs(p.mean(1, keepdims=True))),
+        lambda p: centred(p) * lax.rsqrt(jnp.square(p).mean(1, keepdims=True)),
+        lambda p: centred(p) / jnp.sin(p).std(1, keepdims=True),
+        lambda p: centred(p) * lax.rsqrt(1 + jnp.square(centred(p))),
+        lambda p: 1 - jnp.square(X).sum() / jnp.square(centred(p)).sum(),
+        lambda p: jnp.sin(centred(p)) + two_passes(p),
+        lambda p: (p - 2 * p.mean(1, keepdims=True)) / p.std(1, keepdims=True),
+        lambda p: p - jnp.arange(32.0)[None],
+        lambda p: jnp.square(p - jnp.ones_like(p)),
+        lambda p: jnp.abs(p.astype(jnp.complex64) - 1j),
         lambda p: (p - X[:, :32]) * lax.rsqrt(jnp.square(p).sum(1, keepdims=True)),
         lambda p: p * jnp.argmax(p, 1, keepdims=True).astype(jnp.float32),
         exp_neg_sq,
     ],
     ids=[
-        *("large number", "mask", "whole numbers", "equality", "other array", "branch"),
-        *("mask of masks", "own floor", "number", "exp of difference", "negative", "radial"),
-        *("own mean", "variance", "deviation", "both means", "other mean", "order", "same name"),
+        *("large number", "scaled", "shifted", "behind both", "chosen index", "chosen branch"),
+        *("count", "mask", "whole numbers", "equality", "other array", "branch"),
+        *("mask of masks", "own floor", "number", "exp of difference", "negative", "mean"),
+        *("row", "floor", "transposed", "diagonal", "masks", "maximum of two", "radial"),
+        *("own mean", "variance", "deviation", "both means", "other axis", "root of mean"),
+        *("root of squares", "of another", "elementwise", "explained", "read twice", "twice"),
+        *("iota", "ones", "complex", "other mean", "order", "same name"),
     ],
 )
 def test_a_result_whose_digits_decide_keeps_them(read: Function):
@@ -191,3 +226,32 @@ def test_a_comparison_in_a_loop_has_a_number_from_outside():
 
     assert results(loss, W, X) == ["bfloat16"]
     assert results(jax.grad(loss), W, X)[0] == "bfloat16"
+
+
+def test_a_gate_behind_a_root_mean_square_is_no_normalisation():
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        h = x * lax.rsqrt(jnp.square(x).mean(1, keepdims=True) + 1e-6)
+        left = centred(h @ w)
+        return jnp.square(left * jnp.tanh(left)).sum()
+
+    assert results(loss, W, X) == ["float32"]
+
+
+def test_a_majority_of_exact_votes_is_decided_as_in_float32():
+    votes = jnp.zeros((8, 1000)).at[:, :501].set(1.0)
+
+    def share(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.where((x @ w) / 1000 > 0.5, x[:, :1], 0.0)
+
+    after = pp.inspect(share, target="h100")(votes, jnp.ones((1000, 1))).after
+    (decided,) = jaxpr_as_fun(after)(votes, jnp.ones((1000, 1)))
+    assert bool((decided == 1.0).all())
+
+
+def test_a_choice_behind_each_of_many_products_leaves_their_results_low():
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(300):
+            x = lax.select(x @ w > 0.5, x, jnp.full_like(x, 2.0))
+        return x.sum()
+
+    assert set(results(loss, jnp.ones((8, 8)), jnp.ones((4, 8)))) == {"bfloat16"}
