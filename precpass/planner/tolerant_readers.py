@@ -127,7 +127,12 @@ class TolerantReaders:
         numbers = [self._numbers.of(body, atom) for atom in (left, right)]
         known = [n for n in numbers if n is not None]
         tests_finite = left is right or any(not math.isfinite(n) for n in known)
-        if not tests_finite:
+        tests_equality = op(eqn.primitive.name).tests_equality
+        is_of_maximum = tests_equality and (
+            self._has_maximum(body, right, self._chosen_from(body, left))
+            or self._has_maximum(body, left, self._chosen_from(body, right))
+        )
+        if not (tests_finite or is_of_maximum):
             if len(known) == 1:
                 value = left if numbers[0] is None else right
                 is_near = self._is_near(body, value, known[0])
@@ -135,9 +140,10 @@ class TolerantReaders:
                 is_near = self._is_choice(body, left, right) or self._is_choice(body, right, left)
             if not is_near:
                 return False
-        # Rounding makes many values equal, but the derivative of a maximum only counts them.
-        of_numbers = op(eqn.primitive.name).tests_equality and not tests_finite
-        return self._only_chooses(body, eqn.outvars[0], of_numbers)
+        # Rounding makes more values equal, but the derivative of a maximum only counts them.
+        of_numbers = tests_equality and not tests_finite
+        start = _Decided(body, eqn.outvars[0], is_number=False)
+        return self._only_chooses(start, of_numbers=of_numbers, counts=is_of_maximum)
 
     def _is_near(self, body: int, value: ir.Atom, number: float) -> bool:
         """Whether a number is not large, also where the value was not yet scaled or shifted."""
@@ -169,15 +175,15 @@ class TolerantReaders:
         number = self._numbers.of(body, others[0]) if len(others) == 1 else None
         return number is not None and self._is_near(body, value, number)
 
-    def _only_chooses(self, body: int, condition: ir.Var, of_numbers: bool) -> bool:
+    def _only_chooses(self, condition: _Decided, *, of_numbers: bool, counts: bool) -> bool:
         """Whether a condition only chooses between arrays, or between numbers that are factors.
 
         Args:
-            body: the index of the condition's body.
             condition: the result of a comparison.
             of_numbers: whether it may choose between numbers alone.
+            counts: whether it may be counted too, and the count be a divisor.
         """
-        todo, seen = [_Decided(body, condition, False)], set[_Decided]()
+        todo, seen = [condition], set[_Decided]()
         while todo:
             decided = todo.pop()
             if decided in seen:
@@ -188,6 +194,10 @@ class TolerantReaders:
                 if reader is None:
                     names = self._reach.outside(here, value)
                     following = None if names is None else [_Decided(*n, is_number) for n in names]
+                elif counts and reader.primitive.name in ("convert_element_type", "reduce_sum"):
+                    is_float = ir.precision_of(reader.outvars[0].aval) is not None
+                    results = [_Decided(here, v, is_number=True) for v in reader.outvars]
+                    following = results if is_float else None
                 elif is_number:
                     following = self._after_number(decided, reader)
                 else:
