@@ -8,10 +8,10 @@ takes 0.56 of the temporary memory on a v5e, and 0.95 of the compiler's cycles. 
 float32 in any case, so a result in 16 bits is one rounding of a float32 sum.
 
 A dot keeps its float32 result if the result, moved or scaled at the most, leaves the program or a
-loop (a gradient, a carry, a stack), and if something else than its own maximum is subtracted from
-it: the rounding errors of operands average out over the sum, that of the result does not, and a
-difference such as a squared distance would lose its digits. A convolution always has a 16-bit
-result, because it would not be low otherwise.
+loop (a gradient, a carry, a stack), and if it is subtracted from or compared in any other way than
+an activation function does (`planner.tolerant_readers`): the rounding errors of operands average
+out over the sum, that of the result does not, and a difference such as a squared distance would
+lose its digits. A convolution always has a 16-bit result, because it would not be low otherwise.
 So does the cotangent of a dot's operand, which JAX makes when it differentiates the rewritten
 program, if the operand, moved or scaled at the most, is an argument or a difference.
 Sums that are made of results stay in float32: a rounded term has a relative error of one unit
