@@ -463,3 +463,40 @@ print(sum(bool(re.search(r"%erfc\\S* = \\S+ divide", kernel)) for kernel in kern
 def test_a_tpu_computes_an_error_function_once_in_the_compiled_program(target: str):
     """And not again in the product that makes the gradient of the weights that read it."""
     assert ran("-c", ERROR_FUNCTION.format(target=target)).split() == ["1"]
+
+
+ACTIVATIONS = """
+import re
+import jax, jax.numpy as jnp, precpass as pp
+from jax import lax
+
+def normalised(x):
+    return jax.nn.relu((x - x.mean(1, keepdims=True)) * lax.rsqrt(x.var(1, keepdims=True) + 1e-6))
+
+def exact_gelu(x):
+    return jax.nn.gelu(x, approximate=False)
+
+def loss_of(activation):
+    def loss(ws, x):
+        for w in ws:
+            x = activation(x @ w)
+        return jnp.square(x).mean()
+    return loss
+
+ws = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 3
+x = jax.ShapeDtypeStruct((8192, 1024), jnp.float32)
+for activation in (normalised, exact_gelu):
+    text = pp.audit(jax.grad(loss_of(activation)), "AutoMixedBf16", target={target!r})(ws, x).hlo
+    entry = text[text.index("ENTRY"):].replace("bf16[", "low[")
+    kernels = re.findall(r" = (.*?) (?:fusion|custom-call)\\(", entry)
+    print(sum("f32[8192,1024]" in results for results in kernels))
+"""
+
+
+@pytest.mark.parametrize(("target", "wide"), [("h100", 0), ("tpu v5e", 1)])
+def test_no_product_before_an_activation_is_float32_in_the_compiled_program(target: str, wide: int):
+    """With float32 results three layers write three on a GPU, and four on a TPU.
+
+    The one that is left on a TPU is the batch, which XLA brings into its fast memory.
+    """
+    assert ran("-c", ACTIVATIONS.format(target=target)).split() == [str(wide), str(wide)]
