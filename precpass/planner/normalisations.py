@@ -1,9 +1,9 @@
 """Which differences of a value and its mean belong to a normalisation by its standard deviation.
 
-If the mean is large, the difference has fewer digits than the value. A normalisation is worth that
-risk: the values that layers hand to one have deviations of their means' size, and by hand it is
-computed of a product's result in bfloat16 as well. A mean that is subtracted for any other reason,
-as of a kernel matrix, is not.
+If the mean is much larger than the deviation, the difference has fewer digits than the value. In a
+normalisation that is tolerated, because the results of a model's layers deviate by as much as their
+means, and because a program by hand normalises a bfloat16 result as well. If a mean is subtracted
+for any other reason, as from a kernel matrix, its digits are needed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Normalisations:
                 return None
         return None
 
-    def _made_by(self, body: int, atom: ir.Atom, same: Collection[ir.Var]) -> Iterator[ir.Eqn]:
+    def _makers_of(self, body: int, atom: ir.Atom, same: Collection[ir.Var]) -> Iterator[ir.Eqn]:
         """The equations of a body that made a value, up to those that made another one."""
         todo, seen = [atom], set[ir.Var]()
         while todo and len(seen) < _MOST:
@@ -104,7 +104,7 @@ class Normalisations:
         self, body: int, factor: ir.Atom, axes: tuple[int, ...], same: Collection[ir.Var]
     ) -> bool:
         """Whether a factor was made by a root of a value's variance over some dimensions."""
-        for maker in self._made_by(body, factor, same):
+        for maker in self._makers_of(body, factor, same):
             if maker.primitive.name in ("sqrt", "rsqrt"):
                 if self._is_variance(body, maker.invars[0], axes, same):
                     return True
@@ -115,7 +115,7 @@ class Normalisations:
     def _is_variance(
         self, body: int, atom: ir.Atom, axes: tuple[int, ...], same: Collection[ir.Var]
     ) -> bool:
-        makers = tuple(self._made_by(body, atom, same))
+        makers = tuple(self._makers_of(body, atom, same))
         subtracts = any(maker.primitive.name == "sub" for maker in makers)
         for maker in makers:
             if self._is_call_of(maker, axes, same, ("sub",)):
@@ -196,4 +196,4 @@ def _is_square(eqn: ir.Eqn) -> bool:
     name = eqn.primitive.name
     if name == "mul":
         return eqn.invars[0] is eqn.invars[1]
-    return name == "square" or (name == "integer_pow" and ir.exponent(eqn) == 2)
+    return name in ("square", "integer_pow") and ir.exponent(eqn) == 2

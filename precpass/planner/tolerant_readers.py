@@ -97,7 +97,10 @@ class TolerantReaders:
         return found
 
     def _has_maximum(self, body: int, atom: ir.Atom, same: set[ir.Var]) -> bool:
-        """Whether a value is the maximum of one of some others, or a smooth maximum of it."""
+        """Whether a value is the maximum over a dimension, or a `logaddexp`, of one of some values.
+
+        Sums with such a maximum count, as in `max + log(sum(exp(x - max)))`.
+        """
         todo, seen = [atom], set[ir.Var]()
         while todo and len(seen) < _MOST:
             value = todo.pop()
@@ -141,12 +144,15 @@ class TolerantReaders:
             if not is_near:
                 return False
         # Rounding makes more values equal, but the derivative of a maximum only counts them.
-        of_numbers = tests_equality and not tests_finite
+        needs_numbers = tests_equality and not tests_finite
         start = _Decided(body, eqn.outvars[0], is_number=False)
-        return self._only_chooses(start, of_numbers=of_numbers, counts=is_of_maximum)
+        return self._only_chooses(start, needs_numbers=needs_numbers, may_count=is_of_maximum)
 
     def _is_near(self, body: int, value: ir.Atom, number: float) -> bool:
-        """Whether a number is not large, also where the value was not yet scaled or shifted."""
+        """Whether the number that a value is compared with is small, for the product's result too.
+
+        The comparison `p / 1000 > 0.5` is one of `p` with 500.
+        """
         for _ in range(_MOST):
             if not abs(number) < _LARGE:
                 return False
@@ -163,7 +169,7 @@ class TolerantReaders:
                 return True
             known = [n for v in operands if (n := self._numbers.of(body, v)) is not None]
             (value,) = unknown
-            number = _before(maker, value, number, known[0] if known else 0.0)
+            number = _operand_for(maker, value, number, known[0] if known else 0.0)
         return False
 
     def _is_choice(self, body: int, value: ir.Atom, chosen: ir.Atom) -> bool:
@@ -175,13 +181,13 @@ class TolerantReaders:
         number = self._numbers.of(body, others[0]) if len(others) == 1 else None
         return number is not None and self._is_near(body, value, number)
 
-    def _only_chooses(self, condition: _Decided, *, of_numbers: bool, counts: bool) -> bool:
+    def _only_chooses(self, condition: _Decided, *, needs_numbers: bool, may_count: bool) -> bool:
         """Whether a condition only chooses between arrays, or between numbers that are factors.
 
         Args:
             condition: the result of a comparison.
-            of_numbers: whether it may choose between numbers alone.
-            counts: whether it may be counted too, and the count be a divisor.
+            needs_numbers: whether a choice between arrays is too much.
+            may_count: whether its ones may be added up, to divide by their number.
         """
         todo, seen = [condition], set[_Decided]()
         while todo:
@@ -194,33 +200,32 @@ class TolerantReaders:
                 if reader is None:
                     names = self._reach.outside(here, value)
                     following = None if names is None else [_Decided(*n, is_number) for n in names]
-                elif counts and reader.primitive.name in ("convert_element_type", "reduce_sum"):
+                elif may_count and reader.primitive.name in ("convert_element_type", "reduce_sum"):
                     is_float = ir.precision_of(reader.outvars[0].aval) is not None
-                    results = [_Decided(here, v, is_number=True) for v in reader.outvars]
-                    following = results if is_float else None
+                    following = _results(decided, reader, is_number=True) if is_float else None
                 elif is_number:
                     following = self._after_number(decided, reader)
                 else:
-                    following = self._after_condition(decided, reader, of_numbers)
+                    following = self._after_condition(decided, reader, needs_numbers)
                 if following is None or len(seen) > _MOST:
                     return False
                 todo += following
         return True
 
     def _after_condition(
-        self, decided: _Decided, reader: ir.Eqn, of_numbers: bool
+        self, decided: _Decided, reader: ir.Eqn, needs_numbers: bool
     ) -> list[_Decided] | None:
         """What a reader of a condition decides; None if that is more than a choice."""
         body, condition, _ = decided
-        name, results = reader.primitive.name, reader.outvars
+        name = reader.primitive.name
         if name == "select_n" and reader.invars[0] is condition:
-            if ir.precision_of(results[0].aval) is None:
+            if ir.precision_of(reader.outvars[0].aval) is None:
                 return None
             if all(self._numbers.of(body, v) is not None for v in reader.invars[1:]):
-                return [_Decided(body, v, True) for v in results]
-            return None if of_numbers else []
+                return _results(decided, reader, is_number=True)
+            return None if needs_numbers else []
         if name in ("and", "or", "not", "broadcast_in_dim", "reshape"):
-            return [_Decided(body, v, False) for v in results]
+            return _results(decided, reader, is_number=False)
         return self._inside(decided, reader)
 
     def _after_number(self, decided: _Decided, reader: ir.Eqn) -> list[_Decided] | None:
@@ -230,13 +235,13 @@ class TolerantReaders:
         if name in ("mul", "div"):
             others = [v for v in reader.invars if v is not number]
             is_factor = any(self._numbers.of(body, v) is None for v in others)
-            return [] if is_factor else [_Decided(body, v, True) for v in reader.outvars]
+            return [] if is_factor else _results(decided, reader, is_number=True)
         if name == "select_n" and reader.invars[0] is not number:
             unknown = [v for v in reader.invars[1:] if self._numbers.of(body, v) is None]
             is_number = all(v is number for v in unknown)
-            return [_Decided(body, v, True) for v in reader.outvars] if is_number else []
+            return _results(decided, reader, is_number=True) if is_number else []
         if name in ("broadcast_in_dim", "reshape", "copy", "neg", "stop_gradient"):
-            return [_Decided(body, v, True) for v in reader.outvars]
+            return _results(decided, reader, is_number=True)
         return self._inside(decided, reader)
 
     def _inside(self, decided: _Decided, reader: ir.Eqn) -> list[_Decided] | None:
@@ -245,14 +250,18 @@ class TolerantReaders:
         return [_Decided(*name, decided.is_number) for name in names] or None
 
 
-def _before(eqn: ir.Eqn, value: ir.Var, number: float, operand: float) -> float:
-    """What an operand of an equation is if the result is a number, as far as that is known.
+def _results(decided: _Decided, reader: ir.Eqn, *, is_number: bool) -> list[_Decided]:
+    return [_Decided(decided.body, var, is_number) for var in reader.outvars]
+
+
+def _operand_for(eqn: ir.Eqn, value: ir.Var, number: float, operand: float) -> float:
+    """What an operand of an equation must be for a result; the result itself if that is unknown.
 
     Args:
-        eqn: an equation with one operand that is no number.
-        value: that operand.
+        eqn: an equation that reads one array; its other operand, if it has one, is a number.
+        value: the array.
         number: the result.
-        operand: the other operand, if there is one.
+        operand: the other operand; zero if there is none.
     """
     is_first = eqn.invars[0] is value
     match eqn.primitive.name:
