@@ -51,6 +51,9 @@ class Normalisations:
                     return True
         return False
 
+    def _maker(self, body: int, atom: ir.Atom) -> ir.Eqn | None:
+        return None if ir.is_literal(atom) else self._reach.makers(body).get(atom)
+
     def _same(self, body: int, value: ir.Atom) -> set[ir.Var]:
         """A value and what it was cast or copied from."""
         same = set[ir.Var]()
@@ -66,7 +69,7 @@ class Normalisations:
     ) -> tuple[int, ...] | None:
         """The dimensions over which a value is the mean of another one; None if it is none."""
         scale = 1.0
-        while not ir.is_literal(atom) and (maker := self._reach.makers(body).get(atom)):
+        while maker := self._maker(body, atom):
             name = maker.primitive.name
             if name == "reduce_sum":
                 sizes = ir.reduced_sizes(maker)
@@ -88,7 +91,7 @@ class Normalisations:
         return None
 
     def _makers_of(self, body: int, atom: ir.Atom, same: Collection[ir.Var]) -> Iterator[ir.Eqn]:
-        """The equations of a body that made a value, up to those that made another one."""
+        """The equations of a body that made a value, without those that made some other values."""
         todo, seen = [atom], set[ir.Var]()
         while todo and len(seen) < _MOST:
             value = todo.pop()
@@ -103,7 +106,7 @@ class Normalisations:
     def _is_deviation(
         self, body: int, factor: ir.Atom, axes: tuple[int, ...], same: Collection[ir.Var]
     ) -> bool:
-        """Whether a factor was made by a root of a value's variance over some dimensions."""
+        """Whether a factor was made from the root of a value's variance over some dimensions."""
         for maker in self._makers_of(body, factor, same):
             if maker.primitive.name in ("sqrt", "rsqrt"):
                 if self._is_variance(body, maker.invars[0], axes, same):
@@ -122,21 +125,23 @@ class Normalisations:
                 return True
             if maker.primitive.name != "reduce_sum" or ir.reduced_axes(maker) != axes:
                 continue
-            squared = self._reach.makers(body).get(maker.invars[0])
-            if squared is None or not _is_square(squared):
+            squaring = self._maker(body, maker.invars[0])
+            if squaring is None or not _is_square(squaring):
                 continue
-            base = squared.invars[0]
-            centring = None if ir.is_literal(base) else self._reach.makers(body).get(base)
+            centring = self._maker(body, squaring.invars[0])
             is_centred = centring is not None and centring.primitive.name == "sub"
             # the mean of the squares less the square of the mean is a variance too
-            if (base in same and subtracts) or (is_centred and _reads(centring, same)):
+            if (subtracts and _reads(squaring, same)) or (is_centred and _reads(centring, same)):
                 return True
         return False
 
     def _is_call_of(
         self, eqn: ir.Eqn, axes: tuple[int, ...], same: Collection[ir.Var], names: tuple[str, ...]
     ) -> bool:
-        """Whether an equation calls a function of a value that squares, sums, and more."""
+        """Whether an equation calls a function of a value, such as `jnp.var`.
+
+        The function squares, adds up over some dimensions, and has an equation of one of the names.
+        """
         if not eqn.invars or not _reads(eqn, same):
             return False
         inside = list(ir.all_eqns_of(eqn))

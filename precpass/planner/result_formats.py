@@ -198,7 +198,7 @@ class _ResultFormats:
             for reader in self._readers.of(body).get(var, ()):
                 names: Sequence[tuple[int, ir.Var]] | None
                 subtracts = reader is not None and reader.primitive.name in _SUBTRACTING[negated]
-                if subtracts and not self._subtracts_own(body, reader, var):
+                if subtracts and not self._tolerates_difference(body, reader, var):
                     return True
                 if reader is None:
                     names = self._reach.outside(body, var)
@@ -222,22 +222,25 @@ class _ResultFormats:
         """
         for reader in self._reach.readers(body, var, _hands_on_casts_or_scales):
             is_difference = reader.eqn is not None and reader.eqn.primitive.name == "sub"
-            if is_difference and not (self._is_unread(reader) or self._subtracts_own(*reader)):
+            if is_difference and not (
+                self._is_harmless(reader) or self._tolerates_difference(*reader)
+            ):
                 return True
         sums = self._reach.readers(body, var, _hands_on_or_adds)
         return any(
             r.eqn is not None
             and tells_apart(r.eqn)
-            and not (self._is_unread(r) or self._tolerant.compares(r.body, r.eqn))
+            and not (self._is_harmless(r) or self._tolerant.compares(r.body, r.eqn))
             for r in sums
         )
 
-    def _is_unread(self, reader: Reader) -> bool:
+    def _is_harmless(self, reader: Reader) -> bool:
+        """Whether nothing reads the results of a reader, or JAX wrote it for any operand."""
         is_dead = self._dead[self._reach.row_of(reader)]
         return is_dead or self._tolerant.is_exact_function(reader.body)
 
-    def _subtracts_own(self, body: int, eqn: ir.Eqn, var: ir.Var) -> bool:
-        """Whether a value's own maximum is subtracted from it, or what takes no digits away."""
+    def _tolerates_difference(self, body: int, eqn: ir.Eqn, var: ir.Var) -> bool:
+        """Whether an equation subtracts from a value as an activation function does."""
         is_own = is_shift(eqn, var, self._reach.makers(body))
         return is_own or self._tolerant.subtracts(body, eqn, var)
 
