@@ -9,7 +9,8 @@ for any other reason, as from a kernel matrix, its digits are needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
@@ -24,6 +25,10 @@ _MOST = 64
 """So many values are looked at between a mean, a variance, and a root of the variance."""
 
 
+Dimensions = tuple[tuple[Any, ...], tuple[int, ...]]
+"""The shape of what is added up, and the axes over which it is."""
+
+
 class Normalisations:
     """The normalisations of one program, as flax, haiku, equinox and `jnp.var` write them."""
 
@@ -35,38 +40,41 @@ class Normalisations:
     def subtracts_mean(self, body: int, eqn: ir.Eqn) -> bool:
         """Whether an equation subtracts a value's mean, to divide by its standard deviation."""
         value, mean = eqn.invars
-        same = self._same(body, value)
-        axes = self._axes_of_mean(body, mean, same)
+        origin = self._origin(body, value)
+        over = self._dimensions_of_mean(body, mean, origin)
         readers = [r for r in self._reach.direct(body, eqn.outvars[0]) if r is not None]
-        if axes is None or any(r.primitive.name not in _READERS for r in readers):
+        if over is None or any(r.primitive.name not in _READERS for r in readers):
             return False
         (centred,) = eqn.outvars
         for reader in readers:
             if _is_square(reader):
-                if self._is_divided_by_root(body, reader.outvars[0], axes):
+                if self._is_divided_by_root(body, reader.outvars[0], over):
                     return True
             elif reader.primitive.name == "mul" or reader.invars[0] is centred:
                 factors = [v for v in reader.invars if v is not centred]
-                if any(self._is_deviation(body, v, axes, same) for v in factors):
+                if any(self._is_deviation(body, v, over, origin) for v in factors):
                     return True
         return False
 
     def _maker(self, body: int, atom: ir.Atom) -> ir.Eqn | None:
         return None if ir.is_literal(atom) else self._reach.makers(body).get(atom)
 
-    def _same(self, body: int, value: ir.Atom) -> set[ir.Var]:
-        """A value and what it was cast or copied from."""
-        same = set[ir.Var]()
-        while not ir.is_literal(value) and value not in same:
-            same.add(value)
-            maker = self._reach.makers(body).get(value)
-            if maker is not None and ir.keeps_bits(maker):
-                value = maker.invars[0]
-        return same
+    def _origin(self, body: int, value: ir.Atom) -> ir.Atom:
+        """What a value was copied or reshaped from.
 
-    def _axes_of_mean(
-        self, body: int, atom: ir.Atom, same: Collection[ir.Var]
-    ) -> tuple[int, ...] | None:
+        A group normalisation adds up a value in another shape than the one that it normalises.
+        """
+        while maker := self._maker(body, value):
+            if not (ir.keeps_bits(maker) or maker.primitive.name == "reshape"):
+                break
+            value = maker.invars[0]
+        return value
+
+    def _reads(self, body: int, eqn: ir.Eqn, origin: ir.Atom) -> bool:
+        """Whether the first operand of an equation has some origin."""
+        return self._origin(body, eqn.invars[0]) is origin
+
+    def _dimensions_of_mean(self, body: int, atom: ir.Atom, origin: ir.Atom) -> Dimensions | None:
         """The dimensions over which a value is the mean of another one; None if it is none."""
         scale = 1.0
         while maker := self._maker(body, atom):
@@ -75,7 +83,7 @@ class Normalisations:
                 sizes = ir.reduced_sizes(maker)
                 is_whole = all(isinstance(n, int) for n in sizes)
                 is_mean = is_whole and math.isclose(scale * math.prod(sizes), 1.0, rel_tol=1e-5)
-                return ir.reduced_axes(maker) if is_mean and _reads(maker, same) else None
+                return _reduced(maker) if is_mean and self._reads(body, maker, origin) else None
             if name in ("div", "mul"):
                 known = [self._numbers.of(body, v) for v in maker.invars]
                 at = 1 if known[0] is None else 0
@@ -90,12 +98,20 @@ class Normalisations:
                 return None
         return None
 
-    def _makers_of(self, body: int, atom: ir.Atom, same: Collection[ir.Var]) -> Iterator[ir.Eqn]:
-        """The equations of a body that made a value, without those that made some other values."""
+    def _root(self, body: int, eqn: ir.Eqn) -> str | None:
+        """The root that an equation takes, "sqrt" or "rsqrt"; None if it takes none."""
+        name = eqn.primitive.name
+        if name == "pow":
+            exponent = self._numbers.of(body, eqn.invars[1])
+            return {0.5: "sqrt", -0.5: "rsqrt"}.get(exponent) if exponent is not None else None
+        return name if name in ("sqrt", "rsqrt") else None
+
+    def _makers_of(self, body: int, atom: ir.Atom, origin: ir.Atom) -> Iterator[ir.Eqn]:
+        """The equations of a body that made a value, without those that made its origin."""
         todo, seen = [atom], set[ir.Var]()
         while todo and len(seen) < _MOST:
             value = todo.pop()
-            if ir.is_literal(value) or value in seen or value in same:
+            if ir.is_literal(value) or value in seen or self._origin(body, value) is origin:
                 continue
             seen.add(value)
             maker = self._reach.makers(body).get(value)
@@ -103,27 +119,23 @@ class Normalisations:
                 yield maker
                 todo += maker.invars
 
-    def _is_deviation(
-        self, body: int, factor: ir.Atom, axes: tuple[int, ...], same: Collection[ir.Var]
-    ) -> bool:
+    def _is_deviation(self, body: int, factor: ir.Atom, over: Dimensions, origin: ir.Atom) -> bool:
         """Whether a factor was made from the root of a value's variance over some dimensions."""
-        for maker in self._makers_of(body, factor, same):
-            if maker.primitive.name in ("sqrt", "rsqrt"):
-                if self._is_variance(body, maker.invars[0], axes, same):
+        for maker in self._makers_of(body, factor, origin):
+            if self._root(body, maker) is not None:
+                if self._is_variance(body, maker.invars[0], over, origin):
                     return True
-            elif self._is_call_of(maker, axes, same, ("sqrt", "rsqrt")):
+            elif self._is_call_of(body, maker, over, origin, ("sqrt", "rsqrt")):
                 return True
         return False
 
-    def _is_variance(
-        self, body: int, atom: ir.Atom, axes: tuple[int, ...], same: Collection[ir.Var]
-    ) -> bool:
-        makers = tuple(self._makers_of(body, atom, same))
+    def _is_variance(self, body: int, atom: ir.Atom, over: Dimensions, origin: ir.Atom) -> bool:
+        makers = tuple(self._makers_of(body, atom, origin))
         subtracts = any(maker.primitive.name == "sub" for maker in makers)
         for maker in makers:
-            if self._is_call_of(maker, axes, same, ("sub",)):
+            if self._is_call_of(body, maker, over, origin, ("sub",)):
                 return True
-            if maker.primitive.name != "reduce_sum" or ir.reduced_axes(maker) != axes:
+            if maker.primitive.name != "reduce_sum" or _reduced(maker) != over:
                 continue
             squaring = self._maker(body, maker.invars[0])
             if squaring is None or not _is_square(squaring):
@@ -131,25 +143,31 @@ class Normalisations:
             centring = self._maker(body, squaring.invars[0])
             is_centred = centring is not None and centring.primitive.name == "sub"
             # the mean of the squares less the square of the mean is a variance too
-            if (subtracts and _reads(squaring, same)) or (is_centred and _reads(centring, same)):
+            is_of_value = subtracts and self._reads(body, squaring, origin)
+            if is_of_value or (is_centred and self._reads(body, centring, origin)):
                 return True
         return False
 
     def _is_call_of(
-        self, eqn: ir.Eqn, axes: tuple[int, ...], same: Collection[ir.Var], names: tuple[str, ...]
+        self,
+        body: int,
+        eqn: ir.Eqn,
+        over: Dimensions,
+        origin: ir.Atom,
+        names: tuple[str, ...],
     ) -> bool:
         """Whether an equation calls a function of a value, such as `jnp.var`.
 
         The function squares, adds up over some dimensions, and has an equation of one of the names.
         """
-        if not eqn.invars or not _reads(eqn, same):
+        if not eqn.invars or not self._reads(body, eqn, origin):
             return False
         inside = list(ir.all_eqns_of(eqn))
-        sums = any(e.primitive.name == "reduce_sum" and ir.reduced_axes(e) == axes for e in inside)
+        sums = any(e.primitive.name == "reduce_sum" and _reduced(e) == over for e in inside)
         has_names = any(e.primitive.name in names for e in inside)
         return sums and has_names and any(map(_is_square, inside))
 
-    def _is_divided_by_root(self, body: int, square: ir.Var, axes: tuple[int, ...]) -> bool:
+    def _is_divided_by_root(self, body: int, square: ir.Var, over: Dimensions) -> bool:
         """Whether anything is divided by the root of a square that was summed over dimensions."""
         todo, seen = [(body, square, "square")], set[tuple[int, ir.Var, str]]()
         while todo and len(seen) < _MOST:
@@ -165,26 +183,26 @@ class Normalisations:
                     return True
                 elif (row := self._reach.row(here, reader)) in self._graph.children:
                     names = self._reach.inside(row, value)
-                elif (reached := self._stage_after(reader, value, axes, stage)) is not None:
+                elif (reached := self._stage_after(here, reader, value, over, stage)) is not None:
                     todo += [(here, v, reached) for v in reader.outvars]
                 todo += [(*name, stage) for name in names]
         return False
 
     def _is_division(self, body: int, eqn: ir.Eqn, value: ir.Var, stage: str) -> bool:
-        if eqn.primitive.name == "rsqrt":
+        if self._root(body, eqn) == "rsqrt":
             return stage == "sum"
         is_divisor = eqn.primitive.name == "div" and eqn.invars[1] is value
         return is_divisor and stage == "root" and self._numbers.of(body, eqn.invars[0]) is None
 
     def _stage_after(
-        self, eqn: ir.Eqn, value: ir.Var, axes: tuple[int, ...], stage: str
+        self, body: int, eqn: ir.Eqn, value: ir.Var, over: Dimensions, stage: str
     ) -> str | None:
         """What the result of an equation is: the square, its sum, the root; None for another."""
         name = eqn.primitive.name
         if stage == "square":
-            is_sum = name == "reduce_sum" and ir.reduced_axes(eqn) == axes
+            is_sum = name == "reduce_sum" and _reduced(eqn) == over
             return "sum" if is_sum else None
-        if name == "sqrt":
+        if self._root(body, eqn) == "sqrt":
             return "root" if stage == "sum" else None
         others = [v for v in eqn.invars if v is not value]
         is_scaled = name in ("add", "mul", "div") and not any(v.aval.shape for v in others)
@@ -192,9 +210,9 @@ class Normalisations:
         return stage if (is_scaled and not is_divisor) or hands_on(eqn, value) else None
 
 
-def _reads(eqn: ir.Eqn, same: Collection[ir.Var]) -> bool:
-    """Whether the first operand of an equation is one of some values."""
-    return not ir.is_literal(eqn.invars[0]) and eqn.invars[0] in same
+def _reduced(eqn: ir.Eqn) -> Dimensions:
+    """What a `reduce_sum` adds up."""
+    return eqn.invars[0].aval.shape, ir.reduced_axes(eqn)
 
 
 def _is_square(eqn: ir.Eqn) -> bool:

@@ -56,6 +56,15 @@ def by_its_root(x: jax.Array) -> jax.Array:
     return left / jnp.sqrt(jnp.mean(left * left, 1, keepdims=True) + 1e-6)
 
 
+def in_groups(x: jax.Array) -> jax.Array:
+    """As flax normalises groups: the sums are of the value in another shape."""
+    grouped = x.reshape(*x.shape[:-1], 8, -1)
+    mean = grouped.mean(-1)
+    variance = jnp.maximum(0.0, jnp.square(grouped).mean(-1) - jnp.square(mean))
+    mean, variance = (jnp.repeat(a, grouped.shape[-1], axis=-1) for a in (mean, variance))
+    return (x - mean) * lax.rsqrt(variance + 1e-6)
+
+
 ACTIVATIONS: dict[str, Function] = {
     **{
         name: getattr(jax.nn, name)
@@ -74,6 +83,11 @@ ACTIVATIONS: dict[str, Function] = {
     "two passes": two_passes,
     "one pass": one_pass,
     "root": by_its_root,
+    "groups": in_groups,
+    "power": lambda x: centred(x) * (x.var(1, keepdims=True) + 1e-6) ** -0.5,
+    "divided by a power": lambda x: (
+        centred(x) / (jnp.square(centred(x)).mean(1, keepdims=True) + 1e-6) ** 0.5
+    ),
     "deviation": lambda x: (x - x.mean(1, keepdims=True)) / (x.std(1, keepdims=True) + 1e-6),
     "over rows": lambda x: (x - x.mean(0, keepdims=True)) * lax.rsqrt(x.var(0, keepdims=True)),
     "standardize": jax.nn.standardize,
@@ -170,6 +184,7 @@ def _(primals: Any, tangents: Any) -> Any:
         lambda p: jnp.exp(jnp.maximum(p, X[:, :32]) - X[:, :32]),
         lambda p: jnp.exp(p - 0.5 * jnp.square(X).sum(1, keepdims=True)),
         lambda p: jnp.sin(p - p.mean(1, keepdims=True)),
+        lambda p: (p - jnp.tile(p.reshape(64, 4, 8).mean(1), 4)) / p.std(1, keepdims=True),
         lambda p: jnp.sin(p) * p.var(1, keepdims=True),
         lambda p: jnp.sin(p) * p.std(1, keepdims=True),
         lambda p: p - p.mean(1, keepdims=True) - p.mean(0, keepdims=True) + p.mean(),
@@ -193,7 +208,15 @@ def _(primals: Any, tangents: Any) -> Any:
         *("count", "mask", "whole numbers", "equality", "largest", "ties", "other array", "branch"),
         *("mask of masks", "own floor", "number", "exp of difference", "negative", "mean"),
         *("row", "floor", "transposed", "diagonal", "masks", "maximum of two", "radial"),
-        *("own mean", "variance", "deviation", "both means", "other axis", "root of mean"),
+        *(
+            "own mean",
+            "other groups",
+            "variance",
+            "deviation",
+            "both means",
+            "other axis",
+            "root of mean",
+        ),
         *("root of squares", "of another", "elementwise", "explained", "read twice", "twice"),
         *("iota", "ones", "complex", "other mean", "order", "same name"),
     ],
