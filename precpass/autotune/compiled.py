@@ -139,7 +139,7 @@ def _found(
     chosen, *_ = figures
     for form, (cost, temp) in figures.items():
         best, least = figures[chosen]
-        saves_memory = cost <= (1 + LITTLE) * best and temp <= (1 - GAIN) * least
+        saves_memory = cost <= (1 + LITTLE) * best and least > 0 and temp <= (1 - GAIN) * least
         saves = saves_memory or cost <= (1 - GAIN) * best
         chosen = form if saves else chosen
     (base, _), *_ = figures.values()

@@ -67,6 +67,7 @@ class _ResultFormats:
         self._reach = Reach(self.graph, analysis.uses)
         self._tolerant = TolerantReaders(self.graph, self._reach)
         self._dead = dead(self.graph).tolist()
+        self._ranks = any(op(eqn.primitive.name).ranks for eqn in self.graph.eqns)
         self._stored_low = self._rounded_values(plan)
         self._plans: dict[tuple[int, int], Plan] = {}
 
@@ -217,8 +218,9 @@ class _ResultFormats:
     def _is_read_exactly(self, body: int, var: ir.Var) -> bool:
         """Whether a value, handed on, is subtracted, or tells close values apart.
 
-        What tells sums of it and others apart counts too. A difference behind a sum does not: it is
-        as exact as the other terms, and a layer norm subtracts the mean of every residual stream.
+        What tells sums of it and others apart counts too, and what ranks any function of it, such
+        as a softmax of a router. A difference behind a sum does not: it is as exact as the other
+        terms, and a layer norm subtracts the mean of every residual stream.
         """
         for reader in self._reach.readers(body, var, _hands_on_casts_or_scales):
             is_difference = reader.eqn is not None and reader.eqn.primitive.name == "sub"
@@ -227,11 +229,17 @@ class _ResultFormats:
             ):
                 return True
         sums = self._reach.readers(body, var, _hands_on_or_adds)
-        return any(
+        if any(
             r.eqn is not None
             and tells_apart(r.eqn)
             and not (self._is_harmless(r) or self._tolerant.compares(r.body, r.eqn))
             for r in sums
+        ):
+            return True
+        functions = self._reach.readers(body, var, _hands_on_or_computes)
+        return self._ranks and any(
+            r.eqn is not None and op(r.eqn.primitive.name).ranks and not self._is_harmless(r)
+            for r in functions
         )
 
     def _is_harmless(self, reader: Reader) -> bool:
@@ -251,6 +259,10 @@ def _hands_on_casts_or_scales(eqn: ir.Eqn, var: ir.Var) -> bool:
 
 def _hands_on_or_adds(eqn: ir.Eqn, var: ir.Var) -> bool:
     return _hands_on_casts_or_scales(eqn, var) or eqn.primitive.name in ("add", "add_any", "mul")
+
+
+def _hands_on_or_computes(eqn: ir.Eqn, var: ir.Var) -> bool:
+    return hands_on(eqn, var) or op(eqn.primitive.name).kind is OpKind.ELEMENTWISE
 
 
 def _has_low_results(decision: Decision) -> bool:

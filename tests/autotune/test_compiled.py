@@ -107,6 +107,7 @@ def test_no_form_is_the_policy_itself():
         ([(1.0, 9), (0.5, 9), (0.51, 5)], "products with float32 results"),
         ([(1.0, 9), (0.5, 9), (0.504, 5)], "products and storage"),
         ([(1.0, 9), (0.98, 9), (1.2, 1)], "float32"),
+        ([(1.0, 0), (1.005, 0), (1.005, 0)], "float32"),  # no memory is none saved
         ([(1.0, 9), RuntimeError("no such kernel"), (0.4, 9)], "products"),
     ],
 )

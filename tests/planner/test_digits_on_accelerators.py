@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
@@ -159,3 +160,50 @@ def test_orders_and_whole_numbers_are_those_of_float32_results(target: str):
 
     on_cpu = jaxpr_as_fun(pp.inspect(largest)(*NEAR_ONE).after)(*NEAR_ONE)[0]
     assert bool((run(largest, target, *NEAR_ONE) == on_cpu).all())
+
+
+ROUTERS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "softmax": jax.nn.softmax,
+    "sigmoid and bias": lambda h: jax.nn.sigmoid(h) + jnp.arange(64.0)[None] / 640,
+    "log softmax": jax.nn.log_softmax,
+    "standardized": jax.nn.standardize,
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ROUTERS)
+def test_an_order_of_functions_of_a_result_is_that_of_its_float32_digits(name: str, target: str):
+    """A router chooses experts by the softmax of a product's result."""
+
+    def router(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.top_k(ROUTERS[name](x @ w), 2)[1]
+
+    on_cpu = jaxpr_as_fun(pp.inspect(router)(*NEAR_ONE).after)(*NEAR_ONE)[0]
+    got = run(router, target, *NEAR_ONE)
+    assert bool((got == on_cpu).all())
+
+
+def ctc(w: jax.Array, x: jax.Array) -> jax.Array:
+    logits = jnp.tanh(x.reshape(2, 32, 64) @ w) @ V
+    labels = jnp.tile(jnp.arange(1, 9), (2, 1))
+    return optax.ctc_loss(logits, jnp.zeros((2, 32)), labels, jnp.zeros((2, 8))).mean()
+
+
+def of_two(w: jax.Array, x: jax.Array) -> jax.Array:
+    a = 20 * (x @ w)
+    return jnp.logaddexp(a[:, :32], a[:, 32:]).mean()
+
+
+def added_in_a_loop(w: jax.Array, x: jax.Array) -> jax.Array:
+    scores = 20 * (x @ w)
+    return jax.lax.scan(lambda a, b: (jnp.logaddexp(a, b), None), scores[0], scores)[0].mean()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("fn", [ctc, of_two, added_in_a_loop])
+def test_a_smooth_maximum_of_two_arrays_has_its_digits(fn: Callable[..., Any], target: str):
+    """The derivative is an exponential of an array less the maximum, which must not be rounded."""
+    gradient = jax.grad(fn)
+    wanted = gradient(W, X)
+    on_cpu = jaxpr_as_fun(pp.inspect(gradient)(W, X).after)(W, X)[0]
+    assert rel_error(run(gradient, target, W, X), wanted) < 1.3 * rel_error(on_cpu, wanted)

@@ -257,7 +257,11 @@ def is_read_exactly_behind(program: Eligibility, values: StorageClass) -> str | 
                 and _adds_arrays(program, row)
             ):
                 return "is a sum that is added to"
-        for reader in program.reach.readers(body, result, _hands_on_or_multiplies):
+        is_larger = _is_larger_of_two(program.graph.eqns[row])
+        through = _hands_on_adds_or_multiplies if is_larger else _hands_on_or_multiplies
+        for reader in program.reach.readers(body, result, through):
+            if reader.eqn is None and is_larger:
+                return "is added to, and is returned or a loop's state then"
             if reader.eqn is None or program.dead[at := program.reach.row_of(reader)]:
                 continue
             name = reader.eqn.primitive.name
@@ -277,6 +281,19 @@ def hands_on_or_scales_by_number(eqn: ir.Eqn, var: ir.Var) -> bool:
 
 def _hands_on_or_multiplies(eqn: ir.Eqn, var: ir.Var) -> bool:
     return hands_on(eqn, var) or eqn.primitive.name in ("mul", "integer_pow", "square")
+
+
+def _hands_on_adds_or_multiplies(eqn: ir.Eqn, var: ir.Var) -> bool:
+    return _hands_on_or_multiplies(eqn, var) or eqn.primitive.name in ("add", "add_any")
+
+
+def _is_larger_of_two(eqn: ir.Eqn) -> bool:
+    """Whether an equation returns the larger of two arrays, as `jnp.logaddexp` does inside.
+
+    A small term is added to it there, and the sum is subtracted from either array. Rounding it
+    moves every such difference, and all the more in a loop that carries the sum.
+    """
+    return eqn.primitive.name == "max" and not any(map(ir.is_literal, eqn.invars))
 
 
 def _is_shift(program: Eligibility, values: StorageClass, row: int) -> bool:
