@@ -4,8 +4,6 @@ A fusion computes a value again for each kernel that reads it, if that is cheap.
 
 - what is chosen from operands, as a relu does, because products read it, and on a GPU the masked
   scores of an attention;
-- on a GPU the sum of the two cotangents of what an activation reads twice, as a silu does, if a
-  reduction reads the sum and anything else too, as the gradient of a batch normalisation does;
 - functions that are too dear to be computed twice, such as tanh. In a program without a backward
   pass the derivative that JAX may add later counts as one more reader of them;
 - on a TPU the exponentials of a softmax. One kernel computes there the scores, their maximum, the
@@ -19,8 +17,7 @@ A fusion computes a value again for each kernel that reads it, if that is cheap.
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import is_shift, is_wide, moved_operand
@@ -43,9 +40,8 @@ def written_by_fusions(
     rows: set[int] = set()
     # A derivative that JAX adds later is one more reader.
     is_forward = not graph.has_backward_pass
-    readers = [_readers(graph, node, reads_low) for node in graph.bodies]
     for body, node in enumerate(graph.bodies):
-        (low, others, _), makers = readers[body], _makers(node)
+        low, others = _readers(graph, node, reads_low)
         for row in range(node.start, node.stop):
             eqn = graph.eqns[row]
             traits = op(graph.eqns[maker_of(graph, row)].primitive.name)
@@ -58,11 +54,6 @@ def written_by_fusions(
                 or (on_tpu and count > 1 and _is_of_attention(eqn, node, low))
                 or (traits.computed_once and count + (result in low) + is_forward > 1)
                 or (result in low and count > 0)
-                or (
-                    not on_tpu
-                    and _adds_derivatives(eqn, makers)
-                    and _is_reduced(graph, readers, body, result)
-                )
             ):
                 rows.add(row)
     return frozenset(rows)
@@ -90,48 +81,21 @@ def _makers(node: BodyNode) -> Mapping[ir.Var, ir.Eqn]:
     return {v: eqn for eqn in ir.open_jaxpr(node.jaxpr).eqns for v in eqn.outvars}
 
 
-def _names(graph: Graph, body: int, value: ir.Var) -> Iterator[tuple[int, ir.Var]]:
-    """A value, and its names where its body is called."""
-    yield body, value
-    outvars = ir.open_jaxpr(graph.bodies[body].jaxpr).outvars
-    if value in outvars:
-        at = outvars.index(value)
-        for row, inner in graph.callers[body]:
-            if at < len(inner.results):
-                outside = graph.eqns[row].outvars[inner.results[at]]
-                yield from _names(graph, int(graph.body[row]), outside)
-
-
 def _is_shifted(graph: Graph, body: int, value: ir.Var) -> bool:
     """Whether a value's own maximum is subtracted from it, in its body or where that is called."""
-    for here, name in _names(graph, body, value):
-        eqns = ir.open_jaxpr(graph.bodies[here].jaxpr).eqns
-        shifts = [e for e in eqns if e.primitive.name == "sub" and e.invars[0] is name]
-        if shifts and any(is_shift(e, name, _makers(graph.bodies[here])) for e in shifts):
-            return True
-    return False
-
-
-def _adds_derivatives(eqn: ir.Eqn, makers: Mapping[ir.Var, ir.Eqn]) -> bool:
-    """Whether an equation adds cotangents that no products gave, but the rest of a derivative."""
-    if not op(eqn.primitive.name).adds_cotangents:
+    node = graph.bodies[body]
+    opened = ir.open_jaxpr(node.jaxpr)
+    shifts = [e for e in opened.eqns if e.primitive.name == "sub" and e.invars[0] is value]
+    if shifts and any(is_shift(e, value, _makers(node)) for e in shifts):
+        return True
+    if value not in opened.outvars:
         return False
-    return not any(_is_of_product(v, makers) for v in eqn.invars)
-
-
-def _is_of_product(value: ir.Atom, makers: Mapping[ir.Var, ir.Eqn]) -> bool:
-    """Whether a value is the result of a product, perhaps moved, or one of another body."""
-    while not ir.is_literal(value) and (maker := makers.get(value)) is not None:
-        if (moved := moved_operand(maker)) is None:
-            return op(maker.primitive.name).kind is OpKind.COMPUTE
-        value = moved
-    return True
-
-
-def _is_reduced(graph: Graph, readers: Sequence[_Readers], body: int, value: ir.Var) -> bool:
-    """Whether a reduction reads a value, and something else does too."""
-    names = _names(graph, body, value)
-    return any(v in readers[at].reduced and readers[at].others[v] > 1 for at, v in names)
+    at = opened.outvars.index(value)
+    callers = [(row, inner) for row, inner in graph.callers[body] if at < len(inner.results)]
+    return any(
+        _is_shifted(graph, int(graph.body[row]), graph.eqns[row].outvars[inner.results[at]])
+        for row, inner in callers
+    )
 
 
 def _is_of_attention(eqn: ir.Eqn, node: BodyNode, low: Collection[ir.Var]) -> bool:
@@ -166,29 +130,22 @@ def maker_of(graph: Graph, row: int) -> int:
     return at
 
 
-class _Readers(NamedTuple):
-    """The values of a body that low products read, the others' readers, and what is reduced.
+def _readers(
+    graph: Graph, node: BodyNode, reads_low: Collection[int]
+) -> tuple[set[ir.Var], collections.Counter[ir.Var]]:
+    """The values of a body that low products read, and how often anything else reads each value.
 
     Who reads a value that is only moved reads the value before it.
     """
-
-    low: set[ir.Var]
-    others: collections.Counter[ir.Var]
-    reduced: set[ir.Var]
-
-
-def _readers(graph: Graph, node: BodyNode, reads_low: Collection[int]) -> _Readers:
-    low, others, reduced = set[ir.Var](), collections.Counter[ir.Var](), set[ir.Var]()
+    low, others = set[ir.Var](), collections.Counter[ir.Var]()
     others.update(v for v in ir.open_jaxpr(node.jaxpr).outvars if not ir.is_literal(v))
     for row in reversed(range(node.start, node.stop)):
         eqn = graph.eqns[row]
         moved = moved_operand(eqn)
         if moved is not None:
             others[moved] += sum(others[v] for v in eqn.outvars)
-            for values in (low, reduced):
-                values.update([moved] if values.intersection(eqn.outvars) else [])
+            low.update([moved] if low.intersection(eqn.outvars) else [])
             continue
-        is_reduction = op(eqn.primitive.name).kind is OpKind.REDUCTION
         for at, v in enumerate(eqn.invars):
             if ir.is_literal(v):
                 continue
@@ -196,5 +153,4 @@ def _readers(graph: Graph, node: BodyNode, reads_low: Collection[int]) -> _Reade
                 low.add(v)
             else:
                 others[v] += 1
-                reduced.update([v] if is_reduction else [])
-    return _Readers(low, others, reduced)
+    return low, others
