@@ -168,6 +168,8 @@ def test_what_is_too_large_is_left_to_the_table(monkeypatch: pytest.MonkeyPatch,
     assert not any(tmp_path.iterdir())
 
 
+# A CPU without bfloat16 instructions gains nothing from it, and a warning says so.
+@pytest.mark.filterwarnings("ignore:AutoMixedBf16 lowered nothing")
 def test_what_takes_too_long_is_left_to_the_table(clock: Clock):
     n = 8192
     found = pp.inspect(jnp.matmul, MEASURED)(f32(n, n), f32(n, n))

@@ -141,6 +141,8 @@ def test_a_host_callback_is_refused_where_there_is_no_host(
     assert not calls
 
 
+# A CPU without bfloat16 instructions gains nothing from it, and a warning says so.
+@pytest.mark.filterwarnings("ignore:AutoMixedBf16 lowered nothing")
 def test_the_profit_of_products_is_that_on_the_target():
     def fn(x: jax.Array) -> jax.Array:
         return x @ x
