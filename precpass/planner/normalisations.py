@@ -24,9 +24,8 @@ _READERS = frozenset(("mul", "div", "square", "integer_pow"))
 _MOST = 64
 """So many values are looked at between a mean, a variance, and a root of the variance."""
 
-
-Dimensions = tuple[tuple[Any, ...], tuple[int, ...]]
-"""The shape of what is added up, and the axes over which it is."""
+_Dimensions = tuple[tuple[Any, ...], tuple[int, ...]]
+"""The shape of an array, and the axes over which it is added up."""
 
 
 class Normalisations:
@@ -71,10 +70,10 @@ class Normalisations:
         return value
 
     def _reads(self, body: int, eqn: ir.Eqn, origin: ir.Atom) -> bool:
-        """Whether the first operand of an equation has some origin."""
+        """Whether the first operand of an equation is a value, perhaps copied or reshaped."""
         return self._origin(body, eqn.invars[0]) is origin
 
-    def _dimensions_of_mean(self, body: int, atom: ir.Atom, origin: ir.Atom) -> Dimensions | None:
+    def _dimensions_of_mean(self, body: int, atom: ir.Atom, origin: ir.Atom) -> _Dimensions | None:
         """The dimensions over which a value is the mean of another one; None if it is none."""
         scale = 1.0
         while maker := self._maker(body, atom):
@@ -107,7 +106,7 @@ class Normalisations:
         return name if name in ("sqrt", "rsqrt") else None
 
     def _makers_of(self, body: int, atom: ir.Atom, origin: ir.Atom) -> Iterator[ir.Eqn]:
-        """The equations of a body that made a value, without those that made its origin."""
+        """The equations of a body that made a value, back to those that read the origin."""
         todo, seen = [atom], set[ir.Var]()
         while todo and len(seen) < _MOST:
             value = todo.pop()
@@ -119,7 +118,7 @@ class Normalisations:
                 yield maker
                 todo += maker.invars
 
-    def _is_deviation(self, body: int, factor: ir.Atom, over: Dimensions, origin: ir.Atom) -> bool:
+    def _is_deviation(self, body: int, factor: ir.Atom, over: _Dimensions, origin: ir.Atom) -> bool:
         """Whether a factor was made from the root of a value's variance over some dimensions."""
         for maker in self._makers_of(body, factor, origin):
             if self._root(body, maker) is not None:
@@ -129,7 +128,7 @@ class Normalisations:
                 return True
         return False
 
-    def _is_variance(self, body: int, atom: ir.Atom, over: Dimensions, origin: ir.Atom) -> bool:
+    def _is_variance(self, body: int, atom: ir.Atom, over: _Dimensions, origin: ir.Atom) -> bool:
         makers = tuple(self._makers_of(body, atom, origin))
         subtracts = any(maker.primitive.name == "sub" for maker in makers)
         for maker in makers:
@@ -152,7 +151,7 @@ class Normalisations:
         self,
         body: int,
         eqn: ir.Eqn,
-        over: Dimensions,
+        over: _Dimensions,
         origin: ir.Atom,
         names: tuple[str, ...],
     ) -> bool:
@@ -167,7 +166,7 @@ class Normalisations:
         has_names = any(e.primitive.name in names for e in inside)
         return sums and has_names and any(map(_is_square, inside))
 
-    def _is_divided_by_root(self, body: int, square: ir.Var, over: Dimensions) -> bool:
+    def _is_divided_by_root(self, body: int, square: ir.Var, over: _Dimensions) -> bool:
         """Whether anything is divided by the root of a square that was summed over dimensions."""
         todo, seen = [(body, square, "square")], set[tuple[int, ir.Var, str]]()
         while todo and len(seen) < _MOST:
@@ -195,7 +194,7 @@ class Normalisations:
         return is_divisor and stage == "root" and self._numbers.of(body, eqn.invars[0]) is None
 
     def _stage_after(
-        self, body: int, eqn: ir.Eqn, value: ir.Var, over: Dimensions, stage: str
+        self, body: int, eqn: ir.Eqn, value: ir.Var, over: _Dimensions, stage: str
     ) -> str | None:
         """What the result of an equation is: the square, its sum, the root; None for another."""
         name = eqn.primitive.name
@@ -210,8 +209,11 @@ class Normalisations:
         return stage if (is_scaled and not is_divisor) or hands_on(eqn, value) else None
 
 
-def _reduced(eqn: ir.Eqn) -> Dimensions:
-    """What a `reduce_sum` adds up."""
+def _reduced(eqn: ir.Eqn) -> _Dimensions:
+    """The dimensions over which a `reduce_sum` adds up.
+
+    The axes alone would take a mean over groups for one over the whole of another shape.
+    """
     return eqn.invars[0].aval.shape, ir.reduced_axes(eqn)
 
 

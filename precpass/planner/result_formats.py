@@ -67,7 +67,8 @@ class _ResultFormats:
         self._reach = Reach(self.graph, analysis.uses)
         self._tolerant = TolerantReaders(self.graph, self._reach)
         self._dead = dead(self.graph).tolist()
-        self._ranks = any(op(eqn.primitive.name).ranks for eqn in self.graph.eqns)
+        # Most programs rank nothing, and need no walk from each product to what ranks it.
+        self._ranks_anything = any(op(eqn.primitive.name).ranks for eqn in self.graph.eqns)
         self._stored_low = self._rounded_values(plan)
         self._plans: dict[tuple[int, int], Plan] = {}
 
@@ -236,10 +237,9 @@ class _ResultFormats:
             for r in sums
         ):
             return True
-        functions = self._reach.readers(body, var, _hands_on_or_computes)
-        return self._ranks and any(
+        return self._ranks_anything and any(
             r.eqn is not None and op(r.eqn.primitive.name).ranks and not self._is_harmless(r)
-            for r in functions
+            for r in self._reach.readers(body, var, _hands_on_or_computes)
         )
 
     def _is_harmless(self, reader: Reader) -> bool:
@@ -262,6 +262,7 @@ def _hands_on_or_adds(eqn: ir.Eqn, var: ir.Var) -> bool:
 
 
 def _hands_on_or_computes(eqn: ir.Eqn, var: ir.Var) -> bool:
+    """Whether an equation's result is the operand moved, or a function of each of its elements."""
     return hands_on(eqn, var) or op(eqn.primitive.name).kind is OpKind.ELEMENTWISE
 
 

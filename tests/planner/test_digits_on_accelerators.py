@@ -194,13 +194,18 @@ def of_two(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.logaddexp(a[:, :32], a[:, 32:]).mean()
 
 
+def with_a_repeated_row(w: jax.Array, x: jax.Array) -> jax.Array:
+    a = 20 * (x @ w)
+    return jnp.logaddexp(a, jnp.broadcast_to(a[:1] + 1.0, a.shape)).mean()
+
+
 def added_in_a_loop(w: jax.Array, x: jax.Array) -> jax.Array:
     scores = 20 * (x @ w)
     return jax.lax.scan(lambda a, b: (jnp.logaddexp(a, b), None), scores[0], scores)[0].mean()
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("fn", [ctc, of_two, added_in_a_loop])
+@pytest.mark.parametrize("fn", [ctc, of_two, with_a_repeated_row, added_in_a_loop])
 def test_a_smooth_maximum_of_two_arrays_has_its_digits(fn: Callable[..., Any], target: str):
     """The derivative is an exponential of an array less the maximum, which must not be rounded."""
     gradient = jax.grad(fn)

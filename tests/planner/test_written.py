@@ -76,7 +76,15 @@ def test_a_residual_stream_and_its_cotangent_keep_their_digits():
     assert rel_error(jaxpr_as_fun(found.after)(W, X)[0], jax.grad(residual)(W, X)) < 0.02
 
 
-@pytest.mark.parametrize("relu", [jax.nn.relu, lambda x: jnp.maximum(x, 0)], ids=["nn", "numpy"])
+@pytest.mark.parametrize(
+    "relu",
+    [
+        jax.nn.relu,
+        lambda x: jnp.maximum(x, 0),
+        lambda x: jnp.maximum(x, jnp.zeros_like(x)),
+    ],
+    ids=["nn", "numpy", "zeros"],
+)
 def test_a_relu_is_stored_in_16_bits_whoever_wrote_it(relu: Callable[..., Any]):
     def pooled(w: jax.Array, x: jax.Array) -> jax.Array:
         h = relu(x @ w).reshape(1, 8, 8, 32)

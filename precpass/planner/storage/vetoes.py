@@ -257,11 +257,11 @@ def is_read_exactly_behind(program: Eligibility, values: StorageClass) -> str | 
                 and _adds_arrays(program, row)
             ):
                 return "is a sum that is added to"
-        is_larger = _is_larger_of_two(program.graph.eqns[row])
+        is_larger = _is_larger_of_two(program, row)
         through = _hands_on_adds_or_multiplies if is_larger else _hands_on_or_multiplies
         for reader in program.reach.readers(body, result, through):
             if reader.eqn is None and is_larger:
-                return "is added to, and is returned or a loop's state then"
+                return "is returned, or a loop's state, behind a sum"
             if reader.eqn is None or program.dead[at := program.reach.row_of(reader)]:
                 continue
             name = reader.eqn.primitive.name
@@ -287,13 +287,24 @@ def _hands_on_adds_or_multiplies(eqn: ir.Eqn, var: ir.Var) -> bool:
     return _hands_on_or_multiplies(eqn, var) or eqn.primitive.name in ("add", "add_any")
 
 
-def _is_larger_of_two(eqn: ir.Eqn) -> bool:
+def _is_larger_of_two(program: Eligibility, row: int) -> bool:
     """Whether an equation returns the larger of two arrays, as `jnp.logaddexp` does inside.
 
-    A small term is added to it there, and the sum is subtracted from either array. Rounding it
-    moves every such difference, and all the more in a loop that carries the sum.
+    `jnp.logaddexp` adds a small term to it, and its derivative subtracts the sum from either array.
+    If the larger one were rounded, each of these differences would have the error of the rounding.
     """
-    return eqn.primitive.name == "max" and not any(map(ir.is_literal, eqn.invars))
+    eqn, body = program.graph.eqns[row], int(program.graph.body[row])
+    if eqn.primitive.name != "max":
+        return False
+    return not any(ir.is_literal(_before_repetition(program, body, v)) for v in eqn.invars)
+
+
+def _before_repetition(program: Eligibility, body: int, atom: ir.Atom) -> ir.Atom:
+    """What `broadcast_in_dim` made a value of; any other value itself."""
+    maker = None if ir.is_literal(atom) else program.makers(body).get(atom)
+    if maker is None or maker.primitive.name != "broadcast_in_dim":
+        return atom
+    return maker.invars[0]
 
 
 def _is_shift(program: Eligibility, values: StorageClass, row: int) -> bool:
@@ -317,9 +328,7 @@ def _is_complement(program: Eligibility, values: StorageClass, row: int) -> bool
     readers = program.reach.direct(body, eqn.outvars[0])
     if not all(r is not None and r.primitive.name == "mul" for r in readers):
         return False
-    one, _ = eqn.invars
-    if not ir.is_literal(one) and (maker := program.makers(body).get(one)) is not None:
-        one = maker.invars[0] if maker.primitive.name == "broadcast_in_dim" else one
+    one = _before_repetition(program, body, eqn.invars[0])
     return ir.is_literal(one) and one.val == 1
 
 
