@@ -70,9 +70,10 @@ install_compilers() {
 }
 
 # Passes pytest on both cores. The tests differ much in length: an idle worker takes some of the
-# other's.
+# other's. Bytecode is written, since pytest would rewrite the asserts of all tests for each worker
+# and each run.
 run_pytest() {
-    "$venv/bin/python" -m pytest -n 2 --dist worksteal "$@"
+    env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -m pytest -n 2 --dist worksteal "$@"
 }
 
 # The closing line of a script of tests, which `.ci/run` reads back.
