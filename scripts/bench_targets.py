@@ -178,7 +178,8 @@ def ratio(cells: Sequence[TargetCell], cell: TargetCell, base: str, figure: str)
 def means(cells: Sequence[TargetCell]) -> list[list[Any]]:
     """The geometric means over gradients and steps of each column's ratios to "by hand"."""
     rows: list[list[Any]] = []
-    for key in dict.fromkeys(c.column for c in cells if c.column != "hand"):
+    there = {c.column for c in cells} - {"hand"}
+    for key in (key for key in KEYS if key in there):
         own = [c for c in cells if c.column == key and c.mode != "forward"]
         row: list[Any] = [key]
         for figure in RATIOS:
