@@ -70,8 +70,8 @@ install_compilers() {
 }
 
 # Passes pytest on both cores. The tests differ much in length: an idle worker takes some of the
-# other's. Bytecode is written, since pytest would rewrite the asserts of all tests for each worker
-# and each run.
+# other's. Bytecode is written in any case, because otherwise pytest rewrites the asserts of all
+# tests for each worker in each run.
 run_pytest() {
     env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -m pytest -n 2 --dist worksteal "$@"
 }

@@ -178,9 +178,10 @@ def ratio(cells: Sequence[TargetCell], cell: TargetCell, base: str, figure: str)
 def means(cells: Sequence[TargetCell]) -> list[list[Any]]:
     """The geometric means over gradients and steps of each column's ratios to "by hand"."""
     rows: list[list[Any]] = []
-    there = {c.column for c in cells} - {"hand"}
-    for key in (key for key in KEYS if key in there):
+    for key in KEYS:
         own = [c for c in cells if c.column == key and c.mode != "forward"]
+        if key == "hand" or not own:
+            continue
         row: list[Any] = [key]
         for figure in RATIOS:
             each = [r for c in own if (r := ratio(cells, c, "hand", figure))]

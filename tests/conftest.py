@@ -23,11 +23,11 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Many tests make equal programs of functions of their own, which jit's cache does not take for
-# equal; with JAX's cache of compiled programs the tests take a fifth less time. Each worker has a
-# folder of its own, since JAX writes there without a lock.
-compiled_programs = TemporaryDirectory(prefix="precpass-tests-")
+# Many tests trace different functions to equal programs. `jax.jit` compiles each of them anew, but
+# JAX's persistent cache compares the programs, so that it saves a fifth of the tests' time. Each
+# worker has a folder of its own, because another worker could read a file that is half written.
 if jax.config.jax_compilation_cache_dir is None:
+    compiled_programs = TemporaryDirectory(prefix="precpass-tests-")
     jax.config.update("jax_compilation_cache_dir", compiled_programs.name)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
