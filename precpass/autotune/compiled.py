@@ -3,9 +3,10 @@
 What a product gains alone does not tell what a program gains: XLA fuses casts, widens what it has
 no kernel for, and keeps in memory what it cannot fuse. So the whole program is compiled in a few
 forms, and the cheapest counts. On a TPU a program costs the compiler's own estimate of its cycles.
-Elsewhere it costs the time of its bytes at the device's bandwidth and of its products' arithmetic
-at the device's peaks (`precpass.devices.devices`): a roofline, and no measurement. Nothing is run,
-so the same program has the same form every time.
+Elsewhere, and where that compiler has no estimate of some kernels, it costs the time of its bytes
+at the device's bandwidth and of its products' arithmetic at the device's peaks
+(`precpass.devices.devices`): a roofline, and no measurement. Nothing is run, so the same program
+has the same form every time.
 
 The forms (`precpass.autotune.forms`) stand in the order of their accuracy, and a later one is
 chosen if it saves `GAIN` of the cost, or of the temporary memory at hardly more cost (`LITTLE`).
@@ -43,6 +44,9 @@ GAIN = 0.03
 """The fraction of the cost, or of the temporary memory, that a less accurate form must save."""
 LITTLE = 0.01
 """The fraction of the cost that may be lost where temporary memory is saved."""
+
+_JUDGED = 2
+"""Counts the ways in which programs were judged, so that no file's older choice is taken."""
 
 
 class Choice(NamedTuple):
@@ -94,7 +98,8 @@ def choice_of(
 def _key(jaxpr: ir.Jaxpr, policy: PrecisionPolicy, scope: str) -> str:
     """A digest of all that a choice depends on beside the device."""
     text = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))  # addresses of functions
-    parts = (text, repr(policy), sorted(map(str, policy.orders)), scope, ir.in_x64(), list(FORMS))
+    orders = sorted(map(str, policy.orders))
+    parts = (text, repr(policy), orders, scope, ir.in_x64(), list(FORMS), _JUDGED)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -121,38 +126,55 @@ def _found(
     rewritten: Callable[[PrecisionPolicy], ir.Jaxpr],
 ) -> Choice:
     """The choice, by compiling each distinct candidate."""
-    figures: dict[str, tuple[float, float]] = {}
+    figures: dict[str, _Figures] = {}
     failed: list[Exception] = []
-    compiled: dict[str, tuple[float, float]] = {}
+    compiled: dict[str, _Figures] = {}
     x64 = ir.in_x64()
     for form in forms_of(policy):
         try:
             new = rewritten(in_form(policy, form))
             text = str(new)
             if text not in compiled:
-                compiled[text] = apart(functools.partial(_cost, new, place, x64))
+                compiled[text] = apart(functools.partial(_figures, new, place, x64))
             figures[form] = compiled[text]
         except Exception as error:
             failed.append(error)
     if not figures:
         raise RuntimeError(f"no form of the program can be compiled: {failed[0]}") from failed[0]
+    # Cycles and seconds are not compared, so one program without an estimate decides for all.
+    in_cycles = all(found.cycles for found in figures.values())
+    costs = {f: found.cycles if in_cycles else found.seconds for f, found in figures.items()}
     chosen, *_ = figures
-    for form, (cost, temp) in figures.items():
-        best, least = figures[chosen]
+    for form, cost in costs.items():
+        best, least, temp = costs[chosen], figures[chosen].temp, figures[form].temp
         saves_memory = cost <= (1 + LITTLE) * best and least > 0 and temp <= (1 - GAIN) * least
         saves = saves_memory or cost <= (1 - GAIN) * best
         chosen = form if saves else chosen
-    (base, _), *_ = figures.values()
-    costs = tuple(
+    base, *_ = costs.values()
+    each = tuple(
         # a program of empty arrays costs nothing
-        (form, round(cost / base, 4) if base else 1.0, temp)
-        for form, (cost, temp) in figures.items()
+        (form, round(cost / base, 4) if base else 1.0, figures[form].temp)
+        for form, cost in costs.items()
     )
-    return Choice(chosen, costs)
+    return Choice(chosen, each)
 
 
-def _cost(jaxpr: ir.Jaxpr, place: Any, x64: bool) -> tuple[float, float]:
-    """The cost of a program, in seconds or cycles, and the bytes of its temporary memory."""
+class _Figures(NamedTuple):
+    """What a program costs.
+
+    Attributes:
+        cycles: the compiler's estimate; 0 where it has none, or leaves out some kernels.
+        seconds: the time of its bytes and its products' arithmetic.
+        temp: the bytes of its temporary memory.
+    """
+
+    cycles: float
+    seconds: float
+    temp: float
+
+
+def _figures(jaxpr: ir.Jaxpr, place: Any, x64: bool) -> _Figures:
+    """What a program costs, by compiling it."""
     sharding = jax.sharding.SingleDeviceSharding(getattr(place, "device", place))
     absent = contextlib.nullcontext() if is_present(place) else planned_for(place)
     # Settings of the whole process hold in this thread too, but not the caller's.
@@ -165,12 +187,12 @@ def _cost(jaxpr: ir.Jaxpr, place: Any, x64: bool) -> tuple[float, float]:
     platform = getattr(place, "platform", "cpu")
     traffic, memory = traffic_of(program.as_text() or "", platform), program.memory_analysis()
     temp = float(memory.temp_size_in_bytes) if memory is not None else 0.0
-    return _seconds_or_cycles(traffic, jaxpr, device_for(device=place)), temp
+    cycles = 0.0 if traffic.without_cycles else float(traffic.cycles or 0)
+    return _Figures(cycles, _seconds(traffic, jaxpr, device_for(device=place)), temp)
 
 
-def _seconds_or_cycles(traffic: Traffic, jaxpr: ir.Jaxpr, device: Device) -> float:
-    if traffic.cycles:
-        return float(traffic.cycles)
+def _seconds(traffic: Traffic, jaxpr: ir.Jaxpr, device: Device) -> float:
+    """The time of a program's bytes and of its products' arithmetic, by published peaks."""
     arithmetic = 0.0
     narrow = {str(p): p for p in Precision if p.is_low or p.is_scaled}
     for name, flops in work_of(jaxpr).product_flops.items():

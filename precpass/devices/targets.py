@@ -16,12 +16,14 @@ import importlib.metadata
 import importlib.resources
 import importlib.util
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
+
+from precpass.devices.detect import is_present
 
 __all__ = ["TARGETS", "Target", "abstract_on", "check_shards", "target_of"]
 
@@ -114,18 +116,28 @@ def target_of(value: Any) -> Any:
 
 
 def check_shards(target: Any, tree: Any) -> None:
-    """Refuses arguments that are sharded over another number of devices than a target has.
+    """Refuses arguments that are on another device than a target, or over another number of them.
 
     Args:
-        target: a JAX device, for which everything is allowed, a `Target` or None.
-        tree: the arguments of a program.
+        target: a JAX device, which may have any shardings, a `Target` or None.
+        tree: the arguments of a program. Those on a device of this machine are allowed.
 
     Raises:
-        ValueError: naming the target and the numbers.
+        ValueError: naming the target, and the other device or the numbers.
     """
+    if target is None:
+        return
+    leaves = jax.tree.leaves(tree)
+    for device in filter(None, map(_absent_device, leaves)):
+        if (device.platform, device.device_kind) != (target.platform, target.device_kind):
+            name = getattr(target, "name", target.device_kind)
+            raise ValueError(
+                f"target {name!r} is another device than the {device.device_kind} of the "
+                "arguments' shardings: leave out one of them"
+            )
     if not isinstance(target, Target):
         return
-    sizes = {mesh.size for mesh in map(_mesh_of, jax.tree.leaves(tree)) if mesh is not None}
+    sizes = {mesh.size for mesh in map(_mesh_of, leaves) if mesh is not None}
     if target.is_one and sizes - {1}:
         raise ValueError(
             f"target {target.name!r} is one device, and the arguments are sharded over "
@@ -135,7 +147,8 @@ def check_shards(target: Any, tree: Any) -> None:
         raise ValueError(
             f"target {target.name!r} is a topology of several devices, and a program without "
             f"shardings runs on one: give {target.name.partition(':')[0]!r}, or arguments with a "
-            "jax.sharding.NamedSharding, such as jax.ShapeDtypeStructs over an AbstractMesh"
+            "jax.sharding.NamedSharding: jax.ShapeDtypeStructs over an AbstractMesh or, where "
+            "arrays are needed, arrays over as many CPU devices (the option jax_num_cpu_devices)"
         )
 
 
@@ -145,8 +158,8 @@ def abstract_on(device: Any, tree: Any) -> Any:
     Args:
         device: a JAX device, which may be one of a topology, or a `Target`.
         tree: a tree of arguments. A `jax.sharding.NamedSharding` becomes the same one over the
-            devices of a target that has several, other shardings of shapes stay, and what is
-            neither an array nor a shape stays as it is.
+            devices of a target that has several. Shapes that are spread over several devices
+            otherwise, and what is neither an array nor a shape, stay as they are.
 
     Raises:
         ValueError: if a mesh has another number of devices than the target.
@@ -159,8 +172,8 @@ def abstract_on(device: Any, tree: Any) -> Any:
         mesh = _mesh_of(x)
         if sharded:
             return None if mesh is None else _over(device, mesh, x.sharding.spec)
-        kept = isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None
-        return x.sharding if kept else on_device
+        is_spread = isinstance(x, jax.ShapeDtypeStruct) and len(_devices_of(x)) != 1
+        return x.sharding if is_spread and x.sharding is not None else on_device
 
     def placed(x: Any) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct | jax.Array | np.ndarray):
@@ -176,6 +189,21 @@ def _mesh_of(x: Any) -> Any:
     """The mesh that an array or a shape is sharded over; None for what is on one device."""
     given = getattr(x, "sharding", None)
     return given.mesh if isinstance(given, jax.sharding.NamedSharding) else None
+
+
+def _devices_of(x: Any) -> Collection[Any]:
+    """The devices of a shape's or an array's sharding; none without one, and of abstract ones."""
+    sharding = getattr(x, "sharding", None)
+    try:
+        return () if sharding is None else sharding.device_set
+    except ValueError:  # an abstract mesh has no devices
+        return ()
+
+
+def _absent_device(x: Any) -> Any:
+    """The device of a shape, if this machine does not have it."""
+    devices = _devices_of(x) if isinstance(x, jax.ShapeDtypeStruct) else ()
+    return next((device for device in devices if not is_present(device)), None)
 
 
 def _over(target: Target, mesh: Any, spec: jax.sharding.PartitionSpec) -> Any:
@@ -228,8 +256,9 @@ def _topology(target: Target) -> Any:
     except Exception as error:
         if not target.is_one and _topology(TARGETS[target.name.partition(":")[0]]):
             raise ValueError(
-                f"the compiler has no topology {target.topology!r} for target {target.name!r}: "
-                f"{str(error).partition(chr(10))[0]}"
+                f"the compiler has no topology {target.topology!r} for target {target.name!r} "
+                f"({str(error).partition(chr(10))[0]}): name a grid of chips that is sold, such as "
+                "'tpu v5e:2x4', 'tpu v6e:4x4' or 'tpu v5p:2x2x2'"
             ) from error
         raise RuntimeError(
             f"jax {jax.__version__} does not load XLA's {target.platform.upper()} compiler for "

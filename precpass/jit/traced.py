@@ -227,7 +227,8 @@ def _warning_texts(
     for rule in plan.unmatched:
         yield f"{rule!r} matched no equation of {name}{_hint(rule, layers())}"
     if policy.lowers and not plan.lowers and plan.form:
-        yield f"{policy.name} lowered nothing in {name}, because that costs more: {plan.costs}"
+        why = "no form with 16 bits saves enough"
+        yield f"{policy.name} lowered nothing in {name}, because {why}: {plan.costs}"
     elif policy.lowers and not plan.lowers:
         why_not = {d.reason for d in plan.walk() if d.kind is OpKind.COMPUTE}
         asked_so = {reasons.USERS_PRECISION, reasons.FIXED} & {why.template for why in why_not}

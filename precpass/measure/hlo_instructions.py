@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from math import prod
 
-__all__ = ["Frames", "Instruction", "Shape", "bits", "frames_of", "instruction_of"]
+__all__ = ["MOSAIC_KERNEL", "Frames", "Instruction", "Shape", "bits", "frames_of", "instruction_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +128,12 @@ _OP_NAME = re.compile(rf"\bop_name={_STRING}")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _FILE, _LINE = re.compile(rf"\bsource_file={_STRING}"), re.compile(r"\bsource_line=(\d+)")
 _TARGET = re.compile(rf"\bcustom_call_target={_STRING}")
+MOSAIC_KERNEL = "tpu_custom_call"
+"""The target of a TPU's custom calls that are kernels in Mosaic, such as Pallas'."""
+# A TPU's compiler writes ragged products as Mosaic kernels (jax 0.12.0.1), whose last two operands
+# are the factors; another kernel prepares the sizes of the groups.
+_RAGGED_DOT = re.compile(r"ragged-dot-(?!metadata)")
+_COMMENT = re.compile(r"/\*.*?\*/")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -157,13 +163,15 @@ def instruction_of(line: str, frames: Frames) -> Instruction | None:
     literal = opcode[1] in ("parameter", "constant")
     target = _TARGET.search(rest) if opcode[1] == "custom-call" else None
     op_name, file, function, number = _origin(rest, frames)
+    operands = () if literal else tuple(_operands(inside))
+    is_ragged = bool(target) and target[1] == MOSAIC_KERNEL and _RAGGED_DOT.match(start[2])
     return Instruction(
         name=start[2],
-        opcode=opcode[1],
+        opcode="ragged-dot" if is_ragged else opcode[1],
         shapes=tuple(shapes),
-        operands=() if literal else tuple(_operands(inside)),
+        operands=operands[-2:] if is_ragged else operands,
         called=tuple(_called(rest)),
-        op_name=op_name,
+        op_name=op_name.removesuffix("/ragged-dot-none") if is_ragged else op_name,
         file=file,
         function=function,
         line=number,
@@ -243,7 +251,8 @@ def _closed(text: str, at: int) -> int:
 
 
 def _operands(text: str) -> Iterator[str]:
-    """The names in a list of operands, whose types may stand before them."""
+    """The names in a list of operands, whose types and numbers may stand before them."""
+    text = _COMMENT.sub("", text)  # "/*index=5*/%x"
     at = start = 0
     while at <= len(text):
         if at == len(text) or text[at] == ",":

@@ -10,8 +10,10 @@ the compiled text, on every platform in the same way:
   moves the most bytes counts.
 - On a TPU, values that the compiler keeps in the memory on the chip move nothing.
 
-Bytes are those of elements: padding is not known. A TPU's compiler also writes its estimate of each
-kernel's cycles. They are summed here, times trips; other compilers write none.
+Bytes are those of elements: padding is not known. A TPU's compiler also estimates the cycles of
+most kernels, which are summed here, times trips. It has no estimate of communication, of Mosaic
+kernels (Pallas' and those of ragged products) and of copies that run beside other kernels. The runs
+of the first two are counted, because the sum says little of a program that spends its time there.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from precpass.measure.hlo import Computation, Instruction, Module, Shape
+from precpass.measure.hlo_instructions import MOSAIC_KERNEL
 
 __all__ = ["MatrixKernel", "Traffic", "traffic_of"]
 
@@ -65,7 +68,9 @@ class Traffic:
         cast_bytes: the bytes that these move.
         transposes: the runs of kernels that only transpose or copy.
         cycles: the TPU compiler's estimate of all cycles; None for other platforms.
-        guesses: whether a loop, whose trips only run time knows, was counted once.
+        without_cycles: the runs of kernels, communication included, that this estimate leaves out
+            because the compiler has none of them; 0 for other platforms.
+        guesses: whether a loop whose trips only run time knows was counted once.
     """
 
     moved: float
@@ -74,6 +79,7 @@ class Traffic:
     cast_bytes: float
     transposes: int
     cycles: int | None
+    without_cycles: int
     guesses: bool
 
     @property
@@ -121,6 +127,7 @@ def traffic_of(text: str, platform: str = "cpu") -> Traffic:
         total.cast_bytes,
         total.transposes,
         total.cycles if platform == "tpu" else None,
+        total.without_cycles if platform == "tpu" else 0,
         tally.guesses,
     )
 
@@ -138,6 +145,7 @@ class _Sum:
     cast_bytes: float = 0.0
     transposes: int = 0
     cycles: int = 0
+    without_cycles: int = 0
 
     def add(self, other: _Sum, times: int = 1) -> None:
         self.moved += times * other.moved
@@ -147,9 +155,10 @@ class _Sum:
         self.cast_bytes += times * other.cast_bytes
         self.transposes += times * other.transposes
         self.cycles += times * other.cycles
+        self.without_cycles += times * other.without_cycles
 
 
-# Instructions that run no kernel. The "-done" of an asynchronous pair is one too.
+# They run no kernel, nor does the "-done" of an asynchronous pair.
 _FREE = frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all")
     + ("add-dependency", "opt-barrier", "partition-id", "replica-id", "domain")
@@ -162,6 +171,7 @@ _LIBRARY_PRODUCT = re.compile(
     r"cublas|cudnn\$(conv|fmha|blockScaledDot)|onednn\$matmul|__dot|gemm", re.I
 )
 _SLICES = frozenset(("slice", "dynamic-slice", "gather"))
+_COMMUNICATION = re.compile(r"all-|collective-|ragged-all-|reduce-scatter|(recv|send)\b")
 # A custom call that only names buffers moves nothing.
 _BUFFERS = frozenset(("AllocateBuffer", "ConcatBitcast", "SliceBitcast", "Sharding"))
 
@@ -206,6 +216,7 @@ class _Tally:
 
     def _kernel(self, computation: Computation, instruction: Instruction, total: _Sum) -> None:
         operands = computation.operands(instruction)
+        total.without_cycles = int(not instruction.cycles and _has_no_estimate(instruction))
         if instruction.opcode in ("fusion", "fusion-start"):
             inner, *_ = self.module.called(instruction)
             total.moved = self._fused(instruction, inner, operands)
@@ -267,6 +278,11 @@ class _Tally:
         for shape, update in zip(_without_workspace(results), written, strict=False):
             moved += self._size([dataclasses.replace(update, space=shape.space)])
         return moved
+
+
+def _has_no_estimate(instruction: Instruction) -> bool:
+    """Whether a TPU's compiler estimates no cycles of what takes time by itself."""
+    return instruction.target == MOSAIC_KERNEL or bool(_COMMUNICATION.match(instruction.opcode))
 
 
 def _without_workspace(shapes: Sequence[Shape]) -> Sequence[Shape]:

@@ -42,17 +42,32 @@ def costing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     def given(*costs: tuple[float, float] | Exception) -> list[str]:
         rest, asked = list(costs), list[str]()
 
-        def cost(jaxpr: Any, *_: Any) -> tuple[float, float]:
+        def figures(jaxpr: Any, *_: Any) -> Any:
             asked.append(str(jaxpr))
             found = rest.pop(0)
             if isinstance(found, Exception):
                 raise found
-            return found
+            cost, temp = found
+            return compiled._Figures(0.0, cost, temp)  # pyright: ignore[reportPrivateUsage]
 
-        monkeypatch.setattr(compiled, "_cost", cost)
+        monkeypatch.setattr(compiled, "_figures", figures)
         return asked
 
     return given
+
+
+@pytest.mark.parametrize(("cycles", "lowers"), [(5.0, True), (0.0, False)])
+def test_forms_are_judged_by_cycles_only_if_all_have_an_estimate(
+    monkeypatch: pytest.MonkeyPatch, cycles: float, lowers: bool
+):
+    figures = compiled._Figures  # pyright: ignore[reportPrivateUsage]
+    each = iter([figures(9.0, 1.0, 0.0)])  # float32's; the others take twice the seconds
+    monkeypatch.setattr(compiled, "_figures", lambda *_: next(each, figures(cycles, 2.0, 0.0)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pp.PrecisionWarning)
+        plan = pp.inspect(product, COMPILED)(X, WS[0]).plan
+    assert bool(low(plan)) is lowers
+    assert f"products {5 / 9 if lowers else 2:.2f} (" in plan.costs
 
 
 def low(plan: pp.Plan) -> int:

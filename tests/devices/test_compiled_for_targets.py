@@ -211,6 +211,12 @@ print(1e-4 < wide.errors.relative < {most} and 1e-4 < low.errors.relative < 1e-2
 shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
 found = pp.profile(jax.grad(loss), rows, target={target!r}, devices=())(*shapes)
 print(found.rows[1].traffic.low_runs == low.traffic.runs, found.device.split(",")[0])
+
+step = pp.auto_mixed(lambda w, x: w - jax.grad(loss)(w, x), donate_argnums=0, keep_unused=True)
+(row,) = pp.compare(step, rows[1:], target={target!r})(*args).rows
+print(row.memory == pp.audit(step, target={target!r})(*shapes).memory, row.memory.aliased)
+here = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in args]
+print(pp.audit(step, target={target!r})(*here).device_kind)
 """
 
 
@@ -224,7 +230,40 @@ def test_compare_and_profile_show_what_a_targets_compiler_makes(target: str):
         f"True True None {is_tpu}",
         "True",
         f"True {TARGETS[target].device_kind}",
+        f"True {256 * 512 * 4}",
+        TARGETS[target].device_kind,
     ]
+
+
+RAGGED = """
+import jax, jax.numpy as jnp, precpass as pp
+from jax.experimental import topologies
+
+def experts(x, w, sizes):
+    return jnp.tanh(jax.lax.ragged_dot(x, w, sizes)).sum()
+
+shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 128), (4, 128, 128))]
+shapes.append(jax.ShapeDtypeStruct((4,), jnp.int32))
+found = pp.audit(jax.grad(experts, argnums=(0, 1)), target="tpu v5e")(*shapes)
+print(found.as_planned, found.products, found.merged, found.traffic.without_cycles > 0)
+print({(kernel.call, *kernel.operands) for kernel in found.traffic.products})
+device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
+there = jax.sharding.SingleDeviceSharding(device)
+shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in shapes]
+for report in pp.audit, pp.inspect, pp.profile:
+    try:
+        report(experts, target="h100")(*shapes)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_ragged_products_are_kernels_of_a_tpu_and_its_shapes_are_for_no_other_target():
+    first, kernels, *errors = ran("-c", RAGGED).splitlines()
+    assert first == "2 3 1 True"  # XLA builds one anew, without a name
+    assert kernels == "{('ragged-dot', 'bf16', 'bf16')}"
+    assert len(errors) == 3
+    assert all("'h100' is another device than the TPU v5 lite" in error for error in errors)
 
 
 @pytest.fixture(scope="module", params=["h100", "v5e"])

@@ -184,6 +184,44 @@ def test_narrower_operands_are_found_unless_they_are_the_same_values():
     assert changes(widened, LOW).as_planned == 1
 
 
+def test_a_product_of_float64_that_is_emulated_is_said_to_be():
+    wide = program("f64[8,8]{1,0}", "ROOT d.1 = f64[8,8]{1,0} dot(x.1, w.1) @dot_general:3")
+    (change,) = changes(wide, LOW).found
+    assert change.why == "the device emulates a product of f64 by several of bf16"
+
+
+def test_a_product_whose_line_xla_lost_is_that_of_its_name():
+    def both(line: int, *before: str) -> Module:
+        product = f"b.1 = f32[8,8]{{1,0}} dot(y.1, y.1) @f/solve/dot_general:{line}"
+        return program(
+            "bf16[8,8]{1,0}", *before, "y.1 = f32[8,8]{1,0} convert(x.1)", f"ROOT {product}"
+        )
+
+    planned = both(0, "a.1 = bf16[8,8]{1,0} dot(x.1, w.1) @f/dot_general:3")
+    summary = changes(planned, both(3))
+    assert (summary.found, summary.as_planned, summary.merged) == ((), 1, 1)
+
+
+def test_products_of_one_line_are_not_taken_for_those_of_other_sizes():
+    part = "s.1 = bf16[{},8]{{1,0}} slice(x.1)"
+    planned = program(
+        "bf16[8,8]{1,0}",
+        "a.1 = bf16[8,8]{1,0} dot(x.1, w.1) @dot_general:3",
+        part.format(4),
+        "ROOT b.1 = bf16[4,8]{1,0} dot(s.1, w.1) @dot_general:3",
+    )
+    compiled = program(
+        "bf16[8,8]{1,0}",
+        part.format(2),
+        "y.1 = f32[2,8]{1,0} convert(s.1)",
+        "v.1 = f32[8,8]{1,0} convert(w.1)",
+        "b.1 = f32[2,8]{1,0} dot(y.1, v.1) @dot_general:3",
+        "ROOT a.1 = f32[8,8]{1,0} dot(v.1, v.1) @dot_general:3",
+    )
+    pairs = [(c.planned[-9:], c.compiled[-8:]) for c in changes(planned, compiled).found]
+    assert pairs == [("bf16[8,8]", "f32[8,8]"), ("bf16[4,8]", "f32[2,8]")]
+
+
 def test_rounded_sums_are_found_unless_a_cast_rounds_them():
     low = program(
         "bf16[8,8]{1,0}",

@@ -144,6 +144,34 @@ def test_what_stays_on_a_tpus_chip_moves_nothing_and_cycles_are_summed():
     assert traffic.cycles == 7 * 100
 
 
+def test_a_tpus_kernels_without_an_estimate_are_counted():
+    body = """  %b = bf16[4,16,16]{2,1,0} broadcast(%w), backend_config={"estimated_cycles":"10"}
+  %c = bf16[8,16]{1,0} convert(%x), backend_config={"estimated_cycles":"20"}
+  %n = s32[4]{0} custom-call(%i), custom_call_target="tpu_custom_call"
+  %ragged-dot-metadata.1 = s32[4]{0} custom-call(%i), custom_call_target="tpu_custom_call"
+  %ragged-dot-none.3 = f32[8,16]{1,0} custom-call(%n, %n, %n, %n, %n, /*index=5*/%c, %b), \
+custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/ragged_dot_general/ragged-dot-none"}
+  %r = f32[8,16]{1,0} all-reduce(%ragged-dot-none.3), to_apply=%add
+  ROOT %k = f32[8,16]{1,0} custom-call(%r), custom_call_target="AllocateBuffer\""""
+    traffic = traffic_of(GPU.replace("BODY", body), "tpu")
+    assert (traffic.cycles, traffic.without_cycles) == (30, 4)
+    assert traffic.products == (MatrixKernel("ragged-dot", ("bf16", "bf16"), ("f32",), 1),)
+    assert traffic_of(GPU.replace("BODY", body), "gpu").without_cycles == 0
+
+
+def test_each_fifth_operand_of_a_fusion_counts_and_has_its_own_place():
+    # as XLA prints them: "/*index=5*/" stands before the sixth
+    shape = "f32[8,16]{1,0}"
+    lines = [f"  %{name} = {shape} negate(%x)" for name in "abcdefg"]
+    fusion = "fusion(%a, %b, %c, %d, %e, /*index=5*/%f, %g), kind=kLoop, calls=%all"
+    parameters = [f"  %{name} = {shape} parameter({i})" for i, name in enumerate("abcdefg")]
+    sums = f"  %z = {shape} add(%a, %f)\n  ROOT %y = {shape} add(%z, %g)"
+    fused = "\n".join(["%all (p: f32[8,16]) -> f32[8,16] {", *parameters, sums, "}\n\n%cast ("])
+    text = GPU.replace("BODY", "\n".join([*lines, f"  ROOT %r = {shape} {fusion}"]))
+    text = text.replace("%cast (", fused, 1)
+    assert traffic_of(text, "gpu").moved == 7 * 2 * X + 4 * X
+
+
 def test_a_conditional_counts_as_its_largest_branch():
     text = """HloModule m
 

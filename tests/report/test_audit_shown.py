@@ -58,11 +58,14 @@ def test_the_backend_is_the_one_that_was_compiled_for(monkeypatch):
 
     def on_another(*args, **kwargs):
         return dataclasses.replace(
-            compiled(*args, **kwargs), device=types.SimpleNamespace(platform="tpu")
+            compiled(*args, **kwargs),
+            device=types.SimpleNamespace(platform="tpu", device_kind="TPU v5"),
         )
 
     monkeypatch.setattr(execute, "compiled", on_another)
-    assert pp.audit(product)(of(f32, 8, 8), of(f32, 8, 8)).backend == "tpu"
+    found = pp.audit(product)(of(f32, 8, 8), of(f32, 8, 8))
+    assert (found.backend, found.device_kind) == ("tpu", "TPU v5")
+    assert "for TPU v5: 1 of 1 products" in str(found)
 
 
 def test_transformed_functions_are_audited():

@@ -313,6 +313,20 @@ def test_modules_stay_as_they_are_and_their_updates_are_results():
     assert means[0] > 1e-5  # of the low product
 
 
+@pytest.mark.parametrize("report", [pp.compare, pp.profile])
+def test_a_module_that_is_donated_is_so_in_the_memory_that_is_shown(report):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        dense = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+        def update(model, x):
+            model.kernel[...] = model.kernel[...] + x @ x
+
+        step = pp.auto_mixed(update, donate_argnums=0)
+        (row,) = report(step, "AlwaysF32", rounds=1)(dense, jnp.ones((16, 16))).rows
+    assert row.memory.aliased >= 16 * 16 * 4
+    assert not dense.kernel[...].is_deleted()
+
+
 def test_results_of_every_kind():
     key = jax.random.key(0)
 
@@ -406,7 +420,7 @@ def test_bad_input(policies, options, error, text):
 
 def test_shapes_and_tracers_are_refused():
     compared = pp.compare(product, BOTH, rounds=0)
-    with pytest.raises(TypeError, match="x must hold arrays, not ShapeDtypeStruct"):
+    with pytest.raises(TypeError, match=r"x must hold arrays, not ShapeDtypeStruct.*`profile`"):
         compared(jax.ShapeDtypeStruct((2, 2), jnp.float32), W)
     with pytest.raises(TypeError, match="outside of jit"):
         jax.jit(lambda x: compared(x, W))(X)

@@ -91,8 +91,10 @@ class Audit:
             counts once.
         as_planned: the number of products that run on operands of the planned formats.
         merged: the number of products that are none in the compiled program: they were merged with
-            an equal one, computed at compile time, or fused as multiplications.
-        backend: the platform that the program was compiled for ("cpu", "cuda", ...).
+            an equal one, computed at compile time, fused as multiplications, or built anew by XLA
+            without a name (a TPU's ragged products, some of them).
+        backend: the platform that the program was compiled for ("cpu", "gpu", "tpu").
+        device_kind: JAX's name for the kind of device ("cpu", "NVIDIA H100 80GB HBM3", ...).
         inspection: the plan, and the program before and after it.
         hlo: the compiled program's text.
         memory: what XLA allocates; None if the backend does not tell.
@@ -105,6 +107,7 @@ class Audit:
     as_planned: int
     merged: int
     backend: str
+    device_kind: str
     inspection: Inspection
     hlo: str
     memory: Memory | None
@@ -121,6 +124,7 @@ class Audit:
         return {
             "policy": self.inspection.policy_name,
             "backend": self.backend,
+            "device_kind": self.device_kind,
             "jax": jax.__version__,
             "ok": self.ok,
             "products": {
@@ -173,8 +177,10 @@ class Audit:
         traffic, memory = self.traffic, self.memory
         if self.backend == "cpu":
             return []
+        left_out = f", without {counted(traffic.without_cycles, 'kernel')} that it has none of"
+        estimate = "the compiler's estimate" + left_out * bool(traffic.without_cycles)
         cycles = (
-            "" if traffic.cycles is None else f", {traffic.cycles / 1e6:,.2f} Mcycles (estimated)"
+            "" if traffic.cycles is None else f", {traffic.cycles / 1e6:,.2f} Mcycles ({estimate})"
         )
         lines = [
             f"kernels move {sized(traffic.moved)}{cycles}; {traffic.casts} only cast "
@@ -188,11 +194,12 @@ class Audit:
         return [*lines, *(f"{kernel.runs:>6} x {kernel}" for kernel in traffic.products)]
 
     def _totals(self) -> str:
-        merged = f", {self.merged} merged or fused" if self.merged else ""
+        merged = f", {self.merged} merged, fused or without a name" if self.merged else ""
         n = len(self.findings)
         outcome = "no finding" if self.ok else counted(n, "finding")
         return (
-            f"{self.inspection.policy_name}, compiled by jax {jax.__version__} for {self.backend}: "
+            f"{self.inspection.policy_name}, compiled by jax {jax.__version__} for "
+            f"{self.device_kind}: "
             f"{self.as_planned} of {self.products} products as planned{merged}; {outcome}. "
             "XLA changes other things for other devices"
         )
@@ -273,6 +280,7 @@ def audit(
             as_planned=findings.as_planned,
             merged=findings.merged,
             backend=program.device.platform,
+            device_kind=program.device.device_kind,
             inspection=inspection,
             hlo=text,
             memory=program.memory,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from precpass.measure.hlo import Computation, Instruction, Module, Placed, bits
 from precpass.report.audit.casts import casts
@@ -36,7 +36,7 @@ class Changes:
             place that calls it.
         as_planned: the number that the compiled program runs on operands of the same types.
         merged: the number that are no products in the compiled program: merged with an equal one,
-            computed at compile time, or fused as multiplications.
+            computed at compile time, fused as multiplications, or built anew without a name.
     """
 
     found: tuple[Change, ...]
@@ -96,15 +96,16 @@ def _formats(placed: Placed) -> tuple[str, ...]:
 
 def _by_sizes(
     planned: Sequence[Placed], compiled: Sequence[Placed]
-) -> list[tuple[Sequence[Placed], Sequence[Placed]]]:
-    """Instructions of one key, grouped by size; in one group if the compiler changed the sizes."""
-    known = {sizes(p) for p in planned}
-    if not {sizes(c) for c in compiled} <= known:
-        return [(planned, compiled)]
-    return [
-        ([p for p in planned if sizes(p) == s], [c for c in compiled if sizes(c) == s])
-        for s in sorted(known)
-    ]
+) -> Iterator[tuple[Sequence[Placed], Sequence[Placed]]]:
+    """Instructions of one key, grouped by size; in one group where the compiler changed it."""
+    here, there = Counter(map(sizes, planned)), Counter(map(sizes, compiled))
+    changed = not set(there) <= set(here)
+    apart = {s for s in here if not changed or here[s] == there[s]}
+    for s in sorted(apart):
+        yield [p for p in planned if sizes(p) == s], [c for c in compiled if sizes(c) == s]
+    rest = [p for p in planned if sizes(p) not in apart]
+    if rest:
+        yield rest, [c for c in compiled if sizes(c) not in apart]
 
 
 def _paired(
@@ -142,6 +143,8 @@ def _product_change(planned: Placed, compiled: Placed) -> Change:
     else:
         kind = "product narrowed"
         why = f"its operands are rounded to {after}, which no cast of the plan does"
+        if bits(before) > 32:  # as TPUs do
+            why = f"the device emulates a product of {before} by several of {after}"
     types = _signature(planned), _signature(compiled)
     return change(kind, planned, *types, (before, after), why)
 

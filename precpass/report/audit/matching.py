@@ -79,7 +79,7 @@ class Sides:
         planned: those of the lowered program, in its order.
         compiled: those of the compiled program, under the keys of the planned ones; under "" if
             XLA recorded no name, or made a new one.
-        product_keys: the keys of planned products.
+        product_keys: the keys of planned products, in the program's order.
         loops: the names of the compiled program's loops.
         modules: both programs.
     """
@@ -89,7 +89,9 @@ class Sides:
         self.planned: dict[Key, list[Placed]] = defaultdict(list)
         for placed in planned.walk():
             self.planned[_key(placed.name, placed.instruction)].append(placed)
-        self.product_keys = {k for k, ps in self.planned.items() if any(map(is_product, ps))}
+        self.product_keys = dict.fromkeys(
+            key for key, there in self.planned.items() if any(map(is_product, there))
+        )
         self.compiled: dict[Key, list[Placed]] = defaultdict(list)
         self.loops: set[str] = set()
         for placed in compiled.walk():
@@ -110,12 +112,13 @@ class Sides:
         if product:
             # XLA builds products with a vector, and those it moves a transpose into, anew: they
             # have no name, or that of the transpose; what reads or feeds them has the product's
+            named = [k for k in self.product_keys if k[0] in names]  # XLA gave it another line
             near = [_key(i.op_name, i) for i in self._near(placed)]
             line = [k for k in self.product_keys if k[1:] == (instruction.file, instruction.line)]
             scope = instruction.op_name.rpartition("/")[0]
             same = [k for k in line if k[0].rpartition("/")[0] == scope]
             line.sort(key=lambda k: -_shared(k[0], scope))
-            for key in (*same, *near, *line):
+            for key in (*named, *same, *near, *line):
                 planned = self.planned[key] if key in self.product_keys else ()
                 if any(sizes(p) == sizes(placed) for p in planned if is_product(p)):
                     return key

@@ -34,6 +34,8 @@ __all__ = ["compare"]
 
 P = ParamSpec("P")
 
+WITH_SHAPES = "; `profile` with rounds=0 or target= takes shapes, and shows no errors"
+
 
 def compare(
     fn: Callable[P, Any],
@@ -102,7 +104,7 @@ def compare(
     subject = mixed_of(fn)
 
     def compared(*args: P.args, **kwargs: P.kwargs) -> Comparison:
-        at = Subject.at(subject, owner, args, kwargs, "compare", target=target)
+        at = Subject.at(subject, owner, args, kwargs, "compare", hint=WITH_SHAPES, target=target)
         return _Run(at, reference, timed_rounds, progress).run(rows)
 
     return compared

@@ -16,7 +16,6 @@ from precpass.report.compare.errors import Errors
 from precpass.report.compare.plot import Point, draw
 from precpass.report.compare.tables import (
     TIMES,
-    TRAFFIC,
     aligned,
     cells_of,
     for_json,
@@ -28,6 +27,7 @@ from precpass.report.compare.tables import (
     short,
     traffic_columns,
     traffic_figures,
+    traffic_notes,
 )
 from precpass.units import counted
 from precpass.view.sheet import bar, facts, figures
@@ -250,7 +250,7 @@ class Comparison:
             f"counts, {NOMINAL_SIZE} where only run time knows one. temp: what XLA allocates "
             "beside arguments and results.",
             *([TIMES.format(self.rounds)] if self.rounds else []),
-            *([TRAFFIC] if any(row.traffic for row in self.rows) else []),
+            *traffic_notes(row.traffic for row in self.rows),
             "rel. error: |d| / |r| over all floating results where the reference is finite; ULP: "
             "of the output's own format, at most 2 / eps (1.68e+07 in float32), where no digit is "
             "right; non-finite: of values that are finite in the reference.",

@@ -14,7 +14,6 @@ from precpass.measure.traffic import Traffic
 from precpass.policy.policy import PrecisionPolicy
 from precpass.report.compare.tables import (
     TIMES,
-    TRAFFIC,
     aligned,
     cells_of,
     for_json,
@@ -26,6 +25,7 @@ from precpass.report.compare.tables import (
     short,
     traffic_columns,
     traffic_figures,
+    traffic_notes,
 )
 from precpass.view.sheet import figures
 from precpass.view.text import as_html, page
@@ -183,13 +183,12 @@ class Profile:
     def notes(self) -> list[str]:
         """What the figures mean, and what they leave out."""
         notes = [
-            "args, out, temp: what XLA allocates here. GFLOP: of one run, with trip counts. moved: "
-            "what kernels read and write by a model of fusion."
+            "args, out, temp: what XLA allocates on the device. GFLOP: of one run, with trip "
+            "counts. moved: what kernels read and write by a model of fusion."
         ]
         if self.rounds:
             notes.append(TIMES.format(self.rounds))
-        if any(row.traffic for row in self.rows):
-            notes.append(TRAFFIC)
+        notes += traffic_notes(row.traffic for row in self.rows)
         if self.peaks:
             notes += _MEANING
         if any(row.guesses for row in self.rows):

@@ -218,11 +218,20 @@ class Subject:
     def program(self, made: Made) -> Program:
         """The compiled program of a row."""
         call = self.call(made[1])
-        args, kwargs = call.args, call.kwargs
+        given = call.given if self.target is not None or self._has_jit_options else None
+        shown = given or call
+        args, kwargs = shown.args, shown.kwargs
         if self.target is not None:
-            args, kwargs = call.declared.map(lambda x, _: abstract_on(self.target, x), args, kwargs)
+            args, kwargs = shown.declared.map(
+                lambda x, _: abstract_on(self.target, x), args, kwargs
+            )
         with planned_for(self.target), unscaled_on_purpose():
-            return Program(made[0], call, compiled(call.fn, *args, **kwargs), self.target)
+            return Program(made[0], call, compiled(shown.fn, *args, **kwargs), self.target)
+
+    @property
+    def _has_jit_options(self) -> bool:
+        """Whether jit was told more than what is static, such as what is donated."""
+        return any(option not in self.declared.options for option in self.fn.jit_options)
 
     def call(self, entry: PrecisionPolicy | Callable[..., Any]) -> Call:
         """The function and arguments that a row calls."""
@@ -233,6 +242,7 @@ class Subject:
             args = args[len(self.owner) :]
             declared = Declared(fn, {} if self.owner else declared.options)
         named: list[Leaf] = []
+        given: Call | None = None
         if self.is_abstract:
             # Calls of these are not timed.
             fn = fn if is_jitted(fn) else jax.jit(fn, **declared.options)
@@ -242,11 +252,12 @@ class Subject:
             or not is_jitted(fn)
             or _crosses_in_steps(declared, args, kwargs)
         ):
+            given = Call(policy, fn, declared, args, kwargs, []) if is_jitted(fn) else None
             fn_name = name_of(fn)
             call, args, named = on_arrays(fn, declared, fn_name, args, kwargs)
             fn, kwargs = jax.jit(call), {}
             declared = Declared(fn, {})
-        return Call(policy, fn, declared, args, kwargs, named)
+        return Call(policy, fn, declared, args, kwargs, named, given)
 
 
 class Call(NamedTuple):
@@ -258,6 +269,8 @@ class Call(NamedTuple):
         declared: which of its arguments are static.
         args, kwargs: its arguments.
         named: the leaves of its results, if it only returns their arrays.
+        given: the call as the user would make it, if this one takes and returns arrays alone. Only
+            that one donates what the user's does, so the compiled program is its.
     """
 
     policy: PrecisionPolicy | None
@@ -266,6 +279,7 @@ class Call(NamedTuple):
     args: Any
     kwargs: Any
     named: list[Leaf]
+    given: Call | None = None
 
 
 _ALL_ROUNDINGS: dict[str, str | bool] = {"xla_allow_excess_precision": False}

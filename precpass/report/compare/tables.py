@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from precpass.measure.execute import Memory, Timing
@@ -14,7 +14,6 @@ from precpass.measure.traffic import Traffic
 
 __all__ = [
     "TIMES",
-    "TRAFFIC",
     "aligned",
     "cells_of",
     "for_json",
@@ -26,6 +25,7 @@ __all__ = [
     "short",
     "traffic_columns",
     "traffic_figures",
+    "traffic_notes",
 ]
 
 R = TypeVar("R")
@@ -33,7 +33,12 @@ R = TypeVar("R")
 TRAFFIC = (
     "kernels low: the runs of matrix and convolution kernels whose factors have 16 bits or less, "
     "of all. kernels' MB: what kernels read and write. cast kernels: those that only cast. "
-    "Mcycles: the TPU compiler's own estimate. All are of the compiled program, times loops' trips."
+    "Mcycles: the TPU compiler's own estimate, without copies that run beside kernels. All are of "
+    "the compiled program, times loops' trips."
+)
+WITHOUT_CYCLES = (
+    "not estimated: the runs of Mosaic kernels (Pallas, ragged products) and of communication. "
+    "That compiler has no estimate of their cycles, so Mcycles is without them."
 )
 TIMES = (
     "ms: median of {} interleaved rounds (lower-upper quartile); ratio: to the first row, "
@@ -131,6 +136,13 @@ def memory_figures(memory: Memory | None) -> dict[str, int | None]:
     }
 
 
+def traffic_notes(each: Iterable[Traffic | None]) -> list[str]:
+    """What the columns of compiled programs mean; nothing on a CPU, where there are none."""
+    shown = [traffic for traffic in each if traffic is not None]
+    partial = any(traffic.without_cycles for traffic in shown)
+    return [TRAFFIC] * bool(shown) + [WITHOUT_CYCLES] * partial
+
+
 def traffic_figures(traffic: Traffic | None) -> dict[str, float | None]:
     """What a compiled program does, under its names in frames and dicts; none on a CPU."""
     if traffic is None:
@@ -143,6 +155,7 @@ def traffic_figures(traffic: Traffic | None) -> dict[str, float | None]:
         "compiled_cast_bytes": traffic.cast_bytes,
         "compiled_transpose_kernels": traffic.transposes,
         "compiled_cycles": traffic.cycles,
+        "compiled_without_cycles": traffic.without_cycles,
     }
 
 
@@ -163,6 +176,7 @@ def traffic_columns(
         ("kernels' MB", column(lambda t: short(t.moved / 1e6))),
         ("cast kernels", column(lambda t: str(t.casts))),
         ("Mcycles", column(lambda t: "" if t.cycles is None else short(t.cycles / 1e6))),
+        ("not estimated", column(lambda t: str(t.without_cycles or ""))),
     ]
 
 
