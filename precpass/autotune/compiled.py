@@ -38,7 +38,7 @@ from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.units import sized
 
-__all__ = ["GAIN", "Choice", "choice_of"]
+__all__ = ["GAIN", "Choice", "Figures", "choice_of", "figures_of"]
 
 GAIN = 0.03
 """The fraction of the cost, or of the temporary memory, that a less accurate form must save."""
@@ -126,16 +126,16 @@ def _found(
     rewritten: Callable[[PrecisionPolicy], ir.Jaxpr],
 ) -> Choice:
     """The choice, by compiling each distinct candidate."""
-    figures: dict[str, _Figures] = {}
+    figures: dict[str, Figures] = {}
     failed: list[Exception] = []
-    compiled: dict[str, _Figures] = {}
+    compiled: dict[str, Figures] = {}
     x64 = ir.in_x64()
     for form in forms_of(policy):
         try:
             new = rewritten(in_form(policy, form))
             text = str(new)
             if text not in compiled:
-                compiled[text] = apart(functools.partial(_figures, new, place, x64))
+                compiled[text] = apart(functools.partial(figures_of, new, place, x64))
             figures[form] = compiled[text]
         except Exception as error:
             failed.append(error)
@@ -159,7 +159,7 @@ def _found(
     return Choice(chosen, each)
 
 
-class _Figures(NamedTuple):
+class Figures(NamedTuple):
     """What a program costs.
 
     Attributes:
@@ -173,7 +173,7 @@ class _Figures(NamedTuple):
     temp: float
 
 
-def _figures(jaxpr: ir.Jaxpr, place: Any, x64: bool) -> _Figures:
+def figures_of(jaxpr: ir.Jaxpr, place: Any, x64: bool) -> Figures:
     """What a program costs, by compiling it."""
     sharding = jax.sharding.SingleDeviceSharding(getattr(place, "device", place))
     absent = contextlib.nullcontext() if is_present(place) else planned_for(place)
@@ -188,7 +188,7 @@ def _figures(jaxpr: ir.Jaxpr, place: Any, x64: bool) -> _Figures:
     traffic, memory = traffic_of(program.as_text() or "", platform), program.memory_analysis()
     temp = float(memory.temp_size_in_bytes) if memory is not None else 0.0
     cycles = 0.0 if traffic.without_cycles else float(traffic.cycles or 0)
-    return _Figures(cycles, _seconds(traffic, jaxpr, device_for(device=place)), temp)
+    return Figures(cycles, _seconds(traffic, jaxpr, device_for(device=place)), temp)
 
 
 def _seconds(traffic: Traffic, jaxpr: ir.Jaxpr, device: Device) -> float:

@@ -48,9 +48,9 @@ def costing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
             if isinstance(found, Exception):
                 raise found
             cost, temp = found
-            return compiled._Figures(0.0, cost, temp)  # pyright: ignore[reportPrivateUsage]
+            return compiled.Figures(0.0, cost, temp)
 
-        monkeypatch.setattr(compiled, "_figures", figures)
+        monkeypatch.setattr(compiled, "figures_of", figures)
         return asked
 
     return given
@@ -60,9 +60,9 @@ def costing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 def test_forms_are_judged_by_cycles_only_if_all_have_an_estimate(
     monkeypatch: pytest.MonkeyPatch, cycles: float, lowers: bool
 ):
-    figures = compiled._Figures  # pyright: ignore[reportPrivateUsage]
+    figures = compiled.Figures
     each = iter([figures(9.0, 1.0, 0.0)])  # float32's; the others take twice the seconds
-    monkeypatch.setattr(compiled, "_figures", lambda *_: next(each, figures(cycles, 2.0, 0.0)))
+    monkeypatch.setattr(compiled, "figures_of", lambda *_: next(each, figures(cycles, 2.0, 0.0)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pp.PrecisionWarning)
         plan = pp.inspect(product, COMPILED)(X, WS[0]).plan
@@ -169,7 +169,7 @@ def test_a_damaged_file_is_told_and_rebuilt(costing: Any, folder: Path):
 def test_a_program_that_gains_nothing_stays_and_says_why(costing: Any):
     costing((1.0, 9), (1.5, 9))
     with pytest.warns(
-        pp.PrecisionWarning, match=r"lowered nothing.*costs more: compiled for .*1.5"
+        pp.PrecisionWarning, match=r"lowered nothing.*saves enough: compiled for .*1.5"
     ):
         result = pp.auto_mixed(lambda x, w: product(x, w), policy=COMPILED)(X, WS[0])
     assert (result == jax.jit(product)(X, WS[0])).all()

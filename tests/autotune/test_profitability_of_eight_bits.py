@@ -315,11 +315,11 @@ def costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[[float], l
     def given(eight: float) -> list[str]:
         asked: list[str] = []
 
-        def cost(jaxpr: Any, *_: Any) -> tuple[float, float]:
+        def figures(jaxpr: Any, *_: Any) -> compiled.Figures:
             asked.append(str(jaxpr))
-            return (eight if "i8[" in asked[-1] else 1.0), 100.0
+            return compiled.Figures(0.0, eight if "i8[" in asked[-1] else 1.0, 100.0)
 
-        monkeypatch.setattr(compiled, "_cost", cost)
+        monkeypatch.setattr(compiled, "figures_of", figures)
         return asked
 
     return given
@@ -353,7 +353,7 @@ def test_of_a_program_that_cannot_be_compiled_no_product_has_eight_bits(
         raise ValueError("no such kernel")
 
     monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiled, "_cost", fails)
+    monkeypatch.setattr(compiled, "figures_of", fails)
     policy = pp.AutoMixedInt8.with_profitability("compiled")
     with pytest.warns(pp.PrecisionWarning, match="lowered to 16 bits instead"):
         found = pp.inspect(model, policy)(WS, X)

@@ -72,7 +72,7 @@ KEYS = {
     "diff": "policy changes",
     "compare": "function rows reference rounds device",
     "profile": "function rows rounds device peaks notes",
-    "audit": "policy backend jax ok products findings memory compiled",
+    "audit": "policy backend device_kind jax ok products findings memory compiled",
     "bisect": "policy found minimal verdict tolerance notes kept runs",
     "draw": "written",
     "lock": "written",

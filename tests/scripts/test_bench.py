@@ -18,6 +18,7 @@ from bench_cells import Cell, Effort
 from bench_columns import COLUMNS, MODES, Column
 from bench_models import MODELS, Model
 
+from precpass.autotune.compiled import Figures
 from precpass.measure.counts import count
 from precpass.measure.execute import Timing
 from precpass.planner.profit import ProductTimes
@@ -62,7 +63,8 @@ def test_every_model_has_a_gradient_in_every_column(
         "precpass.autotune.timing.timed", lambda *_: ProductTimes(2.0, 1.0, "measured")
     )
     monkeypatch.setattr(
-        "precpass.autotune.compiled._cost", lambda jaxpr, *_: (1.0 + ("bf16" not in str(jaxpr)), 0)
+        "precpass.autotune.compiled.figures_of",
+        lambda jaxpr, *_: Figures(0.0, 1.0 + ("bf16" not in str(jaxpr)), 0.0),
     )
     traces = {key: traced(name, "gradient", key) for key in OWN}
     counts = {key: count(trace.jaxpr) for key, trace in traces.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import TypeVar
 
 from precpass import jaxpr as ir
@@ -109,20 +109,27 @@ class Sides:
         wanted = self.product_keys if product else self.planned
         if shared_key := next((key for key in keys if key in wanted), None):
             return shared_key
-        if product:
-            # XLA builds products with a vector, and those it moves a transpose into, anew: they
-            # have no name, or that of the transpose; what reads or feeds them has the product's
-            named = [k for k in self.product_keys if k[0] in names]  # XLA gave it another line
-            near = [_key(i.op_name, i) for i in self._near(placed)]
-            line = [k for k in self.product_keys if k[1:] == (instruction.file, instruction.line)]
-            scope = instruction.op_name.rpartition("/")[0]
-            same = [k for k in line if k[0].rpartition("/")[0] == scope]
-            line.sort(key=lambda k: -_shared(k[0], scope))
-            for key in (*named, *same, *near, *line):
-                planned = self.planned[key] if key in self.product_keys else ()
-                if any(sizes(p) == sizes(placed) for p in planned if is_product(p)):
-                    return key
-        return keys[0] if keys else ("", "", 0)
+        again = self._key_of_product(placed, names) if product else None
+        return again or (keys[0] if keys else ("", "", 0))
+
+    def _key_of_product(self, placed: Placed, names: Collection[str]) -> Key | None:
+        """The planned product that XLA gave another line, or built anew: one of the same sizes.
+
+        It builds anew those with a vector, and those it moves a transpose into. They have no
+        name, or that of the transpose; what reads or feeds them has the product's.
+        """
+        instruction = placed.instruction
+        scope = instruction.op_name.rpartition("/")[0]
+        named = [k for k in self.product_keys if k[0] in names]
+        near = [_key(i.op_name, i) for i in self._near(placed)]
+        line = [k for k in self.product_keys if k[1:] == (instruction.file, instruction.line)]
+        same = [k for k in line if k[0].rpartition("/")[0] == scope]
+        line.sort(key=lambda k: -_shared(k[0], scope))
+        for key in (*named, *same, *near, *line):
+            planned = self.planned[key] if key in self.product_keys else ()
+            if any(sizes(p) == sizes(placed) for p in planned if is_product(p)):
+                return key
+        return None
 
     def _near(self, placed: Placed) -> Iterator[Instruction]:
         """The readers and operands of an instruction, also inside fusions."""
