@@ -10,7 +10,7 @@ import jax
 
 from precpass import jaxpr as ir
 from precpass.devices.detect import committed_device, planned_for
-from precpass.devices.targets import check_shards, target_of
+from precpass.devices.targets import check_places, target_of
 from precpass.jit.calls import check_function, check_options
 from precpass.jit.mixed import Mixed
 from precpass.jit.region import current, keep, use_policy
@@ -191,7 +191,7 @@ def trace_of(
 
     def called(*args: Any, **kwargs: Any) -> Any:
         args = *owner, *args
-        check_shards(target, (args, kwargs))
+        check_places(target, (args, kwargs))
         with planned_for(target or committed_device((args, kwargs))):
             return made_of_trace(mixed, then, args, kwargs)
 

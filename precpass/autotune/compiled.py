@@ -45,8 +45,9 @@ GAIN = 0.03
 LITTLE = 0.01
 """The fraction of the cost that may be lost where temporary memory is saved."""
 
-_JUDGED = 2
-"""Counts the ways in which programs were judged, so that no file's older choice is taken."""
+_WAY_OF_COUNTING = 2
+"""A part of each choice's key. It is raised when costs are counted in another way, because a choice
+by the former costs, which a file may hold, is then not the cheapest any more."""
 
 
 class Choice(NamedTuple):
@@ -65,6 +66,21 @@ class Choice(NamedTuple):
         """What was compared, and on which device, in words."""
         each = [f"{name} {cost:.2f} (temp {sized(temp)})" for name, cost, temp in self.costs]
         return f"compiled for {device}, jax {jax.__version__}: {self.form}, of {', '.join(each)}"
+
+
+class Figures(NamedTuple):
+    """What a compiled program costs.
+
+    Attributes:
+        cycles: the compiler's estimate; 0 where it has none, or leaves out some kernels.
+        seconds: the time of its bytes at the device's bandwidth and of its products' arithmetic at
+            the device's peaks: a roofline.
+        temp: the bytes of its temporary memory.
+    """
+
+    cycles: float
+    seconds: float
+    temp: float
 
 
 def choice_of(
@@ -99,7 +115,7 @@ def _key(jaxpr: ir.Jaxpr, policy: PrecisionPolicy, scope: str) -> str:
     """A digest of all that a choice depends on beside the device."""
     text = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))  # addresses of functions
     orders = sorted(map(str, policy.orders))
-    parts = (text, repr(policy), orders, scope, ir.in_x64(), list(FORMS), _JUDGED)
+    parts = (text, repr(policy), orders, scope, ir.in_x64(), list(FORMS), _WAY_OF_COUNTING)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -141,9 +157,9 @@ def _found(
             failed.append(error)
     if not figures:
         raise RuntimeError(f"no form of the program can be compiled: {failed[0]}") from failed[0]
-    # Cycles and seconds are not compared, so one program without an estimate decides for all.
-    in_cycles = all(found.cycles for found in figures.values())
-    costs = {f: found.cycles if in_cycles else found.seconds for f, found in figures.items()}
+    # Cycles do not compare with seconds: where one form has no estimate, all are judged by seconds.
+    in_cycles = all(x.cycles for x in figures.values())
+    costs = {form: x.cycles if in_cycles else x.seconds for form, x in figures.items()}
     chosen, *_ = figures
     for form, cost in costs.items():
         best, least, temp = costs[chosen], figures[chosen].temp, figures[form].temp
@@ -159,22 +175,14 @@ def _found(
     return Choice(chosen, each)
 
 
-class Figures(NamedTuple):
-    """What a program costs.
-
-    Attributes:
-        cycles: the compiler's estimate; 0 where it has none, or leaves out some kernels.
-        seconds: the time of its bytes and its products' arithmetic.
-        temp: the bytes of its temporary memory.
-    """
-
-    cycles: float
-    seconds: float
-    temp: float
-
-
 def figures_of(jaxpr: ir.Jaxpr, place: Any, x64: bool) -> Figures:
-    """What a program costs, by compiling it."""
+    """What a program costs on a device, by compiling it for that.
+
+    Args:
+        jaxpr: the program.
+        place: the JAX device, which need not be there, or a `Target`.
+        x64: whether the program was traced with x64 on.
+    """
     sharding = jax.sharding.SingleDeviceSharding(getattr(place, "device", place))
     absent = contextlib.nullcontext() if is_present(place) else planned_for(place)
     # Settings of the whole process hold in this thread too, but not the caller's.

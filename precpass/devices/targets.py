@@ -25,7 +25,7 @@ import numpy as np
 
 from precpass.devices.detect import is_present
 
-__all__ = ["TARGETS", "Target", "abstract_on", "check_shards", "target_of"]
+__all__ = ["TARGETS", "Target", "abstract_on", "check_places", "target_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +115,13 @@ def target_of(value: Any) -> Any:
     return dataclasses.replace(target, name=name, topology=topology, is_one=False)
 
 
-def check_shards(target: Any, tree: Any) -> None:
+def check_places(target: Any, tree: Any) -> None:
     """Refuses arguments that are on another device than a target, or over another number of them.
 
     Args:
-        target: a JAX device, which may have any shardings, a `Target` or None.
-        tree: the arguments of a program. Those on a device of this machine are allowed.
+        target: a JAX device, on which any sharding is allowed, a `Target` or None.
+        tree: the arguments of a program. On which device of this machine they are does not matter,
+            because only their shapes are used.
 
     Raises:
         ValueError: naming the target, and the other device or the numbers.

@@ -10,6 +10,9 @@ from math import prod
 
 __all__ = ["MOSAIC_KERNEL", "Frames", "Instruction", "Shape", "bits", "frames_of", "instruction_of"]
 
+MOSAIC_KERNEL = "tpu_custom_call"
+"""The target of a TPU's custom calls that are kernels in Mosaic, such as Pallas'."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -128,11 +131,6 @@ _OP_NAME = re.compile(rf"\bop_name={_STRING}")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _FILE, _LINE = re.compile(rf"\bsource_file={_STRING}"), re.compile(r"\bsource_line=(\d+)")
 _TARGET = re.compile(rf"\bcustom_call_target={_STRING}")
-MOSAIC_KERNEL = "tpu_custom_call"
-"""The target of a TPU's custom calls that are kernels in Mosaic, such as Pallas'."""
-# A TPU's compiler writes ragged products as Mosaic kernels (jax 0.12.0.1), whose last two operands
-# are the factors; another kernel prepares the sizes of the groups.
-_RAGGED_DOT = re.compile(r"ragged-dot-(?!metadata)")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -163,15 +161,13 @@ def instruction_of(line: str, frames: Frames) -> Instruction | None:
     literal = opcode[1] in ("parameter", "constant")
     target = _TARGET.search(rest) if opcode[1] == "custom-call" else None
     op_name, file, function, number = _origin(rest, frames)
-    operands = () if literal else tuple(_operands(inside))
-    is_ragged = bool(target) and target[1] == MOSAIC_KERNEL and _RAGGED_DOT.match(start[2])
-    return Instruction(
+    instruction = Instruction(
         name=start[2],
-        opcode="ragged-dot" if is_ragged else opcode[1],
+        opcode=opcode[1],
         shapes=tuple(shapes),
-        operands=operands[-2:] if is_ragged else operands,
+        operands=() if literal else tuple(_operands(inside)),
         called=tuple(_called(rest)),
-        op_name=op_name.removesuffix("/ragged-dot-none") if is_ragged else op_name,
+        op_name=op_name,
         file=file,
         function=function,
         line=number,
@@ -182,6 +178,25 @@ def instruction_of(line: str, frames: Frames) -> Instruction | None:
         trips=_number(_TRIPS, rest) if opcode[1] == "while" else None,
         cycles=_cycles(rest),
         multiplied=_multiplied(rest),
+    )
+    is_ragged = instruction.target == MOSAIC_KERNEL and _RAGGED_DOT.match(instruction.name)
+    return _as_ragged_dot(instruction) if is_ragged else instruction
+
+
+# Another kernel, "ragged-dot-metadata", prepares the sizes of the groups.
+_RAGGED_DOT = re.compile(r"ragged-dot-(?!metadata)")
+
+
+def _as_ragged_dot(kernel: Instruction) -> Instruction:
+    """A Mosaic kernel as the ragged product that it computes, which a TPU's compiler replaced.
+
+    Its last two operands are the factors (jax 0.12.0.1), and its name stack has one part more.
+    """
+    return dataclasses.replace(
+        kernel,
+        opcode="ragged-dot",
+        operands=kernel.operands[-2:],
+        op_name=kernel.op_name.removesuffix("/ragged-dot-none"),
     )
 
 
@@ -252,7 +267,7 @@ def _closed(text: str, at: int) -> int:
 
 def _operands(text: str) -> Iterator[str]:
     """The names in a list of operands, whose types and numbers may stand before them."""
-    text = _COMMENT.sub("", text)  # "/*index=5*/%x"
+    text = _COMMENT.sub("", text)  # XLA numbers each fifth operand: "/*index=5*/%x"
     at = start = 0
     while at <= len(text):
         if at == len(text) or text[at] == ",":

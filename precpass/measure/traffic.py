@@ -68,8 +68,8 @@ class Traffic:
         cast_bytes: the bytes that these move.
         transposes: the runs of kernels that only transpose or copy.
         cycles: the TPU compiler's estimate of all cycles; None for other platforms.
-        without_cycles: the runs of kernels, communication included, that this estimate leaves out
-            because the compiler has none of them; 0 for other platforms.
+        without_cycles: the runs of kernels, communication included, whose cycles the TPU compiler
+            does not estimate, so that `cycles` is without them; 0 for other platforms.
         guesses: whether a loop whose trips only run time knows was counted once.
     """
 
@@ -158,7 +158,7 @@ class _Sum:
         self.without_cycles += times * other.without_cycles
 
 
-# They run no kernel, nor does the "-done" of an asynchronous pair.
+# Instructions that run no kernel; the "-done" of an asynchronous pair runs none either.
 _FREE = frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all")
     + ("add-dependency", "opt-barrier", "partition-id", "replica-id", "domain")

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec
 import jax
 
 from precpass.api import inspect, mixed_of
-from precpass.devices.targets import abstract_on, check_shards, target_of
+from precpass.devices.targets import abstract_on, check_places, target_of
 from precpass.jaxpr import Source, source_of
 from precpass.jit.arguments import Declared
 from precpass.jit.region import configured
@@ -177,11 +177,11 @@ class Audit:
         traffic, memory = self.traffic, self.memory
         if self.backend == "cpu":
             return []
-        left_out = f", without {counted(traffic.without_cycles, 'kernel')} that it has none of"
-        estimate = "the compiler's estimate" + left_out * bool(traffic.without_cycles)
-        cycles = (
-            "" if traffic.cycles is None else f", {traffic.cycles / 1e6:,.2f} Mcycles ({estimate})"
-        )
+        cycles = ""
+        if traffic.cycles is not None:
+            cycles = f", {traffic.cycles / 1e6:,.2f} Mcycles by the compiler's estimate"
+        if traffic.without_cycles:
+            cycles += f", which leaves out {counted(traffic.without_cycles, 'kernel')}"
         lines = [
             f"kernels move {sized(traffic.moved)}{cycles}; {traffic.casts} only cast "
             f"({sized(traffic.cast_bytes)}), {traffic.transposes} only transpose or copy"
@@ -199,9 +199,8 @@ class Audit:
         outcome = "no finding" if self.ok else counted(n, "finding")
         return (
             f"{self.inspection.policy_name}, compiled by jax {jax.__version__} for "
-            f"{self.device_kind}: "
-            f"{self.as_planned} of {self.products} products as planned{merged}; {outcome}. "
-            "XLA changes other things for other devices"
+            f"{self.device_kind}: {self.as_planned} of {self.products} products as planned"
+            f"{merged}; {outcome}. XLA changes other things for other devices"
         )
 
 
@@ -265,7 +264,7 @@ def audit(
         declared = Declared(mixed.__wrapped__, mixed.jit_options)
         declared.map(_check_sizes, args, kwargs)
         if target is not None:
-            check_shards(target, (args, kwargs))
+            check_places(target, (args, kwargs))
             args, kwargs = declared.map(lambda x, _: abstract_on(target, x), args, kwargs)
         inspection = inspect(mixed, target=target)(*args, **kwargs)
         # `inspect` has given the plan's warnings already.

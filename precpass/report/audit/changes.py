@@ -97,7 +97,10 @@ def _formats(placed: Placed) -> tuple[str, ...]:
 def _by_sizes(
     planned: Sequence[Placed], compiled: Sequence[Placed]
 ) -> Iterator[tuple[Sequence[Placed], Sequence[Placed]]]:
-    """Instructions of one key, grouped by size; in one group where the compiler changed it."""
+    """Instructions of one key, grouped by size.
+
+    If the compiler changed sizes, those that one side has more often than the other are one group.
+    """
     here, there = Counter(map(sizes, planned)), Counter(map(sizes, compiled))
     changed = not set(there) <= set(here)
     apart = {s for s in here if not changed or here[s] == there[s]}
@@ -143,7 +146,7 @@ def _product_change(planned: Placed, compiled: Placed) -> Change:
     else:
         kind = "product narrowed"
         why = f"its operands are rounded to {after}, which no cast of the plan does"
-        if bits(before) > 32:  # as TPUs do
+        if bits(before) > 32:  # a TPU has no float64, so its compiler splits the operands
             why = f"the device emulates a product of {before} by several of {after}"
     types = _signature(planned), _signature(compiled)
     return change(kind, planned, *types, (before, after), why)

@@ -113,10 +113,11 @@ class Sides:
         return again or (keys[0] if keys else ("", "", 0))
 
     def _key_of_product(self, placed: Placed, names: Collection[str]) -> Key | None:
-        """The planned product that XLA gave another line, or built anew: one of the same sizes.
+        """The key of the planned product that a compiled one with an unknown key was.
 
-        It builds anew those with a vector, and those it moves a transpose into. They have no
-        name, or that of the transpose; what reads or feeds them has the product's.
+        XLA gives some products another line. It builds others anew: those with a vector, and those
+        that it moves a transpose into. They have no name, or that of the transpose, and what
+        reads or feeds them has the product's. The planned one has operands of the same sizes.
         """
         instruction = placed.instruction
         scope = instruction.op_name.rpartition("/")[0]

@@ -13,7 +13,7 @@ import jax.core
 from precpass import jaxpr as ir
 from precpass.api import auto_mixed
 from precpass.devices.detect import planned_for
-from precpass.devices.targets import abstract_on, check_shards
+from precpass.devices.targets import abstract_on, check_places
 from precpass.jit.arguments import Declared, copied, holds_static
 from precpass.jit.calls import name_of
 from precpass.jit.mixed import Mixed
@@ -206,7 +206,7 @@ class Subject:
 
             return x if has_nodes(x) else jax.tree.map(leaf, x)
 
-        check_shards(target, (args, kwargs))
+        check_places(target, (args, kwargs))
         args, kwargs = declared.map(on_device, (*owner, *args), kwargs)
         return cls(fn, owner, declared, args, kwargs, bool(shapes), target)
 
@@ -218,6 +218,8 @@ class Subject:
     def program(self, made: Made) -> Program:
         """The compiled program of a row."""
         call = self.call(made[1])
+        # Memory and bytes are those of the program that the user's own call runs. Without options
+        # of jit that is the program on arrays, which is compiled once and not twice then.
         given = call.given if self.target is not None or self._has_jit_options else None
         shown = given or call
         args, kwargs = shown.args, shown.kwargs

@@ -139,8 +139,10 @@ def memory_figures(memory: Memory | None) -> dict[str, int | None]:
 def traffic_notes(each: Iterable[Traffic | None]) -> list[str]:
     """What the columns of compiled programs mean; nothing on a CPU, where there are none."""
     shown = [traffic for traffic in each if traffic is not None]
-    partial = any(traffic.without_cycles for traffic in shown)
-    return [TRAFFIC] * bool(shown) + [WITHOUT_CYCLES] * partial
+    if not shown:
+        return []
+    is_partial = any(traffic.without_cycles for traffic in shown)
+    return [TRAFFIC, WITHOUT_CYCLES] if is_partial else [TRAFFIC]
 
 
 def traffic_figures(traffic: Traffic | None) -> dict[str, float | None]:
