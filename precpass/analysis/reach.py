@@ -24,7 +24,7 @@ class Reader(NamedTuple):
 
     Attributes:
         body: the index of the equation's body.
-        eqn: the equation; None if the value leaves the program, or a loop.
+        eqn: the equation; None if the value leaves the program, or is a loop's state.
         var: the operand.
     """
 
@@ -130,12 +130,15 @@ class Reach:
         return names
 
     def outside(self, body: int, var: ir.Var) -> list[tuple[int, ir.Var]] | None:
-        """The names of a body's result at its callers; None if it leaves a loop or the program."""
+        """The names of a body's result at its callers; None if it leaves the program.
+
+        It is None too for the state of a loop. What a loop stacks has the name of the stack.
+        """
         callers = self.graph.callers[body]
         outvars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).outvars
         names: list[tuple[int, ir.Var]] = []
         for row, inner in callers:
-            if inner.trips != 1 or inner.carry or not inner.results:
+            if not inner.results or any(outvars[at] is var for _, at in inner.carry):
                 return None
             results, here = self.graph.eqns[row].outvars, int(self.graph.body[row])
             leaving = zip(outvars, inner.results, strict=False)

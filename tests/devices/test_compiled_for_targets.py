@@ -168,6 +168,47 @@ def test_a_loop_saves_16_bits_for_its_backward_pass_in_the_compiled_program(targ
     assert int(wide[0]) >= 20
 
 
+JITTED = """
+import re
+import jax, jax.numpy as jnp, precpass as pp
+
+def network(ws, b, x):
+    for w in ws[:2]:
+        x = jax.nn.silu(x @ w + b)
+    return -jax.nn.log_softmax(x @ ws[2] + b[0]).mean()
+
+def stepper(w, x):
+    def step(state, _):
+        middle = state + 0.05 * (state @ w)
+        return state + 0.1 * (middle @ w), None
+    return jnp.square(jax.lax.scan(step, x, None, length=20)[0]).sum()
+
+def shapes(*each):
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in each]
+
+programs = (
+    (jax.grad(network, (0, 1)), (shapes(*[(1024, 1024)] * 3), *shapes((1, 1024), (4096, 1024)))),
+    (jax.grad(stepper), shapes((1024, 1024), (512, 1024))),
+)
+for (fn, args), shape in zip(programs, ("4096,1024", "20,512,1024")):
+    for policy in ("AutoMixedBf16", pp.AutoMixedBf16.with_results("f32")):
+        hlo = pp.audit(fn, policy, target={target!r})(*args).hlo
+        entry = hlo[hlo.index("ENTRY"):]
+        made = re.findall(r"= (.*?) (?:fusion|while)\\(", entry)
+        print(*[sum(type_.count(dtype + "[" + shape + "]") for type_ in made)
+                for dtype in ("f32", "bf16")])
+"""
+
+
+@pytest.mark.parametrize("target", ["h100", "a100"])
+def test_a_jitted_functions_cotangent_and_a_stacked_state_are_written_in_16_bits(target: str):
+    """What fusions and loops of a network with silu and of a stepper write in f32 and in bf16."""
+    lines = ran("-c", JITTED.format(target=target)).splitlines()
+    network, wide_network, stepper, wide_stepper = (tuple(map(int, x.split())) for x in lines)
+    assert network[0] == stepper[0] == 0
+    assert min(network[1], stepper[1], wide_network[0], wide_stepper[0]) > 0
+
+
 ONE_ROW = """
 import jax, jax.numpy as jnp, precpass as pp
 

@@ -12,6 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 import precpass as pp
 from precpass.jaxpr.primitives.carrier import _rounding_kept, detach
 from tests.support.jaxprs import named, walk
+from tests.support.oracle import scan_split
 from tests.support.values import normal_array, rel_error
 
 X, W, V = normal_array(0, 64, 32), normal_array(1, 32, 32) / 6, normal_array(2, 32, 32) / 6
@@ -53,6 +54,77 @@ def test_what_products_and_others_read_is_stored_once():
     got = jaxpr_as_fun(found.after)(W, BIAS, X)
     wanted = jax.grad(network, (0, 1))(W, BIAS, X)
     assert all(1e-5 < rel_error(a, b) < 0.02 for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "relu6", "log_sigmoid"])
+@pytest.mark.parametrize("target", ["h100", "tpu v5e"])
+def test_a_jitted_function_is_stored_as_if_its_equations_stood_where_it_is_called(
+    target: str, name: str
+):
+    """`jax.nn` jits its functions, and XLA puts their bodies where they are called."""
+    function = getattr(jax.nn, name)
+
+    def loss(w: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.square(function(function(x @ w + bias[None]) @ V + bias[None]) @ V).sum()
+
+    gradient = jax.grad(loss, (0, 1))
+    calls = stored(gradient, W, BIAS, X, target=target)
+    with jax.disable_jit():
+        inlined = jax.make_jaxpr(gradient)(W, BIAS, X)
+    assert not list(named(inlined, "jit"))
+    equations = stored(jaxpr_as_fun(inlined), W, BIAS, X, target=target)
+    # A body that is called twice is planned once.
+    assert set(calls) == set(equations) != set()
+
+
+def test_what_leaves_a_body_is_read_once_for_each_call_of_it():
+    """No derivative reads these functions, and one equation reads each result."""
+    function = jax.jit(lambda x: jnp.tanh(x) * 2)
+    twice = jax.jit(jnp.tanh)
+
+    def program(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        differentiated = jax.grad(lambda w: jnp.sin(x @ w).sum())(w)
+        return differentiated, function(x @ w).sum() + twice(x @ w).sum() + twice(x @ V).sum()
+
+    assert stored(program, W, X) == []
+
+
+@pytest.mark.parametrize("calls", [20, 600])
+def test_a_body_that_is_called_on_its_own_result_is_planned(calls: int):
+    turn = jax.jit(lambda x: x.T)
+
+    def program(w: jax.Array, x: jax.Array) -> jax.Array:
+        h = jnp.sin(x @ w)
+        for _ in range(calls):
+            h = turn(h)
+        return jnp.square(h @ V).sum() + h.sum()
+
+    # So many names of one value are not followed, and then it keeps its digits.
+    assert stored(jax.grad(program), W, X) == (["sin"] if calls == 20 else [])
+
+
+@pytest.mark.parametrize("target", ["h100", "tpu v5e"])
+def test_a_loop_stacks_its_state_in_16_bits_for_products_alone(target: str):
+    """A stepper of a differential equation: its backward pass reads states in products alone."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        def step(state: jax.Array, _: None) -> tuple[jax.Array, None]:
+            middle = state + 0.05 * (state @ w)
+            return state + 0.1 * (middle @ w), None
+
+        return jnp.square(jax.lax.scan(step, x, None, length=8)[0]).sum()
+
+    found = pp.inspect(jax.grad(loss), target=target)(W, X)
+    forward, backward = named(found.after, "scan")
+    # XLA drops the float32 stacks, which only derivatives of the gradient would read.
+    low = [v for v in forward.outvars if str(v.aval) == "bfloat16[8,64,32]"]
+    assert len(low) == 2
+    assert set(low) <= set(backward.invars)
+    # the state itself is handed to the next trip in float32
+    carried = forward.outvars[: scan_split(forward.params)[1]]
+    assert [str(v.aval.dtype) for v in carried if v.aval.shape == X.shape].count("float32") == 1
+    got, wanted = jaxpr_as_fun(found.after)(W, X)[0], jax.grad(loss)(W, X)
+    assert 1e-5 < rel_error(got, wanted) < 0.01
 
 
 def residual(w: jax.Array, x: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.accumulation import LoopFeedback, all_feedback
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.graph import BodyNode
+from precpass.analysis.reach import Reach
 from precpass.analysis.uniform import number_from_outside
 from precpass.plan import reasons
 from precpass.plan.borders import NO_BORDER_COPIES, BorderCopies, BorderCopy
@@ -32,6 +33,7 @@ from precpass.planner.storage.backward import backward_forms
 from precpass.planner.storage.eight_bits import EightBitBorders
 from precpass.planner.storage.eligibility import Eligibility
 from precpass.planner.storage.energy import NOMINAL, Candidate, StorageEnergy
+from precpass.planner.storage.readers import Readers
 from precpass.planner.storage.value_classes import StorageClass, StorageClasses
 from precpass.planner.storage.vetoes import may_store
 from precpass.planner.storage.written import recomputed_on_tpu, written_by_fusions
@@ -110,12 +112,16 @@ class _Assignment:
         self.reads_low = {row for row, each in self._decisions.items() if self._lowers(each)}
         written: Collection[int] = ()
         self._pinned: Collection[int] = ()
+        readers: Readers | None = None
         if writes_on:
             on_tpu = writes_on == "tpu"
-            written = written_by_fusions(self.graph, self.reads_low, on_tpu=on_tpu)
+            readers = Readers(Reach(self.graph, analysis.uses), self.reads_low)
+            written = written_by_fusions(self.graph, readers, on_tpu=on_tpu)
             if on_tpu:
                 self._pinned = recomputed_on_tpu(self.graph)
-        self.classes = StorageClasses(self.graph, self._crosses, self.reads_low, written=written)
+        self.classes = StorageClasses(
+            self.graph, self._crosses, self.reads_low, written=written, readers=readers
+        )
         candidates = self._candidates(pricing)
         device = pricing.device or NOMINAL
         self._energy = StorageEnergy(self.graph, self.classes, self._eligible(), candidates, device)

@@ -17,6 +17,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.equations import chosen_operand, is_wide, moved_operand
 from precpass.analysis.graph import Graph
 from precpass.analysis.sizes import NOMINAL_SIZE, nbytes
+from precpass.planner.storage.readers import Readers
 from precpass.policy.primitives import op
 from precpass.policy.scopes import is_backward
 
@@ -35,11 +36,13 @@ class Place:
         times: how many values these are.
         kind: "stacked" and "sliced" by a loop, its "carry", "kept" by the forward pass for the
             backward pass, or "written" by a fusion, for all equations that read it.
+        is_read_wide: whether an equation reads it in float32, and not only low products.
     """
 
     nbytes: float
     times: float
     kind: str
+    is_read_wide: bool = True
 
 
 @dataclasses.dataclass
@@ -82,6 +85,7 @@ class StorageClasses:
         crosses: whether values may cross the borders of a row's bodies on 16 bits.
         reads_low: the rows that read their first two operands on 16 bits.
         written: the rows whose results a fusion writes, so that each result becomes a class.
+        readers: who reads the program's values; None if a stack is written in float32 in any case.
     """
 
     def __init__(
@@ -91,8 +95,10 @@ class StorageClasses:
         reads_low: Collection[int],
         *,
         written: Collection[int] = (),
+        readers: Readers | None = None,
     ) -> None:
         self.graph = graph
+        self._readers = readers
         self.reads_low = reads_low
         self._parents: dict[Key, Key] = {}
         self._written = written
@@ -316,14 +322,19 @@ class StorageClasses:
                     values.places.append(_rows(eqn.invars[i], calls, "sliced"))
             for k, values in self._classes(body, eqn.outvars):
                 if k >= first_out:
-                    values.places.append(_rows(eqn.outvars[k], calls, "stacked"))
+                    is_read_wide = self._is_read_wide(body, eqn.outvars[k])
+                    values.places.append(_rows(eqn.outvars[k], calls, "stacked", is_read_wide))
+
+    def _is_read_wide(self, body: int, value: ir.Var) -> bool:
+        is_low, others = (False, 1) if self._readers is None else self._readers.of(body, value)
+        return not is_low or others > 0
 
 
-def _rows(atom: ir.Atom, calls: float, kind: str) -> Place:
+def _rows(atom: ir.Atom, calls: float, kind: str, is_read_wide: bool = True) -> Place:
     """The values that a loop stacks, or reads slices of."""
     length, *_ = atom.aval.shape
     times = length if isinstance(length, int) else NOMINAL_SIZE
-    return Place(nbytes(atom.aval) * calls, times * calls, kind)
+    return Place(nbytes(atom.aval) * calls, times * calls, kind, is_read_wide)
 
 
 def _leaving(body: ir.Body, opened: ir.Jaxpr) -> Iterator[tuple[Any, int]]:

@@ -16,44 +16,41 @@ A fusion computes a value again for each kernel that reads it, if that is cheap.
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from precpass import jaxpr as ir
-from precpass.analysis.equations import is_shift, is_wide, moved_operand
+from precpass.analysis.equations import is_shift, is_wide
 from precpass.analysis.graph import BodyNode, Graph
+from precpass.planner.storage.readers import Readers
 from precpass.policy.primitives import OpKind, op
 
 __all__ = ["maker_of", "recomputed_on_tpu", "written_by_fusions"]
 
 
-def written_by_fusions(
-    graph: Graph, reads_low: Collection[int], *, on_tpu: bool = False
-) -> frozenset[int]:
+def written_by_fusions(graph: Graph, readers: Readers, *, on_tpu: bool = False) -> frozenset[int]:
     """The rows of elementwise equations whose float32 results a fusion writes to memory.
 
     Args:
         graph: the program.
-        reads_low: the rows that read their first two operands on 16 bits.
+        readers: who reads its values.
         on_tpu: whether they are fusions of a TPU's compiler, and not of a GPU's.
     """
     rows: set[int] = set()
     # A derivative that JAX adds later is one more reader.
     is_forward = not graph.has_backward_pass
     for body, node in enumerate(graph.bodies):
-        low, others = _readers(graph, node, reads_low)
         for row in range(node.start, node.stop):
             eqn = graph.eqns[row]
             traits = op(graph.eqns[maker_of(graph, row)].primitive.name)
             if traits.kind is not OpKind.ELEMENTWISE or not is_wide(eqn.outvars[0]):
                 continue
             result = eqn.outvars[0]
-            count = others[result]
+            is_low, others = readers.of(body, result)
             if (
                 (traits.chooses and not (on_tpu and _is_shifted(graph, body, result)))
-                or (on_tpu and count > 1 and _is_of_attention(eqn, node, low))
-                or (traits.computed_once and count + (result in low) + is_forward > 1)
-                or (result in low and count > 0)
+                or (on_tpu and others > 1 and _is_of_attention(eqn, node, body, readers))
+                or (traits.computed_once and others + is_low + is_forward > 1)
+                or (is_low and others > 0)
             ):
                 rows.add(row)
     return frozenset(rows)
@@ -98,7 +95,7 @@ def _is_shifted(graph: Graph, body: int, value: ir.Var) -> bool:
     )
 
 
-def _is_of_attention(eqn: ir.Eqn, node: BodyNode, low: Collection[ir.Var]) -> bool:
+def _is_of_attention(eqn: ir.Eqn, node: BodyNode, body: int, readers: Readers) -> bool:
     """Whether an equation is the exponential of a softmax whose weights low products read."""
     if eqn.primitive.name != "exp" or ir.is_literal(eqn.invars[0]):
         return False
@@ -108,8 +105,8 @@ def _is_of_attention(eqn: ir.Eqn, node: BodyNode, low: Collection[ir.Var]) -> bo
         return False
     (result,) = eqn.outvars
     eqns = ir.open_jaxpr(node.jaxpr).eqns
-    readers = [e for e in eqns if e.primitive.name in ("div", "mul") and result in e.invars]
-    is_weight = any(e.outvars[0] in low for e in readers)
+    scaling = [e for e in eqns if e.primitive.name in ("div", "mul") and result in e.invars]
+    is_weight = any(readers.of(body, e.outvars[0])[0] for e in scaling)
     return is_weight and is_shift(shift, shift.invars[0], makers)
 
 
@@ -128,29 +125,3 @@ def maker_of(graph: Graph, row: int) -> int:
             return row
         (at,) = makers
     return at
-
-
-def _readers(
-    graph: Graph, node: BodyNode, reads_low: Collection[int]
-) -> tuple[set[ir.Var], collections.Counter[ir.Var]]:
-    """The values of a body that low products read, and how often anything else reads each value.
-
-    Who reads a value that is only moved reads the value before it.
-    """
-    low, others = set[ir.Var](), collections.Counter[ir.Var]()
-    others.update(v for v in ir.open_jaxpr(node.jaxpr).outvars if not ir.is_literal(v))
-    for row in reversed(range(node.start, node.stop)):
-        eqn = graph.eqns[row]
-        moved = moved_operand(eqn)
-        if moved is not None:
-            others[moved] += sum(others[v] for v in eqn.outvars)
-            low.update([moved] if low.intersection(eqn.outvars) else [])
-            continue
-        for at, v in enumerate(eqn.invars):
-            if ir.is_literal(v):
-                continue
-            if row in reads_low and at < 2:
-                low.add(v)
-            else:
-                others[v] += 1
-    return low, others
