@@ -39,10 +39,13 @@ class Reach:
     Args:
         graph: the program.
         uses: its direct readers.
+        stacks: whether a loop's stack is a name of the values that it stacks. Where it is not, they
+            leave the program there.
     """
 
-    def __init__(self, graph: Graph, uses: Uses) -> None:
+    def __init__(self, graph: Graph, uses: Uses, *, stacks: bool = False) -> None:
         self.graph = graph
+        self._stacks = stacks
         self._uses = uses
         self._rows: dict[int, dict[int, int]] = {}
         self._makers: dict[int, dict[ir.Var, ir.Eqn]] = {}
@@ -132,13 +135,15 @@ class Reach:
     def outside(self, body: int, var: ir.Var) -> list[tuple[int, ir.Var]] | None:
         """The names of a body's result at its callers; None if it leaves the program.
 
-        It is None too for the state of a loop. What a loop stacks has the name of the stack.
+        It is None too for a loop's state, and for what a loop stacks if `stacks` is false.
         """
         callers = self.graph.callers[body]
         outvars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).outvars
         names: list[tuple[int, ir.Var]] = []
         for row, inner in callers:
-            if not inner.results or any(outvars[at] is var for _, at in inner.carry):
+            is_state = any(outvars[at] is var for _, at in inner.carry)
+            is_in_loop = inner.trips != 1 or bool(inner.carry)
+            if not inner.results or is_state or (is_in_loop and not self._stacks):
                 return None
             results, here = self.graph.eqns[row].outvars, int(self.graph.body[row])
             leaving = zip(outvars, inner.results, strict=False)

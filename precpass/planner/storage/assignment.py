@@ -115,7 +115,8 @@ class _Assignment:
         readers: Readers | None = None
         if writes_on:
             on_tpu = writes_on == "tpu"
-            readers = Readers(Reach(self.graph, analysis.uses), self.reads_low)
+            reach = Reach(self.graph, analysis.uses, stacks=True)
+            readers = Readers(reach, self.reads_low)
             written = written_by_fusions(self.graph, readers, on_tpu=on_tpu)
             if on_tpu:
                 self._pinned = recomputed_on_tpu(self.graph)

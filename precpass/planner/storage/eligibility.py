@@ -39,7 +39,7 @@ class Eligibility:
         self.low = low
         self.requests = requests
         self.uses = analysis.uses
-        self.reach = Reach(analysis.graph, analysis.uses)
+        self.reach = Reach(analysis.graph, analysis.uses, stacks=True)
         self._makers: dict[int, Mapping[ir.Var, ir.Eqn]] = {}
 
     def in_sampler(self, row: int) -> bool:
