@@ -103,9 +103,12 @@ def test_a_body_that_is_called_on_its_own_result_is_planned(calls: int):
     assert stored(jax.grad(program), W, X) == (["sin"] if calls == 20 else [])
 
 
-@pytest.mark.parametrize("target", ["h100", "tpu v5e"])
-def test_a_loop_stacks_its_state_in_16_bits_for_products_alone(target: str):
-    """A stepper of a differential equation: its backward pass reads states in products alone."""
+@pytest.mark.parametrize(("target", "stacks"), [("h100", 2), ("tpu v5e", 0)])
+def test_a_loop_stacks_its_state_in_16_bits_for_products_alone(target: str, stacks: int):
+    """A stepper of a differential equation: its backward pass reads states in products alone.
+
+    A TPU's compiler casts the stacks by itself.
+    """
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         def step(state: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -116,9 +119,9 @@ def test_a_loop_stacks_its_state_in_16_bits_for_products_alone(target: str):
 
     found = pp.inspect(jax.grad(loss), target=target)(W, X)
     forward, backward = named(found.after, "scan")
-    # XLA drops the float32 stacks, which only derivatives of the gradient would read.
+    # A GPU's compiler drops the float32 stacks, which only derivatives of the gradient would read.
     low = [v for v in forward.outvars if str(v.aval) == "bfloat16[8,64,32]"]
-    assert len(low) == 2
+    assert len(low) == stacks
     assert set(low) <= set(backward.invars)
     # the state itself is handed to the next trip in float32
     carried = forward.outvars[: scan_split(forward.params)[1]]

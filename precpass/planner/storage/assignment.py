@@ -112,16 +112,17 @@ class _Assignment:
         self.reads_low = {row for row, each in self._decisions.items() if self._lowers(each)}
         written: Collection[int] = ()
         self._pinned: Collection[int] = ()
-        readers: Readers | None = None
+        # A TPU's compiler stores a stack in the format to which all its readers cast it by itself.
+        on_gpu, on_tpu = writes_on == "gpu", writes_on == "tpu"
+        self._reach = Reach(self.graph, analysis.uses, stacks=on_gpu)
+        readers = Readers(self._reach, self.reads_low)
         if writes_on:
-            on_tpu = writes_on == "tpu"
-            reach = Reach(self.graph, analysis.uses, stacks=True)
-            readers = Readers(reach, self.reads_low)
             written = written_by_fusions(self.graph, readers, on_tpu=on_tpu)
             if on_tpu:
                 self._pinned = recomputed_on_tpu(self.graph)
+        of_stacks = readers if on_gpu else None
         self.classes = StorageClasses(
-            self.graph, self._crosses, self.reads_low, written=written, readers=readers
+            self.graph, self._crosses, self.reads_low, written=written, stack_readers=of_stacks
         )
         candidates = self._candidates(pricing)
         device = pricing.device or NOMINAL
@@ -243,7 +244,7 @@ class _Assignment:
 
     @functools.cached_property
     def _eligibility(self) -> Eligibility:
-        return Eligibility(self.analysis, self.classes, self.low, self.requests)
+        return Eligibility(self.analysis, self.classes, self.low, self.requests, self._reach)
 
     def _eligible(self) -> list[StorageClass]:
         """The classes that may be rounded where they are defined."""

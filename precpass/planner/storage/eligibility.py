@@ -28,10 +28,16 @@ class Eligibility:
         classes: of its values.
         low: the 16-bit format.
         requests: what the policy asks of single equations.
+        reach: the names of the program's values.
     """
 
     def __init__(
-        self, analysis: Analysis, classes: StorageClasses, low: Precision, requests: PolicyRequests
+        self,
+        analysis: Analysis,
+        classes: StorageClasses,
+        low: Precision,
+        requests: PolicyRequests,
+        reach: Reach,
     ) -> None:
         self.graph = analysis.graph
         self.analysis = analysis
@@ -39,7 +45,7 @@ class Eligibility:
         self.low = low
         self.requests = requests
         self.uses = analysis.uses
-        self.reach = Reach(analysis.graph, analysis.uses, stacks=True)
+        self.reach = reach
         self._makers: dict[int, Mapping[ir.Var, ir.Eqn]] = {}
 
     def in_sampler(self, row: int) -> bool:

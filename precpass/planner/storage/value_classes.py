@@ -85,7 +85,7 @@ class StorageClasses:
         crosses: whether values may cross the borders of a row's bodies on 16 bits.
         reads_low: the rows that read their first two operands on 16 bits.
         written: the rows whose results a fusion writes, so that each result becomes a class.
-        readers: who reads the program's values; None if a stack is written in float32 in any case.
+        stack_readers: who reads what loops stack; None if a stack costs the same whoever reads it.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class StorageClasses:
         reads_low: Collection[int],
         *,
         written: Collection[int] = (),
-        readers: Readers | None = None,
+        stack_readers: Readers | None = None,
     ) -> None:
         self.graph = graph
-        self._readers = readers
+        self._stack_readers = stack_readers
         self.reads_low = reads_low
         self._parents: dict[Key, Key] = {}
         self._written = written
@@ -326,7 +326,9 @@ class StorageClasses:
                     values.places.append(_rows(eqn.outvars[k], calls, "stacked", is_read_wide))
 
     def _is_read_wide(self, body: int, value: ir.Var) -> bool:
-        is_low, others = (False, 1) if self._readers is None else self._readers.of(body, value)
+        if self._stack_readers is None:
+            return True
+        is_low, others = self._stack_readers.of(body, value)
         return not is_low or others > 0
 
 
