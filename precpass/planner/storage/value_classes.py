@@ -328,8 +328,8 @@ class StorageClasses:
     def _is_read_wide(self, body: int, value: ir.Var) -> bool:
         if self._stack_readers is None:
             return True
-        is_low, others = self._stack_readers.of(body, value)
-        return not is_low or others > 0
+        each = self._stack_readers.of(body, value)
+        return any(not is_low or others > 0 for is_low, others in each)
 
 
 def _rows(atom: ir.Atom, calls: float, kind: str, is_read_wide: bool = True) -> Place:

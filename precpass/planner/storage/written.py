@@ -45,12 +45,11 @@ def written_by_fusions(graph: Graph, readers: Readers, *, on_tpu: bool = False) 
             if traits.kind is not OpKind.ELEMENTWISE or not is_wide(eqn.outvars[0]):
                 continue
             result = eqn.outvars[0]
-            is_low, others = readers.of(body, result)
-            if (
-                (traits.chooses and not (on_tpu and _is_shifted(graph, body, result)))
-                or (on_tpu and others > 1 and _is_of_attention(eqn, node, body, readers))
+            if (traits.chooses and not (on_tpu and _is_shifted(graph, body, result))) or any(
+                (on_tpu and others > 1 and _is_of_attention(eqn, node, body, readers))
                 or (traits.computed_once and others + is_low + is_forward > 1)
                 or (is_low and others > 0)
+                for is_low, others in readers.of(body, result)
             ):
                 rows.add(row)
     return frozenset(rows)
@@ -106,7 +105,7 @@ def _is_of_attention(eqn: ir.Eqn, node: BodyNode, body: int, readers: Readers) -
     (result,) = eqn.outvars
     eqns = ir.open_jaxpr(node.jaxpr).eqns
     scaling = [e for e in eqns if e.primitive.name in ("div", "mul") and result in e.invars]
-    is_weight = any(readers.of(body, e.outvars[0])[0] for e in scaling)
+    is_weight = any(is_low for e in scaling for is_low, _ in readers.of(body, e.outvars[0]))
     return is_weight and is_shift(shift, shift.invars[0], makers)
 
 
