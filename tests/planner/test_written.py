@@ -78,15 +78,26 @@ def test_a_jitted_function_is_stored_as_if_its_equations_stood_where_it_is_calle
 
 
 def test_what_leaves_a_body_is_read_once_for_each_call_of_it():
-    """No derivative reads these functions, and one equation reads each result."""
-    function = jax.jit(lambda x: jnp.tanh(x) * 2)
-    twice = jax.jit(jnp.tanh)
+    """One equation reads each result of these functions, and no derivative does."""
+    function = jax.jit(lambda x: jnp.sin(x) * x)
 
-    def program(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def apart(w: jax.Array, x: jax.Array) -> jax.Array:
+        return (function(x @ w) @ V).sum() + function(x @ V).sum()
+
+    def together(w: jax.Array, x: jax.Array) -> jax.Array:
+        h = function(x @ w)
+        return (h @ V).sum() + h.sum() + function(x @ V).sum()
+
+    assert stored(apart, W, X) == []
+    assert stored(together, W, X) == ["mul"]
+
+    dear = jax.jit(jnp.tanh)
+
+    def beside_a_gradient(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         differentiated = jax.grad(lambda w: jnp.sin(x @ w).sum())(w)
-        return differentiated, function(x @ w).sum() + twice(x @ w).sum() + twice(x @ V).sum()
+        return differentiated, dear(x @ w).sum() + dear(x @ V).sum()
 
-    assert stored(program, W, X) == []
+    assert stored(beside_a_gradient, W, X) == []
 
 
 @pytest.mark.parametrize("calls", [20, 600])
