@@ -112,7 +112,7 @@ class _Assignment:
         self.reads_low = {row for row, each in self._decisions.items() if self._lowers(each)}
         written: Collection[int] = ()
         self._pinned: Collection[int] = ()
-        # A TPU's compiler stores a stack in the format to which all its readers cast it by itself.
+        # A TPU's compiler casts a stack by itself if all readers cast it, so no plan for one does.
         on_gpu, on_tpu = writes_on == "gpu", writes_on == "tpu"
         self._reach = Reach(self.graph, analysis.uses, stacks=on_gpu)
         readers = Readers(self._reach, self.reads_low)

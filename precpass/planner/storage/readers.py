@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import moved_operand
 from precpass.analysis.reach import Reach
 
-__all__ = ["Readers"]
+__all__ = ["ReadBy", "Readers"]
 
 Name = tuple[int, ir.Var]
 """A value in one body: the index of the body, and the variable."""
-Answer = tuple[bool, int]
-"""Whether low products read a value, and how often anything else does, 2 for any more."""
-NOT_READ: Answer = (False, 0)
+
+
+class ReadBy(NamedTuple):
+    """What reads a value in one run of the program.
+
+    Attributes:
+        low: whether a low product does.
+        others: how often anything else does; 2 stands for any larger number too, because XLA writes
+            a value for two such readers as it does for more.
+    """
+
+    low: bool = False
+    others: int = 0
+
+    def together_with(self, other: ReadBy) -> ReadBy:
+        """The readers of a value that has two names, which read it under one or the other."""
+        return ReadBy(self.low or other.low, min(self.others + other.others, 2))
 
 
 class Readers:
     """Who reads each value: whether low products do, and how often anything else does.
 
-    Who reads a value that is only moved reads the value before it. A call is no reader, because the
-    compiler puts the call's body in its place: the activation function of a layer is a jitted call
-    in most programs, and so is its derivative. What a loop hands to its next trip is read by that.
+    An equation that reads a moved value, such as a transposed one, counts as a reader of the value
+    before the movement. A call is no reader, because the compiler puts its body in its place: the
+    activation function of a layer is a jitted call in most programs, and so is its derivative.
+    A loop's state counts as read once by the next trip.
 
     Args:
         reach: the names of the program's values.
@@ -32,12 +48,13 @@ class Readers:
     def __init__(self, reach: Reach, reads_low: Collection[int]) -> None:
         self._reach = reach
         self._reads_low = reads_low
-        self._known: dict[Name, frozenset[Answer]] = {}
+        self._known: dict[Name, frozenset[ReadBy]] = {}
 
-    def of(self, body: int, value: ir.Var) -> frozenset[Answer]:
-        """Whether low products read a value, and how often anything else does, 2 for any more.
+    def of(self, body: int, value: ir.Var) -> frozenset[ReadBy]:
+        """The readers of a value, for each place from which its body may be called.
 
-        There are several answers if the value's body is called in several places.
+        A body that several places call is planned once, but in each place other equations may read
+        what it returns.
         """
         todo, begun = [(body, value)], set[Name]()
         while todo:
@@ -45,45 +62,42 @@ class Readers:
             if name in self._known:
                 todo.pop()
                 continue
-            found, same = self._direct(*name)
-            names = {other for group in same for other in group}
+            direct, groups = self._direct(*name)
+            names = {other for group in groups for other in group}
             # A body that is called twice may hand its own result to itself.
             unknown = [n for n in names if n not in self._known and n not in begun]
             begun.add(name)
             if unknown:
                 todo += unknown
                 continue
-            answers = {found}
-            for group in same:
-                each = [self._known.get(n, frozenset([NOT_READ])) for n in group]
-                answers = {_both(a, b) for a in answers for b in frozenset[Answer]().union(*each)}
+            answers = {direct}
+            for group in groups:
+                each = [self._known.get(n, frozenset([ReadBy()])) for n in group]
+                answers = {
+                    a.together_with(b) for a in answers for b in frozenset[ReadBy]().union(*each)
+                }
             self._known[name] = frozenset(answers)
         return self._known[body, value]
 
-    def _direct(self, body: int, value: ir.Var) -> tuple[Answer, list[list[Name]]]:
+    def _direct(self, body: int, value: ir.Var) -> tuple[ReadBy, list[list[Name]]]:
         """The readers of a value under one name, and its other names.
 
         A name comes in a group of its own, unless it is one of the names that a result of a body
         has at several callers: of these only one is read in each run of the body.
         """
-        found, same = NOT_READ, list[list[Name]]()
+        direct, groups = ReadBy(), list[list[Name]]()
         for eqn in self._reach.direct(body, value):
             if eqn is None:
                 outside = self._reach.outside(body, value)
-                found = _both(found, (False, outside is None))
-                same += [outside] if outside else []
+                direct = direct.together_with(ReadBy(others=int(outside is None)))
+                groups += [outside] if outside else []
                 continue
             row = self._reach.row(body, eqn)
             if inside := self._reach.inside(row, value):
-                same += [[name] for name in inside]
+                groups += [[name] for name in inside]
             elif moved_operand(eqn) is value:
-                same += [[(body, moved)] for moved in eqn.outvars]
+                groups += [[(body, moved)] for moved in eqn.outvars]
             else:
                 is_low = row in self._reads_low and any(value is v for v in eqn.invars[:2])
-                found = _both(found, (is_low, not is_low))
-        return found, same
-
-
-def _both(a: Answer, b: Answer) -> Answer:
-    """The readers of a value that has two names."""
-    return a[0] or b[0], min(a[1] + b[1], 2)
+                direct = direct.together_with(ReadBy(is_low, int(not is_low)))
+        return direct, groups
