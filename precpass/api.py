@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 import jax
 
 from precpass import jaxpr as ir
-from precpass.devices.detect import committed_device, planned_for
+from precpass.devices.detect import committed_device, device_for, planned_for
 from precpass.devices.targets import check_places, target_of
 from precpass.jit.calls import check_function, check_options
 from precpass.jit.mixed import Mixed
@@ -209,9 +209,11 @@ def _inspection(traced: Traced) -> Inspection:
         return Inspection(before, plan, before, None, scope, name)
     plan = traced.checked_plan(policy)
     after, rewriter = rewritten(before, plan, traced.region, policy, scope)
+    device = device_for()
+    on = "" if device.platform == "cpu" else str(device)
     origin = PlanSource(name, policy_data(policy), scope, str(policy.output or ""))
     plan = described(before, plan, origin, rewriter)
-    return Inspection(before, plan, after, policy, scope, name)
+    return Inspection(before, plan, after, policy, scope, name, on)
 
 
 def explain(

@@ -211,8 +211,15 @@ def between(
     return rendered([*lines, [(said, "")]], color)
 
 
-def totals(plan: Plan, name: str, outputs: int = 0) -> str:
-    """A line with the totals of a plan's changes; `outputs` is the number of casts of results."""
+def totals(plan: Plan, name: str, outputs: int = 0, device: str = "") -> str:
+    """A line with the totals of a plan's changes.
+
+    Args:
+        plan: the plan.
+        name: the policy's, or what else the line begins with.
+        outputs: the number of casts of results.
+        device: what it is planned for; "" leaves it out.
+    """
     plan_rows = list(rows(plan))
     fates = Counter(map(_fate_in_words, plan_rows))
     entered = fates.pop("", 0)
@@ -223,7 +230,7 @@ def totals(plan: Plan, name: str, outputs: int = 0) -> str:
     return (
         f"{name}: {fates['lowered']} of {len(plan_rows) - entered} equations lowered, "
         f"{fates['widened']} widened, {order}{fates['as written']} as written"
-        f"{'; ' if said else ''}{said}"
+        f"{'; ' if said else ''}{said}{f'; planned for {device}' if device else ''}"
     )
 
 

@@ -110,6 +110,7 @@ class Explanation:
     Attributes:
         name: the function's.
         policy: the policy's name.
+        device: the device that it is planned for, as JAX calls it; "" for a CPU.
         verdict: the figures.
         wide: the products that stay in float32, those of one line together.
         multiplied: (precision, reason, number) of the products that are multiplied in a precision
@@ -123,6 +124,7 @@ class Explanation:
 
     name: str
     policy: str
+    device: str
     verdict: Verdict
     wide: tuple[Wide, ...]
     multiplied: tuple[tuple[str, str, int], ...]
@@ -136,7 +138,7 @@ class Explanation:
         return list(self._lines())
 
     def _lines(self) -> Iterator[Line]:
-        yield [(titled(self.name, self.policy), "where")]
+        yield [(titled(self.name, self.policy, self.device), "where")]
         yield from ([("  ", ""), *line] for line in self.verdict.lines())
         if self.wide:
             yield [("products left wide", "frame")]
@@ -191,7 +193,7 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         verdict = self.verdict
-        title, flops = titled(self.name, self.policy), verdict.after.flops
+        title, flops = titled(self.name, self.policy, self.device), verdict.after.flops
         rest = list(self._closing())
         others = (*self.multiplied, *self.others)
         return explanation_page(title, flops, list(verdict.lines()), self.wide, others, rest)
@@ -204,6 +206,7 @@ def explained(
     decided: dict[int, Decision],
     name: str,
     policy: str,
+    device: str,
 ) -> Explanation:
     """The explanation of a program.
 
@@ -214,6 +217,7 @@ def explained(
         decided: the decision for each equation of the graph, by the equation's identity.
         name: the function's.
         policy: the policy's.
+        device: what the program is planned for; "" for a CPU.
     """
     plan_rows, before = list(rows(plan)), graph.root.jaxpr
     wide = tuple(_wide(plan_rows))
@@ -223,6 +227,7 @@ def explained(
     return Explanation(
         name,
         policy,
+        device,
         Verdict(
             count(before),
             count(after),

@@ -39,6 +39,8 @@ class Inspection:
         policy: the policy that was asked for; None if the pass is switched off.
         scope: the name scope around the program; "" unless inside `keep`.
         name: the function's name.
+        device: the device that it is planned for, as JAX calls it; "" for a CPU, and if the pass
+            is switched off.
     """
 
     before: Any
@@ -47,6 +49,7 @@ class Inspection:
     policy: PrecisionPolicy | None
     scope: str = ""
     name: str = ""
+    device: str = ""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -127,7 +130,7 @@ class Inspection:
                 for what, n in outputs.items()
             ),
             *([[("costs  ", "frame"), (self.plan.costs, "reason")]] if self.plan.costs else []),
-            [(totals(self.plan, self.policy_name, outputs.total()), "")],
+            [(totals(self.plan, self.policy_name, outputs.total(), self.device), "")],
         ]
         return rendered(lines, color)
 
@@ -137,7 +140,8 @@ class Inspection:
         for eqn, decision, _ in self.decisions():
             decided.setdefault(id(eqn), decision)
         name = self.name or "program"
-        return explained(self._graph, self.plan, self.after, decided, name, self.policy_name)
+        policy, device = self.policy_name, self.device
+        return explained(self._graph, self.plan, self.after, decided, name, policy, device)
 
     def draw(self, *, boxes: int = 60, graphviz: bool | None = None) -> Picture:
         """The dataflow as a picture, coloured by precision, boxed by layer, name scope and loop.
@@ -166,7 +170,7 @@ class Inspection:
         for eqn, decision, info in _paired(self.before, self.plan, set()):
             casts = sum(cast.what == "inserted" for cast in info.casts)
             decided.setdefault(id(eqn), (decision, casts))
-        title = titled(self.name or "program", self.policy_name)
+        title = titled(self.name or "program", self.policy_name, self.device)
         return picture(chart(self._graph, decided, boxes), title, graphviz)
 
     def _outputs(self) -> Counter[str]:
@@ -215,10 +219,10 @@ class Inspection:
         return OFF if self.policy is None else self.policy.name
 
     def __repr__(self) -> str:
-        return f"<{titled('Inspection', self.policy_name)}: {self.plan!r}>"
+        return f"<{titled('Inspection', self.policy_name, self.device)}: {self.plan!r}>"
 
     def _repr_html_(self) -> str:
-        name = titled(self.name or "program", self.policy_name)
+        name = titled(self.name or "program", self.policy_name, self.device)
         jaxprs = self._unified()
         if len(jaxprs) > _SHOWN:
             left = f"... and {len(jaxprs) - _SHOWN} more lines: .diff('jaxpr') has them all"

@@ -140,11 +140,19 @@ def cell_of(file: str) -> str:
     return cell[1] if cell is not None else ""
 
 
-def titled(name: str, policy: str) -> str:
+def titled(name: str, policy: str, device: str = "") -> str:
     """A title for what is shown of a program.
+
+    Args:
+        name: the function's.
+        policy: the policy's, or `OFF`.
+        device: what the program is planned for; "" leaves it out.
 
     Examples:
         >>> titled("loss", "AutoMixedBf16"), titled("loss", OFF)
         ('loss under AutoMixedBf16', 'loss, switched off')
+        >>> titled("loss", "AutoMixedBf16", "NVIDIA H200")
+        'loss under AutoMixedBf16, planned for NVIDIA H200'
     """
-    return f"{name}, {policy}" if policy == OFF else f"{name} under {policy}"
+    under = f"{name}, {policy}" if policy == OFF else f"{name} under {policy}"
+    return f"{under}, planned for {device}" if device else under

@@ -68,7 +68,7 @@ def test_the_help_is_one_screen(capsys, monkeypatch):
 
 
 KEYS = {
-    "explain": "name policy verdict wide multiplied others unmatched notes advice",
+    "explain": "name policy device verdict wide multiplied others unmatched notes advice",
     "diff": "policy changes",
     "compare": "function rows reference rounds device",
     "profile": "function rows rounds device peaks notes",

@@ -44,6 +44,25 @@ def test_an_unknown_target_names_the_known_ones(call: object):
         call(jnp.sin, target="b300")  # pyright: ignore[reportCallIssue]
 
 
+@pytest.mark.parametrize(("name", "kind"), [("h100", "NVIDIA H100"), ("tpu v5e", "TPU v5 lite")])
+def test_what_is_planned_for_a_target_says_so(name: str, kind: str):
+    inspection = pp.inspect(jnp.dot, target=name)(A, A)
+    explanation = pp.explain(jnp.dot, target=name)(A, A)
+    here = pp.inspect(jnp.dot)(A, A)
+    assert inspection.device.startswith(kind) and explanation.device == inspection.device
+    where = f"planned for {inspection.device}"
+    for text in (
+        inspection.diff(color=False).splitlines()[-1],
+        repr(inspection),
+        inspection._repr_html_(),
+        explanation.text(color=False).splitlines()[0],
+        explanation._repr_html_(),
+    ):
+        assert where in text
+    # A program for this machine's CPU has no such words, so that its texts are as short as before.
+    assert here.device == "" and "planned for" not in here.diff()
+
+
 def sharded(*sizes: int, side: int = 16) -> jax.ShapeDtypeStruct:
     """A square matrix whose rows are sharded over the first axis of a mesh without devices."""
     mesh = jax.sharding.AbstractMesh(sizes, ("data", "model")[: len(sizes)])
