@@ -44,6 +44,11 @@ class Shape:
         return bits(self.dtype)
 
     @property
+    def width(self) -> int:
+        """The bits of an element of any type; 0 for tokens and opaque values."""
+        return _width(self.dtype)
+
+    @property
     def is_factor(self) -> bool:
         """Whether products multiply such elements: floating ones, and those of scaled products."""
         return bool(self.bits) or self.dtype == "s8"
@@ -51,7 +56,7 @@ class Shape:
     @property
     def nbytes(self) -> float:
         """The bytes of all elements, without padding."""
-        return self.size * _width(self.dtype) / 8
+        return self.size * self.width / 8
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -71,7 +76,6 @@ def bits(dtype: str) -> int:
 
 @functools.cache
 def _width(dtype: str) -> int:
-    """The bits of an element of any type; 0 for tokens and opaque values."""
     match = re.match(r"(?:b?f|c|[su])(\d+)", dtype)
     return int(match[1]) if match else 8 * (dtype == "pred")
 

@@ -50,7 +50,7 @@ class MatrixKernel:
     @property
     def is_low(self) -> bool:
         """Whether all factors have at most 16 bits."""
-        return all(Shape(dtype).bits <= 16 for dtype in self.operands)
+        return all(Shape(dtype).width <= 16 for dtype in self.operands)
 
     def __str__(self) -> str:
         how = f", {self.multiplied}" if self.multiplied else ""
@@ -312,7 +312,7 @@ def _products(
         if is_call or instruction.opcode in _PRODUCTS:
             factors = [s for o in computation.operands(instruction)[:2] for s in o.shapes[:1]]
             name = instruction.target.strip("_") if is_call else instruction.opcode
-            if all(shape.is_factor for shape in factors) and factors:
+            if factors:
                 yield name, tuple(shape.dtype for shape in factors), instruction.multiplied
 
 

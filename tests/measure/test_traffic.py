@@ -210,3 +210,18 @@ def test_a_scan_that_xla_compiled_here_moves_its_slices_once_per_trip():
     assert (traffic.runs, traffic.low_runs, traffic.guesses) == (trips, 0, False)
     # product and tanh by themselves: three arrays and two, and perhaps a copy of the slice
     assert 5 * trips * array <= traffic.moved <= 9 * trips * array
+
+
+@pytest.mark.parametrize(("dtype", "is_low"), [("c64", False), ("s32", False), ("s8", True)])
+def test_products_of_complex_numbers_and_integers_are_kernels_too(dtype: str, is_low: bool):
+    (kernel,) = traffic_of(
+        f"""HloModule m
+
+ENTRY main {{
+  a = {dtype}[64,64]{{1,0}} parameter(0)
+  b = {dtype}[64,64]{{1,0}} parameter(1)
+  ROOT c = {dtype}[64,64]{{1,0}} custom-call(a, b), custom_call_target="__cublas$lt$matmul"
+}}
+"""
+    ).products
+    assert kernel.operands == (dtype, dtype) and kernel.is_low is is_low
