@@ -10,21 +10,16 @@ body then answers for all of its carries at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["Additive", "LoopFeedback", "all_feedback"]
+__all__ = ["Additive", "LoopFeedback"]
 
 LoopFeedback = tuple[int, ...]
 """For each operand of a jaxpr, the set of the results that are fed back into it."""
-
-
-def all_feedback(operands: int, results: int) -> LoopFeedback:
-    """The feedback in which every result may be fed back into every operand."""
-    return ((1 << results) - 1,) * operands
 
 
 class Additive:
@@ -35,7 +30,9 @@ class Additive:
         self._passes: dict[int, tuple[Any, list[int]]] = {}
         self._reached: dict[int, tuple[Any, dict[Any, int]]] = {}
 
-    def accumulating(self, jaxpr: ir.Jaxpr, feedback: LoopFeedback) -> frozenset[int]:
+    def accumulating(
+        self, jaxpr: ir.Jaxpr, feedback: LoopFeedback
+    ) -> Mapping[int, Sequence[LoopFeedback]]:
         """The equations on an additive path from an operand to a result that is fed back into it.
 
         Args:
@@ -43,17 +40,17 @@ class Additive:
             feedback: which results are fed back into each operand.
 
         Returns:
-            The positions of these equations.
+            The position of each of these equations, with the feedback into each of its bodies.
         """
         if not any(feedback):
-            return frozenset()
+            return {}
         opened = ir.open_jaxpr(jaxpr)
         reached = self._forward(opened)
         needed = {v: 0 for eqn in opened.eqns for v in eqn.outvars}
         for o, v in enumerate(opened.outvars):
             if not ir.is_literal(v):
                 needed[v] = needed.get(v, 0) | 1 << o
-        additive_eqns: set[int] = set()
+        additive_eqns: dict[int, Sequence[LoopFeedback]] = {}
         for row in range(len(opened.eqns) - 1, -1, -1):
             eqn = opened.eqns[row]
             if not any(needed[v] for v in eqn.outvars):
@@ -69,8 +66,10 @@ class Additive:
                             before |= reached.get(v, 0)
                             needed[v] = needed.get(v, 0) | leads_to
             if any(feedback[i] & after for i in _bits(before)):
-                additive_eqns.add(row)
-        return frozenset(additive_eqns)
+                additive_eqns[row] = [
+                    _inside(body, eqn, feedback, reached, needed) for body in ir.bodies(eqn)
+                ]
+        return additive_eqns
 
     def cyclic(self, body: ir.Body) -> LoopFeedback:
         """For each operand, the results that an additive cycle through the loop's carry feeds back.
@@ -140,6 +139,35 @@ class Additive:
                 for i in _bits(inside):
                     passed[result] |= 1 << body.operands[i]
         return passed
+
+
+def _inside(
+    body: ir.Body,
+    eqn: ir.Eqn,
+    feedback: LoopFeedback,
+    reached: Mapping[Any, int],
+    needed: Mapping[Any, int],
+) -> LoopFeedback:
+    """For each operand of a body inside of another one, its results that are fed back into it.
+
+    Args:
+        body: the inner body.
+        eqn: its equation in the outer body.
+        feedback: which results of the outer body are fed back into each of its operands.
+        reached: for each value of the outer body, the operands that it is a sum of.
+        needed: for each value of the outer body, the results that are a sum of it.
+    """
+    if body.carry or body.trips != 1:
+        # Any trip of an inner loop may lead to any result of it.
+        return ((1 << len(body.results)) - 1,) * len(body.operands)
+    inside: list[int] = []
+    for operand in body.operands:
+        v, fed_back = eqn.invars[operand], 0
+        for i in () if ir.is_literal(v) else _bits(reached.get(v, 0)):
+            fed_back |= feedback[i]
+        each = (bool(needed[eqn.outvars[at]] & fed_back) << r for r, at in enumerate(body.results))
+        inside.append(sum(each))
+    return tuple(inside)
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis.accumulation import LoopFeedback, all_feedback
+from precpass.analysis.accumulation import LoopFeedback
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.equations import has_low, unentered
 from precpass.analysis.graph import Graph
@@ -190,7 +190,7 @@ class Planner:
         for at, eqn in enumerate(self.graph.eqns[node.start : node.stop]):
             row, is_added = node.start + at, at in adds
             if row in children:
-                decision = self._entered(row, facts, decides, is_added)
+                decision = self._entered(row, facts, decides, adds.get(at))
             else:
                 query = queries.of(row, eqn, stored, accumulates=is_added)
                 decision = self._decide(query)
@@ -205,7 +205,9 @@ class Planner:
 
     # ------------------------------------------------------------ equations with bodies
 
-    def _entered(self, row: int, facts: ValueRanges, decides: bool, adds: bool) -> Decision:
+    def _entered(
+        self, row: int, facts: ValueRanges, decides: bool, added: Sequence[LoopFeedback] | None
+    ) -> Decision:
         eqn, scope = self.graph.eqns[row], self.requests.scope(row)
         # With x64 off a float64 body is evaluated as one span, in which effects would be lost.
         survives = ir.in_x64() or not ir.effects_of(eqn)
@@ -213,10 +215,11 @@ class Planner:
         is_kept = is_fixed(scope) or ir.keeps_border(eqn)
         border = () if is_kept else crossing_formats(self.policy, wide)
         inner: list[Plan] = []
-        for (body, _), inside in zip(self.graph.children[row], facts.inner[row], strict=True):
+        children = zip(self.graph.children[row], facts.inner[row], strict=True)
+        for at, ((body, _), inside) in enumerate(children):
             feedback: LoopFeedback = ()
-            if adds:
-                feedback = all_feedback(len(body.operands), len(body.results))
+            if added is not None:
+                feedback = added[at]
             elif body.carry and self._may_lower_sums:
                 feedback = self.analysis.additive.cyclic(body)
             inner.append(self.plan(inside, feedback, decides or body.decides, border))

@@ -1,5 +1,6 @@
 """On a GPU what a fusion writes is stored in 16 bits: dear functions, and what products share."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +140,61 @@ def test_a_loop_stacks_its_state_in_16_bits_for_products_alone(target: str, stac
     assert [str(v.aval.dtype) for v in carried if v.aval.shape == X.shape].count("float32") == 1
     got, wanted = jaxpr_as_fun(found.after)(W, X)[0], jax.grad(loss)(W, X)
     assert 1e-5 < rel_error(got, wanted) < 0.01
+
+
+def rms_norm(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+
+
+def layer_norm(x: jax.Array) -> jax.Array:
+    x = x - x.mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+
+
+def scanned(norm: Callable[[jax.Array], jax.Array], w: jax.Array, x: jax.Array) -> jax.Array:
+    """The loss of a residual network whose layers are run by a scan, and again backwards."""
+
+    @jax.checkpoint
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x + jax.nn.gelu(norm(x) @ w) @ V
+
+    return jnp.square(jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]).mean()
+
+
+@pytest.mark.parametrize(
+    ("norm", "target", "dtype"),
+    [
+        (rms_norm, "h100", "bfloat16"),
+        # It subtracts the mean from the stream, which may be far from zero.
+        (layer_norm, "h100", "float32"),
+        (rms_norm, "tpu v5e", "float32"),
+    ],
+)
+def test_a_residual_stream_is_stacked_in_16_bits_where_its_readers_tolerate_that(
+    norm: Callable[[jax.Array], jax.Array], target: str, dtype: str
+):
+    loss, ws = functools.partial(scanned, norm), jnp.stack([W, -W, W])
+    found = pp.inspect(jax.grad(loss), target=target)(ws, X)
+    forward, backward = named(found.after, "scan")
+    split = scan_split(forward.params)[1]
+    read = [v for v in forward.outvars[split:] if v in backward.invars]
+    assert [str(v.aval.dtype) for v in read if v.aval.shape == (3, *X.shape)] == [dtype]
+    # The stream itself goes from layer to layer in float32.
+    carried = [str(v.aval.dtype) for v in forward.outvars[:split] if v.aval.shape == X.shape]
+    assert "float32" in carried and (split == 1 or dtype == "float32")
+    got, wanted = jaxpr_as_fun(found.after)(ws, X)[0], jax.grad(loss)(ws, X)
+    assert 1e-4 < rel_error(got, wanted) < 0.01
+
+
+@pytest.mark.parametrize("given", ["nothing", "a sum", "all"])
+def test_a_stack_that_the_user_makes_of_a_state_keeps_its_digits(given: str):
+    def program(w: jax.Array, x: jax.Array) -> Any:
+        state, each = jax.lax.scan(lambda s, _: (s + jnp.tanh(s @ w), s), x, None, length=4)
+        return state, {"nothing": 0, "a sum": each.sum(), "all": each}[given]
+
+    (loop,) = named(pp.inspect(program, target="h100")(W, X).after, "scan")
+    stacks = [str(v.aval.dtype) for v in loop.outvars if v.aval.shape == (4, *X.shape)]
+    assert stacks == ["float32"]
 
 
 def residual(w: jax.Array, x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis.accumulation import LoopFeedback, all_feedback
+from precpass.analysis.accumulation import LoopFeedback
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.graph import BodyNode
 from precpass.analysis.reach import Reach
@@ -120,9 +120,8 @@ class _Assignment:
             written = written_by_fusions(self.graph, readers, on_tpu=on_tpu)
             if on_tpu:
                 self._pinned = recomputed_on_tpu(self.graph)
-        of_stacks = readers if on_gpu else None
         self.classes = StorageClasses(
-            self.graph, self._crosses, self.reads_low, written=written, stack_readers=of_stacks
+            self.graph, self._crosses, self.reads_low, written=written, splits_stacks=on_gpu
         )
         candidates = self._candidates(pricing)
         device = pricing.device or NOMINAL
@@ -152,7 +151,8 @@ class _Assignment:
         """The plan with the storage of its values; the same plan if nothing is gained."""
         for values in self.classes.by_root.values():
             if id(values) in self._rounded:
-                self._class_made_at.update(dict.fromkeys(values.defined, values))
+                made = set(values.defined) - self.classes.stacked_states
+                self._class_made_at.update(dict.fromkeys(made, values))
         rounded = {row for row, _ in self._class_made_at}
         if self._writes:
             self._backward = backward_forms(self._eligibility, rounded)
@@ -213,15 +213,17 @@ class _Assignment:
     ) -> Iterator[tuple[int, LoopFeedback]]:
         """Adds the classes of a body to `added_to`; yields the bodies in it with their feedback."""
         node = self.graph.bodies[body]
-        for at in self.analysis.additive.accumulating(node.jaxpr, feedback):
+        adding = self.analysis.additive.accumulating(node.jaxpr, feedback)
+        for at, feedback_inside in adding.items():
             row = node.start + at
             eqn = self.graph.eqns[row]
             added_to |= self._ids(body, eqn.outvars)
             if eqn.primitive.name in ("mul", "div"):
                 # a decay of 0.999 is 1 in bfloat16
                 added_to |= self._ids(body, eqn.invars)
-            for inner, child in self.graph.children.get(row, ()):
-                yield child, all_feedback(len(inner.operands), len(inner.results))
+            children = self.graph.children.get(row, ())
+            for (_, child), inside in zip(children, feedback_inside, strict=True):
+                yield child, inside
 
     def _ids(self, body: int, atoms: Sequence[ir.Atom]) -> set[int]:
         return {id(of) for v in atoms if (of := self.classes.of(body, v)) is not None}

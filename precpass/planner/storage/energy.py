@@ -128,7 +128,6 @@ class StorageEnergy:
             energy.pay(WIDE, rounded, self.traffic(values) / 2 + self.rounding(values))
         if values.crossed:
             energy.pay(rounded, crossing, self.beside(values))
-            energy.pay(crossing, LOW, self.stacking(values))
             if roundable:
                 energy.forbid(crossing, rounded)
         for body, rows in values.low_readers.items():
@@ -189,14 +188,6 @@ class StorageEnergy:
         # each slice of a stack is copied, and the copy is read afterwards
         copies = sum(p.nbytes if p.kind == "sliced" else p.nbytes / 2 for p in values.places)
         return (1.5 * (values.given_bytes + defined_bytes) + copies) / self.device.bandwidth
-
-    def stacking(self, values: StorageClass) -> float:
-        """The seconds of writing stacks in float32 that only low products read.
-
-        If a low copy crosses the loop's border, nothing reads such a stack and XLA drops it.
-        """
-        unread = (place for place in values.places if not place.is_read_wide)
-        return sum(map(_traffic, unread)) / self.device.bandwidth
 
     def copying(self, values: StorageClass, body: int, rows: Sequence[int]) -> float:
         """The seconds of the casts for products in a body whose border no 16-bit copy crosses."""

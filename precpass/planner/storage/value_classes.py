@@ -17,7 +17,6 @@ from precpass import jaxpr as ir
 from precpass.analysis.equations import chosen_operand, is_wide, moved_operand
 from precpass.analysis.graph import Graph
 from precpass.analysis.sizes import NOMINAL_SIZE, nbytes
-from precpass.planner.storage.readers import Readers
 from precpass.policy.primitives import op
 from precpass.policy.scopes import is_backward
 
@@ -36,13 +35,11 @@ class Place:
         times: how many values these are.
         kind: "stacked" and "sliced" by a loop, its "carry", "kept" by the forward pass for the
             backward pass, or "written" by a fusion, for all equations that read it.
-        is_read_wide: whether an equation reads it in float32, and not only low products.
     """
 
     nbytes: float
     times: float
     kind: str
-    is_read_wide: bool = True
 
 
 @dataclasses.dataclass
@@ -85,7 +82,12 @@ class StorageClasses:
         crosses: whether values may cross the borders of a row's bodies on 16 bits.
         reads_low: the rows that read their first two operands on 16 bits.
         written: the rows whose results a fusion writes, so that each result becomes a class.
-        stack_readers: who reads what loops stack; None if a stack costs the same whoever reads it.
+        splits_stacks: whether a loop may stack its state in another format than it keeps it in.
+
+    Attributes:
+        stacked_states: the rows of loops, each with the position of a result that stacks a state as
+            each trip begins with it. With `splits_stacks` such a stack is a class of its own, which
+            the loop makes: the state may keep digits that no reader of the stack needs.
     """
 
     def __init__(
@@ -95,10 +97,9 @@ class StorageClasses:
         reads_low: Collection[int],
         *,
         written: Collection[int] = (),
-        stack_readers: Readers | None = None,
+        splits_stacks: bool = False,
     ) -> None:
         self.graph = graph
-        self._stack_readers = stack_readers
         self.reads_low = reads_low
         self._parents: dict[Key, Key] = {}
         self._written = written
@@ -106,6 +107,12 @@ class StorageClasses:
             key = int(graph.body[row]), graph.eqns[row].outvars[0]
             self._join(key, key)
         self.crossed = {row for row in graph.children if crosses(row)}
+        self.stacked_states = set[tuple[int, int]]()
+        for row in self.crossed if splits_stacks else ():
+            for k in _stacked_states(graph, row):
+                self.stacked_states.add((row, k))
+                key = int(graph.body[row]), graph.eqns[row].outvars[k]
+                self._join(key, key)
         for row in sorted(self.crossed):
             self._link(row)
         kept = set[Key]()
@@ -154,7 +161,11 @@ class StorageClasses:
             pairs = [
                 (eqn.invars[at], v) for v, at in zip(opened.invars, body.operands, strict=True)
             ]
-            pairs += [(eqn.outvars[at], v) for v, at in _leaving(body, opened)]
+            pairs += [
+                (eqn.outvars[at], v)
+                for v, at in _leaving(body, opened)
+                if (row, at) not in self.stacked_states
+            ]
             for outside, inside in pairs:
                 self._join_atoms((around, outside), (child, inside))
             # Branches that are passed a literal have no common value outside: join their operands.
@@ -321,22 +332,30 @@ class StorageClasses:
                 if i >= first_in:
                     values.places.append(_rows(eqn.invars[i], calls, "sliced"))
             for k, values in self._classes(body, eqn.outvars):
+                if (row, k) in self.stacked_states:
+                    values.defined.append((row, k))
                 if k >= first_out:
-                    is_read_wide = self._is_read_wide(body, eqn.outvars[k])
-                    values.places.append(_rows(eqn.outvars[k], calls, "stacked", is_read_wide))
-
-    def _is_read_wide(self, body: int, value: ir.Var) -> bool:
-        if self._stack_readers is None:
-            return True
-        each = self._stack_readers.of(body, value)
-        return any(not is_low or others > 0 for is_low, others in each)
+                    values.places.append(_rows(eqn.outvars[k], calls, "stacked"))
 
 
-def _rows(atom: ir.Atom, calls: float, kind: str, is_read_wide: bool = True) -> Place:
+def _rows(atom: ir.Atom, calls: float, kind: str) -> Place:
     """The values that a loop stacks, or reads slices of."""
     length, *_ = atom.aval.shape
     times = length if isinstance(length, int) else NOMINAL_SIZE
-    return Place(nbytes(atom.aval) * calls, times * calls, kind, is_read_wide)
+    return Place(nbytes(atom.aval) * calls, times * calls, kind)
+
+
+def _stacked_states(graph: Graph, row: int) -> Iterator[int]:
+    """The positions of a loop's results that stack a state as each trip begins with it."""
+    eqn = graph.eqns[row]
+    if (rows := ir.loop_rows(eqn)) is None:
+        return
+    for body, _ in graph.children[row]:
+        opened = ir.open_jaxpr(body.jaxpr)
+        states = {opened.invars[at] for at, _ in body.carry}
+        for v, at in _leaving(body, opened):
+            if at >= rows[1] and v in states and is_wide(v):
+                yield at
 
 
 def _leaving(body: ir.Body, opened: ir.Jaxpr) -> Iterator[tuple[Any, int]]:

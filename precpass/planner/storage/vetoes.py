@@ -45,8 +45,9 @@ def crosses_the_programs_border(_program: Eligibility, values: StorageClass) -> 
 
 
 def is_never_in_memory(_program: Eligibility, values: StorageClass) -> str | None:
-    """Inside a fusion a value costs nothing in any format."""
-    return None if values.places else "is never in memory"
+    """Inside a fusion a value costs nothing in any format, and XLA drops what nothing reads."""
+    is_read = bool(values.low_readers or values.wide_readers)
+    return None if values.places and is_read else "is never in memory"
 
 
 def is_small(program: Eligibility, values: StorageClass) -> str | None:
@@ -165,6 +166,8 @@ def _adds(program: Eligibility, eqn: ir.Eqn) -> bool:
 def is_made_elsewhere(program: Eligibility, values: StorageClass) -> str | None:
     """An equation with bodies or in a sampler makes it, or the policy orders float32 for it."""
     for row, k in values.defined:
+        if (row, k) in program.classes.stacked_states:
+            continue  # The loop's border rounds it.
         is_inside = row in program.graph.children and row not in values.written
         if is_inside or program.in_sampler(row):
             return "is made where nothing is rounded"
@@ -246,8 +249,9 @@ def is_read_exactly_behind(program: Eligibility, values: StorageClass) -> str | 
     A clip is a choice from a choice, so what guards a logarithm, or is returned, stands behind the
     first choice; and a softmax subtracts a maximum that was repeated.
     """
-    for row in values.written:
-        body, result = int(program.graph.body[row]), program.graph.eqns[row].outvars[0]
+    states = program.classes.stacked_states.intersection(values.defined)
+    for row, k in (*((row, 0) for row in values.written), *states):
+        body, result = int(program.graph.body[row]), program.graph.eqns[row].outvars[k]
         for reader in program.reach.readers(body, result, hands_on_or_scales_by_number):
             if reader.eqn is None:
                 return "is returned, or a loop's state, behind equations that hand it on"
