@@ -183,14 +183,22 @@ def stepper(w, x):
         return state + 0.1 * (middle @ w), None
     return jnp.square(jax.lax.scan(step, x, None, length=20)[0]).sum()
 
+def layers(ws, vs, x):
+    @jax.checkpoint
+    def layer(x, w):
+        mean = jnp.square(x).mean(-1, keepdims=True)
+        return x + jax.nn.silu((x * jax.lax.rsqrt(mean + 1e-6)) @ w[0]) @ w[1]
+    return jnp.square(jax.lax.scan(lambda x, w: (layer(x, w), None), x, (ws, vs))[0]).mean()
+
 def shapes(*each):
     return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in each]
 
 programs = (
     (jax.grad(network, (0, 1)), (shapes(*[(1024, 1024)] * 3), *shapes((1, 1024), (4096, 1024)))),
     (jax.grad(stepper), shapes((1024, 1024), (512, 1024))),
+    (jax.grad(layers), shapes((6, 512, 1024), (6, 1024, 512), (2048, 512))),
 )
-for (fn, args), shape in zip(programs, ("4096,1024", "20,512,1024")):
+for (fn, args), shape in zip(programs, ("4096,1024", "20,512,1024", "6,2048,512")):
     for policy in ("AutoMixedBf16", pp.AutoMixedBf16.with_results("f32")):
         hlo = pp.audit(fn, policy, target={target!r})(*args).hlo
         entry = hlo[hlo.index("ENTRY"):]
@@ -202,11 +210,12 @@ for (fn, args), shape in zip(programs, ("4096,1024", "20,512,1024")):
 
 @pytest.mark.parametrize("target", ["h100", "a100"])
 def test_a_jitted_functions_cotangent_and_a_stacked_state_are_written_in_16_bits(target: str):
-    """What fusions and loops of a network with silu and of a stepper write in f32 and in bf16."""
+    """What a network with silu, a stepper and layers of a scan write in float32 and in bfloat16."""
     lines = ran("-c", JITTED.format(target=target)).splitlines()
-    network, wide_network, stepper, wide_stepper = (tuple(map(int, x.split())) for x in lines)
-    assert network[0] == stepper[0] == 0
-    assert min(network[1], stepper[1], wide_network[0], wide_stepper[0]) > 0
+    written = [tuple(map(int, line.split())) for line in lines]
+    for low, wide in zip(written[::2], written[1::2], strict=True):
+        assert low[0] == 0 and low[1] > 0 and wide[0] > 0
+    assert len(written) == 6
 
 
 ONE_ROW = """
