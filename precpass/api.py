@@ -210,10 +210,10 @@ def _inspection(traced: Traced) -> Inspection:
     plan = traced.checked_plan(policy)
     after, rewriter = rewritten(before, plan, traced.region, policy, scope)
     device = device_for()
-    on = "" if device.platform == "cpu" else str(device)
+    device_name = "" if device.platform == "cpu" else str(device)
     origin = PlanSource(name, policy_data(policy), scope, str(policy.output or ""))
     plan = described(before, plan, origin, rewriter)
-    return Inspection(before, plan, after, policy, scope, name, on)
+    return Inspection(before, plan, after, policy, scope, name, device_name)
 
 
 def explain(

@@ -46,7 +46,7 @@ ERROR_SIZES = {"jraph": "medium", "resnet50": "medium"}
 """Models whose errors are of another size.
 
 A few relus decide the error of a graph of 16 nodes. The last batch normalisations of a small
-ResNet-50 see two values for each channel, which makes every error, by hand as well, larger than 1.
+ResNet-50 see two values for each channel, and the error of its gradient is above 1 by hand as well.
 """
 
 

@@ -206,8 +206,17 @@ class Planner:
     # ------------------------------------------------------------ equations with bodies
 
     def _entered(
-        self, row: int, facts: ValueRanges, decides: bool, added: Sequence[LoopFeedback] | None
+        self, row: int, facts: ValueRanges, decides: bool, fed_back: Sequence[LoopFeedback] | None
     ) -> Decision:
+        """The decision for an equation with bodies, of which each is planned.
+
+        Args:
+            row: the equation's.
+            facts: of the body around it.
+            decides: whether it computes a loop's predicate.
+            fed_back: for each of its bodies, which results a loop around it feeds back into which
+                operands; None if the equation adds to nothing that a loop carries.
+        """
         eqn, scope = self.graph.eqns[row], self.requests.scope(row)
         # With x64 off a float64 body is evaluated as one span, in which effects would be lost.
         survives = ir.in_x64() or not ir.effects_of(eqn)
@@ -218,8 +227,8 @@ class Planner:
         children = zip(self.graph.children[row], facts.inner[row], strict=True)
         for at, ((body, _), inside) in enumerate(children):
             feedback: LoopFeedback = ()
-            if added is not None:
-                feedback = added[at]
+            if fed_back is not None:
+                feedback = fed_back[at]
             elif body.carry and self._may_lower_sums:
                 feedback = self.analysis.additive.cyclic(body)
             inner.append(self.plan(inside, feedback, decides or body.decides, border))

@@ -167,7 +167,7 @@ def is_made_elsewhere(program: Eligibility, values: StorageClass) -> str | None:
     """An equation with bodies or in a sampler makes it, or the policy orders float32 for it."""
     for row, k in values.defined:
         if (row, k) in program.classes.stacked_states:
-            continue  # The loop's border rounds it.
+            continue  # It is rounded where the loop stacks it, and not by an equation in the loop.
         is_inside = row in program.graph.children and row not in values.written
         if is_inside or program.in_sampler(row):
             return "is made where nothing is rounded"
