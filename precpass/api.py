@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 import jax
 
 from precpass import jaxpr as ir
-from precpass.devices.detect import committed_device, device_for, planned_for
-from precpass.devices.targets import check_places, target_of
+from precpass.devices.detect import committed_device, device_for, is_present, planned_for
+from precpass.devices.targets import abstract_on, check_places, target_of
+from precpass.jit.arguments import Declared
 from precpass.jit.calls import check_function, check_options
 from precpass.jit.mixed import Mixed
 from precpass.jit.region import current, keep, use_policy
@@ -142,6 +143,7 @@ def inspect(
     *,
     profitability: str | None = None,
     target: Any = None,
+    compiled: bool = True,
 ) -> AtArguments[P, Inspection]:
     """What a policy does to a function, without running it.
 
@@ -153,20 +155,66 @@ def inspect(
         target: a device that need not be there, for which the program is planned: "h100",
             "a100", "tpu v4", "tpu v5e", "tpu v5p", "tpu v6e", "tpu 7x", or a JAX device, also of a
             topology.
+        compiled: whether the program is also compiled for such a device, which takes seconds to
+            minutes, so that the result has what the compiler says. If its compiler is not
+            installed, the result has the line that installs it. No program is compiled for a
+            device that is there.
 
     Raises:
-        ValueError: for an unknown target.
+        ValueError: for an unknown target, and for a function with host callbacks that is to be
+            compiled for one.
 
     Returns:
         A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and
-        gives an `Inspection`: the jaxpr `before` and `after`, the `plan`, and `diff()`.
+        gives an `Inspection`: the jaxpr `before` and `after`, the `plan`, `diff()`, and for a
+        device that is not there the `compiled` program's kernels, bytes and memory.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> print(inspect(lambda x: x @ x)(jnp.ones((4, 4))).plan)
         <Plan: 1 of 1 products lowered, 1 equation lowered, 1 in all>
     """
-    return trace_of(fn, policy, _inspection, profitability, target)
+    fn, owner = owner_of(fn)
+    mixed = mixed_of(fn, policy, profitability)
+    target = target_of(target)
+    planned = trace_of(mixed, None, _inspection, None, target)
+
+    def inspected(*args: Any, **kwargs: Any) -> Inspection:
+        args = *owner, *args
+        inspection = planned(*args, **kwargs)
+        place = target or committed_device((args, kwargs))
+        if not compiled or place is None or is_present(place):
+            return inspection
+        return _with_compiled(inspection, mixed, place, args, kwargs)
+
+    return inspected
+
+
+def _with_compiled(
+    inspection: Inspection, mixed: Mixed[..., Any], place: Any, args: Any, kwargs: Any
+) -> Inspection:
+    """An inspection with what the compiler of a device that is not there says, or why it does not.
+
+    Raises:
+        ValueError: for a function with host callbacks.
+    """
+    from precpass.measure import execute
+    from precpass.view.compiled import Compiled
+
+    declared = Declared(mixed.__wrapped__, mixed.jit_options)
+    try:
+        placed, named = declared.map(lambda x, _: abstract_on(place, x), args, kwargs)
+        sizes = (d for x in jax.tree.leaves((placed, named)) for d in getattr(x, "shape", ()))
+        if symbols := [str(d) for d in sizes if not isinstance(d, int)]:
+            why = f"XLA compiles for numbers, and {symbols[0]} is symbolic: give one in its place"
+            return dataclasses.replace(inspection, not_compiled=why)
+        with quietly():  # the plan's warnings were given
+            program = execute.compiled(mixed, *placed, **named)
+    except (ModuleNotFoundError, RuntimeError) as error:
+        # The plan is worth seeing without a compiler, and of what the compiler refuses.
+        return dataclasses.replace(inspection, not_compiled=str(error).partition("\n")[0])
+    made = Compiled(program.device.device_kind, program.memory, program.traffic)
+    return dataclasses.replace(inspection, compiled=made)
 
 
 def trace_of(
@@ -222,6 +270,7 @@ def explain(
     *,
     profitability: str | None = None,
     target: Any = None,
+    compiled: bool = True,
 ) -> AtArguments[P, Explanation]:
     """What a policy does to a function, what stays in float32 and why, and what to do about it.
 
@@ -230,6 +279,7 @@ def explain(
         policy: as for `auto_mixed`.
         profitability: as for `inspect`.
         target: as for `inspect`.
+        compiled: as for `inspect`.
 
     Returns:
         A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and
@@ -244,7 +294,7 @@ def explain(
         >>> print(explanation.text(color=False).splitlines()[1].strip())
         1 of 1 products low, 0 left wide; 100.0% of the FLOPs in low precision
     """
-    inspected = inspect(fn, policy, profitability=profitability, target=target)
+    inspected = inspect(fn, policy, profitability=profitability, target=target, compiled=compiled)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         # The text contains the warnings.

@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_IMPORT_WHEN_CALLED: dict[str, set[str]] = {
     "policy": {"view"},
     "plan": {"view"},
-    "api": {"view"},
+    "api": {"view", "measure"},
 }
 # The only folder that touches JAX's IR.
 USES_JAX_EXTEND = {"jaxpr"}

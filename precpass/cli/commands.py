@@ -96,9 +96,9 @@ class Task:
             raise Refused(why) from None
 
 
-def _inspect(task: Task, policy: Any) -> Callable[..., Inspection]:
+def _inspect(task: Task, policy: Any, *, compiled: bool = False) -> Callable[..., Inspection]:
     with refusing():
-        return inspect(task.fn, policy, target=task.inputs.target)
+        return inspect(task.fn, policy, target=task.inputs.target, compiled=compiled)
 
 
 def _explain(task: Task) -> Report:
@@ -110,8 +110,15 @@ def _explain(task: Task) -> Report:
 
 def _diff(task: Task) -> Report:
     level = task.options.level or "equations"
-    inspection = task.call(_inspect(task, task.inputs.policy))
-    data = {"policy": inspection.policy_name, "changes": changes(inspection.plan)}
+    compiled = task.inputs.between is None and level != "jaxpr"
+    inspection = task.call(_inspect(task, task.inputs.policy, compiled=compiled))
+    made = inspection.compiled
+    data = {
+        "policy": inspection.policy_name,
+        "changes": changes(inspection.plan),
+        "compiled": None if made is None else dataclasses.asdict(made),
+        "not_compiled": inspection.not_compiled,
+    }
     if task.inputs.between is None:
         more = {"color": task.color, "bookkeeping": task.options.bookkeeping}
         return Report(lambda: inspection.diff(level, **more), data)

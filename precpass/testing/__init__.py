@@ -314,4 +314,4 @@ def _plan(fn: Any, policy: Any, args: Any, kwargs: Mapping[str, Any] | None, tar
             f"argument, and not the {type(args).__name__} itself"
         )
     with quietly():
-        return inspect(fn, policy, target=target)(*args, **(kwargs or {})).plan
+        return inspect(fn, policy, target=target, compiled=False)(*args, **(kwargs or {})).plan

@@ -21,6 +21,7 @@ from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.units import counted, sized
 from precpass.view.advice import Advice, advice
+from precpass.view.compiled import Compiled, compiled_lines
 from precpass.view.explain_page import explanation_page
 from precpass.view.rows import Row, alike, rows
 from precpass.view.text import Line, heading, rendered, titled
@@ -120,6 +121,7 @@ class Explanation:
         unmatched: the rules that matched no equation.
         notes: the plan's warnings.
         advice: what the graph suggests, and for how many equations.
+        compiled, not_compiled: as those of an `Inspection`.
     """
 
     name: str
@@ -132,6 +134,8 @@ class Explanation:
     unmatched: tuple[str, ...]
     notes: tuple[str, ...]
     advice: tuple[tuple[Advice, int], ...]
+    compiled: Compiled | None = None
+    not_compiled: str = ""
 
     def lines(self) -> list[Line]:
         """The explanation as styled text."""
@@ -160,7 +164,8 @@ class Explanation:
         yield from self._closing()
 
     def _closing(self) -> Iterator[Line]:
-        """What is no figure and no table: rules that match nothing, notes and advice."""
+        """What is no table: the compiler's figures, rules that match nothing, notes and advice."""
+        yield from compiled_lines(self.compiled, self.not_compiled)
         if self.unmatched:
             yield [("rules that matched no equation", "frame")]
         yield from ([(f"  {rule}", "wide")] for rule in self.unmatched)

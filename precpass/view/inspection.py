@@ -14,6 +14,7 @@ from precpass.plan.eqn_info import EqnInfo
 from precpass.plan.plan import Decision, Plan
 from precpass.policy.policy import PrecisionPolicy
 from precpass.view.bookkeeping import without_bookkeeping
+from precpass.view.compiled import Compiled, compiled_lines
 from precpass.view.diff import check_level, diff_lines, totals
 from precpass.view.explain import Explanation, explained
 from precpass.view.page import inspection_page
@@ -41,6 +42,9 @@ class Inspection:
         name: the function's name.
         device: the device that it is planned for, as JAX calls it; "" for a CPU, and if the pass
             is switched off.
+        compiled: what the compiler says of the program, if it was asked: for a device that is not
+            there.
+        not_compiled: why that compiler was asked and says nothing; "" otherwise.
     """
 
     before: Any
@@ -50,6 +54,8 @@ class Inspection:
     scope: str = ""
     name: str = ""
     device: str = ""
+    compiled: Compiled | None = None
+    not_compiled: str = ""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -130,6 +136,7 @@ class Inspection:
                 for what, n in outputs.items()
             ),
             *([[("costs  ", "frame"), (self.plan.costs, "reason")]] if self.plan.costs else []),
+            *compiled_lines(self.compiled, self.not_compiled),
             [(totals(self.plan, self.policy_name, outputs.total(), self.device), "")],
         ]
         return rendered(lines, color)
@@ -141,7 +148,10 @@ class Inspection:
             decided.setdefault(id(eqn), decision)
         name = self.name or "program"
         policy, device = self.policy_name, self.device
-        return explained(self._graph, self.plan, self.after, decided, name, policy, device)
+        explanation = explained(self._graph, self.plan, self.after, decided, name, policy, device)
+        return dataclasses.replace(
+            explanation, compiled=self.compiled, not_compiled=self.not_compiled
+        )
 
     def draw(self, *, boxes: int = 60, graphviz: bool | None = None) -> Picture:
         """The dataflow as a picture, coloured by precision, boxed by layer, name scope and loop.

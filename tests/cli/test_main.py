@@ -68,8 +68,9 @@ def test_the_help_is_one_screen(capsys, monkeypatch):
 
 
 KEYS = {
-    "explain": "name policy device verdict wide multiplied others unmatched notes advice",
-    "diff": "policy changes",
+    "explain": "name policy device verdict wide multiplied others unmatched notes advice"
+    " compiled not_compiled",
+    "diff": "policy changes compiled not_compiled",
     "compare": "function rows reference rounds device",
     "profile": "function rows rounds device peaks notes",
     "audit": "policy backend device_kind jax ok products findings memory compiled",

@@ -268,6 +268,25 @@ step = pp.auto_mixed(lambda w, x: w - jax.grad(loss)(w, x), donate_argnums=0, ke
 print(row.memory == pp.audit(step, target={target!r})(*shapes).memory, row.memory.aliased)
 here = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in args]
 print(pp.audit(step, target={target!r})(*here).device_kind)
+
+audited = pp.audit(jax.grad(loss), target={target!r})(*shapes)
+inspected = pp.inspect(jax.grad(loss), target={target!r})(*shapes)
+explained = pp.explain(jax.grad(loss), target={target!r})(*shapes)
+said = [line.strip() for line in audited.text(color=False).splitlines()[:-1]]
+lines = said[[line.startswith("kernels move") for line in said].index(True) :]
+for shown in inspected, explained:
+    assert shown.compiled.traffic == audited.traffic and shown.compiled.memory == audited.memory
+    text = [line.strip() for line in str(shown).splitlines()]
+    print(text[text.index("compiled for " + audited.device_kind) + 1 :][: len(lines)] == lines)
+print(len(lines) > 2, explained.to_dict()["compiled"]["traffic"]["moved"] == audited.traffic.moved)
+(n,) = jax.export.symbolic_shape("n")
+for size, report in ((n, pp.inspect), (200_000, pp.explain)):
+    large = jax.ShapeDtypeStruct((size, size), jnp.float32)
+    print(report(lambda x: x @ x, target={target!r})(large).not_compiled)
+try:
+    pp.inspect(lambda x: jax.debug.print("{{}}", x), target={target!r})(shapes[0])
+except ValueError as error:
+    print(error)
 """
 
 
@@ -275,7 +294,8 @@ print(pp.audit(step, target={target!r})(*here).device_kind)
 def test_compare_and_profile_show_what_a_targets_compiler_makes(target: str):
     is_tpu = TARGETS[target].platform == "tpu"
     most = 1e-2 if is_tpu else 1e-3  # of a pass of bfloat16 and of TF32, which are their defaults
-    lines = ran("-c", COMPARED.format(target=target, most=most)).splitlines()
+    printed = ran("-c", COMPARED.format(target=target, most=most))
+    *lines, symbolic, large, refused = printed.splitlines()
     assert lines == [
         "0 True",
         f"True True None {is_tpu}",
@@ -283,7 +303,11 @@ def test_compare_and_profile_show_what_a_targets_compiler_makes(target: str):
         f"True {TARGETS[target].device_kind}",
         f"True {256 * 512 * 4}",
         TARGETS[target].device_kind,
+        *["True", "True", "True True"],
     ]
+    assert symbolic == "XLA compiles for numbers, and n is symbolic: give one in its place"
+    assert "Ran out of memory" in large if is_tpu else large == ""
+    assert "calls Python on the host" in refused
 
 
 RAGGED = """

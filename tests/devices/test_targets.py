@@ -1,6 +1,8 @@
 """Devices that are not there: their names, plans for them, and XLA's compilers for them."""
 
+import html
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,6 +63,30 @@ def test_what_is_planned_for_a_target_says_so(name: str, kind: str):
         assert where in text
     # A program for this machine's CPU has no such words, so that its texts are as short as before.
     assert here.device == "" and "planned for" not in here.diff()
+
+
+@pytest.mark.parametrize("name", ["h100", "tpu v5e"])
+def test_a_plan_for_a_target_says_how_its_compiler_is_installed(
+    monkeypatch: pytest.MonkeyPatch, name: str
+):
+    monkeypatch.setattr(targets, "_is_installed", lambda _module: False)
+    targets._topology.cache_clear()
+    line = rf"not compiled  target '{name}' needs XLA's ... compiler: pip install .*jax.*=="
+    inspection = pp.inspect(jnp.dot, target=name)(A, A)
+    explanation = pp.explain(jnp.dot, target=name)(A, A)
+    assert inspection.plan.lowers and inspection.compiled is None
+    for text in (inspection.diff(color=False), explanation.text(color=False)):
+        assert re.search(line, text)
+    assert re.search(line, html.unescape(re.sub("<[^>]*>", "", explanation._repr_html_())))
+    assert explanation.to_dict()["not_compiled"] == inspection.not_compiled
+    for planned in (
+        pp.inspect(jnp.dot, target=name, compiled=False)(A, A),
+        pp.explain(jnp.dot, target=name, compiled=False)(A, A),
+        pp.inspect(jnp.dot)(A, A),  # a device that is there is asked by `audit`
+        pp.inspect(jnp.dot, target=jax.devices()[0])(A, A),
+    ):
+        assert planned.compiled is None and not planned.not_compiled
+        assert "compiled" not in str(planned)
 
 
 def sharded(*sizes: int, side: int = 16) -> jax.ShapeDtypeStruct:

@@ -24,7 +24,8 @@ from precpass.policy.scopes import clean_scope, is_backward
 from precpass.policy.warned import quietly
 from precpass.report.audit.changes import changes
 from precpass.report.audit.matching import Change
-from precpass.units import counted, sized
+from precpass.units import counted
+from precpass.view.compiled import Compiled
 from precpass.view.inspection import Inspection
 from precpass.view.page import folded
 from precpass.view.rows import alike
@@ -174,24 +175,9 @@ class Audit:
 
     def _compiled(self) -> list[str]:
         """What the compiled program does; nothing for a CPU, where a program's time tells more."""
-        traffic, memory = self.traffic, self.memory
         if self.backend == "cpu":
             return []
-        cycles = ""
-        if traffic.cycles is not None:
-            cycles = f", {traffic.cycles / 1e6:,.2f} Mcycles by the compiler's estimate"
-        if traffic.without_cycles:
-            cycles += f", which leaves out {counted(traffic.without_cycles, 'kernel')}"
-        lines = [
-            f"kernels move {sized(traffic.moved)}{cycles}; {traffic.casts} only cast "
-            f"({sized(traffic.cast_bytes)}), {traffic.transposes} only transpose or copy"
-        ]
-        if memory is not None:
-            lines.append(
-                f"memory: arguments {sized(memory.arguments)}, results "
-                f"{sized(memory.outputs)}, temp {sized(memory.temp)}"
-            )
-        return [*lines, *(f"{kernel.runs:>6} x {kernel}" for kernel in traffic.products)]
+        return Compiled(self.device_kind, self.memory, self.traffic).lines()
 
     def _totals(self) -> str:
         merged = f", {self.merged} merged, fused or without a name" if self.merged else ""
@@ -266,7 +252,7 @@ def audit(
         if target is not None:
             check_places(target, (args, kwargs))
             args, kwargs = declared.map(lambda x, _: abstract_on(target, x), args, kwargs)
-        inspection = inspect(mixed, target=target)(*args, **kwargs)
+        inspection = inspect(mixed, target=target, compiled=False)(*args, **kwargs)
         # `inspect` has given the plan's warnings already.
         with quietly(), configured(_OWN_LINES, True):
             program = execute.compiled(mixed, *args, **kwargs)
