@@ -157,12 +157,12 @@ def inspect(
             topology.
         compiled: whether the program is also compiled for such a device, which takes seconds to
             minutes, so that the result has what the compiler says. If its compiler is not
-            installed, the result has the line that installs it. No program is compiled for a
-            device that is there.
+            installed, or the program cannot be compiled for it (it calls Python on the host, or
+            needs too much memory), the result has the reason. No program is compiled for a device
+            that is there.
 
     Raises:
-        ValueError: for an unknown target, and for a function with host callbacks that is to be
-            compiled for one.
+        ValueError: for an unknown target.
 
     Returns:
         A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and
@@ -193,11 +193,7 @@ def inspect(
 def _with_compiled(
     inspection: Inspection, mixed: Mixed[..., Any], place: Any, args: Any, kwargs: Any
 ) -> Inspection:
-    """An inspection with what the compiler of a device that is not there says, or why it does not.
-
-    Raises:
-        ValueError: for a function with host callbacks.
-    """
+    """An inspection with what the compiler of an absent device says, or why it says nothing."""
     from precpass.measure import execute
     from precpass.view.compiled import Compiled
 
@@ -208,10 +204,10 @@ def _with_compiled(
         if symbols := [str(d) for d in sizes if not isinstance(d, int)]:
             why = f"XLA compiles for numbers, and {symbols[0]} is symbolic: give one in its place"
             return dataclasses.replace(inspection, not_compiled=why)
-        with quietly():  # the plan's warnings were given
+        with planned_for(place), quietly():  # the plan's warnings were given
             program = execute.compiled(mixed, *placed, **named)
-    except (ModuleNotFoundError, RuntimeError) as error:
-        # The plan is worth seeing without a compiler, and of what the compiler refuses.
+    except (ModuleNotFoundError, RuntimeError, ValueError) as error:
+        # The plan is worth seeing without a compiler, and of what it refuses.
         return dataclasses.replace(inspection, not_compiled=str(error).partition("\n")[0])
     made = Compiled(program.device.device_kind, program.memory, program.traffic)
     return dataclasses.replace(inspection, compiled=made)

@@ -15,6 +15,7 @@ All reports and benchmarks take their figures from here, so that these mean the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import statistics
@@ -26,7 +27,7 @@ import jax
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
-from precpass.devices.detect import committed_device, is_present
+from precpass.devices.detect import device_of_call, is_present
 from precpass.measure.traffic import Traffic, traffic_of
 
 __all__ = [
@@ -97,9 +98,11 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
         args: its arguments.
         kwargs: the others.
 
+    The device is that of `planned_for`, of the arguments, or JAX's default one.
+
     Raises:
-        ValueError: for a function that calls Python on the host, and arguments on a device that is
-            not there.
+        ValueError: for a function that calls Python on the host or has a `jax.Ref`, and a device
+            that is not there.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -110,9 +113,12 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
     """
     jitted: Any = fn if is_jitted(fn) else jax.jit(fn)
     traced = jitted.trace(*args, **kwargs)
-    place = committed_device((args, kwargs))
+    place = device_of_call((args, kwargs))
+    place = getattr(place, "device", place)
     check_callbacks(traced.jaxpr, place)
-    lowered = traced.lower()
+    # Without arguments a program is lowered for JAX's default device.
+    with contextlib.nullcontext() if is_present(place) else jax.default_device(place):
+        lowered = traced.lower()
     program = lowered.compile()
     # An executable for a device that is not there has no local devices, but its operands say where.
     local_devices = getattr(program.runtime_executable(), "local_devices", list)()
@@ -122,17 +128,25 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
 
 
 def check_callbacks(jaxpr: ir.Jaxpr, device: Any) -> None:
-    """Refuses a program that calls Python on the host for a device that is not there.
+    """Refuses a program that needs this machine's memory or Python, on a device that is not there.
 
     Args:
         jaxpr: the program.
         device: that on which it is to run; None for one of this machine.
 
     Raises:
-        ValueError: the text names the primitive and the line.
+        ValueError: the text names the primitive and the line, or the `jax.Ref`.
     """
     if device is None or is_present(device):
         return
+    closed_over = [jax.typeof(x) for x in ir.consts_of(jaxpr) if isinstance(x, jax.Ref)]
+    refs = [aval for aval in (*ir.in_avals(jaxpr), *closed_over) if ir.is_ref(aval)]
+    if refs:
+        raise ValueError(
+            f"the function reads or writes a jax.Ref, {refs[0].str_short()}, which is in this "
+            "machine's memory and not in that of a device that is not there: pass its value, "
+            "ref[...], and return the new one"
+        )
     graph = Graph.build(jaxpr)
     for row, eqn in enumerate(graph.eqns):
         name = eqn.primitive.name

@@ -143,24 +143,15 @@ class Module:
                     callers.setdefault(name, []).append((computation, instruction))
         return callers
 
+    @functools.cached_property
+    def homes(self) -> Mapping[str, Computation]:
+        """The computation that each instruction stands in, by the instruction's name."""
+        return {i.name: c for c in self.computations.values() for i in c.instructions}
+
     def called(self, instruction: Instruction) -> list[Computation]:
         """The computations that an instruction calls."""
         names = (name for _, name in instruction.called)
         return [self.computations[name] for name in names if name in self.computations]
-
-    def trips(self, loop: Instruction) -> int | None:
-        """How often a while loop runs; None if only run time knows.
-
-        GPU compilers write it down. Otherwise it is read from a condition that compares a count
-        from zero with a constant, as that of a scan does.
-        """
-        conditions = [self.computations.get(n) for what, n in loop.called if what == "condition"]
-        root = conditions[0].root if conditions and conditions[0] else None
-        if loop.trips is not None or root is None or not conditions[0]:
-            return loop.trips
-        sides = conditions[0].operands(root)
-        constants = [i.text for i in sides if i.opcode == "constant" and i.text.isdecimal()]
-        return int(constants[0]) if root.opcode == "compare" and constants else None
 
     def walk(self) -> Iterator[Placed]:
         """Every instruction where it runs, once per place that calls it.

@@ -95,7 +95,7 @@ class Instruction:
         index: the number of a parameter, or of the element that is read of a tuple; -1 for others.
         target: the target of a custom call; "" for others.
         is_root: whether its result is that of its computation.
-        text: what a constant holds; "" for others.
+        text: what a constant holds, and the direction of a comparison ("LT"); "" for others.
         trips: how often a loop runs, if the compiler wrote it down; else None.
         cycles: the TPU compiler's own estimate of one run; 0 where it has none.
         multiplied: how a product's operands are multiplied, if that is not the default: "high",
@@ -136,6 +136,7 @@ _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _FILE, _LINE = re.compile(rf"\bsource_file={_STRING}"), re.compile(r"\bsource_line=(\d+)")
 _TARGET = re.compile(rf"\bcustom_call_target={_STRING}")
 _COMMENT = re.compile(r"/\*.*?\*/")
+_DIRECTION = re.compile(r"\bdirection=(\w+)")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -163,6 +164,7 @@ def instruction_of(line: str, frames: Frames) -> Instruction | None:
     shapes = [Shape(m[1], _dims(m[2]), int(m[3] or 0)) for m in _SHAPE.finditer(line, at, end)]
     index = _INDEX.search(rest) if opcode[1] == "get-tuple-element" else None
     literal = opcode[1] in ("parameter", "constant")
+    direction = _DIRECTION.search(rest) if opcode[1] == "compare" else None
     target = _TARGET.search(rest) if opcode[1] == "custom-call" else None
     op_name, file, function, number = _origin(rest, frames)
     instruction = Instruction(
@@ -178,7 +180,7 @@ def instruction_of(line: str, frames: Frames) -> Instruction | None:
         index=int(inside) if opcode[1] == "parameter" else int(index[1]) if index else -1,
         target=target[1] if target else "",
         is_root=bool(start[1]),
-        text=inside if opcode[1] == "constant" else "",
+        text=inside if opcode[1] == "constant" else direction[1] if direction else "",
         trips=_number(_TRIPS, rest) if opcode[1] == "while" else None,
         cycles=_cycles(rest),
         multiplied=_multiplied(rest),

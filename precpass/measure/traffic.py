@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from precpass.measure.hlo import Computation, Instruction, Module, Shape
 from precpass.measure.hlo_instructions import MOSAIC_KERNEL
+from precpass.measure.hlo_loops import trips_of
 
 __all__ = ["MatrixKernel", "Traffic", "traffic_of"]
 
@@ -68,8 +69,7 @@ class Traffic:
         cast_bytes: the bytes that these move.
         transposes: the runs of kernels that only transpose or copy.
         cycles: the TPU compiler's estimate of all cycles; None for other platforms.
-        without_cycles: the runs of kernels, communication included, whose cycles the TPU compiler
-            does not estimate, so that `cycles` is without them; 0 for other platforms.
+        without_cycles: the runs of kernels that `cycles` is without; 0 for other platforms.
         guesses: whether a loop whose trips only run time knows was counted once.
     """
 
@@ -200,7 +200,7 @@ class _Tally:
         if opcode in _FREE or opcode.endswith("-done"):
             return total
         if opcode == "while":
-            trips = self.module.trips(instruction)
+            trips = trips_of(self.module, instruction)
             self.guesses |= trips is None
             for inner in called:
                 total.add(self.of(inner), 1 if trips is None else trips)

@@ -35,6 +35,8 @@ class Compiled:
             cycles = f", {traffic.cycles / 1e6:,.2f} Mcycles by the compiler's estimate"
         if traffic.without_cycles:
             cycles += f", which leaves out {counted(traffic.without_cycles, 'kernel')}"
+        if traffic.guesses:
+            cycles += ", with one trip of each loop whose number only run time knows"
         lines = [
             f"kernels move {sized(traffic.moved)}{cycles}; {traffic.casts} only cast "
             f"({sized(traffic.cast_bytes)}), {traffic.transposes} only transpose or copy"

@@ -283,8 +283,32 @@ print(len(lines) > 2, explained.to_dict()["compiled"]["traffic"]["moved"] == aud
 for size, report in ((n, pp.inspect), (200_000, pp.explain)):
     large = jax.ShapeDtypeStruct((size, size), jnp.float32)
     print(report(lambda x: x @ x, target={target!r})(large).not_compiled)
+
+ref = jax.new_ref(args[0])
+here = [
+    (lambda x: jax.debug.print("{{}}", x), shapes[:1]),
+    (lambda x: (x @ ref[...].T).sum(), [args[0]]),
+    (lambda r, x: (x @ r[...].T).sum(), [ref, args[0]]),
+]
+for fn, given in here:
+    refused = []
+    for report in (pp.audit, lambda *f, **t: pp.profile(*f, rows, **t)):
+        try:
+            report(fn, target={target!r})(*given)
+        except ValueError as error:
+            refused.append(str(error))
+    refused += [r(fn, target={target!r})(*given).not_compiled for r in (pp.inspect, pp.explain)]
+    print(*set(refused), len(refused))
+
+# Without arguments a program is for the target too.
+# XLA computes products of constants itself, unless these are all the same.
+ones = jnp.ones((64, 64))
+for fn in (lambda: jnp.ones((64, 64)) @ jnp.cos(jnp.ones((64, 64))), lambda: ones @ ones):
+    audited, explained = (r(fn, target={target!r})() for r in (pp.audit, pp.explain))
+    low = pp.profile(fn, rows, target={target!r})().rows[1].traffic.low_runs
+    print({{audited.device_kind, explained.compiled.device_kind}}, audited.traffic.low_runs, low)
 try:
-    pp.inspect(lambda x: jax.debug.print("{{}}", x), target={target!r})(shapes[0])
+    pp.audit(lambda: (jax.debug.print("here"), ones @ ones)[1], target={target!r})()
 except ValueError as error:
     print(error)
 """
@@ -295,7 +319,7 @@ def test_compare_and_profile_show_what_a_targets_compiler_makes(target: str):
     is_tpu = TARGETS[target].platform == "tpu"
     most = 1e-2 if is_tpu else 1e-3  # of a pass of bfloat16 and of TF32, which are their defaults
     printed = ran("-c", COMPARED.format(target=target, most=most))
-    *lines, symbolic, large, refused = printed.splitlines()
+    lines, (symbolic, large, *rest) = printed.splitlines()[:9], printed.splitlines()[9:]
     assert lines == [
         "0 True",
         f"True True None {is_tpu}",
@@ -307,7 +331,46 @@ def test_compare_and_profile_show_what_a_targets_compiler_makes(target: str):
     ]
     assert symbolic == "XLA compiles for numbers, and n is symbolic: give one in its place"
     assert "Ran out of memory" in large if is_tpu else large == ""
-    assert "calls Python on the host" in refused
+    callback, closed_over, argument, *kinds, last = rest
+    for refused, why in ((callback, "debug_print at "), (closed_over, "Ref{"), (argument, "Ref{")):
+        assert why in refused and "a device that is not there" in refused
+        assert refused.endswith(" 4") and refused.count("a device that is not there") == 1
+    assert kinds == 2 * [f"{{{TARGETS[target].device_kind!r}}} 1 1"]
+    assert "debug_print at " in last
+
+
+TRIPS = """
+import jax, jax.numpy as jnp, precpass as pp
+
+def loop(goes_on, number, start=0):
+    def run(x):
+        body = lambda c: (number(c[0]), jnp.tanh(c[1] @ x))
+        return jax.lax.while_loop(lambda c: goes_on(*c), body, (start, x))[1]
+    return run
+
+def layers(x):
+    return jax.lax.scan(lambda c, _: (jnp.tanh(c @ x), c), x, None, length=16)[0].sum()
+
+x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+for fn in (
+    jax.grad(layers),
+    lambda x: jax.lax.fori_loop(5, 21, lambda i, c: jnp.tanh(c @ x) * i, x),
+    loop(lambda i, c: i > 3, lambda i: i - 1, 20),
+    loop(lambda i, c: i < 10, lambda i: i + 2),
+    loop(lambda i, c: c.sum() < 77.0, lambda i: i + 1),
+    loop(lambda i, c: (i < 10) & (c[0, 0] < 2), lambda i: i + 2),
+):
+    found = pp.audit(fn, target={target!r})(x)
+    said = "one trip of each loop" in found.text()
+    print(found.traffic.runs, found.traffic.guesses, said)
+"""
+
+
+@pytest.mark.parametrize("target", ["h100", "tpu v5e"])
+def test_loops_count_as_often_as_they_run(target: str):
+    lines = ran("-c", TRIPS.format(target=target)).splitlines()
+    counted = [f"{runs} False False" for runs in (16 + 2 * 16, 16, 17, 5)]
+    assert lines == [*counted, "1 True True", "1 True True"]
 
 
 RAGGED = """

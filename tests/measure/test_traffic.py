@@ -110,7 +110,9 @@ LOOP = """HloModule m
   %x = f32[8,16]{1,0} get-tuple-element(%c), index=1
   %n = f32[8,16]{1,0:T(8,128)S(1)} negate(%x), backend_config={"estimated_cycles":"100"}
   %m = f32[8,16]{1,0} negate(%n), backend_config={"estimated_cycles":"9223372036854775807"}
-  ROOT %t = (s32[], f32[8,16]{1,0}) tuple(%i, %m)
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %t = (s32[], f32[8,16]{1,0}) tuple(%next, %m)
 }
 
 %cond (c: (s32[], f32[8,16])) -> pred[] {
@@ -120,27 +122,92 @@ LOOP = """HloModule m
   ROOT %l = pred[] compare(%i, %n), direction=LT
 }
 
-ENTRY %main (c: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
-  %c = (s32[], f32[8,16]{1,0}) parameter(0)
+ENTRY %main (x: f32[8,16]) -> (s32[], f32[8,16]) {
+  %x = f32[8,16]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %c = (s32[], f32[8,16]{1,0}) tuple(%zero, %x)
   ROOT %w = (s32[], f32[8,16]{1,0}) while(%c), condition=%cond, body=%bodyMORE
 }
 """
 
 
 def test_a_loop_counts_times_its_trips():
-    # the comparison of two integers of four bytes is a kernel too
-    cond = 4 + 4 + 1
     by_condition = traffic_of(LOOP.replace("MORE", ""), "gpu")
-    assert (by_condition.moved, by_condition.guesses) == (7 * (4 * X + cond), False)
+    assert (by_condition.moved, by_condition.guesses) == (7 * (4 * X + COUNT), False)
     written = ', backend_config={"known_trip_count":{"n":"3"}}'
-    assert traffic_of(LOOP.replace("MORE", written), "gpu").moved == 3 * (4 * X + cond)
-    unknown = LOOP.replace("MORE", "").replace("constant(7)", "get-tuple-element(%c), index=0")
-    assert traffic_of(unknown, "gpu").guesses
+    assert traffic_of(LOOP.replace("MORE", written), "gpu").moved == 3 * (4 * X + COUNT)
+
+
+COUNT = 4 + 4 + 4 + 4 + 4 + 1
+"""The bytes of a sum and of a comparison of two integers, which are kernels too."""
+
+
+def test_a_tpus_loop_is_counted_by_its_start_its_step_and_its_bound():
+    def trips(**written: str) -> int | None:
+        text = LOOP.replace("MORE", "")
+        found = {"start": "constant(0)", "step": "constant(1)", "bound": "constant(7)"}
+        for name, old in found.items():
+            assert text.count(old) == 1
+            text = text.replace(old, written.get(name, old))
+        for name, old in (("sum", "add(%i, %one)"), ("compared", "compare(%i, %n), direction=LT")):
+            text = text.replace(old, written.get(name, old))
+        traffic = traffic_of(text, "tpu")
+        assert traffic.cycles is not None and (not traffic.guesses or traffic.cycles == 100)
+        return None if traffic.guesses else traffic.cycles // 100
+
+    down = {"start": "constant(20)", "step": "constant(-1)", "bound": "constant(3)"}
+    assert trips() == 7
+    assert trips(start="constant(5)", step="constant(2)", bound="constant(10)") == 3
+    assert trips(start="constant(8)") == 0
+    assert trips(sum="add(%one, %i)", compared="compare(%n, %i), direction=GT") == 7
+    assert trips(compared="compare(%i, %n), direction=LE") == 8
+    assert trips(**down, compared="compare(%i, %n), direction=GT") == 17
+    assert trips(**down, compared="compare(%i, %n), direction=GE") == 18
+    assert trips(compared="compare(%i, %n), direction=NE") == 7
+    assert (
+        trips(
+            start="constant(9)", sum="subtract(%i, %one)", compared="compare(%n, %i), direction=LT"
+        )
+        == 2
+    )
+    # what only run time knows, and what never ends
+    for unknown in (
+        {"start": "negate(%x)"},
+        {"step": "negate(%i)"},
+        {"bound": "get-tuple-element(%c), index=0"},
+        {"sum": "multiply(%i, %one)"},
+        {"sum": "add(%i, %i)"},
+        {"compared": "compare(%n, %n), direction=LT"},
+        {"compared": "and(%i, %n)"},
+        {"compared": "compare(%i, %n), direction=EQ"},
+        {"compared": "compare(%i, %n), direction=GT"},
+        {"step": "constant(3)", "compared": "compare(%i, %n), direction=NE"},
+    ):
+        assert trips(**unknown) is None
+
+
+def test_a_loops_bound_may_stand_before_the_loops_around_it():
+    """XLA moves constants out of a loop: they are then part of its state, which no trip changes."""
+    state = "(s32[], f32[8,16]{1,0}, s32[])"
+    text = LOOP.replace("MORE", "").replace("(s32[], f32[8,16]{1,0})", state)
+    text = text.replace(
+        "  %one = s32[] constant(1)\n",
+        "  %k = s32[] get-tuple-element(%c), index=2\n  %one = s32[] constant(1)\n",
+    )
+    text = text.replace("tuple(%next, %m)", "tuple(%next, %m, %k)").replace(
+        "tuple(%zero, %x)", "tuple(%zero, %x, %nine)"
+    )
+    text = text.replace("  %zero =", "  %nine = s32[] constant(9)\n  %zero =").replace(
+        "s32[] constant(7)", "s32[] get-tuple-element(%c), index=2"
+    )
+    assert traffic_of(text, "tpu").cycles == 9 * 100
+    changed = traffic_of(text.replace("tuple(%next, %m, %k)", "tuple(%next, %m, %next)"), "tpu")
+    assert (changed.cycles, changed.guesses) == (100, True)
 
 
 def test_what_stays_on_a_tpus_chip_moves_nothing_and_cycles_are_summed():
     traffic = traffic_of(LOOP.replace("MORE", ""), "tpu")
-    assert traffic.moved == 7 * (2 * X + 9)
+    assert traffic.moved == 7 * (2 * X + COUNT)
     assert traffic.cycles == 7 * 100
 
 

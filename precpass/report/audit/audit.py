@@ -10,6 +10,7 @@ from typing import Any, ParamSpec
 import jax
 
 from precpass.api import inspect, mixed_of
+from precpass.devices.detect import planned_for
 from precpass.devices.targets import abstract_on, check_places, target_of
 from precpass.jaxpr import Source, source_of
 from precpass.jit.arguments import Declared
@@ -254,7 +255,7 @@ def audit(
             args, kwargs = declared.map(lambda x, _: abstract_on(target, x), args, kwargs)
         inspection = inspect(mixed, target=target, compiled=False)(*args, **kwargs)
         # `inspect` has given the plan's warnings already.
-        with quietly(), configured(_OWN_LINES, True):
+        with planned_for(target), quietly(), configured(_OWN_LINES, True):
             program = execute.compiled(mixed, *args, **kwargs)
         text = program.compiled.as_text()
         planned = Module.parse(program.lowered.as_text(dialect="hlo", debug_info=True))

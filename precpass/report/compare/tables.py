@@ -40,6 +40,9 @@ WITHOUT_CYCLES = (
     "not estimated: the runs of Mosaic kernels (Pallas, ragged products) and of communication. "
     "That compiler has no estimate of their cycles, so Mcycles is without them."
 )
+ONE_TRIP = (
+    "Figures of compiled programs have one trip of each loop whose number only run time knows."
+)
 TIMES = (
     "ms: median of {} interleaved rounds (lower-upper quartile); ratio: to the first row, "
     "median over rounds."
@@ -141,8 +144,9 @@ def traffic_notes(each: Iterable[Traffic | None]) -> list[str]:
     shown = [traffic for traffic in each if traffic is not None]
     if not shown:
         return []
-    is_partial = any(traffic.without_cycles for traffic in shown)
-    return [TRAFFIC, WITHOUT_CYCLES] if is_partial else [TRAFFIC]
+    notes = [TRAFFIC]
+    notes += [WITHOUT_CYCLES] if any(traffic.without_cycles for traffic in shown) else []
+    return notes + ([ONE_TRIP] if any(traffic.guesses for traffic in shown) else [])
 
 
 def traffic_figures(traffic: Traffic | None) -> dict[str, float | None]:
