@@ -250,6 +250,21 @@ def keeps_bits(eqn: Eqn) -> bool:
     return dtype == np.float32 and bits == (whole.nexp, whole.nmant)
 
 
+def picks_from_apart_windows(eqn: Eqn) -> bool:
+    """Whether an equation takes one element of each window, and no two windows share an element.
+
+    Such is a max pooling whose strides are its windows' sizes. Its derivative adds nothing up: each
+    element of its result is one of the cotangent's, or zero.
+    """
+    if eqn.primitive.name not in _PICKS:
+        return False
+    sizes, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
+    return all(size <= stride for size, stride in zip(sizes, strides, strict=True))
+
+
+_PICKS = frozenset(("reduce_window_max", "reduce_window_min", "select_and_scatter_add"))
+
+
 def iota_size(eqn: Eqn) -> Any:
     """The number of integers that an iota counts through."""
     return eqn.params["shape"][eqn.params["dimension"]]

@@ -40,7 +40,7 @@ def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
             args[at] = _filled(env, eqn.invars[at], number, low)
     else:
         args = [env.read_as(v, low) for v in eqn.invars]
-    if row.accumulates:
+    if row.accumulates and not ir.picks_from_apart_windows(eqn):
         pairs = zip(args, eqn.invars, strict=True)
         args = [env.as_(x, ir.precision_of(v.aval)) for x, v in pairs]
     return [env.as_(x, low) for x in env.build.bind(eqn, args)]

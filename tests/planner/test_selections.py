@@ -1,13 +1,17 @@
 """On a GPU selections of what products made are evaluated in 16 bits if no reader needs more."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import jaxpr_as_fun
 
 import precpass as pp
+from precpass.devices.detect import planned_for
+from precpass.devices.targets import target_of
 from tests.support.jaxprs import inner_jaxprs, named, opened, walk
 from tests.support.values import normal_array, rel_error
 
@@ -210,3 +214,78 @@ def test_what_a_mask_fills_in_is_no_float32_array_that_a_loop_reads(fill: float)
     assert makers.count("convert_element_type of an operand") == 2
     got, wanted = jax.extend.core.jaxpr_as_fun(found)(stack, X)[0], gradient(stack, X)
     assert bool(jnp.isfinite(got).all()) and rel_error(got, wanted) < 0.03
+
+
+def convolved(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+def pooled_by(size: int, stride: int) -> Callable[[jax.Array], jax.Array]:
+    windows, strides = (1, size, size, 1), (1, stride, stride, 1)
+    return lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, windows, strides, "VALID")
+
+
+def pooling(size: int, stride: int) -> Callable[..., jax.Array]:
+    def loss(kernel: jax.Array, image: jax.Array) -> jax.Array:
+        hidden = jax.nn.gelu(convolved(image, kernel))
+        return jnp.square(convolved(pooled_by(size, stride)(hidden), kernel)).mean()
+
+    return loss
+
+
+KERNEL, IMAGE = normal_array(7, 3, 3, 8, 8) / 8, normal_array(8, 4, 12, 12, 8)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "target", "dtype"),
+    [
+        (2, 2, "h100", "bfloat16"),
+        (2, 3, "a100", "bfloat16"),
+        (3, 2, "h100", "float32"),  # some elements are in two windows, so cotangents are added up
+        (2, 2, "tpu v5e", "float32"),  # which computes in float32 anyway
+        (2, 2, None, "float32"),
+    ],
+)
+def test_a_pooling_of_windows_apart_is_in_bfloat16_on_a_gpu(
+    size: int, stride: int, target: str | None, dtype: str
+):
+    loss = pooling(size, stride)
+    gradient, options = jax.grad(loss), {"target": target}
+    assert dtypes(gradient, "select_and_scatter_add", KERNEL, IMAGE, **options) == [dtype]
+    assert dtypes(gradient, "reduce_window_max", KERNEL, IMAGE, **options) == [dtype]
+    assert dtypes(loss, "reduce_window_max", KERNEL, IMAGE, **options) == [dtype]
+    with planned_for(target_of(target)) if target else contextlib.nullcontext():
+        outside = jax.make_jaxpr(jax.grad(pp.auto_mixed(loss)))(KERNEL, IMAGE)
+        found = [pp.auto_mixed(gradient)(KERNEL, IMAGE), jaxpr_as_fun(outside)(KERNEL, IMAGE)[0]]
+    put_back = [str(e.outvars[0].aval.dtype) for e in named(outside, "select_and_scatter_add")]
+    assert put_back == [dtype]
+    wanted = gradient(KERNEL, IMAGE)
+    assert all(1e-5 < rel_error(got, wanted) < 0.03 for got in found)
+
+
+def test_a_pooling_of_exact_numbers_finds_the_largest_by_all_digits():
+    """The largest of 1000.1 and 1000.2 would be the first of two equal ones in bfloat16."""
+    image = 1000.0 + jnp.arange(4 * 12 * 12 * 8).reshape(IMAGE.shape) % 7 / 10
+
+    def loss(image: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jnp.square(convolved(pooled_by(2, 2)(image) - 1000.0, kernel)).mean()
+
+    gradient = jax.grad(loss)
+    assert dtypes(gradient, "reduce_window_max", image, KERNEL) == ["float32"]
+    assert dtypes(gradient, "select_and_scatter_add", image, KERNEL) == ["float32"]
+    with planned_for(target_of("h100")):
+        got = pp.auto_mixed(gradient)(image, KERNEL)
+    assert ((got != 0) == (gradient(image, KERNEL) != 0)).all()
+    assert rel_error(got, gradient(image, KERNEL)) < 0.02
+
+
+def test_what_float16_cannot_hold_is_not_pooled_in_float16():
+    def loss(kernel: jax.Array, image: jax.Array) -> jax.Array:
+        hidden = 1e6 * convolved(image, kernel)
+        return (convolved(1e-6 * pooled_by(2, 2)(hidden), kernel)).sum()
+
+    options = {"policy": "AutoMixed"}
+    for name in ("reduce_window_max", "select_and_scatter_add"):
+        assert dtypes(jax.grad(loss), name, KERNEL, IMAGE, **options) == ["float32"]

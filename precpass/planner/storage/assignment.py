@@ -36,9 +36,9 @@ from precpass.planner.storage.energy import NOMINAL, Candidate, StorageEnergy
 from precpass.planner.storage.readers import Readers
 from precpass.planner.storage.value_classes import StorageClass, StorageClasses
 from precpass.planner.storage.vetoes import may_store
-from precpass.planner.storage.written import recomputed_on_tpu, written_by_fusions
+from precpass.planner.storage.written import only_picks, recomputed_on_tpu, written_by_fusions
 from precpass.policy.precision import Precision
-from precpass.policy.primitives import COMPUTING, op
+from precpass.policy.primitives import COMPUTING
 from precpass.units import counted, duration, sized
 
 __all__ = ["LITTLE", "assign_storage"]
@@ -309,8 +309,7 @@ class _Assignment:
         why = reasons.STORED(decision.reason, self.low, self._what_is_saved(rounded[0]))
         is_written = any(row in values.written for values in rounded)
         is_kept = is_written and decision.action is Action.KEEP
-        chooses = op(self.graph.eqns[row].primitive.name).chooses
-        if (is_kept and not chooses) or decision.action is Action.ENTER:
+        if (is_kept and not only_picks(self.graph, row)) or decision.action is Action.ENTER:
             return dataclasses.replace(
                 decision,
                 stored=stored,

@@ -86,8 +86,11 @@ def has_all_digits(program: Eligibility, values: StorageClass) -> str | None:
     follows = all(v in following for v in results)
     # What products decide alone, and do not give, is a choice of exact numbers.
     for row in values.written:
-        numbers = (v for v in program.graph.eqns[row].invars if ir.precision_of(v.aval) is not None)
-        follows = follows and any(not ir.is_literal(v) and v in following for v in numbers)
+        eqn = program.graph.eqns[row]
+        numbers = [v for v in eqn.invars if ir.precision_of(v.aval) is not None]
+        known = [not ir.is_literal(v) and v in following for v in numbers]
+        # The operand of a pooling's derivative says where a window's largest element is.
+        follows = follows and (all(known) if ir.picks_from_apart_windows(eqn) else any(known))
     return None if follows else "has all of its digits"
 
 
@@ -182,8 +185,11 @@ def exceeds_range(program: Eligibility, values: StorageClass) -> str | None:
     """It would overflow, vanish or lose integers in the low format."""
     is_read_low = bool(values.low_readers) and not values.wide_readers
     for row, k in values.defined:
-        body, result = int(program.graph.body[row]), program.graph.eqns[row].outvars[k]
-        for known in (facts.of(result) for facts in program.analysis.facts_of.get(body, ())):
+        body, eqn = int(program.graph.body[row]), program.graph.eqns[row]
+        # A pooling's derivative reads in the low format what was pooled.
+        picked = eqn.invars if ir.picks_from_apart_windows(eqn) else ()
+        all_facts = program.analysis.facts_of.get(body, ())
+        for known in (facts.of(v) for v in (eqn.outvars[k], *picked) for facts in all_facts):
             if known.random:
                 return "follows random bits"
             if row in values.written and program.constants_beyond(row):

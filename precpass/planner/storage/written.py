@@ -4,6 +4,9 @@ A fusion computes a value again for each kernel that reads it, if that is cheap.
 
 - what is chosen from operands, as a relu does, because products read it, and on a GPU the masked
   scores of an attention;
+- on a GPU what is picked from windows, as a max pooling does, and what its derivative puts back. (A
+  v5e has no arithmetic in bfloat16: the gradient of two convolutions with a pooling between them
+  would take 1.0 of by hand's cycles, and takes 0.8. This is the compiler's estimate, jax 0.12.0.1);
 - functions that are too dear to be computed twice, such as tanh. In a program without a backward
   pass the derivative that JAX may add later counts as one more reader of them;
 - on a TPU the exponentials of a softmax. One kernel computes there the scores, their maximum, the
@@ -24,11 +27,11 @@ from precpass.analysis.graph import BodyNode, Graph
 from precpass.planner.storage.readers import Readers
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["maker_of", "recomputed_on_tpu", "written_by_fusions"]
+__all__ = ["maker_of", "only_picks", "recomputed_on_tpu", "written_by_fusions"]
 
 
 def written_by_fusions(graph: Graph, readers: Readers, *, on_tpu: bool = False) -> frozenset[int]:
-    """The rows of elementwise equations whose float32 results a fusion writes to memory.
+    """The rows of equations, mostly elementwise, whose float32 results a fusion writes to memory.
 
     Args:
         graph: the program.
@@ -41,6 +44,9 @@ def written_by_fusions(graph: Graph, readers: Readers, *, on_tpu: bool = False) 
     for body, node in enumerate(graph.bodies):
         for row in range(node.start, node.stop):
             eqn = graph.eqns[row]
+            if not on_tpu and ir.picks_from_apart_windows(eqn) and is_wide(eqn.outvars[0]):
+                rows.add(row)
+                continue
             traits = op(graph.eqns[maker_of(graph, row)].primitive.name)
             if traits.kind is not OpKind.ELEMENTWISE or not is_wide(eqn.outvars[0]):
                 continue
@@ -53,6 +59,15 @@ def written_by_fusions(graph: Graph, readers: Readers, *, on_tpu: bool = False) 
             ):
                 rows.add(row)
     return frozenset(rows)
+
+
+def only_picks(graph: Graph, row: int) -> bool:
+    """Whether each element of a result is one of an operand's, so that it may be made in 16 bits.
+
+    Rounding the operands first then rounds the result, and nothing else.
+    """
+    eqn = graph.eqns[row]
+    return op(eqn.primitive.name).chooses or ir.picks_from_apart_windows(eqn)
 
 
 def recomputed_on_tpu(graph: Graph) -> frozenset[int]:
