@@ -182,7 +182,7 @@ def inspect(
     def inspected(*args: Any, **kwargs: Any) -> Inspection:
         args = *owner, *args
         inspection = planned(*args, **kwargs)
-        place = target or committed_device((args, kwargs))
+        place = target or committed_device((args, kwargs, mixed.in_shardings))
         if not compiled or place is None or is_present(place):
             return inspection
         return _with_compiled(inspection, mixed, place, args, kwargs)
@@ -236,7 +236,7 @@ def trace_of(
     def called(*args: Any, **kwargs: Any) -> Any:
         args = *owner, *args
         check_places(target, (args, kwargs))
-        with planned_for(target or committed_device((args, kwargs))):
+        with planned_for(target or committed_device((args, kwargs, mixed.in_shardings))):
             return made_of_trace(mixed, then, args, kwargs)
 
     return called

@@ -46,13 +46,15 @@ def committed_device(args: Any) -> Any:
     """The device of the first argument that is committed to one; None if there is none.
 
     Args:
-        args: a tree of arguments. A `jax.ShapeDtypeStruct` is committed by its sharding.
+        args: a tree of arguments. A `jax.ShapeDtypeStruct` is committed by its sharding; so is what
+            a sharding in the tree is for, such as the option `in_shardings` of `jax.jit`.
     """
     for x in jax.tree.leaves(args):
         devices: Any = ()
-        if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
+        sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else x
+        if isinstance(sharding, jax.sharding.Sharding):
             with contextlib.suppress(ValueError):  # an abstract mesh has no devices
-                devices = x.sharding.device_set
+                devices = sharding.device_set
         elif isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
             devices = x.devices() if getattr(x, "committed", False) else ()
         if devices:

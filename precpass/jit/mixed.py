@@ -138,7 +138,7 @@ class Mixed(Generic[P, R_co]):
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 # In the trace the arguments are tracers, which have no device.
-                with planned_for(committed_device((args, kwargs))):
+                with planned_for(committed_device((args, kwargs, self.in_shardings))):
                     return staged(*args, **kwargs)
 
             return run
@@ -149,6 +149,11 @@ class Mixed(Generic[P, R_co]):
             return Stage(stage, self._crossing, splits)
 
         return self._run(run_of, args, kwargs, finish)
+
+    @property
+    def in_shardings(self) -> Any:
+        """The option of `jax.jit`; None if it is not given."""
+        return self.jit_options.get("in_shardings")
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(f).lower`."""

@@ -35,6 +35,7 @@ __all__ = [
     "Memory",
     "Timing",
     "check_callbacks",
+    "check_sizes",
     "compiled",
     "interleaved",
     "is_jitted",
@@ -113,7 +114,7 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
     """
     jitted: Any = fn if is_jitted(fn) else jax.jit(fn)
     traced = jitted.trace(*args, **kwargs)
-    place = device_of_call((args, kwargs))
+    place = device_of_call((args, kwargs, getattr(jitted, "in_shardings", None)))
     place = getattr(place, "device", place)
     check_callbacks(traced.jaxpr, place)
     # Without arguments a program is lowered for JAX's default device.
@@ -154,6 +155,28 @@ def check_callbacks(jaxpr: ir.Jaxpr, device: Any) -> None:
             raise ValueError(
                 f"the function calls Python on the host ({name} at {graph.source(row)}), and a "
                 "device that is not there has no host: leave the callback out"
+            )
+
+
+def check_sizes(report: str, argument: Any, name: str) -> None:
+    """Refuses shapes with symbolic dimensions, for which XLA compiles nothing.
+
+    Args:
+        report: the report's name, for the error.
+        argument: an argument of the function that is to be compiled, a tree.
+        name: its name.
+
+    Raises:
+        TypeError: naming the argument and the dimension.
+    """
+    for path, x in jax.tree_util.tree_flatten_with_path(argument)[0]:
+        sizes = x.shape if isinstance(x, jax.ShapeDtypeStruct) else ()
+        symbols = [str(d) for d in sizes if not isinstance(d, int)]
+        if symbols:
+            raise TypeError(
+                f"{report} compiles the function, and {name}{jax.tree_util.keystr(path)} has the "
+                f"symbolic dimension {symbols[0]}: give a number in its place (inspect and explain "
+                "take symbolic ones)"
             )
 
 

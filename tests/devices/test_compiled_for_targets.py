@@ -248,6 +248,7 @@ def test_a_product_of_one_row_does_not_widen_a_loops_constant_in_every_trip(targ
 
 COMPARED = """
 import jax, jax.numpy as jnp, precpass as pp
+from precpass.devices.targets import target_of
 
 def loss(w, x):
     return jnp.tanh(x @ w).sum()
@@ -269,7 +270,7 @@ print(row.memory == pp.audit(step, target={target!r})(*shapes).memory, row.memor
 here = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in args]
 print(pp.audit(step, target={target!r})(*here).device_kind)
 
-audited = pp.audit(jax.grad(loss), target={target!r})(*shapes)
+audited = audited_gradient = pp.audit(jax.grad(loss), target={target!r})(*shapes)
 inspected = pp.inspect(jax.grad(loss), target={target!r})(*shapes)
 explained = pp.explain(jax.grad(loss), target={target!r})(*shapes)
 said = [line.strip() for line in audited.text(color=False).splitlines()[:-1]]
@@ -311,6 +312,13 @@ try:
     pp.audit(lambda: (jax.debug.print("here"), ones @ ones)[1], target={target!r})()
 except ValueError as error:
     print(error)
+
+# The option of jax.jit says which device a program is for, as arguments' shardings do.
+there = jax.sharding.SingleDeviceSharding(target_of({target!r}).device)
+placed = pp.auto_mixed(jax.grad(loss), in_shardings=(there, there))
+first, second = pp.audit(placed)(*shapes), pp.explain(placed)(*shapes)
+print({{first.device_kind, second.device, second.compiled.device_kind}})
+print(first.traffic == second.compiled.traffic == audited_gradient.traffic)
 """
 
 
@@ -331,12 +339,14 @@ def test_compare_and_profile_show_what_a_targets_compiler_makes(target: str):
     ]
     assert symbolic == "XLA compiles for numbers, and n is symbolic: give one in its place"
     assert "Ran out of memory" in large if is_tpu else large == ""
-    callback, closed_over, argument, *kinds, last = rest
+    callback, closed_over, argument, *kinds, last = rest[:-2]
+    placed = rest[-2:]
     for refused, why in ((callback, "debug_print at "), (closed_over, "Ref{"), (argument, "Ref{")):
         assert why in refused and "a device that is not there" in refused
         assert refused.endswith(" 4") and refused.count("a device that is not there") == 1
     assert kinds == 2 * [f"{{{TARGETS[target].device_kind!r}}} 1 1"]
     assert "debug_print at " in last
+    assert placed == [f"{{{TARGETS[target].device_kind!r}}}", "True"]
 
 
 TRIPS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec
@@ -249,7 +250,7 @@ def audit(
     def audited(*args: Any, **kwargs: Any) -> Audit:
         args = (*owner, *args)
         declared = Declared(mixed.__wrapped__, mixed.jit_options)
-        declared.map(_check_sizes, args, kwargs)
+        declared.map(functools.partial(execute.check_sizes, "audit"), args, kwargs)
         if target is not None:
             check_places(target, (args, kwargs))
             args, kwargs = declared.map(lambda x, _: abstract_on(target, x), args, kwargs)
@@ -274,18 +275,6 @@ def audit(
         )
 
     return audited
-
-
-def _check_sizes(argument: Any, name: str) -> None:
-    for path, x in jax.tree_util.tree_flatten_with_path(argument)[0]:
-        sizes = x.shape if isinstance(x, jax.ShapeDtypeStruct) else ()
-        symbols = [str(d) for d in sizes if not isinstance(d, int)]
-        if symbols:
-            raise TypeError(
-                f"audit compiles the function, and {name}{jax.tree_util.keystr(path)} has the "
-                f"symbolic dimension {symbols[0]}: give a number in its place (inspect and explain "
-                "take symbolic ones)"
-            )
 
 
 def _findings(found: tuple[Change, ...], inspection: Inspection) -> Iterator[Finding]:

@@ -18,7 +18,14 @@ from precpass.jit.arguments import Declared, copied, holds_static
 from precpass.jit.calls import name_of
 from precpass.jit.mixed import Mixed
 from precpass.jit.nnx import has_nodes
-from precpass.measure.execute import Executable, Timing, compiled, interleaved, is_jitted
+from precpass.measure.execute import (
+    Executable,
+    Timing,
+    check_sizes,
+    compiled,
+    interleaved,
+    is_jitted,
+)
 from precpass.measure.traffic import Traffic
 from precpass.policy.float16 import unscaled_on_purpose
 from precpass.policy.policy import PolicyLike, PrecisionPolicy
@@ -193,6 +200,8 @@ class Subject:
         shapes: list[Any] = []
 
         def on_device(x: Any, name: str) -> Any:
+            check_sizes(report, x, name)
+
             def leaf(x: Any) -> Any:
                 if isinstance(x, jax.ShapeDtypeStruct) and takes_shapes:
                     shapes.append(x)
