@@ -259,7 +259,9 @@ def picks_from_apart_windows(eqn: Eqn) -> bool:
     if eqn.primitive.name not in _PICKS:
         return False
     sizes, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
-    return all(size <= stride for size, stride in zip(sizes, strides, strict=True))
+    dilation = eqn.params.get("window_dilation", (1,) * len(sizes))
+    spans = [(size - 1) * apart + 1 for size, apart in zip(sizes, dilation, strict=True)]
+    return all(span <= stride for span, stride in zip(spans, strides, strict=True))
 
 
 _PICKS = frozenset(("reduce_window_max", "reduce_window_min", "select_and_scatter_add"))
