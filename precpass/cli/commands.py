@@ -103,14 +103,18 @@ def _inspect(task: Task, policy: Any, *, compiled: bool = False) -> Callable[...
 
 def _explain(task: Task) -> Report:
     with refusing():
-        prepared = explain(task.fn, task.inputs.policy, target=task.inputs.target)
+        compiled = not task.options.no_compile
+        prepared = explain(
+            task.fn, task.inputs.policy, target=task.inputs.target, compiled=compiled
+        )
     explanation = task.call(prepared)
     return Report(lambda: explanation.text(color=task.color), explanation.to_dict())
 
 
 def _diff(task: Task) -> Report:
     level = task.options.level or "equations"
-    compiled = task.inputs.between is None and level != "jaxpr"
+    shows_compiled = task.inputs.between is None and level != "jaxpr"
+    compiled = shows_compiled and not task.options.no_compile
     inspection = task.call(_inspect(task, task.inputs.policy, compiled=compiled))
     made = inspection.compiled
     data = {

@@ -36,6 +36,7 @@ precpass --version says which release this is, and of which JAX.
 _ROWS = ("compare", "profile")
 _DRAWS = (*_ROWS, "bisect")
 _COLORS = ("explain", "diff", "audit")
+_SHOWS_PLANS = ("explain", "diff")
 _FOR_DEVICES = (*_ROWS, "explain", "diff", "audit", "draw", "lock", "check")
 WRITES = {"draw": "program.svg", "lock": "plan.precision.json"}
 """The commands whose result is a file, with the name that it has by default."""
@@ -124,6 +125,9 @@ def _common(name: str, one: argparse.ArgumentParser) -> None:
             help=f"plan and compile for this device, which need not be there: {', '.join(TARGETS)} "
             "(default: the device of this machine)",
         )
+    if name in _SHOWS_PLANS:
+        own = "with --target: do not compile, which may take minutes, and show the plan alone"
+        one.add_argument("--no-compile", action="store_true", help=own)
     one.add_argument("--json", action="store_true", help="give the result as JSON, for programs")
     result = "the file that is written" if name in WRITES else "write the result to this file"
     default = WRITES.get(name, "print it")
@@ -250,6 +254,8 @@ def _conflict(options: argparse.Namespace) -> str:
         return f"--plan {options.plan} has the policy that it was saved under: leave --policy out"
     if options.json and getattr(options, "color", "") == "always":
         return "--json has no colours: leave --color always out"
+    if getattr(options, "no_compile", False) and options.device is None:
+        return "--no-compile is for a --target, and without one nothing is compiled: leave it out"
     if name == "diff" and (why := _conflict_of_diff(options)):
         return why
     if getattr(options, "seed", None) is not None and options.example is not None:

@@ -16,6 +16,7 @@ import importlib.metadata
 import importlib.resources
 import importlib.util
 import os
+import re
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,7 @@ import numpy as np
 
 from precpass.devices.detect import is_present
 
-__all__ = ["TARGETS", "Target", "abstract_on", "check_places", "target_of"]
+__all__ = ["TARGETS", "Target", "abstract_on", "check_places", "memory_of", "target_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,25 @@ TARGETS: Mapping[str, Target] = {
     )
 }
 """The known targets by name."""
+
+
+def memory_of(device_kind: str) -> int | None:
+    """The bytes of a GPU's memory, by its target configuration; None for other devices.
+
+    A TPU's compiler refuses a program that needs more memory than there is, and a GPU's does not.
+
+    Args:
+        device_kind: JAX's name for the kind of device.
+
+    Examples:
+        >>> memory_of("NVIDIA H100 80GB HBM3") > 80e9, memory_of("TPU v5 lite")
+        (True, None)
+    """
+    for target in TARGETS.values():
+        if target.device_kind == device_kind and target.platform == "gpu":
+            (size,) = re.findall(r"device_memory_size: (\d+)", _configuration(target))
+            return int(size)
+    return None
 
 
 def target_of(value: Any) -> Any:
@@ -243,12 +263,10 @@ def _topology(target: Target) -> Any:
         _check_release(target)
     options: dict[str, Any] = {"platform": "tpu", "topology_name": target.topology}
     if target.platform == "gpu":
-        folder = importlib.resources.files("precpass.devices") / "gpu_targets"
-        config = (folder / f"{target.name.partition(':')[0]}.txtpb").read_text()
         options = {
             "platform": "cuda",
             "topology_name": target.name,
-            "target_config": config,
+            "target_config": _configuration(target),
             "topology": target.topology,
         }
     try:
@@ -267,6 +285,12 @@ def _topology(target: Target) -> Any:
             "JAX_PLATFORMS=cpu, without which JAX expects the device itself, and install the "
             f"compiler of jax's release: {_install(target)}"
         ) from error
+
+
+def _configuration(target: Target) -> str:
+    """The target configuration of a GPU, as XLA reads it."""
+    folder = importlib.resources.files("precpass.devices") / "gpu_targets"
+    return (folder / f"{target.name.partition(':')[0]}.txtpb").read_text()
 
 
 def _check_release(target: Target) -> None:

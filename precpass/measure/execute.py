@@ -28,6 +28,7 @@ import jax
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.devices.detect import device_of_call, is_present
+from precpass.devices.targets import memory_of
 from precpass.measure.traffic import Traffic, traffic_of
 
 __all__ = [
@@ -54,12 +55,24 @@ class Memory:
         outputs: the bytes of the results.
         aliased: the bytes of results that replace donated operands.
         temp: all other bytes.
+        available: the bytes that a GPU has, if it is one of the targets; None for other devices.
     """
 
     arguments: int
     outputs: int
     aliased: int
     temp: int
+    available: int | None = None
+
+    @property
+    def needed(self) -> int:
+        """The bytes that one run needs at once."""
+        return self.arguments + self.outputs - self.aliased + self.temp
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has them, as far as that is known."""
+        return self.available is None or self.needed <= self.available
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,7 +138,8 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
     local_devices = getattr(program.runtime_executable(), "local_devices", list)()
     device = local_devices[0] if local_devices else place
     donates = any(info.donated for info in jax.tree.leaves(lowered.args_info))
-    return Executable(traced.jaxpr, lowered, program, device, _memory(program), donates)
+    memory = _memory(program, memory_of(device.device_kind))
+    return Executable(traced.jaxpr, lowered, program, device, memory, donates)
 
 
 def check_callbacks(jaxpr: ir.Jaxpr, device: Any) -> None:
@@ -199,7 +213,7 @@ def is_jitted(fn: Callable[..., Any]) -> bool:
 _JITTED = type(jax.jit(lambda: None))
 
 
-def _memory(program: Any) -> Memory | None:
+def _memory(program: Any, available: int | None) -> Memory | None:
     analysis = program.memory_analysis()
     if analysis is None:
         return None
@@ -208,6 +222,7 @@ def _memory(program: Any) -> Memory | None:
         analysis.output_size_in_bytes,
         analysis.alias_size_in_bytes,
         analysis.temp_size_in_bytes,
+        available,
     )
 
 

@@ -42,10 +42,11 @@ class Compiled:
             f"({sized(traffic.cast_bytes)}), {traffic.transposes} only transpose or copy"
         ]
         if memory is not None:
-            lines.append(
-                f"memory: arguments {sized(memory.arguments)}, results "
-                f"{sized(memory.outputs)}, temp {sized(memory.temp)}"
-            )
+            parts = f"arguments {sized(memory.arguments)}, results {sized(memory.outputs)}, temp "
+            lines.append(f"memory: {parts}{sized(memory.temp)}")
+            if memory.available is not None and not memory.fits:
+                sizes = f"it needs {sized(memory.needed)}, and there are {sized(memory.available)}"
+                lines.append(f"the program does not fit into the device's memory: {sizes}")
         return [*lines, *(f"{kernel.runs:>6} x {kernel}" for kernel in traffic.products)]
 
 

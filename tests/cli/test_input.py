@@ -163,6 +163,8 @@ def test_files_that_cannot_be_written(name, output, why, model, capsys):
         ("diff --json --level lines", "--json has an entry for each equation"),
         ("diff --json --level jaxpr", "--json has an entry for each equation"),
         ("diff --json --between c=f16", "--between has no JSON"),
+        ("diff --no-compile", "--no-compile is for a --target"),
+        ("explain --no-compile", "without one nothing is compiled"),
         ("diff --bookkeeping", "--bookkeeping is of jaxprs: give --level jaxpr too"),
         ("diff --between c=f16 --level jaxpr", "give --level lines or --level equations"),
         ("explain --json --color always", "--json has no colours"),

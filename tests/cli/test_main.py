@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from precpass.cli import main
+from precpass.devices import targets
 from tests.support.command_line import SHAPES, command, environment, ran, written
 
 
@@ -114,6 +115,22 @@ def test_a_plan_for_a_target_is_locked_and_checked(model, capsys):
     for name in ("lock", "check"):
         status, out, err = ran(capsys, name, *given, "b300", *MORE.get(name, []))
         assert (status, out) == (2, "") and "unknown target 'b300'" in err
+
+
+@pytest.mark.parametrize("name", ["explain", "diff"])
+def test_a_plan_for_a_target_is_shown_without_its_compiler(name, model, capsys, monkeypatch):
+    monkeypatch.setattr(targets, "_is_installed", lambda _module: False)
+    targets._topology.cache_clear()
+    given = [name, "a_model.py:grad", "--args", SHAPES, "--target", "h100"]
+    status, out, err = ran(capsys, *given)
+    assert (status, err) == (0, "") and "not compiled  target 'h100' needs XLA's GPU" in out
+    status, out, err = ran(capsys, *given, "--no-compile")
+    assert (
+        (status, err) == (0, "") and "planned for NVIDIA H100" in out and "not compiled" not in out
+    )
+    status, out, _ = ran(capsys, *given, "--json")
+    found = json.loads(out)
+    assert found["compiled"] is None and found["not_compiled"].startswith("target 'h100' needs")
 
 
 def test_the_json_in_the_documentation_is_that_of_the_commands():

@@ -14,7 +14,7 @@ from jax import lax
 
 import precpass as pp
 from precpass.measure.counts import Counts, count
-from precpass.measure.execute import Timing, compiled, interleaved, is_jitted, timed
+from precpass.measure.execute import Memory, Timing, compiled, interleaved, is_jitted, timed
 from tests.support.passes import look
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -336,3 +336,10 @@ def test_median_quartiles_and_ratios():
 def test_no_rounds_are_an_error():
     with pytest.raises(ValueError, match="rounds=0"):
         interleaved({"f": lambda: None}, 0)
+
+
+def test_a_program_fits_if_what_it_needs_at_once_is_there():
+    given = {"arguments": 10, "outputs": 5, "aliased": 3, "temp": 4}
+    assert Memory(**given).needed == 16 and Memory(**given).fits  # unknown: it is taken to fit
+    assert Memory(**given, available=16).fits
+    assert not Memory(**given, available=15).fits
