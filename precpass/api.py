@@ -206,10 +206,10 @@ def _with_compiled(
             return dataclasses.replace(inspection, not_compiled=why)
         with planned_for(place), quietly():  # the plan's warnings were given
             program = execute.compiled(mixed, *placed, **named)
+        made = Compiled(program.device.device_kind, program.memory, program.traffic)
     except (ModuleNotFoundError, RuntimeError, ValueError) as error:
         # The plan is worth seeing without a compiler, and of what it refuses.
         return dataclasses.replace(inspection, not_compiled=str(error).partition("\n")[0])
-    made = Compiled(program.device.device_kind, program.memory, program.traffic)
     return dataclasses.replace(inspection, compiled=made)
 
 

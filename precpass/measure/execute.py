@@ -86,6 +86,9 @@ class Executable:
         device: the device that it was compiled for, the first of several.
         memory: the memory that XLA planned; None if the backend does not tell.
         donates: whether a run may overwrite arguments.
+        refused: the error of a compiler that refuses the program, which may need more memory than
+            the device has. Then there is nothing compiled. Only the compiler of a device that is
+            not there may refuse a program so, because there one wants to see what it refuses.
     """
 
     jaxpr: Any
@@ -94,10 +97,17 @@ class Executable:
     device: Any
     memory: Memory | None
     donates: bool
+    refused: RuntimeError | None = None
 
     @functools.cached_property
     def traffic(self) -> Traffic:
-        """What one run does, as the compiled text has it."""
+        """What one run does, as the compiled text has it.
+
+        Raises:
+            RuntimeError: that of the compiler, if it has refused the program.
+        """
+        if self.refused is not None:
+            raise self.refused
         return traffic_of(self.compiled.as_text(), self.device.platform)
 
 
@@ -133,11 +143,16 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
     # Without arguments a program is lowered for JAX's default device.
     with contextlib.nullcontext() if is_present(place) else jax.default_device(place):
         lowered = traced.lower()
-    program = lowered.compile()
+    donates = any(info.donated for info in jax.tree.leaves(lowered.args_info))
+    try:
+        program = lowered.compile()
+    except RuntimeError as error:
+        if is_present(place):
+            raise
+        return Executable(traced.jaxpr, lowered, None, place, None, donates, error)
     # An executable for a device that is not there has no local devices, but its operands say where.
     local_devices = getattr(program.runtime_executable(), "local_devices", list)()
     device = local_devices[0] if local_devices else place
-    donates = any(info.donated for info in jax.tree.leaves(lowered.args_info))
     memory = _memory(program, memory_of(device.device_kind))
     return Executable(traced.jaxpr, lowered, program, device, memory, donates)
 

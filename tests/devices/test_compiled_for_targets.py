@@ -352,6 +352,30 @@ def test_compare_and_profile_show_what_a_targets_compiler_makes(target: str):
     assert placed == [f"{{{TARGETS[target].device_kind!r}}}", "True"]
 
 
+LARGE = """
+import jax, jax.numpy as jnp, precpass as pp
+
+def loss(w, x):
+    for _ in range(8):
+        x = jnp.tanh(x @ w)
+    return jnp.square(x).mean()
+
+shapes = [jax.ShapeDtypeStruct((20_000, 20_000), jnp.float32)] * 2
+found = pp.profile(jax.grad(loss), ["AlwaysF32", "AutoMixedBf16"], target="tpu v5e")(*shapes)
+wide, low = found.rows
+print(wide.memory, wide.traffic, low.memory.temp < 15.75 * 2**30, low.traffic.low_runs)
+print(low.refused == "" and "Ran out of memory" in wide.refused)
+said = f"AlwaysF32 is not compiled: {wide.refused}" in str(found)
+print(said, found.to_dict()["rows"][0]["refused"])
+"""
+
+
+def test_a_profile_shows_what_fits_a_tpu_beside_what_does_not():
+    first, second, third = ran("-c", LARGE).splitlines()
+    assert first == "None None True 23" and second == "True"
+    assert third.startswith("True RESOURCE_EXHAUSTED")
+
+
 TRIPS = """
 import jax, jax.numpy as jnp, precpass as pp
 

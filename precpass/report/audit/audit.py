@@ -258,6 +258,8 @@ def audit(
         # `inspect` has given the plan's warnings already.
         with planned_for(target), quietly(), configured(_OWN_LINES, True):
             program = execute.compiled(mixed, *args, **kwargs)
+        if program.refused is not None:
+            raise program.refused
         text = program.compiled.as_text()
         planned = Module.parse(program.lowered.as_text(dialect="hlo", debug_info=True))
         findings = changes(planned, Module.parse(text))

@@ -188,4 +188,5 @@ def _row(program: Program, casts: int, results: list[Leaf], wanted: list[Leaf]) 
         errors,
         tuple((leaf.path, own) for leaf, own in zip(wanted, each, strict=True)),
         program.traffic,
+        program.refused,
     )

@@ -22,6 +22,7 @@ from precpass.report.compare.tables import (
     framed,
     memory_figures,
     milliseconds,
+    refusals,
     row_data,
     shares,
     short,
@@ -62,6 +63,8 @@ class Row:
         errors: of all its results together against the reference.
         leaves: (path of an array of the results, errors) for each.
         traffic: what the compiled program does, by its text; None on a CPU.
+        refused: why the compiler of a device that is not there refuses the program; "" if it does
+            not. Then it has no memory and no traffic.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Row:
     errors: Errors
     leaves: tuple[tuple[str, Errors], ...]
     traffic: Traffic | None = None
+    refused: str = ""
 
     def figures(self) -> dict[str, Any]:
         """All figures under their names in the frame and the dict, in bytes, seconds and FLOPs."""
@@ -89,6 +93,7 @@ class Row:
             **{f"flops_{name}": n for name, n in sorted(self.counts.flops.items())},
             **memory_figures(self.memory),
             **traffic_figures(self.traffic),
+            **({"refused": self.refused} if self.refused else {}),
             "seconds": None if self.timing is None else self.timing.median,
             "seconds_lower": quartiles[0],
             "seconds_upper": quartiles[1],
@@ -251,6 +256,7 @@ class Comparison:
             "beside arguments and results.",
             *([TIMES.format(self.rounds)] if self.rounds else []),
             *traffic_notes(row.traffic for row in self.rows),
+            *refusals((row.name, row.refused) for row in self.rows),
             "rel. error: |d| / |r| over all floating results where the reference is finite; ULP: "
             "of the output's own format, at most 2 / eps (1.68e+07 in float32), where no digit is "
             "right; non-finite: of values that are finite in the reference.",

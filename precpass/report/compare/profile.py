@@ -160,6 +160,7 @@ def _row(program: Program, base: Work, peaks: Sequence[Peaks]) -> ProfileRow:
         work.guesses,
         tuple(sorted(work.by_bytes)),
         program.traffic,
+        program.refused,
     )
 
 

@@ -20,6 +20,7 @@ from precpass.report.compare.tables import (
     framed,
     memory_figures,
     milliseconds,
+    refusals,
     row_data,
     shares,
     short,
@@ -69,6 +70,8 @@ class ProfileRow:
         guesses: whether it has a loop whose trip count is only known at run time.
         by_bytes: the primitives whose arithmetic is not counted.
         traffic: what the compiled program does, by its text; None on a CPU.
+        refused: why the compiler of a device that is not there refuses the program; "" if it does
+            not. Then it has no memory and no traffic.
     """
 
     name: str
@@ -82,6 +85,7 @@ class ProfileRow:
     guesses: bool
     by_bytes: tuple[str, ...]
     traffic: Traffic | None = None
+    refused: str = ""
 
     @property
     def flops(self) -> float:
@@ -98,6 +102,7 @@ class ProfileRow:
             "ratio": self.ratio,
             **memory_figures(self.memory),
             **traffic_figures(self.traffic),
+            **({"refused": self.refused} if self.refused else {}),
             "flops": self.flops,
             "low_flops_share": self.counts.low_flops,
             **{f"flops_{name}": n for name, n in sorted(self.counts.flops.items())},
@@ -189,6 +194,7 @@ class Profile:
         if self.rounds:
             notes.append(TIMES.format(self.rounds))
         notes += traffic_notes(row.traffic for row in self.rows)
+        notes += refusals((row.name, row.refused) for row in self.rows)
         if self.peaks:
             notes += _MEANING
         if any(row.guesses for row in self.rows):

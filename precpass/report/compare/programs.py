@@ -312,7 +312,13 @@ class Program(NamedTuple):
     @property
     def traffic(self) -> Traffic | None:
         """What it does by its compiled text; None on a CPU, where its time tells more."""
-        return None if self.executable.device.platform == "cpu" else self.executable.traffic
+        is_shown = self.executable.device.platform != "cpu" and self.executable.refused is None
+        return self.executable.traffic if is_shown else None
+
+    @property
+    def refused(self) -> str:
+        """Why the compiler of a device that is not there refuses it; "" if it does not."""
+        return str(self.executable.refused or "").partition("\n")[0]
 
     def fresh(self) -> tuple[Any, Any]:
         """Arguments that one run may overwrite."""

@@ -20,6 +20,7 @@ __all__ = [
     "framed",
     "memory_figures",
     "milliseconds",
+    "refusals",
     "row_data",
     "shares",
     "short",
@@ -147,6 +148,11 @@ def traffic_notes(each: Iterable[Traffic | None]) -> list[str]:
     notes = [TRAFFIC]
     notes += [WITHOUT_CYCLES] if any(traffic.without_cycles for traffic in shown) else []
     return notes + ([ONE_TRIP] if any(traffic.guesses for traffic in shown) else [])
+
+
+def refusals(each: Iterable[tuple[str, str]]) -> list[str]:
+    """The rows that a compiler refused, by name, and why."""
+    return [f"{name} is not compiled: {why}" for name, why in each if why]
 
 
 def traffic_figures(traffic: Traffic | None) -> dict[str, float | None]:
