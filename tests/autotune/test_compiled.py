@@ -173,6 +173,8 @@ def test_a_program_that_gains_nothing_stays_and_says_why(costing: Any):
     ):
         result = pp.auto_mixed(lambda x, w: product(x, w), policy=COMPILED)(X, WS[0])
     assert (result == jax.jit(product)(X, WS[0])).all()
+    (wide,) = pp.explain(product, COMPILED)(X, WS[0]).wide
+    assert "AutoMixedBf16 by profitability='compiled': compute in f32" in wide.reason
 
 
 def test_rules_come_before_it(costing: Any):

@@ -398,8 +398,9 @@ for fn in (
     loop(lambda i, c: (i < 10) & (c[0, 0] < 2), lambda i: i + 2),
 ):
     found = pp.audit(fn, target={target!r})(x)
-    said = "one trip of each loop" in found.text()
-    print(found.traffic.runs, found.traffic.guesses, said)
+    profiled = pp.profile(fn, ["AutoMixedBf16"], target={target!r})(x)
+    said = ["one trip of each loop" in str(report) for report in (found, profiled)]
+    print(found.traffic.runs, found.traffic.guesses, *set(said))
 """
 
 
