@@ -46,8 +46,8 @@ def committed_device(args: Any) -> Any:
     """The device of the first argument that is committed to one; None if there is none.
 
     Args:
-        args: a tree of arguments. A `jax.ShapeDtypeStruct` is committed by its sharding; so is what
-            a sharding in the tree is for, such as the option `in_shardings` of `jax.jit`.
+        args: a tree of arguments. A `jax.ShapeDtypeStruct` is committed by its sharding. A sharding
+            may stand in the tree itself, such as the option `in_shardings` of `jax.jit`.
     """
     for x in jax.tree.leaves(args):
         devices: Any = ()

@@ -71,7 +71,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has them, as far as that is known."""
+        """Whether the device has as many bytes as are needed; True if its memory is not known."""
         return self.available is None or self.needed <= self.available
 
 
@@ -82,13 +82,14 @@ class Executable:
     Attributes:
         jaxpr: its jaxpr.
         lowered: the `jax.stages.Lowered`: the program that XLA was given.
-        compiled: the `jax.stages.Compiled`, which takes the arguments that are not static.
+        compiled: the `jax.stages.Compiled`, which takes the arguments that are not static; None if
+            the compiler has refused the program.
         device: the device that it was compiled for, the first of several.
         memory: the memory that XLA planned; None if the backend does not tell.
         donates: whether a run may overwrite arguments.
         refused: the error of a compiler that refuses the program, which may need more memory than
-            the device has. Then there is nothing compiled. Only the compiler of a device that is
-            not there may refuse a program so, because there one wants to see what it refuses.
+            the device has; None if it has not. A refusal is kept only for a device that is not
+            there, because a report shows it then; for one that is there the error is raised.
     """
 
     jaxpr: Any

@@ -61,7 +61,7 @@ _MOVES = frozenset(("bitcast", "copy", "copy-done", "copy-start", "opt-barrier",
 
 
 def _count(first: int, last: int, step: int, direction: str) -> int | None:
-    """How many numbers of a progression are before its bound; None for one that never is there."""
+    """How many steps a counter makes before it is at its bound; None if it never gets there."""
     if direction == "NE":
         trips, rest = divmod(last - first, step)
         return trips if not rest and trips >= 0 else None
@@ -89,7 +89,7 @@ def _moved(place: _Place | None) -> _Place | None:
 
 
 def _state(place: _Place | None) -> int | None:
-    """The element of its computation's only operand that an instruction is; else None."""
+    """Which element of a loop's state an instruction reads; None if it reads something else."""
     place = _moved(place)
     if place is None or place.instruction.opcode != "get-tuple-element":
         return None

@@ -42,9 +42,10 @@ class Inspection:
         name: the function's name.
         device: the device that it is planned for, as JAX calls it; "" for a CPU, and if the pass
             is switched off.
-        compiled: what the compiler says of the program, if it was asked: for a device that is not
-            there.
-        not_compiled: why that compiler was asked and says nothing; "" otherwise.
+        compiled: what the compiler of a device that is not there says of the program; None if no
+            program was compiled.
+        not_compiled: why the program could not be compiled for such a device; "" if it was, and if
+            it was not to be.
     """
 
     before: Any

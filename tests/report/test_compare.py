@@ -16,6 +16,7 @@ from jax import lax
 import precpass as pp
 from precpass.measure import execute
 from precpass.policy.presets import PRESETS
+from precpass.report.compare import programs
 from tests.support.passes import quiet
 
 RNG = np.random.default_rng(0)
@@ -455,3 +456,25 @@ def test_rows_may_be_named_by_precisions():
     assert [(row.name, row.policy) for row in found.rows] == list(
         zip(["bf16", "f16", "half"], policies, strict=True)
     )
+
+
+@pytest.mark.parametrize("report", [pp.compare, pp.profile])
+def test_what_a_compiler_refuses_is_a_row_without_its_figures(
+    report: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    def compiled(fn: Any, *args: Any, **kwargs: Any) -> execute.Executable:
+        made = execute.compiled(fn, *args, **kwargs)
+        if "bf16" in str(made.jaxpr):
+            return made
+        error = RuntimeError("no room\nfor it")
+        return dataclasses.replace(made, compiled=None, memory=None, refused=error)
+
+    monkeypatch.setattr(programs, "compiled", compiled)
+    with quiet():
+        found = report(product, BOTH, rounds=0)(X, W)
+    wide, low = found.rows
+    assert (wide.refused, wide.memory, low.refused) == ("no room", None, "")
+    assert low.memory is not None and wide.counts.products == 1
+    assert str(found).count("is not compiled") == 1
+    assert "AlwaysF32 is not compiled: no room" in str(found)
+    assert [row.get("refused") for row in found.to_dict()["rows"]] == ["no room", None]
