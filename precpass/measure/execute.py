@@ -56,6 +56,7 @@ class Memory:
         aliased: the bytes of results that replace donated operands.
         temp: all other bytes.
         available: the bytes that a GPU has, if it is one of the targets; None for other devices.
+        devices: how many devices the program is divided over. All bytes are those of one of them.
     """
 
     arguments: int
@@ -63,6 +64,7 @@ class Memory:
     aliased: int
     temp: int
     available: int | None = None
+    devices: int = 1
 
     @property
     def needed(self) -> int:
@@ -233,12 +235,14 @@ def _memory(program: Any, available: int | None) -> Memory | None:
     analysis = program.memory_analysis()
     if analysis is None:
         return None
+    shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
     return Memory(
         analysis.argument_size_in_bytes,
         analysis.output_size_in_bytes,
         analysis.alias_size_in_bytes,
         analysis.temp_size_in_bytes,
         available,
+        max((len(sharding.device_set) for sharding in shardings), default=1),
     )
 
 

@@ -37,13 +37,14 @@ class Compiled:
             cycles += f", which leaves out {counted(traffic.without_cycles, 'kernel')}"
         if traffic.guesses:
             cycles += ", with one trip of each loop whose number only run time knows"
+        each = f" of each of {memory.devices} devices" if memory and memory.devices > 1 else ""
         lines = [
-            f"kernels move {sized(traffic.moved)}{cycles}; {traffic.casts} only cast "
+            f"kernels{each} move {sized(traffic.moved)}{cycles}; {traffic.casts} only cast "
             f"({sized(traffic.cast_bytes)}), {traffic.transposes} only transpose or copy"
         ]
         if memory is not None:
             parts = f"arguments {sized(memory.arguments)}, results {sized(memory.outputs)}, temp "
-            lines.append(f"memory: {parts}{sized(memory.temp)}")
+            lines.append(f"memory{each}: {parts}{sized(memory.temp)}")
             if memory.available is not None and not memory.fits:
                 sizes = f"it needs {sized(memory.needed)}, and there are {sized(memory.available)}"
                 lines.append(f"the program does not fit into the device's memory: {sizes}")

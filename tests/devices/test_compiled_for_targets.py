@@ -64,7 +64,8 @@ def arguments(axes, *sizes):
 
 for axes in (AxisType.Auto, AxisType.Explicit):
     found = pp.audit(jax.grad(loss), target={target!r})(*arguments(axes, {count}))
-    print(found.as_planned, found.products, "all-reduce" in found.hlo)
+    print(found.as_planned, found.products, "all-reduce" in found.hlo, found.memory.devices)
+    assert f"memory of each of {count} devices" in str(found)
 try:
     pp.audit(loss, target={target!r})(*arguments(AxisType.Auto, 3))
 except ValueError as error:
@@ -82,7 +83,7 @@ except ValueError as error:
 )
 def test_a_sharded_program_is_compiled_for_a_topology(target: str, count: int, wrong: str):
     lines = ran("-c", SHARDED.format(target=target, count=count, wrong=wrong)).splitlines()
-    assert lines[:2] == ["5 5 True"] * 2
+    assert lines[:2] == [f"5 5 True {count}"] * 2
     assert f"has {count} devices, and the arguments are sharded over 3" in lines[2]
     assert "the compiler has no topology" in lines[3]
 

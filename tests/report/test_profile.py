@@ -162,6 +162,19 @@ def test_a_static_argument():
     assert not any("run time knows" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("report", [pp.profile, pp.compare])
+def test_of_several_devices_the_memory_is_that_of_each(report):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    x, w = jax.device_put(jnp.ones((64, 16)), by_rows), jax.device_put(jnp.ones((16, 16)), whole)
+    found = report(product, BOTH, rounds=0)(x, w)
+    assert {(row.memory.devices, row.memory.arguments) for row in found.rows} == {(4, 2048)}
+    assert {sum(row.counts.flops.values()) for row in found.rows} == {2.0 * 64 * 16 * 16}
+    assert "divided over 4 devices: memory, kernels, their bytes" in str(found)
+    assert "divided over" not in str(report(product, BOTH, rounds=0)(X, X))
+
+
 def test_what_is_not_counted_is_said():
     def fn(x):
         return lax.while_loop(lambda x: x[0, 0] < 1, lambda x: jnp.linalg.cholesky(x @ x), x)

@@ -22,6 +22,7 @@ from precpass.report.compare.tables import (
     framed,
     memory_figures,
     milliseconds,
+    of_each_device,
     refusals,
     row_data,
     shares,
@@ -256,6 +257,7 @@ class Comparison:
             "beside arguments and results.",
             *([TIMES.format(self.rounds)] if self.rounds else []),
             *traffic_notes(row.traffic for row in self.rows),
+            *of_each_device((row.memory for row in self.rows), "FLOPs and 16-bit MB"),
             *refusals((row.name, row.refused) for row in self.rows),
             "rel. error: |d| / |r| over all floating results where the reference is finite; ULP: "
             "of the output's own format, at most 2 / eps (1.68e+07 in float32), where no digit is "

@@ -20,6 +20,7 @@ from precpass.report.compare.tables import (
     framed,
     memory_figures,
     milliseconds,
+    of_each_device,
     refusals,
     row_data,
     shares,
@@ -195,6 +196,8 @@ class Profile:
             notes.append(TIMES.format(self.rounds))
         notes += traffic_notes(row.traffic for row in self.rows)
         notes += refusals((row.name, row.refused) for row in self.rows)
+        memory = (row.memory for row in self.rows)
+        notes += of_each_device(memory, "FLOPs, moved and the gains")
         if self.peaks:
             notes += _MEANING
         if any(row.guesses for row in self.rows):

@@ -20,6 +20,7 @@ __all__ = [
     "framed",
     "memory_figures",
     "milliseconds",
+    "of_each_device",
     "refusals",
     "row_data",
     "shares",
@@ -148,6 +149,22 @@ def traffic_notes(each: Iterable[Traffic | None]) -> list[str]:
     notes = [TRAFFIC]
     notes += [WITHOUT_CYCLES] if any(traffic.without_cycles for traffic in shown) else []
     return notes + ([ONE_TRIP] if any(traffic.guesses for traffic in shown) else [])
+
+
+def of_each_device(each: Iterable[Memory | None], others: str) -> list[str]:
+    """What the figures of a program that is divided over several devices mean.
+
+    Args:
+        each: the memory of each program.
+        others: the figures that are those of the whole program.
+    """
+    devices = max((memory.devices for memory in each if memory is not None), default=1)
+    if devices == 1:
+        return []
+    return [
+        f"each program is divided over {devices} devices: memory, kernels, their bytes and cycles "
+        f"are those of one device. {others} are those of the whole program."
+    ]
 
 
 def refusals(each: Iterable[tuple[str, str]]) -> list[str]:
