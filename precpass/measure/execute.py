@@ -156,7 +156,7 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
     # An executable for a device that is not there has no local devices, but its operands say where.
     local_devices = getattr(program.runtime_executable(), "local_devices", list)()
     device = local_devices[0] if local_devices else place
-    memory = _memory(program, memory_of(device.device_kind))
+    memory = _memory(lowered, program, memory_of(device.device_kind))
     return Executable(traced.jaxpr, lowered, program, device, memory, donates)
 
 
@@ -231,18 +231,18 @@ def is_jitted(fn: Callable[..., Any]) -> bool:
 _JITTED = type(jax.jit(lambda: None))
 
 
-def _memory(program: Any, available: int | None) -> Memory | None:
+def _memory(lowered: Any, program: Any, available: int | None) -> Memory | None:
     analysis = program.memory_analysis()
     if analysis is None:
         return None
-    shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
+    attributes = lowered.compiler_ir().operation.attributes
     return Memory(
         analysis.argument_size_in_bytes,
         analysis.output_size_in_bytes,
         analysis.alias_size_in_bytes,
         analysis.temp_size_in_bytes,
         available,
-        max((len(sharding.device_set) for sharding in shardings), default=1),
+        int(attributes["mhlo.num_partitions"]),
     )
 
 
