@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["apart"]
+__all__ = ["all_apart", "apart"]
 
 T = TypeVar("T")
 
@@ -14,24 +14,34 @@ _one_at_a_time = threading.Lock()
 
 
 def apart(work: Callable[[], T]) -> T:
-    """The result of `work`, run in a thread of its own, one at a time in this process.
+    """The result of `work`, run in a thread of its own, with no other such work in this process.
 
     Raises:
         Whatever `work` raises.
     """
-    results: list[T] = []
-    failed: list[Exception] = []
+    (result,) = all_apart([work])
+    if isinstance(result, Exception):
+        raise result
+    return result
 
-    def run() -> None:
+
+def all_apart(works: Sequence[Callable[[], T]]) -> list[T | Exception]:
+    """The result of each of `works`, or what it raised, all at once in threads of their own."""
+    results: dict[int, T | Exception] = {}
+
+    def run(index: int, work: Callable[[], T]) -> None:
         try:
-            results.append(work())
+            results[index] = work()
         except Exception as error:
-            failed.append(error)
+            results[index] = error
 
     with _one_at_a_time:
-        thread = threading.Thread(target=run, name="precpass probe", daemon=True)
-        thread.start()
-        thread.join()
-    for error in failed:
-        raise error
-    return results[0]
+        threads = [
+            threading.Thread(target=run, args=each, name="precpass probe", daemon=True)
+            for each in enumerate(works)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return [results[index] for index in range(len(works))]

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 
 from precpass import jaxpr as ir
-from precpass.autotune.apart import apart
+from precpass.autotune.apart import all_apart
 from precpass.autotune.cache import Cache, cache_folder, file_name
 from precpass.autotune.forms import FORMS, forms_of, in_form
 from precpass.devices.detect import device_for, is_present, planned_for
@@ -38,7 +38,7 @@ from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.units import sized
 
-__all__ = ["GAIN", "Choice", "Figures", "choice_of", "figures_of"]
+__all__ = ["GAIN", "Choice", "Figures", "choice_of", "compiles_at_once", "figures_of"]
 
 GAIN = 0.03
 """The fraction of the cost, or of the temporary memory, that a less accurate form must save."""
@@ -142,21 +142,7 @@ def _found(
     rewritten: Callable[[PrecisionPolicy], ir.Jaxpr],
 ) -> Choice:
     """The choice, by compiling each distinct candidate."""
-    figures: dict[str, Figures] = {}
-    failed: list[Exception] = []
-    compiled: dict[str, Figures] = {}
-    x64 = ir.in_x64()
-    for form in forms_of(policy):
-        try:
-            new = rewritten(in_form(policy, form))
-            text = str(new)
-            if text not in compiled:
-                compiled[text] = apart(functools.partial(figures_of, new, place, x64))
-            figures[form] = compiled[text]
-        except Exception as error:
-            failed.append(error)
-    if not figures:
-        raise RuntimeError(f"no form of the program can be compiled: {failed[0]}") from failed[0]
+    figures = _figures(policy, place, rewritten)
     # Cycles do not compare with seconds: where one form has no estimate, all are judged by seconds.
     in_cycles = all(x.cycles for x in figures.values())
     costs = {form: x.cycles if in_cycles else x.seconds for form, x in figures.items()}
@@ -173,6 +159,46 @@ def _found(
         for form, cost in costs.items()
     )
     return Choice(chosen, each)
+
+
+def _figures(
+    policy: PrecisionPolicy, place: Any, rewritten: Callable[[PrecisionPolicy], ir.Jaxpr]
+) -> dict[str, Figures]:
+    """What each form costs, but for those that cannot be compiled.
+
+    Raises:
+        RuntimeError: if none can.
+    """
+    programs: dict[str, ir.Jaxpr] = {}
+    failed: list[Exception] = []
+    for form in forms_of(policy):
+        try:
+            programs[form] = rewritten(in_form(policy, form))
+        except Exception as error:
+            failed.append(error)
+    distinct = {str(program): program for program in programs.values()}
+    x64 = ir.in_x64()
+    works = [functools.partial(figures_of, program, place, x64) for program in distinct.values()]
+    groups = [works] if compiles_at_once(place) else [[work] for work in works]
+    results = dict(zip(distinct, (x for group in groups for x in all_apart(group)), strict=True))
+    figures: dict[str, Figures] = {}
+    for form, program in programs.items():
+        match results[str(program)]:
+            case Figures() as result:
+                figures[form] = result
+            case error:
+                failed.append(error)
+    if not figures:
+        raise RuntimeError(f"no form of the program can be compiled: {failed[0]}") from failed[0]
+    return figures
+
+
+def compiles_at_once(place: Any) -> bool:
+    """Whether several programs may be compiled for a device at once, in threads.
+
+    For a GPU that is there XLA times kernels on it while it compiles, and so one after another.
+    """
+    return getattr(place, "platform", "cpu") != "gpu" or not is_present(place)
 
 
 def figures_of(jaxpr: ir.Jaxpr, place: Any, x64: bool) -> Figures:

@@ -1,6 +1,8 @@
 """Whole programs in several forms: which are compiled, which one counts, and where it is kept."""
 
 import json
+import threading
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +53,7 @@ def costing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
             return compiled.Figures(0.0, cost, temp)
 
         monkeypatch.setattr(compiled, "figures_of", figures)
+        monkeypatch.setattr(compiled, "compiles_at_once", lambda _: False)  # in the forms' order
         return asked
 
     return given
@@ -63,6 +66,7 @@ def test_forms_are_judged_by_cycles_only_if_all_have_an_estimate(
     figures = compiled.Figures
     each = iter([figures(9.0, 1.0, 0.0)])  # float32's; the others take twice the seconds
     monkeypatch.setattr(compiled, "figures_of", lambda *_: next(each, figures(cycles, 2.0, 0.0)))
+    monkeypatch.setattr(compiled, "compiles_at_once", lambda _: False)  # in the forms' order
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pp.PrecisionWarning)
         plan = pp.inspect(product, COMPILED)(X, WS[0]).plan
@@ -123,7 +127,7 @@ def test_no_form_is_the_policy_itself():
         ([(1.0, 9), (0.5, 9), (0.504, 5)], "products and storage"),
         ([(1.0, 9), (0.98, 9), (1.2, 1)], "float32"),
         ([(1.0, 0), (1.005, 0), (1.005, 0)], "float32"),  # no memory is none saved
-        ([(1.0, 9), RuntimeError("no such kernel"), (0.4, 9)], "products"),
+        ([(1.0, 9), RuntimeError("no such kernel"), (0.4, 9)], "products and storage"),
     ],
 )
 def test_the_cheapest_form_counts_and_the_more_accurate_one_if_it_costs_little_more(
@@ -225,6 +229,28 @@ def test_programs_are_compiled_and_not_run():
     results = pp.auto_mixed(jax.grad(layers), policy=COMPILED)(X, WS)
     wanted = jax.grad(layers)(X, WS)
     assert rel_error(results, wanted) < 0.02
+
+
+def test_forms_are_compiled_at_once_but_for_a_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch):
+    waiting, at_once, asked = threading.Condition(), list[int](), list[str]()
+
+    def figures(jaxpr: Any, *_: Any) -> compiled.Figures:
+        with waiting:
+            asked.append(str(jaxpr))
+            waiting.notify_all()
+            waiting.wait_for(lambda: len(asked) > 1, timeout=20)
+            at_once.append(len(asked))
+        return compiled.Figures(0.0, 1.0, 0.0)
+
+    monkeypatch.setattr(compiled, "figures_of", figures)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pp.PrecisionWarning)
+        pp.inspect(jax.grad(layers), COMPILED)(X, WS)
+    assert len(set(asked)) == len(asked) > 1 and min(at_once) > 1
+    gpu = types.SimpleNamespace(platform="gpu")
+    assert compiled.compiles_at_once(gpu)
+    monkeypatch.setattr(compiled, "is_present", lambda device: device is gpu)
+    assert not compiled.compiles_at_once(gpu)
 
 
 def test_empty_arrays_cost_nothing():
