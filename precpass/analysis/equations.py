@@ -98,6 +98,19 @@ def chosen_operand(eqn: ir.Eqn) -> Any:
     return whole if is_wide(whole) and not ir.is_literal(whole) else None
 
 
+_PUT_TOGETHER = frozenset(("dynamic_update_slice", "scatter", "concatenate", "select_n"))
+
+
+def pieces(eqn: ir.Eqn) -> list[Any]:
+    """The float32 operands that an equation puts its result together from; none of any other.
+
+    Each element of the result is one of theirs, as where a row of a cache is replaced.
+    """
+    if eqn.primitive.name not in _PUT_TOGETHER or ir.applies_function(eqn):
+        return []
+    return [v for v in eqn.invars if is_wide(v)]
+
+
 def hands_on_layout(eqn: ir.Eqn) -> bool:
     """Whether XLA gives an equation's result the layout of its operand."""
     kind = op(eqn.primitive.name).kind

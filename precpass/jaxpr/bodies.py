@@ -27,7 +27,8 @@ class Body:
         operands: for each of its invars, the position in the equation's invars.
         results: for each of its outvars, the position in the equation's outvars;
             empty if its results are not the equation's (the predicate of a while).
-        trips: how often it runs per call; None if that is only known at run time.
+        trips: how often it runs per call; None if that is only known at run time, 0 if only the
+            equation's derivatives run it.
         carry: pairs (invar, outvar): the result becomes the operand of the next trip.
         decides: whether its result decides which way the program goes on.
         constants: how many of its first invars are a loop's constants.
@@ -126,7 +127,8 @@ def _linear_solve(eqn: Eqn) -> tuple[Body, ...]:
             jaxpr,
             (*range(int(starts[i]), int(starts[i + 1])), *right_hand_sides),
             outs,
-            None,
+            # Only derivatives run the others: each of these solves another equation.
+            1 if jaxpr is jaxprs.solve else 0,
         )
         for i, jaxpr in enumerate(jaxprs)
         if jaxpr is not None

@@ -312,7 +312,7 @@ class Env:
             return None
         return None if self._is_copied(atom, precision) else self.transposed.get(atom)
 
-    def _has_low(self, atom: ir.Atom, precision: Precision) -> bool:
+    def has_low(self, atom: ir.Atom, precision: Precision) -> bool:
         """Whether a low copy of a value exists, or is better made before the value is moved."""
         if self._is_copied(atom, precision):
             return True
@@ -329,7 +329,7 @@ class Env:
         if ir.widening(eqn) is not None:
             return False
         if eqn.primitive.name != "concatenate":
-            return grows(eqn) or self._has_low(_handed_on(eqn), precision)
+            return grows(eqn) or self.has_low(_handed_on(eqn), precision)
         # The parts' makers are asked no further. A chain of concatenations that read one value
         # twice has a number of paths that doubles with each of them.
         low = [v for v in eqn.invars if self._is_low_part(v, precision)]

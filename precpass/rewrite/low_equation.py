@@ -9,13 +9,15 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.analysis.equations import gathered_operand, spreads
+from precpass.analysis.equations import gathered_operand, is_wide, pieces, spreads
+from precpass.analysis.sizes import nbytes
 from precpass.plan.plan import Decision
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
+from precpass.rewrite.copies import low_copy
 from precpass.rewrite.env import Env
 
-__all__ = ["low_results"]
+__all__ = ["low_results", "put_together_low"]
 
 
 def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
@@ -44,6 +46,24 @@ def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
         pairs = zip(args, eqn.invars, strict=True)
         args = [env.as_(x, ir.precision_of(v.aval)) for x, v in pairs]
     return [env.as_(x, low) for x in env.build.bind(eqn, args)]
+
+
+def put_together_low(env: Env, eqn: ir.Eqn, low: Precision) -> bool:
+    """Rounds what an equation puts together, by its pieces, if half of it is rounded already.
+
+    A loop's state in 16 bits of which each trip replaces a piece is so never widened as a whole.
+
+    Returns:
+        Whether it was done.
+    """
+    sizes = [(nbytes(v.aval), not ir.is_literal(v) and env.has_low(v, low)) for v in pieces(eqn)]
+    if not sizes or 2 * sum(size for size, is_low in sizes if is_low) < sum(s for s, _ in sizes):
+        return False
+    operands = [env.low_copy(v, low) if is_wide(v) else env.read(v) for v in eqn.invars]
+    (result,) = env.build.bind(eqn, operands)
+    env.low_copies[eqn.outvars[0], low] = low_copy(env.build, result, low)
+    env.round(eqn.outvars[0], low)
+    return True
 
 
 def _gathered(env: Env, eqn: ir.Eqn, low: Precision) -> Any:

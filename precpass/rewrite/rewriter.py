@@ -22,7 +22,7 @@ from precpass.policy.primitives import OpKind
 from precpass.policy.scopes import join_scopes
 from precpass.rewrite.env import Env, border_avals, crossing_aval
 from precpass.rewrite.float64_spans import Float64Span, float64_spans, from_bits, to_bits
-from precpass.rewrite.low_equation import low_results
+from precpass.rewrite.low_equation import low_results, put_together_low
 from precpass.rewrite.lowered import lowered
 from precpass.rewrite.scaled_product import roundings
 
@@ -183,7 +183,9 @@ class Rewriter:
                 env.keep(eqn)
             if decision.converts:
                 env.build.at(eqn)
-                _round(env, eqn, decision)
+                low = decision.stored[0]
+                if low is None or decision.keeps_rounding or not put_together_low(env, eqn, low):
+                    _round(env, eqn, decision)
             if decision.backward:
                 env.build.at(eqn)
                 env.add_backward_form(eqn, decision.backward, Precision.BF16)

@@ -401,6 +401,19 @@ def test_a_format_without_a_published_peak_has_no_time():
     assert products == [2 * N**3]
 
 
+def test_of_a_linear_solve_only_what_solves_counts():
+    def solved(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.linalg.solve(a, b)
+
+    found = work(solved, X, X)
+    assert not found.guesses and sum(found.product_flops.values()) == 0
+    # of its gradient: one product, of the two solutions
+    gradient = work(jax.grad(lambda a, b: solved(a, b).sum()), X, X)
+    assert not gradient.guesses and sum(gradient.product_flops.values()) == 2.0 * N**3
+    counts = count(jax.make_jaxpr(lambda a, b: solved(a, b) @ b)(X, X))
+    assert sum(counts.flops.values()) < 3.0 * N**3
+
+
 def test_arithmetic_that_nobody_counted_is_named():
     found = work(lambda x: jnp.linalg.cholesky(x @ x.T) + jnp.sort(x), X)
     assert found.by_bytes == {"cholesky"}

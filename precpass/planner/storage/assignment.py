@@ -250,10 +250,9 @@ class _Assignment:
 
     def _eligible(self) -> list[StorageClass]:
         """The classes that may be rounded where they are defined."""
-        adding = self._accumulated()
-        eligibility = self._eligibility
-        classes = self.classes.by_root.values()
-        return [c for c in classes if id(c) not in adding and may_store(eligibility, c)]
+        adding, only_replaces = self._accumulated(), self.classes.only_replaces
+        eligible = (c for c in self.classes.by_root.values() if may_store(self._eligibility, c))
+        return [c for c in eligible if id(c) not in adding or only_replaces(c)]
 
     def _labels(self) -> Any:
         """The cheapest labels, or those that lower no product if these cost hardly more."""
@@ -307,7 +306,9 @@ class _Assignment:
             return decision
         stored = tuple(None if values is None else self.low for values in defines)
         why = reasons.STORED(decision.reason, self.low, self._what_is_saved(rounded[0]))
+        # The pieces of a loop's state are rounded, and the loop's border keeps the rounding.
         is_written = any(row in values.written for values in rounded)
+        is_written = is_written and row not in self.classes.put_together
         is_kept = is_written and decision.action is Action.KEEP
         if (is_kept and not only_picks(self.graph, row)) or decision.action is Action.ENTER:
             return dataclasses.replace(

@@ -240,11 +240,14 @@ class StorageEnergy:
                 self.energy.forbid(nodes[key], product)
 
     def _is_fused(self, row: int) -> bool:
+        if row in self.classes.put_together:  # its pieces are rounded
+            return True
         eqn = self.graph.eqns[row]
         return op(eqn.primitive.name).kind is OpKind.ELEMENTWISE
 
     def _calls(self, row: int) -> float:
-        return self.graph.bodies[int(self.graph.body[row])].calls
+        # What only a derivative will run costs as if it ran once.
+        return self.graph.bodies[int(self.graph.body[row])].calls or 1.0
 
 
 def _traffic(place: Place) -> float:

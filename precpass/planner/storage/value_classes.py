@@ -17,6 +17,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.equations import chosen_operand, is_wide, moved_operand
 from precpass.analysis.graph import Graph
 from precpass.analysis.sizes import NOMINAL_SIZE, nbytes
+from precpass.planner.storage.replacements import replacements
 from precpass.policy.primitives import op
 from precpass.policy.scopes import is_backward
 
@@ -85,6 +86,8 @@ class StorageClasses:
         splits_stacks: whether a loop may stack its state in another format than it keeps it in.
 
     Attributes:
+        put_together: the rows that replace pieces of a state, which is of the same class as the
+            result.
         stacked_states: the rows of loops, each with the position of a result that stacks a state as
             each trip begins with it. With `splits_stacks` such a stack is a class of its own, which
             the loop makes: the state may keep digits that no reader of the stack needs.
@@ -119,10 +122,12 @@ class StorageClasses:
         for body in range(len(graph.bodies)):
             kept |= self._kept(body)
         self._moved: dict[int, Any] = {}
+        self.put_together = set[int]()
         for body in range(len(graph.bodies)):
             moved = self._movements(body)
             self._moved |= moved
             self._follow(body, moved)
+            self._put_together(body, moved)
             self._choose(body, moved)
         self.by_root: dict[Key, StorageClass] = {}
         self._of: list[dict[Any, StorageClass]] = [{} for _ in graph.bodies]
@@ -137,6 +142,11 @@ class StorageClasses:
     def of(self, body: int, atom: ir.Atom) -> StorageClass | None:
         """The class of a value."""
         return None if ir.is_literal(atom) else self._of[body].get(atom)
+
+    def only_replaces(self, values: StorageClass) -> bool:
+        """Whether loops replace pieces of a state, and nothing adds to it: that would read it."""
+        is_replaced = any(row in self.put_together for row, _ in values.defined)
+        return is_replaced and not values.wide_readers
 
     # ------------------------------------------------------------ which values are alike
 
@@ -219,6 +229,19 @@ class StorageClasses:
                 for v in self.graph.eqns[row].outvars:
                     self._join((body, atom), (body, v))
 
+    def _put_together(self, body: int, moved: dict[int, Any]) -> None:
+        """Joins a state, and what it becomes where pieces of it are replaced."""
+
+        def class_of(v: ir.Atom) -> Key | None:
+            return self._root((body, v)) if (body, v) in self._parents else None
+
+        node = self.graph.bodies[body]
+        rows = range(node.start, node.stop)
+        for row, root in replacements(self.graph.eqns, rows, moved, class_of):
+            self.put_together.add(row)
+            self._join(root, (body, self.graph.eqns[row].outvars[0]))
+        self._follow(body, moved)
+
     def _choose(self, body: int, moved: dict[int, Any]) -> None:
         """Joins a value and the part of it that is chosen at run time.
 
@@ -289,7 +312,10 @@ class StorageClasses:
 
     def _note_readers(self, row: int, body: int, reads: list[tuple[int, StorageClass]]) -> None:
         low, eqn = row in self.reads_low, self.graph.eqns[row]
+        replaced = self.of(body, eqn.outvars[0]) if row in self.put_together else None
         for i, values in reads:
+            if values is replaced:
+                continue
             readers = values.low_readers if low and i < 2 else values.wide_readers
             readers.setdefault(body, []).append(row)
             if low and i < 2:

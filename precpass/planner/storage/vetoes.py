@@ -192,7 +192,8 @@ def exceeds_range(program: Eligibility, values: StorageClass) -> str | None:
         for known in (facts.of(v) for v in (eqn.outvars[k], *picked) for facts in all_facts):
             if known.random:
                 return "follows random bits"
-            if row in values.written and program.constants_beyond(row):
+            is_clipped = row in values.written and row not in program.classes.put_together
+            if is_clipped and program.constants_beyond(row):
                 known = _within(known, program.low)
             if reason := why_out_of_range(_as_a_whole(known), program.low):
                 return str(reason)
@@ -256,7 +257,8 @@ def is_read_exactly_behind(program: Eligibility, values: StorageClass) -> str | 
     first choice; and a softmax subtracts a maximum that was repeated.
     """
     states = program.classes.stacked_states.intersection(values.defined)
-    for row, k in (*((row, 0) for row in values.written), *states):
+    written = values.written - program.classes.put_together
+    for row, k in (*((row, 0) for row in written), *states):
         body, result = int(program.graph.body[row]), program.graph.eqns[row].outvars[k]
         for reader in program.reach.readers(body, result, hands_on_or_scales_by_number):
             if reader.eqn is None:
