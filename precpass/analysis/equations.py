@@ -136,6 +136,11 @@ def grows(eqn: ir.Eqn) -> bool:
     return there >= 2 * here if is_gather else there > here
 
 
+def repeated_operand(eqn: ir.Eqn) -> Any:
+    """The operand that an equation repeats, in no order of indices; None for any other equation."""
+    return eqn.invars[0] if grows(eqn) and len(eqn.invars) == 1 else None
+
+
 def has_low(eqn: ir.Eqn) -> bool:
     """Whether an equation's bodies contain 16-bit values."""
     inside = (a for body in ir.bodies(eqn) for a in ir.all_avals(body.jaxpr))

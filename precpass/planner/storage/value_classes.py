@@ -14,7 +14,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis.equations import chosen_operand, is_wide, moved_operand
+from precpass.analysis.equations import (
+    chosen_operand,
+    is_wide,
+    moved_operand,
+    repeated_operand,
+)
 from precpass.analysis.graph import Graph
 from precpass.analysis.sizes import NOMINAL_SIZE, nbytes
 from precpass.planner.storage.replacements import replacements
@@ -122,7 +127,7 @@ class StorageClasses:
         for body in range(len(graph.bodies)):
             kept |= self._kept(body)
         self._moved: dict[int, Any] = {}
-        self.put_together = set[int]()
+        self.put_together, self._states = set[int](), list[Key]()
         for body in range(len(graph.bodies)):
             moved = self._movements(body)
             self._moved |= moved
@@ -230,17 +235,24 @@ class StorageClasses:
                     self._join((body, atom), (body, v))
 
     def _put_together(self, body: int, moved: dict[int, Any]) -> None:
-        """Joins a state, and what it becomes where pieces of it are replaced."""
+        """Joins a state, what it becomes where pieces of it are replaced, and what repeats it."""
 
         def class_of(v: ir.Atom) -> Key | None:
             return self._root((body, v)) if (body, v) in self._parents else None
 
-        node = self.graph.bodies[body]
+        node, eqns = self.graph.bodies[body], self.graph.eqns
         rows = range(node.start, node.stop)
-        for row, root in replacements(self.graph.eqns, rows, moved, class_of):
+        for row, root in replacements(eqns, rows, moved, class_of):
             self.put_together.add(row)
-            self._join(root, (body, self.graph.eqns[row].outvars[0]))
-        self._follow(body, moved)
+            self._join(root, (body, eqns[row].outvars[0]))
+            self._states.append(root)
+        # An attention with fewer keys than queries repeats its cache for the product.
+        states = {self._root(key) for key in self._states}
+        for row in rows if states else ():
+            source = moved.get(row, repeated_operand(eqns[row]))
+            if source is not None and class_of(source) in states:
+                self._moved[row] = source
+                self._join((body, eqns[row].outvars[0]), (body, source))
 
     def _choose(self, body: int, moved: dict[int, Any]) -> None:
         """Joins a value and the part of it that is chosen at run time.
