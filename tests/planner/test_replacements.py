@@ -130,12 +130,27 @@ def repeated(w: jax.Array, x: jax.Array) -> jax.Array:
     return lax.scan(trip, (x, jnp.zeros(CACHE)), jnp.arange(STEPS))[0][0]
 
 
+def split(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Keys and values side by side in one cache."""
+    both = jnp.concatenate([w, w.T], 1)
+
+    def trip(carry: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[Any, None]:
+        x, cache = carry
+        cache = sliced(i, x @ both, cache)
+        keys, values = jnp.split(cache, 2, axis=-1)
+        weights = jax.nn.softmax(jnp.einsum("bd,bsd->bs", x, keys) / 8)
+        return (jnp.tanh(jnp.einsum("bs,bsd->bd", weights, values) + x), cache), None
+
+    return lax.scan(trip, (x, jnp.zeros((BATCH, STEPS, 2 * SIZE))), jnp.arange(STEPS))[0][0]
+
+
 LOW: dict[str, Callable[..., Any]] = {
     **{fn.__name__: functools.partial(decoded, fn) for fn in REPLACEMENTS},
     "while": while_decoded,
     "layers": of_layers,
     "one array": in_one_array,
     "repeated": repeated,
+    "split": split,
 }
 
 

@@ -123,9 +123,7 @@ class StorageClasses:
                 self._join(key, key)
         for row in sorted(self.crossed):
             self._link(row)
-        kept = set[Key]()
-        for body in range(len(graph.bodies)):
-            kept |= self._kept(body)
+        kept = set[Key]().union(*map(self._kept, range(len(graph.bodies))))
         self._moved: dict[int, Any] = {}
         self.put_together, self._states = set[int](), list[Key]()
         for body in range(len(graph.bodies)):
@@ -240,7 +238,7 @@ class StorageClasses:
         def class_of(v: ir.Atom) -> Key | None:
             return self._root((body, v)) if (body, v) in self._parents else None
 
-        node, eqns = self.graph.bodies[body], self.graph.eqns
+        eqns, node = self.graph.eqns, self.graph.bodies[body]
         rows = range(node.start, node.stop)
         for row, root in replacements(eqns, rows, moved, class_of):
             self.put_together.add(row)
@@ -252,7 +250,8 @@ class StorageClasses:
             source = moved.get(row, repeated_operand(eqns[row]))
             if source is not None and class_of(source) in states:
                 self._moved[row] = source
-                self._join((body, eqns[row].outvars[0]), (body, source))
+                for v in eqns[row].outvars:
+                    self._join((body, v), (body, source))
 
     def _choose(self, body: int, moved: dict[int, Any]) -> None:
         """Joins a value and the part of it that is chosen at run time.
