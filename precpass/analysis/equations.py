@@ -104,8 +104,11 @@ _PUT_TOGETHER = frozenset(("dynamic_update_slice", "scatter", "concatenate", "se
 def pieces(eqn: ir.Eqn) -> list[Any]:
     """The float32 operands that an equation puts its result together from; none of any other.
 
-    Each element of the result is one of theirs, as where a row of a cache is replaced.
+    Each element of the result is one of theirs, as where a row of a cache is replaced, or its rows
+    are put into the order of a beam search.
     """
+    if eqn.primitive.name == "gather" and ir.fill_of(eqn) in (None, 0) and is_wide(eqn.invars[0]):
+        return eqn.invars[:1]
     if eqn.primitive.name not in _PUT_TOGETHER or ir.applies_function(eqn):
         return []
     return [v for v in eqn.invars if is_wide(v)]

@@ -56,7 +56,6 @@ def called(i: jax.Array, new: jax.Array, cache: jax.Array) -> jax.Array:
     return jax.jit(sliced)(i, new, cache)
 
 
-REPLACEMENTS = (sliced, scattered, selected, shifted, twice, reshaped, called)
 Replaces = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -111,6 +110,12 @@ def in_one_array(w: jax.Array, x: jax.Array) -> jax.Array:
     return lax.scan(trip, (x, jnp.zeros((2, *CACHE))), jnp.arange(STEPS))[0][0]
 
 
+def reordered(i: jax.Array, new: jax.Array, cache: jax.Array) -> jax.Array:
+    """As of a beam search, which keeps the best hypotheses."""
+    best = jnp.argsort(new[:, 0])
+    return sliced(i, new[best], cache[best])
+
+
 def repeated(w: jax.Array, x: jax.Array) -> jax.Array:
     """Four queries read each key, by copies of the cache that a jitted function makes."""
 
@@ -144,6 +149,8 @@ def split(w: jax.Array, x: jax.Array) -> jax.Array:
     return lax.scan(trip, (x, jnp.zeros((BATCH, STEPS, 2 * SIZE))), jnp.arange(STEPS))[0][0]
 
 
+REPLACEMENTS = (sliced, scattered, selected, shifted, twice, reshaped, called, reordered)
+
 LOW: dict[str, Callable[..., Any]] = {
     **{fn.__name__: functools.partial(decoded, fn) for fn in REPLACEMENTS},
     "while": while_decoded,
@@ -175,7 +182,7 @@ def test_a_cache_that_products_alone_read_is_carried_in_16_bits(name: str, targe
         assert not (inside and is_narrowing and eqn.outvars[0].aval.size >= BATCH * STEPS * SIZE)
 
 
-PUT_TOGETHER = ("dynamic_update_slice", "scatter", "select_n", "concatenate")
+PUT_TOGETHER = ("dynamic_update_slice", "scatter", "select_n", "concatenate", "gather")
 WIDE = pp.AutoMixedBf16.with_rules(*(pp.Rule(primitive=p, precision="f32") for p in PUT_TOGETHER))
 """The policy with caches in float32, which products round in every trip."""
 
