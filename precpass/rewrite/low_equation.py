@@ -56,7 +56,7 @@ def put_together_low(env: Env, eqn: ir.Eqn, low: Precision) -> bool:
     Returns:
         Whether it was done.
     """
-    sizes = [(nbytes(v.aval), not ir.is_literal(v) and env.has_low(v, low)) for v in pieces(eqn)]
+    sizes = [(nbytes(v.aval), _is_low(env, eqn, v, low)) for v in pieces(eqn)]
     if not sizes or 2 * sum(size for size, is_low in sizes if is_low) < sum(s for s, _ in sizes):
         return False
     operands = [env.low_copy(v, low) if is_wide(v) else env.read(v) for v in eqn.invars]
@@ -64,6 +64,12 @@ def put_together_low(env: Env, eqn: ir.Eqn, low: Precision) -> bool:
     env.low_copies[eqn.outvars[0], low] = low_copy(env.build, result, low)
     env.round(eqn.outvars[0], low)
     return True
+
+
+def _is_low(env: Env, eqn: ir.Eqn, piece: ir.Atom, low: Precision) -> bool:
+    if eqn.primitive.name == "gather":  # XLA fuses the cast that follows one outside of a loop
+        return (piece, low) in env.border_copies
+    return not ir.is_literal(piece) and env.has_low(piece, low)
 
 
 def _gathered(env: Env, eqn: ir.Eqn, low: Precision) -> Any:
