@@ -99,6 +99,7 @@ def chosen_operand(eqn: ir.Eqn) -> Any:
 
 
 _PUT_TOGETHER = frozenset(("dynamic_update_slice", "scatter", "concatenate", "select_n"))
+"""Primitives whose result has elements of several operands."""
 
 
 def pieces(eqn: ir.Eqn) -> list[Any]:

@@ -169,21 +169,24 @@ def _figures(
     Raises:
         RuntimeError: if none can.
     """
-    programs: dict[str, ir.Jaxpr] = {}
+    texts: dict[str, str] = {}
+    distinct: dict[str, ir.Jaxpr] = {}
     failed: list[Exception] = []
     for form in forms_of(policy):
         try:
-            programs[form] = rewritten(in_form(policy, form))
+            program = rewritten(in_form(policy, form))
         except Exception as error:
             failed.append(error)
-    distinct = {str(program): program for program in programs.values()}
+        else:
+            texts[form] = str(program)
+            distinct.setdefault(texts[form], program)
     x64 = ir.in_x64()
     works = [functools.partial(figures_of, program, place, x64) for program in distinct.values()]
     groups = [works] if compiles_at_once(place) else [[work] for work in works]
     results = dict(zip(distinct, (x for group in groups for x in all_apart(group)), strict=True))
     figures: dict[str, Figures] = {}
-    for form, program in programs.items():
-        match results[str(program)]:
+    for form, text in texts.items():
+        match results[text]:
             case Figures() as result:
                 figures[form] = result
             case error:

@@ -128,9 +128,9 @@ def _linear_solve(eqn: Eqn) -> tuple[Body, ...]:
             (*range(int(starts[i]), int(starts[i + 1])), *right_hand_sides),
             outs,
             # Only derivatives run the others: each of these solves another equation.
-            1 if jaxpr is jaxprs.solve else 0,
+            1 if name == "solve" else 0,
         )
-        for i, jaxpr in enumerate(jaxprs)
+        for i, (name, jaxpr) in enumerate(zip(jaxprs._fields, jaxprs, strict=True))
         if jaxpr is not None
     )
 

@@ -410,6 +410,13 @@ def test_of_a_linear_solve_only_what_solves_counts():
     # of its gradient: one product, of the two solutions
     gradient = work(jax.grad(lambda a, b: solved(a, b).sum()), X, X)
     assert not gradient.guesses and sum(gradient.product_flops.values()) == 2.0 * N**3
+
+    def symmetric(a: jax.Array, b: jax.Array) -> jax.Array:
+        return lax.custom_linear_solve(
+            lambda x: a @ x, b, lambda _, b: (a + 1.0) @ b, symmetric=True
+        )
+
+    assert sum(work(symmetric, X, f32(N)).product_flops.values()) == 2.0 * N**2
     counts = count(jax.make_jaxpr(lambda a, b: solved(a, b) @ b)(X, X))
     assert sum(counts.flops.values()) < 3.0 * N**3
 
