@@ -141,7 +141,7 @@ def grows(eqn: ir.Eqn) -> bool:
 
 
 def repeated_operand(eqn: ir.Eqn) -> Any:
-    """The operand that an equation repeats, in no order of indices; None for any other equation."""
+    """The operand that an equation repeats; None for a gather, and for any other equation."""
     return eqn.invars[0] if grows(eqn) and len(eqn.invars) == 1 else None
 
 

@@ -49,12 +49,13 @@ def low_results(env: Env, eqn: ir.Eqn, decision: Decision) -> Sequence[Any]:
 
 
 def put_together_low(env: Env, eqn: ir.Eqn, low: Precision) -> bool:
-    """Rounds what an equation puts together, by its pieces, if half of it is rounded already.
+    """Rounds the result of an equation that puts pieces together, by rounding the pieces.
 
-    A loop's state in 16 bits of which each trip replaces a piece is so never widened as a whole.
+    It does so if pieces with half of the result's bytes have a low copy already. If each trip of a
+    loop replaces a piece of a state in 16 bits, the whole state is then not widened and rounded.
 
     Returns:
-        Whether it was done.
+        Whether the result was rounded.
     """
     sizes = [(nbytes(v.aval), _is_low(env, eqn, v, low)) for v in pieces(eqn)]
     if not sizes or 2 * sum(size for size, is_low in sizes if is_low) < sum(s for s, _ in sizes):
@@ -67,7 +68,9 @@ def put_together_low(env: Env, eqn: ir.Eqn, low: Precision) -> bool:
 
 
 def _is_low(env: Env, eqn: ir.Eqn, piece: ir.Atom, low: Precision) -> bool:
-    if eqn.primitive.name == "gather":  # XLA fuses the cast that follows one outside of a loop
+    """Whether a piece has a low copy that is worth using."""
+    if eqn.primitive.name == "gather":
+        # XLA fuses a gather with the cast of its result, so that only a loop's state gains.
         return (piece, low) in env.border_copies
     return not ir.is_literal(piece) and env.has_low(piece, low)
 

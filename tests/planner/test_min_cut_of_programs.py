@@ -84,7 +84,7 @@ def cost_of(costs: StorageEnergy, choice: Choice) -> float:
             if any(map(is_low, rows)) and not (rounded or crossing):
                 total += costs.copying(values, body, rows)
     for row, candidate in costs.candidates.items():
-        calls = costs.graph.calls[row]
+        calls = costs.calls_of(int(costs.graph.body[row]))
         total += (candidate.low if is_low(row) else candidate.wide) * calls
         for key, seconds in costs.casts(row):
             # as dear as to the product that pays most for it

@@ -18,8 +18,6 @@ STEPS, BATCH, SIZE = 12, 4, 64
 W, X = normal_array(0, SIZE, SIZE) / 8, normal_array(1, BATCH, SIZE)
 CACHE = (BATCH, STEPS, SIZE)
 
-Cell = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-
 
 def attended(x: jax.Array, cache: jax.Array) -> jax.Array:
     weights = jax.nn.softmax(jnp.einsum("bd,bsd->bs", x, cache) / 8)
@@ -57,17 +55,25 @@ def called(i: jax.Array, new: jax.Array, cache: jax.Array) -> jax.Array:
 
 
 Replaces = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Reads = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def decoded(replaces: Replaces, w: jax.Array, x: jax.Array) -> jax.Array:
-    """A loop that writes to its cache and attends to it."""
+def looped(
+    replaces: Replaces, reads: Reads, w: jax.Array, x: jax.Array, cache: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """A loop that writes to its cache and reads it."""
 
     def trip(carry: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[Any, None]:
         x, cache = carry
         cache = replaces(i, x @ w, cache)
-        return (attended(x, cache), cache), None
+        return (reads(x, cache), cache), None
 
-    return lax.scan(trip, (x, jnp.zeros(CACHE)), jnp.arange(STEPS))[0][0]
+    return lax.scan(trip, (x, cache), jnp.arange(STEPS))[0]
+
+
+def decoded(replaces: Replaces, w: jax.Array, x: jax.Array) -> jax.Array:
+    """The result of a loop that attends to a cache of its own."""
+    return looped(replaces, attended, w, x, jnp.zeros(CACHE))[0]
 
 
 def while_decoded(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -127,26 +133,19 @@ def repeated(w: jax.Array, x: jax.Array) -> jax.Array:
         found = jnp.einsum("bhs,bshd->bhd", weights, keys)
         return jnp.tanh(found.reshape(BATCH, 4, SIZE).sum(1))
 
-    def trip(carry: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[Any, None]:
-        x, cache = carry
-        cache = sliced(i, x @ w, cache)
-        return (grouped(x, cache), cache), None
-
-    return lax.scan(trip, (x, jnp.zeros(CACHE)), jnp.arange(STEPS))[0][0]
+    return looped(sliced, grouped, w, x, jnp.zeros(CACHE))[0]
 
 
 def split(w: jax.Array, x: jax.Array) -> jax.Array:
     """Keys and values side by side in one cache."""
-    both = jnp.concatenate([w, w.T], 1)
 
-    def trip(carry: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[Any, None]:
-        x, cache = carry
-        cache = sliced(i, x @ both, cache)
+    def reads(x: jax.Array, cache: jax.Array) -> jax.Array:
         keys, values = jnp.split(cache, 2, axis=-1)
         weights = jax.nn.softmax(jnp.einsum("bd,bsd->bs", x, keys) / 8)
-        return (jnp.tanh(jnp.einsum("bs,bsd->bd", weights, values) + x), cache), None
+        return jnp.tanh(jnp.einsum("bs,bsd->bd", weights, values) + x)
 
-    return lax.scan(trip, (x, jnp.zeros((BATCH, STEPS, 2 * SIZE))), jnp.arange(STEPS))[0][0]
+    both = jnp.concatenate([w, w.T], 1)
+    return looped(sliced, reads, both, x, jnp.zeros((BATCH, STEPS, 2 * SIZE)))[0]
 
 
 REPLACEMENTS = (sliced, scattered, selected, shifted, twice, reshaped, called, reordered)
@@ -162,7 +161,7 @@ LOW: dict[str, Callable[..., Any]] = {
 
 
 def states(fn: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
-    """The formats of what the loops of a planned program carry, or stack, of a cache's size."""
+    """The formats of the loops' results that are at least as large as a cache."""
     after = pp.inspect(fn, **options, compiled=False)(*args).after
     loops = [*named(after, "scan"), *named(after, "while")]
     avals = [v.aval for eqn in loops for v in eqn.outvars]
@@ -244,14 +243,7 @@ def test_a_state_that_is_read_in_float32_stays(replaces: Replaces):
 
 
 def test_a_cache_that_is_returned_or_given_has_its_own_format():
-    def given(w: jax.Array, x: jax.Array, cache: jax.Array) -> jax.Array:
-        def trip(carry: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[Any, None]:
-            x, cache = carry
-            cache = sliced(i, x @ w, cache)
-            return (attended(x, cache), cache), None
-
-        return lax.scan(trip, (x, cache), jnp.arange(STEPS))[0]
-
+    given = functools.partial(looped, sliced, attended)
     cache = normal_array(2, *CACHE)
     found = pp.auto_mixed(given)(W, X, cache)
     assert [str(leaf.dtype) for leaf in found] == ["float32"] * 2

@@ -175,7 +175,7 @@ class StorageEnergy:
         result_bytes = (
             nbytes(self.graph.eqns[row].outvars[k].aval) * self._calls(row)
             for row, k in values.defined
-            if not self._is_fused(row)
+            if not self._rounds_for_free(row)
         )
         return _CACHED * 1.5 * sum(result_bytes) / self.device.bandwidth
 
@@ -191,9 +191,9 @@ class StorageEnergy:
 
     def copying(self, values: StorageClass, body: int, rows: Sequence[int]) -> float:
         """The seconds of the casts for products in a body whose border no 16-bit copy crosses."""
-        calls = self.graph.bodies[body].calls
         reads = self._reads(values, body, rows)
-        return max(self._copying(values, body, row, at) for row, at in reads) * calls
+        each = (self._copying(values, body, row, at) for row, at in reads)
+        return max(each) * self.calls_of(body)
 
     def _copying(self, values: StorageClass, body: int, row: int, at: int) -> float:
         """The seconds of one operand's cast; those in the product's pricing come first."""
@@ -239,15 +239,18 @@ class StorageEnergy:
             for key, _ in self.casts(row):
                 self.energy.forbid(nodes[key], product)
 
-    def _is_fused(self, row: int) -> bool:
-        if row in self.classes.put_together:  # its pieces are rounded
-            return True
-        eqn = self.graph.eqns[row]
-        return op(eqn.primitive.name).kind is OpKind.ELEMENTWISE
+    def _rounds_for_free(self, row: int) -> bool:
+        """Whether rounding a row's result takes no kernel that reads and writes all of it."""
+        # Of what is put together, only the new pieces are rounded.
+        is_elementwise = op(self.graph.eqns[row].primitive.name).kind is OpKind.ELEMENTWISE
+        return is_elementwise or row in self.classes.put_together
+
+    def calls_of(self, body: int) -> float:
+        """How often a body runs; once if only a derivative will run it, so that it has a cost."""
+        return self.graph.bodies[body].calls or 1.0
 
     def _calls(self, row: int) -> float:
-        # What only a derivative will run costs as if it ran once.
-        return self.graph.bodies[int(self.graph.body[row])].calls or 1.0
+        return self.calls_of(int(self.graph.body[row]))
 
 
 def _traffic(place: Place) -> float:

@@ -1,9 +1,9 @@
 """Where pieces of a loop's state are replaced, as the rows of a cache are by new ones.
 
 The state and what it becomes have the same class already (`value_classes`), because a loop carries
-them, or reads slices of one and stacks slices of the other. Rounding the new pieces rounds the new
-state, so such an equation reads nothing in float32. The values in between have no class yet, where
-one trip replaces several pieces in turn.
+them, or reads slices of one and stacks slices of the other. If the old state is rounded, rounding
+the new pieces rounds the new state, so an equation that replaces pieces reads nothing in float32.
+Where one trip replaces several pieces in turn, the values in between have no class yet.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def replacements(
     if not put_together:
         return []
     steps = {row: put_together.get(row) or [moved[row]] for row in sorted({*put_together, *moved})}
-    # The classes of the values that are in a value, and of those that it will be in.
+    # For each value, the classes of the values that it is made of, and of those made of it.
     inside, around = collections.defaultdict[Any, set[Any]](set), dict[Any, set[Any]]()
     for row, operands in steps.items():
         for result in eqns[row].outvars:

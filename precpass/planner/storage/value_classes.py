@@ -91,8 +91,8 @@ class StorageClasses:
         splits_stacks: whether a loop may stack its state in another format than it keeps it in.
 
     Attributes:
-        put_together: the rows that replace pieces of a state, which is of the same class as the
-            result.
+        put_together: the rows that replace pieces of a loop's state. Their results are of the
+            state's class.
         stacked_states: the rows of loops, each with the position of a result that stacks a state as
             each trip begins with it. With `splits_stacks` such a stack is a class of its own, which
             the loop makes: the state may keep digits that no reader of the stack needs.
@@ -147,7 +147,7 @@ class StorageClasses:
         return None if ir.is_literal(atom) else self._of[body].get(atom)
 
     def only_replaces(self, values: StorageClass) -> bool:
-        """Whether loops replace pieces of a state, and nothing adds to it: that would read it."""
+        """Whether loops only replace pieces of a state; an addition would read it in float32."""
         is_replaced = any(row in self.put_together for row, _ in values.defined)
         return is_replaced and not values.wide_readers
 
