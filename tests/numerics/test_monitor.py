@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec
 
 import precpass as pp
 from precpass import jaxpr as ir
+from precpass.numerics.monitor.figures import Recorder
 from precpass.view.text import shown_path
+from tests.support.jaxprs import named
 from tests.support.values import normal
 
 P = PartitionSpec
@@ -438,3 +440,17 @@ def test_the_summary_has_the_worst_first():
         assert said in health.summary()
     _, health = monitor(jnp.sin)(jnp.ones(2))
     assert "all values are finite, and none was lost to zero" in health.summary()
+
+
+# ---------------------------------------------------------------- what it costs
+
+
+def test_a_value_is_reduced_once_for_all_that_make_and_read_it():
+    def read_by_many(x: Any, w: Any) -> Any:
+        y = x @ w
+        return y @ w, w @ y, lax.cumsum(y), lax.exp(y)
+
+    args = jnp.ones((4, 4)), jnp.ones((4, 4))
+    program = jax.make_jaxpr(read_by_many)(*args)
+    record = jax.make_jaxpr(lambda *xs: ir.watched(program, xs, Recorder(reads=True))[1])(*args)
+    assert len(named(record, "reduce")) == len(args) + len(program.eqns)

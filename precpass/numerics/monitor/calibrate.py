@@ -165,7 +165,7 @@ def _looked(
     plan = traced.checked_plan(policy)
     _walk(traced.call.jaxpr, plan, traced.scope, ir.Source(), planned)
     # the trace's own policy is the one that will run, or none where the pass is switched off
-    return looked(dataclasses.replace(traced, policy=AlwaysF32), _RECORDER)
+    return looked(dataclasses.replace(traced, policy=AlwaysF32), _RECORDER, to_the_bit=False)
 
 
 class _Key(NamedTuple):

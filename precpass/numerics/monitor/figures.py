@@ -96,15 +96,15 @@ class Recorder:
 
     def record(self, ran: Sequence[ir.Ran]) -> Figures:
         """As `ir.Look` says."""
-        rows = [_row(step, self.reads) for step in ran]
+        extents = _Extents()
+        rows = [_row(step, self.reads, extents) for step in ran]
 
         def column(name: str) -> Any:
             return jnp.stack([row[name] for row in rows])
 
-        infinities, nans = column("infinities"), column("nans")
         # If a result is made from many elements, only operands without a NaN show where it began.
-        infinities = jnp.where(column("top") < INFINITY, infinities, 0)
-        nans = jnp.where(column("top") <= INFINITY, nans, 0)
+        infinities = jnp.where(column("not_finite_read") == 0, column("infinities"), 0)
+        nans = jnp.where(column("nans_read") == 0, column("nans"), 0)
         bad, lost = column("bad"), column("lost")
         counts = jnp.stack([jnp.ones_like(bad), bad, infinities, nans, lost], 1)
         first = jnp.where(lax.max(infinities, nans) > 0, np.int32(0), NEVER)
@@ -144,35 +144,85 @@ def _moves(name: str) -> bool:
     return op(name).kind is OpKind.DATA_MOVEMENT and name != "gather"
 
 
-def _row(step: ir.Ran, reads: bool) -> dict[str, Any]:
+class _Extent(NamedTuple):
+    """How far a value's magnitudes reach, as bits, and how many elements are not finite."""
+
+    largest: Any
+    smallest_less_one: Any
+    infinities: Any
+    nans: Any
+
+    @property
+    def not_finite(self) -> Any:
+        return self.infinities + self.nans
+
+
+class _Extents:
+    """The bits and extents of values, found once for all equations that make or read a value.
+
+    The caller keeps the values alive, so that their ids are their own.
+    """
+
+    def __init__(self) -> None:
+        self._bits: dict[int, Any] = {}
+        self._extents: dict[int, _Extent] = {}
+
+    def bits(self, value: Any) -> Any:
+        """The bits of a value's magnitudes."""
+        if id(value) not in self._bits:
+            self._bits[id(value)] = _bits(value)
+        return self._bits[id(value)]
+
+    def of(self, value: Any) -> _Extent:
+        """The extent of a value."""
+        return self.beside(value, {})[0]
+
+    def beside(self, value: Any, columns: Columns) -> tuple[_Extent, dict[str, Any]]:
+        """The extent of a value, and figures that are reduced in the same loop."""
+        known = self._extents.get(id(value))
+        own = _extent_columns(self.bits(value)) if known is None else []
+        if not (own or columns):
+            return self._extents[id(value)], {}
+        figures = _reduced([*own, *columns.values()])
+        if known is None:
+            known = self._extents[id(value)] = _Extent(*figures[: len(own)])
+        return known, dict(zip(columns, figures[len(own) :], strict=True))
+
+
+def _row(step: ir.Ran, reads: bool, extents: _Extents) -> dict[str, Any]:
     name = step.eqn.primitive.name
     chooses = op(name).makes_an_operand or _moves(name)
     results = [x for x in step.results if _is_inexact(x)]
     operands = [x for x in step.operands if _is_inexact(x)]
-    operand_bits = [_bits(x) for x in operands]
-    row: dict[str, Any] = dict.fromkeys(("infinities", "nans", "lost"), np.int32(0))
-    row |= {"top": np.uint32(0), "bad": np.int32(0), "largest": np.uint32(0)}
-    row["smallest"] = _UNBOUNDED
-    if any(map(_is_ref, step.operands)):
-        row["top"] = _UNBOUNDED  # its content is unknown
     shapes = {jnp.shape(x) for x in operands} - {()}
     pointwise = op(name).kind is OpKind.ELEMENTWISE and shapes <= {jnp.shape(results[0])}
-    if not (pointwise or chooses):
-        tops = [_reduced([(x, "max")])[0] for x in operand_bits]
-        row["top"] = functools.reduce(lax.max, tops, row["top"])
+    operand_bits = [extents.bits(x) for x in operands] if pointwise else []
     not_zero = _not_zero(name, operand_bits) if pointwise else None
+    counts = ("bad", "infinities", "nans", "lost", "not_finite_read", "nans_read")
+    row: dict[str, Any] = dict.fromkeys(counts, np.int32(0))
+    row |= {"largest": np.uint32(0), "smallest": _UNBOUNDED}
+    if any(map(_is_ref, step.operands)):
+        row |= {"not_finite_read": np.int32(1), "nans_read": np.int32(1)}  # it may hold a NaN
+    elif not (pointwise or chooses):
+        for extent in map(extents.of, operands):
+            row["not_finite_read"] = lax.max(row["not_finite_read"], extent.not_finite)
+            row["nans_read"] = lax.max(row["nans_read"], extent.nans)
     for x in results:
-        columns = _columns(_bits(x))
-        if not chooses:
-            columns |= _made_here(_bits(x), operand_bits if pointwise else [])
+        bits = extents.bits(x)
+        columns = _made_here(bits, operand_bits) if pointwise and not chooses else {}
         if not_zero is not None:
-            columns["lost"] = (_bits(x) == 0) & not_zero, "sum"
-        figures = _reduced(list(columns.values()))
-        for (key, (_, how)), value in zip(columns.items(), figures, strict=True):
-            row[key] = _COMBINE[how](row[key], value)
-    row["lost"] = row["lost"] + _lost_in_eight_bits(step)
+            columns["lost"] = (bits == 0) & not_zero, "sum"
+        extent, made = extents.beside(x, columns)
+        if not (pointwise or chooses):
+            made = {"infinities": extent.infinities, "nans": extent.nans}
+        row["largest"] = lax.max(row["largest"], extent.largest)
+        row["smallest"] = lax.min(row["smallest"], extent.smallest_less_one)
+        row["bad"] += extent.not_finite
+        for key, count in made.items():
+            row[key] += count
+    row["lost"] += _lost_in_eight_bits(step)
     if reads:
-        row |= _reads(operand_bits)
+        row |= _reads([extents.of(x) for x in operands])
     return row
 
 
@@ -184,17 +234,20 @@ def _lost_in_eight_bits(step: ir.Ran) -> Any:
     return _reduced([((low == 0) & (given > 0) & (given < INFINITY), "sum")])[0]
 
 
-Columns = dict[str, tuple[Any, str]]
-"""Name of a figure -> the array that it is reduced from, and the reduction."""
+Column = tuple[Any, str]
+"""The array that a figure is reduced from, and the reduction."""
+Columns = dict[str, Column]
+"""Name of a figure -> its column."""
 
 
-def _columns(bits: Any) -> Columns:
-    """The columns for a result's magnitudes and for its elements that are not finite."""
-    return {
-        "largest": (_finite(bits), "max"),
-        "smallest": (bits - np.uint32(1), "min"),
-        "bad": (bits >= INFINITY, "sum"),
-    }
+def _extent_columns(bits: Any) -> list[Column]:
+    """The columns of an `_Extent`, in its order."""
+    return [
+        (_finite(bits), "max"),
+        (bits - np.uint32(1), "min"),
+        (bits == INFINITY, "sum"),
+        (bits > INFINITY, "sum"),
+    ]
 
 
 def _made_here(bits: Any, around: Sequence[Any]) -> Columns:
@@ -206,14 +259,15 @@ def _made_here(bits: Any, around: Sequence[Any]) -> Columns:
     }
 
 
-def _reads(given: Sequence[Any]) -> dict[str, Any]:
+def _reads(operands: Sequence[_Extent]) -> dict[str, Any]:
     """The magnitudes of an equation's operands."""
-    each = [_reduced([(_finite(bits), "max"), (bits - np.uint32(1), "min")]) for bits in given]
-    largest = [top for top, _ in each]
+    largest = [x.largest for x in operands]
     wholes = [jnp.where(top > 0, top, INFINITY) for top in largest]
     return {
         "largest_read": functools.reduce(lax.max, largest, np.uint32(0)),
-        "smallest_read": functools.reduce(lax.min, [low for _, low in each], _UNBOUNDED),
+        "smallest_read": functools.reduce(
+            lax.min, [x.smallest_less_one for x in operands], _UNBOUNDED
+        ),
         "whole": functools.reduce(lax.min, wholes, INFINITY),
     }
 
@@ -234,7 +288,7 @@ _COMBINE = {"max": lax.max, "min": lax.min, "sum": lax.add}
 _START = {"max": np.uint32(0), "min": _UNBOUNDED, "sum": np.int32(0)}
 
 
-def _reduced(columns: Sequence[tuple[Any, str]]) -> Sequence[Any]:
+def _reduced(columns: Sequence[Column]) -> Sequence[Any]:
     """Arrays of one shape as scalars, in one loop: "max", "min" of uint32, "sum" of booleans."""
     hows = [how for _, how in columns]
     arrays = [x.astype(np.int32) if how == "sum" else x for x, how in columns]

@@ -175,15 +175,19 @@ def _in_turn(every: int | None, traced: Traced, before: Health) -> tuple[list[An
     return results, before.merged(now)
 
 
-def looked(traced: Traced, recorder: Recorder) -> tuple[list[Any], Health]:
+def looked(
+    traced: Traced, recorder: Recorder, *, to_the_bit: bool = True
+) -> tuple[list[Any], Health]:
     """The results of a traced call under its policy, and the health of one recorded run.
 
     Args:
         traced: the call; nothing is rewritten if it has no policy.
         recorder: records the figures.
+        to_the_bit: whether the results are those of a run that nothing looks at, to the last bit,
+            for which the program runs once more; XLA fuses a program that is looked at otherwise.
     """
     program = _Program(traced, recorder)
-    if program.effects:
+    if program.effects or not to_the_bit:
         results, figures, places = program.watched(program.operands)
     else:
         results = ir.evaluate(program.jaxpr, program.operands)
