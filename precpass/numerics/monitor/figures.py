@@ -196,34 +196,32 @@ def _row(step: ir.Ran, reads: bool, extents: _Extents) -> dict[str, Any]:
     operands = [x for x in step.operands if _is_inexact(x)]
     shapes = {jnp.shape(x) for x in operands} - {()}
     pointwise = op(name).kind is OpKind.ELEMENTWISE and shapes <= {jnp.shape(results[0])}
-    operand_bits = [extents.bits(x) for x in operands] if pointwise else []
-    not_zero = _not_zero(name, operand_bits) if pointwise else None
-    counts = ("bad", "infinities", "nans", "lost", "not_finite_read", "nans_read")
-    row: dict[str, Any] = dict.fromkeys(counts, np.int32(0))
+    around = [extents.bits(x) for x in operands] if pointwise else []
+    row: dict[str, Any] = dict.fromkeys(("bad", "infinities", "nans", "lost"), np.int32(0))
     row |= {"largest": np.uint32(0), "smallest": _UNBOUNDED}
-    if any(map(_is_ref, step.operands)):
-        row |= {"not_finite_read": np.int32(1), "nans_read": np.int32(1)}  # it may hold a NaN
-    elif not (pointwise or chooses):
-        for extent in map(extents.of, operands):
-            row["not_finite_read"] = lax.max(row["not_finite_read"], extent.not_finite)
-            row["nans_read"] = lax.max(row["nans_read"], extent.nans)
+    row |= _not_finite_read(step, [] if pointwise or chooses else operands, extents)
     for x in results:
-        bits = extents.bits(x)
-        columns = _made_here(bits, operand_bits) if pointwise and not chooses else {}
-        if not_zero is not None:
-            columns["lost"] = (bits == 0) & not_zero, "sum"
+        columns = _by_element(name, extents.bits(x), around) if pointwise else {}
         extent, made = extents.beside(x, columns)
         if not (pointwise or chooses):
             made = {"infinities": extent.infinities, "nans": extent.nans}
         row["largest"] = lax.max(row["largest"], extent.largest)
         row["smallest"] = lax.min(row["smallest"], extent.smallest_less_one)
-        row["bad"] += extent.not_finite
-        for key, count in made.items():
+        for key, count in (("bad", extent.not_finite), *made.items()):
             row[key] += count
     row["lost"] += _lost_in_eight_bits(step)
-    if reads:
-        row |= _reads([extents.of(x) for x in operands])
-    return row
+    return row | (_reads([extents.of(x) for x in operands]) if reads else {})
+
+
+def _not_finite_read(step: ir.Ran, operands: Sequence[Any], extents: _Extents) -> dict[str, Any]:
+    """How many elements of an operand are not finite, and how many are NaNs, at most."""
+    if any(map(_is_ref, step.operands)):
+        return {"not_finite_read": np.int32(1), "nans_read": np.int32(1)}  # its content is unknown
+    read = [extents.of(x) for x in operands]
+    return {
+        "not_finite_read": functools.reduce(lax.max, [x.not_finite for x in read], np.int32(0)),
+        "nans_read": functools.reduce(lax.max, [x.nans for x in read], np.int32(0)),
+    }
 
 
 def _lost_in_eight_bits(step: ir.Ran) -> Any:
@@ -250,13 +248,20 @@ def _extent_columns(bits: Any) -> list[Column]:
     ]
 
 
-def _made_here(bits: Any, around: Sequence[Any]) -> Columns:
-    """The infinities and NaNs that an equation makes from operands that have none."""
-    finite, numbers = _all(b < INFINITY for b in around), _all(b <= INFINITY for b in around)
-    return {
-        "infinities": ((bits == INFINITY) & finite, "sum"),
-        "nans": ((bits > INFINITY) & numbers, "sum"),
-    }
+def _by_element(name: str, bits: Any, around: Sequence[Any]) -> Columns:
+    """The columns for what a pointwise equation makes or loses, by its operands' elements.
+
+    It makes infinities and NaNs from operands that have none, and loses to zero what is not zero.
+    """
+    columns: Columns = {}
+    if not op(name).makes_an_operand:
+        finite, numbers = _all(b < INFINITY for b in around), _all(b <= INFINITY for b in around)
+        columns["infinities"] = (bits == INFINITY) & finite, "sum"
+        columns["nans"] = (bits > INFINITY) & numbers, "sum"
+    not_zero = _not_zero(name, around)
+    if not_zero is not None:
+        columns["lost"] = (bits == 0) & not_zero, "sum"
+    return columns
 
 
 def _reads(operands: Sequence[_Extent]) -> dict[str, Any]:
