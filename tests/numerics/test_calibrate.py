@@ -51,6 +51,20 @@ def test_a_program_that_overflows_is_right_and_else_low_afterwards():
     assert repr(rule) in reasons
 
 
+def test_a_batch_runs_once():
+    runs: list[int] = []
+
+    def called(x: Any) -> Any:
+        runs.append(1)
+        return x
+
+    def fn(x: Any, w: Any) -> Any:
+        return jax.pure_callback(called, jax.ShapeDtypeStruct((16, 32), f32), x @ w)
+
+    pp.calibrate(fn, "AutoMixed", [(X, W)])
+    assert len(runs) == 1
+
+
 def test_what_fits_gets_no_rule():
     assert pp.calibrate(two_products, "AutoMixed", [FINE]) == pp.AutoMixed
     # bfloat16 has the range of float32

@@ -145,7 +145,15 @@ def _moves(name: str) -> bool:
 
 
 class _Extent(NamedTuple):
-    """How far a value's magnitudes reach, as bits, and how many elements are not finite."""
+    """The range of a value's magnitudes, and how many of its elements are not finite.
+
+    Attributes:
+        largest: the bits of the largest finite magnitude, a uint32 scalar; 0 if there is none.
+        smallest_less_one: the bits of the smallest nonzero magnitude, less one. A zero wraps to the
+            largest uint32, so that the minimum over all elements passes over zeros.
+        infinities: the number of infinities, an int32 scalar.
+        nans: the number of NaNs, an int32 scalar.
+    """
 
     largest: Any
     smallest_less_one: Any
@@ -158,9 +166,11 @@ class _Extent(NamedTuple):
 
 
 class _Extents:
-    """The bits and extents of values, found once for all equations that make or read a value.
+    """The bits and extents of values.
 
-    The caller keeps the values alive, so that their ids are their own.
+    One equation makes a value and others read it, and all need its extent. It is computed once,
+    because each reduction is a pass over the value's memory, and a kernel that XLA compiles.
+    Values are told apart by their ids, so the caller must keep them alive.
     """
 
     def __init__(self) -> None:
@@ -178,7 +188,10 @@ class _Extents:
         return self.beside(value, {})[0]
 
     def beside(self, value: Any, columns: Columns) -> tuple[_Extent, dict[str, Any]]:
-        """The extent of a value, and figures that are reduced in the same loop."""
+        """The extent of a value, and what `columns` of its shape reduce to.
+
+        Both are computed in one loop if the extent is not known yet.
+        """
         known = self._extents.get(id(value))
         own = _extent_columns(self.bits(value)) if known is None else []
         if not (own or columns):
@@ -214,9 +227,10 @@ def _row(step: ir.Ran, reads: bool, extents: _Extents) -> dict[str, Any]:
 
 
 def _not_finite_read(step: ir.Ran, operands: Sequence[Any], extents: _Extents) -> dict[str, Any]:
-    """How many elements of an operand are not finite, and how many are NaNs, at most."""
+    """The largest numbers of elements of one operand that are not finite, and that are NaNs."""
     if any(map(_is_ref, step.operands)):
-        return {"not_finite_read": np.int32(1), "nans_read": np.int32(1)}  # its content is unknown
+        # A reference may hold a NaN, so what the equation makes of it does not count as born here.
+        return {"not_finite_read": np.int32(1), "nans_read": np.int32(1)}
     read = [extents.of(x) for x in operands]
     return {
         "not_finite_read": functools.reduce(lax.max, [x.not_finite for x in read], np.int32(0)),
@@ -249,9 +263,10 @@ def _extent_columns(bits: Any) -> list[Column]:
 
 
 def _by_element(name: str, bits: Any, around: Sequence[Any]) -> Columns:
-    """The columns for what a pointwise equation makes or loses, by its operands' elements.
+    """The columns that count what a pointwise equation makes or loses at each element.
 
-    It makes infinities and NaNs from operands that have none, and loses to zero what is not zero.
+    An infinity or a NaN was made there if no operand has one at the same element, and a number was
+    lost if the result is zero and the exact result is not.
     """
     columns: Columns = {}
     if not op(name).makes_an_operand:

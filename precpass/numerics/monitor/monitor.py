@@ -183,8 +183,9 @@ def looked(
     Args:
         traced: the call; nothing is rewritten if it has no policy.
         recorder: records the figures.
-        to_the_bit: whether the results are those of a run that nothing looks at, to the last bit,
-            for which the program runs once more; XLA fuses a program that is looked at otherwise.
+        to_the_bit: whether the results must equal those of the program alone to the last bit. XLA
+            fuses a program differently if its values are recorded, which changes last bits, so
+            the program then runs twice: once for the results and once for the record.
     """
     program = _Program(traced, recorder)
     if program.effects or not to_the_bit:
