@@ -15,7 +15,6 @@ All reports and benchmarks take their figures from here, so that these mean the 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import statistics
@@ -143,9 +142,7 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
     place = device_of_call((args, kwargs, getattr(jitted, "in_shardings", None)))
     place = getattr(place, "device", place)
     check_callbacks(traced.jaxpr, place)
-    # Without arguments a program is lowered for JAX's default device.
-    with contextlib.nullcontext() if is_present(place) else jax.default_device(place):
-        lowered = traced.lower()
+    lowered = _lowered(traced, place)
     donates = any(info.donated for info in jax.tree.leaves(lowered.args_info))
     try:
         program = lowered.compile()
@@ -158,6 +155,29 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
     device = local_devices[0] if local_devices else place
     memory = _memory(lowered, program, memory_of(device.device_kind))
     return Executable(traced.jaxpr, lowered, program, device, memory, donates)
+
+
+def _lowered(traced: Any, place: Any) -> Any:
+    """The traced program lowered for a device.
+
+    Raises:
+        RuntimeError: if JAX asks a device that is not there while it lowers, as it asks a GPU's
+            cuSOLVER for its version where the program has `jnp.linalg.eig`.
+    """
+    if is_present(place):
+        return traced.lower()
+    # Without arguments a program is lowered for JAX's default device.
+    with jax.default_device(place):
+        try:
+            return traced.lower()
+        except NotImplementedError:
+            raise  # it names the primitive that the platform does not have
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"JAX cannot lower the function for {place.device_kind} on a machine without one: "
+                f"{error}. Lowering asked the device or its libraries, as it does for "
+                "jnp.linalg.eig on a GPU: leave that out, or run this where the device is"
+            ) from error
 
 
 def check_callbacks(jaxpr: ir.Jaxpr, device: Any) -> None:

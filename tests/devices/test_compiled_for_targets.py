@@ -798,3 +798,24 @@ def test_no_product_before_an_activation_is_float32_in_the_compiled_program(targ
     The one that is left on a TPU is the batch, which XLA brings into its fast memory.
     """
     assert ran("-c", ACTIVATIONS.format(target=target)).split() == [str(wide), str(wide)]
+
+
+ASKS_THE_DEVICE = """
+import jax, jax.numpy as jnp, precpass as pp
+
+def spectrum(w):
+    return jnp.abs(jnp.linalg.eig(w @ w)[0])
+
+for report in (pp.audit, pp.compare):
+    try:
+        report(spectrum, target="h100")(jnp.eye(8))
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_what_jax_asks_the_device_while_it_lowers_is_named():
+    first, second = ran("-W", "ignore", "-c", ASKS_THE_DEVICE).splitlines()
+    assert first == second
+    assert "cannot lower the function for NVIDIA H100 80GB HBM3 on a machine without one" in first
+    assert "cusolver" in first.lower() and "jnp.linalg.eig" in first and "leave that out" in first
