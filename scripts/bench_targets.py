@@ -58,8 +58,8 @@ class TargetCell:
         failure: the type and the first line of what it raised; nothing else is there then.
         moved: the bytes that its kernels move; on a GPU with every product in cublasLt.
         moved_triton: the same with Triton's kernels; none on a TPU.
-        cycles: the TPU compiler's estimate; none on a GPU.
-        without_cycles: the runs of kernels of which it has no estimate.
+        cycles: the TPU compiler's estimate; none on a GPU, and none if the estimate leaves out
+            kernels, because these may be most of the work.
         temp: the bytes of XLA's temporary memory.
         kernels, low: the runs of matrix and convolution kernels, and of those on 16 bits.
         casts, cast_bytes: the runs of kernels that only cast, and the bytes that these move.
@@ -75,7 +75,6 @@ class TargetCell:
     moved: float | None = None
     moved_triton: float | None = None
     cycles: int | None = None
-    without_cycles: int = 0
     temp: int | None = None
     kernels: int | None = None
     low: int | None = None
@@ -110,8 +109,7 @@ def cell(target: Any, model: Model, mode: str, key: str) -> TargetCell:
 
 def figures(traffic: Traffic) -> dict[str, Any]:
     return {
-        "cycles": traffic.cycles,
-        "without_cycles": traffic.without_cycles,
+        "cycles": None if traffic.without_cycles else traffic.cycles,
         "kernels": traffic.runs,
         "low": traffic.low_runs,
         "casts": traffic.casts,
@@ -176,22 +174,17 @@ RATIOS = ("moved", "moved_triton", "cycles", "temp", "error")
 
 
 def ratio(cells: Sequence[TargetCell], cell: TargetCell, base: str, figure: str) -> float | None:
-    """A figure of a cell over that of another column; none where one has none.
-
-    Cycles that leave out kernels are none, because what they leave out may be most of the work.
-    """
+    """A figure of a cell over that of another column; none where one has none."""
     same = (c for c in cells if (c.model, c.mode, c.column) == (cell.model, cell.mode, base))
-    other = next(same, None)
-    if other is None or (figure == "cycles" and (cell.without_cycles or other.without_cycles)):
-        return None
-    mine, its = getattr(cell, figure), getattr(other, figure)
+    mine, its = (getattr(c, figure) if c else None for c in (cell, next(same, None)))
     return mine / its if mine is not None and its else None
 
 
 def means(cells: Sequence[TargetCell]) -> list[list[Any]]:
     """The geometric means over gradients and steps of each column's ratios to "by hand".
 
-    There is none of a figure that fewer than half of the programs have.
+    A figure that fewer than half of the programs have gets no mean, because a reader would take
+    the mean of a few programs for that of all.
     """
     rows: list[list[Any]] = []
     for key in KEYS:

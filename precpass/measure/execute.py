@@ -129,6 +129,7 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
     Raises:
         ValueError: for a function that calls Python on the host or has a `jax.Ref`, and a device
             that is not there.
+        RuntimeError: if JAX asks a device that is not there while it lowers the function.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -158,11 +159,12 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Executable
 
 
 def _lowered(traced: Any, place: Any) -> Any:
-    """The traced program lowered for a device.
+    """Lowers a traced program for a device.
 
     Raises:
-        RuntimeError: if JAX asks a device that is not there while it lowers, as it asks a GPU's
-            cuSOLVER for its version where the program has `jnp.linalg.eig`.
+        RuntimeError: if JAX asks a device that is not there while it lowers the program. For
+            `jnp.linalg.eig` on a GPU it asks cuSOLVER for its version.
+        NotImplementedError: if JAX has no rule for a primitive on the device's platform.
     """
     if is_present(place):
         return traced.lower()
@@ -171,7 +173,7 @@ def _lowered(traced: Any, place: Any) -> Any:
         try:
             return traced.lower()
         except NotImplementedError:
-            raise  # it names the primitive that the platform does not have
+            raise  # JAX's own text names the primitive and the platform
         except RuntimeError as error:
             raise RuntimeError(
                 f"JAX cannot lower the function for {place.device_kind} on a machine without one: "
