@@ -14,9 +14,9 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import (
-    chosen_operand,
-    grows,
+    handed_on_operand,
     hands_on_layout,
+    is_cast_before,
     is_wide,
     moved_operand,
 )
@@ -34,7 +34,9 @@ from precpass.rewrite.scaled_product import Rounding
 
 __all__ = ["Env", "border_avals", "crossing_aval"]
 
-_MAY_HAVE_LOW_SOURCE = named("repeats") | {"convert_element_type", "concatenate"}
+_MAY_HAVE_LOW_SOURCE = named("repeats") | {
+    *("convert_element_type", "concatenate", "rev", "transpose")
+}
 """The equations whose operand may have a low copy, or be one, in whichever format it is stored."""
 
 
@@ -151,10 +153,14 @@ class Env:
 
     def _note(self, eqn: ir.Eqn) -> None:
         """Notes an equation if low copies of its results may be made from its operands' copies."""
+        name = eqn.primitive.name
+        before = self.low_sources.get(moved_operand(eqn)) if name == "transpose" else None
         may_be_noted = (
-            grows(eqn)
-            or eqn.primitive.name == "concatenate"
-            or (self.border_copies and _handed_on(eqn) is not None)
+            is_cast_before(eqn)
+            or name == "concatenate"
+            # `jax.lax.conv_transpose` transposes a kernel that it has reversed
+            or (before is not None and before.primitive.name == "rev")
+            or (self.border_copies and handed_on_operand(eqn) is not None)
             or ir.widening(eqn) is not None
         )
         if may_be_noted:
@@ -329,7 +335,7 @@ class Env:
         if ir.widening(eqn) is not None:
             return False
         if eqn.primitive.name != "concatenate":
-            return grows(eqn) or self.has_low(_handed_on(eqn), precision)
+            return is_cast_before(eqn) or self.has_low(handed_on_operand(eqn), precision)
         # The parts' makers are asked no further. A chain of concatenations that read one value
         # twice has a number of paths that doubles with each of them.
         low = [v for v in eqn.invars if self._is_low_part(v, precision)]
@@ -340,7 +346,7 @@ class Env:
         if ir.is_literal(atom):
             return False
         maker = self.low_sources.get(atom)
-        return self._is_copied(atom, precision) or (maker is not None and grows(maker))
+        return self._is_copied(atom, precision) or (maker is not None and is_cast_before(maker))
 
     def _move_low(self, eqn: ir.Eqn, precision: Precision) -> None:
         """Moves low copies of the operands, where that is better than a cast of the result."""
@@ -365,12 +371,6 @@ class Env:
         if ir.is_array(atom.aval) and atom.aval.weak_type != value.aval.weak_type:
             value = self.build.convert(value, atom.aval.dtype, atom.aval.weak_type)
         return value
-
-
-def _handed_on(eqn: ir.Eqn) -> Any:
-    """The operand that an equation moves, or takes a part of."""
-    moved = moved_operand(eqn)
-    return chosen_operand(eqn) if moved is None else moved
 
 
 def _nbytes(atoms: Sequence[Any]) -> float:
