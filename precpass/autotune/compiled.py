@@ -45,7 +45,7 @@ GAIN = 0.03
 LITTLE = 0.01
 """The fraction of the cost that may be lost where temporary memory is saved."""
 
-_WAY_OF_COUNTING = 3
+_WAY_OF_COUNTING = 4
 """A part of each choice's key. It is raised when costs are counted in another way, because a choice
 by the former costs, which a file may hold, is then not the cheapest any more."""
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -196,6 +197,14 @@ def kernel_features(eqn: Eqn) -> tuple[Any, Any]:
     """The numbers of output and input features of a convolution's kernel."""
     spec, shape = eqn.params["dimension_numbers"].rhs_spec, eqn.invars[1].aval.shape
     return shape[spec[0]], shape[spec[1]]
+
+
+def inserted_zeros(eqn: Eqn) -> int:
+    """How many times larger zeros between its elements make a convolution's first operand; or 1.
+
+    The gradient of a strided convolution, and a transposed one, insert such zeros.
+    """
+    return math.prod(eqn.params.get("lhs_dilation") or ())
 
 
 def sorted_params(eqn: Eqn) -> tuple[tuple[str, Any], ...]:

@@ -175,7 +175,8 @@ class Assumed:
     def by_table(self, product: Product, by: str = "assumed") -> ProductTimes:
         """The times of a product by the table; the low one includes casts of operands in memory."""
         eqn, device = product.eqn, self.device
-        work, out = flops(eqn), nbytes(eqn.outvars[0].aval)
+        work = flops(eqn, with_zeros=device.platform == "cpu")
+        out = nbytes(eqn.outvars[0].aval)
         operands = sum(nbytes(v.aval) for v in eqn.invars[:2])
         wide = product_seconds(device, work, operands + out, Precision.F32)
         moved = operands * product.low.dtype.itemsize / 4 + out

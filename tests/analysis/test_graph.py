@@ -9,7 +9,7 @@ from jax import lax
 
 from precpass import OpKind
 from precpass.analysis.graph import Graph
-from precpass.analysis.sizes import NOMINAL_SIZE, nbytes
+from precpass.analysis.sizes import NOMINAL_SIZE, flops, nbytes
 from precpass.policy.primitives import op
 from tests.support.graph_programs import (
     SQUARE,
@@ -148,6 +148,36 @@ def test_the_layout_of_a_convolution_does_not_change_its_cost():
     graph = graph_of(conv, f32(2, 9, 9, 3), f32(3, 3, 3, 5))
     # 4 x 4 positions of a window of 3 x 3 in steps of 2
     assert graph.flops[only(graph, "conv_general_dilated")] == 2 * (2 * 4 * 4 * 5) * (3 * 3 * 3)
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_zeros_that_a_convolution_inserts_cost_nothing(dimensions):
+    """A strided convolution and each half of its gradient have the same number of terms."""
+    steps = (2,) * dimensions
+
+    def conv(x, w):
+        return lax.conv_general_dilated(x, w, steps, "SAME")
+
+    args = f32(4, 8, *(32,) * dimensions), f32(16, 8, *(4,) * dimensions)
+    terms = (4 * 16 * 16**dimensions) * (8 * 4**dimensions)
+    gradient = jax.grad(lambda *args: conv(*args).sum(), argnums=(0, 1))
+    for fn, products in ((conv, 1), (gradient, 2)):
+        graph = graph_of(fn, *args)
+        found = [graph.flops[r] for r in rows(graph, "conv_general_dilated")]
+        assert found[-products:] == [2 * terms] * products
+        # a CPU computes the zeros of the first operand's gradient
+        eqns = [graph.eqns[r] for r in rows(graph, "conv_general_dilated")]
+        most = max(flops(eqn, with_zeros=True) for eqn in eqns)
+        assert most == 2 * terms * (1 if fn is conv else 2**dimensions)
+
+
+def test_a_transposed_convolution_costs_what_its_elements_cost():
+    def up(x, w):
+        return lax.conv_transpose(x, w, (2, 2), "SAME")
+
+    graph = graph_of(up, f32(16, 32, 32, 256), f32(4, 4, 256, 128))
+    # each element of the operand is multiplied with a window of 4 x 4, for each output feature
+    assert graph.flops[only(graph, "conv_general_dilated")] == 2 * 16 * 32**2 * 256 * 128 * 4**2
 
 
 def test_a_ragged_product_costs_what_its_rows_cost():
