@@ -200,9 +200,8 @@ def _with_compiled(
     declared = Declared(mixed.__wrapped__, mixed.jit_options)
     try:
         placed, named = declared.map(lambda x, _: abstract_on(place, x), args, kwargs)
-        sizes = (d for x in jax.tree.leaves((placed, named)) for d in getattr(x, "shape", ()))
-        if symbols := [str(d) for d in sizes if not isinstance(d, int)]:
-            why = f"XLA compiles for numbers, and {symbols[0]} is symbolic: give one in its place"
+        if symbol := ir.symbol_in(jax.tree.leaves((placed, named))):
+            why = f"XLA compiles for numbers, and {symbol} is symbolic: give one in its place"
             return dataclasses.replace(inspection, not_compiled=why)
         with planned_for(place), quietly():  # the plan's warnings were given
             program = execute.compiled(mixed, *placed, **named)

@@ -102,6 +102,8 @@ def choice_of(
     Raises:
         RuntimeError: if no candidate can be compiled.
     """
+    if symbol := ir.symbol_in(ir.in_avals(jaxpr)):
+        raise RuntimeError(f"XLA compiles for numbers, and {symbol} is symbolic")
     device = device_for(device=place)
     flags = " ".join(sorted(os.environ.get("XLA_FLAGS", "").split()))
     kind = f"{device.platform} {device.kind}" + (f", XLA_FLAGS {flags}" if flags else "")

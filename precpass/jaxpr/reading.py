@@ -8,7 +8,7 @@ import inspect
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -197,6 +197,16 @@ def kernel_features(eqn: Eqn) -> tuple[Any, Any]:
     """The numbers of output and input features of a convolution's kernel."""
     spec, shape = eqn.params["dimension_numbers"].rhs_spec, eqn.invars[1].aval.shape
     return shape[spec[0]], shape[spec[1]]
+
+
+def symbol_in(arrays: Iterable[Any]) -> str:
+    """The first symbolic dimension of arrays, for which XLA compiles nothing; "" if there is none.
+
+    Args:
+        arrays: whatever may have a shape.
+    """
+    sizes = (d for x in arrays for d in getattr(x, "shape", ()))
+    return next((str(d) for d in sizes if not isinstance(d, int)), "")
 
 
 def inserted_zeros(eqn: Eqn) -> int:

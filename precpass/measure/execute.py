@@ -224,12 +224,10 @@ def check_sizes(report: str, argument: Any, name: str) -> None:
         TypeError: naming the argument and the dimension.
     """
     for path, x in jax.tree_util.tree_flatten_with_path(argument)[0]:
-        sizes = x.shape if isinstance(x, jax.ShapeDtypeStruct) else ()
-        symbols = [str(d) for d in sizes if not isinstance(d, int)]
-        if symbols:
+        if symbol := ir.symbol_in([x]):
             raise TypeError(
                 f"{report} compiles the function, and {name}{jax.tree_util.keystr(path)} has the "
-                f"symbolic dimension {symbols[0]}: give a number in its place (inspect and explain "
+                f"symbolic dimension {symbol}: give a number in its place (inspect and explain "
                 "take symbolic ones)"
             )
 

@@ -140,6 +140,19 @@ def mlp(x: jax.Array, w: jax.Array) -> jax.Array:
     return (jnp.tanh(scores) @ w) @ w
 
 
+def test_a_note_says_that_no_error_shows_how_complex_numbers_are_rounded():
+    """Reference and program compute them alike, so their error may be zero."""
+
+    def power(x: jax.Array) -> jax.Array:
+        return jnp.abs(lax.complex(x, x) @ lax.complex(x, -x))
+
+    x = jnp.ones((4, 4))
+    found = pp.compare(power, ["AlwaysF32"], rounds=0)(x)
+    assert found.rows[0].errors.relative == 0.0
+    assert "complex arithmetic is complex64 in the reference too" in str(found)
+    assert "complex arithmetic" not in str(pp.compare(product, ["AlwaysF32"], rounds=0)(x, x))
+
+
 def test_a_float32_constant_promotes_the_rest_of_what_casts_parameters():
     def cast_parameters(x, w):
         with jax.numpy_dtype_promotion("standard"):
