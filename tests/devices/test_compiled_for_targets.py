@@ -830,7 +830,7 @@ for fn, hand, (kernels, x) in (
     args = list(map(abstract, kernels)), abstract(x)
     rows = [pp.audit(hand, pp.Custom({{}}), target={target!r})(*args),
             pp.audit(fn, "AutoMixedBf16", target={target!r})(*args)]
-    print([sum("BackwardInput" in kernel.call for kernel in found.traffic.products)
+    print([sum(kernel.runs for kernel in found.traffic.products if "BackwardInput" in kernel.call)
            for found in rows])
     print(rows[1].traffic.moved / rows[0].traffic.moved < 1.05)
     print(rows[1].memory.temp / rows[0].memory.temp < 1.05)
