@@ -203,9 +203,10 @@ def symbol_in(arrays: Iterable[Any]) -> str:
     """The first symbolic dimension of arrays, for which XLA compiles nothing; "" if there is none.
 
     Args:
-        arrays: whatever may have a shape.
+        arrays: arrays and avals. Other values have no dimensions, whatever they call their shape.
     """
-    sizes = (d for x in arrays for d in getattr(x, "shape", ()))
+    shapes = (getattr(x, "shape", None) for x in arrays)
+    sizes = (d for shape in shapes if isinstance(shape, tuple) for d in shape)
     return next((str(d) for d in sizes if not isinstance(d, int)), "")
 
 

@@ -43,6 +43,21 @@ def test_the_function_is_traced_once():
     assert len(traces) == 1
 
 
+class Config:
+    """A static argument that calls a method `shape`."""
+
+    def shape(self) -> tuple[int, int]:
+        return 8, 8
+
+
+def test_a_static_arguments_shape_is_no_arrays():
+    def reshaped(x: jax.Array, config: Config) -> jax.Array:
+        return x.reshape(config.shape()) @ x.reshape(config.shape()).T
+
+    mixed = pp.auto_mixed(reshaped, static_argnames="config")
+    assert pp.audit(mixed)(jnp.ones(64), Config()).products == 1
+
+
 def test_symbolic_dimensions_are_refused_by_name():
     n, m = jax.export.symbolic_shape("n, 2*m")
     wide = of(f32, 8, 8)
