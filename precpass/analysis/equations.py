@@ -140,12 +140,14 @@ def grows(eqn: ir.Eqn) -> bool:
     return there >= 2 * here if is_gather else there > here
 
 
-def is_cast_before(eqn: ir.Eqn) -> bool:
+def cast_belongs_before(eqn: ir.Eqn) -> bool:
     """Whether a cast of an equation's result belongs before it, on its operand.
 
-    On a GPU XLA sees that a convolution is the derivative of another one, for which cuDNN has a
-    kernel, by the reversed array that it reads. It does not see that through a cast (jax 0.10.2 and
-    0.12.0.1): the gradient of three strided convolutions then moves 1.37 of by hand's bytes.
+    That is so if the equation repeats its operand, because there are fewer elements to cast, and if
+    it reverses it: cuDNN has a kernel for the derivative of a convolution, and XLA finds the place
+    for it by the reversed array that a convolution reads. If a cast stands between the two, XLA
+    does not find it, and the gradient of a strided convolution becomes a convolution over an array
+    that is filled up with zeros (jax 0.10.2 and 0.12.0.1).
     """
     return grows(eqn) or (eqn.primitive.name == "rev" and is_wide(eqn.invars[0]))
 

@@ -49,7 +49,7 @@ def flops(eqn: ir.Eqn, *, with_zeros: bool = False) -> float:
     out = element_count(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0.0
     if kind is OpKind.COMPUTE or ir.block_format(eqn):
         parts = sum(np.issubdtype(v.aval.dtype, np.complexfloating) for v in eqn.invars[:2])
-        terms = out * _contracted(eqn) / (1 if with_zeros else ir.inserted_zeros(eqn))
+        terms = out * _contracted(eqn) / (1 if with_zeros else ir.lhs_dilation(eqn))
         return 2.0**parts * 2.0 * terms
     if kind is OpKind.REDUCTION:
         return element_count(getattr(eqn.invars[0].aval, "shape", ()))

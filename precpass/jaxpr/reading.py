@@ -210,10 +210,11 @@ def symbol_in(arrays: Iterable[Any]) -> str:
     return next((str(d) for d in sizes if not isinstance(d, int)), "")
 
 
-def inserted_zeros(eqn: Eqn) -> int:
-    """How many times larger zeros between its elements make a convolution's first operand; or 1.
+def lhs_dilation(eqn: Eqn) -> int:
+    """How many times as large a convolution makes its first operand by zeros between the elements.
 
-    The gradient of a strided convolution, and a transposed one, insert such zeros.
+    It is more than 1 for the gradient of a strided convolution and for a transposed one, and 1 for
+    all other equations.
     """
     return math.prod(eqn.params.get("lhs_dilation") or ())
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import (
+    cast_belongs_before,
     handed_on_operand,
     hands_on_layout,
-    is_cast_before,
     is_wide,
     moved_operand,
 )
@@ -34,10 +34,8 @@ from precpass.rewrite.scaled_product import Rounding
 
 __all__ = ["Env", "border_avals", "crossing_aval"]
 
-_MAY_HAVE_LOW_SOURCE = named("repeats") | {
-    *("convert_element_type", "concatenate", "rev", "transpose")
-}
-"""The equations whose operand may have a low copy, or be one, in whichever format it is stored."""
+_MAY_BE_NOTED = {*named("repeats"), "convert_element_type", "concatenate", "rev", "transpose"}
+"""What `Env` may note: their operands may have low copies, or be such, however they are stored."""
 
 
 class Env:
@@ -142,7 +140,7 @@ class Env:
         """Takes over an equation unchanged."""
         # Most equations come here, so this makes no call for each value.
         values, is_literal = self.values, ir.is_literal
-        if self.border_copies or eqn.primitive.name in _MAY_HAVE_LOW_SOURCE:
+        if self.border_copies or eqn.primitive.name in _MAY_BE_NOTED:
             self._note(eqn)
         for v in eqn.invars:
             if not is_literal(v) and v in values:
@@ -156,7 +154,7 @@ class Env:
         name = eqn.primitive.name
         before = self.low_sources.get(moved_operand(eqn)) if name == "transpose" else None
         may_be_noted = (
-            is_cast_before(eqn)
+            cast_belongs_before(eqn)
             or name == "concatenate"
             # `jax.lax.conv_transpose` transposes a kernel that it has reversed
             or (before is not None and before.primitive.name == "rev")
@@ -335,18 +333,20 @@ class Env:
         if ir.widening(eqn) is not None:
             return False
         if eqn.primitive.name != "concatenate":
-            return is_cast_before(eqn) or self.has_low(handed_on_operand(eqn), precision)
+            return cast_belongs_before(eqn) or self.has_low(handed_on_operand(eqn), precision)
         # The parts' makers are asked no further. A chain of concatenations that read one value
         # twice has a number of paths that doubles with each of them.
         low = [v for v in eqn.invars if self._is_low_part(v, precision)]
         return all(map(is_wide, eqn.invars)) and 2 * _nbytes(low) > _nbytes(eqn.invars)
 
     def _is_low_part(self, atom: ir.Atom, precision: Precision) -> bool:
-        """Whether a part of a concatenation has a low copy, or is cast before it grows."""
+        """Whether a part of a concatenation has a low copy, or is cast before it is moved."""
         if ir.is_literal(atom):
             return False
         maker = self.low_sources.get(atom)
-        return self._is_copied(atom, precision) or (maker is not None and is_cast_before(maker))
+        return self._is_copied(atom, precision) or (
+            maker is not None and cast_belongs_before(maker)
+        )
 
     def _move_low(self, eqn: ir.Eqn, precision: Precision) -> None:
         """Moves low copies of the operands, where that is better than a cast of the result."""

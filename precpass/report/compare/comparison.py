@@ -37,10 +37,7 @@ from precpass.view.text import Line, as_html, page, spans
 
 __all__ = ["REFERENCES", "Comparison", "Row"]
 
-COMPLEX = (
-    "complex arithmetic is complex64 in the reference too, and on this machine: no error shows how "
-    "a device rounds it."
-)
+COMPLEX = "complex arithmetic is complex64 in the reference too: no error shows its rounding."
 _BEST, _OTHER = "no other is faster and nearer", "another is faster and nearer"
 _BAD, _FINITE, _WITHOUT = "not finite", "finite", "without an error"
 
