@@ -89,8 +89,10 @@ def choice_of(
     scope: str,
     place: Any,
     rewritten: Callable[[PrecisionPolicy], ir.Jaxpr],
-) -> Choice:
-    """The form of a program on a device: from the file, or by compiling all of them.
+) -> tuple[Choice, tuple[str, ...]]:
+    """The form of a program on a device, from the file or by compiling all of them.
+
+    Warnings of what is wrong with the file come with it.
 
     Args:
         jaxpr: the program.
@@ -109,8 +111,10 @@ def choice_of(
     kind = f"{device.platform} {device.kind}" + (f", XLA_FLAGS {flags}" if flags else "")
     cache = _cache_of(cache_folder() / file_name(kind, jax.__version__, "programs"), kind)
     key = _key(jaxpr, policy, scope)
-    known = cache.get(key)
-    return known if known is not None else cache.put(key, _found(jaxpr, policy, place, rewritten))
+    choice = cache.get(key)
+    if choice is None:
+        choice = cache.put(key, _found(jaxpr, policy, place, rewritten))
+    return choice, cache.new_warnings()
 
 
 def _key(jaxpr: ir.Jaxpr, policy: PrecisionPolicy, scope: str) -> str:
@@ -131,6 +135,8 @@ def _parsed(found: Sequence[Any]) -> Choice:
     form, costs = found
     if form not in FORMS:
         raise ValueError(f"{form!r} is no form of a program")
+    if form not in (name for name, *_ in costs):
+        raise ValueError(f"{form!r} has no cost")
     return Choice(form, tuple((str(n), float(cost), float(temp)) for n, cost, temp in costs))
 
 

@@ -177,7 +177,7 @@ def _planned(
 
     try:
         with quietly(), planned_for(place):
-            choice = choice_of(call.jaxpr, policy, scope, place, rewritten_under)
+            choice, of_file = choice_of(call.jaxpr, policy, scope, place, rewritten_under)
     except RuntimeError as error:
         # Of 8 bits nothing is known to pay.
         plan = planned(policy.with_scaled(None))
@@ -185,7 +185,8 @@ def _planned(
         return dataclasses.replace(plan, notes=(*plan.notes, note))
     plan = planned(in_form(policy, choice.form))
     costs = choice.text(device_for(device=place))
-    return dataclasses.replace(plan, costs=costs, form=choice.form)
+    notes = (*plan.notes, *of_file)
+    return dataclasses.replace(plan, notes=notes, costs=costs, form=choice.form)
 
 
 _NOT_COMPILED = (

@@ -158,16 +158,46 @@ def test_the_choice_is_kept_in_a_file_for_every_process(costing: Any, folder: Pa
     assert pp.inspect(jax.grad(layers), COMPILED)(X[:16], WS).plan.form != first.form
 
 
-def test_a_damaged_file_is_told_and_rebuilt(costing: Any, folder: Path):
+def without_costs(entry: list[Any]) -> list[Any]:
+    form, _ = entry
+    return [form, []]
+
+
+def with_another_form(entry: list[Any]) -> list[Any]:
+    _, costs = entry
+    return ["nonsense", costs]
+
+
+@pytest.mark.parametrize(
+    ("damaged", "said"),
+    [(with_another_form, "'nonsense' is no form"), (without_costs, "float32 results' has no cost")],
+)
+def test_a_damaged_file_is_told_and_rebuilt(
+    costing: Any, folder: Path, damaged: Callable[[list[Any]], list[Any]], said: str
+):
     costing((1.0, 9), (0.4, 9))
-    pp.inspect(product, COMPILED)(X, WS[0])
+    whole = pp.inspect(product, COMPILED)(X, WS[0]).plan.costs
     (path,) = folder.glob("programs-*.json")
-    path.write_text(path.read_text().replace("products with float32 results", "nonsense"))
+    content = json.loads(path.read_text())
+    content["products"] = {name: damaged(each) for name, each in content["products"].items()}
+    path.write_text(json.dumps(content))
     compiled._cache_of.cache_clear()  # pyright: ignore[reportPrivateUsage]
     costing((1.0, 9), (0.4, 9))
-    plan = pp.inspect(product, COMPILED)(X, WS[0]).plan
+    with pytest.warns(pp.PrecisionWarning, match=f"is damaged .*{said}"):
+        plan = pp.inspect(product, COMPILED)(X, WS[0]).plan
+    assert (plan.form, plan.costs) == ("products with float32 results", whole)
+    assert all(damaged(each) != each for each in json.loads(path.read_text())["products"].values())
+
+
+def test_a_folder_that_cannot_be_written_is_told(
+    costing: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (folder / "file").write_text("")
+    monkeypatch.setenv("PRECPASS_CACHE_DIR", str(folder / "file"))
+    costing((1.0, 9), (0.4, 9))
+    with pytest.warns(pp.PrecisionWarning, match="forms of compiled programs cannot be kept"):
+        plan = pp.inspect(product, COMPILED)(X, WS[0]).plan
     assert plan.form == "products with float32 results"
-    assert "nonsense" not in path.read_text()
 
 
 def test_a_program_that_gains_nothing_stays_and_says_why(costing: Any):
