@@ -90,9 +90,9 @@ def choice_of(
     place: Any,
     rewritten: Callable[[PrecisionPolicy], ir.Jaxpr],
 ) -> tuple[Choice, tuple[str, ...]]:
-    """The form of a program on a device, from the file or by compiling all of them.
+    """The form of a program on a device, and warnings of what is wrong with the file of choices.
 
-    Warnings of what is wrong with the file come with it.
+    The form is read from the file, or found by compiling all of them.
 
     Args:
         jaxpr: the program.

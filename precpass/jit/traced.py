@@ -177,7 +177,7 @@ def _planned(
 
     try:
         with quietly(), planned_for(place):
-            choice, of_file = choice_of(call.jaxpr, policy, scope, place, rewritten_under)
+            choice, file_warnings = choice_of(call.jaxpr, policy, scope, place, rewritten_under)
     except RuntimeError as error:
         # Of 8 bits nothing is known to pay.
         plan = planned(policy.with_scaled(None))
@@ -185,7 +185,7 @@ def _planned(
         return dataclasses.replace(plan, notes=(*plan.notes, note))
     plan = planned(in_form(policy, choice.form))
     costs = choice.text(device_for(device=place))
-    notes = (*plan.notes, *of_file)
+    notes = (*plan.notes, *file_warnings)
     return dataclasses.replace(plan, notes=notes, costs=costs, form=choice.form)
 
 

@@ -863,3 +863,19 @@ def test_what_jax_asks_the_device_while_it_lowers_is_named():
     assert first == second
     assert "cannot lower the function for NVIDIA H100 80GB HBM3 on a machine without one" in first
     assert "cusolver" in first.lower() and "jnp.linalg.eig" in first and "leave that out" in first
+
+
+TWO_PROCESSES = """
+import os, subprocess, sys
+import jax.numpy as jnp, precpass as pp
+
+os.environ.pop("ALLOW_MULTIPLE_LIBTPU_LOAD", None)
+found = pp.audit(lambda x: x @ x, target="tpu v5e")(jnp.eye(128))
+print(found.backend, found.as_planned, flush=True)
+if sys.argv[1:]:
+    subprocess.run([sys.executable, "-c", sys.argv[1]], check=True)
+"""
+
+
+def test_two_processes_have_a_tpus_compiler_at_once():
+    assert ran("-c", TWO_PROCESSES, TWO_PROCESSES).splitlines() == ["tpu 1", "tpu 1"]
