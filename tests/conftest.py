@@ -11,6 +11,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     )
 )
 
+import gc
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,6 +20,8 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+
+from tests.support.sampling import left_for_a_release
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -54,6 +57,13 @@ def nothing_is_measured(tmp_path_factory: pytest.TempPathFactory):
         yield
 
 
+def pytest_collection_finish():
+    """What was imported and collected stays: no collection of garbage walks over it again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 @pytest.fixture
 def jax_leaks_too():
     """Without the check for leaks, for programs in which plain JAX leaves tracers behind."""
@@ -61,8 +71,19 @@ def jax_leaks_too():
         yield
 
 
-def pytest_collection_modifyitems(items: list[Any]):
-    """From 0.12 on, plain JAX leaves the operands of every linear_call behind in its transpose."""
+def pytest_addoption(parser: pytest.Parser):
+    parser.addoption(
+        "--whole", action="store_true", help="every case, not a sample, and the tests of a release"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # behind -m and -k, so that the sample is of what they select
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]):
+    if not config.getoption("--whole") and not any("::" in argument for argument in config.args):
+        left = left_for_a_release(items)
+        config.hook.pytest_deselected(items=[items[i] for i in left])
+        items[:] = [item for i, item in enumerate(items) if i not in left]
+    # From 0.12 on, plain JAX leaves the operands of every linear_call behind in its transpose.
     if jax.__version_info__ >= (0, 12):
         for item in items:
             if "linear_call" in item.name:

@@ -161,14 +161,18 @@ def check_function(fn: Any) -> None:
         )
 
 
+# Read when the package is imported: a library or a test may put something else in the place of
+# `jax.jit` later, whose signature says nothing.
+JIT_OPTIONS = tuple(name for name in inspect.signature(jax.jit).parameters if name != "fun")
+
+
 def check_options(options: Iterable[str]) -> None:
     """Checks the names of the options of `jax.jit`.
 
     Raises:
         TypeError: for an unknown one; the text lists the legal ones.
     """
-    legal = ["policy", "profitability", *inspect.signature(jax.jit).parameters]
-    legal.remove("fun")
+    legal = ["policy", "profitability", *JIT_OPTIONS]
     for name in options:
         if name not in legal:
             close = difflib.get_close_matches(name, legal, n=1)
