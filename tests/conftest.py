@@ -13,7 +13,6 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 import gc
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import hypothesis
@@ -21,17 +20,18 @@ import jax
 import numpy as np
 import pytest
 
+from tests.support.compiled_programs import CompiledPrograms
 from tests.support.sampling import left_for_a_release
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Many tests trace different functions to equal programs. `jax.jit` compiles each of them anew, but
-# JAX's persistent cache compares the programs, so that it saves a fifth of the tests' time. Each
-# worker has a folder of its own, because another worker could read a file that is half written.
+# JAX's persistent cache compares the programs: it saves a fifth of the tests' time, and more where
+# the tests ran before.
 if jax.config.jax_compilation_cache_dir is None:
-    compiled_programs = TemporaryDirectory(prefix="precpass-tests-")
-    jax.config.update("jax_compilation_cache_dir", compiled_programs.name)
+    compiled_programs = CompiledPrograms()
+    jax.config.update("jax_compilation_cache_dir", str(compiled_programs.folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")

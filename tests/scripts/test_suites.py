@@ -8,7 +8,7 @@ import suites
 
 import precpass as pp
 
-SUITE = '''
+SUITE = """
 import functools, jax, numpy as np
 
 @functools.partial(jax.jit, static_argnums=1, donate_argnums=())
@@ -25,7 +25,7 @@ def test_digits_of_float32():
 
 def test_fails_plain():
     assert power(X, 1).sum() > 1000
-'''
+"""
 
 
 @pytest.mark.programs

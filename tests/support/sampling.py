@@ -1,9 +1,9 @@
 """Which cases of a parametrized test run each time, and which before a release alone.
 
 A test with several parameters is an enumeration: every program under every policy, in every
-composition. A fault seldom needs one particular combination, so `scripts/test` runs a sample in which
-each value of each parameter occurs at least once ("each choice" in the literature on combinatorial
-testing), and `scripts/test_release` runs them all.
+composition. A fault seldom needs one particular combination, so `scripts/test` runs a sample in
+which each value of each parameter occurs at least once ("each choice" in the literature on
+combinatorial testing), and `scripts/test_release` runs them all.
 """
 
 import random
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def axes(item: Any) -> tuple[Hashable, ...]:
-    """The values of a case: one for each `parametrize` of its test and for each fixture's parameter."""
+    """The values of a case: one for each `parametrize` of its test, one for each fixture."""
     params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
     # The cases of one test share their values, which need not be hashable.
     values = {name: id(value) for name, value in params.items()}
