@@ -65,6 +65,7 @@ def test_the_fact_of_an_array_is_the_same_wherever_it_lies(where):
     assert of_array(placed(values, where)) == expected
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("where", PLACES)
 def test_an_accelerator_finds_the_fact_that_numpy_finds(where, monkeypatch):
     """The reduction that runs on devices whose memory NumPy cannot read, run on CPUs here."""
@@ -148,6 +149,7 @@ def test_an_array_of_numpys_is_looked_at_again_when_it_has_changed():
 # ---------------------------------------------------------------- calls
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("where", [p for p in PLACES if p != "sharded explicitly"])
 @pytest.mark.parametrize("around", ["nothing", "grad", "jit", "scan"])
 def test_a_function_that_closes_over_one_runs(where, around):

@@ -50,6 +50,7 @@ def test_same_input_tree_output_tree_shapes_dtypes_and_weak_types(program: Progr
     assert jax.tree.structure(traced.out_info) == jax.tree.structure(plain.out_info)
 
 
+@pytest.mark.release(keep=6)
 @pytest.mark.parametrize(
     "policy", [pp.AlwaysF32, pp.AlwaysF16, pp.AutoMixedBf16], ids=lambda p: p.name
 )
@@ -69,6 +70,7 @@ def test_eval_shape_is_the_original_one(program: Program):
         assert mixed.eval_shape(*args) == jax.eval_shape(program.fn, *args)
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("policy", LOWERING, ids=lambda p: p.name)
 def test_the_signature_holds_while_the_products_are_low(policy):
     """Not by doing nothing: the program that keeps its signature has low products, and agrees

@@ -171,6 +171,7 @@ def test_gradients_of_a_rewritten_function_are_left_alone_too(policy):
     assert rel_error(run(step, policy, params, batch), want) < 0.02
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("policy", LOWERING, ids=lambda p: p.name)
 def test_twice_has_low_products_once_and_the_values_and_gradients_of_float32(policy):
     """4096 rows are summed by the loss and by every weight's gradient."""

@@ -106,6 +106,7 @@ def test_for_always_every_kinds_precision_is_an_order(policy):
             assert runs_low(inspection, name, policy.low.dtype), (kind, name)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", ALWAYS_LOW, **ids)
 @pytest.mark.parametrize("reduce", [jnp.max, jnp.min, jnp.ptp], ids=lambda f: f.__name__)
 def test_the_gradient_of_a_maximum_finds_the_elements_that_equal_it(reduce, policy):

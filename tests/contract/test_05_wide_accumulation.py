@@ -88,6 +88,7 @@ FORMATS = [
 ]
 
 
+@pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "policy"), FORMATS, ids=lambda v: getattr(v, "name", v))
 def test_this_holds_for_the_backward_pass_too(name, policy):
     """The scalar's gradient is a sum of 16384 ones, each element's is one."""
@@ -252,6 +253,8 @@ CASES = [
 ]
 
 
+@pytest.mark.release(keep=5)
+@pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "policy"), CASES, ids=lambda v: getattr(v, "name", v))
 def test_gradients_accumulate_wide(name, policy):
     """Within 1 % of float32's, where a shared low copy would give 1/64 of it; products all low."""
@@ -279,6 +282,7 @@ def test_the_cotangents_of_a_fan_out_add_up_wide():
         assert got == 300.0, form
 
 
+@pytest.mark.release(keep=1)
 @each_format
 @pytest.mark.parametrize("name", ["embedding", "loop constant", "rnn"])
 def test_second_derivatives_accumulate_wide(name, policy):

@@ -131,6 +131,7 @@ COMPOSED = {
 }
 
 
+@pytest.mark.release(keep=2)
 @each_policy
 @pytest.mark.parametrize("name", COMPOSED)
 def test_softmax_logsumexp_and_norms_are_float32(name, policy):
@@ -148,6 +149,7 @@ def test_softmax_logsumexp_and_norms_are_float32(name, policy):
     assert rel_error(run(fn, policy, x, w), want) < 1e-5
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("policy", [*AUTO, *ALWAYS_LOW], ids=lambda p: p.name)
 def test_cross_entropy_over_thousands_of_classes_has_the_values_and_gradients_of_float32(policy):
     x, w = jnp.asarray(normal(0, 32, 16)), jnp.asarray(normal(1, 16, 4096)) / 4

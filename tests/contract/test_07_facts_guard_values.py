@@ -139,6 +139,7 @@ def test_a_product_of_positions_stays_wide():
     assert low_products(look(f, pp.AutoMixed, w).after)  # float16 holds them
 
 
+@pytest.mark.release(keep=2)
 @each_policy
 def test_rotary_embeddings_stay_exact(policy):
     """An einsum without contraction is an elementwise product; positions up to 4095, in values

@@ -35,6 +35,7 @@ def test_a_product_that_the_user_made_low_keeps_his_format(policy, low):
     assert identical(run(f, policy, x, w), jax.jit(f)(x, w))
 
 
+@pytest.mark.release(keep=2)
 @each_policy
 @each_low
 def test_beside_products_that_the_pass_makes_low(policy, low):

@@ -115,6 +115,7 @@ def test_what_says_nothing_is_lowered(policy):
     assert len(low_products(look(f, policy, *square()).after, policy.low.dtype)) == 3
 
 
+@pytest.mark.release(keep=2)
 @each_policy
 def test_beside_low_products_in_values_and_gradients(policy):
     """One product each way over 4096 rows: one stays float32, one is low, in both passes."""

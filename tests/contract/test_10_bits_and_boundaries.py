@@ -69,6 +69,7 @@ def with_a_product(sampler):
     return lambda key, x: (sampler(key), x @ x)
 
 
+@pytest.mark.release(keep=4)
 @each_policy
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samples_are_bit_equal_to_float32s(name, policy):
@@ -112,6 +113,7 @@ def test_at_its_first_other_consumer_too(policy):
     assert dtypes_in(sub) == [np.float32] * 2
 
 
+@pytest.mark.release(keep=2)
 @each_policy
 def test_noise_in_products_and_their_gradients(policy):
     """A product of samples is low; 4096 rows in value and gradient."""

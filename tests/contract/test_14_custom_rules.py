@@ -159,6 +159,7 @@ WITHIN: dict[str, Callable[[Product], Product]] = {
 }
 
 
+@pytest.mark.release(keep=3)
 @each_composition
 @pytest.mark.parametrize("place", WITHIN)
 @pytest.mark.parametrize("name", ["jvp", "vjp", "vjp symbolic zeros", "vjp nondiff"])
@@ -201,6 +202,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 REVERSE_ONLY = ("grad", "jacrev", "vmap of grad", "reverse over reverse")
 
 
+@pytest.mark.release(keep=3)
 @each_composition
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @each_forward
@@ -222,7 +224,9 @@ NESTED = [
 ]
 
 
+@pytest.mark.release(keep=4)
 @each_composition
+@pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "transform"), NESTED)
 def test_reverse_rules_nest(name: str, transform: str, compose: Any):
     refused = ("vjp optimize_remat", "vmap of grad", COMPOSITIONS["grad_of_mixed"])

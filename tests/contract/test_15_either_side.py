@@ -78,7 +78,9 @@ def avals(traced: Any) -> list[Any]:
     return [(a.shape, a.dtype, a.weak_type) for a in jax.tree.leaves(traced.out_info)]
 
 
+@pytest.mark.release(keep=6)
 @pytest.mark.parametrize("side", SIDES)
+@pytest.mark.enumerated
 @pytest.mark.parametrize(("program", "transform"), CELLS)
 def test_a_transform_on_either_side(program: str, transform: str, side: str):
     """Low, of the same types, and off by a few roundings of each of at most four products."""

@@ -134,6 +134,7 @@ def test_products_are_float32_and_all_else_float64(name: str):
     assert narrow <= {"convert_element_type", "precpass_detach"}
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("name", [n for n in BODIES if n != "while"])
 def test_values_and_gradients_are_within_float32s_rounding(name: str):
     fn = loss(name)
@@ -146,6 +147,7 @@ def test_values_and_gradients_are_within_float32s_rounding(name: str):
         assert len(low_products(after, np.float32)) == len(products(after))
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("composition", ["vmap", "jvp", "hessian", "remat", "jacfwd"])
 def test_compositions_keep_float32_products(composition: str):
     compose = {

@@ -103,7 +103,9 @@ def in_float32(name: str) -> Any:
     return jax.jit(jax.value_and_grad(fn))(*args)
 
 
+@pytest.mark.release(keep=5)
 @each_composition
+@pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "policy"), UNDER)
 def test_a_gradient_of_thousands_of_terms(name: str, compose: Any, policy: str):
     fn, args, known = CASES[name]

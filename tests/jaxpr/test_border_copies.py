@@ -59,6 +59,7 @@ def test_a_loop_constant_is_cast_once_outside():
     low_and_near(pp.auto_mixed(recurrent), recurrent, w, x, least=2)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("shape", [(24, 16), (8, 48)], ids=["as is", "moved"])
 @pytest.mark.parametrize("policy", [None, "dots_saveable"])
 def test_nor_does_a_checkpoint_cast_it_again_in_the_backward_loop(
@@ -164,6 +165,7 @@ def test_xla_drops_the_wide_stacks_that_nothing_reads():
     assert low.temp_size_in_bytes < wide.temp_size_in_bytes
 
 
+@pytest.mark.release
 def test_a_stack_is_differentiated_through_its_wide_form():
     """The second derivative takes its way past the 16 bits, as does that of vmap."""
     x, w = normal_array(0, 4, 8), 0.3 * normal_array(1, 3, 8, 8)
@@ -276,6 +278,7 @@ def test_a_low_copy_crosses_the_borders_between(program: Callable[..., Any]):
     assert_near(pp.auto_mixed(program)(w, x), program(w, x), 0.02)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("program", [p for p in BORDERS if p is not by_while])
 def test_and_is_differentiated_on_both_sides(program: Callable[..., Any]):
     w, x = normal_array(0, 8, 8) * 0.3, normal_array(1, 4, 8)

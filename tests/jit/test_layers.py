@@ -205,12 +205,14 @@ OF_INPUT = {
 }
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize(("made", "module", "wanted"), CASES)
 def test_a_rule_keeps_one_layer_wide(made: Any, module: str, wanted: int):
     fn, args = made()
     assert wide_products(fn, args, module) == (wanted, 10)
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize(("made", "module", "wanted"), CASES)
 def test_a_rule_keeps_the_layers_backward_pass_wide_too(made: Any, module: str, wanted: int):
     fn, args = made()

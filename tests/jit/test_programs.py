@@ -326,7 +326,6 @@ def held_without_the_collector(way, program):
             WAYS[way](lambda x: PROGRAMS[program](x, w).sum())
         return weakref.ref(w)
 
-    gc.collect()
     gc.disable()
     try:
         return use(jnp.asarray(normal(1, 8, 8)))() is not None

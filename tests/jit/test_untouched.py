@@ -248,6 +248,7 @@ def test_a_new_public_function_is_found(monkeypatch: pytest.MonkeyPatch):
     assert new == {"newcomer", "Runner.run"}
 
 
+@pytest.mark.release(keep=4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LEAVES_THEM)
 def test_arguments_are_left_as_they_were(name: str, kind: str, tmp_path: Any):
@@ -281,6 +282,7 @@ def test_modules_given_as_trees_are_left_as_they_were(name: str):
     assert content(args) == before
 
 
+@pytest.mark.release(keep=4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CALLS_IT)
 def test_what_calls_the_function_says_that_it_updates(name: str, kind: str, tmp_path: Any):
@@ -322,6 +324,7 @@ def test_arrays_that_are_no_modules_stay_too(tmp_path: Any):
 # ---------------------------------------------------------------- what is found is right, too
 
 
+@pytest.mark.release
 def test_a_monitor_begun_on_modules_and_references_goes_on():
     model, optimizer = of_modules()[1][:2]
     watched = pp.monitor(train, every=2)
@@ -352,6 +355,7 @@ def test_a_comparison_of_references_sees_each_run_begin_anew():
     assert low.counts.low == low.counts.products > 0
 
 
+@pytest.mark.release
 def test_a_calibration_of_modules_is_that_of_each_batch():
     """The second batch is seen by the model of the first, which has not been trained meanwhile."""
     model, optimizer = of_modules()[1][:2]

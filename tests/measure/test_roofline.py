@@ -352,6 +352,7 @@ def loss(p, x):
     return jnp.square(lax.scan(lambda x, p: (block(p, x), None), x, p)[0]).mean()
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("device", ["a100", "h100", "h200", "mi300x"])
 def test_a_transformers_step_lies_between(device):
     d = 2048

@@ -85,6 +85,7 @@ each_function = pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda f: f.__name_
 WS = W, STACK, W
 
 
+@pytest.mark.release(keep=2)
 @each_function
 def test_the_scales_of_the_same_call_give_its_result(fn: Callable[..., Any]):
     scaled = pp.delayed_scaling(fn)
@@ -102,6 +103,7 @@ def test_the_scales_of_the_same_call_give_its_result(fn: Callable[..., Any]):
     assert bool(scales.unseen()) == (fn is branched) and not after.saturated()
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", ["AutoMixedF8", "f8e5m2", "AutoMixedInt8"])
 @pytest.mark.parametrize(
     "fn",
@@ -197,6 +199,7 @@ def test_a_branch_that_is_not_taken_loses_nothing():
         scaled.lost(WS, X)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", ["AutoMixedF8", "AutoMixedInt8"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_so_and_is_forgotten(policy: str, value: float):
@@ -443,6 +446,7 @@ def test_what_is_wrong_is_refused():
         assert pp.delayed_scaling(layers, "bf16").init(WS, X).places == ()
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", ["AutoMixedBf16", "AutoMixedF8"])
 def test_flaxs_own_float8_layers_keep_their_products_and_their_state(policy: str):
     """Their state "overwrites with the gradient": `jax.grad` returns the next one for it."""

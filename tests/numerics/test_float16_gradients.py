@@ -99,6 +99,7 @@ def by_jmp() -> None:
     jax.grad(lambda w: scale.scale(pp.auto_mixed(loss, "f16")(w, X)))(W)
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("call", UNSCALED.values(), ids=UNSCALED)
 def test_a_gradient_without_a_scale_is_warned_of(call: Callable[[], Any]):
     texts = said(call)

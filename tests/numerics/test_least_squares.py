@@ -61,6 +61,7 @@ def count(roles: pp.Roles) -> int:
     return sum(x >= SOLVED for x in digits(roles).values())
 
 
+@pytest.mark.release
 def test_nist_with_a_float32_jacobian_is_solved_as_in_float64():
     """27 problems from two starts; the baseline is optimistix's own solver."""
     baseline = count(pp.Roles.all("f64"))
@@ -80,6 +81,7 @@ def exact() -> np.ndarray:
     return np.asarray(fitted("GaussNewton", jacobian="f64").value)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("solver", ["GaussNewton", "LevenbergMarquardt", "Dogleg"])
 def test_the_jacobian_decides_how_many_steps_and_the_gradient_where_they_end(solver: str):
     with_low_jacobian = fitted(solver, jacobian="bf16")

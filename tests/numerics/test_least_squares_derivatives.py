@@ -48,6 +48,7 @@ def backwards(b: Any, scale: Any = None) -> Any:
     return b[0] * exponential(-b[1] * T) - (1.0 if scale is None else scale) * Y
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(
     "roles, solver",
     [(roles, "LevenbergMarquardt") for roles in ROLES]

@@ -26,6 +26,7 @@ def fitted(solver: str) -> pp.LeastSquares:
     return pp.least_squares(decay, START, roles=RISING, solver=solver)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_the_jacobian_rises_and_the_last_rung_ends_the_solve(solver: str):
     fit = fitted(solver)
@@ -55,6 +56,7 @@ def test_each_rung_has_products_of_its_format():
     assert {"bf16", "f32"} <= {name for name in ("bf16", "f16", "f32") if f":{name}[" in text}
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("name", ["Bennett5", "Lanczos1", "Lanczos2", "Lanczos3", "MGH10"])
 def test_nist_problems_that_bfloat16_does_not_solve_are_solved(name: str):
     """By its Jacobian alone, in 2,000 steps; with the ladder they are, from NIST's second start."""
@@ -80,6 +82,7 @@ def test_what_stalls_is_raised_before_it_ends():
     assert "stalled" in fit.summary()
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("rungs", [("bf16", "f32", "f64"), ("f32", "f64")])
 def test_a_solution_that_a_low_rung_found_ends_the_solve(rungs: tuple[str, ...]):
     """At it the residual is all rounding, and optimistix accepts no more steps."""
@@ -142,6 +145,7 @@ def test_a_quiet_fit_is_quiet_and_no_bit_changes():
     assert "all values are finite" in looked.summary()
 
 
+@pytest.mark.release
 def test_where_a_nan_is_born_in_a_fit():
     def residual(b: Any, _: Any) -> Any:
         return jnp.sqrt(b[0] - 1.5) * jnp.exp(-b[1] * T) - Y  # the line
@@ -154,6 +158,7 @@ def test_where_a_nan_is_born_in_a_fit():
     assert seen.place.source.function == "residual" and "the line" in fit.summary()
 
 
+@pytest.mark.release
 def test_a_jacobian_that_overflows_its_format_is_seen():
     large = 1e5 * np.stack([np.cos(T), np.sin(T)], 1)
 

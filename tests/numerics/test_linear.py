@@ -43,6 +43,7 @@ def error(found: Any, x: np.ndarray) -> float:
     return float(np.max(np.abs(np.asarray(found.x) - x)) / np.max(np.abs(x)))
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("factor, method", LIMITS)
 def test_it_is_float64s_solution_up_to_the_limit_and_says_so_beyond(factor: str, method: str):
     within, beyond = LIMITS[factor, method]
@@ -71,6 +72,7 @@ def test_a_bad_solve_is_never_called_good():
             assert not bool(found.converged) or error(found, x) < 10 * float(found.error)
 
 
+@pytest.mark.release
 def test_the_factors_are_as_good_as_their_format():
     a = randsvd(10.0)
     for precision in (pp.Precision.F16, pp.Precision.BF16):
@@ -126,6 +128,7 @@ def test_residuals_that_would_underflow_are_those_of_any_scale(method: str):
     assert float(found.backward_error) > 0.0
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(
     "b, options",
     [
@@ -151,6 +154,7 @@ def test_what_underflows_is_not_called_converged(b: Any, options: Any):
         assert is_right or not bool(folded.converged)
 
 
+@pytest.mark.release
 def test_a_numpy_array_that_it_was_given_under_a_transform_is_that_of_float32_programs_too():
     a, b = np.array([[4.0, 1.0], [2.0, 3.0]]), np.array([1.0, 2.0])
     jax.grad(lambda a: jnp.sum(pp.solve(a, b).x))(jnp.asarray(a))

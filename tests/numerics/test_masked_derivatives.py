@@ -70,6 +70,7 @@ def assert_close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
 
 
+@pytest.mark.release(keep=4)
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("ladder", LADDERS)
 @pytest.mark.parametrize("order", ORDERS)
@@ -91,6 +92,7 @@ def test_every_order_is_of_the_rung_taken(order: str, ladder: tuple[str, ...], x
         assert_close(got, jax.jit(derive(lambda x: high(x, *given)))(x), tolerance)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("order", ["grad of grad", "jacrev of jacrev", "third"])
 def test_every_order_under_vmap_and_without_jit(order: str):
     derive, guarded = ORDERS[order], pp.with_fallback(fn, ("f16", "f32"))
@@ -101,6 +103,7 @@ def test_every_order_under_vmap_and_without_jit(order: str):
     assert_close(derive(result(guarded))(HIGH), derive(lambda x: high(W, x))(HIGH))
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("order", ["grad", "grad of grad", "jacrev of jacrev", "jacrev of jacfwd"])
 def test_what_the_elements_of_a_vmap_share(order: str, nested: bool):
@@ -162,6 +165,7 @@ def test_a_batch_without_elements(order: str):
     assert not np.any(shared)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("order", ["grad", "jacfwd", "grad of grad"])
 def test_a_result_of_what_is_shared_alone(order: str):
     def both(w: Any, x: Any) -> Any:

@@ -200,6 +200,7 @@ def turned_outside(params, x):
     return lax.cond(x.sum() > 0, lambda w: x @ w, lambda w: jnp.sin(x @ w), w[3].T) @ w[0]
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.programs
 @pytest.mark.parametrize(
     ("fn", "params", "small"),

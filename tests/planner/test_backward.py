@@ -78,6 +78,7 @@ def test_the_gradients_of_a_loop_are_close_and_its_value_has_its_digits():
     assert errors[2] > 1e-4  # a sine's factors are exact: no product is before it
 
 
+@pytest.mark.release(keep=4)
 @pytest.mark.parametrize(
     "transform", ["jvp", "grad", "hessian", "reverse twice", "vmap", "remat", "jet"]
 )
@@ -277,6 +278,7 @@ def selective(w: jax.Array, x: jax.Array) -> jax.Array:
     return lax.scan(layer, xs, None, length=2)[0]
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("fn", [decayed, turned, selective], ids=lambda fn: fn.__name__)
 def test_factors_that_all_trips_multiply_keep_their_digits(fn: Callable[..., Any]):
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:

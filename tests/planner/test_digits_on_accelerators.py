@@ -97,6 +97,7 @@ SOFTMAXES = {
 }
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_a_softmax_subtracts_the_maximum_of_what_it_has(name: str, target: str):
@@ -131,6 +132,7 @@ GUARDED = {
 }
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", GUARDED)
 def test_what_stands_behind_a_clip_a_complement_or_a_repetition_has_its_digits(
@@ -204,6 +206,7 @@ def added_in_a_loop(w: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda a, b: (jnp.logaddexp(a, b), None), scores[0], scores)[0].mean()
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("fn", [ctc, of_two, with_a_repeated_row, added_in_a_loop])
 def test_a_smooth_maximum_of_two_arrays_has_its_digits(fn: Callable[..., Any], target: str):

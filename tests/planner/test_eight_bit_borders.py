@@ -72,6 +72,7 @@ def test_a_gradient_rounds_each_value_once():
     assert any("u8[3,16,32]" in line for line in loops)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("precision", ["f8e4m3", "f8e5m2"])
 def test_the_gradient_is_that_of_the_other_side_of_the_pass(precision):
     got = pp.auto_mixed(jax.grad(loss, (0, 1)), policy(precision))(WS, X)
@@ -218,6 +219,7 @@ def in_batches(ws, x):
 PROGRAMS = [loss, checkpointed, nested, called, turned, reshaped, branched, counted, in_batches]
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("fn", PROGRAMS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("precision", ["int8", "f8e4m3"])
 def test_programs_are_near(fn, precision):
@@ -238,6 +240,7 @@ def test_programs_are_near(fn, precision):
     assert rel_error(exported.call(WS, X), got) < 1e-5
 
 
+@pytest.mark.release
 def test_a_second_derivative_passes_through():
     def directional(ws, x):
         return (jax.grad(loss)(ws, x) * WS).sum()
@@ -272,6 +275,7 @@ def test_zeros_stay_zero():
     assert not np.asarray(got[0]).any() and np.isfinite(np.asarray(got)).all()
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("axes", ["Auto", "Explicit", "shard_map"])
 def test_on_a_mesh(axes):
     kind = AxisType.Explicit if axes == "Explicit" else AxisType.Auto

@@ -262,6 +262,7 @@ def test_a_training_step_has_them_as_its_gradient_has():
     assert found.count(Precision.F8E4M3) == 4 * 3
 
 
+@pytest.mark.release
 @pytest.mark.programs
 def test_a_gradient_of_such_a_model_is_near():
     keys = iter(range(20))

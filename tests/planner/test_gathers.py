@@ -93,6 +93,7 @@ def test_many_cotangents_of_one_element_add_up_in_float32(composition: str):
     assert np.array_equal(gradient, np.full((1, 16), 4096.0))
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("transform", [jax.jacfwd, jax.jacrev, jax.hessian])
 def test_derivatives_of_every_kind_are_near_to_float32s(transform: Any):
     def loss(w: jax.Array) -> jax.Array:

@@ -107,6 +107,7 @@ def spanning(rng: random.Random) -> float:
 # ---------------------------------------------------------------- minima
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("cost", (few, many))
 def test_minima_are_those_of_all_labellings_tried_and_ties_go_to_wide(cost: Any):
     ties = constrained = 0

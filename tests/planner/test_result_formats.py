@@ -315,12 +315,12 @@ def test_what_crosses_a_border_in_16_bits_is_differentiated_as_on_a_cpu():
         return loss(stack - 0.01 * gradient, c)
 
     args = jnp.stack([A] * 3), B
-    wanted = jax.grad(fitted)(*args)
+    wanted = jax.jit(jax.grad(fitted))(*args)
     found = []
     for place in (AbsentDevice(), AbsentDevice("tpu", "TPU v5 lite"), None):
         with planned_for(place) if place else contextlib.nullcontext():
             fn = pp.auto_mixed(lambda *xs: fitted(*xs))
-            reverse, forward = jax.grad(fn)(*args), jax.jacfwd(fn)(*args)
+            reverse, forward = jax.jit(lambda *xs: (jax.grad(fn)(*xs), jax.jacfwd(fn)(*xs)))(*args)  # noqa: B023
         assert reverse.dtype == jnp.float32
         assert rel_error(reverse, wanted) < 0.02 and rel_error(forward, wanted) < 0.02
         inspected = pp.inspect(jax.grad(fitted), target=place, compiled=False)

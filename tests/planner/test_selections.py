@@ -238,6 +238,7 @@ def pooling(size: int, stride: int) -> Callable[..., jax.Array]:
 KERNEL, IMAGE = normal_array(7, 3, 3, 8, 8) / 8, normal_array(8, 4, 12, 12, 8)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(
     ("size", "stride", "target", "dtype"),
     [

@@ -103,6 +103,7 @@ def averaged(x: jax.Array, w: jax.Array) -> jax.Array:
     return x
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("steps", [unrolled, in_calls, two_in_a_trip, on_a_sphere, averaged])
 def test_small_steps_are_not_lost_under_a_gradient(steps: Callable[..., jax.Array]):
     """Rounded to bfloat16 after each step, a state of about 2 loses steps of 1e-3."""

@@ -139,6 +139,7 @@ def test_a_float64_region_keeps_its_order():
 # ---------------------------------------------------------------- gradients
 
 
+@pytest.mark.release(keep=1)
 @each_policy
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_of_models_have_no_weight_behind_a_transpose(name: str, policy: Any):
@@ -308,6 +309,7 @@ def slow_products(text: str) -> list[str]:
     return [line for line, m in found if m and "1" not in m.groups()]
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("key", ["auto-grad", "grad-auto", "swapped"])
 @pytest.mark.parametrize("name", ["transformer", "unrolled", "lstm", "mlp", "moe"])
 def test_no_compiled_product_of_a_model_has_a_transpose_in_it(name: str, key: str):

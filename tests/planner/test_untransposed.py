@@ -162,6 +162,7 @@ def summed(fn: Callable[..., Any]) -> Callable[..., jax.Array]:
     return lambda w, x: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(fn(w, x)))  # pyright: ignore
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("fn", PROGRAMS)
 def test_gradients_of_both_orders_are_near_and_a_fixed_point(fn: Any):
     wanted = both(summed(fn))(W, X)

@@ -161,6 +161,7 @@ def scanned(norm: Callable[[jax.Array], jax.Array], w: jax.Array, x: jax.Array) 
     return jnp.square(jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]).mean()
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(
     ("norm", "target", "dtype"),
     [
@@ -279,6 +280,7 @@ def test_the_rounding_is_written_for_gpus_and_tpus_alone_and_changes_no_number()
     np.testing.assert_array_equal(np.signbit(a), np.signbit(b))
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("transform", ["jvp", "grad", "vmap", "remat", "jit"])
 def test_stored_values_have_the_derivatives_of_the_values_before(transform: str):
     from precpass.devices.detect import planned_for

@@ -67,6 +67,7 @@ PROGRAMS = {
 """Name -> a program that passes at X and W, and an operand in the place of X that does not."""
 
 
+@pytest.mark.release(keep=4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_errors_and_messages_are_those_of_the_plain_program(name: str):
     fn, bad = PROGRAMS[name]

@@ -47,6 +47,7 @@ ADJOINTS = {
 }
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("name", ADJOINTS)
 def test_a_neural_ode_and_its_adjoints(name: str):
     """The third one, DirectAdjoint, is that of the implicit solver below."""
@@ -98,6 +99,7 @@ def test_an_adaptive_solver_takes_about_the_steps_of_float32(policy: Any):
     assert 2 <= wanted_steps <= steps <= wanted_steps + 2
 
 
+@pytest.mark.release
 def test_an_implicit_solver_with_its_own_root_finder():
     """Its iterations end above the formats' rounding; the solves of its derivative are lineax's."""
     finder = diffrax.VeryChord(rtol=1e-2, atol=1e-2, kappa=1.0)
@@ -127,6 +129,7 @@ def test_an_implicit_solver_with_its_own_root_finder():
 # ---------------------------------------------------------------- noise
 
 
+@pytest.mark.release
 def test_noise_is_that_of_float32_to_the_last_bit():
     """Drift and diffusion have products; the path of the noise beside them has the same bits."""
 

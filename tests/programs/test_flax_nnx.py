@@ -96,6 +96,7 @@ def test_a_module_is_updated_as_under_nnx_jit(form: str):
     assert_same_updates(mixed, plain, net())
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("form", GRADIENT)
 def test_a_gradient_updates_the_module_too(form: str):
     mixed, plain = net(), net()
@@ -127,6 +128,7 @@ STEPS: dict[str, Any] = {
 }
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("form", STEPS)
 def test_a_train_step_learns_as_in_float32(form: str):
     def trained(step: Callable[..., Any]) -> tuple[Any, Any, Any]:

@@ -193,6 +193,7 @@ def spd(size):
     return jnp.asarray(np.eye(size, dtype=np.float32) * 2 + noise + noise.T), array(1, size)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("method", ["cg", "gmres", "bicgstab"])
 def test_krylov_solvers(method):
     """What the matrix multiplies is low, so the solution is that of a matrix near the given one."""
@@ -219,6 +220,7 @@ def test_a_custom_linear_solve_and_its_gradient():
     assert identical(run(fn, pp.AutoMixedBf16, a, b), jax.jit(fn)(a, b))
 
 
+@pytest.mark.release
 def test_odeint_and_its_gradient():
     """The tolerance is far below the format's rounding; steps stay finite all the same."""
 

@@ -150,6 +150,7 @@ GRADIENTS = (
 )
 
 
+@pytest.mark.release
 def test_gradients_of_decompositions_are_near_and_wide_only_by_jaxs_own_order():
     """The products of a backward pass have the precision that JAX gave those of the forward pass,
     the highest nearly everywhere. Where `jax.grad` is outside, what the derivative rules of the

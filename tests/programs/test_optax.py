@@ -64,6 +64,7 @@ def updating(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
     return update
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_gradients_give_the_same_bits(name: str):
     optimizer = OPTIMIZERS[name]
@@ -147,6 +148,7 @@ def optimizer_equations(jaxpr: Any, outer: str = "") -> list[str]:
     return found
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_whole_step_learns_as_in_float32(name: str):
     optimizer = TRAINED[name]

@@ -69,6 +69,7 @@ def check_solver(
 # ---------------------------------------------------------------- optimistix
 
 
+@pytest.mark.release
 def test_a_root_and_a_fixed_point():
     def fn(a: Any, b: Any) -> Any:
         root = optx.root_find(lambda y, _: y + jnp.tanh(a @ y) - b, optx.Newton(**TOLERANCES), b)

@@ -53,6 +53,7 @@ def audited(name: str) -> pp.Audit:
         return pp.audit(fn, "AutoMixedBf16")(*args)
 
 
+@pytest.mark.release(keep=2)
 @each
 def test_a_comparison(name):
     wide, low = compared(name).rows
@@ -104,6 +105,7 @@ def test_an_audit(name):
     assert all(f.reason for f in changed)
 
 
+@pytest.mark.release(keep=1)
 @each
 def test_a_bisection(name):
     _, low = compared(name).rows

@@ -114,6 +114,7 @@ def test_the_explanation_is_that_of_the_plan(name):
     assert (explanation.verdict.kept_before > 0) == (name != "the demo's transformer")
 
 
+@pytest.mark.release(keep=2)
 @each
 def test_the_picture_and_the_page_are_well_formed(name):
     _, _, found = inspected(name)

@@ -98,6 +98,7 @@ COMPOSED = {
 }
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("composed", COMPOSED)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_low_product_runs_on_low_operands(name: str, composed: str):
@@ -111,6 +112,7 @@ def test_each_low_product_runs_on_low_operands(name: str, composed: str):
     assert len(factors) > 0 and set(factors) == {("bf16", "bf16")}
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("composed", ["forward", "auto(grad)"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_and_the_audit_has_nothing_to_say(name: str, composed: str):
@@ -122,6 +124,7 @@ def test_and_the_audit_has_nothing_to_say(name: str, composed: str):
     assert found.as_planned + found.merged == found.products > 0
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_by_hand_it_finds_what_is_not_run_as_written(name: str):
     program, weights = PROGRAMS[name]
@@ -136,6 +139,7 @@ def test_this_xla_spoils_some_of_them():
     assert not audited(both(by_hand(tied)), *shapes).ok
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("composed", COMPOSED)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_values_are_those_of_float32_but_for_the_rounding(name: str, composed: str):

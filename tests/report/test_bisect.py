@@ -118,6 +118,7 @@ def in_a_rule(x, w):
 PROGRAMS = [in_scopes, in_functions, in_a_scan, in_a_branch, in_a_checkpoint, in_a_rule]
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("fn", PROGRAMS, ids=lambda fn: fn.__name__)
 def test_a_planted_culprit_is_found(fn):
     found = pp.bisect(fn, "AutoMixedBf16", 0.1)(X, W)
@@ -332,6 +333,7 @@ def tower(x, ws):
     return x
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(("needed", "most"), [({83}, 11), ({83, 20}, 30), ({82, 83}, 30)], ids=str)
 def test_64_layers_take_few_runs_and_one_trace(needed, most, seen):
     calls = []

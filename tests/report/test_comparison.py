@@ -222,6 +222,7 @@ NEAR = {
 }
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("figures", [NEAR, FIGURES, {"alone": (1.0, 10, 1e-3)}])
 def test_the_labels_of_a_plot_cover_nothing(comparison, figures):
     ax = made(comparison, **figures).plot()

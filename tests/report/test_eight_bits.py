@@ -29,6 +29,7 @@ def test_a_comparison_has_their_share_their_error_and_their_memory(policy: str):
     assert scaled.memory.temp > 0
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_bisection_ends_at_the_line_of_the_product_in_8_bits(policy: str):
     """bfloat16's error passes the check, that of 8 bits does not."""

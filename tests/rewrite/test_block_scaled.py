@@ -49,6 +49,7 @@ def on_blackwell(fn, precision, *args):
 # ---------------------------------------------------------------- what it computes
 
 
+@pytest.mark.release(keep=2)
 @each_precision
 @each_function
 def test_a_function_is_near_and_its_operands_are_rounded(fn, precision):
@@ -58,6 +59,7 @@ def test_a_function_is_near_and_its_operands_are_rounded(fn, precision):
     assert rel_error(jax.jit(mixed)(W, X), mixed(W, X)) < 1e-5
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("precision", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.programs)])
 @each_composition
 @each_function
@@ -110,6 +112,7 @@ def test_the_form_of_the_units_has_the_same_digits(precision):
     assert rel_error(units(w, x), emulated(w, x)) < 1e-6
 
 
+@pytest.mark.release(keep=1)
 @each_precision
 def test_a_gpu_is_given_the_call_of_scaled_matmul_and_other_platforms_a_dot(precision):
     dtype = {"mxfp8": "f8E4M3FN", "nvfp4": "f4E2M1FN"}[precision]
@@ -255,6 +258,7 @@ def test_weights_ahead_of_time_are_refused_with_the_reason(precision):
         pp.quantized(loss, ordered(precision))
 
 
+@pytest.mark.release(keep=1)
 @each_precision
 def test_delayed_scaling_leaves_the_scales_of_blocks_as_they_are(precision):
     def both(w, x):
@@ -286,6 +290,7 @@ def test_a_loop_rounds_its_stack_of_weights_and_not_their_float8_twins():
 # ---------------------------------------------------------------- layouts and meshes
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("spec", ["abc,abd->cd", "bac,bad->cd", "cab,dab->cd", "cab,bda->cd"])
 def test_blocks_lie_along_any_summed_dimension_of_whole_blocks(spec):
     for sizes in ({"a": 2, "b": 64}, {"a": 64, "b": 2}):
@@ -356,6 +361,7 @@ def test_values_near_the_largest_of_float32_stay_finite(precision):
     assert rel_error(got[0, 1:], (x @ w)[0, 1:]) < ERRORS[precision]
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(("rows", "count"), [(64, 6), (128, 10)])
 def test_a_shard_of_an_explicit_axis_that_is_no_whole_blocks_stays_in_bfloat16(rows, count):
     """A weight's gradient sums over the batch, of which each of four devices has a part."""

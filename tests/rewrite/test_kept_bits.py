@@ -92,6 +92,7 @@ DERIVATIVES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivatives_are_near(name: str):
     of = DERIVATIVES[name]
@@ -159,6 +160,7 @@ def test_no_copy_of_a_loops_constant_is_kept_for_each_trip(name: str):
     assert any(map(is_low, products(jaxpr)))
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", BRANCHES)
 @pytest.mark.parametrize("of", ["grad", "grad of jvp", "jvp of grad"])
 def test_such_derivatives_are_near(name: str, of: str):

@@ -69,6 +69,7 @@ def contracting(fn: Callable[..., Any], x: Any, w: Any) -> bool:
     return any(contracts(e) for e in products(jax.make_jaxpr(fn)(x, w)))
 
 
+@pytest.mark.release(keep=4)
 @pytest.mark.parametrize("name", WIDE_SUMS)
 def test_a_gradient_is_rounded_in_its_operands_alone(name: str):
     """Low operands that are whole numbers: float32's very sums, which bfloat16 cannot hold."""
@@ -81,6 +82,7 @@ def test_a_gradient_is_rounded_in_its_operands_alone(name: str):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.release(keep=4)
 @pytest.mark.parametrize("name", DOTS)
 @pytest.mark.parametrize("side", [0, 1])
 def test_the_transposed_dot_is_jaxs(name: str, side: int):
@@ -96,6 +98,7 @@ def test_the_transposed_dot_is_jaxs(name: str, side: int):
     np.testing.assert_array_equal(out, jax.vjp(fn, *operands)[1](g)[side])
 
 
+@pytest.mark.release(keep=4)
 @pytest.mark.parametrize("name", DOTS)
 @pytest.mark.parametrize("dims", [(0, None), (None, 0), (-1, -1), (1, 0)])
 def test_a_dot_under_a_vmap_is_jaxs(name: str, dims: tuple[int | None, int | None]):
@@ -148,6 +151,7 @@ def test_the_backward_pass_keeps_one_low_copy_of_what_a_product_read():
     assert kept <= 3 * (2 + 4) * x.size + 2 * w.size
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(("rows", "casts"), [(1, 2), (3, 1)])
 def test_both_passes_read_one_low_copy_of_a_weight(rows: int, casts: int):
     """One cast of it, and one back where XLA takes the product of a row in float32."""
@@ -249,6 +253,7 @@ def composed() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 COMPOSED = composed()
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", COMPOSED)
 def test_compositions_are_low_and_near(name: str):
     (mixed, plain), args = COMPOSED[name]

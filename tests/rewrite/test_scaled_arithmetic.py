@@ -81,6 +81,7 @@ def test_tangents_of_a_custom_rule_are_transposed(precision):
     assert rel_error(outside, pp.auto_mixed(jax.grad(loss), policy)(W)) < 2.5 * most(precision)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.programs
 @each_precision
 def test_a_linear_function_is_transposed(precision):
@@ -115,6 +116,7 @@ SPECS = {
 }
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.programs
 @each_precision
 @pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
@@ -165,6 +167,7 @@ def test_both_compositions_multiply_the_same_products_of_a_checkpoint_in_8_bits(
     assert inside["float8_e4m3fn/float8_e4m3fn"] == 4  # two products, computed twice
 
 
+@pytest.mark.release(keep=1)
 @each_precision
 def test_an_exported_program_of_any_batch_has_8_bits(precision):
     (batch,) = export.symbolic_shape("batch")

@@ -113,6 +113,7 @@ def operands(fn, *args):
     return [pair for pair in pairs if {"int8", "float8_e4m3fn", "float8_e5m2"} & set(pair)]
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("precision", ["int8", "f8e4m3", later("f8e5m2")])
 @each_function
 def test_a_function_is_near_and_its_products_have_eight_bits(fn, precision):
@@ -123,6 +124,7 @@ def test_a_function_is_near_and_its_products_have_eight_bits(fn, precision):
     assert rel_error(jax.jit(mixed)(W, X), mixed(W, X)) < 1e-5
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("precision", ["int8", later("f8e4m3"), "f8e5m2"])
 @each_composition
 @each_function
@@ -158,6 +160,7 @@ def test_a_tangent_is_near():
             assert rel_error(jax.jvp(fn, (W, X), (W + 1, X - 1)), want) < most
 
 
+@pytest.mark.release(keep=1)
 @each_precision
 def test_second_derivatives_are_near(precision):
     def curvature(f):
@@ -394,6 +397,7 @@ def test_a_loop_saves_8_bits_for_its_backward_pass():
     assert {a.shape for a in saved if a.dtype == jnp.uint8} == {(3, 8, 32), (3, 32, 32)}
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("precision", ["f8e4m3", "f8e5m2", "mxfp8"])
 def test_a_checkpoint_may_save_everything(precision):
     """It passes what it saves through `reduce_precision`, by which float8's 448 is NaN."""

@@ -26,6 +26,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_taylor_coefficients_are_low_and_near_float32s(name: str):
     fn = PROGRAMS[name]

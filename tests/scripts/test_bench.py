@@ -54,6 +54,7 @@ def dtypes(tree: Any) -> set[Any]:
 # ---------------------------------------------------------------- models and columns
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_has_a_gradient_in_every_column(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -88,6 +89,7 @@ def test_every_model_has_a_gradient_in_every_column(
     assert {"bf16"} <= counts["auto-grad"].flops.keys() and "f16" in counts["float16"].flops
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_both_forms_of_a_model_agree_as_far_as_bfloat16_does(name: str):
     model = small(name)

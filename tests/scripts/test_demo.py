@@ -58,6 +58,7 @@ def products(jaxpr: Any) -> list[bool]:
     return [is_low(e, jnp.bfloat16) for e in jaxprs.products(jaxpr, True) if contracts(e)]
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("compose", [whole_step, under_grad])
 def test_every_product_is_low_and_the_loss_is_that_of_float32(compose: Any, task: Any):
     step = compose(task)

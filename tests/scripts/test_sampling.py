@@ -15,6 +15,10 @@ import pytest
 @pytest.mark.parametrize(("y", "z"), [(1, 2), (2, 1), (2, 2)])
 def test_of_two_parameters(x, y, z): ...
 
+@pytest.mark.enumerated
+@pytest.mark.parametrize(("x", "y"), [(x, y) for x in range(3) for y in range(2)])
+def test_of_a_list(x, y): ...
+
 @pytest.mark.parametrize("x", [[], {}, [1]])
 def test_of_one(x): ...
 
@@ -26,6 +30,14 @@ def test_of_a_fixture(x, kind): ...
 
 @pytest.mark.release
 def test_of_a_release(): ...
+
+@pytest.mark.release(keep=2)
+@pytest.mark.parametrize("x", range(5))
+@pytest.mark.parametrize("y", range(5))
+def test_mostly_of_a_release(x, y): ...
+
+@pytest.mark.parametrize("x", [1, pytest.param(2, marks=pytest.mark.release), 3])
+def test_but_for_one_case(x): ...
 
 def test_plain(): ...
 """
@@ -53,7 +65,7 @@ def test_every_value_of_every_parameter_is_drawn_and_the_same_each_time():
 
 def test_what_runs_each_time(tmp_path: Path):
     (tmp_path / "test_it.py").write_text(SUITE)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = release: of a release\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  release: .\n  enumerated: .\n")
     command = [sys.executable, "-c", RUN, "test_it.py", "--rootdir", str(tmp_path)]
     root = Path(__file__).resolve().parents[2]
     env = {**os.environ, "PYTHONPATH": str(root)}
@@ -67,4 +79,10 @@ def test_what_runs_each_time(tmp_path: Path):
     assert {pair for pair, _ in pairs} == {"1-2", "2-1", "2-2"}
     assert {x for _, x in pairs} == set("012345")
     assert len([name for name in names if name.startswith("test_of_a_fixture")]) == 4
+    assert len([name for name in names if name.startswith("test_of_a_list")]) == 3
     assert "test_plain" in names and "test_of_a_release" not in names
+    assert len([name for name in names if name.startswith("test_mostly_of_a_release")]) == 2
+    assert {name for name in names if "but_for" in name} == {
+        "test_but_for_one_case[1]",
+        "test_but_for_one_case[3]",
+    }

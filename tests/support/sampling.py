@@ -13,7 +13,10 @@ from typing import Any
 
 
 def axes(item: Any) -> tuple[Hashable, ...]:
-    """The values of a case: one for each `parametrize` of its test, one for each fixture."""
+    """The values of a case: one for each `parametrize` of its test, one for each fixture.
+
+    Those of a list of tuples come together, unless the test is marked `enumerated`.
+    """
     params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
     # The cases of one test share their values, which need not be hashable.
     values = {name: id(value) for name, value in params.items()}
@@ -21,11 +24,12 @@ def axes(item: Any) -> tuple[Hashable, ...]:
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0]
         names = names.split(",") if isinstance(names, str) else names
-        found.append(tuple(values.pop(name.strip()) for name in names))
+        of_case = tuple(values.pop(name.strip()) for name in names)
+        found += of_case if item.get_closest_marker("enumerated") else [of_case]
     return (*found, *values.values())
 
 
-def each_choice(cases: Sequence[tuple[Hashable, ...]], seed: str) -> set[int]:
+def each_choice(cases: Sequence[tuple[Hashable, ...]], seed: str) -> list[int]:
     """The indices of a sample of cases in which every value of every axis occurs.
 
     Args:
@@ -35,11 +39,11 @@ def each_choice(cases: Sequence[tuple[Hashable, ...]], seed: str) -> set[int]:
     missing = {(axis, value) for case in cases for axis, value in enumerate(case)}
     order = list(range(len(cases)))
     random.Random(seed).shuffle(order)
-    drawn: set[int] = set()
+    drawn: list[int] = []
     while missing:
         best = max(order, key=lambda i: len(missing.intersection(enumerate(cases[i]))))
         missing.difference_update(enumerate(cases[best]))
-        drawn.add(best)
+        drawn.append(best)
     return drawn
 
 
@@ -48,10 +52,14 @@ def left_for_a_release(items: Sequence[Any]) -> set[int]:
     tests: dict[str, list[int]] = defaultdict(list)
     for i, item in enumerate(items):
         tests[item.nodeid.partition("[")[0]].append(i)
-    left = {i for i, item in enumerate(items) if item.get_closest_marker("release")}
+    left: set[int] = set()
     for name, cases in tests.items():
+        marks = [items[i].get_closest_marker("release") for i in cases]
+        left.update(i for i, mark in zip(cases, marks, strict=True) if mark and not mark.kwargs)
+        cases = [i for i in cases if i not in left]
         values = [axes(items[i]) for i in cases]
-        if values[0]:
-            drawn = each_choice(values, name)
-            left.update(index for at, index in enumerate(cases) if at not in drawn)
+        if values and values[0]:
+            most = marks[0].kwargs["keep"] if marks[0] else len(cases)
+            kept = {cases[at] for at in each_choice(values, name)[:most]}
+            left.update(i for i in cases if i not in kept)
     return left

@@ -39,6 +39,7 @@ fixed = hypothesis.settings(
 """The same programs in every run."""
 
 
+@pytest.mark.release(keep=5)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_random_program(policy: str):
     @fixed
@@ -49,6 +50,7 @@ def test_a_random_program(policy: str):
     check()
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("inside", [True, False], ids=["auto_mixed(grad)", "grad(auto_mixed)"])
 def test_the_gradient_of_a_random_program(inside: bool):
     @fixed
@@ -93,6 +95,7 @@ def test_every_ingredient_is_drawn_and_the_programs_have_products_to_lower():
     assert sum(outcome.lowered for outcome in outcomes) >= 60
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("target", ["h100", "tpu v5e"])
 def test_random_programs_are_right_as_they_are_planned_for_an_accelerator(target: str):
     """Results in 16 bits, what fusions write, and bfloat16 border copies, run on this CPU."""
