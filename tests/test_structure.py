@@ -1,12 +1,12 @@
 """The package's shape: what imports what, how long files and functions are, and how branched."""
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import networkx as nx
-import pytest
 from radon.complexity import cc_visit
 
 PACKAGE = Path(__file__).resolve().parents[1] / "precpass"
@@ -64,9 +64,22 @@ MAY_IMPORT_WHEN_CALLED: dict[str, set[str]] = {
 USES_JAX_EXTEND = {"jaxpr"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-each_file = pytest.mark.parametrize(
-    "path", FILES, ids=[p.relative_to(PACKAGE).as_posix() for p in FILES]
-)
+
+
+def each_file(check: Callable[[Path], None]) -> Callable[[], None]:
+    """A test that checks every file and names all that fail."""
+
+    def test() -> None:
+        failures: list[str] = []
+        for path in FILES:
+            try:
+                check(path)
+            except AssertionError as error:
+                failures.append(f"{path.relative_to(PACKAGE)}: {error}")
+        assert not failures, "\n".join(failures)
+
+    test.__doc__ = check.__doc__
+    return test
 
 
 def module_of(path: Path) -> str:
@@ -75,6 +88,7 @@ def module_of(path: Path) -> str:
     return parts[0].removesuffix(".py")
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 

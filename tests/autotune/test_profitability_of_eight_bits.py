@@ -128,6 +128,7 @@ def test_the_presets_of_sixteen_bits_choose_no_eight(clock: Clock):
     assert all(product.low is Precision.BF16 for product in clock.asked)
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize(
     "low, right",
     [

@@ -124,6 +124,7 @@ def test_a_gradient_is_near(fn: Callable[..., Any], policy: str):
         assert set(scales.formats) == {pp.Precision.F8E4M3, pp.Precision.F8E5M2}
 
 
+@pytest.mark.release(keep=2)
 @each_function
 def test_every_rounding_takes_its_scale_from_the_state(fn: Callable[..., Any]):
     """The silent failure would be a scale of the present values."""
@@ -259,6 +260,7 @@ def test_a_weight_that_was_zero_keeps_its_first_small_numbers():
     assert rel_error(scaled(scales, small, X)[0], fn(small, X)) < 0.1
 
 
+@pytest.mark.release
 def test_batches_of_other_sizes_have_the_same_scales():
     scaled = pp.delayed_scaling(layers)
     more = jnp.concatenate([X, 0.5 * X])
@@ -332,6 +334,7 @@ def test_weights_of_eight_bits_need_no_scale():
     assert rel_error(scaled.frozen(scales)(small, X), fn(ws, X)) < 0.05
 
 
+@pytest.mark.release
 def test_it_trains_under_jit_and_in_a_scan():
     """Twenty steps of a small network: the state is a carry like the optimizer's."""
     target = jnp.tanh(X @ W)
@@ -377,6 +380,7 @@ def test_it_is_mapped_and_exported():
     assert "f8E4M3FN" in exported(WS, X).mlir_module()
 
 
+@pytest.mark.release
 def test_shards_keep_scales_of_the_present_values():
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
 
@@ -394,6 +398,7 @@ def test_shards_keep_scales_of_the_present_values():
     assert np.array_equal(after.history[:, 0], scales.history[:, 0])
 
 
+@pytest.mark.release
 def test_sharded_arguments(tmp_path: Any):
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
     x = jax.device_put(X, jax.NamedSharding(mesh, P("rows")))
@@ -446,7 +451,7 @@ def test_what_is_wrong_is_refused():
         assert pp.delayed_scaling(layers, "bf16").init(WS, X).places == ()
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("policy", ["AutoMixedBf16", "AutoMixedF8"])
 def test_flaxs_own_float8_layers_keep_their_products_and_their_state(policy: str):
     """Their state "overwrites with the gradient": `jax.grad` returns the next one for it."""

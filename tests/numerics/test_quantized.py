@@ -145,6 +145,7 @@ def test_under_vmap():
     assert rel_error(jax.vmap(mixed)(stacked, batch), got) < 1e-2
 
 
+@pytest.mark.release
 def test_the_array_of_a_quantized_one_under_transformations():
     values = jnp.arange(-8, 8, dtype=jnp.int8).reshape(4, 4)
     scale = jnp.full((1, 4), 0.5)
@@ -414,6 +415,7 @@ def test_a_module_of_flax_nnx_is_refused_and_its_state_taken():
     assert rel_error(pp.auto_mixed(of_dict, "int8")(small, X), model(X)) < 0.02
 
 
+@pytest.mark.release
 def test_a_stack_on_a_mesh_of_explicit_axes_is_read_as_it_is():
     axes = (AxisType.Explicit,) * 2
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=axes, devices=jax.devices()[:4])
@@ -435,6 +437,7 @@ def test_a_stack_on_a_mesh_of_explicit_axes_is_read_as_it_is():
             assert rel_error(got, want) < 0.15
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
 def test_one_function_for_several_layers(wrap):
     layer = wrap(lambda w, x: jnp.tanh(x @ w))

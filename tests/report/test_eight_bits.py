@@ -20,6 +20,7 @@ def layers(ws: Any, x: Any) -> Any:
     return jnp.tanh(x @ last)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_comparison_has_their_share_their_error_and_their_memory(policy: str):
     low, scaled = pp.compare(layers, ["bf16", policy], rounds=1)(WS, X).rows

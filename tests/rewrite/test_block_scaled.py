@@ -112,7 +112,7 @@ def test_the_form_of_the_units_has_the_same_digits(precision):
     assert rel_error(units(w, x), emulated(w, x)) < 1e-6
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @each_precision
 def test_a_gpu_is_given_the_call_of_scaled_matmul_and_other_platforms_a_dot(precision):
     dtype = {"mxfp8": "f8E4M3FN", "nvfp4": "f4E2M1FN"}[precision]
@@ -186,6 +186,7 @@ def test_an_outlier_takes_the_digits_of_its_own_block_alone():
 # ---------------------------------------------------------------- around it
 
 
+@pytest.mark.release
 @each_precision
 def test_it_is_exported_for_every_platform(precision):
     mixed = jax.jit(pp.auto_mixed(loss, ordered(precision)))
@@ -258,7 +259,7 @@ def test_weights_ahead_of_time_are_refused_with_the_reason(precision):
         pp.quantized(loss, ordered(precision))
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @each_precision
 def test_delayed_scaling_leaves_the_scales_of_blocks_as_they_are(precision):
     def both(w, x):
@@ -308,6 +309,7 @@ def test_blocks_lie_along_any_summed_dimension_of_whole_blocks(spec):
         assert rel_error(on_blackwell(fn, "mxfp8", x, w)(x, w), mixed(x, w)) < 1e-6
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_cpu_runs_every_layout_of_a_program_that_is_planned_for_a_blackwell(compiled):
     x, y = normal_array(3, 16, 32, 3), normal_array(4, 3, 32, 16)
@@ -328,6 +330,7 @@ def test_a_cpu_runs_every_layout_of_a_program_that_is_planned_for_a_blackwell(co
     assert rel_error(got, curvature(W[:32, :32])(small)) < 0.02
 
 
+@pytest.mark.release
 def test_the_scales_of_arrays_do_not_overflow_behind_each_other(monkeypatch):
     def multiplied(lhs, rhs, of_lhs, of_rhs, preferred_element_type):
         x, w = (
@@ -361,7 +364,7 @@ def test_values_near_the_largest_of_float32_stay_finite(precision):
     assert rel_error(got[0, 1:], (x @ w)[0, 1:]) < ERRORS[precision]
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize(("rows", "count"), [(64, 6), (128, 10)])
 def test_a_shard_of_an_explicit_axis_that_is_no_whole_blocks_stays_in_bfloat16(rows, count):
     """A weight's gradient sums over the batch, of which each of four devices has a part."""

@@ -69,6 +69,7 @@ def _dense_jvp(primals, tangents):
     return dense(w, x), dx @ w + x @ dw
 
 
+@pytest.mark.release(keep=2)
 @each_precision
 def test_tangents_of_a_custom_rule_are_transposed(precision):
     def loss(w):
@@ -95,6 +96,7 @@ def test_a_linear_function_is_transposed(precision):
     assert jnp.isfinite(jax.grad(solved)(X)).all()
 
 
+@pytest.mark.release(keep=2)
 @each_precision
 def test_taylor_coefficients_are_those_of_the_product(precision):
     def fn(x):
@@ -181,6 +183,7 @@ def test_an_exported_program_of_any_batch_has_8_bits(precision):
         assert rel_error(exported.call(X[:rows]), jnp.tanh(X[:rows] @ W)) < most(precision)
 
 
+@pytest.mark.release
 def test_rounding_is_mapped_along_every_dimension():
     def fn(w, x):
         return lax.dot_general(x, w, (((1,), (0,)), ((), ())))

@@ -80,6 +80,7 @@ def test_scales_of_rows_are_powers_of_two_along_the_summed_dimension():
     assert shapes == [(), ()]
 
 
+@pytest.mark.release
 @each_composition
 def test_the_backward_pass_has_scales_of_rows_too(compose):
     policy = ordered("f8").with_scales("row")

@@ -152,6 +152,7 @@ def test_the_backward_pass_of_float8_has_its_cotangents_in_the_format_asked_for(
     assert all(cotangent in pair for pair in pairs[2:])
 
 
+@pytest.mark.release
 def test_a_tangent_is_near():
     for precision, most in ERRORS.items():
         mixed = pp.auto_mixed(layers, ordered(precision))
