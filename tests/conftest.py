@@ -12,6 +12,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 import gc
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,21 @@ def pytest_addoption(parser: pytest.Parser):
     parser.addoption(
         "--whole", action="store_true", help="every case, not a sample, and the tests of a release"
     )
+
+
+GROUPS = re.compile(r"(^pytestmark = )?pytest\.mark\.(programs|targets)\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config):
+    """Leaves out files without a test of the group that -m names, to save their imports."""
+    if collection_path.suffix != ".py":
+        return None
+    found = GROUPS.findall(collection_path.read_text(encoding="utf-8"))
+    if config.option.markexpr in ("programs", "targets"):
+        return config.option.markexpr not in {group for _, group in found} or None
+    if config.option.markexpr == "not programs and not targets":
+        return any(whole for whole, _ in found) or None
+    return None
 
 
 @pytest.hookimpl(trylast=True)  # behind -m and -k, so that the sample is of what they select
