@@ -59,7 +59,7 @@ def test_a_loop_constant_is_cast_once_outside():
     low_and_near(pp.auto_mixed(recurrent), recurrent, w, x, least=2)
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("shape", [(24, 16), (8, 48)], ids=["as is", "moved"])
 @pytest.mark.parametrize("policy", [None, "dots_saveable"])
 def test_nor_does_a_checkpoint_cast_it_again_in_the_backward_loop(
@@ -99,6 +99,7 @@ def chosen(trips: int) -> Callable[..., Any]:
     return fn
 
 
+@pytest.mark.release
 def test_of_few_matrices_that_a_loop_chooses_from_all_are_cast_outside():
     ws, x = 0.3 * normal_array(0, 2, 8, 8), normal_array(1, 4, 8)
     often, once = (rewritten(chosen(trips), ws, x) for trips in (12, 2))

@@ -219,6 +219,7 @@ def test_what_is_not_finite_stays_so_and_is_forgotten(policy: str, value: float)
     assert rel_error(out, fn(ws, X)) < 0.1
 
 
+@pytest.mark.release
 def test_each_call_of_a_block_has_scales_of_its_own():
     for wrap in (jax.jit, jax.checkpoint):
         block = wrap(lambda x, w: jnp.tanh(x @ w))

@@ -56,7 +56,7 @@ def test_each_rung_has_products_of_its_format():
     assert {"bf16", "f32"} <= {name for name in ("bf16", "f16", "f32") if f":{name}[" in text}
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("name", ["Bennett5", "Lanczos1", "Lanczos2", "Lanczos3", "MGH10"])
 def test_nist_problems_that_bfloat16_does_not_solve_are_solved(name: str):
     """By its Jacobian alone, in 2,000 steps; with the ladder they are, from NIST's second start."""

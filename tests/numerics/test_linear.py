@@ -128,7 +128,7 @@ def test_residuals_that_would_underflow_are_those_of_any_scale(method: str):
     assert float(found.backward_error) > 0.0
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize(
     "b, options",
     [

@@ -121,6 +121,7 @@ def _unrolled(x: jax.Array) -> jax.Array:
     return (jnp.tanh(x @ SQUARE) * jnp.sin(x @ SQUARE)).sum()
 
 
+@pytest.mark.release
 def test_gradients_are_exported_for_every_platform_and_taken_on_a_mesh():
     mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
 

@@ -196,6 +196,7 @@ def test_one_function_has_a_program_for_each_kind_of_device():
     assert (first, second, third) == (["float32"], ["bfloat16"], ["float32"])
 
 
+@pytest.mark.release
 def test_a_plan_for_a_gpu_is_right_under_vmap_jvp_and_checkpoint():
     def loss(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.tanh(jax.checkpoint(lambda c: jnp.tanh(c @ a) @ a)(b)).sum()

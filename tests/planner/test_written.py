@@ -311,6 +311,7 @@ def attention(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.softmax(scores) @ v).sum()
 
 
+@pytest.mark.release
 def test_a_tpu_stores_the_exponentials_of_an_attention_and_a_gpu_its_masked_scores():
     """A TPU's compiler adds them up in the kernel of the scores, if these are not rounded."""
     args = normal_array(1, 128, 384) / 25, normal_array(2, 128, 128)

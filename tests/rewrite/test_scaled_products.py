@@ -350,6 +350,7 @@ def rounded_to_eight_bits(fn, *args):
     return [a.shape for a in results if a.dtype.itemsize == 1 and a.dtype != jnp.uint8]
 
 
+@pytest.mark.release
 def test_a_backward_pass_reads_the_8_bits_of_the_forward_pass():
     """In one scale for an array they are the same; int8's rows and float8's rows are not."""
     x, w = normal_array(5, 8, 16), normal_array(6, 16, 24)
@@ -398,7 +399,7 @@ def test_a_loop_saves_8_bits_for_its_backward_pass():
     assert {a.shape for a in saved if a.dtype == jnp.uint8} == {(3, 8, 32), (3, 32, 32)}
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("precision", ["f8e4m3", "f8e5m2", "mxfp8"])
 def test_a_checkpoint_may_save_everything(precision):
     """It passes what it saves through `reduce_precision`, by which float8's 448 is NaN."""

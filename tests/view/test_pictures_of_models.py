@@ -182,6 +182,7 @@ def test_a_transformer_is_drawn_by_its_layers_once_for_each_direction(name):
     assert_lines_run_beside_boxes(root)
 
 
+@pytest.mark.release
 def test_what_the_backward_pass_reads_of_the_forward_pass_is_one_line():
     root = ET.fromstring(of_nnx(nnx.grad).draw(graphviz=False).svg)
     thick = [p for p in root.iter(f"{SVG}path") if "thick" in p.get("class")]
