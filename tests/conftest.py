@@ -30,6 +30,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Many tests trace different functions to equal programs. `jax.jit` compiles each of them anew, but
 # JAX's persistent cache compares the programs: it saves a fifth of the tests' time, and more where
 # the tests ran before.
+compiled_programs = None
 if jax.config.jax_compilation_cache_dir is None:
     compiled_programs = CompiledPrograms()
     jax.config.update("jax_compilation_cache_dir", str(compiled_programs.folder))
@@ -70,6 +71,11 @@ def jax_leaks_too():
     """Without the check for leaks, for programs in which plain JAX leaves tracers behind."""
     with jax.check_tracer_leaks(False):
         yield
+
+
+def pytest_unconfigure():
+    if compiled_programs is not None:
+        compiled_programs.close()
 
 
 def pytest_addoption(parser: pytest.Parser):
