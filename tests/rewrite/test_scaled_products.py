@@ -113,7 +113,6 @@ def operands(fn, *args):
     return [pair for pair in pairs if {"int8", "float8_e4m3fn", "float8_e5m2"} & set(pair)]
 
 
-@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("precision", ["int8", "f8e4m3", later("f8e5m2")])
 @each_function
 def test_a_function_is_near_and_its_products_have_eight_bits(fn, precision):
