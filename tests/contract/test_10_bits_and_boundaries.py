@@ -69,7 +69,6 @@ def with_a_product(sampler):
     return lambda key, x: (sampler(key), x @ x)
 
 
-@pytest.mark.release(keep=4)
 @each_policy
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samples_are_bit_equal_to_float32s(name, policy):

@@ -248,7 +248,6 @@ def test_a_new_public_function_is_found(monkeypatch: pytest.MonkeyPatch):
     assert new == {"newcomer", "Runner.run"}
 
 
-@pytest.mark.release(keep=4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LEAVES_THEM)
 def test_arguments_are_left_as_they_were(name: str, kind: str, tmp_path: Any):

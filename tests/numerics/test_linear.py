@@ -161,6 +161,7 @@ def test_a_numpy_array_that_it_was_given_under_a_transform_is_that_of_float32_pr
     assert jnp.linalg.solve(a, b).dtype == np.float32
 
 
+@pytest.mark.release
 def test_a_numpy_matrix_is_differentiated_forwards():
     a, b = np.array([[4.0, 1.0], [2.0, 3.0]]), np.array([1.0, 2.0])
     found = jax.jacfwd(lambda a: pp.solve(a, b).x)(a)
@@ -170,6 +171,7 @@ def test_a_numpy_matrix_is_differentiated_forwards():
     np.testing.assert_allclose(found, want, rtol=1e-6)
 
 
+@pytest.mark.release
 def test_many_right_hand_sides_each_have_a_report():
     a, x, b = system(3)
     found = pp.solve(a, np.stack([b, 0 * b, 2.0**1000 * b], 1), factor="f16")

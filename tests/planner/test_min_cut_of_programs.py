@@ -141,7 +141,7 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], is_gradient: bool) -> An
     return jax.make_jaxpr(fn)(*args)
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_the_cut_is_the_cheapest_of_all_choices(energies: Any, chunk: int):
     rng = random.Random(chunk)

@@ -69,7 +69,6 @@ def contracting(fn: Callable[..., Any], x: Any, w: Any) -> bool:
     return any(contracts(e) for e in products(jax.make_jaxpr(fn)(x, w)))
 
 
-@pytest.mark.release(keep=4)
 @pytest.mark.parametrize("name", WIDE_SUMS)
 def test_a_gradient_is_rounded_in_its_operands_alone(name: str):
     """Low operands that are whole numbers: float32's very sums, which bfloat16 cannot hold."""
@@ -82,7 +81,6 @@ def test_a_gradient_is_rounded_in_its_operands_alone(name: str):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.release(keep=4)
 @pytest.mark.parametrize("name", DOTS)
 @pytest.mark.parametrize("side", [0, 1])
 def test_the_transposed_dot_is_jaxs(name: str, side: int):
@@ -98,7 +96,6 @@ def test_the_transposed_dot_is_jaxs(name: str, side: int):
     np.testing.assert_array_equal(out, jax.vjp(fn, *operands)[1](g)[side])
 
 
-@pytest.mark.release(keep=4)
 @pytest.mark.parametrize("name", DOTS)
 @pytest.mark.parametrize("dims", [(0, None), (None, 0), (-1, -1), (1, 0)])
 def test_a_dot_under_a_vmap_is_jaxs(name: str, dims: tuple[int | None, int | None]):

@@ -18,7 +18,7 @@ class CompiledPrograms:
 
     It lies in the user's cache folder. Each release of JAX and each worker of pytest-xdist has its
     own, since a worker could read a file that another one has half written. If another run of the
-    tests uses it, the folder is a temporary one.
+    tests uses it, or it cannot be written, the folder is a temporary one.
 
     Args:
         parent: where the folders of all releases and workers are; the user's cache folder if it is
@@ -33,27 +33,20 @@ class CompiledPrograms:
         parent = parent or platformdirs.user_cache_path("precpass-tests")
         kept = parent / f"jax-{jax.__version__}-{worker}"
         self._lock = filelock.FileLock(f"{kept}.lock")
-        self._unfinished = Path(f"{kept}.unfinished")
         self._temporary: TemporaryDirectory[str] | None = None
         try:
             kept.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
+            if sum(file.stat().st_size for file in kept.iterdir()) > LARGEST:
+                shutil.rmtree(kept)
+                kept.mkdir()
+            self.folder = kept
         except (filelock.Timeout, OSError):
             self._temporary = TemporaryDirectory(prefix="precpass-tests-")
             self.folder = Path(self._temporary.name)
-            return
-        # A process that was killed may have left half of a file, which JAX would warn of each time.
-        is_damaged = self._unfinished.exists()
-        if is_damaged or sum(file.stat().st_size for file in kept.iterdir()) > LARGEST:
-            shutil.rmtree(kept)
-            kept.mkdir()
-        self._unfinished.touch()
-        self.folder = kept
 
     def close(self) -> None:
-        """Say that all files are whole, and let another run use the folder."""
+        """Let another run use the folder."""
+        self._lock.release()
         if self._temporary is not None:
             self._temporary.cleanup()
-        else:
-            self._unfinished.unlink(missing_ok=True)
-            self._lock.release()

@@ -54,12 +54,12 @@ def left_for_a_release(items: Sequence[Any]) -> set[int]:
         tests[item.nodeid.partition("[")[0]].append(i)
     left: set[int] = set()
     for name, cases in tests.items():
-        marks = [items[i].get_closest_marker("release") for i in cases]
-        left.update(i for i, mark in zip(cases, marks, strict=True) if mark and not mark.kwargs)
+        marks = {i: list(items[i].iter_markers("release")) for i in cases}
+        left.update(i for i in cases if any(not mark.kwargs for mark in marks[i]))
         cases = [i for i in cases if i not in left]
         values = [axes(items[i]) for i in cases]
         if values and values[0]:
-            most = marks[0].kwargs["keep"] if marks[0] else len(cases)
+            most = min((mark.kwargs["keep"] for mark in marks[cases[0]]), default=len(cases))
             kept = {cases[at] for at in each_choice(values, name)[:most]}
             left.update(i for i in cases if i not in kept)
     return left
