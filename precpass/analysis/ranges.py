@@ -33,6 +33,9 @@ class ValueRange(NamedTuple):
         integer: whether every element is an integer.
         constant: whether the elements themselves are known.
         random: whether it is made from random bits and constants only.
+        step: the step of a grid, such as 0.5 for `i + 0.5`, if the elements are integers that were
+            shifted or scaled; 0 if no such grid is known, if it is finer than `FINEST_STEP`, and
+            for integers themselves.
     """
 
     lo: float = -math.inf
@@ -43,6 +46,12 @@ class ValueRange(NamedTuple):
     random: bool = False
     likely_max: float = 0.0
     magnitude: float = 0.0
+    step: float = 0.0
+
+    @property
+    def grid(self) -> float:
+        """The step of the grid that all elements are on, 1 for integers; 0 if none is known."""
+        return 1.0 if self.integer else self.step
 
     @property
     def overall_magnitude(self) -> float:
@@ -50,6 +59,8 @@ class ValueRange(NamedTuple):
         return self.likely_max if self.constant else self.magnitude
 
 
+FINEST_STEP = 0.125
+"""Coordinates between 0 and 1 are on a grid too, and lose nothing that their readers would miss."""
 ANY = ValueRange()
 _BOOL = ValueRange(0.0, 1.0, integer=True)
 
@@ -138,14 +149,15 @@ class _Summary(NamedTuple):
         likely_min_nonzero: the smallest magnitude that is neither zero nor infinite; 0 if there
             is none.
         likely_max: the largest magnitude that is not infinite; 0 if there is none.
-        whole: whether all are whole numbers or infinite.
+        step: the largest of `_STEPS` that all are multiples of, but for those that are infinite; 0
+            if there is none.
     """
 
     lo: float
     hi: float
     likely_min_nonzero: float
     likely_max: float
-    whole: bool
+    step: float
 
     def joined(self, other: _Summary) -> _Summary:
         """The summary of both parts."""
@@ -157,11 +169,12 @@ class _Summary(NamedTuple):
             float(np.fmax(self.hi, other.hi)),
             likely_min_nonzero if likely_min_nonzero < math.inf else 0.0,
             max(self.likely_max, other.likely_max),
-            self.whole and other.whole,
+            min(self.step, other.step),
         )
 
 
-_NO_NUMBER = _Summary(math.nan, math.nan, 0.0, 0.0, True)
+_STEPS = (1.0, 0.5, 0.25, FINEST_STEP)
+_NO_NUMBER = _Summary(math.nan, math.nan, 0.0, 0.0, 1.0)
 
 
 def _of_parts(parts: Sequence[Any]) -> ValueRange:
@@ -175,15 +188,17 @@ def _of_parts(parts: Sequence[Any]) -> ValueRange:
         summary_of_all = summary_of_all.joined(summary)
     if math.isnan(summary_of_all.lo):
         return ValueRange(0.0, 0.0, constant=True)
-    lo, hi, likely_min_nonzero, likely_max, whole = summary_of_all
+    lo, hi, likely_min_nonzero, likely_max, step = summary_of_all
     # A lone 1000.0 is a scale and no count; a table of whole numbers holds positions.
+    is_table = size > 1
     return ValueRange(
         lo,
         hi,
         likely_min_nonzero,
-        (whole and size > 1) or not is_float,
+        (step == 1.0 and is_table) or not is_float,
         constant=True,
         likely_max=likely_max,
+        step=step if step < 1.0 and is_table else 0.0,
     )
 
 
@@ -227,8 +242,15 @@ def _of_chunk(values: np.ndarray[Any, Any]) -> _Summary:
             float(smallest.view(magnitudes.dtype)[0]),
             float(magnitudes.max()),
         )
-    whole = bool((values == np.rint(values)).all())
-    return _Summary(float(values.min()), float(values.max()), likely_min_nonzero, likely_max, whole)
+    step = next((step for step in _STEPS if _is_on_grid(values, step)), 0.0)
+    return _Summary(float(values.min()), float(values.max()), likely_min_nonzero, likely_max, step)
+
+
+def _is_on_grid(values: np.ndarray[Any, Any], step: float) -> bool:
+    # Few arrays are on a grid, and the first elements of the others show it.
+    return all(
+        bool((part == np.rint(part / step) * step).all()) for part in (values[:16], values[16:])
+    )
 
 
 def _on_device(part: Any) -> _Summary:
@@ -265,5 +287,5 @@ def _reduced(x: Any) -> tuple[Any, ...]:
         jnp.where(number.any(), jnp.max(x, where=number, initial=-jnp.inf), jnp.nan),
         jnp.where(likely_min_nonzero < jnp.inf, likely_min_nonzero, 0),
         jnp.max(overall_magnitude, where=finite, initial=0),
-        jnp.all(x == jnp.round(x), where=number),
+        jnp.max(jnp.stack([s * jnp.all(x == jnp.round(x / s) * s, where=number) for s in _STEPS])),
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis.ranges import ANY, ValueRange, of_aval, of_dtype
+from precpass.analysis.ranges import ANY, FINEST_STEP, ValueRange, of_aval, of_dtype
 from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Memo", "hull", "results"]
@@ -130,9 +130,38 @@ def _learned(name: str, known: ValueRange, operands: Sequence[ValueRange]) -> Va
         learned["likely_min_nonzero"] = min(
             (f.likely_min_nonzero for f in operands if f.likely_min_nonzero), default=0.0
         )
+    if name in _ON_GRID and not known.integer and any(f.grid for f in operands):
+        learned["step"] = _step(name, operands)
     if any(learned.values()) or any(getattr(known, field) for field in learned):
         known = known._replace(**learned)
     return known
+
+
+_ON_GRID = frozenset(("add", "sub", "mul", "div", "neg", "abs", "max", "min", "clamp"))
+
+
+def _step(name: str, operands: Sequence[ValueRange]) -> float:
+    """The step of the grid that an equation's results are on; 0 if none is known."""
+    steps = [f.grid for f in operands if f.lo != f.hi]
+    numbers = [f.lo for f in operands if f.lo == f.hi]
+    if name in ("mul", "div"):
+        # A grid is scaled by one number that is written, and divided by it, not into it.
+        scales = len(steps) == len(numbers) == 1 and numbers[0] != 0
+        if not scales or (name == "div" and operands[1].lo != operands[1].hi):
+            return 0.0
+        step = steps[0] * abs(numbers[0]) if name == "mul" else steps[0] / abs(numbers[0])
+    else:
+        step = min(steps, default=0.0)
+        if not step or any(s % step for s in steps):
+            return 0.0
+        if name in ("add", "sub"):
+            step = min(_shifted(step, number) for number in (*numbers, 0.0))
+    return step if FINEST_STEP <= step < math.inf else 0.0
+
+
+def _shifted(step: float, number: float) -> float:
+    """The step of the grid that has the sums of a grid and a number; of no such grid its own."""
+    return next((s for s in (step, step / 2, step / 4, step / 8) if number % s == 0), step)
 
 
 def _stays_random(name: str, operands: Sequence[ValueRange]) -> bool:
@@ -176,7 +205,16 @@ def hull(facts: Sequence[ValueRange]) -> ValueRange:
         all(f.constant for f in facts),
         likely_max=_reach(facts),
         magnitude=_common_scale(facts),
+        step=_common_step(facts),
     )
+
+
+def _common_step(facts: Sequence[ValueRange]) -> float:
+    """The step of the grid of a value that is one of several; lone numbers are ignored."""
+    steps = [f.grid for f in facts if f.lo != f.hi]
+    step = min(steps, default=0.0)
+    is_grid = step and not any(s % step for s in steps) and not _all_integers(facts)
+    return step if is_grid else 0.0
 
 
 def _all_integers(facts: Sequence[ValueRange]) -> bool:

@@ -193,6 +193,11 @@ INTEGERS = Template(
     "{} has integers up to {}; {} is exact only to {}",
     "keep it so: positions and counts need the digits",
 )
+GRID = Template(
+    _GUARD,
+    "{} has numbers in steps of {} up to {}; {} tells them apart only to {}",
+    INTEGERS.remedy,
+)
 RANDOM_BITS = Template(
     _GUARD,
     "follows random bits: a sampler's digits",

@@ -125,6 +125,8 @@ def why_out_of_range(fact: ValueRange, target: Precision, what: str = "it") -> R
         return reasons.VANISHES(what, likely_min_nonzero, target, smallest)
     if fact.integer and bound > target.exact_integers:
         return reasons.INTEGERS(what, f"{bound:.3g}", target, target.exact_integers)
+    if fact.step and bound > (exact := fact.step * target.exact_integers):
+        return reasons.GRID(what, f"{fact.step:.3g}", f"{bound:.3g}", target, f"{exact:.3g}")
     return None
 
 

@@ -61,7 +61,7 @@ def test_a_cast_keeps_what_is_known():
         (np.float32(1e-12), ValueRange(1e-12, 1e-12, 1e-12, False, True, likely_max=1e-12)),
         (
             np.array([0.5, 0.0, -3.5], np.float32),
-            ValueRange(-3.5, 0.5, 0.5, False, True, likely_max=3.5),
+            ValueRange(-3.5, 0.5, 0.5, False, True, likely_max=3.5, step=0.5),
         ),
         (
             np.array([1.0, 2.0, 300.0], np.float32),
@@ -71,7 +71,7 @@ def test_a_cast_keeps_what_is_known():
         # the bounds hold what is infinite; what can still overflow is the largest finite element
         (
             np.array([np.inf, np.nan, 2.5], np.float32),
-            ValueRange(2.5, np.inf, 2.5, False, True, likely_max=2.5),
+            ValueRange(2.5, np.inf, 2.5, False, True, likely_max=2.5, step=0.5),
         ),
         (np.array([-np.inf], np.float32), ValueRange(-np.inf, -np.inf, 0, False, True)),
         (np.zeros((0, 3), np.float32), ValueRange(0, 0, 0, False, True)),
@@ -87,6 +87,31 @@ def test_a_constant_is_known(value, expected):
         likely_max=pytest.approx(expected.likely_max),
     )
     assert of_array(jnp.asarray(value)) == found
+
+
+@pytest.mark.parametrize(
+    ("make", "step"),
+    [
+        (lambda i: i + 0.5, 0.5),
+        (lambda i: (i + 0.5) * 4, 2.0),
+        (lambda i: i / 4, 0.25),
+        (lambda i: i / 16, 0.0),  # finer than `FINEST_STEP`
+        (lambda i: i * 3.5, 3.5),
+        (lambda i: i + 0.3, 1.0),  # on no grid through zero, but 1 apart
+        (lambda i: i / 4 + i * 0.5, 0.25),
+        (lambda i: i * 0.3 + i * 0.2, 0.0),
+        (lambda i: -jnp.abs(i - 0.5), 0.5),
+        (lambda i: jnp.stack([i + 0.5, jnp.full(9, 0.3)]), 0.5),
+        (lambda i: (i + 0.5) * (i + 0.5), 0.0),
+        (lambda i: 1.0 / (i + 0.5), 0.0),
+        (lambda i: jnp.sin(i) + 0.5, 0.0),
+        (lambda i: i + 1.0, 0.0),  # integers
+    ],
+)
+def test_the_step_of_a_grid(make, step):
+    fact = fact_of(lambda: make(jnp.arange(9.0)))
+    assert fact.step == pytest.approx(step)
+    assert fact.integer == (bounds(fact) == (1.0, 9.0))
 
 
 def test_a_lone_number_is_a_scale_and_no_count():

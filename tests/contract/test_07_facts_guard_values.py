@@ -139,6 +139,56 @@ def test_a_product_of_positions_stays_wide():
     assert low_products(look(f, pp.AutoMixed, w).after)  # float16 holds them
 
 
+INVERSE = np.linalg.inv(np.array([[1200.0, 0, 512], [0, 1200, 512], [0, 0, 1]])).astype(np.float32)
+PIXELS = 1024
+GRIDS = {
+    "pixel centres": lambda i: i + 0.5,
+    "quarters": lambda i: i / 4,
+    "of a stride": lambda i: i * 3.5,
+    "of any stride": lambda i: i * 0.3,
+    "before the origin": lambda i: 511.5 - i,
+    "the centres of every fourth": lambda i: (i + 0.5) * 4,
+    "with a shift that is on no grid": lambda i: i + 0.3,
+    "in bounds": lambda i: jnp.clip(i + 0.5, 0.5, 1000.5),
+    "of both axes": lambda i: i / 4 + i[::-1] * 0.5,
+    "a table": lambda i: jnp.asarray(np.arange(PIXELS, dtype=np.float32) + 0.5),
+    "one of two": lambda i: jnp.where(i > 3, i + 0.5, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_product_of_a_grid_has_the_digits_of_float32(name):
+    """Rays through pixels: each direction is within a thousandth of a pixel."""
+
+    def rays(inverse):
+        i = GRIDS[name](jnp.arange(PIXELS, dtype=jnp.float32))
+        return jnp.stack([i, i[::-1], jnp.ones_like(i)], -1) @ inverse.T
+
+    inspection = look(rays, pp.AutoMixedBf16, INVERSE)
+    assert low_products(inspection.after) == []
+    assert "tells them apart only to" in text_of(inspection)
+    want = jax.jit(rays)(INVERSE)
+    assert float(jnp.abs(run(rays, pp.AutoMixedBf16, INVERSE) - want).max()) * 1200 < 1e-3
+
+
+FINE = {
+    "few positions": lambda i: jnp.arange(100.0) + 0.5,
+    "coordinates from 0 to 1": lambda i: (i + 0.5) / PIXELS,
+    "a mask": lambda i: (i > 3).astype(jnp.float32) * -1e9 + 1.0,
+    "pixels around zero": lambda i: (i % 256).astype(jnp.uint8).astype(jnp.float32) / 127.5 - 1.0,
+    "a shift that is an argument": lambda i: jnp.cos(i) + 0.5,
+}
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_and_what_the_low_format_tells_apart_stays_low(name):
+    def fn(w):
+        x = FINE[name](jnp.arange(PIXELS, dtype=jnp.float32))
+        return x[None] @ w[: x.size]
+
+    assert low_products(look(fn, pp.AutoMixedBf16, jnp.ones((PIXELS, 4))).after)
+
+
 @pytest.mark.release(keep=2)
 @each_policy
 def test_rotary_embeddings_stay_exact(policy):

@@ -66,6 +66,10 @@ GIVEN = {
         lambda x, w: jnp.arange(3000.0)[None, :] @ jnp.ones((3000, 8), jnp.float32) + x @ w,
         "AutoMixedBf16",
     ),
+    "GRID": (
+        lambda x, w: (jnp.arange(3000.0) + 0.5)[None, :] @ jnp.ones((3000, 8)) + x @ w,
+        "AutoMixedBf16",
+    ),
     "RANDOM_BITS": (lambda x, w: x + jax.random.normal(jax.random.key(0), (8, 8)), "AlwaysBf16"),
     "PREDICATE": (
         lambda x, w: lax.while_loop(lambda c: (c @ w).sum() < 3, lambda c: c + 1, x),
