@@ -13,11 +13,26 @@ from precpass.units import counted
 
 
 def contracts(eqn: ir.Eqn) -> bool:
-    """Whether a product contracts a dimension; an outer or elementwise product does not."""
+    """Whether a product is one of matrices, and not elementwise work and perhaps a reduction.
+
+    It sums over more than one term, and an element of an operand is used in more than one sum: an
+    outer product does not do the first, and `einsum("bd,bd->b")` not the second.
+    """
     if eqn.primitive.name != "dot_general":
         return True
     numbers = ir.summed_and_batch(eqn)
-    return numbers is not None and len(numbers[0][0]) > 0
+    if numbers is None:
+        return False
+    shapes = [v.aval.shape for v in eqn.invars[:2]]
+    summed, batch = numbers
+    is_sum = any(shapes[0][d] != 1 for d in summed[0])
+    sides = zip(shapes, summed, batch, strict=True)
+    return is_sum and any(
+        size != 1
+        for shape, *used in sides
+        for d, size in enumerate(shape)
+        if d not in {*used[0], *used[1]}
+    )
 
 
 def float_vars(eqn: ir.Eqn) -> list[Any]:

@@ -252,8 +252,8 @@ CONSTANTS = Template(
 )
 ELEMENTWISE_PRODUCT = Template(
     _GUARD,
-    "an elementwise product: nothing is contracted",
-    "nothing to gain: it sums over nothing",
+    "an elementwise product: it sums over one term, or uses each element once",
+    "to lower it all the same, order it by a Rule or a keep region",
 )
 SELECTS = Template(
     _COST,

@@ -61,7 +61,7 @@ class Traits:
     Attributes:
         row: the primitive's row in the table of primitives.
         user_order: the precision that the user gave a product, in words.
-        sums_nothing: whether it is a product without contracted dimensions.
+        sums_nothing: whether it is a product that is elementwise work, and perhaps a reduction.
         spreads: whether one element of an operand reaches many results.
         holds_terms: whether each device holds one term of a sum that it reads or makes.
         is_unchecked: whether it reads a constant whose elements cannot be read.
