@@ -253,7 +253,6 @@ CASES = [
 ]
 
 
-@pytest.mark.release(keep=5)
 @pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "policy"), CASES, ids=lambda v: getattr(v, "name", v))
 def test_gradients_accumulate_wide(name, policy):
@@ -282,7 +281,6 @@ def test_the_cotangents_of_a_fan_out_add_up_wide():
         assert got == 300.0, form
 
 
-@pytest.mark.release(keep=1)
 @each_format
 @pytest.mark.parametrize("name", ["embedding", "loop constant", "rnn"])
 def test_second_derivatives_accumulate_wide(name, policy):

@@ -131,7 +131,6 @@ COMPOSED = {
 }
 
 
-@pytest.mark.release(keep=2)
 @each_policy
 @pytest.mark.parametrize("name", COMPOSED)
 def test_softmax_logsumexp_and_norms_are_float32(name, policy):

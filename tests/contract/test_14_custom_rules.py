@@ -159,7 +159,6 @@ WITHIN: dict[str, Callable[[Product], Product]] = {
 }
 
 
-@pytest.mark.release(keep=3)
 @each_composition
 @pytest.mark.parametrize("place", WITHIN)
 @pytest.mark.parametrize("name", ["jvp", "vjp", "vjp symbolic zeros", "vjp nondiff"])
@@ -202,7 +201,6 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 REVERSE_ONLY = ("grad", "jacrev", "vmap of grad", "reverse over reverse")
 
 
-@pytest.mark.release(keep=3)
 @each_composition
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @each_forward
@@ -224,7 +222,6 @@ NESTED = [
 ]
 
 
-@pytest.mark.release(keep=4)
 @each_composition
 @pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "transform"), NESTED)

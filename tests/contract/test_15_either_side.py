@@ -78,7 +78,6 @@ def avals(traced: Any) -> list[Any]:
     return [(a.shape, a.dtype, a.weak_type) for a in jax.tree.leaves(traced.out_info)]
 
 
-@pytest.mark.release(keep=6)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.enumerated
 @pytest.mark.parametrize(("program", "transform"), CELLS)

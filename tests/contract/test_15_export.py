@@ -41,7 +41,6 @@ W_SPEC = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 ALL = ("cpu", "cuda", "rocm", "tpu")
 
 
-@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("fn", [loss, scanned, jax.value_and_grad(loss)], ids=["f", "scan", "grad"])
 def test_round_trip_with_a_symbolic_batch(fn):
     # one row is a cache line here: of what is less, another plan is made than of the nominal size

@@ -72,7 +72,6 @@ CALLABLES["custom_vjp"][0].defvjp(
 )
 
 
-@pytest.mark.release(keep=5)
 @pytest.mark.parametrize("name", CALLABLES)
 def test_every_callable(name):
     fn, factor = CALLABLES[name]
