@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["are", "counted", "duration", "listed", "sized"]
+__all__ = ["are", "counted", "duration", "in_unit", "listed", "sized"]
 
 
 def counted(n: int, noun: str) -> str:
@@ -43,6 +43,25 @@ def listed(names: Sequence[str], most: int) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
+def in_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """A quantity to three digits, in the largest unit of which there is at least one.
+
+    Args:
+        value: how much of the quantity there is.
+        units: the names and sizes of the units, the largest first; the last one is for all that is
+            smaller.
+
+    Examples:
+        >>> in_unit(999_900, (("MB", 1e6), ("kB", 1e3)))  # not 1e+03 kB
+        '1 MB'
+        >>> in_unit(12, (("MB", 1e6), ("kB", 1e3)))
+        '0.012 kB'
+    """
+    name, size = next((unit for unit in units if value >= 0.9995 * unit[1]), units[-1])
+    count = value / size
+    return f"{count:.0f} {name}" if count >= 999.5 else f"{count:.3g} {name}"
+
+
 def sized(nbytes: float) -> str:
     """A number of bytes to three digits.
 
@@ -50,10 +69,9 @@ def sized(nbytes: float) -> str:
         >>> sized(96), sized(768), sized(12.58e6)
         ('96 bytes', '768 bytes', '12.6 MB')
     """
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return counted(round(nbytes), "byte")
+    if nbytes < 999.5:
+        return counted(round(nbytes), "byte")
+    return in_unit(nbytes, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)))
 
 
 def duration(seconds: float) -> str:
@@ -63,7 +81,4 @@ def duration(seconds: float) -> str:
         >>> duration(5.23e-5), duration(0.0114), duration(2.0), duration(4e-8)
         ('52.3 us', '11.4 ms', '2 s', '0.04 us')
     """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+    return in_unit(seconds, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))

@@ -9,7 +9,7 @@ from precpass.jaxpr import Source
 from precpass.measure.counts import LOW_FORMATS
 from precpass.plan.plan import Action, Plan
 from precpass.policy.primitives import OpKind
-from precpass.units import counted, sized
+from precpass.units import counted, in_unit, sized
 from precpass.view.rows import Row, rows
 from precpass.view.sheet import Cell, Entry, bar, facts, sheet
 from precpass.view.text import heading
@@ -75,10 +75,8 @@ def summary(plan: Plan) -> str:
 
 
 def _flops(n: float) -> str:
-    for size, name in ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP")):
-        if n >= size:
-            return f"{n / size:.3g} {name}"
-    return f"{n:.0f} FLOP"
+    prefixes = ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)
+    return in_unit(n, [(f"{prefix}FLOP", size) for prefix, size in prefixes])
 
 
 def line_table(plan: Plan) -> str:

@@ -439,9 +439,9 @@ def test_the_types_of_values_stand_at_their_lines():
 
 def test_the_more_bytes_the_stronger_the_colour():
     def unequal(x, big):
-        return jnp.sin(x) @ x + jnp.tanh(big)
+        return (jnp.sin(x) @ x).sum() + jnp.tanh(big)
 
-    root = drawn(unequal, f32(4), f32(1024, 1024))
+    root = drawn(unequal, f32(4, 4), f32(1024, 1024))
     assert classes(root).count("other") == 0
     strong = {}
     for group in root.iter(f"{SVG}g"):
