@@ -137,6 +137,8 @@ def _learned(name: str, known: ValueRange, operands: Sequence[ValueRange]) -> Va
     return known
 
 
+_LARGEST_COUNT = 2.0**24
+"""The integers up to here are those that float32 tells apart."""
 _ON_GRID = frozenset(("add", "sub", "mul", "div", "neg", "abs", "max", "min", "clamp"))
 
 
@@ -150,6 +152,12 @@ def _step(name: str, operands: Sequence[ValueRange]) -> float:
         if not scales or (name == "div" and operands[1].lo != operands[1].hi):
             return 0.0
         step = steps[0] * abs(numbers[0]) if name == "mul" else steps[0] / abs(numbers[0])
+        # As for integers: of unknown ones, or masks, multiples are no positions.
+        if (
+            not max(abs(end) for f in operands if f.lo != f.hi for end in (f.lo, f.hi))
+            <= _LARGEST_COUNT
+        ):
+            return 0.0
     else:
         step = min(steps, default=0.0)
         if not step or any(s % step for s in steps):
@@ -333,7 +341,7 @@ _RULES: dict[str, Callable[[Any, Sequence[ValueRange]], ValueRange]] = {
     "add": _interval(lambda a, b: [a[0] + b[0], a[1] + b[1]], counts_to=math.inf),
     "sub": _interval(lambda a, b: [a[0] - b[1], a[1] - b[0]], counts_to=math.inf),
     # A mask's 0 or 1 times -1e9 is no count: float32 has no exact integers from here on.
-    "mul": _interval(lambda a, b: [x * y for x in a for y in b], counts_to=2.0**24),
+    "mul": _interval(lambda a, b: [x * y for x in a for y in b], counts_to=_LARGEST_COUNT),
     "div": _interval(_quotient),
     "neg": _interval(lambda a: [-a[1], -a[0]]),
     "abs": _interval(lambda a: [0.0 if a[0] <= 0 <= a[1] else min(map(abs, a)), max(map(abs, a))]),

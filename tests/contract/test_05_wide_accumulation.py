@@ -237,7 +237,7 @@ BACKWARD = {
     "bias": (_bias, lambda: (jnp.ones((1, 2)) / 4, jnp.ones((N, 2)) / 4)),
     "cumsum": (
         lambda x, w: jnp.sum(jnp.cumsum(x) @ w),
-        lambda: (jnp.ones(N) / N, jnp.ones((N, 1))),
+        lambda: (jnp.ones(N) / N, jnp.ones((N, 2))),
     ),
     "rnn": (
         _rnn,

@@ -212,9 +212,9 @@ def test_a_state_that_adds_up_or_is_read_wide_is_carried_wide(reads: str):
 
 def test_ones_that_a_carry_adds_are_all_counted():
     def count(w: jax.Array, x: jax.Array) -> jax.Array:
-        return lax.scan(lambda s, row: (s + row @ w, s @ w), jnp.zeros((1, 1)), x)[0]
+        return lax.scan(lambda s, row: (s + row @ w, s @ w), jnp.zeros((1, 2)), x)[0]
 
-    w, x = jnp.ones((1, 1)), jnp.ones((16384, 1, 1))
+    w, x = jnp.full((2, 2), 0.5), jnp.ones((16384, 1, 2))
     assert float(pp.auto_mixed(count)(w, x)[0, 0]) == 16384.0
 
 
@@ -388,9 +388,9 @@ def test_and_after_what_shrinks():
 
 def test_the_gradient_of_what_is_repeated_adds_up_wide():
     def total(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.broadcast_to(x, (16384, 1, 1)) @ w)
+        return jnp.sum(jnp.broadcast_to(x, (16384, 1, 2)) @ w)
 
-    x, w = jnp.ones((1, 1)), jnp.ones((1, 1))
+    x, w = jnp.ones((1, 2)), jnp.full((2, 2), 0.5)
     assert float(jax.grad(pp.auto_mixed(total))(x, w)[0, 0]) == 16384.0
     assert float(pp.auto_mixed(jax.grad(total))(x, w)[0, 0]) == 16384.0
 

@@ -439,7 +439,7 @@ def test_arithmetic_that_nobody_counted_is_named():
 def test_integers_keys_and_empty_arrays_have_work_too():
     def fn(x, i, key):
         taken = x[i] @ jnp.ones((N, 0))
-        return taken, i + 1, jax.random.split(key), i @ i
+        return taken, i + 1, jax.random.split(key), jnp.stack([i, i]) @ jnp.stack([i, i], 1)
 
     found = work(fn, X, jnp.arange(3), jax.random.key(0))
     assert found.nbytes > 0

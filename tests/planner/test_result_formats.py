@@ -164,7 +164,7 @@ def test_a_squared_distance_keeps_the_digits_that_it_has_with_float32_results():
 
 
 def test_a_long_sum_of_rounded_terms_keeps_its_digits():
-    ones = jnp.ones((1, 1))
+    ones, halves = jnp.ones((2, 2)), jnp.full((1, 2), 0.5)
 
     def total(x: jax.Array) -> jax.Array:
         def body(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -174,8 +174,8 @@ def test_a_long_sum_of_rounded_terms_keeps_its_digits():
 
     with planned_for(AbsentDevice()):
         mixed = pp.auto_mixed(total, policy=pp.Custom({"compute": "bf16"}))
-        assert float(mixed(ones)) == 4096
-        assert float(jax.grad(lambda x: mixed(x))(ones)[0, 0]) == 4096
+        assert float(mixed(halves)) == 4096
+        assert float(jax.grad(lambda x: mixed(x))(halves)[0, 0]) == 4096
 
 
 def test_float16_results_stay_in_float32():

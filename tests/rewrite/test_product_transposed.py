@@ -21,7 +21,7 @@ from precpass.measure.counts import count
 from precpass.rewrite.dot_numbers import batched, transposed, untransposed
 from precpass.rewrite.low_product import Bilinear
 from tests.rewrite import test_product_form
-from tests.rewrite.test_product_form import CASES, ORDERS, weighed
+from tests.rewrite.test_product_form import CASES, ORDERS, ordered, weighed
 from tests.support.jaxprs import contracts, named, products
 from tests.support.values import assert_near, normal_array
 
@@ -61,7 +61,7 @@ LOWERED = {("bfloat16", "bfloat16", "float32")}
 )
 def test_every_product_of_a_derivative_has_the_lowered_form(name: str, order: str):
     fn, x, w = CASES[name]
-    jaxpr = jax.make_jaxpr(ORDERS[order](weighed(pp.auto_mixed(fn))))(x, w)
+    jaxpr = jax.make_jaxpr(ORDERS[order](weighed(ordered(fn))))(x, w)
     assert forms(jaxpr) <= LOWERED and (forms(jaxpr) or not contracting(fn, x, w))
 
 
@@ -75,7 +75,7 @@ def test_a_gradient_is_rounded_in_its_operands_alone(name: str):
     fn, x, w = CASES[name]
     x, w = integers(0, *x.shape), integers(1, *w.shape)
     g = integers(2, *jax.eval_shape(fn, x, w).shape)
-    got, want = (jax.jit(lambda f=f: jax.vjp(f, x, w)[1](g))() for f in (pp.auto_mixed(fn), fn))
+    got, want = (jax.jit(lambda f=f: jax.vjp(f, x, w)[1](g))() for f in (ordered(fn), fn))
     assert [a.dtype for a in got] == [a.dtype for a in want]
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)

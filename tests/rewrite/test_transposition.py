@@ -60,6 +60,6 @@ def test_a_product_in_the_tangents_of_a_custom_rule_is_transposed(name: str, pol
 
 
 def test_a_transpose_adds_up_wide():
-    fn = pp.auto_mixed(lambda s: jnp.concatenate([(s[None] @ jnp.eye(1))] * 300))
-    (got,) = jax.linear_transpose(fn, jnp.ones(1))(jnp.ones((300, 1)))
+    fn = pp.auto_mixed(lambda s: jnp.concatenate([(s[None] @ jnp.eye(2))] * 300))
+    (got,) = jax.linear_transpose(fn, jnp.ones(2))(jnp.ones((300, 2)))
     assert float(got[0]) == 300
