@@ -13,25 +13,30 @@ from precpass.units import counted
 
 
 def contracts(eqn: ir.Eqn) -> bool:
-    """Whether a product is one of matrices, and not elementwise work and perhaps a reduction.
+    """Whether a product contracts a dimension; an outer or elementwise product does not."""
+    if eqn.primitive.name != "dot_general":
+        return True
+    numbers = ir.summed_and_batch(eqn)
+    return numbers is not None and len(numbers[0][0]) > 0
 
-    It sums over more than one term, and an element of an operand is used in more than one sum: an
+
+def is_matrix_product(eqn: ir.Eqn) -> bool:
+    """Whether a product is more than elementwise work and perhaps a reduction.
+
+    It sums over more than one term, and uses an element of an operand in more than one sum. An
     outer product does not do the first, and `einsum("bd,bd->b")` not the second.
     """
     if eqn.primitive.name != "dot_general":
         return True
-    numbers = ir.summed_and_batch(eqn)
-    if numbers is None:
+    if not contracts(eqn):
         return False
+    summed, batch = ir.summed_and_batch(eqn) or ((), ())
     shapes = [v.aval.shape for v in eqn.invars[:2]]
-    summed, batch = numbers
     is_sum = any(shapes[0][d] != 1 for d in summed[0])
-    sides = zip(shapes, summed, batch, strict=True)
     return is_sum and any(
-        size != 1
-        for shape, *used in sides
+        size != 1 and d not in of_sum and d not in of_batch
+        for shape, of_sum, of_batch in zip(shapes, summed, batch, strict=True)
         for d, size in enumerate(shape)
-        if d not in {*used[0], *used[1]}
     )
 
 
