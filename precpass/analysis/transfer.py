@@ -144,27 +144,29 @@ _ON_GRID = frozenset(("add", "sub", "mul", "div", "neg", "abs", "max", "min", "c
 
 def _step(name: str, operands: Sequence[ValueRange]) -> float:
     """The step of the grid that an equation's results are on; 0 if none is known."""
-    steps = [f.grid for f in operands if f.lo != f.hi]
+    grids = [f for f in operands if f.lo != f.hi]
     numbers = [f.lo for f in operands if f.lo == f.hi]
     if name in ("mul", "div"):
         # A grid is scaled by one number that is written, and divided by it, not into it.
-        scales = len(steps) == len(numbers) == 1 and numbers[0] != 0
-        if not scales or (name == "div" and operands[1].lo != operands[1].hi):
+        scales = len(grids) == len(numbers) == 1 and numbers[0] != 0
+        if not scales or (name == "div" and operands[0] is not grids[0]):
             return 0.0
-        step = steps[0] * abs(numbers[0]) if name == "mul" else steps[0] / abs(numbers[0])
-        # As for integers: of unknown ones, or masks, multiples are no positions.
-        if (
-            not max(abs(end) for f in operands if f.lo != f.hi for end in (f.lo, f.hi))
-            <= _LARGEST_COUNT
-        ):
+        # As for integers: multiples of unknown ones, and of masks, are no positions.
+        if not max(-grids[0].lo, grids[0].hi) <= _LARGEST_COUNT:
             return 0.0
+        factor = abs(numbers[0])
+        step = grids[0].grid * (factor if name == "mul" else 1 / factor)
     else:
-        step = min(steps, default=0.0)
-        if not step or any(s % step for s in steps):
-            return 0.0
-        if name in ("add", "sub"):
+        step = _coarsest([f.grid for f in grids])
+        if step and name in ("add", "sub"):
             step = min(_shifted(step, number) for number in (*numbers, 0.0))
     return step if FINEST_STEP <= step < math.inf else 0.0
+
+
+def _coarsest(steps: Sequence[float]) -> float:
+    """The step of the grid that has all numbers of several grids; 0 if there is none."""
+    step = min(steps, default=0.0)
+    return 0.0 if not step or any(s % step for s in steps) else step
 
 
 def _shifted(step: float, number: float) -> float:
@@ -219,10 +221,8 @@ def hull(facts: Sequence[ValueRange]) -> ValueRange:
 
 def _common_step(facts: Sequence[ValueRange]) -> float:
     """The step of the grid of a value that is one of several; lone numbers are ignored."""
-    steps = [f.grid for f in facts if f.lo != f.hi]
-    step = min(steps, default=0.0)
-    is_grid = step and not any(s % step for s in steps) and not _all_integers(facts)
-    return step if is_grid else 0.0
+    step = _coarsest([f.grid for f in facts if f.lo != f.hi])
+    return 0.0 if _all_integers(facts) else step
 
 
 def _all_integers(facts: Sequence[ValueRange]) -> bool:
