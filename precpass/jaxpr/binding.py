@@ -80,7 +80,9 @@ def trace_call(call: Callable[..., Any], arguments: Sequence[Any]) -> Call:
 
 def run(call: Call, jaxpr: Jaxpr) -> list[Any]:
     """The results of a call with another jaxpr in the place of its own."""
-    if jit_is_disabled() or not is_tracing():
+    # Under a derivative or a vmap too JAX runs a program again that made a NaN.
+    seeks_nan = jax.config.jax_debug_nans or jax.config.jax_debug_infs  # pyright: ignore[reportAttributeAccessIssue] -- dynamic
+    if jit_is_disabled() or not is_tracing() or seeks_nan:
         return one_by_one(jaxpr, call.operands)
     if call.eqn is None:
         return evaluate(jaxpr, call.operands)

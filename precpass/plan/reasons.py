@@ -251,7 +251,7 @@ CONSTANTS = Template(
     "nothing: it is computed once",
 )
 ELEMENTWISE_PRODUCT = Template(
-    _GUARD,
+    _COST,
     "an elementwise product: it sums over one term, or uses each element once",
     "to lower it all the same, order it by a Rule or a keep region",
 )

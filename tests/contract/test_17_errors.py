@@ -218,10 +218,39 @@ def test_debug_nans_names_the_line_of_a_jit_inside():
     assert "return jnp.mod(y, 0.0)" in "".join(traceback.format_exception(info.value))
 
 
+TRANSFORMS = {
+    "grad": lambda f: jax.grad(lambda x: f(x).sum())(X),
+    "vmap": lambda f: jax.vmap(f)(X[None]),
+    "jvp": lambda f: jax.jvp(f, (X,), (X,)),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(lambda x: f(x).sum()))(X[None]),
+    "jit of value_and_grad": lambda f: jax.jit(jax.value_and_grad(lambda x: f(x).sum()))(X),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    ("setting", "fn", "text"),
+    [
+        (jax.debug_nans, divides, r"invalid value \(nan\) encountered in log"),
+        (jax.debug_nans, remains, r"invalid value \(nan\) encountered in rem"),
+        (jax.debug_infs, lambda x: 1.0 / (x @ x - x @ x), r"invalid value \(inf\) encountered in"),
+    ],
+    ids=["nan", "nan in a jit", "inf"],
+)
+def test_debug_nans_names_the_operation_under_transforms(transform, setting, fn, text):
+    for f in (jax.jit(fn), pp.auto_mixed(fn)):
+        with setting(True), pytest.raises(FloatingPointError, match=text):
+            TRANSFORMS[transform](f)
+
+
 def test_debug_nans_lets_finite_programs_run():
-    with jax.debug_nans(True):
-        y = pp.auto_mixed(jax.grad(lambda x: (x @ x).sum()))(X)
-    assert np.isfinite(y).all()
+    def loss(x):
+        return jax.nn.softmax(jax.nn.relu(x @ x)).sum()
+
+    with jax.debug_nans(True), jax.debug_infs(True):
+        y = pp.auto_mixed(jax.grad(loss))(X)
+        z = jax.vmap(jax.grad(pp.auto_mixed(loss)))(X[None])
+    assert np.isfinite(y).all() and np.isfinite(z).all()
 
 
 # ---------------------------------------------------------------- warnings
