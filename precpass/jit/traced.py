@@ -80,9 +80,21 @@ class Traced:
 
     def run(self, plan: Plan, policy: PrecisionPolicy) -> Any:
         """The function's output under a plan, compiled anew; it changes and donates no argument."""
+        return self.output(self._evaluated(plan, policy)[0])
+
+    def run_with_updates(self, plan: Plan, policy: PrecisionPolicy) -> list[Any]:
+        """As `run`, but all that the function computes: also what it updates in place.
+
+        These are the jaxpr's results, with those that update modules, and then what the arguments'
+        references hold after the call.
+        """
+        results, operands = self._evaluated(plan, policy)
+        return [*results, *(x[...] for x in operands if isinstance(x, jax.Ref))]
+
+    def _evaluated(self, plan: Plan, policy: PrecisionPolicy) -> tuple[list[Any], list[Any]]:
         new = self.rewritten(plan, policy)
         operands = copied(self.call.operands, arrays=False)
-        return self.output(jax.jit(lambda *xs: ir.evaluate(new, xs))(*operands))
+        return jax.jit(lambda *xs: ir.evaluate(new, xs))(*operands), operands
 
 
 def rewritten(

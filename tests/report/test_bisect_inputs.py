@@ -173,7 +173,7 @@ def test_a_float64_program_keeps_float64_products():
 
 
 def test_the_policy_of_the_region_and_of_the_function_count(monkeypatch):
-    monkeypatch.setattr(Traced, "run", lambda *_: X)
+    monkeypatch.setattr(Traced, "run_with_updates", lambda *_: [X])
     with pp.use_policy("AutoMixed"):
         assert pp.bisect(net, None, 0.1)(X, W).policy == pp.AutoMixed
     mixed = pp.auto_mixed(net, policy="AutoMixedConservative")
@@ -384,3 +384,31 @@ def test_a_pass_that_is_switched_off_is_said_so():
 def test_an_unknown_policy_is_refused_before_any_run():
     with pytest.raises(ValueError, match="unknown policy 'Mixed'"):
         pp.bisect(net, "Mixed", 0.1)(X, W)
+
+
+class Weight(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(W)
+
+
+def updates_a_module(model):
+    model.w[...] = X.T @ jnp.tanh(X @ model.w[...])
+    return jnp.float32(1.0)
+
+
+def updates_a_reference(w):
+    w[...] = X.T @ jnp.tanh(X @ w[...])
+    return jnp.float32(1.0)
+
+
+@pytest.mark.parametrize(
+    ("fn", "argument"),
+    [(updates_a_module, Weight), (updates_a_reference, lambda: jax.new_ref(W))],
+    ids=["module", "reference"],
+)
+def test_what_a_call_updates_in_place_counts(fn, argument):
+    given = argument()
+    found = pp.bisect(fn, "AutoMixedBf16", 1e-6)(given)
+    assert found.found and found.rules and found.runs[1].error > 1e-4
+    kept = given[...] if isinstance(given, jax.Ref) else given.w[...]
+    np.testing.assert_array_equal(kept, W)

@@ -60,8 +60,9 @@ def bisect(
         policy: as for `auto_mixed`. The rules that are found come before its own, except for those
             of its own that ask for float64.
         check: a tolerance, the largest normwise relative error `|y - r| / |r|` (2-norms) that any
-            floating result `y` may have against `r`, the same function's under AlwaysF32. Or a
-            function of the output that says whether it is good.
+            floating result `y` may have against `r`, the same under AlwaysF32. What the call
+            updates in place (a module, a reference) is a result too. Or a function of the output
+            that says whether it is good.
         budget: the most programs that are compiled and run, the reference of a tolerance among
             them.
         progress: is called after each run.
@@ -193,7 +194,8 @@ class _Search:
         if len(self.runs) >= self.budget:
             raise OutOfBudget
         try:
-            out = jax.block_until_ready(self.traced.run(plan, policy))
+            evaluate = self.traced.run if self.tolerance is None else self.traced.run_with_updates
+            out = jax.block_until_ready(evaluate(plan, policy))
             if is_reference:
                 self._reference = self._floating(out)
             error, passed = self._judge(out)
@@ -222,7 +224,7 @@ class _Search:
         return error, error <= float(self.check)
 
     def _floating(self, out: Any) -> list[Leaf]:
-        """The floating and complex leaves of a result."""
+        """The floating and complex leaves of a result, or of a list of results and updates."""
         floats = [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
         inexact = [x for x in floats if jnp.issubdtype(x.dtype, jnp.inexact)]
         if not inexact:
