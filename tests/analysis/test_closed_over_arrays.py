@@ -168,6 +168,7 @@ def test_a_function_that_closes_over_one_runs(where, around):
     assert rel_error(wrap(pp.auto_mixed(loss))(x), wrap(loss)(x)) < 2e-2
 
 
+@pytest.mark.release
 def test_a_function_that_closes_over_explicitly_sharded_ones_runs():
     mesh = mesh_of(AxisType.Explicit)
     w = jax.device_put(normal(0, SIDE, SIDE) / 32, NamedSharding(mesh, P("x")))

@@ -188,6 +188,7 @@ def test_the_table_knows_which_devices_gain(
     assert policy.scaled not in (found[0], found[-1])
 
 
+@pytest.mark.release
 def test_products_share_the_rounding_of_what_they_read():
     """Its derivatives read each operand again, so a product bears half of the rounding."""
 

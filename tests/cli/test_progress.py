@@ -151,6 +151,7 @@ def test_what_is_quick_is_not_said(model, capsys):
     assert (status, err) == (0, "")
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(
     "name, more, said",
     [
@@ -172,6 +173,7 @@ def test_every_command_says_what_it_does(name, more, said, model, capsys, at_onc
     assert f"precpass: {name} of slow.py:f: {said} ...\n" in err
 
 
+@pytest.mark.release
 def test_a_process_that_takes_long_says_so_on_a_terminal_and_in_a_log(model, terminal):
     """The two seconds themselves, and the streams of a process."""
     (model.parent / "slow.py").write_text(SLOW.format(seconds=2.5))

@@ -270,6 +270,7 @@ def test_gradients_accumulate_wide(name, policy):
     assert rel_error(run(fn, policy, *args), fn(*args)) < 0.01
 
 
+@pytest.mark.release
 def test_the_cotangents_of_a_fan_out_add_up_wide():
     """300 ones, added up one by one: 256 in bfloat16, whoever orders every addition low."""
 

@@ -716,6 +716,7 @@ def test_the_gradient_of_an_equinox_module(outside):
     assert rel_error(eqx.filter(got, eqx.is_array), eqx.filter(want, eqx.is_array)) < 2e-2
 
 
+@pytest.mark.release
 def test_a_number_of_an_equinox_module_is_static():
     """As under `filter_jit`: `Dropout` and attention branch by `inference`, a bool of theirs."""
     one, other = jax.random.split(jax.random.key(0))

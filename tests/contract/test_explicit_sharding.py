@@ -428,6 +428,7 @@ def test_reduced_and_unreduced_values_are_monitored(fn: Any, weights: Any):
     assert "e+30" in health.summary() or health.born()
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("report", ["inspect", "explain", "audit", "compare", "calibrate"])
 def test_reports_of_reduced_weights(report: str, weights: Any):
     fn = jax.grad(in_a_loop)

@@ -146,6 +146,7 @@ def stacked(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.sum(lax.scan(layer, x, w)[0] ** 2)
 
 
+@pytest.mark.release
 def test_what_the_backward_scan_reads_is_stacked_on_16_bits():
     x, w = normal_array(0, 16, 8), 0.3 * normal_array(1, 5, 8, 8)
     gradient = jax.grad(stacked, argnums=(0, 1))
@@ -266,6 +267,7 @@ def by_switch_of_literals(w: jax.Array, x: jax.Array) -> jax.Array:
 BORDERS = [by_while, by_fori, by_branches, by_calls, by_nested_loops, by_switch_of_literals]
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("program", BORDERS)
 def test_a_low_copy_crosses_the_borders_between(program: Callable[..., Any]):
     w, x = 0.3 * normal_array(0, 8, 8), normal_array(1, 4, 8)
@@ -457,6 +459,7 @@ def test_scalars_are_not_worth_a_cast():
         assert not [shape for shape in bits_out(scan) if shape == (5,)]
 
 
+@pytest.mark.release
 def test_a_checkpoint_holds_no_wide_form_that_nothing_reads():
     """Its barrier would keep in memory what stands behind it."""
 

@@ -106,7 +106,7 @@ def test_scalar_arrays_of_a_model_are_traced():
     assert set(traces) == {float} and len(traces) == 1
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(
     "look",
     [

@@ -248,6 +248,7 @@ def test_a_new_public_function_is_found(monkeypatch: pytest.MonkeyPatch):
     assert new == {"newcomer", "Runner.run"}
 
 
+@pytest.mark.release(keep=10)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LEAVES_THEM)
 def test_arguments_are_left_as_they_were(name: str, kind: str, tmp_path: Any):
@@ -282,7 +283,7 @@ def test_modules_given_as_trees_are_left_as_they_were(name: str):
     assert content(args) == before
 
 
-@pytest.mark.release(keep=4)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CALLS_IT)
 def test_what_calls_the_function_says_that_it_updates(name: str, kind: str, tmp_path: Any):
@@ -309,6 +310,7 @@ def test_what_calls_the_function_says_that_it_updates(name: str, kind: str, tmp_
         np.testing.assert_array_equal(args[1], X)
 
 
+@pytest.mark.release
 def test_arrays_that_are_no_modules_stay_too(tmp_path: Any):
     """Nothing that a function is given is written to, numpy's arrays among it."""
     w, x = np.eye(4, dtype=np.float32), np.asarray(X)

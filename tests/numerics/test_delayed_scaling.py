@@ -141,6 +141,7 @@ def test_every_rounding_takes_its_scale_from_the_state(fn: Callable[..., Any]):
     assert rel_error(scaled(larger, WS, X)[0], fn(WS, X)) > 0.2
 
 
+@pytest.mark.release
 def test_the_history_moves_and_forgets():
     scaled = pp.delayed_scaling(layers, history=2)
     scales = scaled.init(WS, X)
@@ -167,6 +168,7 @@ def test_what_is_larger_than_before_is_clipped_and_told():
     assert rel_error(out, X @ W) < 0.06 and scales.saturated() == []
 
 
+@pytest.mark.release
 def test_the_shares_of_saturated_and_flushed_values_are_those_that_numpy_counts():
     policy = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="f8"))
 
@@ -270,6 +272,7 @@ def test_batches_of_other_sizes_have_the_same_scales():
     assert rel_error(scaled(scales, WS, more)[0], layers(WS, more)) < 0.1
 
 
+@pytest.mark.release
 def test_the_same_values_are_not_beyond_the_scales_of_int8():
     scaled = pp.delayed_scaling(layers, "AutoMixedInt8")
     _, scales = scaled(scaled.init(WS, X), WS, X)

@@ -323,6 +323,7 @@ def test_devices_agree():
     assert agreed.tolist() == [False] * 4 and scale.value == 2.0**15
 
 
+@pytest.mark.release
 def test_under_vmap_each_has_its_own_scale_or_all_agree():
     scales = pp.DynamicLossScale(jnp.asarray([8.0, 16.0]), jnp.asarray([0, 0]))
     xs = jnp.stack([X, X.at[0, 0].set(jnp.nan)])

@@ -40,6 +40,7 @@ def is_whole(x):
     return isinstance(x, pp.QuantizedArray)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(("fn", "order"), [(layers, (1, 0)), (turned, ())])
 def test_results_are_those_of_weights_that_are_rounded_in_each_call(fn, order):
     small = pp.quantized(fn)(WS, X)
@@ -229,6 +230,7 @@ def test_weights_that_bodies_read(fn, params, small, policy):
     assert rel_error(jax.vmap(mixed, (None, 0))(quantized, X[None])[0], mixed(quantized, X)) < 1e-2
 
 
+@pytest.mark.release
 def test_a_stack_that_is_turned_before_a_loop_is_read_as_it_is():
     def fn(params, x):
         ws = jnp.swapaxes(params["ws"], 1, 2)
@@ -251,6 +253,7 @@ def heads(params, x):
     return jnp.tanh(x) @ params["head"]
 
 
+@pytest.mark.release
 def test_the_summed_dimensions_are_stored_behind_the_others():
     params = {"out": WS[1], "heads": WS[2].reshape(4, D // 4, D), "head": WS[0]}
     for policy in ("int8", "f8"):
@@ -274,6 +277,7 @@ def of_loop(fn, *args):
     return jaxpr, scan, scan.params["jaxpr"]
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", ["int8", "f8"])
 def test_a_stack_crosses_a_loops_border_as_it_is_stored(policy):
     def fn(params, x):
@@ -295,6 +299,7 @@ def test_a_stack_crosses_a_loops_border_as_it_is_stored(policy):
     assert rel_error(mixed(small, X), mixed(params, X)) < 1e-5
 
 
+@pytest.mark.release
 def test_a_stack_whose_first_dimension_is_another_one_outside_is_right():
     def fn(params, x):
         ws = jnp.moveaxis(params["ws"], 2, 0)
@@ -456,6 +461,7 @@ def test_one_function_for_several_layers(wrap):
         assert rel_error(mixed(small, X), fn(WS, X)) < (0.05 if policy == "int8" else 0.15)
 
 
+@pytest.mark.release
 def test_layers_of_float8_are_stacked_for_a_loop():
     def scanned(ws, x):
         first, stack, last = ws

@@ -68,6 +68,7 @@ def test_a_loop_saves_for_its_backward_pass_in_16_bits(target: str):
     assert stacks.count(jnp.dtype(jnp.bfloat16)) == 12
 
 
+@pytest.mark.release
 def test_the_gradients_of_a_loop_are_close_and_its_value_has_its_digits():
     with planned_for(target_of("h100")):
         mixed = pp.auto_mixed(recurrent, "AutoMixedBf16")
@@ -78,7 +79,7 @@ def test_the_gradients_of_a_loop_are_close_and_its_value_has_its_digits():
     assert errors[2] > 1e-4  # a sine's factors are exact: no product is before it
 
 
-@pytest.mark.release(keep=4)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(
     "transform", ["jvp", "grad", "hessian", "reverse twice", "vmap", "remat", "jet"]
 )
@@ -295,6 +296,7 @@ def test_factors_that_all_trips_multiply_keep_their_digits(fn: Callable[..., Any
         assert rel_error(a, c) < max(3 * rel_error(b, c), 0.01)
 
 
+@pytest.mark.release
 def test_a_finite_factor_that_bfloat16_does_not_reach_is_not_infinite():
     lowest = jnp.finfo(F32).min
     mask = jnp.where(jnp.tril(jnp.ones((16, 16), bool)), 0.0, lowest)

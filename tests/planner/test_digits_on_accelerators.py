@@ -71,6 +71,7 @@ def behind_a_library(w: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.scan(step, x, length=20)[0]
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     "fn", [clipped_update, capped_stream, reshaped_stream, averaged, behind_a_library]

@@ -116,6 +116,7 @@ def test_a_mask_that_overflows_keeps_its_select_and_no_other(policy, value, dtyp
     assert selects == dtypes
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", [AlwaysF16, AlwaysBf16, AutoMixed, AutoMixedBf16], ids=stable_id)
 def test_a_softmax_with_masked_rows_has_the_values_of_float32(policy):
     def fn(mask, x):
@@ -158,6 +159,7 @@ def test_a_product_of_what_was_scaled_to_nothing_stays_wide(fn, low):
     assert product_dtypes(after(fn, AutoMixedBf16, f32(8, 8), f32(8, 8)).after) == ["bfloat16"]
 
 
+@pytest.mark.release
 def test_what_is_scaled_to_nothing_and_back_has_the_values_and_gradients_of_float32():
     def loss(x):
         return jnp.square((x * 1e-12) @ X8.T * 1e12).sum()

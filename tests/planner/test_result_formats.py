@@ -58,6 +58,7 @@ def test_on_a_cpu_results_stay_in_float32():
     assert set(results(jaxpr, "conv_general_dilated")) == {"float32"}
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("composition", ["auto(grad)", "grad(auto)"])
 def test_gradients_are_near_to_float32s_and_keep_their_dtype(composition: str):
     def loss(w: Any, x: jax.Array) -> jax.Array:
@@ -303,6 +304,7 @@ def test_a_result_that_a_checkpoint_saves_is_rounded_by_its_kernel(target: str):
     assert stacks.count("bfloat16") >= 2 and "uint16" not in stacks
 
 
+@pytest.mark.release
 def test_what_crosses_a_border_in_16_bits_is_differentiated_as_on_a_cpu():
     def loss(stack: jax.Array, c: jax.Array) -> jax.Array:
         def layer(c: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.Array]:

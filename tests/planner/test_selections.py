@@ -55,6 +55,7 @@ def masked(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
     return jax.nn.softmax(jnp.where(mask, (q @ W) @ k.T, lowest), axis=-1) @ k
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("target", ["h100", "tpu v5e"])
 def test_float32s_lowest_number_in_a_mask_becomes_bfloat16s_and_no_infinity(target: str):
     mask = jnp.tril(jnp.ones((16, 16), bool)).at[3].set(False)  # a row that may read nothing
@@ -266,6 +267,7 @@ def test_a_pooling_of_windows_apart_is_in_bfloat16_on_a_gpu(
     assert all(1e-5 < rel_error(got, wanted) < 0.03 for got in found)
 
 
+@pytest.mark.release
 def test_a_pooling_of_exact_numbers_finds_the_largest_by_all_digits():
     """The largest of 1000.1 and 1000.2 would be the first of two equal ones in bfloat16."""
     image = 1000.0 + jnp.arange(4 * 12 * 12 * 8).reshape(IMAGE.shape) % 7 / 10

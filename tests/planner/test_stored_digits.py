@@ -39,6 +39,7 @@ EXACT: dict[str, Callable[[jax.Array], Any]] = {
 }
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("read", EXACT.values(), ids=EXACT.keys())
 def test_positions_that_a_loop_stacks_keep_their_digits(read: Callable[[jax.Array], Any]):
     program, args = stacks(lambda i: 2.0 * i, jnp.arange(1000.0))
@@ -49,6 +50,7 @@ def test_positions_that_a_loop_stacks_keep_their_digits(read: Callable[[jax.Arra
     assert identical(pp.auto_mixed(whole)(*args), whole(*args))
 
 
+@pytest.mark.release
 def test_what_no_product_made_keeps_its_digits_in_a_gradient():
     """The offset cancels in the forward pass; the backward pass keeps the value."""
     x, w = activations()
@@ -133,6 +135,7 @@ def test_what_scales_a_state_keeps_its_digits():
     assert_near(pp.auto_mixed(gradient)(w, x), gradient(w, x), 0.03)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("scale", [1e6, 1e-9])
 def test_float16_does_not_hold_what_it_has_no_range_for(scale: float):
     x, w = activations()

@@ -46,6 +46,7 @@ from tests.support.values import assert_near, normal_array
 # ---------------------------------------------------------------- what is exchanged
 
 
+@pytest.mark.release(keep=1)
 @each_policy
 @pytest.mark.parametrize("name", SWAPPED)
 def test_the_transposes_are_gone_and_the_values_are_the_same(name: str, policy: Any):
@@ -169,6 +170,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", [SWAPS, pp.AutoMixedBf16], ids=["Custom", "AutoMixedBf16"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("fn", [weight, heads], ids=["weight", "heads"])

@@ -39,6 +39,7 @@ def looped(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(lax.scan(lambda h, _: (jnp.tanh(h @ w.T), None), x, length=3)[0])
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("order", COMPOSITIONS)
 @pytest.mark.parametrize("fn", [tied, looped])
 def test_no_device_gathers_what_others_have(fn: Any, order: str):

@@ -44,6 +44,7 @@ def test_a_dear_function_is_stored_for_a_derivative_that_jax_adds_later_too():
     assert stored(network, W, BIAS, X) == ["tanh"]
 
 
+@pytest.mark.release
 def test_what_products_and_others_read_is_stored_once():
     """A gelu's cotangent: two products read it, and the sum that is the gradient of the bias."""
     found = pp.inspect(jax.grad(network, (0, 1)), target="h100")(W, BIAS, X)
@@ -115,6 +116,7 @@ def test_a_body_that_is_called_on_its_own_result_is_planned(calls: int):
     assert stored(jax.grad(program), W, X) == (["sin"] if calls == 20 else [])
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(("target", "stacks"), [("h100", 2), ("tpu v5e", 0)])
 def test_a_loop_stacks_its_state_in_16_bits_for_products_alone(target: str, stacks: int):
     """A stepper of a differential equation: its backward pass reads states in products alone.

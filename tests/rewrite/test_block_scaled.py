@@ -163,6 +163,7 @@ def test_the_backward_pass_of_nvfp4_is_in_bfloat16(compose):
 # ---------------------------------------------------------------- values that are hard to scale
 
 
+@pytest.mark.release(keep=1)
 @each_precision
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("side", [0, 1])

@@ -77,6 +77,7 @@ def ragged(x, w):
     return lax.ragged_dot(x, jnp.stack([w, w]), jnp.array([24, 40]))
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("fn", [scanned, branched, convolved, ragged, jax.jit(jnp.matmul)])
 def test_products_inside_of_bodies_and_of_other_kinds_have_them_too(fn):
     exact = fn(X, W)

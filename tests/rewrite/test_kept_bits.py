@@ -99,6 +99,7 @@ def test_derivatives_are_near(name: str):
     assert_near(jax.jit(of(mixed))(*ARGS), jax.jit(of(rnn))(*ARGS), 0.03)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(
     "low",
     [jax.grad(mixed), pp.auto_mixed(jax.grad(rnn))],

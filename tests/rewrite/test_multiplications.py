@@ -80,6 +80,7 @@ def asked(fn, *args):
     return {(e.primitive.name, e.params["precision"]) for e in named(jaxpr, *names)}
 
 
+@pytest.mark.release(keep=1)
 @each_precision
 @pytest.mark.parametrize("compose", COMPOSITIONS.values(), ids=COMPOSITIONS)
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda f: f.__name__)
@@ -92,6 +93,7 @@ def test_every_product_forward_and_backward_says_how_it_is_multiplied(fn, compos
     assert rel_error(jax.jit(gradient)(W, X), jax.jit(jax.grad(fn))(W, X)) < 1e-5
 
 
+@pytest.mark.release(keep=1)
 @each_precision
 @pytest.mark.parametrize("compose", COMPOSITIONS.values(), ids=COMPOSITIONS)
 def test_a_convolution_has_no_algorithm_and_never_fewer_digits(compose, precision):

@@ -142,7 +142,7 @@ def test_the_product_is_low_and_its_result_is_float32(name: str):
     assert jax.eval_shape(mixed, x, w) == jax.eval_shape(product, x, w)
 
 
-@pytest.mark.release(keep=12)
+@pytest.mark.release(keep=8)
 @each_composition
 @pytest.mark.parametrize("name", CASES)
 def test_value_and_first_derivatives_are_low_and_near(name: str, compose: Any):
@@ -168,7 +168,7 @@ SECOND = [
 ]
 
 
-@pytest.mark.release(keep=6)
+@pytest.mark.release(keep=4)
 @each_composition
 @pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "order"), SECOND)
@@ -184,7 +184,7 @@ IN_AXES = {"lhs": (0, None), "rhs": (None, 0), "both": (-1, -1)}
 MAPPED = [(n, a) for n in SOME for a in IN_AXES if not n.startswith("conv") or a == "both"]
 
 
-@pytest.mark.release(keep=6)
+@pytest.mark.release(keep=4)
 @pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "axes"), MAPPED)
 def test_vmap_over_each_operand(name: str, axes: str):
@@ -262,7 +262,7 @@ TRANSPOSED: dict[str, tuple[Callable[..., Any], Any, Any]] = {
 }
 
 
-@pytest.mark.release(keep=8)
+@pytest.mark.release(keep=4)
 @pytest.mark.parametrize("name", TRANSPOSED)
 def test_transposes_run(name: str):
     fn, x, w = TRANSPOSED[name]

@@ -67,6 +67,7 @@ def test_a_product_reads_an_array_that_was_reversed_in_16_bits(name: str, target
     assert [str(r.outvars[0].aval.dtype) for r in found] == ["bfloat16"]
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_value_is_that_of_a_cast_after_the_reversal(name: str):
     rng = np.random.default_rng(0)

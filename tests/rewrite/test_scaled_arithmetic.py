@@ -33,6 +33,7 @@ def ordered(precision):
     return pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision=precision))
 
 
+@pytest.mark.release(keep=1)
 @each_precision
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("size", [16, 64, 256])
@@ -45,6 +46,7 @@ def test_what_is_not_finite_stays_so_in_arrays_of_any_size(precision, value, siz
     assert not jnp.isfinite(product(ones, ones.at[3, 5].set(value))[:, 5]).any()
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", ["AutoMixedInt8", "AutoMixedF8"])
 def test_a_loss_of_weights_with_a_nan_is_nan(policy):
     def loss(ws, x):

@@ -59,6 +59,7 @@ def counts(policy, fn, *args):
     return sum(d.product.scaled is not None for d in found), [str(d.reason) for d in found]
 
 
+@pytest.mark.release
 def test_a_row_of_float8_has_a_scale_of_its_own():
     x = X.at[0].multiply(2.0**30)
     y = x.at[1:].multiply(2.0**-12)

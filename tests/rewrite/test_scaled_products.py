@@ -234,6 +234,7 @@ def test_an_outlier_leaves_the_others_their_sign_at_least(precision):
 # ---------------------------------------------------------------- around it
 
 
+@pytest.mark.release(keep=1)
 @each_precision
 def test_it_is_exported_for_every_platform(precision):
     mixed = jax.jit(pp.auto_mixed(loss, ordered(precision)))

@@ -31,6 +31,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_linear_transpose_of_a_lowered_product_is_low_and_right(name: str):
     fn = PROGRAMS[name]

@@ -41,6 +41,7 @@ def test_a_float64_region_holds_scatters(how, policy):
     np.testing.assert_allclose(run(fn, policy, X, Y), wide - 1e8, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("how", ("add", "max"))
 def test_its_gradient_too(how):
     def loss(x, y):
@@ -54,6 +55,7 @@ def test_its_gradient_too(how):
         np.testing.assert_allclose(form(X, Y), jax.grad(loss)(X, Y), atol=1e-6)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("how", ["add", "multiply", "min", "max"])
 def test_a_combiner_is_evaluated_on_its_own_types(how):
     """JAX's own checks see an equation on other types than those that it was made for."""

@@ -29,6 +29,7 @@ def test_always_f32_keeps_a_cast_to_another_type(dtype, to):
     assert identical(got[0], want[0])
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("name", ("add", "mul", "min", "max", "subtract"))
 @low_dtypes
 def test_always_f32_widens_scatters_with_their_combiner(name, dtype):
