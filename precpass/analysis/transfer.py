@@ -151,7 +151,7 @@ def _step(name: str, operands: Sequence[ValueRange]) -> float:
         scales = len(grids) == len(numbers) == 1 and numbers[0] != 0
         if not scales or (name == "div" and operands[0] is not grids[0]):
             return 0.0
-        # As for integers: multiples of unknown ones, and of masks, are no positions.
+        # Multiples of a mask, or of integers of unknown size, rarely count anything.
         if not max(-grids[0].lo, grids[0].hi) <= _LARGEST_COUNT:
             return 0.0
         factor = abs(numbers[0])
