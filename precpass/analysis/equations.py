@@ -20,6 +20,26 @@ def contracts(eqn: ir.Eqn) -> bool:
     return numbers is not None and len(numbers[0][0]) > 0
 
 
+def is_matrix_product(eqn: ir.Eqn) -> bool:
+    """Whether a product is more than elementwise work and perhaps a reduction.
+
+    It sums over more than one term, and uses an element of an operand in more than one sum. An
+    outer product does not do the first, and `einsum("bd,bd->b")` not the second.
+    """
+    if eqn.primitive.name != "dot_general":
+        return True
+    if not contracts(eqn):
+        return False
+    summed, batch = ir.summed_and_batch(eqn) or ((), ())
+    shapes = [v.aval.shape for v in eqn.invars[:2]]
+    is_sum = any(shapes[0][d] != 1 for d in summed[0])
+    return is_sum and any(
+        size != 1 and d not in of_sum and d not in of_batch
+        for shape, of_sum, of_batch in zip(shapes, summed, batch, strict=True)
+        for d, size in enumerate(shape)
+    )
+
+
 def float_vars(eqn: ir.Eqn) -> list[Any]:
     """The floating operands."""
     return [v for v in eqn.invars if ir.precision_of(v.aval)]

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from precpass import jaxpr as ir
-from precpass.analysis.equations import contracts
+from precpass.analysis.equations import is_matrix_product
 from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
 from precpass.analysis.sizes import nbytes
@@ -140,7 +140,7 @@ class _Tally:
                 self.casts += 1
                 self.cast_bytes += calls * nbytes(result_avals[0])
             return
-        is_product = op(eqn.primitive.name).kind is OpKind.COMPUTE and contracts(eqn)
+        is_product = op(eqn.primitive.name).kind is OpKind.COMPUTE and is_matrix_product(eqn)
         if block_format := ir.block_format(eqn):
             self._narrow(block_format, calls * flops)
             return

@@ -91,7 +91,7 @@ class EqnInfo:
         has_line: whether JAX recorded a line.
         operands, results: their types in the original program.
         flops: floating-point operations of one execution.
-        contracts: whether it is a product of real or complex numbers with contracted dimensions.
+        contracts: whether it is a matrix product or a convolution of real or complex numbers.
         casts: the casts that the rewrite added or removed at this equation. A cast at the start of
             a body is listed with the first equation that reads it, one at its end with the
             equation that makes its operand, and one in a body without equations with the equation

@@ -251,9 +251,9 @@ CONSTANTS = Template(
     "nothing: it is computed once",
 )
 ELEMENTWISE_PRODUCT = Template(
-    _GUARD,
-    "an elementwise product: nothing is contracted",
-    "nothing to gain: it sums over nothing",
+    _COST,
+    "an elementwise product: it sums over one term, or uses each element once",
+    "to lower it all the same, order it by a Rule or a keep region",
 )
 SELECTS = Template(
     _COST,

@@ -143,7 +143,8 @@ def _lowered(query: Query, policy: PrecisionPolicy, request: Request) -> Decisio
         return _keep(query, request.reason)
     if against := first_reason(query, target):
         return _keep(query, against)
-    if query.traits.sums_nothing and OpKind.ELEMENTWISE not in policy.orders:
+    is_of_preset = request.reason.decided_by is DecidedBy.PRESET
+    if query.traits.sums_nothing and is_of_preset and OpKind.ELEMENTWISE not in policy.orders:
         return _keep(query, reasons.ELEMENTWISE_PRODUCT())
     if not (is_order or _moves_low(query, target)):
         return _keep(query, reasons.MAY_RUN(target))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from precpass import jaxpr as ir
-from precpass.analysis.equations import contracts
+from precpass.analysis.equations import is_matrix_product
 from precpass.analysis.graph import Graph
 from precpass.analysis.operand_origin import OperandOrigin, OperandOrigins
 from precpass.analysis.sizes import NOMINAL_SIZE, flops, nbytes
@@ -287,7 +287,7 @@ class ProductPricing:
             return None
         is_known = low.is_low or low.is_scaled
         is_asked = ir.precision_of(eqn.invars[0].aval) is Precision.F32 and is_known
-        if not (is_asked and contracts(eqn)):
+        if not (is_asked and is_matrix_product(eqn)):
             return None
         lhs, rhs = (self._origins.of(body, v) for v in eqn.invars[:2])
         readers = self._uses.of(body).get(eqn.outvars[0], ())

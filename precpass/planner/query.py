@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from precpass import jaxpr as ir
-from precpass.analysis.equations import contracts, spreads
+from precpass.analysis.equations import is_matrix_product, spreads
 from precpass.analysis.propagate import ValueRanges
 from precpass.analysis.ranges import ValueRange
 from precpass.analysis.uses import Uses
@@ -61,7 +61,7 @@ class Traits:
     Attributes:
         row: the primitive's row in the table of primitives.
         user_order: the precision that the user gave a product, in words.
-        sums_nothing: whether it is a product without contracted dimensions.
+        sums_nothing: whether it is a product that is elementwise work, and perhaps a reduction.
         spreads: whether one element of an operand reaches many results.
         holds_terms: whether each device holds one term of a sum that it reads or makes.
         is_unchecked: whether it reads a constant whose elements cannot be read.
@@ -248,7 +248,7 @@ class Queries:
         return traits(
             row,
             ir.user_order(eqn) or "",
-            row.kind is OpKind.COMPUTE and not contracts(eqn),
+            row.kind is OpKind.COMPUTE and not is_matrix_product(eqn),
             spreads(eqn),
             ir.holds_terms(eqn),
             any(not ir.is_literal(v) and v in facts.unchecked for v in eqn.invars),

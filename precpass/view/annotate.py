@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis.equations import contracts
+from precpass.analysis.equations import is_matrix_product
 from precpass.analysis.sizes import flops, nbytes
 from precpass.plan.borders import BorderCopy
 from precpass.plan.eqn_info import Body, Cast, Crossed, EqnInfo, PlanSource, Value
@@ -88,7 +88,7 @@ def _eqn_info(
         tuple(_value(v.aval) for v in eqn.invars),
         tuple(_value(v.aval) for v in eqn.outvars),
         flops(eqn),
-        decision.kind is OpKind.COMPUTE and _is_of_numbers(eqn) and contracts(eqn),
+        decision.kind is OpKind.COMPUTE and _is_of_numbers(eqn) and is_matrix_product(eqn),
         casts,
         tuple(map(_body, ir.bodies(eqn))) if decision.inner else (),
         tuple(_crossed(eqn, decision)),

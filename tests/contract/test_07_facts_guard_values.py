@@ -11,7 +11,7 @@ import pytest
 import precpass as pp
 from precpass.analysis import ranges
 from tests.support.jaxprs import dtypes_in, dtypes_out, low_products, named, touches_low
-from tests.support.passes import ALWAYS_LOW, LOWERING, assert_close, look, run, text_of
+from tests.support.passes import ALWAYS_LOW, AUTO, LOWERING, assert_close, look, quiet, run, text_of
 from tests.support.values import identical, normal, rel_error
 
 F32_MIN = float(jnp.finfo(jnp.float32).min)
@@ -281,3 +281,58 @@ def test_constants_that_are_tracers_are_unchecked_and_said_to_be_so(policy):
     assert "unchecked" in text_of(found[0])
     known = look(lambda x: x + np.float32(2.0), policy, jnp.ones(4))
     assert "unchecked" not in text_of(known)
+
+
+# ---------------------------------------------------------------- elementwise products
+
+T, F, H = normal(0, 64), normal(1, 16), normal(2, 32, 16)
+ELEMENTWISE = {
+    "outer": (lambda t, f: jnp.einsum("i,j->ij", t, f), (T, F)),
+    "outer, as a product of matrices": (lambda t, f: t[:, None] @ f[None], (T, F)),
+    "outer, of a batch": (lambda t, h: jnp.einsum("bi,bj->bij", t, h), (H[:, :4], H)),
+    "of rows": (lambda x, y: jnp.einsum("bd,bd->b", x, y), (H, H + 1)),
+    "of rows, as a product of matrices": (
+        lambda x, y: (x[:, None, :] @ y[:, :, None])[:, 0, 0],
+        (H, H + 1),
+    ),
+    "inner": (jnp.vdot, (T, T + 1)),
+    "of one feature": (lambda x, w: x @ w, (T[:, None], F[None])),
+}
+
+
+@pytest.mark.parametrize("policy", AUTO, ids=lambda p: p.name)
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_product_that_is_elementwise_work_is_float32s_in_both_compositions(name, policy):
+    product, args = ELEMENTWISE[name]
+
+    def fn(x, y):
+        return jnp.square(product(x, y) + 1.0).sum()
+
+    inspection = look(jax.value_and_grad(fn, (0, 1)), policy, *args)
+    forward = look(fn, policy, *args)
+    assert low_products(forward.after) == [] and named(forward.after, "dot_general")
+    assert "an elementwise product" in text_of(forward)
+    if "outer" not in name and "feature" not in name:  # whose cotangents are sums
+        assert low_products(inspection.after) == []
+    with quiet():
+        mixed = pp.auto_mixed(fn, policy=policy)
+        got, want = jax.jit(lambda *xs: [jax.value_and_grad(f, (0, 1))(*xs) for f in (mixed, fn)])(
+            *args
+        )
+    assert rel_error(got, want) < 1e-6
+
+
+def test_a_rule_or_a_region_lowers_it():
+    def fn(x, y):
+        return jnp.einsum("bd,bd->b", x, y)
+
+    rule = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="bf16"))
+    assert low_products(look(fn, rule, H, H).after)
+    assert low_products(look(pp.keep("bf16")(fn), pp.AutoMixedBf16, H, H).after)
+
+
+def test_a_vector_and_one_example_are_products_of_matrices():
+    """A matrix is used for each of a vector's sums, as in a model's decoding."""
+    w = jnp.ones((16, 8))
+    for x in (F, F[None], H):
+        assert low_products(look(lambda x: x @ w, pp.AutoMixedBf16, x).after)
