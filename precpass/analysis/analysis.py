@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from precpass.analysis.accumulation import Additive
 from precpass.analysis.graph import Graph
+from precpass.analysis.need import ExactProducts, exact_products
 from precpass.analysis.propagate import ValueRanges, propagate
 from precpass.analysis.uses import Uses
 
@@ -46,6 +47,11 @@ class Analysis:
                 seen.update(map(id, new))
                 todo += new
         return ranges_by_body
+
+    @functools.cached_property
+    def exact_products(self) -> ExactProducts:
+        """The products whose results their readers need exactly."""
+        return exact_products(self.graph, self.facts_of)
 
     @functools.cached_property
     def deciding(self) -> frozenset[int]:

@@ -16,7 +16,16 @@ import numpy as np
 
 from precpass.jaxpr.weak import WeakIdMap
 
-__all__ = ["ANY", "ValueRange", "is_readable", "of_array", "of_aval", "of_dtype"]
+__all__ = [
+    "ANY",
+    "FINEST_STEP",
+    "LARGE_RATIO",
+    "ValueRange",
+    "is_readable",
+    "of_array",
+    "of_aval",
+    "of_dtype",
+]
 
 
 class ValueRange(NamedTuple):
@@ -36,6 +45,8 @@ class ValueRange(NamedTuple):
         step: the step of a grid, such as 0.5 for `i + 0.5`, if the elements are integers that were
             shifted or scaled; 0 if no such grid is known, if it is finer than `FINEST_STEP`, and
             for integers themselves.
+        uneven: whether it is a constant whose largest elements are far above most others
+            (`LARGE_RATIO`): where they cancel in a sum, it has few of their digits.
     """
 
     lo: float = -math.inf
@@ -47,6 +58,7 @@ class ValueRange(NamedTuple):
     likely_max: float = 0.0
     magnitude: float = 0.0
     step: float = 0.0
+    uneven: bool = False
 
     @property
     def grid(self) -> float:
@@ -61,6 +73,8 @@ class ValueRange(NamedTuple):
 
 FINEST_STEP = 0.125
 """Coordinates between 0 and 1 are on a grid too, and lose nothing that their readers would miss."""
+LARGE_RATIO = 2.0**12
+"""Weights of a network stay below this ratio of the largest magnitude to the median one."""
 ANY = ValueRange()
 _BOOL = ValueRange(0.0, 1.0, integer=True)
 
@@ -199,7 +213,19 @@ def _of_parts(parts: Sequence[Any]) -> ValueRange:
         constant=True,
         likely_max=likely_max,
         step=step if step < 1.0 and is_table else 0.0,
+        uneven=is_table and size <= _LONGEST_TABLE and _is_uneven(parts, likely_max),
     )
+
+
+_LONGEST_TABLE = 1 << 16
+"""A table of larger size holds weights."""
+
+
+def _is_uneven(parts: Sequence[Any], likely_max: float) -> bool:
+    """Whether the largest magnitude of some arrays is far above the median one that is not zero."""
+    magnitudes = np.abs(np.concatenate([np.asarray(p, np.float64).ravel() for p in parts]))
+    magnitudes = magnitudes[magnitudes > 0]
+    return magnitudes.size > 0 and bool(likely_max > LARGE_RATIO * np.median(magnitudes))
 
 
 def _is_host_memory(part: Any) -> bool:

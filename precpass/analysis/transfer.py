@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis.ranges import ANY, FINEST_STEP, ValueRange, of_aval, of_dtype
+from precpass.analysis.ranges import ANY, FINEST_STEP, LARGE_RATIO, ValueRange, of_aval, of_dtype
 from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Memo", "hull", "results"]
@@ -89,7 +89,10 @@ def _settled(
     name: str, known: ValueRange, operands: Sequence[ValueRange], dtype: Any
 ) -> ValueRange:
     if operands and all(f.constant for f in operands):
-        known = _of_constants(known, moves=op(name).kind is OpKind.DATA_MOVEMENT)
+        moves = op(name).kind is OpKind.DATA_MOVEMENT
+        known = _of_constants(known, moves=moves)
+        if not moves:
+            known = known._replace(uneven=_is_uneven(name, known, operands))
     fact = _clipped(known, dtype)
     if _stays_random(name, operands):
         return fact._replace(random=True)
@@ -109,6 +112,17 @@ def _of_constants(known: ValueRange, moves: bool) -> ValueRange:
     bound = max(abs(known.lo), abs(known.hi))
     likely_max = bound if math.isfinite(bound) else 0.0
     return known._replace(constant=True, likely_max=likely_max)
+
+
+def _is_uneven(name: str, known: ValueRange, operands: Sequence[ValueRange]) -> bool:
+    """Whether a computed constant may have elements that are far above most others.
+
+    Its elements are not known here, only their bounds. A multiple of a table is as the table.
+    """
+    tables = [f for f in operands if f.lo != f.hi]
+    if len(tables) == 1 and op(name).scales:
+        return tables[0].uneven
+    return not known.grid and known.likely_max > LARGE_RATIO
 
 
 def _known(name: str, operands: Sequence[ValueRange], read: Any) -> ValueRange:
@@ -216,6 +230,7 @@ def hull(facts: Sequence[ValueRange]) -> ValueRange:
         likely_max=_reach(facts),
         magnitude=_common_scale(facts),
         step=_common_step(facts),
+        uneven=any(f.uneven for f in facts),
     )
 
 
@@ -283,7 +298,8 @@ def _interval(
 
 
 def _iota(size: Any, _operands: Sequence[ValueRange]) -> ValueRange:
-    return ValueRange(0.0, float(size - 1) if isinstance(size, int) else math.inf, integer=True)
+    known = isinstance(size, int)
+    return ValueRange(0.0, float(size - 1) if known else math.inf, integer=True, constant=known)
 
 
 def _axis_index(size: int | None, _operands: Sequence[ValueRange]) -> ValueRange:
@@ -319,6 +335,19 @@ def _power(y: int, operands: Sequence[ValueRange]) -> ValueRange:
     return ValueRange(min(ends), max(ends), 0.0, fact.integer and y >= 0)
 
 
+def _exponential(of: Callable[[float], float]) -> Callable[[Any, Sequence[ValueRange]], ValueRange]:
+    """The rule of a growing function of a constant; of other values nothing is known."""
+
+    def rule(_read: Any, operands: Sequence[ValueRange]) -> ValueRange:
+        (fact,) = operands
+        try:
+            return ValueRange(of(fact.lo), of(fact.hi)) if fact.constant else ANY
+        except OverflowError:
+            return ANY
+
+    return rule
+
+
 _READ: dict[str, Callable[[Any], Hashable]] = {
     "iota": ir.iota_size,
     "axis_index": ir.axis_size,
@@ -347,6 +376,7 @@ _RULES: dict[str, Callable[[Any, Sequence[ValueRange]], ValueRange]] = {
     "abs": _interval(lambda a: [0.0 if a[0] <= 0 <= a[1] else min(map(abs, a)), max(map(abs, a))]),
     "max": _interval(lambda a, b: [max(a[0], b[0]), max(a[1], b[1])], counts_to=math.inf),
     "min": _interval(lambda a, b: [min(a[0], b[0]), min(a[1], b[1])], counts_to=math.inf),
+    **{f.__name__: _exponential(f) for f in (math.exp, math.expm1, math.sinh)},
     "reduce_sum": _sum,
     "square": _power,
     "integer_pow": _power,

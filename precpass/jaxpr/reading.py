@@ -78,6 +78,11 @@ class Source:
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" if self.file else "<unknown>"
 
+    @property
+    def place(self) -> str:
+        """The file's name and the line, as "solve.py:14"; "" if JAX recorded none."""
+        return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
+
 
 _FOREIGN = (os.path.dirname(jax.__file__) + os.sep, _OWN_FOLDER + os.sep, "<frozen")
 

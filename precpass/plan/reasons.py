@@ -29,6 +29,8 @@ class DecidedBy(enum.Enum):
     """A `Rule` of the policy."""
     SAVED_PLAN = "saved plan"
     """The file of a plan (`Plan.load`)."""
+    NEED = "need"
+    """A reader of its result needs the digits that float32 gives it."""
     COST = "cost"
     """The low format would gain nothing."""
     PRESET = "preset"
@@ -133,7 +135,7 @@ class Reason:
         return (is_low and self.template.of_low) or self.template.remedy
 
 
-_TYPES, _USER, _GUARD, _KEEP, _RULE, _SAVED_PLAN, _COST, _PRESET = DecidedBy
+_TYPES, _USER, _GUARD, _KEEP, _RULE, _SAVED_PLAN, _NEED, _COST, _PRESET = DecidedBy
 
 # ---------------------------------------------------------------- what is asked of storage
 
@@ -198,6 +200,11 @@ GRID = Template(
     "{} has numbers in steps of {} up to {}; {} tells them apart only to {}",
     INTEGERS.remedy,
 )
+CANCELS = Template(
+    _GUARD,
+    "an operand is a table of both signs whose large elements cancel",
+    "subtract the large elements from each other before the product",
+)
 RANDOM_BITS = Template(
     _GUARD,
     "follows random bits: a sampler's digits",
@@ -236,6 +243,8 @@ FLOAT64_REGION = Template(
     "a float64 region as it was planned before",
     "leave the keep('f64') region, or narrow it",
 )
+
+NEEDED = Template(_NEED, "needed exactly: {}", "order it low by a Rule or a keep region")
 
 # ---------------------------------------------------------------- what would gain nothing
 

@@ -30,7 +30,8 @@ def decide(query: Query, policy: PrecisionPolicy) -> Decision:
     3. Guards (`guards.GUARDS`): what would be wrong in the precision that is asked for.
     4. What is asked for: by the innermost keep region, by the first rule that matches, by a saved
        plan (`Request`).
-    5. The preset, which is an order for some kinds of equations and a permission for others. What
+    5. What the readers of a product's result need, if a preset asks for it.
+    6. The preset, which is an order for some kinds of equations and a permission for others. What
        is permitted is left wide, because inside a fusion that costs nothing, unless the equation
        only moves values that are stored low.
 
@@ -143,9 +144,10 @@ def _lowered(query: Query, policy: PrecisionPolicy, request: Request) -> Decisio
         return _keep(query, request.reason)
     if against := first_reason(query, target):
         return _keep(query, against)
-    is_of_preset = request.reason.decided_by is DecidedBy.PRESET
-    if query.traits.sums_nothing and is_of_preset and OpKind.ELEMENTWISE not in policy.orders:
-        return _keep(query, reasons.ELEMENTWISE_PRODUCT())
+    if request.reason.decided_by is DecidedBy.PRESET and (
+        why := _not_by_preset(query, policy, target)
+    ):
+        return _keep(query, why)
     if not (is_order or _moves_low(query, target)):
         return _keep(query, reasons.MAY_RUN(target))
     reason = request.reason if is_order else reasons.MOVES_LOW()
@@ -155,6 +157,23 @@ def _lowered(query: Query, policy: PrecisionPolicy, request: Request) -> Decisio
     if request.scaled is None or query.row.kind is not OpKind.COMPUTE:
         return decision
     return dataclasses.replace(decision, product=ProductForm(scaled=request.scaled))
+
+
+def _not_by_preset(query: Query, policy: PrecisionPolicy, target: Precision) -> Reason | None:
+    """Why no preset lowers a product, though an order may; None if presets do."""
+    if query.traits.sums_nothing and OpKind.ELEMENTWISE not in policy.orders:
+        return reasons.ELEMENTWISE_PRODUCT()
+    if query.need and not _is_held_exactly(query, target):
+        return reasons.NEEDED(query.need)
+    return None
+
+
+def _is_held_exactly(query: Query, target: Precision) -> bool:
+    """Whether the operands of a product are numbers that the low format holds, such as masks."""
+    ranges = query.ranges[: query.operands]
+    return all(
+        r is not None and 0 < max(-r.lo, r.hi) <= r.grid * target.exact_integers for r in ranges
+    )
 
 
 def _multiplied(query: Query, native: Precision, request: Request) -> Decision:

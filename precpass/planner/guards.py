@@ -110,6 +110,13 @@ def exceeds_range(query: Query, target: Precision) -> Reason | None:
     return None
 
 
+def sums_cancelling_table(query: Query, _target: Precision) -> Reason | None:
+    """It sums multiples of a table whose large elements cancel, which leaves few digits."""
+    operands = query.ranges[: query.operands] if query.row.kind is OpKind.COMPUTE else ()
+    is_table = any(f is not None and f.uneven and f.lo < 0 < f.hi for f in operands)
+    return reasons.CANCELS() if is_table else None
+
+
 def why_out_of_range(fact: ValueRange, target: Precision, what: str = "it") -> Reason | None:
     """Why a value in this range must not be stored in `target`, or None; `what` names the value."""
     bound = max(abs(fact.lo), abs(fact.hi))
@@ -164,5 +171,6 @@ GUARDS: tuple[Guard, ...] = (
     is_made_of_constants,
     follows_random_bits,
     exceeds_range,
+    sums_cancelling_table,
     is_rounded_by_readers,
 )

@@ -18,6 +18,7 @@ from precpass.analysis.accumulation import LoopFeedback
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.equations import has_low, unentered
 from precpass.analysis.graph import Graph
+from precpass.analysis.need import EXACT_NOWHERE, ExactProducts
 from precpass.analysis.propagate import ValueRanges
 from precpass.devices.peaks import peaks_of_kind
 from precpass.plan import reasons
@@ -144,7 +145,8 @@ class Planner:
 
     def root(self, border: Border) -> Plan:
         """The plan of the outermost jaxpr, with the warnings that planning gave rise to."""
-        plan = self.plan(self.analysis.facts, (), decides=False, border=border)
+        exact = self.analysis.exact_products if self.policy.follows_readers else EXACT_NOWHERE
+        plan = self.plan(self.analysis.facts, exact, (), decides=False, border=border)
         if self._cuts and plan.lowers:
             low = self.policy.precision_for(OpKind.COMPUTE)
             of = self.analysis, self.requests, self._weighed, low
@@ -155,20 +157,26 @@ class Planner:
         return dataclasses.replace(plan, notes=tuple(notes), unmatched=unmatched, costs=costs)
 
     def plan(
-        self, facts: ValueRanges, carried: LoopFeedback, decides: bool, border: Border
+        self,
+        facts: ValueRanges,
+        exact: ExactProducts,
+        carried: LoopFeedback,
+        decides: bool,
+        border: Border,
     ) -> Plan:
         """The plan of one body at one class of call sites.
 
         Args:
             facts: of the body there.
+            exact: its products whose results are needed exactly there.
             carried: the results and operands through which a loop around the body accumulates.
             decides: whether it computes a loop's predicate.
             border: the formats in which values cross its border.
         """
-        key = (id(facts), carried, decides, border)
+        key = (id(facts), id(exact), carried, decides, border)
         if key not in self.memo:
             node, analysis = self.graph.bodies[facts.body], self.analysis
-            decisions = self._decisions(facts, carried, decides)
+            decisions = self._decisions(facts, exact, carried, decides)
             if not self.policy.widens:
                 readers = functools.partial(analysis.uses.of, facts.body)
                 decisions = eliminate_transposes(node.jaxpr, decisions, readers)
@@ -178,19 +186,18 @@ class Planner:
         return self.memo[key]
 
     def _decisions(
-        self, facts: ValueRanges, carried: LoopFeedback, decides: bool
+        self, facts: ValueRanges, exact: ExactProducts, carried: LoopFeedback, decides: bool
     ) -> list[Decision]:
         node, children = self.graph.bodies[facts.body], self.graph.children
         adds = self.analysis.additive.accumulating(node.jaxpr, carried)
         stored: dict[Any, Precision | None] = {}
         decisions: list[Decision] = []
-        queries = Queries(
-            facts, self.analysis.uses, self.requests, self.scope, decides_loop=decides
-        )
+        uses = self.analysis.uses
+        queries = Queries(facts, exact, uses, self.requests, self.scope, decides_loop=decides)
         for at, eqn in enumerate(self.graph.eqns[node.start : node.stop]):
             row, is_added = node.start + at, at in adds
             if row in children:
-                decision = self._entered(row, facts, decides, adds.get(at))
+                decision = self._entered(row, facts, exact, decides, adds.get(at))
             else:
                 query = queries.of(row, eqn, stored, accumulates=is_added)
                 decision = self._decide(query)
@@ -206,13 +213,19 @@ class Planner:
     # ------------------------------------------------------------ equations with bodies
 
     def _entered(
-        self, row: int, facts: ValueRanges, decides: bool, fed_back: Sequence[LoopFeedback] | None
+        self,
+        row: int,
+        facts: ValueRanges,
+        exact: ExactProducts,
+        decides: bool,
+        fed_back: Sequence[LoopFeedback] | None,
     ) -> Decision:
         """The decision for an equation with bodies, of which each is planned.
 
         Args:
             row: the equation's.
             facts: of the body around it.
+            exact: that body's products whose results are needed exactly.
             decides: whether it computes a loop's predicate.
             fed_back: for each of its bodies, which results a loop around it feeds back into which
                 operands; None if the equation adds to nothing that a loop carries.
@@ -231,7 +244,8 @@ class Planner:
                 feedback = fed_back[at]
             elif body.carry and self._may_lower_sums:
                 feedback = self.analysis.additive.cyclic(body)
-            inner.append(self.plan(inside, feedback, decides or body.decides, border))
+            needed = exact.inside(row, at)
+            inner.append(self.plan(inside, needed, feedback, decides or body.decides, border))
         rules = border if ir.has_rules(eqn) and self._plans_rules(eqn, scope) else None
         natives = formats_of(eqn.outvars)
         stored = tuple(None if (p := across(border, n)) is n else p for n in natives)

@@ -17,12 +17,13 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import is_matrix_product, spreads
+from precpass.analysis.need import ExactProducts
 from precpass.analysis.propagate import ValueRanges
 from precpass.analysis.ranges import ValueRange
 from precpass.analysis.uses import Uses
 from precpass.planner.requests import PolicyRequests, Request
 from precpass.policy.precision import BY_DTYPE, Precision
-from precpass.policy.primitives import BOUNDARY, Op, OpKind, op
+from precpass.policy.primitives import BOUNDARY, COMPUTING, Op, OpKind, op
 from precpass.policy.scopes import is_fixed, join_scopes
 
 __all__ = ["Place", "Queries", "Query", "Traits"]
@@ -106,6 +107,7 @@ class Query(NamedTuple):
         accumulates: whether a loop accumulates through it.
         place: where it stands.
         traits: its uncommon properties.
+        need: why its result is needed exactly, in words; "" if it is not.
     """
 
     primitive: str
@@ -116,6 +118,7 @@ class Query(NamedTuple):
     accumulates: bool
     place: Place
     traits: Traits
+    need: str = ""
 
     @property
     def row(self) -> Op:
@@ -149,6 +152,7 @@ class Queries:
 
     Args:
         facts: what is known of the body's values there.
+        exact: the body's products whose results are needed exactly there.
         uses: of the program's values.
         requests: what the policy asks of single equations.
         scope: the name scopes around the program.
@@ -158,6 +162,7 @@ class Queries:
     def __init__(
         self,
         facts: ValueRanges,
+        exact: ExactProducts,
         uses: Uses,
         requests: PolicyRequests,
         scope: str,
@@ -165,6 +170,7 @@ class Queries:
         decides_loop: bool,
     ) -> None:
         self._facts = facts
+        self._why_exact = exact.of
         self._uses = uses
         self._requests = requests
         self._scope = scope
@@ -196,7 +202,8 @@ class Queries:
         )
         here, traits = self._place(row, eqn, dtypes), self._traits(eqn)
         # This is `Query(...)` without the Python call of its constructor.
-        fields = name, len(invars), dtypes, ranges, stored_formats, accumulates, here, traits
+        need = self._why_exact(row) if name in COMPUTING else ""
+        fields = name, len(invars), dtypes, ranges, stored_formats, accumulates, here, traits, need
         return tuple.__new__(Query, fields)
 
     # ------------------------------------------------------------ where it stands

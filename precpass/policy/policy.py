@@ -224,6 +224,14 @@ class PrecisionPolicy:
         return Precision.F64 in self.retypes and any(floats)
 
     @property
+    def follows_readers(self) -> bool:
+        """Whether a product stays float32 whose result is needed exactly: an AutoMixed preset's do.
+
+        What the other policies say of products is an order.
+        """
+        return OpKind.ELEMENTWISE not in self.orders and self.name != "Custom"
+
+    @property
     def low(self) -> Precision:
         """The format that products are lowered to; bfloat16 for a policy that lowers none."""
         compute = self.precision_for(OpKind.COMPUTE)

@@ -100,6 +100,13 @@ class Op:
     zero_if_too_small: bool = False
     zero_if_first_is: bool = False
     makes_an_operand: bool = False
+    hands_on_elements: bool = False
+    hands_on_digits: bool = False
+    reads_phase: bool = False
+    rounds_to_integers: bool = False
+    factorizes: bool = False
+    solves: bool = False
+    is_arithmetic: bool = False
 
 
 def _rows(names: str, row: Op) -> dict[str, Op]:
@@ -361,6 +368,36 @@ _COLUMNS: dict[str, str] = {
     "makes_an_operand": (
         "neg abs copy select_n max min clamp sort cummax cummin reduce_max reduce_min"
         " stop_gradient top_k sign"
+    ),
+    # If the result is needed exactly, so are the operands (`analysis.need`). Of these the elements
+    # of the result are an operand's, perhaps with another sign, so a value that is returned is
+    # still the operand's. (So is data movement, by its kind.)
+    "hands_on_elements": (
+        "neg copy stop_gradient max min clamp abs real imag complex conj and or xor not reduce_and"
+        " reduce_or reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min pmax"
+        " pmin device_put reduce_precision bitcast_convert_type select_n scatter-min scatter-max"
+    ),
+    # Of these an error of an operand becomes one of about the same size. (So does that of linear
+    # algebra and of products; no function but these hands on more than an order.)
+    "hands_on_digits": (
+        "add sub add_any mul div rem square integer_pow sqrt reduce_sum reduce_prod cumsum cumprod"
+        " reduce_window_sum psum psum_invariant reduce_scatter scatter-add scatter-sub scatter-mul"
+        " select_and_scatter_add fft"
+    ),
+    # An error of their operand is one of the angle, which is not relative to its size.
+    "reads_phase": "sin cos tan",
+    # Their result is another number if the operand is a little off.
+    "rounds_to_integers": "floor ceil round",
+    # They fail, or amplify, if a difference of large matrices is a little off.
+    "factorizes": (
+        "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg lu qr schur svd tridiagonal"
+    ),
+    # They amplify an error of their operands by a condition number.
+    "solves": "triangular_solve tridiagonal_solve",
+    # Elementwise primitives that no network has for its activation.
+    "is_arithmetic": (
+        "add sub add_any mul div neg copy real stop_gradient convert_element_type integer_pow"
+        " square sqrt rsqrt select_n"
     ),
 }
 """Column -> the primitives that are in it, and above it the reason."""

@@ -1,0 +1,160 @@
+"""A walk backward over a program: what the readers of a value ask of it, handed on to what made it.
+
+The walk is made of a rule: what an equation asks of its operands if something is asked of its
+results. It is joined over the readers of a value, enters bodies once for each class of their call
+sites (what is asked of their results, and what is known of their operands), and follows what a
+loop carries from trip to trip until nothing changes. Bodies that can ask for nothing are skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from precpass import jaxpr as ir
+from precpass.analysis.graph import Graph
+
+__all__ = ["NOTHING", "Asked", "BackwardWalk", "BodyAsks"]
+
+
+class Asked(NamedTuple):
+    """What is asked of a value, and by which reader.
+
+    Attributes:
+        level: how much; a higher level includes the lower ones.
+        reader: what the reader does with the value, in words.
+    """
+
+    level: int
+    reader: str = ""
+
+
+NOTHING = Asked(0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BodyAsks:
+    """What is asked of the values of one body, at one class of its call sites.
+
+    Attributes:
+        of: variable -> what its readers ask; a variable of which nothing is asked is absent.
+        inner: equation row -> the same for its bodies.
+        known: what a forward analysis found for the body there; None without one.
+    """
+
+    of: dict[Any, Asked]
+    inner: dict[int, tuple[BodyAsks, ...]]
+    known: Any = None
+
+
+class BackwardWalk:
+    """A walk under the rule `operands`, which a subclass has.
+
+    Args:
+        graph: the program.
+        asking: the primitives that ask something though nothing is asked of their results.
+    """
+
+    decides = NOTHING
+    """What the predicate of a loop is asked for."""
+
+    def __init__(self, graph: Graph, asking: frozenset[str]) -> None:
+        self.graph = graph
+        self.asking = asking
+        self._asks_something: dict[int, bool] = {}
+        self._bodies: dict[Any, BodyAsks] = {}
+
+    def operands(self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks) -> Sequence[Asked]:
+        """What an equation without bodies asks of its operands; () for nothing of any.
+
+        Args:
+            row: of the equation in the graph.
+            eqn: the equation.
+            asked: what is asked of its results, joined.
+            here: of the body around it; what is asked of earlier values is not known yet.
+        """
+        raise NotImplementedError
+
+    def body(self, at: int, results: tuple[Asked, ...], known: Any = None) -> BodyAsks:
+        """What is asked inside a body if `results` is asked of its results."""
+        if not any(a.level for a in results) and not self._may_ask(at):
+            return _NOTHING_ASKED
+        key = at, results, id(known)
+        if key not in self._bodies:
+            here = self._bodies[key] = BodyAsks({}, {}, known)
+            node = self.graph.bodies[at]
+            for v, asked in zip(ir.open_jaxpr(node.jaxpr).outvars, results, strict=False):
+                _ask(here, v, asked)
+            self._equations(node.start, node.stop, here)
+        return self._bodies[key]
+
+    def _equations(self, start: int, stop: int, here: BodyAsks) -> None:
+        eqns, names = self.graph.eqns, self.graph.primitives
+        children, asking, of = self.graph.children, self.asking, here.of
+        # Every equation comes here, and most of them are asked for nothing.
+        for row in range(stop - 1, start - 1, -1):
+            eqn = eqns[row]
+            asked = NOTHING
+            for v in eqn.outvars:
+                if v in of:
+                    asked = max(asked, of[v])
+            if row in children:
+                self._enter(row, eqn, here)
+            elif asked.level or names[row] in asking:
+                for v, own in zip(eqn.invars, self.operands(row, eqn, asked, here), strict=False):
+                    _ask(here, v, own)
+
+    def _enter(self, row: int, eqn: ir.Eqn, here: BodyAsks) -> None:
+        inner: list[BodyAsks] = []
+        of_carry: dict[int, Asked] = {}
+        for at, (body, child) in enumerate(self.graph.children[row]):
+            known = here.known.inner[row][at] if here.known and row in here.known.inner else None
+            opened = ir.open_jaxpr(body.jaxpr)
+            results = [here.of.get(eqn.outvars[result], NOTHING) for result in body.results]
+            if not body.results:
+                results = [self.decides] * len(opened.outvars)
+            for out, asked in of_carry.items():  # by the condition of a while
+                results[out] = max(results[out], asked)
+            inside = self._until_settled(body, child, results, known)
+            if body.decides:
+                carried = enumerate(opened.invars[body.constants :])
+                of_carry = {out: inside.of.get(v, NOTHING) for out, v in carried}
+            for v, operand in zip(opened.invars, body.operands, strict=True):
+                _ask(here, eqn.invars[operand], inside.of.get(v, NOTHING))
+            inner.append(inside)
+        if any(inside is not _NOTHING_ASKED for inside in inner):
+            here.inner[row] = tuple(inner)
+        if eqn.primitive.name == "cond":
+            _ask(here, eqn.invars[0], self.decides)
+
+    def _until_settled(
+        self, body: ir.Body, child: int, results: list[Asked], known: Any
+    ) -> BodyAsks:
+        invars = ir.open_jaxpr(body.jaxpr).invars
+        while True:
+            inside, before = self.body(child, tuple(results), known), list(results)
+            for operand, result in body.carry:
+                results[result] = max(results[result], inside.of.get(invars[operand], NOTHING))
+            if results == before:
+                return inside
+
+    def _may_ask(self, at: int) -> bool:
+        """Whether a body has an equation that asks something by itself."""
+        if at not in self._asks_something:
+            node, children = self.graph.bodies[at], self.graph.children
+            rows = range(node.start, node.stop)
+            self._asks_something[at] = any(
+                self.graph.primitives[r] in self.asking for r in rows
+            ) or any(
+                self._may_ask(child) for r in rows if r in children for _, child in children[r]
+            )
+        return self._asks_something[at]
+
+
+_NOTHING_ASKED = BodyAsks({}, {})
+
+
+def _ask(here: BodyAsks, atom: ir.Atom, asked: Asked) -> None:
+    if asked.level and not ir.is_literal(atom):
+        here.of[atom] = max(here.of.get(atom, NOTHING), asked)

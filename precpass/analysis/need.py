@@ -1,0 +1,265 @@
+"""Which products are needed with the digits that float32 gives them, and by which reader.
+
+A lowered product is off by about 2**-9 of its terms, which most readers do not mind: a network's
+next layer, a loss, a gradient, a ranking. Some do. A whole number that is taken of the result is
+another number, an angle of 100 is off by 0.2, a Cholesky factorization of a difference fails, and
+a loop that ends on a small residual never ends.
+
+What readers ask is handed back from each result to the operands of its equation, up to the products
+(`analysis.backward`), by the columns of the table of primitives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from precpass import jaxpr as ir
+from precpass.analysis.activations import Features, features
+from precpass.analysis.backward import NOTHING, Asked, BackwardWalk, BodyAsks
+from precpass.analysis.graph import Graph
+from precpass.analysis.propagate import ValueRanges
+from precpass.analysis.tolerances import Tolerances
+from precpass.policy.primitives import COMPUTING, ROWS, OpKind, named, op
+
+__all__ = ["EXACT_NOWHERE", "ExactProducts", "exact_products"]
+
+
+class Need(enum.IntEnum):
+    """Which digits of a value its readers need; a member includes those before it."""
+
+    NOTHING = 0
+    """No more than a sum of rounded products has."""
+    RETURNED = 1
+    """It is returned as it is, so a whole number that is taken of it reaches the caller."""
+    EXACT = 2
+    """What float32 would have given, as far as its operands are so exact themselves."""
+    FACTORED = 3
+    """As EXACT; a difference, or a function of it, is factorized."""
+    STRICT = 4
+    """As EXACT, whatever its operands have lost: what is factorized must stay positive."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExactProducts:
+    """The products of one body whose results are needed exactly, at one class of its call sites.
+
+    Attributes:
+        why: equation row -> why, in words.
+        inner: equation row -> the same for its bodies.
+        around: why every product is, in words, because of a loop around the body; "" if none is.
+    """
+
+    why: Mapping[int, str]
+    inner: Mapping[int, tuple[ExactProducts, ...]]
+    around: str = ""
+
+    def of(self, row: int) -> str:
+        """Why the result of an equation is needed exactly, in words; "" if it is not."""
+        return self.around or self.why.get(row, "")
+
+    def inside(self, row: int, at: int) -> ExactProducts:
+        """The products of one of an equation's bodies."""
+        if row in self.inner:
+            return self.inner[row][at]
+        return self if self.around else EXACT_NOWHERE
+
+
+EXACT_NOWHERE = ExactProducts({}, {})
+
+
+def exact_products(graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> ExactProducts:
+    """The products of a program whose results are needed exactly.
+
+    Args:
+        graph: the program.
+        facts_of: what is known of the values of each body, at each class of its call sites.
+    """
+    if COMPUTING.isdisjoint(graph.primitives):
+        return EXACT_NOWHERE
+    results = tuple(_of_result(v.aval) for v in ir.open_jaxpr(graph.root.jaxpr).outvars)
+    tolerances = Tolerances(graph, facts_of)
+    walk = _NeedWalk(graph)
+    found = _Collected(graph, tolerances).body(0, walk.body(0, results))
+    if found is EXACT_NOWHERE:
+        return found
+    # Few programs come here: what is known of features decides about theirs.
+    known = features(graph)
+    walk = _NeedWalk(graph)
+    return _Collected(graph, tolerances).body(0, walk.body(0, results, known))
+
+
+_READ_INTEGERS = frozenset(("sort", "pure_callback", "io_callback", "ffi_call"))
+"""Primitives that need their integers, whichever operands these are."""
+_ASKING = frozenset(
+    (*named("reads_phase"), *named("factorizes"), *named("solves"), *_READ_INTEGERS)
+    + ("exp", "eq", "ne", "eq_to", "ragged_dot_general")
+    + tuple(name for name, row in ROWS.items() if row.data is not None)
+)
+"""Primitives that ask for digits though nothing is asked of their results."""
+
+
+class _NeedWalk(BackwardWalk):
+    """The walk that finds what is needed of each value."""
+
+    decides = Asked(Need.EXACT, "decides which way the program goes")
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph, _ASKING)
+
+    def operands(self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks) -> Sequence[Asked]:
+        """What an equation needs of its operands."""
+        name, table, count = eqn.primitive.name, op(eqn.primitive.name), len(eqn.invars)
+        need = asked.level
+        if table.kind is OpKind.COMPUTE:
+            handed = need >= Need.EXACT and not _reads_features(eqn, here)
+            each = Asked(Need.EXACT, asked.reader) if handed else NOTHING
+            return [each] * 2 + [self._exact(row, "says where groups begin")] * (count - 2)
+        if table.makes_random_bits:
+            return ()
+        if name == "convert_element_type":
+            return [self._cast(row, eqn, asked)]
+        if table.rounds_to_integers:
+            return [self._exact(row, "becomes whole numbers") if need else NOTHING]
+        if table.compares:
+            return [self._compared(row, eqn, asked)] * 2
+        if table.reads_phase or (name == "exp" and ir.has_complex(eqn)):
+            return [self._exact(row, f"is an angle that {name} reads")]
+        if table.factorizes:
+            return [Asked(Need.FACTORED, self._at(row, f"is factorized by {name}"))] * count
+        if table.solves:
+            return [self._exact(row, "is an operand of a linear solve")] * count
+        return self._handed_on(row, eqn, asked)
+
+    def _handed_on(self, row: int, eqn: ir.Eqn, asked: Asked) -> list[Asked]:
+        """What an equation needs of its operands only because its results are needed."""
+        name, table = eqn.primitive.name, op(eqn.primitive.name)
+        if table.hands_on_elements or table.kind is OpKind.DATA_MOVEMENT:
+            data = asked
+        elif asked.level < Need.EXACT:
+            data = NOTHING
+        elif name == "sub" and asked.level == Need.FACTORED:
+            data = Asked(Need.STRICT, asked.reader)
+        elif table.hands_on_digits or table.no_low_kernel:
+            data = asked
+        elif asked.level >= Need.FACTORED and table.kind is OpKind.ELEMENTWISE:
+            data = Asked(Need.STRICT, asked.reader)
+        else:
+            data = NOTHING
+        index = self._exact(row, "is used as an index")
+        integers = index if name in _READ_INTEGERS else asked
+        places = range(len(eqn.invars)) if table.data is None else table.data
+        if name == "select_n":
+            places = range(1, len(eqn.invars))
+        of_data = [integers if _is_integer(v.aval) else data for v in eqn.invars]
+        of_others = [index if _is_integer(v.aval) else NOTHING for v in eqn.invars]
+        return [of_data[i] if i in places else of_others[i] for i in range(len(eqn.invars))]
+
+    def _cast(self, row: int, eqn: ir.Eqn, asked: Asked) -> Asked:
+        before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+        if jnp.issubdtype(before, jnp.inexact) and not jnp.issubdtype(after, jnp.inexact):
+            is_rounded = asked.level >= Need.EXACT and after != np.bool_
+            return self._exact(row, "becomes whole numbers") if is_rounded else NOTHING
+        # What the user rounds to 16 bits is not needed with more digits.
+        precision = ir.precision_of(eqn.outvars[0].aval)
+        return NOTHING if precision is not None and precision.is_low else asked
+
+    def _compared(self, row: int, eqn: ir.Eqn, asked: Asked) -> Asked:
+        left, right = eqn.invars
+        tests_equality = op(eqn.primitive.name).tests_equality
+        if left.aval.dtype == np.bool_:
+            return asked
+        if _is_integer(left.aval):
+            return self._exact(row, "is compared as a whole number") if tests_equality else asked
+        of_zero = any(ir.is_literal(v) and _is_zero_or_infinite(v.val) for v in (left, right))
+        if left is right or of_zero or not tests_equality or asked.level < Need.EXACT:
+            return NOTHING
+        return self._exact(row, "is tested for equality")
+
+    def _exact(self, row: int, reader: str) -> Asked:
+        return Asked(Need.EXACT, self._at(row, reader))
+
+    def _at(self, row: int, reader: str) -> str:
+        place = self.graph.source(row).place
+        return f"its result {reader}" + (f" at {place}" if place else "")
+
+
+class _Collected:
+    """What the walk found, as far as it concerns products; bodies that agree in it are one."""
+
+    def __init__(self, graph: Graph, tolerances: Tolerances) -> None:
+        self.graph = graph
+        self._tolerances = tolerances
+        self._known: dict[Any, ExactProducts] = {}
+        self._shared: dict[Any, ExactProducts] = {}
+
+    def body(self, at: int, asks: BodyAsks, around: str = "") -> ExactProducts:
+        """The products of a body that are needed exactly."""
+        key = at, id(asks), around
+        if key not in self._known:
+            self._known[key] = self._found(at, asks, around)
+        return self._known[key]
+
+    def _found(self, at: int, asks: BodyAsks, around: str) -> ExactProducts:
+        if around:
+            return self._shared.setdefault(around, ExactProducts({}, {}, around))
+        node, graph = self.graph.bodies[at], self.graph
+        why: dict[int, str] = {}
+        inner: dict[int, tuple[ExactProducts, ...]] = {}
+        for row in range(node.start, node.stop):
+            if row in graph.children:
+                loop = self._tolerances.why_may_not_end(row)
+                inside = asks.inner.get(row)
+                if loop or inside or self._tolerances.may_hold_one(row):
+                    bodies = tuple(
+                        self.body(child, inside[i] if inside else _EMPTY, loop)
+                        for i, (_, child) in enumerate(graph.children[row])
+                    )
+                    if any(body is not EXACT_NOWHERE for body in bodies):
+                        inner[row] = bodies
+            elif graph.primitives[row] in COMPUTING and asks.of:
+                asked = asks.of.get(graph.eqns[row].outvars[0], NOTHING)
+                is_excused = asked.level < Need.STRICT and _reads_features(graph.eqns[row], asks)
+                if asked.level >= Need.EXACT and not is_excused:
+                    why[row] = asked.reader
+        if not (why or inner):
+            return EXACT_NOWHERE
+        content = at, tuple(why.items()), tuple((row, *map(id, b)) for row, b in inner.items())
+        return self._shared.setdefault(content, ExactProducts(why, inner))
+
+
+_EMPTY = BodyAsks({}, {})
+
+
+def _reads_features(eqn: ir.Eqn, here: BodyAsks) -> bool:
+    known: Features | None = here.known
+    return known is not None and any(map(known.has, eqn.invars[:2]))
+
+
+def _of_result(aval: Any) -> Asked:
+    """What the caller of a program needs of a result."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None or jnp.issubdtype(dtype, jnp.inexact):
+        return Asked(Need.RETURNED)
+    # Whole numbers of 8 bits are quantised values, and no positions.
+    is_number = dtype == np.bool_ or (_is_integer(aval) and dtype.itemsize > 1)
+    return Asked(Need.EXACT, "its result is returned as whole numbers") if is_number else NOTHING
+
+
+@functools.cache
+def _is_integer_dtype(dtype: Any) -> bool:
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.integer))
+
+
+def _is_integer(aval: Any) -> bool:
+    return _is_integer_dtype(getattr(aval, "dtype", None))
+
+
+def _is_zero_or_infinite(value: Any) -> bool:
+    return np.ndim(value) == 0 and (value == 0 or not np.isfinite(value))

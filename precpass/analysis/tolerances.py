@@ -1,0 +1,233 @@
+"""Which while loops may never end if products in them are low.
+
+A loop that goes on until a residual is small needs a residual that becomes small. If a lowered
+product makes it in the same trip, its rounding error stays. So such a loop's products stay float32,
+all of them, because a step that is a little off keeps the residual up as well.
+
+A predicate ends anyway if it reads a counter, or a value that the loop adds to, as a time; and it
+is no test of a residual if it compares with zero, with a number that is not small, or with a value
+that the loop carries, as in early stopping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from precpass import jaxpr as ir
+from precpass.analysis.backward import NOTHING, Asked, BackwardWalk, BodyAsks
+from precpass.analysis.equations import is_matrix_product
+from precpass.analysis.graph import Graph
+from precpass.analysis.propagate import ValueRanges
+from precpass.policy.primitives import COMPUTING, OpKind, op
+
+__all__ = ["Tolerances"]
+
+_DECIDES, _RESIDUAL = Asked(1), Asked(2)
+"""A truth value that decides whether the loop goes on, and a number that such a value compares."""
+_MOVED, _ADDED_TO = Asked(1), Asked(2)
+_SMALL = 0.1
+"""A threshold from here on is no tolerance, because errors of 16 bits do not reach it. One is:
+libraries divide an error by its tolerance, and compare with it."""
+
+
+class Tolerances:
+    """The loops of a program that end on a tolerance.
+
+    Args:
+        graph: the program.
+        facts_of: what is known of the values of each body, at each class of its call sites.
+    """
+
+    def __init__(self, graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> None:
+        self.graph = graph
+        self._residuals = _ResidualWalk(graph, facts_of)
+        self._additions = _AdditionWalk(graph)
+        self._holds: dict[int, tuple[bool, bool]] = {}
+        self._reasons: dict[int, str] = {}
+
+    def why_may_not_end(self, row: int) -> str:
+        """Why a loop may never end in low precision, in words; "" if it does, or is no loop."""
+        if self.graph.primitives[row] != "while":
+            return ""
+        if row not in self._reasons:
+            self._reasons[row] = self._why_may_not_end(row)
+        return self._reasons[row]
+
+    def _why_may_not_end(self, row: int) -> str:
+        (cond, at_cond), (body, at_body) = self.graph.children[row]
+        if not (
+            self._holds_products(at_body) and self._tests_residual(cond, at_cond, body, at_body)
+        ):
+            return ""
+        place = self.graph.source(row).place
+        return "the loop around it" + (f", at {place}," if place else "") + " ends on a tolerance"
+
+    def _tests_residual(self, cond: ir.Body, at_cond: int, body: ir.Body, at_body: int) -> bool:
+        asks = self._residuals.body(at_cond, (_DECIDES,))
+        carried = ir.open_jaxpr(cond.jaxpr).invars[cond.constants :]
+        asked = [asks.of.get(v, NOTHING) for v in carried]
+        compared = [out for out, a in enumerate(asked) if a == _RESIDUAL]
+        for out in compared:
+            if self._is_progress(body, at_body, out, compared):
+                asked[out] = NOTHING
+        return self._reaches_product(at_body, self._residuals.body(at_body, tuple(asked)))
+
+    def _is_progress(self, body: ir.Body, at: int, out: int, compared: Sequence[int]) -> bool:
+        """Whether a loop adds to a carry, and compares it with nothing that it was before."""
+        opened = ir.open_jaxpr(body.jaxpr)
+        own = opened.invars[body.constants + out]
+
+        def asked_of_own(result: int) -> Asked:
+            results = [NOTHING] * len(opened.outvars)
+            results[result] = _MOVED
+            return self._additions.body(at, tuple(results)).of.get(own, NOTHING)
+
+        earlier = any(asked_of_own(other) == _MOVED for other in compared if other != out)
+        return asked_of_own(out) == _ADDED_TO and not earlier
+
+    def _reaches_product(self, at: int, asks: BodyAsks) -> bool:
+        node, graph = self.graph.bodies[at], self.graph
+        for row in range(node.start, node.stop):
+            eqn = graph.eqns[row]
+            if row in graph.children:
+                inside = zip(graph.children[row], asks.inner.get(row, ()), strict=False)
+                if any(self._reaches_product(child, a) for (_, child), a in inside):
+                    return True
+            elif _may_be_lowered(eqn) and asks.of.get(eqn.outvars[0]) == _RESIDUAL:
+                return True
+        return False
+
+    def _holds_products(self, at: int) -> bool:
+        return self._contents(at)[0]
+
+    def may_hold_one(self, row: int) -> bool:
+        """Whether a loop in an equation's bodies may be one that ends on a tolerance."""
+        return any(all(self._contents(child)) for _, child in self.graph.children[row])
+
+    def _contents(self, at: int) -> tuple[bool, bool]:
+        """Whether a body holds products, and whether it holds a while loop."""
+        if at not in self._holds:
+            graph, node = self.graph, self.graph.bodies[at]
+            rows = range(node.start, node.stop)
+            inner = [
+                self._contents(child)
+                for row in rows
+                if row in graph.children
+                for _, child in graph.children[row]
+            ]
+            self._holds[at] = (
+                any(graph.primitives[r] in COMPUTING for r in rows) or any(p for p, _ in inner),
+                any(graph.primitives[r] == "while" for r in rows) or any(w for _, w in inner),
+            )
+        return self._holds[at]
+
+
+def _may_be_lowered(eqn: ir.Eqn) -> bool:
+    is_product = eqn.primitive.name in COMPUTING and ir.precision_of(eqn.outvars[0].aval)
+    return bool(is_product) and is_matrix_product(eqn) and ir.user_order(eqn) is None
+
+
+class _AdditionWalk(BackwardWalk):
+    """Which operands of a body are in a result, moved or with something added to them."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph, frozenset())
+
+    def operands(self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks) -> Sequence[Asked]:
+        name = eqn.primitive.name
+        table = op(name)
+        if name in ("add", "sub"):
+            return [_ADDED_TO] * 2
+        moves = table.kind is OpKind.DATA_MOVEMENT or name in (
+            "convert_element_type",
+            "copy",
+            "neg",
+        )
+        if name == "select_n":
+            return [NOTHING, *[asked] * (len(eqn.invars) - 1)]
+        return [asked] * len(eqn.invars) if moves else ()
+
+
+class _ResidualWalk(BackwardWalk):
+    """The numbers that decide whether a loop goes on, and what they are made of in one trip."""
+
+    def __init__(self, graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> None:
+        super().__init__(graph, frozenset())
+        self._facts_of = facts_of
+        self._made_by: dict[int, dict[Any, ir.Eqn]] = {}
+        self._loops = {
+            child: body.constants
+            for children in graph.children.values()
+            for body, child in children
+            if body.decides or body.carry
+        }
+
+    def operands(self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks) -> Sequence[Asked]:
+        name = eqn.primitive.name
+        is_choice = name == "select_n"
+        floats = [ir.precision_of(v.aval) is not None for v in eqn.invars]
+        if op(name).compares:
+            if any(floats):
+                tests = self._tests_tolerance(row, eqn)
+                return [_RESIDUAL if tests else NOTHING] * 2
+            return [_DECIDES if _is_bool(v.aval) else NOTHING for v in eqn.invars]
+        if op(name).ranks or name in COMPUTING:
+            return ()
+        # Libraries have primitives of their own among those that hand on a truth value.
+        handed = floats if asked == _RESIDUAL else [_is_bool(v.aval) for v in eqn.invars]
+        return [
+            asked if is_handed and not (is_choice and at == 0) else NOTHING
+            for at, is_handed in enumerate(handed)
+        ]
+
+    def _tests_tolerance(self, row: int, eqn: ir.Eqn) -> bool:
+        body = int(self.graph.body[row])
+        return any(self._is_tolerance(body, v, alone=True) for v in eqn.invars)
+
+    def _is_tolerance(self, body: int, atom: ir.Atom, *, alone: bool) -> bool:
+        """Whether a threshold is a small number, a multiple by one, or given to the loop.
+
+        Args:
+            body: the comparison's.
+            atom: the threshold, or a part of it.
+            alone: whether it is the whole threshold.
+        """
+        maker = None if ir.is_literal(atom) else self._makers(body).get(atom)
+        if maker is None:
+            number, is_given = self._number(body, atom)
+            is_small = number is not None and (0 < abs(number) < _SMALL or (alone and number == 1))
+            return is_small or is_given
+        name = maker.primitive.name
+        if name in ("mul", "max", "min", "square", "integer_pow"):
+            return any(self._is_tolerance(body, v, alone=False) for v in maker.invars)
+        if name == "add":
+            return all(self._is_tolerance(body, v, alone=False) for v in maker.invars)
+        moves = op(name).kind is OpKind.DATA_MOVEMENT or name == "convert_element_type"
+        return moves and self._is_tolerance(body, maker.invars[0], alone=alone)
+
+    def _number(self, body: int, atom: ir.Atom) -> tuple[float | None, bool]:
+        """An operand's number, if it is known, and whether it is an unknown one given to a loop."""
+        if ir.is_literal(atom):
+            return (float(atom.val) if np.ndim(atom.val) == 0 else None), False
+        invars, is_given = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars, False
+        if body in self._loops and atom in invars:
+            is_given = invars.index(atom) < self._loops[body]
+            if not is_given:  # what is known of the condition's operands is of the first trip alone
+                return None, False
+        facts = [f.of(atom) for f in self._facts_of.get(body, ())]
+        if facts and all(f.lo == f.hi == facts[0].lo for f in facts):
+            return facts[0].lo, False
+        return None, is_given
+
+    def _makers(self, body: int) -> dict[Any, ir.Eqn]:
+        if body not in self._made_by:
+            eqns = ir.open_jaxpr(self.graph.bodies[body].jaxpr).eqns
+            self._made_by[body] = {v: eqn for eqn in eqns for v in eqn.outvars}
+        return self._made_by[body]
+
+
+def _is_bool(aval: Any) -> bool:
+    return getattr(aval, "dtype", None) == np.bool_

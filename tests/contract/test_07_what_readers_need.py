@@ -1,0 +1,353 @@
+"""Values are guarded by what their readers need, too. A product whose result is needed exactly
+stays float32 under the AutoMixed presets, with its reader as the reason: whole numbers and equality, ends
+of loops, factorizations and solves, angles. A rule, a `keep` region or a saved plan orders it low.
+What readers do not need exactly stays low."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import precpass as pp
+from precpass.plan.reasons import DecidedBy
+from tests.support.jaxprs import low_products, named
+from tests.support.passes import AUTO, COMPOSITIONS, look, quiet, run, text_of
+from tests.support.values import identical, normal, rel_error
+
+N = 32
+A, B = normal(0, N, N), normal(1, N, N)
+V = normal(2, N)
+Q = np.linalg.qr(A)[0]
+SPD = (Q * np.linspace(1, 3, N)) @ Q.T
+SPD = SPD.astype(np.float32)
+IDS = np.arange(1000, 1000 + N).astype(np.float32)
+ORDER = np.random.default_rng(3).permutation(N)
+POSITIONS = np.random.default_rng(4).uniform(0, 50, (N, 3)).astype(np.float32)
+CELLS = (np.eye(3) * 20).astype(np.float32)
+
+
+def one_hot_gather(order, ids):
+    return jax.nn.one_hot(order, N) @ ids
+
+
+INTEGERS = {
+    "floor": (lambda x, w: jnp.floor(x @ w).astype(jnp.int32), (POSITIONS, CELLS)),
+    "a cast": (lambda x, w: (x @ w).astype(jnp.int32), (POSITIONS, CELLS)),
+    "rounded and returned as a float": (lambda *a: jnp.round(one_hot_gather(*a)), (ORDER, IDS)),
+    "ids": (lambda *a: one_hot_gather(*a).astype(jnp.int32), (ORDER, IDS)),
+    "equality": (lambda order, ids: one_hot_gather(order, ids) == ids[order], (ORDER, IDS)),
+    "an index": (lambda x, w: jnp.arange(4000.0)[jnp.floor(x @ w).astype(int)], (POSITIONS, CELLS)),
+    "a mesh": (
+        lambda x, w: jnp.zeros(1200).at[jnp.floor(x @ w)[:, 0].astype(int)].add(1.0),
+        (POSITIONS, CELLS),
+    ),
+    "in a loop": (
+        lambda x, w: lax.scan(lambda c, row: (c, jnp.floor(row @ w).astype(int)), 0, x)[1],
+        (POSITIONS, CELLS),
+    ),
+    "of a vmap": (
+        jax.vmap(lambda row, w: jnp.floor(w @ row), (0, None)),
+        (POSITIONS, CELLS),
+    ),
+    "through a product and a sum": (
+        lambda x, w: jnp.round((x @ w) @ w * 0.05 - x.sum(1, keepdims=True)),
+        (POSITIONS, CELLS),
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", AUTO, ids=lambda p: p.name)
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_and_equality_are_float32s(name, policy):
+    fn, args = INTEGERS[name]
+    inspection = look(fn, policy, *args)
+    assert low_products(inspection.after) == [] and named(inspection.after, "dot_general")
+    assert identical(run(fn, policy, *args), jax.jit(fn)(*args))
+    assert {
+        d.reason.decided_by for _, d, _ in inspection.decisions() if d.kind is pp.OpKind.COMPUTE
+    } == {DecidedBy.NEED}
+
+
+def angles(x, w):
+    return 40.0 * (x @ w)
+
+
+DIGITS = {
+    "cholesky": (
+        lambda a, b: jnp.linalg.cholesky(a @ a.T + N * jnp.eye(N) - 0.01 * (b.T @ b)),
+        (A, B),
+    ),
+    "cholesky of a kernel": (
+        lambda a, b: jnp.linalg.cholesky(
+            jnp.exp(-jnp.square(a @ b.T) / 9.0 + 0.0) * 0.01 + jnp.eye(N)
+        ),
+        (A, A),
+    ),
+    "eigh": (lambda a, b: jnp.linalg.eigh(a @ a.T + jnp.diag(b[0]))[0], (A, B)),
+    "svd": (lambda a, b: jnp.linalg.svd(a @ b)[1], (A, SPD)),
+    "qr": (lambda a, b: jnp.linalg.qr(a @ b)[1], (A, SPD)),
+    "lu": (lambda a, b: jnp.linalg.det((a @ b) / N), (SPD, SPD)),
+    "solve": (lambda a, b: jnp.linalg.solve(a.T @ a, a.T @ b), (normal(7, 90, N), normal(8, 90))),
+    "triangular solve": (
+        lambda a, b: jax.scipy.linalg.solve_triangular(SPD, a @ b, lower=True),
+        (A, B),
+    ),
+    "sin": (lambda x, w: jnp.sin(angles(x, w)), (A, B)),
+    "cos, with a phase": (lambda x, w: jnp.cos(angles(x, w) + V[None]), (A, B)),
+    "tan": (lambda x, w: jnp.tan(0.01 * angles(x, w)), (A, 0.1 * B)),
+    "exp of an imaginary number": (
+        lambda x, w: jnp.exp(lax.complex(0 * x, angles(x, w))).real,
+        (A, B),
+    ),
+}
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+@pytest.mark.parametrize("name", DIGITS)
+def test_factorizations_and_angles_have_the_digits_of_float32(name, composition):
+    fn, args = DIGITS[name]
+    inspection = look(fn, pp.AutoMixedBf16, *args)
+    assert low_products(inspection.after) == [] and named(inspection.after, "dot_general")
+
+    def total(*xs):
+        return jnp.sum(fn(*xs))
+
+    with quiet():
+        mixed = COMPOSITIONS[composition](total, jax.value_and_grad, policy=pp.AutoMixedBf16)
+        got, want = jax.jit(lambda *xs: (mixed(*xs), jax.value_and_grad(total)(*xs)))(*args)
+    assert rel_error(got[0], want[0]) < 1e-4
+    # What the backward pass multiplies may be low, as in any network.
+    assert bool(jnp.all(jnp.isfinite(got[1]))) and rel_error(got[1], want[1]) < 0.03
+
+
+def until(tolerance, residual):
+    """Richardson's iteration, until a residual that `residual` computes is below a tolerance."""
+
+    def solve(a, b):
+        def goes_on(state):
+            return (residual(*state[:3]) > tolerance(b)) & (state[3] < 500)
+
+        def step(state):
+            x, _, r, trips = state
+            return x + 0.4 * r, x, b - a @ (x + 0.4 * r), trips + 1
+
+        return lax.while_loop(goes_on, step, (jnp.zeros_like(b), b, b, 0))[3]
+
+    return solve
+
+
+def newton_schulz(a, _):
+    def step(state):
+        x, _, trips = state
+        gram = x.T @ x
+        return 1.5 * x - 0.5 * x @ gram, jnp.linalg.norm(gram - jnp.eye(N)), trips + 1
+
+    def goes_on(state):
+        return (state[1] > 1e-4) & (state[2] < 500)
+
+    return lax.while_loop(goes_on, step, (a / 3, jnp.float32(1), 0))[2]
+
+
+def flagged(a, b):
+    """A loop whose body finds out that it is done."""
+
+    def step(state):
+        x, _, trips = state
+        new = jnp.tanh(0.3 * (a @ x) + b)
+        return new, jnp.allclose(new, x, rtol=1e-6, atol=1e-6), trips + 1
+
+    def goes_on(state):
+        return ~state[1] & (state[2] < 500)
+
+    return lax.while_loop(goes_on, step, (b, jnp.bool_(False), 0))[2]
+
+
+def a_step(a, b):
+    """A loop that ends when its steps are small, which it computes from what it carries."""
+
+    def step(state):
+        x, _, trips = state
+        return x + 0.4 * (b - a @ x), x, trips + 1
+
+    def goes_on(state):
+        return (jnp.abs(state[0] - state[1]).max() > 1e-5) & (state[2] < 500)
+
+    return lax.while_loop(goes_on, step, (b, 2 * b, 0))[2]
+
+
+def relative(b):
+    return 1e-4 * jnp.linalg.norm(b)
+
+
+LOOPS = {
+    "a residual that is carried": until(relative, lambda x, old, r: jnp.linalg.norm(r)),
+    "a step": a_step,
+    "an error over its tolerance": until(
+        lambda b: 1.0, lambda x, old, r: jnp.max(jnp.abs(r) / (1e-5 + 1e-5 * jnp.abs(x)))
+    ),
+    "a tolerance from outside": until(
+        lambda b: jnp.abs(b[0]) * 1e-4, lambda x, old, r: jnp.sum(r * r)
+    ),
+    "Newton-Schulz": newton_schulz,
+    "a flag": flagged,
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_loop_that_ends_on_a_tolerance_ends_after_as_many_trips(name, batched):
+    fn, b = LOOPS[name], V
+    if batched:
+        fn, b = jax.vmap(fn, (None, 0)), np.stack([V, 3 * V])
+    inspection = look(fn, pp.AutoMixedBf16, SPD, b)
+    assert low_products(inspection.after) == []
+    assert "ends on a tolerance" in text_of(inspection)
+    assert identical(run(fn, pp.AutoMixedBf16, SPD, b), jax.jit(fn)(SPD, b))
+
+
+def test_a_rule_a_region_and_a_saved_plan_order_it_low(tmp_path):
+    fn, args = INTEGERS["floor"]
+    rule = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="bf16"))
+    ordered = look(fn, rule, *args)
+    assert low_products(ordered.after)
+    assert low_products(look(pp.keep("bf16")(fn), pp.AutoMixedBf16, *args).after)
+    ordered.plan.save(tmp_path / "plan.json")
+    saved = pp.Plan.load(tmp_path / "plan.json")
+    assert low_products(look(fn, pp.AutoMixedBf16.with_lock(saved.lock), *args).after)
+    for policy in (pp.AlwaysBf16, pp.Custom({"compute": "bf16"})):
+        assert low_products(look(fn, policy, *args).after)
+
+
+def test_the_reader_is_named():
+    fn, args = INTEGERS["floor"]
+    assert "its result becomes whole numbers at test_07_what_readers_need.py:" in text_of(
+        look(fn, pp.AutoMixedBf16, *args)
+    )
+    assert "order it low by a Rule or a keep region" in str(pp.explain(fn)(*args))
+
+
+# ---------------------------------------------------------------- what stays low
+
+
+def accuracy(x, w):
+    return jnp.mean(jnp.argmax(x @ w, 1) == jnp.arange(N))
+
+
+def quantised_by_straight_through(x, w):
+    h = x @ w
+    scale = jnp.abs(h).max() / 127
+    return h + lax.stop_gradient(jnp.round(h / scale) * scale - h)
+
+
+def early_stopping(x, w):
+    def step(state):
+        w, best, loss, trips = state
+        residual = x @ w - x
+        loss = jnp.mean(residual**2)
+        return w - 0.01 * x.T @ residual, jnp.minimum(best, loss), loss, trips + 1
+
+    def goes_on(state):
+        return (state[3] < 9) & ~(state[2] > 2 * state[1])
+
+    return lax.while_loop(goes_on, step, (w, jnp.float32(9e9), jnp.float32(0), 0))[0]
+
+
+def until_a_time(x, w):
+    def step(state):
+        y, time = state
+        slope = jnp.tanh(y @ w)
+        return y + 0.1 * slope, time + 0.1 / (1 + jnp.abs(slope).max())
+
+    return lax.while_loop(lambda s: s[1] < 1.0, step, (x, jnp.float32(0)))[0]
+
+
+def router(x, w):
+    weights, experts = lax.top_k(jax.nn.softmax(x @ w), 2)
+    return weights[..., None] * w[experts]
+
+
+def chosen_branch(x, w):
+    h = x @ w
+    return lax.cond(h.sum() < 1.0, lambda h: h @ w, lambda h: h, h)
+
+
+def counted(x, w):
+    return lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ w), x)
+
+
+def triangle_counts(x, w):
+    edges = (x > 0).astype(jnp.float32)
+    return jnp.einsum("ij,jk->ik", edges, edges).astype(jnp.int32)
+
+
+STAYS_LOW = {
+    "accuracy": accuracy,
+    "straight-through rounding": quantised_by_straight_through,
+    "8-bit codes": lambda x, w: jnp.clip(jnp.round(x @ w), -127, 127).astype(jnp.int8),
+    "early stopping": early_stopping,
+    "a time": until_a_time,
+    "a router": router,
+    "a branch": chosen_branch,
+    "a counted loop": counted,
+    "counts that the low format holds": triangle_counts,
+    "a mask": lambda x, w: jnp.where(x @ w > 0, x, 0.0),
+    "a threshold that counts": lambda x, w: jnp.sum(x @ w > 0.5),
+    "a nearest code": lambda x, w: w[jnp.argmin((w * w).sum(1)[None] - 2 * x @ w.T, axis=1)],
+    "clipping by a norm": lambda x, w: (x @ w) / jnp.maximum(1.0, jnp.linalg.norm(x @ w)),
+    "a finite test": lambda x, w: jnp.isfinite(x @ w).all(),
+    "an inner layer of sines": lambda x, w: jnp.sin(jax.nn.relu(x @ w) @ w),
+    "curvature of a network": lambda x, w: jnp.linalg.cholesky(
+        jax.nn.relu(x @ w).T @ jax.nn.relu(x @ w) + 9 * jnp.eye(N)
+    ),
+    "sampling": lambda x, w: jax.random.categorical(jax.random.key(0), x @ w),
+}
+
+
+@pytest.mark.parametrize("name", STAYS_LOW)
+def test_what_readers_do_not_need_exactly_stays_low(name):
+    inspection = look(STAYS_LOW[name], pp.AutoMixedBf16, A, B)
+    products = named(inspection.after, "dot_general")
+    assert products and len(low_products(inspection.after)) == len(products)
+
+
+def test_one_call_of_a_shared_function_does_not_speak_for_another():
+    @jax.jit
+    def multiplied(x, w):
+        return x @ w
+
+    def fn(x, w):
+        return jax.nn.relu(multiplied(x, w)), jnp.floor(multiplied(w, x))
+
+    low = look(fn, pp.AutoMixedBf16, A, B)
+    assert len(low_products(low.after)) == 1
+    (_, floor), want = run(fn, pp.AutoMixedBf16, A, B), jnp.floor(jnp.asarray(B) @ A)
+    assert identical(floor, want)
+
+
+def symexp(x, xp=np):
+    return (xp.sign(x) * xp.expm1(xp.abs(x))).astype(np.float32)
+
+
+BINS = symexp(np.linspace(-20, 20, 255))
+TABLES = {
+    "closed over": lambda logits: jax.nn.softmax(logits) @ BINS,
+    "computed": lambda logits: jax.nn.softmax(logits) @ symexp(jnp.linspace(-20, 20, 255), jnp),
+    "scaled and moved": lambda logits: jnp.einsum(
+        "ij,kj->ki", jax.nn.softmax(logits), 2 * BINS[None]
+    ),
+    "of both halves": lambda logits: (
+        jax.nn.softmax(logits) @ jnp.concatenate([BINS[:128], -BINS[:127][::-1]])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_whose_large_elements_cancel_is_not_rounded(name):
+    """The two-hot values of a reinforcement learner: 4.8e8 in the outer bins."""
+    logits = normal(5, 16, 255)
+    fn = TABLES[name]
+    inspection = look(fn, pp.AutoMixedBf16, logits)
+    assert low_products(inspection.after) == []
+    assert "large elements cancel" in text_of(inspection)
+    assert low_products(look(lambda x: x @ normal(6, 255, 9), pp.AutoMixedBf16, logits).after)
