@@ -24,10 +24,12 @@ class Asked(NamedTuple):
     Attributes:
         level: how much; a higher level includes the lower ones.
         reader: what the reader does with the value, in words.
+        row: of the reader in the graph; -1 if it is not an equation.
     """
 
     level: int
     reader: str = ""
+    row: int = -1
 
 
 NOTHING = Asked(0)

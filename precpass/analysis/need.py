@@ -26,7 +26,7 @@ from precpass.analysis.backward import NOTHING, Asked, BackwardWalk, BodyAsks
 from precpass.analysis.graph import Graph
 from precpass.analysis.propagate import ValueRanges
 from precpass.analysis.tolerances import Tolerances
-from precpass.policy.primitives import COMPUTING, ROWS, OpKind, named, op
+from precpass.policy.primitives import COMPUTING, ROWS, Op, OpKind, named, op
 
 __all__ = ["EXACT_NOWHERE", "ExactProducts", "exact_products"]
 
@@ -119,53 +119,43 @@ class _NeedWalk(BackwardWalk):
         need = asked.level
         if table.kind is OpKind.COMPUTE:
             handed = need >= Need.EXACT and not _reads_features(eqn, here)
-            each = Asked(Need.EXACT, asked.reader) if handed else NOTHING
-            return [each] * 2 + [self._exact(row, "says where groups begin")] * (count - 2)
+            each = asked._replace(level=Need.EXACT) if handed else NOTHING
+            return [each] * 2 + [_exact(row, "says where groups begin")] * (count - 2)
         if table.makes_random_bits:
             return ()
         if name == "convert_element_type":
             return [self._cast(row, eqn, asked)]
         if table.rounds_to_integers:
-            return [self._exact(row, "becomes whole numbers") if need else NOTHING]
+            return [_exact(row, "becomes whole numbers") if need else NOTHING]
         if table.compares:
             return [self._compared(row, eqn, asked)] * 2
         if table.reads_phase or (name == "exp" and ir.has_complex(eqn)):
-            return [self._exact(row, f"is an angle that {name} reads")]
+            return [_exact(row, f"is an angle that {name} reads")]
         if table.factorizes:
-            return [Asked(Need.FACTORED, self._at(row, f"is factorized by {name}"))] * count
+            return [Asked(Need.FACTORED, f"is factorized by {name}", row)] * count
         if table.solves:
-            return [self._exact(row, "is an operand of a linear solve")] * count
+            return [_exact(row, "is an operand of a linear solve")] * count
         return self._handed_on(row, eqn, asked)
 
     def _handed_on(self, row: int, eqn: ir.Eqn, asked: Asked) -> list[Asked]:
         """What an equation needs of its operands only because its results are needed."""
-        name, table = eqn.primitive.name, op(eqn.primitive.name)
-        if table.hands_on_elements or table.kind is OpKind.DATA_MOVEMENT:
-            data = asked
-        elif asked.level < Need.EXACT:
-            data = NOTHING
-        elif name == "sub" and asked.level == Need.FACTORED:
-            data = Asked(Need.STRICT, asked.reader)
-        elif table.hands_on_digits or table.no_low_kernel:
-            data = asked
-        elif asked.level >= Need.FACTORED and table.kind is OpKind.ELEMENTWISE:
-            data = Asked(Need.STRICT, asked.reader)
-        else:
-            data = NOTHING
-        index = self._exact(row, "is used as an index")
+        name, table, invars = eqn.primitive.name, op(eqn.primitive.name), eqn.invars
+        data = _of_data(name, table, asked)
+        is_integer = [_is_integer(v.aval) for v in invars]
+        if table.data is None and not any(is_integer) and name != "select_n":
+            return [data] * len(invars)
+        index = _exact(row, "is used as an index")
         integers = index if name in _READ_INTEGERS else asked
-        places = range(len(eqn.invars)) if table.data is None else table.data
-        if name == "select_n":
-            places = range(1, len(eqn.invars))
-        of_data = [integers if _is_integer(v.aval) else data for v in eqn.invars]
-        of_others = [index if _is_integer(v.aval) else NOTHING for v in eqn.invars]
-        return [of_data[i] if i in places else of_others[i] for i in range(len(eqn.invars))]
+        places = range(name == "select_n", len(invars)) if table.data is None else table.data
+        of_data = [integers if whole else data for whole in is_integer]
+        of_others = [index if whole else NOTHING for whole in is_integer]
+        return [of_data[i] if i in places else of_others[i] for i in range(len(invars))]
 
     def _cast(self, row: int, eqn: ir.Eqn, asked: Asked) -> Asked:
         before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-        if jnp.issubdtype(before, jnp.inexact) and not jnp.issubdtype(after, jnp.inexact):
+        if _is_inexact(before) and not _is_inexact(after):
             is_rounded = asked.level >= Need.EXACT and after != np.bool_
-            return self._exact(row, "becomes whole numbers") if is_rounded else NOTHING
+            return _exact(row, "becomes whole numbers") if is_rounded else NOTHING
         # What the user rounds to 16 bits is not needed with more digits.
         precision = ir.precision_of(eqn.outvars[0].aval)
         return NOTHING if precision is not None and precision.is_low else asked
@@ -176,18 +166,11 @@ class _NeedWalk(BackwardWalk):
         if left.aval.dtype == np.bool_:
             return asked
         if _is_integer(left.aval):
-            return self._exact(row, "is compared as a whole number") if tests_equality else asked
+            return _exact(row, "is compared as a whole number") if tests_equality else asked
         of_zero = any(ir.is_literal(v) and _is_zero_or_infinite(v.val) for v in (left, right))
         if left is right or of_zero or not tests_equality or asked.level < Need.EXACT:
             return NOTHING
-        return self._exact(row, "is tested for equality")
-
-    def _exact(self, row: int, reader: str) -> Asked:
-        return Asked(Need.EXACT, self._at(row, reader))
-
-    def _at(self, row: int, reader: str) -> str:
-        place = self.graph.source(row).place
-        return f"its result {reader}" + (f" at {place}" if place else "")
+        return _exact(row, "is tested for equality")
 
 
 class _Collected:
@@ -227,14 +210,36 @@ class _Collected:
                 asked = asks.of.get(graph.eqns[row].outvars[0], NOTHING)
                 is_excused = asked.level < Need.STRICT and _reads_features(graph.eqns[row], asks)
                 if asked.level >= Need.EXACT and not is_excused:
-                    why[row] = asked.reader
+                    why[row] = self._in_words(asked)
         if not (why or inner):
             return EXACT_NOWHERE
         content = at, tuple(why.items()), tuple((row, *map(id, b)) for row, b in inner.items())
         return self._shared.setdefault(content, ExactProducts(why, inner))
 
+    def _in_words(self, asked: Asked) -> str:
+        place = self.graph.source(asked.row).place if asked.row >= 0 else ""
+        return f"its result {asked.reader}" + (f" at {place}" if place else "")
+
 
 _EMPTY = BodyAsks({}, {})
+
+
+def _of_data(name: str, table: Op, asked: Asked) -> Asked:
+    """What a primitive needs of the operands that hold its data, but for integers."""
+    if table.hands_on_elements or table.kind is OpKind.DATA_MOVEMENT:
+        return asked
+    if asked.level < Need.EXACT:
+        return NOTHING
+    if name == "sub" and asked.level == Need.FACTORED:
+        return asked._replace(level=Need.STRICT)
+    if table.hands_on_digits or table.no_low_kernel:
+        return asked
+    is_function = asked.level >= Need.FACTORED and table.kind is OpKind.ELEMENTWISE
+    return asked._replace(level=Need.STRICT) if is_function else NOTHING
+
+
+def _exact(row: int, reader: str) -> Asked:
+    return Asked(Need.EXACT, reader, row)
 
 
 def _reads_features(eqn: ir.Eqn, here: BodyAsks) -> bool:
@@ -245,16 +250,21 @@ def _reads_features(eqn: ir.Eqn, here: BodyAsks) -> bool:
 def _of_result(aval: Any) -> Asked:
     """What the caller of a program needs of a result."""
     dtype = getattr(aval, "dtype", None)
-    if dtype is None or jnp.issubdtype(dtype, jnp.inexact):
+    if dtype is None or _is_inexact(dtype):
         return Asked(Need.RETURNED)
     # Whole numbers of 8 bits are quantised values, and no positions.
     is_number = dtype == np.bool_ or (_is_integer(aval) and dtype.itemsize > 1)
-    return Asked(Need.EXACT, "its result is returned as whole numbers") if is_number else NOTHING
+    return Asked(Need.EXACT, "is returned as whole numbers") if is_number else NOTHING
 
 
 @functools.cache
 def _is_integer_dtype(dtype: Any) -> bool:
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.integer))
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _is_integer(aval: Any) -> bool:
