@@ -78,6 +78,8 @@ class ProductForm(NamedTuple):
             operands are rounded to that format, kept in bfloat16, which holds them exactly, and
             multiplied so.
         scaled_cotangents: for each operand, whether the product that makes its cotangent is scaled.
+        wide_outer: whether a cotangent that is an outer product, and so sums over one term, is made
+            in float32. A preset leaves such products in float32.
     """
 
     exchanged: bool = False
@@ -89,6 +91,7 @@ class ProductForm(NamedTuple):
     by_row: bool = False
     by_units: bool = False
     scaled_cotangents: tuple[bool, bool] = (True, True)
+    wide_outer: bool = False
 
 
 AS_WRITTEN = ProductForm()

@@ -144,9 +144,8 @@ def _lowered(query: Query, policy: PrecisionPolicy, request: Request) -> Decisio
         return _keep(query, request.reason)
     if against := first_reason(query, target):
         return _keep(query, against)
-    if request.reason.decided_by is DecidedBy.PRESET and (
-        why := _not_by_preset(query, policy, target)
-    ):
+    is_of_preset = request.reason.decided_by is DecidedBy.PRESET
+    if is_of_preset and (why := _not_by_preset(query, policy, target)):
         return _keep(query, why)
     if not (is_order or _moves_low(query, target)):
         return _keep(query, reasons.MAY_RUN(target))
@@ -154,9 +153,13 @@ def _lowered(query: Query, policy: PrecisionPolicy, request: Request) -> Decisio
     if query.traits.is_unchecked:
         reason = reasons.UNCHECKED(reason)
     decision = lower(query.row.kind, target, query.results, reason)
-    if request.scaled is None or query.row.kind is not OpKind.COMPUTE:
+    if query.row.kind is not OpKind.COMPUTE:
         return decision
-    return dataclasses.replace(decision, product=ProductForm(scaled=request.scaled))
+    # A saved plan names no product of a derivative that JAX takes of the rewritten program.
+    is_of_plan = request.reason.decided_by is DecidedBy.SAVED_PLAN
+    wide_outer = (is_of_preset or is_of_plan) and OpKind.ELEMENTWISE not in policy.orders
+    form = ProductForm(scaled=request.scaled, wide_outer=wide_outer)
+    return dataclasses.replace(decision, product=form)
 
 
 def _not_by_preset(query: Query, policy: PrecisionPolicy, target: Precision) -> Reason | None:

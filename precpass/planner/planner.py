@@ -24,7 +24,7 @@ from precpass.devices.peaks import peaks_of_kind
 from precpass.plan import reasons
 from precpass.plan.borders import Border, across
 from precpass.plan.decisions import border_of, crossing_formats, formats_of, keep
-from precpass.plan.plan import Action, Decision, Plan, ProductForm
+from precpass.plan.plan import Action, Decision, Plan
 from precpass.plan.reasons import DecidedBy
 from precpass.planner.decide import decide
 from precpass.planner.eligible import EligibleProducts
@@ -303,7 +303,8 @@ class Planner:
             against = self._eligible.against(body, eqn) or self._slower_scaled(eqn, body, scaled)
         if against:
             why = reasons.NOT_SCALED(decision.reason, scaled, against)
-            return dataclasses.replace(decision, product=ProductForm(), reason=why)
+            form = decision.product._replace(scaled=None)
+            return dataclasses.replace(decision, product=form, reason=why)
         is_emulated = self._is_emulated(scaled)
         if is_emulated:
             device = self._peaks or self._platform.upper()

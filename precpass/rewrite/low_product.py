@@ -31,7 +31,7 @@ from precpass.policy.precision import Precision
 from precpass.rewrite.block_scaled import block_product
 from precpass.rewrite.copies import quantized_copy
 from precpass.rewrite.cpu_kernels import needs_barriers, runnable
-from precpass.rewrite.dot_numbers import Numbers, batched, transposed
+from precpass.rewrite.dot_numbers import Numbers, batched, kept, transposed
 from precpass.rewrite.scaled_product import as_bits, from_bits, roundings, scaled_product
 
 __all__ = ["Bilinear", "evaluated_with_carrier", "scaled_with_carrier"]
@@ -63,6 +63,7 @@ class Bilinear(ir.Form):
         scaled: the formats of a scaled product; its `low` format is that of what surrounds it.
         scaled_cotangents: for each operand the formats of the scaled product of a cotangent and the
             other operand, which makes its cotangent; None for a product of 16 bits.
+        wide_outer: as in `ProductForm`.
     """
 
     primitive: Any
@@ -78,6 +79,7 @@ class Bilinear(ir.Form):
     rounded: tuple[bool, bool] = (False, False)
     scaled: ScaledFormats | None = None
     scaled_cotangents: _Backward = (None, None)
+    wide_outer: bool = False
 
     def __str__(self) -> str:
         return f"{self.primitive.name} in {self.scaled.lhs if self.scaled else self.low.name}"
@@ -156,11 +158,19 @@ class Bilinear(ir.Form):
 
         Each operand has a cast of its own, so that its cotangents add up in float32.
         """
-        if self.recast[1 - side]:
+        wide = other.dtype != self.low and self._is_outer(other, side)
+        if self.recast[1 - side] or wide:
             form, rest = self.bare(), self.others(rest)
             # A checkpoint saves only its operands.
-            late = jax.checkpoint(lambda t, x: form.tangent(t, x, rest, side), prevent_cse=False)
+            late = jax.checkpoint(
+                lambda t, x: form._tangent(t, x, rest, side, wide=wide), prevent_cse=False
+            )
             return late(tangent, other)
+        return self._tangent(tangent, other, rest, side)
+
+    def _tangent(
+        self, tangent: Any, other: Any, rest: Sequence[Any], side: int, *, wide: bool = False
+    ) -> Any:
         low = _as(self.low, other)
         if self.copied:
             low = ir.in_place_of(low, rest[-1 - side])
@@ -170,23 +180,23 @@ class Bilinear(ir.Form):
             return _as(self.dtype, self._rounded(pair, rest))
         pinned = needs_barriers(self.low)
         # One value is saved for the backward pass, because product and carrier share the operand.
-        low = ir.pin(low) if pinned and not self.copied else low
+        low = ir.pin(low) if pinned and not (self.copied or wide) else low
         flat = pinned and tangent.ndim <= 2  # see `Env.out_of_order`
         pair = [ir.detach(_as(self.low, tangent), pinned=pinned, flat=flat), low]
-        wide = [*_ordered([tangent, low], side), *self.others(rest)]
+        operands = [*_ordered([tangent, other if wide else low], side), *self.others(rest)]
         shared = self._rounded_operand(rest, 1 - side) if self.scaled_cotangents[side] else None
         if shared is not None:
             # `jax.checkpoint` passes the floats that it saves through `reduce_precision`, which
             # makes NaN of E4M3's largest numbers: IEEE's formats have infinities in their place.
-            wide += [as_bits(shared[0]), shared[1]]
-        keeps_bits = pinned and ir.WIDENS_STACKS
+            operands += [as_bits(shared[0]), shared[1]]
+        keeps_bits = pinned and ir.WIDENS_STACKS and not wide
         if keeps_bits:
-            wide.append(ir.bits(low))
-        kept = 1 - side if keeps_bits else None
+            operands.append(ir.bits(low))
+        saved = 1 - side if keeps_bits else None
         # A tangent's product is not scaled: it is to be linear, and a largest magnitude is not.
         of_lhs, of_rhs = _ordered([False, shared is not None], side)
-        form = dataclasses.replace(self.bare(), kept=kept, rounded=(of_lhs, of_rhs))
-        return form.evaluated(_ordered(pair, side), wide)
+        form = dataclasses.replace(self.bare(), kept=saved, rounded=(of_lhs, of_rhs))
+        return form.evaluated(_ordered(pair, side), operands)
 
     def cotangent(
         self, cotangent: Any, other: Any, rest: Sequence[Any], side: int, aval: ir.Aval
@@ -197,6 +207,8 @@ class Bilinear(ir.Form):
         """
         if not self._keeps_sums(side, cotangent):
             return None
+        if self._is_outer(other, side) and cotangent.dtype != self.low:
+            return self._outer(cotangent, other, side, aval)
         if self.low == Precision.F16.dtype:
             warn_of_unscaled_gradient()
         if self.kept == 1 - side and rest[-1].shape == other.shape:
@@ -224,6 +236,23 @@ class Bilinear(ir.Form):
         out = form.lowered(
             _ordered([cotangent, other], dot.side), _ordered([None, shared], dot.side)
         )
+        return _as(aval.dtype, out if dot.order is None else lax.transpose(out, dot.order))
+
+    def _is_outer(self, other: Any, side: int) -> bool:
+        """Whether the cotangent of operand `side` sums over one term and is made in float32."""
+        if not (self.wide_outer and self.is_dot):
+            return False
+        summed, batch = self.numbers
+        free = kept(other.ndim, summed[1 - side], batch[1 - side])
+        return all(other.shape[d] == 1 for d in free)
+
+    def _outer(self, cotangent: Any, other: Any, side: int, aval: ir.Aval) -> Any:
+        """The cotangent of operand `side` as an outer product, as a preset leaves it."""
+        dot = transposed(self.numbers, _ordered([aval.ndim, other.ndim], side), side)
+        like = self.with_numbers(dot.numbers, ir.sharding_before(aval, dot.order))
+        params = {**dict(like.items), "preferred_element_type": cotangent.dtype}
+        pair = _ordered([cotangent, _as(cotangent.dtype, other)], dot.side)
+        out = self.primitive.bind(*pair, **params)
         return _as(aval.dtype, out if dot.order is None else lax.transpose(out, dot.order))
 
     def _as_jax_transposes(

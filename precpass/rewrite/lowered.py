@@ -28,6 +28,7 @@ def lowered(
     low_cotangents: tuple[bool, bool] = (False, False),
     scaled: ScaledFormats | None = None,
     scaled_cotangents: tuple[ScaledFormats | None, ScaledFormats | None] = (None, None),
+    wide_outer: bool = False,
     quantized_operands: Sequence[Sequence[Any]] = (),
 ) -> Any:
     """A bilinear equation evaluated in low precision.
@@ -43,6 +44,7 @@ def lowered(
         low_cotangents: as in `ProductForm`.
         scaled: the formats of a scaled product.
         scaled_cotangents: as in `Bilinear`.
+        wide_outer: as in `ProductForm`.
         quantized_operands: the two operands of a scaled product, each in 8 bits with its scale.
 
     Returns:
@@ -59,6 +61,7 @@ def lowered(
         low_cotangents=low_cotangents,
         scaled=scaled,
         scaled_cotangents=scaled_cotangents,
+        wide_outer=wide_outer,
     )
     if scaled is not None:
         form = dataclasses.replace(

@@ -379,6 +379,7 @@ def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
         low_cotangents=(of_lhs, of_rhs),
         scaled=scaled,
         scaled_cotangents=(backward[0], backward[1]),
+        wide_outer=form.wide_outer,
         quantized_operands=_quantized(env, eqn, scaled) if scaled else (),
     )
 

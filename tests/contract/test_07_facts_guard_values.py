@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import precpass as pp
 from precpass.analysis import ranges
@@ -329,6 +330,64 @@ def test_a_rule_or_a_region_lowers_it():
     rule = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="bf16"))
     assert low_products(look(fn, rule, H, H).after)
     assert low_products(look(pp.keep("bf16")(fn), pp.AutoMixedBf16, H, H).after)
+
+
+VECTORS = {
+    "x @ w": (lambda x, w: x @ w, (F, H.T)),
+    "x @ w of one example": (lambda x, w: x @ w, (F[None], H.T)),
+    "w @ x": (lambda x, w: w @ x, (F, H)),
+    "w @ x of one column": (lambda x, w: w @ x, (F[:, None], H)),
+    "of a batch": (lambda x, w: jnp.einsum("bj,bij->bi", x, w), (H[:4], normal(3, 4, 8, 16))),
+    "mapped with weights": (jax.vmap(lambda x, w: x @ w), (H[:4], normal(3, 4, 16, 8))),
+}
+
+
+def weight_gradients(name, policy):
+    """Of a sum of the product's results times given cotangents: in both compositions."""
+    product, args = VECTORS[name]
+    cotangents = normal(4, *jax.eval_shape(product, *args).shape)
+
+    def fn(w, x):
+        return (product(x, w) * cotangents).sum()
+
+    mixed = pp.auto_mixed(jax.grad(fn), policy=policy), jax.grad(pp.auto_mixed(fn, policy=policy))
+    return jax.grad(fn), mixed, args[::-1]
+
+
+@pytest.mark.parametrize("policy", [*AUTO, pp.AutoMixedF8], ids=lambda p: p.name)
+@pytest.mark.parametrize("name", VECTORS)
+def test_an_outer_product_in_a_gradient_is_float32s_in_both_compositions(name, policy):
+    plain, mixed, args = weight_gradients(name, policy)
+    with quiet():
+        got, want = jax.jit(lambda *xs: ([f(*xs) for f in mixed], plain(*xs)))(*args)
+    for each in got:
+        np.testing.assert_array_equal(each, want)
+
+
+def test_in_a_loop_too_and_what_is_saved_for_it_is_not_rounded():
+    def fn(w, xs):
+        return lax.scan(lambda c, x: (c + (x @ w).sum(), None), 0.0, xs)[0]
+
+    xs = jnp.abs(normal(5, 32, 16))
+    with quiet():
+        for gradient in (pp.auto_mixed(jax.grad(fn)), jax.grad(pp.auto_mixed(fn))):
+            assert rel_error(gradient(H.T, xs), jnp.tile(xs.sum(0)[:, None], 32)) < 1e-6
+
+
+def test_a_rule_a_preset_that_lowers_all_and_a_saved_plan(tmp_path):
+    """The first two lower the outer product too, in both compositions; a preset's plan does not."""
+    rule = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="bf16"))
+    for policy in (rule, pp.AlwaysBf16):
+        _, mixed, args = weight_gradients("x @ w of one example", policy)
+        assert all(low_products(jax.make_jaxpr(f)(*args)) for f in mixed)
+
+    def fn(w, x):
+        return (x @ w).sum()
+
+    path = tmp_path / "plan.json"
+    pp.inspect(fn, "AutoMixedBf16")(H.T, F[None]).plan.save(path)
+    saved = jax.grad(pp.auto_mixed(fn, policy=pp.Plan.load(path)))
+    np.testing.assert_array_equal(saved(H.T, F[None]), jnp.tile(F[:, None], 32))
 
 
 def test_a_vector_and_one_example_are_products_of_matrices():
