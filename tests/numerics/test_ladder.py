@@ -428,7 +428,7 @@ def test_odd_states_and_a_traced_summary():
 
     def step(state: Any, w: Any) -> Any:
         key, _ = jax.random.split(state["key"])
-        x = state["x"] * 0.5 + 0 * (w @ w)
+        x = state["x"] * 0.5 + 0 * (w @ w).sum()
         return {"key": key, "n": state["n"] + 1, "x": x, "none": None}, jnp.abs(x)
 
     start = {"key": jax.random.key(0), "n": 0, "x": 1.0, "none": None}
@@ -440,7 +440,7 @@ def test_odd_states_and_a_traced_summary():
         said.append(str(ladder))
         return ladder
 
-    ladder = run(jnp.ones(4))
+    ladder = run(jnp.ones((4, 4)))
     assert said == ["on one of bf16, f32: not known while it is traced"]
     assert int(ladder.best["n"]) == int(ladder.steps) > 8 and bool(ladder.converged)
     assert jax.tree.structure(jax.tree.map(lambda x: x, ladder)) == jax.tree.structure(ladder)

@@ -16,9 +16,9 @@ from jax.experimental import sparse
 from jax.experimental.ode import odeint
 
 import precpass as pp
-from tests.support.jaxprs import low_products
+from tests.support.jaxprs import low_products, products
 from tests.support.libraries import FAST, assert_leaves_near, check_program, ordered
-from tests.support.passes import AUTO, look, run
+from tests.support.passes import AUTO, look, run, text_of
 from tests.support.values import identical, normal, rel_error
 
 pytestmark = pytest.mark.programs
@@ -125,28 +125,44 @@ EINSUMS = (
 )
 
 
+# They sum a product that uses each element once; "bij,bij,bjk->bk" does so before it multiplies.
+ELEMENTWISE = ("ij,ij->i", "ij,ij->", "bij,bij,bjk->bk", "vdot")
+
+
+def by_spec(spec, x, y):
+    terms = spec.split("->")[0].split(",")
+    ranks = [len(term.replace("...", "b")) for term in terms]
+    pairs = zip((x, y, x), ranks, strict=False)
+    return jnp.einsum(spec, *(a[0] if rank == 2 else a for a, rank in pairs))
+
+
+EINSUM_CALLS = {spec: functools.partial(by_spec, spec) for spec in EINSUMS} | {
+    "tensordot": lambda x, y: jnp.tensordot(x, y, axes=((0, 2), (0, 1))),
+    "inner": lambda x, y: jnp.inner(x[0], y[0]),
+    "vdot": lambda x, y: jnp.vdot(x[0], y[0]),
+    "matvec": lambda x, y: jnp.matvec(x[0], y[0, 0]),
+    "vecmat": lambda x, y: jnp.vecmat(x[0, 0], y[0]),
+    "trace": lambda x, _: jnp.einsum("ii->", x[0]),
+    "polynomial": lambda x, y: jnp.polyval(x[0, 0, :4], y[0, 0]),
+}
+
+
 def einsums(x, y):
-    found = {}
-    for spec in EINSUMS:
-        terms = spec.split("->")[0].split(",")
-        ranks = [len(term.replace("...", "b")) for term in terms]
-        found[spec] = jnp.einsum(
-            spec, *((x, y, x)[n][0] if r == 2 else (x, y, x)[n] for n, r in enumerate(ranks))
-        )
-    a, b = x[0], y[0]
-    return found | {
-        "tensordot": jnp.tensordot(x, y, axes=((0, 2), (0, 1))),
-        "inner": jnp.inner(a, b),
-        "vdot": jnp.vdot(a, b),
-        "matvec": jnp.matvec(a, b[0]),
-        "vecmat": jnp.vecmat(a[0], b),
-        "trace": jnp.einsum("ii->", a),
-        "polynomial": jnp.polyval(a[0, :4], b[0]),
-    }
+    return {name: call(x, y) for name, call in EINSUM_CALLS.items()}
 
 
 def test_einsums():
-    check_program(einsums, array(0, 3, 16, 16), array(1, 3, 16, 16), wrt=(0, 1), least=14)
+    args = array(0, 3, 16, 16), array(1, 3, 16, 16)
+    check_program(einsums, *args, wrt=(0, 1), least=13, elementwise=len(ELEMENTWISE))
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_einsums_that_are_elementwise_work_stay_float32(name):
+    found = look(EINSUM_CALLS[name], pp.AutoMixedBf16, *[array(0, 3, 16, 16)] * 2)
+    multiplies_matrices_too = name == "bij,bij,bjk->bk"
+    assert len(low_products(found.after)) == multiplies_matrices_too
+    assert len(products(found.after)) == 1 + multiplies_matrices_too
+    assert "an elementwise product" in text_of(found)
 
 
 def test_an_outer_product_contracts_nothing_and_stays_as_it_was():

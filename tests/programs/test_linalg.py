@@ -14,7 +14,7 @@ import pytest
 import precpass as pp
 from tests.support.jaxprs import contracts, low_products, products, touches_low, walk
 from tests.support.libraries import check_program
-from tests.support.passes import AUTO, both_grads, look, run
+from tests.support.passes import AUTO, both_grads, look, run, text_of
 from tests.support.values import identical, normal, rel_error
 
 pytestmark = pytest.mark.programs
@@ -33,6 +33,9 @@ PRODUCTS = {
     "matmul": lambda x: jnp.linalg.matmul(x["a"], x["tall"].T[:, :8].T),
     "matrix_power": lambda x: jnp.linalg.matrix_power(x["a"] / 8, 3),
     "multi_dot": lambda x: jnp.linalg.multi_dot([x["a"], x["s"], x["b"]]),
+}
+# Products that use each element once, as elementwise work and a reduction, which stay float32.
+ELEMENTWISE = {
     "tensordot": lambda x: jnp.linalg.tensordot(x["a"], x["s"]),
     "vecdot": lambda x: jnp.linalg.vecdot(x["a"], x["s"]),
 }
@@ -119,12 +122,23 @@ def public(module):
 
 def test_every_public_function_is_here():
     """A new one of a later JAX must be added above."""
-    assert public(jnp.linalg) == PRODUCTS.keys() | WIDE.keys() | OTHERS.keys()
+    assert public(jnp.linalg) == (
+        PRODUCTS.keys() | ELEMENTWISE.keys() | WIDE.keys() | OTHERS.keys()
+    )
     assert public(jnp.fft) == FFT.keys()
 
 
-def test_products_are_low():
-    check_program(all_of(PRODUCTS), args_of(LINALG_ARGS), least=6)
+def test_products_are_low_but_for_elementwise_work():
+    fn, args = all_of(PRODUCTS | ELEMENTWISE), args_of(LINALG_ARGS)
+    check_program(fn, args, least=5, elementwise=len(ELEMENTWISE))
+
+
+@each_auto
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_products_that_are_elementwise_work_stay_float32(name, policy):
+    found = look(ELEMENTWISE[name], policy, args_of(LINALG_ARGS))
+    assert len(products(found.after)) == 1 and not low_products(found.after)
+    assert "an elementwise product" in text_of(found)
 
 
 @each_auto

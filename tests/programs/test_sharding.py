@@ -269,7 +269,7 @@ def test_a_scan_over_sharded_layers_that_are_gathered_and_recomputed():
 
 
 def summed(collective: str) -> Callable[..., Any]:
-    """(256, 1, 1, 1) on four devices, each a product, added up over them."""
+    """(256, 1, 1, 1) on four devices, each an element of a product, added up over them."""
 
     def on_shards(x: Any, w: Any) -> Any:
         part = x @ w
@@ -287,11 +287,12 @@ def summed(collective: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("policy", LOWERING, ids=lambda p: p.name)
 def test_sums_over_devices_accumulate_wide(collective: str, policy: Any):
     """Added up in bfloat16 they are 256; 259 rounded once is 260 there, and exact in float16."""
-    x = jnp.asarray([[256.0, 1.0, 1.0, 1.0]])
-    traced = pp.auto_mixed(summed(collective), policy=policy, **FAST).trace(x, jnp.ones((4, 1)))
+    halves = jnp.repeat(jnp.asarray([256.0, 1.0, 1.0, 1.0]) / 2, 2)
+    args = jnp.stack([halves, halves]), jnp.ones((8, 2))
+    traced = pp.auto_mixed(summed(collective), policy=policy, **FAST).trace(*args)
     check_products(traced.jaxpr, policy, least=1)
     assert assert_sums_are_wide(traced.jaxpr) == 1
-    got = traced.lower().compile()(x, jnp.ones((4, 1)))
+    got = traced.lower().compile()(*args)
     wanted = 260.0 if policy is pp.AlwaysBf16 else 259.0
     assert set(np.asarray(got).ravel().tolist()) == {wanted}
 

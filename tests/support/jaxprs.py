@@ -145,6 +145,23 @@ def contracts(eqn: Any) -> bool:
     return eqn.primitive.name != "dot_general" or bool(eqn.params["dimension_numbers"][0][0])
 
 
+def multiplies_matrices(eqn: Any) -> bool:
+    """Whether a product sums over more than one term, and reads an element for several sums.
+
+    Any other is elementwise work, perhaps with a reduction: the presets leave it in float32.
+    """
+    if eqn.primitive.name != "dot_general":
+        return True
+    summed, batch = eqn.params["dimension_numbers"]
+    sizes: list[list[int]] = [[], []]
+    for side in (0, 1):
+        shape = eqn.invars[side].aval.shape
+        free = set(range(len(shape))) - {*summed[side], *batch[side]}
+        sizes[0] += [shape[d] for d in summed[side]]
+        sizes[1] += [shape[d] for d in free]
+    return all(any(size != 1 for size in found) for found in sizes)
+
+
 def split_products(jaxpr: Any, opaque: str) -> tuple[list[Any], list[Any]]:
     """The contracting products outside, and those inside, of a primitive that is not entered."""
     bodies = [j for e in named(jaxpr, opaque) for j in jaxprs_in(e.params)]

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import precpass as pp
+from precpass.policy.primitives import OpKind
 from tests.support.counting import assert_counted
-from tests.support.jaxprs import contracts, is_low, products
+from tests.support.jaxprs import contracts, is_low, multiplies_matrices, products
 from tests.support.lowered_text import product_stacks
 from tests.support.passes import quiet
 
@@ -49,6 +50,7 @@ def check_program(
     grad_factor: float | None = None,
     least: int = 1,
     wide: int = 0,
+    elementwise: int = 0,
 ) -> Checked:
     """Checks a program under a policy that lowers: its signature, products, values, gradients.
 
@@ -57,7 +59,8 @@ def check_program(
     - The pass knows of every product that JAX lowers.
     - Every product that contracts something is low, `wide` of them apart, and there are `least`
       of them: in the program, in its gradient under the policy, and in the gradient of the
-      program under the policy. Their name scopes are the original's.
+      program under the policy. Their name scopes are the original's. Those that are elementwise
+      work and a reduction are not low, unless the policy orders elementwise work low.
     - Values are near float32's leaf by leaf, integers and keys equal; so are both gradients.
     - It is traced once.
 
@@ -74,6 +77,7 @@ def check_program(
             the products twice.
         least: the smallest number of low products.
         wide: how many products that contract stay wide, for a reason that the caller knows.
+        elementwise: how many products of the program are elementwise work and a reduction.
     """
     roundoff = policy.low.unit_roundoff
     traces: list[None] = []
@@ -88,6 +92,7 @@ def check_program(
     before = jax.jit(fn, **FAST).trace(*args)
     assert_counted(before)
     check_products(after, policy, least, wide)
+    assert sum(map(is_elementwise, products(after))) == elementwise
     assert signature(after) == signature(before.jaxpr)
     assert product_stacks(after) == product_stacks(before.jaxpr), "name scopes"
     if wrt is None:
@@ -155,14 +160,16 @@ def gradient_by(
 
 
 def low_and_wide(jaxpr: Any, policy: pp.PrecisionPolicy) -> tuple[int, int]:
-    """The numbers of low and of other products that contract something."""
-    found = [is_low(e, policy.low.dtype) for e in products(jaxpr) if contracts(e)]
+    """The numbers of low and of other products that the policy is to lower."""
+    found = [is_low(e, policy.low.dtype) for e in to_lower(jaxpr, policy)]
     return sum(found), len(found) - sum(found)
 
 
 def check_products(jaxpr: Any, policy: pp.PrecisionPolicy, least: int, wide: int | None = 0) -> int:
-    """Every contracting product is low, `wide` (None: those with a precision) apart; how many."""
-    found = [e for e in products(jaxpr) if contracts(e)]
+    """Every product to lower is low, `wide` (None: those with a precision) apart; how many."""
+    found = to_lower(jaxpr, policy)
+    elementwise = [] if lowers_all(policy) else filter(is_elementwise, products(jaxpr))
+    assert not [str(e) for e in elementwise if is_low(e)], "elementwise work is low"
     kept = [str(e) for e in found if not is_low(e, policy.low.dtype)]
     low = len(found) - len(kept)
     if wide is None:
@@ -171,6 +178,22 @@ def check_products(jaxpr: Any, policy: pp.PrecisionPolicy, least: int, wide: int
     assert len(kept) == wide, text + "\n".join(kept)
     assert low >= least, f"{low} low products, not {least}; wide:\n" + "\n".join(kept)
     return low
+
+
+def to_lower(jaxpr: Any, policy: pp.PrecisionPolicy) -> list[Any]:
+    """The contracting products, but for elementwise work that the policy does not lower."""
+    every = lowers_all(policy)
+    return [e for e in products(jaxpr) if contracts(e) and (every or not is_elementwise(e))]
+
+
+def lowers_all(policy: pp.PrecisionPolicy) -> bool:
+    """Whether a policy lowers elementwise work too, in whichever form it is written."""
+    return OpKind.ELEMENTWISE in policy.orders
+
+
+def is_elementwise(eqn: Any) -> bool:
+    """Whether a product is elementwise work and a reduction, and has no precision of its own."""
+    return contracts(eqn) and not (multiplies_matrices(eqn) or is_ordered(eqn))
 
 
 def is_ordered(eqn: Any) -> bool:
