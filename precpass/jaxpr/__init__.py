@@ -73,6 +73,7 @@ from precpass.jaxpr.dots import (
 )
 from precpass.jaxpr.instrument import Look, Place, Ran
 from precpass.jaxpr.instrument_bodies import rows_of, watched
+from precpass.jaxpr.loops import UNBOUNDED, has_loops, with_bounded_loops
 from precpass.jaxpr.opaque import Contents, contents_of
 from precpass.jaxpr.primitives.block_product import block_format, block_product
 from precpass.jaxpr.primitives.carrier import Form, carry, detach, is_detach, pin
@@ -158,6 +159,7 @@ __all__ = [
     "COMBINERS",
     "ENTERED",
     "OPAQUE",
+    "UNBOUNDED",
     "WIDENS_STACKS",
     "Arithmetic",
     "Atom",
@@ -221,6 +223,7 @@ __all__ = [
     "guarded",
     "has_algorithm",
     "has_complex",
+    "has_loops",
     "has_rules",
     "hidden_jaxprs",
     "holds_terms",
@@ -300,6 +303,7 @@ __all__ = [
     "widening",
     "with_bodies",
     "with_border_copies_in_order",
+    "with_bounded_loops",
     "with_dtype",
     "with_operand",
     "with_promoted_operands",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,20 @@ from precpass.jaxpr.reading import (
 )
 from precpass.jaxpr.types import Atom, Eqn, Jaxpr
 
-__all__ = ["Body", "Enter", "Entered", "Evaluate", "Look", "Place", "Ran", "Record", "Watch"]
+__all__ = [
+    "Body",
+    "Enter",
+    "Entered",
+    "Evaluate",
+    "Look",
+    "LoopLook",
+    "Place",
+    "Ran",
+    "Record",
+    "Watch",
+    "place_of",
+    "varying",
+]
 
 Record = Any
 """A pytree of arrays with a row per place."""
@@ -99,6 +112,23 @@ class Look(Protocol):
         ...
 
 
+@runtime_checkable
+class LoopLook(Look, Protocol):
+    """A look at loops, which have rows too and may be stopped."""
+
+    def counts(self, eqn: Eqn) -> bool:
+        """Whether a `while` has a row, behind those of its body."""
+        ...
+
+    def goes_on(self, trip: Any, inside: Record) -> Any:
+        """Whether such a loop may make another trip, by their number and its body's record."""
+        ...
+
+    def row(self, trip: Any) -> Record:
+        """The row of a loop that ended after so many trips."""
+        ...
+
+
 Entered = tuple[Sequence[Any], Record, tuple[Place, ...]]
 """The results of an equation, the record of what its bodies ran, and the places of its rows."""
 Enter = Callable[["Watch", Any, Sequence[Any]], Entered]
@@ -160,7 +190,7 @@ class Watch:
 
         def close() -> None:
             if ran:
-                records.append(jax.tree.map(_varying, self.look.record(ran)))
+                records.append(jax.tree.map(varying, self.look.record(ran)))
                 ran.clear()
 
         outside = source_info_util.current_name_stack()
@@ -212,7 +242,7 @@ class Watch:
 
     def none(self, places: int) -> Record:
         """The record of equations that did not run."""
-        return jax.tree.map(_varying, self.look.none(places))
+        return jax.tree.map(varying, self.look.none(places))
 
     def concatenated(self, records: Sequence[Record]) -> Record:
         """One record of several."""
@@ -264,7 +294,7 @@ def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _varying(x: Any) -> Any:
+def varying(x: Any) -> Any:
     """An array, typed as one that may differ between the shards of a `shard_map` around it.
 
     A record that a loop carries must have the same type before and after each trip.
@@ -279,15 +309,13 @@ def _place(eqn: Eqn) -> Place:
     # Of such an equation the first result counts, also if it is int8, and not the float32 scale.
     is_rounding = rounds_to_eight_bits(eqn)
     result = next(v.aval for v in eqn.outvars if is_rounding or _is_inexact(v.aval))
-    return Place(
-        name_of(eqn),
-        scope_of(eqn),
-        source_of(eqn),
-        (),
-        str(result.dtype),
-        tuple(result.shape),
-        not hidden_jaxprs(eqn),
-    )
+    place = dataclasses.replace(place_of(eqn), dtype=str(result.dtype), shape=tuple(result.shape))
+    return dataclasses.replace(place, is_entered=not hidden_jaxprs(eqn))
+
+
+def place_of(eqn: Eqn) -> Place:
+    """The place of an equation whose results have no row of their own."""
+    return Place(name_of(eqn), scope_of(eqn), source_of(eqn), (), "", ())
 
 
 def _within(eqn: Eqn, place: Place) -> Place:

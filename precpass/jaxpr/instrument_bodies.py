@@ -8,17 +8,30 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from precpass.jaxpr.binding import bind, bind_shard_map, evaluate, trace
 from precpass.jaxpr.bodies import Body, bodies, scan_split, with_bodies
 from precpass.jaxpr.border_copies import scan_counts
-from precpass.jaxpr.instrument import Enter, Entered, Evaluate, Look, Place, Record, Watch
+from precpass.jaxpr.instrument import (
+    Enter,
+    Entered,
+    Evaluate,
+    Look,
+    LoopLook,
+    Place,
+    Record,
+    Watch,
+    place_of,
+    varying,
+)
 from precpass.jaxpr.reading import in_avals, open_jaxpr, out_avals
 from precpass.jaxpr.types import Eqn, Jaxpr
 
-__all__ = ["rows_of", "watched"]
+__all__ = ["DROPS_RULES", "entered", "rows_of", "watched"]
 
 
 def watched(
@@ -45,7 +58,7 @@ def watched(
         The results, the record, and the place of each of its rows.
     """
     if given is None:
-        return Watch(look, dead, _entered, _rows).run(jaxpr, args)
+        return Watch(look, dead, entered, _rows).run(jaxpr, args)
     return Watch(look, dead, _entered_with_given, _rows, [given], evaluate).run(jaxpr, args)
 
 
@@ -188,19 +201,36 @@ def _scan(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
 def _while(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     params = eqn.params
     body, condition = watch.body(params["body_jaxpr"]), params["cond_jaxpr"]
-    start, tree = jax.tree.flatten((np.int32(0), watch.none(len(body.places))))
+    shape = out_avals(condition)[0].shape  # that of a batch whose elements end at different trips
+
+    def for_each(state: Any) -> Any:
+        return (
+            jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)), state)
+            if shape
+            else state
+        )
+
+    def longest(leaves: Sequence[Any]) -> Any:
+        state = jax.tree.unflatten(tree, leaves)
+        at = jnp.argmax(state[0].ravel()) if shape else 0
+        return jax.tree.map(lambda x: lax.collapse(x, 0, len(shape))[at], state) if shape else state
+
+    start, tree = jax.tree.flatten(for_each((np.int32(0), watch.none(len(body.places)))))
     result_count = len(eqn.outvars)
+    loops = watch.look if isinstance(watch.look, LoopLook) and watch.look.counts(eqn) else None
 
     def run(*args: Any) -> list[Any]:
         constants, state, _ = _cut(args, len(args) - len(start), len(start))
         results, record = watch.split(
             evaluate(body.jaxpr, constants), len(body.places), result_count
         )
-        state = watch.after(jax.tree.unflatten(tree, state), record)
+        state = for_each(watch.after(longest(state), record))
         return [*results, *jax.tree.leaves(state)]
 
     def goes_on(*args: Any) -> list[Any]:
-        return evaluate(condition, args[: len(args) - len(start)])
+        own, state, _ = _cut(args, len(args) - len(start), len(start))
+        (on,) = evaluate(condition, own)
+        return [on if loops is None else on & loops.goes_on(*longest(state))]
 
     more = [jax.typeof(x) for x in start]
     new = trace(run, *watch.avals(body.original), *more)
@@ -209,8 +239,12 @@ def _while(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     params["body_nconsts"] += len(watch.given)
     of_condition, rest = operands[: params["cond_nconsts"]], operands[params["cond_nconsts"] :]
     results = bind(eqn, [*of_condition, *watch.given, *rest, *start], params)
-    _, record = jax.tree.unflatten(tree, results[result_count:])
-    return results[:result_count], record, tuple(place.inside_of("while") for place in body.places)
+    trips, record = longest(results[result_count:])
+    places = [place.inside_of("while") for place in body.places]
+    if loops is not None:
+        record = watch.concatenated([record, jax.tree.map(varying, loops.row(trips))])
+        places.append(place_of(eqn))
+    return results[:result_count], record, tuple(places)
 
 
 def _shard_map(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
@@ -250,9 +284,14 @@ _ENTERED: dict[str, Enter] = {
 or for lowering (`custom_vmap`, `composite`) is bound as it is."""
 
 
-def _entered(eqn: Eqn) -> Enter | None:
+DROPS_RULES = frozenset((_inline, _solve))
+"""The ways to enter after which no derivative by the equation's own rules can be taken."""
+
+
+def entered(eqn: Eqn) -> Enter | None:
+    """How an equation is entered; None if it is bound as it is."""
     return _ENTERED.get(eqn.primitive.name) if bodies(eqn) else None
 
 
 def _entered_with_given(eqn: Eqn) -> Enter | None:
-    return None if eqn.primitive.name == "shard_map" else _entered(eqn)
+    return None if eqn.primitive.name == "shard_map" else entered(eqn)

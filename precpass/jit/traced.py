@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.autotune.forms import in_form
@@ -32,7 +33,19 @@ from precpass.policy.scopes import clean_scope, join_scopes
 from precpass.policy.warned import PrecisionWarning, quietly
 from precpass.rewrite.rewriter import Rewriter
 
-__all__ = ["Traced", "checked_plan", "rewritten"]
+__all__ = ["LoopStopped", "Traced", "checked_plan", "rewritten"]
+
+
+class LoopStopped(Exception):
+    """A loop reached the bound of trips that it was run with.
+
+    Attributes:
+        place: where the loop is.
+    """
+
+    def __init__(self, place: ir.Place, bound: int) -> None:
+        super().__init__(f"the loop at {place.source} did not end in {bound} trips")
+        self.place = place
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,23 +91,64 @@ class Traced:
         operands = self.call.operands
         return [x if isinstance(x, jax.Ref) else ir.undifferentiated(x, advice) for x in operands]
 
-    def run(self, plan: Plan, policy: PrecisionPolicy) -> Any:
-        """The function's output under a plan, compiled anew; it changes and donates no argument."""
-        return self.output(self._evaluated(plan, policy)[0])
+    def trips(self) -> int | None:
+        """The most trips that a loop makes in the function as it was written, by running it.
 
-    def run_with_updates(self, plan: Plan, policy: PrecisionPolicy) -> list[Any]:
+        None if it has no loop whose end depends on floating values.
+        """
+        if not ir.has_loops(self.call.jaxpr):
+            return None
+        _, _, loops = self._bounded(self.call.jaxpr, ir.UNBOUNDED)
+        return max((trips for _, trips, _ in loops), default=0)
+
+    def run(self, plan: Plan, policy: PrecisionPolicy, bound: int | None = None) -> Any:
+        """The function's output under a plan, compiled anew; it changes and donates no argument.
+
+        Raises:
+            LoopStopped: if a loop whose end depends on floating values makes `bound` trips.
+        """
+        return self.output(self._evaluated(plan, policy, bound)[0])
+
+    def run_with_updates(
+        self, plan: Plan, policy: PrecisionPolicy, bound: int | None = None
+    ) -> list[Any]:
         """As `run`, but all that the function computes: also what it updates in place.
 
         These are the jaxpr's results, with those that update modules, and then what the arguments'
         references hold after the call.
         """
-        results, operands = self._evaluated(plan, policy)
+        results, operands = self._evaluated(plan, policy, bound)
         return [*results, *(x[...] for x in operands if isinstance(x, jax.Ref))]
 
-    def _evaluated(self, plan: Plan, policy: PrecisionPolicy) -> tuple[list[Any], list[Any]]:
+    def _evaluated(
+        self, plan: Plan, policy: PrecisionPolicy, bound: int | None
+    ) -> tuple[list[Any], list[Any]]:
         new = self.rewritten(plan, policy)
+        if bound is not None:
+            results, operands, loops = self._bounded(new, bound)
+            for place, _, stopped in loops:
+                if stopped:
+                    raise LoopStopped(place, bound)
+            return results, operands
         operands = copied(self.call.operands, arrays=False)
         return jax.jit(lambda *xs: ir.evaluate(new, xs))(*operands), operands
+
+    def _bounded(
+        self, jaxpr: Any, bound: int
+    ) -> tuple[list[Any], list[Any], list[tuple[ir.Place, int, bool]]]:
+        """The results, the operands, and for each loop its place, trips, and if it was stopped."""
+        places: list[ir.Place] = []
+
+        def run(*operands: Any) -> tuple[list[Any], Any]:
+            out, record, found = ir.with_bounded_loops(jaxpr, operands, bound, keeps_rules=False)
+            places[:] = found
+            return out, record
+
+        operands = copied(self.call.operands, arrays=False)
+        results, record = jax.jit(run)(*operands)
+        counts: Any = np.asarray(record).tolist()
+        loops = [(p, trips, bool(at)) for p, (trips, at) in zip(places, counts, strict=True)]
+        return results, operands, loops
 
 
 def rewritten(

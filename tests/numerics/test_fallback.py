@@ -571,3 +571,68 @@ def test_modules_with_state_are_refused():
     graph, state = nnx.split(module)
     out, _ = pp.with_fallback(lambda state, x: nnx.merge(graph, state)(x))(state, V)
     np.testing.assert_allclose(out, module(V), rtol=0.02, atol=0.02)
+
+
+# ---------------------------------------------------------------- loops
+
+_ROTATION = np.linalg.qr(np.random.default_rng(0).normal(size=(64, 64)))[0]
+A64 = jnp.asarray((_ROTATION * np.linspace(1, 3, 64)) @ _ROTATION.T, f32)
+B64 = jnp.ones(64)
+ORDERED = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="bf16"))
+
+
+def richardson(a: Any, b: Any) -> Any:
+    def body(state: Any) -> Any:
+        x = state[0] + 0.4 * state[1]
+        return x, b - a @ x, state[2] + 1
+
+    def residual_is_large(state: Any) -> Any:
+        return jnp.linalg.norm(state[1]) > 1e-4 * jnp.linalg.norm(b)
+
+    return lax.while_loop(residual_is_large, body, (jnp.zeros_like(b), b, 0))
+
+
+def test_a_rung_whose_loop_never_ends_is_left():
+    guarded = pp.with_fallback(lambda a, b: richardson(a, b)[2], (ORDERED, "f32"), max_trips=200)
+    trips, report = guarded(A64, B64)
+    assert trips == jax.jit(richardson)(A64, B64)[2]
+    assert (int(report.rung), bool(report.stable)) == (1, True)
+    assert report.stopped.tolist() == [True, False]
+    assert str(report).endswith("a loop did not end in 200 trips]")
+    # an element of a batch that ends by itself keeps its rung
+    trips, report = jax.vmap(guarded, (None, 0))(A64, jnp.stack([B64, 0 * B64]))
+    assert rungs_of(report) == [1, 0]
+    assert trips.tolist() == [int(jax.jit(richardson)(A64, B64)[2]), 0]
+
+
+def test_the_derivative_through_a_loop_that_was_stopped_is_that_of_the_rung_taken():
+    @jax.custom_vjp
+    def solve(a: Any, b: Any) -> Any:
+        return richardson(a, b)[0]
+
+    def backward(kept: Any, g: Any) -> Any:
+        a, x = kept
+        u = solve(a.T, g)
+        return -jnp.outer(u, x), u
+
+    def forward(a: Any, b: Any) -> Any:
+        x = solve(a, b)
+        return x, (a, x)
+
+    solve.defvjp(forward, backward)
+
+    def loss(a: Any, b: Any) -> Any:
+        x, report = pp.with_fallback(solve, (ORDERED, "f32"), max_trips=200)(a, b)
+        return jnp.sum(x**2), report
+
+    gradient, report = jax.jit(jax.grad(loss, has_aux=True))(A64, B64)
+    wanted = jax.jit(jax.grad(lambda a: jnp.sum(jnp.linalg.solve(a, B64) ** 2)))(A64)
+    assert rel_error(gradient, wanted) < 2e-3
+    assert str(report).endswith("values not finite: 64]")
+
+
+def test_the_bound_is_checked():
+    with pytest.raises(ValueError, match=r"max_trips=0: give the most trips .* or None"):
+        pp.with_fallback(jnp.linalg.solve, ("bf16", "f32"), max_trips=0)
+    unbounded = pp.with_fallback(richardson, ("f32", "f64"), max_trips=None)
+    assert not unbounded(A64, B64)[1].stopped.any()

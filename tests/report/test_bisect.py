@@ -399,3 +399,34 @@ def test_a_line_in_several_scopes_is_several_places():
 
     assert "with 1 of 4 places that it lowers kept wide" in str(pp.bisect(layers, None, 1e-2)(X, W))
     assert re.search(r"of 2 lines that it lowers", str(pp.bisect(two_lines, None, 1e-2)(X, W)))
+
+
+# ---------------------------------------------------------------- loops
+
+
+def test_a_loop_that_never_ends_is_stopped_and_named():
+    rotation = np.linalg.qr(np.random.default_rng(0).normal(size=(64, 64)))[0]
+    a = jnp.asarray((rotation * np.linspace(1, 3, 64)) @ rotation.T, jnp.float32)
+    b = jnp.ones(64)
+
+    def richardson(a, b):
+        def body(state):
+            x = state[0] + 0.4 * state[1]
+            return x, b - a @ x, state[2] + 1
+
+        def residual_is_large(state):
+            return jnp.linalg.norm(state[1]) > 1e-4 * jnp.linalg.norm(b)
+
+        return lax.while_loop(residual_is_large, body, (jnp.zeros_like(b), b, 0))
+
+    trips = int(jax.jit(richardson)(a, b)[2])
+    ordered = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="bf16"))
+    for check in (1e-2, lambda out: int(out[2]) <= trips):
+        found = pp.bisect(richardson, ordered, check)(a, b)
+        low = next(run for run in found.runs if run.low)
+        assert (low.passed, low.error) == (False, None)
+        said = rf"test_bisect.py:\d+ was stopped after 1000 trips; float32 needs {trips}$"
+        assert re.search(said, str(low))
+        assert low.stopped in found.verdict
+        assert found.found
+        assert len(found.rules) == 1

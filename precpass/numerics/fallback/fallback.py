@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from precpass import jaxpr as ir
 from precpass.api import auto_mixed
 from precpass.jit.calls import check_function
 from precpass.jit.mixed import Mixed
@@ -37,8 +38,8 @@ __all__ = ["FallbackReport", "with_fallback"]
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["rung", "stable", "fired", "evidence"],
-    meta_fields=["ladder", "checks"],
+    data_fields=["rung", "stable", "fired", "evidence", "stopped"],
+    meta_fields=["ladder", "checks", "max_trips"],
 )
 @dataclasses.dataclass(frozen=True)
 class FallbackReport:
@@ -53,16 +54,21 @@ class FallbackReport:
         fired: bool[rungs, checks], which checks fired; false on rungs that were not reached.
         evidence: float32[rungs, checks], the number that a check returned: how many values are
             not finite, the largest magnitude, a condition number; zero on rungs not reached.
+        stopped: bool[rungs], whether a loop made `max_trips` trips on the rung and was stopped;
+            false on the last rung, whose loops are not.
         ladder: the names of the rungs.
         checks: the text of each check, with "{:.3g}" in the place of the number.
+        max_trips: as `with_fallback` was given it.
     """
 
     rung: Any
     stable: Any
     fired: Any
     evidence: Any
+    stopped: Any
     ladder: tuple[str, ...]
     checks: tuple[str, ...]
+    max_trips: int | None
 
     def summary(self) -> str:
         """The rung and the checks that fired below it; for a batch the results per rung."""
@@ -78,6 +84,8 @@ class FallbackReport:
         lines: list[str] = []
         for i, name in enumerate(self.ladder):
             said = [c.format(evidence[i, j]) for j, c in enumerate(self.checks) if fired[i, j]]
+            if np.asarray(self.stopped)[i]:
+                said.append(f"a loop did not end in {self.max_trips} trips")
             if said:
                 lines.append(f"{name}: {', '.join(said)}")
         chosen = self.ladder[int(rungs)]
@@ -102,6 +110,7 @@ def with_fallback(
     unstable: Any = None,
     *,
     axis_name: Axes = None,
+    max_trips: int | None = 10_000,
     **jit_options: Any,
 ) -> Mixed[P, tuple[R, FallbackReport]]:
     """A function that runs low, and on a higher rung if a check fires; it makes its updates.
@@ -136,13 +145,19 @@ def with_fallback(
             report.
         axis_name: as for `precpass.all_finite`: along these axes all take the same rung, which is
             needed if `fn` has collectives, and for derivatives of arguments that devices share.
+        max_trips: the most trips of a `while_loop` on any rung but the last; None for no bound. In
+            low precision a loop may never end, because its residual stays above the tolerance. A
+            loop whose end depends on floating values is stopped there, and the rung is rejected as
+            if a check had fired. How many trips float32 needs is not known before it runs: give a
+            multiple of what you expect. (In a function with a derivative rule of its own, the
+            results of a stopped loop become NaN instead, which `NonFinite` sees.)
         jit_options: the options of `jax.jit` (`static_argnums`, `donate_argnums`, ...).
 
     Returns:
         `(*args, **kwargs) -> (result, FallbackReport)`, called as a function of `auto_mixed` is.
 
     Raises:
-        ValueError: for an invalid ladder or check; the text lists the legal ones.
+        ValueError: for an invalid ladder, check or bound; the text lists the legal ones.
         TypeError: if `fn` is no function; when it is traced, if it returns anything but arrays.
 
     Examples:
@@ -159,13 +174,18 @@ def with_fallback(
     owner = "with_fallback"
     rungs = parse_ladder(owner, ladder)
     checks = parse_checks(owner, NonFinite() if unstable is None else unstable, fn)
+    if max_trips is not None and not 0 < max_trips <= ir.UNBOUNDED:
+        raise ValueError(
+            f"{owner}: max_trips={max_trips!r}: give the most trips of a loop on a rung below the "
+            f"last, from 1 to {ir.UNBOUNDED}, or None for no bound"
+        )
     static = {k: v for k, v in jit_options.items() if k in ("static_argnums", "static_argnames")}
     runs = [rung.applied(fn, static) for rung in rungs]
 
     @functools.wraps(fn)
     def guarded(*args: Any, **kwargs: Any) -> tuple[Any, FallbackReport]:
         refuse_modules("with_fallback", (args, kwargs))
-        return _Climb(rungs, checks, runs, args, kwargs, axis_name).result()
+        return _Climb(rungs, checks, runs, args, kwargs, axis_name, max_trips).result()
 
     # The outer function decides nothing, because every rung has a policy of its own.
     return auto_mixed(guarded, policy=Custom({}), **jit_options)
@@ -179,6 +199,7 @@ class _State(NamedTuple):
     rung: Any
     fired: Any
     evidence: Any
+    stopped: Any
 
 
 class _Climb:
@@ -192,10 +213,11 @@ class _Climb:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         axis_name: Axes,
+        max_trips: int | None,
     ) -> None:
         self._rungs, self._checks, self._runs = rungs, checks, runs
         self._args, self._kwargs, self._axis_name = args, kwargs, axis_name
-        self._last = len(rungs) - 1
+        self._last, self._max_trips = len(rungs) - 1, max_trips
         with keep("f32"):
             self._known = [
                 lax.stop_gradient(c.seen(None, args, kwargs)) if c.before else None for c in checks
@@ -209,8 +231,10 @@ class _Climb:
             state.done,
             state.fired,
             state.evidence,
+            state.stopped,
             tuple(rung.name for rung in self._rungs),
             tuple(check.text for check in self._checks),
+            self._max_trips,
         )
         return state.out, report
 
@@ -247,27 +271,56 @@ class _Climb:
         return lax.cond(jnp.any(fired), lambda kept: kept, attempt, state)
 
     def _attempt(self, i: int, state: _State | None) -> _State:
-        run = functools.partial(self._runs[i], *self._args, **self._kwargs)
         shape = len(self._rungs), len(self._checks)
         if state is None:
-            before = jnp.zeros(shape, bool), jnp.zeros(shape, jnp.float32)
+            before = *(jnp.zeros(shape, t) for t in (bool, jnp.float32)), jnp.zeros(shape[0], bool)
         else:
-            before = state.fired, state.evidence
+            before = state.fired, state.evidence, state.stopped
 
         def attempted() -> tuple[Any, Any]:
-            out = run()
-            _check_arrays(out)
+            out, stopped = self._evaluated(i)
             fired, evidence = self._asked(i, lax.stop_gradient(out))
-            done = ~jnp.any(fired | before[0][i])
+            done = ~jnp.any(fired | before[0][i]) & ~stopped
             # Under `jax.vmap` a rung also runs for elements that have their result already.
             asked = jnp.asarray(True) if state is None else ~state.done
             chosen = asked if i == self._last else asked & done
-            return (out, done, fired, evidence), chosen
+            return (out, done, fired, evidence, stopped), chosen
 
-        out, done, fired, evidence = differentiated_if_chosen(attempted)
+        out, done, fired, evidence, stopped = differentiated_if_chosen(attempted)
         # Outside the checkpoint, because the backward pass runs that again from its operands.
-        rows = before[0].at[i].max(fired), before[1].at[i].add(evidence)
+        rows = (
+            before[0].at[i].max(fired),
+            before[1].at[i].add(evidence),
+            before[2].at[i].max(stopped),
+        )
         return _State(out, done, jnp.asarray(i, jnp.int32), *rows)
+
+    def _evaluated(self, i: int) -> tuple[Any, Any]:
+        """The result on a rung, and whether a loop was stopped."""
+        trees: list[Any] = []
+
+        def run() -> list[Any]:
+            out = self._runs[i](*self._args, **self._kwargs)
+            _check_arrays(out)
+            leaves, tree = jax.tree.flatten(out)
+            trees[:] = [tree]
+            return leaves
+
+        stopped = jnp.asarray(False)
+        if i == self._last or self._max_trips is None:
+            leaves = run()
+        else:
+            jaxpr = ir.trace(run)
+            if not ir.has_loops(jaxpr):
+                leaves = ir.evaluate(jaxpr, ())
+            else:
+                leaves, loops, _ = ir.with_bounded_loops(
+                    jaxpr, (), self._max_trips, keeps_rules=True
+                )
+                stopped = jnp.any(loops[:, 1] > 0)
+                if self._axis_name is not None:
+                    stopped = lax.pmax(stopped.astype(jnp.int32), self._axis_name) > 0
+        return jax.tree.unflatten(trees[0], leaves), stopped
 
     def _asked(self, i: int, out: Any, *, before: bool = False) -> tuple[jax.Array, jax.Array]:
         """The answers of the checks of a result, or with `before` of those of the arguments."""

@@ -16,7 +16,7 @@ import numpy as np
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.api import trace_of
-from precpass.jit.traced import Traced
+from precpass.jit.traced import LoopStopped, Traced
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
@@ -28,6 +28,7 @@ from precpass.report.bisect.delta_debugging import OutOfBudget, smallest
 from precpass.report.bisect.places import Group, Place, grouped, notes_on
 from precpass.report.compare.errors import Leaf, fetched, normwise
 from precpass.units import counted
+from precpass.view.text import shown_source
 
 __all__ = ["bisect"]
 
@@ -48,6 +49,11 @@ def bisect(
     lowers or stores low as it was written, then with parts of that: first name scopes (functions
     if there are none), then inner scopes, then single lines. Equal programs are run once.
     Arguments are not donated, and modules of flax nnx are not updated.
+
+    A loop whose end depends on floating values may never end in low precision. So a function with
+    such loops is first run once more, as it was written, to count their trips. Every other run
+    stops a loop that makes ten times as many trips as the longest of them (and at least 1000), and
+    fails; it says which loop that was.
 
     The set is 1-minimal: the check passes with it and fails without any one of its members, and
     all of that was run. If the check is monotone (more float32 never breaks it), no subset of the
@@ -145,11 +151,13 @@ class _Search:
         self._keys: dict[Any, int] = {_AS_WRITTEN: 0}
         self._plans: dict[PrecisionPolicy, Plan] = {}
         self._reference: list[Leaf] = []
+        self._trips: int | None = None
 
     def result(self) -> Bisection:
         """Runs the search."""
         name = self.policy.name
         self._plans[self.policy] = self.traced.checked_plan(self.policy)
+        self._trips = self.traced.trips()
         low = None
         try:
             if self.tolerance is not None:
@@ -195,15 +203,25 @@ class _Search:
             raise OutOfBudget
         try:
             evaluate = self.traced.run if self.tolerance is None else self.traced.run_with_updates
-            out = jax.block_until_ready(evaluate(plan, policy))
-            if is_reference:
-                self._reference = self._floating(out)
-            error, passed = self._judge(out)
+            trips, stopped = self._trips, ""
+            bound = None if trips is None else min(10 * max(trips, 100), ir.UNBOUNDED)
+            try:
+                out = jax.block_until_ready(evaluate(plan, policy, bound))
+            except LoopStopped as loop:
+                if is_reference:
+                    raise
+                at = shown_source(loop.place.source)
+                stopped = f"the loop at {at} was stopped after {bound} trips; float32 needs {trips}"
+                error, passed = None, False
+            else:
+                if is_reference:
+                    self._reference = self._floating(out)
+                error, passed = self._judge(out)
         except Exception as raised:
             raised.add_note(f"bisect: in run {len(self.runs) + 1}, {what} {listed(rules)}".strip())
             raise
         low = sum(d.action is Action.LOWER or d.stores_low for d in plan.walk())
-        run = Run(len(self.runs) + 1, what, rules, low, error, passed)
+        run = Run(len(self.runs) + 1, what, rules, low, error, passed, stopped)
         self.runs.append(run)
         self._verdicts[program] = run
         if self.progress is not None:
@@ -364,7 +382,7 @@ class _Search:
 
     def _error(self, run: Run) -> str:
         if run.error is None:
-            return ""
+            return f" ({run.stopped})" if run.stopped else ""
         return f" (error {run.error:.3g}{'' if run.passed else f' > {self.tolerance:.3g}'})"
 
 

@@ -27,6 +27,7 @@ class Run:
         low: the number of equations that were lowered, or whose results were stored low.
         error: the error, if the check is a tolerance.
         passed: whether the check passed.
+        stopped: why a loop was stopped, or "". The check is not asked then, and has not passed.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Run:
     low: int
     error: float | None
     passed: bool
+    stopped: str = ""
 
     def __str__(self) -> str:
         _, what, rules, low, error, verdict = self.cells()
@@ -45,7 +47,7 @@ class Run:
     def cells(self) -> list[str]:
         """The run as a row of a table: number, what, rules, equations low, error, and the check."""
         error = "" if self.error is None else f"{self.error:.3g}"
-        verdict = "passes" if self.passed else "fails"
+        verdict = self.stopped or ("passes" if self.passed else "fails")
         return [str(self.number), self.what, listed(self.rules), str(self.low), error, verdict]
 
     def to_dict(self) -> dict[str, Any]:
