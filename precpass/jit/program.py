@@ -64,7 +64,10 @@ class Written:
             return self.jitted(*put_args, **put_kwargs)
 
         # Even if the user disabled jit, the plan is that of the program with its loops.
-        with tracing(region, policy), jax.disable_jit(False):
+        # The jit of the call checks keys. Here one that is closed over is a nested jit's, and JAX
+        # refuses these.
+        unchecked = jax.debug_key_reuse(False)
+        with tracing(region, policy), jax.disable_jit(False), unchecked:
             traced = ir.trace_call(call, leaves)
             traced = traced._replace(jaxpr=ir.dequantized_inside(traced.jaxpr))
             if policy is None or not policy.parameters.is_low:
