@@ -47,7 +47,8 @@ class LinearSolve:
     """The result of `solve`, with measures of how good it is, for each column of `b`.
 
     Attributes:
-        x: the solution, with the shape of `b`, in the precision of refinement.
+        x: the solution, with the shape of `b`, in the precision of refinement; complex if the
+            matrix or `b` is.
         status: how it ended, an int32; `reason` says it in words.
         steps: the number of refinement steps, an int32; the first is the solve with the factors.
         backward_error: `|b - A x| / (|A| |x| + |b|)` in the largest norm, the relative change of
@@ -111,7 +112,9 @@ def solve(
     in float16 on CPUs, it shows the effect of the rounding.
 
     Args:
-        A: a real matrix of shape (n, n). For batches use `jax.vmap`.
+        A: a matrix of shape (n, n), real or complex. If it or `b` is complex, the real system
+            `[[Re A, -Im A], [Im A, Re A]] [Re x; Im x] = [Re b; Im b]` is solved, which has 2 n
+            unknowns. For batches use `jax.vmap`.
         b: an array of shape (n,) or (n, k), of any scale. If it, or the solution, is not zero but
             below the normal numbers of `refine` (2e-308, and 1e-38 in float32), which most
             processors take for zero, the result has not converged.
@@ -132,7 +135,7 @@ def solve(
         see `converged`.
 
     Raises:
-        TypeError: if `A` or `b` is not real and floating.
+        TypeError: if `A` or `b` is not floating or complex.
         ValueError: for shapes that do not fit, an unknown precision or method, or a factor that is
             wider than the refinement.
 
@@ -152,7 +155,7 @@ def solve(
         if not is_whole or value < 1:
             raise ValueError(f"{name}={value!r}: it is to be a whole number of 1 or more")
     _check_arrays(A, b)
-    how = _How(low, high, method, max_steps, min(restart, np.shape(A)[0]))
+    how = _How(low, high, method, max_steps, restart)
     x, status, steps, backward, error = in_float64(functools.partial(_solve, how), A, b)
     return LinearSolve(x, status, steps, backward, error, low, high, method)
 
@@ -176,8 +179,8 @@ def _check_arrays(a: Any, b: Any) -> None:
     for name, x in (("A", a), ("b", b)):
         if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
             raise TypeError(f"{name} is a {type(x).__name__}: it is to be an array")
-        if not jnp.issubdtype(dtype := jnp.result_type(x), jnp.floating):
-            raise TypeError(f"{name} is {dtype.name}: it is to be real and floating")
+        if not jnp.issubdtype(dtype := jnp.result_type(x), jnp.inexact):
+            raise TypeError(f"{name} is {dtype.name}: it is to be floating or complex")
     shape, other = jnp.shape(a), jnp.shape(b)
     if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
         raise ValueError(f"A has the shape {shape}: it is to be (n, n); for batches use jax.vmap")
@@ -187,8 +190,18 @@ def _check_arrays(a: Any, b: Any) -> None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _solve(how: _How, a: Any, b: Any) -> Any:
-    vanished = _vanishes(jnp.asarray(b), how.high)
-    a, b = (jnp.asarray(x).astype(how.high.dtype) for x in (a, b))
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    if not (jnp.iscomplexobj(a) or jnp.iscomplexobj(b)):
+        return _solve_real(how, a, b)
+    whole = jnp.block([[jnp.real(a), -jnp.imag(a)], [jnp.imag(a), jnp.real(a)]])
+    x, *report = _solve_real(how, whole, jnp.concatenate([jnp.real(b), jnp.imag(b)]))
+    return lax.complex(*jnp.split(x, 2)), *report
+
+
+def _solve_real(how: _How, a: Any, b: Any) -> Any:
+    how = how._replace(restart=min(how.restart, len(a)))
+    vanished = _vanishes(b, how.high)
+    a, b = a.astype(how.high.dtype), b.astype(how.high.dtype)
     fixed = lax.stop_gradient(a)
     factored = factors(fixed, how.low)
 
