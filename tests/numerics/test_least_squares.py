@@ -1,6 +1,7 @@
 """Nonlinear least squares by role: NIST's certified problems, and where float64 is float64."""
 
 import functools
+import weakref
 from typing import Any
 
 import equinox as eqx
@@ -272,9 +273,40 @@ def test_a_numpy_array_is_that_of_float32_programs_too():
     low = jax.jit(jax.grad(lambda b: jnp.sum(residual(b) ** 2)))
     assert low(jnp.ones(2)).dtype == np.float32
     kept = jax.make_jaxpr(residual)(jnp.ones(2))
-    with pytest.raises(TypeError, match="Give it to least_squares as args"):
-        pp.least_squares(lambda b, _: residual(b), START)
+    want = pp.least_squares(residual, START, rtol=1e-8).value
+    held = functools.partial(_of_data, {"t": (t, [t])})
+    in_default = lambda b, _, t=t: b[0] * jnp.exp(-b[1] * t) - t  # noqa: E731
+    for fn in (lambda b, _: residual(b), jax.jit(lambda b, _: residual(b)), held, in_default):
+        np.testing.assert_array_equal(pp.least_squares(fn, START, rtol=1e-8).value, want)
+    assert held.args[0]["t"][0] is t and in_default.__defaults__ == (t,)
+    with pytest.raises(TypeError, match="where least_squares cannot find it.*close over it, or"):
+        pp.least_squares(_Hidden(weakref.ref(t)), START)
     del kept
+
+
+def _of_data(data: Any, b: Any, _: Any) -> Any:
+    t, (y,) = data["t"]
+    return b[0] * jnp.exp(-b[1] * t) - y
+
+
+class _Hidden:
+    """A residual whose data no attribute holds."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __call__(self, b: Any, _: Any) -> Any:
+        return b[0] * jnp.exp(-b[1] * self.data()) - self.data()
+
+
+def test_data_of_float32_is_what_it_is():
+    t = np.linspace(0.0, 2.0, 12, dtype=np.float32)
+    y = (2 * np.exp(-1.5 * t)).astype(np.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        fit = pp.least_squares(lambda b, _: b[0] * jnp.exp(-b[1] * t) - y, START)
+    wide = t.astype(np.float64), y.astype(np.float64)
+    want = pp.least_squares(lambda b, d: b[0] * jnp.exp(-b[1] * d[0]) - d[1], START, wide)
+    np.testing.assert_allclose(fit.value, want.value, rtol=1e-12)
 
 
 def test_what_does_not_converge_says_so():

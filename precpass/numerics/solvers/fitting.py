@@ -34,7 +34,7 @@ from precpass.numerics.solvers.descents import (
     lengths,
     solver_with,
 )
-from precpass.numerics.solvers.float64 import own_array
+from precpass.numerics.solvers.float64 import own_array, own_arrays
 from precpass.numerics.solvers.roles import Roles
 from precpass.policy.precision import Precision
 from precpass.policy.presets import Custom
@@ -119,7 +119,8 @@ def program(fn: Callable[..., Any], spec: Spec, x: Any, args: Any, x64: bool) ->
 
     As long as a program holds a numpy array, JAX caches one canonical form of it, in the x64 mode
     in which it first saw the array, and uses that in programs of the other mode too. So cached
-    programs hold no numpy array, and an array that was seen in the other mode is refused.
+    programs hold no numpy array, and if one may have been seen in the other mode, the residual
+    is traced again with copies.
 
     Args:
         fn: the residual.
@@ -131,18 +132,25 @@ def program(fn: Callable[..., Any], spec: Spec, x: Any, args: Any, x64: bool) ->
     leaves, structure = jax.tree.flatten(args)
     avals = jax.typeof(x.astype(np.float64)), *map(jax.typeof, leaves)
 
-    def flat(x: Any, *leaves: Any) -> list[Any]:
-        return [_residuals(fn, spec, x, jax.tree.unflatten(structure, leaves))]
+    def traced() -> Any:
+        def flat(x: Any, *leaves: Any) -> list[Any]:
+            return [_residuals(fn, spec, x, jax.tree.unflatten(structure, leaves))]
 
-    closed = ir.trace(flat, *avals)
+        return ir.trace(flat, *avals)
+
+    closed = traced()
+    exact = x64 or spec.precision is not Precision.F64
+    if not exact and any(map(_is_narrow, _all_consts(closed))):
+        with own_arrays(fn):
+            closed = traced()
+        for const in _all_consts(closed):
+            if _is_narrow(const):
+                raise TypeError(
+                    f"{_named(fn)} reads a numpy array of shape {const.shape} where least_squares "
+                    "cannot find it, and a float32 program may hold it, for which JAX has rounded "
+                    "it: close over it, or give it to least_squares as args"
+                )
     consts = ir.consts_of(closed)
-    for const in consts:
-        if not x64 and spec.precision is Precision.F64 and _is_rounded(const):
-            raise TypeError(
-                f"{_named(fn)} holds a numpy array of float32 of shape {const.shape}: either it "
-                "is that, or a float32 program holds it too, and then JAX gives it to both "
-                "rounded. Give it to least_squares as args"
-            )
 
     def with_consts(consts: Any, *args: Any) -> list[Any]:
         return ir.evaluate(closed, args, consts)
@@ -168,8 +176,14 @@ def _kept(fn: Callable[..., Any], key: tuple[Any, ...]) -> list[Any]:
         return []
 
 
-def _is_rounded(x: Any) -> bool:
-    return isinstance(x, np.ndarray) and x.dtype == np.float32
+def _all_consts(jaxpr: Any) -> list[Any]:
+    inner = [body.jaxpr for eqn in ir.open_jaxpr(jaxpr).eqns for body in ir.bodies(eqn)]
+    return [*ir.consts_of(jaxpr), *(const for body in inner for const in _all_consts(body))]
+
+
+def _is_narrow(x: Any) -> bool:
+    """Whether it is a numpy array of float32, or JAX's form of another in a float32 program."""
+    return isinstance(x, np.ndarray) and x.dtype in (np.float32, np.complex64)
 
 
 class Fit(NamedTuple):
