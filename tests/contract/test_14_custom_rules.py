@@ -6,16 +6,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero, linear_call
 
 import precpass as pp
-from tests.support.passes import COMPOSITIONS, assert_all_low, low_and_near, run_low
-from tests.support.values import assert_near, normal_array
+from tests.support.passes import COMPOSITIONS, assert_all_low, low_and_near
+from tests.support.values import assert_near, normal, normal_array, on_device
 
-X, W, V = normal_array(0, 4, 8), normal_array(1, 8, 8) / 3, normal_array(2, 8, 8) / 3
+X, W, V = (
+    on_device(normal(i, n, 8) / np.float32(d)) for i, n, d in ((0, 4, 1), (1, 8, 3), (2, 8, 3))
+)
 each_composition = pytest.mark.parametrize("compose", COMPOSITIONS.values(), ids=COMPOSITIONS)
 each_policy = pytest.mark.parametrize(
     ("policy", "low"),
@@ -125,8 +128,9 @@ each_reverse = pytest.mark.parametrize("name", REVERSE)
 each_forward = pytest.mark.parametrize("name", ["jvp", "jvp symbolic zeros", "jvp nondiff"])
 
 
-def plain_gradient(x: Any, w: Any) -> Any:
-    return jax.grad(lambda x, w: (jnp.cos(x @ w)).sum(), (0, 1))(x, w)
+@functools.cache
+def plain_gradient() -> Any:
+    return jax.jit(jax.grad(lambda x, w: (jnp.cos(x @ w)).sum(), (0, 1)))(X, W)
 
 
 @each_policy
@@ -138,9 +142,10 @@ def test_the_rule_is_kept_and_low(name: str, compose: Any, policy: Any, low: Any
 
     gradient = compose(loss, lambda f: jax.grad(f, (0, 1)), policy)
     assert_all_low(gradient, X, W, least=3, dtype=low)
-    got = jax.jit(gradient)(X, W)
-    assert_near(got, jax.jit(jax.grad(loss, (0, 1)))(X, W))
-    assert_near(got, jax.tree.map(lambda g: 100.0 * g, plain_gradient(X, W)))
+    plain = jax.grad(loss, (0, 1))
+    got, want = jax.jit(lambda *args: (gradient(*args), plain(*args)))(X, W)
+    assert_near(got, want)
+    assert_near(got, tuple(100.0 * np.asarray(g) for g in plain_gradient()))
 
 
 WITHIN: dict[str, Callable[[Product], Product]] = {
@@ -179,8 +184,7 @@ def test_optimize_remat_inside_of_remat(compose: Any):
     def loss(w, x):
         return jnp.cos(inside(x, w)).sum()
 
-    gradient = compose(loss)
-    assert_near(run_low(gradient, W, X, least=2), jax.jit(jax.grad(loss))(W, X))
+    low_and_near(compose(loss), jax.grad(loss), W, X, least=2)
 
 
 def forward(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -251,10 +255,9 @@ def test_the_gradient_of_relu_at_zero_is_zero(compose: Any):
         return jax.nn.relu(jnp.zeros((4, 8)) + x * 0.0).sum() + jax.nn.relu(x @ w).sum()
 
     gradient = compose(loss)
-    assert_all_low(gradient, X, W)
-    assert_near(jax.jit(gradient)(X, W), jax.jit(jax.grad(loss))(X, W), 0.02)
+    low_and_near(gradient, jax.grad(loss), X, W, tolerance=0.02)
     only = compose(lambda x: (jax.nn.relu(x * 0.0) * 7.0 + x @ jnp.eye(8)).sum())
-    assert_near(only(X), jnp.ones((4, 8)), 0.0)
+    assert_near(jax.jit(only)(X), np.ones((4, 8), np.float32), 0.0)
 
 
 @each_composition
@@ -263,8 +266,7 @@ def test_two_layers_with_relu_and_rules(compose: Any):
         hidden = jax.nn.relu(REVERSE["vjp"](x, w))
         return (jax.nn.gelu(REVERSE["jvp"](hidden, v)) ** 2).mean()
 
-    gradient = compose(loss)
-    assert_near(run_low(gradient, W, X, V, least=4), jax.jit(jax.grad(loss))(W, X, V), 0.02)
+    low_and_near(compose(loss), jax.grad(loss), W, X, V, least=4, tolerance=0.02)
 
 
 # ---------------------------------------------------------------- custom_vmap, linear_call
@@ -284,7 +286,7 @@ def test_the_rule_of_custom_vmap_is_kept_and_low():
     xs = normal_array(3, 5, 4, 8)
     for mixed in (pp.auto_mixed(fn), jax.vmap(pp.auto_mixed(product), (0, None))):
         assert_all_low(mixed, xs, W)
-        assert_near(jax.jit(mixed)(xs, W), 100.0 * (xs @ W))
+        assert_near(jax.jit(mixed)(xs, W), np.float32(100.0) * (np.asarray(xs) @ np.asarray(W)))
 
 
 @each_composition
@@ -294,13 +296,15 @@ def test_the_transpose_of_linear_call_is_kept_and_low(compose: Any):
         return jnp.cos(y).sum()
 
     gradient = compose(loss)
-    assert_near(run_low(gradient, X, W, least=2), jax.jit(jax.grad(loss))(X, W))
-    assert_near(jax.jit(gradient)(X, W), 100.0 * plain_gradient(X, W)[0])
+    assert_all_low(gradient, X, W, least=2)
+    got, want = jax.jit(lambda *args: (gradient(*args), jax.grad(loss)(*args)))(X, W)
+    assert_near(got, want)
+    assert_near(got, 100.0 * np.asarray(plain_gradient()[0]))
 
 
 @each_composition
 def test_custom_linear_solve_is_low_in_both_directions(compose: Any):
-    matrix = W @ W.T + 4 * jnp.eye(8)
+    matrix = np.asarray(W) @ np.asarray(W).T + 4 * np.eye(8, dtype=np.float32)
 
     def solve(matvec, b):
         return lax.fori_loop(0, 40, lambda _, v: v + (b - matvec(v)) * 0.15, b)
@@ -309,7 +313,5 @@ def test_custom_linear_solve_is_low_in_both_directions(compose: Any):
         v = lax.custom_linear_solve(lambda v: w @ v, b, solve, solve, symmetric=True)
         return jnp.cos(v).sum()
 
-    gradient = compose(loss)
-    assert_near(
-        run_low(gradient, X[0], matrix, least=2), jax.jit(jax.grad(loss))(X[0], matrix), 0.02
-    )
+    args = np.asarray(X)[0], matrix
+    low_and_near(compose(loss), jax.grad(loss), *args, least=2, tolerance=0.02)

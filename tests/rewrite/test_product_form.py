@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 import precpass as pp
-from tests.support.passes import COMPOSITIONS, assert_all_low, run_low
-from tests.support.values import assert_near, normal_array
+from tests.support.passes import COMPOSITIONS, assert_all_low, low_and_near
+from tests.support.values import assert_near, normal, normal_array, on_device
 
 each_composition = pytest.mark.parametrize("compose", COMPOSITIONS.values(), ids=COMPOSITIONS)
 ORDERED = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="*_general*", precision="bf16"))
@@ -67,7 +68,7 @@ def ragged(x, w):
 
 def positive(seed: int, *shape: int) -> jax.Array:
     """Operands whose products do not cancel, so that an error is one of the precision."""
-    return jnp.abs(normal_array(seed, *shape)) + 0.1
+    return on_device(np.abs(normal(seed, *shape)) + np.float32(0.1))
 
 
 Case = tuple[Callable[..., Any], jax.Array, jax.Array]
@@ -128,12 +129,6 @@ ORDERS = {
 }
 
 
-@functools.cache
-def float32(name: str, order: str) -> Any:
-    product, x, w = CASES[name]
-    return jax.jit(ORDERS[order](weighed(product)))(x, w)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_product_is_low_and_its_result_is_float32(name: str):
     product, x, w = CASES[name]
@@ -148,7 +143,16 @@ def test_the_product_is_low_and_its_result_is_float32(name: str):
 def test_value_and_first_derivatives_are_low_and_near(name: str, compose: Any):
     product, x, w = CASES[name]
     mixed = compose(weighed(product), gradient, ORDERED)
-    assert_near(run_low(mixed, x, w, least=3), float32(name, "first"))
+    low_and_near(mixed, gradient(weighed(product)), x, w, least=3)
+
+
+def all_low_and_near(mixed: list[Any], plain: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """`low_and_near` of several functions, compiled as one."""
+    for fn in mixed:
+        assert_all_low(fn, *args, least=3)
+    got, want = jax.jit(lambda *xs: ([fn(*xs) for fn in mixed], plain(*xs)))(*args)
+    for found in got:
+        assert_near(found, want)
 
 
 SOME = ["dot matrix", "dot first and last", "dot batch in the middle", "conv strides"]
@@ -175,7 +179,7 @@ SECOND = [
 def test_other_derivatives_are_low_and_near(name: str, order: str, compose: Any):
     product, x, w = CASES[name]
     mixed = compose(weighed(product), ORDERS[order], ORDERED)
-    assert_near(run_low(mixed, x, w, least=3), float32(name, order))
+    low_and_near(mixed, ORDERS[order](weighed(product)), x, w, least=3)
 
 
 IN_AXES = {"lhs": (0, None), "rhs": (None, 0), "both": (-1, -1)}
@@ -192,24 +196,23 @@ def test_vmap_over_each_operand(name: str, axes: str):
     in_axes = IN_AXES[axes]
 
     def many(a: Any, axis: int | None) -> Any:
-        return a if axis is None else jnp.stack([a, 2.0 * a, a + 1.0], axis)
+        return a if axis is None else np.stack([a, 2.0 * a, a + 1.0], axis)
 
-    args = many(x, in_axes[0]), many(w, in_axes[1])
+    args = many(np.asarray(x), in_axes[0]), many(np.asarray(w), in_axes[1])
     loss = weighed(product)
     mapped = jax.vmap(gradient(loss), in_axes)
-    wanted = jax.jit(mapped)(*args)
-    for mixed in (jax.vmap(gradient(ordered(loss)), in_axes), ordered(mapped)):
-        assert_near(run_low(mixed, *args, least=3), wanted)
+    all_low_and_near([jax.vmap(gradient(ordered(loss)), in_axes), ordered(mapped)], mapped, args)
 
 
 def test_under_float16_and_eager():
     x, w = normal_array(0, 16, 24), normal_array(1, 24, 8)
     mixed = pp.auto_mixed(lambda x, w: x @ w, policy=pp.AutoMixed)
     assert_all_low(mixed, x, w, dtype=jnp.float16)
-    assert_near(mixed(x, w), x @ w, 0.001)
+    assert_near(mixed(x, w), jax.jit(jnp.matmul)(x, w), 0.001)
     grads = jax.grad(lambda x, w: (mixed(x, w) ** 2).sum(), (0, 1))
     assert_all_low(grads, x, w, least=3, dtype=jnp.float16)
-    assert_near(grads(x, w), jax.grad(lambda x, w: ((x @ w) ** 2).sum(), (0, 1))(x, w), 0.002)
+    wanted = jax.jit(jax.grad(lambda x, w: ((x @ w) ** 2).sum(), (0, 1)))(x, w)
+    assert_near(grads(x, w), wanted, 0.002)
 
 
 # ---------------------------------------------------------------- transposes around a product
@@ -267,10 +270,8 @@ TRANSPOSED: dict[str, tuple[Callable[..., Any], Any, Any]] = {
 def test_transposes_run(name: str):
     fn, x, w = TRANSPOSED[name]
     loss = weighed(fn)
-    wanted = jax.jit(gradient(loss))(x, w)
-    for compose in COMPOSITIONS.values():
-        mixed = compose(loss, gradient)
-        assert_near(run_low(mixed, x, w, least=3), wanted)
+    mixed = [compose(loss, gradient) for compose in COMPOSITIONS.values()]
+    all_low_and_near(mixed, gradient(loss), (x, w))
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -286,13 +287,12 @@ def test_the_weight_gradient_of_a_loop_body_runs(swapped: bool):
         return lax.scan(body, jnp.zeros(()), None, length=2)[1]
 
     mixed = pp.auto_mixed(fn)
-    assert_all_low(mixed, x, g)
-    assert_near(mixed(x, g), jax.jit(fn)(x, g))
+    low_and_near(mixed, fn, x, g)
 
 
 @each_composition
 def test_the_weight_gradient_of_a_scanned_layer_runs(compose: Any):
-    x, ws = positive(8, 4, 64, 128), positive(9, 3, 128, 128) / 128
+    x, ws = positive(8, 4, 64, 128), np.asarray(positive(9, 3, 128, 128)) / 128
 
     def loss(ws, x):
         def layer(h, w):
@@ -300,5 +300,4 @@ def test_the_weight_gradient_of_a_scanned_layer_runs(compose: Any):
 
         return lax.scan(layer, x, ws)[0].sum()
 
-    mixed = compose(loss)
-    assert_near(run_low(mixed, ws, x, least=3), jax.jit(jax.grad(loss))(ws, x))
+    low_and_near(compose(loss), jax.grad(loss), ws, x, least=3)

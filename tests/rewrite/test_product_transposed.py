@@ -23,7 +23,7 @@ from precpass.rewrite.low_product import Bilinear
 from tests.rewrite import test_product_form
 from tests.rewrite.test_product_form import CASES, ORDERS, ordered, weighed
 from tests.support.jaxprs import contracts, named, products
-from tests.support.values import assert_near, normal_array
+from tests.support.values import assert_near, normal, normal_array, on_device
 
 DOTS = [name for name in CASES if name.startswith("dot")]
 WIDE_SUMS = [*DOTS, "ragged_dot"]
@@ -31,7 +31,7 @@ WIDE_SUMS = [*DOTS, "ragged_dot"]
 
 def integers(seed: int, *shape: int) -> jax.Array:
     """Whole numbers of few bits: their products and sums are exact in float32."""
-    return jnp.asarray(np.random.default_rng(seed).integers(1, 16, shape), jnp.float32)
+    return on_device(np.random.default_rng(seed).integers(1, 16, shape).astype(np.float32))
 
 
 def alive(fn: Callable[..., Any], *args: Any) -> Any:
@@ -75,7 +75,9 @@ def test_a_gradient_is_rounded_in_its_operands_alone(name: str):
     fn, x, w = CASES[name]
     x, w = integers(0, *x.shape), integers(1, *w.shape)
     g = integers(2, *jax.eval_shape(fn, x, w).shape)
-    got, want = (jax.jit(lambda f=f: jax.vjp(f, x, w)[1](g))() for f in (ordered(fn), fn))
+    got, want = jax.jit(lambda x, w, g: [jax.vjp(f, x, w)[1](g) for f in (ordered(fn), fn)])(
+        x, w, g
+    )
     assert [a.dtype for a in got] == [a.dtype for a in want]
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -90,10 +92,15 @@ def test_the_transposed_dot_is_jaxs(name: str, side: int):
     operands = integers(0, *x.shape), integers(1, *w.shape)
     g = integers(2, *eqn.outvars[0].aval.shape)
     dot = transposed(eqn.params["dimension_numbers"], [x.ndim, w.ndim], side)
-    pair = [g, operands[1 - side]]
-    out = lax.dot_general(*(pair[::-1] if dot.side else pair), dot.numbers)
-    out = out if dot.order is None else lax.transpose(out, dot.order)
-    np.testing.assert_array_equal(out, jax.vjp(fn, *operands)[1](g)[side])
+
+    @jax.jit
+    def both(g, *operands):
+        pair = [g, operands[1 - side]]
+        out = lax.dot_general(*(pair[::-1] if dot.side else pair), dot.numbers)
+        out = out if dot.order is None else lax.transpose(out, dot.order)
+        return out, jax.vjp(fn, *operands)[1](g)[side]
+
+    np.testing.assert_array_equal(*both(g, *operands))
 
 
 @pytest.mark.parametrize("name", DOTS)
@@ -101,17 +108,16 @@ def test_the_transposed_dot_is_jaxs(name: str, side: int):
 def test_a_dot_under_a_vmap_is_jaxs(name: str, dims: tuple[int | None, int | None]):
     fn, x, w = CASES[name]
     (eqn,) = products(jax.make_jaxpr(fn)(x, w))
-    numbers, wanted = (
-        eqn.params["dimension_numbers"],
-        (integers(0, *x.shape), integers(1, *w.shape)),
-    )
-    args, where = list(wanted), list[int | None]()
-    for i, (arg, dim) in enumerate(zip(wanted, dims, strict=True)):
+    numbers = eqn.params["dimension_numbers"]
+    args = [np.asarray(integers(i, *a.shape)) for i, a in enumerate((x, w))]
+    where = list[int | None]()
+    for i, (arg, dim) in enumerate(zip(list(args), dims, strict=True)):
         where.append(None if dim is None else dim % (arg.ndim + 1))
-        args[i] = arg if dim is None else jnp.stack([arg, 2.0 * arg, arg + 1.0], dim)
+        args[i] = arg if dim is None else np.stack([arg, 2.0 * arg, arg + 1.0], dim)
     found, at = batched(numbers, [a.ndim for a in args], where)
+    mapped = jax.vmap(fn, tuple(where), out_axes=at)
     np.testing.assert_array_equal(
-        lax.dot_general(*args, found), jax.vmap(fn, tuple(where), out_axes=at)(*args)
+        *jax.jit(lambda *args: (lax.dot_general(*args, found), mapped(*args)))(*args)
     )
 
 
@@ -135,7 +141,7 @@ def test_the_gradient_of_a_weight_shared_by_a_vmap_is_one_product():
     fn = jax.grad(lambda w, x: jax.vmap(mixed, (None, 0))(w, x).sum())
     shapes = [e.outvars[0].aval.shape for e in products(jax.make_jaxpr(fn)(W, X))]
     assert sorted(shapes) == [(4, 6, 5), (8, 5)]
-    assert_near(fn(W, X), jax.grad(layer)(W, X))
+    assert_near(*jax.jit(lambda *args: (fn(*args), jax.grad(layer)(*args)))(W, X))
 
 
 def test_the_backward_pass_keeps_one_low_copy_of_what_a_product_read():
@@ -159,24 +165,29 @@ def test_both_passes_read_one_low_copy_of_a_weight(rows: int, casts: int):
         return jnp.sum(x**2)
 
     ws, x = (
-        [0.3 * normal_array(4, 24, 16), 0.3 * normal_array(5, 16, 40)],
+        [
+            on_device(np.float32(0.3) * normal(4, 24, 16)),
+            on_device(np.float32(0.3) * normal(5, 16, 40)),
+        ],
         normal_array(6, rows, 24),
     )
+    wanted = jax.jit(jax.grad(loss))(ws, x)
     for gradient in (jax.grad(pp.auto_mixed(loss)), pp.auto_mixed(jax.grad(loss))):
-        text = jax.jit(gradient).lower(ws, x).compile().as_text()
+        compiled = jax.jit(gradient).lower(ws, x).compile()
+        text = compiled.as_text()
         for shape in ("24,16|384", "16,40|640"):
             found = re.findall(rf"\b(b?f\d\d)\[(?:{shape})\]\S* convert\(", text)
             assert len(found) == casts, found
-        assert_near(gradient(ws, x), jax.grad(loss)(ws, x), 0.03)
+        assert_near(compiled(ws, x), wanted, 0.03)
 
 
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("dims", list(itertools.product((0, 1, None), repeat=2)))
 def test_low_copies_are_mapped_with_what_they_are_copies_of(dims: tuple[Any, Any], side: int):
     """Whatever the batch dimension that an operand has, and its copy."""
-    operands = [normal_array(7, 5, 4, 6), normal_array(8, 5, 6, 3)]
+    operands = [normal(7, 5, 4, 6), normal(8, 5, 6, 3)]
     if None in dims:
-        operands[side] = jnp.broadcast_to(operands[side][:1], operands[side].shape)
+        operands[side] = np.broadcast_to(operands[side][:1], operands[side].shape)
     (eqn,) = products(jax.make_jaxpr(jnp.matmul)(*(x[0].astype(LOW) for x in operands)))
     low, wide = np.dtype(LOW), np.dtype(np.float32)
     form = Bilinear(eqn.primitive, ir.sorted_params(eqn), low, wide, copied=True)
@@ -184,7 +195,7 @@ def test_low_copies_are_mapped_with_what_they_are_copies_of(dims: tuple[Any, Any
     axes[side], axes[2 + side] = dims
 
     def placed(x: Any, dim: int | None) -> Any:
-        return x[0] if dim is None else jnp.moveaxis(x, 0, dim)
+        return x[0] if dim is None else np.moveaxis(x, 0, dim)
 
     given = [placed(x, dim) for x, dim in zip([*operands, *operands], axes, strict=True)]
     copies = [x.astype(LOW) for x in given[2:]]
@@ -192,10 +203,15 @@ def test_low_copies_are_mapped_with_what_they_are_copies_of(dims: tuple[Any, Any
     def carried(x: Any, w: Any, low_x: Any, low_w: Any) -> Any:
         return ir.carry(form, jnp.zeros((4, 3)), x, w, [low_x, low_w])
 
-    tangents = [normal_array(9, *x.shape) for x in given[:2]]
-    _, got = jax.jvp(lambda x, w: jax.vmap(carried, axes)(x, w, *copies), given[:2], tangents)
-    _, wanted = jax.jvp(jax.vmap(jnp.matmul, axes[:2]), given[:2], tangents)
-    assert_near(got, wanted, 0.02)
+    tangents = [normal(9, *x.shape) for x in given[:2]]
+
+    @jax.jit
+    def both(given: Any, copies: Any, tangents: Any) -> Any:
+        mapped = jax.vmap(carried, axes)
+        _, got = jax.jvp(lambda x, w: mapped(x, w, *copies), given, tangents)
+        return got, jax.jvp(jax.vmap(jnp.matmul, axes[:2]), given, tangents)[1]
+
+    assert_near(*both(given[:2], copies, tangents), 0.02)
 
 
 def composed() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -256,7 +272,7 @@ def test_compositions_are_low_and_near(name: str):
     (mixed, plain), args = COMPOSED[name]
     jaxpr = jax.make_jaxpr(mixed)(*args)
     assert forms(jaxpr) == LOWERED
-    assert_near(jax.jit(mixed)(*args), jax.jit(plain)(*args), 0.02)
+    assert_near(*jax.jit(lambda *args: (mixed(*args), plain(*args)))(*args), 0.02)
 
 
 def test_the_barriers_are_those_of_the_platform():
@@ -277,8 +293,8 @@ def test_wide_again_under_always_f32():
     found = pp.inspect(jaxpr_as_fun(low), "AlwaysF32")(W, X)
     assert forms(found.after) == {("float32", "float32", "float32")}
     assert "precpass" not in str(found.after)
-    got = jaxpr_as_fun(found.after)(W, X)
-    assert_near(tuple(got), outer(layer)(W, X), 1e-6)
+    again = jaxpr_as_fun(found.after)
+    assert_near(*jax.jit(lambda *xs: (tuple(again(*xs)), outer(layer)(*xs)))(W, X), 1e-6)
 
 
 def test_both_sides_of_the_pass_make_as_many_products():
@@ -310,7 +326,7 @@ def test_a_ragged_dot_is_transposed_without_a_product_that_nobody_reads():
 
     low, wide = (jax.grad(functools.partial(loss, f), (0, 1)) for f in (pp.auto_mixed(fn), fn))
     assert ragged(jax.make_jaxpr(low)(x, w)) == ragged(jax.make_jaxpr(wide)(x, w))
-    assert_near(jax.jit(low)(x, w), jax.jit(wide)(x, w))
+    assert_near(*jax.jit(lambda *args: (low(*args), wide(*args)))(x, w))
 
 
 NUMBERS = {
@@ -331,18 +347,22 @@ def test_a_dot_reads_what_its_operand_is_a_transpose_of(name: str, side: int):
     ndim = 2 if name in ("matrices", "rows with rows") else 3
     # equal sizes where sums and batches meet, whatever they are
     operands = [integers(seed, *[4] * ndim) for seed in (0, 1)]
-    found = 0
+    read: list[Callable[..., Any]] = []
     for order in itertools.permutations(range(ndim)):
-        pair = [x.transpose(order) if i == side else x for i, x in enumerate(operands)]
-        want = lax.dot_general(*pair, numbers)
         other = untransposed(numbers, side, order)
         summed, batch = numbers
         own = [order[d] for d in range(ndim) if d not in summed[side] and d not in batch[side]]
         assert (other is None) == (own != sorted(own))
         if other is not None:
-            np.testing.assert_array_equal(want, lax.dot_general(*operands, other))
-            found += 1
-    assert found > 1
+
+            def both(*operands: Any, order: Any = order, other: Any = other) -> Any:
+                pair = [x.transpose(order) if i == side else x for i, x in enumerate(operands)]
+                return lax.dot_general(*pair, numbers), lax.dot_general(*operands, other)
+
+            read.append(both)
+    assert len(read) > 1
+    for want, got in jax.jit(lambda *operands: [both(*operands) for both in read])(*operands):
+        np.testing.assert_array_equal(want, got)
 
 
 def test_a_transposed_operand_is_read_before_its_transpose():

@@ -133,12 +133,13 @@ def low_and_near(
     plain: Callable[..., Any],
     *args: Any,
     least: int = 1,
+    dtype: Any = None,
     tolerance: float = 0.01,
 ) -> None:
     """`assert_all_low` of one function, whose values are near those of the other.
 
     One compilation of both takes half the time of two.
     """
-    assert_all_low(mixed, *args, least=least)
+    assert_all_low(mixed, *args, least=least, dtype=dtype)
     got, want = jax.jit(lambda *xs: (mixed(*xs), plain(*xs)))(*args)
     assert_near(got, want, tolerance)

@@ -13,9 +13,14 @@ def normal(seed: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
+def on_device(value: Any) -> jax.Array:
+    """NumPy's array as one of JAX's; JAX 0.12 compiles a program for it in `jnp.asarray`."""
+    return jax.device_put(np.asarray(value))
+
+
 def normal_array(seed: int, *shape: int) -> jax.Array:
     """`normal` as an array of JAX's."""
-    return jnp.asarray(normal(seed, *shape))
+    return on_device(normal(seed, *shape))
 
 
 def f32(*shape: int) -> Any:
