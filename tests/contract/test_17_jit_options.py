@@ -173,8 +173,9 @@ def test_a_checkpointed_function_recomputes_low():
     fn = jax.checkpoint(lambda x: (jnp.tanh(x @ W) @ W).sum())
     mixed = pp.auto_mixed(jax.grad(fn))
     assert set(product_dtypes(mixed.trace(X).jaxpr)) == {"bfloat16"}
-    assert rel_error(mixed(X), jax.grad(fn)(X)) < 2e-2
-    assert rel_error(jax.grad(pp.auto_mixed(fn))(X), jax.grad(fn)(X)) < 2e-2
+    want = jax.jit(jax.grad(fn))(X)
+    assert rel_error(mixed(X), want) < 2e-2
+    assert rel_error(jax.grad(pp.auto_mixed(fn))(X), want) < 2e-2
 
 
 # ---------------------------------------------------------------- jit switched off
@@ -194,7 +195,7 @@ def test_disable_jit_gives_the_values_of_jit():
             again = form(np.asarray(W), np.asarray(X))
         assert rel_error(got, want) < ROUNDING
         assert rel_error(again, want) < ROUNDING
-        assert rel_error(got, plain(W, X)) < 2e-2
+        assert rel_error(got, jax.jit(plain)(W, X)) < 2e-2
 
 
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray], ids=["numpy", "jax"])

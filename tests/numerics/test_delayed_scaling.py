@@ -95,7 +95,7 @@ def test_the_scales_of_the_same_call_give_its_result(fn: Callable[..., Any]):
     now = pp.auto_mixed(fn, "AutoMixedF8")(WS, X)
     # In a loop a scale is that of all trips, which for float8 changes no digit of normal numbers.
     assert rel_error(out, now) < 1e-2
-    assert rel_error(out, fn(WS, X)) < 0.1
+    assert rel_error(out, jax.jit(fn)(WS, X)) < 0.1
     assert np.array_equal(after.history[:, 0], after.history[:, 1])
     with warnings.catch_warnings():  # of the branch that is not taken
         warnings.simplefilter("ignore", pp.PrecisionWarning)
@@ -138,7 +138,7 @@ def test_every_rounding_takes_its_scale_from_the_state(fn: Callable[..., Any]):
     assert any({v.aval.dtype.name for v in dot.invars} <= FLOAT8 for dot in dots)
     # Scales a thousand times as large leave nothing of the values.
     larger = jax.tree.map(lambda history: history * 2.0**20, scales)
-    assert rel_error(scaled(larger, WS, X)[0], fn(WS, X)) > 0.2
+    assert rel_error(scaled(larger, WS, X)[0], jax.jit(fn)(WS, X)) > 0.2
 
 
 @pytest.mark.release
@@ -218,7 +218,7 @@ def test_what_is_not_finite_stays_so_and_is_forgotten(policy: str, value: float)
     _, scales = scaled(scales, ws, bad)
     assert np.isfinite(scales.history).all()
     out, _ = scaled(scales, ws, X)
-    assert rel_error(out, fn(ws, X)) < 0.1
+    assert rel_error(out, jax.jit(fn)(ws, X)) < 0.1
 
 
 @pytest.mark.release
@@ -260,7 +260,7 @@ def test_a_weight_that_was_zero_keeps_its_first_small_numbers():
     scaled = pp.delayed_scaling(fn)
     scales = scaled.init(zero, X)
     assert len(scales.unseen()) == 1
-    assert rel_error(scaled(scales, small, X)[0], fn(small, X)) < 0.1
+    assert rel_error(scaled(scales, small, X)[0], jax.jit(fn)(small, X)) < 0.1
 
 
 @pytest.mark.release
@@ -268,8 +268,8 @@ def test_batches_of_other_sizes_have_the_same_scales():
     scaled = pp.delayed_scaling(layers)
     more = jnp.concatenate([X, 0.5 * X])
     scales = scaled.calibrated([(WS, X), (WS, more)])
-    assert rel_error(scaled.frozen(scales)(WS, more), layers(WS, more)) < 0.1
-    assert rel_error(scaled(scales, WS, more)[0], layers(WS, more)) < 0.1
+    assert rel_error(scaled.frozen(scales)(WS, more), jax.jit(layers)(WS, more)) < 0.1
+    assert rel_error(scaled(scales, WS, more)[0], jax.jit(layers)(WS, more)) < 0.1
 
 
 @pytest.mark.release
@@ -301,7 +301,7 @@ def test_scales_of_no_call_are_those_of_a_largest_magnitude_of_one():
     assert isinstance(shapes, pp.DelayedScales) and shapes.history.shape == (2, 16)
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     out, scales = scaled(zero, ws, X)
-    assert rel_error(out, fn(ws, X)) < 0.1
+    assert rel_error(out, jax.jit(fn)(ws, X)) < 0.1
     assert scales.history[:, 0].all() and scales.saturated() == []
 
 
@@ -312,7 +312,7 @@ def test_calibrated_scales_are_those_of_all_batches():
     each = [scaled.init(*batch).history[:, 0] for batch in batches]
     assert np.array_equal(scales.history[:, 0], np.max(each, 0))
     run = scaled.frozen(scales)
-    assert all(rel_error(run(*batch), layers(*batch)) < 0.05 for batch in batches)
+    assert all(rel_error(run(*batch), jax.jit(layers)(*batch)) < 0.05 for batch in batches)
 
 
 def test_frozen_scales_are_read_and_no_magnitude_is():
@@ -335,7 +335,7 @@ def test_weights_of_eight_bits_need_no_scale():
     scaled = pp.delayed_scaling(fn, "AutoMixedInt8")
     scales = scaled.init(small, X)
     assert len(scales.places) == 2  # the activations of the two layers in the middle
-    assert rel_error(scaled.frozen(scales)(small, X), fn(ws, X)) < 0.05
+    assert rel_error(scaled.frozen(scales)(small, X), jax.jit(fn)(ws, X)) < 0.05
 
 
 @pytest.mark.release
@@ -474,7 +474,7 @@ def test_flaxs_own_float8_layers_keep_their_products_and_their_state(policy: str
     def loss(variables: Any) -> Any:
         return jnp.square(net.apply(variables, X)).mean()
 
-    wanted = jax.grad(loss)(variables)["_overwrite_with_gradient"]
+    wanted = jax.jit(jax.grad(loss))(variables)["_overwrite_with_gradient"]
     for mixed in (pp.auto_mixed(jax.grad(loss), policy), jax.grad(pp.auto_mixed(loss, policy))):
         found = mixed(variables)["_overwrite_with_gradient"]
         for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

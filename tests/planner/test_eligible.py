@@ -268,7 +268,7 @@ def test_a_gradient_of_such_a_model_is_near():
     keys = iter(range(20))
     params = jax.tree.map(lambda s: normal_array(next(keys), *s.shape) / D**0.5, PARAMS)
     ids = jnp.arange(TOKENS) % D
-    want = jax.grad(squares(scanned))(params, ids)
+    want = jax.jit(jax.grad(squares(scanned)))(params, ids)
     flat = jnp.concatenate([g.ravel() for g in jax.tree.leaves(want)])
     for policy, most in (("int8", 0.05), ("f8", 0.1), ("f8e5m2", 0.1)):
         got = jax.tree.leaves(pp.auto_mixed(jax.grad(squares(scanned)), policy)(params, ids))

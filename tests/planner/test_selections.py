@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
@@ -46,7 +47,7 @@ def test_what_is_chosen_has_the_one_rounding():
     (select,) = named(found.after, "select_n")
     assert str(select.outvars[0].aval.dtype) == "bfloat16"
     got = jax.extend.core.jaxpr_as_fun(found.after)(X, W)[0]
-    assert rel_error(got, fn(X, W)) < 0.02
+    assert rel_error(got, jax.jit(fn)(X, W)) < 0.02
 
 
 def masked(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
@@ -58,7 +59,8 @@ def masked(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
 @pytest.mark.release(keep=1)
 @pytest.mark.parametrize("target", ["h100", "tpu v5e"])
 def test_float32s_lowest_number_in_a_mask_becomes_bfloat16s_and_no_infinity(target: str):
-    mask = jnp.tril(jnp.ones((16, 16), bool)).at[3].set(False)  # a row that may read nothing
+    mask = np.tril(np.ones((16, 16), bool))
+    mask[3] = False  # a row that may read nothing
 
     def loss(q: jax.Array) -> jax.Array:
         return jnp.square(masked(q, X, mask)).sum()
@@ -69,11 +71,13 @@ def test_float32s_lowest_number_in_a_mask_becomes_bfloat16s_and_no_infinity(targ
     of_scores = "bfloat16" if target == "h100" else "float32"
     assert [str(a.dtype) for a in chosen if a.shape == (16, 16)] == [of_scores, "bfloat16"]
     run = jax.extend.core.jaxpr_as_fun
-    got, wanted = run(found.after)(X)[0], jax.grad(loss)(X)
-    assert bool(jnp.isfinite(got).all())
+    got, wanted = run(found.after)(X)[0], jax.jit(jax.grad(loss))(X)
+    assert np.isfinite(got).all()
     assert rel_error(got, wanted) < 0.02
     forward = run(pp.inspect(masked, target=target)(X, X, mask).after)(X, X, mask)[0]
-    assert rel_error(forward[3], X.mean(0)) < 0.02  # all weights of that row are equal
+    assert (
+        rel_error(np.asarray(forward)[3], np.asarray(X).mean(0)) < 0.02
+    )  # all weights of that row are equal
 
 
 def test_an_infinity_and_what_reaches_beyond_bfloat16_are_no_lowest_number():
@@ -151,7 +155,7 @@ def test_gradients_of_chosen_values_are_near_to_float32s(composition: str):
     with planned_for(target_of("h100")):
         got = jax.jit(fn)(W, X)
     assert str(got.dtype) == "float32"
-    assert rel_error(got, jax.grad(loss)(W, X)) < 0.05
+    assert rel_error(got, jax.jit(jax.grad(loss))(W, X)) < 0.05
 
 
 def test_the_result_of_a_product_is_moved_in_the_bits_that_it_has():
@@ -206,15 +210,15 @@ def attention(stack: jax.Array, x: jax.Array, fill: Any) -> jax.Array:
 @pytest.mark.parametrize("fill", [-1e9, float(jnp.finfo(jnp.float32).min), -jnp.inf])
 def test_what_a_mask_fills_in_is_no_float32_array_that_a_loop_reads(fill: float):
     """JAX makes it once before the loop, so that every trip would read it from memory."""
-    stack = jnp.stack([W] * 3)
+    stack = np.stack([W] * 3)
     gradient = jax.grad(lambda s, x: attention(s, x, fill))
     found = pp.inspect(gradient, target="h100")(stack, X).after
     makers = makers_of_operands(found, "select_n", (16, 16))
     assert "broadcast_in_dim" in makers
     # the scores come into the selecting bodies, and in the backward pass their cotangent
     assert makers.count("convert_element_type of an operand") == 2
-    got, wanted = jax.extend.core.jaxpr_as_fun(found)(stack, X)[0], gradient(stack, X)
-    assert bool(jnp.isfinite(got).all()) and rel_error(got, wanted) < 0.03
+    got, wanted = jax.extend.core.jaxpr_as_fun(found)(stack, X)[0], jax.jit(gradient)(stack, X)
+    assert np.isfinite(got).all() and rel_error(got, wanted) < 0.03
 
 
 def convolved(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -263,7 +267,7 @@ def test_a_pooling_of_windows_apart_is_in_bfloat16_on_a_gpu(
         found = [pp.auto_mixed(gradient)(KERNEL, IMAGE), jaxpr_as_fun(outside)(KERNEL, IMAGE)[0]]
     put_back = [str(e.outvars[0].aval.dtype) for e in named(outside, "select_and_scatter_add")]
     assert put_back == [dtype]
-    wanted = gradient(KERNEL, IMAGE)
+    wanted = jax.jit(gradient)(KERNEL, IMAGE)
     assert all(1e-5 < rel_error(got, wanted) < 0.03 for got in found)
 
 

@@ -11,13 +11,13 @@ from jax import lax
 
 import precpass as pp
 from tests.support.jaxprs import named
-from tests.support.values import assert_near, identical, normal_array
+from tests.support.values import assert_near, identical, normal, normal_array, on_device
 
 LOW = jnp.bfloat16
 
 
 def activations() -> tuple[jax.Array, jax.Array]:
-    return normal_array(0, 16, 32), normal_array(1, 32, 32) / 8
+    return normal_array(0, 16, 32), on_device(normal(1, 32, 32) / np.float32(8))
 
 
 def stacks(stack: Callable[[jax.Array], Any], rows: jax.Array) -> Any:
@@ -42,7 +42,7 @@ EXACT: dict[str, Callable[[jax.Array], Any]] = {
 @pytest.mark.release(keep=1)
 @pytest.mark.parametrize("read", EXACT.values(), ids=EXACT.keys())
 def test_positions_that_a_loop_stacks_keep_their_digits(read: Callable[[jax.Array], Any]):
-    program, args = stacks(lambda i: 2.0 * i, jnp.arange(1000.0))
+    program, args = stacks(lambda i: 2.0 * i, np.arange(1000, dtype=np.float32))
 
     def whole(*args: Any) -> Any:
         return read(program(*args) + 0.0)
@@ -65,7 +65,7 @@ def test_what_no_product_made_keeps_its_digits_in_a_gradient():
 
     gradient = jax.value_and_grad(loss, argnums=(0, 2))
     args = w, x, normal_array(2, 64, 64)
-    assert_near(pp.auto_mixed(gradient)(*args), gradient(*args), 0.03)
+    assert_near(pp.auto_mixed(gradient)(*args), jax.jit(gradient)(*args), 0.03)
 
 
 def euler(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -117,7 +117,7 @@ def test_small_steps_are_not_lost_under_a_gradient(steps: Callable[..., jax.Arra
         return 1e4 * jnp.sum((steps(x, w) - x) ** 2)
 
     gradient = jax.value_and_grad(loss, argnums=(0, 1))
-    assert_near(pp.auto_mixed(gradient)(x, w), gradient(x, w), 0.05)
+    assert_near(pp.auto_mixed(gradient)(x, w), jax.jit(gradient)(x, w), 0.05)
 
 
 def test_what_scales_a_state_keeps_its_digits():
@@ -132,7 +132,7 @@ def test_what_scales_a_state_keeps_its_digits():
         return jnp.mean(lax.scan(body, jnp.ones_like(x), jnp.arange(500.0))[0])
 
     gradient = jax.value_and_grad(loss)
-    assert_near(pp.auto_mixed(gradient)(w, x), gradient(w, x), 0.03)
+    assert_near(pp.auto_mixed(gradient)(w, x), jax.jit(gradient)(w, x), 0.03)
 
 
 @pytest.mark.release(keep=1)
@@ -149,7 +149,7 @@ def test_float16_does_not_hold_what_it_has_no_range_for(scale: float):
         return jnp.sum(h) + jnp.sum(found)
 
     gradient = jax.value_and_grad(loss)
-    assert_near(pp.auto_mixed(gradient, policy=pp.AutoMixed)(w, x), gradient(w, x), 0.03)
+    assert_near(pp.auto_mixed(gradient, policy=pp.AutoMixed)(w, x), jax.jit(gradient)(w, x), 0.03)
 
 
 def test_float16_does_not_hold_what_may_overflow():
@@ -166,7 +166,7 @@ def test_float16_does_not_hold_what_may_overflow():
     gradient = jax.value_and_grad(loss)
     got = pp.auto_mixed(gradient, policy=pp.AutoMixed)(w, x)
     assert all(bool(jnp.isfinite(g).all()) for g in got)
-    assert_near(got, gradient(w, x), 0.03)
+    assert_near(got, jax.jit(gradient)(w, x), 0.03)
 
 
 def test_a_sign_survives_a_rounding():

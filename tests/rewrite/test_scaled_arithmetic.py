@@ -78,7 +78,7 @@ def test_tangents_of_a_custom_rule_are_transposed(precision):
         return jnp.sin(dense(w, X)).sum()
 
     policy = ordered(precision)
-    want = jax.grad(loss)(W)
+    want = jax.jit(jax.grad(loss))(W)
     outside = jax.grad(pp.auto_mixed(loss, policy))(W)
     assert rel_error(outside, want) < 2.5 * most(precision)
     assert rel_error(outside, pp.auto_mixed(jax.grad(loss), policy)(W)) < 2.5 * most(precision)
@@ -136,7 +136,7 @@ def test_meshes_of_explicit_axes(precision, specs):
 
     with jax.set_mesh(mesh):
         w, x = (jax.device_put(v, NamedSharding(mesh, s)) for v, s in ((W, of_w), (X, of_x)))
-        want = jax.grad(loss, (0, 1))(w, x)
+        want = jax.jit(jax.grad(loss, (0, 1)))(w, x)
         for gradient in (
             jax.grad(pp.auto_mixed(loss, policy), (0, 1)),
             pp.auto_mixed(jax.grad(loss, (0, 1)), policy),
@@ -182,7 +182,8 @@ def test_an_exported_program_of_any_batch_has_8_bits(precision):
     if not Precision(precision).block:  # which is emulated for a CPU
         assert ("xi8>" if precision == "int8" else "f8E4M3FN") in exported.mlir_module()
     for rows in (1, 5):
-        assert rel_error(exported.call(X[:rows]), jnp.tanh(X[:rows] @ W)) < most(precision)
+        some = np.asarray(X)[:rows]
+        assert rel_error(exported.call(some), np.tanh(some @ np.asarray(W))) < most(precision)
 
 
 @pytest.mark.release
@@ -201,7 +202,8 @@ def test_rounding_is_mapped_along_every_dimension():
 
 
 def test_a_monitor_counts_what_rounding_to_8_bits_makes_zero():
-    x = jnp.ones((N, N)).at[0, 0].set(1e6)
+    x = np.ones((N, N), np.float32)
+    x[0, 0] = 1e6
     for precision, lost in (
         ("int8", N - 1),  # a row
         ("f8e4m3", N * N - 1),  # the whole array

@@ -119,7 +119,7 @@ def test_a_function_is_near_and_its_products_have_eight_bits(fn, precision):
     mixed = pp.auto_mixed(fn, ordered(precision))
     found = operands(mixed, W, X)
     assert found and {name for pair in found for name in pair} == {FORWARD[precision]}
-    assert rel_error(mixed(W, X), fn(W, X)) < ERRORS[precision]
+    assert rel_error(mixed(W, X), jax.jit(fn)(W, X)) < ERRORS[precision]
     assert rel_error(jax.jit(mixed)(W, X), mixed(W, X)) < 1e-5
 
 
@@ -129,7 +129,7 @@ def test_a_function_is_near_and_its_products_have_eight_bits(fn, precision):
 @each_function
 def test_a_gradient_is_near_from_either_side(fn, compose, precision):
     got = compose(squared(fn), policy=ordered(precision))(W, X)
-    assert rel_error(got, jax.grad(squared(fn))(W, X)) < ERRORS[precision]
+    assert rel_error(got, jax.jit(jax.grad(squared(fn)))(W, X)) < ERRORS[precision]
 
 
 @each_composition
@@ -384,7 +384,7 @@ def test_weights_of_8_bits_are_not_rounded_again_in_a_backward_pass():
     gradient = jax.grad(pp.auto_mixed(fn, "AutoMixedF8"))
     # Two layers have 8 bits: forward their inputs are rounded, backward their cotangents.
     assert len(rounded_to_eight_bits(gradient, x, small)) == 4
-    assert rel_error(gradient(x, small), jax.grad(fn)(x, ws)) < 0.15
+    assert rel_error(gradient(x, small), jax.jit(jax.grad(fn))(x, ws)) < 0.15
 
 
 def test_a_loop_saves_8_bits_for_its_backward_pass():
@@ -415,4 +415,4 @@ def test_a_checkpoint_may_save_everything(precision):
 
     for fn in (once, looped):
         got = jax.grad(pp.auto_mixed(fn, ordered(precision)), (0, 1))(x, w)
-        assert rel_error(got, jax.grad(fn, (0, 1))(x, w)) < 0.15
+        assert rel_error(got, jax.jit(jax.grad(fn, (0, 1)))(x, w)) < 0.15
