@@ -251,7 +251,6 @@ def test_custom_rules_follow_the_form(costing: Any):
 # ---------------------------------------------------------------- for real
 
 
-@pytest.mark.release
 def test_programs_are_compiled_and_not_run():
     plan = pp.inspect(jax.grad(layers), COMPILED)(X, WS).plan
     assert plan.form in FORMS

@@ -105,7 +105,6 @@ def test_a_program_reads_what_was_assigned_since():
     assert np.abs(mixed(layer, X)).sum() == 0
 
 
-@pytest.mark.release
 def test_a_copy_takes_the_updates_of_a_monitor_and_a_comparison():
     model = with_references()
     pp.compare(loss, ["AlwaysF32", "AutoMixedBf16"])(model, X)

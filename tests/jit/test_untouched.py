@@ -310,7 +310,6 @@ def test_what_calls_the_function_says_that_it_updates(name: str, kind: str, tmp_
         np.testing.assert_array_equal(args[1], X)
 
 
-@pytest.mark.release
 def test_arrays_that_are_no_modules_stay_too(tmp_path: Any):
     """Nothing that a function is given is written to, numpy's arrays among it."""
     w, x = np.eye(4, dtype=np.float32), np.asarray(X)

@@ -141,7 +141,6 @@ def test_every_rounding_takes_its_scale_from_the_state(fn: Callable[..., Any]):
     assert rel_error(scaled(larger, WS, X)[0], jax.jit(fn)(WS, X)) > 0.2
 
 
-@pytest.mark.release
 def test_the_history_moves_and_forgets():
     scaled = pp.delayed_scaling(layers, history=2)
     scales = scaled.init(WS, X)
@@ -168,7 +167,6 @@ def test_what_is_larger_than_before_is_clipped_and_told():
     assert rel_error(out, X @ W) < 0.06 and scales.saturated() == []
 
 
-@pytest.mark.release
 def test_the_shares_of_saturated_and_flushed_values_are_those_that_numpy_counts():
     policy = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="f8"))
 
@@ -180,8 +178,9 @@ def test_the_shares_of_saturated_and_flushed_values_are_those_that_numpy_counts(
     assert [(each.saturated, each.flushed) for each in scaled.lost(scales, W, X)] == [
         (0.0, 0.0)
     ] * 2
-    largest = float(jnp.abs(X).max())
-    more = X.at[:4].set(3 * largest).at[5:7].set(1e-9 * largest).at[8].set(jnp.nan).at[9].set(0.0)
+    more = np.array(X)
+    largest = np.abs(more).max()
+    more[:4], more[5:7], more[8], more[9] = 3 * largest, 1e-9 * largest, np.nan, 0.0
     of_x, of_w = scaled.lost(scales, W, more)
     assert of_x.place == scales.places[0]
     # neither NaN nor zero counts
@@ -272,7 +271,6 @@ def test_batches_of_other_sizes_have_the_same_scales():
     assert rel_error(scaled(scales, WS, more)[0], jax.jit(layers)(WS, more)) < 0.1
 
 
-@pytest.mark.release
 def test_the_same_values_are_not_beyond_the_scales_of_int8():
     scaled = pp.delayed_scaling(layers, "AutoMixedInt8")
     _, scales = scaled(scaled.init(WS, X), WS, X)

@@ -423,7 +423,6 @@ def test_extremes_are_of_lines_that_the_user_wrote():
     assert shown_path(__file__) in smallest
 
 
-@pytest.mark.release
 def test_the_summary_has_the_worst_first():
     def f(x: Any) -> Any:
         lost = jnp.exp(-1e4 * (1.0 + x * x))

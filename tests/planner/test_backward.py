@@ -68,7 +68,6 @@ def test_a_loop_saves_for_its_backward_pass_in_16_bits(target: str):
     assert stacks.count(jnp.dtype(jnp.bfloat16)) == 12
 
 
-@pytest.mark.release
 def test_the_gradients_of_a_loop_are_close_and_its_value_has_its_digits():
     with planned_for(target_of("h100")):
         mixed = pp.auto_mixed(recurrent, "AutoMixedBf16")
@@ -296,10 +295,9 @@ def test_factors_that_all_trips_multiply_keep_their_digits(fn: Callable[..., Any
         assert rel_error(a, c) < max(3 * rel_error(b, c), 0.01)
 
 
-@pytest.mark.release
 def test_a_finite_factor_that_bfloat16_does_not_reach_is_not_infinite():
     lowest = jnp.finfo(F32).min
-    mask = jnp.where(jnp.tril(jnp.ones((16, 16), bool)), 0.0, lowest)
+    mask = np.where(np.tril(np.ones((16, 16), bool)), 0.0, lowest).astype(np.float32)
 
     def masked(w: jax.Array, t: jax.Array, x: jax.Array) -> jax.Array:
         def block(x: jax.Array, _: Any) -> Any:
@@ -307,11 +305,11 @@ def test_a_finite_factor_that_bfloat16_does_not_reach_is_not_infinite():
 
         return jnp.square(lax.scan(block, x, None, length=2)[0]).sum()
 
-    args = SQUARE, jnp.full((16, 16), 0.5), X[0]
+    args = SQUARE, np.full((16, 16), 0.5, np.float32), np.asarray(X)[0]
     with planned_for(target_of("h100")):
         got = jax.jit(jax.grad(pp.auto_mixed(masked, "AutoMixedBf16"), (0, 1, 2)))(*args)
     wanted = jax.jit(jax.grad(masked, (0, 1, 2)))(*args)
-    assert all(bool(jnp.isfinite(a).all()) for a in got)
+    assert all(np.isfinite(a).all() for a in got)
     assert all(rel_error(a, b) < 0.03 for a, b in zip(got, wanted, strict=True))
     numbers = jnp.array([3.4e38, -3.4e38, jnp.inf, -jnp.inf, jnp.nan, 1e-45, -0.0, 1.0], F32)
     low = rounded_factor(numbers, jnp.bfloat16, is_bounded=False)

@@ -271,10 +271,10 @@ def test_a_pooling_of_windows_apart_is_in_bfloat16_on_a_gpu(
     assert all(1e-5 < rel_error(got, wanted) < 0.03 for got in found)
 
 
-@pytest.mark.release
 def test_a_pooling_of_exact_numbers_finds_the_largest_by_all_digits():
     """The largest of 1000.1 and 1000.2 would be the first of two equal ones in bfloat16."""
-    image = 1000.0 + jnp.arange(4 * 12 * 12 * 8).reshape(IMAGE.shape) % 7 / 10
+    image = np.arange(4 * 12 * 12 * 8).reshape(IMAGE.shape) % 7 / np.float32(10) + np.float32(1000)
+    image = image.astype(np.float32)
 
     def loss(image: jax.Array, kernel: jax.Array) -> jax.Array:
         return jnp.square(convolved(pooled_by(2, 2)(image) - 1000.0, kernel)).mean()
@@ -284,8 +284,9 @@ def test_a_pooling_of_exact_numbers_finds_the_largest_by_all_digits():
     assert dtypes(gradient, "select_and_scatter_add", image, KERNEL) == ["float32"]
     with planned_for(target_of("h100")):
         got = pp.auto_mixed(gradient)(image, KERNEL)
-    assert ((got != 0) == (gradient(image, KERNEL) != 0)).all()
-    assert rel_error(got, gradient(image, KERNEL)) < 0.02
+    wanted = jax.jit(gradient)(image, KERNEL)
+    assert ((np.asarray(got) != 0) == (np.asarray(wanted) != 0)).all()
+    assert rel_error(got, wanted) < 0.02
 
 
 def test_what_float16_cannot_hold_is_not_pooled_in_float16():

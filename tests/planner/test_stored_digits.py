@@ -50,7 +50,6 @@ def test_positions_that_a_loop_stacks_keep_their_digits(read: Callable[[jax.Arra
     assert identical(pp.auto_mixed(whole)(*args), whole(*args))
 
 
-@pytest.mark.release
 def test_what_no_product_made_keeps_its_digits_in_a_gradient():
     """The offset cancels in the forward pass; the backward pass keeps the value."""
     x, w = activations()

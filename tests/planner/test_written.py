@@ -44,7 +44,6 @@ def test_a_dear_function_is_stored_for_a_derivative_that_jax_adds_later_too():
     assert stored(network, W, BIAS, X) == ["tanh"]
 
 
-@pytest.mark.release
 def test_what_products_and_others_read_is_stored_once():
     """A gelu's cotangent: two products read it, and the sum that is the gradient of the bias."""
     found = pp.inspect(jax.grad(network, (0, 1)), target="h100")(W, BIAS, X)

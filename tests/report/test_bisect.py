@@ -140,7 +140,6 @@ def test_the_culprit_of_one_scope_leaves_the_same_line_low_elsewhere():
     assert found.rules == (pp.Rule(scope="second", precision="f32"),)
 
 
-@pytest.mark.release
 def test_a_culprit_of_a_backward_rule_is_found_where_its_function_is_called():
     @jax.custom_vjp
     def layer(x, w):
@@ -386,7 +385,6 @@ def test_progress_is_told_of_each_run(seen):
     assert tuple(told) == found.runs
 
 
-@pytest.mark.release
 def test_a_line_in_several_scopes_is_several_places():
     def layers(x, w):
         for i in range(4):

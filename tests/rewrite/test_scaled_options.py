@@ -59,17 +59,17 @@ def counts(policy, fn, *args):
     return sum(d.product.scaled is not None for d in found), [str(d.reason) for d in found]
 
 
-@pytest.mark.release
 def test_a_row_of_float8_has_a_scale_of_its_own():
-    x = X.at[0].multiply(2.0**30)
-    y = x.at[1:].multiply(2.0**-12)
+    y = np.array(X)
+    y[0] *= 2.0**30
+    y[1:] *= 2.0**-12
     whole, row = ordered("f8"), ordered("f8").with_scales("row")
     product = lambda x: jnp.sin(x) @ W  # noqa: E731
-    assert rel_error(pp.auto_mixed(product, row)(X), product(X)) < 0.06
-    wanted = (y @ W)[1:]
-    assert rel_error(pp.auto_mixed(jnp.matmul, row)(y, W)[1:], wanted) < 0.06
+    assert rel_error(pp.auto_mixed(product, row)(X), jax.jit(product)(X)) < 0.06
+    wanted = (y @ np.asarray(W))[1:]
+    assert rel_error(np.asarray(pp.auto_mixed(jnp.matmul, row)(y, W))[1:], wanted) < 0.06
     # under one scale for the array all but the first row become zero
-    assert not np.any(pp.auto_mixed(jnp.matmul, whole)(y, W)[1:])
+    assert not np.any(np.asarray(pp.auto_mixed(jnp.matmul, whole)(y, W))[1:])
 
 
 def test_scales_of_rows_are_powers_of_two_along_the_summed_dimension():
