@@ -1,5 +1,7 @@
 """Micro-scaled products: emulated in bfloat16, and in the form that a Blackwell multiplies."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -18,7 +20,7 @@ from tests.rewrite.test_scaled_products import BLOCK_ERRORS as ERRORS
 from tests.rewrite.test_scaled_products import FUNCTIONS, attention, loss, ordered, squared
 from tests.support.jaxprs import named
 from tests.support.passes import COMPOSITIONS
-from tests.support.values import identical, normal_array, rel_error
+from tests.support.values import identical, normal, normal_array, rel_error
 
 N = 64
 W, X = normal_array(1, N, N) / 8, normal_array(2, N, N)
@@ -332,30 +334,49 @@ def test_a_cpu_runs_every_layout_of_a_program_that_is_planned_for_a_blackwell(co
     assert rel_error(got, curvature(w)(small)) < 0.02
 
 
-def test_the_scales_of_arrays_do_not_overflow_behind_each_other(monkeypatch):
+@pytest.fixture
+def by_units(monkeypatch):
+    """The product of two arrays as a GPU is given it, with the units' own product emulated."""
+
     def multiplied(lhs, rhs, of_lhs, of_rhs, preferred_element_type):
         x, w = (
-            v.astype(jnp.float32) * jnp.repeat(s.astype(jnp.float32), 16, 2)
+            v.astype(jnp.float32) * jnp.repeat(s.astype(jnp.float32), v.shape[2] // s.shape[2], 2)
             for v, s in ((lhs, of_lhs), (rhs, of_rhs))
         )
         return jnp.einsum("bmk,bnk->bmn", x, w).astype(preferred_element_type)
 
     _units()  # JAX's own, which is traced once
     monkeypatch.setattr(jax.nn, "scaled_matmul", multiplied)
+
+    def product(fn, precision, *pair):
+        with planned_for(target_of("b200")):
+            jaxpr = jax.make_jaxpr(pp.auto_mixed(fn, ordered(precision)))(*pair)
+        (eqn,) = named(jaxpr, "precpass_block_product")
+        rounded = [
+            e.params["arithmetic"](v, platform="cuda")
+            for e, v in zip(named(jaxpr, "precpass_scaling"), pair, strict=True)
+        ]
+        operands = [part for parts in zip(*rounded, strict=True) for part in parts]
+        (got,) = eqn.params["arithmetic"](*operands, platform="cuda")
+        return got
+
+    return product
+
+
+def test_the_scales_of_arrays_do_not_overflow_behind_each_other(by_units):
     for sizes in ((1e36, 1e-20), (1e-20, 1e36), (1e-28, 1e-28)):
         x = np.full((4, N), sizes[0], np.float32)
         w = np.full((N, 8), sizes[1], np.float32)
-        with planned_for(target_of("b200")):
-            jaxpr = jax.make_jaxpr(pp.auto_mixed(jnp.dot, ordered("nvfp4")))(x, w)
-        (eqn,) = named(jaxpr, "precpass_block_product")
-        roundings_of = named(jaxpr, "precpass_scaling")
-        rounded = [
-            e.params["arithmetic"](v, platform="cuda")
-            for e, v in zip(roundings_of, (x, w), strict=True)
-        ]
-        operands = [part for pair in zip(*rounded, strict=True) for part in pair]
-        (got,) = eqn.params["arithmetic"](*operands, platform="cuda")
-        assert rel_error(got, x @ w) < 0.07, sizes
+        assert rel_error(by_units(jnp.dot, "nvfp4", x, w), x @ w) < 0.07, sizes
+
+
+@pytest.mark.parametrize("spec", ["abc,abd->cd", "zba,zbc->zac"])
+def test_the_units_are_given_rows_of_all_summed_dimensions(spec, by_units):
+    sizes = {"a": 2, "b": N, "c": 8, "d": 12, "z": 3}
+    shapes = [[sizes[name] for name in side] for side in spec.split("->")[0].split(",")]
+    x, w = normal(3, *shapes[0]), normal(4, *shapes[1])
+    got = by_units(functools.partial(jnp.einsum, spec), "mxfp8", x, w)
+    assert rel_error(got, np.einsum(spec, x, w)) < ERRORS["mxfp8"]
 
 
 @each_precision

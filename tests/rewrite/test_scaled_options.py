@@ -8,6 +8,8 @@ from jax import lax
 
 import precpass as pp
 from precpass import OpKind, Precision
+from precpass.devices.detect import planned_for
+from precpass.devices.targets import target_of
 from tests.rewrite.test_scaled_products import ordered
 from tests.support.jaxprs import named
 from tests.support.passes import COMPOSITIONS
@@ -91,6 +93,19 @@ def test_the_backward_pass_has_scales_of_rows_too(compose):
     scales = [e.outvars[1].aval for e in named(program, "precpass_scaling") if e.outvars[1:]]
     assert len(scales) >= 8 and all(scale.ndim == 2 for scale in scales)
     assert rel_error(gradient(*args), jax.jit(jax.grad(squares(layers)))(*args)) < 0.15
+
+
+def test_a_float8_product_whose_result_is_stored_in_16_bits_is_made_in_16_bits():
+    """Its scales are powers of two, so nothing is rounded twice; int8 adds up in int32."""
+
+    def network(w, x):
+        return jnp.tanh(x @ w) @ w
+
+    with planned_for(target_of("h100")):
+        for precision, dtype in (("f8", "bfloat16"), ("int8", "int32")):
+            jaxpr = jax.make_jaxpr(pp.auto_mixed(network, ordered(precision)))(W, X)
+            first, last = (e.outvars[0].aval.dtype.name for e in named(jaxpr, "dot_general"))
+            assert (first, last) == (dtype, "int32" if precision == "int8" else "float32")
 
 
 def test_weights_ahead_of_time_have_scales_of_columns():
