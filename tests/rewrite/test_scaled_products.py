@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import precpass as pp
 from precpass import OpKind, Precision
+from precpass.rewrite.scales import power_of_two_scale
 from tests.support.jaxprs import named
 from tests.support.passes import COMPOSITIONS
 from tests.support.values import identical, normal_array, rel_error
@@ -188,6 +189,13 @@ def test_float8_is_what_its_formula_says():
     (x, s), (w, t) = rounded(np.asarray(X)), rounded(np.asarray(W))
     got = pp.auto_mixed(jnp.dot, ordered("fp8"))(X, W)
     assert rel_error(got, (x @ w) * (s * t)) < 1e-6
+
+
+@pytest.mark.parametrize("most", [256.0, 448.0, 57344.0])
+def test_a_scale_is_the_smallest_power_of_two(most):
+    """The format's largest number itself needs none, and what is a little larger needs one."""
+    largest = np.float32([most, most * 1.01, most / 8, most * 1.99 / 8, most * 32])
+    np.testing.assert_array_equal(power_of_two_scale(largest, most), [1.0, 2.0, 1 / 8, 1 / 4, 32.0])
 
 
 def test_batch_dimensions_have_scales_of_their_own():
