@@ -201,3 +201,26 @@ def test_a_residual_is_low_beside_a_smaller_copy_of_its_loop():
     for fn in (gradient, program):
         plan = pp.inspect(fn, policy=pp.AutoMixedBf16)(w, rows).plan
         assert any(decision.stores_low for decision in plan.walk())
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (2, "stored in bf16: read by 2 products, 1.02 kB saved"),
+        (-5, "stored in bf16: 1.02 kB saved x 5 iterations"),
+    ],
+    ids=["layers", "loop"],
+)
+def test_the_plan_says_what_memory_is_saved(layers: int, said: str):
+    """What is written for the backward pass: 16 x 32 numbers of two bytes in the place of four."""
+    x, w = activations()
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        if layers < 0:
+            return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=-layers)[0].sum()
+        for _ in range(layers):
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    reasons = [str(d.reason) for d in pp.inspect(jax.grad(loss))(w, x).plan.walk()]
+    assert any(reason.endswith(said) for reason in reasons)
