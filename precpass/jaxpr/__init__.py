@@ -71,6 +71,7 @@ from precpass.jaxpr.dots import (
     transposes,
     with_operand,
 )
+from precpass.jaxpr.exact import constant_operands, exact, is_rounded_type, note_exact, with_float64
 from precpass.jaxpr.instrument import Look, Place, Ran
 from precpass.jaxpr.instrument_bodies import rows_of, watched
 from precpass.jaxpr.loops import UNBOUNDED, has_loops, with_bounded_loops
@@ -204,6 +205,7 @@ __all__ = [
     "carry",
     "cast_formats",
     "casts",
+    "constant_operands",
     "consts_of",
     "contents_of",
     "convert",
@@ -214,6 +216,7 @@ __all__ = [
     "dot_numbers",
     "effects_of",
     "evaluate",
+    "exact",
     "exchanged",
     "exchanged_order",
     "exponent",
@@ -244,6 +247,7 @@ __all__ = [
     "is_reduced",
     "is_ref",
     "is_rounded",
+    "is_rounded_type",
     "is_sampler",
     "is_sharded_by_type",
     "is_tracing",
@@ -263,6 +267,7 @@ __all__ = [
     "multiplied_in",
     "name_of",
     "new_variable",
+    "note_exact",
     "one_by_one",
     "open_jaxpr",
     "out_avals",
@@ -307,6 +312,7 @@ __all__ = [
     "with_border_copies_in_order",
     "with_bounded_loops",
     "with_dtype",
+    "with_float64",
     "with_operand",
     "with_promoted_operands",
     "with_results_in",

@@ -22,7 +22,14 @@ from precpass.jaxpr.primitives.float64 import in_x64
 from precpass.jaxpr.primitives.low_cotangent import low_cotangent_p
 from precpass.jaxpr.primitives.low_derivative import Function, low_derivative_p
 from precpass.jaxpr.primitives.rounded import bits, low_value, rounded_p
-from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_of
+from precpass.jaxpr.reading import (
+    Source,
+    consts_of,
+    is_literal,
+    open_jaxpr,
+    precision_of,
+    source_at,
+)
 from precpass.jaxpr.shardings import is_reduced
 from precpass.jaxpr.types import Atom, Aval, Eqn, Jaxpr, Var
 
@@ -75,6 +82,10 @@ class Builder:
             self._source = self._ctx = None
         else:
             self.at_line_of(self._within)
+
+    def source(self) -> Source:
+        """The line of the equations that follow."""
+        return Source() if self._source is None else source_at(self._source)
 
     def keep(
         self,
@@ -135,6 +146,13 @@ class Builder:
             self.eqns.append(_remade(eqn, operands, outvars))
             return outvars
         return self.call(lambda *xs: bind(eqn, xs, params), operands, alike(eqn, params))
+
+    def constant(self, value: Any) -> Any:
+        """A constant of the new jaxpr, in its own dtype."""
+        value = np.array(value).view(_typed_array())
+        self.constvars.append(_Var(jax.typeof(value)))
+        self.consts.append(value)
+        return self.constvars[-1]
 
     def convert(self, atom: Atom, dtype: Any, weak_type: bool = False) -> Any:
         """A value in another dtype."""

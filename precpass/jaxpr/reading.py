@@ -99,8 +99,12 @@ def is_foreign(file: str) -> bool:
 
 def source_of(eqn: Eqn) -> Source:
     """The innermost line outside JAX and this package that made an equation."""
-    traceback = eqn.source_info.traceback
-    return _first_user_frame(traceback) if traceback is not None else Source()
+    return source_at(eqn.source_info)
+
+
+def source_at(info: Any) -> Source:
+    """The innermost line outside JAX and this package of a JAX source info."""
+    return Source() if info.traceback is None else _first_user_frame(info.traceback)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from precpass import jaxpr as ir
+from precpass.jit import region as regions
 from precpass.jit.arguments import Declared, Static, arguments, dynamic_leaves
 from precpass.jit.errors import note_source, user_stacklevel
-from precpass.jit.region import Region, traced_in, tracing
+from precpass.jit.own_arrays import with_own_arrays
+from precpass.jit.region import Region, traced_in, tracing, use_policy
 from precpass.jit.traced import checked_plan, rewritten
 from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.precision import Precision
 from precpass.policy.scopes import FIXED_SCOPE
 from precpass.policy.warned import PrecisionWarning
 
@@ -58,21 +62,34 @@ class Written:
         args, kwargs = arguments(self.declared, self.name, args, kwargs)
         leaves, put = dynamic_leaves(self.declared, args, kwargs, keeps_numbers=keeps_numbers)
 
-        def call(*values: Any) -> Any:
+        def called(fn: Callable[..., Any], *values: Any) -> Any:
             # Inside a trace JAX compares a call's static arguments with themselves, by `==`.
             put_args, put_kwargs = self.declared.map(lambda x, _: x, *put(values), static=Static)
-            return self.jitted(*put_args, **put_kwargs)
+            return fn(*put_args, **put_kwargs)
 
         # Even if the user disabled jit, the plan is that of the program with its loops.
         # The jit of the call checks keys. Here one that is closed over is a nested jit's, and JAX
         # refuses these.
         unchecked = jax.debug_key_reuse(False)
         with tracing(region, policy), jax.disable_jit(False), unchecked:
-            traced = ir.trace_call(call, leaves)
+            before = regions.float64_regions
+            traced = ir.trace_call(functools.partial(called, self.jitted), leaves)
+            asked = region.keep is Precision.F64 or regions.float64_regions > before
+            if asked or _has_float64_rules(policy):
+                self._note_exact_constants(traced, called, leaves)
             traced = traced._replace(jaxpr=ir.dequantized_inside(traced.jaxpr))
             if policy is None or not policy.parameters.is_low:
                 return traced
             return traced._replace(jaxpr=ir.with_promoted_operands(traced.jaxpr))
+
+    def _note_exact_constants(self, traced: ir.Call, called: Any, leaves: Sequence[Any]) -> None:
+        """Notes what the constants of a program with a float64 region were before rounding."""
+        wide, arrays = None, []
+        # whatever the user's code raises, `exact` then does not know its constants
+        with use_policy(None), jax.enable_x64(True), contextlib.suppress(Exception):
+            fn, arrays = with_own_arrays(self.fn)
+            wide = ir.trace(functools.partial(called, fn), *map(ir.with_float64, leaves))
+        ir.note_exact(traced.jaxpr, wide, arrays)
 
     def rewritten(self, region: Region, policy: PrecisionPolicy, scope: str) -> Callable[..., Any]:
         """The function under a policy; when it is traced, it is planned and rewritten."""
@@ -200,3 +217,8 @@ def _marked(jitted: Callable[..., Any]) -> Callable[..., Any]:
             return jitted(*args, **kwargs)
 
     return call
+
+
+def _has_float64_rules(policy: PrecisionPolicy | None) -> bool:
+    rules = () if policy is None else policy.rules
+    return any(Precision.parse(rule.precision) is Precision.F64 for rule in rules)

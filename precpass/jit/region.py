@@ -198,6 +198,10 @@ def use_policy(policy: PolicyLike | None) -> Generator[None]:
         yield
 
 
+float64_regions = 0
+"""How many `keep("f64")` regions have been entered: a trace that changes it holds one."""
+
+
 @contextlib.contextmanager
 def keep(precision: Precision | str) -> Generator[None]:
     """Fixes the precision of the region inside, whatever the policy says.
@@ -216,7 +220,9 @@ def keep(precision: Precision | str) -> Generator[None]:
         ...     with keep("f32"):
         ...         return x @ w
     """
+    global float64_regions
     parsed = Precision.parse(precision)
+    float64_regions += parsed is Precision.F64
     around = _current.get()
     region = _region(around.policy, around.off, parsed, around.inside, around.named)
     # If the pass is off, the program has no marks, so that it can serve as a reference.

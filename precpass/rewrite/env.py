@@ -7,6 +7,7 @@ than the value has.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +24,10 @@ from precpass.analysis.equations import (
 from precpass.analysis.sizes import nbytes
 from precpass.plan.borders import Border, BorderCopy, across
 from precpass.plan.plan import BackwardForm
+from precpass.policy.caller import user_stacklevel
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import named
+from precpass.policy.warned import PrecisionWarning
 from precpass.rewrite.block_scaled import BlockRounding
 from precpass.rewrite.copies import low_copy
 from precpass.rewrite.cpu_kernels import is_in_order
@@ -34,6 +37,11 @@ from precpass.rewrite.scaled_product import Rounding
 
 __all__ = ["Env", "border_avals", "crossing_aval"]
 
+_ROUNDED = (
+    "is a constant of a float64 region, and was rounded to float32 when it was traced: its "
+    "function could not be traced again with x64 on. Give the region's function no float32 "
+    "arrays or dtypes of its own, or call it with x64 on (jax.enable_x64) and float64 arguments"
+)
 _MAY_BE_NOTED = {*named("repeats"), "convert_element_type", "concatenate", "rev", "transpose"}
 """What `Env` may note: their operands may have low copies, or be such, however they are stored."""
 
@@ -218,6 +226,8 @@ class Env:
         if ir.is_literal(atom):
             # A literal may hold more digits than the program computes with.
             number = np.asarray(atom.val, atom.aval.dtype)
+            if precision is Precision.F64:
+                number = self._exact(atom.val, number)
             return ir.literal(number.astype(precision.dtype), atom)
         near = self._nearest(atom, precision) if self.low_sources else atom
         value = self.values.get(near, near)
@@ -230,6 +240,20 @@ class Env:
         if key not in self.wide_copies:
             self.wide_copies[key] = self.build.convert(value, precision.dtype)
         return self.wide_copies[key]
+
+    def enter_constant(self, var: ir.Var, value: Any) -> None:
+        """Takes a constant of the program, in a float64 span, as it was before it was rounded."""
+        if ir.is_rounded_type(value):
+            self.values[var] = self.build.constant(self._exact(value, value))
+
+    def _exact(self, value: Any, rounded: Any) -> Any:
+        """A constant as it was before JAX rounded it to float32, or with a warning as it is."""
+        exact = ir.exact(value)
+        if exact is None and ir.is_rounded_type(rounded):
+            shown = rounded if rounded.ndim == 0 else f"a numpy array of shape {rounded.shape}"
+            text = f"{self.build.source()}: {shown} {_ROUNDED}"
+            warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
+        return rounded if exact is None else exact
 
     def as_(self, value: Any, precision: Precision | None) -> Any:
         """A value cast to another precision."""

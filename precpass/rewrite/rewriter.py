@@ -54,6 +54,7 @@ class Rewriter:
         self.x64 = ir.in_x64()
         self.memo: dict[_Key, tuple[Any, Any, list[int]]] = {}
         self.templates: ir.Templates = {}
+        self.constants: dict[Any, Any] | None = None
 
     def jaxpr(self, jaxpr: ir.Jaxpr, plan: Plan, scope: str = "") -> Any:
         """The rewritten jaxpr, with the same avals at its border unless the plan changes them.
@@ -62,6 +63,9 @@ class Rewriter:
         """
         if not plan.changes:
             return jaxpr
+        if self.constants is None and not ir.in_x64():
+            has_spans = any(d.in_float64_span for d in plan.walk())
+            self.constants = ir.constant_operands(jaxpr) if has_spans else {}
         todo: list[tuple[Any, Any, Plan, str]] = [(None, jaxpr, plan, scope)]
         # innermost bodies first: nested rewriting would soon reach Python's recursion limit
         while todo:
@@ -162,6 +166,10 @@ class Rewriter:
         """The results of a float64 span, which is traced with x64 on."""
         build = ir.Builder(self.templates, span.eqns[0])
         env = Env(span, build)
+        build.at(span.eqns[0])
+        constants = self.constants or {}
+        for var in filter(constants.__contains__, span.invars):
+            env.enter_constant(var, constants[var])
         bits = [ir.new_variable(jax.typeof(x)) for x in args[len(span.invars) :]]
         for var, its_bits in zip(span.exact_in, bits, strict=True):
             (env.values[var],) = build.call(lambda b, r: [from_bits(b, r)], [its_bits, var])
@@ -229,6 +237,7 @@ class Rewriter:
         """
         rewriter = Rewriter(self.plan_rule, self.distinguish, self.around_rule)
         rewriter.x64, rewriter.templates = self.x64, self.templates
+        rewriter.constants = {}
         return rewriter
 
     def _rewrites_of_rules(self, scope: str, border: Border) -> ir.Rewrite:
