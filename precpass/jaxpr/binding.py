@@ -241,11 +241,15 @@ def retyped(eqn: Eqn, dtype: Any) -> dict[str, Any]:
     for name in DTYPE_PARAMS:
         if Precision.of(params.get(name)) is not None:
             params[name] = dtype
+        elif dtype == np.float64 and params.get(name) == np.complex64:
+            params[name] = np.dtype(np.complex128)
     combiner = params.get("update_jaxpr")
     if combiner is not None:
         avals = [
             a if precision_of(a) is None else a.update(dtype=dtype) for a in in_avals(combiner)
         ]
+        if dtype == np.float64:
+            avals = [a.update(dtype=np.complex128) if a.dtype == np.complex64 else a for a in avals]
 
         def combined(*xs: Any) -> list[Any]:
             return one_by_one(

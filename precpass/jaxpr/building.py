@@ -25,6 +25,7 @@ from precpass.jaxpr.primitives.rounded import bits, low_value, rounded_p
 from precpass.jaxpr.reading import (
     Source,
     consts_of,
+    has_complex,
     is_literal,
     open_jaxpr,
     precision_of,
@@ -135,7 +136,7 @@ class Builder:
             operands: the floating ones have their own types, or all have one other type.
             params: new params; None for its own.
         """
-        if params is None and not _names_dtypes(eqn.params):
+        if params is None and not _names_dtypes(eqn.params) and not has_complex(eqn):
             dtype = _new_dtype(operands, eqn.invars)
             if dtype is None:
                 return self.keep(eqn, operands)

@@ -96,17 +96,16 @@ def note_exact(jaxpr: Jaxpr, wide: Jaxpr | None, arrays: Sequence[Any]) -> None:
         elif (found := _array_of(value, arrays)) is not None:
             _known.setdefault(value, np.array(found, _WIDE[value.dtype]))
     for key, values in rounded.items():
-        found = numbers.get(key) or _near(*key, numbers)
+        found = numbers.get(key) or _near(key, numbers)
         # On a line with several numbers that are rounded alike, they are in the same order.
         each = found if len(found) == len(values) else [_best(found, values[0])] * len(values)
         for value, number in zip(values, each, strict=True) if found else ():
             _known.setdefault(value, np.array(number, _WIDE[value.dtype]))
 
 
-def _near(
-    source: Source | None, dtype: Any, value: Any, numbers: dict[Any, list[Any]]
-) -> list[Any]:
+def _near(constant: Any, numbers: dict[Any, list[Any]]) -> list[Any]:
     """The numbers that a constant may be computed from roundings of, or stands for elsewhere."""
+    source, dtype, value = constant
     if not np.isfinite(value):
         return []
     alike = [key for key in numbers if key[1] == dtype]

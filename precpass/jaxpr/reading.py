@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from precpass.jaxpr.types import Aval, Eqn, Jaxpr
-from precpass.policy.precision import BY_DTYPE, Precision
+from precpass.policy.precision import BY_DTYPE, PARTS, Precision
 from precpass.policy.scopes import escaped
 
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
@@ -65,6 +65,17 @@ def precision_of(aval: Aval) -> Precision | None:
         return _of(aval.dtype)
     except AttributeError:  # a token
         return None
+
+
+def parts_of(aval: Aval) -> Precision | None:
+    """As `precision_of`, and of a complex value the precision of its parts."""
+    return PARTS.get(getattr(aval, "dtype", None))
+
+
+def dtype_in(dtype: Any, precision: Precision) -> Any:
+    """The dtype of a floating or complex value whose parts are to have a precision."""
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    return np.dtype(np.complex128) if is_complex else precision.dtype
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,7 +94,7 @@ def crossing_formats(policy: PrecisionPolicy, wide: bool) -> Border:
 
 def border_of(jaxpr: ir.Jaxpr, border: Border) -> Border:
     """The part of a border that concerns the formats which cross the border of the jaxpr."""
-    crossing = {ir.precision_of(a) for a in (*ir.in_avals(jaxpr), *ir.out_avals(jaxpr))}
+    crossing = {ir.parts_of(a) for a in (*ir.in_avals(jaxpr), *ir.out_avals(jaxpr))}
     return tuple(pair for pair in border if pair[0] in crossing)
 
 

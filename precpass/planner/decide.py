@@ -12,7 +12,7 @@ from precpass.planner.guards import first_reason
 from precpass.planner.query import Query
 from precpass.planner.requests import Request
 from precpass.policy.policy import PrecisionPolicy
-from precpass.policy.precision import BY_DTYPE, Precision
+from precpass.policy.precision import BY_DTYPE, PARTS, Precision
 from precpass.policy.primitives import OpKind
 
 __all__ = ["decide"]
@@ -51,7 +51,7 @@ def decide(query: Query, policy: PrecisionPolicy) -> Decision:
     if traits.applies_function:
         return _keep(query, reasons.OWN_FUNCTION())
     if not query.formats:
-        return _keep(query, reasons.COMPLEX() if query.has_complex else reasons.NO_FLOATS())
+        return _without_floats(query, policy)
     request = place.request
     assert request is not None
     if request.precision is Precision.F64:
@@ -76,7 +76,10 @@ def _keep(query: Query, reason: Reason) -> Decision:
 def _widen(query: Query, target: Precision, reason: Reason) -> Decision:
     is_cast = query.primitive == "convert_element_type" and query.dtypes[0] in BY_DTYPE
     is_cast = is_cast and query.results[0] is not None
-    return widen(query.row.kind, target, query.results, reason, is_cast=is_cast)
+    results = tuple(map(PARTS.get, query.dtypes[query.operands :]))
+    if target is not Precision.F64:
+        results = query.results
+    return widen(query.row.kind, target, results, reason, is_cast=is_cast)
 
 
 def _in_float64_region(decision: Decision, query: Query) -> Decision:
@@ -88,17 +91,30 @@ def _in_float64_region(decision: Decision, query: Query) -> Decision:
     )
 
 
+def _without_floats(query: Query, policy: PrecisionPolicy) -> Decision:
+    """The decision about an equation that has no real floating values, but perhaps complex ones."""
+    if not query.has_complex:
+        return _keep(query, reasons.NO_FLOATS())
+    request = query.place.request
+    if not (query.place.in_float64 or (request and request.precision is Precision.F64)):
+        return _keep(query, reasons.COMPLEX())
+    why = request.reason if request else reasons.NO_LOW_KERNELS()
+    return _in_float64_region(_widened_to_float64(query, policy, why), query)
+
+
 def _boundary(query: Query) -> Decision:
     """The decision about an equation that keeps exactly its dtypes."""
     if query.traits.is_float64_span:
         return _keep(query, reasons.FLOAT64_REGION())
-    if not query.formats:
+    row, is_complex = query.row, query.has_complex and query.place.in_float64
+    has_wide_kernel = row.no_low_kernel or (is_complex and row.computes_complex)
+    if not query.formats and not (is_complex and has_wide_kernel):
         return _keep(query, reasons.NO_FLOATS())
     why = query.traits.why_boundary or "a primitive unknown to precpass"
     decision = _keep(query, reasons.EXACT_DTYPES(why))
     if not query.place.in_float64:
         return decision
-    if query.row.no_low_kernel and query.formats == {Precision.F32}:
+    if has_wide_kernel and query.parts == {Precision.F32}:
         decision = _widen(query, Precision.F64, reasons.NO_LOW_KERNELS())
     return _in_float64_region(decision, query)
 
@@ -108,7 +124,7 @@ def _widened_to_float64(query: Query, policy: PrecisionPolicy, why: Reason) -> D
     is_random = any(known is not None and known.random for known in query.ranges[query.operands :])
     if query.place.in_sampler or is_random:
         return _keep(query, reasons.RANDOM_BITS())
-    formats = query.formats
+    formats = query.parts
     if not policy.widens:
         if formats != {Precision.F32}:
             return _keep(query, reasons.USERS_PRECISION())

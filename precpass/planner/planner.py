@@ -247,7 +247,7 @@ class Planner:
             needed = exact.inside(row, at)
             inner.append(self.plan(inside, needed, feedback, decides or body.decides, border))
         rules = border if ir.has_rules(eqn) and self._plans_rules(eqn, scope) else None
-        natives = formats_of(eqn.outvars)
+        natives = [ir.parts_of(v.aval) for v in eqn.outvars]
         stored = tuple(None if (p := across(border, n)) is n else p for n in natives)
         kind, why = op(eqn.primitive.name).kind, reasons.ENTERED()
         return Decision(Action.ENTER, kind, None, stored, why, tuple(inner), rules, wide)

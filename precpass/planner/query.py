@@ -22,7 +22,7 @@ from precpass.analysis.propagate import ValueRanges
 from precpass.analysis.ranges import ValueRange
 from precpass.analysis.uses import Uses
 from precpass.planner.requests import PolicyRequests, Request
-from precpass.policy.precision import BY_DTYPE, Precision
+from precpass.policy.precision import BY_DTYPE, PARTS, Precision
 from precpass.policy.primitives import BOUNDARY, COMPUTING, Op, OpKind, op
 from precpass.policy.scopes import is_fixed, join_scopes
 
@@ -40,7 +40,7 @@ class Place:
         request: what the policy asks for; None if it is not asked, because the equation is in a
             function with a policy of its own, is BOUNDARY, or has no floating-point values.
         is_fixed: whether it belongs to a function with a policy of its own.
-        in_float64: whether it is BOUNDARY and stands in a float64 region.
+        in_float64: whether it stands in a float64 region, if it is BOUNDARY or on complex values.
         decides_loop: whether it computes a loop's predicate.
         in_sampler: whether it belongs to one of JAX's samplers.
     """
@@ -140,6 +140,11 @@ class Query(NamedTuple):
         """Whether it reads or makes complex values."""
         return any(d is not None and jnp.issubdtype(d, jnp.complexfloating) for d in self.dtypes)
 
+    @property
+    def parts(self) -> set[Precision]:
+        """The precisions of all floating and complex values that it reads and makes."""
+        return {p for dtype in self.dtypes if (p := PARTS.get(dtype))}
+
     def stored_of_floats(self) -> list[Precision | None]:
         """The formats that its floating operands are stored in, None for their own."""
         stored = self.stored or (None,) * self.operands
@@ -230,7 +235,8 @@ class Queries:
         # a rule that only matches what no precision concerns is reported as one without a match
         tells = self._requests.tells_equations_apart
         if tells and not any(dtype in BY_DTYPE for dtype in dtypes):
-            return place(None, False, False, *around)
+            wide = ir.has_complex(eqn) and self._requests.in_float64(row, scope)
+            return place(None, False, wide, *around)
         if table.kind is OpKind.BOUNDARY:
             return place(None, False, self._requests.in_float64(row, scope), *around)
         if tells and ir.applies_function(eqn):

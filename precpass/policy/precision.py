@@ -267,3 +267,9 @@ FORMATS = tuple(precision for precision in Precision if precision.is_format)
 """The precisions that values are stored in."""
 BY_DTYPE: dict[Any, Precision] = {precision.dtype: precision for precision in FORMATS}
 """The precision of each dtype."""
+PARTS: dict[Any, Precision] = {
+    **BY_DTYPE,
+    np.dtype(np.complex64): Precision.F32,
+    np.dtype(np.complex128): Precision.F64,
+}
+"""The precision of each dtype, and that of the parts of each complex dtype."""

@@ -86,6 +86,7 @@ class Op:
     repeats: bool = False
     takes_a_part: bool = False
     no_low_kernel: bool = False
+    computes_complex: bool = False
     hides_products: bool = False
     makes_random_bits: bool = False
     keeps_random_bits: bool = False
@@ -314,6 +315,8 @@ _COLUMNS: dict[str, str] = {
         "cholesky cholesky_update eigh geqrf hessenberg householder_product lu ormqr qr schur svd"
         " symmetric_product triangular_solve tridiagonal tridiagonal_solve"
     ),
+    # They run on complex128 in a float64 region.
+    "computes_complex": "complex conj imag fft eig",
     # No jaxpr shows their products, but the text that they are lowered to does.
     "hides_products": (
         "bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices"

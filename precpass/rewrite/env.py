@@ -210,7 +210,7 @@ class Env:
     def crossing(self, atom: ir.Atom, border: Border) -> Any:
         """A value in the format in which it crosses a border."""
         return (
-            self.read_as(atom, across(border, ir.precision_of(atom.aval)))
+            self.read_as(atom, across(border, ir.parts_of(atom.aval)))
             if border
             else self.read(atom)
         )
@@ -221,24 +221,27 @@ class Env:
         All readers share one cast to a wider format, so their cotangents add up in that format.
         Each reader has a narrowing cast of its own, for the same reason.
         """
-        if precision is None or ir.precision_of(atom.aval) is None:
+        native = ir.parts_of(atom.aval)
+        is_complex = native is not None and ir.precision_of(atom.aval) is None
+        if precision is None or native is None or (is_complex and precision is not Precision.F64):
             return self.read(atom)
+        dtype = ir.dtype_in(atom.aval.dtype, precision)
         if ir.is_literal(atom):
             # A literal may hold more digits than the program computes with.
             number = np.asarray(atom.val, atom.aval.dtype)
             if precision is Precision.F64:
                 number = self._exact(atom.val, number)
-            return ir.literal(number.astype(precision.dtype), atom)
+            return ir.literal(number.astype(dtype), atom)
         near = self._nearest(atom, precision) if self.low_sources else atom
         value = self.values.get(near, near)
-        present = ir.precision_of(value.aval)
+        present = ir.parts_of(value.aval)
         if present is precision or present is None:
             return value
         if not present.is_narrower_than(precision):
-            return self.build.convert(value, precision.dtype)
+            return self.build.convert(value, dtype)
         key = (atom, precision)
         if key not in self.wide_copies:
-            self.wide_copies[key] = self.build.convert(value, precision.dtype)
+            self.wide_copies[key] = self.build.convert(value, dtype)
         return self.wide_copies[key]
 
     def enter_constant(self, var: ir.Var, value: Any) -> None:
@@ -387,7 +390,7 @@ class Env:
 
     def output(self, atom: ir.Atom, border: Border) -> Any:
         """A result of the jaxpr as it crosses the border."""
-        native = ir.precision_of(atom.aval)
+        native = ir.parts_of(atom.aval)
         crossing = across(border, native)
         if crossing is not native:
             return self.read_as(atom, crossing)
@@ -419,6 +422,8 @@ def crossing_aval(aval: ir.Aval, border: Border) -> Any:
     """The aval with which a value of `aval` crosses a border."""
     if not border or ir.is_ref(aval):
         return aval
-    native = ir.precision_of(aval)
+    native = ir.parts_of(aval)
     crossing = across(border, native)
-    return aval if crossing in (None, native) else aval.update(dtype=crossing.dtype)
+    if crossing in (None, native):
+        return aval
+    return aval.update(dtype=ir.dtype_in(aval.dtype, crossing))

@@ -108,16 +108,20 @@ def _is_bystander(eqn: ir.Eqn, decision: Decision) -> bool:
 
 def to_bits(x: Any) -> Any:
     """A float64 array as an array of a type that exists with x64 off."""
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag], -1)
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def from_bits(bits: Any, rounded: Any) -> Any:
     """The float64 array with these bits, with the derivative of its rounded form."""
     exact = lax.bitcast_convert_type(bits, Precision.F64.dtype)
+    if jnp.iscomplexobj(rounded):
+        exact = lax.complex(exact[..., 0], exact[..., 1])
     return ir.carry(_Widening(), exact, rounded, ir.detach(rounded))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Widening(ir.Form):
     def tangent(self, tangent: Any, other: Any, rest: Sequence[Any], side: int) -> Any:
-        return lax.convert_element_type(tangent, Precision.F64.dtype)
+        return lax.convert_element_type(tangent, ir.dtype_in(tangent.dtype, Precision.F64))

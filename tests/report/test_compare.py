@@ -140,17 +140,13 @@ def mlp(x: jax.Array, w: jax.Array) -> jax.Array:
     return (jnp.tanh(scores) @ w) @ w
 
 
-def test_a_note_says_that_no_error_shows_how_complex_numbers_are_rounded():
-    """Reference and program compute them alike, so their error may be zero."""
-
+def test_the_reference_of_complex_numbers_is_complex128():
     def power(x: jax.Array) -> jax.Array:
         return jnp.abs(lax.complex(x, x) @ lax.complex(x, -x))
 
-    x = jnp.ones((4, 4))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
     found = pp.compare(power, ["AlwaysF32"], rounds=0)(x)
-    assert found.rows[0].errors.relative == 0.0
-    assert "complex arithmetic is complex64 in the reference too" in str(found)
-    assert "complex arithmetic" not in str(pp.compare(product, ["AlwaysF32"], rounds=0)(x, x))
+    assert 1e-8 < found.rows[0].errors.relative < 1e-6
 
 
 def test_a_float32_constant_promotes_the_rest_of_what_casts_parameters():

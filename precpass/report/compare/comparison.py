@@ -37,7 +37,6 @@ from precpass.view.text import Line, as_html, page, spans
 
 __all__ = ["REFERENCES", "Comparison", "Row"]
 
-COMPLEX = "complex arithmetic is complex64 in the reference too: no error shows its rounding."
 _BEST, _OTHER = "no other is faster and nearer", "another is faster and nearer"
 _BAD, _FINITE, _WITHOUT = "not finite", "finite", "without an error"
 
@@ -260,14 +259,10 @@ class Comparison:
             *traffic_notes(row.traffic for row in self.rows),
             *of_each_device((row.memory for row in self.rows), "FLOPs and 16-bit MB"),
             *refusals((row.name, row.refused) for row in self.rows),
-            *([COMPLEX] if self._has_complex_products() else []),
             "rel. error: |d| / |r| over all floating results where the reference is finite; ULP: "
             "of the output's own format, at most 2 / eps (1.68e+07 in float32), where no digit is "
             "right; non-finite: of values that are finite in the reference.",
         ]
-
-    def _has_complex_products(self) -> bool:
-        return any(name == "complex64" for row in self.rows for name in row.counts.flops)
 
     # ------------------------------------------------------------ as a picture
 

@@ -297,10 +297,9 @@ def evaluated(written: Written, precision: Precision) -> list[Leaf]:
 
     The traced program runs with its equations and operands widened and its casts to lower
     formats left out. A second trace with x64 on would draw other random numbers, and keep
-    the float32 that the code spells out. As in a
-    `keep("f64")` region, samplers' bits, complex arithmetic, references (`jax.new_ref`)
-    and what opaque primitives compute stay as they are, and so do formats that are no
-    `Precision`, such as float8.
+    the float32 that the code spells out. As in a `keep("f64")` region, samplers' bits,
+    references (`jax.new_ref`) and what opaque primitives compute stay as they are, and so do
+    formats that are no `Precision`, such as float8.
 
     Args:
         written: its trace.
