@@ -1,6 +1,5 @@
 """A gradient in float16 is warned of if no loss scale is in sight, and only then."""
 
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +13,11 @@ import precpass as pp
 
 W, X = jnp.ones((4, 4)), jnp.ones((2, 4))
 STEP = jnp.float32(8.0)
+SOMEWHERE = pp.DynamicLossScale()
 
 
 @pytest.fixture(autouse=True)
-def a_process_without_scales(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("precpass.policy.float16._is_seen", False)
-    monkeypatch.delitem(sys.modules, "jmp", raising=False)
+def no_program_of_another_test():
     # JAX transposes a program once, so a test before might have taken the warning.
     jax.clear_caches()
 
@@ -99,6 +97,30 @@ def by_jmp() -> None:
     jax.grad(lambda w: scale.scale(pp.auto_mixed(loss, "f16")(w, X)))(W)
 
 
+def of_a_global() -> None:
+    jax.jit(jax.grad(lambda w: SOMEWHERE.scale(pp.auto_mixed(loss, "f16")(w, X))))(W)
+
+
+def by_an_argument() -> None:
+    def scaled(w: Any, scale: Any) -> Any:
+        return scale.scale(pp.auto_mixed(loss, "f16")(w, X))
+
+    jax.value_and_grad(scaled)(W, pp.StaticLossScale(8.0))
+
+
+def by_equinox() -> None:
+    import equinox as eqx
+
+    scale = pp.StaticLossScale(8.0)
+    eqx.filter_grad(lambda w: scale.scale(pp.auto_mixed(loss, "f16")(w, X)))(W)
+
+
+def by_flax() -> None:
+    from flax.training.dynamic_scale import DynamicScale
+
+    DynamicScale().value_and_grad(pp.auto_mixed(loss, "f16"))(W, X)
+
+
 @pytest.mark.release(keep=2)
 @pytest.mark.parametrize("call", UNSCALED.values(), ids=UNSCALED)
 def test_a_gradient_without_a_scale_is_warned_of(call: Callable[[], Any]):
@@ -112,9 +134,34 @@ def test_what_is_no_such_gradient_is_not(call: Callable[[], Any]):
     assert said(call) == []
 
 
-@pytest.mark.parametrize("call", [scaled_inside, scaled_outside, by_the_optimizer, by_jmp])
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(scaled_inside, scaled_outside, by_the_optimizer, by_jmp),
+        *(of_a_global, by_an_argument, by_flax, by_equinox),
+    ],
+)
 def test_who_uses_a_loss_scale_hears_nothing(call: Callable[[], Any]):
     assert said(call) == []
+
+
+def test_a_scale_of_another_program_and_an_imported_jmp_do_not_silence_it():
+    import jmp
+
+    other = pp.StaticLossScale(8.0), jmp.DynamicLossScale(STEP)
+    assert other[0].unscale(jmp.StaticLossScale(STEP).scale(STEP)) == STEP
+    for call in (UNSCALED["inside"], UNSCALED["outside"]):
+        assert any("without a loss scale" in text for text in said(call))
+        jax.clear_caches()
+
+
+def test_a_scale_that_a_train_step_reads_for_another_gradient_does_not_silence_it():
+    @jax.jit
+    def step(w: Any, scale: Any) -> Any:
+        scaled = jax.grad(lambda w: scale.scale(loss(w, X)))(w)
+        return scaled + jax.grad(pp.auto_mixed(loss, "f16"))(w, X)
+
+    assert any("without a loss scale" in text for text in said(lambda: step(W, SOMEWHERE)))
 
 
 def test_it_is_said_once_at_a_place():

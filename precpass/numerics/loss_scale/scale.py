@@ -20,9 +20,9 @@ bfloat16 has the exponents of float32 and needs none of this.
 
 A gradient in float16 without a scale is warned of, once, where it can be seen. Inside of an
 `auto_mixed` function the backward pass is seen, and with it whether the loss was multiplied by
-anything. Of `jax.grad(auto_mixed(loss))` no more is seen than that a product is transposed. In
-both cases there is no warning once this process has made any loss scale of this module, and none
-if it has imported jmp, which has loss scales of its own.
+anything. Of `jax.grad(auto_mixed(loss))` no more is seen than that a product is transposed: there
+is no warning if the function that `jax.grad` is taken of reads a loss scale, of this module, of
+jmp or of flax, from its arguments, its closure or a global.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from precpass.numerics.loss_scale.trees import scaled, unscaled
-from precpass.policy.float16 import note_loss_scale
 
 __all__ = ["DynamicLossScale", "LossScale", "NoOpLossScale", "StaticLossScale"]
 
@@ -77,7 +76,6 @@ def _pytree(cls: type[Any]) -> type[Any]:
         scale = object.__new__(cls)
         for name, value in zip((*data, *meta), (*leaves, *static), strict=True):
             object.__setattr__(scale, name, value)
-        note_loss_scale()
         return scale
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
@@ -88,13 +86,9 @@ Tree = TypeVar("Tree")
 
 
 class _Scale:
-    """The base of loss scales: it has jmp's names, and notes that the process uses a scale."""
+    """The base of loss scales: it has jmp's names."""
 
     value: Any
-
-    def __new__(cls, *_args: Any, **_kwargs: Any) -> Any:
-        note_loss_scale()
-        return super().__new__(cls)
 
     def scale(self, tree: Tree) -> Tree:
         """A tree, such as a loss, multiplied by the scale; each leaf keeps its dtype.
