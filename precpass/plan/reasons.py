@@ -212,7 +212,7 @@ RANDOM_BITS = Template(
 )
 PREDICATE = Template(
     _GUARD,
-    "decides whether a loop continues, so it is computed in float32",
+    "decides whether a loop continues, so it is computed in {}",
     "nothing: a predicate in low precision loops wrongly often",
 )
 ACCUMULATES = Template(
@@ -232,7 +232,7 @@ COTANGENTS = Template(
 )
 FULL_PRECISION_SET = Template(
     _GUARD,
-    "in the set of primitives that stay in float32",
+    "in the set of primitives that stay in {}",
     "order it by a Rule that names the primitive",
 )
 EXACT_DTYPES = Template(
@@ -276,7 +276,7 @@ READERS_ROUND = Template(
 )
 MAY_RUN = Template(
     _COST,
-    "may run in {}; float32 costs nothing inside a fusion",
+    "may run in {}; {} costs nothing inside a fusion",
     "order it by a Rule that names the primitive",
 )
 DOES_NOT_PAY = Template(

@@ -65,7 +65,7 @@ def decide(query: Query, policy: PrecisionPolicy) -> Decision:
     if query.primitive == "convert_element_type":
         return _cast(query)
     if place.decides_loop:
-        return _keep(query, reasons.PREDICATE())
+        return _keep(query, reasons.PREDICATE(query.widest))
     return _lowered(query, policy, request)
 
 
@@ -156,15 +156,16 @@ def _lowered(query: Query, policy: PrecisionPolicy, request: Request) -> Decisio
     target, is_order = request.precision, request.is_order
     if target.is_multiplication:
         return _multiplied(query, native, request)
-    if not (target.is_low or (is_order and target.is_narrower_than(native))):
-        return _keep(query, request.reason)
+    narrows = target.is_narrower_than(native)
+    if not (target.is_low or (is_order and narrows)):
+        return _keep(query, reasons.MAY_RUN(target, query.widest) if narrows else request.reason)
     if against := first_reason(query, target):
         return _keep(query, against)
     is_of_preset = request.reason.decided_by is DecidedBy.PRESET
     if is_of_preset and (why := _not_by_preset(query, policy, target)):
         return _keep(query, why)
     if not (is_order or _moves_low(query, target)):
-        return _keep(query, reasons.MAY_RUN(target))
+        return _keep(query, reasons.MAY_RUN(target, query.widest))
     reason = request.reason if is_order else reasons.MOVES_LOW()
     if query.traits.is_unchecked:
         reason = reasons.UNCHECKED(reason)

@@ -64,7 +64,7 @@ def mixes_types(query: Query, _target: Precision) -> Reason | None:
 def is_of_full_precision_set(query: Query, _target: Precision) -> Reason | None:
     """Its error would be its operand's times a large factor, and nobody ordered it low."""
     is_kept = query.row.full_precision and not is_ordered(query)
-    return reasons.FULL_PRECISION_SET() if is_kept else None
+    return reasons.FULL_PRECISION_SET(query.widest) if is_kept else None
 
 
 def has_users_order(query: Query, _target: Precision) -> Reason | None:

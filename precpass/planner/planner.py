@@ -202,6 +202,7 @@ class Planner:
                 query = queries.of(row, eqn, stored, accumulates=is_added)
                 decision = self._decide(query)
                 if decision.kind is OpKind.COMPUTE:
+                    self._note_float64(row, query, decision)
                     decision = self._product(eqn, facts.body, decision)
                 elif decision.kind is OpKind.BOUNDARY:
                     self._note_products_inside(row, query)
@@ -368,6 +369,20 @@ class Planner:
         device = self._platform.upper()
         reason = reasons.RUNS_AS(decision.reason, decision.compute, device, instead)
         return dataclasses.replace(decision, reason=reason)
+
+    def _note_float64(self, row: int, query: Query, decision: Decision) -> None:
+        """Warns of a float64 product that the user orders low, and the policy leaves alone."""
+        request = query.place.request
+        if request is None or not reasons.NOT_RETYPED.gave(decision.reason):
+            return
+        is_asked = request.reason.decided_by in (DecidedBy.KEEP, DecidedBy.RULE)
+        if is_asked and request.precision.is_low:
+            where = f"{ir.name_of(self.graph.eqns[row])} at {self.graph.source(row)}"
+            self.notes.append(
+                f"{where} stays in {query.widest}: {request.reason} asks for {request.precision}, "
+                f"and {self.policy.name} changes no {query.widest} values. Allow it by "
+                "policy.with_retypes('f64', 'f32', 'bf16', 'f16'), or cast the operands to float32"
+            )
 
     def _note_products_inside(self, row: int, query: Query) -> None:
         """Warns of products inside an equation whose body the pass does not enter."""

@@ -136,6 +136,11 @@ class Query(NamedTuple):
         return {p for dtype in self.dtypes if (p := BY_DTYPE.get(dtype))}
 
     @property
+    def widest(self) -> str:
+        """The name of the dtype in which it runs if it is not lowered: float64 or float32."""
+        return "float64" if Precision.F64 in self.formats else "float32"
+
+    @property
     def has_complex(self) -> bool:
         """Whether it reads or makes complex values."""
         return any(d is not None and jnp.issubdtype(d, jnp.complexfloating) for d in self.dtypes)

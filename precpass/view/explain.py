@@ -305,9 +305,23 @@ def _wide(found: list[Row]) -> Iterator[Wide]:
         same.setdefault(key, []).append(row)
     for (source, shared, what, reason), items in same.items():
         scope = items[0].scope if len({row.scope for row in items}) == 1 else shared
-        remedy = reason.of_compute.remedy()
+        remedy = _of_parameters(items[0]) or reason.of_compute.remedy()
         flops = sum(row.calls * row.info.flops for row in items)
         yield Wide(source, scope, what, str(reason), remedy, len(items), flops)
+
+
+def _of_parameters(row: Row) -> str:
+    """How a policy is told that parameters are in 16 bits, for a product of them and float32."""
+    formats = {operand.dtype for operand in row.info.operands[:2]}
+    low = formats & LOW_FORMATS
+    is_mixed = len(low) == 1 and formats - low == {str(Precision.F32)}
+    if not (is_mixed and row.decision.reason.includes(reasons.USERS_PRECISION)):
+        return ""
+    (low,) = low
+    return (
+        f"if the {low} operand is a parameter, say so by policy.with_parameters('{low}'), which is "
+        f"p={low} in a policy's text; or make all its operands float32, or cast them yourself"
+    )
 
 
 def _multiplied(found: list[Row]) -> Iterator[tuple[str, str, int]]:
