@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
+import scipy.optimize
 from jax import lax
 
 import precpass as pp
@@ -279,7 +280,7 @@ def test_a_numpy_array_is_that_of_float32_programs_too():
     for fn in (lambda b, _: residual(b), jax.jit(lambda b, _: residual(b)), held, in_default):
         np.testing.assert_array_equal(pp.least_squares(fn, START, rtol=1e-8).value, want)
     assert held.args[0]["t"][0] is t and in_default.__defaults__ == (t,)
-    with pytest.raises(TypeError, match="where least_squares cannot find it.*close over it, or"):
+    with pytest.raises(TypeError, match=r"where least_squares cannot find it.*close over it, or"):
         pp.least_squares(_Hidden(weakref.ref(t)), START)
     del kept
 
@@ -341,6 +342,12 @@ def test_what_does_not_converge_says_so():
         ({"max_steps": 2.5}, "max_steps=2.5: it is to be a whole number of 1 or more"),
         ({"solver": optx.GaussNewton(1e-3, 1e-3), "rtol": 1e-3}, "set them in it"),
         ({"x0": []}, "no unknowns"),
+        ({"options": {"gtol": 1}}, "options has 'gtol': LevenbergMarquardt takes norm, linear_so"),
+        ({"solver": optx.GaussNewton(1e-3, 1e-3), "options": {"norm": abs}}, "set them in it"),
+        ({"bounds": 3}, r"bounds=3: give \(lower, upper\)"),
+        ({"bounds": ([0, 0, 0], 5)}, r"the lower bounds \[0, 0, 0\] do not fit x0"),
+        ({"bounds": (2, 1)}, "each lower bound is to be below its upper bound"),
+        ({"bounds": (2, 3)}, r"outside of bounds=\(2, 3\): start within them"),
         ({"residual": lambda b, _: b[:0]}, "returned no residuals"),
     ],
 )
@@ -364,7 +371,7 @@ def test_bad_values_are_refused(given: dict[str, Any], said: str):
         ({"args": (1.0, object())}, r"args\[1\] is a object"),
         ({"args": [jnp.float32]}, r"args\[0\] is a \w+: args are"),
         ({"args": [np.array([None])]}, r"args\[0\] is a ndarray of object"),
-        ({"residual": lambda b, _: lax.complex(b, b)}, "split complex numbers"),
+        ({"residual": lambda b, _: b > 0}, "is to return floating or complex arrays"),
         ({"residual": lambda b, _: b.astype(jnp.float32)}, "its role is f64"),
     ],
 )
@@ -394,3 +401,96 @@ def test_without_optimistix_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "optimistix", None)
     with pytest.raises(ModuleNotFoundError, match="pip install optimistix lineax equinox"):
         pp.least_squares(decay, START)
+
+
+# ---------------------------------------------------------------- as in scipy
+
+NOISY = 2.0 * np.exp(-1.5 * T) + 0.3 + 0.01 * np.random.default_rng(0).normal(size=12)
+
+
+def three(b: Any, scale: Any = None) -> Any:
+    scale = 1.0 if scale is None else jnp.asarray(scale, np.float64)
+    return scale * b[0] * jnp.exp(-b[1] * T) + b[2] - NOISY
+
+
+def test_the_jacobian_and_the_covariance_are_scipys():
+    fit = pp.least_squares(three, np.ones(3))
+    best, covariance = scipy.optimize.curve_fit(
+        lambda t, a, k, c: a * np.exp(-k * t) + c, T, NOISY, np.ones(3), xtol=1e-14
+    )
+    np.testing.assert_allclose(fit.value, best, rtol=1e-6)
+    np.testing.assert_allclose(fit.covariance, covariance, rtol=1e-5)
+    exact = np.stack([np.exp(-best[1] * T), -best[0] * T * np.exp(-best[1] * T), T * 0 + 1], 1)
+    np.testing.assert_allclose(fit.jac, exact, rtol=1e-6)
+    np.testing.assert_allclose(fit.fun, np.asarray(three(best)), atol=1e-6)
+    twice = jax.vmap(lambda s: pp.least_squares(three, jnp.ones(3), s).covariance)(jnp.ones(2))
+    np.testing.assert_allclose(twice[1], covariance, rtol=1e-3)
+
+
+def test_what_does_not_decide_its_unknowns_has_no_covariance():
+    lost = pp.least_squares(lambda b, _: b[0] + b[1] - Y, np.ones(2)).covariance
+    assert np.isinf(lost).all()
+    assert np.isinf(pp.least_squares(lambda b, _: b - 1.0, np.ones(2)).covariance).all()
+
+
+BOUNDS: list[Any] = [
+    ([0, 0, 0.4], [3, 5, 1]),
+    ([0, 0, -np.inf], [1.9, np.inf, 1]),
+    (-np.inf, [3, 1.2, 0.5]),
+    ([0.5, 1.6, 0.3], [5, 9, 0.31]),
+    (0, 10),
+]
+
+
+@pytest.mark.parametrize("solver", ["LevenbergMarquardt", "Dogleg", "GaussNewton"])
+@pytest.mark.parametrize("roles", [{}, pp.Roles.all("f64"), {"jacobian": ("bf16", "f32", "f64")}])
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_bounds_are_scipys(bounds: Any, roles: Any, solver: str):
+    start = np.clip(np.ones(3), *bounds)
+    fit = pp.least_squares(three, start, roles=roles, bounds=bounds, solver=solver)
+    want = scipy.optimize.least_squares(
+        lambda b: b[0] * np.exp(-b[1] * T) + b[2] - NOISY,
+        start,
+        bounds=bounds,
+        xtol=1e-15,
+        ftol=1e-15,
+        gtol=1e-15,
+    )
+    assert bool(fit.converged)
+    np.testing.assert_allclose(fit.value, want.x, rtol=1e-6)
+    assert np.all((bounds[0] <= fit.value) & (fit.value <= bounds[1]))
+    assert float(fit.cosine) < 1e-6
+
+
+def test_an_unknown_at_its_bound_stays_there_in_derivatives():
+    def fitted(scale: Any) -> Any:
+        return pp.least_squares(three, jnp.ones(3), scale, bounds=(0, [9, 1.2, 9])).value
+
+    with jax.enable_x64(True):
+        slope = jax.jacfwd(fitted)(1.0)
+        step = (fitted(1.0 + 1e-5) - fitted(1.0 - 1e-5)) / 2e-5
+        np.testing.assert_allclose(jax.jacrev(fitted)(1.0), slope, atol=1e-8)
+    np.testing.assert_allclose(np.asarray(slope), np.asarray(step), atol=1e-5)
+    assert np.asarray(slope)[1] == 0
+
+
+def test_complex_residuals_are_fitted():
+    wave = 2.0 * np.exp(3j * T)
+
+    def turning(b: Any, _: Any) -> Any:
+        return lax.complex(b[0] * jnp.cos(b[1] * T), b[0] * jnp.sin(b[1] * T)) - wave
+
+    fit = pp.least_squares(turning, np.array([1.0, 2.8]))
+    np.testing.assert_allclose(fit.value, [2.0, 3.0], rtol=1e-12)
+    assert fit.fun.shape == (24,)
+
+
+def test_the_solvers_options_reach_it():
+    seen: list[Any] = []
+
+    def norm(x: Any) -> Any:
+        seen.append(x)
+        return optx.max_norm(x)
+
+    pp.least_squares(decay, START, options={"norm": norm})
+    assert seen

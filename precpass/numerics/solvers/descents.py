@@ -34,7 +34,16 @@ from precpass.policy.presets import Custom
 from precpass.policy.primitives import OpKind
 from precpass.policy.warned import quietly
 
-__all__ = ["RisingState", "applied_in", "evaluated_in", "lengths", "solver_with"]
+__all__ = [
+    "BoundedAdjoint",
+    "RisingState",
+    "WithBounds",
+    "active",
+    "applied_in",
+    "evaluated_in",
+    "lengths",
+    "solver_with",
+]
 
 Info = Any
 
@@ -61,10 +70,63 @@ class _DescentState(eqx.Module):
         inner: the inner descent's state.
         cosine: the largest cosine between the residual and a column of the Jacobian; inf before
             the first step.
+        y: the unknowns.
     """
 
     inner: Any
     cosine: Any
+    y: Any
+
+
+Limits = tuple[Any, Any] | None
+"""The lower and the upper bounds of the unknowns, vectors; None if there are none."""
+
+
+def active(y: Any, gradient: Any, bounds: Limits) -> Any:
+    """Which unknowns are at a bound, and would move beyond it along the negative gradient."""
+    if bounds is None:
+        return jnp.zeros(y.shape, bool)
+    low, high = _at(y, bounds)
+    return (low & (gradient > 0)) | (high & (gradient < 0))
+
+
+def _at(y: Any, bounds: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Which unknowns are at their lower and at their upper bounds, up to rounding."""
+    low, high = bounds
+    least = 4 * jnp.finfo(y.dtype).eps
+    return y <= low + least * jnp.abs(low), y >= high - least * jnp.abs(high)
+
+
+class WithBounds(eqx.Module):
+    """A residual whose second argument has the bounds too, where `BoundedAdjoint` finds them."""
+
+    fn: Any
+
+    def __call__(self, y: Any, args: Any) -> Any:
+        """The residuals."""
+        return self.fn(y, args[0])
+
+
+def _fixed_point(optimum: Any, _: Any, inputs: Any) -> Any:
+    """A function whose root is the optimum, and in which unknowns at a bound stay there."""
+    residual, _, _, args, *_ = inputs
+    low, high = _at(optimum, args[1])
+    fixed, value = low | high, lax.stop_gradient(optimum)
+
+    def objective(y: Any) -> Any:
+        return 0.5 * jnp.sum(residual(y, args)[0] ** 2)
+
+    gradient = jax.grad(objective)(jnp.where(fixed, value, optimum))
+    return jnp.where(fixed, optimum - value, gradient)
+
+
+class BoundedAdjoint(optx.ImplicitAdjoint):
+    """The implicit function theorem for the unknowns that are not at a bound."""
+
+    def apply(self, primal_fn: Any, rewrite_fn: Any, inputs: Any, tags: Any) -> Any:
+        """As optimistix's, whose function of the optimum is replaced."""
+        del rewrite_fn
+        return super().apply(primal_fn, _fixed_point, inputs, tags)
 
 
 class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
@@ -75,35 +137,43 @@ class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
         rung: the index of the Jacobian's present precision, int32[].
         roles: the precisions.
         has_transpose: whether the linearised residual can be transposed.
+        bounds: those of the unknowns. Unknowns that they stop are left out of a step, which ends at
+            the bounds (the active set of projected Levenberg-Marquardt methods: Kanzow, Yamashita
+            and Fukushima 2004, https://doi.org/10.1016/j.cam.2004.02.013).
     """
 
     inner: optx.AbstractDescent[Any, Any, Any]
     rung: Any
     roles: Roles = eqx.field(static=True)
     has_transpose: bool = eqx.field(static=True)
+    bounds: Any = None
 
     def init(self, y: Any, f_info_struct: Info) -> Any:
-        narrow, _ = eqx.filter_eval_shape(self.narrowed, f_info_struct)
+        narrow, _ = eqx.filter_eval_shape(self.narrowed, f_info_struct, y)
         state = self.inner.init(y.astype(self._dtype), narrow)
         # its scalars have JAX's default type
         state = jax.tree.map(
             lambda x: x.astype(self._dtype) if eqx.is_inexact_array(x) else x, state
         )
-        return _DescentState(state, jnp.asarray(jnp.inf, self._dtype))
+        return _DescentState(state, jnp.asarray(jnp.inf, self._dtype), y)
 
     def query(self, y: Any, f_info: Info, state: Any) -> Any:
-        narrow, cosine = self.narrowed(f_info)
-        return _DescentState(self.inner.query(y.astype(self._dtype), narrow, state.inner), cosine)
+        narrow, cosine = self.narrowed(f_info, y)
+        inner = self.inner.query(y.astype(self._dtype), narrow, state.inner)
+        return _DescentState(inner, cosine, y)
 
     def step(self, step_size: Any, state: Any) -> Any:
         diff, result = self.inner.step(step_size.astype(self._dtype), state.inner)
-        return diff.astype(Precision.parse(self.roles.residual).dtype), result
+        diff = diff.astype(Precision.parse(self.roles.residual).dtype)
+        if self.bounds is not None:
+            diff = jnp.clip(state.y + diff, *self.bounds) - state.y
+        return diff, result
 
     @property
     def _dtype(self) -> Any:
         return Precision.parse(self.roles.solve).dtype
 
-    def narrowed(self, f_info: Info) -> tuple[Info, Any]:
+    def narrowed(self, f_info: Info, y: Any) -> tuple[Info, Any]:
         """The problem of `n` rows with this problem's gradient and matrix, and the cosine."""
         structure = f_info.jac.in_structure()
         eye = jnp.eye(structure.size, dtype=structure.dtype)
@@ -117,6 +187,8 @@ class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
         jacobian = rows.T.astype(self._dtype)
         transposed = self._in(Precision.parse(self.roles.gradient), jac.transpose().mv)
         gradient = transposed(f_info.residual).astype(self._dtype)
+        stopped = active(y, gradient, self.bounds)
+        jacobian, gradient = (jnp.where(stopped, 0, x) for x in (jacobian, gradient))
         least = Precision.parse(self.roles.solve).unit_roundoff
         roundoffs = jnp.asarray([max(p.unit_roundoff, least) for p in rungs], self._dtype)
         sizes = lengths(jacobian)
@@ -238,12 +310,14 @@ class RisingSolver(optx.AbstractLeastSquaresSolver[Any, Any, Any, Any]):
         return eqx.tree_at(lambda s: s.descent.rung, self.solver, rung)
 
 
-def solver_with(roles: Roles, solver: Any, has_transpose: bool = True) -> Any:
-    """An optimistix solver whose steps have the roles' precisions."""
-    if roles.is_uniform and roles.residual is Precision.F64 and has_transpose:
+def solver_with(
+    roles: Roles, solver: Any, has_transpose: bool = True, bounds: Limits = None
+) -> Any:
+    """An optimistix solver whose steps have the roles' precisions, and stay within bounds."""
+    if bounds is None and roles.is_uniform and roles.residual is Precision.F64 and has_transpose:
         return solver
     first = jnp.asarray(0, jnp.int32)
-    descent = RoledDescent(solver.descent, first, roles, has_transpose)
+    descent = RoledDescent(solver.descent, first, roles, has_transpose, bounds)
     solver = eqx.tree_at(lambda s: s.descent, solver, descent)
     if len(roles.rungs) == 1:
         return solver

@@ -28,7 +28,10 @@ from precpass.api import auto_mixed
 from precpass.jaxpr.weak import Recent, WeakIdMap
 from precpass.numerics.monitor.monitor import monitor
 from precpass.numerics.solvers.descents import (
+    BoundedAdjoint,
     RisingState,
+    WithBounds,
+    active,
     applied_in,
     evaluated_in,
     lengths,
@@ -87,6 +90,8 @@ class Spec:
 def _residuals(fn: Callable[..., Any], spec: Spec, x: Any, args: Any) -> Any:
     """The residuals, concatenated."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(fn(spec.unflat(x), args))]
+    parts = [(z.real, z.imag) if jnp.iscomplexobj(z) else (z,) for z in leaves]
+    leaves = list(itertools.chain(*parts))
     for leaf in leaves:
         _check_residual(leaf, fn, spec)
     if not sum(leaf.size for leaf in leaves):
@@ -102,7 +107,7 @@ def _check_residual(leaf: Any, fn: Callable[..., Any], spec: Spec) -> None:
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise TypeError(
             f"{_named(fn)} returned {leaf.dtype}[{','.join(map(str, leaf.shape))}], and is to "
-            "return real floating arrays: split complex numbers into real and imaginary parts"
+            "return floating or complex arrays"
         )
     if leaf.dtype.itemsize < spec.precision.dtype.itemsize:
         raise TypeError(
@@ -191,19 +196,31 @@ class Fit(NamedTuple):
 
     Attributes:
         solution: optimistix's `Solution`, with the pytree of unknowns as its value.
+        fun: the residuals there.
+        jac: their Jacobian there.
         cosine: the largest cosine between the residual and a column of the Jacobian.
         step: the size of the next Gauss-Newton step relative to the unknowns.
         ladder: the Jacobian's ladder; None if it has one precision.
     """
 
     solution: Any
+    fun: Any
+    jac: Any
     cosine: Any
     step: Any
     ladder: Any
 
 
 @eqx.filter_jit
-def fit(problem: Problem, solver: Any, roles: Roles, x0: Any, args: Any, max_steps: int) -> Fit:
+def fit(
+    problem: Problem,
+    solver: Any,
+    roles: Roles,
+    x0: Any,
+    args: Any,
+    max_steps: int,
+    bounds: tuple[Any, Any] | None,
+) -> Fit:
     """The solution by optimistix, with measures of how good it is.
 
     Args:
@@ -213,31 +230,33 @@ def fit(problem: Problem, solver: Any, roles: Roles, x0: Any, args: Any, max_ste
         x0: the start, a vector.
         args: the residual's second argument.
         max_steps: the largest number of steps.
+        bounds: the lower and the upper bounds, vectors; None for none.
     """
     fn = _of_its_precision(problem)
     forward, backward = _derivatives(fn, x0, args)
     solution = optx.least_squares(
-        fn,
-        solver_with(roles, solver, backward),
+        fn if bounds is None else WithBounds(fn),
+        solver_with(roles, solver, backward, bounds),
         x0,
-        args,
+        args if bounds is None else (args, bounds),
         {"jac": "fwd" if forward else "bwd"},
         max_steps=max_steps,
+        adjoint=optx.ImplicitAdjoint() if bounds is None else BoundedAdjoint(),
         throw=False,
     )
     state, ladder = solution.state, None
     if isinstance(state, RisingState):
         state, ladder = state.inner, state.ladder
+    value = solution.value if bounds is None else jnp.clip(solution.value, *bounds)
     accepted = {"num_accepted_steps": state.num_accepted_steps, **solution.stats}
     shown = eqx.tree_at(
         lambda s: (s.value, s.state, s.stats),
         solution,
-        (problem.spec.unflat(solution.value), None, accepted),
+        (problem.spec.unflat(value), None, accepted),
         is_leaf=lambda x: x is None,
     )
-    return Fit(
-        shown, *_quality(fn, solution.value, args, jax.jacfwd if forward else jax.jacrev), ladder
-    )
+    jacobian_of = jax.jacfwd if forward else jax.jacrev
+    return Fit(shown, *_quality(fn, value, args, jacobian_of, bounds), ladder)
 
 
 @eqx.filter_jit
@@ -327,15 +346,20 @@ def _in_float32(problem: Problem, x: Any, args: Any) -> Any:
 
 
 def _quality(
-    fn: Callable[..., Any], x: Any, args: Any, jacobian_of: Callable[..., Any]
-) -> tuple[Any, Any]:
+    fn: Callable[..., Any],
+    x: Any,
+    args: Any,
+    jacobian_of: Callable[..., Any],
+    bounds: tuple[Any, Any] | None,
+) -> tuple[Any, Any, Any, Any]:
     # These only judge a solve, and the QR factorisation of a wide matrix has no derivative.
     inexact, rest = eqx.partition((fn, x, args), eqx.is_inexact_array)
     fn, x, args = eqx.combine(jax.lax.stop_gradient(inexact), rest)
-    r, jacobian = fn(x, args), jacobian_of(lambda x: fn(x, args))(x)
+    r, whole = fn(x, args), jacobian_of(lambda x: fn(x, args))(x)
+    jacobian = jnp.where(active(x, r @ whole, bounds), 0, whole)
     columns = lengths(jacobian)[None]
     size = jnp.linalg.norm(r)
     cosines = r @ (jacobian / columns) / jnp.where(size > 0, size, jnp.ones_like(size))
     step = jnp.linalg.lstsq(jacobian / columns, r)[0] / columns[0]
     unknowns = jnp.maximum(jnp.abs(x), jnp.finfo(x.dtype).tiny)
-    return jnp.max(jnp.abs(cosines)), jnp.max(jnp.abs(step) / unknowns)
+    return r, whole, jnp.max(jnp.abs(cosines)), jnp.max(jnp.abs(step) / unknowns)

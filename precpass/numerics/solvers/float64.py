@@ -124,7 +124,7 @@ def _held(x: Any) -> list[tuple[Any, Any, Callable[[Any, Any], None]]]:
     if isinstance(x, functools.partial):
 
         def rebind(_: Any, args: Any) -> None:
-            x.__setstate__((x.func, args, x.keywords, space))
+            vars(functools.partial)["__setstate__"](x, (x.func, args, x.keywords, space))
 
         return [*held, (None, x.args, rebind), *_held([x.func]), *_held(x.keywords)]
     if not isinstance(x, types.FunctionType) or ir.is_foreign(x.__code__.co_filename):

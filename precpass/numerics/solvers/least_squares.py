@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ _TOLERANCES = {Precision.F64: (1e-10, 1e-14), Precision.F32: (1e-5, 1e-7)}
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("solution", "cosine", "step", "ladder", "health"),
+    data_fields=("solution", "fun", "jac", "cosine", "step", "ladder", "health"),
     meta_fields=("roles",),
 )
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +39,12 @@ class LeastSquares:
         solution: optimistix's `Solution`, without its solver's inner state: `value` has the tree of
             the start, `result` says why the solve ended, `stats` has `num_steps` and
             `num_accepted_steps`.
+        fun: the residuals there, as one vector; of complex ones first the real parts.
+        jac: their Jacobian there, with a column for each unknown in the order of `jax.tree.leaves`.
         cosine: the largest cosine between the residual and a column of its Jacobian, zero at a
             stationary point (MINPACK's `gnorm`; Moré 1978, "The Levenberg-Marquardt algorithm",
             https://doi.org/10.1007/BFb0067700). For an exact fit the residual is rounding errors,
-            and so is its cosine.
+            and so is its cosine. Columns of unknowns that their bounds stop do not count.
         step: the size of the next Gauss-Newton step, the largest relative to its unknown. It is
             about the relative error of the value if the problem is nearly linear at that distance
             from the solution.
@@ -51,10 +54,12 @@ class LeastSquares:
             their precisions, at the start and at the end; otherwise None.
         roles: the precisions.
 
-    `cosine` and `step` are computed in the residual's precision, whatever the other roles' are.
+    `fun`, `jac`, `cosine` and `step` are in the residual's precision, whatever the other roles'.
     """
 
     solution: Any
+    fun: Any
+    jac: Any
     cosine: Any
     step: Any
     ladder: Any
@@ -77,6 +82,23 @@ class LeastSquares:
         import optimistix as optx
 
         return self.solution.result == optx.RESULTS.successful
+
+    @property
+    def covariance(self) -> Any:
+        """An estimate of the unknowns' covariance matrix, in the order of `jac`'s columns.
+
+        It is `inverse(J^T J) s^2` with `s^2 = r^T r / (m - n)` for `m` residuals and `n` unknowns
+        (Seber and Wild 1989, "Nonlinear Regression", section 2.1), and so the `pcov` of
+        `scipy.optimize.curve_fit`; divide by `s^2` if the residuals are in units of their known
+        errors. It is infinite if there are no more residuals than unknowns, or `J` has no full
+        rank. Bounds are not taken into account.
+
+        Examples:
+            >>> y = np.array([1.0, 2.0, 4.0])
+            >>> np.round(least_squares(lambda b, _: b * jnp.ones(3) - y, np.ones(1)).covariance, 6)
+            array([[0.777778]])
+        """
+        return in_float64(_covariance, self.fun, self.jac)
 
     def summary(self) -> str:
         """The result in four lines, outside of `jax.jit`; more with a ladder or a health."""
@@ -117,7 +139,9 @@ def least_squares(
     args: Any = None,
     *,
     roles: Roles | Mapping[str, Any] | None = None,
+    bounds: tuple[Any, Any] = (-np.inf, np.inf),
     solver: Any = "LevenbergMarquardt",
+    options: Mapping[str, Any] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
     max_steps: int = 1024,
@@ -130,19 +154,24 @@ def least_squares(
     many steps are taken, not where they end. Float64 is float64 with x64 off too.
 
     Args:
-        residual: a function of the unknowns and `args` that returns a pytree of real floating
-            arrays. It is traced with unknowns in float64 in every call, and evaluated in the
-            precision of its role. It is compiled again if it reads other shapes or other numbers
-            that are no arrays, or cannot be hashed. Data that it closes over should be numpy arrays
-            of float64, which keep their digits.
+        residual: a function of the unknowns and `args` that returns a pytree of floating or complex
+            arrays; of complex ones the squares of both parts are summed. It is traced with unknowns
+            in float64 in every call, and evaluated in the precision of its role. It is compiled
+            again if it reads other shapes or other numbers that are no arrays, or cannot be hashed.
+            Numpy arrays that it closes over are read in float64.
         x0: the start, a pytree of floating arrays.
         args: the second argument of `residual`, a pytree of arrays and numbers.
         roles: the precision of each part, `Roles()` by default; a dict only names those that
             differ. For a residual with a `lax.while_loop`, which has no reverse mode, or a
             `jax.custom_vjp`, which has no forward mode, the Jacobian is computed in the precision
             of the residual and then rounded.
+        bounds: the lower and the upper bounds of the unknowns, each a number or a pytree like `x0`,
+            with infinities where there is none. A step is cut off at the bounds, and leaves out the
+            unknowns that are at one and would move beyond it.
         solver: "LevenbergMarquardt", "Dogleg" or "GaussNewton", or a solver of optimistix with a
             `descent` (an `AbstractGaussNewton`) and tolerances of its own.
+        options: more arguments of a solver that is given by name: `norm`, `linear_solver`,
+            `verbose`, as optimistix documents them.
         rtol: the relative tolerance of steps in the unknowns and of changes of the residual;
             1e-10 for a residual in float64, and 1e-5 in float32.
         atol: the absolute tolerance; 1e-14, and 1e-7 in float32.
@@ -154,14 +183,15 @@ def least_squares(
         those of float64 are numpy arrays; inside `jax.jit` and other transforms they are rounded
         to float32. A solve that does not converge raises no error; see `converged`. It is
         differentiated by the implicit function theorem, in `args` and the values that `residual`
-        closes over, if `residual` has a reverse mode; `cosine` and `step` are constants there.
+        closes over, if `residual` has a reverse mode; all but `solution` is constant there.
 
     Raises:
         ModuleNotFoundError: if optimistix is not installed.
-        TypeError: for a start or a residual that is not real and floating, a residual that is no
+        TypeError: for a start that is not real and floating, a residual that is no
             function, has no derivative or is narrower than its role, `args` that are no arrays,
             or an object that is no solver.
-        ValueError: for an unknown role, precision or solver, and for a start without unknowns.
+        ValueError: for an unknown role, precision, solver or option, for a start without unknowns,
+            and for bounds that do not fit it.
 
     Examples:
         >>> import numpy as np
@@ -198,14 +228,15 @@ def least_squares(
     shapes = tuple(jnp.shape(leaf) for leaf in leaves)
     spec = fitting.Spec(structure, shapes, precision)
     x64 = ir.in_x64()
-    solver = _solver(solver, precision, rtol, atol)
+    solver = _solver(solver, precision, rtol, atol, dict(options or {}))
+    limits = _limits(bounds, x0)
 
     def run(leaves: Any, args: Any) -> Any:
         leaves, args = jax.tree.map(own_array, (leaves, args))
         flat = [jnp.asarray(leaf).ravel().astype(precision.dtype) for leaf in leaves]
         x, args = jnp.concatenate(flat), jax.tree.map(jnp.asarray, args)
         problem = fitting.program(residual, spec, x, args, x64)
-        fit = fitting.fit(problem, solver, roles, x, args, max_steps)
+        fit = fitting.fit(problem, solver, roles, x, args, max_steps, limits)
         if not monitor:
             return *fit, None
         ends = [jnp.ravel(leaf) for leaf in jax.tree.leaves(fit.solution.value)]
@@ -213,8 +244,51 @@ def least_squares(
 
     # float32 throughout is traced with x64 on too: JAX mixes up numpy arrays that it meets in both
     # modes, as `fitting.program` says
-    solution, cosine, step, ladder, health = in_float64(run, leaves, args)
-    return LeastSquares(solution, cosine, step, ladder, health, roles)
+    found: list[Any] = [*in_float64(run, leaves, args), roles]
+    return LeastSquares(*found)
+
+
+def _limits(bounds: Any, x0: Any) -> tuple[Any, Any] | None:
+    """The lower and the upper bounds as vectors; None if there are none."""
+    if not isinstance(bounds, tuple | list) or len(bounds) != 2:
+        raise ValueError(f"bounds={bounds!r}: give (lower, upper), such as (0, np.inf)")
+    leaves, structure = jax.tree.flatten(x0)
+    limits: list[Any] = []
+    for name, bound in zip(("lower", "upper"), bounds, strict=True):
+        alike = jax.tree.structure(bound) == structure
+        each: list[Any] = jax.tree.leaves(bound) if alike else [bound] * len(leaves)
+        try:
+            if not alike and len(leaves) > 1 and np.ndim(bound):
+                raise ValueError
+            parts = [np.broadcast_to(b, jnp.shape(x)) for b, x in zip(each, leaves, strict=True)]
+        except ValueError:
+            raise ValueError(
+                f"the {name} bounds {bound!r} do not fit x0: give a number, or a pytree like x0"
+            ) from None
+        limits.append(np.concatenate([part.ravel() for part in parts]).astype(np.float64))
+    low, high = limits
+    if not np.all(low < high):
+        raise ValueError(f"bounds={bounds!r}: each lower bound is to be below its upper bound")
+    if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+        start = np.concatenate([np.ravel(np.asarray(x)) for x in leaves])
+        if not np.all((low <= start) & (start <= high)):
+            raise ValueError(f"x0={x0!r} is outside of bounds={bounds!r}: start within them")
+    return None if np.all(np.isinf(low) & np.isinf(high)) else (low, high)
+
+
+def _covariance(fun: Any, jac: Any) -> Any:
+    fun, jac = jnp.asarray(fun), jnp.asarray(jac)
+    count, unknowns = jac.shape[-2:]
+    if count <= unknowns:
+        return jnp.full((*jac.shape[:-2], unknowns, unknowns), jnp.inf, jac.dtype)
+    columns = jnp.linalg.norm(jac, axis=-2, keepdims=True)
+    columns = jnp.where(columns > 0, columns, 1)
+    _, values, rows = jnp.linalg.svd(jac / columns, full_matrices=False)
+    least = jnp.finfo(jac.dtype).eps * count * values[..., :1]
+    has_rank = jnp.all(values > least, axis=-1)[..., None, None]
+    root = rows / jnp.where(values > 0, values, 1)[..., None] / columns
+    variance = jnp.sum(fun**2, axis=-1)[..., None, None] / (count - unknowns)
+    return jnp.where(has_rank, jnp.matrix_transpose(root) @ root * variance, jnp.inf)
 
 
 def _fitting() -> Any:
@@ -258,16 +332,23 @@ def _check_start(path: str, leaf: Any) -> None:
         )
 
 
-def _solver(solver: Any, precision: Precision, rtol: float | None, atol: float | None) -> Any:
+def _solver(
+    solver: Any,
+    precision: Precision,
+    rtol: float | None,
+    atol: float | None,
+    options: dict[str, Any],
+) -> Any:
     import optimistix as optx
 
     legal = f"{', '.join(map(repr, _SOLVERS))} or a solver of optimistix with a `descent`"
     if not isinstance(solver, str):
         if not isinstance(solver, optx.AbstractGaussNewton):
             raise TypeError(f"solver={solver!r}: legal are {legal}")
-        if rtol is not None or atol is not None:
+        if rtol is not None or atol is not None or options:
             raise ValueError(
-                "rtol and atol are the solver's own where a solver is given: set them in it"
+                "rtol, atol and options are the solver's own where a solver is given: set them in "
+                "it"
             )
         return solver
     if solver not in _SOLVERS:
@@ -280,7 +361,12 @@ def _solver(solver: Any, precision: Precision, rtol: float | None, atol: float |
                 f"{name}={value!r}: it is to be a number between 0 and 1, known while it is "
                 f"traced; None for {name} of the residual's precision"
             )
-    return getattr(optx, solver)(*map(float, tolerances))
+    make = getattr(optx, solver)
+    known = [name for name in inspect.signature(make).parameters if name not in ("rtol", "atol")]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"options has {name!r}: {solver} takes {', '.join(known)}")
+    return make(*map(float, tolerances), **options)
 
 
 def _is_number(x: Any) -> bool:
