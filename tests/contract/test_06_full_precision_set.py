@@ -67,9 +67,16 @@ BINARY = {
     "div": lambda y: y / (jnp.abs(y) + 1e-12),
 }
 SET = UNARY | BINARY
+READS_DIGITS = frozenset(
+    "sin cos tan floor ceil round cholesky qr svd triangular_solve".split()
+)
+"""A product alone before one of these is float32 too (test_07_what_readers_need.py), and a product
+of features is not."""
 
 
 def behind_a_product(name):
+    if name in READS_DIGITS:
+        return lambda x, w: SET[name](jax.nn.relu(x @ w) @ w)
     return lambda x, w: SET[name](x @ w)
 
 
@@ -78,7 +85,7 @@ def behind_a_product(name):
 def test_each_primitive_of_the_set_stays_float32_between_low_products(name, policy):
     x, w = (jnp.asarray(normal(s, 8, 8)) for s in (0, 1))
     after = look(behind_a_product(name), policy, x, w).after
-    assert low_products(after, policy.low.dtype)
+    assert len(low_products(after, policy.low.dtype)) == len(named(after, "dot_general")) > 0
     found = named(after, name, f"{name}_p")
     assert found
     for eqn in found:

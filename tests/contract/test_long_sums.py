@@ -166,7 +166,7 @@ def test_the_second_derivative_of_a_loop_constant_is_exact(compose: Any):
 def test_dots_saveable_saves_the_products(compose: Any):
     def loss(w, xs):
         def step(h, x):
-            return jnp.tanh(jnp.sin(h @ w) @ w + x), None
+            return jnp.tanh(jnp.arctan(h @ w) @ w + x), None
 
         saved = jax.checkpoint(step, policy=jax.checkpoint_policies.dots_saveable)
         return lax.scan(saved, jnp.zeros((2, 16)), xs)[0].sum()

@@ -32,11 +32,11 @@ def summed(w: jax.Array, x: jax.Array) -> jax.Array:
     """Sums over edges of a product's rows, whose cotangents a backward pass gathers."""
     messages = jnp.tanh(x[SENDERS] @ w) @ w
     sums = jax.ops.segment_sum(messages, RECEIVERS, NODES)
-    return jnp.sin(jnp.tanh(sums @ w) @ w).sum()
+    return jnp.arctan(jnp.tanh(sums @ w) @ w).sum()
 
 
 def of_a_product(w: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.sin((x @ w)[SENDERS]) + 1.0
+    return jnp.arctan((x @ w)[SENDERS]) + 1.0
 
 
 @pytest.mark.parametrize("target", ["h100", "tpu v5e"])
@@ -60,7 +60,7 @@ def test_the_values_are_those_that_a_float32_gather_has():
 @pytest.mark.parametrize("fill", [None, 0.0, 1.1])
 def test_what_stands_for_an_element_that_does_not_exist_keeps_its_digits(fill: float | None):
     def program(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.sin((x @ w).at[jnp.asarray([0, 99])].get(mode="fill", fill_value=fill))
+        return jnp.arctan((x @ w).at[jnp.asarray([0, 99])].get(mode="fill", fill_value=fill))
 
     with planned_for(AbsentDevice()):
         found = pp.auto_mixed(program)(W, X)[1]
@@ -82,7 +82,7 @@ def test_many_cotangents_of_one_element_add_up_in_float32(composition: str):
     ids = jnp.zeros(4096, int)
 
     def total(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jnp.sin((x @ w)[ids]).sum()
+        return jnp.arctan((x @ w)[ids]).sum()
 
     x, w = jnp.zeros((1, 16)), jnp.eye(16)
     with planned_for(AbsentDevice()):

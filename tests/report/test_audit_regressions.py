@@ -38,11 +38,11 @@ def transposed_layers(cast: Cast, x: jax.Array, ws: jax.Array) -> jax.Array:
 
 
 def repeated(cast: Cast, x: jax.Array, w: jax.Array) -> jax.Array:
-    return lax.scan(lambda x, _: (jnp.sin(x @ cast(w)), None), cast(x), length=LAYERS)[0]
+    return lax.scan(lambda x, _: (jnp.arctan(x @ cast(w)), None), cast(x), length=LAYERS)[0]
 
 
 def flat(cast: Cast, x: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.sin(cast(x) @ cast(w))
+    return jnp.arctan(cast(x) @ cast(w))
 
 
 def tied(cast: Cast, x: jax.Array, e: jax.Array) -> jax.Array:

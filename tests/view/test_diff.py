@@ -47,7 +47,7 @@ doubled.defvjp(lambda x, w: (doubled(x, w), (x, w)), lambda r, g: (2 * g @ r[1].
 
 @jax.jit
 def shared(x, w):
-    return jnp.sin(x @ w)
+    return jnp.arctan(x @ w)
 
 
 def hand_mixed(x, w):
