@@ -1,7 +1,7 @@
 """Values are guarded by what their readers need, too. A product whose result is needed exactly
-stays float32 under the AutoMixed presets, with its reader as the reason: whole numbers and equality, ends
-of loops, factorizations and solves, angles. A rule, a `keep` region or a saved plan orders it low.
-What readers do not need exactly stays low."""
+stays float32 under the AutoMixed presets, with its reader as the reason: whole numbers and
+equality, ends of loops, factorizations and solves, angles. A rule, a `keep` region or a saved plan
+orders it low. What readers do not need exactly stays low."""
 
 import jax
 import jax.numpy as jnp

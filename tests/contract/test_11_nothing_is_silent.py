@@ -258,7 +258,7 @@ def test_judging_adds_nothing_to_the_trace_around_it():
 
 
 def test_a_rule_warns_when_it_is_traced_and_says_no_more_than_once():
-    layer = jax.custom_vjp(lambda x: jnp.sin(x @ x))
+    layer = jax.custom_vjp(lambda x: jnp.arctan(x @ x))
     layer.defvjp(lambda x: (layer(x), x), lambda x, g: (with_kernel(x) * g,))
 
     def f(x):

@@ -154,9 +154,13 @@ WITHIN: dict[str, Callable[[Product], Product]] = {
     "remat of everything saveable": lambda p: jax.checkpoint(
         p, policy=jax.checkpoint_policies.dots_saveable
     ),
-    "scan": lambda p: lambda x, w: lax.scan(lambda c, _: (jnp.arctan(p(c, w)), None), x, None, 3)[0],
+    "scan": lambda p: (
+        lambda x, w: lax.scan(lambda c, _: (jnp.arctan(p(c, w)), None), x, None, 3)[0]
+    ),
     "scan of remat": lambda p: (
-        lambda x, w: lax.scan(jax.checkpoint(lambda c, _: (jnp.arctan(p(c, w)), None)), x, None, 3)[0]
+        lambda x, w: lax.scan(jax.checkpoint(lambda c, _: (jnp.arctan(p(c, w)), None)), x, None, 3)[
+            0
+        ]
     ),
     "cond": lambda p: lambda x, w: lax.cond(x[0, 0] < 1e6, p, lambda x, w: x, x, w),
     "vmap": lambda p: lambda x, w: jax.vmap(p, (0, None))(x[None], w)[0],

@@ -70,6 +70,11 @@ GIVEN = {
         lambda x, w: (jnp.arange(3000.0) + 0.5)[None, :] @ jnp.ones((3000, 8)) + x @ w,
         "AutoMixedBf16",
     ),
+    "CANCELS": (
+        lambda x, w: jax.nn.softmax(x) @ jnp.sinh(jnp.linspace(-20.0, 20.0, 8)),
+        "AutoMixedBf16",
+    ),
+    "NEEDED": (lambda x, w: jnp.floor(x @ w), "AutoMixed"),
     "RANDOM_BITS": (lambda x, w: x + jax.random.normal(jax.random.key(0), (8, 8)), "AlwaysBf16"),
     "PREDICATE": (
         lambda x, w: lax.while_loop(lambda c: (c @ w).sum() < 3, lambda c: c + 1, x),
@@ -152,7 +157,8 @@ def test_no_reason_to_keep_is_made_up_where_it_is_given():
 
 
 PRODUCTS = ["OFF", "FIXED", "KEEP_REGION", "RULE", "SAVED_PLAN", "USERS_ORDER"]
-PRODUCTS += ["REACHES", "VANISHES", "INTEGERS", "PREDICATE", "DOES_NOT_PAY", "PRESET"]
+PRODUCTS += ["REACHES", "VANISHES", "INTEGERS", "CANCELS", "NEEDED", "PREDICATE", "DOES_NOT_PAY"]
+PRODUCTS += ["PRESET"]
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -11,7 +11,9 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 import precpass as pp
-from tests.support.values import normal_array, rel_error
+from tests.support.jaxprs import low_products
+from tests.support.passes import quiet
+from tests.support.values import identical, normal_array, rel_error
 
 X, W, V = normal_array(0, 64, 64), normal_array(1, 64, 64) / 8, normal_array(2, 64, 64) / 8
 CAUSAL, PADDED = jnp.tril(jnp.ones((64, 64), bool)), jnp.arange(64) >= 5
@@ -123,7 +125,9 @@ GUARDED = {
     "arctanh of a clip": lambda w, x: jnp.square(
         jnp.arctanh(jnp.clip(x @ w, -0.999, 0.999)) @ w
     ).mean(),
-    "a ridge": lambda w, x: jnp.linalg.inv((x @ w).T @ (x @ w) + 1e-2 * jnp.eye(64)),
+    "a ridge of features": lambda w, x: (lambda h: jnp.linalg.inv(h.T @ h + 1e-2 * jnp.eye(64)))(
+        jax.nn.relu(x @ w)
+    ),
     "pairs": lambda w, x: (lambda h: jnp.square(h[:, None] - h[None]).sum(-1))(
         NEAR_ONE[0] @ NEAR_ONE[1][:, :8]
     ),
@@ -156,11 +160,14 @@ def test_orders_and_whole_numbers_are_those_of_float32_results(target: str):
         counts = jnp.tril(jnp.ones((1000, 1000))) @ mask
         return (counts * mask).astype(jnp.int32)
 
-    assert bool((run(rank_in_expert, target, mask) == rank_in_expert(mask)).all())
+    with quiet():  # The product whose result becomes whole numbers is the only one.
+        assert low_products(pp.inspect(rank_in_expert, target=target)(mask).after) == []
+        assert identical(run(rank_in_expert, target, mask), rank_in_expert(mask))
 
     def largest(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.argmax(x @ w, -1)
 
+    assert len(low_products(pp.inspect(largest, target=target)(*NEAR_ONE).after)) == 1
     on_cpu = jaxpr_as_fun(pp.inspect(largest)(*NEAR_ONE).after)(*NEAR_ONE)[0]
     assert bool((run(largest, target, *NEAR_ONE) == on_cpu).all())
 

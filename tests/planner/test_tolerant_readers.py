@@ -16,7 +16,8 @@ from jax.extend.core import jaxpr_as_fun
 import precpass as pp
 from precpass.devices.detect import planned_for
 from tests.support.devices import AbsentDevice
-from tests.support.jaxprs import named
+from tests.support.jaxprs import low_products, named
+from tests.support.passes import quiet
 from tests.support.values import normal_array, rel_error
 
 Function = Callable[[jax.Array], jax.Array]
@@ -160,15 +161,15 @@ def _(primals: Any, tangents: Any) -> Any:
         lambda p: jnp.where(p - 500.0 > 0.5, p, 0.0),
         lambda p: jnp.where(0.002 * (2.0 - p).T > 0.5, p.T, 0.0),
         lambda p: jnp.where(p > 0.5, 1.0, 0.0).astype(jnp.int32).astype(jnp.float32),
-        lambda p: lax.cond(jnp.where(p > 0.5, 1.0, 0.0).sum() > 3, jnp.sin, jnp.cos, p),
+        lambda p: lax.cond(jnp.where(p > 0.5, 1.0, 0.0).sum() > 3, jnp.arctan, jnp.tanh, p),
         lambda p: jnp.where(p > 0.5, 1.0, 0.0).sum(1),
         lambda p: (p > 0.5).astype(jnp.float32),
         lambda p: jnp.where(p > 0.5, 2, 1).astype(jnp.float32),
-        lambda p: jnp.where(p == 0.5, p, jnp.sin(p)),
+        lambda p: jnp.where(p == 0.5, p, jnp.arctan(p)),
         lambda p: jnp.where(p == p.max(1, keepdims=True), p, 0.0),
         lambda p: (p == p.max(1, keepdims=True)).astype(jnp.float32).sum(1),
         lambda p: jnp.where(p > X[:, :32], p, 2.0),
-        lambda p: lax.cond((p > 0.5).any(), jnp.sin, jnp.cos, p),
+        lambda p: lax.cond((p > 0.5).any(), jnp.arctan, jnp.tanh, p),
         lambda p: jnp.where(jnp.where(p > 0.5, p > X[:, :32], p < 0.2).astype(int) > 0, p, 1.0),
         lambda p: p - jnp.floor(p),
         lambda p: jnp.square(p - 1.0),
@@ -184,18 +185,18 @@ def _(primals: Any, tangents: Any) -> Any:
         ),
         lambda p: jnp.exp(jnp.maximum(p, X[:, :32]) - X[:, :32]),
         lambda p: jnp.exp(p - 0.5 * jnp.square(X).sum(1, keepdims=True)),
-        lambda p: jnp.sin(p - p.mean(1, keepdims=True)),
+        lambda p: jnp.arctan(p - p.mean(1, keepdims=True)),
         lambda p: (p - jnp.tile(p.reshape(64, 4, 8).mean(1), 4)) / p.std(1, keepdims=True),
-        lambda p: jnp.sin(p) * p.var(1, keepdims=True),
-        lambda p: jnp.sin(p) * p.std(1, keepdims=True),
+        lambda p: jnp.arctan(p) * p.var(1, keepdims=True),
+        lambda p: jnp.arctan(p) * p.std(1, keepdims=True),
         lambda p: p - p.mean(1, keepdims=True) - p.mean(0, keepdims=True) + p.mean(),
         lambda p: centred(p) / (centred(p).std(0, keepdims=True) + 1e-6),
         lambda p: centred(p) / jnp.sqrt(jnp.abs(p.mean(1, keepdims=True))),
         lambda p: centred(p) * lax.rsqrt(jnp.square(p).mean(1, keepdims=True)),
-        lambda p: centred(p) / jnp.sin(p).std(1, keepdims=True),
+        lambda p: centred(p) / jnp.arctan(p).std(1, keepdims=True),
         lambda p: centred(p) * lax.rsqrt(1 + jnp.square(centred(p))),
         lambda p: 1 - jnp.square(X).sum() / jnp.square(centred(p)).sum(),
-        lambda p: jnp.sin(centred(p)) + two_passes(p),
+        lambda p: jnp.arctan(centred(p)) + two_passes(p),
         lambda p: (p - 2 * p.mean(1, keepdims=True)) / p.std(1, keepdims=True),
         lambda p: p - jnp.arange(32.0)[None],
         lambda p: jnp.square(p - jnp.ones_like(p)),
@@ -223,7 +224,22 @@ def _(primals: Any, tangents: Any) -> Any:
     ],
 )
 def test_a_result_whose_digits_decide_keeps_them(read: Function):
-    assert results(lambda w, x: jnp.sin(read(x @ w)).sum(), W, X) == ["float32"]
+    found = pp.inspect(lambda w, x: jnp.arctan(read(x @ w)).sum(), target="h100")(W, X).after
+    (product,) = named(found, "dot_general")
+    assert product.outvars[0].aval.dtype == jnp.float32
+    assert low_products(found) == [product], "no reader needs exact digits"
+
+
+@pytest.mark.parametrize("target", ["h100", "tpu v5e"])
+@pytest.mark.parametrize(
+    "read",
+    [jnp.sin, jnp.floor, lambda p: p == 0.5, lambda p: jnp.linalg.qr(p)[1]],
+    ids=["angle", "whole numbers", "equality", "factors"],
+)
+def test_a_result_that_is_needed_exactly_is_of_float32_operands_too(read: Function, target: str):
+    with quiet():
+        found = pp.inspect(lambda w, x: read(x @ w), target=target)(W, X)
+    assert found.after is found.before
 
 
 def test_a_number_is_followed_through_calls_that_share_a_body():

@@ -49,7 +49,7 @@ def check_solver(
     def loss(*args: Any) -> Any:
         solution, steps = fn(*args)
         leaves = jax.tree.leaves(solution)
-        return sum(jnp.sum(jnp.sin(x)) for x in leaves), {"solution": solution, "steps": steps}
+        return sum(jnp.sum(jnp.arctan(x)) for x in leaves), {"solution": solution, "steps": steps}
 
     gradient = functools.partial(jax.grad, argnums=range(len(args)), has_aux=True)
     want = jax.jit(gradient(loss), **FAST)(*args)

@@ -46,12 +46,12 @@ def flat(cast: Cast, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def tied(cast: Cast, x: jax.Array, e: jax.Array) -> jax.Array:
-    return jnp.sin(cast(x) @ cast(e)) @ cast(e).T
+    return jnp.arctan(cast(x) @ cast(e)) @ cast(e).T
 
 
 def attention(cast: Cast, x: jax.Array, w: jax.Array) -> jax.Array:
     k = cast(x) @ cast(w)
-    q, k, v = (h.reshape(2, -1, 4, WIDTH // 4) for h in (cast(x), k, jnp.sin(k)))
+    q, k, v = (h.reshape(2, -1, 4, WIDTH // 4) for h in (cast(x), k, jnp.arctan(k)))
     weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(f32))
     return jnp.einsum("bhqk,bkhd->bqhd", cast(weights), v)
 

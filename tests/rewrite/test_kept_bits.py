@@ -138,7 +138,7 @@ BRANCHES: dict[str, Callable[..., Any]] = {
         i % 2 == 0, lambda c, w: jnp.tanh(c @ w), lambda c, w: c, c, w
     ),
     "switch": lambda c, i, w: lax.switch(
-        i % 3, [lambda c: jnp.tanh(c @ w), lambda c: c, lambda c: jnp.sin(c @ w.T)], c
+        i % 3, [lambda c: jnp.tanh(c @ w), lambda c: c, lambda c: jnp.arctan(c @ w.T)], c
     ),
     "transposed": lambda c, i, w: lax.cond(
         i % 2 == 0, lambda c: jnp.tanh((w @ c.T).T), lambda c: c, c

@@ -155,6 +155,6 @@ def test_a_program_of_a_test_that_is_left_to_a_like_one_is_no_failure():
 
 def test_hi_primitives_are_counted_where_they_are_entered():
     with config("jax_remat3", True):
-        report = given(lambda x: jax.checkpoint(lambda x: jnp.sin(x @ x).sum())(x))
+        report = given(lambda x: jax.checkpoint(lambda x: jnp.arctan(x @ x).sum())(x))
     assert not report.failures
     assert report.total("hi") > 0
