@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from precpass.analysis.accumulation import Additive
 from precpass.analysis.graph import Graph
-from precpass.analysis.need import ExactProducts, exact_products
+from precpass.analysis.need import ExactNeeds, exact_needs
 from precpass.analysis.propagate import ValueRanges, propagate
 from precpass.analysis.uses import Uses
 
@@ -49,23 +49,13 @@ class Analysis:
         return ranges_by_body
 
     @functools.cached_property
-    def exact_products(self) -> ExactProducts:
-        """The products whose results their readers need exactly."""
-        return exact_products(self.graph, self.facts_of)
+    def exact_needs(self) -> ExactNeeds:
+        """What its readers need with all the digits of float32."""
+        return exact_needs(self.graph, self.facts_of)
 
     @functools.cached_property
     def deciding(self) -> frozenset[int]:
         """The bodies that compute the predicates of loops, and those that they enter."""
-        graph, bodies = self.graph, set[int]()
-        children: dict[int, set[int]] = {}
-        for row, entered in graph.children.items():
-            for body, child in entered:
-                children.setdefault(int(graph.body[row]), set()).add(child)
-                if body.decides:
-                    bodies.add(child)
-        todo = list(bodies)
-        while todo:
-            new = children.get(todo.pop(), set()) - bodies
-            bodies |= new
-            todo += new
-        return frozenset(bodies)
+        entered = self.graph.children.values()
+        deciding = {child for bodies in entered for body, child in bodies if body.decides}
+        return frozenset[int]().union(*map(self.graph.inside, deciding))

@@ -110,6 +110,17 @@ class Graph:
                 rows[child].append((row, body))
         return tuple(map(tuple, rows))
 
+    def inside(self, body: int) -> frozenset[int]:
+        """A body and those that it enters."""
+        found, todo = {body}, [body]
+        while todo:
+            node = self.bodies[todo.pop()]
+            rows = (row for row in range(node.start, node.stop) if row in self.children)
+            new = {child for row in rows for _, child in self.children[row]} - found
+            found |= new
+            todo += new
+        return frozenset(found)
+
     @functools.cached_property
     def has_backward_pass(self) -> bool:
         """Whether JAX differentiated a part of the program in reverse mode."""

@@ -28,7 +28,7 @@ from precpass.analysis.propagate import ValueRanges
 from precpass.analysis.tolerances import Tolerances
 from precpass.policy.primitives import COMPUTING, ROWS, Op, OpKind, named, op
 
-__all__ = ["EXACT_NOWHERE", "ExactProducts", "exact_products"]
+__all__ = ["EXACT_NOWHERE", "ExactNeeds", "ExactProducts", "exact_needs"]
 
 
 class Need(enum.IntEnum):
@@ -74,25 +74,40 @@ class ExactProducts:
 EXACT_NOWHERE = ExactProducts({}, {})
 
 
-def exact_products(graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> ExactProducts:
-    """The products of a program whose results are needed exactly.
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExactNeeds:
+    """What is needed exactly in a program.
+
+    Attributes:
+        products: the products whose results are, in the root and, inside, in its bodies.
+        values: the floating values that are at a call site, with their bodies.
+        bodies: those in which everything is, because a loop around them ends on a tolerance.
+    """
+
+    products: ExactProducts = EXACT_NOWHERE
+    values: frozenset[tuple[int, Any]] = frozenset()
+    bodies: frozenset[int] = frozenset()
+
+
+def exact_needs(graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> ExactNeeds:
+    """What the readers of a program's values need exactly.
 
     Args:
         graph: the program.
         facts_of: what is known of the values of each body, at each class of its call sites.
     """
     if COMPUTING.isdisjoint(graph.primitives):
-        return EXACT_NOWHERE
+        return ExactNeeds()
     results = tuple(_of_result(v.aval) for v in ir.open_jaxpr(graph.root.jaxpr).outvars)
     tolerances = Tolerances(graph, facts_of)
     walk = _NeedWalk(graph)
-    found = _Collected(graph, tolerances).body(0, walk.body(0, results))
-    if found is EXACT_NOWHERE:
-        return found
+    found = _Collected(graph, tolerances).all(walk.body(0, results))
+    if found.products is EXACT_NOWHERE:
+        return ExactNeeds()
     # Few programs come here: what is known of features decides about theirs.
     known = features(graph)
     walk = _NeedWalk(graph)
-    return _Collected(graph, tolerances).body(0, walk.body(0, results, known))
+    return _Collected(graph, tolerances).all(walk.body(0, results, known))
 
 
 _READ_INTEGERS = frozenset(("sort", "pure_callback", "io_callback", "ffi_call"))
@@ -118,7 +133,7 @@ class _NeedWalk(BackwardWalk):
         name, table, count = eqn.primitive.name, op(eqn.primitive.name), len(eqn.invars)
         need = asked.level
         if table.kind is OpKind.COMPUTE:
-            handed = need >= Need.EXACT and not _reads_features(eqn, here)
+            handed = _is_exact(asked._replace(level=min(need, Need.EXACT)), eqn.invars[:2], here)
             each = asked._replace(level=Need.EXACT) if handed else NOTHING
             return [each] * 2 + [_exact(row, "says where groups begin")] * (count - 2)
         if table.makes_random_bits:
@@ -181,6 +196,13 @@ class _Collected:
         self._tolerances = tolerances
         self._known: dict[Any, ExactProducts] = {}
         self._shared: dict[Any, ExactProducts] = {}
+        self._values = set[tuple[int, Any]]()
+        self._bodies = set[int]()
+
+    def all(self, asks: BodyAsks) -> ExactNeeds:
+        """What is needed exactly in the root and in all that it enters."""
+        products = self.body(0, asks)
+        return ExactNeeds(products, frozenset(self._values), frozenset(self._bodies))
 
     def body(self, at: int, asks: BodyAsks, around: str = "") -> ExactProducts:
         """The products of a body that are needed exactly."""
@@ -191,8 +213,12 @@ class _Collected:
 
     def _found(self, at: int, asks: BodyAsks, around: str) -> ExactProducts:
         if around:
+            self._bodies |= self.graph.inside(at)
             return self._shared.setdefault(around, ExactProducts({}, {}, around))
         node, graph = self.graph.bodies[at], self.graph
+        for v, asked in asks.of.items():
+            if _is_exact(asked, [v], asks) and ir.precision_of(v.aval) is not None:
+                self._values.add((at, v))
         why: dict[int, str] = {}
         inner: dict[int, tuple[ExactProducts, ...]] = {}
         for row in range(node.start, node.stop):
@@ -208,8 +234,7 @@ class _Collected:
                         inner[row] = bodies
             elif graph.primitives[row] in COMPUTING and asks.of:
                 asked = asks.of.get(graph.eqns[row].outvars[0], NOTHING)
-                is_excused = asked.level < Need.STRICT and _reads_features(graph.eqns[row], asks)
-                if asked.level >= Need.EXACT and not is_excused:
+                if _is_exact(asked, graph.eqns[row].invars[:2], asks):
                     why[row] = self._in_words(asked)
         if not (why or inner):
             return EXACT_NOWHERE
@@ -242,9 +267,12 @@ def _exact(row: int, reader: str) -> Asked:
     return Asked(Need.EXACT, reader, row)
 
 
-def _reads_features(eqn: ir.Eqn, here: BodyAsks) -> bool:
+def _is_exact(asked: Asked, made_of: Sequence[ir.Atom], here: BodyAsks) -> bool:
+    """Whether a value is needed exactly; of features that is asked only by what is STRICT."""
+    if asked.level < Need.EXACT:
+        return False
     known: Features | None = here.known
-    return known is not None and any(map(known.has, eqn.invars[:2]))
+    return asked.level >= Need.STRICT or known is None or not any(map(known.has, made_of))
 
 
 def _of_result(aval: Any) -> Asked:

@@ -4,7 +4,7 @@ A loop that goes on until a residual is small needs a residual that becomes smal
 product makes it in the same trip, its rounding error stays. So such a loop's products stay float32,
 all of them, because a step that is a little off keeps the residual up as well.
 
-A predicate ends anyway if it reads a counter, or a value that the loop adds to, as a time; and it
+A predicate ends anyway if it reads a counter, or compares a value that the loop adds to, as a time; and it
 is no test of a residual if it compares with zero, with a number that is not small, or with a value
 that the loop carries, as in early stopping.
 """
@@ -25,8 +25,9 @@ from precpass.policy.primitives import COMPUTING, OpKind, op
 
 __all__ = ["Tolerances"]
 
-_DECIDES, _RESIDUAL = Asked(1), Asked(2)
-"""A truth value that decides whether the loop goes on, and a number that such a value compares."""
+_DECIDES, _RESIDUAL = 1, 2
+"""What is asked of a truth value that decides whether the loop goes on, and of a number that makes
+one, by a comparison (`Asked.row`)."""
 _MOVED, _ADDED_TO = Asked(1), Asked(2)
 _SMALL = 0.1
 """A threshold from here on is no tolerance, because errors of 16 bits do not reach it. One is:
@@ -58,35 +59,31 @@ class Tolerances:
 
     def _why_may_not_end(self, row: int) -> str:
         (cond, at_cond), (body, at_body) = self.graph.children[row]
-        if not (
-            self._holds_products(at_body) and self._tests_residual(cond, at_cond, body, at_body)
-        ):
+        if not (self._contents(at_body)[0] and self._tests_residual(cond, at_cond, body, at_body)):
             return ""
         place = self.graph.source(row).place
         return "the loop around it" + (f", at {place}," if place else "") + " ends on a tolerance"
 
     def _tests_residual(self, cond: ir.Body, at_cond: int, body: ir.Body, at_body: int) -> bool:
-        asks = self._residuals.body(at_cond, (_DECIDES,))
+        asks = self._residuals.body(at_cond, (Asked(_DECIDES),))
         carried = ir.open_jaxpr(cond.jaxpr).invars[cond.constants :]
-        asked = [asks.of.get(v, NOTHING) for v in carried]
-        compared = [out for out, a in enumerate(asked) if a == _RESIDUAL]
-        for out in compared:
-            if self._is_progress(body, at_body, out, compared):
-                asked[out] = NOTHING
-        return self._reaches_product(at_body, self._residuals.body(at_body, tuple(asked)))
+        asked = tuple(
+            NOTHING if self._is_progress(body, at_body, out, own) else own
+            for out, own in enumerate(asks.of.get(v, NOTHING) for v in carried)
+        )
+        return self._reaches_product(at_body, self._residuals.body(at_body, asked))
 
-    def _is_progress(self, body: ir.Body, at: int, out: int, compared: Sequence[int]) -> bool:
-        """Whether a loop adds to a carry, and compares it with nothing that it was before."""
+    def _is_progress(self, body: ir.Body, at: int, out: int, asked: Asked) -> bool:
+        """Whether a loop adds to a carry that is compared as it is, and not by a norm."""
+        if asked.level < _RESIDUAL:
+            return False
         opened = ir.open_jaxpr(body.jaxpr)
         own = opened.invars[body.constants + out]
-
-        def asked_of_own(result: int) -> Asked:
-            results = [NOTHING] * len(opened.outvars)
-            results[result] = _MOVED
-            return self._additions.body(at, tuple(results)).of.get(own, NOTHING)
-
-        earlier = any(asked_of_own(other) == _MOVED for other in compared if other != out)
-        return asked_of_own(out) == _ADDED_TO and not earlier
+        if own.aval.ndim != self.graph.eqns[asked.row].outvars[0].aval.ndim:
+            return False
+        results = [NOTHING] * len(opened.outvars)
+        results[out] = _MOVED
+        return self._additions.body(at, tuple(results)).of.get(own) == _ADDED_TO
 
     def _reaches_product(self, at: int, asks: BodyAsks) -> bool:
         node, graph = self.graph.bodies[at], self.graph
@@ -96,12 +93,9 @@ class Tolerances:
                 inside = zip(graph.children[row], asks.inner.get(row, ()), strict=False)
                 if any(self._reaches_product(child, a) for (_, child), a in inside):
                     return True
-            elif _may_be_lowered(eqn) and asks.of.get(eqn.outvars[0]) == _RESIDUAL:
+            elif _may_be_lowered(eqn) and asks.of.get(eqn.outvars[0], NOTHING).level == _RESIDUAL:
                 return True
         return False
-
-    def _holds_products(self, at: int) -> bool:
-        return self._contents(at)[0]
 
     def may_hold_one(self, row: int) -> bool:
         """Whether a loop in an equation's bodies may be one that ends on a tolerance."""
@@ -172,12 +166,12 @@ class _ResidualWalk(BackwardWalk):
         if op(name).compares:
             if any(floats):
                 tests = self._tests_tolerance(row, eqn)
-                return [_RESIDUAL if tests else NOTHING] * 2
-            return [_DECIDES if _is_bool(v.aval) else NOTHING for v in eqn.invars]
-        if op(name).ranks or name in COMPUTING:
+                return [Asked(_RESIDUAL, row=row) if tests else NOTHING] * 2
+            return [asked if _is_bool(v.aval) else NOTHING for v in eqn.invars]
+        if op(name).ranks or _may_be_lowered(eqn):
             return ()
         # Libraries have primitives of their own among those that hand on a truth value.
-        handed = floats if asked == _RESIDUAL else [_is_bool(v.aval) for v in eqn.invars]
+        handed = floats if asked.level == _RESIDUAL else [_is_bool(v.aval) for v in eqn.invars]
         return [
             asked if is_handed and not (is_choice and at == 0) else NOTHING
             for at, is_handed in enumerate(handed)

@@ -145,7 +145,9 @@ class Planner:
 
     def root(self, border: Border) -> Plan:
         """The plan of the outermost jaxpr, with the warnings that planning gave rise to."""
-        exact = self.analysis.exact_products if self.policy.follows_readers else EXACT_NOWHERE
+        exact = EXACT_NOWHERE
+        if self.policy.follows_readers:
+            exact = self.analysis.exact_needs.products
         plan = self.plan(self.analysis.facts, exact, (), decides=False, border=border)
         if self._cuts and plan.lowers:
             low = self.policy.precision_for(OpKind.COMPUTE)

@@ -59,6 +59,7 @@ class PolicyRequests:
     def __init__(self, graph: Graph, scope: str, policy: PrecisionPolicy) -> None:
         self.graph = graph
         self.tells_equations_apart = bool(policy.rules or policy.lock)
+        self.follows_readers = policy.follows_readers
         self._policy = policy
         self._scope = scope
         precisions = {kind: policy.precision_for(kind) for kind in OpKind}

@@ -94,6 +94,19 @@ def has_all_digits(program: Eligibility, values: StorageClass) -> str | None:
     return None if follows else "has all of its digits"
 
 
+def is_needed_exactly(program: Eligibility, values: StorageClass) -> str | None:
+    """A reader needs float32's digits of it, or a loop around it ends on a tolerance."""
+    graph = program.graph
+    if not program.requests.follows_readers:
+        return None
+    needs = program.analysis.exact_needs
+    for row, k in values.defined:
+        body = int(graph.body[row])
+        if body in needs.bodies or (body, graph.eqns[row].outvars[k]) in needs.values:
+            return "is needed exactly"
+    return None
+
+
 def is_added_to(program: Eligibility, values: StorageClass) -> str | None:
     """A sum of whole arrays is added to, so rounding it would lose a small step.
 
@@ -375,6 +388,7 @@ VETOES: tuple[Veto, ...] = (
     is_a_loops_state,
     may_be_computed_again,
     has_all_digits,
+    is_needed_exactly,
     is_added_to,
     is_made_elsewhere,
     exceeds_range,
