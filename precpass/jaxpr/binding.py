@@ -97,15 +97,14 @@ def _taken_over(call: Call, jaxpr: Jaxpr) -> list[Any] | None:
 
     In a jit of the function's name inside the jit of the call, "jit(f)/jit(f)/" would begin the
     names in profiles. To evaluate the jaxpr would take as long as its trace did, and JAX has no
-    public way to add equations that are already traced. None if this JAX has none at all, or for
-    equations that say what they do to which operand.
+    public way to add equations that are already traced. None if this JAX has none at all, or no
+    argument is traced.
     """
     opened, at = open_jaxpr(jaxpr), source_info_util.current()
     arguments = (x for x in call.operands[call.closed_over :] if isinstance(x, jax.core.Tracer))
     first: Any = next(arguments, None)
     trace: Any = getattr(first, "_trace", None)
-    kinds = [hasattr(e, "input") for eqn in opened.eqns for e in eqn.effects]
-    if not hasattr(trace, "emit_eqn") or any(kinds) or getattr(opened, "is_high", False):
+    if not hasattr(trace, "emit_eqn") or getattr(opened, "is_high", False):
         return None
     operands = [*consts_of(jaxpr), *call.operands]
     tracers = [trace.to_jaxpr_tracer(x, at) for x in operands]
@@ -117,9 +116,10 @@ def _taken_over(call: Call, jaxpr: Jaxpr) -> list[Any] | None:
     for eqn in opened.eqns:
         own, ins, outs = eqn.source_info, map(read, eqn.invars), [v.aval for v in eqn.outvars]
         place = own.replace(name_stack=at.name_stack + own.name_stack) if at.name_stack else own
-        added = trace.emit_eqn(
-            list(ins), outs, eqn.primitive, eqn.params, eqn.effects, place, eqn.ctx
-        )
+        effects: Any = eqn.effects
+        if effects:  # those on references name the operand
+            effects = {e.replace(read(e.input).val) if hasattr(e, "input") else e for e in effects}
+        added = trace.emit_eqn(list(ins), outs, eqn.primitive, eqn.params, effects, place, eqn.ctx)
         values.update(zip(eqn.outvars, added, strict=True))
     return [read(v) for v in opened.outvars]
 

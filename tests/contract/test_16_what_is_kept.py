@@ -112,6 +112,13 @@ def test_names_in_profiles_are_those_of_the_function_under_jit():
     mixed = op_names(pp.auto_mixed(scoped), X, W)
     assert mixed == op_names(jax.jit(scoped), X, W)
     assert "jit(scoped)/layer/dot_general" in mixed
+
+    def updating(x: Any, ref: Any) -> Any:
+        ref[...] = x @ W
+        return jnp.tanh(ref[...])
+
+    ref = jax.new_ref(jnp.zeros_like(X @ W))
+    assert op_names(pp.auto_mixed(updating), X, ref) == op_names(jax.jit(updating), X, ref)
     nested = op_names(jax.jit(lambda x, w: pp.auto_mixed(scoped)(x, w)), X, W)
     assert nested == op_names(jax.jit(lambda x, w: jax.jit(scoped)(x, w)), X, W)
 
