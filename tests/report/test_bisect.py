@@ -199,7 +199,7 @@ def seen(monkeypatch):
     """Each run gives, in the place of its output, the indices of the products that are wide."""
     given: list[frozenset[int]] = []
 
-    def run(self: Traced, plan: pp.Plan, policy: pp.PrecisionPolicy) -> frozenset[int]:
+    def run(self: Traced, plan: pp.Plan, policy: pp.PrecisionPolicy, *_: Any) -> frozenset[int]:
         given.append(wide_products(self, plan, policy))
         return given[-1]
 

@@ -74,7 +74,7 @@ def look(fn: Callable[..., Any], policy: Any, *args: Any) -> pp.Inspection:
         return pp.inspect(fn, policy)(*args)
 
 
-def wide_products(traced: Any, plan: Any, policy: Any) -> frozenset[int]:
+def wide_products(traced: Any, plan: Any, policy: Any, *_: Any) -> frozenset[int]:
     """In the place of `Traced.run`: the indices of the products that are wide under a plan."""
     dtypes = product_dtypes(traced.rewritten(plan, policy))
     return frozenset(i for i, dtype in enumerate(dtypes) if dtype == "float32")
