@@ -282,13 +282,14 @@ def newton(f, y):
 
 
 def test_newtons_method_in_a_while_loop():
-    """The predicate has one product, which is wide; `solve` asks for the highest precision."""
+    """Wide are the product of the predicate and those of the Jacobian, which is factorized; `solve`
+    asks for the highest precision."""
 
     def fn(a, b):
         return newton(lambda y: residual(a, b, y), b)
 
     args = array(0, 32, 32) / 10, array(1, 32)
-    checked = check_program(fn, *args, wrt=None, least=2, wide=ordered(fn, *args) + 1)
+    checked = check_program(fn, *args, wrt=None, wide=ordered(fn, *args) + 3)
     assert 2 <= checked.want[1] <= 5
 
 
@@ -311,8 +312,9 @@ def test_custom_root_and_its_gradient():
             warnings.simplefilter("always", pp.PrecisionWarning)
             traced = form.trace(*args)
         assert not [w for w in caught if issubclass(w.category, pp.PrecisionWarning)]
-        # a derivative of the root is a hi-primitive from 0.12, which holds fewer copies of them
-        assert len(low_products(traced.jaxpr)) >= 6
+        # a derivative of the root is a hi-primitive from 0.12, which holds fewer copies of them;
+        # the Jacobians are factorized, so they are wide
+        assert len(low_products(traced.jaxpr)) >= 4
         got = traced.lower().compile()(*args)
         assert_leaves_near(got, want, 8 * pp.Precision.BF16.unit_roundoff)
 
