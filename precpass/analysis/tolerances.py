@@ -4,9 +4,9 @@ A loop that goes on until a residual is small needs a residual that becomes smal
 product makes it in the same trip, its rounding error stays. So such a loop's products stay float32,
 all of them, because a step that is a little off keeps the residual up as well.
 
-A predicate ends anyway if it reads a counter, or compares a value that the loop adds to, as a time; and it
-is no test of a residual if it compares with zero, with a number that is not small, or with a value
-that the loop carries, as in early stopping.
+A predicate ends anyway if it reads a counter, or compares a value that the loop adds to, such as a
+time; and it is no test of a residual if it compares with zero, with a number that is not small, or
+with a value that the loop carries, as in early stopping.
 """
 
 from __future__ import annotations

@@ -206,6 +206,53 @@ def test_a_loop_that_ends_on_a_tolerance_ends_after_as_many_trips(name, batched)
     assert identical(run(fn, pp.AutoMixedBf16, SPD, b), jax.jit(fn)(SPD, b))
 
 
+def a_recursion(a, b):
+    """Conjugate gradients by hand, whose residual is never computed anew."""
+
+    def step(state):
+        x, r, p = state
+        ap = a @ p
+        alpha = jnp.vdot(r, r) / jnp.vdot(p, ap)
+        new = r - alpha * ap
+        return x + alpha * p, new, new + jnp.vdot(new, new) / jnp.vdot(r, r) * p
+
+    return lax.while_loop(
+        lambda state: jnp.vdot(state[1], state[1]) > 1e-8, step, (jnp.zeros_like(b), b, b)
+    )[0]
+
+
+SOLVERS = {
+    "a recursion": a_recursion,
+    "cg": lambda a, b: jax.scipy.sparse.linalg.cg(lambda x: a @ x, b)[0],
+    "bicgstab": lambda a, b: jax.scipy.sparse.linalg.bicgstab(lambda x: a @ x, b)[0],
+    "gmres": lambda a, b: jax.scipy.sparse.linalg.gmres(lambda x: a @ x, b)[0],
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_an_iterative_solver_solves_the_system_that_it_is_given(name):
+    got = run(SOLVERS[name], pp.AutoMixedBf16, SPD, V)
+    assert rel_error(got, np.linalg.solve(SPD, V)) < 1e-4
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_is_needed_exactly_is_not_stored_in_16_bits_either(stored):
+    """The angles that a checkpoint saves in a scan, for the backward pass."""
+    policy = jax.checkpoint_policies.dots_saveable if stored else None
+
+    def loss(w, xs):
+        def step(total, x):
+            return total + jnp.sum(jnp.sin(angles(x, w))), None
+
+        return lax.scan(jax.checkpoint(step, policy=policy), 0.0, xs)[0]
+
+    xs = normal(9, 16, 32, N)
+    got, want = jax.jit(lambda *a: (run(jax.grad(loss), pp.AutoMixedBf16, *a), jax.grad(loss)(*a)))(
+        A, xs
+    )
+    assert rel_error(got, want) < 0.02
+
+
 def test_a_rule_a_region_and_a_saved_plan_order_it_low(tmp_path):
     fn, args = INTEGERS["floor"]
     rule = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="bf16"))

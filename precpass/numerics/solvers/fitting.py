@@ -26,6 +26,7 @@ import optimistix as optx
 from precpass import jaxpr as ir
 from precpass.api import auto_mixed
 from precpass.jaxpr.weak import Recent, WeakIdMap
+from precpass.jit.own_arrays import with_own_arrays
 from precpass.numerics.monitor.monitor import monitor
 from precpass.numerics.solvers.descents import (
     BoundedAdjoint,
@@ -37,7 +38,7 @@ from precpass.numerics.solvers.descents import (
     lengths,
     solver_with,
 )
-from precpass.numerics.solvers.float64 import own_array, own_arrays
+from precpass.numerics.solvers.float64 import own_array
 from precpass.numerics.solvers.roles import Roles
 from precpass.policy.precision import Precision
 from precpass.policy.presets import Custom
@@ -124,8 +125,7 @@ def program(fn: Callable[..., Any], spec: Spec, x: Any, args: Any, x64: bool) ->
 
     As long as a program holds a numpy array, JAX caches one canonical form of it, in the x64 mode
     in which it first saw the array, and uses that in programs of the other mode too. So cached
-    programs hold no numpy array, and if one may have been seen in the other mode, the residual
-    is traced again with copies.
+    programs hold no numpy array, and with x64 off the residual is traced with copies.
 
     Args:
         fn: the residual.
@@ -137,24 +137,20 @@ def program(fn: Callable[..., Any], spec: Spec, x: Any, args: Any, x64: bool) ->
     leaves, structure = jax.tree.flatten(args)
     avals = jax.typeof(x.astype(np.float64)), *map(jax.typeof, leaves)
 
-    def traced() -> Any:
-        def flat(x: Any, *leaves: Any) -> list[Any]:
-            return [_residuals(fn, spec, x, jax.tree.unflatten(structure, leaves))]
+    is_copied = spec.precision is Precision.F64 and not x64
+    read, arrays = with_own_arrays(fn) if is_copied else (fn, [])
 
-        return ir.trace(flat, *avals)
+    def flat(x: Any, *leaves: Any) -> list[Any]:
+        return [_residuals(read, spec, x, jax.tree.unflatten(structure, leaves))]
 
-    closed = traced()
-    exact = x64 or spec.precision is not Precision.F64
-    if not exact and any(map(_is_narrow, _all_consts(closed))):
-        with own_arrays(fn):
-            closed = traced()
-        for const in _all_consts(closed):
-            if _is_narrow(const):
-                raise TypeError(
-                    f"{_named(fn)} reads a numpy array of shape {const.shape} where least_squares "
-                    "cannot find it, and a float32 program may hold it, for which JAX has rounded "
-                    "it: close over it, or give it to least_squares as args"
-                )
+    closed = ir.trace(flat, *avals)
+    for const in _all_consts(closed) if is_copied else ():
+        if _is_narrow(const) and not any(map(functools.partial(_is_alike, const), arrays)):
+            raise TypeError(
+                f"{_named(fn)} reads a numpy array of shape {const.shape} where least_squares "
+                "cannot find it, and a float32 program may hold it, for which JAX has rounded "
+                "it: close over it, or give it to least_squares as args"
+            )
     consts = ir.consts_of(closed)
 
     def with_consts(consts: Any, *args: Any) -> list[Any]:
@@ -184,6 +180,10 @@ def _kept(fn: Callable[..., Any], key: tuple[Any, ...]) -> list[Any]:
 def _all_consts(jaxpr: Any) -> list[Any]:
     inner = [body.jaxpr for eqn in ir.open_jaxpr(jaxpr).eqns for body in ir.bodies(eqn)]
     return [*ir.consts_of(jaxpr), *(const for body in inner for const in _all_consts(body))]
+
+
+def _is_alike(const: Any, x: Any) -> bool:
+    return x.dtype == const.dtype and np.array_equal(x, const, equal_nan=True)
 
 
 def _is_narrow(x: Any) -> bool:
