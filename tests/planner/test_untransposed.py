@@ -109,7 +109,7 @@ def test_a_product_with_its_own_transpose_keeps_one_copy_for_each_side():
         return jnp.sum(jnp.arctan(x.T @ x))
 
     jaxpr = jax.make_jaxpr(jax.grad(pp.auto_mixed(loss)))(X)
-    # the cosine, and x in bfloat16 for the cotangents of both
+    # the derivative of arctan, and x in bfloat16 for the cotangents of both
     assert kept_bytes(jaxpr) <= 4 * 16 * 16 + 2 * (2 * X.size)
 
 

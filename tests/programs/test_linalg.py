@@ -168,8 +168,9 @@ GRADIENTS = (
 @pytest.mark.release
 def test_gradients_of_decompositions_are_near_and_wide_by_jaxs_own_order_or_for_a_solve():
     """The products of a backward pass have the precision that JAX gave those of the forward pass,
-    the highest nearly everywhere; the others are operands of a linear solve. Where `jax.grad` is outside, what the derivative rules of the
-    decompositions' primitives multiply comes after the pass."""
+    the highest nearly everywhere; the others are operands of a linear solve. Where `jax.grad` is
+    outside, what the derivative rules of the decompositions' primitives multiply comes after the
+    pass."""
     fn = all_of({name: WIDE[name] for name in GRADIENTS})
 
     def loss(x):

@@ -150,7 +150,7 @@ def test_the_backward_pass_keeps_one_low_copy_of_what_a_product_read():
 
     w, x = normal_array(2, 8, 8), normal_array(3, 16, 8)
     kept = kept_bytes(jax.make_jaxpr(jax.grad(pp.auto_mixed(fn)))(w, x))
-    # of each of three steps h in bfloat16 and the cosine; w once, in bfloat16
+    # of each of three steps h in bfloat16 and the derivative of arctan; w once, in bfloat16
     assert kept <= 3 * (2 + 4) * x.size + 2 * w.size
 
 
