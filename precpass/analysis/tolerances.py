@@ -168,8 +168,9 @@ class _ResidualWalk(BackwardWalk):
                 tests = self._tests_tolerance(row, eqn)
                 return [Asked(_RESIDUAL, row=row) if tests else NOTHING] * 2
             return [asked if _is_bool(v.aval) else NOTHING for v in eqn.invars]
-        if op(name).ranks or _may_be_lowered(eqn):
+        if op(name).ranks:
             return ()
+        # Behind a product that the condition computes there may be one that the trip does.
         # Libraries have primitives of their own among those that hand on a truth value.
         handed = floats if asked.level == _RESIDUAL else [_is_bool(v.aval) for v in eqn.invars]
         return [

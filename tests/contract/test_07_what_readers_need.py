@@ -176,6 +176,32 @@ def a_step(a, b):
     return lax.while_loop(goes_on, step, (b, 2 * b, 0))[2]
 
 
+def recomputed(a, b):
+    """A loop whose condition computes the residual, always in float32, of what its steps made."""
+
+    def goes_on(state):
+        return (jnp.linalg.norm(b - a @ state[0]) > 1e-4) & (state[1] < 500)
+
+    def step(state):
+        return state[0] + 0.4 * (b - a @ state[0]), state[1] + 1
+
+    return lax.while_loop(goes_on, step, (b, 0))[1]
+
+
+def newton(a, b):
+    def residual(y):
+        return y + jnp.tanh(0.3 * (a @ y)) - b
+
+    def goes_on(state):
+        return (jnp.mean(residual(state[0]) ** 2) > 1e-10) & (state[1] < 300)
+
+    def step(state):
+        y, trips = state
+        return y - jnp.linalg.solve(jax.jacfwd(residual)(y), residual(y)), trips + 1
+
+    return lax.while_loop(goes_on, step, (b, 0))[1]
+
+
 def relative(b):
     return 1e-4 * jnp.linalg.norm(b)
 
@@ -191,6 +217,8 @@ LOOPS = {
     ),
     "Newton-Schulz": newton_schulz,
     "a flag": flagged,
+    "a residual in the condition": recomputed,
+    "Newton": newton,
 }
 
 
