@@ -138,7 +138,9 @@ def _under(policy: Any, plain: Plain, fn: Callable[..., Any], report: Report) ->
         if plain.traces_the_same:
             return []  # one plan of this kind stands for all: nothing of the policy is left
         traced = pp.auto_mixed(fn, policy=policy).trace(*plain.args)
-        plain.traces_the_same = text_of(_called(traced.jaxpr)) == text_of(plain.traced.jaxpr)
+        # With no argument to trace, the function is called as a jit of its own.
+        forms = map(text_of, (traced.jaxpr, _called(traced.jaxpr)))
+        plain.traces_the_same = text_of(plain.traced.jaxpr) in forms
         found = _signature(traced, plain)
         if not plain.traces_the_same:
             found.append("changes nothing, but the function traces to another program")
@@ -150,7 +152,6 @@ def _under(policy: Any, plain: Plain, fn: Callable[..., Any], report: Report) ->
 
 
 def _called(jaxpr: Any) -> Any:
-    """The function that a mixed function's trace calls as a jit of its own."""
     eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
     return eqns[0].params["jaxpr"] if [e.primitive.name for e in eqns] == ["jit"] else jaxpr
 
