@@ -7,11 +7,13 @@ products (`analysis.need`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
 
 from precpass import jaxpr as ir
+from precpass.analysis.backward import LONGEST_CHAIN
 from precpass.analysis.graph import Graph
 from precpass.policy.primitives import OpKind, op
 
@@ -69,12 +71,16 @@ class _Walk:
         for body, child in self.graph.children[row]:
             outvars = ir.open_jaxpr(body.jaxpr).outvars
             operands = [read[at] for at in body.operands]
-            while True:
+            for trip in itertools.count():
                 inside, before = self.body(child, tuple(operands)), list(operands)
                 for operand, result in body.carry:
                     operands[operand] = max(operands[operand], _mark(inside, outvars[result]))
                 if operands == before:
                     break
+                if trip > LONGEST_CHAIN:
+                    most = max(operands[operand] for operand, _ in body.carry)
+                    for operand, _ in body.carry:
+                        operands[operand] = most
             inner.append(inside)
             for v, result in zip(outvars, body.results, strict=False):
                 results[result] = max(results[result], _mark(inside, v))

@@ -9,13 +9,14 @@ loop carries from trip to trip until nothing changes. Bodies that can ask for no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 
-__all__ = ["NOTHING", "Asked", "BackwardWalk", "BodyAsks"]
+__all__ = ["LONGEST_CHAIN", "NOTHING", "Asked", "BackwardWalk", "BodyAsks"]
 
 
 class Asked(NamedTuple):
@@ -33,6 +34,9 @@ class Asked(NamedTuple):
 
 
 NOTHING = Asked(0)
+LONGEST_CHAIN = 16
+"""So many states of a loop that feed each other in turn are followed one by one; of a longer chain
+all states are asked for what one is."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,6 +81,10 @@ class BackwardWalk:
             here: of the body around it; what is asked of earlier values is not known yet.
         """
         raise NotImplementedError
+
+    def around(self, row: int, eqn: ir.Eqn, here: BodyAsks) -> Mapping[int, Asked]:
+        """What an equation with bodies itself asks of its operands, by their positions."""
+        return {0: self.decides} if eqn.primitive.name == "cond" else {}
 
     def body(self, at: int, results: tuple[Asked, ...], known: Any = None) -> BodyAsks:
         """What is asked inside a body if `results` is asked of its results."""
@@ -127,19 +135,24 @@ class BackwardWalk:
             inner.append(inside)
         if any(inside is not _NOTHING_ASKED for inside in inner):
             here.inner[row] = tuple(inner)
-        if eqn.primitive.name == "cond":
-            _ask(here, eqn.invars[0], self.decides)
+        for operand, asked in self.around(row, eqn, here).items():
+            _ask(here, eqn.invars[operand], asked)
 
     def _until_settled(
         self, body: ir.Body, child: int, results: list[Asked], known: Any
     ) -> BodyAsks:
         invars = ir.open_jaxpr(body.jaxpr).invars
-        while True:
+        for trip in itertools.count():
             inside, before = self.body(child, tuple(results), known), list(results)
             for operand, result in body.carry:
                 results[result] = max(results[result], inside.of.get(invars[operand], NOTHING))
             if results == before:
                 return inside
+            if trip > LONGEST_CHAIN:
+                most = max(results[result] for _, result in body.carry)
+                for _, result in body.carry:
+                    results[result] = max(results[result], most)
+        raise AssertionError  # `count` has no end
 
     def _may_ask(self, at: int) -> bool:
         """Whether a body has an equation that asks something by itself."""

@@ -61,7 +61,7 @@ class ExactProducts:
     around: str = ""
 
     def of(self, row: int) -> str:
-        """Why the result of an equation is needed exactly, in words; "" if it is not."""
+        """Why the result of a product, or of custom rules, is needed exactly, in words; or ""."""
         return self.around or self.why.get(row, "")
 
     def inside(self, row: int, at: int) -> ExactProducts:
@@ -100,13 +100,13 @@ def exact_needs(graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> 
         return ExactNeeds()
     results = tuple(_of_result(v.aval) for v in ir.open_jaxpr(graph.root.jaxpr).outvars)
     tolerances = Tolerances(graph, facts_of)
-    walk = _NeedWalk(graph)
+    walk = _NeedWalk(graph, tolerances)
     found = _Collected(graph, tolerances).all(walk.body(0, results))
     if found.products is EXACT_NOWHERE:
         return ExactNeeds()
     # Few programs come here: what is known of features decides about theirs.
     known = features(graph)
-    walk = _NeedWalk(graph)
+    walk = _NeedWalk(graph, tolerances)
     return _Collected(graph, tolerances).all(walk.body(0, results, known))
 
 
@@ -114,7 +114,7 @@ _READ_INTEGERS = frozenset(("sort", "pure_callback", "io_callback", "ffi_call"))
 """Primitives that need their integers, whichever operands these are."""
 _ASKING = frozenset(
     (*named("reads_phase"), *named("factorizes"), *named("solves"), *_READ_INTEGERS)
-    + ("exp", "eq", "ne", "eq_to", "ragged_dot_general")
+    + ("exp", "eq", "ne", "eq_to", "ragged_dot_general", "rem", "while")
     + tuple(name for name, row in ROWS.items() if row.data is not None)
 )
 """Primitives that ask for digits though nothing is asked of their results."""
@@ -125,8 +125,16 @@ class _NeedWalk(BackwardWalk):
 
     decides = Asked(Need.EXACT, "decides which way the program goes")
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, tolerances: Tolerances) -> None:
         super().__init__(graph, _ASKING)
+        self._tolerances = tolerances
+
+    def around(self, row: int, eqn: ir.Eqn, here: BodyAsks) -> Mapping[int, Asked]:
+        """A choice of a branch, and what the residual of a loop is made of when it starts."""
+        if self._tolerances.why_may_not_end(row):
+            start = _exact(row, "starts a loop that ends on a tolerance")
+            return dict.fromkeys(self._tolerances.starts[row], start)
+        return super().around(row, eqn, here)
 
     def operands(self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks) -> Sequence[Asked]:
         """What an equation needs of its operands."""
@@ -142,6 +150,10 @@ class _NeedWalk(BackwardWalk):
             return [self._cast(row, eqn, asked)]
         if table.rounds_to_integers:
             return [_exact(row, "becomes whole numbers") if need else NOTHING]
+        if name == "rem" and not _is_integer(eqn.invars[0].aval):
+            return [_exact(row, "is taken modulo another number"), NOTHING]
+        if name in ("sort", "top_k") and not _is_integer(eqn.invars[0].aval):
+            return [self._ranked(row, here, at, v, eqn) for at, v in enumerate(eqn.invars)]
         if table.compares:
             return [self._compared(row, eqn, asked)] * 2
         if table.reads_phase or (name == "exp" and ir.has_complex(eqn)):
@@ -151,6 +163,12 @@ class _NeedWalk(BackwardWalk):
         if table.solves:
             return [_exact(row, "is an operand of a linear solve")] * count
         return self._handed_on(row, eqn, asked)
+
+    def _ranked(self, row: int, here: BodyAsks, at: int, v: Any, eqn: ir.Eqn) -> Asked:
+        """What is needed of an operand that is sorted: what its own numbers are needed for."""
+        if _is_integer(v.aval):
+            return _exact(row, "is used as an index")
+        return here.of.get(eqn.outvars[at], NOTHING)
 
     def _handed_on(self, row: int, eqn: ir.Eqn, asked: Asked) -> list[Asked]:
         """What an equation needs of its operands only because its results are needed."""
@@ -215,31 +233,36 @@ class _Collected:
         if around:
             self._bodies |= self.graph.inside(at)
             return self._shared.setdefault(around, ExactProducts({}, {}, around))
-        node, graph = self.graph.bodies[at], self.graph
         for v, asked in asks.of.items():
             if _is_exact(asked, [v], asks) and ir.precision_of(v.aval) is not None:
                 self._values.add((at, v))
+        node, graph = self.graph.bodies[at], self.graph
         why: dict[int, str] = {}
         inner: dict[int, tuple[ExactProducts, ...]] = {}
         for row in range(node.start, node.stop):
-            if row in graph.children:
-                loop = self._tolerances.why_may_not_end(row)
-                inside = asks.inner.get(row)
-                if loop or inside or self._tolerances.may_hold_one(row):
-                    bodies = tuple(
-                        self.body(child, inside[i] if inside else _EMPTY, loop)
-                        for i, (_, child) in enumerate(graph.children[row])
-                    )
-                    if any(body is not EXACT_NOWHERE for body in bodies):
-                        inner[row] = bodies
-            elif graph.primitives[row] in COMPUTING and asks.of:
-                asked = asks.of.get(graph.eqns[row].outvars[0], NOTHING)
-                if _is_exact(asked, graph.eqns[row].invars[:2], asks):
+            eqn = graph.eqns[row]
+            is_product = graph.primitives[row] in COMPUTING
+            if asks.of and (is_product or (row in graph.children and ir.has_rules(eqn))):
+                asked = max((asks.of.get(v, NOTHING) for v in eqn.outvars), default=NOTHING)
+                if _is_exact(asked, eqn.invars[:2] if is_product else eqn.invars, asks):
                     why[row] = self._in_words(asked)
+            if row in graph.children and (bodies := self._inside(row, asks)):
+                inner[row] = bodies
         if not (why or inner):
             return EXACT_NOWHERE
         content = at, tuple(why.items()), tuple((row, *map(id, b)) for row, b in inner.items())
         return self._shared.setdefault(content, ExactProducts(why, inner))
+
+    def _inside(self, row: int, asks: BodyAsks) -> tuple[ExactProducts, ...]:
+        """The products of an equation's bodies; () if none of these has any."""
+        loop, inside = self._tolerances.why_may_not_end(row), asks.inner.get(row)
+        if not (loop or inside or self._tolerances.may_hold_one(row)):
+            return ()
+        bodies = tuple(
+            self.body(child, inside[i] if inside else _EMPTY, loop)
+            for i, (_, child) in enumerate(self.graph.children[row])
+        )
+        return bodies if any(body is not EXACT_NOWHERE for body in bodies) else ()
 
     def _in_words(self, asked: Asked) -> str:
         place = self.graph.source(asked.row).place if asked.row >= 0 else ""

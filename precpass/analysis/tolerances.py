@@ -48,6 +48,8 @@ class Tolerances:
         self._additions = _AdditionWalk(graph)
         self._holds: dict[int, tuple[bool, bool]] = {}
         self._reasons: dict[int, str] = {}
+        self.starts: dict[int, frozenset[int]] = {}
+        """Of such a loop, the positions of the operands that its residual is made of."""
 
     def why_may_not_end(self, row: int) -> str:
         """Why a loop may never end in low precision, in words; "" if it does, or is no loop."""
@@ -71,7 +73,13 @@ class Tolerances:
             NOTHING if self._is_progress(body, at_body, out, own) else own
             for out, own in enumerate(asks.of.get(v, NOTHING) for v in carried)
         )
-        return self._reaches_product(at_body, self._residuals.body(at_body, asked))
+        found = self._residuals.body(at_body, asked)
+        row = self.graph.callers[at_body][0][0]
+        read = zip(ir.open_jaxpr(body.jaxpr).invars, body.operands, strict=True)
+        self.starts[row] = frozenset(
+            operand for v, operand in read if found.of.get(v, NOTHING).level == _RESIDUAL
+        )
+        return self._reaches_product(at_body, found)
 
     def _is_progress(self, body: ir.Body, at: int, out: int, asked: Asked) -> bool:
         """Whether a loop adds to a carry that is compared as it is, and not by a norm."""
@@ -160,27 +168,40 @@ class _ResidualWalk(BackwardWalk):
         }
 
     def operands(self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks) -> Sequence[Asked]:
-        name = eqn.primitive.name
-        is_choice = name == "select_n"
-        floats = [ir.precision_of(v.aval) is not None for v in eqn.invars]
-        if op(name).compares:
-            if any(floats):
-                tests = self._tests_tolerance(row, eqn)
-                return [Asked(_RESIDUAL, row=row) if tests else NOTHING] * 2
-            return [asked if _is_bool(v.aval) else NOTHING for v in eqn.invars]
-        if op(name).ranks:
-            return ()
+        name, invars = eqn.primitive.name, eqn.invars
+        floats = [ir.precision_of(v.aval) is not None for v in invars]
+        if op(name).compares and any(floats):
+            tests = self._tests_tolerance(row, eqn)
+            return [Asked(_RESIDUAL, row=row) if tests else NOTHING] * 2
         # Behind a product that the condition computes there may be one that the trip does.
-        # Libraries have primitives of their own among those that hand on a truth value.
-        handed = floats if asked.level == _RESIDUAL else [_is_bool(v.aval) for v in eqn.invars]
-        return [
-            asked if is_handed and not (is_choice and at == 0) else NOTHING
-            for at, is_handed in enumerate(handed)
-        ]
+        # Libraries have primitives of their own among those that hand on a truth value, which may
+        # be counted, too.
+        if asked.level == _DECIDES or (name == "convert_element_type" and not floats[0]):
+            decides = Asked(_DECIDES)
+            return [NOTHING if is_float else decides for is_float in floats]
+        if name == "select_n" and all(map(ir.is_literal, invars[1:])):
+            return [Asked(_DECIDES)]
+        return [asked if is_float else NOTHING for is_float in floats]
+
+    def around(self, row: int, eqn: ir.Eqn, here: BodyAsks) -> Mapping[int, Asked]:
+        """A branch is chosen by what decides, if its result does."""
+        asked = max((here.of.get(v, NOTHING) for v in eqn.outvars), default=NOTHING)
+        is_choice = eqn.primitive.name == "cond" and asked.level == _DECIDES
+        return {0: asked} if is_choice else {}
 
     def _tests_tolerance(self, row: int, eqn: ir.Eqn) -> bool:
         body = int(self.graph.body[row])
-        return any(self._is_tolerance(body, v, alone=True) for v in eqn.invars)
+        if any(self._is_tolerance(body, v, alone=True) for v in eqn.invars):
+            return True
+        if not any(ir.is_literal(v) and np.ndim(v.val) == 0 and v.val == 0 for v in eqn.invars):
+            return False
+        makers = [self._makers(body).get(v) for v in eqn.invars if not ir.is_literal(v)]
+        return any(
+            maker is not None
+            and maker.primitive.name == "sub"
+            and any(self._is_tolerance(body, v, alone=False) for v in maker.invars)
+            for maker in makers
+        )
 
     def _is_tolerance(self, body: int, atom: ir.Atom, *, alone: bool) -> bool:
         """Whether a threshold is a small number, a multiple by one, or given to the loop.
@@ -222,7 +243,3 @@ class _ResidualWalk(BackwardWalk):
             eqns = ir.open_jaxpr(self.graph.bodies[body].jaxpr).eqns
             self._made_by[body] = {v: eqn for eqn in eqns for v in eqn.outvars}
         return self._made_by[body]
-
-
-def _is_bool(aval: Any) -> bool:
-    return getattr(aval, "dtype", None) == np.bool_

@@ -249,7 +249,9 @@ class Planner:
                 feedback = self.analysis.additive.cyclic(body)
             needed = exact.inside(row, at)
             inner.append(self.plan(inside, needed, feedback, decides or body.decides, border))
-        rules = border if ir.has_rules(eqn) and self._plans_rules(eqn, scope) else None
+        # JAX traces the rules when it differentiates. Who reads their results is unknown then.
+        plans_rules = ir.has_rules(eqn) and not exact.of(row) and self._plans_rules(eqn, scope)
+        rules = border if plans_rules else None
         natives = [ir.parts_of(v.aval) for v in eqn.outvars]
         stored = tuple(None if (p := across(border, n)) is n else p for n in natives)
         kind, why = op(eqn.primitive.name).kind, reasons.ENTERED()

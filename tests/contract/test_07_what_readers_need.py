@@ -42,6 +42,8 @@ INTEGERS = {
         lambda x, w: jnp.zeros(1200).at[jnp.floor(x @ w)[:, 0].astype(int)].add(1.0),
         (POSITIONS, CELLS),
     ),
+    "sorted": (lambda x, w: jnp.floor(jnp.sort(x @ w, axis=0)), (POSITIONS, CELLS)),
+    "modulo": (lambda x, w: jnp.round(jnp.mod(x @ w, 50.0) - x @ w), (POSITIONS, CELLS)),
     "in a loop": (
         lambda x, w: lax.scan(lambda c, row: (c, jnp.floor(row @ w).astype(int)), 0, x)[1],
         (POSITIONS, CELLS),
@@ -202,6 +204,36 @@ def newton(a, b):
     return lax.while_loop(goes_on, step, (b, 0))[1]
 
 
+def counted_hits(a, b):
+    """A loop that ends when its residual was small three times in a row, which it counts."""
+
+    def step(state):
+        x, hits, trips = state
+        residual = b - a @ x
+        small = jnp.linalg.norm(residual) < 1e-4
+        return x + 0.4 * residual, jnp.where(small, hits + 1, 0), trips + 1
+
+    def goes_on(state):
+        return (state[1] < 3) & (state[2] < 500)
+
+    return lax.while_loop(goes_on, step, (b, 0, 0))[2]
+
+
+def branched(a, b):
+    """A loop whose body carries what a branch says."""
+
+    def step(state):
+        x, _, trips = state
+        residual = b - a @ x
+        done = lax.cond(jnp.linalg.norm(residual) < 1e-4, lambda: True, lambda: False)
+        return x + 0.4 * residual, done, trips + 1
+
+    def goes_on(state):
+        return ~state[1] & (state[2] < 500)
+
+    return lax.while_loop(goes_on, step, (b, False, 0))[2]
+
+
 def relative(b):
     return 1e-4 * jnp.linalg.norm(b)
 
@@ -219,6 +251,12 @@ LOOPS = {
     "a flag": flagged,
     "a residual in the condition": recomputed,
     "Newton": newton,
+    "a count of small residuals": counted_hits,
+    "a flag of a branch": branched,
+    "all but one": until(lambda b: 1e-4, lambda x, old, r: jnp.sort(jnp.abs(r))[-2]),
+    "how many are small": until(
+        lambda b: 1.0, lambda x, old, r: 2.0 - jnp.mean((jnp.abs(r) < 1e-4).astype(jnp.float32))
+    ),
 }
 
 
@@ -251,6 +289,7 @@ def a_recursion(a, b):
 
 SOLVERS = {
     "a recursion": a_recursion,
+    "cg with a start": lambda a, b: jax.scipy.sparse.linalg.cg(lambda x: a @ x, b, x0=b)[0],
     "cg": lambda a, b: jax.scipy.sparse.linalg.cg(lambda x: a @ x, b)[0],
     "bicgstab": lambda a, b: jax.scipy.sparse.linalg.bicgstab(lambda x: a @ x, b)[0],
     "gmres": lambda a, b: jax.scipy.sparse.linalg.gmres(lambda x: a @ x, b)[0],
@@ -279,6 +318,50 @@ def test_what_is_needed_exactly_is_not_stored_in_16_bits_either(stored):
         A, xs
     )
     assert rel_error(got, want) < 0.02
+
+
+@jax.custom_vjp
+def dense(x, w):
+    return x @ w
+
+
+dense.defvjp(lambda x, w: (x @ w, (x, w)), lambda xw, g: (g @ xw[1].T, xw[0].T @ g))
+
+
+@jax.custom_jvp
+def multiplied(x, w):
+    return x @ w
+
+
+multiplied.defjvp(lambda p, t: (p[0] @ p[1], t[0] @ p[1] + p[0] @ t[1]))
+
+
+@pytest.mark.parametrize("product", [dense, multiplied], ids=["vjp", "jvp"])
+def test_custom_rules_whose_result_is_needed_exactly_are_not_rewritten(product):
+    """JAX traces them when it differentiates, and does not say then who reads the result."""
+
+    def fn(x, w):
+        return jnp.sum(jnp.sin(40.0 * product(x, w)))
+
+    with quiet():
+        mixed = jax.value_and_grad(pp.auto_mixed(fn), 1)
+        got, want = jax.jit(lambda *xs: (mixed(*xs), jax.value_and_grad(fn, 1)(*xs)))(A, B)
+    assert rel_error(got, want) < 1e-5
+
+
+def test_a_chain_of_states_is_planned_in_linear_time():
+    """Each state of the loop is made of the next one, so that what the last is read for reaches
+    each product after as many trips. More than a few are not followed one by one."""
+
+    def fn(states, w):
+        def step(carry, _):
+            return [*carry[1:], carry[0] @ w], None
+
+        return jnp.floor(lax.scan(step, states, None, length=2)[0][0])
+
+    states = [A] * 200
+    inspection = look(fn, pp.AutoMixedBf16, states, B)
+    assert low_products(inspection.after) == []
 
 
 def test_a_rule_a_region_and_a_saved_plan_order_it_low(tmp_path):
