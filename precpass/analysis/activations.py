@@ -69,23 +69,27 @@ class _Walk:
     def _enter(self, row: int, eqn: ir.Eqn, read: list[int], here: Features) -> list[int]:
         results, inner = [0] * len(eqn.outvars), list[Features]()
         for body, child in self.graph.children[row]:
-            outvars = ir.open_jaxpr(body.jaxpr).outvars
-            operands = [read[at] for at in body.operands]
-            for trip in itertools.count():
-                inside, before = self.body(child, tuple(operands)), list(operands)
-                for operand, result in body.carry:
-                    operands[operand] = max(operands[operand], _mark(inside, outvars[result]))
-                if operands == before:
-                    break
-                if trip > LONGEST_CHAIN:
-                    most = max(operands[operand] for operand, _ in body.carry)
-                    for operand, _ in body.carry:
-                        operands[operand] = most
+            inside = self._until_settled(body, child, [read[at] for at in body.operands])
             inner.append(inside)
+            outvars = ir.open_jaxpr(body.jaxpr).outvars
             for v, result in zip(outvars, body.results, strict=False):
                 results[result] = max(results[result], _mark(inside, v))
         here.inner[row] = tuple(inner)
         return results
+
+    def _until_settled(self, body: ir.Body, child: int, operands: list[int]) -> Features:
+        outvars = ir.open_jaxpr(body.jaxpr).outvars
+        for trip in itertools.count():
+            inside, before = self.body(child, tuple(operands)), list(operands)
+            for operand, result in body.carry:
+                operands[operand] = max(operands[operand], _mark(inside, outvars[result]))
+            if operands == before:
+                return inside
+            if trip > LONGEST_CHAIN:
+                most = max(operands[operand] for operand, _ in body.carry)
+                for operand, _ in body.carry:
+                    operands[operand] = most
+        raise AssertionError  # `count` has no end
 
 
 def _mark(here: Features, atom: ir.Atom) -> int:

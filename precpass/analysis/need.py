@@ -114,7 +114,7 @@ _READ_INTEGERS = frozenset(("sort", "pure_callback", "io_callback", "ffi_call"))
 """Primitives that need their integers, whichever operands these are."""
 _ASKING = frozenset(
     (*named("reads_phase"), *named("factorizes"), *named("solves"), *_READ_INTEGERS)
-    + ("exp", "eq", "ne", "eq_to", "ragged_dot_general", "rem", "while")
+    + ("exp", "eq", "ne", "eq_to", "ragged_dot_general", "while")
     + tuple(name for name, row in ROWS.items() if row.data is not None)
 )
 """Primitives that ask for digits though nothing is asked of their results."""
@@ -150,8 +150,6 @@ class _NeedWalk(BackwardWalk):
             return [self._cast(row, eqn, asked)]
         if table.rounds_to_integers:
             return [_exact(row, "becomes whole numbers") if need else NOTHING]
-        if name == "rem" and not _is_integer(eqn.invars[0].aval):
-            return [_exact(row, "is taken modulo another number"), NOTHING]
         if name in ("sort", "top_k") and not _is_integer(eqn.invars[0].aval):
             return [self._ranked(row, here, at, v, eqn) for at, v in enumerate(eqn.invars)]
         if table.compares:
