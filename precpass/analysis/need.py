@@ -241,7 +241,8 @@ class _Collected:
             eqn = graph.eqns[row]
             is_product = graph.primitives[row] in COMPUTING
             if asks.of and (is_product or (row in graph.children and ir.has_rules(eqn))):
-                asked = max((asks.of.get(v, NOTHING) for v in eqn.outvars), default=NOTHING)
+                numbers = (v for v in eqn.outvars if _is_inexact(getattr(v.aval, "dtype", None)))
+                asked = max((asks.of.get(v, NOTHING) for v in numbers), default=NOTHING)
                 if _is_exact(asked, eqn.invars[:2] if is_product else eqn.invars, asks):
                     why[row] = self._in_words(asked)
             if row in graph.children and (bodies := self._inside(row, asks)):
