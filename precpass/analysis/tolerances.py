@@ -174,15 +174,14 @@ class _ResidualWalk(BackwardWalk):
             tests = self._tests_tolerance(row, eqn)
             return [Asked(_RESIDUAL, row=row) if tests else NOTHING] * 2
         # Behind a product that the condition computes there may be one that the trip does.
-        # Libraries have primitives of their own among those that hand on a truth value. Where one
-        # becomes a whole number, steps are counted and results named, in adaptive solvers too.
-        is_choice = name == "select_n"
-        if asked.level == _RESIDUAL:
-            return [asked if is_float else NOTHING for is_float in floats]
-        return [
-            asked if _is_bool(v.aval) and not (is_choice and at == 0) else NOTHING
-            for at, v in enumerate(invars)
-        ]
+        # Libraries have primitives of their own among those that hand on a truth value, which may
+        # be counted, too.
+        if asked.level == _DECIDES or (name == "convert_element_type" and not floats[0]):
+            decides = Asked(_DECIDES)
+            return [NOTHING if is_float else decides for is_float in floats]
+        if name == "select_n" and all(map(ir.is_literal, invars[1:])):
+            return [Asked(_DECIDES)]
+        return [asked if is_float else NOTHING for is_float in floats]
 
     def around(self, row: int, eqn: ir.Eqn, here: BodyAsks) -> Mapping[int, Asked]:
         """A branch is chosen by what decides, if its result does."""
@@ -244,7 +243,3 @@ class _ResidualWalk(BackwardWalk):
             eqns = ir.open_jaxpr(self.graph.bodies[body].jaxpr).eqns
             self._made_by[body] = {v: eqn for eqn in eqns for v in eqn.outvars}
         return self._made_by[body]
-
-
-def _is_bool(aval: Any) -> bool:
-    return getattr(aval, "dtype", None) == np.bool_

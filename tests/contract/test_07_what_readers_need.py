@@ -204,6 +204,21 @@ def newton(a, b):
     return lax.while_loop(goes_on, step, (b, 0))[1]
 
 
+def counted_hits(a, b):
+    """A loop that ends when its residual was small three times in a row, which it counts."""
+
+    def step(state):
+        x, hits, trips = state
+        residual = b - a @ x
+        small = jnp.linalg.norm(residual) < 1e-4
+        return x + 0.4 * residual, jnp.where(small, hits + 1, 0), trips + 1
+
+    def goes_on(state):
+        return (state[1] < 3) & (state[2] < 500)
+
+    return lax.while_loop(goes_on, step, (b, 0, 0))[2]
+
+
 def branched(a, b):
     """A loop whose body carries what a branch says."""
 
@@ -236,8 +251,12 @@ LOOPS = {
     "a flag": flagged,
     "a residual in the condition": recomputed,
     "Newton": newton,
+    "a count of small residuals": counted_hits,
     "a flag of a branch": branched,
     "all but one": until(lambda b: 1e-4, lambda x, old, r: jnp.sort(jnp.abs(r))[-2]),
+    "how many are small": until(
+        lambda b: 1.0, lambda x, old, r: 2.0 - jnp.mean((jnp.abs(r) < 1e-4).astype(jnp.float32))
+    ),
 }
 
 
