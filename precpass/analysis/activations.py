@@ -1,13 +1,11 @@
 """Which values are behind a product and then an activation: the features of a network.
 
-What is made of them may be as far off as they are, so exact digits are not asked for in their
-products (`analysis.need`).
+They are rounded already, so a product of them is not asked for exact digits (`analysis.need`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import numpy as np
@@ -79,17 +77,18 @@ class _Walk:
 
     def _until_settled(self, body: ir.Body, child: int, operands: list[int]) -> Features:
         outvars = ir.open_jaxpr(body.jaxpr).outvars
-        for trip in itertools.count():
+        trips = 0
+        while True:
             inside, before = self.body(child, tuple(operands)), list(operands)
             for operand, result in body.carry:
                 operands[operand] = max(operands[operand], _mark(inside, outvars[result]))
             if operands == before:
                 return inside
-            if trip > LONGEST_CHAIN:
+            trips += 1
+            if trips > LONGEST_CHAIN:
                 most = max(operands[operand] for operand, _ in body.carry)
                 for operand, _ in body.carry:
                     operands[operand] = most
-        raise AssertionError  # `count` has no end
 
 
 def _mark(here: Features, atom: ir.Atom) -> int:

@@ -1,6 +1,6 @@
-"""A walk backward over a program: what the readers of a value ask of it, handed on to what made it.
+"""A walk backward over a program, from the readers of values to the equations that make them.
 
-The walk is made of a rule: what an equation asks of its operands if something is asked of its
+A subclass has the rule: what an equation asks of its operands if something is asked of its
 results. It is joined over the readers of a value, enters bodies once for each class of their call
 sites (what is asked of their results, and what is known of their operands), and follows what a
 loop carries from trip to trip until nothing changes. Bodies that can ask for nothing are skipped.
@@ -9,7 +9,6 @@ loop carries from trip to trip until nothing changes. Bodies that can ask for no
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -142,17 +141,18 @@ class BackwardWalk:
         self, body: ir.Body, child: int, results: list[Asked], known: Any
     ) -> BodyAsks:
         invars = ir.open_jaxpr(body.jaxpr).invars
-        for trip in itertools.count():
+        trips = 0
+        while True:
             inside, before = self.body(child, tuple(results), known), list(results)
             for operand, result in body.carry:
                 results[result] = max(results[result], inside.of.get(invars[operand], NOTHING))
             if results == before:
                 return inside
-            if trip > LONGEST_CHAIN:
+            trips += 1
+            if trips > LONGEST_CHAIN:
                 most = max(results[result] for _, result in body.carry)
                 for _, result in body.carry:
                     results[result] = max(results[result], most)
-        raise AssertionError  # `count` has no end
 
     def _may_ask(self, at: int) -> bool:
         """Whether a body has an equation that asks something by itself."""

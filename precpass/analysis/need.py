@@ -151,7 +151,7 @@ class _NeedWalk(BackwardWalk):
         if table.rounds_to_integers:
             return [_exact(row, "becomes whole numbers") if need else NOTHING]
         if name in ("sort", "top_k") and not _is_integer(eqn.invars[0].aval):
-            return [self._ranked(row, here, at, v, eqn) for at, v in enumerate(eqn.invars)]
+            return [self._sorted(row, eqn, at, here) for at in range(count)]
         if table.compares:
             return [self._compared(row, eqn, asked)] * 2
         if table.reads_phase or (name == "exp" and ir.has_complex(eqn)):
@@ -162,9 +162,9 @@ class _NeedWalk(BackwardWalk):
             return [_exact(row, "is an operand of a linear solve")] * count
         return self._handed_on(row, eqn, asked)
 
-    def _ranked(self, row: int, here: BodyAsks, at: int, v: Any, eqn: ir.Eqn) -> Asked:
-        """What is needed of an operand that is sorted: what its own numbers are needed for."""
-        if _is_integer(v.aval):
+    def _sorted(self, row: int, eqn: ir.Eqn, at: int, here: BodyAsks) -> Asked:
+        """What is needed of an operand of a sort: what its numbers are needed for."""
+        if _is_integer(eqn.invars[at].aval):
             return _exact(row, "is used as an index")
         return here.of.get(eqn.outvars[at], NOTHING)
 
