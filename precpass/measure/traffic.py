@@ -168,7 +168,7 @@ _VIEWS = frozenset(("bitcast", "reshape"))
 _MOVES = frozenset(("copy", "transpose", "convert"))
 _PRODUCTS = frozenset(("dot", "convolution", "ragged-dot", "scaled-dot"))
 _LIBRARY_PRODUCT = re.compile(
-    r"cublas|cudnn\$(conv|fmha|blockScaledDot)|onednn\$matmul|__dot|gemm", re.I
+    r"cublas|cudnn\$(conv|fmha|blockScaledDot)|onednn\$(matmul|convolution)|__dot|gemm", re.I
 )
 _SLICES = frozenset(("slice", "dynamic-slice", "gather"))
 _COMMUNICATION = re.compile(r"all-|collective-|ragged-all-|reduce-scatter|(recv|send)\b")

@@ -164,6 +164,19 @@ def test_a_librarys_kernel_on_widened_operands_is_not():
     assert found(LOW, compiled) == [("product widened", "bf16", "f32", 3)]
 
 
+@pytest.mark.parametrize("target", ["__onednn$matmul", "__onednn$convolution"])
+def test_a_kernel_without_a_name_is_that_of_what_reads_its_first_result(target: str):
+    call = f'(f32[8,8]{{1,0}}, u8[9]{{0}}) custom-call(x.1, w.1), custom_call_target="{target}"'
+    compiled = program(
+        "bf16[8,8]{1,0}",
+        f"k.1 = {call}",
+        "r.1 = f32[8,8]{1,0} get-tuple-element(k.1), index=0",
+        "ROOT t.1 = f32[8,8]{0,1} copy(r.1) @dot_general:3",
+    )
+    summary = changes(LOW, compiled)
+    assert (summary.found, summary.as_planned, summary.merged) == ((), 1, 0)
+
+
 def test_narrower_operands_are_found_unless_they_are_the_same_values():
     wide = program("f32[8,8]{1,0}", "ROOT d.1 = f32[8,8]{1,0} dot(x.1, w.1) @dot_general:3")
     rounded = program(

@@ -30,6 +30,7 @@ def kinds(found: pp.Audit) -> list[str]:
 def factor_dtypes(hlo: str) -> list[tuple[str, str]]:
     """The element types of each product's operands, by searching the text alone."""
     pairs = re.findall(r" (?:dot|convolution)\(%(\S+), %(\S+)\)", hlo)
+    pairs += re.findall(r' custom-call\(%([^,)]+), %([^,)]+)[^"]*"__onednn\$(?:matmul|conv)', hlo)
     return [
         tuple(re.search(rf"%{re.escape(name)} = (\w+)\[", hlo)[1] for name in pair)
         for pair in pairs

@@ -135,7 +135,7 @@ class Sides:
     def _near(self, placed: Placed) -> Iterator[Instruction]:
         """The readers and operands of an instruction, also inside fusions."""
         name, computation = placed.instruction.name, placed.computation
-        for reader in computation.readers[name]:
+        for reader in _past_tuples(computation, name):
             yield reader
             for inside, entry in entries(self.modules[1], reader, name):
                 yield from inside.readers[entry.name]
@@ -157,6 +157,14 @@ def _key(name: str, instruction: Instruction) -> Key:
     return name, instruction.file, instruction.line
 
 
+def _past_tuples(computation: Computation, name: str) -> Iterator[Instruction]:
+    """The readers of a result, and of what they take out of it if it is a tuple."""
+    for reader in computation.readers[name]:
+        if reader.opcode == "get-tuple-element":
+            yield from _past_tuples(computation, reader.name)
+        yield reader
+
+
 def _shared(name: str, other: str) -> int:
     """The number of outermost parts that two name stacks have in common."""
     pairs = zip(name.split("/"), other.split("/"), strict=False)
@@ -166,6 +174,9 @@ def _shared(name: str, other: str) -> int:
 PRODUCTS = frozenset({"dot", "convolution", "ragged-dot", "scaled-dot"})
 _SCALED_MATMUL = ("__op$block_scaled_dot", "CustomSPMDPartitioning")
 """The custom calls that `jax.nn.scaled_matmul` is lowered to for NVIDIA's GPUs, one or several."""
+
+_ONEDNN = ("__onednn$matmul", "__onednn$convolution")
+"""oneDNN's kernels, which jax 0.12 calls on some CPUs; the second result is working memory."""
 
 MOVES = frozenset(
     ("bitcast", "broadcast", "copy", "opt-barrier", "reshape", "reverse", "slice", "transpose")
@@ -216,7 +227,8 @@ def is_product(placed: Placed) -> bool:
     """Whether an instruction is a product of floating operands, or of two in int8."""
     instruction = placed.instruction
     is_scaled_matmul = instruction.target in _SCALED_MATMUL and "_scaled_matmul" in placed.name
-    return (instruction.opcode in PRODUCTS or is_scaled_matmul) and len(factors(placed)) == 2
+    is_kernel = is_scaled_matmul or instruction.target in _ONEDNN
+    return (instruction.opcode in PRODUCTS or is_kernel) and len(factors(placed)) == 2
 
 
 def sizes(placed: Placed) -> tuple[int, ...]:
