@@ -11,6 +11,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax import dtypes
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import linear_util
 
@@ -175,10 +176,14 @@ def _rewritten_function(
 
 
 def _like(x: Any, native: Any) -> Any:
-    """The operand with which a rule is traced if its floating dtype is not the user's."""
+    """The operand with which a rule is traced if its floating dtype is not the user's.
+
+    A cotangent of an extended dtype is as another custom rule has made it.
+    """
     aval: Aval = x.aval if isinstance(x, SymbolicZero) else jax.typeof(x)
     dtype = getattr(native, "dtype", None)
-    if dtype is None or aval.dtype == dtype or not jnp.issubdtype(dtype, jnp.floating):
+    is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    if aval.dtype == dtype or not is_floating or jnp.issubdtype(aval.dtype, dtypes.extended):
         return x
     aval = aval.update(dtype=dtype)
     return SymbolicZero(aval) if isinstance(x, SymbolicZero) else aval

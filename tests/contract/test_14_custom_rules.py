@@ -1,5 +1,6 @@
 """Design section 3, line 14: custom rules are kept, and their own products are low."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax._src.dtypes import ExtendedDType
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero, linear_call
 
@@ -271,6 +273,54 @@ def test_two_layers_with_relu_and_rules(compose: Any):
         return (jax.nn.gelu(REVERSE["jvp"](hidden, v)) ** 2).mean()
 
     low_and_near(compose(loss), jax.grad(loss), W, X, V, least=4, tolerance=0.02)
+
+
+class Scale(jax.dtypes.extended):
+    """The type of `ScaleOf`, for `issubdtype`."""
+
+
+class LargestCounts:
+    """What JAX asks of an extended dtype of cotangents: where two meet, the larger one stays."""
+
+    allow_conversion = True
+
+    @staticmethod
+    def physical_element_aval(dtype):
+        return jax.core.ShapedArray((), dtype.of)
+
+    @staticmethod
+    def add(dtype, x, y):
+        numbers = (lax.convert_element_type(v, dtype.of) for v in (x, y))
+        return lax.convert_element_type(jnp.maximum(*numbers), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleOf(ExtendedDType):
+    of: Any
+    name: str = "scale"
+    _rules: type = LargestCounts
+    type: type = Scale
+
+
+@each_composition
+def test_a_cotangent_of_an_extended_dtype_goes_from_rule_to_rule(compose: Any):
+    @jax.custom_vjp
+    def as_scale(x):
+        return x
+
+    @jax.custom_vjp
+    def as_number(x):
+        return x
+
+    scale = ScaleOf(jnp.dtype(jnp.float32))
+    as_scale.defvjp(lambda x: (x, ()), lambda _, ct: (lax.convert_element_type(ct, scale),))
+    as_number.defvjp(lambda x: (x, ()), lambda _, ct: (lax.convert_element_type(ct, ct.dtype.of),))
+
+    def loss(x, w):
+        x = as_number(x)
+        return (jnp.arctan(as_scale(x) + as_scale(x)) @ w).sum()
+
+    low_and_near(compose(loss), jax.grad(loss), X, W)
 
 
 # ---------------------------------------------------------------- custom_vmap, linear_call
