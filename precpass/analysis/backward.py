@@ -9,7 +9,8 @@ loop carries from trip to trip until nothing changes. Bodies that can ask for no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
@@ -67,7 +68,7 @@ class BackwardWalk:
     def __init__(self, graph: Graph, asking: frozenset[str]) -> None:
         self.graph = graph
         self.asking = asking
-        self._asks_something: dict[int, bool] = {}
+        self._asking_rows: dict[int, list[int]] = {}
         self._bodies: dict[Any, BodyAsks] = {}
 
     def operands(self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks) -> Sequence[Asked]:
@@ -87,34 +88,44 @@ class BackwardWalk:
 
     def body(self, at: int, results: tuple[Asked, ...], known: Any = None) -> BodyAsks:
         """What is asked inside a body if `results` is asked of its results."""
-        if not any(a.level for a in results) and not self._may_ask(at):
+        if not any(a.level for a in results) and not self._rows_that_ask(at):
             return _NOTHING_ASKED
         key = at, results, id(known)
         if key not in self._bodies:
             here = self._bodies[key] = BodyAsks({}, {}, known)
-            node = self.graph.bodies[at]
-            for v, asked in zip(ir.open_jaxpr(node.jaxpr).outvars, results, strict=False):
-                _ask(here, v, asked)
-            self._equations(node.start, node.stop, here)
+            self._equations(at, results, here)
         return self._bodies[key]
 
-    def _equations(self, start: int, stop: int, here: BodyAsks) -> None:
-        eqns, names = self.graph.eqns, self.graph.primitives
-        children, asking, of = self.graph.children, self.asking, here.of
-        # Every equation comes here, and most of them are asked for nothing.
-        for row in range(stop - 1, start - 1, -1):
-            eqn = eqns[row]
-            asked = NOTHING
-            for v in eqn.outvars:
-                if v in of:
-                    asked = max(asked, of[v])
-            if row in children:
-                self._enter(row, eqn, here)
-            elif asked.level or names[row] in asking:
-                for v, own in zip(eqn.invars, self.operands(row, eqn, asked, here), strict=False):
-                    _ask(here, v, own)
+    def _equations(self, at: int, results: tuple[Asked, ...], here: BodyAsks) -> None:
+        """Visit what is asked for something, or asks by itself, the last equation first."""
+        graph, of = self.graph, here.of
+        waiting = [-row for row in self._rows_that_ask(at)]
+        known = set(waiting)
 
-    def _enter(self, row: int, eqn: ir.Eqn, here: BodyAsks) -> None:
+        def ask(atom: ir.Atom, asked: Asked) -> None:
+            if not asked.level or ir.is_literal(atom):
+                return
+            of[atom] = max(of.get(atom, NOTHING), asked)
+            row = graph.row_of_maker(at, atom)
+            if row is not None and -row not in known:
+                known.add(-row)
+                heapq.heappush(waiting, -row)
+
+        for v, asked in zip(ir.open_jaxpr(graph.bodies[at].jaxpr).outvars, results, strict=False):
+            ask(v, asked)
+        while waiting:
+            row = -heapq.heappop(waiting)
+            eqn = graph.eqns[row]
+            if row in graph.children:
+                self._enter(row, eqn, here, ask)
+                continue
+            asked = max((of.get(v, NOTHING) for v in eqn.outvars), default=NOTHING)
+            for v, own in zip(eqn.invars, self.operands(row, eqn, asked, here), strict=False):
+                ask(v, own)
+
+    def _enter(
+        self, row: int, eqn: ir.Eqn, here: BodyAsks, ask: Callable[[ir.Atom, Asked], None]
+    ) -> None:
         inner: list[BodyAsks] = []
         of_carry: dict[int, Asked] = {}
         for at, (body, child) in enumerate(self.graph.children[row]):
@@ -130,12 +141,12 @@ class BackwardWalk:
                 carried = enumerate(opened.invars[body.constants :])
                 of_carry = {out: inside.of.get(v, NOTHING) for out, v in carried}
             for v, operand in zip(opened.invars, body.operands, strict=True):
-                _ask(here, eqn.invars[operand], inside.of.get(v, NOTHING))
+                ask(eqn.invars[operand], inside.of.get(v, NOTHING))
             inner.append(inside)
         if any(inside is not _NOTHING_ASKED for inside in inner):
             here.inner[row] = tuple(inner)
         for operand, asked in self.around(row, eqn, here).items():
-            _ask(here, eqn.invars[operand], asked)
+            ask(eqn.invars[operand], asked)
 
     def _until_settled(
         self, body: ir.Body, child: int, results: list[Asked], known: Any
@@ -154,22 +165,17 @@ class BackwardWalk:
                 for _, result in body.carry:
                     results[result] = max(results[result], most)
 
-    def _may_ask(self, at: int) -> bool:
-        """Whether a body has an equation that asks something by itself."""
-        if at not in self._asks_something:
-            node, children = self.graph.bodies[at], self.graph.children
-            rows = range(node.start, node.stop)
-            self._asks_something[at] = any(
-                self.graph.primitives[r] in self.asking for r in rows
-            ) or any(
-                self._may_ask(child) for r in rows if r in children for _, child in children[r]
-            )
-        return self._asks_something[at]
+    def _rows_that_ask(self, at: int) -> list[int]:
+        """The equations that ask something by themselves, or inside of them; the last first."""
+        if at not in self._asking_rows:
+            graph, node = self.graph, self.graph.bodies[at]
+            self._asking_rows[at] = [
+                row
+                for row in range(node.stop - 1, node.start - 1, -1)
+                if graph.primitives[row] in self.asking
+                or any(self._rows_that_ask(child) for _, child in graph.children.get(row, ()))
+            ]
+        return self._asking_rows[at]
 
 
 _NOTHING_ASKED = BodyAsks({}, {})
-
-
-def _ask(here: BodyAsks, atom: ir.Atom, asked: Asked) -> None:
-    if asked.level and not ir.is_literal(atom):
-        here.of[atom] = max(here.of.get(atom, NOTHING), asked)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from precpass import jaxpr as ir
@@ -80,34 +79,6 @@ def spreads(eqn: ir.Eqn) -> bool:
     """
     is_reshard = eqn.primitive.name == "reshard"
     return op(eqn.primitive.name).spreads or (is_reshard and ir.is_reduced(eqn.outvars[0].aval))
-
-
-_OF_MAXIMUM = frozenset(
-    (
-        *("reduce_max", "max", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"),
-        *("stop_gradient", "copy", "select_n", "is_finite", "transpose"),
-    )
-)
-"""Primitives between a value and its maximum, as the softmaxes of JAX subtract it."""
-
-
-def is_shift(eqn: ir.Eqn, var: ir.Var, makers: Mapping[ir.Var, ir.Eqn]) -> bool:
-    """Whether a difference is that of a value and its own maximum, as in a softmax.
-
-    Args:
-        eqn: an equation that subtracts.
-        var: its operand.
-        makers: the equation that makes each variable of the body.
-    """
-    (other,) = [v for v in eqn.invars if v is not var] or [var]
-    is_maximum = False
-    while not ir.is_literal(other) and other in makers and other is not var:
-        maker = makers[other]
-        is_maximum |= maker.primitive.name == "reduce_max"
-        if maker.primitive.name not in _OF_MAXIMUM:
-            return False
-        other = next((v for v in maker.invars if not ir.is_literal(v)), maker.invars[0])
-    return is_maximum and other is var
 
 
 def chosen_operand(eqn: ir.Eqn) -> Any:

@@ -83,6 +83,7 @@ class Graph:
     eqns: tuple[Any, ...]
     children: dict[int, tuple[tuple[ir.Body, int], ...]]
     _scopes: dict[tuple[int, int], str] = dataclasses.field(default_factory=dict, repr=False)
+    _makers: dict[int, dict[ir.Var, int]] = dataclasses.field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def primitives(self) -> tuple[str, ...]:
@@ -110,12 +111,32 @@ class Graph:
                 rows[child].append((row, body))
         return tuple(map(tuple, rows))
 
+    def row_of_maker(self, body: int, atom: ir.Atom) -> int | None:
+        """The row of the equation that makes a value; None of an operand of its body."""
+        if body not in self._makers:
+            node, eqns = self.bodies[body], self.eqns
+            rows = range(node.start, node.stop)
+            self._makers[body] = {v: row for row in rows for v in eqns[row].outvars}
+        return None if ir.is_literal(atom) else self._makers[body].get(atom)
+
+    def maker(self, body: int, atom: ir.Atom) -> ir.Eqn | None:
+        """The equation that makes a value; None of an operand of its body."""
+        row = self.row_of_maker(body, atom)
+        return None if row is None else self.eqns[row]
+
+    @functools.cached_property
+    def rows_with_bodies(self) -> tuple[tuple[int, ...], ...]:
+        """For each body, the rows of its equations that have bodies themselves."""
+        rows: list[list[int]] = [[] for _ in self.bodies]
+        for row in self.children:
+            rows[self.body[row]].append(row)
+        return tuple(map(tuple, rows))
+
     def inside(self, body: int) -> frozenset[int]:
         """A body and those that it enters."""
         found, todo = {body}, [body]
         while todo:
-            node = self.bodies[todo.pop()]
-            rows = (row for row in range(node.start, node.stop) if row in self.children)
+            rows = self.rows_with_bodies[todo.pop()]
             new = {child for row in rows for _, child in self.children[row]} - found
             found |= new
             todo += new

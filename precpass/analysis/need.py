@@ -114,7 +114,7 @@ _READ_INTEGERS = frozenset(("sort", "pure_callback", "io_callback", "ffi_call"))
 """Primitives that need their integers, whichever operands these are."""
 _ASKING = frozenset(
     (*named("reads_phase"), *named("factorizes"), *named("solves"), *_READ_INTEGERS)
-    + ("exp", "eq", "ne", "eq_to", "ragged_dot_general", "while")
+    + ("exp", "eq", "ne", "eq_to", "ragged_dot_general", "while", "cond")
     + tuple(name for name, row in ROWS.items() if row.data is not None)
 )
 """Primitives that ask for digits though nothing is asked of their results."""
@@ -231,26 +231,29 @@ class _Collected:
         if around:
             self._bodies |= self.graph.inside(at)
             return self._shared.setdefault(around, ExactProducts({}, {}, around))
+        found: dict[int, Asked] = {}
         for v, asked in asks.of.items():
+            if asked.level < Need.EXACT or not _is_inexact(getattr(v.aval, "dtype", None)):
+                continue
             if _is_exact(asked, [v], asks) and ir.precision_of(v.aval) is not None:
                 self._values.add((at, v))
-        node, graph = self.graph.bodies[at], self.graph
-        why: dict[int, str] = {}
-        inner: dict[int, tuple[ExactProducts, ...]] = {}
-        for row in range(node.start, node.stop):
-            eqn = graph.eqns[row]
-            is_product = graph.primitives[row] in COMPUTING
-            if asks.of and (is_product or (row in graph.children and ir.has_rules(eqn))):
-                numbers = (v for v in eqn.outvars if _is_inexact(getattr(v.aval, "dtype", None)))
-                asked = max((asks.of.get(v, NOTHING) for v in numbers), default=NOTHING)
-                if _is_exact(asked, eqn.invars[:2] if is_product else eqn.invars, asks):
-                    why[row] = self._in_words(asked)
-            if row in graph.children and (bodies := self._inside(row, asks)):
-                inner[row] = bodies
-        if not (why or inner):
+            row = self.graph.row_of_maker(at, v)
+            if row is not None and _is_exact(asked, self._made_of(row), asks):
+                found[row] = max(asked, found.get(row, NOTHING))
+        inside = ((row, self._inside(row, asks)) for row in self.graph.rows_with_bodies[at])
+        inner = {row: bodies for row, bodies in inside if bodies}
+        if not (found or inner):
             return EXACT_NOWHERE
+        why = {row: self._in_words(asked) for row, asked in sorted(found.items())}
         content = at, tuple(why.items()), tuple((row, *map(id, b)) for row, b in inner.items())
         return self._shared.setdefault(content, ExactProducts(why, inner))
+
+    def _made_of(self, row: int) -> Sequence[ir.Atom]:
+        """What a product is made of, or the results of custom rules; () of other equations."""
+        eqn = self.graph.eqns[row]
+        if self.graph.primitives[row] in COMPUTING:
+            return eqn.invars[:2]
+        return eqn.invars if row in self.graph.children and ir.has_rules(eqn) else ()
 
     def _inside(self, row: int, asks: BodyAsks) -> tuple[ExactProducts, ...]:
         """The products of an equation's bodies; () if none of these has any."""
@@ -290,8 +293,8 @@ def _exact(row: int, reader: str) -> Asked:
 
 
 def _is_exact(asked: Asked, made_of: Sequence[ir.Atom], here: BodyAsks) -> bool:
-    """Whether a value is needed exactly; of features that is asked only by what is STRICT."""
-    if asked.level < Need.EXACT:
+    """Whether what is made of values is needed exactly; of features only what is STRICT is."""
+    if asked.level < Need.EXACT or not made_of:
         return False
     known: Features | None = here.known
     return asked.level >= Need.STRICT or known is None or not any(map(known.has, made_of))

@@ -6,15 +6,22 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
-from precpass.analysis.equations import is_shift, moved_operand
+from precpass.analysis.equations import moved_operand
 from precpass.analysis.graph import Graph
 from precpass.analysis.uses import Uses
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["Reach", "Reader", "hands_on", "tells_apart"]
+__all__ = ["Reach", "Reader", "hands_on", "is_shift", "tells_apart"]
 
 _SAME = frozenset(("neg", "abs", "copy", "clamp", "stop_gradient"))
 """Elementwise primitives whose results have the numbers of an operand, apart from selections."""
+_OF_MAXIMUM = frozenset(
+    (
+        *("reduce_max", "max", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"),
+        *("stop_gradient", "copy", "select_n", "is_finite", "transpose"),
+    )
+)
+"""Primitives between a value and its maximum, as the softmaxes of JAX subtract it."""
 _MOST = 500
 """So many readers of one value are looked at; a value with more is treated as one that leaves."""
 
@@ -48,7 +55,6 @@ class Reach:
         self._stacks = stacks
         self._uses = uses
         self._rows: dict[int, dict[int, int]] = {}
-        self._makers: dict[int, dict[ir.Var, ir.Eqn]] = {}
 
     def readers(
         self, body: int, var: ir.Var, hands_on: Callable[[ir.Eqn, ir.Var], bool]
@@ -87,7 +93,7 @@ class Reach:
         """Whether a reader subtracts a value's own maximum from it, as a softmax does."""
         if reader.eqn.primitive.name != "sub":
             return False
-        return is_shift(reader.eqn, reader.var, self.makers(reader.body))
+        return is_shift(self.graph, reader.body, reader.eqn, reader.var)
 
     def row_of(self, reader: Reader) -> int:
         """The row of a reader's equation."""
@@ -96,13 +102,6 @@ class Reach:
     def direct(self, body: int, var: ir.Var) -> list[Any]:
         """The equations of a body that read a value; None stands for the body's border."""
         return list(self._uses.of(body).get(var, ()))
-
-    def makers(self, body: int) -> dict[ir.Var, ir.Eqn]:
-        """The equation that makes each variable of a body."""
-        if body not in self._makers:
-            opened = ir.open_jaxpr(self.graph.bodies[body].jaxpr)
-            self._makers[body] = {v: eqn for eqn in opened.eqns for v in eqn.outvars}
-        return self._makers[body]
 
     def before(self, body: int, var: ir.Var) -> tuple[int, Any] | None:
         """The name of a body's operand at its only caller; None for one of a loop's trips."""
@@ -175,3 +174,22 @@ def tells_apart(eqn: ir.Eqn) -> bool:
     # A comparison with zero only reads the sign, which survives rounding.
     with_zero = any(ir.is_literal(v) and not v.val for v in eqn.invars)
     return row.ranks or row.no_low_kernel or (row.compares and not with_zero)
+
+
+def is_shift(graph: Graph, body: int, eqn: ir.Eqn, var: ir.Var) -> bool:
+    """Whether a difference is that of a value and its own maximum, as in a softmax.
+
+    Args:
+        graph: the program.
+        body: the index of the equation's body.
+        eqn: an equation that subtracts.
+        var: its operand.
+    """
+    (other,) = [v for v in eqn.invars if v is not var] or [var]
+    is_maximum = False
+    while other is not var and (maker := graph.maker(body, other)) is not None:
+        is_maximum |= maker.primitive.name == "reduce_max"
+        if maker.primitive.name not in _OF_MAXIMUM:
+            return False
+        other = next((v for v in maker.invars if not ir.is_literal(v)), maker.invars[0])
+    return is_maximum and other is var

@@ -12,7 +12,6 @@ with a value that the loop carries, as in early stopping.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -94,16 +93,13 @@ class Tolerances:
         return self._additions.body(at, tuple(results)).of.get(own) == _ADDED_TO
 
     def _reaches_product(self, at: int, asks: BodyAsks) -> bool:
-        node, graph = self.graph.bodies[at], self.graph
-        for row in range(node.start, node.stop):
-            eqn = graph.eqns[row]
-            if row in graph.children:
-                inside = zip(graph.children[row], asks.inner.get(row, ()), strict=False)
-                if any(self._reaches_product(child, a) for (_, child), a in inside):
-                    return True
-            elif _may_be_lowered(eqn) and asks.of.get(eqn.outvars[0], NOTHING).level == _RESIDUAL:
-                return True
-        return False
+        graph = self.graph
+        residuals = (v for v, asked in asks.of.items() if asked.level == _RESIDUAL)
+        makers = (graph.maker(at, v) for v in residuals)
+        if any(maker is not None and _may_be_lowered(maker) for maker in makers):
+            return True
+        inner = (zip(graph.children[row], asks.inner[row], strict=False) for row in asks.inner)
+        return any(self._reaches_product(child, a) for pairs in inner for (_, child), a in pairs)
 
     def may_hold_one(self, row: int) -> bool:
         """Whether a loop in an equation's bodies may be one that ends on a tolerance."""
@@ -113,16 +109,12 @@ class Tolerances:
         """Whether a body holds products, and whether it holds a while loop."""
         if at not in self._holds:
             graph, node = self.graph, self.graph.bodies[at]
-            rows = range(node.start, node.stop)
-            inner = [
-                self._contents(child)
-                for row in rows
-                if row in graph.children
-                for _, child in graph.children[row]
-            ]
+            names = set(graph.primitives[node.start : node.stop])
+            children = (graph.children[row] for row in graph.rows_with_bodies[at])
+            inner = [self._contents(child) for bodies in children for _, child in bodies]
             self._holds[at] = (
-                any(graph.primitives[r] in COMPUTING for r in rows) or any(p for p, _ in inner),
-                any(graph.primitives[r] == "while" for r in rows) or any(w for _, w in inner),
+                not COMPUTING.isdisjoint(names) or any(p for p, _ in inner),
+                "while" in names or any(w for _, w in inner),
             )
         return self._holds[at]
 
@@ -159,7 +151,6 @@ class _ResidualWalk(BackwardWalk):
     def __init__(self, graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> None:
         super().__init__(graph, frozenset())
         self._facts_of = facts_of
-        self._made_by: dict[int, dict[Any, ir.Eqn]] = {}
         self._loops = {
             child: body.constants
             for children in graph.children.values()
@@ -195,7 +186,7 @@ class _ResidualWalk(BackwardWalk):
             return True
         if not any(ir.is_literal(v) and np.ndim(v.val) == 0 and v.val == 0 for v in eqn.invars):
             return False
-        makers = [self._makers(body).get(v) for v in eqn.invars if not ir.is_literal(v)]
+        makers = [self.graph.maker(body, v) for v in eqn.invars]
         return any(
             maker is not None
             and maker.primitive.name == "sub"
@@ -211,7 +202,7 @@ class _ResidualWalk(BackwardWalk):
             atom: the threshold, or a part of it.
             alone: whether it is the whole threshold.
         """
-        maker = None if ir.is_literal(atom) else self._makers(body).get(atom)
+        maker = self.graph.maker(body, atom)
         if maker is None:
             number, is_given = self._number(body, atom)
             is_small = number is not None and (0 < abs(number) < _SMALL or (alone and number == 1))
@@ -237,9 +228,3 @@ class _ResidualWalk(BackwardWalk):
         if facts and all(f.lo == f.hi == facts[0].lo for f in facts):
             return facts[0].lo, False
         return None, is_given
-
-    def _makers(self, body: int) -> dict[Any, ir.Eqn]:
-        if body not in self._made_by:
-            eqns = ir.open_jaxpr(self.graph.bodies[body].jaxpr).eqns
-            self._made_by[body] = {v: eqn for eqn in eqns for v in eqn.outvars}
-        return self._made_by[body]

@@ -11,7 +11,6 @@ from typing import Any
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.analysis.ranges import is_real
-from precpass.analysis.reach import Reach
 
 __all__ = ["Numbers", "number_from_outside"]
 
@@ -40,10 +39,9 @@ def number_from_outside(graph: Graph, row: int, atom: ir.Atom) -> float | None:
     entered: list[int] = []
     crosses = False
     while not ir.is_literal(atom):
-        node = graph.bodies[body]
-        makers = {v: r for r in range(node.start, node.stop) for v in graph.eqns[r].outvars}
-        if atom in makers:
-            at = makers[atom]
+        made_at = graph.row_of_maker(body, atom)
+        if made_at is not None:
+            at = made_at
             inside = _inside(graph, at, atom)
             if inside is not None:
                 entered.append(at)
@@ -67,12 +65,10 @@ class Numbers:
 
     Args:
         graph: the program.
-        reach: what makes its values.
     """
 
-    def __init__(self, graph: Graph, reach: Reach) -> None:
+    def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._reach = reach
         self._found: dict[tuple[int, ir.Var], float | None] = {}
 
     def of(self, body: int, atom: ir.Atom) -> float | None:
@@ -84,10 +80,10 @@ class Numbers:
             body: the index of the value's body.
             atom: the value.
         """
-        makers, passed = self._reach.makers(body), list[ir.Var]()
+        passed = list[ir.Var]()
         while not ir.is_literal(atom) and (body, atom) not in self._found:
             passed.append(atom)
-            maker = makers.get(atom)
+            maker = self._graph.maker(body, atom)
             if maker is None:
                 self._found[body, atom] = self._outside(body, atom)
             elif maker.primitive.name == "convert_element_type" or _repeats(maker):

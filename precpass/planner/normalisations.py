@@ -56,7 +56,7 @@ class Normalisations:
         return False
 
     def _maker(self, body: int, atom: ir.Atom) -> ir.Eqn | None:
-        return None if ir.is_literal(atom) else self._reach.makers(body).get(atom)
+        return self._graph.maker(body, atom)
 
     def _origin(self, body: int, value: ir.Atom) -> ir.Atom:
         """What a value was copied or reshaped from.
@@ -113,7 +113,7 @@ class Normalisations:
             if ir.is_literal(value) or value in seen or self._origin(body, value) is origin:
                 continue
             seen.add(value)
-            maker = self._reach.makers(body).get(value)
+            maker = self._maker(body, value)
             if maker is not None:
                 yield maker
                 todo += maker.invars

@@ -27,9 +27,9 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
-from precpass.analysis.equations import gathered_operand, is_shift, moved_operand
+from precpass.analysis.equations import gathered_operand, moved_operand
 from precpass.analysis.liveness import dead
-from precpass.analysis.reach import Reach, Reader, hands_on, tells_apart
+from precpass.analysis.reach import Reach, Reader, hands_on, is_shift, tells_apart
 from precpass.plan import reasons
 from precpass.plan.decisions import lower
 from precpass.plan.plan import Action, Decision, Plan
@@ -137,7 +137,7 @@ class _ResultFormats:
         var = eqn.invars[side]
         while not ir.is_literal(var):
             # through calls as well, in both directions
-            maker = self._reach.makers(body).get(var)
+            maker = self.graph.maker(body, var)
             if maker is None:
                 if self._is_loop_constant(body, var):
                     return True  # every trip adds a term to its cotangent
@@ -249,7 +249,7 @@ class _ResultFormats:
 
     def _tolerates_difference(self, body: int, eqn: ir.Eqn, var: ir.Var) -> bool:
         """Whether an equation subtracts from a value as an activation function does."""
-        is_own = is_shift(eqn, var, self._reach.makers(body))
+        is_own = is_shift(self.graph, body, eqn, var)
         return is_own or self._tolerant.subtracts(body, eqn, var)
 
 

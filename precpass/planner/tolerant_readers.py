@@ -55,8 +55,9 @@ class TolerantReaders:
     """What the equations of a program that subtract or compare make of a rounded operand."""
 
     def __init__(self, graph: Graph, reach: Reach) -> None:
+        self._graph = graph
         self._reach = reach
-        self._numbers = Numbers(graph, reach)
+        self._numbers = Numbers(graph)
         self._normalisations = Normalisations(graph, reach, self._numbers)
         self._exact_functions = frozenset(
             child
@@ -87,7 +88,7 @@ class TolerantReaders:
         found = set[ir.Var]()
         while not ir.is_literal(value) and value not in found:
             found.add(value)
-            maker = self._reach.makers(body).get(value)
+            maker = self._graph.maker(body, value)
             if maker is None:
                 break
             operands = maker.invars[1:] if maker.primitive.name == "select_n" else maker.invars
@@ -104,7 +105,7 @@ class TolerantReaders:
         todo, seen = [atom], set[ir.Var]()
         while todo and len(seen) < _MOST:
             value = todo.pop()
-            maker = None if ir.is_literal(value) else self._reach.makers(body).get(value)
+            maker = self._graph.maker(body, value)
             if maker is None or value in seen:
                 continue
             seen.add(value)
@@ -156,7 +157,7 @@ class TolerantReaders:
         for _ in range(_MOST):
             if not abs(number) < _LARGE:
                 return False
-            maker = None if ir.is_literal(value) else self._reach.makers(body).get(value)
+            maker = self._graph.maker(body, value)
             if maker is None:
                 outside = None if ir.is_literal(value) else self._reach.before(body, value)
                 if outside is None:
@@ -174,7 +175,7 @@ class TolerantReaders:
 
     def _is_choice(self, body: int, value: ir.Atom, chosen: ir.Atom) -> bool:
         """Whether a value is another one's maximum or minimum with a number that is not large."""
-        maker = None if ir.is_literal(chosen) else self._reach.makers(body).get(chosen)
+        maker = self._graph.maker(body, chosen)
         if maker is None or maker.primitive.name not in ("max", "min"):
             return False
         others = [v for v in maker.invars if v is not value]

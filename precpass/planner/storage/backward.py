@@ -113,13 +113,10 @@ def _adds_bias_to_product(program: Eligibility, row: int) -> bool:
 
 
 def _is_product(program: Eligibility, body: int, atom: ir.Atom | None) -> bool:
-    while atom is not None and not ir.is_literal(atom):
-        maker = program.makers(body).get(atom)
-        if maker is None:
-            return False
-        if program.reach.row(body, maker) in program.classes.reads_low:
+    while atom is not None and (row := program.graph.row_of_maker(body, atom)) is not None:
+        if row in program.classes.reads_low:
             return True
-        atom = moved_operand(maker)
+        atom = moved_operand(program.graph.eqns[row])
     return False
 
 

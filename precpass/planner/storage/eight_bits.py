@@ -48,7 +48,6 @@ class EightBitBorders:
         self._platform = platform
         self._operands: dict[tuple[int, int], Reading | None] = {}
         self._results: dict[tuple[int, int], Reading | None] = {}
-        self._makers_in: dict[int, dict[Any, int]] = {}
         self._counts_in: dict[int, dict[Any, Counter[Reading]]] = {}
 
     @functools.cached_property
@@ -89,9 +88,8 @@ class EightBitBorders:
         if loop is not None and position >= loop[0] and self._stacks_pay(reading.precision):
             return True
         around, atom = int(self.graph.body[row]), self.graph.eqns[row].invars[position]
-        makers = self._makers(around)
-        while (maker := makers.get(atom)) is not None and ir.moves_whole(self.graph.eqns[maker]):
-            atom = self.graph.eqns[maker].invars[0]
+        while (maker := self.graph.maker(around, atom)) is not None and ir.moves_whole(maker):
+            atom = maker.invars[0]
         is_shared = max(self._counts(around)[atom].values(), default=0) > 1
         return is_shared or self._is_given_in_eight_bits(around, atom)
 
@@ -108,7 +106,7 @@ class EightBitBorders:
 
     def _is_given_in_eight_bits(self, body: int, atom: Any) -> bool:
         """Whether a variable of a body is an operand or a result that crosses in 8 bits."""
-        if (maker := self._makers(body).get(atom)) is not None:
+        if (maker := self.graph.row_of_maker(body, atom)) is not None:
             at = list(self.graph.eqns[maker].outvars).index(atom)
             return maker in self.graph.children and self._of_result(maker, at) is not None
         operands = list(ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars)
@@ -128,14 +126,6 @@ class EightBitBorders:
             ):
                 return True
         return False
-
-    def _makers(self, body: int) -> dict[Any, int]:
-        """For each variable that an equation of a body makes, the equation's row."""
-        if body not in self._makers_in:
-            node = self.graph.bodies[body]
-            rows = range(node.start, node.stop)
-            self._makers_in[body] = {v: row for row in rows for v in self.graph.eqns[row].outvars}
-        return self._makers_in[body]
 
     def _counts(self, body: int) -> dict[Any, Counter[Reading]]:
         """For each variable of a body, how many equations there read it in each way."""

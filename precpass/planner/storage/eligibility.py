@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
@@ -46,7 +46,6 @@ class Eligibility:
         self.requests = requests
         self.uses = analysis.uses
         self.reach = reach
-        self._makers: dict[int, Mapping[ir.Var, ir.Eqn]] = {}
 
     def in_sampler(self, row: int) -> bool:
         """Whether an equation belongs to one of JAX's samplers."""
@@ -77,13 +76,6 @@ class Eligibility:
     def is_backward(self, body: int, row: int) -> bool:
         """Whether an equation of a body belongs to a backward pass."""
         return self.classes.is_backward(body, self.graph.eqns[row])
-
-    def makers(self, body: int) -> Mapping[ir.Var, ir.Eqn]:
-        """The equation that makes each variable of a body."""
-        if body not in self._makers:
-            opened = ir.open_jaxpr(self.graph.bodies[body].jaxpr)
-            self._makers[body] = {v: eqn for eqn in opened.eqns for v in eqn.outvars}
-        return self._makers[body]
 
     @functools.cached_property
     def dead(self) -> Sequence[bool]:

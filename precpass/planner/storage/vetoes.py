@@ -14,9 +14,8 @@ import itertools
 from collections.abc import Callable
 
 from precpass import jaxpr as ir
-from precpass.analysis.equations import is_shift
 from precpass.analysis.ranges import ValueRange
-from precpass.analysis.reach import hands_on, tells_apart
+from precpass.analysis.reach import hands_on, is_shift, tells_apart
 from precpass.analysis.sizes import nbytes
 from precpass.planner.guards import why_out_of_range
 from precpass.planner.storage.eligibility import Eligibility
@@ -153,7 +152,7 @@ def _is_sum(program: Eligibility, body: int, atom: ir.Atom) -> bool:
         if ir.is_literal(atom) or (body, atom) in seen:
             continue
         seen.add((body, atom))
-        maker = program.reach.makers(body).get(atom)
+        maker = program.graph.maker(body, atom)
         if maker is None:
             before = program.reach.before(body, atom)
             todo += [] if before is None else [before]
@@ -326,7 +325,7 @@ def _is_larger_of_two(program: Eligibility, row: int) -> bool:
 
 def _before_repetition(program: Eligibility, body: int, atom: ir.Atom) -> ir.Atom:
     """What `broadcast_in_dim` made a value of; any other value itself."""
-    maker = None if ir.is_literal(atom) else program.makers(body).get(atom)
+    maker = program.graph.maker(body, atom)
     if maker is None or maker.primitive.name != "broadcast_in_dim":
         return atom
     return maker.invars[0]
@@ -338,7 +337,7 @@ def _is_shift(program: Eligibility, values: StorageClass, row: int) -> bool:
     if eqn.primitive.name != "sub":
         return False
     of_class = [v for v in eqn.invars if program.classes.of(body, v) is values]
-    return len(of_class) == 1 and is_shift(eqn, of_class[0], program.makers(body))
+    return len(of_class) == 1 and is_shift(program.graph, body, eqn, of_class[0])
 
 
 def _is_complement(program: Eligibility, values: StorageClass, row: int) -> bool:

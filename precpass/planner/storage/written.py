@@ -19,11 +19,10 @@ A fusion computes a value again for each kernel that reads it, if that is cheap.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from precpass import jaxpr as ir
-from precpass.analysis.equations import is_shift, is_wide
-from precpass.analysis.graph import BodyNode, Graph
+from precpass.analysis.equations import is_wide
+from precpass.analysis.graph import Graph
+from precpass.analysis.reach import is_shift
 from precpass.planner.storage.readers import Readers
 from precpass.policy.primitives import OpKind, op
 
@@ -52,7 +51,7 @@ def written_by_fusions(graph: Graph, readers: Readers, *, on_tpu: bool = False) 
                 continue
             result = eqn.outvars[0]
             if (traits.chooses and not (on_tpu and _is_shifted(graph, body, result))) or any(
-                (on_tpu and others > 1 and _is_of_attention(eqn, node, body, readers))
+                (on_tpu and others > 1 and _is_of_attention(graph, body, eqn, readers))
                 or (traits.computed_once and others + is_low + is_forward > 1)
                 or (is_low and others > 0)
                 for is_low, others in readers.of(body, result)
@@ -88,16 +87,12 @@ def recomputed_on_tpu(graph: Graph) -> frozenset[int]:
     return frozenset(row for row, eqn in each if op(eqn.primitive.name).is_expanded)
 
 
-def _makers(node: BodyNode) -> Mapping[ir.Var, ir.Eqn]:
-    return {v: eqn for eqn in ir.open_jaxpr(node.jaxpr).eqns for v in eqn.outvars}
-
-
 def _is_shifted(graph: Graph, body: int, value: ir.Var) -> bool:
     """Whether a value's own maximum is subtracted from it, in its body or where that is called."""
     node = graph.bodies[body]
     opened = ir.open_jaxpr(node.jaxpr)
     shifts = [e for e in opened.eqns if e.primitive.name == "sub" and e.invars[0] is value]
-    if shifts and any(is_shift(e, value, _makers(node)) for e in shifts):
+    if any(is_shift(graph, body, eqn, value) for eqn in shifts):
         return True
     if value not in opened.outvars:
         return False
@@ -109,19 +104,18 @@ def _is_shifted(graph: Graph, body: int, value: ir.Var) -> bool:
     )
 
 
-def _is_of_attention(eqn: ir.Eqn, node: BodyNode, body: int, readers: Readers) -> bool:
+def _is_of_attention(graph: Graph, body: int, eqn: ir.Eqn, readers: Readers) -> bool:
     """Whether an equation is the exponential of a softmax whose weights low products read."""
     if eqn.primitive.name != "exp" or ir.is_literal(eqn.invars[0]):
         return False
-    makers = _makers(node)
-    shift = makers.get(eqn.invars[0])
+    shift = graph.maker(body, eqn.invars[0])
     if shift is None or shift.primitive.name != "sub" or ir.is_literal(shift.invars[0]):
         return False
     (result,) = eqn.outvars
-    eqns = ir.open_jaxpr(node.jaxpr).eqns
+    eqns = ir.open_jaxpr(graph.bodies[body].jaxpr).eqns
     scaling = [e for e in eqns if e.primitive.name in ("div", "mul") and result in e.invars]
     is_weight = any(is_low for e in scaling for is_low, _ in readers.of(body, e.outvars[0]))
-    return is_weight and is_shift(shift, shift.invars[0], makers)
+    return is_weight and is_shift(graph, body, shift, shift.invars[0])
 
 
 def maker_of(graph: Graph, row: int) -> int:
@@ -133,9 +127,8 @@ def maker_of(graph: Graph, row: int) -> int:
     while graph.eqns[row].primitive.name == "custom_jvp_call" and at in graph.children:
         ((body, child), *_) = graph.children[at]
         results = ir.open_jaxpr(body.jaxpr).outvars
-        node = graph.bodies[child]
-        makers = [r for r in range(node.start, node.stop) if results[0] in graph.eqns[r].outvars]
-        if len(results) != 1 or not makers:
+        made_at = graph.row_of_maker(child, results[0])
+        if len(results) != 1 or made_at is None:
             return row
-        (at,) = makers
+        at = made_at
     return at
