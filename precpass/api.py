@@ -15,7 +15,7 @@ from precpass.jit.arguments import Declared
 from precpass.jit.calls import check_function, check_options
 from precpass.jit.mixed import Mixed
 from precpass.jit.region import current, keep, use_policy
-from precpass.jit.staged import AtArguments, made_of_trace, owner_of
+from precpass.jit.staged import AtArguments, in_two_steps, made_of_trace, owner_of
 from precpass.jit.traced import Traced, rewritten
 from precpass.plan.decisions import unchanged_plan
 from precpass.plan.eqn_info import PlanSource
@@ -137,6 +137,7 @@ def mixed_of(fn: Any, policy: Any = None, profitability: Any = None, **jit_optio
     return auto_mixed(fn, policy=policy, profitability=profitability, **jit_options)
 
 
+@in_two_steps
 def inspect(
     fn: Callable[P, Any],
     policy: PolicyLike | None = None,
@@ -259,6 +260,7 @@ def _inspection(traced: Traced) -> Inspection:
     return Inspection(before, plan, after, policy, scope, name, device_name)
 
 
+@in_two_steps
 def explain(
     fn: Callable[P, Any],
     policy: PolicyLike | None = None,

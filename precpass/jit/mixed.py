@@ -25,6 +25,8 @@ from precpass.policy.policy import PrecisionPolicy
 __all__ = ["Mixed"]
 
 
+_REPORTS = frozenset(("inspect", "explain", "compare", "audit", "bisect", "profile"))
+
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
 First = TypeVar("First")
@@ -198,6 +200,14 @@ class Mixed(Generic[P, R_co]):
             return traced
 
         return self._run(run_of, args, kwargs, lambda _, out: out)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _REPORTS:
+            raise AttributeError(
+                f"an auto_mixed function has no {name}: write precpass.{name}(f)(...), with the "
+                "function's arguments in the second parentheses"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def clear_cache(self) -> None:
         """Forgets every trace and compiled program."""

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 import jax
+import numpy as np
 
 from precpass.jit.mixed import Mixed
 from precpass.jit.program import Program
 from precpass.jit.region import Region, current, traced_in
 from precpass.jit.traced import Traced
 
-__all__ = ["AtArguments", "Staged", "made_of_trace", "owner_of"]
+__all__ = ["AtArguments", "Staged", "in_two_steps", "made_of_trace", "owner_of"]
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class AtArguments(Protocol[P, R_co]):
@@ -26,6 +29,52 @@ class AtArguments(Protocol[P, R_co]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
     @overload
     def __call__(self, *args: Any, **kwargs: Any) -> R_co: ...
+
+
+def in_two_steps(report: F) -> F:
+    """Make a report say what to write if it is used in one step instead of two.
+
+    A report such as `inspect` takes a function, and returns a function of the arguments. Reading an
+    attribute of the latter, printing it, or giving arguments to the first call is the same
+    mistake.
+    """
+    name = report.__name__
+
+    @functools.wraps(report)
+    def first_step(fn: Any, *args: Any, **options: Any) -> Any:
+        __tracebackhide__ = True
+        asked = f"{name}({getattr(fn, '__name__', 'f')})"
+        if any(isinstance(x, (jax.Array, np.ndarray)) for x in jax.tree.leaves(args)):
+            raise TypeError(
+                f"{name} takes the function's arguments in a second call: write {asked}(...) "
+                f"with the arguments in the second parentheses"
+            )
+        return _WaitsForArguments(report(fn, *args, **options), asked)
+
+    return cast(F, first_step)
+
+
+class _WaitsForArguments:
+    """A report on a function that was not given the function's arguments yet."""
+
+    def __init__(self, call: Callable[..., Any], asked: str) -> None:
+        self._call = call
+        self._asked = asked
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        return self._call(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<{self._asked}: call it with the function's arguments, {self._asked}(...)>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{self._asked} was not given the function's arguments yet: write "
+            f"{self._asked}(...).{name}"
+        )
 
 
 class Staged:

@@ -29,6 +29,11 @@ def parsed(value: Any) -> PrecisionPolicy:
     if is_precision(value):
         return _of_products(value, Precision.parse(value))
     if not isinstance(value, str):
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            raise TypeError(
+                f"not a policy: an array of {value.dtype}. A function's arguments are given to what "
+                f"auto_mixed returns: auto_mixed(f)(x). {_legal_policies()}"
+            )
         raise TypeError(f"not a policy: {value!r}. {_legal_policies()}")
     if "=" in value:
         return _of_fields(value)

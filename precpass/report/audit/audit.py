@@ -16,7 +16,7 @@ from precpass.devices.targets import abstract_on, check_places, target_of
 from precpass.jaxpr import Source, source_of
 from precpass.jit.arguments import Declared
 from precpass.jit.region import configured
-from precpass.jit.staged import AtArguments, owner_of
+from precpass.jit.staged import AtArguments, in_two_steps, owner_of
 from precpass.measure import execute
 from precpass.measure.execute import Memory
 from precpass.measure.hlo import Module
@@ -206,6 +206,7 @@ def _together(shared: Finding, found: Sequence[Finding]) -> Finding:
     return dataclasses.replace(shared, scope=scope, times=sum(f.times for f in found))
 
 
+@in_two_steps
 def audit(
     fn: Callable[P, Any], policy: PolicyLike | None = None, *, target: Any = None
 ) -> AtArguments[P, Audit]:

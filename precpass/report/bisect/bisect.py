@@ -16,6 +16,7 @@ import numpy as np
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.api import trace_of
+from precpass.jit.staged import in_two_steps
 from precpass.jit.traced import LoopStopped, Traced
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.policy import PolicyLike, PrecisionPolicy
@@ -35,6 +36,7 @@ __all__ = ["bisect"]
 P = ParamSpec("P")
 
 
+@in_two_steps
 def bisect(
     fn: Callable[P, Any],
     policy: PolicyLike | None,

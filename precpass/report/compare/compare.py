@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from precpass.api import mixed_of
 from precpass.devices.targets import target_of
-from precpass.jit.staged import owner_of
+from precpass.jit.staged import in_two_steps, owner_of
 from precpass.measure.counts import count
 from precpass.measure.execute import check_callbacks
 from precpass.policy.precision import Precision
@@ -37,6 +37,7 @@ P = ParamSpec("P")
 WITH_SHAPES = "; `profile` with rounds=0 or target= takes shapes, and shows no errors"
 
 
+@in_two_steps
 def compare(
     fn: Callable[P, Any],
     policies: Policies | None = None,

@@ -11,7 +11,7 @@ import jax
 from precpass.api import mixed_of
 from precpass.devices.peaks import Peaks, peaks_of
 from precpass.devices.targets import target_of
-from precpass.jit.staged import AtArguments, owner_of
+from precpass.jit.staged import AtArguments, in_two_steps, owner_of
 from precpass.measure.counts import count
 from precpass.measure.roofline import Work, work_of
 from precpass.policy.presets import AlwaysF32
@@ -35,6 +35,7 @@ DEVICES = ("a100", "h100", "h200", "mi300x", "v4", "v5e", "v5p", "v6e")
 """The devices for which estimates are made if none is named."""
 
 
+@in_two_steps
 def profile(
     fn: Callable[P, Any],
     policies: Policies | None = None,
