@@ -19,6 +19,7 @@ MODULES = [
 LEAK = {"precpass.numerics.solvers.least_squares"}
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_run(name: str):
     with jax.check_tracer_leaks(jax.config.jax_check_tracer_leaks and name not in LEAK):

@@ -79,6 +79,7 @@ assert own.new_warnings() == (), own.new_warnings()
 """
 
 
+@pytest.mark.release
 def test_processes_that_write_at_once_lose_nothing(tmp_path: Path):
     path = made(tmp_path).path
     command = [sys.executable, "-c", WRITER, str(path)]

@@ -117,6 +117,7 @@ def test_no_form_is_the_policy_itself():
 # ---------------------------------------------------------------- the choice
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize(
     ("costs", "form"),
     [

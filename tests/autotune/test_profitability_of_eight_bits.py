@@ -128,7 +128,7 @@ def test_the_presets_of_sixteen_bits_choose_no_eight(clock: Clock):
     assert all(product.low is Precision.BF16 for product in clock.asked)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(
     "low, right",
     [
@@ -188,6 +188,7 @@ def test_the_table_knows_which_devices_gain(
     assert policy.scaled not in (found[0], found[-1])
 
 
+@pytest.mark.release
 def test_products_share_the_rounding_of_what_they_read():
     """Its derivatives read each operand again, so a product bears half of the rounding."""
 
@@ -240,6 +241,7 @@ BESIDE = {
 }
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize(
     "others, rules, is_scaled",
     [
@@ -293,6 +295,7 @@ def test_a_saved_plan_has_no_eight_bits_that_do_not_pay(tmp_path: Any):
     assert products and all("int8" not in each for each in products)
 
 
+@pytest.mark.release
 def test_scales_of_a_program_whose_products_do_not_pay_freeze():
     policy = pp.AutoMixedInt8.with_profitability("assumed")
     scaled = pp.delayed_scaling(lambda w, x: jnp.tanh(x @ w), policy)
@@ -362,6 +365,7 @@ def test_of_a_program_that_cannot_be_compiled_no_product_has_eight_bits(
     assert low == [Precision.BF16] * LAYERS
 
 
+@pytest.mark.release
 def test_compiled_for_a_cpu_the_program_is_near_and_its_weights_are_rounded_ahead_of_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ):

@@ -20,6 +20,7 @@ def model(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- as a process
 
 
+@pytest.mark.release
 def test_the_exit_statuses_of_the_process(model):
     lines = {
         "fine": ["explain", "a_model.py:grad", "--args", SHAPES],
@@ -88,6 +89,7 @@ MORE = {
 }
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize(
     "given",
     [

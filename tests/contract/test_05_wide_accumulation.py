@@ -72,6 +72,7 @@ BACKWARD_SUMS = SUMS | {
 each_sum = pytest.mark.parametrize("name", SUMS)
 
 
+@pytest.mark.release(keep=3)
 @each_policy
 @each_sum
 def test_16384_ones_add_up_to_16384(name, policy):
@@ -88,6 +89,7 @@ FORMATS = [
 ]
 
 
+@pytest.mark.release(keep=6)
 @pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "policy"), FORMATS, ids=lambda v: getattr(v, "name", v))
 def test_this_holds_for_the_backward_pass_too(name, policy):
@@ -128,6 +130,7 @@ ACCUMULATING = {
 }
 
 
+@pytest.mark.release(keep=3)
 @each_order
 @pytest.mark.parametrize("name", ACCUMULATING)
 def test_sums_take_low_input_accumulate_in_float32_and_round_once(name, policy):

@@ -37,6 +37,7 @@ def masked_softmax(value, how="where"):
     return f
 
 
+@pytest.mark.release(keep=3)
 @each_policy
 @pytest.mark.parametrize("value", [F32_MIN, -1e30, -1e9], ids=["finfo.min", "-1e30", "-1e9"])
 @pytest.mark.parametrize("how", ["where", "bias", "moved"])
@@ -75,6 +76,7 @@ EPSILONS = {
 }
 
 
+@pytest.mark.release(keep=3)
 @each_policy
 @pytest.mark.parametrize("name", EPSILONS)
 def test_what_would_vanish_keeps_its_consumer_wide(name, policy):
@@ -301,6 +303,7 @@ ELEMENTWISE = {
 }
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("policy", AUTO, ids=lambda p: p.name)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_product_that_is_elementwise_work_is_float32s_in_both_compositions(name, policy):

@@ -105,6 +105,7 @@ DIGITS = {
 }
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 @pytest.mark.parametrize("name", DIGITS)
 def test_factorizations_and_angles_have_the_digits_of_float32(name, composition):
@@ -260,6 +261,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_loop_that_ends_on_a_tolerance_ends_after_as_many_trips(name, batched):
@@ -296,6 +298,7 @@ SOLVERS = {
 }
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("name", SOLVERS)
 def test_an_iterative_solver_solves_the_system_that_it_is_given(name):
     got = run(SOLVERS[name], pp.AutoMixedBf16, SPD, V)

@@ -84,6 +84,7 @@ def test_the_gradient_of_everything_too(policy):
     assert all(str(decision.reason).strip() for _, decision in found)
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("policy", LOWERING, ids=lambda p: p.name)
 def test_a_lowered_equation_is_said_to_be_and_no_other(policy):
     """The plan's products that run low are those that do; 4096 rows in value and gradient."""

@@ -209,6 +209,7 @@ def test_a_product_inside_comes_out_low(name: str):
     assert_all_low(pp.auto_mixed(fn), X, W)
 
 
+@pytest.mark.release(keep=3)
 @each_program
 def test_its_value_is_near_float32(name: str):
     fn = PROGRAMS[name]

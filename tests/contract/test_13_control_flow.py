@@ -84,6 +84,7 @@ def counts(loop: Callable[..., Any], body: Callable[..., Any] = one) -> Callable
     return lambda x, w: (loop(body, jnp.zeros(())), x @ w)
 
 
+@pytest.mark.release(keep=3)
 @each_policy
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_that_adds_ones_is_exact(loop: Callable[..., Any], policy: pp.PrecisionPolicy):
@@ -267,6 +268,7 @@ BRANCHES: dict[str, tuple[Callable[..., Any], ...]] = {
 }
 
 
+@pytest.mark.release(keep=3)
 @each_policy
 @pytest.mark.parametrize("name", BRANCHES)
 def test_branches_agree(name: str, policy: pp.PrecisionPolicy):

@@ -135,6 +135,7 @@ def plain_gradient() -> Any:
     return jax.jit(jax.grad(lambda x, w: (jnp.arctan(x @ w)).sum(), (0, 1)))(X, W)
 
 
+@pytest.mark.release(keep=3)
 @each_policy
 @each_composition
 @each_reverse
@@ -170,6 +171,7 @@ WITHIN: dict[str, Callable[[Product], Product]] = {
 }
 
 
+@pytest.mark.release(keep=3)
 @each_composition
 @pytest.mark.parametrize("place", WITHIN)
 @pytest.mark.parametrize("name", ["jvp", "vjp", "vjp symbolic zeros", "vjp nondiff"])
@@ -211,6 +213,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 REVERSE_ONLY = ("grad", "jacrev", "vmap of grad", "reverse over reverse")
 
 
+@pytest.mark.release(keep=3)
 @each_composition
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @each_forward

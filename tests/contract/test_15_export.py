@@ -97,6 +97,7 @@ def test_symbolic_dimensions_count_with_the_nominal_size():
     assert known[opened.invars[0]] == NOMINAL_SIZE * 8 * 4
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("policy", ["AutoMixedBf16", "AutoMixed", "AlwaysBf16", "AlwaysF16"])
 def test_a_symbolic_program_gets_the_plan_of_a_concrete_one(policy):
     with quiet():

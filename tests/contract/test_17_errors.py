@@ -227,6 +227,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize(
     ("setting", "fn", "text"),

@@ -72,6 +72,7 @@ CALLABLES["custom_vjp"][0].defvjp(
 )
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("name", CALLABLES)
 def test_every_callable(name):
     fn, factor = CALLABLES[name]
@@ -135,6 +136,7 @@ def test_no_arguments_and_empty_arrays():
     assert pp.auto_mixed(lambda x: (x @ x, ()))(X)[1] == ()
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize(
     "x",
     [np.ones((3, 3)), np.ones((3, 3), np.float32), np.float32(2), 2.0, jnp.float32(2)],
@@ -366,6 +368,7 @@ def nnx_called(f, named):
     return pp.auto_mixed(lambda model, **named: model(f(**named)))(linear, **named)
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("way", FORWARDING)
 def test_a_keyword_may_have_any_name(way):
     assert {"self", "fn", "policy", "args", "kwargs", "more", "scale", "name"} <= set(NAMES)

@@ -110,6 +110,7 @@ for fn in (loss, jax.grad(loss)):
 """
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(
     ("value", "printed"),
     [("off", "True False"), (None, "False True")],

@@ -142,7 +142,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @each_composition
 @each_placement
 @pytest.mark.parametrize("policy", ["AutoMixedBf16", "AutoMixed"])
@@ -237,6 +237,7 @@ def test_tensor_parallel_layers_sum_in_float32(compose: Any):
     assert_near(*jax.jit(lambda *args: (mixed(*args), jax.grad(loss)(*args)))(w, x), 0.02)
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("policy", ["AutoMixedBf16", "AutoMixed", "AlwaysBf16", "AlwaysF16"])
 def test_terms_that_are_added_up_later_are_float32(policy: str):
     x = placed(normal_array(0, 8, 32), "sharded", P(None, "d"))
@@ -328,6 +329,7 @@ SECOND = {
 }
 
 
+@pytest.mark.release(keep=1)
 @each_composition
 @pytest.mark.parametrize("order", SECOND)
 @pytest.mark.parametrize("placement", ["sharded", "replicated"])
@@ -346,6 +348,7 @@ def test_other_derivatives(order: str, placement: str, compose: Any):
 # ---------------------------------------------------------------- line 16: what is kept
 
 
+@pytest.mark.release(keep=1)
 @each_composition
 def test_a_checkpoint_policy_saves_the_products(compose: Any):
     def loss(w: Any, xs: Any) -> Any:
@@ -399,6 +402,7 @@ def weights():
     )
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(
     "policy", ["AlwaysF32", "AlwaysF16", "AlwaysBf16", "AutoMixedConservative"]
 )
@@ -429,7 +433,7 @@ def test_reduced_and_unreduced_values_are_monitored(fn: Any, weights: Any):
     assert "e+30" in health.summary() or health.born()
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("report", ["inspect", "explain", "audit", "compare", "calibrate"])
 def test_reports_of_reduced_weights(report: str, weights: Any):
     fn = jax.grad(in_a_loop)

@@ -201,6 +201,7 @@ def test_the_profit_of_products_is_that_on_the_target():
     assert "A100" not in plans[0].costs
 
 
+@pytest.mark.release
 def test_the_command_line_takes_a_target(tmp_path: Path):
     file = tmp_path / "model.py"
     file.write_text("import jax.numpy as jnp\ndef f(x):\n    return jnp.tanh(x @ x)\n")

@@ -425,6 +425,7 @@ class NnxHead(nnx.Module):
         return self.inner(x)
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("made", [of_nnx, of_equinox, of_linen, of_haiku])
 def test_a_layer_that_is_not_there_is_reported_with_those_that_are(made: Any):
     fn, args = made()

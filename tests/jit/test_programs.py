@@ -68,6 +68,7 @@ USES = {
 }
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("use", USES)
 def test_a_function_is_traced_once_however_often_it_is_wrapped(use):
     fn, traces = counted()
@@ -333,12 +334,14 @@ def held_without_the_collector(way, program):
         gc.enable()
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("way", ["call", "grad(auto)", "auto(grad)"])
 def test_what_a_function_closes_over_goes_with_it(way, program):
     assert not held_without_the_collector(way, program)
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("way", WAYS)
 def test_whatever_was_done_with_it(way):
     for program in ("custom jvp", "loop"):

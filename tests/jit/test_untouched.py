@@ -248,7 +248,7 @@ def test_a_new_public_function_is_found(monkeypatch: pytest.MonkeyPatch):
     assert new == {"newcomer", "Runner.run"}
 
 
-@pytest.mark.release(keep=10)
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LEAVES_THEM)
 def test_arguments_are_left_as_they_were(name: str, kind: str, tmp_path: Any):
@@ -283,7 +283,7 @@ def test_modules_given_as_trees_are_left_as_they_were(name: str):
     assert content(args) == before
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CALLS_IT)
 def test_what_calls_the_function_says_that_it_updates(name: str, kind: str, tmp_path: Any):

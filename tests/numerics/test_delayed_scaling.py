@@ -85,7 +85,7 @@ each_function = pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda f: f.__name_
 WS = W, STACK, W
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @each_function
 def test_the_scales_of_the_same_call_give_its_result(fn: Callable[..., Any]):
     scaled = pp.delayed_scaling(fn)
@@ -192,6 +192,7 @@ def test_the_shares_of_saturated_and_flushed_values_are_those_that_numpy_counts(
     assert jitted.saturated() == [of_x.place]
 
 
+@pytest.mark.release
 def test_a_branch_that_is_not_taken_loses_nothing():
     scaled = pp.delayed_scaling(branched)
     scales = scaled.init(WS, X)
@@ -201,7 +202,7 @@ def test_a_branch_that_is_not_taken_loses_nothing():
         scaled.lost(WS, X)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("policy", ["AutoMixedF8", "AutoMixedInt8"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_so_and_is_forgotten(policy: str, value: float):
@@ -236,6 +237,7 @@ def test_each_call_of_a_block_has_scales_of_its_own():
             assert rel_error(got, want) < 0.05
 
 
+@pytest.mark.release
 def test_a_branch_that_no_batch_took_is_named_and_rounded_as_if_its_largest_were_one():
     def fn(ws: Any, x: Any, is_other: Any) -> Any:
         x = jnp.tanh(x @ ws[0])
@@ -249,6 +251,7 @@ def test_a_branch_that_no_batch_took_is_named_and_rounded_as_if_its_largest_were
     assert rel_error(run((W, W, W), X, True), fn((W, W, W), X, True)) < 0.1
 
 
+@pytest.mark.release
 def test_a_weight_that_was_zero_keeps_its_first_small_numbers():
     def fn(params: Any, x: Any) -> Any:
         h = jnp.tanh(x @ params["in"])
@@ -271,6 +274,7 @@ def test_batches_of_other_sizes_have_the_same_scales():
     assert rel_error(scaled(scales, WS, more)[0], jax.jit(layers)(WS, more)) < 0.1
 
 
+@pytest.mark.release
 def test_the_same_values_are_not_beyond_the_scales_of_int8():
     scaled = pp.delayed_scaling(layers, "AutoMixedInt8")
     _, scales = scaled(scaled.init(WS, X), WS, X)
@@ -322,6 +326,7 @@ def test_frozen_scales_are_read_and_no_magnitude_is():
     assert named(program, "reduce_max")
 
 
+@pytest.mark.release
 def test_weights_of_eight_bits_need_no_scale():
     def fn(ws: Any, x: Any) -> Any:
         for w in ws:
@@ -371,6 +376,7 @@ def test_it_trains_under_jit_and_in_a_scan():
     assert abs(losses[-1] - wanted[-1]) < 0.1 * wanted[-1]
 
 
+@pytest.mark.release
 def test_it_is_mapped_and_exported():
     scaled = pp.delayed_scaling(layers)
     scales = scaled.init(WS, X)

@@ -137,6 +137,7 @@ def test_a_gradient_with_respect_to_them_is_refused_and_to_others_is_near():
     assert rel_error(got, jax.grad(lambda x: mixed(WS, x).sum())(X)) < 0.02
 
 
+@pytest.mark.release
 def test_under_vmap():
     small, mixed = pp.quantized(layers)(WS, X), pp.auto_mixed(layers, "int8")
     batch = jnp.stack([X, 2 * X])
@@ -232,6 +233,7 @@ def test_weights_that_bodies_read(fn, params, small, policy):
     assert rel_error(jax.vmap(mixed, (None, 0))(quantized, X[None])[0], mixed(quantized, X)) < 1e-2
 
 
+@pytest.mark.release
 def test_a_stack_that_is_turned_before_a_loop_is_read_as_it_is():
     def fn(params, x):
         ws = jnp.swapaxes(params["ws"], 1, 2)
@@ -277,7 +279,7 @@ def of_loop(fn, *args):
     return jaxpr, scan, scan.params["jaxpr"]
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("policy", ["int8", "f8"])
 def test_a_stack_crosses_a_loops_border_as_it_is_stored(policy):
     def fn(params, x):
@@ -299,6 +301,7 @@ def test_a_stack_crosses_a_loops_border_as_it_is_stored(policy):
     assert rel_error(mixed(small, X), mixed(params, X)) < 1e-5
 
 
+@pytest.mark.release
 def test_a_stack_whose_first_dimension_is_another_one_outside_is_right():
     def fn(params, x):
         ws = jnp.moveaxis(params["ws"], 2, 0)
@@ -441,7 +444,7 @@ def test_a_stack_on_a_mesh_of_explicit_axes_is_read_as_it_is():
             assert rel_error(got, want) < 0.15
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
 def test_one_function_for_several_layers(wrap):
     layer = wrap(lambda w, x: jnp.tanh(x @ w))
@@ -460,6 +463,7 @@ def test_one_function_for_several_layers(wrap):
         assert rel_error(mixed(small, X), jax.jit(fn)(WS, X)) < (0.05 if policy == "int8" else 0.15)
 
 
+@pytest.mark.release
 def test_layers_of_float8_are_stacked_for_a_loop():
     def scanned(ws, x):
         first, stack, last = ws

@@ -72,7 +72,7 @@ def test_a_gradient_rounds_each_value_once():
     assert any("u8[3,16,32]" in line for line in loops)
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("precision", ["f8e4m3", "f8e5m2"])
 def test_the_gradient_is_that_of_the_other_side_of_the_pass(precision):
     got = pp.auto_mixed(jax.grad(loss, (0, 1)), policy(precision))(WS, X)
@@ -114,6 +114,7 @@ def test_int8_has_a_scale_for_each_column_of_a_constant():
     assert scale.dtype == np.float32
 
 
+@pytest.mark.release
 def test_scales_of_rows_cross_too():
     got = pp.auto_mixed(jax.grad(loss), policy("f8e4m3", scales="row"))(WS, X)
     assert rel_error(got, jax.jit(jax.grad(loss))(WS, X)) < 0.15
@@ -271,12 +272,13 @@ def test_what_is_not_finite_stays_so_across_a_border(value):
     assert not np.isfinite(np.asarray(got[0])).all()
 
 
+@pytest.mark.release
 def test_zeros_stay_zero():
     got = pp.auto_mixed(jax.grad(loss), policy("f8e4m3"))(WS, 0 * X)
     assert not np.asarray(got[0]).any() and np.isfinite(np.asarray(got)).all()
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("axes", ["Auto", "Explicit", "shard_map"])
 def test_on_a_mesh(axes):
     kind = AxisType.Explicit if axes == "Explicit" else AxisType.Auto

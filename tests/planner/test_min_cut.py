@@ -126,6 +126,7 @@ def test_minima_are_those_of_all_labellings_tried_and_ties_go_to_wide(cost: Any)
     assert ties > 100 and constrained > 100
 
 
+@pytest.mark.release
 def test_costs_over_twelve_orders_of_magnitude():
     hard = 0
     for seed in range(600):
@@ -155,6 +156,7 @@ def test_a_nanosecond_counts_beside_terabytes():
     assert stated.energy.minimum().low[[large, small, least]].tolist() == [True, True, False]
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("scale", (2.0**-300, 1e-30, 1e-9, 1.0, 1e30, 2.0**300))
 def test_the_unit_of_the_costs_is_no_matter(scale: float):
     for seed in range(100):
@@ -473,6 +475,7 @@ def test_the_same_energy_has_the_same_cut():
     assert again.minimum().low.tolist() == again.minimum().low.tolist() == one.low.tolist()
 
 
+@pytest.mark.release
 def test_no_node_of_a_large_cut_is_better_flipped():
     energy = large(5000)
     cut = energy.minimum()

@@ -35,6 +35,7 @@ def layers(count):
     return jax.make_jaxpr(jax.grad(fn, argnums=1))(x, ws)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", [pp.AutoMixedBf16, pp.AlwaysBf16], ids=lambda p: p.name)
 def test_more_layers_are_no_more_to_decide(policy, decided):
     counts = []
@@ -86,6 +87,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("step", [1, -1], ids=["first", "last"])
 def test_what_one_thing_tells_apart_is_decided_as_if_alone(name, step):

@@ -207,6 +207,7 @@ def attention(stack: jax.Array, x: jax.Array, fill: Any) -> jax.Array:
     return jax.lax.scan(layer, x, stack)[0].sum()
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("fill", [-1e9, float(jnp.finfo(jnp.float32).min), -jnp.inf])
 def test_what_a_mask_fills_in_is_no_float32_array_that_a_loop_reads(fill: float):
     """JAX makes it once before the loop, so that every trip would read it from memory."""

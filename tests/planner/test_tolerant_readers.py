@@ -291,6 +291,7 @@ def test_a_majority_of_exact_votes_is_decided_as_in_float32():
     assert bool((decided == 1.0).all())
 
 
+@pytest.mark.release
 def test_a_choice_behind_each_of_many_products_leaves_their_results_low():
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         for _ in range(300):

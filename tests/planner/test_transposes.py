@@ -71,6 +71,7 @@ def test_the_transposes_are_gone_and_the_values_are_the_same(name: str, policy: 
     ]
 
 
+@pytest.mark.release(keep=3)
 @each_policy
 @pytest.mark.parametrize("name", UNDONE)
 def test_transposes_that_undo_one_another_are_dropped_without_a_swap(name: str, policy: Any):
@@ -326,6 +327,7 @@ def test_no_compiled_product_of_a_model_has_a_transpose_in_it(name: str, key: st
     assert slow_products(compiled.as_text()) == []
 
 
+@pytest.mark.release
 def test_such_a_product_would_be_found():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         model = small("transformer")

@@ -89,6 +89,7 @@ DERIVED: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("name", DERIVED)
 def test_what_is_computed_of_a_transpose_is_in_order(name: str, backward: bool):
@@ -163,7 +164,7 @@ def summed(fn: Callable[..., Any]) -> Callable[..., jax.Array]:
     return lambda w, x: sum(jnp.sum(jnp.arctan(y)) for y in jax.tree.leaves(fn(w, x)))  # pyright: ignore
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("fn", PROGRAMS)
 def test_gradients_of_both_orders_are_near_and_a_fixed_point(fn: Any):
     wanted = both(summed(fn))(W, X)

@@ -109,6 +109,7 @@ def test_equal_products_are_one_finding_with_their_number():
     assert "(3 times)" in str(finding)
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("policy", [pp.AlwaysF32, pp.AutoMixedBf16, pp.AlwaysBf16], ids=repr)
 @pytest.mark.parametrize("name", ["pytrees", "attention", "loops", "gradient"])
 def test_each_product_of_the_plan_is_audited(name, policy):
@@ -247,6 +248,7 @@ def test_products_and_wide_sums_over_devices_are_as_planned():
 # ---------------------------------------------------------------- as planned
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("name", ["pytrees", "gradient", "attention", "loops", "keys", "scalars"])
 def test_float32_programs_as_they_are_written_give_no_finding(name):
     (program,) = (p for p in PROGRAMS if p.name == name)

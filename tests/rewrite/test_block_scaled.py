@@ -62,7 +62,7 @@ def test_a_function_is_near_and_its_operands_are_rounded(fn, precision):
     assert rel_error(jax.jit(mixed)(W, X), mixed(W, X)) < 1e-5
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("precision", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.programs)])
 @each_composition
 @each_function
@@ -96,6 +96,7 @@ def test_it_is_what_its_definition_says(precision):
     assert rel_error(got, want) < 1e-6
 
 
+@pytest.mark.release(keep=1)
 @each_precision
 def test_the_form_of_the_units_has_the_same_digits(precision):
     def fn(w, x):
@@ -142,6 +143,7 @@ def test_a_gpu_is_given_the_call_of_scaled_matmul_and_other_platforms_a_dot(prec
 # ---------------------------------------------------------------- the backward pass
 
 
+@pytest.mark.release(keep=1)
 @each_composition
 def test_cotangents_are_rounded_along_the_dimension_that_their_product_sums_over(compose):
     gradient = compose(loss, policy=ordered("mxfp8"))
@@ -313,7 +315,7 @@ def test_blocks_lie_along_any_summed_dimension_of_whole_blocks(spec):
         assert rel_error(on_blackwell(fn, "mxfp8", x, w)(x, w), mixed(x, w)) < 1e-6
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_cpu_runs_every_layout_of_a_program_that_is_planned_for_a_blackwell(compiled):
     x, y = normal_array(3, 16, 32, 3), normal_array(4, 3, 32, 16)
@@ -363,6 +365,7 @@ def by_units(monkeypatch):
     return product
 
 
+@pytest.mark.release
 def test_the_scales_of_arrays_do_not_overflow_behind_each_other(by_units):
     for sizes in ((1e36, 1e-20), (1e-20, 1e36), (1e-28, 1e-28)):
         x = np.full((4, N), sizes[0], np.float32)
@@ -370,6 +373,7 @@ def test_the_scales_of_arrays_do_not_overflow_behind_each_other(by_units):
         assert rel_error(by_units(jnp.dot, "nvfp4", x, w), x @ w) < 0.07, sizes
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("spec", ["abc,abd->cd", "zba,zbc->zac"])
 def test_the_units_are_given_rows_of_all_summed_dimensions(spec, by_units):
     sizes = {"a": 2, "b": N, "c": 8, "d": 12, "z": 3}
@@ -379,6 +383,7 @@ def test_the_units_are_given_rows_of_all_summed_dimensions(spec, by_units):
     assert rel_error(got, np.einsum(spec, x, w)) < ERRORS["mxfp8"]
 
 
+@pytest.mark.release(keep=1)
 @each_precision
 def test_values_near_the_largest_of_float32_stay_finite(precision):
     x = jnp.ones((2, 32)).at[0, 0].set(-3.4028235e38)

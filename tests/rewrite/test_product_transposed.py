@@ -69,6 +69,7 @@ def contracting(fn: Callable[..., Any], x: Any, w: Any) -> bool:
     return any(contracts(e) for e in products(jax.make_jaxpr(fn)(x, w)))
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("name", WIDE_SUMS)
 def test_a_gradient_is_rounded_in_its_operands_alone(name: str):
     """Low operands that are whole numbers: float32's very sums, which bfloat16 cannot hold."""
@@ -181,6 +182,7 @@ def test_both_passes_read_one_low_copy_of_a_weight(rows: int, casts: int):
         assert_near(compiled(ws, x), wanted, 0.03)
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("dims", list(itertools.product((0, 1, None), repeat=2)))
 def test_low_copies_are_mapped_with_what_they_are_copies_of(dims: tuple[Any, Any], side: int):

@@ -114,6 +114,7 @@ def operands(fn, *args):
     return [pair for pair in pairs if {"int8", "float8_e4m3fn", "float8_e5m2"} & set(pair)]
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("precision", ["int8", "f8e4m3", later("f8e5m2")])
 @each_function
 def test_a_function_is_near_and_its_products_have_eight_bits(fn, precision):
@@ -209,6 +210,7 @@ def test_batch_dimensions_have_scales_of_their_own():
 # ---------------------------------------------------------------- values that are hard to scale
 
 
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("precision", ERRORS | BLOCK_ERRORS)
 @pytest.mark.parametrize("size", [0.0, 1e-44, 1e-38, 1e-30, 1.0, 1e30, 3e38])
 def test_no_size_of_values_makes_a_result_that_is_not_finite(precision, size):

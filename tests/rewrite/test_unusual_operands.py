@@ -16,6 +16,7 @@ lowering = pytest.mark.parametrize("policy", LOWERING, ids=lambda p: p.name)
 low_dtypes = pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16), ids=stable_id)
 
 
+@pytest.mark.release(keep=3)
 @low_dtypes
 @pytest.mark.parametrize("to", (jnp.int32, jnp.int8, jnp.uint16, jnp.bool_, jnp.complex64))
 def test_always_f32_keeps_a_cast_to_another_type(dtype, to):

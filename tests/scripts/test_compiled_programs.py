@@ -26,6 +26,7 @@ def test_a_folder_is_found_again_and_no_two_runs_share_it(tmp_path: Path):
     again.close()
 
 
+@pytest.mark.release
 def test_a_damaged_file_fails_no_test(tmp_path: Path):
     """A process that is killed, or a full disk, leaves half a file, of which JAX warns."""
     test = tmp_path / "test_it.py"
