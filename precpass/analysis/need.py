@@ -126,8 +126,10 @@ class _NeedWalk(BackwardWalk):
     decides = Asked(Need.EXACT, "decides which way the program goes")
 
     def __init__(self, graph: Graph, tolerances: Tolerances) -> None:
-        super().__init__(graph, _ASKING)
+        rounds = not named("rounds_to_integers").isdisjoint(graph.primitives)
+        super().__init__(graph, _ASKING | {"sub"} if rounds else _ASKING)
         self._tolerances = tolerances
+        self._straight_through = set[int | None]()
 
     def around(self, row: int, eqn: ir.Eqn, here: BodyAsks) -> Mapping[int, Asked]:
         """A choice of a branch, and what the residual of a loop is made of when it starts."""
@@ -155,12 +157,47 @@ class _NeedWalk(BackwardWalk):
         if table.compares:
             return [self._compared(row, eqn, asked)] * 2
         if table.reads_phase or (name == "exp" and ir.has_complex(eqn)):
-            return [_exact(row, f"is an angle that {name} reads")]
+            return [_exact(row, f"is a phase that {name} reads")]
+        if name == "sub" and self._is_phase(row, eqn):
+            return [_exact(row, "is reduced to a phase")] * 2
         if table.factorizes:
             return [Asked(Need.FACTORED, f"is factorized by {name}", row)] * count
         if table.solves:
             return [_exact(row, "is an operand of a linear solve")] * count
         return self._handed_on(row, eqn, asked)
+
+    def _is_phase(self, row: int, eqn: ir.Eqn) -> bool:
+        """Whether whole periods are subtracted from a value, as in `x - round(x / p) * p`.
+
+        If that is subtracted from the value again, it is the error of a quantisation.
+        """
+        body, (value, subtracted) = int(self.graph.body[row]), eqn.invars
+        if row in self._straight_through:
+            return False
+        todo, seen = [(subtracted, False)], set[Any]()
+        while todo:
+            atom, is_whole = todo.pop()
+            if is_whole and atom is value:
+                return True
+            at = self.graph.row_of_maker(body, atom)
+            if at is None or (at, is_whole) in seen:
+                continue
+            seen.add((at, is_whole))
+            name = self.graph.primitives[at]
+            if name == "sub" and self.graph.eqns[at].invars[0] is value:
+                self._straight_through.add(at)
+            rounds = self._rounds(at)
+            is_whole |= rounds
+            if rounds or name in ("mul", "div", "stop_gradient"):
+                todo += [(v, is_whole) for v in self.graph.eqns[at].invars]
+        return False
+
+    def _rounds(self, row: int) -> bool:
+        """Whether an equation rounds to whole numbers; `jnp.round` is one with a body."""
+        for body, child in self.graph.children.get(row, ()):
+            inner = self.graph.row_of_maker(child, ir.open_jaxpr(body.jaxpr).outvars[0])
+            return inner is not None and self._rounds(inner)
+        return op(self.graph.primitives[row]).rounds_to_integers
 
     def _sorted(self, row: int, eqn: ir.Eqn, at: int, here: BodyAsks) -> Asked:
         """What is needed of an operand of a sort: what its numbers are needed for."""

@@ -387,8 +387,8 @@ _COLUMNS: dict[str, str] = {
         " reduce_window_sum psum psum_invariant reduce_scatter scatter-add scatter-sub scatter-mul"
         " select_and_scatter_add fft"
     ),
-    # An error of their operand is one of the angle, which is not relative to its size.
-    "reads_phase": "sin cos tan",
+    # Of their operand, how far it is into a period counts, so an error is not relative to its size.
+    "reads_phase": "sin cos tan rem",
     # Their result is another number if the operand is a little off.
     "rounds_to_integers": "floor ceil round",
     # They fail, or amplify, if a difference of large matrices is a little off.

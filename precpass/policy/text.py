@@ -31,7 +31,7 @@ def parsed(value: Any) -> PrecisionPolicy:
     if not isinstance(value, str):
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             raise TypeError(
-                f"not a policy: an array of {value.dtype}. A function's arguments are given to what "
+                f"not a policy: an array of {value.dtype}. Give a function's arguments to what "
                 f"auto_mixed returns: auto_mixed(f)(x). {_legal_policies()}"
             )
         raise TypeError(f"not a policy: {value!r}. {_legal_policies()}")

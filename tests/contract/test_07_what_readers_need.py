@@ -75,6 +75,12 @@ def angles(x, w):
     return 40.0 * (x @ w)
 
 
+def nearest_image(x, w):
+    """Distances in a periodic box, as molecular dynamics has them."""
+    d = angles(x, w)
+    return d - 2.5 * jnp.round(d / 2.5)
+
+
 DIGITS = {
     "cholesky": (
         lambda a, b: jnp.linalg.cholesky(a @ a.T + N * jnp.eye(N) - 0.01 * (b.T @ b)),
@@ -98,6 +104,9 @@ DIGITS = {
     "sin": (lambda x, w: jnp.sin(angles(x, w)), (A, B)),
     "cos, with a phase": (lambda x, w: jnp.cos(angles(x, w) + V[None]), (A, B)),
     "tan": (lambda x, w: jnp.tan(0.01 * angles(x, w)), (A, 0.1 * B)),
+    "a remainder": (lambda x, w: jnp.square(jnp.mod(angles(x, w), 1.0) - 0.5), (A, B)),
+    "a nearest image": (lambda x, w: jnp.square(nearest_image(x, w)), (A, B)),
+    "what is behind the point": (lambda x, w: (lambda d: d - jnp.floor(d))(angles(x, w)), (A, B)),
     "exp of an imaginary number": (
         lambda x, w: jnp.exp(lax.complex(0 * x, angles(x, w))).real,
         (A, B),
@@ -401,6 +410,11 @@ def quantised_by_straight_through(x, w):
     return h + lax.stop_gradient(jnp.round(h / scale) * scale - h)
 
 
+def quantised_less_its_error(x, w):
+    h = x @ w
+    return h - lax.stop_gradient(h - jnp.round(h * 8) / 8)
+
+
 def early_stopping(x, w):
     def step(state):
         w, best, loss, trips = state
@@ -445,6 +459,7 @@ def triangle_counts(x, w):
 STAYS_LOW = {
     "accuracy": accuracy,
     "straight-through rounding": quantised_by_straight_through,
+    "rounding as an error that is taken away": quantised_less_its_error,
     "8-bit codes": lambda x, w: jnp.clip(jnp.round(x @ w), -127, 127).astype(jnp.int8),
     "early stopping": early_stopping,
     "a time": until_a_time,
