@@ -28,7 +28,7 @@ class Rung:
     Attributes:
         name: its name in reports.
         policy: the policy under which the function runs.
-        precision: the precision of its products.
+        precision: the precision of its matrix products.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Rung:
 
     @property
     def unit_roundoff(self) -> float:
-        """The unit roundoff of its products' precision."""
+        """The unit roundoff of the precision of its matrix products."""
         return self.precision.unit_roundoff
 
     def applied(self, fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
