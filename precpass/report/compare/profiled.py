@@ -187,7 +187,7 @@ class Profile:
 
     @property
     def notes(self) -> list[str]:
-        """Return what the figures mean, and what they leave out."""
+        """Remarks on what the figures mean and leave out."""
         notes = [
             "args, out, temp: what XLA allocates on the device. GFLOP: of one run, with trip "
             "counts. moved: what kernels read and write by a model of fusion."
