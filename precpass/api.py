@@ -302,7 +302,7 @@ def explain(
 
 
 def cast_floating(tree: Tree, dtype: Any, policy: PolicyLike | None = None) -> Tree:
-    """Return a pytree with its floating-point arrays cast, as in Haliax; your own does not change.
+    """Return a pytree with its floating arrays cast, as in Haliax; the original is unchanged.
 
     Args:
         tree: a pytree. Other leaves do not change (see `PrecisionPolicy.cast_to_param`).

@@ -1,4 +1,4 @@
-"""`delayed_scaling`: the scales of products in 8 bits from earlier calls, as explicit state."""
+"""`delayed_scaling`: take the scales of 8-bit products from earlier calls, as explicit state."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class DelayedScales:
 def delayed_scaling(
     fn: Callable[P, R], policy: PolicyLike = AutoMixedF8, *, history: int = 16
 ) -> DelayedScaling[P, R]:
-    """Run 8-bit matrix products with scales from earlier calls; `fn`'s updates are made.
+    """Run 8-bit matrix products with scales from earlier calls; in-place updates take effect.
 
     A scale of the present values costs a pass over them before they can be rounded. With delayed
     scaling (Micikevicius et al., "FP8 Formats for Deep Learning", 2022) the scale is that of the

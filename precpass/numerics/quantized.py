@@ -1,4 +1,4 @@
-"""`quantized`: parameters in 8 bits ahead of time, for programs that only run forward."""
+"""`quantized`: round parameters to 8 bits ahead of time, for programs that only run forward."""
 
 from __future__ import annotations
 

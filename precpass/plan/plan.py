@@ -1,4 +1,4 @@
-"""`Plan`: the precision of every equation, as data that can be read, compared and hashed."""
+"""`Plan`: the precision of every equation, as data that you can read, compare and hash."""
 
 from __future__ import annotations
 

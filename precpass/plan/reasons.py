@@ -1,4 +1,4 @@
-"""Why a plan decides about an equation as it does, and how a user changes that.
+"""Why a plan decides as it does about an equation, and how you change that.
 
 A reason is a value: a template, which says who decided, and the arguments for its places. No
 decision depends on the text of a reason, part of which may be the user's.

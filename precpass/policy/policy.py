@@ -1,4 +1,4 @@
-"""Policies: which precision each kind of equation should have."""
+"""`PrecisionPolicy`: which precision each kind of equation has."""
 
 from __future__ import annotations
 

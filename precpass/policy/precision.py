@@ -1,4 +1,4 @@
-"""The precisions that a plan may use: formats of values, and ways to multiply values."""
+"""`Precision`: formats of values, and ways to multiply matrices."""
 
 from __future__ import annotations
 

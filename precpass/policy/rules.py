@@ -1,4 +1,4 @@
-"""`Rule`: a precision for the equations that a pattern matches."""
+"""`Rule`: set a precision for the equations that a pattern matches."""
 
 from __future__ import annotations
 

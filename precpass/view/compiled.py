@@ -1,4 +1,4 @@
-"""What the compiler of a device made of a program, in words."""
+"""The compiler's figures for a program, in words."""
 
 from __future__ import annotations
 

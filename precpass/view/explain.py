@@ -1,4 +1,4 @@
-"""What a policy does to a program, what stays in float32 and why, and what to do about it."""
+"""`explain`: what a policy does to a program, what stays in float32, and how to change that."""
 
 from __future__ import annotations
 

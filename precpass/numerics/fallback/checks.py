@@ -1,4 +1,4 @@
-"""The checks of `with_fallback`, which decide that a result is not to be trusted."""
+"""The checks of `with_fallback`, which decide whether a result is rejected."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class NonFinite(_OfResult):
     """
 
     def fires(self, seen: Any, rung: Rung) -> Verdict:
-        """Return whether there are any, and how many."""
+        """Return whether values are not finite, and how many."""
         count = jnp.zeros((), jnp.float32)
         for x in _inexact(seen):
             count += jnp.sum(~jnp.isfinite(x)).astype(jnp.float32)
@@ -117,7 +117,7 @@ class OutOfRange(_OfResult):
             raise ValueError(f"OutOfRange(limit={self.limit!r}): it is to be positive and finite")
 
     def fires(self, seen: Any, rung: Rung) -> Verdict:
-        """Return whether there are any, and the largest magnitude."""
+        """Return whether an element is out of range, and the largest magnitude."""
         largest, within = jnp.zeros((), jnp.float32), jnp.asarray(True)
         for x in _inexact(seen):
             # In 16 bits the limit would be another number, or an infinity.

@@ -113,7 +113,7 @@ def with_fallback(
     max_trips: int | None = 10_000,
     **jit_options: Any,
 ) -> Mixed[P, tuple[R, FallbackReport]]:
-    """Run `fn` in low precision, and again in a higher one if a check fires; updates are made.
+    """Run `fn` in low precision, and again in a higher one if a check fires; updates take effect.
 
     A rung named by a precision runs `fn` under a policy. "bf16" and "f16" are `AutoMixedBf16` and
     `AutoMixedF16`, which lower matrix products and what is stored for them, and leave a program

@@ -27,7 +27,7 @@ def scaled_value_and_grad(
     *,
     axis_name: Axes = None,
 ) -> Callable[Concatenate[LossScale, P], tuple[Any, Any, jax.Array]]:
-    """Like `jax.value_and_grad`, with the loss multiplied by a scale; `fn`'s updates are made.
+    """Like `jax.value_and_grad`, with the loss scaled; `fn`'s in-place updates take effect.
 
     Args:
         fn: returns the loss, a real floating scalar, or with `has_aux` a pair of it and anything.

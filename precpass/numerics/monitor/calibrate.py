@@ -1,4 +1,4 @@
-"""`calibrate`: a policy with rules for equations that leave a low format's range on real inputs."""
+"""`calibrate`: keep equations in float32 that leave a low format's range on real inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`monitor`: a function under a policy, with a record of its numbers."""
+"""`monitor`: run a function under a policy and record its numbers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def monitor(
     profitability: str | None = None,
     every: int | None = None,
 ) -> Monitored[..., Any]:
-    """Run a function and record ranges, NaNs and infinities by equation; updates are made.
+    """Run a function and record ranges, NaNs and infinities; its in-place updates take effect.
 
     A call runs the program of `auto_mixed(fn, policy=policy)`, and then the same program again from
     the same arguments, with a reduction at each equation whose results are floating or complex (for

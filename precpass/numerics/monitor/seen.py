@@ -1,4 +1,4 @@
-"""What a monitor recorded of one equation."""
+"""The record of `monitor` for one equation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear systems by a factorisation in low precision and refinement in a high one."""
+"""`solve`: solve linear systems by a low-precision factorisation and refinement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`audit`: what XLA ran in another precision than planned, by source line."""
+"""`audit`: find what XLA runs in another precision than planned, by source line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bisect`: which equations must stay in float32 for a check to pass."""
+"""`bisect`: find the equations that must stay in float32 for a check to pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Bisection`: which equations must stay in float32, with the runs that show it."""
+"""`Bisection`: the equations that must stay in float32, with the runs that show it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`compare`: a function under several policies, measured side by side."""
+"""`compare`: measure a function under several policies side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`profile`: what a function takes under several policies, here and by other devices' peaks."""
+"""`profile`: a function's costs under several policies, measured here and estimated elsewhere."""
 
 from __future__ import annotations
 
