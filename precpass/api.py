@@ -77,8 +77,8 @@ def auto_mixed(
     of flax nnx are updated as by `nnx.jit`.
 
     Inside another `auto_mixed` function, a function with its own policy uses it, and one without
-    leaves the decision to the outer one. The options of a `jax.jit` function `fn` apply to its own,
-    inner call: give `donate_argnums`, `static_argnums` and shardings to `auto_mixed`.
+    leaves the decision to the outer one. If `fn` was made by `jax.jit`, its options apply to that
+    inner call only: give `donate_argnums`, `static_argnums` and shardings to `auto_mixed`.
 
     Args:
         fn: the function; without it a decorator is returned. If `auto_mixed` made it, the new

@@ -16,10 +16,9 @@ class Value(NamedTuple):
     """The type of a value.
 
     Attributes:
-        dtype: as a plan writes it: "f32", or the dtype's name if it is no floating format.
+        dtype: as a plan writes it: "f32", or the dtype's name if it is not a floating format.
         shape: its dimensions; a symbolic one as text.
-        nbytes: its bytes; a symbolic dimension counts as
-            `precpass.analysis.sizes.NOMINAL_SIZE`.
+        nbytes: its bytes; a symbolic dimension counts as `precpass.analysis.sizes.NOMINAL_SIZE`.
     """
 
     dtype: str

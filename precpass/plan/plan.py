@@ -181,7 +181,7 @@ class Decision:
 
     @property
     def stores_low(self) -> bool:
-        """Whether its results are rounded to 16 bits where they are stored."""
+        """Whether its results are rounded to 16 bits, after it is computed in float32."""
         if self.keeps_rounding:
             return True
         is_product = self.action is Action.LOWER and self.kind is OpKind.COMPUTE

@@ -196,7 +196,7 @@ class PrecisionPolicy:
         return dataclasses.replace(self, scales=scales)
 
     def with_weight_gradients(self, precision: Precision | str | None) -> PrecisionPolicy:
-        """Return this policy with weight gradients in "bf16" where others are in float8; or None.
+        """Return this policy with weight gradients in "bf16" instead of float8; None for float8.
 
         Raises:
             ValueError: for anything else.
@@ -226,7 +226,7 @@ class PrecisionPolicy:
     def follows_readers(self) -> bool:
         """Whether matrix products whose results are needed exactly stay in float32.
 
-        True for the AutoMixed presets. The other policies require their precision of products.
+        False for `Custom`, AlwaysF16 and AlwaysBf16, which require their precision.
         """
         return OpKind.ELEMENTWISE not in self.orders and self.name != "Custom"
 

@@ -36,7 +36,7 @@ def Custom(
 
     Only float32, bfloat16 and float16 values may change, unless you use `with_retypes`.
     `Custom({OpKind.COMPUTE: "f32"}).with_retypes("f64")` runs a float64 program with float32 matrix
-    products: their operands are rounded to float32, their sums and everything else stay in float64.
+    products: operands are rounded to float32, sums and everything else stay in float64.
 
     Raises:
         ValueError: for an unknown kind or precision, or a precision for BOUNDARY, which keeps its

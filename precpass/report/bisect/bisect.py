@@ -45,10 +45,10 @@ def bisect(
 ) -> Callable[P, Bisection]:
     """Find a smallest set of equations that must stay in float32 for a check to pass.
 
-    The function is traced once. The policy is run first as it is, then with everything that it
-    lowers or stores in 16 bits as you wrote it, then with parts of that: first name scopes
-    (functions if there are none), then inner scopes, then single lines. Equal programs are run
-    once. Arguments are not donated, and modules of flax nnx are not updated.
+    The function is traced once. The policy runs first unchanged, then with everything that it
+    lowers or stores in 16 bits back in your own precision, then with parts of that: first name
+    scopes (functions if there are none), then inner scopes, then single lines. Equal programs are
+    run once. Arguments are not donated, and modules of flax nnx are not updated.
 
     A loop whose end depends on floating values may never end in low precision. So a function with
     such loops is first run once more, as you wrote it, to count their trips. Every other run stops
