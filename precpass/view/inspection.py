@@ -143,7 +143,7 @@ class Inspection:
         return rendered(lines, color)
 
     def explain(self) -> Explanation:
-        """Return the figures, what stays in float32 and why, and how to change that."""
+        """Return an `Explanation`: figures, what stays in float32 and why, how to change that."""
         decided: dict[int, Decision] = {}
         for eqn, decision, _ in self.decisions():
             decided.setdefault(id(eqn), decision)
