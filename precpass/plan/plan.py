@@ -223,7 +223,7 @@ class Plan:
         decisions: one per equation.
         border: the formats in which values enter and leave the jaxpr, if these are not their own:
             float32 under AlwaysF32, float64 in a float64 region.
-        border_copies: the 16-bit copies that enter and leave beside its operands and results.
+        border_copies: the 16-bit and 8-bit copies that cross beside its operands and results.
         notes: warnings for the user; only the root has them.
         unmatched: the rules that matched no equation; only the root has them.
         eqn_infos: where each equation stands, if `inspect` made the plan. Comparing two plans

@@ -46,7 +46,7 @@ class Verdict:
         swapped: the matrix products whose operands are exchanged to replace transposes.
         stored: the results that are rounded where they are defined and stored in 16 bits, in
             whatever precision they are computed.
-        crossed: the operands and results of loops, branches and calls that have a 16-bit copy.
+        crossed: the operands and results of loops, branches and calls with a 16-bit or 8-bit copy.
         crossed_on_8: those of them whose copy has 8 bits, and a scale.
         kept_before, kept_after: the bytes that the forward pass saves for the backward pass
             (`precpass.analysis.residuals`); 0 in a program without one.
