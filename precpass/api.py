@@ -62,50 +62,49 @@ def auto_mixed(
 def auto_mixed(
     fn: Any = None, policy: Any = None, *, profitability: Any = None, **jit_options: Any
 ) -> Any:
-    """`jax.jit` of a function in a policy's precisions; a call makes the function's updates.
+    """Like `jax.jit`, but runs `fn` in mixed precision; flax nnx modules are updated in place.
 
-    The result has the same signature, output tree, shapes, dtypes and weak types.
-    Differentiate inside where you can, `auto_mixed(jax.value_and_grad(loss))`: the
-    pass then sees the backward products. `jax.grad(auto_mixed(loss))` is right and
-    low too.
+    Matrix products (matmuls and convolutions) run in low precision as `policy` says. The result has
+    the signature of `fn`, and returns the same tree, shapes, dtypes and weak types. Differentiate
+    inside where you can, `auto_mixed(jax.value_and_grad(loss))`: the pass then sees the matrix
+    products of the backward pass. `jax.grad(auto_mixed(loss))` also works, and its matrix products
+    run in low precision too.
 
-    It is called like a function of `jax.jit`, but accepts more. A leaf that jit refuses and that
+    Call the result like a function of `jax.jit`. An argument leaf that jit refuses is static if it
     is a value (a string, a type, a function without arrays in its closure, a frozen dataclass of
-    such) is static: it is hashed and compared like an argument of `static_argnums`. So is a number
-    of an equinox module. A result that is no array is returned as it was when the function was
-    traced. Modules of flax nnx are updated as by `nnx.jit`.
+    such): it is hashed and compared as with `static_argnums`. Numbers in equinox modules are static
+    too. A result that is not an array is returned as it was when the function was traced. Modules
+    of flax nnx are updated as by `nnx.jit`.
 
-    Inside another `auto_mixed` function, one with a policy of its own keeps it, and
-    one without leaves the decision to the outer one. The options of a function that
-    `jax.jit` made stay with its own, inner call: give `donate_argnums`,
-    `static_argnums` and shardings to `auto_mixed`.
+    Inside another `auto_mixed` function, a function with its own policy uses it, and one without
+    leaves the decision to the outer one. If `fn` was made by `jax.jit`, its options apply to that
+    inner call only: give `donate_argnums`, `static_argnums` and shardings to `auto_mixed`.
 
     Args:
-        fn: the function; without it a decorator is returned. For one that
-            `auto_mixed` made, the new policy and options replace its own.
-        policy: a policy, a preset's name, the precision of products ("bf16", `jnp.float16`), or
-            a text such as "p=f32,c=bf16,o=f32" (`PrecisionPolicy.parse`).
-            Without one, that of `use_policy`, else AutoMixedBf16.
-        profitability: "always" lowers every product that the policy asks for, "assumed" those
-            that pay by a table of devices, "measured" those that are faster when they are timed
-            on the device, and "compiled" all or none, in the form whose compiled program costs the
-            least. Each distinct product is timed once, and each distinct program compiled in its
-            forms once, when it is first planned; what was found is stored in a file. Rules, `keep`
-            and saved plans are orders, and win over it.
-            Without one, the policy's own (`with_profitability`), which is "always".
+        fn: the function; without it a decorator is returned. If `auto_mixed` made it, the new
+            policy and options replace its own.
+        policy: a policy, a preset's name, a precision for matrix products ("bf16", `jnp.float16`),
+            or a text such as "p=f32,c=bf16,o=f32" (`PrecisionPolicy.parse`). By default the policy
+            of `use_policy`, else AutoMixedBf16.
+        profitability: which matrix products run in low precision, of those that the policy asks
+            for: "always" all, "assumed" those that gain by a table of devices, "measured" those
+            that are faster when timed on the device, "compiled" all or none, in the form whose
+            compiled program costs the least. Each distinct product is timed once, and each distinct
+            program is compiled in its forms once, when it is first planned; the results are stored
+            in a file. Rules, `keep` and saved plans override it. By default the policy's own
+            (`with_profitability`), which is "always" unless set.
         jit_options: the options of `jax.jit` (`donate_argnums`, `static_argnums`, ...).
 
     Raises:
-        TypeError: when `fn` is no function that can be traced (a coroutine or
-            generator function, a staticmethod object), and for an unknown option; in a call, for
-            an object that jit refuses and that is no value either, such as one that holds arrays
-            and is no pytree.
+        TypeError: if `fn` cannot be traced (a coroutine or generator function, a staticmethod
+            object), and for an unknown option; in a call, for an argument that jit refuses and that
+            cannot be static, such as an object that holds arrays and is not a pytree.
         ValueError: for an unknown policy or profitability.
 
     Warns:
-        PrecisionWarning: when tracing, if the policy lowered nothing, the function has no
-            floating values, a rule matched no equation, or a primitive with products could not
-            be entered.
+        PrecisionWarning: when tracing, if the policy lowers nothing, the function has no
+            floating-point values, a rule matches no equation, or a primitive with matrix products
+            cannot be entered.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -146,29 +145,27 @@ def inspect(
     target: Any = None,
     compiled: bool = True,
 ) -> AtArguments[P, Inspection]:
-    """What a policy does to a function, without running it.
+    """Return a function's jaxpr before and after a policy, and the plan, without running it.
 
     Args:
-        fn: a function, or the result of `auto_mixed`, whose policy and options then count.
+        fn: a function, or the result of `auto_mixed`, whose policy and options are the defaults.
         policy: as for `auto_mixed`.
-        profitability: as for `auto_mixed`; the device is that of the arguments if they are
-            committed to one.
-        target: a device that need not be there, for which the program is planned: "h100",
-            "a100", "tpu v4", "tpu v5e", "tpu v5p", "tpu v6e", "tpu 7x", or a JAX device, also of a
-            topology.
-        compiled: whether the program is also compiled for such a device, which takes seconds to
-            minutes, so that the result has what the compiler says. If its compiler is not
-            installed, or the program cannot be compiled for it (it calls Python on the host, or
-            needs too much memory), the result has the reason. No program is compiled for a device
-            that is there.
+        profitability: as for `auto_mixed`, on the device that the arguments are committed to, if
+            any.
+        target: plan for this device, which need not be present: "h100", "a100", "tpu v4", "tpu
+            v5e", "tpu v5p", "tpu v6e", "tpu 7x", or a JAX device, also one of a topology.
+        compiled: whether to compile the program too if the device is not present, which takes
+            seconds to minutes; the result then has the compiler's figures. If its compiler is not
+            installed or cannot compile the program (it calls Python on the host, or needs too much
+            memory), the result has the reason. Nothing is compiled for a device that is present.
 
     Raises:
         ValueError: for an unknown target.
 
     Returns:
-        A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and
-        gives an `Inspection`: the jaxpr `before` and `after`, the `plan`, `diff()`, and for a
-        device that is not there the `compiled` program's kernels, bytes and memory.
+        A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and returns an
+        `Inspection`: the jaxpr `before` and `after`, the `plan`, `diff()`, and for a device that is
+        not present the `compiled` program's kernels, bytes and memory.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -269,7 +266,7 @@ def explain(
     target: Any = None,
     compiled: bool = True,
 ) -> AtArguments[P, Explanation]:
-    """What a policy does to a function, what stays in float32 and why, and what to do about it.
+    """Explain what a policy changes, what stays in float32 and why, and how to change that.
 
     Args:
         fn: as for `inspect`.
@@ -279,11 +276,11 @@ def explain(
         compiled: as for `inspect`.
 
     Returns:
-        A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and
-        gives an `Explanation`. Its text has the figures first: products that are low and that
-        stay in float32, bytes, casts, what is saved for the backward pass, the share of the
-        FLOPs in 16 bits. Then come each product that stays in float32, with its reason and how
-        to change it, rules that never matched, and advice.
+        A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and returns an
+        `Explanation`. Its text starts with the figures: matrix products in low precision and in
+        float32, bytes, casts, what is saved for the backward pass, the share of the FLOPs in 16
+        bits. Then it lists each matrix product that stays in float32, with its reason and how to
+        change it, rules that never matched, and advice.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -307,14 +304,14 @@ def explain(
 
 
 def cast_floating(tree: Tree, dtype: Any, policy: PolicyLike | None = None) -> Tree:
-    """A pytree with its floating arrays cast, as Haliax has it; the caller's tree does not change.
+    """Return a pytree with its floating arrays cast, as in Haliax; the original is unchanged.
 
     Args:
-        tree: a pytree. What is no floating array stays as it is (`PrecisionPolicy.cast_to_param`).
+        tree: a pytree. Other leaves do not change (see `PrecisionPolicy.cast_to_param`).
         dtype: "param", "compute" or "output", for a format of the policy; or a format itself
             ("bf16", `jnp.float16`), which needs no policy.
-        policy: by default that of the `use_policy` around the call. Without one the tree is
-            returned as it is. So it is inside of an `auto_mixed` function, which decides by itself.
+        policy: by default that of the `use_policy` around the call. Without one, and inside an
+            `auto_mixed` function, the tree is returned unchanged.
 
     Raises:
         ValueError: for an unknown format or policy.

@@ -16,11 +16,11 @@ UNKNOWN = "unknown CPU"
 
 @dataclasses.dataclass(frozen=True)
 class CpuInfo:
-    """A processor.
+    """The processor of this machine.
 
     Attributes:
-        model: its name in the system.
-        bf16: the names of its bfloat16 instructions in the system.
+        model: its name in the operating system.
+        bf16: the names of its bfloat16 instructions in the operating system.
         cores: the number of cores that this process may use.
     """
 
@@ -35,7 +35,7 @@ class CpuInfo:
 
 @functools.cache
 def cpu_info() -> CpuInfo:
-    """The processor that this process runs on, cached, because it does not change."""
+    """Return the processor that this process runs on; the result is cached."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         model, flags = _of_linux(Path("/proc/cpuinfo").read_text(encoding="utf-8"))

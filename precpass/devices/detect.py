@@ -1,4 +1,4 @@
-"""The device that a program is planned for. Nothing here adds an equation to a trace."""
+"""Find the device that a program is planned for. Nothing here adds an equation to a trace."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _target: Any = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def planned_for(device: Any) -> Generator[None]:
-    """A context in which programs are planned for a device, which need not be there.
+    """Plan the programs inside this context for a device, which need not be present.
 
     Args:
-        device: a JAX device, also of a topology, or a `Target`. Nothing changes for None and for a
-            device of the kind that programs are planned for anyway, so that jit's cache is shared.
+        device: a JAX device, also of a topology, or a `Target`. Nothing changes for None, or for
+            a device of the kind planned for anyway, so that jit's cache is shared.
     """
     changes = device is not None and _kind(device) != _kind(device_of_call())
     with _target(device) if changes else contextlib.nullcontext():
@@ -43,11 +43,11 @@ def _kind(device: Any) -> tuple[str, str]:
 
 
 def committed_device(args: Any) -> Any:
-    """The device of the first argument that is committed to one; None if there is none.
+    """Return the device of the first argument that is committed to one; None if none is.
 
     Args:
-        args: a tree of arguments. A `jax.ShapeDtypeStruct` is committed by its sharding. A sharding
-            may stand in the tree itself, such as the option `in_shardings` of `jax.jit`.
+        args: a tree of arguments. A `jax.ShapeDtypeStruct` is committed by its sharding. The
+            tree may contain shardings, such as the option `in_shardings` of `jax.jit`.
     """
     for x in jax.tree.leaves(args):
         devices: Any = ()
@@ -63,11 +63,11 @@ def committed_device(args: Any) -> Any:
 
 
 def device_of_call(args: Any = ()) -> Any:
-    """The JAX device on which a call at some arguments runs, the first of several.
+    """Return the JAX device on which a call with some arguments runs, the first of several.
 
     It is that of `planned_for`; else the one that the arguments are committed to; else that of
-    `jax.default_device`; else the default backend's. A tracer has no device, so a
-    program that is planned while it is traced is planned for one of the others.
+    `jax.default_device`; else the default backend's. A tracer has no device, so a program that is
+    planned while it is traced is planned for one of the others.
 
     Args:
         args: a tree of arguments.
@@ -93,7 +93,7 @@ def device_of_call(args: Any = ()) -> Any:
 
 
 def is_present(device: Any) -> bool:
-    """Whether this process can run programs on a device: not on a target, or one of a topology."""
+    """Return whether this process can run programs on a device: not on a target or a topology's."""
     try:
         return any(device is there for there in jax.local_devices(backend=device.platform))
     except RuntimeError:  # JAX has no such platform
@@ -101,11 +101,11 @@ def is_present(device: Any) -> bool:
 
 
 def device_for(args: Any = (), device: Any = None) -> Device:
-    """The `Device` that a program is planned for.
+    """Return the `Device` that a program is planned for.
 
     Args:
         args: the arguments of the call (`device_of_call`).
-        device: a JAX device or a `Device`, which then counts. A `Device` starts no backend.
+        device: a JAX device or a `Device`, which is then used. A `Device` starts no backend.
     """
     if isinstance(device, Device):
         return device
@@ -114,5 +114,5 @@ def device_for(args: Any = (), device: Any = None) -> Device:
 
 
 def kind_of(device: Any) -> str:
-    """JAX's name for a kind of device; for a CPU, which JAX only calls "cpu", the processor."""
+    """Return JAX's name for a kind of device; for a CPU, the name of its processor."""
     return str(cpu_info()) if device.platform == "cpu" else device.device_kind

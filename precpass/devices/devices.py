@@ -38,10 +38,10 @@ class Device:
         name: its name in this package.
         platform: JAX's name, "cpu", "gpu" or "tpu".
         kinds: globs of JAX's `device_kind`; for a CPU, globs of `precpass.devices.cpu_info`'s text.
-        f32, bf16, f16: FLOP/s of products with operands of a format, at JAX's default
+        f32, bf16, f16: FLOP/s of matrix products with operands of a format, at JAX's default
             precision: TF32 passes on NVIDIA's, one bfloat16 pass on a TPU.
         f8, int8: the same for operands of 8 bits; what runs instead where XLA widens them.
-        mxfp8, nvfp4: the same for micro-scaled formats; without units for them, what bf16 has.
+        mxfp8, nvfp4: the same for micro-scaled formats; without units for them, bfloat16's figure.
         bandwidth: of its memory, in bytes/s.
         cache_bandwidth: in bytes/s, for work whose bytes fit into `cache`.
         cache: the bytes of its cache; 0 if `bandwidth` is used throughout.
@@ -70,7 +70,7 @@ class Device:
     is_known: bool = True
 
     def flops(self, precision: Precision) -> float:
-        """FLOP/s of products with operands of a format.
+        """Return the FLOP/s of matrix products with operands of a format.
 
         Raises:
             ValueError: for float64, for which there are no figures.
@@ -90,7 +90,7 @@ class Device:
 
 
 def product_seconds(device: Device, flops: Amount, nbytes: Amount, precision: Precision) -> Amount:
-    """The time of a product: of its arithmetic or of its memory, whichever is longer.
+    """Return the seconds of a matrix product: of its arithmetic or its memory, the longer one.
 
     Args:
         device: where it runs.
@@ -108,18 +108,18 @@ def product_seconds(device: Device, flops: Amount, nbytes: Amount, precision: Pr
 
 
 def cast_seconds(device: Device, n: Amount) -> Amount:
-    """The time of a cast of n values between 32 and 16 bits that no fusion takes in."""
+    """Return the seconds of a cast of n values between 32 and 16 bits that is not fused."""
     return _moved(device, 6.0 * n) + device.launch
 
 
 def rounding_seconds(device: Device, n: Amount, *, is_made: bool) -> Amount:
-    """The time of rounding n float32 values to 8 bits by a scale made of their largest magnitude.
+    """Return the seconds of rounding n float32 values to 8 bits, with a scale from their largest.
 
     Args:
         device: where it runs.
         n: the number of values.
-        is_made: whether elementwise work makes them, which then finds the largest on the way.
-            Values in memory are read for that, and again to be rounded.
+        is_made: whether elementwise work computes them and finds the largest on the way. Values
+            in memory are read for that, and again to be rounded.
     """
     # Each pass reads the 4 bytes of a value, and the last one writes its 8 bits.
     nbytes, kernels = (5.0, 1) if is_made else (9.0, 2)
@@ -231,14 +231,14 @@ DEVICES: tuple[Device, ...] = (
     ),
     *map(_accelerator, PEAKS),
 )
-"""For a device the first row of its platform counts whose glob matches."""
+"""The table. For a device the first row of its platform counts whose glob matches."""
 
 _DEFAULTS = {"cpu": "CPU without bfloat16 instructions", "tpu": "TPU v5e"}
 _OTHERWISE = "NVIDIA A100, 80 GB"
 
 
 def device_named(platform: str, kind: str) -> Device:
-    """The `Device` of a kind. If it is not in the table, its name says whose figures it has.
+    """Return the `Device` of a kind. If it is not in the table, its name says whose figures it has.
 
     Args:
         platform: JAX's name; "cuda" and "rocm" count as "gpu".

@@ -1,13 +1,13 @@
-"""Published peaks of accelerators: products by format, and memory, each with its source.
+"""Published peaks of accelerators: matrix products by format, and memory, each with its source.
 
 Peaks are dense, without sparsity, and of one device: a GPU in its SXM or OAM form, a TPU chip.
-Nothing here is measured, and what no vendor publishes is None.
+Nothing here is measured, and a peak that no vendor publishes is None.
 
-What a product of float32 operands runs in is JAX's choice, not the device's. `jax.lax.Precision`
-(JAX's documentation, 2026-11): by default, and at HIGH, it is TF32 on an NVIDIA GPU that has it,
-and at HIGHEST float32; on a TPU it is one pass in bfloat16 by default, three at HIGH and six
-at HIGHEST. On AMD's XLA takes float32 throughout (openxla/xla#46177, 2026-07, which would
-change that, is open).
+JAX, not the device, chooses what a matrix product of float32 operands runs in. By
+`jax.lax.Precision` (JAX's documentation, 2026-11) it is TF32 on an NVIDIA GPU that has it, by
+default and at HIGH, and float32 at HIGHEST; on a TPU it is one pass in bfloat16 by default,
+three at HIGH and six at HIGHEST. On AMD's XLA takes float32 throughout (openxla/xla#46177,
+2026-07, which would change that, is open).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Peaks:
     Attributes:
         name: the device's name.
         aliases: its other names, in lower case.
-        platform: JAX's, "gpu" or "tpu".
+        platform: JAX's name, "gpu" or "tpu".
         kinds: globs of JAX's `device_kind`, in lower case; the first row that matches counts.
-        f64, f32, tf32, bf16, f16: FLOP/s of matrix products in a format, by the fastest
-            units that compute in it; None if nothing is published.
+        f64, f32, tf32, bf16, f16: FLOP/s of matrix products in a format, by the fastest units that
+            compute in it; None if nothing is published.
         bandwidth: of its memory, in bytes/s.
-        float32: the form in which products of float32 operands run, at JAX's precisions
+        float32: the form in which matrix products of float32 operands run, at JAX's precisions
             "default", "high" and "highest".
         sources: the sources of the figures.
         f8, int8: the same for operands of 8 bits; None if XLA widens them to 16 bits, so that no
@@ -79,13 +79,13 @@ class Peaks:
     nvfp4: float | None = None
 
     def flops(self, name: str, asked: str = "default") -> float | None:
-        """FLOP/s of products; None if nothing is published.
+        """Return the FLOP/s of matrix products; None if nothing is published.
 
         Args:
             name: the name of the operands' format, "f32", or of their dtype. Products of complex
                 numbers have the FLOP/s of their parts. "f8e4m3" and "f8e5m2" are "f8".
-            asked: the precision of float32 products, "default", "high" or "highest"; or the name
-                of a dot algorithm, which names the format too.
+            asked: the precision of float32 products, "default", "high" or "highest"; or the name of
+                a dot algorithm, which names the format too.
 
         Examples:
             >>> (h100,) = peaks_of("h100")
@@ -105,7 +105,7 @@ class Peaks:
         return None if peak is None else peak / passes
 
     def source_of(self, figure: str) -> Source:
-        """The source of a figure; for one that is not published, a `Source` that says so."""
+        """Return the source of a figure; a `Source` that says so if the figure is not published."""
         sources = (source for source in self.sources if figure in source.figures)
         return next(sources, Source((figure,), "not published", ""))
 
@@ -117,10 +117,10 @@ _FORMS = ("f64", "f32", "tf32", "bf16", "f16", "f8", "int8", "mxfp8", "nvfp4")
 
 
 def peaks_of(names: str | Iterable[str]) -> tuple[Peaks, ...]:
-    """The peaks of one or several devices, by name or alias in any case; each once.
+    """Return the peaks of one or several devices, by name or alias in any case; each once.
 
     Raises:
-        ValueError: for an unknown name; the text lists the legal ones.
+        ValueError: for an unknown name; the message lists the legal ones.
 
     Examples:
         >>> [str(peaks) for peaks in peaks_of(["H100", "v5e"])]
@@ -213,7 +213,7 @@ def _tpu(
 
 
 def peaks_of_kind(platform: str, kind: str) -> Peaks | None:
-    """The row of a device; None for a device that is not in the table.
+    """Return the peaks of a kind of device; None if it is not in the table.
 
     Args:
         platform: "gpu" or "tpu".
@@ -226,7 +226,7 @@ def peaks_of_kind(platform: str, kind: str) -> Peaks | None:
 
 
 def is_of_kind(kind: str, globs: Iterable[str]) -> bool:
-    """Whether JAX's name of a device matches one of a row's globs, in any case."""
+    """Return whether JAX's name of a device matches one of a row's globs, in any case."""
     return any(fnmatch.fnmatch(kind.lower(), glob) for glob in globs)
 
 

@@ -1,8 +1,8 @@
-"""Targets: devices that are not there, whose compilers run on any Linux machine.
+"""Targets: devices that need not be present; their compilers run on any Linux machine.
 
-XLA's GPU compiler comes with JAX's CUDA plugin and needs no GPU (the extra `gpu-target`),
-XLA's TPU compiler comes with libtpu and needs no TPU (the extra `tpu-target`). What they compile
-can be read and not run.
+XLA's GPU compiler comes with JAX's CUDA plugin and needs no GPU (the extra `gpu-target`), XLA's TPU
+compiler comes with libtpu and needs no TPU (the extra `tpu-target`). You can read what they
+compile, but not run it.
 
 The files in `gpu_targets/` are target configurations of XLA (openxla/xla,
 `xla/backends/gpu/target_config/specs`, Apache-2.0), with a CUDA runtime's version.
@@ -31,7 +31,7 @@ __all__ = ["TARGETS", "Target", "abstract_on", "check_places", "memory_of", "tar
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A device that need not be there. A program can be planned for it without its compiler.
+    """A device that need not be present. Planning a program for it does not need its compiler.
 
     Attributes:
         name: as the user gives it.
@@ -53,9 +53,9 @@ class Target:
         """The devices of a JAX topology that a program runs on, for which XLA compiles.
 
         Raises:
-            ModuleNotFoundError: without the compiler; the text has the line that installs it.
+            ModuleNotFoundError: without the compiler; the message has the command that installs it.
             RuntimeError: if JAX does not load the compiler, or it is of another release.
-            ValueError: if the compiler knows no such topology.
+            ValueError: if the compiler does not know the topology.
         """
         return _topology(self).devices[: 1 if self.is_one else None]
 
@@ -82,9 +82,9 @@ TARGETS: Mapping[str, Target] = {
 
 
 def memory_of(device_kind: str) -> int | None:
-    """The bytes of a GPU's memory, by its target configuration; None for other devices.
+    """Return the bytes of a GPU's memory, by its target configuration; None for other devices.
 
-    A TPU's compiler refuses a program that needs more memory than there is, and a GPU's does not.
+    A TPU's compiler refuses a program that needs more memory than the TPU has; a GPU's does not.
 
     Args:
         device_kind: JAX's name for the kind of device.
@@ -101,15 +101,15 @@ def memory_of(device_kind: str) -> int | None:
 
 
 def target_of(value: Any) -> Any:
-    """A target by its name, or a JAX device as it is; None stays None.
+    """Return the target with a name; a JAX device or None is returned unchanged.
 
     Args:
         value: a name in `TARGETS`, in any case, with or without a hyphen ("TPU-v5e"); such a name
-            with a topology behind a colon ("tpu v5e:4x4", "h100:8" for eight on one host,
-            "h100:2x8" for eight on each of two); or a JAX device, also one of a topology.
+            with a topology after a colon ("tpu v5e:4x4", "h100:8" for eight on one host, "h100:2x8"
+            for eight on each of two); or a JAX device, also one of a topology.
 
     Raises:
-        ValueError: for an unknown name; the text lists the known ones.
+        ValueError: for an unknown name; the message lists the known ones.
 
     Examples:
         >>> target_of("H100").device_kind, target_of("TPU-v5e:4x4").topology
@@ -136,7 +136,7 @@ def target_of(value: Any) -> Any:
 
 
 def check_places(target: Any, tree: Any) -> None:
-    """Refuses arguments that are on another device than a target, or over another number of them.
+    """Refuse arguments that are on another device than a target, or on another number of them.
 
     Args:
         target: a JAX device, on which any sharding is allowed, a `Target` or None.
@@ -174,17 +174,17 @@ def check_places(target: Any, tree: Any) -> None:
 
 
 def abstract_on(device: Any, tree: Any) -> Any:
-    """Arguments as shapes on a device, for which XLA can then compile without it.
+    """Return arguments as shapes on a device, for which XLA can then compile without it.
 
     Args:
         device: a JAX device, which may be one of a topology, or a `Target`.
         tree: a tree of arguments. A `jax.sharding.NamedSharding` becomes the same one over the
-            devices of a target that has several. Shapes that are spread over several devices
-            otherwise, and what is neither an array nor a shape, stay as they are.
+            devices of a target that has several. Shapes that are spread over several devices in
+            another way, and leaves that are neither arrays nor shapes, do not change.
 
     Raises:
         ValueError: if a mesh has another number of devices than the target.
-        ModuleNotFoundError, RuntimeError: as `Target.device` does.
+        ModuleNotFoundError, RuntimeError: as for `Target.device`.
     """
     on_device = jax.sharding.SingleDeviceSharding(getattr(device, "device", device))
     sharded = isinstance(device, Target) and not device.is_one

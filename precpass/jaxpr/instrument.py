@@ -54,9 +54,9 @@ class Place:
     """An equation of the flattened program.
 
     Attributes:
-        primitive: its name; for a hi-primitive the name of what is hidden in it.
+        primitive: its name; for a hi-primitive the name of the primitive inside it.
         scope: the name scopes around it, as JAX prints them.
-        source: the user's line; the first caller's if JAX recorded none.
+        source: your source line; the first caller's if JAX recorded none.
         inside: the loops and branches that it runs in, outermost first.
         dtype, shape: of its first floating or complex result, or of the values that it rounds to 8
             bits. Places that differ only in shape are equal.

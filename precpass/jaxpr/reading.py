@@ -80,7 +80,7 @@ def dtype_in(dtype: Any, precision: Precision) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A line of the user's code. `file` is empty if JAX recorded none."""
+    """A line of your code. `file` is empty if JAX recorded none."""
 
     file: str = ""
     function: str = ""

@@ -34,12 +34,12 @@ Rest = ParamSpec("Rest")
 
 
 class Mixed(Generic[P, R_co]):
-    """A function under a policy; calling it is calling `jax.jit` of the rewritten function.
+    """A function that runs under a policy. Call it like the function's `jax.jit`.
 
     Attributes:
-        policy: its own policy, or None for the default in force when it is called.
-        profitability: its own, or None for the policy's.
-        jit_options: the options of `jax.jit`.
+        policy: its own policy; None for the default in force when it is called.
+        profitability: its own; None for the policy's.
+        jit_options: the options passed to `jax.jit`.
         stages: True: `trace` and `lower` return the same stages as those of `jax.jit`.
     """
 
@@ -71,7 +71,7 @@ class Mixed(Generic[P, R_co]):
             raise AttributeError(str(error)) from None
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        """The wrapped function's results in the policy's precisions; a call makes its updates."""
+        """Run the function under the policy; modules and references are updated in place."""
         __tracebackhide__ = True
         # This calls no other Python function, because every layer that takes *args copies them,
         # and a variable that a lambda shares is slower to read. Rare cases are in other functions.
@@ -154,21 +154,21 @@ class Mixed(Generic[P, R_co]):
 
     @property
     def in_shardings(self) -> Any:
-        """The option of `jax.jit`; None if it is not given."""
+        """The `in_shardings` given to `jax.jit`, or None."""
         return self.jit_options.get("in_shardings")
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
-        """As `jax.jit(f).lower`."""
+        """Trace and lower the function, like `jax.jit(f).lower`."""
         __tracebackhide__ = True
         return self._staged("lower", args, kwargs)
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Any:
-        """As `jax.jit(f).trace`."""
+        """Trace the function, like `jax.jit(f).trace`."""
         __tracebackhide__ = True
         return self._staged("trace", args, kwargs)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
-        """As `jax.jit(f).eval_shape`."""
+        """Return the shapes and dtypes of the output, like `jax.jit(f).eval_shape`."""
         __tracebackhide__ = True
         region = current()
 
@@ -210,7 +210,7 @@ class Mixed(Generic[P, R_co]):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def clear_cache(self) -> None:
-        """Forgets every trace and compiled program."""
+        """Clear all cached traces and compiled programs."""
         self._programs.clear_cache()
 
     @overload

@@ -178,14 +178,14 @@ def _enter(region: Region) -> Generator[None]:
 
 @contextlib.contextmanager
 def use_policy(policy: PolicyLike | None) -> Generator[None]:
-    """Makes `policy` the default of every `auto_mixed` without a policy of its own.
+    """Make `policy` the default of every `auto_mixed` function without its own policy.
 
-    None turns the pass off altogether: every `auto_mixed(f)` called inside is
-    `jax.jit(f)`, as it is in a process started with `PRECPASS=off`. The policy is
-    read when the outermost function is traced, in this thread or asyncio task.
+    `None` turns the pass off: every `auto_mixed(f)` called inside is `jax.jit(f)`, as in a process
+    started with `PRECPASS=off`. The policy holds in this thread or asyncio task, and is read when
+    the outermost function is traced.
 
     Raises:
-        ValueError, TypeError: for something that is no policy.
+        ValueError, TypeError: for something that is not a policy.
 
     Examples:
         >>> import precpass as pp
@@ -204,13 +204,13 @@ float64_regions = 0
 
 @contextlib.contextmanager
 def keep(precision: Precision | str) -> Generator[None]:
-    """Fixes the precision of the region inside, whatever the policy says.
+    """Fix the precision of the code inside, whatever the policy says.
 
-    "f32" leaves the region as it was written. "bf16" and "f16" run its products
-    low, in an AlwaysF32 program too. "tf32", "bf16x3", "bf16x6" and "f32_exact" say how its
-    float32 products are multiplied. "f64" evaluates it in float64, whether or
-    not x64 is on. The innermost region wins, over rules too. It also works as a
-    decorator, and around the call of an `auto_mixed` function.
+    "f32" leaves the region as you wrote it. "bf16" and "f16" run its matrix products in low
+    precision, under AlwaysF32 too. "tf32", "bf16x3", "bf16x6" and "f32_exact" choose how its
+    float32 matrix products are multiplied. "f64" evaluates it in float64, with x64 on or off. The
+    innermost region wins, over rules too. You can also use it as a decorator, and around the call
+    of an `auto_mixed` function.
 
     Raises:
         ValueError: for an unknown precision.

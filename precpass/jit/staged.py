@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class AtArguments(Protocol[P, R_co]):
-    """What is called with a function's arguments, or with shapes in the place of its arrays."""
+    """A callable that takes a function's arguments, or shapes in the place of its arrays."""
 
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...

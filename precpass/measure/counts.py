@@ -1,4 +1,4 @@
-"""Counts of a jaxpr: products, casts, FLOPs and bytes, by format."""
+"""Counts of a jaxpr: matrix products, casts, FLOPs and bytes, by format."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ class Counts:
 
     Equations that only serve later derivatives are left out (`precpass.analysis.liveness`).
 
-    Equations are counted once, however often they run: those of a scan's body, and
-    those of a jaxpr that is called many times. FLOPs and bytes are those of one run
-    of the whole program: a scan's times its length, a while loop's times
-    `precpass.analysis.sizes.NOMINAL_SIZE`, of a `cond` those of all branches, and inside of a
-    `shard_map` those of one shard.
+    Equations are counted once, however often they run: those of a scan's body, and those of a jaxpr
+    that is called many times. FLOPs and bytes are those of one run of the whole program: a scan's
+    times its length, a while loop's times `precpass.analysis.sizes.NOMINAL_SIZE`, a `cond`'s over
+    all branches, and inside a `shard_map` those of one shard.
 
     Attributes:
-        products: the number of floating-point products with contracted dimensions.
-        low: the number of products whose two operands have 16 or 8 bits.
-        marked: the number of products with a dot algorithm, such as
-            `default_matmul_precision` gives them; the backend may ignore it.
+        products: the number of floating-point matrix products, which have contracted dimensions.
+        low: the number of matrix products whose two operands have 16 or 8 bits.
+        marked: the number of matrix products with a dot algorithm, such as
+            `default_matmul_precision` sets; the backend may ignore it.
         casts: the number of conversions between floating formats.
         cast_bytes: the bytes of their results.
-        flops: format -> floating-point operations in it. Products and sums count in the
-            format of their operands, elementwise work in that of its widest operand,
-            and casts do not count. A product of complex numbers counts its real
-            operations, under the complex format's name (`precpass.analysis.sizes.flops`).
-        result_bytes: format -> bytes of the results of equations in it. XLA does not
-            store those that it fuses.
+        flops: format -> floating-point operations in it. Matrix products and sums count in the
+            format of their operands, elementwise work in that of its widest operand, and casts do
+            not count. A product of complex numbers counts its real operations, under the complex
+            format's name (`precpass.analysis.sizes.flops`).
+        result_bytes: format -> bytes of the results of equations in it. XLA does not store those
+            that it fuses.
 
     The formats are "f64", "f32", "bf16", "f16", "f8e4m3", "f8e5m2", of scaled products "int8",
     "mxfp8" and "nvfp4", or for others the dtype's name.
@@ -79,14 +78,13 @@ EIGHT_BITS = frozenset(str(p) for p in Precision if p.is_scaled)
 
 
 def count(jaxpr: ir.Jaxpr) -> Counts:
-    """Counts of a jaxpr, its bodies included.
+    """Count a jaxpr's matrix products, casts, FLOPs and bytes, its bodies included.
 
-    Custom derivative rules, which JAX traces in differentiation, and the products of
-    opaque primitives such as Pallas kernels are not counted.
+    Custom derivative rules, which JAX traces in differentiation, and the matrix products of opaque
+    primitives such as Pallas kernels are not counted.
 
     Args:
-        jaxpr: open or closed: from `jax.make_jaxpr`, `jax.jit(f).trace(...)` or an
-            `Inspection`.
+        jaxpr: open or closed: from `jax.make_jaxpr`, `jax.jit(f).trace(...)` or an `Inspection`.
 
     Examples:
         >>> import jax, jax.numpy as jnp

@@ -21,14 +21,14 @@ PRECISIONS = {p.dtype: p for p in Precision if p.is_scaled and not p.block}
 
 @dataclasses.dataclass(frozen=True)
 class LostValues:
-    """The values of one operand that a call lost by rounding them to 8 bits.
+    """The share of one operand's values that a call lost by rounding them to 8 bits.
 
     Attributes:
-        place: the format, the name scopes and the line of its product, and the loops and branches
-            around it, in words.
-        saturated: the finite values beyond the largest number of the format, which became that
-            number, as a part of all values.
-        flushed: the values that were not zero and became zero, as a part of all values.
+        place: the format, the name scopes and the line of its matrix product, and the loops and
+            branches around it, in words.
+        saturated: the share of finite values beyond the largest number of the format, which became
+            that number.
+        flushed: the share of values that were not zero and became zero.
     """
 
     place: str

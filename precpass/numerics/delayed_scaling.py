@@ -1,4 +1,4 @@
-"""`delayed_scaling`: the scales of products in 8 bits from earlier calls, as explicit state."""
+"""`delayed_scaling`: take the scales of 8-bit products from earlier calls, as explicit state."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ R = TypeVar("R")
 )
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class DelayedScales:
-    """The largest magnitudes of the operands of scaled products, in some calls.
+    """The largest magnitudes of the operands of scaled products in recent calls.
 
     It is a pytree of one array, which for example orbax saves.
 
     Attributes:
         history: float32 `[operands, calls]`, the newest call first; 0 for a call that was not made,
-            and for an operand without a finite number that is not zero.
+            and for an operand without a finite nonzero number.
         formats: the format of each operand.
-        places: for each operand the format, the name scopes and the line of its product, and the
-            loops and branches around it, in words.
+        places: for each operand the format, the name scopes and the line of its matrix product,
+            and the loops and branches around it, in words.
     """
 
     history: Any
@@ -58,10 +58,10 @@ class DelayedScales:
         return f"<DelayedScales of {counted(len(self.places), 'operand')}>"
 
     def saturated(self) -> list[str]:
-        """The places where the newest call had values beyond the largest number of the format.
+        """Return the places where the newest call exceeded the largest number of the format.
 
-        Such values became that number, because all values of the calls before were smaller. With a
-        history of one call none is known. `DelayedScaling.lost` says which part they were.
+        Such values became that number, because all earlier values were smaller. With a history
+        of one call no place is known. `DelayedScaling.lost` returns the share of these values.
         """
         history = np.asarray(self.history)
         newest, before = history[..., 0], history[..., 1:]
@@ -77,10 +77,10 @@ class DelayedScales:
         return self._where(is_beyond)
 
     def unseen(self) -> list[str]:
-        """The places without a finite number that is not zero in all remembered calls.
+        """Return the places that had no finite nonzero number in any remembered call.
 
-        They are in a branch that was not taken, or zero, as a weight may be at first. The scale is
-        then that of a largest magnitude of 1.
+        They are in a branch that was not taken, or are zero, as a weight may be at first. Their
+        scale is that of a largest magnitude of 1.
         """
         return self._where(~np.asarray(self.history).any(-1))
 
@@ -95,34 +95,34 @@ class DelayedScales:
 def delayed_scaling(
     fn: Callable[P, R], policy: PolicyLike = AutoMixedF8, *, history: int = 16
 ) -> DelayedScaling[P, R]:
-    """Takes the scales of products in 8 bits from earlier calls; a call makes fn's updates.
+    """Run 8-bit matrix products with scales from earlier calls; in-place updates take effect.
 
     A scale of the present values costs a pass over them before they can be rounded. With delayed
     scaling (Micikevicius et al., "FP8 Formats for Deep Learning", 2022) the scale is that of the
-    largest magnitude in the last calls, so that a value is rounded where it is computed. What is
+    largest magnitude in the last calls, so a value is rounded where it is computed. A value that is
     larger than in all of these calls becomes the largest number of its format.
 
     `scales = scaled.init(*args)` runs one call with scales of the present values, and records the
-    largest magnitudes. `out, scales = scaled(scales, *args)` is a call that also records its own.
-    `scaled.frozen(scales)` is a function of the arguments alone, with scales that stay as they are.
+    largest magnitudes. `out, scales = scaled(scales, *args)` runs a call and also records its own.
+    `scaled.frozen(scales)` is a function of the arguments alone, whose scales do not change.
 
-    An operand of a product inside a loop has one scale for all trips, and int8 one for the whole
-    array. Products inside a `shard_map` and in a while loop's condition keep scales of the
-    present values, and so do the `QuantizedArray`s, which have 8 bits before the call. An operand
-    that had no number but zero in all remembered calls is rounded as if its largest were 1.
+    An operand of a product inside a loop has one scale for all trips, and in int8 one for the whole
+    array. Products inside a `shard_map` and in a while loop's condition use scales of the present
+    values, and so do `QuantizedArray`s, which have 8 bits before the call. An operand that was zero
+    in all remembered calls is rounded as if its largest magnitude were 1.
 
     Args:
         fn: as for `auto_mixed`; the whole `jax.value_and_grad(loss)` for training.
-        policy: a policy with products in 8 bits.
+        policy: a policy with matrix products in 8 bits.
         history: how many calls are remembered.
 
     Raises:
-        ValueError: for a `history` that is no whole number of at least 1; in a call, for the scales
-            of another program.
+        ValueError: if `history` is not a whole number of at least 1; in a call, for the scales of
+            another program.
         TypeError: in a call through which a derivative is taken, or without `DelayedScales`.
 
     Warns:
-        PrecisionWarning: in `init`, if the program has no products in int8 or float8.
+        PrecisionWarning: in `init`, if the program has no matrix products in int8 or float8.
 
     Examples:
         >>> def layers(ws, x):
@@ -163,9 +163,9 @@ class DelayedScaling(Generic[P, R]):
         self._lost = Staged(mixed, _lost, "lost values")
 
     def init(self, /, *args: P.args, **kwargs: P.kwargs) -> DelayedScales:
-        """The scales of one call, which runs with scales of the present values.
+        """Run one call with scales of the present values, and return its scales.
 
-        For shapes in the place of arrays it gives the shapes to restore a checkpoint into.
+        With shapes in the place of arrays it returns the shapes to restore a checkpoint into.
         """
         given: tuple[Any, ...] = args
         leaves = jax.tree.leaves((given, kwargs))
@@ -182,11 +182,11 @@ class DelayedScaling(Generic[P, R]):
         return scales
 
     def calibrated(self, batches: Iterable[tuple[Any, ...]]) -> DelayedScales:
-        """The scales for all of some batches, each a tuple of arguments, for `frozen`.
+        """Return scales for all of some batches, each a tuple of arguments, to use in `frozen`.
 
         Raises:
             ValueError: for no batches.
-            TypeError: for a batch that is no tuple.
+            TypeError: for a batch that is not a tuple.
         """
         found: DelayedScales | None = None
         for batch in batches:
@@ -209,12 +209,12 @@ class DelayedScaling(Generic[P, R]):
     def __call__(
         self, scales: DelayedScales, /, *args: P.args, **kwargs: P.kwargs
     ) -> tuple[R, DelayedScales]:
-        """The output, and the scales with this call's largest magnitudes."""
+        """Return the output, and the scales with this call's largest magnitudes added."""
         given: tuple[Any, ...] = args
         return self._next((_checked(scales),), (*self._owner, *given), kwargs)
 
     def lost(self, scales: DelayedScales, /, *args: P.args, **kwargs: P.kwargs) -> list[LostValues]:
-        """Which part of each operand's values a call with these scales saturates or flushes.
+        """Return the share of each operand's values that these scales saturate or flush.
 
         It runs the call, and returns nothing else of it.
 
@@ -234,7 +234,7 @@ class DelayedScaling(Generic[P, R]):
         return [LostValues(place, float(a), float(b)) for place, (a, b) in each]
 
     def frozen(self, scales: DelayedScales) -> Callable[P, R]:
-        """The function with these scales in every call; it records nothing."""
+        """Return the function with these scales in every call; it records nothing."""
         checked, owner = _checked(scales), self._owner
         unseen: list[str] = []
         if not isinstance(scales.history, jax.ShapeDtypeStruct):

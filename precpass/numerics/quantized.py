@@ -1,4 +1,4 @@
-"""`quantized`: parameters in 8 bits ahead of time, for programs that only run forward."""
+"""`quantized`: round parameters to 8 bits ahead of time, for programs that only run forward."""
 
 from __future__ import annotations
 
@@ -36,37 +36,37 @@ QuantizedArray = ir.QuantizedArray
 def quantized(
     fn: Callable[P, Any], policy: PolicyLike = AutoMixedInt8, *, argnums: int = 0
 ) -> AtArguments[P, Any]:
-    """An argument with the weights of scaled products in 8 bits, for `auto_mixed(fn, policy)`.
+    """Round the weights in an argument of `auto_mixed(fn, policy)` to 8 bits ahead of time.
 
     A weight that is rounded in each call costs a pass over it in float32. One that was rounded
-    before takes a quarter of the memory, and the product reads it as it is. The function gives the
-    same results for both, but for a float32 rounding of the scales. An exception is a stack in
-    float32 that crosses a loop's border in 16 bits.
+    before takes a quarter of the memory, and the matrix product reads it directly. The function
+    gives the same results for both, apart from a float32 rounding of the scales. An exception is a
+    stack in float32 that enters a loop in 16 bits.
 
-    Its values are stored with the dimensions that products sum over behind all others, as NVIDIA's
-    kernels take them; `QuantizedArray.order` tells. On other devices that makes no difference.
+    The values are stored with the dimensions that products sum over behind all others, as NVIDIA's
+    kernels take them; see `QuantizedArray.order`. On other devices that makes no difference.
 
-    An array is replaced if scaled products alone read it, all of them along the same dimensions.
-    It may be a stack of weights that a scan slices. The policy's `profitability` is not asked here:
-    products that do not pay while they round their weights may pay when they need not. A derivative
-    with respect to another argument reads the rounded weights. Under a
-    policy of 16 bits the results of `quantized` are weights of 8 bits, which a product casts to 16.
+    An array is replaced if only scaled products read it, all of them along the same dimensions. It
+    may be a stack of weights that a scan slices. The policy's `profitability` is ignored: products
+    that do not gain while they round their weights may gain when they need not. A derivative with
+    respect to another argument reads the rounded weights. Under a 16-bit policy the result is still
+    weights of 8 bits, which a matrix product casts to 16.
 
     Args:
-        fn: the function, or the result of `auto_mixed`. Its updates are not made.
-        policy: a policy with products in 8 bits.
+        fn: the function, or the result of `auto_mixed`. It is not run, so no updates are made.
+        policy: a policy with matrix products in 8 bits.
         argnums: the position of the argument.
 
     Returns:
         A function of `fn`'s arguments (arrays, or `jax.ShapeDtypeStruct`s in the place of all of
-        them) that gives the argument with `QuantizedArray`s in the place of arrays. It is a pytree
-        of arrays, which for example orbax saves.
+        them) that returns the argument with `QuantizedArray`s in the place of arrays. It is a
+        pytree of arrays, which for example orbax saves.
 
     Raises:
-        TypeError: for an argument that is or holds a module or a state of flax nnx, or
+        TypeError: for an argument that is or contains a module or a state of flax nnx, or
             `QuantizedArray`s.
-        ValueError: for an unknown policy, one without products in 8 bits, or a position that there
-            is no argument for.
+        ValueError: for an unknown policy, one without matrix products in 8 bits, or a position that
+            has no argument.
 
     Warns:
         PrecisionWarning: if no array is replaced.

@@ -16,10 +16,9 @@ class Value(NamedTuple):
     """The type of a value.
 
     Attributes:
-        dtype: as a plan writes it: "f32", or the dtype's name if it is no floating format.
+        dtype: as a plan writes it: "f32", or the dtype's name if it is not a floating format.
         shape: its dimensions; a symbolic one as text.
-        nbytes: its bytes; a symbolic dimension counts as
-            `precpass.analysis.sizes.NOMINAL_SIZE`.
+        nbytes: its bytes; a symbolic dimension counts as `precpass.analysis.sizes.NOMINAL_SIZE`.
     """
 
     dtype: str
@@ -32,12 +31,12 @@ class Value(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """A conversion between floating formats that the pass added, moved or took away.
+    """A conversion between floating-point formats that the pass added, moved or removed.
 
     Attributes:
-        what: "inserted", "removed", or "moved" for a cast of the user's that is made elsewhere.
+        what: "inserted", "removed", or "moved" for a cast of yours that is made elsewhere.
         before: the format of its operand.
-        after: its result.
+        after: the format of its result.
     """
 
     what: str
@@ -49,7 +48,7 @@ class Cast:
 
 
 class Crossed(NamedTuple):
-    """A value of which a border copy crosses the borders of an equation's bodies.
+    """A value of which a 16-bit or 8-bit copy enters or leaves an equation's bodies.
 
     Attributes:
         value: its type in the low format.
@@ -85,19 +84,19 @@ class EqnInfo:
     """An equation's place in the program, and the casts that were added there.
 
     Attributes:
-        primitive: its name; for a hi-primitive the name of what is hidden in it.
+        primitive: its name; for a hi-primitive the name of the primitive inside it.
         scope: its own name stack as JAX prints it, without those of its callers.
-        source: the user's line; the first caller's if JAX recorded none.
+        source: your source line; the first caller's if JAX recorded none.
         has_line: whether JAX recorded a line.
         operands, results: their types in the original program.
         flops: floating-point operations of one execution.
         contracts: whether it is a matrix product or a convolution of real or complex numbers.
         casts: the casts that the rewrite added or removed at this equation. A cast at the start of
-            a body is listed with the first equation that reads it, one at its end with the
-            equation that makes its operand, and one in a body without equations with the equation
-            that enters the body.
+            a body is listed with the first equation that reads it, one at its end with the equation
+            that computes its operand, and one in a body without equations with the equation that
+            enters the body.
         bodies: the bodies of its inner plans, in their order.
-        crossed: the border copies of these bodies.
+        crossed: the 16-bit and 8-bit copies that enter or leave these bodies.
     """
 
     primitive: str
@@ -114,7 +113,7 @@ class EqnInfo:
 
     @property
     def signature(self) -> str:
-        """Primitive, operands and results."""
+        """The equation's primitive, operands and results, as text."""
         return " ".join((self.primitive, *map(str, self.operands), "->", *map(str, self.results)))
 
 

@@ -1,4 +1,4 @@
-"""`Plan`: the precision of every equation, as data that can be read, compared and hashed."""
+"""`Plan`: the precision of every equation, as data that you can read, compare and hash."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class Action(enum.Enum):
     """What the rewriter does with an equation."""
 
     KEEP = "keep"
-    """Evaluated in the precision it was written in; its results may be stored low
-    (`Decision.stored`), and a product's operands may be exchanged (`Decision.product`)."""
+    """Evaluate it in the precision it was written in. Its results may still be stored in 16 bits
+    (`Decision.stored`), and a matrix product's operands exchanged (`Decision.product`)."""
     LOWER = "lower"
-    """Evaluated in a lower precision."""
+    """Evaluate it in a lower precision."""
     MULTIPLY = "multiply"
-    """A product of float32 operands with a float32 result, whose operands are multiplied in another
-    way than JAX's default (`Precision.is_multiplication`)."""
+    """Multiply the float32 operands of a matrix product in another way than JAX's default, with
+    a float32 result (`Precision.is_multiplication`)."""
     WIDEN = "widen"
-    """Evaluated in a higher precision than it was written in."""
+    """Evaluate it in a higher precision than it was written in."""
     DROP = "drop"
-    """Replaced by its operand: a cast to the format that the operand already has, or a transpose
-    into the order that the product before it already gives."""
+    """Replace it by its operand: a cast to the format that the operand already has, or a
+    transpose into the order that the matrix product before it already gives."""
     ENTER = "enter"
-    """Its bodies have plans of their own."""
+    """Rewrite its bodies, which have plans of their own."""
 
     # A plan of many equations hashes many of these, and an Enum's own hash is Python code.
     __hash__ = object.__hash__
@@ -60,26 +60,26 @@ class Action(enum.Enum):
 
 
 class ProductForm(NamedTuple):
-    """How a product is evaluated, apart from its precision.
+    """How a matrix product is evaluated, apart from its precision.
 
     Attributes:
         exchanged: whether its operands are exchanged, which replaces transposes of its result.
-        recast_in_backward: for each operand, whether the backward pass casts it again. It does if
-            the product is in a branch in a loop and the operand is made before the loop: a saved
-            low copy would be saved in every trip.
-        low_result: whether its kernel rounds its result to the low format of its operands.
-        low_cotangents: for each operand, whether the kernel of a dot that makes its cotangent
-            rounds the cotangent to the low format.
+        recast_in_backward: for each operand, whether the backward pass casts it again, for a
+            product in a branch in a loop whose operand is computed before the loop: a 16-bit copy
+            would be saved in every trip.
+        low_result: whether its kernel rounds its result to the 16-bit format of its operands.
+        low_cotangents: for each operand, whether the dot that computes its cotangent rounds it to
+            16 bits.
         scaled: the format of 8 bits or fewer in which it multiplies
             (`precpass.rewrite.scaled_product`).
         cotangent: which operand of a scaled product is a cotangent; None for neither.
         by_row: whether its float8 operands have a scale for each row or column. int8 always does.
-        by_units: whether the planned device's units multiply its micro-scaled format. Otherwise the
-            operands are rounded to that format, kept in bfloat16, which holds them exactly, and
-            multiplied so.
-        scaled_cotangents: for each operand, whether the product that makes its cotangent is scaled.
-        wide_outer: whether a cotangent that is an outer product, and so sums over one term, is made
-            in float32. A preset leaves such products in float32.
+        by_units: whether the planned device has units for its micro-scaled format. Otherwise the
+            operands are rounded to that format and multiplied in bfloat16, which represents them
+            exactly.
+        scaled_cotangents: for each operand, whether the product for its cotangent is scaled.
+        wide_outer: whether a cotangent that is an outer product, and so sums over one term, is
+            computed in float32. A preset leaves such products in float32.
     """
 
     exchanged: bool = False
@@ -98,11 +98,11 @@ AS_WRITTEN = ProductForm()
 
 
 class BackwardForm(NamedTuple):
-    """What the derivative of an elementwise equation saves and makes in bfloat16.
+    """What the derivative of an elementwise equation saves and computes in bfloat16.
 
     Attributes:
-        low_factors: for each operand, whether the factor by which the derivative in it multiplies
-            is saved so; () if none is.
+        low_factors: for each operand, whether the factor by which its derivative multiplies is
+            saved in bfloat16; () if none is.
         low_cotangent: whether the cotangent of the result is rounded.
     """
 
@@ -112,33 +112,33 @@ class BackwardForm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The decision for one equation.
+    """What a plan does with one equation, and why.
 
     Attributes:
         action: what the rewriter does.
         kind: the equation's kind.
-        compute: the precision in which it is evaluated; None if it has no floating values
+        compute: the precision in which it is evaluated; None if it has no floating-point values
             that may change.
         stored: the precision in which each result is stored; None for a result that keeps its
-            dtype. A result that is computed in float32, or by a product, and stored in 16 bits is
-            rounded where it is defined: every reader reads the rounded value, and derivatives
-            pass the rounding by.
+            dtype. A result that is computed in float32, or by a matrix product, and stored in 16
+            bits is rounded where it is defined: every reader reads the rounded value, and
+            derivatives skip the rounding.
         reason: why; `str(decision.reason)` is a sentence.
         inner: the plans of its bodies.
-        rules: how values cross the borders of its custom rules, which are planned and
-            rewritten when JAX traces them; None if they stay as they are.
-        in_float64_span: whether it belongs to a float64 region, whose equations run as one
+        rules: the formats in which values enter and leave its custom rules, which are planned and
+            rewritten when JAX traces them; None if the rules are not rewritten.
+        in_float64_span: whether it belongs to a float64 region, whose equations run together in one
             span while x64 is off.
-        product: the form of a product, if it is not the one that was written.
-        clipped: the operands of a lowered selection that are finite constants beyond the low
+        product: the form of a matrix product, if it is not the one that was written.
+        clipped: the operands of a lowered selection that are finite constants beyond the 16-bit
             format's largest number, and become that number instead of an infinity.
-        numbers: the operands of a lowered selection that are one number in every element, with the
-            number. They are made anew in the low format, because the caller made them in float32.
-        keeps_rounding: whether the rounding of its results is written so that XLA does not leave it
-            out. Otherwise XLA may drop a cast to 16 bits that is followed by one to float32.
-        pins_rounding: whether every kernel of a TPU that needs the rounded results reads them from
+        numbers: the operands of a lowered selection whose elements are all one number, with the
+            number. They are created in the 16-bit format instead of cast.
+        keeps_rounding: whether XLA is kept from removing the rounding of its results. Otherwise XLA
+            may drop a cast to 16 bits that is followed by one to float32.
+        pins_rounding: whether all kernels of a TPU that need the rounded results read them from
             memory. Otherwise XLA may compute them again in some kernels.
-        backward: what its derivative saves and makes in bfloat16, if JAX differentiates the
+        backward: what its derivative saves and computes in bfloat16, if JAX differentiates the
             rewritten program; None for nothing.
     """
 
@@ -171,7 +171,7 @@ class Decision:
 
     @property
     def decided_by(self) -> DecidedBy:
-        """Who decided the precision in which the equation is computed."""
+        """What decided the precision in which the equation is computed."""
         return self.reason.decided_by
 
     @functools.cached_property
@@ -181,7 +181,7 @@ class Decision:
 
     @property
     def stores_low(self) -> bool:
-        """Whether its results are rounded and stored in 16 bits after it is computed in float32."""
+        """Whether its results are rounded to 16 bits, after it is computed in float32."""
         if self.keeps_rounding:
             return True
         is_product = self.action is Action.LOWER and self.kind is OpKind.COMPUTE
@@ -189,10 +189,10 @@ class Decision:
 
     @property
     def reorders(self) -> bool:
-        """Whether nothing changes but the order of elements in memory.
+        """Whether only the order of elements in memory changes.
 
-        It holds for a product with exchanged operands in the precision in which it was written,
-        and for a transpose that is dropped.
+        True for a matrix product with exchanged operands in the precision in which it was
+        written, and for a transpose that is dropped.
         """
         if self.action is Action.DROP:
             return self.kind is OpKind.DATA_MOVEMENT
@@ -200,7 +200,7 @@ class Decision:
 
     @functools.cached_property
     def changes(self) -> bool:
-        """Whether the rewritten equation differs."""
+        """Whether the rewritten equation differs from the original."""
         if self.action is Action.ENTER:
             is_inside = self.rules is not None or any(plan.changes for plan in self.inner)
             return self.keeps_rounding or is_inside
@@ -208,7 +208,7 @@ class Decision:
 
     @property
     def alters(self) -> bool:
-        """Whether an equation without bodies becomes another, or has its results rounded."""
+        """Whether an equation without bodies is replaced, or its results are rounded."""
         if self.action is Action.ENTER:
             return False
         is_kept = self.action is Action.KEEP and self.backward is None
@@ -217,21 +217,21 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """The decisions for a jaxpr, one per equation and in its order.
+    """The decisions for a jaxpr, one per equation, in order. `inspect(...)(...).plan` is one.
 
     Attributes:
         decisions: one per equation.
-        border: the formats in which values cross the jaxpr's border if these are not their own:
+        border: the formats in which values enter and leave the jaxpr, if these are not their own:
             float32 under AlwaysF32, float64 in a float64 region.
-        border_copies: the border copies of its operands and results.
+        border_copies: the 16-bit and 8-bit copies that cross beside its operands and results.
         notes: warnings for the user; only the root has them.
         unmatched: the rules that matched no equation; only the root has them.
-        eqn_infos: where each equation stands, in a plan that `inspect` made. This field and those
-            below it are ignored when two plans are compared.
+        eqn_infos: where each equation stands, if `inspect` made the plan. Comparing two plans
+            ignores this field and those below.
         body: a number that the plans of one jaxpr share.
         origin: the function and the policy that it was made from; only the root has it.
-        costs: where the costs of products are from, and on which device; only the root has it,
-            and it is "" if no cost was asked for.
+        costs: where the costs of products are from, and on which device; only the root has it, and
+            it is "" if no cost was asked for.
         form: the form of the policy that was chosen among compiled candidates
             (`precpass.autotune.compiled`); only the root has it, and "" is the policy itself.
     """
@@ -249,7 +249,7 @@ class Plan:
 
     @functools.cached_property
     def changes(self) -> bool:
-        """Whether anything differs from the original."""
+        """Whether the rewritten program differs from the original."""
         crosses = self.border or any(self.border_copies)
         return bool(crosses) or any(d.changes for d in self.decisions)
 
@@ -265,7 +265,7 @@ class Plan:
 
     @functools.cached_property
     def rewrites_rules(self) -> bool:
-        """Whether custom rules inside are planned when they are traced."""
+        """Whether it contains custom rules that are planned when JAX traces them."""
         return any(d.rules is not None for d in self.walk())
 
     @functools.cached_property
@@ -288,12 +288,12 @@ class Plan:
         return isinstance(other, Plan) and hash(self) == hash(other) and self._key == other._key
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the precision of every equation to a file (JSON).
+        """Write the precision of every equation to a JSON file.
 
-        An equation is named by its name scopes, the user's function that it is made
-        in, its primitive and its occurrence there, so that a file outlives edits elsewhere.
-        The file does not hold which values are stored low or cross borders as 16-bit copies,
-        because that follows from these precisions and the policy.
+        An equation is named by its name scopes, the function of yours that it is in, its primitive
+        and its occurrence there, so the file survives edits elsewhere. The file does not record
+        which values are stored in 16 bits or cross function and loop boundaries as 16-bit copies:
+        that follows from these precisions and the policy.
 
         Raises:
             ValueError: for a plan that `inspect` did not make.
@@ -304,17 +304,17 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> PrecisionPolicy:
-        """The policy that has every equation in the precision that a file says.
+        """Return a policy that gives every equation the precision in a file that `save` wrote.
 
-        Give it to `auto_mixed` or `inspect`. Equations that the file does not have
-        follow the policy that it was saved under, and a `PrecisionWarning` names them
-        when the function is traced, as well as those that are no longer there. Rules that
-        are added to it come before what the file says; guards do in any case.
+        Pass it to `auto_mixed` or `inspect`. Equations that are not in the file follow the policy
+        that it was saved under. When the function is traced, a `PrecisionWarning` names them, and
+        those of the file that no longer exist. Rules that you add to the policy override the file;
+        guards override both.
 
         Raises:
-            ValueError: for a file that is no plan, or one of a newer format; and when a
-                function is traced that has none of its equations.
-            OSError: where it cannot be read.
+            ValueError: for a file that is not a plan, or has a newer format; and when a function is
+                traced that has none of its equations.
+            OSError: if it cannot be read.
         """
         from precpass.plan.file import read
 
@@ -323,7 +323,7 @@ class Plan:
         return read(text, os.fspath(path))
 
     def walk(self) -> Iterator[Decision]:
-        """Every decision; those of bodies follow their equation's, and a shared body comes once."""
+        """Yield every decision; a body's follow its equation's, and a shared body comes once."""
         seen: set[int] = set()
         stack: list[Plan] = [self]
         while stack:
@@ -336,7 +336,7 @@ class Plan:
                 stack.extend(decision.inner)
 
     def count(self) -> Counter[tuple[OpKind, Action]]:
-        """The number of decisions of each kind and action, however results are stored.
+        """Return the number of decisions of each kind and action, however results are stored.
 
         Examples:
             `plan.count()[OpKind.COMPUTE, Action.LOWER]` is the number of lowered products.

@@ -1,4 +1,4 @@
-"""Why a plan decides about an equation as it does, and how a user changes that.
+"""Why a plan decides as it does about an equation, and how you change that.
 
 A reason is a value: a template, which says who decided, and the arguments for its places. No
 decision depends on the text of a reason, part of which may be the user's.
@@ -15,24 +15,24 @@ __all__ = ["ALL", "DecidedBy", "Reason", "Template"]
 
 
 class DecidedBy(enum.Enum):
-    """Who decides about an equation; a member wins over those below it."""
+    """What decides about an equation; a member overrides those below it."""
 
     TYPES = "types"
     """The primitive, or the dtypes of its operands and results, allow nothing else."""
     USER = "user"
     """The user wrote it so: a cast, an explicit product, a function with its own policy."""
     GUARD = "guard"
-    """Its result would be wrong in a low format."""
+    """Its result would be wrong in low precision."""
     KEEP = "keep"
     """A `keep` region."""
     RULE = "rule"
     """A `Rule` of the policy."""
     SAVED_PLAN = "saved plan"
-    """The file of a plan (`Plan.load`)."""
+    """A saved plan (`Plan.load`)."""
     NEED = "need"
-    """A reader of its result needs the digits that float32 gives it."""
+    """An equation that reads its result needs the accuracy of float32."""
     COST = "cost"
-    """The low format would gain nothing."""
+    """Low precision would gain nothing."""
     PRESET = "preset"
     """The policy's precision for this kind of equation."""
 
@@ -70,11 +70,11 @@ class Template:
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """The reason for a decision; `str` gives the sentence.
+    """Why a plan decides as it does; `str` returns a sentence.
 
     Attributes:
-        template: the template.
-        args: the texts for the places in the template.
+        template: the kind of reason.
+        args: the texts that fill the template.
 
     Examples:
         >>> reason = NOT_RETYPED("f64")
@@ -123,14 +123,14 @@ class Reason:
 
     @property
     def decided_by(self) -> DecidedBy:
-        """Who decides the precision in which the equation is computed."""
+        """What decides the precision in which the equation is computed."""
         return self.of_compute.template.decided_by
 
     def remedy(self, *, is_low: bool = False) -> str:
-        """How a user changes a decision of this reason.
+        """Return how to change a decision that has this reason.
 
         Args:
-            is_low: whether the user wants to undo that the equation is low.
+            is_low: whether you want to undo that the equation runs in low precision.
         """
         return (is_low and self.template.of_low) or self.template.remedy
 

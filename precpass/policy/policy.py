@@ -1,4 +1,4 @@
-"""Policies: which precision each kind of equation should have."""
+"""`PrecisionPolicy`: which precision each kind of equation has."""
 
 from __future__ import annotations
 
@@ -30,32 +30,31 @@ RETYPES = frozenset({Precision.F32, Precision.BF16, Precision.F16})
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PrecisionPolicy:
-    """Which precision each kind of equation should have.
+    """Which precision each kind of equation has. Pass it to `auto_mixed` or `use_policy`.
 
     Use a preset, `Custom`, or a preset changed by the `with_` methods.
 
     Attributes:
         name: the preset's name, or "Custom".
         kinds: the precision of each kind, in `OpKind`'s order.
-        orders: the kinds whose precision is an order; for the others it is a
-            permission, which the planner uses if that pays.
-        widens: whether values that the user made low are widened (AlwaysF32).
+        orders: the kinds whose precision is required; for the other kinds it is allowed, and the
+            planner uses it where that pays.
+        widens: whether values that you wrote in low precision become float32 (AlwaysF32).
         rules: the first that matches an equation decides its precision.
-        retypes: the formats that may change at all.
-        output: the format of floating outputs, or None to keep each one's own.
-        lock: the precisions of a saved plan, over which rules win.
-        profitability: which products are lowered if no rule and no saved plan decides: "always"
-            all of them, "assumed" those that pay by the table of devices, "measured" those that
-            pay when they are timed on the device, "compiled" all or none, in the form whose
-            compiled program is the cheapest.
-        results: the formats of lowered products' results: "auto" has 16 bits where the platform's
-            kernels gain by it and no sum loses digits, "f32" has float32 everywhere.
-        parameters: the format in which the caller stores parameters, which `cast_to_param` gives
-            them. The pass itself never changes the dtype of an argument.
-        scaled: the format of 8 bits in which those products that are lowered to bfloat16 and are
-            eligible multiply (`precpass.planner.eligible`); None for none.
-        scales: the values that share a scale in products of 8 bits: "auto" is a row or column in
-            int8 and the whole array in float8, "row" is a row or column in both.
+        retypes: the formats that the pass may change at all.
+        output: the format of floating-point outputs, or None to keep each one's own.
+        lock: the precisions of a saved plan; rules override them.
+        profitability: which matrix products are lowered where no rule and no saved plan decides:
+            "always", "assumed", "measured" or "compiled", as for `auto_mixed`.
+        results: the format in which low-precision matrix products return their results: "auto" is
+            16 bits where the platform's kernels gain by it and no sum loses digits, "f32" is
+            float32 everywhere.
+        parameters: the format in which you store parameters; `cast_to_param` casts to it. The pass
+            itself never changes the dtype of an argument.
+        scaled: the format of 8 bits or fewer for eligible matrix products
+            (`precpass.planner.eligible`) that would run in bfloat16; None for none.
+        scales: the values that share a scale in 8-bit products: "auto" is a row or column in int8
+            and the whole array in float8, "row" is a row or column in both.
         weight_gradients: the format in which the gradients of weights are multiplied where other
             derivatives multiply in float8: BF16, or None for float8 as well.
     """
@@ -76,7 +75,7 @@ class PrecisionPolicy:
     weight_gradients: Precision | None = None
 
     def precision_for(self, kind: OpKind | str) -> Precision:
-        """The precision of a kind.
+        """Return the precision of a kind of equation.
 
         Examples:
             >>> from precpass import AutoMixedBf16
@@ -86,30 +85,30 @@ class PrecisionPolicy:
         return self.kinds[_POSITION[kind if type(kind) is OpKind else OpKind.parse(kind)]]
 
     def with_rules(self, *rules: Rule) -> PrecisionPolicy:
-        """This policy with more rules, tried before those that it has."""
+        """Return this policy with more rules, which are tried before its own."""
         for rule in rules:
             if not isinstance(rule, Rule):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
                 raise TypeError(f"with_rules takes Rule values, not {rule!r}")
         return dataclasses.replace(self, rules=(*rules, *self.rules))
 
     def with_retypes(self, *precisions: Precision | str) -> PrecisionPolicy:
-        """This policy with other formats that may change, such as "f64" too."""
+        """Return this policy with only these formats allowed to change; name "f64" to allow it."""
         return dataclasses.replace(self, retypes=frozenset(map(Precision.parse_format, precisions)))
 
     def with_output(self, precision: Precision | str | None) -> PrecisionPolicy:
-        """This policy with another format for the floating outputs; None keeps their own."""
+        """Return this policy with another format for floating outputs; None keeps their own."""
         output = None if precision is None else Precision.parse_format(precision, "output")
         return dataclasses.replace(self, output=output)
 
     def with_parameters(self, precision: Precision | str) -> PrecisionPolicy:
-        """This policy with another format for parameters, which `cast_to_param` gives them."""
+        """Return this policy with another format for parameters, to which `cast_to_param` casts."""
         return dataclasses.replace(self, parameters=Precision.parse_format(precision, "parameters"))
 
     def with_lock(self, lock: SavedPrecisions | None) -> PrecisionPolicy:
-        """This policy with the precisions of a saved plan, or without them.
+        """Return this policy with the precisions of a saved plan, or without them.
 
         Args:
-            lock: that of the policy which `Plan.load` gives, `Plan.load(file).lock`, or None.
+            lock: `Plan.load(file).lock`, or None.
 
         Raises:
             TypeError: for anything else.
@@ -121,7 +120,7 @@ class PrecisionPolicy:
         return dataclasses.replace(self, lock=lock)
 
     def with_profitability(self, profitability: str) -> PrecisionPolicy:
-        """This policy with another profitability: "measured", "compiled", "assumed" or "always".
+        """Return this policy with "always", "assumed", "measured" or "compiled" profitability.
 
         Raises:
             ValueError: for anything else.
@@ -134,10 +133,10 @@ class PrecisionPolicy:
         return dataclasses.replace(self, profitability=parse_profitability(profitability))
 
     def with_results(self, results: str) -> PrecisionPolicy:
-        """This policy with other formats of lowered products' results: "auto" or "f32".
+        """Return this policy with results of low-precision matrix products in "auto" or "f32".
 
-        A GPU's kernels write a result of 16 bits in half the time, and XLA runs a convolution with
-        a float32 result in float32 there, so "f32" buys digits with bandwidth.
+        On a GPU a 16-bit result takes half the memory traffic, and XLA runs a convolution with a
+        float32 result in float32. So "f32" gains accuracy and costs bandwidth.
 
         Raises:
             ValueError: for anything else.
@@ -155,7 +154,7 @@ class PrecisionPolicy:
         return dataclasses.replace(self, results=results)
 
     def with_scaled(self, precision: Precision | str | None) -> PrecisionPolicy:
-        """This policy with eligible products in 8 bits or fewer.
+        """Return this policy with eligible matrix products in 8 bits or fewer.
 
         Args:
             precision: "f8e4m3", "f8e5m2", "int8", "mxfp8", "nvfp4", or None for bfloat16.
@@ -176,10 +175,10 @@ class PrecisionPolicy:
         return dataclasses.replace(self, scaled=scaled)
 
     def with_scales(self, scales: str) -> PrecisionPolicy:
-        """This policy with other scales of products in 8 bits: "auto" or "row".
+        """Return this policy with "auto" or "row" scales for matrix products in 8 bits.
 
         "row" gives float8 a scale for each row of the left operand and each column of the right
-        one, as int8 has. One large value then flushes the small ones of its own row alone.
+        one, as in int8. A large value then flushes small ones in its own row only.
 
         Raises:
             ValueError: for anything else.
@@ -197,7 +196,7 @@ class PrecisionPolicy:
         return dataclasses.replace(self, scales=scales)
 
     def with_weight_gradients(self, precision: Precision | str | None) -> PrecisionPolicy:
-        """This policy with the gradients of weights in "bf16" where others are in float8; or None.
+        """Return this policy with weight gradients in "bf16" instead of float8; None for float8.
 
         Raises:
             ValueError: for anything else.
@@ -217,7 +216,7 @@ class PrecisionPolicy:
 
     @property
     def lowers(self) -> bool:
-        """Whether the policy, apart from its rules, lowers anything."""
+        """Whether the policy lowers anything, apart from its rules."""
         if any(p.is_low or p.is_multiplication for p in self.kinds):
             return True
         floats = (self.precision_for(kind) is Precision.F32 for kind in self.orders)
@@ -225,23 +224,23 @@ class PrecisionPolicy:
 
     @property
     def follows_readers(self) -> bool:
-        """Whether a product stays float32 whose result is needed exactly: an AutoMixed preset's do.
+        """Whether matrix products whose results are needed exactly stay in float32.
 
-        What the other policies say of products is an order.
+        False for `Custom`, AlwaysF16 and AlwaysBf16, which require their precision.
         """
         return OpKind.ELEMENTWISE not in self.orders and self.name != "Custom"
 
     @property
     def low(self) -> Precision:
-        """The format that products are lowered to; bfloat16 for a policy that lowers none."""
+        """The format of low-precision matrix products; bfloat16 for a policy that lowers none."""
         compute = self.precision_for(OpKind.COMPUTE)
         return compute if compute.is_low else Precision.BF16
 
     def cast_to_param(self, tree: Tree) -> Tree:
-        """A pytree with its floating arrays in the format of parameters, `p` of the text form.
+        """Return a pytree with its floating-point arrays in the format of parameters, `p`.
 
-        Of a flax nnx module these are the arrays of its `nnx.Param`s. Running statistics and what
-        else is no parameter keep their format, in which their small updates are not lost.
+        In a flax nnx module only the arrays of its `nnx.Param`s are cast. Running statistics and
+        other state keep their format, because low precision would lose their small updates.
 
         Examples:
             >>> import numpy as np
@@ -251,29 +250,28 @@ class PrecisionPolicy:
         return cast_leaves(tree, self.parameters, params_only=True)
 
     def cast_to_compute(self, tree: Tree) -> Tree:
-        """A pytree with its floating arrays in the format of products, `c` of the text form."""
+        """Return a pytree with its floating-point arrays in the format of matrix products, `c`."""
         return cast_leaves(tree, self.precision_for(OpKind.COMPUTE))
 
     def cast_to_output(self, tree: Tree) -> Tree:
-        """A pytree with its floating arrays in the format of outputs, `o` of the text form.
+        """Return a pytree with its floating-point arrays in the format of outputs, `o`.
 
-        That is float32 for a policy under which each output keeps its own format.
+        This is float32 for a policy under which each output keeps its own format.
         """
         return cast_leaves(tree, self.output or Precision.F32)
 
     @classmethod
     def parse(cls, value: PolicyLike) -> PrecisionPolicy:
-        """Reads a policy from itself, a preset's name, a precision, or "p=f32,c=bf16,o=f32".
+        """Return the policy for a policy, a preset's name, a precision, or "p=f32,c=bf16,o=f32".
 
         A precision, such as "bf16", "bfloat16", `jnp.bfloat16` or "half" (float16), is that of
-        the products: AutoMixedBf16 here. In the text form `p` (`params`) is the format in which
-        the caller stores parameters, see `cast_to_param`; `c` (`compute`) is that of the products,
-        and that of `p` if it is left out; `o` (`output`) is that of the outputs (f32: each keeps
-        its own).
+        matrix products; "bf16" gives AutoMixedBf16. In the text form `p` (`params`) is the format
+        in which you store parameters (`cast_to_param`), `c` (`compute`) is that of matrix products,
+        by default that of `p`, and `o` (`output`) is that of the outputs (f32: each keeps its own).
 
         Raises:
-            ValueError: for an unknown name or form; the text lists the legal ones.
-            TypeError: for a value that is neither policy nor precision nor text.
+            ValueError: for an unknown name or form; the message lists the legal ones.
+            TypeError: for a value that is not a policy, a precision or a text.
 
         Examples:
             >>> from precpass import AutoMixedF16
@@ -285,10 +283,10 @@ class PrecisionPolicy:
         return value if isinstance(value, cls) else parsed(value)
 
     def to_dict(self) -> dict[str, Any]:
-        """This policy as a dict of texts, lists and dicts, for a TOML or YAML file.
+        """Return this policy as a dict of strings, lists and dicts, for a TOML or YAML file.
 
         Raises:
-            ValueError: for a policy that follows a saved plan, or has a rule with a predicate.
+            ValueError: for a policy with a saved plan, or with a rule that has a predicate.
 
         Examples:
             >>> from precpass import AutoMixedBf16
@@ -301,28 +299,28 @@ class PrecisionPolicy:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PrecisionPolicy:
-        """The policy of `to_dict`: as a file of a program's own settings has it.
+        """Return the policy in a dict of the form of `to_dict`, such as part of a settings file.
 
         Raises:
-            ValueError: for an unknown key or value; the text lists the legal ones.
-            TypeError: for something that is no dict.
+            ValueError: for an unknown key or value; the message lists the legal ones.
+            TypeError: for something that is not a dict.
         """
         from precpass.policy.config import from_dict
 
         return from_dict(data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes this policy to a .toml file, or with PyYAML to a .yaml file."""
+        """Write this policy to a .toml file, or with PyYAML to a .yaml file."""
         from precpass.policy.config import save
 
         save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PrecisionPolicy:
-        """The policy in a .toml or .yaml file, as `save` writes it.
+        """Read a policy from a .toml or .yaml file, in the form that `save` writes.
 
         Raises:
-            ValueError: for a file that is none; the text names it.
+            ValueError: for a file that is not a policy; the message names it.
         """
         from precpass.policy.config import load
 

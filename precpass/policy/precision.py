@@ -1,4 +1,4 @@
-"""The precisions that a plan may use: formats of values, and ways to multiply values."""
+"""`Precision`: formats of values, and ways to multiply matrices."""
 
 from __future__ import annotations
 
@@ -69,26 +69,26 @@ _MULTIPLICATIONS = {
 
 
 class Precision(enum.Enum):
-    """A floating-point format, or a way to multiply values.
+    """A floating-point format, or a way to multiply matrices.
 
     Every fact about a format is derived from `ml_dtypes.finfo`, which follows IEEE 754-2019
-    (float16, float32, float64) and the bfloat16 definition of Intel's
-    "BFLOAT16 - Hardware Numerics Definition" (2018).
+    (float16, float32, float64) and the bfloat16 definition of Intel's "BFLOAT16 - Hardware Numerics
+    Definition" (2018).
 
-    TF32, BF16X3, BF16X6 and F32_EXACT are for products alone (`is_multiplication`): the operands
-    and the result of the product are float32 arrays, and the precision is that of the
-    multiplications in it. "f32" leaves that to JAX's default, which is TF32 on an NVIDIA GPU and
-    one pass of bfloat16 on a TPU.
+    TF32, BF16X3, BF16X6 and F32_EXACT apply to matrix products only (`is_multiplication`): the
+    operands and the result are float32 arrays, and the precision is that of the multiplications
+    inside. "f32" leaves that to JAX's default, which is TF32 on an NVIDIA GPU and one pass of
+    bfloat16 on a TPU.
 
-    F8E4M3, F8E5M2 and INT8 are for products alone, too (`is_scaled`): a scaled product divides its
-    operands by scales, rounds them to 8 bits, multiplies them, and multiplies the result by the
-    scales. F8E5M2 has E4M3 operands in the forward pass, and its cotangents in E5M2. What surrounds
-    a scaled product is as for bfloat16.
+    F8E4M3, F8E5M2 and INT8 apply to matrix products only, too (`is_scaled`): a scaled product
+    divides its operands by scales, rounds them to 8 bits, multiplies them, and multiplies the
+    result by the scales. F8E5M2 has E4M3 operands in the forward pass, and its cotangents in E5M2.
+    The code around a scaled product runs as under bfloat16.
 
-    MXFP8 and NVFP4 are scaled, too, and micro-scaled (`block`): along the dimension that a product
-    sums over, each block of 32 or 16 elements has a scale of its own. MXFP8 has the elements of
-    F8E4M3, and powers of two as scales. NVFP4 has elements of 4 bits, scales in F8E4M3, and one
-    more scale for the whole array.
+    MXFP8 and NVFP4 are scaled, too, with a scale for each block (`block`) of 32 or 16 elements
+    along the dimension that a product sums over. MXFP8 has the elements of F8E4M3, and powers of
+    two as scales. NVFP4 has elements of 4 bits, scales in F8E4M3, and one more scale for the whole
+    array.
 
     Examples:
         >>> Precision.parse("bf16").dtype
@@ -120,28 +120,28 @@ class Precision(enum.Enum):
     NVFP4 = "nvfp4"
 
     dtype: np.dtype[Any]
-    """The numpy dtype of this format, or of the operands that are multiplied so."""
+    """The NumPy dtype of this format, or of the operands that are multiplied this way."""
     max: float
     """The largest finite value."""
     smallest_normal: float
     """The smallest positive value with a full significand."""
     unit_roundoff: float
-    """The largest relative error of one rounding to nearest, `eps / 2`; of an operand for products
-    alone. Of int8 it is relative to the largest value that shares the scale."""
+    """The largest relative error of one rounding to nearest, `eps / 2`; of an operand for ways
+    to multiply. For int8 it is relative to the largest value that shares the scale."""
     exact_integers: int
-    """The n for which every integer of magnitude up to n is representable."""
+    """The largest n for which every integer of magnitude up to n is representable."""
     is_low: bool
-    """Whether the format has 16 bits."""
+    """Whether it is a 16-bit format."""
     is_multiplication: bool
-    """Whether only products of float32 arrays take it. No value is stored in it, and it needs no
-    casts."""
+    """Whether it applies to products of float32 matrices only. No value is stored in it, and it
+    needs no casts."""
     is_scaled: bool
-    """Whether it has 8 bits or fewer. Only the operands of scaled products take it."""
+    """Whether it has 8 bits or fewer. Only the operands of scaled products use it."""
     block: int
-    """The elements of an operand's row that share a scale, in a micro-scaled format; 0 in others,
-    whose scales are for whole rows or arrays."""
+    """The number of elements that share a scale, in a micro-scaled format; 0 in others, which
+    have scales for whole rows or arrays."""
     is_forward_only: bool
-    """Whether the derivatives of its products are products in bfloat16."""
+    """Whether the derivatives of its products use matrix products in bfloat16."""
 
     def __init__(self, name: str) -> None:
         multiplication = _MULTIPLICATIONS.get(name)
@@ -168,17 +168,17 @@ class Precision(enum.Enum):
 
     @property
     def is_format(self) -> bool:
-        """Whether values are stored in it. The others are for products alone."""
+        """Whether values can be stored in it. Other precisions apply to matrix products only."""
         return not (self.is_multiplication or self.is_scaled)
 
     def is_narrower_than(self, other: Precision) -> bool:
-        """Whether its values take fewer bits; bfloat16 and float16 take as many as each other."""
+        """Return whether its values take fewer bits; bfloat16 and float16 take equally many."""
         return self.dtype.itemsize < other.dtype.itemsize
 
     def runs_as(self, platform: str, *, is_dot: bool = True) -> str:
-        """What runs instead on a platform that does not multiply so; "" where nothing does.
+        """Return what runs instead on a platform without this way to multiply; "" with it.
 
-        It has as many digits or more.
+        What runs instead has as many digits or more.
 
         Args:
             platform: "cpu", "gpu" or "tpu".
@@ -199,16 +199,15 @@ class Precision(enum.Enum):
 
     @classmethod
     def parse(cls, value: Precision | str | Any) -> Precision:
-        """Reads a precision from itself, a short or long name, or a dtype.
+        """Return the precision for a `Precision`, a short or long name, or a dtype.
 
         Args:
             value: a `Precision`, "f32", "float32", `jnp.bfloat16`, `np.dtype("float16")`, "tf32",
-                "int8", ...; "half" is float16, as NumPy has it, and "full" float32, as jmp has it;
-                "fp8" is "f8e4m3".
+                "int8", ...; "half" is float16, as in NumPy, "full" is float32, as in jmp, and "fp8"
+                is "f8e4m3".
 
         Raises:
-            ValueError: when `value` names no precision of this package; the
-                text lists the legal ones.
+            ValueError: if `value` is not the name of a precision; the message lists the legal ones.
         """
         if isinstance(value, cls):
             return value
@@ -224,14 +223,14 @@ class Precision(enum.Enum):
 
     @classmethod
     def parse_format(cls, value: Precision | str | Any, what: str = "") -> Precision:
-        """Reads a precision that values can be stored in.
+        """Return the precision for a name or dtype, if values can be stored in it.
 
         Args:
             value: as for `parse`.
             what: names the place of the value, for errors.
 
         Raises:
-            ValueError: for an unknown precision, and for one of products alone.
+            ValueError: for an unknown precision, and for one of matrix products only.
 
         Examples:
             >>> Precision.parse_format("half")
@@ -247,7 +246,7 @@ class Precision(enum.Enum):
 
     @classmethod
     def of(cls, dtype: Any) -> Precision | None:
-        """The precision with this dtype, or None for any other dtype."""
+        """Return the precision with this dtype, or None for any other dtype."""
         return BY_DTYPE.get(dtype)
 
 

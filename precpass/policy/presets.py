@@ -32,16 +32,15 @@ __all__ = [
 def Custom(
     kinds: Mapping[OpKind | str, Precision | str], rules: Iterable[Rule] = ()
 ) -> PrecisionPolicy:
-    """A policy from a table of kinds; a kind that is missing is not lowered.
+    """Return a policy from a table of kinds; kinds that are missing are not lowered.
 
-    Only float32, bfloat16 and float16 values may change, unless `with_retypes` says
-    otherwise. `Custom({OpKind.COMPUTE: "f32"}).with_retypes("f64")` runs a float64
-    program with float32 products: their operands are rounded to float32, their
-    sums and everything else stay float64.
+    Only float32, bfloat16 and float16 values may change, unless you use `with_retypes`.
+    `Custom({OpKind.COMPUTE: "f32"}).with_retypes("f64")` runs a float64 program with float32 matrix
+    products: operands are rounded to float32, sums and everything else stay in float64.
 
     Raises:
-        ValueError: for an unknown kind or precision, or a precision for BOUNDARY,
-            which has its original dtypes by definition.
+        ValueError: for an unknown kind or precision, or a precision for BOUNDARY, which keeps its
+            original dtypes by definition.
 
     Examples:
         >>> Custom({OpKind.COMPUTE: "bf16"}).precision_for("reduction")
@@ -85,9 +84,9 @@ AutoMixedBf16 = _preset("AutoMixedBf16", *[_BF16] * 4)
 AutoMixedF8 = dataclasses.replace(AutoMixedBf16, name="AutoMixedF8", scaled=Precision.F8E4M3)
 AutoMixedInt8 = dataclasses.replace(AutoMixedBf16, name="AutoMixedInt8", scaled=Precision.INT8)
 AutoMixed = AutoMixedF16
-"""Another name of `AutoMixedF16`, which says its format."""
+"""Another name for `AutoMixedF16`, the preset of float16."""
 AutoMixedConservative = AutoMixedConservativeF16
-"""Another name of `AutoMixedConservativeF16`, which says its format."""
+"""Another name for `AutoMixedConservativeF16`, the conservative preset of float16."""
 
 PRESETS: dict[str, PrecisionPolicy] = {
     preset.name: preset

@@ -17,7 +17,7 @@ __all__ = ["BOUNDARY", "COMPUTING", "ROWS", "TABLE", "Op", "OpKind", "named", "o
 
 
 class OpKind(enum.Enum):
-    """What a primitive does to precision."""
+    """What a primitive does, by which a policy chooses its precision."""
 
     COMPUTE = "compute"
     REDUCTION = "reduction"
@@ -36,7 +36,7 @@ class OpKind(enum.Enum):
 
     @classmethod
     def parse(cls, kind: OpKind | str) -> OpKind:
-        """Reads a kind from itself or its name; a ValueError lists the legal ones."""
+        """Return the kind for an `OpKind` or its name; a ValueError lists the legal ones."""
         name = kind.lower() if isinstance(kind, str) else kind
         for candidate in cls:
             if name in (candidate, candidate.value):

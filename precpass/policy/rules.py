@@ -1,4 +1,4 @@
-"""`Rule`: a precision for the equations that a pattern matches."""
+"""`Rule`: set a precision for the equations that a pattern matches."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["EqnView", "Rule", "layers_around"]
 
 @dataclasses.dataclass(frozen=True)
 class EqnView:
-    """What a rule's predicate sees of an equation.
+    """What a rule's predicate, `where`, can read of an equation.
 
     Attributes:
         primitive: the primitive's name, such as "dot_general".
-        kind: its kind in the table.
-        scope: the name scopes around it, outermost first, joined by "/",
-            without the marks of jvp, transpose, vmap and remat.
-        file, function, line: the user's source line; "" and 0 where unknown.
+        kind: its `OpKind`.
+        scope: the name scopes around it, outermost first, joined by "/", without the marks of jvp,
+            transpose, vmap and remat.
+        file, function, line: your source line; "" and 0 where unknown.
         shapes, dtypes: of the operands.
         out_shapes, out_dtypes: of the results.
         params: the equation's parameters.
@@ -45,34 +45,34 @@ class EqnView:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A precision for the equations that match all of the given patterns.
+    """Set the precision of the equations that match all of the given patterns.
 
-    A rule below the equation's own precision lowers it: any kind where
-    `primitive` or `where` names it, products alone where only a region (`scope`, `module`,
-    `function`, `file`, `line`) is named, so that a region lowered as a whole keeps its
-    sums and exponentials. "f32" leaves a float32 equation as it was written; "f64"
-    evaluates it in float64. Guards of accumulation, range and exact integers
-    come before rules.
+    A precision below the equation's own lowers it: any kind of equation if `primitive` or `where`
+    is given, and only matrix products if the rule only names a region (`scope`, `module`,
+    `function`, `file`, `line`), so that sums and exponentials there keep their precision. "f32"
+    leaves a float32 equation as you wrote it; "f64" evaluates it in float64. The guards of
+    accumulation, range and exact integers override rules.
 
     Attributes:
         primitive: glob on the primitive's name ("dot_general", "reduce_*").
-        scope: glob on the name scopes; it matches a region and all within it
-            ("*/head" matches "model/head" and "model/head/dense").
-        function: glob on the name of the user's function.
-        file: glob on the user's file ("*/attention.py").
-        line: a line of that file, counted from 1; it asks for `file`.
-        where: a predicate on the equation (`EqnView`).
-        module: glob on the path of a layer, from the model's root or from anywhere below it, and
-            all within the layer: "encoder/layers/*/attention", or "attention" for every layer
-            of this name. The path has the names of the attributes in flax nnx and equinox, as in
-            "layers/3", and those of the parameters in flax linen ("layers_3") and haiku.
-        precision: "f64", "f32", "bf16", "f16" or a `Precision`; for products alone "tf32",
-            "bf16x3", "bf16x6" and "f32_exact" too (docs/pages/explanation/float32.md).
-        evidence: why the rule is there, as a plan's reasons show it; it makes no two rules differ.
+        scope: glob on the name scopes; it matches a region and everything within ("*/head" matches
+            "model/head" and "model/head/dense").
+        function: glob on the name of your function.
+        file: glob on your file ("*/attention.py").
+        line: a line of that file, counted from 1; it needs `file`.
+        where: a function of an `EqnView` that returns whether the rule applies.
+        module: glob on the path of a layer, from the model's root or from anywhere below it; it
+            matches everything within the layer: "encoder/layers/*/attention", or "attention" for
+            every layer of this name. The path has the names of the attributes in flax nnx and
+            equinox, as in "layers/3", and those of the parameters in flax linen ("layers_3") and
+            haiku.
+        precision: "f64", "f32", "bf16", "f16" or a `Precision`; for matrix products also "tf32",
+            "bf16x3", "bf16x6" and "f32_exact" (docs/pages/explanation/float32.md).
+        evidence: why the rule exists, which a plan's reasons show. Comparing rules ignores it.
 
     Raises:
-        ValueError: for a rule without a pattern, a pattern that no primitive of
-            the table matches, a line without a file, or an unknown precision.
+        ValueError: for a rule without a pattern, a pattern that no primitive of the table matches,
+            a line without a file, or an unknown precision.
 
     Examples:
         >>> Rule(scope="*/head", precision="f32")
@@ -109,13 +109,13 @@ class Rule:
 
     @property
     def patterns(self) -> dict[str, Any]:
-        """The patterns that were given."""
+        """The patterns that were given, by name."""
         fields = ("primitive", "scope", "module", "function", "file", "line", "where")
         return {f: getattr(self, f) for f in fields if getattr(self, f) is not None}
 
     @property
     def is_region(self) -> bool:
-        """Whether the rule names a place and not an equation."""
+        """Whether the rule only names a place, without a primitive or a predicate."""
         return self.primitive is None and self.where is None
 
     def __repr__(self) -> str:
@@ -130,7 +130,7 @@ class Rule:
         return f"Rule({', '.join(fields)})"
 
     def matches(self, eqn: EqnView) -> bool:
-        """Whether every given pattern matches the equation."""
+        """Return whether every given pattern matches the equation."""
         return (
             (self.primitive is None or _glob(_dashless(self.primitive), _dashless(eqn.primitive)))
             and self.covers(eqn.scope, eqn.file, eqn.function, eqn.line)
@@ -138,7 +138,7 @@ class Rule:
         )
 
     def covers(self, scope: str, file: str, function: str, line: int) -> bool:
-        """Whether every given pattern of a place matches this one: all, for a rule of a region."""
+        """Return whether every given pattern of a place matches this place."""
         return (
             (self.scope is None or _in_region(self.scope, scope))
             and (self.module is None or _in_module(self.module, scope))

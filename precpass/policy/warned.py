@@ -10,9 +10,9 @@ __all__ = ["PrecisionWarning", "quietly"]
 
 
 class PrecisionWarning(UserWarning):
-    """Something about precision that a user should know.
+    """A warning about precision that you should read.
 
-    Nothing was lowered, a rule never matched, or a primitive could not be entered.
+    For example, nothing was lowered, a rule never matched, or a primitive could not be entered.
     """
 
 

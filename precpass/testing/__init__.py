@@ -1,10 +1,10 @@
-"""Assertions for the tests of programs that use precpass: what is low, and what is float32.
+"""Assertions for the tests of your programs: which equations run in which precision.
 
     def test_the_model_stays_low():
         assert_precision(train_step, (state, batch), {"dot_general": "bf16", "*/head": "f32"})
         assert_plan(train_step, (state, batch), Path(__file__).with_name("model.precision.json"))
 
-Both fail with the difference as their message, and run nothing. If a difference is intended,
+Both fail with the difference as their message, and run nothing. If you intended the difference,
 `PRECPASS_UPDATE_PLANS=1 pytest` writes the files of plans anew.
 """
 
@@ -55,26 +55,25 @@ def assert_precision(
     kwargs: Mapping[str, Any] | None = None,
     target: Any = None,
 ) -> None:
-    """Fails if a function's equations would not run in the expected precisions.
+    """Fail if a function's equations would not run in the expected precisions.
 
     Args:
-        fn: a function, or the result of `auto_mixed`, whose policy then counts.
+        fn: a function, or the result of `auto_mixed`, whose policy is the default.
         args: its positional arguments, arrays or `jax.ShapeDtypeStruct`s.
         expected: pattern -> precision, or pattern -> {precision: number of equations} for all
             equations that the pattern matches. The precision is that of the computation, in
-            whatever format results are stored. A pattern is a primitive ("dot_general",
-            "reduce_*") or an `OpKind`, for all such equations; or a name scope ("*/head"), a file
-            or a line of it ("model.py:41"), for all products there. The last pattern that an
-            equation matches counts. The equations of a body count once for each scope in which it
-            is called.
+            whatever format results are stored. A pattern is a primitive ("dot_general", "reduce_*")
+            or an `OpKind`, for all such equations; or a name scope ("*/head"), a file or a line of
+            it ("model.py:41"), for all matrix products there. The last pattern that an equation
+            matches counts. The equations of a body count once for each scope in which it is called.
         policy: as for `auto_mixed`.
         kwargs: the keyword arguments.
-        target: the device that the program is planned for, as for `inspect`. A plan depends on
-            the platform, so a test that names none expects the plan of the machine it runs on.
+        target: the device that the program is planned for, as for `inspect`. A plan depends on the
+            platform: without a target, expect the plan of the machine that the test runs on.
 
     Raises:
         AssertionError: with the equations that differ, by source line, each with its reason.
-        TypeError: if the arguments are no tuple or list.
+        TypeError: if the arguments are not a tuple or list.
         ValueError: for a pattern that matches no equation, or an unknown precision.
 
     Examples:
@@ -99,10 +98,10 @@ def assert_plan(
     kwargs: Mapping[str, Any] | None = None,
     target: Any = None,
 ) -> None:
-    """Fails if a function's plan is not the saved one.
+    """Fail if a function's plan differs from a saved one.
 
-    If the environment has PRECPASS_UPDATE_PLANS=1, the file is written instead, unless it holds
-    the same plan; review its difference then.
+    With PRECPASS_UPDATE_PLANS=1 in the environment the file is written instead, unless it has the
+    same plan already; review its difference then.
 
     Args:
         fn: as for `assert_precision`.
@@ -113,9 +112,9 @@ def assert_plan(
         target: as for `assert_precision`.
 
     Raises:
-        AssertionError: with the equations whose precision differs, each with its reason,
-            and those that the file and the program do not share.
-        ValueError: for a file that is no plan, or one of another program.
+        AssertionError: with the equations whose precision differs, each with its reason, and those
+            that only the file or only the program has.
+        ValueError: for a file that is not a plan, or is the plan of another program.
         FileNotFoundError: if there is no file.
     """
     __tracebackhide__ = True
@@ -144,12 +143,12 @@ def _write(fn: Any, args: Any, path: Any, policy: Any, kwargs: Any, target: Any)
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """Equal equations that run in another precision than the expected one.
+    """Equal equations that run in another precision than expected.
 
     Attributes:
-        source: the user's line.
+        source: your source line.
         scope: the name scopes around them.
-        primitive: their name.
+        primitive: the name of their primitive.
         operands: their types.
         compute: the precision that they run in.
         wanted: the expectation, in words.
@@ -168,7 +167,7 @@ class Mismatch:
 
     @property
     def remedy(self) -> str:
-        """How the user can change their precision."""
+        """How to change their precision."""
         is_low = any(str(p) == self.compute for p in Precision if p.is_low)
         return self.reason.of_compute.remedy(is_low=is_low)
 
@@ -181,10 +180,10 @@ class Mismatch:
 
 @dataclasses.dataclass(frozen=True)
 class Problems:
-    """All differences from what is expected; false if there are none.
+    """All differences from the expectation; false if there are none.
 
     Attributes:
-        mismatches: equations in another precision than the expected one.
+        mismatches: equations in another precision than expected.
         against: the name of the expectation in messages, such as "expected".
         notes: all other differences.
     """
@@ -213,7 +212,7 @@ class Problems:
                 yield f"    to change it: {what}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The problems as JSON values."""
+        """Return the problems as JSON values."""
         mismatches = [
             {**dataclasses.asdict(mismatch), "reason": str(mismatch.reason)}
             for mismatch in self.mismatches
@@ -257,7 +256,7 @@ def plan_problems(
     kwargs: Mapping[str, Any] | None = None,
     target: Any = None,
 ) -> Problems:
-    """The problems with which `assert_plan` fails."""
+    """Return the problems with which `assert_plan` would fail."""
     lock = Plan.load(path).lock
     plan = _plan(fn, policy, args, kwargs, target)
     assert lock is not None and plan.origin is not None
@@ -282,7 +281,7 @@ def precision_problems(
     kwargs: Mapping[str, Any] | None = None,
     target: Any = None,
 ) -> Problems:
-    """The problems with which `assert_precision` fails."""
+    """Return the problems with which `assert_precision` would fail."""
     if not isinstance(expected, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
         raise TypeError(f"expected is a dict, pattern -> precision, not {expected!r}")
     if not expected:

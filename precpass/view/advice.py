@@ -24,7 +24,7 @@ User's Guide", section 3 (dimensions that are multiples of 16 bytes)."""
 
 
 class Advice(NamedTuple):
-    """What to do about a line of the user's code, and why."""
+    """What to do about a line of your code, and why."""
 
     source: ir.Source
     text: str

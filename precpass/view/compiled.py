@@ -1,4 +1,4 @@
-"""What the compiler of a device made of a program, in words."""
+"""The compiler's figures for a program, in words."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ __all__ = ["Compiled", "compiled_lines"]
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler of a device made of a program.
+    """What XLA's compiler reports of a program that it compiled for a device.
 
     Attributes:
         device_kind: JAX's name for the kind of device ("NVIDIA H100 80GB HBM3", ...).
-        memory: what XLA allocates; None if the backend does not tell.
-        traffic: what the compiled program does: its kernels, the bytes that they move, and a TPU's
-            cycles.
+        memory: what XLA allocates; None if the backend does not report it.
+        traffic: the compiled program's kernels, the bytes that they move, and a TPU's cycles.
     """
 
     device_kind: str

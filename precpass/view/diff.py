@@ -156,20 +156,20 @@ def changes(plan: Plan) -> list[dict[str, Any]]:
 def between(
     first: Plan, second: Plan, level: str = "equations", *, color: bool | None = None
 ) -> str:
-    """Where two plans of one program differ, by source line.
+    """Compare two plans of one program, and return where they differ, by source line.
 
     Args:
         first: the `.plan` of `inspect(f, policy)(*args)`.
-        second: that of the same function and arguments under another policy.
-        level: "lines" or "equations", as of `Inspection.diff`.
-        color: as of `Inspection.diff`.
+        second: the plan of the same function and arguments under another policy.
+        level: "lines" or "equations", as for `Inspection.diff`.
+        color: as for `Inspection.diff`.
 
     Returns:
-        One heading per source line and under it the equations that the plans treat
-        differently, as `first | second`; the totals at the end.
+        One heading per source line, under it the equations that the plans treat differently, as
+        `first | second`, and the totals at the end.
 
     Raises:
-        TypeError: for what is no plan.
+        TypeError: for an argument that is not a plan.
         ValueError: for plans of two programs, or another level.
 
     Examples:

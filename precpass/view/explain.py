@@ -1,4 +1,4 @@
-"""What a policy does to a program, what stays in float32 and why, and what to do about it."""
+"""`explain`: what a policy does to a program, what stays in float32, and how to change that."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A policy's effect in figures.
+    """The figures of an `Explanation`: what the policy changes in numbers.
 
     Attributes:
-        before, after: the counts of both programs (`precpass.measure.counts.Counts`): products,
-            casts, FLOPs and bytes by format.
-        narrowed: the products that are float64 in the program and float32 under the policy.
-        left_wide: the products that keep their precision and are not low.
+        before, after: the counts of both programs (`precpass.measure.counts.Counts`): matrix
+            products, casts, FLOPs and bytes by format.
+        narrowed: the matrix products that are float64 in the program and float32 under the policy.
+        left_wide: the matrix products that keep their precision and are not in low precision.
         unread_casts: the casts in the rewritten program that only its derivatives read; XLA drops
-            them if none is taken.
-        swapped: the products, lowered or not, whose operands are exchanged to replace transposes.
+            them if you take none.
+        swapped: the matrix products whose operands are exchanged to replace transposes.
         stored: the results that are rounded where they are defined and stored in 16 bits, in
             whatever precision they are computed.
-        crossed: the operands and results of loops, branches and calls with a border copy.
+        crossed: the operands and results of loops, branches and calls with a 16-bit or 8-bit copy.
         crossed_on_8: those of them whose copy has 8 bits, and a scale.
-        kept_before, kept_after: the bytes that the forward pass saves for the backward
-            pass (`precpass.analysis.residuals`); 0 in a program without one.
+        kept_before, kept_after: the bytes that the forward pass saves for the backward pass
+            (`precpass.analysis.residuals`); 0 in a program without one.
     """
 
     before: Counts
@@ -65,7 +65,7 @@ class Verdict:
     kept_after: float
 
     def lines(self) -> Iterator[Line]:
-        """The figures in words."""
+        """Yield the figures in words, as styled text."""
         after = self.after
         yield [
             (f"{after.low} of {after.products} products low", "low"),
@@ -106,22 +106,22 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a policy does to a program, in words and figures.
+    """What a policy does to a program, in words and figures. `print` shows it.
 
     Attributes:
-        name: the function's.
+        name: the function's name.
         policy: the policy's name.
-        device: the device that it is planned for, as JAX calls it; "" for a CPU.
+        device: JAX's name for the device that it is planned for; "" for a CPU.
         verdict: the figures.
-        wide: the products that stay in float32, those of one line together.
-        multiplied: (precision, reason, number) of the products that are multiplied in a precision
-            of products alone, and of those that are not though that was asked for.
-        others: (kind, reason, number) of all other equations whose computation and storage do
-            not change.
+        wide: the matrix products that stay in float32, grouped by source line.
+        multiplied: (precision, reason, number) of the matrix products for which a way to multiply
+            was asked (`Precision.is_multiplication`), whether they have it or not.
+        others: (kind, reason, number) of all other equations whose computation and storage do not
+            change.
         unmatched: the rules that matched no equation.
         notes: the plan's warnings.
-        advice: what the graph suggests, and for how many equations.
-        compiled, not_compiled: as those of an `Inspection`.
+        advice: suggestions from the dataflow graph, each with the number of equations it affects.
+        compiled, not_compiled: as in `Inspection`.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Explanation:
     not_compiled: str = ""
 
     def lines(self) -> list[Line]:
-        """The explanation as styled text."""
+        """Return the explanation as styled text."""
         return list(self._lines())
 
     def _lines(self) -> Iterator[Line]:
@@ -180,11 +180,11 @@ class Explanation:
             yield [(f"    {item.text}{f' ({n} times)' if n > 1 else ''}", "")]
 
     def text(self, *, color: bool | None = None) -> str:
-        """The explanation as text, coloured as `Inspection.diff` is."""
+        """Return the explanation as text; `color` is as for `Inspection.diff`."""
         return rendered(self.lines(), color)
 
     def to_dict(self) -> dict[str, Any]:
-        """The explanation as JSON values."""
+        """Return the explanation as JSON values."""
         fields = dataclasses.asdict(self)
         fields["verdict"]["low_flops"] = self.verdict.after.low_flops
         fields["advice"] = [

@@ -31,21 +31,21 @@ _SHOWN = 1000
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inspection:
-    """What a policy does to a program.
+    """A program before and after a policy, and the plan. `inspect` returns it.
 
     Attributes:
-        before: the jaxpr as the user's function traces.
+        before: the jaxpr of your function.
         plan: the decision for every equation.
         after: the rewritten jaxpr; `before` itself if nothing changes.
-        policy: the policy that was asked for; None if the pass is switched off.
+        policy: the policy that was asked for; None if the pass is turned off.
         scope: the name scope around the program; "" unless inside `keep`.
         name: the function's name.
-        device: the device that it is planned for, as JAX calls it; "" for a CPU, and if the pass
-            is switched off.
-        compiled: what the compiler of a device that is not there says of the program; None if no
-            program was compiled.
-        not_compiled: why the program could not be compiled for such a device; "" if it was, and if
-            it was not to be.
+        device: JAX's name for the device that it is planned for; "" for a CPU, and if the pass is
+            turned off.
+        compiled: the compiler's figures for a device that is not present; None if no program was
+            compiled.
+        not_compiled: why the program could not be compiled for such a device; "" if it was, or
+            was not meant to be.
     """
 
     before: Any
@@ -81,7 +81,7 @@ class Inspection:
         return Graph.build(self.before)
 
     def decisions(self) -> Iterator[tuple[Any, Decision, ir.Source]]:
-        """Each equation with its decision and source line, also in bodies; shared bodies once."""
+        """Yield each equation, its decision and source line, also in bodies; shared bodies once."""
         for eqn, decision, info in _paired(self.before, self.plan, set()):
             yield eqn, decision, info.source
 
@@ -92,24 +92,24 @@ class Inspection:
         color: bool | None = None,
         bookkeeping: bool = False,
     ) -> str:
-        """What changes, each with its reason.
+        """Return the changes as text, each with its reason.
 
         Args:
-            level: "lines" for a line per line of the user's code, "equations" for one per
-                equation, equal ones counted, or "jaxpr" for the two jaxprs as a unified
-                diff, in which a variable has one name.
-            color: whether to use a terminal's colours; None uses them if standard output is a
-                terminal and NO_COLOR is not set.
-            bookkeeping: whether a diff of jaxprs has all that `after` has: the primitives by
-                which the pass keeps derivatives in float32, and the float32 values that only
-                these read. Without them it has the casts and the lowered products, as they would
-                be written by hand.
+            level: "lines" for one line per source line, "equations" for one per equation, with
+                equal ones counted, or "jaxpr" for the two jaxprs as a unified diff in which a
+                variable has the same name on both sides.
+            color: whether to use terminal colours; None uses them if standard output is a terminal
+                and NO_COLOR is not set.
+            bookkeeping: for "jaxpr", whether to show all of `after`: also the primitives by which
+                the pass keeps derivatives in float32, and the float32 values that only these read.
+                Without it you see the casts and the low-precision matrix products, as you would
+                write them by hand.
 
         Returns:
-            One heading per line of the user's code, in order of execution, inside the
-            loops, branches and custom rules that it runs in; the totals at the end. A body
-            that is called several times is listed once. A cast of a body's operands or results
-            at its border is listed with the equation in the body that reads or makes them.
+            One heading per source line, in order of execution, inside the loops, branches and
+            custom rules that it runs in; the totals at the end. A body that is called several times
+            is listed once. A cast of a body's operand or result is listed with the equation in the
+            body that reads or computes it.
 
         Raises:
             ValueError: for another level, and for `bookkeeping` at another level than "jaxpr".
@@ -143,7 +143,7 @@ class Inspection:
         return rendered(lines, color)
 
     def explain(self) -> Explanation:
-        """The verdict in figures, what stays wide and why, and what to do about it."""
+        """Return an `Explanation`: figures, what stays in float32 and why, how to change that."""
         decided: dict[int, Decision] = {}
         for eqn, decision, _ in self.decisions():
             decided.setdefault(id(eqn), decision)
@@ -155,25 +155,25 @@ class Inspection:
         )
 
     def draw(self, *, boxes: int = 60, graphviz: bool | None = None) -> Picture:
-        """The dataflow as a picture, coloured by precision, boxed by layer, name scope and loop.
+        """Draw the dataflow, coloured by precision and boxed by layer, name scope and loop.
 
         A program of few equations is drawn equation by equation. A model is drawn by its layers,
-        those that repeat as one box with their number: flax's linen and haiku name them by
-        scopes, and elsewhere (nnx, equinox) they are the calls of classes, "up: Linear". Other
-        programs are drawn by their source lines. The stronger a colour, the more bytes move there:
-        of the operands and results of equations, times loops' trips.
+        and repeated layers are one box with a count: flax linen and haiku name layers by scopes,
+        elsewhere (nnx, equinox) they are the calls of classes, "up: Linear". Other programs are
+        drawn by source lines. A stronger colour means that more bytes move there: those of the
+        operands and results of equations, times the trips of loops.
 
         Args:
             boxes: the largest number of boxes.
-            graphviz: whether graphviz's `dot` lays it out; None for `dot` if it is installed,
-                and the layout of this package otherwise.
+            graphviz: whether graphviz's `dot` computes the layout; None uses `dot` if it is
+                installed, and this package's own layout otherwise.
 
         Returns:
-            A `Picture`: it shows itself in a notebook, has `.svg`, and `.save(path)`.
+            A `Picture`, which a notebook displays. It has `.svg` and `.save(path)`.
 
         Raises:
             ValueError: for less than one box.
-            RuntimeError: if `dot` is asked for and not installed, or fails.
+            RuntimeError: if `dot` fails, or is asked for and not installed.
         """
         if boxes < 1:
             raise ValueError(f"boxes={boxes}: at least one box is drawn")
@@ -192,10 +192,10 @@ class Inspection:
         )
 
     def listing(self, *, bookkeeping: bool = False) -> str:
-        """The rewritten program as text, an equation a line, with the names of `diff("jaxpr")`.
+        """Return the rewritten program as text, one equation per line, named as in `diff("jaxpr")`.
 
         Args:
-            bookkeeping: as of `diff`. With it, this is `after` to the last equation.
+            bookkeeping: as for `diff`. With it, the text is all of `after`.
 
         Examples:
             >>> import jax.numpy as jnp

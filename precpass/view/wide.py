@@ -1,4 +1,4 @@
-"""The products that a policy leaves wide."""
+"""The matrix products that a policy leaves in float32."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ __all__ = ["Wide"]
 
 @dataclasses.dataclass(frozen=True)
 class Wide:
-    """Equal products that a policy leaves in float32.
+    """Equal matrix products that a policy leaves in float32.
 
     Attributes:
-        source: the user's line.
-        scope: the name scopes around them; "layer_*" for several that differ only in their
-            numbers.
+        source: your source line.
+        scope: the name scopes around them; "layer_*" for several that differ only in their numbers.
         what: primitive, operands and results.
         reason: why they stay in float32.
         remedy: how to change it.

@@ -3,11 +3,10 @@
 `dequantized(values, scale)` is `values * scale`. It is a primitive, so that a scaled product which
 reads it finds the values of 8 bits; for every other reader it is a multiplication.
 
-The values may be stored with their dimensions in another order than the array's. NVIDIA's kernels
-for 8 bits take operands whose contracted dimensions are the last ones in memory (cuBLAS
-documentation, "cublasLtMatmul": the TN format). Of others XLA transposes all values in every call,
-which takes longer than the product itself: 0.12 ms of 0.22 for 4096 x 4096 x 4096 on an H200 (jax
-0.11.2).
+The values may be stored with their dimensions in another order than the array's. NVIDIA's
+kernels for 8 bits take operands whose contracted dimensions are the last ones in memory (cuBLAS
+documentation, "cublasLtMatmul": the TN format). For other operands XLA transposes all values in
+every call, which can take longer than the product itself.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ __all__ = ["QuantizedArray", "dequantized", "dequantized_from"]
 
 @jax.tree_util.register_pytree_with_keys_class
 class QuantizedArray:
-    """An array of 8 bits that stands for a float32 array, `values * scale`, maybe transposed.
+    """An 8-bit array that stands for a float32 array, `values * scale`, possibly transposed.
 
-    It is a pytree of two arrays, which can be saved, sharded and put on devices like others. Only
-    a function of `auto_mixed` takes it in the place of the float32 array.
+    It is a pytree of two arrays, which you can save, shard and put on devices like others. Only a
+    function of `auto_mixed` takes it in the place of the float32 array.
 
     Attributes:
         values: an int8 or float8 array.
-        scale: a float32 array: a scalar, or of the same rank as `values`, with size 1 in those
+        scale: a float32 array: a scalar, or of the same rank as `values`, with size 1 in the
             dimensions along which the scale does not change.
         order: for each of the last dimensions of `values`, which of the last dimensions of the
             float32 array it is; (1, 0) if matrices are stored transposed, () if nothing is.
@@ -66,7 +65,7 @@ class QuantizedArray:
         return np.dtype(np.float32)
 
     def array(self) -> Any:
-        """The float32 array.
+        """Return the float32 array.
 
         Examples:
             >>> QuantizedArray(jnp.array([-127, 64], jnp.int8), jnp.float32(0.5)).array().tolist()

@@ -1,4 +1,4 @@
-"""The checks of `with_fallback`, which decide that a result is not to be trusted."""
+"""The checks of `with_fallback`, which decide whether a result is rejected."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Call = Callable[[Callable[..., Any]], Any]
 
 @runtime_checkable
 class Check(Protocol):
-    """A check, asked before or after a function has run on a rung.
+    """A check, which `with_fallback` asks before or after a function has run on a rung.
 
     Attributes:
-        before: whether it only needs the arguments. A rung on which it fires is then not run.
+        before: whether it only needs the arguments. A rung on which it fires then does not run.
     """
 
     before: bool
 
     def bound(self, fn: Callable[..., Any]) -> Check:
-        """The check for the arguments of a function.
+        """Return the check for the arguments of a function.
 
         Raises:
             ValueError: if it names an argument that the function does not have.
@@ -41,7 +41,7 @@ class Check(Protocol):
         ...
 
     def seen(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The value that the check looks at; for a check with `before` the same on every rung.
+        """Return the value that the check looks at; with `before`, the same one on every rung.
 
         Args:
             out: the result; None for a check with `before`.
@@ -51,12 +51,12 @@ class Check(Protocol):
         ...
 
     def fires(self, seen: Any, rung: Rung) -> Verdict:
-        """Whether it fires, a boolean scalar, and the number that shows why."""
+        """Return whether it fires, a boolean scalar, and the number that shows why."""
         ...
 
     @property
     def text(self) -> str:
-        """The text of the report if it fires; "{:.3g}" stands for the number."""
+        """The text that the report has if it fires; "{:.3g}" stands for the number."""
         ...
 
 
@@ -74,7 +74,7 @@ class _OfResult:
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite(_OfResult):
-    """Fires if a result holds an infinity or a NaN; the report has their number.
+    """Reject a result that has an infinity or a NaN; the report has their number.
 
     Examples:
         >>> NonFinite().text.format(3)
@@ -82,7 +82,7 @@ class NonFinite(_OfResult):
     """
 
     def fires(self, seen: Any, rung: Rung) -> Verdict:
-        """Whether there are any, and how many."""
+        """Return whether values are not finite, and how many."""
         count = jnp.zeros((), jnp.float32)
         for x in _inexact(seen):
             count += jnp.sum(~jnp.isfinite(x)).astype(jnp.float32)
@@ -96,7 +96,7 @@ class NonFinite(_OfResult):
 
 @dataclasses.dataclass(frozen=True)
 class OutOfRange(_OfResult):
-    """Fires if an element of a result is larger than a limit in magnitude, or a NaN.
+    """Reject a result with an element that is a NaN, or larger than a limit in magnitude.
 
     Attributes:
         limit: the limit of |x|, a positive number.
@@ -117,7 +117,7 @@ class OutOfRange(_OfResult):
             raise ValueError(f"OutOfRange(limit={self.limit!r}): it is to be positive and finite")
 
     def fires(self, seen: Any, rung: Rung) -> Verdict:
-        """Whether there are any, and the largest magnitude."""
+        """Return whether an element is out of range, and the largest magnitude."""
         largest, within = jnp.zeros((), jnp.float32), jnp.asarray(True)
         for x in _inexact(seen):
             # In 16 bits the limit would be another number, or an infinity.
@@ -137,17 +137,17 @@ class OutOfRange(_OfResult):
 
 @dataclasses.dataclass(frozen=True)
 class Predicate(_OfResult):
-    """Fires if a function of the result returns true.
+    """Reject a result for which your function returns true.
 
     Attributes:
-        fn: returns a boolean scalar, true if the result is not to be trusted. It runs as it was
-            written, in the dtypes of the result.
-        takes_args: whether it is called `fn(out, *args, **kwargs)` and not `fn(out)`.
+        fn: returns a boolean scalar, true if the result should be rejected. It runs as you wrote
+            it, in the dtypes of the result.
+        takes_args: whether it is called `fn(out, *args, **kwargs)` instead of `fn(out)`.
         name: its name in the report; the function's own name by default.
 
     Raises:
-        TypeError: if `fn` is no function; when it is traced, if it returns anything but a boolean
-            scalar.
+        TypeError: if `fn` is not a function; when it is traced, if it returns anything but a
+            boolean scalar.
 
     Examples:
         >>> Predicate(lambda variance: jnp.any(variance < 0), name="negative").text
@@ -163,7 +163,7 @@ class Predicate(_OfResult):
             raise TypeError(f"Predicate({self.fn!r}): it is to be a function of the result")
 
     def seen(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The function's result."""
+        """Return the function's result."""
         said = self.fn(out, *args, **kwargs) if self.takes_args else self.fn(out)
         is_array = isinstance(said, bool | np.bool_ | jax.Array | np.ndarray)
         if not is_array or jnp.shape(said) or not jnp.issubdtype(jnp.result_type(said), jnp.bool_):
@@ -175,7 +175,7 @@ class Predicate(_OfResult):
         return said
 
     def fires(self, seen: Any, rung: Rung) -> Verdict:
-        """The function's result, as a bool and as a number."""
+        """Return the function's result, as a bool and as a number."""
         fires = jnp.asarray(seen)
         return fires, fires.astype(jnp.float32)
 
@@ -191,12 +191,12 @@ class Predicate(_OfResult):
 
 @dataclasses.dataclass(frozen=True)
 class IllConditioned:
-    """Fires if a matrix is too ill-conditioned for a rung, which then is not run.
+    """Skip a rung that is too coarse for the condition number of a matrix.
 
     With the condition number kappa and the rung's unit roundoff u, the relative error of a stable
-    solution of a linear system is about kappa u (Higham 2002, "Accuracy and Stability of
-    Numerical Algorithms", chapter 7), so it fires if kappa > 10^-digits / u. kappa is estimated
-    once, from the arguments (`precpass.numerics.fallback.condition.condition_number`).
+    solution of a linear system is about kappa u (Higham 2002, "Accuracy and Stability of Numerical
+    Algorithms", chapter 7), so the check fires if kappa > 10^-digits / u. kappa is estimated once,
+    from the arguments (`precpass.numerics.fallback.condition.condition_number`).
 
     Attributes:
         matrix: the name of an argument, or a function of all arguments that returns the matrix,
@@ -204,7 +204,7 @@ class IllConditioned:
         digits: the decimal digits that must be left, 1 by default; 0 compares with 1 / u.
 
     Raises:
-        ValueError: for a negative number of digits, a name that is no argument of the function
+        ValueError: for a negative number of digits, a name that is not an argument of the function
             or is its *args or **kwargs, or a matrix that is not square.
         TypeError: for a matrix that is neither a name nor a function, or not real and floating.
 
@@ -227,7 +227,7 @@ class IllConditioned:
             raise ValueError(f"IllConditioned(digits={self.digits!r}): it is to be 0 or more")
 
     def bound(self, fn: Callable[..., Any]) -> IllConditioned:
-        """The check with its matrix as a function of the arguments."""
+        """Return the check with its matrix as a function of the arguments."""
         name = self.matrix
         if not isinstance(name, str):
             return self
@@ -254,12 +254,12 @@ class IllConditioned:
         return dataclasses.replace(self, matrix=named)
 
     def seen(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The condition number."""
+        """Return the condition number."""
         assert not isinstance(self.matrix, str)
         return condition_number(self.matrix(*args, **kwargs))
 
     def fires(self, seen: Any, rung: Rung) -> Verdict:
-        """Whether it is too large, and the condition number."""
+        """Return whether the condition number is too large, and the condition number."""
         return ~(seen <= 10**-self.digits / rung.unit_roundoff), seen
 
     @property

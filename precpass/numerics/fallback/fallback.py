@@ -1,12 +1,12 @@
-"""Fallback: a function runs in low precision, and again in a higher one if a check fires.
+"""Fallback: run a function in low precision, and again in a higher one if a check fires.
 
     solve = pp.with_fallback(jnp.linalg.solve, ("f32", "f64"), unstable=pp.IllConditioned("a"))
     x, report = solve(a, b)
     print(report)  # f64 [f32: a condition number of 3.3e+09 leaves less than 1 digit]
 
-Everything is one program with a `lax.cond` for each rung above the first, so that a higher rung
-that is not taken only costs its compilation. There is no state and nothing is printed: the report
-is a pytree beside the result.
+It is one program with a `lax.cond` for each rung above the first, so a higher rung that is not
+taken only costs its compilation. It has no state and prints nothing: the report is a pytree,
+returned beside the result.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ __all__ = ["FallbackReport", "with_fallback"]
 )
 @dataclasses.dataclass(frozen=True)
 class FallbackReport:
-    """The rung that a result of `with_fallback` comes from, and why.
+    """The rung that a result of `with_fallback` comes from, and why. `print` it for a summary.
 
     Under `jax.vmap` and `jax.lax.scan` the arrays have the batch's dimensions in front.
 
     Attributes:
         rung: the index of the rung in the ladder, int32[].
-        stable: bool[], whether no check fired on that rung. It can only be false on the last
-            rung, whose result is returned in any case.
+        stable: bool[], whether no check fired on that rung. It can only be false on the last rung,
+            whose result is returned in any case.
         fired: bool[rungs, checks], which checks fired; false on rungs that were not reached.
-        evidence: float32[rungs, checks], the number that a check returned: how many values are
-            not finite, the largest magnitude, a condition number; zero on rungs not reached.
-        stopped: bool[rungs], whether a loop made `max_trips` trips on the rung and was stopped;
-            false on the last rung, whose loops are not.
+        evidence: float32[rungs, checks], the number that a check returned: how many values are not
+            finite, the largest magnitude, a condition number; zero on rungs not reached.
+        stopped: bool[rungs], whether a loop was stopped on the rung after `max_trips` trips; false
+            on the last rung, which stops no loop.
         ladder: the names of the rungs.
         checks: the text of each check, with "{:.3g}" in the place of the number.
         max_trips: as `with_fallback` was given it.
@@ -71,7 +71,7 @@ class FallbackReport:
     max_trips: int | None
 
     def summary(self) -> str:
-        """The rung and the checks that fired below it; for a batch the results per rung."""
+        """Return the rung and the checks that fired below it; for a batch the results per rung."""
         leaves = (self.rung, self.stable, self.fired, self.evidence)
         if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves) or any(
             isinstance(x, jax.core.Tracer) for x in leaves
@@ -113,18 +113,18 @@ def with_fallback(
     max_trips: int | None = 10_000,
     **jit_options: Any,
 ) -> Mixed[P, tuple[R, FallbackReport]]:
-    """A function that runs low, and on a higher rung if a check fires; it makes its updates.
+    """Run `fn` in low precision, and again in a higher one if a check fires; updates take effect.
 
-    A rung named by a precision is the function under a policy. "bf16" and "f16" are
-    `AutoMixedBf16` and `AutoMixedF16`, which lower products and what is stored for them, and leave
-    a program without products as it is, with a `PrecisionWarning`; "f32" is `AlwaysF32`; "f64" is
-    evaluated in float64, with x64 on or off. Where the function itself has float64 values (x64
-    on), "bf16", "f16" and "f32" lower products of these too. The result has the function's own
-    dtypes on every rung: with x64 off, that of "f64" is rounded to float32, once. A function
-    inside that `auto_mixed` made with a policy of its own keeps it on all rungs but "f64". Under
-    `use_policy(None)` every rung is the function as it was written.
+    A rung named by a precision runs `fn` under a policy. "bf16" and "f16" are `AutoMixedBf16` and
+    `AutoMixedF16`, which lower matrix products and what is stored for them, and leave a program
+    without matrix products as it is, with a `PrecisionWarning`; "f32" is `AlwaysF32`; "f64"
+    evaluates `fn` in float64, with x64 on or off. If `fn` itself has float64 values (x64 on),
+    "bf16", "f16" and "f32" lower their matrix products too. The result has `fn`'s dtypes on every
+    rung: with x64 off, that of "f64" is rounded to float32, once. A function inside `fn` that
+    `auto_mixed` made with its own policy uses it on all rungs but "f64". Under `use_policy(None)`
+    every rung runs `fn` as you wrote it.
 
-    It can be differentiated to any order, also through "f64" with x64 off; the derivative is that
+    You can differentiate it to any order, also through "f64" with x64 off; the derivative is that
     of the rung that was taken. (On jax 0.10, reverse mode over reverse mode through a loop is NaN
     if a lower rung overflowed, unless the loop's body is in a `jax.checkpoint`. If `fn` has a
     `lax.cond`, or calls another such function, the gradient of its `jax.vmap` raises JAX's
@@ -136,29 +136,29 @@ def with_fallback(
 
     Args:
         fn: returns a pytree of arrays.
-        ladder: two or more rungs, from the coarsest to the finest, each a precision ("bf16",
-            "f16", "f32", "f64") or a policy.
-        unstable: one check or several: `NonFinite()`, which it is by default, `OutOfRange(limit)`,
+        ladder: two or more rungs, from the coarsest to the finest, each a precision ("bf16", "f16",
+            "f32", "f64") or a policy.
+        unstable: one check or several: `NonFinite()`, which is the default, `OutOfRange(limit)`,
             `IllConditioned(matrix)`, `Predicate(fn)`, or a function of the result that returns a
             boolean scalar. A rung's result is rejected if any of them fires. `IllConditioned`
-            looks at the arguments, so the rung is not run at all. On the last rung they only
+            checks the arguments, so the rung does not run at all. On the last rung checks only
             report.
-        axis_name: as for `precpass.all_finite`: along these axes all take the same rung, which is
-            needed if `fn` has collectives, and for derivatives of arguments that devices share.
+        axis_name: as for `precpass.all_finite`: along these axes all take the same rung. You need
+            it if `fn` has collectives, and for derivatives of arguments that devices share.
         max_trips: the most trips of a `while_loop` on any rung but the last; None for no bound. In
             low precision a loop may never end, because its residual stays above the tolerance. A
             loop whose end depends on floating values is stopped there, and the rung is rejected as
             if a check had fired. How many trips float32 needs is not known before it runs: give a
-            multiple of what you expect. (In a function with a derivative rule of its own, the
-            results of a stopped loop become NaN instead, which `NonFinite` sees.)
+            multiple of what you expect. (In a function with its own derivative rule, the results of
+            a stopped loop become NaN instead, which `NonFinite` detects.)
         jit_options: the options of `jax.jit` (`static_argnums`, `donate_argnums`, ...).
 
     Returns:
-        `(*args, **kwargs) -> (result, FallbackReport)`, called as a function of `auto_mixed` is.
+        `(*args, **kwargs) -> (result, FallbackReport)`, called like a function of `auto_mixed`.
 
     Raises:
-        ValueError: for an invalid ladder, check or bound; the text lists the legal ones.
-        TypeError: if `fn` is no function; when it is traced, if it returns anything but arrays.
+        ValueError: for an invalid ladder, check or bound; the message lists the legal ones.
+        TypeError: if `fn` is not a function; when it is traced, if it returns anything but arrays.
 
     Examples:
         >>> from precpass import IllConditioned

@@ -1,4 +1,4 @@
-"""`Ladder`: a precision that rises as an iterative method converges.
+"""`Ladder`: raise the precision of an iterative method as it converges.
 
     def step(x, a, b):  # one step, and the norm of the residual that is left
         x = x + omega * (b - a @ x)
@@ -9,13 +9,13 @@
     x = ladder.best
     print(ladder)  # converged at f32 after 61 steps: 22 in bf16, 39 in f32, 0 in f64 ...
 
-The accuracy that a method can attain in a precision is limited by its unit roundoff u: a residual
-computed in it has an error of about u times the size of the subtracted terms (Barrett et al. 1994,
-"Templates for the Solution of Linear Systems", section 4.2.3, "Accounting for Floating Point
-Errors"; Higham & Mary 2022, "Mixed precision algorithms in numerical linear algebra", Acta
-Numerica 31, https://doi.org/10.1017/S0962492922000022). So progress is judged in units of u times
-a scale, and never in absolute ones, and the precision is raised where there is none: the state
-machine is that of extra-precise iterative refinement (Demmel et al. 2006,
+The accuracy that a method can attain in a precision is limited by its unit roundoff u: a
+residual computed in it has an error of about u times the size of the subtracted terms (Barrett
+et al. 1994, "Templates for the Solution of Linear Systems", section 4.2.3, "Accounting for
+Floating Point Errors"; Higham & Mary 2022, "Mixed precision algorithms in numerical linear
+algebra", Acta Numerica 31, https://doi.org/10.1017/S0962492922000022). So progress is judged in
+units of u times a scale, never in absolute ones, and the precision is raised when there is no
+progress. The state machine is that of extra-precise iterative refinement (Demmel et al. 2006,
 https://doi.org/10.1145/1141885.1141894), which raises the precision of what stalls and goes on.
 """
 
@@ -66,26 +66,26 @@ _META = ("rungs", "tol", "patience", "factor", "lower_after")
 class Ladder:
     """The state of an iterative method whose precision rises as it converges.
 
-    `create` makes one, `step` takes a step; it is a pytree of arrays of fixed shapes, for
-    `lax.while_loop`, `lax.scan`, `jax.vmap` (under which the steps of all rungs are computed) and
-    checkpoints. In a `jax.shard_map` the measure is to be the same on all devices (`lax.psum`).
+    Call `create` to make one and `step` to take a step. It is a pytree of arrays of fixed shapes,
+    for `lax.while_loop`, `lax.scan`, `jax.vmap` (under which the steps of all rungs are computed)
+    and checkpoints. In a `jax.shard_map` the measure must be the same on all devices (`lax.psum`).
 
-    The *measure* f of a state is a norm of its residual, or any other magnitude that is zero at
-    the solution. One that is negative or not finite never counts as converged or as the best. On a
-    rung with unit roundoff u the measure has an error of `factor` u `scale`. Therefore:
+    The *measure* f of a state is a norm of its residual, or any other magnitude that is zero at the
+    solution. One that is negative or not finite never counts as converged or as the best. On a rung
+    with unit roundoff u the measure has an error of `factor` u `scale`. Therefore:
 
     - The rung is raised if in `patience` steps the best f of the rung has fallen by no more than
       `factor` u `scale` in all, and at once if f is no larger than that, negative or not finite.
-      The method goes on from the present state, or from the best state if f is negative, not
-      finite or ten times the best. So a rung takes at most about `patience` / (`factor` u) steps.
-    - It has converged if f + `factor` u `scale` <= `tol` `scale`. So a rung claims no convergence
-      that it cannot resolve, and `tol` is the same on every rung.
-    - If the last rung would have to be raised, the method ends: `running` is false, and so is
-      `converged`.
+      The method goes on from the present state, or from the best state if f is negative, not finite
+      or ten times the best. So a rung takes at most about `patience` / (`factor` u) steps.
+    - It has converged if f + `factor` u `scale` <= `tol` `scale`. So a rung never claims
+      convergence that it cannot resolve, and `tol` is the same on every rung.
+    - The method ends if the last rung would have to be raised: `running` and `converged` are then
+      false.
 
     A measure that `step` computes separately, on the last rung (`measure=`), is more accurate than
-    the step. Then progress is judged relative to f, by `factor` u f, and steps stay low as long as
-    they help, as in iterative refinement.
+    the step. Then progress is judged relative to f, by `factor` u f, and steps stay in low
+    precision as long as they help, as in iterative refinement.
 
     Attributes:
         state: the state from which the next step starts.
@@ -99,9 +99,9 @@ class Ladder:
         scale: the scale of the measure.
         switched: bool[], whether the last step ended with a switch.
         switches: the number of switches, int32[].
-        log: the first switches, a dict of arrays: the `step` after which it happened, the new
-            rung `to`, `why` (1 stalled, 2 at its roundoff, 3 not finite, 4 easy progress, 5
-            negative, 6 the method ended) and the `measure`.
+        log: the first switches, a dict of arrays: the `step` after which it happened, the new rung
+            `to`, `why` (1 stalled, 2 at its roundoff, 3 not finite, 4 easy progress, 5 negative, 6
+            the method ended) and the `measure`.
         reference, waited, easy, needed: the best measure at the beginning of the present wait, the
             steps since then, the easy steps in a row, and how many of them lower the rung.
         rungs, tol, patience, factor, lower_after: as given to `create`.
@@ -154,28 +154,28 @@ class Ladder:
         lower_after: int | None = None,
         log_size: int = 16,
     ) -> Ladder:
-        """The first state, on the lowest rung.
+        """Return the first state, on the lowest rung.
 
         Args:
             ladder: two or more rungs, from the coarsest to the finest, as for `with_fallback`.
             state: the method's state, a pytree of arrays, which keeps its dtypes on every rung.
                 With x64 off a float32 state limits the accuracy of an "f64" rung.
             scale: the size that the measure is relative to, a positive scalar, such as the norm of
-                the right-hand side; by default the first measure. A traced scale cannot be
-                checked: zero then counts as none, and with one that is negative or not finite no
+                the right-hand side; by default the first measure. A traced scale cannot be checked:
+                zero then counts as not given, and with one that is negative or not finite no
                 measure ever counts as converged.
-            tol: the measure, relative to the scale, at which it has converged; 0 goes on until
-                the last rung stalls.
+            tol: the measure, relative to the scale, at which it has converged; 0 goes on until the
+                last rung stalls.
             patience: the steps without progress after which the rung is raised, or the method ends
                 on the last rung; more than those for which the measure may rise before it falls.
-            factor: the number of unit roundoffs that count as no progress.
+            factor: the number of unit roundoffs that do not count as progress.
             lower_after: the steps in a row, each halving the measure, after which the rung is
                 lowered again; None for never. After each futile attempt the number doubles.
             log_size: the number of switches in the log; `switches` counts all.
 
         Raises:
-            ValueError: for a bad ladder, a tolerance that the last rung cannot tell, a scale that
-                is no real scalar, or a number out of range.
+            ValueError: for a bad ladder, a tolerance that the last rung cannot resolve, a scale
+                that is not a real scalar, or a number out of range.
         """
         name = "Ladder.create"
         rungs = parse_ladder(name, ladder)
@@ -227,25 +227,25 @@ class Ladder:
         measure: Callable[..., Any] | None = None,
         restart: Callable[..., Any] | None = None,
     ) -> Ladder:
-        """A step on the present rung, with the updates of `fn`; an ended ladder does not change.
+        """Take one step on the present rung, with `fn`'s updates; an ended ladder does not change.
 
-        Outside of `jax.jit` it is compiled once for each `fn`, `measure` and `restart`, as by
-        `jax.jit`, so other values that they read are fixed then. A function that is defined anew
+        Outside `jax.jit` it is compiled once for each `fn`, `measure` and `restart`, as by
+        `jax.jit`, so other values that they read are fixed then. A function that you define anew
         before each call, such as a lambda in a Python loop, is compiled in each call.
 
         Args:
             fn: `(state, *args) -> (state, measure)`: one step, written as in float32 (or float64),
-                and the measure of the new state, a real scalar that is not negative. With
-                `measure` it only returns the state.
+                and the measure of the new state, a real scalar that is not negative. With `measure`
+                it only returns the state.
             args: arrays that it needs.
             measure: `(state, *args) -> measure`, computed on the last rung after each step.
-            restart: `(state, *args) -> state`, computed on the new rung before the first step
-                after a switch, for a method with memory: the residual and direction of conjugate
+            restart: `(state, *args) -> state`, computed on the new rung before the first step after
+                a switch, for a method with memory: the residual and direction of conjugate
                 gradients must be recomputed from the state.
 
         Raises:
             TypeError: if a function returns anything else, and for a module of flax nnx in `args`.
-            ValueError: for a negative measure, outside of `jax.jit`.
+            ValueError: for a negative measure, outside `jax.jit`.
         """
         refuse_modules("Ladder.step", args)
         if ir.is_tracing() or not _are_hashable(fn, measure, restart):
@@ -272,7 +272,7 @@ class Ladder:
     def updated(
         self, measure: Any, state: Any, *, exact: bool = False, ended: Any = False
     ) -> Ladder:
-        """The ladder after a step that was taken on the rung `self.rung`.
+        """Return the ladder after a step that you took on the rung `self.rung`.
 
         `step` calls this; call it yourself if you run the steps yourself.
 
@@ -357,7 +357,7 @@ class Ladder:
         return {key: self.log[key].at[at].set(x, mode="drop") for key, x in entry.items()}
 
     def summary(self) -> str:
-        """A summary: how it ended, the steps on each rung, and the switches."""
+        """Return a summary: how it ended, the steps on each rung, and the switches."""
         return summary(self)
 
     __str__ = summary

@@ -28,7 +28,7 @@ class Rung:
     Attributes:
         name: its name in reports.
         policy: the policy under which the function runs.
-        precision: the precision of its products.
+        precision: the precision of its matrix products.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Rung:
 
     @property
     def unit_roundoff(self) -> float:
-        """The unit roundoff of its products' precision."""
+        """The unit roundoff of the precision of its matrix products."""
         return self.precision.unit_roundoff
 
     def applied(self, fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -83,17 +83,17 @@ _POLICIES = {
 
 
 def parse_ladder(owner: str, ladder: Any) -> tuple[Rung, ...]:
-    """The rungs of a ladder that a user gave.
+    """Return the rungs of a ladder that a user gave.
 
     Args:
         owner: the name of the function that takes the ladder, for errors.
-        ladder: from the coarsest to the finest rung, each a precision ("bf16", "f16", "f32",
-            "f64", a `Precision`, a dtype) or a policy.
+        ladder: from the coarsest to the finest rung, each a precision ("bf16", "f16", "f32", "f64",
+            a `Precision`, a dtype) or a policy.
 
     Raises:
-        ValueError: for an unknown rung, fewer than two, a repeated one, or one that is coarser
-            than the one before.
-        TypeError: if it is no sequence.
+        ValueError: for an unknown rung, fewer than two, a repeated one, or one that is coarser than
+            the one before.
+        TypeError: if it is not a sequence.
 
     Examples:
         >>> [rung.name for rung in parse_ladder("f", ("bf16", "f32"))]

@@ -27,25 +27,25 @@ def scaled_value_and_grad(
     *,
     axis_name: Axes = None,
 ) -> Callable[Concatenate[LossScale, P], tuple[Any, Any, jax.Array]]:
-    """`jax.value_and_grad` of a scaled loss; a call makes the updates of the loss function.
+    """Like `jax.value_and_grad`, with the loss scaled; `fn`'s in-place updates take effect.
 
     Args:
         fn: returns the loss, a real floating scalar, or with `has_aux` a pair of it and anything.
             As under `jax.grad`, a flax nnx module among its arguments is a tree, which the loss
-            does not update: give it the state (`nnx.split`) and return what changes.
+            cannot update: pass the state (`nnx.split`) and return what changes.
         argnums: as for `jax.value_and_grad`, counted in the arguments of `fn`.
         has_aux: as for `jax.value_and_grad`.
         axis_name: axes of an enclosing `jax.shard_map` or `jax.vmap` along which all must agree
-            whether the gradient is finite. It is needed if each has a gradient of its own.
+            whether the gradient is finite. Pass it if each has a gradient of its own.
 
     Returns:
-        `(scale, *args, **kwargs) -> (value, gradient, finite)`, where the value is `fn`'s, not
-        scaled, in its dtype; the gradient has the tree and the dtypes of `jax.value_and_grad`'s,
-        divided by the scale that it was computed with; `finite` is a boolean scalar. A loss in
-        float16 is multiplied in float32, and its cotangent by no more than float16 holds.
+        `(scale, *args, **kwargs) -> (value, gradient, finite)`. The value is `fn`'s, unscaled, in
+        its dtype. The gradient has the tree and the dtypes of `jax.value_and_grad`'s, and is
+        divided by the scale that it was computed with. `finite` is a boolean scalar. A loss in
+        float16 is multiplied in float32, and its cotangent by no more than float16 can represent.
 
     Raises:
-        TypeError: if `scale` is no loss scale.
+        TypeError: if `scale` is not a loss scale.
 
     Examples:
         >>> from precpass import StaticLossScale
@@ -83,10 +83,10 @@ def scaled_value_and_grad(
 
 
 def all_finite(tree: Tree, axis_name: Axes = None) -> jax.Array:
-    """Whether a tree holds neither an infinity nor a NaN: a boolean scalar.
+    """Return whether a tree has neither infinities nor NaNs, as a boolean scalar.
 
     Args:
-        tree: a pytree; leaves that are not floating or complex are finite, as is an empty tree.
+        tree: a pytree. An empty tree is finite, and so are leaves that are not floating or complex.
         axis_name: axes of an enclosing `jax.shard_map` or `jax.vmap` along which all must agree.
 
     Examples:
@@ -103,7 +103,7 @@ def all_finite(tree: Tree, axis_name: Axes = None) -> jax.Array:
 
 
 def skip_nonfinite(finite: Any, new: Tree, old: Tree) -> Tree:
-    """The new state after a finite step, the old one after any other.
+    """Return the new state if the step is finite, and the old one otherwise.
 
     Put parameters, the optimizer's state and counters into one tree, so that a step is taken or
     skipped as a whole.

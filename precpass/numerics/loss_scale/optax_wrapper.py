@@ -20,11 +20,11 @@ __all__ = ["MasterState", "ScaledState", "master_copies", "scaled_optimizer"]
 
 
 class ScaledState(NamedTuple):
-    """The state of an optimizer of gradients of scaled losses.
+    """The optimizer state of `scaled_optimizer`.
 
     Attributes:
         scale: the scale of the next loss.
-        inner: the optimizer's own state.
+        inner: the wrapped optimizer's state.
         skipped: the number of skipped steps, an int32 scalar.
     """
 
@@ -39,10 +39,10 @@ def scaled_optimizer(
     *,
     axis_name: Axes = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optax optimizer that takes gradients of a scaled loss, and skips steps that overflow.
+    """Wrap an optax optimizer to take gradients of a scaled loss and skip steps that overflow.
 
-    If a gradient is not finite, the updates are zeros, and of the state only the scale and the
-    number of skipped steps change.
+    If a gradient is not finite, the updates are zeros, and only the scale and the number of skipped
+    steps change in the state.
 
     Args:
         optimizer: an optax optimizer.
@@ -51,7 +51,7 @@ def scaled_optimizer(
 
     Raises:
         ModuleNotFoundError: if optax is not installed.
-        TypeError: for something that is no optax optimizer, such as `optax.adam` without a rate.
+        TypeError: for anything but an optax optimizer, such as `optax.adam` without a rate.
 
     Examples:
         >>> import optax
@@ -85,11 +85,11 @@ def scaled_optimizer(
 
 
 class MasterState(NamedTuple):
-    """The state of an optimizer of parameters that are stored in 16 bits.
+    """The optimizer state of `master_copies`.
 
     Attributes:
         master: the parameters in float32.
-        inner: the optimizer's own state, of the float32 parameters.
+        inner: the wrapped optimizer's state, for the float32 parameters.
     """
 
     master: Any
@@ -99,11 +99,11 @@ class MasterState(NamedTuple):
 def master_copies(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optax optimizer of parameters in 16 bits, which adds its updates up in float32.
+    """Wrap an optax optimizer of 16-bit parameters to add its updates up in float32.
 
     Most updates are smaller than half a unit in the last place of a bfloat16 parameter, and would
-    be lost. So the state holds the parameters in float32 too. An update is the difference, in
-    float32, between the new float32 parameters and the stored ones, which `optax.apply_updates`
+    be lost. So the state also has the parameters in float32. An update is the difference, in
+    float32, between the new float32 parameters and the 16-bit ones, which `optax.apply_updates`
     rounds once.
 
     Args:
@@ -111,7 +111,7 @@ def master_copies(
 
     Raises:
         ModuleNotFoundError: if optax is not installed.
-        TypeError: for something that is no optax optimizer, such as `optax.adam` without a rate.
+        TypeError: for anything but an optax optimizer, such as `optax.adam` without a rate.
         ValueError: of `update`, without the parameters.
 
     Examples:

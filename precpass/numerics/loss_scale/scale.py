@@ -1,9 +1,9 @@
 """Loss scaling for float16: gradients that would vanish are computed from a larger loss.
 
 The smallest normal number of float16 is 2^-14, and cotangents are often smaller. So the loss is
-multiplied by a scale, and the gradient divided by it in float32 (Micikevicius et al. 2018,
-"Mixed precision training", https://arxiv.org/abs/1710.03740, section 3.2). A scale is a pytree:
-it goes into a step and comes out of it, is saved with the parameters, and nothing else has state.
+multiplied by a scale, and the gradient is divided by it in float32 (Micikevicius et al. 2018,
+"Mixed precision training", https://arxiv.org/abs/1710.03740, section 3.2). A scale is a pytree: a
+step takes it and returns it, it is saved with the parameters, and there is no other state.
 
     scale = pp.DynamicLossScale()
     grads_of = pp.scaled_value_and_grad(pp.auto_mixed(loss, policy="AutoMixedF16"))
@@ -16,13 +16,13 @@ it goes into a step and comes out of it, is saved with the parameters, and nothi
         params, opt_state = pp.skip_nonfinite(finite, new, (params, opt_state))
         return params, opt_state, scale.adjusted(finite), value
 
-bfloat16 has the exponents of float32 and needs none of this.
+bfloat16 has the exponents of float32 and does not need loss scaling.
 
-A gradient in float16 without a scale is warned of, once, where it can be seen. Inside of an
-`auto_mixed` function the backward pass is seen, and with it whether the loss was multiplied by
-anything. Of `jax.grad(auto_mixed(loss))` no more is seen than that a product is transposed: there
-is no warning if the function that `jax.grad` is taken of reads a loss scale, of this module, of
-jmp or of flax, from its arguments, its closure or a global.
+You are warned, once, of a float16 gradient without a scale where the pass can see it. Inside an
+`auto_mixed` function it sees the backward pass, and with it whether the loss was multiplied by
+anything. Of `jax.grad(auto_mixed(loss))` it only sees that a matrix product is transposed: it
+does not warn if the function that `jax.grad` is taken of reads a loss scale (of this module, of
+jmp or of flax) from its arguments, its closure or a global.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["DynamicLossScale", "LossScale", "NoOpLossScale", "StaticLossScale"]
 
 @runtime_checkable
 class LossScale(Protocol):
-    """The factor of the loss, and how it changes from step to step."""
+    """The interface of loss scales: the factor of the loss, and its value for the next step."""
 
     @property
     def value(self) -> Any:
@@ -50,7 +50,7 @@ class LossScale(Protocol):
         ...
 
     def adjusted(self, finite: Any) -> LossScale:
-        """The scale of the next step.
+        """Return the scale of the next step.
 
         Args:
             finite: a boolean scalar, whether this step's gradient is finite.
@@ -91,14 +91,14 @@ class _Scale:
     value: Any
 
     def scale(self, tree: Tree) -> Tree:
-        """A tree, such as a loss, multiplied by the scale; each leaf keeps its dtype.
+        """Multiply a tree, such as a loss, by the scale; each leaf keeps its dtype.
 
         A float16 loss overflows above 65504, which `scaled_value_and_grad` avoids.
         """
         return scaled(tree, self.value)
 
     def unscale(self, tree: Tree) -> Tree:
-        """A tree, such as a gradient, divided by the scale in float32; each leaf keeps its dtype.
+        """Divide a tree, such as a gradient, by the scale in float32; each leaf keeps its dtype.
 
         Examples:
             >>> loss_scale = DynamicLossScale(8.0)
@@ -108,18 +108,18 @@ class _Scale:
         return unscaled(tree, self.value)
 
     def adjust(self, finite: Any) -> Any:
-        """The scale of the next step: jmp's name of `adjusted`."""
+        """Return the scale of the next step, like `adjusted`; this is jmp's name."""
         return self.adjusted(finite)
 
     def adjusted(self, finite: Any) -> Any:
-        """The scale of the next step, by whether this step's gradient is finite."""
+        """Return the scale of the next step, given whether this step's gradient is finite."""
         raise NotImplementedError
 
 
 @_pytree
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale(_Scale):
-    """No scaling, for programs in bfloat16 or float32: it has no leaves, and multiplies by one.
+    """No loss scaling, for programs in bfloat16 or float32: a pytree without leaves.
 
     Examples:
         >>> NoOpLossScale().value
@@ -132,14 +132,14 @@ class NoOpLossScale(_Scale):
         return 1.0
 
     def adjusted(self, finite: Any) -> NoOpLossScale:
-        """The same scale."""
+        """Return the same scale."""
         return self
 
 
 @_pytree
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(_Scale):
-    """A scale that does not change.
+    """A loss scale that does not change.
 
     Attributes:
         value: the scale, a positive finite scalar.
@@ -155,14 +155,14 @@ class StaticLossScale(_Scale):
         _checked(self)
 
     def adjusted(self, finite: Any) -> StaticLossScale:
-        """The same scale."""
+        """Return the same scale."""
         return self
 
 
 @_pytree
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(_Scale):
-    """A scale that is halved where the gradient overflows and doubled after many steps without.
+    """A loss scale that shrinks when the gradient overflows, and grows after many finite steps.
 
     The defaults and the steps are those of torch.amp.GradScaler (torch 2,
     https://docs.pytorch.org/docs/stable/amp.html), the ceiling is that of NVIDIA's apex
@@ -181,8 +181,8 @@ class DynamicLossScale(_Scale):
 
     Raises:
         ValueError: for a growth of less than one, a backoff that is not between zero and one, an
-            interval of less than one, or a scale that is not between a positive floor and a
-            finite ceiling.
+            interval of less than one, or a scale that is not between a positive floor and a finite
+            ceiling.
 
     Examples:
         >>> scale = DynamicLossScale(interval=2)
@@ -212,7 +212,7 @@ class DynamicLossScale(_Scale):
         _checked(self, self.floor, self.ceiling)
 
     def adjusted(self, finite: Any) -> DynamicLossScale:
-        """The scale of the next step.
+        """Return the scale of the next step.
 
         Args:
             finite: a boolean scalar, whether this step's gradient is finite.

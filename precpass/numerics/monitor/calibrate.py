@@ -1,4 +1,4 @@
-"""`calibrate`: a policy with rules for equations that leave a low format's range on real inputs."""
+"""`calibrate`: keep equations in float32 that leave a low format's range on real inputs."""
 
 from __future__ import annotations
 
@@ -40,34 +40,34 @@ def calibrate(
     *,
     safety: float = 2.0,
 ) -> PrecisionPolicy:
-    """A policy with rules for equations whose values leave a low format's range on real inputs.
+    """Return a policy that keeps equations in float32 whose values overflow or vanish on your data.
 
     Each batch is run in float32 (float64 where the program has it), one batch at a time, and the
     ranges of its values are recorded. An equation that the policy lowers, or whose results it
-    stores low, gets a rule that keeps it in float32 in these cases. The rule names the equation's
-    primitive, scope, function and line, and its `evidence` says what was seen.
+    stores in 16 bits, gets a rule that keeps it in float32 in these cases. The rule names the
+    equation's primitive, scope, function and line, and its `evidence` says what was seen.
 
     - `safety` times a magnitude that is rounded, of an operand or a result, is more than the
       format's largest number.
-    - `safety` times the largest magnitude of a product's operand is below the format's smallest
-      normal number, in some batch. (Smaller terms of a sum do not matter.)
+    - `safety` times the largest magnitude of a matrix product's operand is below the format's
+      smallest normal number, in some batch. (Smaller terms of a sum do not matter.)
     - A `safety`-th of any other nonzero number is less than half the format's smallest subnormal
       number, and so rounds to zero.
 
-    Several runs can be merged: calibrate the result with more batches, or add the rules of one to
+    You can merge several runs: calibrate the result with more batches, or add the rules of one to
     the other, `policy.with_rules(*other.rules)`. An equation that any run keeps in float32 stays
     so. Under `use_policy(None)` and `PRECPASS=off` the rules are the same.
 
     Args:
         fn: as for `auto_mixed`; the whole `jax.grad(loss)` if that is what will run.
         policy: the policy that will run, with its rules.
-        batches: tuples of arguments of `fn`, which may differ in shape. They are read once. A
-            batch that `jax.jit` would trace anew is planned and compiled anew.
+        batches: tuples of arguments of `fn`, which may differ in shape. They are read once. A batch
+            that `jax.jit` would trace anew is planned and compiled anew.
         safety: the factor by which other inputs may be larger or smaller, a number of at least 1.
 
     Raises:
         ValueError: for no batches, or a `safety` of less than 1.
-        TypeError: for a batch that is no tuple, or has a leaf that is no array and has no hash.
+        TypeError: for a batch that is not a tuple, or a leaf that is neither array nor hashable.
 
     Warns:
         PrecisionWarning: if a batch gives NaNs or infinities in float32, which are not part of any

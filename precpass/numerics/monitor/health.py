@@ -23,9 +23,9 @@ __all__ = ["Health", "Seen"]
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Health:
-    """A monitor's record: a pytree of small arrays with a row for each equation.
+    """The record of `monitor`: a pytree of small arrays with a row for each equation.
 
-    It can be carried through `lax.scan`, returned from `jax.vmap` and `jax.jit`, and saved. Its
+    You can carry it through `lax.scan`, return it from `jax.vmap` and `jax.jit`, and save it. Its
     methods join additional dimensions, of a batch or of the steps of a scan.
 
     Attributes:
@@ -53,15 +53,15 @@ class Health:
 
     @classmethod
     def empty(cls, like: Health) -> Health:
-        """The health of no call, with the equations of another one."""
+        """Return the health of no call, with the equations of another health."""
         figures = none(len(like.places), reads=like.figures.reads is not None)
         return cls(figures, jnp.int32(0), jnp.int32(0), like.places, like.name)
 
     def merged(self, other: Health) -> Health:
-        """The health of the calls of both; under `jax.jit` too.
+        """Return the health of the calls of both; also under `jax.jit`.
 
         Raises:
-            TypeError: for what is no health.
+            TypeError: for an argument that is not a `Health`.
             ValueError: for the health of another program. Batches may have other shapes.
         """
         if not isinstance(other, Health):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
@@ -79,7 +79,7 @@ class Health:
         return dataclasses.replace(self, figures=figures, calls=calls, looked=looked)
 
     def seen(self) -> tuple[Seen, ...]:
-        """All equations, in the order of the program."""
+        """Return the records of all equations, in the order of the program."""
         largest, smallest, counts, first, reads = jax.device_get(tuple(self.figures))
         n = len(self.places)
         many = np.size(self.calls)
@@ -103,11 +103,11 @@ class Health:
         return tuple(row(i, place) for i, place in enumerate(self.places))
 
     def born(self) -> tuple[Seen, ...]:
-        """The equations that made a NaN or an infinity, in the order of the program."""
+        """Return the equations that produced a NaN or an infinity, in the order of the program."""
         return tuple(seen for seen in self.seen() if seen.is_birth)
 
     def summary(self, limit: int = 10) -> str:
-        """What went wrong: first new NaNs and infinities, then results that were lost to zero.
+        """Return what went wrong: first new NaNs and infinities, then results lost to zero.
 
         Args:
             limit: the largest number of lines for each.

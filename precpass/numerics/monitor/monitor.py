@@ -1,4 +1,4 @@
-"""`monitor`: a function under a policy, with a record of its numbers."""
+"""`monitor`: run a function under a policy and record its numbers."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ def monitor(
     profitability: str | None = None,
     every: int | None = None,
 ) -> Monitored[..., Any]:
-    """Records how a function's numbers fare in each equation; a call makes the function's updates.
+    """Run a function and record ranges, NaNs and infinities; its in-place updates take effect.
 
-    A call runs the program of `auto_mixed(fn, policy=policy)`, and then the same program again
-    from the same arguments, with a reduction at each equation whose results are floating or
-    complex (for a complex number its larger part counts). So no bit of the output changes. There
-    are no callbacks: the record is a small pytree. A program with effects (callbacks, references)
-    runs only once, with the reductions in it.
+    A call runs the program of `auto_mixed(fn, policy=policy)`, and then the same program again from
+    the same arguments, with a reduction at each equation whose results are floating or complex (for
+    a complex number its larger part counts). So the output is bitwise the same as without
+    monitoring. It uses no callbacks: the record is a small pytree. A program with effects
+    (callbacks, references) runs only once, with the reductions in it.
 
     Equations inside scans, while loops, branches, `jax.checkpoint`, `shard_map`, custom rules and
     jits have rows. Of Pallas kernels, callbacks, `custom_vmap`, `composite`, float64 regions and
     the conditions of while loops only the results are recorded. Data movement has no row.
 
-    An infinity counts as made by an equation if its operands are finite, and a NaN if no operand
-    is one. In elementwise equations that is decided for each element, in all others (products,
+    An equation counts as the origin of an infinity if its operands are finite, and of a NaN if no
+    operand is NaN. Elementwise equations decide that for each element, all others (matrix products,
     sums, gathers) for all elements of the operands together.
 
     Args:
@@ -74,16 +74,16 @@ def monitor(
         policy: as for `auto_mixed`.
         profitability: as for `auto_mixed`.
         every: record only every so many calls, beginning with the first. The health is then the
-            first argument too: `(out, health) = monitored(health, *args)`, starting with
-            `health = monitored.init(*args)`. It accumulates. Under a `jax.vmap` over the health
-            every call costs as much as a recorded one.
+            first argument too: `(out, health) = monitored(health, *args)`, starting with `health =
+            monitored.init(*args)`. It accumulates. Under a `jax.vmap` over the health every call
+            costs as much as a recorded one.
 
     Returns:
         A function of `fn`'s arguments that returns `(out, health)`; see `Health`.
 
     Raises:
-        ValueError: for an `every` that is no whole number of at least 1; in a call, for the health
-            of another program.
+        ValueError: if `every` is not a whole number of at least 1; in a call, for the health of
+            another program.
         TypeError: in a call through which a derivative is taken, or without a `Health`.
 
     Examples:
@@ -123,7 +123,7 @@ class Monitored(Generic[P, R]):
         self._sometimes = Staged(mixed, sometimes, ("monitor", every))
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Health]:
-        """The output and the health."""
+        """Return the output and the health."""
         given: tuple[Any, ...] = args
         if self.every is None:
             return self._always((), (*self._owner, *given), kwargs)
@@ -136,7 +136,7 @@ class Monitored(Generic[P, R]):
         return self._sometimes((health,), (*self._owner, *rest), kwargs)
 
     def init(self, /, *args: Any, **kwargs: Any) -> Health:
-        """The health before the first call.
+        """Return the health to pass to the first call.
 
         Args:
             args: the arguments of a call, arrays or `jax.ShapeDtypeStruct`s.

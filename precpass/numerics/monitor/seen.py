@@ -1,4 +1,4 @@
-"""What a monitor recorded of one equation."""
+"""The record of `monitor` for one equation."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Seen:
         largest: the largest finite magnitude of its results; 0.0 if there is none.
         smallest: the smallest nonzero magnitude of its results; inf if there is none.
         nonfinite: the number of results that are not finite.
-        infinities: the number of infinities that were made from finite operands.
-        nans: the number of NaNs that were made from operands without one; inf - inf counts.
+        infinities: the number of infinities that it produced from finite operands.
+        nans: the number of NaNs that it produced from operands without one; inf - inf counts.
         lost: the number of results that are zero and should not be: products, quotients, powers,
             exponentials and casts that were too small for their format.
-        first: the trip of the outermost loop in which the first infinity or NaN was made; 0
+        first: the trip of the outermost loop in which it produced the first infinity or NaN; 0
             outside loops, None if there was none.
         reads: the largest and the smallest magnitude of its operands, and the smallest of the
             operands' largest magnitudes; None except in a calibration.
@@ -46,13 +46,13 @@ class Seen:
 
     @property
     def lost_share(self) -> float:
-        """The number of results that were lost, as a part of all results; 0.0 if it did not run."""
+        """The share of all results that were lost; 0.0 if the equation did not run."""
         results = self.runs * math.prod(self.place.shape)
         return self.lost / results if results else 0.0
 
     @property
     def is_birth(self) -> bool:
-        """Whether a NaN or an infinity was made here, and not only passed on."""
+        """Whether the equation produced a NaN or an infinity, and did not only pass one on."""
         return bool(self.nans or self.infinities)
 
     def __str__(self) -> str:

@@ -1,1 +1,1 @@
-"""Linear systems and least squares, with each role in a precision of its own."""
+"""Linear systems and least squares, each part in its own precision."""

@@ -33,7 +33,7 @@ _TOLERANCES = {Precision.F64: (1e-10, 1e-14), Precision.F32: (1e-5, 1e-7)}
 )
 @dataclasses.dataclass(frozen=True)
 class LeastSquares:
-    """The result of `least_squares`, with measures of how good it is.
+    """The result of `least_squares`, with measures of its accuracy.
 
     Attributes:
         solution: optimistix's `Solution`, without its solver's inner state: `value` has the tree of
@@ -48,8 +48,8 @@ class LeastSquares:
         step: the size of the next Gauss-Newton step, the largest relative to its unknown. It is
             about the relative error of the value if the problem is nearly linear at that distance
             from the solution.
-        ladder: the `Ladder` of the Jacobian, with the steps on each rung and the switches; None
-            if it has one precision.
+        ladder: the `Ladder` of the Jacobian, with the steps on each rung and the switches; None if
+            it has one precision.
         health: with `monitor=True` the `Health` of the residual, the Jacobian and the gradient in
             their precisions, at the start and at the end; otherwise None.
         roles: the precisions.
@@ -85,13 +85,13 @@ class LeastSquares:
 
     @property
     def covariance(self) -> Any:
-        """An estimate of the unknowns' covariance matrix, in the order of `jac`'s columns.
+        """The estimated covariance matrix of the unknowns, in the order of `jac`'s columns.
 
         It is `inverse(J^T J) s^2` with `s^2 = r^T r / (m - n)` for `m` residuals and `n` unknowns
-        (Seber and Wild 1989, "Nonlinear Regression", section 2.1), and so the `pcov` of
-        `scipy.optimize.curve_fit`; divide by `s^2` if the residuals are in units of their known
-        errors. It is infinite if there are no more residuals than unknowns, or `J` has no full
-        rank. Bounds are not taken into account.
+        (Seber and Wild 1989, "Nonlinear Regression", section 2.1), the `pcov` of
+        `scipy.optimize.curve_fit`. Divide by `s^2` if the residuals are in units of their known
+        errors. It is infinite if there are no more residuals than unknowns, or `J` does not have
+        full rank. Bounds are not taken into account.
 
         Examples:
             >>> y = np.array([1.0, 2.0, 4.0])
@@ -101,7 +101,7 @@ class LeastSquares:
         return in_float64(_covariance, self.fun, self.jac)
 
     def summary(self) -> str:
-        """The result in four lines, outside of `jax.jit`; more with a ladder or a health."""
+        """Return the result in four lines, outside `jax.jit`; more with a ladder or a health."""
         import optimistix as optx
 
         if jnp.ndim(self.step):
@@ -147,7 +147,7 @@ def least_squares(
     max_steps: int = 1024,
     monitor: bool = False,
 ) -> LeastSquares:
-    """The minimum of a sum of squares, by a solver of optimistix in mixed precision.
+    """Minimise a sum of squares in mixed precision, with a solver of optimistix.
 
     The solver's loop, search and termination are optimistix's. By default the residual and the
     gradient are float64, and the Jacobian on the left side of a step is float32: it decides how
@@ -157,8 +157,8 @@ def least_squares(
         residual: a function of the unknowns and `args` that returns a pytree of floating or complex
             arrays; of complex ones the squares of both parts are summed. It is traced with unknowns
             in float64 in every call, and evaluated in the precision of its role. It is compiled
-            again if it reads other shapes or other numbers that are no arrays, or cannot be hashed.
-            Numpy arrays that it closes over are read in float64.
+            again if it reads other shapes or other numbers that are not arrays, or cannot be
+            hashed. NumPy arrays that it closes over are read in float64.
         x0: the start, a pytree of floating arrays.
         args: the second argument of `residual`, a pytree of arrays and numbers.
         roles: the precision of each part, `Roles()` by default; a dict only names those that
@@ -166,30 +166,30 @@ def least_squares(
             `jax.custom_vjp`, which has no forward mode, the Jacobian is computed in the precision
             of the residual and then rounded.
         bounds: the lower and the upper bounds of the unknowns, each a number or a pytree like `x0`,
-            with infinities where there is none. A step is cut off at the bounds, and leaves out the
+            with infinities for no bound. A step is cut off at the bounds, and leaves out the
             unknowns that are at one and would move beyond it.
         solver: "LevenbergMarquardt", "Dogleg" or "GaussNewton", or a solver of optimistix with a
             `descent` (an `AbstractGaussNewton`) and tolerances of its own.
         options: more arguments of a solver that is given by name: `norm`, `linear_solver`,
             `verbose`, as optimistix documents them.
-        rtol: the relative tolerance of steps in the unknowns and of changes of the residual;
-            1e-10 for a residual in float64, and 1e-5 in float32.
+        rtol: the relative tolerance of steps in the unknowns and of changes of the residual; 1e-10
+            for a residual in float64, and 1e-5 in float32.
         atol: the absolute tolerance; 1e-14, and 1e-7 in float32.
         max_steps: the largest number of steps that are tried.
         monitor: whether the result has a `health`. It costs two more linearisations.
 
     Returns:
         A `LeastSquares`, a pytree. Its arrays have the precision of the residual. With x64 off,
-        those of float64 are numpy arrays; inside `jax.jit` and other transforms they are rounded
-        to float32. A solve that does not converge raises no error; see `converged`. It is
-        differentiated by the implicit function theorem, in `args` and the values that `residual`
-        closes over, if `residual` has a reverse mode; all but `solution` is constant there.
+        those of float64 are NumPy arrays; inside `jax.jit` and other transforms they are rounded to
+        float32. A solve that does not converge raises no error; check `converged`. You can
+        differentiate `solution` in `args` and the values that `residual` closes over, by the
+        implicit function theorem, if `residual` has a reverse mode; everything else is constant.
 
     Raises:
         ModuleNotFoundError: if optimistix is not installed.
-        TypeError: for a start that is not real and floating, a residual that is no
-            function, has no derivative or is narrower than its role, `args` that are no arrays,
-            or an object that is no solver.
+        TypeError: for a start that is not real and floating, a residual that is not a function, has
+            no derivative or is narrower than its role, `args` that are not arrays, or an object
+            that is not a solver.
         ValueError: for an unknown role, precision, solver or option, for a start without unknowns,
             and for bounds that do not fit it.
 

@@ -1,4 +1,4 @@
-"""Linear systems by a factorisation in low precision and refinement in a high one."""
+"""`solve`: solve linear systems by a low-precision factorisation and refinement."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _UNDERFLOW = 5
 )
 @dataclasses.dataclass(frozen=True)
 class LinearSolve:
-    """The result of `solve`, with measures of how good it is, for each column of `b`.
+    """The result of `solve`, with measures of its accuracy for each column of `b`.
 
     Attributes:
         x: the solution, with the shape of `b`, in the precision of refinement; complex if the
@@ -73,7 +73,7 @@ class LinearSolve:
 
     @property
     def reason(self) -> Any:
-        """How it ended, outside `jax.jit`: a text, or a list with one for each column."""
+        """How it ended in words, outside `jax.jit`: a text, or a list with one for each column."""
         status = np.asarray(self.status)
         return _REASONS[status] if status.ndim == 0 else [_REASONS[s] for s in status.ravel()]
 
@@ -88,7 +88,7 @@ def solve(
     max_steps: int = 40,
     restart: int = 100,
 ) -> LinearSolve:
-    """The solution of `A x = b` by an LU factorisation in low precision, refined in a high one.
+    """Solve `A x = b` by an LU factorisation in low precision, refined in a higher one.
 
     The factorisation, two thirds n^3 operations, is done once in the low format; a step of
     refinement takes n^2 (classic), or `restart` times that. It reaches the backward error of the
@@ -106,20 +106,20 @@ def solve(
     A solution without that backward error does not count as converged. With `restart` = n GMRES
     solves a system nearly by itself, in 2 n^3 operations a step, so nothing is gained then.
 
-    With float16 and bfloat16, `A` and the factors are rounded to the format and nearly all products
-    have operands in it, with sums in float32; panels of 32 columns (n / 16 from n = 512 on) and the
-    triangular systems are float32. That is fast if products in 16 bits are. If they are not, as
-    in float16 on CPUs, it shows the effect of the rounding.
+    With float16 and bfloat16, `A` and the factors are rounded to the format and nearly all matrix
+    products have operands in it, with sums in float32; panels of 32 columns (n / 16 from n = 512
+    on) and the triangular systems are float32. That is fast where 16-bit matrix products are fast.
+    Elsewhere, such as for float16 on CPUs, it only shows the effect of the rounding.
 
     Args:
-        A: a matrix of shape (n, n), real or complex. If it or `b` is complex, the real system
-            `[[Re A, -Im A], [Im A, Re A]] [Re x; Im x] = [Re b; Im b]` is solved, which has 2 n
-            unknowns. For batches use `jax.vmap`.
+        A: a matrix of shape (n, n), real or complex. If it or `b` is complex, the real system `[[Re
+            A, -Im A], [Im A, Re A]] [Re x; Im x] = [Re b; Im b]` is solved, which has 2 n unknowns.
+            For batches use `jax.vmap`.
         b: an array of shape (n,) or (n, k), of any scale. If it, or the solution, is not zero but
             below the normal numbers of `refine` (2e-308, and 1e-38 in float32), which most
             processors take for zero, the result has not converged.
-        factor: the precision of the factors, "f32", "f16" or "bf16". Rows and columns are scaled
-            by powers of two first, so that matrices of any scale fit.
+        factor: the precision of the factors, "f32", "f16" or "bf16". Rows and columns are scaled by
+            powers of two first, so that matrices of any scale fit.
         refine: the precision of residuals, updates and the result: "f64" (with x64 off too) or
             "f32".
         method: "classic" solves the system of the residual with the factors and adds the solution
@@ -129,10 +129,10 @@ def solve(
         restart: for GMRES the largest number of products with `A` in a step; each stores a vector.
 
     Returns:
-        A `LinearSolve`, a pytree. With x64 off, results in float64 are numpy arrays; inside of
-        `jax.jit` and other transforms they are rounded to float32. `x` is differentiated in `A` and
-        `b` by the same solver, with the same factors. A system that is not solved raises no error;
-        see `converged`.
+        A `LinearSolve`, a pytree. With x64 off, results in float64 are NumPy arrays; inside
+        `jax.jit` and other transforms they are rounded to float32. You can differentiate `x` in `A`
+        and `b`; the derivative uses the same solver and factors. A system that is not solved raises
+        no error; check `converged`.
 
     Raises:
         TypeError: if `A` or `b` is not floating or complex.

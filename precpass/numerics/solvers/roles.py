@@ -23,26 +23,26 @@ _LEGAL = {
 class Roles:
     """The precision of each part of a step of nonlinear least squares.
 
-    A step solves `(J^T J + ...) d = -J^T r`. The residual and the gradient `J^T r` decide where
-    the solve ends; an inexact `J` on the left only changes the way there. So these two are
-    float64 by default, and the Jacobian, which costs as many products as there are unknowns, is
-    float32. If a gradient or a Jacobian in a lower format is not finite, it is computed again in
-    the precision of the residual for that step.
+    A step solves `(J^T J + ...) d = -J^T r`. The residual and the gradient `J^T r` decide where the
+    solve ends; an inexact `J` on the left only changes the way there. So these two are float64 by
+    default, and the Jacobian, which costs as many products as there are unknowns, is float32. If a
+    gradient or a Jacobian in a lower format is not finite, it is computed again in the precision of
+    the residual for that step.
 
     Attributes:
-        residual: the precision of the residual `r`, of the unknowns, and of the tests that accept
-            a step and end the solve; "f64" or "f32". The residual is linearised in it.
+        residual: the precision of the residual `r`, of the unknowns, and of the tests that accept a
+            step and end the solve; "f64" or "f32". The residual is linearised in it.
         gradient: the precision of `J^T r`, one product with the transposed linearisation.
-        jacobian: the precision of `J` on the left side, one product with the linearisation for
-            each unknown. A tuple such as ("bf16", "f32", "f64") is a ladder: it is raised if steps
-            of the present precision no longer bring the residual and the Jacobian closer to a
-            right angle, and when the solve would end (`Ladder`, with a patience of 10 steps).
+        jacobian: the precision of `J` on the left side, one product with the linearisation for each
+            unknown. A tuple such as ("bf16", "f32", "f64") is a ladder: the precision is raised if
+            its steps no longer bring the residual and the Jacobian closer to a right angle, and
+            when the solve would end (`Ladder`, with a patience of 10 steps).
         solve: the precision of the QR factorisation of `J` and of the step that it gives; "f64" or
             "f32", because LAPACK has no other.
 
     Raises:
-        ValueError: for an unknown precision, one that a role cannot have, or one above that of
-            the residual, a ladder that does not rise, or one for another role than the Jacobian.
+        ValueError: for an unknown precision, one that a role cannot have, or one above that of the
+            residual, a ladder that does not rise, or one for another role than the Jacobian.
 
     Examples:
         >>> Roles(jacobian="bf16")
@@ -81,12 +81,12 @@ class Roles:
 
     @classmethod
     def all(cls, precision: Precision | str) -> Roles:
-        """Roles with one precision: "f64", which does not change the solver, or "f32"."""
+        """Return roles with one precision: "f64", which does not change the solver, or "f32"."""
         return cls(precision, precision, precision, precision)
 
     @classmethod
     def of(cls, value: Roles | Mapping[str, Any]) -> Roles:
-        """Reads roles from a `Roles` or a mapping, whose missing roles have their defaults.
+        """Return roles from a `Roles` or a mapping, whose missing roles have their defaults.
 
         Raises:
             ValueError: for an unknown role, and as `Roles` does.
@@ -105,7 +105,7 @@ class Roles:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all have one precision."""
+        """Whether all roles have one precision."""
         return {self.residual, self.gradient, self.solve, *self.rungs} == {self.residual}
 
     def __repr__(self) -> str:

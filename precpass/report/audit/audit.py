@@ -1,4 +1,4 @@
-"""`audit`: what XLA ran in another precision than planned, by source line."""
+"""`audit`: find what XLA runs in another precision than planned, by source line."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Finding:
     """Something that XLA ran or stored in another precision than planned.
 
     Attributes:
-        kind: "product widened", "product narrowed", "cast removed", "cast moved",
-            "loop state widened", "buffer widened" or "collective widened".
-        source: the user's line. For an operation inside a jitted function of JAX's own it is the
+        kind: "product widened", "product narrowed", "cast removed", "cast moved", "loop state
+            widened", "buffer widened" or "collective widened".
+        source: your source line. For an operation inside a jitted function of JAX's own it is the
             line of the call, or no line if there are several calls.
         scope: the name stack, without the names of the outermost jits.
         operation: the JAX primitive.
@@ -70,7 +70,7 @@ class Finding:
     times: int = 1
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON has them; the source as "file", "line" and "function"."""
+        """Return the fields as JSON values; the source as "file", "line" and "function"."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -86,23 +86,22 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Audit:
-    """A compiled program beside its plan.
+    """The result of `audit`: a compiled program compared with its plan.
 
     Attributes:
         findings: the differences, in the order of the program.
-        products: the number of products in the program that XLA was given; one in a loop's body
-            counts once.
-        as_planned: the number of products that run on operands of the planned formats.
-        merged: the number of products that are none in the compiled program: they were merged with
-            an equal one, computed at compile time, fused as multiplications, or built anew by XLA
-            without a name (a TPU's ragged products, some of them).
+        products: the number of matrix products in the program that XLA was given; one in a loop's
+            body counts once.
+        as_planned: the number of matrix products that run on operands of the planned formats.
+        merged: the number of matrix products that the compiled program does not have: they were
+            merged with an equal one, computed at compile time, fused as multiplications, or built
+            anew by XLA without a name (a TPU's ragged products, some of them).
         backend: the platform that the program was compiled for ("cpu", "gpu", "tpu").
         device_kind: JAX's name for the kind of device ("cpu", "NVIDIA H100 80GB HBM3", ...).
         inspection: the plan, and the program before and after it.
         hlo: the compiled program's text.
-        memory: what XLA allocates; None if the backend does not tell.
-        traffic: what the compiled program does: its kernels, the bytes that they move, and a TPU's
-            cycles.
+        memory: what XLA allocates; None if the backend does not report it.
+        traffic: the compiled program's kernels, the bytes that they move, and a TPU's cycles.
     """
 
     findings: tuple[Finding, ...]
@@ -122,7 +121,7 @@ class Audit:
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the programs themselves, as JSON values."""
+        """Return everything but the programs themselves, as JSON values."""
         changed = self.products - self.as_planned - self.merged
         return {
             "policy": self.inspection.policy_name,
@@ -142,14 +141,14 @@ class Audit:
         }
 
     def lines(self) -> list[Line]:
-        """The findings by source line, and the totals, as styled text."""
+        """Return the findings by source line, and the totals, as styled text."""
         lines: list[Line] = []
         for source, findings in self._by_line():
             lines += [heading(source), *([("  ", ""), (str(f), "wide")] for f in findings)]
         return [*lines, *([(text, "")] for text in (*self._compiled(), self._totals()))]
 
     def text(self, *, color: bool | None = None) -> str:
-        """The findings as text, coloured as `Inspection.diff` is."""
+        """Return the findings as text; `color` is as for `Inspection.diff`."""
         return rendered(self.lines(), color)
 
     def __str__(self) -> str:
@@ -210,31 +209,31 @@ def _together(shared: Finding, found: Sequence[Finding]) -> Finding:
 def audit(
     fn: Callable[P, Any], policy: PolicyLike | None = None, *, target: Any = None
 ) -> AtArguments[P, Audit]:
-    """What XLA runs in another precision than planned.
+    """Compile a function and report what XLA runs in another precision than planned.
 
-    The function is planned, rewritten, lowered and compiled for the device on which its
-    arguments are; it does not run. The optimised HLO is compared with the program that XLA
-    was given, which is the plan in XLA's terms: operations with the same name stack and source
-    line are the same operation. Casts inside a fusion are not reported, because they store
-    nothing. A product of 16-bit operands with a float32 result is as planned.
+    The function is planned, rewritten, lowered and compiled for the device on which its arguments
+    are; it does not run. The optimised HLO is compared with the program that XLA was given:
+    operations with the same name stack and source line are the same operation. Casts inside a
+    fusion are not reported, because they store nothing. A matrix product of 16-bit operands with a
+    float32 result is as planned.
 
     Args:
-        fn: a function, or the result of `auto_mixed`, whose policy and options then count.
-        policy: as for `auto_mixed`. "AlwaysF32" audits a float32 program; `use_policy(None)`
-            around the call one as it is written.
-        target: as for `inspect`: a device that need not be there, for which the program is planned
-            and compiled. Its compiler must be installed, by the extra `gpu-target` or
+        fn: a function, or the result of `auto_mixed`, whose policy and options are the defaults.
+        policy: as for `auto_mixed`. To audit a float32 program, pass "AlwaysF32"; to audit it as
+            you wrote it, put `use_policy(None)` around the call.
+        target: as for `inspect`: a device that need not be present, for which the program is
+            planned and compiled. Its compiler must be installed, by the extra `gpu-target` or
             `tpu-target`, in a process that was started with JAX_PLATFORMS=cpu.
 
     Returns:
-        A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and
-        gives an `Audit`: `findings` by source line, `ok`, and how many products run as planned.
+        A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and returns an
+        `Audit`: `findings` by source line, `ok`, and how many matrix products run as planned.
 
     Raises:
         TypeError: for an argument with a symbolic dimension, which XLA cannot compile.
         ValueError: for an unknown target, and for a function with host callbacks and a target.
         ModuleNotFoundError: if the target's compiler is not installed.
-        Exception: errors of tracing, lowering or compiling `fn`, as they are.
+        Exception: errors of tracing, lowering or compiling `fn`, unchanged.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""`bisect`: which equations must stay in float32 for a check to pass."""
+"""`bisect`: find the equations that must stay in float32 for a check to pass."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ def bisect(
     budget: int = 100,
     progress: Callable[[Run], None] | None = None,
 ) -> Callable[P, Bisection]:
-    """Finds a smallest set of equations that must stay in float32 for a check to pass.
+    """Find a smallest set of equations that must stay in float32 for a check to pass.
 
-    The function is traced once. The policy is run first as it is, then with everything that it
-    lowers or stores low as it was written, then with parts of that: first name scopes (functions
-    if there are none), then inner scopes, then single lines. Equal programs are run once.
-    Arguments are not donated, and modules of flax nnx are not updated.
+    The function is traced once. The policy runs first unchanged, then with everything that it
+    lowers or stores in 16 bits back in your own precision, then with parts of that: first name
+    scopes (functions if there are none), then inner scopes, then single lines. Equal programs are
+    run once. Arguments are not donated, and modules of flax nnx are not updated.
 
     A loop whose end depends on floating values may never end in low precision. So a function with
-    such loops is first run once more, as it was written, to count their trips. Every other run
-    stops a loop that makes ten times as many trips as the longest of them (and at least 1000), and
-    fails; it says which loop that was.
+    such loops is first run once more, as you wrote it, to count their trips. Every other run stops
+    a loop that makes ten times as many trips as the longest of them (and at least 1000), and fails;
+    it says which loop that was.
 
-    The set is 1-minimal: the check passes with it and fails without any one of its members, and
-    all of that was run. If the check is monotone (more float32 never breaks it), no subset of the
-    set passes.
+    The set is 1-minimal: the check passes with it and fails without any one of its members, and all
+    of that was run. If the check is monotone (more float32 never breaks it), no subset of the set
+    passes.
 
     Args:
         fn: a function, or the result of `auto_mixed`. Differentiate inside
@@ -70,20 +70,19 @@ def bisect(
         check: a tolerance, the largest normwise relative error `|y - r| / |r|` (2-norms) that any
             floating result `y` may have against `r`, the same under AlwaysF32. What the call
             updates in place (a module, a reference) is a result too. Or a function of the output
-            that says whether it is good.
-        budget: the most programs that are compiled and run, the reference of a tolerance among
-            them.
+            that returns whether it is good.
+        budget: the most programs that are compiled and run, counting the reference of a tolerance.
         progress: is called after each run.
 
     Returns:
-        A function that takes arguments of `fn`, arrays, and gives a `Bisection`.
+        A function that takes arguments of `fn`, arrays, and returns a `Bisection`.
 
     Raises:
-        TypeError: for a check of another type or one that returns no bool; for arguments without
-            values.
-        ValueError: for a tolerance below 0, a tolerance for a function without floating results,
-            or a budget below 1.
-        RuntimeError: if the pass is switched off.
+        TypeError: for a check of another type or one that does not return a bool; for arguments
+            without values.
+        ValueError: for a tolerance below 0, a tolerance for a function without floating results, or
+            a budget below 1.
+        RuntimeError: if the pass is turned off.
 
     Examples:
         >>> import jax

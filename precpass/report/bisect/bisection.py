@@ -1,4 +1,4 @@
-"""`Bisection`: which equations must stay in float32, with the runs that show it."""
+"""`Bisection`: the equations that must stay in float32, with the runs that show it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Bisection", "Run", "listed"]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One program that was run, and the check's answer for its output.
+    """One program that `bisect` ran, and the check's answer for its output.
 
     Attributes:
         number: its number, from 1 on.
         what: the program in words.
-        rules: the rules that kept equations in float32; () for a policy as it is.
-        low: the number of equations that were lowered, or whose results were stored low.
+        rules: the rules that kept equations in float32; () for an unchanged policy.
+        low: the number of equations that were lowered, or whose results were stored in 16 bits.
         error: the error, if the check is a tolerance.
         passed: whether the check passed.
         stopped: why a loop was stopped, or "". The check is not asked then, and has not passed.
@@ -45,13 +45,13 @@ class Run:
         return f"run {self.number}: {what}{rules}: {low} low, {verdict}{error}"
 
     def cells(self) -> list[str]:
-        """The run as a row of a table: number, what, rules, equations low, error, and the check."""
+        """Return a table row: number, what, rules, equations lowered, error, and the check."""
         error = "" if self.error is None else f"{self.error:.3g}"
         verdict = self.stopped or ("passes" if self.passed else "fails")
         return [str(self.number), self.what, listed(self.rules), str(self.low), error, verdict]
 
     def to_dict(self) -> dict[str, Any]:
-        """The run as JSON values; an error that is not finite is text."""
+        """Return the run as JSON values; an error that is not finite is text."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         error = self.error if self.error is None or math.isfinite(self.error) else str(self.error)
         return {**fields, "rules": [repr(rule) for rule in self.rules], "error": error}
@@ -59,12 +59,12 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Bisection:
-    """The equations that must stay in float32 under a policy for a check to pass, as rules.
+    """The result of `bisect`: rules for the equations that must stay in float32.
 
     Attributes:
         policy: the policy with `rules`; unchanged if no rules were found.
-        rules: the rules for the equations that must stay in float32; () if the policy passes as
-            it is.
+        rules: the rules for the equations that must stay in float32; () if the policy passes
+            without more.
         found: whether the check passes under `policy`.
         minimal: whether runs have shown that it fails without any one of `rules`.
         verdict: the result in a sentence.
@@ -85,7 +85,7 @@ class Bisection:
     notes: tuple[str, ...] = ()
 
     def lines(self) -> list[Line]:
-        """The rules, each with the lines that it keeps in float32, as styled text.
+        """Return the rules as styled text, each with the lines that it keeps in float32.
 
         Rules for the same lines, such as those of equal layers, are listed together.
         """
@@ -115,7 +115,7 @@ class Bisection:
         return page(parts + folded("runs", table(heads, cells)))
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values; rules and policy as they print."""
+        """Return the result as JSON values; rules and policy as they print."""
         kept = [
             {
                 "rule": repr(rule),

@@ -1,4 +1,4 @@
-"""`compare`: a function under several policies, measured side by side."""
+"""`compare`: measure a function under several policies side by side."""
 
 from __future__ import annotations
 
@@ -47,43 +47,43 @@ def compare(
     target: Any = None,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> Callable[P, Comparison]:
-    """A function under several policies, side by side: counts, memory, time and error.
+    """Compare a function under several policies: counts, memory, time and error.
 
-    Each row is traced and compiled, run once for its results and then timed in rounds in
-    which every row takes its turn. Arguments are put on the device before that. If a row
-    donates some, all are copied before each of its runs, outside the measured time. Modules of
-    flax nnx are passed as their arrays and do not change; their updates count as results. A
-    function with effects has them in every run.
+    Each row is traced and compiled, run once for its results and then timed in rounds in which
+    every row takes its turn. Arguments are put on the device before that. If a row donates some,
+    all are copied before each of its runs, outside the measured time. Modules of flax nnx are
+    passed as their arrays and do not change; their updates count as results. A function with
+    effects has them in every run.
 
     Args:
-        fn: the function, or what `auto_mixed` made of it, whose options then count.
-        policies: what the rows are, by default the presets of 16 and 32 bits: policies, by value,
-            name or string, precisions of products ("bf16"), and other functions of the same
-            signature (a model that is written in bfloat16, one cast by jmp,
-            one under `jax.default_matmul_precision`), whose counts are those of their
-            own traces. An item may be a pair (name, policy or function); a dict has
-            names as its keys. `fn` itself as an item is the function as it is written.
-        reference: what the results are held against. "f64": the program as traced, its
-            equations evaluated in float64, casts to lower formats left out, with x64 on
-            or off; the error of float32 shows too. Complex arithmetic, references,
-            opaque primitives and casts to float8 are in it as they are. "f32": the same in
-            float32. Neither has a policy in it, inner ones and their outputs included.
+        fn: the function, or the result of `auto_mixed`, whose options are then used.
+        policies: one per row, by default the presets of 16 and 32 bits: policies, by value, name or
+            string, precisions of matrix products ("bf16"), and other functions of the same
+            signature (a model that is written in bfloat16, one cast by jmp, one under
+            `jax.default_matmul_precision`), whose counts are those of their own traces. An item may
+            be a pair (name, policy or function); a dict has names as its keys. Pass `fn` itself for
+            the function as you wrote it.
+        reference: what the results are compared with. "f64": the program as traced, its equations
+            evaluated in float64, casts to lower formats left out, with x64 on or off; this also
+            shows the error of float32. Complex arithmetic, references, opaque primitives and casts
+            to float8 are not changed in it. "f32": the same in float32. Neither applies a policy,
+            not even those of inner functions and their outputs.
         rounds: how many times each row is timed, by default 10; 0 for no times.
-        target: the device that the rows are planned and compiled for, which need not be there: a
+        target: the device that the rows are planned and compiled for, which need not be present: a
             name such as "h100" or "tpu v5e", or a JAX device. Nothing is timed then. Memory, bytes,
             kernels and a TPU's cycles are those of its compiler, and the errors are those of the
             same rewritten programs on this machine.
         progress: is called with a text, the steps done and their number.
 
     Returns:
-        A function that takes the arguments of `fn`, arrays, and gives a `Comparison`.
+        A function that takes the arguments of `fn`, arrays, and returns a `Comparison`.
 
     Raises:
-        TypeError: for a row that is neither policy nor function, and a name that is no text.
-        ValueError: for an unknown policy, reference or target, a negative `rounds`, `rounds` with
-            a target, names that are given twice, no rows, and (of the returned function) a row
-            whose results have other shapes, names or kinds of numbers than those of `fn`, or that
-            calls Python on the host of a target.
+        TypeError: for a row that is neither policy nor function, and a name that is not a text.
+        ValueError: for an unknown policy, reference or target, a negative `rounds`, `rounds` with a
+            target, names that are given twice, no rows, and (of the returned function) a row whose
+            results have other shapes, names or kinds of numbers than those of `fn`, or that calls
+            Python on the host of a target.
         RuntimeError: of the returned function, when the reference cannot be evaluated.
 
     Examples:

@@ -52,20 +52,20 @@ class Row:
     """One program of a comparison.
 
     Attributes:
-        name: as the tables show it.
+        name: its name in the tables.
         policy: its policy; None for a function given instead of one.
         counts: what its traced step computes.
-        casts_inserted: how many more casts it has than the function as it was written;
-            negative if the policy removes some.
-        memory: the memory that XLA planned; None if the backend does not tell.
+        casts_inserted: how many more casts it has than the function as you wrote it; negative if
+            the policy removes some.
+        memory: the memory that XLA planned; None if the backend does not report it.
         timing: the times of its runs; None if it was not timed.
-        ratio: the median over the rounds of its time divided by the first row's in the same
-            round; None if nothing was timed.
+        ratio: run time relative to the first row's in the same round, the median over the rounds;
+            None if nothing was timed.
         errors: of all its results together against the reference.
         leaves: (path of an array of the results, errors) for each.
-        traffic: what the compiled program does, by its text; None on a CPU.
-        refused: why the compiler of a device that is not there refuses the program; "" if it does
-            not. Then it has no memory and no traffic.
+        traffic: the compiled program's kernels and the bytes that they move; None on a CPU.
+        refused: why the compiler of a device that is not present refuses the program; "" if it
+            does not. Then it has no memory and no traffic.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Row:
     refused: str = ""
 
     def figures(self) -> dict[str, Any]:
-        """All figures under their names in the frame and the dict, in bytes, seconds and FLOPs."""
+        """Return all figures by their names in the frame and the dict: bytes, seconds, FLOPs."""
         quartiles = (None, None) if self.timing is None else self.timing.quartiles
         return {
             "products": self.counts.products,
@@ -116,9 +116,9 @@ def _error_figures(errors: Errors) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A function under several policies, and beside other functions.
+    """The result of `compare`: a function under several policies, beside other functions.
 
-    `print` it for a table; in a notebook it is one.
+    `print` it for a table. A notebook displays it as one.
 
     Attributes:
         function: the function's name.
@@ -135,7 +135,7 @@ class Comparison:
     device: str
 
     def pareto(self, by: str = "time") -> tuple[Row, ...]:
-        """The rows that no other row beats in both cost and error, the cheapest first.
+        """Return the rows that no other row beats in both cost and error, the cheapest first.
 
         A row without a finite error or without that cost is left out.
 
@@ -172,7 +172,7 @@ class Comparison:
     # ------------------------------------------------------------ as data
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, those of each leaf included, as JSON values.
+        """Return all figures, those of each leaf included, as JSON values.
 
         Numbers that are not finite are the strings "inf", "-inf" and "nan".
         """
@@ -187,7 +187,7 @@ class Comparison:
         return for_json({**head, "rows": rows})
 
     def to_frame(self) -> Any:
-        """The figures as a `pandas.DataFrame`, one row per program; None is NaN.
+        """Return the figures as a `pandas.DataFrame`, one row per program; None is NaN.
 
         Raises:
             ImportError: without pandas.
@@ -267,24 +267,23 @@ class Comparison:
     # ------------------------------------------------------------ as a picture
 
     def plot(self, x: str = "time", ax: Any = None) -> Any:
-        """Cost against error, both on log scales, with the Pareto front drawn and named.
+        """Plot cost against error on log scales, with the Pareto front drawn and named.
 
         A line through a time or ratio goes from its lower to its upper quartile. A row with
-        non-finite results is a cross at the top; an error or cost of zero, which a log
-        scale does not have, is drawn at a tenth of the smallest other one.
+        non-finite results is a cross at the top. An error or cost of zero, which a log scale does
+        not have, is drawn at a tenth of the smallest other one.
 
         Args:
             x: "time" (median, ms), "ratio" (of times within a round, to the first row's) or
-                "memory" (temp, MB). The ratio is the surer one on a machine with other work.
-            ax: the `matplotlib.axes.Axes` to draw on; a new figure's without it.
+                "memory" (temp, MB). On a machine with other work the ratio is more reliable.
+            ax: the `matplotlib.axes.Axes` to draw on; those of a new figure by default.
 
         Returns:
             The axes.
 
         Raises:
             ImportError: without matplotlib.
-            ValueError: for another `x`, if that was not measured, and if no row has a finite
-                error.
+            ValueError: for another `x`, if that was not measured, and if no row has a finite error.
         """
         front = self.pareto(by=x)
         if not front:

@@ -47,28 +47,26 @@ Array = npt.NDArray[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """The errors of floating results against a reference.
+    """The errors of floating-point results against a reference.
 
-    With d the difference of all elements and r the reference, as vectors over the
-    elements that are finite in the reference:
+    With d the difference of all elements and r the reference, as vectors over the elements that are
+    finite in the reference:
 
     Attributes:
         relative: |d| / |r| in the 2-norm. If r is zero it is 0 if d is zero too, else inf.
-        max_ulp: the largest |d_i| in units in the last place, which are the spacing at r_i of
-            the format of the unchanged function's result. It is at most 2 / eps of that format
-            (1.7e7 in float32): no digit is right there, and a larger figure would only say how
-            small r_i is.
-        sqnr: 20 log10(|r| / |d|), the ratio of signal to quantization noise in dB; inf
-            if d is zero.
-        cosine: the cosine of the angle between the result and r; 1 if both are zero, 0
-            if one is.
-        nonfinite: the number of elements that are not finite although the reference's are. If
-            there are any, `relative` and `max_ulp` are inf, `sqnr` is -inf and `cosine` nan.
+        max_ulp: the largest |d_i| in units in the last place: the spacing at r_i in the format of
+            the unchanged function's result. It is at most 2 / eps of that format (1.7e7 in
+            float32), where no digit is right; a larger figure would only say how small r_i is.
+        sqnr: 20 log10(|r| / |d|), the ratio of signal to quantization noise in dB; inf if d is
+            zero.
+        cosine: the cosine of the angle between the result and r; 1 if both are zero, 0 if one is.
+        nonfinite: the number of elements that are not finite although the reference's are. If there
+            are any, `relative` and `max_ulp` are inf, `sqnr` is -inf and `cosine` nan.
         differing: the number of integers, booleans and keys that differ.
 
-    The first four are None where the reference has no finite floating elements. An element at
-    which the reference overflows the output's format counts as not finite there. Complex
-    numbers count as pairs.
+    The first four are None if the reference has no finite floating elements. An element at which
+    the reference overflows the output's format counts as not finite there. Complex numbers count
+    as pairs.
     """
 
     relative: float | None

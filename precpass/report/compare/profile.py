@@ -1,4 +1,4 @@
-"""`profile`: what a function takes under several policies, here and by other devices' peaks."""
+"""`profile`: a function's costs under several policies, measured here and estimated elsewhere."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def profile(
     target: Any = None,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> AtArguments[P, Profile]:
-    """The costs of a function under several policies: time, memory, FLOPs, bytes, and estimates.
+    """Measure time, memory, FLOPs and bytes under several policies, and estimate other devices.
 
     Each row is traced, compiled and timed in rounds in which every row takes its turn, as by
-    `compare`, which says what the rows cost in accuracy. FLOPs and the bytes that kernels move
+    `compare`, which reports what the rows cost in accuracy. FLOPs and the bytes that kernels move
     are counted in the traced program, with the trip counts of its loops
     (`precpass.analysis.sizes.NOMINAL_SIZE` for a count that is only known at run time, as of a
     while loop). Memory is what XLA allocates on the device that the program is compiled for.
@@ -56,34 +56,34 @@ def profile(
     For other devices the gain is estimated by a roofline (`precpass.measure.roofline`): a kernel
     takes the time of its arithmetic, at the device's published dense peak for the format of its
     operands, or the time of its bytes, at the memory's published bandwidth, whichever is longer.
-    The gain is the sum of these times under `AlwaysF32` divided by the row's. float32 products
-    count as JAX runs them by default, unless the program asks for more: in TF32 on NVIDIA's GPUs,
-    in float32 on AMD's, in one bfloat16 pass on TPUs. Kernels are those of a model of XLA's
-    fusion, the same for all devices (`precpass.measure.kernels`).
+    The gain is the sum of these times under `AlwaysF32` divided by the row's. float32 matrix
+    products count as JAX runs them by default, unless the program asks for more: in TF32 on
+    NVIDIA's GPUs, in float32 on AMD's, in one bfloat16 pass on TPUs. Kernels are those of a model
+    of XLA's fusion, the same for all devices (`precpass.measure.kernels`).
 
     It is an upper estimate from peaks, not a measurement. Launches, caches, communication between
-    devices, arithmetic other than that of products, and losses against a peak are left out; if
-    they take time, low precision gains less. A cast of an operand in memory counts in full, as
-    the planner counts it; if XLA fuses it into the product, as on TPUs, low precision gains more.
+    devices, arithmetic outside matrix products, and losses against a peak are left out; if they
+    take time, low precision gains less. A cast of an operand in memory counts in full, as the
+    planner counts it; if XLA fuses it into the matrix product, as on TPUs, low precision gains
+    more.
 
     Args:
-        fn: the function, or what `auto_mixed` made of it, whose options then count.
-        policies: what the rows are, as `compare` takes them: policies and other functions, by
-            default the presets of 16 and 32 bits.
+        fn: the function, or the result of `auto_mixed`, whose options are then used.
+        policies: one per row, as for `compare`; by default the presets of 16 and 32 bits.
         devices: for which a gain is estimated: "a100" (80 GB), "a100-40gb", "h100", "h200",
             "mi300x", "v4", "v5e", "v5p", "v6e"; () for none of them, None for those of the default.
-        rounds: how many times each row is timed, by default 10; 0 for no times. Nothing runs
-            then, and the arguments may be `jax.ShapeDtypeStruct`s.
-        target: the device that the rows are planned and compiled for, which need not be there, as
+        rounds: how many times each row is timed, by default 10; 0 for no times. Nothing runs then,
+            and the arguments may be `jax.ShapeDtypeStruct`s.
+        target: the device that the rows are planned and compiled for, which need not be present, as
             in `compare`. Nothing runs then.
         progress: is called with a text, the steps done and their number.
 
     Returns:
-        A function that takes the arguments of `fn`, and gives a `Profile`.
+        A function that takes the arguments of `fn`, and returns a `Profile`.
 
     Raises:
-        TypeError: for a row that is neither policy nor function, a name that is no text, and
-            (of the returned function) shapes in the place of arrays where rows are timed.
+        TypeError: for a row that is neither policy nor function, a name that is not a text, and (of
+            the returned function) shapes in the place of arrays where rows are timed.
         ValueError: for an unknown policy, device or target, a negative `rounds`, `rounds` with a
             target, names that are given twice, and no rows.
 

@@ -37,11 +37,11 @@ __all__ = ["Estimate", "Profile", "ProfileRow"]
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The time of a program on another device, by that device's published peaks.
+    """The estimated time of a program on another device, from that device's published peaks.
 
     Attributes:
         device: the device's name, as `profile` takes it.
-        seconds: the seconds of one run; None if no peak is published for a format of its products.
+        seconds: the seconds of one run; None if a format of its products has no published peak.
         gain: the float32 program's seconds divided by these; None if either is None.
         without_peak: the formats without a published peak.
     """
@@ -57,22 +57,22 @@ class ProfileRow:
     """One program of a profile.
 
     Attributes:
-        name: as the tables show it.
+        name: its name in the tables.
         policy: its policy; None for a function given instead of one.
         counts: what its traced step computes.
-        memory: the memory that XLA planned on the device where it was compiled; None if the
-            backend does not tell.
+        memory: the memory that XLA planned on the device where it was compiled; None if the backend
+            does not report it.
         timing: the times of its runs; None if it was not timed.
-        ratio: the median over the rounds of its time divided by the first row's in the same
-            round; None if nothing was timed.
+        ratio: run time relative to the first row's in the same round, the median over the rounds;
+            None if nothing was timed.
         moved: the bytes that its kernels read and write in one run, by a model of fusion that is
             the same for all devices (`precpass.measure.kernels`).
         estimates: one per device.
         guesses: whether it has a loop whose trip count is only known at run time.
         by_bytes: the primitives whose arithmetic is not counted.
-        traffic: what the compiled program does, by its text; None on a CPU.
-        refused: why the compiler of a device that is not there refuses the program; "" if it does
-            not. Then it has no memory and no traffic.
+        traffic: the compiled program's kernels and the bytes that they move; None on a CPU.
+        refused: why the compiler of a device that is not present refuses the program; "" if it
+            does not. Then it has no memory and no traffic.
     """
 
     name: str
@@ -94,7 +94,7 @@ class ProfileRow:
         return sum(self.counts.flops.values())
 
     def figures(self) -> dict[str, Any]:
-        """All figures under the names that the frame and the dict have: bytes, seconds, FLOPs."""
+        """Return all figures by their names in the frame and the dict: bytes, seconds, FLOPs."""
         quartiles = (None, None) if self.timing is None else self.timing.quartiles
         return {
             "seconds": None if self.timing is None else self.timing.median,
@@ -115,9 +115,9 @@ class ProfileRow:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """The costs of a function under several policies: measured here, and estimated elsewhere.
+    """The result of `profile`: costs measured here, and estimated for other devices.
 
-    `print` shows tables; a notebook shows them by itself.
+    `print` it for tables. A notebook displays it as tables.
 
     Attributes:
         function: the function's name.
@@ -136,7 +136,7 @@ class Profile:
     # ------------------------------------------------------------ as data
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, and those of the devices with their sources, as JSON values.
+        """Return all figures, and those of the devices with their sources, as JSON values.
 
         Numbers that are not finite are the strings "inf", "-inf" and "nan".
         """
@@ -149,7 +149,7 @@ class Profile:
         return for_json({**head, "rows": rows, "peaks": peaks, "notes": self.notes})
 
     def to_frame(self) -> Any:
-        """The figures as a `pandas.DataFrame`, one row per program; None is NaN.
+        """Return the figures as a `pandas.DataFrame`, one row per program; None is NaN.
 
         Raises:
             ImportError: without pandas.
@@ -187,7 +187,7 @@ class Profile:
 
     @property
     def notes(self) -> list[str]:
-        """What the figures mean, and what they leave out."""
+        """Remarks on what the figures mean and leave out."""
         notes = [
             "args, out, temp: what XLA allocates on the device. GFLOP: of one run, with trip "
             "counts. moved: what kernels read and write by a model of fusion."

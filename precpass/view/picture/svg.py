@@ -82,16 +82,16 @@ _ROOM, _LEGEND_HEIGHT = 16.0, 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """An SVG.
+    """An SVG picture, which a notebook displays.
 
     Attributes:
-        svg: its text, which is self-contained and readable in light and in dark mode.
+        svg: the text of the SVG. It is self-contained and readable in light and dark mode.
     """
 
     svg: str
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file.
+        """Write the picture to an SVG file.
 
         Raises:
             ValueError: for a path with the ending of another format.
