@@ -87,7 +87,7 @@ def test_what_is_set_for_the_whole_process_does_not_disturb_it(
     assert 0 < np.max(np.abs(found["low"] - found["wide"])) < 0.05
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", AROUND)
 def test_measuring_adds_no_equation_to_a_trace(compiled: list[Any], name: str):
     w, x = jnp.eye(8), jnp.ones((3, 4, 8) if name == "vmap" else (4, 8))
@@ -134,7 +134,7 @@ BILINEAR: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", BILINEAR)
 @pytest.mark.parametrize("policy", [MEASURED, pp.AutoMixed.with_profitability("measured")])
 def test_every_product_is_timed_in_both_precisions(

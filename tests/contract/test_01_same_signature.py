@@ -51,7 +51,7 @@ def test_same_input_tree_output_tree_shapes_dtypes_and_weak_types(program: Progr
     assert jax.tree.structure(traced.out_info) == jax.tree.structure(plain.out_info)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(
     "policy", [pp.AlwaysF32, pp.AlwaysF16, pp.AutoMixedBf16], ids=lambda p: p.name
 )

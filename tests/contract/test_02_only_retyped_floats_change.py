@@ -49,7 +49,7 @@ def test_what_is_not_a_float_of_the_retypes_never_changes(program: Program, poli
     assert untouchable(inspection.after) == untouchable(inspection.before)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_policy
 def test_integers_booleans_keys_and_bits_come_out_bit_equal(policy):
     def f(x, ids, mask, key):
@@ -115,7 +115,7 @@ def test_a_policy_without_float32_in_retypes_leaves_it_alone(policy):
     )
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_policy
 def test_index_operands_stay(policy):
     """A gather, a scatter, slices and updates whose index is far above 256: every index operand

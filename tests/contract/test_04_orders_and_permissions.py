@@ -42,7 +42,7 @@ def test_the_precision_of_compute_is_an_order(fn, policy):
     assert lowered == len(low)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("policy", LOWERING, **ids)
 def test_what_the_order_makes_low_is_near_float32_in_value_and_gradient(policy):
     """Sums of 4096 rows, forward and in every weight's gradient."""
@@ -220,7 +220,7 @@ def in_float32(fn, x, w):
     return wide.get(fn, lambda: x @ w)()
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", WIDENED)
 def test_always_f32_removes_casts_and_rederives_the_products(name):
     fn, (x, w) = WIDENED[name], square()

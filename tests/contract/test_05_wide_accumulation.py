@@ -130,7 +130,7 @@ ACCUMULATING = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_order
 @pytest.mark.parametrize("name", ACCUMULATING)
 def test_sums_take_low_input_accumulate_in_float32_and_round_once(name, policy):
@@ -285,6 +285,7 @@ def test_the_cotangents_of_a_fan_out_add_up_wide():
         assert got == 263.0, form
 
 
+@pytest.mark.release(keep=2)
 @each_format
 @pytest.mark.parametrize("name", ["embedding", "loop constant", "rnn"])
 def test_second_derivatives_accumulate_wide(name, policy):

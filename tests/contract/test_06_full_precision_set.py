@@ -138,7 +138,7 @@ COMPOSED = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_policy
 @pytest.mark.parametrize("name", COMPOSED)
 def test_softmax_logsumexp_and_norms_are_float32(name, policy):

@@ -69,7 +69,7 @@ def with_a_product(sampler):
     return lambda key, x: (sampler(key), x @ x)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_policy
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samples_are_bit_equal_to_float32s(name, policy):
@@ -186,7 +186,7 @@ def test_opaque_primitives_are_boundary(name, policy):
     assert len(low) == len(named(inspection.after, "dot_general")) > 0
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_policy
 @pytest.mark.parametrize("name", ["pallas_call", "pure_callback", "io_callback"])
 def test_what_they_compute_is_bit_equal(name, policy):

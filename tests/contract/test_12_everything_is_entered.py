@@ -271,6 +271,7 @@ COMBINERS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("primitive", COMBINERS)
 def test_a_scalar_combiner_is_no_body(primitive: str):
     def fn(x, w):

@@ -268,7 +268,7 @@ BRANCHES: dict[str, tuple[Callable[..., Any], ...]] = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_policy
 @pytest.mark.parametrize("name", BRANCHES)
 def test_branches_agree(name: str, policy: pp.PrecisionPolicy):

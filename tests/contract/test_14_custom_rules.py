@@ -171,7 +171,7 @@ WITHIN: dict[str, Callable[[Product], Product]] = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_composition
 @pytest.mark.parametrize("place", WITHIN)
 @pytest.mark.parametrize("name", ["jvp", "vjp", "vjp symbolic zeros", "vjp nondiff"])
@@ -213,7 +213,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 REVERSE_ONLY = ("grad", "jacrev", "vmap of grad", "reverse over reverse")
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_composition
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @each_forward

@@ -41,6 +41,7 @@ W_SPEC = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 ALL = ("cpu", "cuda", "rocm", "tpu")
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("fn", [loss, scanned, jax.value_and_grad(loss)], ids=["f", "scan", "grad"])
 def test_round_trip_with_a_symbolic_batch(fn):
     # one row is a cache line here: of what is less, another plan is made than of the nominal size;
@@ -97,7 +98,7 @@ def test_symbolic_dimensions_count_with_the_nominal_size():
     assert known[opened.invars[0]] == NOMINAL_SIZE * 8 * 4
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("policy", ["AutoMixedBf16", "AutoMixed", "AlwaysBf16", "AlwaysF16"])
 def test_a_symbolic_program_gets_the_plan_of_a_concrete_one(policy):
     with quiet():

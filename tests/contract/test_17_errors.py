@@ -227,7 +227,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize(
     ("setting", "fn", "text"),

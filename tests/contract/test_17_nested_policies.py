@@ -55,7 +55,7 @@ def test_the_inner_policy_wins(inner, outer, wanted):
         np.testing.assert_array_equal(out, jax.jit(around(square))(X))
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_case
 def test_with_its_gradient(inner, outer, wanted):
     mixed = pp.auto_mixed(square, policy=inner)
@@ -114,7 +114,7 @@ def _custom(inner):
 PLACES = [_vmapped, _scanned, _branched, _checkpointed, _jitted, _custom]
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("place", PLACES, ids=lambda p: p.__name__[1:])
 @pytest.mark.parametrize(("inner", "outer"), [(AlwaysF32, AutoMixedBf16), (AutoMixed, AlwaysF32)])
 def test_wherever_it_is_called(place, inner, outer):

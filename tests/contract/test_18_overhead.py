@@ -143,6 +143,7 @@ PROGRAMS = {"flat": (flat, 100), "wide loop": (wide_loop, 30), "nested loops": (
 POLICIES = (pp.AutoMixedBf16, pp.AlwaysBf16, pp.AlwaysF32)
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_work_grows_with_the_number_of_equations(name: str, policy: Any):

@@ -29,6 +29,7 @@ def mixed(fn: Callable[..., Any], policy: Any = pp.AutoMixedBf16) -> Callable[..
     return pp.auto_mixed(fn, policy=policy)
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("policy", [pp.AutoMixed, pp.AutoMixedConservative, pp.AlwaysF16])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_sum_above_float16s_largest_value_is_taken_wide(name: str, policy: Any):
@@ -45,6 +46,7 @@ def test_a_sum_above_float16s_largest_value_is_taken_wide(name: str, policy: Any
     assert rel_error(got, jax.jit(fn)(x, w)) < tolerance
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_the_sums_of_a_gradient_inside_of_the_pass_are_not_rounded(name: str):
     """Each weight's cotangent is a sum of 512 or more terms that bfloat16 rounds to 2**-9."""

@@ -205,7 +205,7 @@ OF_INPUT = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(("made", "module", "wanted"), CASES)
 def test_a_rule_keeps_one_layer_wide(made: Any, module: str, wanted: int):
     fn, args = made()
@@ -425,7 +425,7 @@ class NnxHead(nnx.Module):
         return self.inner(x)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("made", [of_nnx, of_equinox, of_linen, of_haiku])
 def test_a_layer_that_is_not_there_is_reported_with_those_that_are(made: Any):
     fn, args = made()

@@ -262,7 +262,7 @@ def test_arguments_are_left_as_they_were(name: str, kind: str, tmp_path: Any):
     jax.block_until_ready(pp.auto_mixed(fn, **options)(*args))
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", GIVEN_ARRAYS)
 @pytest.mark.parametrize("array", [jnp.asarray, np.asarray])
 def test_trees_of_arrays_are_left_as_they_were(name: str, array: Any):

@@ -141,6 +141,7 @@ def test_every_rounding_takes_its_scale_from_the_state(fn: Callable[..., Any]):
     assert rel_error(scaled(larger, WS, X)[0], jax.jit(fn)(WS, X)) > 0.2
 
 
+@pytest.mark.release
 def test_the_history_moves_and_forgets():
     scaled = pp.delayed_scaling(layers, history=2)
     scales = scaled.init(WS, X)
@@ -152,6 +153,7 @@ def test_the_history_moves_and_forgets():
     assert scales.history.shape == (len(scales.places), 2)
 
 
+@pytest.mark.release
 def test_what_is_larger_than_before_is_clipped_and_told():
     product = jax.jit(lambda w, x: jnp.sin(x) * 0 + x @ w)
     policy = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="f8"))
@@ -281,6 +283,7 @@ def test_the_same_values_are_not_beyond_the_scales_of_int8():
     assert scales.saturated() == []
 
 
+@pytest.mark.release
 def test_the_state_is_a_tree_like_any_other():
     scaled = pp.delayed_scaling(layers)
     scales = scaled.init(WS, X)

@@ -40,7 +40,7 @@ def is_whole(x):
     return isinstance(x, pp.QuantizedArray)
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize(("fn", "order"), [(layers, (1, 0)), (turned, ())])
 def test_results_are_those_of_weights_that_are_rounded_in_each_call(fn, order):
     small = pp.quantized(fn)(WS, X)
@@ -116,6 +116,7 @@ def test_weights_under_a_rule():
     assert kinds(pp.quantized(layers, policy)(WS, X)) == "8888"
 
 
+@pytest.mark.release
 def test_they_are_saved_and_exported_like_other_arrays(tmp_path):
     checkpoints = pytest.importorskip("orbax.checkpoint")
     small = pp.quantized(layers)(WS, X)

@@ -81,7 +81,7 @@ def test_the_gradient_is_that_of_the_other_side_of_the_pass(precision):
     assert rel_error(got, jax.jit(jax.grad(loss, (0, 1)))(WS, X)) < 0.15
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("precision", ["int8", "f8e4m3"])
 def test_a_constant_of_a_loop_is_rounded_before_it(precision):
     def recurrent(w, xs):

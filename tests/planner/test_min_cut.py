@@ -199,6 +199,7 @@ def test_sums_that_differ_by_their_rounding_are_ties():
     assert energy.minimum().low.tolist() == [False, True] + 4 * [False]
 
 
+@pytest.mark.release
 def test_so_are_small_sums_beside_large_costs():
     """Where what is small is rounded to the unit of what is large."""
     rng = random.Random(0)
@@ -343,6 +344,7 @@ def test_an_empty_energy():
     assert energy.minimum().low.tolist() == [False, True, False, False, False]
 
 
+@pytest.mark.release
 def test_arrays_and_numbers_are_the_same():
     for seed in range(50):
         stated, flat = made(seed, many), Energy()

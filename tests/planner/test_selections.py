@@ -38,6 +38,7 @@ def test_the_cotangent_of_a_relu_is_chosen_in_bfloat16_on_accelerators_alone():
     assert "bfloat16" not in dtypes(jax.grad(mlp), "select_n", W, X, policy="AutoMixed")
 
 
+@pytest.mark.release
 def test_what_is_chosen_has_the_one_rounding():
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         h = jnp.where(x > 0, x @ w, 0.0)
@@ -80,6 +81,7 @@ def test_float32s_lowest_number_in_a_mask_becomes_bfloat16s_and_no_infinity(targ
     )  # all weights of that row are equal
 
 
+@pytest.mark.release
 def test_an_infinity_and_what_reaches_beyond_bfloat16_are_no_lowest_number():
     def fn(x: jax.Array, w: jax.Array, fill: float | jax.Array) -> jax.Array:
         return jax.nn.softmax(jnp.where(x > 0, x @ w, fill), axis=-1) @ w
@@ -158,6 +160,7 @@ def test_gradients_of_chosen_values_are_near_to_float32s(composition: str):
     assert rel_error(got, jax.jit(jax.grad(loss))(W, X)) < 0.05
 
 
+@pytest.mark.release
 def test_the_result_of_a_product_is_moved_in_the_bits_that_it_has():
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         left, right = jnp.split((x @ w).T, 2)

@@ -39,7 +39,7 @@ EXACT: dict[str, Callable[[jax.Array], Any]] = {
 }
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("read", EXACT.values(), ids=EXACT.keys())
 def test_positions_that_a_loop_stacks_keep_their_digits(read: Callable[[jax.Array], Any]):
     program, args = stacks(lambda i: 2.0 * i, np.arange(1000, dtype=np.float32))
@@ -134,7 +134,7 @@ def test_what_scales_a_state_keeps_its_digits():
     assert_near(pp.auto_mixed(gradient)(w, x), jax.jit(gradient)(w, x), 0.03)
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("scale", [1e6, 1e-9])
 def test_float16_does_not_hold_what_it_has_no_range_for(scale: float):
     x, w = activations()
@@ -151,6 +151,7 @@ def test_float16_does_not_hold_what_it_has_no_range_for(scale: float):
     assert_near(pp.auto_mixed(gradient, policy=pp.AutoMixed)(w, x), jax.jit(gradient)(w, x), 0.03)
 
 
+@pytest.mark.release
 def test_float16_does_not_hold_what_may_overflow():
     """What the backward pass keeps of an exponential has no bounds."""
     x, w = activations()

@@ -71,7 +71,7 @@ def test_the_transposes_are_gone_and_the_values_are_the_same(name: str, policy: 
     ]
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_policy
 @pytest.mark.parametrize("name", UNDONE)
 def test_transposes_that_undo_one_another_are_dropped_without_a_swap(name: str, policy: Any):

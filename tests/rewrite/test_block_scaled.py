@@ -143,7 +143,7 @@ def test_a_gpu_is_given_the_call_of_scaled_matmul_and_other_platforms_a_dot(prec
 # ---------------------------------------------------------------- the backward pass
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @each_composition
 def test_cotangents_are_rounded_along_the_dimension_that_their_product_sums_over(compose):
     gradient = compose(loss, policy=ordered("mxfp8"))
@@ -167,7 +167,7 @@ def test_the_backward_pass_of_nvfp4_is_in_bfloat16(compose):
 # ---------------------------------------------------------------- values that are hard to scale
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @each_precision
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("side", [0, 1])

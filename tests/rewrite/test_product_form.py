@@ -137,7 +137,7 @@ def test_the_product_is_low_and_its_result_is_float32(name: str):
     assert jax.eval_shape(mixed, x, w) == jax.eval_shape(product, x, w)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_composition
 @pytest.mark.parametrize("name", CASES)
 def test_value_and_first_derivatives_are_low_and_near(name: str, compose: Any):
@@ -265,7 +265,7 @@ TRANSPOSED: dict[str, tuple[Callable[..., Any], Any, Any]] = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", TRANSPOSED)
 def test_transposes_run(name: str):
     fn, x, w = TRANSPOSED[name]

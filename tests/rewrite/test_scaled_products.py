@@ -114,7 +114,7 @@ def operands(fn, *args):
     return [pair for pair in pairs if {"int8", "float8_e4m3fn", "float8_e5m2"} & set(pair)]
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("precision", ["int8", "f8e4m3", later("f8e5m2")])
 @each_function
 def test_a_function_is_near_and_its_products_have_eight_bits(fn, precision):
@@ -254,6 +254,7 @@ def test_it_is_exported_for_every_platform(precision):
     assert {"int8": "xi8>", "f8e4m3": "f8E4M3FN", "f8e5m2": "f8E4M3FN"}[precision] in text
 
 
+@pytest.mark.release(keep=2)
 @each_precision
 def test_the_plan_the_diff_and_the_explanation_say_so(precision):
     found = pp.inspect(loss, ordered(precision))(W, X)

@@ -37,7 +37,7 @@ def test_every_entered_primitive_is_seen_somewhere():
         assert "inside" in cells.values(), name
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 @pytest.mark.parametrize("primitive", PROGRAMS)
 def test_the_matrix(primitive: str, composition: str):
