@@ -102,8 +102,13 @@ def dotted(node: ast.expr) -> str:
     return ""
 
 
-def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
+@functools.cache
+def imports(path: Path) -> tuple[tuple[int, str, bool], ...]:
     """Of each import: its line, the full dotted name, and whether it stands in a function."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str, bool]]:
     package = ("precpass", *path.relative_to(PACKAGE).parts[:-1])
     tree = parse(path)
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -120,8 +125,13 @@ def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
         yield from ((node.lineno, name, id(node) in inside) for name in names)
 
 
-def mentions(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def mentions(path: Path) -> tuple[tuple[int, str], ...]:
     """Line and dotted name of all that a file imports or reaches through attributes."""
+    return tuple(_mentions(path))
+
+
+def _mentions(path: Path) -> Iterator[tuple[int, str]]:
     yield from ((line, name) for line, name, _ in imports(path))
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Attribute) and (name := dotted(node)):
