@@ -13,7 +13,6 @@ from precpass.api import explain, inspect
 from precpass.cli.errors import has_users_lines
 from precpass.cli.files import refusing
 from precpass.cli.inputs import Inputs
-from precpass.cli.progress import Progress
 from precpass.cli.specs import drawn, has_shapes
 from precpass.cli.target import Refused, unbound
 from precpass.report.audit.audit import audit
@@ -24,6 +23,7 @@ from precpass.report.compare.profile import profile
 from precpass.testing import Problems, plan_problems, precision_problems
 from precpass.view.diff import between, changes
 from precpass.view.inspection import Inspection
+from precpass.view.progress import Progress
 
 __all__ = ["COMMANDS", "Report", "Task", "rehearse", "write"]
 

@@ -18,11 +18,11 @@ from precpass.cli.errors import ExitStatus, said, status_of
 from precpass.cli.files import in_words, opened
 from precpass.cli.inputs import read
 from precpass.cli.options import WRITES, check, parsed
-from precpass.cli.progress import Progress
 from precpass.cli.target import Refused, arguments, load, parameters, unbound
 from precpass.jit.region import configured
 from precpass.policy.warned import PrecisionWarning
 from precpass.report.compare.tables import for_json
+from precpass.view.progress import Progress
 
 __all__ = ["main"]
 

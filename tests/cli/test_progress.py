@@ -14,7 +14,7 @@ from importlib import import_module
 import pytest
 
 from precpass.cli import commands
-from precpass.cli.progress import Progress
+from precpass.view.progress import Progress
 from tests.support.command_line import SHAPES, command, environment, ran, written
 
 pty = pytest.importorskip("pty", reason="pseudo-terminals are POSIX's")

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from precpass.api import mixed_of
+from precpass.devices.cpu_info import cpu_info
 from precpass.devices.targets import target_of
 from precpass.jit.staged import in_two_steps, owner_of
 from precpass.measure.counts import count
@@ -28,6 +29,7 @@ from precpass.report.compare.programs import (
     rounds_of,
     timed,
 )
+from precpass.view.progress import telling
 
 __all__ = ["compare"]
 
@@ -45,7 +47,7 @@ def compare(
     reference: str = "f64",
     rounds: int | None = None,
     target: Any = None,
-    progress: Progress = lambda _what, _done, _total: None,
+    progress: Progress | None = None,
 ) -> Callable[P, Comparison]:
     """Compare a function under several policies: counts, memory, time and error.
 
@@ -73,7 +75,8 @@ def compare(
             name such as "h100" or "tpu v5e", or a JAX device. Nothing is timed then. Memory, bytes,
             kernels and a TPU's cycles are those of its compiler, and the errors are those of the
             same rewritten programs on this machine.
-        progress: is called with a text, the steps done and their number.
+        progress: is called with a text, the steps done and their number. Without it a bar shows
+            after two seconds, at a terminal and in a notebook.
 
     Returns:
         A function that takes the arguments of `fn`, arrays, and returns a `Comparison`.
@@ -106,7 +109,8 @@ def compare(
 
     def compared(*args: P.args, **kwargs: P.kwargs) -> Comparison:
         at = Subject.at(subject, owner, args, kwargs, "compare", hint=WITH_SHAPES, target=target)
-        return _Run(at, reference, timed_rounds, progress).run(rows)
+        with telling(progress, f"compare {at.name}") as tell:
+            return _Run(at, reference, timed_rounds, tell).run(rows)
 
     return compared
 
@@ -151,7 +155,9 @@ class _Run:
                 for row, (timing, ratio) in zip(rows, times, strict=True)
             ]
         device = f"{programs[0].device_kind}, jax {jax.__version__}"
-        return Comparison(subject.name, tuple(rows), self.reference, self.rounds, device)
+        is_cpu = programs[0].device_kind == "cpu"
+        slow = is_cpu and not cpu_info().bf16
+        return Comparison(subject.name, tuple(rows), self.reference, self.rounds, device, slow)
 
 
 def _check_results(name: str, fn: str, results: list[Leaf], wanted: list[Leaf]) -> None:

@@ -7,11 +7,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.measure.counts import Counts
 from precpass.measure.execute import Memory, Timing
 from precpass.measure.traffic import Traffic
 from precpass.policy.policy import PrecisionPolicy
+from precpass.report.compare.conclusion import conclusion
 from precpass.report.compare.errors import Errors
 from precpass.report.compare.plot import Point, draw
 from precpass.report.compare.tables import (
@@ -126,6 +129,7 @@ class Comparison:
         reference: the precision of the reference for the errors, "f64" or "f32".
         rounds: how many times each row was timed.
         device: the device and the JAX release on which it ran.
+        without_bfloat16: whether that is a processor without bfloat16 instructions.
     """
 
     function: str
@@ -133,6 +137,12 @@ class Comparison:
     reference: str
     rounds: int
     device: str
+    without_bfloat16: bool = False
+
+    @property
+    def conclusion(self) -> str:
+        """Which program to use, and why, in a sentence."""
+        return conclusion(self.rows, self.without_bfloat16)
 
     def pareto(self, by: str = "time") -> tuple[Row, ...]:
         """Return the rows that no other row beats in both cost and error, the cheapest first.
@@ -197,7 +207,8 @@ class Comparison:
     # ------------------------------------------------------------ as a table
 
     def __str__(self) -> str:
-        return "\n".join([self._title, "", *aligned(self._table()), "", *self._notes()])
+        closing = ["", self.conclusion] if self.conclusion else []
+        return "\n".join([self._title, "", *aligned(self._table()), "", *self._notes(), *closing])
 
     def _repr_html_(self) -> str:
         (head, *rows), best = self._table(), self._best()
@@ -206,7 +217,7 @@ class Comparison:
             _BAD: [bool(row.errors.nonfinite) for row in self.rows],
         }
         shown = figures(head, rows, bad=groups[_BAD], groups=groups)
-        notes = as_html([[(note, "reason")] for note in self._notes()])
+        notes = as_html([[(note, "reason")] for note in (*self._notes(), self.conclusion)])
         title = f'<div class="head">{spans([(self._title, "")])}</div>'
         return page(title + self._bar(groups) + facts(self._facts()) + shown + notes)
 
@@ -260,8 +271,8 @@ class Comparison:
             *of_each_device((row.memory for row in self.rows), "FLOPs and 16-bit MB"),
             *refusals((row.name, row.refused) for row in self.rows),
             "rel. error: |d| / |r| over all floating results where the reference is finite; ULP: "
-            "of the output's own format, at most 2 / eps (1.68e+07 in float32), where no digit is "
-            "right; non-finite: of values that are finite in the reference.",
+            "of the output's own format, left out where no digit of an element is right; "
+            "non-finite: of values that are finite in the reference.",
         ]
 
     # ------------------------------------------------------------ as a picture
@@ -326,6 +337,11 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
 
 
+def _ulp(value: float | None) -> str:
+    """An error in units in the last place; "" for the largest that there is, which says nothing."""
+    return "" if value is None or value >= 2 / np.finfo(np.float32).eps else short(value)
+
+
 def _low(row: Row) -> str:
     counts = row.counts
     marked = f" ({counts.marked} marked)" if counts.marked else ""
@@ -343,7 +359,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("ms", lambda row: milliseconds(row.timing)),
     ("ratio", lambda row: _number(row.ratio, ".2f")),
     ("rel. error", lambda row: _number(row.errors.relative, ".1e")),
-    ("max ULP", lambda row: "" if row.errors.max_ulp is None else short(row.errors.max_ulp)),
+    ("max ULP", lambda row: _ulp(row.errors.max_ulp)),
     ("SQNR dB", lambda row: _number(row.errors.sqnr, ".1f")),
     ("cosine", lambda row: _number(row.errors.cosine, ".6f")),
     ("non-finite", lambda row: str(row.errors.nonfinite)),

@@ -26,6 +26,7 @@ from precpass.report.compare.programs import (
     rounds_of,
     timed,
 )
+from precpass.view.progress import telling
 
 __all__ = ["DEVICES", "profile"]
 
@@ -43,7 +44,7 @@ def profile(
     devices: str | Sequence[str] | None = DEVICES,
     rounds: int | None = None,
     target: Any = None,
-    progress: Progress = lambda _what, _done, _total: None,
+    progress: Progress | None = None,
 ) -> AtArguments[P, Profile]:
     """Measure time, memory, FLOPs and bytes under several policies, and estimate other devices.
 
@@ -76,7 +77,7 @@ def profile(
             and the arguments may be `jax.ShapeDtypeStruct`s.
         target: the device that the rows are planned and compiled for, which need not be present, as
             in `compare`. Nothing runs then.
-        progress: is called with a text, the steps done and their number.
+        progress: as for `compare`.
 
     Returns:
         A function that takes the arguments of `fn`, and returns a `Profile`.
@@ -115,7 +116,8 @@ def profile(
             hint="; with rounds=0 nothing runs, and shapes will do",
             target=target,
         )
-        return _profile(at, rows, peaks, timed_rounds, progress)
+        with telling(progress, f"profile {at.name}") as tell:
+            return _profile(at, rows, peaks, timed_rounds, tell)
 
     return profiled
 

@@ -1,16 +1,19 @@
-"""Progress on standard error, shown once a command has taken two seconds."""
+"""Progress on standard error, shown once something has taken two seconds."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable, Generator
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "telling"]
 
 _PATIENCE = 2.0
 """Seconds."""
@@ -35,6 +38,11 @@ class Progress:
         self._over = threading.Event()
         self._begun = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @property
+    def is_interactive(self) -> bool:
+        """Whether somebody waits in front of it: at a terminal, or in a notebook."""
+        return self._console.is_terminal or self._console.is_jupyter
 
     def say(self, what: str, done: int | None = None, total: int | None = None) -> None:
         """Sets the present step, and how much of it is done if that is known."""
@@ -84,3 +92,24 @@ class Progress:
     ) -> None:
         self._over.set()
         self._thread.join()
+
+
+@contextlib.contextmanager
+def telling(
+    given: Callable[[str, int, int], Any] | None, what: str
+) -> Generator[Callable[[str, int, int], Any]]:
+    """A context with what a report calls before each of its steps.
+
+    Args:
+        given: what the user passed; None shows a bar at a terminal and in a notebook, and nothing
+            anywhere else.
+        what: the whole task, in words.
+    """
+    bar = Progress(what)
+    if given is not None:
+        yield given
+    elif bar.is_interactive:
+        with bar:
+            yield bar.say
+    else:
+        yield lambda _what, _done, _total: None

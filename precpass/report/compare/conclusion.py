@@ -1,0 +1,70 @@
+"""What a comparison comes to, in one sentence: which program to use, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from precpass.report.compare.comparison import Row
+
+__all__ = ["conclusion"]
+
+_FASTER = 0.95
+"""A ratio from here on is no gain, because times of one program differ by as much."""
+_SMALLER = 0.9
+
+
+def conclusion(rows: Sequence[Row], without_bfloat16: bool) -> str:
+    """Which of a comparison's programs to use, and why; "" if there is nothing to choose.
+
+    Args:
+        rows: the programs; the first is the one that others are compared with.
+        without_bfloat16: whether they ran on a processor without bfloat16 instructions.
+    """
+    first, *others = rows
+    usable = [row for row in others if not (row.refused or row.errors.nonfinite)]
+    broken = [row.name for row in others if row.errors.nonfinite]
+    said = f" {', '.join(broken)} has values that are not finite." if broken else ""
+    if not usable:
+        return said.strip()
+    timed = [row for row in usable if row.ratio is not None]
+    if not timed:
+        return _untimed(first, usable) + said
+    best = min(timed, key=lambda row: row.ratio or 0.0)
+    if best.ratio is not None and best.ratio < _FASTER:
+        gains = f"takes {best.ratio:.2f} of the time of {first.name}{_memory(first, best)}"
+        return f"Use {best.name}: it {gains}{_error(best)}." + said
+    low = [row for row in timed if row.counts.low > first.counts.low]
+    if low and without_bfloat16:
+        return (
+            f"{low[0].name} is not faster here, because this CPU has no bfloat16 instructions: "
+            '`compare(..., target="h100")` shows what a GPU makes of it.' + _holds(first, low[0])
+        ) + said
+    return f"Use {first.name}: no other program is faster here.{_holds(first, best)}" + said
+
+
+def _untimed(first: Row, usable: Sequence[Row]) -> str:
+    """What holds without times: how much runs in low precision, memory, and the error."""
+    best = max(usable, key=lambda row: row.counts.low_flops)
+    return f"{best.name} was not timed.{_holds(first, best)}"
+
+
+def _holds(first: Row, row: Row) -> str:
+    """What holds on any device."""
+    if row.counts.low <= first.counts.low:
+        return ""
+    share = f"{row.counts.low_flops:.0%} of its FLOPs run in low precision"
+    return f" {share}{_memory(first, row)}{_error(row)}."
+
+
+def _memory(first: Row, row: Row) -> str:
+    if row.memory is None or first.memory is None or not first.memory.temp:
+        return ""
+    ratio = row.memory.temp / first.memory.temp
+    return f" and {ratio:.2f} of its temporary memory" if ratio < _SMALLER else ""
+
+
+def _error(row: Row) -> str:
+    error = row.errors.relative
+    return "" if error is None else f", with a relative error of {error:.0e}"

@@ -1,0 +1,65 @@
+"""The sentence at the end of a comparison says which program to use, and why."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import precpass as pp
+from precpass.report.compare.conclusion import conclusion
+from tests.support.passes import quiet
+
+
+def row(name: str, ratio: float | None = 1.0, low: int = 0, **others: Any) -> Any:
+    facts: dict[str, Any] = {"temp": 100, "error": 1e-7, "nonfinite": 0, "refused": "", **others}
+    return SimpleNamespace(
+        name=name,
+        ratio=ratio,
+        refused=facts["refused"],
+        counts=SimpleNamespace(low=low, low_flops=float(low > 0)),
+        memory=SimpleNamespace(temp=facts["temp"]),
+        errors=SimpleNamespace(relative=facts["error"], nonfinite=facts["nonfinite"]),
+    )
+
+
+WIDE = row("AlwaysF32")
+FAST = row("AutoMixedBf16", 0.4, 3, temp=50, error=0.01)
+SLOW = row("AutoMixedBf16", 1.3, 3, error=0.01)
+NAN = row("AlwaysF16", 0.1, 3, nonfinite=4, error=float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "without_bfloat16", "said"),
+    [
+        (
+            [WIDE, FAST],
+            False,
+            "Use AutoMixedBf16: it takes 0.40 of the time of AlwaysF32 and 0.50 of its temporary "
+            "memory, with a relative error of 1e-02.",
+        ),
+        ([WIDE, SLOW, FAST], True, "Use AutoMixedBf16: it takes 0.40"),
+        ([WIDE, SLOW], False, "Use AlwaysF32: no other program is faster here. 100% of its FLOPs"),
+        ([WIDE, SLOW], True, "AutoMixedBf16 is not faster here, because this CPU has no bfloat16"),
+        ([WIDE, row("by hand", 1.01)], True, "Use AlwaysF32: no other program is faster here."),
+        ([WIDE, row("AutoMixedBf16", None, 3)], False, "AutoMixedBf16 was not timed. 100% of its"),
+        ([WIDE, NAN], False, "AlwaysF16 has values that are not finite."),
+        ([WIDE, FAST, NAN], False, "Use AutoMixedBf16: it takes 0.40"),
+        ([WIDE, row("a", 0.2, 3, refused="too large")], False, ""),
+        ([WIDE], True, ""),
+    ],
+)
+def test_what_to_use(rows: list[Any], without_bfloat16: bool, said: str):
+    text = conclusion(rows, without_bfloat16)
+    assert text.startswith(said) and bool(text) == bool(said)
+    assert ("not finite" in text) == (NAN in rows)
+
+
+def test_it_stands_at_the_end_of_a_comparison():
+    with quiet():
+        found = pp.compare(lambda x: jnp.tanh(x @ x), ["AlwaysF32", "AutoMixedBf16"], rounds=0)(
+            jnp.eye(8) / 3
+        )
+    assert found.conclusion.startswith("AutoMixedBf16 was not timed. 94% of its FLOPs run in low")
+    assert str(found).splitlines()[-1] == found.conclusion
+    assert found.conclusion in found._repr_html_()
