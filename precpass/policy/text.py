@@ -50,8 +50,9 @@ def parsed(value: Any) -> PrecisionPolicy:
 
 
 def _legal_policies() -> str:
+    names = [*PRESETS, *EIGHT_BIT_PRESETS, *(f"{name} (float16)" for name in OTHER_NAMES)]
     return (
-        f"Legal are {', '.join(PRESETS | EIGHT_BIT_PRESETS)}, the precision of products ('bf16', "
+        f"Legal are {', '.join(names)}, the precision of matrix products ('bf16', "
         "'mxfp8', jnp.float16), a string such as 'p=f32,c=bf16,o=f32', and "
         "Custom({OpKind.COMPUTE: 'bf16', ...})."
     )
