@@ -185,7 +185,7 @@ def main() -> None:
         part = f"jax {jax.__version__}, {cpu_info().model}, {today()}"
         parts = [p for p in kept["parts"] if f"jax {jax.__version__}," not in p["title"]]
         parts = sorted([*parts, {"title": part, "tables": [table]}], key=lambda p: p["title"])
-        result = {"title": title, "text": TEXT, "parts": parts}
+        result = {"title": title, "measured": today(), "text": TEXT, "parts": parts}
         path.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -68,7 +68,8 @@ BINARY = {
 }
 SET = UNARY | BINARY
 READS_DIGITS = frozenset(
-    ("sin", "cos", "tan", "floor", "ceil", "round", "cholesky", "qr", "svd", "triangular_solve")
+    ("sin", "cos", "tan", "rem", "floor", "ceil", "round")
+    + ("cholesky", "qr", "svd", "triangular_solve")
 )
 """A product alone before one of these is float32 too (test_07_what_readers_need.py), and a product
 of features is not."""

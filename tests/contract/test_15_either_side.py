@@ -94,6 +94,7 @@ def test_a_transform_on_either_side(program: str, transform: str, side: str):
     assert 0 < error(*both.lower().compile()(x, W)) < 8 * ROUNDOFF
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_stages_and_switches(program: str):
     """jit around and inside, lowered ahead of time, abstract, eager, and exported."""

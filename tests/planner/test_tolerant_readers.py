@@ -145,7 +145,7 @@ def test_an_activation_of_a_rounded_result_is_no_worse_than_by_hand(name: str):
 @jax.custom_jvp
 def exp_neg_sq(x: jax.Array) -> jax.Array:
     """A function of the user's with the name of one of JAX's."""
-    return x - jnp.floor(x)
+    return x - jnp.sin(jnp.arctan(x))
 
 
 @exp_neg_sq.defjvp
@@ -171,13 +171,13 @@ def _(primals: Any, tangents: Any) -> Any:
         lambda p: jnp.where(p > X[:, :32], p, 2.0),
         lambda p: lax.cond((p > 0.5).any(), jnp.arctan, jnp.tanh, p),
         lambda p: jnp.where(jnp.where(p > 0.5, p > X[:, :32], p < 0.2).astype(int) > 0, p, 1.0),
-        lambda p: p - jnp.floor(p),
+        lambda p: p - jnp.sin(jnp.arctan(p)),
         lambda p: jnp.square(p - 1.0),
         lambda p: jnp.exp(p - X[:, :32]),
         lambda p: jnp.exp(X[:, :32] - p) + p,
         lambda p: jnp.exp(p - p.mean()),
         lambda p: jnp.exp2(p - p[:1]),
-        lambda p: jnp.exp(p - jnp.floor(p)),
+        lambda p: jnp.exp(p - jnp.sin(jnp.arctan(p))),
         lambda p: jnp.exp(p[:32] - p[:32].T),
         lambda p: jnp.exp(p[:32] - jnp.diagonal(p[:32])[:, None]),
         lambda p: jnp.exp(
@@ -208,8 +208,8 @@ def _(primals: Any, tangents: Any) -> Any:
     ids=[
         *("large number", "scaled", "shifted", "behind both", "chosen index", "chosen branch"),
         *("count", "mask", "whole numbers", "equality", "largest", "ties", "other array", "branch"),
-        *("mask of masks", "own floor", "number", "exp of difference", "negative", "mean"),
-        *("row", "floor", "transposed", "diagonal", "masks", "maximum of two", "radial"),
+        *("mask of masks", "own function", "number", "exp of difference", "negative", "mean"),
+        *("row", "function", "transposed", "diagonal", "masks", "maximum of two", "radial"),
         *(
             "own mean",
             "other groups",

@@ -52,7 +52,7 @@ def on_blackwell(fn, precision, *args):
 # ---------------------------------------------------------------- what it computes
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @each_precision
 @each_function
 def test_a_function_is_near_and_its_operands_are_rounded(fn, precision):

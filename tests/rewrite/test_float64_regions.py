@@ -96,6 +96,7 @@ def test_a_region_is_float64_in_every_composition_on_either_side_of_the_pass(com
     assert_float64(inside(X), want)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("names", [list(CALLS), list(PRIMITIVES)], ids=["calls", "primitives"])
 def test_without_the_region_the_programs_are_wrong(names: list[str]):
     want = in_float64(lambda x: {n: ALL[n](x) for n in names}, X)

@@ -165,7 +165,7 @@ NAMES = {
 }
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_transformer_is_drawn_by_its_layers_once_for_each_direction(name):
     make, directions = CASES[name]
