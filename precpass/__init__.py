@@ -9,7 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from precpass.api import auto_mixed, cast_floating, explain, keep, use_policy
+from precpass.api import (
+    auto_mixed,
+    cast_floating,
+    explain,
+    in_compute_dtype,
+    keep,
+    use_policy,
+)
 from precpass.api import inspect as inspect
 from precpass.jit.mixed import Mixed
 from precpass.plan.plan import Action, Decision, Plan
@@ -129,6 +136,7 @@ __all__ = [
     "compare",
     "delayed_scaling",
     "explain",
+    "in_compute_dtype",
     "keep",
     "least_squares",
     "master_copies",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
@@ -31,7 +32,16 @@ if TYPE_CHECKING:
     from precpass.view.explain import Explanation
     from precpass.view.inspection import Inspection
 
-__all__ = ["auto_mixed", "cast_floating", "explain", "inspect", "keep", "trace_of", "use_policy"]
+__all__ = [
+    "auto_mixed",
+    "cast_floating",
+    "explain",
+    "in_compute_dtype",
+    "inspect",
+    "keep",
+    "trace_of",
+    "use_policy",
+]
 
 
 P = ParamSpec("P")
@@ -310,8 +320,9 @@ def cast_floating(tree: Tree, dtype: Any, policy: PolicyLike | None = None) -> T
         tree: a pytree. Other leaves do not change (see `PrecisionPolicy.cast_to_param`).
         dtype: "param", "compute" or "output", for a format of the policy; or a format itself
             ("bf16", `jnp.float16`), which needs no policy.
-        policy: by default that of the `use_policy` around the call. Without one, and inside an
-            `auto_mixed` function, the tree is returned unchanged.
+        policy: by default that of the `use_policy` around the call. Without one the tree is
+            returned unchanged. Inside an `auto_mixed` function "compute" is the 16-bit format of
+            that function's matrix products, if it has one, and the others leave the tree alone.
 
     Raises:
         ValueError: for an unknown format or policy.
@@ -326,7 +337,10 @@ def cast_floating(tree: Tree, dtype: Any, policy: PolicyLike | None = None) -> T
         >>> low["w"].dtype, low["step"].dtype
         (dtype(bfloat16), dtype('int32'))
     """
-    chosen = current().policy if policy is None else PrecisionPolicy.parse(policy)
+    region = current()
+    chosen = region.policy if policy is None else PrecisionPolicy.parse(policy)
+    if chosen is None and dtype == "compute" and region.compute is not None:
+        return cast_leaves(tree, region.compute)
     if dtype in ("param", "compute", "output"):
         if chosen is None:
             return tree
@@ -343,6 +357,40 @@ def cast_floating(tree: Tree, dtype: Any, policy: PolicyLike | None = None) -> T
             f"formats {legal}, also as dtypes"
         )
     return cast_leaves(tree, Precision.parse_format(dtype, "cast_floating(dtype)"))
+
+
+def in_compute_dtype(fn: Callable[P, R]) -> Callable[P, R]:
+    """Run a function that takes only 16-bit arrays, such as a flash-attention kernel.
+
+    Inside an `auto_mixed` function the floating-point arguments are cast to the format of its
+    matrix products, and the results back to float32, so that cotangents outside are float32. Where
+    the policy lowers nothing, as AlwaysF32, and outside of `auto_mixed`, the function is called as
+    it is.
+
+    Args:
+        fn: the function. It also works as a decorator.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> @in_compute_dtype
+        ... def kernel(x):
+        ...     print(x.dtype)
+        ...     return x * 2
+        >>> auto_mixed(lambda x: kernel(x @ x), "AutoMixedBf16")(jnp.ones((2, 2))).dtype
+        bfloat16
+        dtype('float32')
+    """
+
+    @functools.wraps(fn)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = args, kwargs
+        low_args, low_kwargs = cast_floating(given, "compute")
+        out = fn(*low_args, **low_kwargs)
+        pairs = zip(jax.tree.leaves(given), jax.tree.leaves((low_args, low_kwargs)), strict=True)
+        is_cast = any(x is not y and x.dtype != y.dtype for x, y in pairs)
+        return cast_leaves(out, Precision.F32) if is_cast else out
+
+    return called
 
 
 _FROM_OUTSIDE = (

@@ -17,6 +17,7 @@ from precpass.jit.layers import asks_for_layers, naming_layers
 from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.presets import AutoMixedBf16
+from precpass.policy.primitives import OpKind
 from precpass.policy.scopes import keep_scope
 
 __all__ = [
@@ -56,6 +57,7 @@ class Region:
         keep: the precision of the innermost `keep`.
         inside: whether an `auto_mixed` function is being traced around it.
         named: whether the layers of that one have their paths as name scopes.
+        products: the format of matrix products in that one; None outside, and if it lowers none.
     """
 
     policy: PrecisionPolicy | None = None
@@ -63,6 +65,13 @@ class Region:
     keep: Precision | None = None
     inside: bool = False
     named: bool = False
+    products: Precision | None = None
+
+    @property
+    def compute(self) -> Precision | None:
+        """The 16-bit format in which matrix products run here; None if they stay as they are."""
+        precision = self.products if self.keep is None else self.keep
+        return precision if precision is not None and precision.is_low else None
 
     def resolve(self, own: PrecisionPolicy | None, profitability: str | None = None) -> Resolved:
         """The policy of a function that is called here.
@@ -100,12 +109,17 @@ class Resolved:
 
 @functools.lru_cache(maxsize=4096)
 def _region(
-    policy: PrecisionPolicy | None, off: bool, keep: Precision | None, inside: bool, named: bool
+    policy: PrecisionPolicy | None,
+    off: bool,
+    keep: Precision | None,
+    inside: bool,
+    named: bool,
+    products: Precision | None,
 ) -> Region:
-    return Region(policy, off, keep, inside, named)
+    return Region(policy, off, keep, inside, named, products)
 
 
-_OUTERMOST = _region(None, False, None, False, False)
+_OUTERMOST = _region(None, False, None, False, False, None)
 # Each task of asyncio has its own region, while JAX's contexts belong to a thread.
 _current: contextvars.ContextVar[Region] = contextvars.ContextVar("precpass", default=_OUTERMOST)
 # It is part of jit's cache key, so a function traced in one region is not reused in another.
@@ -194,7 +208,9 @@ def use_policy(policy: PolicyLike | None) -> Generator[None]:
     """
     chosen = None if policy is None else PrecisionPolicy.parse(policy)
     around = _current.get()
-    with _enter(_region(chosen, policy is None, around.keep, around.inside, around.named)):
+    products = None if policy is None else around.products
+    inside = around.inside, around.named, products
+    with _enter(_region(chosen, policy is None, around.keep, *inside)):
         yield
 
 
@@ -224,7 +240,8 @@ def keep(precision: Precision | str) -> Generator[None]:
     parsed = Precision.parse(precision)
     float64_regions += parsed is Precision.F64
     around = _current.get()
-    region = _region(around.policy, around.off, parsed, around.inside, around.named)
+    inside = around.inside, around.named, around.products
+    region = _region(around.policy, around.off, parsed, *inside)
     # If the pass is off, the program has no marks, so that it can serve as a reference.
     scope = contextlib.nullcontext() if around.off else jax.named_scope(keep_scope(parsed))
     with scope, _enter(region):
@@ -244,5 +261,6 @@ def tracing(region: Region, policy: PrecisionPolicy | None) -> Generator[None]:
     """
     named = region.named or asks_for_layers(policy)
     naming = naming_layers() if named else contextlib.nullcontext()
-    with _enter(_region(None, False, region.keep, True, named)), naming:
+    products = region.products if policy is None else policy.precision_for(OpKind.COMPUTE)
+    with _enter(_region(None, False, region.keep, True, named, products)), naming:
         yield
