@@ -195,8 +195,8 @@ class _NeedWalk(BackwardWalk):
     def _rounds(self, row: int) -> bool:
         """Whether an equation rounds to whole numbers; `jnp.round` is one with a body."""
         for body, child in self.graph.children.get(row, ()):
-            inner = self.graph.row_of_maker(child, ir.open_jaxpr(body.jaxpr).outvars[0])
-            return inner is not None and self._rounds(inner)
+            makers = (self.graph.row_of_maker(child, v) for v in ir.open_jaxpr(body.jaxpr).outvars)
+            return any(maker is not None and self._rounds(maker) for maker in makers)
         return op(self.graph.primitives[row]).rounds_to_integers
 
     def _sorted(self, row: int, eqn: ir.Eqn, at: int, here: BodyAsks) -> Asked:
