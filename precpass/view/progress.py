@@ -41,8 +41,8 @@ class Progress:
 
     @property
     def is_interactive(self) -> bool:
-        """Whether somebody waits in front of it: at a terminal, or in a notebook."""
-        return self._console.is_terminal or self._console.is_jupyter
+        """Whether somebody waits in front of it, at a terminal."""
+        return self._console.is_terminal
 
     def say(self, what: str, done: int | None = None, total: int | None = None) -> None:
         """Sets the present step, and how much of it is done if that is known."""
@@ -101,8 +101,8 @@ def telling(
     """A context with what a report calls before each of its steps.
 
     Args:
-        given: what the user passed; None shows a bar at a terminal and in a notebook, and nothing
-            anywhere else.
+        given: what the user passed; None shows a bar at a terminal, and nothing anywhere else. In a
+            notebook rich leaves an empty output behind a bar.
         what: the whole task, in words.
     """
     bar = Progress(what)

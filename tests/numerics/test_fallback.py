@@ -187,6 +187,7 @@ def test_a_hilbert_system_is_solved_in_float64():
     assert rungs_of(report) == 0
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("x64", [False, True])
 def test_a_condition_number_is_that_of_numpy(x64: bool):
     well, ill = normal(3, 7, 7).astype(np.float32), hilbert(7)

@@ -83,7 +83,7 @@ def exact() -> np.ndarray:
     return np.asarray(fitted("GaussNewton", jacobian="f64").value)
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("solver", ["GaussNewton", "LevenbergMarquardt", "Dogleg"])
 def test_the_jacobian_decides_how_many_steps_and_the_gradient_where_they_end(solver: str):
     with_low_jacobian = fitted(solver, jacobian="bf16")
@@ -237,6 +237,7 @@ def test_the_dtypes_that_come_out():
         assert lre(found.value, exact()) > 9
 
 
+@pytest.mark.release
 def test_under_transforms_with_x64_off():
     """Inside it is float64: the rounded results have all digits of float32."""
 
@@ -310,6 +311,7 @@ def test_data_of_float32_is_what_it_is():
     np.testing.assert_allclose(fit.value, want.value, rtol=1e-12)
 
 
+@pytest.mark.release
 def test_what_does_not_converge_says_so():
     found = pp.least_squares(decay, START, max_steps=3)
     assert not bool(found.converged) and int(found.steps) == 3
@@ -442,6 +444,7 @@ BOUNDS: list[Any] = [
 ]
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("solver", ["LevenbergMarquardt", "Dogleg", "GaussNewton"])
 @pytest.mark.parametrize("roles", [{}, pp.Roles.all("f64"), {"jacobian": ("bf16", "f32", "f64")}])
 @pytest.mark.parametrize("bounds", BOUNDS)

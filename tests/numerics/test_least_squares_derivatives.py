@@ -79,6 +79,7 @@ def test_a_loop_that_ends_in_no_lower_precision_ends():
     np.testing.assert_allclose(found.value, [4.0, 9.0], rtol=1e-9)
 
 
+@pytest.mark.release
 def test_what_has_no_forward_mode_has_derivatives_of_its_fit():
     def first(fn: Any, s: Any) -> Any:
         return pp.least_squares(fn, START, s).value[0]

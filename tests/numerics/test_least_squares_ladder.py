@@ -91,6 +91,7 @@ def test_a_solution_that_a_low_rung_found_ends_the_solve(rungs: tuple[str, ...])
     assert abs(float(fit.value) - 2**0.5) < 1e-15
 
 
+@pytest.mark.release
 def test_the_summary_of_many_fits_counts_them():
     def fitted(c: Any) -> Any:
         return pp.least_squares(lambda b, c: b**2 - c.astype(b.dtype), 1.0, c, roles=RISING)
@@ -99,6 +100,7 @@ def test_the_summary_of_many_fits_counts_them():
     assert re.search(r"\nof 3 fits 3 met their tolerances, after \d+ to \d+ steps$", text)
 
 
+@pytest.mark.release
 def test_a_fit_on_a_ladder_is_differentiated_and_mapped():
     def first(s: Any, roles: Any) -> Any:
         return pp.least_squares(decay, START, s, roles=roles).value[0]
@@ -137,6 +139,7 @@ def test_bad_ladders_are_refused(roles: dict[str, Any], said: str):
 # ---------------------------------------------------------------- the monitor
 
 
+@pytest.mark.release
 def test_a_quiet_fit_is_quiet_and_no_bit_changes():
     plain = pp.least_squares(decay, START)
     looked = pp.least_squares(decay, START, monitor=True)

@@ -43,7 +43,7 @@ def error(found: Any, x: np.ndarray) -> float:
     return float(np.max(np.abs(np.asarray(found.x) - x)) / np.max(np.abs(x)))
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("factor, method", LIMITS)
 def test_it_is_float64s_solution_up_to_the_limit_and_says_so_beyond(factor: str, method: str):
     within, beyond = LIMITS[factor, method]
@@ -119,6 +119,7 @@ def test_solutions_of_any_scale(power: int, method: str):
         assert np.max(np.abs(found.x / times - x)) < 1e-12 * np.max(np.abs(x))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("method", ["classic", "gmres"])
 def test_residuals_that_would_underflow_are_those_of_any_scale(method: str):
     """The first step is off by 1e-3, and its residual is below all numbers of float64."""
@@ -185,6 +186,7 @@ def test_many_right_hand_sides_each_have_a_report():
         assert error(pp.LinearSolve(column, *[0] * 4, *[None] * 3), x) < 1e-11
 
 
+@pytest.mark.release
 def test_batches_jit_and_derivatives_with_x64_off():
     matrices = jnp.asarray(np.stack([randsvd(10.0, 8, s) for s in range(3)]), jnp.float32)
     b = jnp.ones((8, 2), jnp.float32)
@@ -205,6 +207,7 @@ def test_batches_jit_and_derivatives_with_x64_off():
     np.testing.assert_allclose(*tangents, rtol=1e-4)
 
 
+@pytest.mark.release
 def test_float32_refinement_and_float32_results():
     a, x, b = system(2)
     found = pp.solve(a, b, factor="f16", refine="f32")
@@ -215,6 +218,7 @@ def test_float32_refinement_and_float32_results():
         assert isinstance(wide.x, jax.Array) and wide.x.dtype == np.float64
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("method", ["classic", "gmres"])
 def test_what_is_singular_or_not_finite(method: str):
     singular = np.ones((4, 4))
@@ -249,6 +253,7 @@ def test_bad_values_are_refused(given: dict[str, Any], said: str):
         pp.solve(**{"A": np.eye(2), "b": np.ones(2), **given})
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("name", ["A", "b"])
 @pytest.mark.parametrize("method", ["classic", "gmres"])
 def test_complex_systems_are_solved_as_real_ones(name: str, method: str):

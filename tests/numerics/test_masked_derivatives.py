@@ -76,7 +76,7 @@ def assert_close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("ladder", LADDERS)
 @pytest.mark.parametrize("order", ORDERS)
@@ -109,7 +109,7 @@ def test_every_order_under_vmap_and_without_jit(order: str):
     assert_close(derive(result(guarded))(HIGH), derive(lambda x: high(W, x))(HIGH))
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("order", ["grad", "grad of grad", "jacrev of jacrev", "jacrev of jacfwd"])
 def test_what_the_elements_of_a_vmap_share(order: str, nested: bool):
@@ -133,6 +133,7 @@ def test_what_the_elements_of_a_vmap_share(order: str, nested: bool):
     assert_close(jax.jit(derive(total))(w), jax.jit(derive(want))(w))
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("order", ["grad of grad", "jacrev of jacrev", "jacrev of jacfwd"])
 def test_what_a_checkpoint_computes_again_of_elements_not_chosen(order: str, nested: bool):
@@ -161,6 +162,7 @@ def test_what_a_checkpoint_computes_again_of_elements_not_chosen(order: str, nes
     assert_close(jax.jit(derive(total))(W), jax.jit(derive(want))(W))
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("order", ["grad", "jacrev of jacrev"])
 def test_a_batch_without_elements(order: str):
     guarded = pp.with_fallback(fn, ("f16", "f32"))

@@ -81,6 +81,7 @@ def test_forward_mode():
 # ---------------------------------------------------------------- step sizes
 
 
+@pytest.mark.release(keep=1)
 @each_low
 def test_an_adaptive_solver_takes_about_the_steps_of_float32(policy: Any):
     def fn(weights: Any, y0: Any) -> Any:

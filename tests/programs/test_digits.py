@@ -63,6 +63,7 @@ def trained():
     return state[0], images[unseen], labels[unseen]
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", ["AutoMixedInt8", "AutoMixedF8"])
 @pytest.mark.parametrize("is_ready", [False, True], ids=["float32 weights", "weights of 8 bits"])
 def test_the_accuracy_is_that_of_float32(trained, policy, is_ready):

@@ -72,7 +72,7 @@ def test_a_filtered_vmap_over_modules():
     assert_leaves_near(over, want, 4 * ROUNDOFF)
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["lax", "bounded", "checkpointed"])
 def test_its_while_loops(kind: str):
     """The bounded ones are differentiable: by nested scans, or by checkpoints and a custom rule."""

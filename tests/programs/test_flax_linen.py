@@ -67,6 +67,7 @@ def test_a_decode_cache_is_filled_call_by_call():
     assert_float32(got)
 
 
+@pytest.mark.release
 def test_an_lstm_over_a_thousand_steps():
     layer = nn.RNN(nn.OptimizedLSTMCell(16), return_carry=True)
     x = jnp.asarray(normal(1, 2, 1024, 16))
@@ -74,6 +75,7 @@ def test_an_lstm_over_a_thousand_steps():
     check_program(layer.apply, parameters(layer.init, KEY, x), x, least=2)
 
 
+@pytest.mark.release
 def test_a_bidirectional_network_of_two_cells():
     layer = nn.Bidirectional(nn.RNN(nn.SimpleCell(16)), nn.RNN(nn.GRUCell(16)))
     check_program(layer.apply, parameters(layer.init, KEY, X), X, least=8)
@@ -138,6 +140,7 @@ class Tied(nn.Module):
         return embed.attend(nn.tanh(nn.Dense(32)(h)))
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", [pp.AutoMixedBf16, pp.AutoMixed], ids=lambda p: p.name)
 def test_a_tied_embedding_and_what_it_sows(policy: pp.PrecisionPolicy):
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 50, (4, 8)))

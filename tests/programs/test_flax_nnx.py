@@ -128,7 +128,7 @@ STEPS: dict[str, Any] = {
 }
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("form", STEPS)
 def test_a_train_step_learns_as_in_float32(form: str):
     def trained(step: Callable[..., Any]) -> tuple[Any, Any, Any]:

@@ -151,6 +151,7 @@ def einsums(x, y):
     return {name: call(x, y) for name, call in EINSUM_CALLS.items()}
 
 
+@pytest.mark.release
 def test_einsums():
     args = array(0, 3, 16, 16), array(1, 3, 16, 16)
     check_program(einsums, *args, wrt=(0, 1), least=13, elementwise=len(ELEMENTWISE))

@@ -148,7 +148,7 @@ def optimizer_equations(jaxpr: Any, outer: str = "") -> list[str]:
     return found
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_whole_step_learns_as_in_float32(name: str):
     optimizer = TRAINED[name]

@@ -87,6 +87,7 @@ def test_a_root_and_a_fixed_point():
     check_solver(fn, A, B, least=1, exact=7, late=2)
 
 
+@pytest.mark.release
 def test_a_minimum():
     def fn(a: Any, b: Any) -> Any:
         found = optx.minimise(

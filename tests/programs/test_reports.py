@@ -53,7 +53,7 @@ def audited(name: str) -> pp.Audit:
         return pp.audit(fn, "AutoMixedBf16")(*args)
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @each
 def test_a_comparison(name):
     wide, low = compared(name).rows
@@ -90,6 +90,7 @@ def test_casting_the_parameters_of_the_transformer_leaves_most_of_it_wide():
     assert (counts.low, counts.products) == (3, 7)
 
 
+@pytest.mark.release(keep=1)
 @each
 def test_an_audit(name):
     found = audited(name)

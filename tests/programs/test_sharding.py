@@ -196,6 +196,7 @@ def ring(x: Any, axis: str) -> Any:
     return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
 def test_collectives(check_vma: bool):
     def on_shards(x: Any, w: Any) -> Any:

@@ -84,7 +84,7 @@ COMPOSITIONS: dict[str, tuple[Fn, list[str]]] = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=1)
 @pytest.mark.programs
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_a_region_is_float64_in_every_composition_on_either_side_of_the_pass(composition: str):

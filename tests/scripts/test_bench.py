@@ -54,7 +54,7 @@ def dtypes(tree: Any) -> set[Any]:
 # ---------------------------------------------------------------- models and columns
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_has_a_gradient_in_every_column(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

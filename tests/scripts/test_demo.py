@@ -74,6 +74,7 @@ def test_every_product_is_low_and_the_loss_is_that_of_float32(compose: Any, task
     assert {x.dtype for x in floats} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.release
 def test_the_demo_in_a_pipe_fits_80_columns_and_ends_with_a_conclusion():
     root = Path(__file__).resolve().parents[2]
     options = [

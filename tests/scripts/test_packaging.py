@@ -129,4 +129,5 @@ def test_the_wheel_installs_and_runs_the_code_of_readme(installed: Path, tmp_pat
     code = code_of(ROOT / "README.md")
     assert code
     (tmp_path / "readme.py").write_text("\n\n".join(code), encoding="utf-8")
-    assert "AutoMixedBf16 ratio" in ran(python, "readme.py", cwd=tmp_path)
+    said = ran(python, "readme.py", cwd=tmp_path)
+    assert "of its FLOPs run in low precision" in said or "Use AutoMixedBf16" in said

@@ -95,7 +95,7 @@ def test_every_ingredient_is_drawn_and_the_programs_have_products_to_lower():
     assert sum(outcome.lowered for outcome in outcomes) >= 60
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("target", ["h100", "tpu v5e"])
 def test_random_programs_are_right_as_they_are_planned_for_an_accelerator(target: str):
     """Results in 16 bits, what fusions write, and bfloat16 border copies, run on this CPU."""

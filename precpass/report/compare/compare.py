@@ -76,7 +76,7 @@ def compare(
             kernels and a TPU's cycles are those of its compiler, and the errors are those of the
             same rewritten programs on this machine.
         progress: is called with a text, the steps done and their number. Without it a bar shows
-            after two seconds, at a terminal and in a notebook.
+            after two seconds at a terminal.
 
     Returns:
         A function that takes the arguments of `fn`, arrays, and returns a `Comparison`.
