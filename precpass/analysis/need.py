@@ -156,10 +156,12 @@ class _NeedWalk(BackwardWalk):
             return [self._sorted(row, eqn, at, here) for at in range(count)]
         if table.compares:
             return [self._compared(row, eqn, asked)] * 2
-        if table.reads_phase or (name == "exp" and ir.has_complex(eqn)):
+        reads_phase = table.reads_phase and not _is_integer(eqn.invars[0].aval)
+        if reads_phase or (name == "exp" and ir.has_complex(eqn)):
             return [_exact(row, f"is a phase that {name} reads")]
         if name == "sub" and self._is_phase(row, eqn):
-            return [_exact(row, "is reduced to a phase")] * 2
+            phase = _exact(row, "is reduced to a phase")
+            return [max(own, phase) for own in self._handed_on(row, eqn, asked)]
         if table.factorizes:
             return [Asked(Need.FACTORED, f"is factorized by {name}", row)] * count
         if table.solves:

@@ -460,6 +460,7 @@ STAYS_LOW = {
     "accuracy": accuracy,
     "straight-through rounding": quantised_by_straight_through,
     "rounding as an error that is taken away": quantised_less_its_error,
+    "half a byte": lambda x, w: lax.rem(jnp.round(x @ w).astype(jnp.int8), jnp.int8(16)),
     "8-bit codes": lambda x, w: jnp.clip(jnp.round(x @ w), -127, 127).astype(jnp.int8),
     "early stopping": early_stopping,
     "a time": until_a_time,
