@@ -97,6 +97,7 @@ def test_what_cannot_be_called_is_refused(bad):
     assert repr(bad) in str(caught.value)
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(
     ("args", "offenders"),
     [

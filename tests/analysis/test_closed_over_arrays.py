@@ -76,7 +76,7 @@ def test_an_accelerator_finds_the_fact_that_numpy_finds(where, monkeypatch):
     assert close(of_array(array), expected)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.bool_, jnp.bfloat16, jnp.float16])
 def test_and_of_any_dtype(dtype, monkeypatch):
     values = (normal(1, 300, 300) * 4).astype(dtype)
@@ -183,7 +183,7 @@ def test_a_function_that_closes_over_explicitly_sharded_ones_runs():
         assert rel_error(jax.grad(pp.auto_mixed(loss))(x), gradient) < 2e-2
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("flag", ["disable_jit", "debug_infs", "debug_nans", "transfer_guard"])
 def test_whatever_is_being_debugged(flag):
     mask = jnp.where(jnp.tri(SIDE, dtype=bool), 0.0, np.nan if flag == "debug_nans" else -np.inf)

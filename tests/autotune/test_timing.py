@@ -65,7 +65,7 @@ def test_measuring_adds_no_equation_to_a_custom_rule(compiled: list[Any]):
     assert measured == traced("always")
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(
     "option, value",
     [

@@ -89,7 +89,7 @@ MORE = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(
     "given",
     [

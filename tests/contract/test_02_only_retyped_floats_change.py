@@ -64,6 +64,7 @@ def test_integers_booleans_keys_and_bits_come_out_bit_equal(policy):
     assert identical(run(f, policy, *args)[1], jax.jit(f)(*args)[1])
 
 
+@pytest.mark.release(keep=2)
 @each_policy
 def test_complex_products_are_bit_equal(policy):
     def f(x, z):
@@ -76,6 +77,7 @@ def test_complex_products_are_bit_equal(policy):
     assert identical(run(f, policy, x, z)[1], jax.jit(f)(x, z)[1])
 
 
+@pytest.mark.release(keep=2)
 @each_policy
 def test_float64_stays(policy):
     def f(x, d):

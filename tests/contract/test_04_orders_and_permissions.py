@@ -231,7 +231,7 @@ def test_always_f32_removes_casts_and_rederives_the_products(name):
     assert rel_error(jax.jit(fn)(x, w), in_float32(name, x, w)) > 1e-4
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", [n for n in WIDENED if n != "while"])
 def test_the_gradients_under_always_f32_are_float32s(name):
     fn, (x, w) = WIDENED[name], square()

@@ -72,7 +72,7 @@ BACKWARD_SUMS = SUMS | {
 each_sum = pytest.mark.parametrize("name", SUMS)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_policy
 @each_sum
 def test_16384_ones_add_up_to_16384(name, policy):
@@ -89,7 +89,7 @@ FORMATS = [
 ]
 
 
-@pytest.mark.release(keep=4)
+@pytest.mark.release(keep=3)
 @pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "policy"), FORMATS, ids=lambda v: getattr(v, "name", v))
 def test_this_holds_for_the_backward_pass_too(name, policy):
@@ -188,6 +188,7 @@ SELECTIONS = {
 }
 
 
+@pytest.mark.release(keep=2)
 @each_policy
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_max_min_sort_and_argmax_select(name, policy):

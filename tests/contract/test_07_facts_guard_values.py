@@ -37,7 +37,7 @@ def masked_softmax(value, how="where"):
     return f
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_policy
 @pytest.mark.parametrize("value", [F32_MIN, -1e30, -1e9], ids=["finfo.min", "-1e30", "-1e9"])
 @pytest.mark.parametrize("how", ["where", "bias", "moved"])
@@ -76,7 +76,7 @@ EPSILONS = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_policy
 @pytest.mark.parametrize("name", EPSILONS)
 def test_what_would_vanish_keeps_its_consumer_wide(name, policy):
@@ -112,6 +112,7 @@ POSITIONS = {
 }
 
 
+@pytest.mark.release(keep=2)
 @each_policy
 @pytest.mark.parametrize("name", POSITIONS)
 def test_what_would_lose_integers_keeps_its_consumer_wide(name, policy):
@@ -159,6 +160,7 @@ GRIDS = {
 }
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", GRIDS)
 def test_a_product_of_a_grid_has_the_digits_of_float32(name):
     """Rays through pixels: each direction is within a thousandth of a pixel."""
@@ -303,7 +305,7 @@ ELEMENTWISE = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("policy", AUTO, ids=lambda p: p.name)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_product_that_is_elementwise_work_is_float32s_in_both_compositions(name, policy):
@@ -357,6 +359,7 @@ def weight_gradients(name, policy):
     return jax.grad(fn), mixed, args[::-1]
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("policy", [*AUTO, pp.AutoMixedF8], ids=lambda p: p.name)
 @pytest.mark.parametrize("name", VECTORS)
 def test_an_outer_product_in_a_gradient_is_float32s_in_both_compositions(name, policy):

@@ -59,6 +59,7 @@ INTEGERS = {
 }
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("policy", AUTO, ids=lambda p: p.name)
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_and_equality_are_float32s(name, policy):
@@ -114,7 +115,7 @@ DIGITS = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 @pytest.mark.parametrize("name", DIGITS)
 def test_factorizations_and_angles_have_the_digits_of_float32(name, composition):
@@ -270,7 +271,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_loop_that_ends_on_a_tolerance_ends_after_as_many_trips(name, batched):
@@ -307,7 +308,7 @@ SOLVERS = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", SOLVERS)
 def test_an_iterative_solver_solves_the_system_that_it_is_given(name):
     got = run(SOLVERS[name], pp.AutoMixedBf16, SPD, V)

@@ -22,6 +22,7 @@ def square(n=16):
     return jnp.asarray(normal(0, n, n)), jnp.asarray(normal(1, n, n))
 
 
+@pytest.mark.release(keep=2)
 @each_policy
 @each_low
 def test_a_product_that_the_user_made_low_keeps_his_format(policy, low):
@@ -52,6 +53,7 @@ def test_beside_products_that_the_pass_makes_low(policy, low):
     assert_close(loss, policy, w, x, tol=0.02)
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", ["jit", "scan", "cond", "remat", "vmap"])
 def test_honoured_in_every_body_too(name):
     def cast(x):
@@ -105,6 +107,7 @@ def pairs(jaxpr):
     return found
 
 
+@pytest.mark.release(keep=2)
 @each_policy
 def test_widen_then_narrow_pairs_are_removed(policy):
     """Both casts of a value that has the format already, where only the second is read."""

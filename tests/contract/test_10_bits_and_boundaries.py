@@ -26,6 +26,7 @@ BITS = {
 }
 
 
+@pytest.mark.release(keep=2)
 @each_policy
 @pytest.mark.parametrize("name", BITS)
 def test_bit_level_code_is_boundary(name, policy):

@@ -209,7 +209,7 @@ def test_a_product_inside_comes_out_low(name: str):
     assert_all_low(pp.auto_mixed(fn), X, W)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_program
 def test_its_value_is_near_float32(name: str):
     fn = PROGRAMS[name]
@@ -240,6 +240,7 @@ HIDING = [
 ]
 
 
+@pytest.mark.release(keep=6)
 @pytest.mark.enumerated
 @pytest.mark.parametrize(("flag", "name"), HIDING)
 def test_what_new_flags_hide_is_entered_or_warned_of(flag: str, name: str):

@@ -90,6 +90,7 @@ def lowered_products(lowered: Any, dtype: str) -> tuple[int, int]:
     return sum(f"x{dtype}>, tensor<" in line for line in lines), len(lines)
 
 
+@pytest.mark.release(keep=6)
 @pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "composition"), CELLS)
 def test_entered_under_every_transformation(name: str, composition: str):

@@ -84,7 +84,7 @@ def counts(loop: Callable[..., Any], body: Callable[..., Any] = one) -> Callable
     return lambda x, w: (loop(body, jnp.zeros(())), x @ w)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_policy
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_that_adds_ones_is_exact(loop: Callable[..., Any], policy: pp.PrecisionPolicy):
@@ -93,6 +93,7 @@ def test_a_loop_that_adds_ones_is_exact(loop: Callable[..., Any], policy: pp.Pre
     assert float(mixed(X, W)[0]) == N
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", BODIES)
 def test_so_it_is_through_whatever_the_body_is_made_of(name: str):
     mixed = pp.auto_mixed(counts(by_scan, BODIES[name]), policy=pp.AlwaysBf16)

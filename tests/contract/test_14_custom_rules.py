@@ -135,7 +135,7 @@ def plain_gradient() -> Any:
     return jax.jit(jax.grad(lambda x, w: (jnp.arctan(x @ w)).sum(), (0, 1)))(X, W)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_policy
 @each_composition
 @each_reverse
@@ -235,6 +235,7 @@ NESTED = [
 ]
 
 
+@pytest.mark.release(keep=3)
 @each_composition
 @pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "transform"), NESTED)

@@ -79,6 +79,7 @@ def avals(out: Any) -> list[Any]:
     return [(a.shape, a.dtype, a.weak_type) for a in jax.tree.leaves(out)]
 
 
+@pytest.mark.release(keep=5)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.enumerated
 @pytest.mark.parametrize(("program", "transform"), CELLS)

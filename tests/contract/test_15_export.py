@@ -135,6 +135,7 @@ def module(fn, *platforms):
     return exported.mlir_module()
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("fn", [loss, jax.grad(loss), scanned], ids=["f", "grad", "scan"])
 def test_the_form_of_a_product_is_that_of_its_platform(fn):
     assert "optimization_barrier" in (text := module(fn, "cpu"))

@@ -71,6 +71,7 @@ def test_name_scopes_of_the_gradient(fn: Callable[..., Any], compose: Any):
     assert product_stacks(after) == product_stacks(jax.make_jaxpr(both(fn))(X, W))
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("fn", [flat, jax.grad(flat, (0, 1)), model, jax.grad(model, (0, 1))])
 def test_name_scopes_in_the_lowered_text(fn: Callable[..., Any]):
     before, after = jax.jit(fn).lower(X, W), pp.auto_mixed(fn).lower(X, W)
@@ -256,6 +257,7 @@ def residuals(fn: Callable[..., Any], *args: Any) -> Counter[tuple[int, ...]]:
     return Counter(leaf.shape for leaf in jax.tree.leaves(kept))
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoint_policies_save_the_same_values(name: str):
     fn = checkpointed(CHECKPOINTS[name])
@@ -298,6 +300,7 @@ def layers(n: int) -> Callable[..., Any]:
 BOTH = {"forward": lambda f, _: pp.auto_mixed(f), **{k: lambda f, c: c(f) for k in COMPOSITIONS}}
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("how", BOTH)
 def test_a_layer_that_is_called_often_is_lowered_once(how: str):
     compose = COMPOSITIONS.get(how)

@@ -72,7 +72,7 @@ CALLABLES["custom_vjp"][0].defvjp(
 )
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", CALLABLES)
 def test_every_callable(name):
     fn, factor = CALLABLES[name]
@@ -368,7 +368,7 @@ def nnx_called(f, named):
     return pp.auto_mixed(lambda model, **named: model(f(**named)))(linear, **named)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("way", FORWARDING)
 def test_a_keyword_may_have_any_name(way):
     assert {"self", "fn", "policy", "args", "kwargs", "more", "scale", "name"} <= set(NAMES)

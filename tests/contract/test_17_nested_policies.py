@@ -45,6 +45,7 @@ each_case = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.release(keep=2)
 @each_case
 def test_the_inner_policy_wins(inner, outer, wanted):
     fn = around(pp.auto_mixed(square, policy=inner))

@@ -87,6 +87,7 @@ def test_static_fields_of_a_pytree():
     assert as_jit_traces(lambda layer, x: layer(x), calls) == [1, 2, 2, 3, 3]
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(
     "options",
     [{"static_argnums": 1}, {"static_argnums": -1}, {"static_argnames": "n"}],
@@ -147,6 +148,7 @@ CONTEXTS = {
 }
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", CONTEXTS)
 @pytest.mark.filterwarnings("ignore::precpass.PrecisionWarning")
 def test_contexts_of_jax(name):

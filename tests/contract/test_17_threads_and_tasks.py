@@ -85,6 +85,7 @@ def test_calls_of_threads_do_not_meet():
     assert all(together(4, run))
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("policy", ["AutoMixed", None, "AlwaysF32"])
 def test_no_region_outlives_clear_cache(policy):
     factor = 1.0

@@ -154,6 +154,7 @@ def test_the_work_grows_with_the_number_of_equations(name: str, policy: Any):
     assert 0 < three - two <= 1.1 * (two - one)
 
 
+@pytest.mark.release
 def test_a_large_program_is_traced():
     """Ten thousand equations, and a bound on the functions per equation."""
     n = 10_000 // 19 * 10

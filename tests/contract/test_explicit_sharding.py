@@ -422,7 +422,7 @@ def test_reduced_weights_with_a_loss_scale(weights: Any):
     assert_near((value, got), jax.jit(jax.value_and_grad(in_a_loop))(*weights))
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("fn", [in_a_loop, jax.grad(in_a_loop)], ids=["value", "gradient"])
 def test_reduced_and_unreduced_values_are_monitored(fn: Any, weights: Any):
     out, health = pp.monitor(fn, "AutoMixed")(*weights)

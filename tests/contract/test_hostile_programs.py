@@ -59,6 +59,7 @@ def test_the_sums_of_a_gradient_inside_of_the_pass_are_not_rounded(name: str):
     assert rel_error(mixed(grad)(x, w), jax.jit(grad)(x, w)) < 1e-6
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_float32_products_of_a_float64_program_add_up_in_float64(name: str):
     product, x_shape, w_shape = PRODUCTS[name]
@@ -86,6 +87,7 @@ INTEGERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", INTEGERS)
 def test_positions_beside_whole_numbers_are_exact(name: str):
     make = INTEGERS[name]

@@ -44,7 +44,7 @@ WITHIN: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("within", WITHIN)
 def test_a_loop_is_counted_and_stopped(within: str) -> None:
     jaxpr = jax.make_jaxpr(WITHIN[within])(1.0)

@@ -212,7 +212,7 @@ def test_a_rule_keeps_one_layer_wide(made: Any, module: str, wanted: int):
     assert wide_products(fn, args, module) == (wanted, 10)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(("made", "module", "wanted"), CASES)
 def test_a_rule_keeps_the_layers_backward_pass_wide_too(made: Any, module: str, wanted: int):
     fn, args = made()
@@ -381,6 +381,7 @@ class EqxPair(eqx.Module):
         self.encoder, self.decoder = (EqxAttention(k) for k in jax.random.split(key))
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(
     ("model", "gradient"),
     [

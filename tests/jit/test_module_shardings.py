@@ -87,6 +87,7 @@ def test_of_an_argument(form, mesh):
         assert kernel.shape == (4, 8)
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("form", ["module", "state", "filters"])
 def test_of_a_result(form, mesh):
     """The module that comes back is the one that went in, with its arrays where they should be."""
@@ -167,6 +168,7 @@ def test_of_tied_weights(mesh):
     assert got.layers[0].kernel[...].sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 2)
 
 
+@pytest.mark.release
 def test_beside_static_arguments_and_other_tools(mesh):
     model = Net(nnx.Rngs(0))
     of_model, whole = shardings_of(model, mesh), NamedSharding(mesh, P())

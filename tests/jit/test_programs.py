@@ -334,7 +334,7 @@ def held_without_the_collector(way, program):
         gc.enable()
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("way", ["call", "grad(auto)", "auto(grad)"])
 def test_what_a_function_closes_over_goes_with_it(way, program):
@@ -362,6 +362,7 @@ def test_as_under_jit_with_the_function_that_still_holds_it():
     assert held() is None
 
 
+@pytest.mark.release
 def test_a_residual_of_least_squares_goes_too():
     def fitted(data):
         t = np.linspace(0.0, 2.0, 50)

@@ -129,13 +129,13 @@ def test_a_gradient_without_a_scale_is_warned_of(call: Callable[[], Any]):
     assert "scaled_value_and_grad" in texts[0] and "AutoMixedBf16" in texts[0]
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("call", FINE.values(), ids=FINE)
 def test_what_is_no_such_gradient_is_not(call: Callable[[], Any]):
     assert said(call) == []
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(
     "call",
     [

@@ -166,6 +166,7 @@ def loss(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(x @ w))
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", SCALES)
 def test_value_and_gradient_are_those_without_a_scale(name: str):
     value, gradient, finite = jax.jit(pp.scaled_value_and_grad(loss))(SCALES[name], W, X)

@@ -55,7 +55,7 @@ def test_subnormal_numbers_are_not_zero():
     assert seen_of(health_of(lambda x: lax.rev(-x, (0,)), tiny), "neg").smallest == 2.0**-140
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(
     ("fn", "x", "lost"),
     [

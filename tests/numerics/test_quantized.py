@@ -257,6 +257,7 @@ def heads(params, x):
     return jnp.tanh(x) @ params["head"]
 
 
+@pytest.mark.release
 def test_the_summed_dimensions_are_stored_behind_the_others():
     params = {"out": WS[1], "heads": WS[2].reshape(4, D // 4, D), "head": WS[0]}
     for policy in ("int8", "f8"):

@@ -57,6 +57,7 @@ def test_a_policy_comes_back_equal(policy: pp.PrecisionPolicy, again: Callable[[
     assert got != pp.Custom({pp.OpKind.COMPUTE: "bf16"})
 
 
+@pytest.mark.release(keep=2)
 @again
 @each_policy
 def test_a_plan_and_its_decisions_come_back_equal(
@@ -73,6 +74,7 @@ def test_a_plan_and_its_decisions_come_back_equal(
     assert got != look(loss, policy, *ARGS).plan
 
 
+@pytest.mark.release
 def test_what_another_process_pickled_equals_what_is_planned_here(tmp_path: Path):
     """Though hashes of enum members and of strings differ between processes."""
     file = tmp_path / "plan"

@@ -66,6 +66,7 @@ def round_trip(fn, policy, args, path):
 # ---------------------------------------------------------------- the round trip
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("policy", POLICIES[1:4:2], ids=lambda p: p.name)
 def test_a_saved_plan_is_the_plan(name, policy, tmp_path):

@@ -169,6 +169,7 @@ def test_only_functions_of_what_products_made_are_rounded():
     assert found["tanh"].low_factors == (True,)
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(
     "options",
     [

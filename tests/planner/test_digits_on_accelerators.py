@@ -180,7 +180,7 @@ ROUTERS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_an_order_of_functions_of_a_result_is_that_of_its_float32_digits(name: str, target: str):

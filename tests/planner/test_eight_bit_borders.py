@@ -221,7 +221,7 @@ def in_batches(ws, x):
 PROGRAMS = [loss, checkpointed, nested, called, turned, reshaped, branched, counted, in_batches]
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("fn", PROGRAMS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("precision", ["int8", "f8e4m3"])
 def test_programs_are_near(fn, precision):

@@ -82,6 +82,7 @@ def test_a_transformers_weights_multiply_in_eight_bits_but_not_its_attention_and
     assert len(whys) == 2 * copies + 1
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("model", [scanned, unrolled, rematted])
 def test_the_derivatives_of_these_products_alone_have_eight_bits(model):
     found = products(jax.grad(squares(model)), "f8", PARAMS, IDS)

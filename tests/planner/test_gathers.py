@@ -57,6 +57,7 @@ def test_the_values_are_those_that_a_float32_gather_has():
         assert rel_error(at_once(W, X), rounded(W, X)) == 0
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("fill", [None, 0.0, 1.1])
 def test_what_stands_for_an_element_that_does_not_exist_keeps_its_digits(fill: float | None):
     def program(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -93,7 +94,7 @@ def test_many_cotangents_of_one_element_add_up_in_float32(composition: str):
     assert np.array_equal(gradient, np.full((1, 16), 4096.0))
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("transform", [jax.jacfwd, jax.jacrev, jax.hessian])
 def test_derivatives_of_every_kind_are_near_to_float32s(transform: Any):
     def loss(w: jax.Array) -> jax.Array:

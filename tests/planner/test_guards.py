@@ -303,6 +303,7 @@ def test_a_guard_beats_a_rule_and_a_keep_region():
     assert "1e+09" in str(decided(plain, "add")[0].reason)
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(
     "loss",
     [

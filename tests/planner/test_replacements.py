@@ -198,7 +198,7 @@ def test_the_values_are_those_of_a_float32_cache_to_the_last_bit(name: str):
     assert rel_error(found, jax.jit(LOW[name])(W, X)) < 0.05
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("name", [name for name in LOW if name != "while"])
 @pytest.mark.parametrize("inside", [True, False], ids=["grad(auto)", "auto(grad)"])
 def test_so_are_the_gradients(name: str, inside: bool):

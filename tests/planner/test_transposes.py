@@ -257,6 +257,7 @@ def test_plans_tell_it_apart():
         assert [d.product.exchanged for d in other.decisions] == [True, False]
 
 
+@pytest.mark.release(keep=2)
 @each_policy
 def test_a_saved_plan_exchanges_them_again(policy: Any, tmp_path: Path):
     fn, args = GRADIENTS["scanned"]

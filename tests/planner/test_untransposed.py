@@ -89,7 +89,7 @@ DERIVED: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("name", DERIVED)
 def test_what_is_computed_of_a_transpose_is_in_order(name: str, backward: bool):

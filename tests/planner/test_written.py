@@ -57,7 +57,7 @@ def test_what_products_and_others_read_is_stored_once():
     assert all(1e-5 < rel_error(a, b) < 0.02 for a, b in zip(got, wanted, strict=True))
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", ["silu", "gelu", "relu6", "log_sigmoid"])
 @pytest.mark.parametrize("target", ["h100", "tpu v5e"])
 def test_a_jitted_function_is_stored_as_if_its_equations_stood_where_it_is_called(

@@ -345,7 +345,8 @@ def test_cast_floating_does_not_tie_a_trace_to_the_policy_around_it():
     cast = jax.jit(lambda x: pp.cast_floating(x @ x, "compute"))
     with pp.use_policy("bf16"):
         assert cast(jnp.eye(2)).dtype == jnp.bfloat16
-        assert pp.auto_mixed(cast)(jnp.eye(2)).dtype == np.float32  # the pass decides
+        assert pp.auto_mixed(cast, "AlwaysF32")(jnp.eye(2)).dtype == np.float32
+        assert pp.auto_mixed(cast, "c=f16")(jnp.eye(2)).dtype == jnp.float16
     assert cast(jnp.eye(2)).dtype == np.float32
 
 

@@ -50,6 +50,7 @@ FORMS = {
 }
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("dtype", [bf16, f16], ids=["bf16", "f16"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_product_is_found_exactly_where_xla_widens_its_operands(form, dtype):
@@ -248,7 +249,7 @@ def test_products_and_wide_sums_over_devices_are_as_planned():
 # ---------------------------------------------------------------- as planned
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", ["pytrees", "gradient", "attention", "loops", "keys", "scalars"])
 def test_float32_programs_as_they_are_written_give_no_finding(name):
     (program,) = (p for p in PROGRAMS if p.name == name)

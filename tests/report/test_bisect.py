@@ -218,6 +218,7 @@ def numbers(found: pp.Bisection) -> set[int]:
     return {int(place.scope[1:]) for places in found.kept for place in places}
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("needed", [{4}, {0, 5}, {1, 2, 3}, set(range(6))], ids=str)
 def test_all_that_must_stay_wide_is_found(needed, seen):
     found = pp.bisect(apart, None, lambda wide: needed <= wide)(X, W)

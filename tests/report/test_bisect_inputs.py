@@ -348,6 +348,7 @@ def test_a_bool_of_any_library_is_a_verdict(kind, monkeypatch):
     assert {type(run.passed) for run in found.runs} == {bool}
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("number", [np.float32, np.float64, Fraction], ids=lambda n: n.__name__)
 def test_a_tolerance_may_be_a_number_of_any_library(number, monkeypatch):
     def run(*given):

@@ -258,6 +258,7 @@ PROGRAMS: list[tuple[str, Callable[..., Any], Callable[[], Any]]] = [
 ]
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(("fn", "want"), [p[1:] for p in PROGRAMS], ids=[p[0] for p in PROGRAMS])
 def test_the_whole_function_is_evaluated_in_float64(fn, want):
     found, expected = values_of(fn, X), jax.tree.leaves(want())

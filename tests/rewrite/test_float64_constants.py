@@ -84,6 +84,7 @@ COMPOSITIONS: dict[str, Fn] = {
 }
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_constants_have_all_digits(name: str, composition: str):
@@ -93,6 +94,7 @@ def test_constants_have_all_digits(name: str, composition: str):
     assert abs(float(got) - want) <= 1e-7 * abs(want) + 1e-12
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", ["dates", "method", "a number"])
 def test_gradients_read_the_same_constants_on_either_side(name: str):
     def loss(x: Any) -> Any:

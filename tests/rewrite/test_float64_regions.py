@@ -190,6 +190,7 @@ def total(x: Any) -> Any:
     return lax.psum(jnp.sum(fragile(x) ** 2), "i")
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize(
     "form",
     [

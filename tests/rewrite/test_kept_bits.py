@@ -152,6 +152,7 @@ BRANCHES: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", BRANCHES)
 def test_no_copy_of_a_loops_constant_is_kept_for_each_trip(name: str):
     """In a branch JAX cannot see that the low copy is a constant of the loop around it."""

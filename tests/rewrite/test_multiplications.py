@@ -202,6 +202,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.release(keep=2)
 @each_precision
 def test_one_exported_program_is_for_all_platforms_and_runs_on_this_one(precision):
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (W, X)]

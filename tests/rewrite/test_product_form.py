@@ -172,7 +172,7 @@ SECOND = [
 ]
 
 
-@pytest.mark.release(keep=4)
+@pytest.mark.release(keep=3)
 @each_composition
 @pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "order"), SECOND)
@@ -188,7 +188,7 @@ IN_AXES = {"lhs": (0, None), "rhs": (None, 0), "both": (-1, -1)}
 MAPPED = [(n, a) for n in SOME for a in IN_AXES if not n.startswith("conv") or a == "both"]
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=3)
 @pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "axes"), MAPPED)
 def test_vmap_over_each_operand(name: str, axes: str):

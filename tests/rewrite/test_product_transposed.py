@@ -69,7 +69,7 @@ def contracting(fn: Callable[..., Any], x: Any, w: Any) -> bool:
     return any(contracts(e) for e in products(jax.make_jaxpr(fn)(x, w)))
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", WIDE_SUMS)
 def test_a_gradient_is_rounded_in_its_operands_alone(name: str):
     """Low operands that are whole numbers: float32's very sums, which bfloat16 cannot hold."""
@@ -84,6 +84,7 @@ def test_a_gradient_is_rounded_in_its_operands_alone(name: str):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", DOTS)
 @pytest.mark.parametrize("side", [0, 1])
 def test_the_transposed_dot_is_jaxs(name: str, side: int):
@@ -104,6 +105,7 @@ def test_the_transposed_dot_is_jaxs(name: str, side: int):
     np.testing.assert_array_equal(*both(g, *operands))
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", DOTS)
 @pytest.mark.parametrize("dims", [(0, None), (None, 0), (-1, -1), (1, 0)])
 def test_a_dot_under_a_vmap_is_jaxs(name: str, dims: tuple[int | None, int | None]):
@@ -182,7 +184,7 @@ def test_both_passes_read_one_low_copy_of_a_weight(rows: int, casts: int):
         assert_near(compiled(ws, x), wanted, 0.03)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("dims", list(itertools.product((0, 1, None), repeat=2)))
 def test_low_copies_are_mapped_with_what_they_are_copies_of(dims: tuple[Any, Any], side: int):
@@ -341,6 +343,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_dot_reads_what_its_operand_is_a_transpose_of(name: str, side: int):

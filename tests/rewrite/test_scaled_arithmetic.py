@@ -201,6 +201,7 @@ def test_rounding_is_mapped_along_every_dimension():
         assert rel_error(got, jnp.stack(one, 2)) < 1e-6
 
 
+@pytest.mark.release
 def test_a_monitor_counts_what_rounding_to_8_bits_makes_zero():
     x = np.ones((N, N), np.float32)
     x[0, 0] = 1e6

@@ -118,7 +118,7 @@ def test_weights_ahead_of_time_have_scales_of_columns():
     assert rel_error(mixed(small, X), mixed(ws, X)) < 1e-5
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @each_composition
 @pytest.mark.parametrize("fn", [unrolled, scanned, rematted], ids=lambda f: f.__name__)
 def test_the_gradients_of_weights_are_in_bfloat16_and_other_derivatives_in_float8(compose, fn):

@@ -19,7 +19,7 @@ def updated(how, dtype):
     return lambda x, y: getattr(x.astype(dtype).at[IDS], how)(y.astype(dtype))
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("how", UPDATES)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
 def test_always_f32_widens_a_low_scatter(how, dtype):
@@ -27,7 +27,7 @@ def test_always_f32_widens_a_low_scatter(how, dtype):
     assert identical(got, updated(how, jnp.float32)(jnp.asarray(X), Y).astype(dtype))
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("how", UPDATES)
 @pytest.mark.parametrize("policy", [pp.AlwaysF32, pp.AutoMixedBf16], ids=lambda p: p.name)
 def test_a_float64_region_holds_scatters(how, policy):

@@ -16,7 +16,7 @@ lowering = pytest.mark.parametrize("policy", LOWERING, ids=lambda p: p.name)
 low_dtypes = pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16), ids=stable_id)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @low_dtypes
 @pytest.mark.parametrize("to", (jnp.int32, jnp.int8, jnp.uint16, jnp.bool_, jnp.complex64))
 def test_always_f32_keeps_a_cast_to_another_type(dtype, to):
@@ -70,6 +70,7 @@ APPLIED = {
 }
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", APPLIED)
 @pytest.mark.parametrize("policy", (*LOWERING, pp.AlwaysF32), ids=lambda p: p.name)
 @pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16), ids=stable_id)
@@ -96,6 +97,7 @@ def test_a_function_applied_in_place_has_no_bounds():
     assert np.isfinite(run(f, pp.AutoMixed, x, jnp.ones(8)))
 
 
+@pytest.mark.release(keep=2)
 @lowering
 @pytest.mark.parametrize("order", (1, -1))
 def test_a_product_of_a_real_and_a_complex_operand_stays(policy, order):

@@ -17,6 +17,7 @@ def shown(*names: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_file_says_when_and_what_and_is_shown_whole(path: Path):
     result = json.loads(path.read_text(encoding="utf-8"))

@@ -87,6 +87,7 @@ def test_the_matrix_in_eight_bits(primitive: str, composition: str):
         assert_near(results[name], results["plain"], EIGHT_BITS[name])
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("primitive", PROGRAMS)
 def test_no_tracer_outlives_its_trace(primitive: str):
     """Rewritten rules included. JAX itself leaks those of linear_call."""

@@ -81,6 +81,7 @@ def test_a_small_program_is_drawn_equation_by_equation():
     assert [mark.text for mark in marks] == ["2", "1"]
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("boxes", [60, 6, 1])
 def test_all_casts_are_drawn_those_of_borders_inside_and_what_is_stored_low_is_said(boxes):
     def loss(x, w):
@@ -422,6 +423,7 @@ PICTURES = {
 }
 
 
+@pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", PICTURES)
 def test_no_line_runs_through_a_box_and_each_ends_in_an_arrow(name):
     assert_lines_run_beside_boxes(PICTURES[name]())

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from precpass.report.compare.comparison import Row
+from typing import Any
 
 __all__ = ["conclusion"]
 
@@ -15,11 +12,11 @@ _FASTER = 0.95
 _SMALLER = 0.9
 
 
-def conclusion(rows: Sequence[Row], without_bfloat16: bool) -> str:
+def conclusion(rows: Sequence[Any], without_bfloat16: bool) -> str:
     """Which of a comparison's programs to use, and why; "" if there is nothing to choose.
 
     Args:
-        rows: the programs; the first is the one that others are compared with.
+        rows: the `Row`s of the programs; the others are compared with the first.
         without_bfloat16: whether they ran on a processor without bfloat16 instructions.
     """
     first, *others = rows
@@ -44,13 +41,13 @@ def conclusion(rows: Sequence[Row], without_bfloat16: bool) -> str:
     return f"Use {first.name}: no other program is faster here.{_holds(first, best)}" + said
 
 
-def _untimed(first: Row, usable: Sequence[Row]) -> str:
+def _untimed(first: Any, usable: Sequence[Any]) -> str:
     """What holds without times: how much runs in low precision, memory, and the error."""
     best = max(usable, key=lambda row: row.counts.low_flops)
     return f"{best.name} was not timed.{_holds(first, best)}"
 
 
-def _holds(first: Row, row: Row) -> str:
+def _holds(first: Any, row: Any) -> str:
     """What holds on any device."""
     if row.counts.low <= first.counts.low:
         return ""
@@ -58,13 +55,13 @@ def _holds(first: Row, row: Row) -> str:
     return f" {share}{_memory(first, row)}{_error(row)}."
 
 
-def _memory(first: Row, row: Row) -> str:
+def _memory(first: Any, row: Any) -> str:
     if row.memory is None or first.memory is None or not first.memory.temp:
         return ""
     ratio = row.memory.temp / first.memory.temp
     return f" and {ratio:.2f} of its temporary memory" if ratio < _SMALLER else ""
 
 
-def _error(row: Row) -> str:
+def _error(row: Any) -> str:
     error = row.errors.relative
     return "" if error is None else f", with a relative error of {error:.0e}"
