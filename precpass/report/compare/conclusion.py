@@ -51,7 +51,7 @@ def _holds(first: Any, row: Any) -> str:
     """What holds on any device."""
     if row.counts.low <= first.counts.low:
         return ""
-    share = f"{row.counts.low_flops:.0%} of its FLOPs run in low precision"
+    share = f"{row.name} runs {row.counts.low_flops:.0%} of its FLOPs in low precision"
     return f" {share}{_memory(first, row)}{_error(row)}."
 
 
