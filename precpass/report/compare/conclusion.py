@@ -44,7 +44,7 @@ def conclusion(rows: Sequence[Any], without_bfloat16: bool) -> str:
 def _untimed(first: Any, usable: Sequence[Any]) -> str:
     """What holds without times: how much runs in low precision, memory, and the error."""
     best = max(usable, key=lambda row: row.counts.low_flops)
-    return f"{best.name} was not timed.{_holds(first, best)}"
+    return f"Nothing was timed.{_holds(first, best)}"
 
 
 def _holds(first: Any, row: Any) -> str:
