@@ -68,8 +68,6 @@ def test_it_stands_at_the_end_of_a_comparison():
         found = pp.compare(lambda x: jnp.tanh(x @ x), ["AlwaysF32", "AutoMixedBf16"], rounds=0)(
             jnp.eye(8) / 3
         )
-    assert found.conclusion.startswith(
-        "Nothing was timed. AutoMixedBf16 runs 94% of its FLOPs"
-    )
+    assert found.conclusion.startswith("Nothing was timed. AutoMixedBf16 runs 94% of its FLOPs")
     assert str(found).splitlines()[-1] == found.conclusion
     assert found.conclusion in found._repr_html_()
