@@ -76,7 +76,7 @@ def test_an_accelerator_finds_the_fact_that_numpy_finds(where, monkeypatch):
     assert close(of_array(array), expected)
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.bool_, jnp.bfloat16, jnp.float16])
 def test_and_of_any_dtype(dtype, monkeypatch):
     values = (normal(1, 300, 300) * 4).astype(dtype)

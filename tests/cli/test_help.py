@@ -69,7 +69,7 @@ def test_plan_and_output_are_options_of_every_command(name):
     assert {"--plan", "--output", "-o"} <= options
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_examples_in_the_help_run(name, model, capsys, monkeypatch):
     (model.parent / "model.py").write_text(page_model())

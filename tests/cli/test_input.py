@@ -305,7 +305,7 @@ def layers(ws, x):
 """
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(
     "name, more, products",
     [

@@ -151,7 +151,7 @@ def test_what_is_quick_is_not_said(model, capsys):
     assert (status, err) == (0, "")
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(
     "name, more, said",
     [

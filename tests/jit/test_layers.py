@@ -205,7 +205,7 @@ OF_INPUT = {
 }
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(("made", "module", "wanted"), CASES)
 def test_a_rule_keeps_one_layer_wide(made: Any, module: str, wanted: int):
     fn, args = made()
@@ -242,6 +242,7 @@ def calls() -> dict[type[Any], Any]:
 POLICY = pp.AutoMixedBf16.with_rules(pp.Rule(module="head", precision="f32"))
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("made", [of_nnx, of_equinox])
 def test_classes_and_objects_are_as_before(made: Any):
     fn, args = made()
@@ -426,7 +427,7 @@ class NnxHead(nnx.Module):
         return self.inner(x)
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("made", [of_nnx, of_equinox, of_linen, of_haiku])
 def test_a_layer_that_is_not_there_is_reported_with_those_that_are(made: Any):
     fn, args = made()

@@ -46,7 +46,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("fn", PROGRAMS.values(), ids=PROGRAMS)
 def test_products_of_low_parameters_are_low(fn: Any):
     gradient = jax.grad(fn)

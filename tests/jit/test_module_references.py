@@ -40,7 +40,7 @@ def loss(model, x):
     return (model(x) ** 2).mean()
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_references_of_a_model_take_the_updates(policy, tied):

@@ -67,7 +67,7 @@ def loss(model, x):
     return (model(x) ** 2).mean()
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("form", FORMS)
 def test_of_an_argument(form, mesh):
     model = Net(nnx.Rngs(0))

@@ -341,7 +341,7 @@ def test_what_a_function_closes_over_goes_with_it(way, program):
     assert not held_without_the_collector(way, program)
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_whatever_was_done_with_it(way):
     for program in ("custom jvp", "loop"):

@@ -249,7 +249,7 @@ def test_a_new_public_function_is_found(monkeypatch: pytest.MonkeyPatch):
     assert new == {"newcomer", "Runner.run"}
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LEAVES_THEM)
 def test_arguments_are_left_as_they_were(name: str, kind: str, tmp_path: Any):
@@ -263,7 +263,7 @@ def test_arguments_are_left_as_they_were(name: str, kind: str, tmp_path: Any):
     jax.block_until_ready(pp.auto_mixed(fn, **options)(*args))
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("name", GIVEN_ARRAYS)
 @pytest.mark.parametrize("array", [jnp.asarray, np.asarray])
 def test_trees_of_arrays_are_left_as_they_were(name: str, array: Any):

@@ -124,7 +124,7 @@ def test_a_gradient_is_near(fn: Callable[..., Any], policy: str):
         assert set(scales.formats) == {pp.Precision.F8E4M3, pp.Precision.F8E5M2}
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @each_function
 def test_every_rounding_takes_its_scale_from_the_state(fn: Callable[..., Any]):
     """The silent failure would be a scale of the present values."""

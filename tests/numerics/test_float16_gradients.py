@@ -121,7 +121,7 @@ def by_flax() -> None:
     DynamicScale().value_and_grad(pp.auto_mixed(loss, "f16"))(W, X)
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("call", UNSCALED.values(), ids=UNSCALED)
 def test_a_gradient_without_a_scale_is_warned_of(call: Callable[[], Any]):
     texts = said(call)

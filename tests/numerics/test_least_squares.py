@@ -465,6 +465,7 @@ def test_bounds_are_scipys(bounds: Any, roles: Any, solver: str):
     assert float(fit.cosine) < 1e-6
 
 
+@pytest.mark.release
 def test_an_unknown_at_its_bound_stays_there_in_derivatives():
     def fitted(scale: Any) -> Any:
         return pp.least_squares(three, jnp.ones(3), scale, bounds=(0, [9, 1.2, 9])).value

@@ -96,6 +96,7 @@ def test_what_has_no_derivative_is_refused():
         pp.least_squares(called, START)
 
 
+@pytest.mark.release
 def test_the_diagnostics_are_constants_in_derivatives():
     """And those of the value stay what they are beside them, for a wide Jacobian too."""
 

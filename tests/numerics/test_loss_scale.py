@@ -59,7 +59,7 @@ STEPS = {
 }
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_every_sequence_is_torchs(step: str, interval: int):
@@ -176,7 +176,7 @@ def test_value_and_gradient_are_those_without_a_scale(name: str):
     np.testing.assert_array_equal(gradient, want)
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("argnums", [1, (0, 1), -1])
 def test_arguments_and_aux_are_those_of_jax(argnums: Any):
     def with_aux(w: Any, x: Any, *, by: Any) -> Any:

@@ -221,6 +221,7 @@ def test_in_a_loop_with_a_checkpoint(order: str):
     assert_close(jax.jit(looped(lambda *a: guarded(*a)[0]))(HIGH), jax.jit(looped(high))(HIGH))
 
 
+@pytest.mark.release
 def test_custom_rules_inside():
     """A custom VJP's derivative is a primitive of its own, which reverse mode alone can take."""
 

@@ -236,6 +236,7 @@ def test_what_derivatives_alone_read_has_no_row():
     assert not any("precpass" in kind for kind in kinds)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shards_are_joined(check_vma: bool):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

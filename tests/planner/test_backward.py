@@ -78,7 +78,7 @@ def test_the_gradients_of_a_loop_are_close_and_its_value_has_its_digits():
     assert errors[2] > 1e-4  # a sine's factors are exact: no product is before it
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(
     "transform", ["jvp", "grad", "hessian", "reverse twice", "vmap", "remat", "jet"]
 )

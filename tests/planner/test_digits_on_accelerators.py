@@ -137,7 +137,7 @@ GUARDED = {
 }
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", GUARDED)
 def test_what_stands_behind_a_clip_a_complement_or_a_repetition_has_its_digits(
@@ -215,7 +215,7 @@ def added_in_a_loop(w: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda a, b: (jnp.logaddexp(a, b), None), scores[0], scores)[0].mean()
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("fn", [ctc, of_two, with_a_repeated_row, added_in_a_loop])
 def test_a_smooth_maximum_of_two_arrays_has_its_digits(fn: Callable[..., Any], target: str):

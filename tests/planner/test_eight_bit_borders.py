@@ -265,6 +265,7 @@ def test_checkpointed_layers_take_8_bits_and_put_no_float32_behind_a_barrier():
     assert not [a for a in barred_avals if a.shape == WS.shape[1:] and a.dtype == np.float32]
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_stays_so_across_a_border(value):
     bad = X.at[3, 5].set(value)

@@ -77,6 +77,7 @@ def test_a_saved_plan_gathers_as_the_plan_did(tmp_path: Path):
     assert f"bf16[{EDGES},{WIDTH}] = gather" in str(again.after)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("composition", ["auto(grad)", "grad(auto)"])
 def test_many_cotangents_of_one_element_add_up_in_float32(composition: str):
     """bfloat16 would stop at 256."""

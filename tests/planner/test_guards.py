@@ -251,7 +251,7 @@ SAMPLERS = [
 ]
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", [AlwaysBf16, AlwaysF16], ids=stable_id)
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda f: f.__name__)
 def test_a_sampler_gives_the_very_digits_of_float32(sampler, policy):

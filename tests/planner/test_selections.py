@@ -140,6 +140,7 @@ def test_a_loops_state_is_not_chosen_in_16_bits():
     assert set(dtypes(fn, "max", X, W)) == {"float32"}
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("composition", ["auto(grad)", "grad(auto)"])
 def test_gradients_of_chosen_values_are_near_to_float32s(composition: str):
     from precpass.devices.detect import planned_for

@@ -119,7 +119,7 @@ def test_the_product_before_an_activation_has_a_result_in_bfloat16(name: str, ta
     assert of_gradient[-1] == "float32"
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(
     "name", ["gelu", "softplus", "clip", "maximum", "huber", "two passes", "one pass"]
 )

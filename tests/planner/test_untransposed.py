@@ -56,6 +56,7 @@ def test_no_device_gathers_what_others_have(fn: Any, order: str):
         assert np.linalg.norm(a - b) <= 2**-6 * np.linalg.norm(b)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("order", COMPOSITIONS)
 def test_the_shards_of_an_array_are_in_order_too(order: str):
     """XLA divides nothing there, so products run on low operands as on one device."""

@@ -135,6 +135,7 @@ def factorized(a: Any, b: Any) -> Any:
     return [lx.linear_solve(operator, b, solver).value for solver in solvers]
 
 
+@pytest.mark.release
 def test_linear_solves_between_products():
     def fn(a: Any, b: Any) -> Any:
         rhs = jnp.tanh(a @ b)

@@ -70,6 +70,7 @@ def test_a_comparison(name):
     assert sum(low.counts.flops.values()) == pytest.approx(sum(wide.counts.flops.values()))
 
 
+@pytest.mark.release
 def test_the_flops_of_the_transformer_are_those_of_its_sizes():
     # per token and layer 2 * 12 width^2 and 4 * width * length, per token the head
     tokens, width, length = 2 * 8, 16, 8

@@ -110,7 +110,7 @@ def test_equal_products_are_one_finding_with_their_number():
     assert "(3 times)" in str(finding)
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", [pp.AlwaysF32, pp.AutoMixedBf16, pp.AlwaysBf16], ids=repr)
 @pytest.mark.parametrize("name", ["pytrees", "attention", "loops", "gradient"])
 def test_each_product_of_the_plan_is_audited(name, policy):

@@ -193,6 +193,7 @@ def test_the_front_is_what_no_row_beats(comparison):
         found.pareto(by="energy")
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize(("x", "names"), [("time", 4), ("memory", 2)])
 def test_the_plot_draws_the_front_and_names_every_row(comparison, x, names):
     found = made(comparison, **FIGURES)

@@ -42,6 +42,7 @@ def test_a_bisection_ends_at_the_line_of_the_product_in_8_bits(policy: str):
     assert jnp.linalg.norm(kept(WS, X) - layers(WS, X)) < 5e-3 * jnp.linalg.norm(layers(WS, X))
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_calibration_keeps_no_product_because_of_the_range_of_8_bits(policy: str):
     """Scales bring every size of values into it; what surrounds the product is bfloat16."""

@@ -88,6 +88,7 @@ def in_blocks(a, precision, axis):
     return np.moveaxis(rounded.reshape(moved.shape), -1, axis)
 
 
+@pytest.mark.release(keep=1)
 @each_precision
 def test_it_is_what_its_definition_says(precision):
     x, w = (normal_array(i, 40, 96) * np.float32(10.0) ** (i - 3) for i in (3, 5))

@@ -77,7 +77,7 @@ PROGRAMS: dict[str, Fn] = {
 }
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_complex_numbers_are_complex128(name: str, x64: bool):
@@ -99,7 +99,7 @@ def test_complex_numbers_are_complex128(name: str, x64: bool):
         assert np.max(np.abs(errors)) < 1e-9, form
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_derivatives_of_complex_numbers_are_complex128(name: str, x64: bool):

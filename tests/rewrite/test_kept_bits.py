@@ -58,6 +58,7 @@ def whole_conversions(fn: Callable[..., Any]) -> list[str]:
     return re.findall(of_a_stack, text)
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("fn", [mixed, under_remat], ids=lambda fn: fn.__name__)
 def test_no_trip_converts_a_whole_stack(fn: Callable[..., Any]):
     assert whole_conversions(jax.grad(fn)) == []
@@ -92,7 +93,7 @@ DERIVATIVES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivatives_are_near(name: str):
     of = DERIVATIVES[name]
@@ -163,7 +164,7 @@ def test_no_copy_of_a_loops_constant_is_kept_for_each_trip(name: str):
     assert any(map(is_low, products(jaxpr)))
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("name", BRANCHES)
 @pytest.mark.parametrize("of", ["grad", "grad of jvp", "jvp of grad"])
 def test_such_derivatives_are_near(name: str, of: str):

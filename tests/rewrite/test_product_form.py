@@ -137,7 +137,7 @@ def test_the_product_is_low_and_its_result_is_float32(name: str):
     assert jax.eval_shape(mixed, x, w) == jax.eval_shape(product, x, w)
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @each_composition
 @pytest.mark.parametrize("name", CASES)
 def test_value_and_first_derivatives_are_low_and_near(name: str, compose: Any):
@@ -172,7 +172,7 @@ SECOND = [
 ]
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=1)
 @each_composition
 @pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "order"), SECOND)
@@ -188,7 +188,7 @@ IN_AXES = {"lhs": (0, None), "rhs": (None, 0), "both": (-1, -1)}
 MAPPED = [(n, a) for n in SOME for a in IN_AXES if not n.startswith("conv") or a == "both"]
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=1)
 @pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "axes"), MAPPED)
 def test_vmap_over_each_operand(name: str, axes: str):
@@ -274,6 +274,7 @@ def test_transposes_run(name: str):
     all_low_and_near(mixed, gradient(loss), (x, w))
 
 
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("swapped", [False, True])
 def test_the_weight_gradient_of_a_loop_body_runs(swapped: bool):
     """Design section 6: the stacked output of such a product's transpose fails at run time."""
@@ -290,6 +291,7 @@ def test_the_weight_gradient_of_a_loop_body_runs(swapped: bool):
     low_and_near(mixed, fn, x, g)
 
 
+@pytest.mark.release(keep=1)
 @each_composition
 def test_the_weight_gradient_of_a_scanned_layer_runs(compose: Any):
     x, ws = positive(8, 4, 64, 128), np.asarray(positive(9, 3, 128, 128)) / 128

@@ -270,7 +270,7 @@ def composed() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 COMPOSED = composed()
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("name", COMPOSED)
 def test_compositions_are_low_and_near(name: str):
     (mixed, plain), args = COMPOSED[name]

@@ -71,7 +71,7 @@ def _dense_jvp(primals, tangents):
     return dense(w, x), dx @ w + x @ dw
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @each_precision
 def test_tangents_of_a_custom_rule_are_transposed(precision):
     def loss(w):
@@ -84,7 +84,7 @@ def test_tangents_of_a_custom_rule_are_transposed(precision):
     assert rel_error(outside, pp.auto_mixed(jax.grad(loss), policy)(W)) < 2.5 * most(precision)
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.programs
 @each_precision
 def test_a_linear_function_is_transposed(precision):
@@ -98,7 +98,7 @@ def test_a_linear_function_is_transposed(precision):
     assert jnp.isfinite(jax.grad(solved)(X)).all()
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @each_precision
 def test_taylor_coefficients_are_those_of_the_product(precision):
     def fn(x):

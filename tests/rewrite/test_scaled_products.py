@@ -114,7 +114,7 @@ def operands(fn, *args):
     return [pair for pair in pairs if {"int8", "float8_e4m3fn", "float8_e5m2"} & set(pair)]
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("precision", ["int8", "f8e4m3", later("f8e5m2")])
 @each_function
 def test_a_function_is_near_and_its_products_have_eight_bits(fn, precision):
@@ -125,7 +125,7 @@ def test_a_function_is_near_and_its_products_have_eight_bits(fn, precision):
     assert rel_error(jax.jit(mixed)(W, X), mixed(W, X)) < 1e-5
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("precision", ["int8", later("f8e4m3"), "f8e5m2"])
 @each_composition
 @each_function

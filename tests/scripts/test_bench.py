@@ -134,6 +134,7 @@ def test_the_loss_scale_is_in_the_step_alone_and_cancels():
 # ---------------------------------------------------------------- a run
 
 
+@pytest.mark.release
 def test_a_run_measures_its_columns_and_writes_them_as_json(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):

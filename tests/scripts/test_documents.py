@@ -31,7 +31,7 @@ def code_of(path: Path) -> list[str]:
     return BLOCK.findall(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.release(keep=7)
+@pytest.mark.release(keep=4)
 @pytest.mark.programs
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if code_of(path)], ids=name_of)
 def test_the_code_runs_in_order_in_an_empty_folder(path: Path, tmp_path: Path):

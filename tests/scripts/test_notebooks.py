@@ -40,7 +40,7 @@ def code(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=2)
 @each_notebook
 def test_a_notebook_runs_in_its_short_form(path):
     committed = nbformat.read(path, as_version=4)

@@ -37,7 +37,7 @@ def test_every_entered_primitive_is_seen_somewhere():
         assert "inside" in cells.values(), name
 
 
-@pytest.mark.release(keep=2)
+@pytest.mark.release(keep=1)
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 @pytest.mark.parametrize("primitive", PROGRAMS)
 def test_the_matrix(primitive: str, composition: str):
@@ -68,7 +68,7 @@ EIGHT_BITS = {"int8": 0.06, "f8e4m3": 0.3}
 """The largest errors of programs of a few products, relative to the norm of the result."""
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=1)
 @pytest.mark.programs
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 @pytest.mark.parametrize("primitive", PROGRAMS)

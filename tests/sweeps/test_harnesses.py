@@ -34,7 +34,7 @@ def quickly_compiled() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.mark.release(keep=30)
+@pytest.mark.release(keep=20)
 @pytest.mark.parametrize("group", SAMPLE)
 def test_harnesses_of_a_group(group: str):
     for harness in SAMPLE[group]:

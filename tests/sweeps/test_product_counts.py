@@ -47,6 +47,7 @@ def check(name: str, program: Any) -> Counts:
     return found
 
 
+@pytest.mark.release(keep=12)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_known_products_are_those_that_jax_lowers(name: str):
     found = check(name, traced(name))

@@ -39,7 +39,7 @@ fixed = hypothesis.settings(
 """The same programs in every run."""
 
 
-@pytest.mark.release(keep=5)
+@pytest.mark.release(keep=3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_random_program(policy: str):
     @fixed
