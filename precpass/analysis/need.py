@@ -297,8 +297,6 @@ class _Collected:
     def _inside(self, row: int, asks: BodyAsks) -> tuple[ExactProducts, ...]:
         """The products of an equation's bodies; () if none of these has any."""
         loop, inside = self._tolerances.why_may_not_end(row), asks.inner.get(row)
-        if not (loop or inside or self._tolerances.may_hold_one(row)):
-            return ()
         bodies = tuple(
             self.body(child, inside[i] if inside else _EMPTY, loop)
             for i, (_, child) in enumerate(self.graph.children[row])

@@ -45,7 +45,6 @@ class Tolerances:
         self.graph = graph
         self._residuals = _ResidualWalk(graph, facts_of)
         self._additions = _AdditionWalk(graph)
-        self._holds: dict[int, tuple[bool, bool]] = {}
         self._reasons: dict[int, str] = {}
         self.starts: dict[int, frozenset[int]] = {}
         """Of such a loop, the positions of the operands that its residual is made of."""
@@ -60,7 +59,7 @@ class Tolerances:
 
     def _why_may_not_end(self, row: int) -> str:
         (cond, at_cond), (body, at_body) = self.graph.children[row]
-        if not (self._contents(at_body)[0] and self._tests_residual(cond, at_cond, body, at_body)):
+        if not self._tests_residual(cond, at_cond, body, at_body):
             return ""
         place = self.graph.source(row).place
         return "the loop around it" + (f", at {place}," if place else "") + " ends on a tolerance"
@@ -100,23 +99,6 @@ class Tolerances:
             return True
         inner = (zip(graph.children[row], asks.inner[row], strict=False) for row in asks.inner)
         return any(self._reaches_product(child, a) for pairs in inner for (_, child), a in pairs)
-
-    def may_hold_one(self, row: int) -> bool:
-        """Whether a loop in an equation's bodies may be one that ends on a tolerance."""
-        return any(all(self._contents(child)) for _, child in self.graph.children[row])
-
-    def _contents(self, at: int) -> tuple[bool, bool]:
-        """Whether a body holds products, and whether it holds a while loop."""
-        if at not in self._holds:
-            graph, node = self.graph, self.graph.bodies[at]
-            names = set(graph.primitives[node.start : node.stop])
-            children = (graph.children[row] for row in graph.rows_with_bodies[at])
-            inner = [self._contents(child) for bodies in children for _, child in bodies]
-            self._holds[at] = (
-                not COMPUTING.isdisjoint(names) or any(p for p, _ in inner),
-                "while" in names or any(w for _, w in inner),
-            )
-        return self._holds[at]
 
 
 def _may_be_lowered(eqn: ir.Eqn) -> bool:

@@ -97,9 +97,9 @@ def test_an_audit(name):
     found = audited(name)
     changed = sum(f.times for f in found.findings if f.kind.startswith("product"))
     assert found.products == found.as_planned + found.merged + changed > 0
-    # all are planned low: those that XLA runs low are counted without names or lines. Which kernels
-    # a CPU's products become is XLA's choice, and few of them lose their name
-    assert found.merged <= found.products // 4
+    # where XLA calls oneDNN, which it does on some CPUs, a kernel may have lost its name
+    assert found.merged <= (found.products // 4 if "__onednn" in found.hlo else 0)
+    # all are planned low: those that XLA runs low are counted without names or lines
     pairs = [set(pair) for pair in factor_dtypes(found.hlo)]
     assert len(pairs) == found.products
     assert found.as_planned <= pairs.count({"bf16"}) <= found.as_planned + found.merged
