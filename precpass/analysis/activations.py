@@ -5,94 +5,70 @@ They are rounded already, so a product of them is not asked for exact digits (`a
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from precpass import jaxpr as ir
-from precpass.analysis.backward import LONGEST_CHAIN
 from precpass.analysis.graph import Graph
-from precpass.policy.primitives import OpKind, op
+from precpass.policy.primitives import COMPUTING, OpKind, op
 
-__all__ = ["Features", "features"]
+__all__ = ["features"]
 
 _PRODUCT, _FEATURE = 1, 2
+"""What a value may be behind: a product; and an activation after one."""
+_Rule = tuple[Callable[[list[int]], int], Sequence[ir.Atom]]
+"""What a variable is behind, as a function of what some atoms are behind; and these atoms."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Features:
-    """What is behind products in one body, at one class of its call sites.
-
-    Attributes:
-        behind: variable -> whether it is behind a product (1), or an activation after one (2).
-        inner: equation row -> the same for its bodies.
-    """
-
-    behind: dict[Any, int]
-    inner: dict[int, tuple[Features, ...]]
-
-    def has(self, atom: ir.Atom) -> bool:
-        """Whether a value is a feature."""
-        return not ir.is_literal(atom) and self.behind.get(atom, 0) == _FEATURE
-
-
-def features(graph: Graph) -> Features:
-    """The features of a program, in its root and, inside, in its bodies."""
-    operands = ir.open_jaxpr(graph.root.jaxpr).invars
-    return _Walk(graph).body(0, (0,) * len(operands))
+def features(graph: Graph) -> frozenset[Any]:
+    """The variables that are features. In a body with several callers they are so for each."""
+    rules = _rules(graph)
+    readers, marks = defaultdict[Any, list[Any]](list), defaultdict[Any, int](int)
+    for v, (_, atoms) in rules.items():
+        for atom in atoms:
+            if not ir.is_literal(atom):
+                readers[atom].append(v)
+    products = (eqn for eqn in graph.eqns if eqn.primitive.name in COMPUTING)
+    todo = [v for eqn in products for v in eqn.outvars if v in rules]
+    while todo:  # a mark only rises, and rises twice at most
+        v = todo.pop()
+        rule, atoms = rules[v]
+        mark = rule([0 if ir.is_literal(atom) else marks[atom] for atom in atoms])
+        if mark > marks[v]:
+            marks[v] = mark
+            todo += readers[v]
+    return frozenset(v for v, mark in marks.items() if mark == _FEATURE)
 
 
-class _Walk:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self._bodies: dict[Any, Features] = {}
-
-    def body(self, at: int, operands: tuple[int, ...]) -> Features:
-        if (at, operands) not in self._bodies:
-            node = self.graph.bodies[at]
-            here = self._bodies[at, operands] = Features({}, {})
-            pairs = zip(ir.open_jaxpr(node.jaxpr).invars, operands, strict=True)
-            here.behind.update((v, mark) for v, mark in pairs if mark)
-            for row in range(node.start, node.stop):
-                eqn, results = self.graph.eqns[row], []
-                read = [_mark(here, v) for v in eqn.invars]
-                if row in self.graph.children:
-                    results = self._enter(row, eqn, read, here)
-                elif mark := _made(eqn, read):
-                    results = [mark if _is_number(v.aval) else 0 for v in eqn.outvars]
-                here.behind.update((v, m) for v, m in zip(eqn.outvars, results, strict=False) if m)
-        return self._bodies[at, operands]
-
-    def _enter(self, row: int, eqn: ir.Eqn, read: list[int], here: Features) -> list[int]:
-        results, inner = [0] * len(eqn.outvars), list[Features]()
-        for body, child in self.graph.children[row]:
-            inside = self._until_settled(body, child, [read[at] for at in body.operands])
-            inner.append(inside)
-            outvars = ir.open_jaxpr(body.jaxpr).outvars
-            for v, result in zip(outvars, body.results, strict=False):
-                results[result] = max(results[result], _mark(inside, v))
-        here.inner[row] = tuple(inner)
-        return results
-
-    def _until_settled(self, body: ir.Body, child: int, operands: list[int]) -> Features:
-        outvars = ir.open_jaxpr(body.jaxpr).outvars
-        trips = 0
-        while True:
-            inside, before = self.body(child, tuple(operands)), list(operands)
+def _rules(graph: Graph) -> dict[Any, _Rule]:
+    """The rule of each variable that may be behind a product."""
+    given, made = defaultdict[Any, list[ir.Atom]](list), defaultdict[Any, list[ir.Atom]](list)
+    rules: dict[Any, _Rule] = {}
+    for row, eqn in enumerate(graph.eqns):
+        for body, _ in graph.children.get(row, ()):
+            opened = ir.open_jaxpr(body.jaxpr)
+            for v, at in zip(opened.invars, body.operands, strict=True):
+                given[v].append(eqn.invars[at])
             for operand, result in body.carry:
-                operands[operand] = max(operands[operand], _mark(inside, outvars[result]))
-            if operands == before:
-                return inside
-            trips += 1
-            if trips > LONGEST_CHAIN:
-                most = max(operands[operand] for operand, _ in body.carry)
-                for operand, _ in body.carry:
-                    operands[operand] = most
+                made[opened.invars[operand]].append(opened.outvars[result])
+            for atom, at in zip(opened.outvars, body.results, strict=False):
+                made[eqn.outvars[at]].append(atom)
+        if row not in graph.children:
+            for v in eqn.outvars:
+                if ir.precision_of(v.aval) or getattr(v.aval, "dtype", None) == np.bool_:
+                    rules[v] = functools.partial(_made, eqn), eqn.invars
+    for v in (*given, *made):
+        rules[v] = functools.partial(_joined, len(given[v])), (*given[v], *made[v])
+    return rules
 
 
-def _mark(here: Features, atom: ir.Atom) -> int:
-    return 0 if ir.is_literal(atom) else here.behind.get(atom, 0)
+def _joined(calls: int, marks: list[int]) -> int:
+    """What a body's operand is behind at each of its calls, or else in a loop's next trip."""
+    return max(min(marks[:calls], default=0), *marks[calls:], 0)
 
 
 def _made(eqn: ir.Eqn, read: list[int]) -> int:
@@ -106,8 +82,3 @@ def _made(eqn: ir.Eqn, read: list[int]) -> int:
         # A choice by a mask that no product made, such as a triangle, is movement.
         return _FEATURE if eqn.primitive.name == "select_n" and read[0] else mark
     return _FEATURE
-
-
-def _is_number(aval: Any) -> bool:
-    """Whether a value is a floating-point number, or a truth value that such numbers gave."""
-    return ir.precision_of(aval) is not None or getattr(aval, "dtype", None) == np.bool_

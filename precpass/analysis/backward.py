@@ -2,21 +2,21 @@
 
 A subclass has the rule: what an equation asks of its operands if something is asked of its
 results. It is joined over the readers of a value, enters bodies once for each class of their call
-sites (what is asked of their results, and what is known of their operands), and follows what a
-loop carries from trip to trip until nothing changes. Bodies that can ask for nothing are skipped.
+sites (what is asked of their results), and follows what a loop carries from trip to trip until
+nothing changes. Bodies that can ask for nothing are skipped.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 
-__all__ = ["LONGEST_CHAIN", "NOTHING", "Asked", "BackwardWalk", "BodyAsks"]
+__all__ = ["NOTHING", "Asked", "BackwardWalk", "BodyAsks"]
 
 
 class Asked(NamedTuple):
@@ -34,7 +34,7 @@ class Asked(NamedTuple):
 
 
 NOTHING = Asked(0)
-LONGEST_CHAIN = 16
+_LONGEST_CHAIN = 16
 """So many states of a loop that feed each other in turn are followed one by one; of a longer chain
 all states are asked for what one is."""
 
@@ -46,12 +46,12 @@ class BodyAsks:
     Attributes:
         of: variable -> what its readers ask; a variable of which nothing is asked is absent.
         inner: equation row -> the same for its bodies.
-        known: what a forward analysis found for the body there; None without one.
+        kept: equation row -> what is asked of its results, as far as the rule keeps it.
     """
 
-    of: dict[Any, Asked]
-    inner: dict[int, tuple[BodyAsks, ...]]
-    known: Any = None
+    of: dict[Any, Asked] = dataclasses.field(default_factory=dict)
+    inner: dict[int, tuple[BodyAsks, ...]] = dataclasses.field(default_factory=dict)
+    kept: dict[int, Asked] = dataclasses.field(default_factory=dict)
 
 
 class BackwardWalk:
@@ -86,15 +86,18 @@ class BackwardWalk:
         """What an equation with bodies itself asks of its operands, by their positions."""
         return {0: self.decides} if eqn.primitive.name == "cond" else {}
 
-    def body(self, at: int, results: tuple[Asked, ...], known: Any = None) -> BodyAsks:
+    def body(self, at: int, results: tuple[Asked, ...]) -> BodyAsks:
         """What is asked inside a body if `results` is asked of its results."""
         if not any(a.level for a in results) and not self._rows_that_ask(at):
             return _NOTHING_ASKED
-        key = at, results, id(known)
-        if key not in self._bodies:
-            here = self._bodies[key] = BodyAsks({}, {}, known)
+        if (at, results) not in self._bodies:
+            here = self._bodies[at, results] = BodyAsks()
             self._equations(at, results, here)
-        return self._bodies[key]
+        return self._bodies[at, results]
+
+    def found(self) -> Iterator[tuple[int, BodyAsks]]:
+        """Each body, with what is asked of its values at a class of its call sites."""
+        return ((at, asks) for (at, _), asks in self._bodies.items())
 
     def _equations(self, at: int, results: tuple[Asked, ...], here: BodyAsks) -> None:
         """Visit what is asked for something, or asks by itself, the last equation first."""
@@ -128,15 +131,14 @@ class BackwardWalk:
     ) -> None:
         inner: list[BodyAsks] = []
         of_carry: dict[int, Asked] = {}
-        for at, (body, child) in enumerate(self.graph.children[row]):
-            known = here.known.inner[row][at] if here.known and row in here.known.inner else None
+        for body, child in self.graph.children[row]:
             opened = ir.open_jaxpr(body.jaxpr)
             results = [here.of.get(eqn.outvars[result], NOTHING) for result in body.results]
             if not body.results:
                 results = [self.decides] * len(opened.outvars)
             for out, asked in of_carry.items():  # by the condition of a while
                 results[out] = max(results[out], asked)
-            inside = self._until_settled(body, child, results, known)
+            inside = self._until_settled(body, child, results)
             if body.decides:
                 carried = enumerate(opened.invars[body.constants :])
                 of_carry = {out: inside.of.get(v, NOTHING) for out, v in carried}
@@ -148,19 +150,17 @@ class BackwardWalk:
         for operand, asked in self.around(row, eqn, here).items():
             ask(eqn.invars[operand], asked)
 
-    def _until_settled(
-        self, body: ir.Body, child: int, results: list[Asked], known: Any
-    ) -> BodyAsks:
+    def _until_settled(self, body: ir.Body, child: int, results: list[Asked]) -> BodyAsks:
         invars = ir.open_jaxpr(body.jaxpr).invars
         trips = 0
         while True:
-            inside, before = self.body(child, tuple(results), known), list(results)
+            inside, before = self.body(child, tuple(results)), list(results)
             for operand, result in body.carry:
                 results[result] = max(results[result], inside.of.get(invars[operand], NOTHING))
             if results == before:
                 return inside
             trips += 1
-            if trips > LONGEST_CHAIN:
+            if trips > _LONGEST_CHAIN:
                 most = max(results[result] for _, result in body.carry)
                 for _, result in body.carry:
                     results[result] = max(results[result], most)
@@ -178,4 +178,4 @@ class BackwardWalk:
         return self._asking_rows[at]
 
 
-_NOTHING_ASKED = BodyAsks({}, {})
+_NOTHING_ASKED = BodyAsks()

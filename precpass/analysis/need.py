@@ -17,11 +17,10 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from precpass import jaxpr as ir
-from precpass.analysis.activations import Features, features
+from precpass.analysis.activations import features
 from precpass.analysis.backward import NOTHING, Asked, BackwardWalk, BodyAsks
 from precpass.analysis.graph import Graph
 from precpass.analysis.propagate import ValueRanges
@@ -101,13 +100,13 @@ def exact_needs(graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> 
     results = tuple(_of_result(v.aval) for v in ir.open_jaxpr(graph.root.jaxpr).outvars)
     tolerances = Tolerances(graph, facts_of)
     walk = _NeedWalk(graph, tolerances)
-    found = _Collected(graph, tolerances).all(walk.body(0, results))
-    if found.products is EXACT_NOWHERE:
-        return ExactNeeds()
-    # Few programs come here: what is known of features decides about theirs.
-    known = features(graph)
-    walk = _NeedWalk(graph, tolerances)
-    return _Collected(graph, tolerances).all(walk.body(0, results, known))
+    products = _Collected(graph, tolerances.reasons).products(walk.body(0, results))
+    loops = (child for row in tolerances.reasons for _, child in graph.children[row])
+    bodies = frozenset[int]().union(*map(graph.inside, loops))
+    values = ((at, v, asked) for at, asks in walk.found() for v, asked in asks.of.items())
+    numbers = ((at, v, asked) for at, v, asked in values if ir.precision_of(v.aval) is not None)
+    exact = frozenset((at, v) for at, v, asked in numbers if walk.is_exact(asked, [v]))
+    return ExactNeeds(products, exact, bodies)
 
 
 _READ_INTEGERS = frozenset(("sort", "pure_callback", "io_callback", "ffi_call"))
@@ -131,32 +130,49 @@ class _NeedWalk(BackwardWalk):
         self._tolerances = tolerances
         self._straight_through = set[int | None]()
 
+    @functools.cached_property
+    def features(self) -> frozenset[Any]:
+        """The program's features: few programs ask for them."""
+        return features(self.graph)
+
+    def is_exact(self, asked: Asked, made_of: Sequence[ir.Atom]) -> bool:
+        """Whether what is made of values is needed exactly; of features only what is STRICT is."""
+        if asked.level in (Need.EXACT, Need.FACTORED):
+            return not any(v in self.features for v in made_of if not ir.is_literal(v))
+        return asked.level == Need.STRICT
+
     def around(self, row: int, eqn: ir.Eqn, here: BodyAsks) -> Mapping[int, Asked]:
         """A choice of a branch, and what the residual of a loop is made of when it starts."""
-        if self._tolerances.why_may_not_end(row):
+        if ir.has_rules(eqn):
+            self._keep(row, eqn, eqn.invars, here)
+        if row in self._tolerances.reasons:
             start = _exact(row, "starts a loop that ends on a tolerance")
             return dict.fromkeys(self._tolerances.starts[row], start)
         return super().around(row, eqn, here)
 
+    def _keep(self, row: int, eqn: ir.Eqn, made_of: Sequence[ir.Atom], here: BodyAsks) -> None:
+        """Keep a product, or custom rules, whose result is needed exactly."""
+        asked = [here.of[v] for v in eqn.outvars if v in here.of and ir.is_inexact(v.aval)]
+        if self.is_exact(max(asked, default=NOTHING), made_of):
+            here.kept[row] = max(asked)
+
     def operands(self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks) -> Sequence[Asked]:
         """What an equation needs of its operands."""
         name, table, count = eqn.primitive.name, op(eqn.primitive.name), len(eqn.invars)
-        need = asked.level
         if table.kind is OpKind.COMPUTE:
-            handed = _is_exact(asked._replace(level=min(need, Need.EXACT)), eqn.invars[:2], here)
-            each = asked._replace(level=Need.EXACT) if handed else NOTHING
+            self._keep(row, eqn, eqn.invars[:2], here)
+            exact = asked._replace(level=min(asked.level, Need.EXACT))
+            each = exact if self.is_exact(exact, eqn.invars[:2]) else NOTHING
             return [each] * 2 + [_exact(row, "says where groups begin")] * (count - 2)
-        if table.makes_random_bits:
-            return ()
         if name == "convert_element_type":
             return [self._cast(row, eqn, asked)]
         if table.rounds_to_integers:
-            return [_exact(row, "becomes whole numbers") if need else NOTHING]
-        if name in ("sort", "top_k") and not _is_integer(eqn.invars[0].aval):
-            return [self._sorted(row, eqn, at, here) for at in range(count)]
+            return [_exact(row, "becomes whole numbers") if asked.level else NOTHING]
+        if name in ("sort", "top_k") and not ir.is_integer(eqn.invars[0].aval):
+            return _sorted(row, eqn, [here.of.get(v, NOTHING) for v in eqn.outvars])
         if table.compares:
             return [self._compared(row, eqn, asked)] * 2
-        reads_phase = table.reads_phase and not _is_integer(eqn.invars[0].aval)
+        reads_phase = table.reads_phase and not ir.is_integer(eqn.invars[0].aval)
         if reads_phase or (name == "exp" and ir.has_complex(eqn)):
             return [_exact(row, f"is a phase that {name} reads")]
         if name == "sub" and self._is_phase(row, eqn):
@@ -201,17 +217,11 @@ class _NeedWalk(BackwardWalk):
             return any(maker is not None and self._rounds(maker) for maker in makers)
         return op(self.graph.primitives[row]).rounds_to_integers
 
-    def _sorted(self, row: int, eqn: ir.Eqn, at: int, here: BodyAsks) -> Asked:
-        """What is needed of an operand of a sort: what its numbers are needed for."""
-        if _is_integer(eqn.invars[at].aval):
-            return _exact(row, "is used as an index")
-        return here.of.get(eqn.outvars[at], NOTHING)
-
     def _handed_on(self, row: int, eqn: ir.Eqn, asked: Asked) -> list[Asked]:
         """What an equation needs of its operands only because its results are needed."""
         name, table, invars = eqn.primitive.name, op(eqn.primitive.name), eqn.invars
         data = _of_data(name, table, asked)
-        is_integer = [_is_integer(v.aval) for v in invars]
+        is_integer = [ir.is_integer(v.aval) for v in invars]
         if table.data is None and not any(is_integer) and name != "select_n":
             return [data] * len(invars)
         index = _exact(row, "is used as an index")
@@ -222,12 +232,12 @@ class _NeedWalk(BackwardWalk):
         return [of_data[i] if i in places else of_others[i] for i in range(len(invars))]
 
     def _cast(self, row: int, eqn: ir.Eqn, asked: Asked) -> Asked:
-        before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-        if _is_inexact(before) and not _is_inexact(after):
-            is_rounded = asked.level >= Need.EXACT and after != np.bool_
+        before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+        if ir.is_inexact(before) and not ir.is_inexact(after):
+            is_rounded = asked.level >= Need.EXACT and after.dtype != np.bool_
             return _exact(row, "becomes whole numbers") if is_rounded else NOTHING
         # What the user rounds to 16 bits is not needed with more digits.
-        precision = ir.precision_of(eqn.outvars[0].aval)
+        precision = ir.precision_of(after)
         return NOTHING if precision is not None and precision.is_low else asked
 
     def _compared(self, row: int, eqn: ir.Eqn, asked: Asked) -> Asked:
@@ -235,7 +245,7 @@ class _NeedWalk(BackwardWalk):
         tests_equality = op(eqn.primitive.name).tests_equality
         if left.aval.dtype == np.bool_:
             return asked
-        if _is_integer(left.aval):
+        if ir.is_integer(left.aval):
             return _exact(row, "is compared as a whole number") if tests_equality else asked
         of_zero = any(ir.is_literal(v) and _is_zero_or_infinite(v.val) for v in (left, right))
         if left is right or of_zero or not tests_equality or asked.level < Need.EXACT:
@@ -246,69 +256,28 @@ class _NeedWalk(BackwardWalk):
 class _Collected:
     """What the walk found, as far as it concerns products; bodies that agree in it are one."""
 
-    def __init__(self, graph: Graph, tolerances: Tolerances) -> None:
-        self.graph = graph
-        self._tolerances = tolerances
-        self._known: dict[Any, ExactProducts] = {}
+    def __init__(self, graph: Graph, loops: Mapping[int, str]) -> None:
+        self._graph = graph
+        self._in_loops = {row: ExactProducts({}, {}, why) for row, why in loops.items()}
         self._shared: dict[Any, ExactProducts] = {}
-        self._values = set[tuple[int, Any]]()
-        self._bodies = set[int]()
+        self.products = functools.cache(self._products)
 
-    def all(self, asks: BodyAsks) -> ExactNeeds:
-        """What is needed exactly in the root and in all that it enters."""
-        products = self.body(0, asks)
-        return ExactNeeds(products, frozenset(self._values), frozenset(self._bodies))
-
-    def body(self, at: int, asks: BodyAsks, around: str = "") -> ExactProducts:
+    def _products(self, asks: BodyAsks) -> ExactProducts:
         """The products of a body that are needed exactly."""
-        key = at, id(asks), around
-        if key not in self._known:
-            self._known[key] = self._found(at, asks, around)
-        return self._known[key]
-
-    def _found(self, at: int, asks: BodyAsks, around: str) -> ExactProducts:
-        if around:
-            self._bodies |= self.graph.inside(at)
-            return self._shared.setdefault(around, ExactProducts({}, {}, around))
-        found: dict[int, Asked] = {}
-        for v, asked in asks.of.items():
-            if asked.level < Need.EXACT or not _is_inexact(getattr(v.aval, "dtype", None)):
-                continue
-            if _is_exact(asked, [v], asks) and ir.precision_of(v.aval) is not None:
-                self._values.add((at, v))
-            row = self.graph.row_of_maker(at, v)
-            if row is not None and _is_exact(asked, self._made_of(row), asks):
-                found[row] = max(asked, found.get(row, NOTHING))
-        inside = ((row, self._inside(row, asks)) for row in self.graph.rows_with_bodies[at])
-        inner = {row: bodies for row, bodies in inside if bodies}
-        if not (found or inner):
+        inner: dict[int, tuple[ExactProducts, ...]] = {}
+        for row, inside in asks.inner.items():
+            bodies = tuple(self._in_loops.get(row) or self.products(body) for body in inside)
+            if any(body is not EXACT_NOWHERE for body in bodies):
+                inner[row] = bodies
+        if not (asks.kept or inner):
             return EXACT_NOWHERE
-        why = {row: self._in_words(asked) for row, asked in sorted(found.items())}
-        content = at, tuple(why.items()), tuple((row, *map(id, b)) for row, b in inner.items())
+        why = {row: self._in_words(asked) for row, asked in asks.kept.items()}
+        content = tuple(why.items()), tuple((row, *map(id, b)) for row, b in inner.items())
         return self._shared.setdefault(content, ExactProducts(why, inner))
 
-    def _made_of(self, row: int) -> Sequence[ir.Atom]:
-        """What a product is made of, or the results of custom rules; () of other equations."""
-        eqn = self.graph.eqns[row]
-        if self.graph.primitives[row] in COMPUTING:
-            return eqn.invars[:2]
-        return eqn.invars if row in self.graph.children and ir.has_rules(eqn) else ()
-
-    def _inside(self, row: int, asks: BodyAsks) -> tuple[ExactProducts, ...]:
-        """The products of an equation's bodies; () if none of these has any."""
-        loop, inside = self._tolerances.why_may_not_end(row), asks.inner.get(row)
-        bodies = tuple(
-            self.body(child, inside[i] if inside else _EMPTY, loop)
-            for i, (_, child) in enumerate(self.graph.children[row])
-        )
-        return bodies if any(body is not EXACT_NOWHERE for body in bodies) else ()
-
     def _in_words(self, asked: Asked) -> str:
-        place = self.graph.source(asked.row).place if asked.row >= 0 else ""
+        place = self._graph.source(asked.row).place if asked.row >= 0 else ""
         return f"its result {asked.reader}" + (f" at {place}" if place else "")
-
-
-_EMPTY = BodyAsks({}, {})
 
 
 def _of_data(name: str, table: Op, asked: Asked) -> Asked:
@@ -325,40 +294,24 @@ def _of_data(name: str, table: Op, asked: Asked) -> Asked:
     return asked._replace(level=Need.STRICT) if is_function else NOTHING
 
 
+def _sorted(row: int, eqn: ir.Eqn, of_results: Sequence[Asked]) -> list[Asked]:
+    """What is needed of the operands of a sort: what their numbers are needed for."""
+    index, pairs = _exact(row, "is used as an index"), zip(eqn.invars, of_results, strict=False)
+    return [index if ir.is_integer(v.aval) else own for v, own in pairs]
+
+
 def _exact(row: int, reader: str) -> Asked:
     return Asked(Need.EXACT, reader, row)
-
-
-def _is_exact(asked: Asked, made_of: Sequence[ir.Atom], here: BodyAsks) -> bool:
-    """Whether what is made of values is needed exactly; of features only what is STRICT is."""
-    if asked.level < Need.EXACT or not made_of:
-        return False
-    known: Features | None = here.known
-    return asked.level >= Need.STRICT or known is None or not any(map(known.has, made_of))
 
 
 def _of_result(aval: Any) -> Asked:
     """What the caller of a program needs of a result."""
     dtype = getattr(aval, "dtype", None)
-    if dtype is None or _is_inexact(dtype):
+    if dtype is None or ir.is_inexact(aval):
         return Asked(Need.RETURNED)
     # Whole numbers of 8 bits are quantised values, and no positions.
-    is_number = dtype == np.bool_ or (_is_integer(aval) and dtype.itemsize > 1)
+    is_number = dtype == np.bool_ or (ir.is_integer(aval) and dtype.itemsize > 1)
     return Asked(Need.EXACT, "is returned as whole numbers") if is_number else NOTHING
-
-
-@functools.cache
-def _is_integer_dtype(dtype: Any) -> bool:
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.integer))
-
-
-@functools.cache
-def _is_inexact(dtype: Any) -> bool:
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
-
-
-def _is_integer(aval: Any) -> bool:
-    return _is_integer_dtype(getattr(aval, "dtype", None))
 
 
 def _is_zero_or_infinite(value: Any) -> bool:

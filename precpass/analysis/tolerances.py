@@ -45,65 +45,54 @@ class Tolerances:
         self.graph = graph
         self._residuals = _ResidualWalk(graph, facts_of)
         self._additions = _AdditionWalk(graph)
-        self._reasons: dict[int, str] = {}
         self.starts: dict[int, frozenset[int]] = {}
         """Of such a loop, the positions of the operands that its residual is made of."""
+        self.reasons: dict[int, str] = {}
+        """Why such a loop, by its equation's row, may never end in low precision, in words."""
+        for row, name in enumerate(graph.primitives):
+            if name == "while" and self._tests_residual(row):
+                at = f", at {place}," if (place := graph.source(row).place) else ""
+                self.reasons[row] = f"the loop around it{at} ends on a tolerance"
 
-    def why_may_not_end(self, row: int) -> str:
-        """Why a loop may never end in low precision, in words; "" if it does, or is no loop."""
-        if self.graph.primitives[row] != "while":
-            return ""
-        if row not in self._reasons:
-            self._reasons[row] = self._why_may_not_end(row)
-        return self._reasons[row]
-
-    def _why_may_not_end(self, row: int) -> str:
+    def _tests_residual(self, row: int) -> bool:
         (cond, at_cond), (body, at_body) = self.graph.children[row]
-        if not self._tests_residual(cond, at_cond, body, at_body):
-            return ""
-        place = self.graph.source(row).place
-        return "the loop around it" + (f", at {place}," if place else "") + " ends on a tolerance"
-
-    def _tests_residual(self, cond: ir.Body, at_cond: int, body: ir.Body, at_body: int) -> bool:
         asks = self._residuals.body(at_cond, (Asked(_DECIDES),))
         carried = ir.open_jaxpr(cond.jaxpr).invars[cond.constants :]
         asked = tuple(
-            NOTHING if self._is_progress(body, at_body, out, own) else own
+            NOTHING if own.level == _RESIDUAL and self._is_progress(row, out, own) else own
             for out, own in enumerate(asks.of.get(v, NOTHING) for v in carried)
         )
         found = self._residuals.body(at_body, asked)
-        row = self.graph.callers[at_body][0][0]
         read = zip(ir.open_jaxpr(body.jaxpr).invars, body.operands, strict=True)
         self.starts[row] = frozenset(
             operand for v, operand in read if found.of.get(v, NOTHING).level == _RESIDUAL
         )
-        return self._reaches_product(at_body, found)
+        return _reaches_product(found)
 
-    def _is_progress(self, body: ir.Body, at: int, out: int, asked: Asked) -> bool:
+    def _is_progress(self, row: int, out: int, asked: Asked) -> bool:
         """Whether a loop adds to a carry that is compared as it is, and not by a norm."""
-        if asked.level < _RESIDUAL:
-            return False
+        _, (body, at) = self.graph.children[row]
         opened = ir.open_jaxpr(body.jaxpr)
-        own = opened.invars[body.constants + out]
-        if own.aval.ndim != self.graph.eqns[asked.row].outvars[0].aval.ndim:
+        own, compared = opened.invars[body.constants + out], self.graph.eqns[asked.row].outvars[0]
+        if own.aval.ndim != compared.aval.ndim:
             return False
         results = [NOTHING] * len(opened.outvars)
         results[out] = _MOVED
         return self._additions.body(at, tuple(results)).of.get(own) == _ADDED_TO
 
-    def _reaches_product(self, at: int, asks: BodyAsks) -> bool:
-        graph = self.graph
-        residuals = (v for v, asked in asks.of.items() if asked.level == _RESIDUAL)
-        makers = (graph.maker(at, v) for v in residuals)
-        if any(maker is not None and _may_be_lowered(maker) for maker in makers):
-            return True
-        inner = (zip(graph.children[row], asks.inner[row], strict=False) for row in asks.inner)
-        return any(self._reaches_product(child, a) for pairs in inner for (_, child), a in pairs)
+
+def _reaches_product(asks: BodyAsks) -> bool:
+    inner = (body for bodies in asks.inner.values() for body in bodies)
+    return bool(asks.kept) or any(map(_reaches_product, inner))
 
 
 def _may_be_lowered(eqn: ir.Eqn) -> bool:
     is_product = eqn.primitive.name in COMPUTING and ir.precision_of(eqn.outvars[0].aval)
     return bool(is_product) and is_matrix_product(eqn) and ir.user_order(eqn) is None
+
+
+def _moves(name: str) -> bool:
+    return op(name).kind is OpKind.DATA_MOVEMENT or name in ("convert_element_type", "copy")
 
 
 class _AdditionWalk(BackwardWalk):
@@ -114,17 +103,11 @@ class _AdditionWalk(BackwardWalk):
 
     def operands(self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks) -> Sequence[Asked]:
         name = eqn.primitive.name
-        table = op(name)
         if name in ("add", "sub"):
             return [_ADDED_TO] * 2
-        moves = table.kind is OpKind.DATA_MOVEMENT or name in (
-            "convert_element_type",
-            "copy",
-            "neg",
-        )
         if name == "select_n":
             return [NOTHING, *[asked] * (len(eqn.invars) - 1)]
-        return [asked] * len(eqn.invars) if moves else ()
+        return [asked] * len(eqn.invars) if _moves(name) or name == "neg" else ()
 
 
 class _ResidualWalk(BackwardWalk):
@@ -133,15 +116,11 @@ class _ResidualWalk(BackwardWalk):
     def __init__(self, graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> None:
         super().__init__(graph, frozenset())
         self._facts_of = facts_of
-        self._loops = {
-            child: body.constants
-            for children in graph.children.values()
-            for body, child in children
-            if body.decides or body.carry
-        }
 
     def operands(self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks) -> Sequence[Asked]:
         name, invars = eqn.primitive.name, eqn.invars
+        if asked.level == _RESIDUAL and _may_be_lowered(eqn):
+            here.kept[row] = asked
         floats = [ir.precision_of(v.aval) is not None for v in invars]
         if op(name).compares and any(floats):
             tests = self._tests_tolerance(row, eqn)
@@ -163,18 +142,14 @@ class _ResidualWalk(BackwardWalk):
         return {0: asked} if is_choice else {}
 
     def _tests_tolerance(self, row: int, eqn: ir.Eqn) -> bool:
+        """Whether a comparison is with a tolerance, or of zero with a difference from one."""
         body = int(self.graph.body[row])
         if any(self._is_tolerance(body, v, alone=True) for v in eqn.invars):
             return True
-        if not any(ir.is_literal(v) and np.ndim(v.val) == 0 and v.val == 0 for v in eqn.invars):
-            return False
-        makers = [self.graph.maker(body, v) for v in eqn.invars]
-        return any(
-            maker is not None
-            and maker.primitive.name == "sub"
-            and any(self._is_tolerance(body, v, alone=False) for v in maker.invars)
-            for maker in makers
-        )
+        of_zero = any(ir.is_literal(v) and np.ndim(v.val) == 0 and v.val == 0 for v in eqn.invars)
+        makers = filter(None, (self.graph.maker(body, v) for v in eqn.invars if of_zero))
+        parts = (v for maker in makers if maker.primitive.name == "sub" for v in maker.invars)
+        return any(self._is_tolerance(body, v, alone=False) for v in parts)
 
     def _is_tolerance(self, body: int, atom: ir.Atom, *, alone: bool) -> bool:
         """Whether a threshold is a small number, a multiple by one, or given to the loop.
@@ -194,16 +169,16 @@ class _ResidualWalk(BackwardWalk):
             return any(self._is_tolerance(body, v, alone=False) for v in maker.invars)
         if name == "add":
             return all(self._is_tolerance(body, v, alone=False) for v in maker.invars)
-        moves = op(name).kind is OpKind.DATA_MOVEMENT or name == "convert_element_type"
-        return moves and self._is_tolerance(body, maker.invars[0], alone=alone)
+        return _moves(name) and self._is_tolerance(body, maker.invars[0], alone=alone)
 
     def _number(self, body: int, atom: ir.Atom) -> tuple[float | None, bool]:
         """An operand's number, if it is known, and whether it is an unknown one given to a loop."""
         if ir.is_literal(atom):
             return (float(atom.val) if np.ndim(atom.val) == 0 else None), False
+        loops = [loop for _, loop in self.graph.callers[body] if loop.decides or loop.carry]
         invars, is_given = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars, False
-        if body in self._loops and atom in invars:
-            is_given = invars.index(atom) < self._loops[body]
+        if loops and atom in invars:
+            is_given = invars.index(atom) < loops[0].constants
             if not is_given:  # what is known of the condition's operands is of the first trip alone
                 return None, False
         facts = [f.of(atom) for f in self._facts_of.get(body, ())]

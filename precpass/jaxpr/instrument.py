@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
@@ -23,6 +22,7 @@ from precpass.jaxpr.primitives.scaling import rounds_to_eight_bits
 from precpass.jaxpr.reading import (
     Source,
     consts_of,
+    is_inexact,
     is_literal,
     open_jaxpr,
     scope_of,
@@ -237,7 +237,7 @@ class Watch:
 
     def sees(self, eqn: Eqn) -> bool:
         """Whether an equation without bodies has a row."""
-        inexact = any(_is_inexact(v.aval) for v in eqn.outvars)
+        inexact = any(is_inexact(v.aval) for v in eqn.outvars)
         return inexact and id(eqn) not in self.dead and self.look.sees(eqn)
 
     def none(self, places: int) -> Record:
@@ -287,13 +287,6 @@ class Watch:
         return trip + np.int32(1), self.look.joined(before, self.look.in_trip(record, trip))
 
 
-def _is_inexact(x: Any) -> bool:
-    dtype = getattr(x, "dtype", None)
-    if dtype is None or hasattr(x, "inner_aval"):  # a token or a reference
-        return False
-    return jnp.issubdtype(dtype, jnp.inexact)
-
-
 def varying(x: Any) -> Any:
     """An array, typed as one that may differ between the shards of a `shard_map` around it.
 
@@ -308,7 +301,7 @@ def varying(x: Any) -> Any:
 def _place(eqn: Eqn) -> Place:
     # Of such an equation the first result counts, also if it is int8, and not the float32 scale.
     is_rounding = rounds_to_eight_bits(eqn)
-    result = next(v.aval for v in eqn.outvars if is_rounding or _is_inexact(v.aval))
+    result = next(v.aval for v in eqn.outvars if is_rounding or is_inexact(v.aval))
     place = dataclasses.replace(place_of(eqn), dtype=str(result.dtype), shape=tuple(result.shape))
     return dataclasses.replace(place, is_entered=not hidden_jaxprs(eqn))
 

@@ -21,7 +21,7 @@ from precpass.jaxpr.bodies import bodies, with_bodies
 from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
 from precpass.jaxpr.instrument import Enter, Entered, Place, Ran, Watch
 from precpass.jaxpr.instrument_bodies import DROPS_RULES, entered
-from precpass.jaxpr.reading import is_literal, open_jaxpr
+from precpass.jaxpr.reading import is_inexact, is_literal, open_jaxpr
 from precpass.jaxpr.types import Eqn, Jaxpr
 
 __all__ = ["UNBOUNDED", "has_loops", "with_bounded_loops"]
@@ -112,7 +112,8 @@ def _with_rules(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
         results, record, _ = watch.run(jaxpr, args)
         stopped = jnp.any(record[:, 1] > 0)
         marked = [
-            lax.select(stopped, lax.full_like(x, np.nan), x) if _floats(x) else x for x in results
+            lax.select(stopped, lax.full_like(x, np.nan), x) if is_inexact(x) else x
+            for x in results
         ]
         return marked
 
@@ -148,9 +149,4 @@ def _read(jaxpr: Any, results: set[int]) -> tuple[set[int], bool]:
         if not needed.isdisjoint(eqn.outvars):
             needed.update(v for v in eqn.invars if not is_literal(v))
     at = {i for i, v in enumerate(jaxpr.invars) if v in needed}
-    return at, any(map(_floats, needed))
-
-
-def _floats(x: Any) -> bool:
-    dtype = getattr(getattr(x, "aval", x), "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    return at, any(is_inexact(v.aval) for v in needed)

@@ -67,6 +67,21 @@ def precision_of(aval: Aval) -> Precision | None:
         return None
 
 
+def is_inexact(x: Any) -> bool:
+    """Whether a value holds floating or complex numbers; a token or a reference does not."""
+    return _is_kind(getattr(x, "dtype", None), jnp.inexact) and not hasattr(x, "inner_aval")
+
+
+def is_integer(x: Any) -> bool:
+    """Whether a value holds whole numbers."""
+    return _is_kind(getattr(x, "dtype", None), jnp.integer)
+
+
+@functools.cache
+def _is_kind(dtype: Any, kind: type) -> bool:
+    return dtype is not None and bool(jnp.issubdtype(dtype, kind))
+
+
 def parts_of(aval: Aval) -> Precision | None:
     """As `precision_of`, and of a complex value the precision of its parts."""
     return PARTS.get(getattr(aval, "dtype", None))

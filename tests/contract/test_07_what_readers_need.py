@@ -503,6 +503,19 @@ def test_one_call_of_a_shared_function_does_not_speak_for_another():
     assert identical(floor, want)
 
 
+def test_a_caller_that_gives_features_does_not_speak_for_another():
+    @jax.jit
+    def cells(x, w):
+        return jnp.floor(x @ w)
+
+    def fn(x, w):
+        return cells(jax.nn.silu(x @ w), w), cells(x, w)
+
+    x = 20 * B
+    (_, found), want = run(fn, pp.AutoMixedBf16, x, A), fn(x, A)[1]
+    assert identical(found, want)
+
+
 def symexp(x, xp=np):
     return (xp.sign(x) * xp.expm1(xp.abs(x))).astype(np.float32)
 

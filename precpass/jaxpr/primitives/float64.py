@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from precpass.jaxpr.binding import evaluate, trace
-from precpass.jaxpr.reading import consts_of, open_jaxpr, out_avals
+from precpass.jaxpr.reading import consts_of, is_inexact, open_jaxpr, out_avals
 from precpass.jaxpr.types import Eqn, Jaxpr
 from precpass.jaxpr.weak import WeakIdMap
 
@@ -90,10 +90,6 @@ def _jitted(jaxpr: Jaxpr) -> Any:
     return jitted
 
 
-def _is_inexact(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
 def _merge(mask: Sequence[bool], first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
     """Operands in their order: those where `mask` is set come from `first`."""
     chosen, others = iter(first), iter(second)
@@ -110,7 +106,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Jaxpr) -> An
     primals = [x if isinstance(x, jax.core.Tracer) else jnp.asarray(x) for x in primals]
     moves = [not isinstance(t, ad.Zero) for t in tangents]
     moving_tangents, _ = _split(moves, tangents)
-    inexact = [_is_inexact(a) for a in out_avals(jaxpr)]
+    inexact = [is_inexact(a) for a in out_avals(jaxpr)]
 
     def tangent(*args: Any) -> list[Any]:
         moving, still = _split(moves, args[: len(moves)])
