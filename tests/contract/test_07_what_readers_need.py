@@ -35,6 +35,7 @@ INTEGERS = {
     "floor": (lambda x, w: jnp.floor(x @ w).astype(jnp.int32), (POSITIONS, CELLS)),
     "a cast": (lambda x, w: (x @ w).astype(jnp.int32), (POSITIONS, CELLS)),
     "rounded and returned as a float": (lambda *a: jnp.round(one_hot_gather(*a)), (ORDER, IDS)),
+    "of two bytes": (lambda x, w: jnp.floor(x @ w).astype(jnp.int16), (POSITIONS, CELLS)),
     "ids": (lambda *a: one_hot_gather(*a).astype(jnp.int32), (ORDER, IDS)),
     "equality": (lambda order, ids: one_hot_gather(order, ids) == ids[order], (ORDER, IDS)),
     "an index": (lambda x, w: jnp.arange(4000.0)[jnp.floor(x @ w).astype(int)], (POSITIONS, CELLS)),
