@@ -1,7 +1,8 @@
 """What MkDocs writes into pages when it builds them.
 
 `<!-- reasons -->` becomes the reasons of a plan and their remedies, `<!-- version -->` the version,
-and `<!-- file: PATH -->` a Python file beside the page. The changelog of the repository is a page.
+`<!-- readme: TITLE -->` the section of README with that title, and `<!-- file: PATH -->` a Python
+file beside the page. The changelog of the repository is a page.
 """
 
 import re
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACE = "<!-- reasons -->"
 VERSION = "<!-- version -->"
 FILE = re.compile(r"^<!-- file: (\S+) -->$", re.MULTILINE)
+SECTION = re.compile(r"^<!-- readme: (.+) -->$", re.MULTILINE)
 CHANGELOG = "changelog.md"
 
 
@@ -42,10 +44,17 @@ def tables() -> str:
     return "\n".join(lines)
 
 
-def changelog() -> str:
-    """The changelog of the repository, with links from the root of the site."""
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    return text.replace("](docs/pages/", "](")
+def of_repository(name: str) -> str:
+    """A document in the repository's root, with links from the root of the site."""
+    return (ROOT / name).read_text(encoding="utf-8").replace("](docs/pages/", "](")
+
+
+def section(match: re.Match[str]) -> str:
+    """The section of README that a page asks for by its title, without the title."""
+    _, found, rest = of_repository("README.md").partition(f"\n## {match[1]}\n")
+    if not found:
+        raise ValueError(f"README.md has no section {match[1]!r}")
+    return rest.partition("\n## ")[0].strip()
 
 
 def on_config(config: Any, **_: Any) -> Any:
@@ -57,12 +66,12 @@ def on_config(config: Any, **_: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """MkDocs calls it with each page's text."""
     if page.file.src_uri == CHANGELOG:
-        return changelog()
+        return of_repository("CHANGELOG.md")
     folder = Path(page.file.abs_src_path).parent
 
     def block(match: re.Match[str]) -> str:
         text = (folder / match[1]).read_text(encoding="utf-8")
         return f"```python\n{text}```"
 
-    markdown = FILE.sub(block, markdown).replace(VERSION, __version__)
+    markdown = SECTION.sub(section, FILE.sub(block, markdown)).replace(VERSION, __version__)
     return markdown.replace(PLACE, tables()) if PLACE in markdown else markdown
