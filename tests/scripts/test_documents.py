@@ -64,6 +64,23 @@ def test_readme_is_short_and_every_page_is_in_the_navigation():
         assert path.relative_to(PAGES).as_posix() in navigation, path
 
 
+def test_the_changelog_is_short_and_grouped_as_keep_a_changelog_has_it():
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 150
+    groups = [line.removeprefix("### ") for line in lines if line.startswith("### ")]
+    every = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+    assert groups == [group for group in every if group in groups]
+    assert all(line == "## [Unreleased]" for line in lines if line.startswith("## "))
+
+
+def test_the_picture_on_the_home_page_is_what_its_code_draws(tmp_path, monkeypatch):
+    (code,) = code_of(PAGES / "index.md")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "network.py", "exec"), {})
+    drawn = (tmp_path / "network.svg").read_text(encoding="utf-8")
+    assert drawn == (PAGES / "network.svg").read_text(encoding="utf-8")
+
+
 def test_the_reference_has_all_that_is_exported():
     text = (PAGES / "reference" / "api.md").read_text(encoding="utf-8")
     presets = {name for name in pp.__all__ if isinstance(getattr(pp, name), pp.PrecisionPolicy)}
