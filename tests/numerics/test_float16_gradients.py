@@ -13,7 +13,7 @@ import precpass as pp
 
 W, X = jnp.ones((4, 4)), jnp.ones((2, 4))
 STEP = jnp.float32(8.0)
-SOMEWHERE = pp.DynamicLossScale()
+SOMEWHERE = pp.loss_scale.DynamicLossScale()
 
 
 @pytest.fixture(autouse=True)
@@ -76,15 +76,19 @@ FINE: dict[str, Callable[[], Any]] = {
 
 
 def scaled_inside() -> None:
-    pp.auto_mixed(pp.scaled_value_and_grad(loss), "f16")(pp.StaticLossScale(8.0), W, X)
+    pp.auto_mixed(pp.loss_scale.scaled_value_and_grad(loss), "f16")(
+        pp.loss_scale.StaticLossScale(8.0), W, X
+    )
 
 
 def scaled_outside() -> None:
-    pp.scaled_value_and_grad(pp.auto_mixed(loss, "f16"))(pp.NoOpLossScale(), W, X)
+    pp.loss_scale.scaled_value_and_grad(pp.auto_mixed(loss, "f16"))(
+        pp.loss_scale.NoOpLossScale(), W, X
+    )
 
 
 def by_the_optimizer() -> None:
-    optimizer = pp.scaled_optimizer(optax.sgd(1.0))
+    optimizer = pp.loss_scale.scaled_optimizer(optax.sgd(1.0))
     state = optimizer.init(W)
     mixed = pp.auto_mixed(loss, "f16")
     jax.jit(jax.grad(lambda w, state: mixed(w, X) * state.scale.value))(W, state)
@@ -105,13 +109,13 @@ def by_an_argument() -> None:
     def scaled(w: Any, scale: Any) -> Any:
         return scale.scale(pp.auto_mixed(loss, "f16")(w, X))
 
-    jax.value_and_grad(scaled)(W, pp.StaticLossScale(8.0))
+    jax.value_and_grad(scaled)(W, pp.loss_scale.StaticLossScale(8.0))
 
 
 def by_equinox() -> None:
     import equinox as eqx
 
-    scale = pp.StaticLossScale(8.0)
+    scale = pp.loss_scale.StaticLossScale(8.0)
     eqx.filter_grad(lambda w: scale.scale(pp.auto_mixed(loss, "f16")(w, X)))(W)
 
 
@@ -150,7 +154,7 @@ def test_who_uses_a_loss_scale_hears_nothing(call: Callable[[], Any]):
 def test_a_scale_of_another_program_and_an_imported_jmp_do_not_silence_it():
     import jmp
 
-    other = pp.StaticLossScale(8.0), jmp.DynamicLossScale(STEP)
+    other = pp.loss_scale.StaticLossScale(8.0), jmp.DynamicLossScale(STEP)
     assert other[0].unscale(jmp.StaticLossScale(STEP).scale(STEP)) == STEP
     for call in (UNSCALED["inside"], UNSCALED["outside"]):
         assert any("without a loss scale" in text for text in said(call))

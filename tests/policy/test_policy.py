@@ -19,12 +19,10 @@ from precpass import (
     AutoMixedConservativeF16,
     AutoMixedF16,
     Custom,
-    OpKind,
-    Precision,
-    PrecisionPolicy,
     Rule,
 )
 from precpass.policy.presets import EIGHT_BIT_PRESETS, PRESETS, AutoMixedF8, AutoMixedInt8
+from precpass.types import OpKind, Precision, PrecisionPolicy
 from tests.support.values import stable_id
 
 KINDS = (
@@ -214,7 +212,7 @@ def test_a_policy_survives_pickling_copying_and_its_own_repr(policy):
         pickle.loads(pickle.dumps(policy)),
         dataclasses.replace(policy),
         eval(repr(policy)),
-        eval(repr(policy), {}, vars(pp)),
+        eval(repr(policy), {}, vars(pp) | vars(pp.types)),
     ):
         assert again == policy
         assert hash(again) == hash(policy)

@@ -64,7 +64,7 @@ def test_symbolic_dimensions_are_refused_by_name():
     with pytest.raises(TypeError, match=r"w\['kernel'\] has the symbolic dimension 2\*m: give a"):
         pp.audit(lambda x, w: x @ w["kernel"])(wide, {"kernel": of(f32, 8, m)})
     x = jax.ShapeDtypeStruct((n, 4), jnp.float32)
-    profiled = pp.profile(lambda x: x @ x.T, ["AutoMixedBf16"], rounds=0, devices=())
+    profiled = pp.report.profile(lambda x: x @ x.T, ["AutoMixedBf16"], rounds=0, devices=())
     with pytest.raises(TypeError, match=r"profile compiles .* x has the symbolic dimension n"):
         profiled(x)
     with pytest.raises(TypeError, match="x has the symbolic dimension n"):
@@ -173,7 +173,7 @@ def test_what_a_jitted_function_of_jax_does_stands_at_its_call():
 
 
 @pytest.fixture(scope="module")
-def changed() -> pp.Audit:
+def changed() -> pp.report.Audit:
     """One product that runs in float32 and one as planned."""
 
     def fn(x, w):

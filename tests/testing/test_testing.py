@@ -139,9 +139,9 @@ def test_a_line_has_its_products(pattern):
 
 def test_a_file_and_a_kind_have_theirs():
     assert_precision(model, (X, W), {"test_testing.py": "bf16"})
-    assert_precision(model, (X, W), {pp.OpKind.COMPUTE: {"bf16": 2}, "tanh": "f32"})
+    assert_precision(model, (X, W), {pp.types.OpKind.COMPUTE: {"bf16": 2}, "tanh": "f32"})
     with pytest.raises(AssertionError, match=r"not f32 as OpKind.COMPUTE asks"):
-        assert_precision(model, (X, W), {pp.OpKind.COMPUTE: "f32"})
+        assert_precision(model, (X, W), {pp.types.OpKind.COMPUTE: "f32"})
 
 
 def test_numbers_of_equations_are_held_against_those_of_the_program():
