@@ -81,7 +81,7 @@ def test_name_doc_and_the_function_itself_are_kept():
     assert repr(mixed) == "<auto_mixed square, policy='default'>"
     assert (
         repr(pp.auto_mixed(square, policy="AutoMixed"))
-        == "<auto_mixed square, policy=AutoMixedF16>"
+        == "<auto_mixed square, policy=AutoMixed (float16)>"
     )
 
 

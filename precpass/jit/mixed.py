@@ -232,7 +232,10 @@ class Mixed(Generic[P, R_co]):
         return Mixed, (self.__wrapped__, self.policy, self.jit_options, self.profitability)
 
     def __repr__(self) -> str:
-        return f"<auto_mixed {_shown(self.__wrapped__)}, policy={self.policy or 'default'!r}>"
+        policy = repr(self.policy or "default")
+        if self.policy is not None and self.policy.alias:
+            policy = policy.replace(self.policy.name, self.policy.title, 1)
+        return f"<auto_mixed {_shown(self.__wrapped__)}, policy={policy}>"
 
 
 def _shown(fn: Callable[..., Any]) -> str:

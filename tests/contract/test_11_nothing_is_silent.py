@@ -155,7 +155,7 @@ SELECTS = {
 def test_a_policy_that_lowered_nothing_warns(name, policy):
     """Programs in which no policy may lower anything."""
     found = messages(SELECTS[name], policy, jnp.ones(4))
-    assert len(found) == 1 and policy.name in found[0] and "lowered nothing" in found[0]
+    assert len(found) == 1 and policy.title in found[0] and "lowered nothing" in found[0]
 
 
 def test_it_warns_when_it_is_called_and_says_why():

@@ -108,7 +108,7 @@ def test_options_of_auto_mixed_count():
     assert found.products == 1
     # XLA:CPU has no kernel for float16
     assert kinds(found) == ["product widened"]
-    assert "AutoMixedF16: " in found.findings[0].reason
+    assert "AutoMixed (float16): " in found.findings[0].reason
     # and its own policy gives way to one that is asked for
     assert pp.audit(mixed, "AutoMixedBf16")(jnp.ones((8, 8)), 3, "tanh").ok
 
@@ -164,7 +164,7 @@ def test_what_a_jitted_function_of_jax_does_stands_at_its_call():
     assert {(f.source.line, f.operation) for f in found.findings} == {
         (line, "conv_general_dilated")
     }
-    assert all("AutoMixedF16: compute in f16" in f.reason for f in found.findings)
+    assert all("AutoMixed (float16): compute in f16" in f.reason for f in found.findings)
     # of two calls none is better than a wrong one
     assert {f.source.line for f in audited(twice, of(f32, 8), policy=pp.AutoMixed).findings} == {0}
 

@@ -41,7 +41,7 @@ def rows(fn: Callable[..., Any], policies: Any, *args: Any, **options: Any) -> d
 def test_errors_are_those_of_numpy_in_float64():
     wide = np.asarray(X, np.float64) @ np.asarray(W, np.float64)
     found = rows(product, [*BOTH, "AutoMixed"], X, W)
-    assert list(found) == [*BOTH, "AutoMixed"]
+    assert list(found) == [*BOTH, "AutoMixed (float16)"]
     for name, row in found.items():
         got = np.asarray(pp.auto_mixed(product, policy=name)(X, W), np.float64)
         d = got - wide
@@ -405,7 +405,7 @@ def test_names():
     assert found["c=f16"].policy == pp.AutoMixed
     assert list(rows(product, {"a": "AutoMixed", "b": product}, X, W)) == ["a", "b"]
     assert list(rows(product, [product, product], X, W)) == ["product", "product (2)"]
-    assert list(rows(product, pp.AutoMixed, X, W)) == ["AutoMixedF16"]
+    assert list(rows(product, pp.AutoMixed, X, W)) == ["AutoMixed (float16)"]
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,9 @@ def test_bad_input(policies, options, error, text):
 
 def test_shapes_and_tracers_are_refused():
     compared = pp.compare(product, BOTH, rounds=0)
-    with pytest.raises(TypeError, match=r"x must hold arrays, not ShapeDtypeStruct.*`precpass.report.profile`"):
+    with pytest.raises(
+        TypeError, match=r"x must hold arrays, not ShapeDtypeStruct.*`precpass.report.profile`"
+    ):
         compared(jax.ShapeDtypeStruct((2, 2), jnp.float32), W)
     with pytest.raises(TypeError, match="outside of jit"):
         jax.jit(lambda x: compared(x, W))(X)

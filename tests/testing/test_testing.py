@@ -250,7 +250,7 @@ def test_an_edit_that_widens_a_product_fails_with_the_difference(tmp_path):
         assert_plan(model, (X, W), tmp_path / "plan.json", "AutoMixed")
     text = str(failed.value)
     assert text.splitlines()[0].startswith("2 equations are not in the precision that ")
-    assert "in f16, not bf16 as it was saved  [AutoMixedF16: compute in f16]" in text
+    assert "in f16, not bf16 as it was saved  [AutoMixed (float16): compute in f16]" in text
     # an edit: the product is ordered to be wide
     text = not_in_plan(broken, tmp_path / "plan.json")
     assert text.splitlines()[1].endswith("lax.dot(x, w, precision=precision))")
