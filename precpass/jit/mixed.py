@@ -25,7 +25,10 @@ from precpass.policy.policy import PrecisionPolicy
 __all__ = ["Mixed"]
 
 
-_REPORTS = frozenset(("inspect", "explain", "compare", "audit", "bisect", "profile"))
+_REPORTS = {
+    **{name: name for name in ("inspect", "explain", "compare", "audit", "bisect")},
+    "profile": "report.profile",
+}
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -204,8 +207,8 @@ class Mixed(Generic[P, R_co]):
     def __getattr__(self, name: str) -> Any:
         if name in _REPORTS:
             raise AttributeError(
-                f"an auto_mixed function has no {name}: write precpass.{name}(f)(...), with the "
-                "function's arguments in the second parentheses"
+                f"an auto_mixed function has no {name}: write precpass.{_REPORTS[name]}(f)(...), "
+                "with the function's arguments in the second parentheses"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

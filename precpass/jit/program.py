@@ -16,7 +16,8 @@ from precpass.jit.arguments import Declared, Static, arguments, dynamic_leaves
 from precpass.jit.errors import note_source, user_stacklevel
 from precpass.jit.own_arrays import with_own_arrays
 from precpass.jit.region import Region, traced_in, tracing, use_policy
-from precpass.jit.traced import checked_plan, rewritten
+from precpass.jit.traced import checked_plan, lowers_to_float16, rewritten
+from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.scopes import FIXED_SCOPE
@@ -33,6 +34,7 @@ class Written:
         name: the user's name for it, for errors.
         declared: its static arguments.
         jitted: its `jax.jit`; all policies share its traces.
+        is_in_float16: whether a plan of it has had a matrix product in float16.
     """
 
     def __init__(self, fn: Callable[..., Any], name: str, declared: Declared) -> None:
@@ -40,6 +42,7 @@ class Written:
         self.name = name
         self.declared = declared
         self.jitted: Any = jax.jit(fn, **declared.options)
+        self.is_in_float16 = False
 
     def trace(
         self,
@@ -107,6 +110,7 @@ class Written:
                 warnings.warn(text.format(reason), PrecisionWarning, stacklevel=user_stacklevel())
                 return self.fn(*args, **kwargs)
             plan = checked_plan(call, policy, scope, self.name)
+            self.is_in_float16 |= lowers_to_float16(plan)
             new, _ = rewritten(call.jaxpr, plan, region, policy, scope)
             try:
                 results = ir.run(call, new)
@@ -169,9 +173,10 @@ class Program:
         """`jitted`, marked as fixed if an enclosing function must leave it alone."""
         known = self._calls.get(region)
         if known is None:
-            jitted = self.jitted(region)
-            fixed = region.resolve(self.policy).is_fixed
-            known = self._calls.setdefault(region, _marked(jitted) if fixed else jitted)
+            call, resolved = self.jitted(region), region.resolve(self.policy)
+            if resolved.policy is not None and resolved.policy.low is Precision.F16:
+                call = _warning_of_gradients(self.written, call)
+            known = self._calls.setdefault(region, _marked(call) if resolved.is_fixed else call)
         return known
 
     def clear_cache(self) -> None:
@@ -209,6 +214,25 @@ NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
 )
 """The errors of code that needs a tracer's value, which it has if jit is disabled."""
+
+
+def _warning_of_gradients(written: Written, jitted: Callable[..., Any]) -> Callable[..., Any]:
+    """`jitted`, which warns of each gradient in float16 of a function that calls it.
+
+    JAX transposes a program once. So the first gradient is warned of where that happens, and the
+    gradients of other functions when they call this one.
+    """
+    was_differentiated = False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal was_differentiated
+        if any(map(ir.is_differentiated, jax.tree.leaves((args, kwargs)))):
+            if was_differentiated and written.is_in_float16:
+                warn_of_unscaled_gradient(only_by_grad=True)
+            was_differentiated = True
+        return jitted(*args, **kwargs)
+
+    return call
 
 
 def _marked(jitted: Callable[..., Any]) -> Callable[..., Any]:

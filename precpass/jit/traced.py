@@ -33,7 +33,7 @@ from precpass.policy.scopes import clean_scope, join_scopes
 from precpass.policy.warned import PrecisionWarning, quietly
 from precpass.rewrite.rewriter import Rewriter
 
-__all__ = ["LoopStopped", "Traced", "checked_plan", "rewritten"]
+__all__ = ["LoopStopped", "Traced", "checked_plan", "lowers_to_float16", "rewritten"]
 
 
 class LoopStopped(Exception):
@@ -214,8 +214,8 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
     for text in texts:
         warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
     # also where a rule or a `keep` alone asks for float16
-    if _lowers_to_float16(plan) and ir.takes_plain_gradient(call.jaxpr):
-        warn_of_unscaled_gradient()
+    if lowers_to_float16(plan) and ir.takes_plain_gradient(call.jaxpr):
+        warn_of_unscaled_gradient(name)
     return plan
 
 
@@ -260,7 +260,8 @@ _NOT_COMPILED = (
 )
 
 
-def _lowers_to_float16(plan: Plan) -> bool:
+def lowers_to_float16(plan: Plan) -> bool:
+    """Whether a plan lowers anything to float16."""
     return any(d.action is Action.LOWER and d.compute is Precision.F16 for d in plan.walk())
 
 

@@ -22,10 +22,10 @@ def without_products(x: Any) -> Any:
     return jnp.tanh(x)
 
 
-def warned() -> str:
+def warned(policy: Any) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        pp.auto_mixed(without_products, "AutoMixed")(X)
+        pp.auto_mixed(lambda x: without_products(x), policy)(X)
     return "\n".join(str(warning.message) for warning in caught)
 
 
@@ -46,7 +46,7 @@ REPORTS: dict[str, Callable[[Any], Any]] = {
     "bisection": lambda policy: pp.bisect(loss, policy, 0.5)(W, X),
     "function": lambda policy: repr(pp.auto_mixed(loss, policy)),
     "rung": lambda policy: pp.with_fallback(loss, (policy, "f32"))(W, X)[1],
-    "warning": lambda _: warned(),
+    "warning": warned,
 }
 
 
@@ -59,7 +59,7 @@ def test_automixed_is_printed_with_its_format(report: str, policy: Any):
     assert text.count("AutoMixed") - text.count("AutoMixedBf16") == text.count(TITLE)
 
 
-@pytest.mark.parametrize("report", sorted(REPORTS.keys() - {"warning"}))
+@pytest.mark.parametrize("report", REPORTS)
 def test_a_name_that_says_its_format_stays(report: str):
     text = str(REPORTS[report]("AutoMixedF16"))
     assert "AutoMixedF16" in text and TITLE not in text
@@ -96,6 +96,15 @@ def test_the_command_line_prints_it_so(command: str, tmp_path: Any, capsys: Any)
     main([name, *given, *options])
     printed = capsys.readouterr().out
     assert TITLE in printed and "AutoMixedF16" not in printed
+
+
+def test_two_names_of_one_policy_are_printed_as_they_were_given():
+    for name, other in (("AutoMixed", "AutoMixedF16"), ("AutoMixedF16", "AutoMixed")):
+        for given in (name, other):
+            with pytest.warns(pp.PrecisionWarning) as caught:
+                pp.auto_mixed(without_products, given)(jnp.ones(len(given) + len(name)))
+            title = pp.types.PrecisionPolicy.parse(given).title
+            assert str(caught[0].message).startswith(f"{title} lowered nothing")
 
 
 def test_the_help_has_the_name_with_its_format(capsys: Any):
