@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, over
 import jax
 
 from precpass.devices.detect import committed_device, planned_for
+from precpass.jaxpr import DIFFERENTIATED
 from precpass.jit import region as regions
 from precpass.jit.arguments import unwrapped
 from precpass.jit.calls import Stage
@@ -93,6 +94,11 @@ class Mixed(Generic[P, R_co]):
                     self._explain(error)
                     raise
             else:
+                first: Any = out
+                if type(first) is tuple and first:
+                    first = first[0]
+                if type(first).__name__ in DIFFERENTIATED:
+                    self._programs.whole.note_gradient(region)
                 return out if crossing.direct else unwrapped(out)
         return self._call_in_steps(args, kwargs)
 

@@ -156,6 +156,20 @@ class Program:
         jax.jit(fn, **options)
         self._jitted: dict[Region, Any] = {}
         self._calls: dict[Region, Callable[..., Any]] = {}
+        self._differentiated = set[Region]()
+
+    def note_gradient(self, region: Region) -> None:
+        """Warns of the gradient of a function that called this one, if it is one in float16.
+
+        JAX transposes a program once. So the first gradient is warned of where that happens, and
+        the gradients of other functions here. This is called where the result, or the first of
+        several, is being differentiated.
+        """
+        policy = region.resolve(self.policy).policy
+        if policy is not None and policy.low is Precision.F16 and self.written.is_in_float16:
+            if region in self._differentiated:
+                warn_of_unscaled_gradient(only_by_grad=True)
+            self._differentiated.add(region)
 
     def jitted(self, region: Region) -> Any:
         """The `jax.jit` function that a call in a region runs."""
@@ -173,10 +187,9 @@ class Program:
         """`jitted`, marked as fixed if an enclosing function must leave it alone."""
         known = self._calls.get(region)
         if known is None:
-            call, resolved = self.jitted(region), region.resolve(self.policy)
-            if resolved.policy is not None and resolved.policy.low is Precision.F16:
-                call = _warning_of_gradients(self.written, call)
-            known = self._calls.setdefault(region, _marked(call) if resolved.is_fixed else call)
+            jitted = self.jitted(region)
+            fixed = region.resolve(self.policy).is_fixed
+            known = self._calls.setdefault(region, _marked(jitted) if fixed else jitted)
         return known
 
     def clear_cache(self) -> None:
@@ -186,6 +199,7 @@ class Program:
             jitted.clear_cache()
         self._jitted.clear()
         self._calls.clear()
+        self._differentiated.clear()
 
     def shifted_options(self, *, donates: bool = True) -> dict[str, Any]:
         """`options` for a function with one more first argument and one more last result.
@@ -214,25 +228,6 @@ NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
 )
 """The errors of code that needs a tracer's value, which it has if jit is disabled."""
-
-
-def _warning_of_gradients(written: Written, jitted: Callable[..., Any]) -> Callable[..., Any]:
-    """`jitted`, which warns of each gradient in float16 of a function that calls it.
-
-    JAX transposes a program once. So the first gradient is warned of where that happens, and the
-    gradients of other functions when they call this one.
-    """
-    was_differentiated = False
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal was_differentiated
-        if any(map(ir.is_differentiated, jax.tree.leaves((args, kwargs)))):
-            if was_differentiated and written.is_in_float16:
-                warn_of_unscaled_gradient(only_by_grad=True)
-            was_differentiated = True
-        return jitted(*args, **kwargs)
-
-    return call
 
 
 def _marked(jitted: Callable[..., Any]) -> Callable[..., Any]:
