@@ -161,7 +161,7 @@ def tracing(fn: Callable[..., Any], args: Sequence[Any]) -> dict[str, Callable[[
     def again(*xs: Any) -> Any:
         return jax.core.eval_jaxpr(getattr(closed, "jaxpr", closed), closed.consts, *xs)
 
-    def through(policy: pp.PrecisionPolicy) -> Any:
+    def through(policy: pp.types.PrecisionPolicy) -> Any:
         return pp.auto_mixed(new(), policy=policy).trace(*args)
 
     return {

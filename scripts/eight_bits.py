@@ -3,9 +3,9 @@
 Three programs run forward: one product, a perceptron of eight layers, and a byte-level
 transformer (scripts/bench_models). Each runs in float32; in bfloat16, with weights that are cast in
 the call and with weights that were cast before; and in int8, with weights that are rounded in the
-call, with those of `precpass.quantized`, and also with the scales of an earlier call
-(`precpass.delayed_scaling`). Times are medians of interleaved rounds, ratios those within rounds.
-XLA's own kernels for products of these formats, without scales, are timed too.
+call, with those of `precpass.quant.quantized`, and also with the scales of an earlier call
+(`precpass.quant.delayed_scaling`). Times are medians of interleaved rounds, ratios those within
+rounds. XLA's own kernels for products of these formats, without scales, are timed too.
 
 With --targets the programs of `eight_bits_compiled` are compiled for devices instead.
 
@@ -100,8 +100,8 @@ def columns(fn: Program, params: Any, data: Any) -> dict[str, tuple[Program, Any
     # A single product is a first and last layer, so that only a rule multiplies it in 8 bits.
     rule = pp.Rule(primitive="dot_general", precision="int8")
     policy = pp.AutoMixedBf16.with_rules(rule) if fn is product else pp.AutoMixedInt8
-    int8, small = pp.auto_mixed(fn, policy), pp.quantized(fn, policy)(params, data)
-    delayed = pp.delayed_scaling(fn, policy)
+    int8, small = pp.auto_mixed(fn, policy), pp.quant.quantized(fn, policy)(params, data)
+    delayed = pp.quant.delayed_scaling(fn, policy)
 
     def of_ready(low: Any, data: Any) -> Any:
         wide = jax.tree.map(lambda a: a.astype(jnp.float32), low)
@@ -193,7 +193,7 @@ def trained(steps: int) -> list[list[Any]]:
     wanted = flat(jax.jit(gradient)(model.params, data[0])[1])
     rows: list[list[Any]] = []
     for name, (policy, is_delayed) in TRAINED.items():
-        delayed = pp.delayed_scaling(gradient, policy) if is_delayed else None
+        delayed = pp.quant.delayed_scaling(gradient, policy) if is_delayed else None
         scales = delayed.init(model.params, data[0]) if delayed else None
 
         def graded(

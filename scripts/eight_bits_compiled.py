@@ -110,8 +110,8 @@ def of_large() -> dict[str, Any]:
         ):
             eight = jax.ShapeDtypeStruct(shape, dtype)
             per_row = LARGE if precision == "int8" else 1
-            x = pp.QuantizedArray(eight, jax.ShapeDtypeStruct((per_row, 1), jnp.float32))
-            w = pp.QuantizedArray(eight, jax.ShapeDtypeStruct((1, per_row), jnp.float32))
+            x = pp.quant.QuantizedArray(eight, jax.ShapeDtypeStruct((per_row, 1), jnp.float32))
+            w = pp.quant.QuantizedArray(eight, jax.ShapeDtypeStruct((1, per_row), jnp.float32))
             policy = pp.AutoMixedBf16.with_rules(
                 pp.Rule(primitive="dot_general", precision=precision)
             )
@@ -200,7 +200,7 @@ def compiled_part() -> dict[str, Any]:
     x = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
     wide, low = (jax.ShapeDtypeStruct(WEIGHT, dtype) for dtype in (jnp.float32, jnp.bfloat16))
     ready = {
-        precision: pp.QuantizedArray(
+        precision: pp.quant.QuantizedArray(
             jax.ShapeDtypeStruct(x.shape, dtype), jax.ShapeDtypeStruct((rows, 1), jnp.float32)
         )
         for precision, dtype, rows in (("int8", jnp.int8, 1024), ("f8", jnp.float8_e4m3fn, 1))
@@ -213,12 +213,12 @@ def compiled_part() -> dict[str, Any]:
             policy = pp.AutoMixedBf16.with_rules(
                 pp.Rule(primitive="dot_general", precision=precision)
             )
-            small = pp.quantized(product, policy)(wide, x)
+            small = pp.quant.quantized(product, policy)(wide, x)
             single = pp.auto_mixed(product, policy)
             one = figure(target, single, small, x)
             both = figure(target, single, small, ready[precision])
             ratios = [None if v is None else round(v / base, 2) for v in (both, one)]
-            delayed = pp.delayed_scaling(perceptron, policy, history=4)
+            delayed = pp.quant.delayed_scaling(perceptron, policy, history=4)
             scales = jax.eval_shape(delayed.init, [small] * 6, x)
 
             def frozen(scales: Any, ws: Any, x: Any, delayed: Any = delayed) -> Any:

@@ -26,13 +26,13 @@ from tests.support.nist_problems import lre, problems  # noqa: E402 -- stands in
 
 BASELINE = "all f64"
 ROLES = {
-    BASELINE: pp.Roles.all("f64"),
-    "jacobian f32": pp.Roles(),
-    "jacobian, solve f32": pp.Roles(solve="f32"),
-    "jacobian, gradient f32": pp.Roles(gradient="f32"),
-    "jacobian bf16": pp.Roles(jacobian="bf16"),
-    "jacobian bf16 to f64": pp.Roles(jacobian=("bf16", "f32", "f64")),
-    "all f32": pp.Roles.all("f32"),
+    BASELINE: pp.numerics.Roles.all("f64"),
+    "jacobian f32": pp.numerics.Roles(),
+    "jacobian, solve f32": pp.numerics.Roles(solve="f32"),
+    "jacobian, gradient f32": pp.numerics.Roles(gradient="f32"),
+    "jacobian bf16": pp.numerics.Roles(jacobian="bf16"),
+    "jacobian bf16 to f64": pp.numerics.Roles(jacobian=("bf16", "f32", "f64")),
+    "all f32": pp.numerics.Roles.all("f32"),
 }
 SOLVED = 6.0
 
@@ -42,7 +42,7 @@ def solved_by(problem: Any, start: int, names: list[str], arguments: Any) -> lis
 
     def call(name: str) -> tuple[Any, float]:
         begin = time.perf_counter()
-        found = pp.least_squares(
+        found = pp.numerics.least_squares(
             problem.residual,
             problem.starts[start],
             roles=ROLES[name],

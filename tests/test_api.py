@@ -2,8 +2,13 @@
 
 import dataclasses
 import functools
+import importlib
+import pickle
+import re
+import subprocess
 import sys
 import threading
+import warnings
 from typing import Any
 
 import jax
@@ -12,8 +17,11 @@ import numpy as np
 import pytest
 
 import precpass as pp
-from precpass import AlwaysF32, AutoMixed, AutoMixedBf16, Mixed, PrecisionWarning
+from precpass import AlwaysF32, AutoMixed, AutoMixedBf16, PrecisionWarning
+from precpass.moved import MOVED
+from precpass.types import Mixed
 from tests.support.jaxprs import product_dtypes
+from tests.support.public import NOT_STARRED, SUBMODULES
 from tests.support.values import f32, identical, stable_id
 
 X = jnp.linspace(-1, 1, 64).reshape(8, 8)
@@ -73,7 +81,7 @@ def test_name_doc_and_the_function_itself_are_kept():
     assert repr(mixed) == "<auto_mixed square, policy='default'>"
     assert (
         repr(pp.auto_mixed(square, policy="AutoMixed"))
-        == "<auto_mixed square, policy=AutoMixedF16>"
+        == "<auto_mixed square, policy=AutoMixed (float16)>"
     )
 
 
@@ -318,12 +326,12 @@ def test_a_star_import_shadows_no_module_of_pythons():
     exec("from precpass import *", names)
     assert not names.keys() & sys.stdlib_module_names
     assert names["auto_mixed"] is pp.auto_mixed
-    for left_out in ("inspect", "bisect", "profile"):
+    for left_out in NOT_STARRED:
         assert callable(getattr(pp, left_out)) and left_out in dir(pp)
 
 
 @pytest.mark.parametrize(
-    "policy", [jnp.bfloat16, np.dtype("float16"), pp.AutoMixedF16, pp.Precision.BF16, "bf16"]
+    "policy", [jnp.bfloat16, np.dtype("float16"), pp.AutoMixedF16, pp.types.Precision.BF16, "bf16"]
 )
 def test_a_policy_in_the_place_of_the_function_is_said_to_be_one(policy):
     with pytest.raises(TypeError, match=r"not .*: as a decorator, auto_mixed\(policy=.*16"):
@@ -335,9 +343,17 @@ def test_a_policy_in_the_place_of_the_function_is_said_to_be_one(policy):
 @pytest.mark.parametrize(
     "look",
     [
-        *(pp.inspect, pp.explain, pp.audit, pp.compare, pp.profile, pp.monitor, pp.auto_mixed()),
+        *(
+            pp.inspect,
+            pp.explain,
+            pp.audit,
+            pp.compare,
+            pp.report.profile,
+            pp.monitor,
+            pp.auto_mixed(),
+        ),
         lambda fn: pp.bisect(fn, "bf16", 1e-2)(1.0),
-        lambda fn: pp.calibrate(fn, "bf16", [(1.0,)]),
+        lambda fn: pp.numerics.calibrate(fn, "bf16", [(1.0,)]),
     ],
 )
 def test_none_is_no_function_to_be_looked_at(look):
@@ -362,3 +378,78 @@ def test_the_policy_may_be_given_by_position():
         assert decorator(square)(X).dtype == np.float32
     with pytest.raises(TypeError, match=r"auto_mixed takes a function, not 'bf16'.*policy='bf16'"):
         pp.auto_mixed("bf16")
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_the_top_level_has_the_names_that_users_call_and_name_most():
+    assert pp.__all__ == [
+        *("AlwaysBf16", "AlwaysF16", "AlwaysF32", "AutoMixed", "AutoMixedBf16"),
+        *("AutoMixedConservative", "AutoMixedConservativeF16", "AutoMixedF8", "AutoMixedF16"),
+        *("AutoMixedInt8", "Custom", "Plan", "PrecisionWarning", "Rule", "__version__", "audit"),
+        *("auto_mixed", "cast_floating", "compare", "explain", "in_compute_dtype", "keep"),
+        *("monitor", "use_policy", "with_fallback"),
+    ]
+    assert dir(pp) == sorted([*pp.__all__, *SUBMODULES, *NOT_STARRED])
+
+
+@pytest.mark.parametrize("module", SUBMODULES)
+def test_a_submodule_is_an_attribute_and_says_what_it_is_for(module: str):
+    submodule = getattr(pp, module)
+    assert submodule is importlib.import_module(f"precpass.{module}")
+    assert submodule.__doc__ and f"`precpass.{module}`" in (pp.__doc__ or "")
+    assert set(submodule.__all__) <= set(dir(submodule))
+    assert not set(submodule.__all__) & set(pp.__all__), "a name has one place"
+    with pytest.raises(AttributeError, match=rf"'precpass\.{module}' has no attribute 'absent'"):
+        _ = submodule.absent
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_an_old_name_works_and_says_where_it_is_now(name: str):
+    place = f"{MOVED[name]}.{name}"
+    new = getattr(importlib.import_module(MOVED[name]), name)
+    assert name in sys.modules[MOVED[name]].__all__
+    with pytest.warns(DeprecationWarning) as caught:
+        assert getattr(pp, name) is new
+    (warning,) = caught
+    assert f"precpass.{name} is now {place}; the old name goes away in" in str(warning.message)
+    assert warning.filename == __file__
+    given: dict[str, Any] = {}
+    with pytest.warns(DeprecationWarning, match=rf"is now {re.escape(place)};") as caught:
+        exec(compile(f"\n\nfrom precpass import {name}", "users.py", "exec"), given)
+    assert given[name] is new
+    assert {(warning.filename, warning.lineno) for warning in caught} == {("users.py", 3)}
+    assert name not in vars(pp), "each use warns"
+
+
+def test_an_old_name_is_said_once_at_a_place():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            _ = getattr(pp, "StaticLossScale")  # noqa: B009 -- an old name
+    assert len(caught) == 1
+
+
+def test_what_was_pickled_under_an_old_name_is_read():
+    scale = pp.loss_scale.StaticLossScale(8.0)
+    assert pickle.loads(pickle.dumps(scale)) == scale
+    by_old_name = b"cprecpass\nStaticLossScale\n."
+    with pytest.warns(DeprecationWarning, match="StaticLossScale"):
+        assert pickle.loads(by_old_name) is pp.loss_scale.StaticLossScale
+
+
+def test_an_unknown_name_is_no_attribute():
+    with pytest.raises(AttributeError, match="module 'precpass' has no attribute 'absent'"):
+        _ = pp.absent
+    with pytest.raises(ImportError, match="absent"):
+        exec("from precpass import absent")
+
+
+def test_what_only_other_calls_need_is_not_imported():
+    code = (
+        "import sys, precpass; print([m for m in sys.modules if m.startswith(('precpass.report.', "
+        "'precpass.numerics.', 'precpass.testing', 'precpass.types', 'precpass.loss_scale'))])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -28,7 +28,7 @@ class OperandOrigin(enum.Enum):
     LOOP_INVARIANT = "loop-invariant"
     """It is a loop's constant, which is cast once, outside the loop."""
     IN_INT8 = "in int8"
-    """It is in memory as int8 with a scale, as `precpass.quantized` leaves a weight."""
+    """It is in memory as int8 with a scale, as `precpass.quant.quantized` leaves a weight."""
     IN_FLOAT8 = "in float8"
     """It is in memory as float8 with a scale."""
 

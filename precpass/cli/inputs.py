@@ -21,6 +21,7 @@ from precpass.plan.plan import Plan
 from precpass.policy.config import SUFFIXES
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.presets import PRESETS
+from precpass.policy.text import shown
 from precpass.report.compare.profile import DEVICES
 from precpass.testing.patterns import Pattern
 
@@ -93,7 +94,11 @@ def _rows(
     options: argparse.Namespace, saved: PrecisionPolicy | None
 ) -> tuple[tuple[str, PrecisionPolicy], ...]:
     texts = PRESETS if options.policies is None else map(str.strip, options.policies.split(";"))
-    rows = [(text, policy) for text in texts if (policy := _policy("--policies", text)) is not None]
+    rows = [
+        (shown(text), policy)
+        for text in texts
+        if (policy := _policy("--policies", text)) is not None
+    ]
     if saved is not None:
         rows.append((options.plan, saved))
     return tuple(rows)

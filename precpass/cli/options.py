@@ -15,8 +15,8 @@ from precpass.cli.commands import COMMANDS
 from precpass.cli.examples import ABOUT, EXAMPLES
 from precpass.cli.target import Refused
 from precpass.devices.targets import TARGETS
-from precpass.policy.presets import EIGHT_BIT_PRESETS, PRESETS
 from precpass.policy.profitability import PROFITABILITY
+from precpass.policy.text import preset_titles
 from precpass.version import __version__
 from precpass.view.diff import LEVELS
 
@@ -156,8 +156,8 @@ def _common(name: str, one: argparse.ArgumentParser) -> None:
 def _policies(name: str, one: argparse.ArgumentParser) -> None:
     # Rows have policies of their own, so `check` refuses it.
     policy = (
-        f"a preset ({', '.join(PRESETS | EIGHT_BIT_PRESETS)}), a text such as c=bf16, or a file of "
-        "a policy (.toml) (default: that of the function, or AutoMixedBf16)"
+        f"a preset ({', '.join(preset_titles())}), a text such as c=bf16, or a file of a policy "
+        "(.toml) (default: that of the function, or AutoMixedBf16)"
     )
     one.add_argument("--policy", help=argparse.SUPPRESS if name in _ROWS else policy)
     if name in _ROWS:

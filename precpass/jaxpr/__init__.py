@@ -4,6 +4,7 @@ Every difference between JAX releases lives here, beside the release that made i
 """
 
 from precpass.jaxpr.binding import (
+    DIFFERENTIATED,
     Call,
     as_operand,
     bind,
@@ -163,6 +164,7 @@ from precpass.jaxpr.types import Atom, Aval, Eqn, Jaxpr, Var
 
 __all__ = [
     "COMBINERS",
+    "DIFFERENTIATED",
     "ENTERED",
     "OPAQUE",
     "UNBOUNDED",

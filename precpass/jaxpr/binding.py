@@ -172,10 +172,14 @@ def one_by_one(
     return [read(v) for v in opened.outvars]
 
 
+# The tracers' classes are private to JAX. `LinearizeTracer` is the one of grad since 0.5.
+DIFFERENTIATED = ("JVPTracer", "LinearizeTracer")
+"""The names of the classes of values that are operands of a derivative."""
+
+
 def is_differentiated(x: Any) -> bool:
     """Whether a value is an operand of a derivative that is being taken around the call."""
-    # The tracers' classes are private to JAX. `LinearizeTracer` is the one of grad since 0.5.
-    return type(x).__name__ in ("JVPTracer", "LinearizeTracer")
+    return type(x).__name__ in DIFFERENTIATED
 
 
 def outer_value(x: Any) -> Any:

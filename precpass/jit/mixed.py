@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, over
 import jax
 
 from precpass.devices.detect import committed_device, planned_for
+from precpass.jaxpr import DIFFERENTIATED
 from precpass.jit import region as regions
 from precpass.jit.arguments import unwrapped
 from precpass.jit.calls import Stage
@@ -25,7 +26,10 @@ from precpass.policy.policy import PrecisionPolicy
 __all__ = ["Mixed"]
 
 
-_REPORTS = frozenset(("inspect", "explain", "compare", "audit", "bisect", "profile"))
+_REPORTS = {
+    **{name: name for name in ("inspect", "explain", "compare", "audit", "bisect")},
+    "profile": "report.profile",
+}
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -90,6 +94,11 @@ class Mixed(Generic[P, R_co]):
                     self._explain(error)
                     raise
             else:
+                first: Any = out
+                if type(first) is tuple and first:
+                    first = first[0]
+                if type(first).__name__ in DIFFERENTIATED:
+                    self._programs.whole.note_gradient(region)
                 return out if crossing.direct else unwrapped(out)
         return self._call_in_steps(args, kwargs)
 
@@ -204,8 +213,8 @@ class Mixed(Generic[P, R_co]):
     def __getattr__(self, name: str) -> Any:
         if name in _REPORTS:
             raise AttributeError(
-                f"an auto_mixed function has no {name}: write precpass.{name}(f)(...), with the "
-                "function's arguments in the second parentheses"
+                f"an auto_mixed function has no {name}: write precpass.{_REPORTS[name]}(f)(...), "
+                "with the function's arguments in the second parentheses"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -232,7 +241,10 @@ class Mixed(Generic[P, R_co]):
         return Mixed, (self.__wrapped__, self.policy, self.jit_options, self.profitability)
 
     def __repr__(self) -> str:
-        return f"<auto_mixed {_shown(self.__wrapped__)}, policy={self.policy or 'default'!r}>"
+        policy = repr(self.policy or "default")
+        if self.policy is not None and self.policy.alias:
+            policy = policy.replace(self.policy.name, self.policy.title, 1)
+        return f"<auto_mixed {_shown(self.__wrapped__)}, policy={policy}>"
 
 
 def _shown(fn: Callable[..., Any]) -> str:

@@ -16,7 +16,8 @@ from precpass.jit.arguments import Declared, Static, arguments, dynamic_leaves
 from precpass.jit.errors import note_source, user_stacklevel
 from precpass.jit.own_arrays import with_own_arrays
 from precpass.jit.region import Region, traced_in, tracing, use_policy
-from precpass.jit.traced import checked_plan, rewritten
+from precpass.jit.traced import checked_plan, lowers_to_float16, rewritten
+from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.scopes import FIXED_SCOPE
@@ -33,6 +34,7 @@ class Written:
         name: the user's name for it, for errors.
         declared: its static arguments.
         jitted: its `jax.jit`; all policies share its traces.
+        is_in_float16: whether a plan of it has had a matrix product in float16.
     """
 
     def __init__(self, fn: Callable[..., Any], name: str, declared: Declared) -> None:
@@ -40,6 +42,7 @@ class Written:
         self.name = name
         self.declared = declared
         self.jitted: Any = jax.jit(fn, **declared.options)
+        self.is_in_float16 = False
 
     def trace(
         self,
@@ -107,6 +110,7 @@ class Written:
                 warnings.warn(text.format(reason), PrecisionWarning, stacklevel=user_stacklevel())
                 return self.fn(*args, **kwargs)
             plan = checked_plan(call, policy, scope, self.name)
+            self.is_in_float16 |= lowers_to_float16(plan)
             new, _ = rewritten(call.jaxpr, plan, region, policy, scope)
             try:
                 results = ir.run(call, new)
@@ -152,6 +156,20 @@ class Program:
         jax.jit(fn, **options)
         self._jitted: dict[Region, Any] = {}
         self._calls: dict[Region, Callable[..., Any]] = {}
+        self._differentiated = set[Region]()
+
+    def note_gradient(self, region: Region) -> None:
+        """Warns of the gradient of a function that called this one, if it is one in float16.
+
+        JAX transposes a program once. So the first gradient is warned of where that happens, and
+        the gradients of other functions here. This is called where the result, or the first of
+        several, is being differentiated.
+        """
+        policy = region.resolve(self.policy).policy
+        if policy is not None and policy.low is Precision.F16 and self.written.is_in_float16:
+            if region in self._differentiated:
+                warn_of_unscaled_gradient(only_by_grad=True)
+            self._differentiated.add(region)
 
     def jitted(self, region: Region) -> Any:
         """The `jax.jit` function that a call in a region runs."""
@@ -181,6 +199,7 @@ class Program:
             jitted.clear_cache()
         self._jitted.clear()
         self._calls.clear()
+        self._differentiated.clear()
 
     def shifted_options(self, *, donates: bool = True) -> dict[str, Any]:
         """`options` for a function with one more first argument and one more last result.

@@ -118,8 +118,9 @@ def programs_of(
         return Programs(fn, policy, profitability, options)
 
     leaves, tree = jax.tree.flatten(options)
-    evidence = policy and tuple(rule.evidence for rule in policy.rules)
-    key = (policy, evidence, profitability, tree, *((type(x), x) for x in leaves))
+    # what equal policies may print otherwise
+    printed = policy and (policy.title, *(rule.evidence for rule in policy.rules))
+    key = (policy, printed, profitability, tree, *((type(x), x) for x in leaves))
     try:
         hash(key)
         of_fn = _known.setdefault(fn, Recent(_MOST))

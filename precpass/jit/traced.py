@@ -33,7 +33,7 @@ from precpass.policy.scopes import clean_scope, join_scopes
 from precpass.policy.warned import PrecisionWarning, quietly
 from precpass.rewrite.rewriter import Rewriter
 
-__all__ = ["LoopStopped", "Traced", "checked_plan", "rewritten"]
+__all__ = ["LoopStopped", "Traced", "checked_plan", "lowers_to_float16", "rewritten"]
 
 
 class LoopStopped(Exception):
@@ -209,13 +209,13 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
         )
         texts = [
             f"{name} has no floating-point values ({argument_types}): it runs as written, since "
-            f"{policy.name} has nothing to decide"
+            f"{policy.title} has nothing to decide"
         ]
     for text in texts:
         warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
     # also where a rule or a `keep` alone asks for float16
-    if _lowers_to_float16(plan) and ir.takes_plain_gradient(call.jaxpr):
-        warn_of_unscaled_gradient()
+    if lowers_to_float16(plan) and ir.takes_plain_gradient(call.jaxpr):
+        warn_of_unscaled_gradient(name)
     return plan
 
 
@@ -260,7 +260,8 @@ _NOT_COMPILED = (
 )
 
 
-def _lowers_to_float16(plan: Plan) -> bool:
+def lowers_to_float16(plan: Plan) -> bool:
+    """Whether a plan lowers anything to float16."""
     return any(d.action is Action.LOWER and d.compute is Precision.F16 for d in plan.walk())
 
 
@@ -295,7 +296,7 @@ def _warning_texts(
         yield f"{rule!r} matched no equation of {name}{_hint(rule, layers())}"
     if policy.lowers and not plan.lowers and plan.form:
         why = "no form with 16 bits saves enough"
-        yield f"{policy.name} lowered nothing in {name}, because {why}: {plan.costs}"
+        yield f"{policy.title} lowered nothing in {name}, because {why}: {plan.costs}"
     elif policy.lowers and not plan.lowers:
         why_not = {d.reason for d in plan.walk() if d.kind is OpKind.COMPUTE}
         asked_so = {reasons.USERS_PRECISION, reasons.FIXED} & {why.template for why in why_not}
@@ -303,4 +304,4 @@ def _warning_texts(
         more = f"; and {len(why_not) - 3} more reasons" if len(why_not) > 3 else ""
         why = "; ".join(sorted(map(str, why_not))[:3]) + more or none
         if not asked_so or policy.scaled is not None:
-            yield f"{policy.name} lowered nothing in {name}: {why}"
+            yield f"{policy.title} lowered nothing in {name}: {why}"

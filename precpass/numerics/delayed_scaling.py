@@ -209,14 +209,17 @@ class DelayedScaling(Generic[P, R]):
     def __call__(
         self, scales: DelayedScales, /, *args: P.args, **kwargs: P.kwargs
     ) -> tuple[R, DelayedScales]:
-        """Return the output, and the scales with this call's largest magnitudes added."""
+        """Run the function, with its in-place updates, and return its output and updated scales.
+
+        The scales have this call's largest magnitudes added.
+        """
         given: tuple[Any, ...] = args
         return self._next((_checked(scales),), (*self._owner, *given), kwargs)
 
     def lost(self, scales: DelayedScales, /, *args: P.args, **kwargs: P.kwargs) -> list[LostValues]:
-        """Return the share of each operand's values that these scales saturate or flush.
+        """Run the function, with its in-place updates, and return what these scales lose.
 
-        It runs the call, and returns nothing else of it.
+        That is the share of each operand's values that they saturate or flush.
 
         Examples:
             >>> scaled = delayed_scaling(lambda ws, x: x @ ws[0] @ ws[1] @ ws[2])

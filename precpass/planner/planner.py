@@ -384,7 +384,7 @@ class Planner:
             where = f"{ir.name_of(self.graph.eqns[row])} at {self.graph.source(row)}"
             self.notes.append(
                 f"{where} stays in {query.widest}: {request.reason} asks for {request.precision}, "
-                f"and {self.policy.name} changes no {query.widest} values. Allow it by "
+                f"and {self.policy.title} changes no {query.widest} values. Allow it by "
                 "policy.with_retypes('f64', 'f32', 'bf16', 'f16'), or cast the operands to float32"
             )
 

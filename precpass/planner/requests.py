@@ -67,7 +67,7 @@ class PolicyRequests:
             precisions[OpKind.COMPUTE] = policy.scaled
         self._presets = {
             kind: Request.of(
-                precision, reasons.PRESET(policy.name, kind, precision), kind in policy.orders
+                precision, reasons.PRESET(policy.title, kind, precision), kind in policy.orders
             )
             for kind, precision in precisions.items()
         }
@@ -180,7 +180,7 @@ class PolicyRequests:
     def saved_plan_warnings(self) -> Iterator[str]:
         """Warnings of equations that the graph or the saved plan lacks, and of gaps in its file."""
         if (lock := self._policy.lock) is not None:
-            counts, policy = self._names.counts, self._policy.name
+            counts, policy = self._names.counts, self._policy.title
             yield from differences(lock, counts, "this program", policy)
             yield from rules_left_out(lock)
 

@@ -5,44 +5,62 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import re
 import types
 import warnings
-from collections.abc import Generator
+import weakref
 from typing import Any
 
 from precpass.policy.caller import user_stacklevel
-from precpass.policy.warned import PrecisionWarning
+from precpass.policy.warned import PrecisionWarning, are_dropped, quietly
 
 __all__ = ["unscaled_on_purpose", "warn_of_unscaled_gradient"]
 
-_UNSCALED = (
-    "a gradient is taken in float16 without a loss scale: cotangents below 6e-08 become zero. Take "
-    "it by scaled_value_and_grad, or in bfloat16 (AutoMixedBf16), which needs no scale; to do "
-    "without one on purpose, give scaled_value_and_grad a NoOpLossScale()"
+_BEGINNING = "a gradient is taken in float16 without a loss scale"
+_REMEDY = (
+    "cotangents below 6e-08 become zero. Take it by precpass.loss_scale.scaled_value_and_grad, or "
+    "in bfloat16 (AutoMixedBf16), which needs no scale; to do without one on purpose, give "
+    "scaled_value_and_grad a NoOpLossScale()"
 )
 _MOST = 1000
 """The largest number of objects in which a loss scale is looked for."""
+_warned_of: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The functions whose gradient was warned of."""
 
 
-def warn_of_unscaled_gradient() -> None:
-    """Warns, unless the function whose gradient is being taken reads a loss scale."""
-    if not _reads_scale():
-        warnings.warn(_UNSCALED, PrecisionWarning, stacklevel=user_stacklevel())
+def warn_of_unscaled_gradient(name: str = "", *, only_by_grad: bool = False) -> None:
+    """Warns, unless the function whose gradient is being taken reads a loss scale.
 
+    `jax.grad` of one function object is warned of once.
 
-def _reads_scale() -> bool:
-    """Whether the function that `jax.grad` is being taken of, or an argument, holds a loss scale.
-
-    What the cotangent of a product has been multiplied by is not seen where JAX transposes it.
+    Args:
+        name: the function's, where `jax.grad` is not on the stack.
+        only_by_grad: whether only functions that `jax.grad` or `jax.value_and_grad` is being taken
+            of are warned of.
     """
+    frame = _gradient()
+    if are_dropped(_BEGINNING) or (only_by_grad and frame is None):
+        return
+    if frame is not None:
+        # Where JAX transposes a product, it is not seen what its cotangent was multiplied by.
+        if _holds_scale([frame.f_locals.get(name) for name in ("fun", "args", "kwargs")]):
+            return
+        fn = frame.f_locals.get("fun")
+        with contextlib.suppress(TypeError):  # an object that takes no weak reference, or no hash
+            if fn in _warned_of:
+                return
+            _warned_of.add(fn)
+        name = getattr(fn, "__name__", name)
+    whose = f", that of {name}" if name else ""
+    text = f"{_BEGINNING}{whose}: {_REMEDY}"
+    warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel(frame))
+
+
+def _gradient() -> types.FrameType | None:
+    """The call of `jax.grad`'s or `jax.value_and_grad`'s result that is under way."""
     frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "value_and_grad_f":  # of jax.grad and jax.value_and_grad
-            held = (frame.f_locals.get(name) for name in ("fun", "args", "kwargs"))
-            return _holds_scale(list(held))
+    while frame is not None and frame.f_code.co_name != "value_and_grad_f":
         frame = frame.f_back
-    return False
+    return frame
 
 
 def _holds_scale(todo: list[Any]) -> bool:
@@ -72,9 +90,6 @@ def _holds_scale(todo: list[Any]) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def unscaled_on_purpose() -> Generator[None]:
+def unscaled_on_purpose() -> contextlib.AbstractContextManager[None]:
     """A context without the warning, for reports, which show what float16 does to the gradient."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", re.escape(_UNSCALED), PrecisionWarning)
-        yield
+    return quietly(_BEGINNING)

@@ -57,6 +57,8 @@ class PrecisionPolicy:
             and the whole array in float8, "row" is a row or column in both.
         weight_gradients: the format in which the gradients of weights are multiplied where other
             derivatives multiply in float8: BF16, or None for float8 as well.
+        alias: how reports print a preset that was given by its other name, "AutoMixed (float16)";
+            policies that differ only in it are equal.
     """
 
     name: str
@@ -73,6 +75,18 @@ class PrecisionPolicy:
     scaled: Precision | None = None
     scales: str = "auto"
     weight_gradients: Precision | None = None
+    alias: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def title(self) -> str:
+        """The name that reports and messages print; that of a preset named AutoMixed says float16.
+
+        Examples:
+            >>> from precpass import AutoMixed, AutoMixedBf16
+            >>> AutoMixed.title, AutoMixedBf16.title
+            ('AutoMixed (float16)', 'AutoMixedBf16')
+        """
+        return self.alias or self.name
 
     def precision_for(self, kind: OpKind | str) -> Precision:
         """Return the precision of a kind of equation.

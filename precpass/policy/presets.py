@@ -83,9 +83,11 @@ AutoMixedF16 = _preset("AutoMixedF16", *[_F16] * 4)
 AutoMixedBf16 = _preset("AutoMixedBf16", *[_BF16] * 4)
 AutoMixedF8 = dataclasses.replace(AutoMixedBf16, name="AutoMixedF8", scaled=Precision.F8E4M3)
 AutoMixedInt8 = dataclasses.replace(AutoMixedBf16, name="AutoMixedInt8", scaled=Precision.INT8)
-AutoMixed = AutoMixedF16
-"""Another name for `AutoMixedF16`, the preset of float16."""
-AutoMixedConservative = AutoMixedConservativeF16
+AutoMixed = dataclasses.replace(AutoMixedF16, alias="AutoMixed (float16)")
+"""Another name for `AutoMixedF16`, the preset of float16; reports print `AutoMixed (float16)`."""
+AutoMixedConservative = dataclasses.replace(
+    AutoMixedConservativeF16, alias="AutoMixedConservative (float16)"
+)
 """Another name for `AutoMixedConservativeF16`, the conservative preset of float16."""
 
 PRESETS: dict[str, PrecisionPolicy] = {
@@ -99,7 +101,7 @@ PRESETS: dict[str, PrecisionPolicy] = {
         AutoMixedBf16,
     )
 }
-OTHER_NAMES = {"AutoMixed": AutoMixedF16, "AutoMixedConservative": AutoMixedConservativeF16}
+OTHER_NAMES = {"AutoMixed": AutoMixed, "AutoMixedConservative": AutoMixedConservative}
 """The presets that have another name, by it."""
 EIGHT_BIT_PRESETS = {preset.name: preset for preset in (AutoMixedF8, AutoMixedInt8)}
 """The presets with scaled products, by name."""

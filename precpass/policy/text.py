@@ -15,7 +15,16 @@ from precpass.policy.precision import Precision
 from precpass.policy.presets import BY_COMPUTE, EIGHT_BIT_PRESETS, OTHER_NAMES, PRESETS
 from precpass.policy.primitives import OpKind
 
-__all__ = ["as_code", "as_fields", "fields_of", "is_precision", "parsed", "precision_named"]
+__all__ = [
+    "as_code",
+    "as_fields",
+    "fields_of",
+    "is_precision",
+    "parsed",
+    "precision_named",
+    "preset_titles",
+    "shown",
+]
 
 _KEYS = {
     **dict.fromkeys(("p", "param", "params"), "p"),
@@ -39,6 +48,7 @@ def parsed(value: Any) -> PrecisionPolicy:
         return _of_fields(value)
     presets = PRESETS | EIGHT_BIT_PRESETS | OTHER_NAMES
     by_name = {name.lower(): preset for name, preset in presets.items()}
+    by_name |= {preset.title.lower(): preset for preset in OTHER_NAMES.values()}
     if value.lower() in by_name:
         return by_name[value.lower()]
     precision = precision_named(value)
@@ -49,10 +59,14 @@ def parsed(value: Any) -> PrecisionPolicy:
     raise ValueError(f"unknown policy {value!r}.{hint} {_legal_policies()}")
 
 
+def preset_titles() -> list[str]:
+    """The names of all presets, as they are printed."""
+    return [*PRESETS, *EIGHT_BIT_PRESETS, *(preset.title for preset in OTHER_NAMES.values())]
+
+
 def _legal_policies() -> str:
-    names = [*PRESETS, *EIGHT_BIT_PRESETS, *(f"{name} (float16)" for name in OTHER_NAMES)]
     return (
-        f"Legal are {', '.join(names)}, the precision of matrix products ('bf16', "
+        f"Legal are {', '.join(preset_titles())}, the precision of matrix products ('bf16', "
         "'mxfp8', jnp.float16), a string such as 'p=f32,c=bf16,o=f32', and "
         "Custom({OpKind.COMPUTE: 'bf16', ...})."
     )
@@ -122,6 +136,17 @@ def is_precision(value: Any) -> bool:
     return isinstance(value, type) and (
         issubclass(value, np.generic) or isinstance(getattr(value, "dtype", None), np.dtype)
     )
+
+
+def shown(given: str) -> str:
+    """A policy's text as reports print it: a preset's other name says its format.
+
+    Examples:
+        >>> shown("automixed"), shown("bf16")
+        ('AutoMixed (float16)', 'bf16')
+    """
+    names = (name for name in OTHER_NAMES if name.lower() == given.lower())
+    return next((OTHER_NAMES[name].title for name in names), given)
 
 
 def as_fields(policy: PrecisionPolicy) -> str:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import re
 import warnings
 from collections.abc import Generator
 
-__all__ = ["PrecisionWarning", "quietly"]
+__all__ = ["PrecisionWarning", "are_dropped", "quietly"]
+
+_DROPPED: contextvars.ContextVar[str | None] = contextvars.ContextVar("_DROPPED", default=None)
+"""How the warnings begin that a context drops; None if there is no such context."""
 
 
 class PrecisionWarning(UserWarning):
@@ -17,8 +22,22 @@ class PrecisionWarning(UserWarning):
 
 
 @contextlib.contextmanager
-def quietly() -> Generator[None]:
-    """A context that drops `PrecisionWarning`s that the user has seen, or reads in a report."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrecisionWarning)
-        yield
+def quietly(beginning: str = "") -> Generator[None]:
+    """A context that drops `PrecisionWarning`s that the user has seen, or reads in a report.
+
+    Args:
+        beginning: how they begin; by default all are dropped.
+    """
+    token = _DROPPED.set("" if _DROPPED.get() == "" else beginning)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", re.escape(beginning), PrecisionWarning)
+            yield
+    finally:
+        _DROPPED.reset(token)
+
+
+def are_dropped(beginning: str) -> bool:
+    """Whether `quietly` drops the warnings that begin so here."""
+    dropped = _DROPPED.get()
+    return dropped is not None and beginning.startswith(dropped)

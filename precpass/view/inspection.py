@@ -226,8 +226,8 @@ class Inspection:
 
     @property
     def policy_name(self) -> str:
-        """The policy's name."""
-        return OFF if self.policy is None else self.policy.name
+        """The policy's name, as it is printed."""
+        return OFF if self.policy is None else self.policy.title
 
     def __repr__(self) -> str:
         return f"<{titled('Inspection', self.policy_name, self.device)}: {self.plan!r}>"

@@ -91,7 +91,7 @@ def policy_page(policy: PrecisionPolicy) -> str:
         others.append(f"products that pay, {policy.profitability}")
     lines = as_html([[(text, "")] for text in others])
     return page(
-        folded(policy.name, table(["kind", "precision", "as"], cells) + lines, is_open=True)
+        folded(policy.title, table(["kind", "precision", "as"], cells) + lines, is_open=True)
     )
 
 

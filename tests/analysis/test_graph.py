@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from precpass import OpKind
 from precpass.analysis.graph import Graph
 from precpass.analysis.sizes import NOMINAL_SIZE, flops, nbytes
 from precpass.policy.primitives import op
+from precpass.types import OpKind
 from tests.support.graph_programs import (
     SQUARE,
     a_while,

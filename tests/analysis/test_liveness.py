@@ -37,7 +37,7 @@ def test_the_wide_stacks_of_what_is_stored_low_are_unread_and_not_counted():
     widened = [eqn for eqn in dropped if eqn.primitive.name == "convert_element_type"]
     # what leaves the forward loop on 16 bits is widened for derivatives alone
     assert [e for e in widened if e.outvars[0].aval.shape == (5, 8, 8)]
-    assert all(ir.cast_formats(e)[1] is pp.Precision.F32 for e in widened)
+    assert all(ir.cast_formats(e)[1] is pp.types.Precision.F32 for e in widened)
     counts = count(after)
     assert counts.casts == len(casts(after)) - len(widened)
     calls = dict(zip(map(id, graph.eqns), graph.calls.tolist(), strict=True))

@@ -9,10 +9,11 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from precpass import Custom, Precision
+from precpass import Custom
 from precpass.analysis.graph import Graph
 from precpass.analysis.propagate import ANY, ValueRange, of_array, propagate
 from precpass.planner.guards import why_out_of_range
+from precpass.types import Precision
 from tests.support.jaxprs import operand_dtypes
 from tests.support.passes import decided
 from tests.support.ranges import bounds, fact_of, facts_of

@@ -75,7 +75,7 @@ def test_forms_are_judged_by_cycles_only_if_all_have_an_estimate(
 
 
 def low(plan: pp.Plan) -> int:
-    return plan.count()[OpKind.COMPUTE, pp.Action.LOWER]
+    return plan.count()[OpKind.COMPUTE, pp.types.Action.LOWER]
 
 
 # ---------------------------------------------------------------- forms

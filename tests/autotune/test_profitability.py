@@ -11,7 +11,6 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from precpass import Action
 from precpass.analysis.operand_origin import OperandOrigin
 from precpass.autotune import cache
 from precpass.devices import detect
@@ -19,6 +18,7 @@ from precpass.devices.devices import device_named
 from precpass.plan import reasons
 from precpass.planner.planner import make_plan
 from precpass.planner.profit import Assumed, Product, ProductTimes
+from precpass.types import Action
 from tests.support.profitability import (
     ASSUMED,
     H200,
@@ -98,11 +98,13 @@ def test_one_file_gives_one_plan(clock: Clock):
     restarted()
     clock.ratio = lambda product: 1.0
     assert pp.inspect(mlp, MEASURED)(*args).plan == plan
-    assert plan.count()[pp.OpKind.COMPUTE, Action.LOWER] == 2
+    assert plan.count()[pp.types.OpKind.COMPUTE, Action.LOWER] == 2
 
 
 def test_products_are_told_apart_by_all_that_their_time_hangs_on():
-    def text(fn, *shapes, low=pp.Precision.BF16, origins=(OperandOrigin.IN_MEMORY,) * 2, behind=()):
+    def text(
+        fn, *shapes, low=pp.types.Precision.BF16, origins=(OperandOrigin.IN_MEMORY,) * 2, behind=()
+    ):
         jaxpr = jax.make_jaxpr(fn)(*[f32(*shape) for shape in shapes])
         (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
         return Product(eqn, low, origins, behind).text
@@ -116,7 +118,7 @@ def test_products_are_told_apart_by_all_that_their_time_hangs_on():
         text(matmul, *batched),
         text(lambda x, w: lax.dot_general(x, w, (((0,), (0,)), ((), ()))), *square),
         text(lambda x, w: lax.dot_general(x, w, (((1,), (1,)), ((), ()))), *square),
-        text(matmul, *square, low=pp.Precision.F16),
+        text(matmul, *square, low=pp.types.Precision.F16),
         text(matmul, *square, origins=(OperandOrigin.FUSED, OperandOrigin.IN_MEMORY)),
         text(matmul, *square, origins=(OperandOrigin.IN_MEMORY, OperandOrigin.FUSED)),
         text(matmul, *square, behind=(1, 0)),
@@ -244,7 +246,7 @@ def test_a_program_is_left_alone_for_next_to_nothing(clock: Clock, part: float, 
 def planned(fn: Callable[..., Any], device: Any, *args: Any) -> list[Any]:
     """The decisions for the products of a program on a device that is not here."""
     plan = make_plan(jax.make_jaxpr(fn)(*args), ASSUMED, profit_model=Assumed(device))
-    return [d for d in plan.walk() if d.kind is pp.OpKind.COMPUTE]
+    return [d for d in plan.walk() if d.kind is pp.types.OpKind.COMPUTE]
 
 
 def test_the_table_lowers_what_computes_long_and_not_what_is_only_cast():
@@ -314,7 +316,7 @@ def test_what_has_no_low_form_is_not_asked_about(clock: Clock):
 
 def test_always_asks_nobody(clock: Clock):
     plan = pp.inspect(mlp, "AutoMixedBf16")(PARAMS, f32(1, 8)).plan
-    assert plan.count()[pp.OpKind.COMPUTE, Action.LOWER] == 3
+    assert plan.count()[pp.types.OpKind.COMPUTE, Action.LOWER] == 3
     assert not clock.asked and plan.costs == ""
 
 

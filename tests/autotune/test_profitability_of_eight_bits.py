@@ -11,13 +11,13 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from precpass import OpKind, Precision
 from precpass.analysis.operand_origin import OperandOrigin
 from precpass.autotune import compiled
 from precpass.autotune.timing import timed
 from precpass.planner.planner import make_plan
 from precpass.planner.profit import Product
 from precpass.policy.policy import PrecisionPolicy
+from precpass.types import OpKind, Precision
 from tests.support.profitability import Clock
 from tests.support.values import f32, normal_array
 
@@ -25,7 +25,7 @@ D = 256
 LAYERS = 5
 WS = [f32(D, D)] * LAYERS
 X = f32(D, D)
-SMALL_WS = [pp.QuantizedArray(jax.ShapeDtypeStruct((D, D), jnp.int8), f32(1, D))] * LAYERS
+SMALL_WS = [pp.quant.QuantizedArray(jax.ShapeDtypeStruct((D, D), jnp.int8), f32(1, D))] * LAYERS
 
 
 def model(ws: Any, x: Any) -> Any:
@@ -289,7 +289,7 @@ def test_a_saved_plan_has_no_eight_bits_that_do_not_pay(tmp_path: Any):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pp.PrecisionWarning)
         plan = pp.inspect(fn, policy, target="tpu v5e")(*args).plan
-    assert all(d.product.scaled is None for d in plan.walk() if d.action is pp.Action.KEEP)
+    assert all(d.product.scaled is None for d in plan.walk() if d.action is pp.types.Action.KEEP)
     plan.save(tmp_path / "plan.json")
     products = re.findall(r'dot_general": "([^"]*)"', (tmp_path / "plan.json").read_text())
     assert products and all("int8" not in each for each in products)
@@ -298,7 +298,7 @@ def test_a_saved_plan_has_no_eight_bits_that_do_not_pay(tmp_path: Any):
 @pytest.mark.release
 def test_scales_of_a_program_whose_products_do_not_pay_freeze():
     policy = pp.AutoMixedInt8.with_profitability("assumed")
-    scaled = pp.delayed_scaling(lambda w, x: jnp.tanh(x @ w), policy)
+    scaled = pp.quant.delayed_scaling(lambda w, x: jnp.tanh(x @ w), policy)
     w, x = jnp.eye(D), jnp.ones((D, D))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pp.PrecisionWarning)
@@ -373,8 +373,8 @@ def test_compiled_for_a_cpu_the_program_is_near_and_its_weights_are_rounded_ahea
     monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path))
     policy = pp.AutoMixedInt8.with_profitability("compiled")
     ws, x = [normal_array(i, D, D) / 16 for i in range(LAYERS)], normal_array(9, D, D)
-    small = pp.quantized(model, policy)(ws, x)
-    assert sum(isinstance(w, pp.QuantizedArray) for w in small) == LAYERS - 2
+    small = pp.quant.quantized(model, policy)(ws, x)
+    assert sum(isinstance(w, pp.quant.QuantizedArray) for w in small) == LAYERS - 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pp.PrecisionWarning)
         found = pp.auto_mixed(model, policy)(small, x)

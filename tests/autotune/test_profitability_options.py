@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import precpass as pp
-from precpass import Action
 from precpass import jaxpr as ir
 from precpass.analysis.operand_origin import OperandOrigin
 from precpass.cli import main
@@ -21,6 +20,7 @@ from precpass.devices import detect
 from precpass.devices.devices import device_named
 from precpass.planner.planner import make_plan
 from precpass.planner.profit import Assumed
+from precpass.types import Action
 from tests.support.profitability import (
     ASSUMED,
     H200,
@@ -43,7 +43,7 @@ def test_an_option_of_the_function_comes_before_the_policys(clock: Clock):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", pp.PrecisionWarning)
             plan = pp.inspect(fn, **options)(*args).plan
-        return plan.count()[pp.OpKind.COMPUTE, Action.LOWER]
+        return plan.count()[pp.types.OpKind.COMPUTE, Action.LOWER]
 
     assert low(mlp, profitability="measured") == 0
     assert low(mlp, policy=MEASURED, profitability="always") == 3

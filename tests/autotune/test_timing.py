@@ -11,13 +11,13 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from precpass import Action
 from precpass.analysis.operand_origin import OperandOrigin
 from precpass.autotune import cache, measured, timing
 from precpass.autotune.profitability import profit_model_of
 from precpass.devices import detect
 from precpass.jit.region import configured
 from precpass.planner.profit import Assumed, Product, ProductTimes
+from precpass.types import Action
 from tests.support.profitability import (
     MEASURED,
     PARAMS,
@@ -80,7 +80,9 @@ def test_what_is_set_for_the_whole_process_does_not_disturb_it(
     compiled: list[Any], option: str, value: object
 ):
     (eqn,) = jax.make_jaxpr(jnp.matmul)(f32(4, 8), f32(8, 8)).eqns
-    product = Product(eqn, pp.Precision.BF16, (OperandOrigin.FUSED, OperandOrigin.LOOP_INVARIANT))
+    product = Product(
+        eqn, pp.types.Precision.BF16, (OperandOrigin.FUSED, OperandOrigin.LOOP_INVARIANT)
+    )
     with configured(option, value):
         assert REAL(product, jax.devices()[0]) == ProductTimes(1.75, 0.75, "measured")
     ((found),) = compiled
@@ -138,11 +140,11 @@ BILINEAR: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 @pytest.mark.parametrize("name", BILINEAR)
 @pytest.mark.parametrize("policy", [MEASURED, pp.AutoMixed.with_profitability("measured")])
 def test_every_product_is_timed_in_both_precisions(
-    compiled: list[Any], name: str, policy: pp.PrecisionPolicy
+    compiled: list[Any], name: str, policy: pp.types.PrecisionPolicy
 ):
     fn, shapes = BILINEAR[name]
     found = pp.inspect(fn, policy)(*[f32(*shape) for shape in shapes])
-    assert found.plan.count()[pp.OpKind.COMPUTE, Action.LOWER] == 1
+    assert found.plan.count()[pp.types.OpKind.COMPUTE, Action.LOWER] == 1
     ((times),) = compiled
     wide, low = times["wide"], times["low"]
     assert wide.shape == low.shape
@@ -243,7 +245,7 @@ def test_the_probe_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(timing, "SECONDS", 0.001)
     (eqn,) = jax.make_jaxpr(jnp.matmul)(f32(8, 8), f32(8, 8)).eqns
-    product = Product(eqn, pp.Precision.BF16, (OperandOrigin.FUSED, OperandOrigin.IN_MEMORY))
+    product = Product(eqn, pp.types.Precision.BF16, (OperandOrigin.FUSED, OperandOrigin.IN_MEMORY))
     found = REAL(product, jax.devices()[0])
     assert found.wide > 0 and found.low > 0 and found.ratio > 0
     assert found.by == "measured"

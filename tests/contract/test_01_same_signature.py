@@ -12,7 +12,9 @@ from tests.support.jaxprs import low_products
 from tests.support.passes import LOWERING, POLICIES, assert_close, look, quiet, run
 from tests.support.values import normal
 
-EVERY_KIND = pp.Custom({kind: "bf16" for kind in pp.OpKind if kind is not pp.OpKind.BOUNDARY})
+EVERY_KIND = pp.Custom(
+    {kind: "bf16" for kind in pp.types.OpKind if kind is not pp.types.OpKind.BOUNDARY}
+)
 ALL = (*POLICIES, EVERY_KIND)
 
 each_policy = pytest.mark.parametrize("policy", ALL, ids=lambda p: p.name)
@@ -102,7 +104,7 @@ def test_unless_the_caller_asks_for_another_output_precision(output):
 
     args = jnp.asarray(normal(0, 8, 8)), jnp.int32(3), jnp.complex64(1j)
     policy = pp.AutoMixedBf16.with_output(output)
-    low = pp.Precision.parse(output).dtype
+    low = pp.types.Precision.parse(output).dtype
     dtypes = [x.dtype for x in run(f, policy, *args)]
     assert dtypes == [low, jnp.int32, jnp.complex64, jnp.bool_, low]
     after = look(f, policy, *args).after

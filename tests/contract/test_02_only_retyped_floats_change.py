@@ -13,7 +13,9 @@ from tests.support.jaxprs import LOW, inner_jaxprs, low_products, named, walk
 from tests.support.passes import LOWERING, assert_close, look, run
 from tests.support.values import identical, normal
 
-EVERY_KIND = pp.Custom({kind: "f16" for kind in pp.OpKind if kind is not pp.OpKind.BOUNDARY})
+EVERY_KIND = pp.Custom(
+    {kind: "f16" for kind in pp.types.OpKind if kind is not pp.types.OpKind.BOUNDARY}
+)
 ALL = (*LOWERING, EVERY_KIND)
 CHANGEABLE = (np.dtype(np.float32), *LOW)
 
@@ -113,7 +115,9 @@ def test_a_policy_without_float32_in_retypes_leaves_it_alone(policy):
     inspection = look(lambda x: jnp.tanh(x @ x).sum(), policy.with_retypes("f64"), x)
     assert inspection.after is inspection.before
     assert all(
-        "retypes" in str(d.reason) for d in inspection.plan.walk() if d.kind is pp.OpKind.COMPUTE
+        "retypes" in str(d.reason)
+        for d in inspection.plan.walk()
+        if d.kind is pp.types.OpKind.COMPUTE
     )
 
 

@@ -38,7 +38,7 @@ def test_the_precision_of_compute_is_an_order(fn, policy):
     inspection = look(fn, policy, *mlp_args())
     low = low_products(inspection.after, policy.low.dtype)
     assert len(low) == len(products(inspection.after)) == len(products(inspection.before)) > 1
-    lowered = inspection.plan.count()[pp.OpKind.COMPUTE, pp.Action.LOWER]
+    lowered = inspection.plan.count()[pp.types.OpKind.COMPUTE, pp.types.Action.LOWER]
     assert lowered == len(low)
 
 
@@ -75,10 +75,10 @@ def _kinds(x, w):
 
 
 EQUATIONS = {
-    pp.OpKind.COMPUTE: ("dot_general",),
-    pp.OpKind.ELEMENTWISE: ("mul", "tanh"),
-    pp.OpKind.REDUCTION: ("reduce_sum",),
-    pp.OpKind.DATA_MOVEMENT: ("rev",),
+    pp.types.OpKind.COMPUTE: ("dot_general",),
+    pp.types.OpKind.ELEMENTWISE: ("mul", "tanh"),
+    pp.types.OpKind.REDUCTION: ("reduce_sum",),
+    pp.types.OpKind.DATA_MOVEMENT: ("rev",),
 }
 
 
@@ -124,7 +124,7 @@ def test_the_gradient_of_a_maximum_finds_the_elements_that_equal_it(reduce, poli
 @pytest.mark.parametrize("low", ["bf16", "f16"])
 def test_for_custom_too_and_a_missing_kind_is_not_lowered(kind, low):
     inspection = look(_kinds, pp.Custom({kind: low}), *square())
-    dtype = pp.Precision.parse(low).dtype
+    dtype = pp.types.Precision.parse(low).dtype
     for other, names in EQUATIONS.items():
         for name in names:
             assert runs_low(inspection, name, dtype) is (other is kind), (other, name)

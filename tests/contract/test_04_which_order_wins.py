@@ -35,7 +35,7 @@ def test_a_rule_wins_over_the_preset(policy):
     assert low_products(wide.after) == []
     for low in ("bf16", "f16"):
         ruled = look(product, policy.with_rules(pp.Rule(**HEAD, precision=low)), x, w)
-        assert len(low_products(ruled.after, pp.Precision.parse(low).dtype)) == 1
+        assert len(low_products(ruled.after, pp.types.Precision.parse(low).dtype)) == 1
 
 
 def test_the_innermost_keep_region_wins_over_rules_and_outer_regions():

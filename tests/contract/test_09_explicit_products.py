@@ -71,7 +71,7 @@ def described(jaxpr):
 def test_left_alone(name, policy):
     inspection = look(ORDERS[name], policy, *square())
     assert described(inspection.after) == described(inspection.before) != []
-    reasons = [str(d.reason) for d in inspection.plan.walk() if d.kind is pp.OpKind.COMPUTE]
+    reasons = [str(d.reason) for d in inspection.plan.walk() if d.kind is pp.types.OpKind.COMPUTE]
     assert reasons and all("user" in reason for reason in reasons)
 
 

@@ -36,7 +36,7 @@ def test_bit_level_code_is_boundary(name, policy):
     for eqn in named(inspection.after, name):
         assert not any(d in LOW for d in (*dtypes_in(eqn), *dtypes_out(eqn)))
     kinds = [d.kind for e, d, _ in inspection.decisions() if e.primitive.name == name]
-    assert kinds == [pp.OpKind.BOUNDARY]
+    assert kinds == [pp.types.OpKind.BOUNDARY]
     assert identical(run(BITS[name], policy, x), BITS[name](x))
 
 
@@ -182,7 +182,7 @@ def test_opaque_primitives_are_boundary(name, policy):
     assert [str(v.aval) for v in after[0].invars] == [str(v.aval) for v in before[0].invars]
     assert [str(v.aval) for v in after[0].outvars] == [str(v.aval) for v in before[0].outvars]
     decided = [d for e, d, _ in inspection.decisions() if e.primitive.name == name]
-    assert [d.kind for d in decided] == [pp.OpKind.BOUNDARY]
+    assert [d.kind for d in decided] == [pp.types.OpKind.BOUNDARY]
     low = low_products(inspection.after, policy.low.dtype)
     assert len(low) == len(named(inspection.after, "dot_general")) > 0
 

@@ -30,8 +30,8 @@ def matched(jaxpr, plan):
     for eqn, decision in zip(eqns, plan.decisions, strict=True):
         yield eqn, decision
         bodies = inner_jaxprs(eqn)
-        if decision.kind is pp.OpKind.BOUNDARY and not decision.inner:
-            assert not bodies or decision.action is pp.Action.KEEP
+        if decision.kind is pp.types.OpKind.BOUNDARY and not decision.inner:
+            assert not bodies or decision.action is pp.types.Action.KEEP
             continue
         assert len(decision.inner) == len(bodies), eqn.primitive
         for body, inner in zip(bodies, decision.inner, strict=True):
@@ -69,7 +69,7 @@ def test_every_equation_is_in_the_plan_with_a_reason(program: Program, policy):
     assert {id(e) for e, _ in found} == {id(e) for e in walk(inspection.before)}
     for eqn, decision in found:
         assert str(decision.reason).strip(), eqn
-        assert decision.kind in pp.OpKind
+        assert decision.kind in pp.types.OpKind
         assert len(decision.stored) == len(eqn.outvars)
 
 
@@ -91,7 +91,7 @@ def test_a_lowered_equation_is_said_to_be_and_no_other(policy):
     """The plan's products that run low are those that do; 4096 rows in value and gradient."""
     params, batch = mlp_args(rows=4096, width=64)
     inspection = look(mlp_loss, policy, params, batch)
-    said = [d for d in inspection.plan.walk() if d.kind is pp.OpKind.COMPUTE and d.changes]
+    said = [d for d in inspection.plan.walk() if d.kind is pp.types.OpKind.COMPUTE and d.changes]
     assert len(said) == len(low_products(inspection.after, policy.low.dtype)) == 2
     assert all(d.compute is policy.low for d in said)
     assert_close(mlp_loss, policy, params, batch, tol=0.02)
@@ -155,7 +155,7 @@ SELECTS = {
 def test_a_policy_that_lowered_nothing_warns(name, policy):
     """Programs in which no policy may lower anything."""
     found = messages(SELECTS[name], policy, jnp.ones(4))
-    assert len(found) == 1 and policy.name in found[0] and "lowered nothing" in found[0]
+    assert len(found) == 1 and policy.title in found[0] and "lowered nothing" in found[0]
 
 
 def test_it_warns_when_it_is_called_and_says_why():

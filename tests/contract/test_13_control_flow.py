@@ -87,7 +87,7 @@ def counts(loop: Callable[..., Any], body: Callable[..., Any] = one) -> Callable
 @pytest.mark.release(keep=2)
 @each_policy
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_that_adds_ones_is_exact(loop: Callable[..., Any], policy: pp.PrecisionPolicy):
+def test_a_loop_that_adds_ones_is_exact(loop: Callable[..., Any], policy: pp.types.PrecisionPolicy):
     mixed = pp.auto_mixed(counts(loop), policy=policy)
     assert_all_low(mixed, X, W)
     assert float(mixed(X, W)[0]) == N
@@ -160,7 +160,7 @@ def test_carries_that_change_places_accumulate_too():
 
 
 @each_policy
-def test_a_number_handed_to_a_branch_is_no_carry(policy: pp.PrecisionPolicy):
+def test_a_number_handed_to_a_branch_is_no_carry(policy: pp.types.PrecisionPolicy):
     def body(c: Any, _: Any) -> Any:
         return lax.cond(c[0, 0] > 1e6, lambda c, _: c @ W[:4, :4], lambda c, s: c + s, c, 1.0), None
 
@@ -272,7 +272,7 @@ BRANCHES: dict[str, tuple[Callable[..., Any], ...]] = {
 @pytest.mark.release(keep=2)
 @each_policy
 @pytest.mark.parametrize("name", BRANCHES)
-def test_branches_agree(name: str, policy: pp.PrecisionPolicy):
+def test_branches_agree(name: str, policy: pp.types.PrecisionPolicy):
     branches = BRANCHES[name]
 
     def fn(i, x, w):

@@ -349,7 +349,7 @@ FORWARDING = {
     "inspect": pp.inspect,
     "explain": pp.explain,
     "compare": lambda f: pp.compare(f, POLICIES, rounds=1),
-    "profile": lambda f: pp.profile(f, POLICIES, rounds=1),
+    "profile": lambda f: pp.report.profile(f, POLICIES, rounds=1),
     "audit": pp.audit,
     "bisect": lambda f: pp.bisect(f, "AutoMixedBf16", lambda out: True),
     "monitor": pp.monitor,
@@ -379,8 +379,8 @@ def test_a_keyword_may_have_any_name(way):
 
 def test_the_keywords_of_a_scaled_loss_are_the_losss():
     named = dict.fromkeys(NAMES, X)
-    value, gradient, finite = pp.scaled_value_and_grad(loss_of_keywords)(
-        pp.StaticLossScale(8.0), X, **named
+    value, gradient, finite = pp.loss_scale.scaled_value_and_grad(loss_of_keywords)(
+        pp.loss_scale.StaticLossScale(8.0), X, **named
     )
     assert bool(finite) and rel_error(value, loss_of_keywords(X, **named)) < 1e-6
     assert gradient.shape == X.shape

@@ -416,8 +416,8 @@ def test_reduced_weights_in_a_loop_under_the_other_policies(
 
 def test_reduced_weights_with_a_loss_scale(weights: Any):
     mixed = pp.auto_mixed(in_a_loop, policy="AutoMixed")
-    scale = pp.DynamicLossScale(2.0**4)
-    value, got, finite = jax.jit(pp.scaled_value_and_grad(mixed))(scale, *weights)
+    scale = pp.loss_scale.DynamicLossScale(2.0**4)
+    value, got, finite = jax.jit(pp.loss_scale.scaled_value_and_grad(mixed))(scale, *weights)
     assert bool(finite)
     assert_near((value, got), jax.jit(jax.value_and_grad(in_a_loop))(*weights))
 
@@ -442,7 +442,7 @@ def test_reports_of_reduced_weights(report: str, weights: Any):
         "explain": lambda: pp.explain(fn)(*weights),
         "audit": lambda: pp.audit(fn)(*weights),
         "compare": lambda: pp.compare(fn, ["AlwaysF32", "AutoMixedBf16"], rounds=1)(*weights),
-        "calibrate": lambda: pp.calibrate(fn, "AutoMixed", [weights]),
+        "calibrate": lambda: pp.numerics.calibrate(fn, "AutoMixed", [weights]),
     }
     assert str(text[report]())
 

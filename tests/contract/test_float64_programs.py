@@ -20,8 +20,8 @@ from tests.support.values import rel_error
 
 pytestmark = pytest.mark.programs
 
-F32_PRODUCTS = pp.Custom({pp.OpKind.COMPUTE: "f32"}).with_retypes("f64")
-UNIT = float(pp.Precision.F32.unit_roundoff)
+F32_PRODUCTS = pp.Custom({pp.types.OpKind.COMPUTE: "f32"}).with_retypes("f64")
+UNIT = float(pp.types.Precision.F32.unit_roundoff)
 _RNG = np.random.default_rng(0)
 X = _RNG.standard_normal((6, 8))
 W = _RNG.standard_normal((8, 8)) / 3
@@ -230,4 +230,8 @@ def test_bfloat16_products_of_a_float64_program():
     after = look(fn, policy, X, W).after
     assert len(low_products(after)) == len(products(after)) > 0
     for form in (jax.grad(mixed(fn, policy)), mixed(jax.grad(fn), policy)):
-        assert 0 < rel_error(form(X, W), jax.grad(fn)(X, W)) < 16 * pp.Precision.BF16.unit_roundoff
+        assert (
+            0
+            < rel_error(form(X, W), jax.grad(fn)(X, W))
+            < 16 * pp.types.Precision.BF16.unit_roundoff
+        )

@@ -22,7 +22,7 @@ PRODUCTS: dict[str, tuple[Callable[[Any, Any], Any], tuple[int, ...], tuple[int,
     "ragged_dot": (lambda x, k: lax.ragged_dot(x, k, GROUPS), (4, 512), (2, 512, 3)),
     "dot": (lambda x, k: x @ k, (4, 512), (512, 3)),
 }
-F64_POLICY = pp.Custom({pp.OpKind.COMPUTE: "f32"}).with_retypes("f64")
+F64_POLICY = pp.Custom({pp.types.OpKind.COMPUTE: "f32"}).with_retypes("f64")
 
 
 def mixed(fn: Callable[..., Any], policy: Any = pp.AutoMixedBf16) -> Callable[..., Any]:

@@ -307,7 +307,7 @@ print(wide.traffic.low_runs, low.traffic.low_runs == low.traffic.runs > 0)
 print(0 < low.traffic.moved, low.memory.temp >= 0, low.timing, low.traffic.cycles is not None)
 print(1e-4 < wide.errors.relative < {most} and 1e-4 < low.errors.relative < 1e-2)
 shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
-found = pp.profile(jax.grad(loss), rows, target={target!r}, devices=())(*shapes)
+found = pp.report.profile(jax.grad(loss), rows, target={target!r}, devices=())(*shapes)
 print(found.rows[1].traffic.low_runs == low.traffic.runs, found.device.split(",")[0])
 
 step = pp.auto_mixed(lambda w, x: w - jax.grad(loss)(w, x), donate_argnums=0, keep_unused=True)
@@ -340,7 +340,7 @@ here = [
 ]
 for fn, given in here:
     refused = []
-    for report in (pp.audit, lambda *f, **t: pp.profile(*f, rows, **t)):
+    for report in (pp.audit, lambda *f, **t: pp.report.profile(*f, rows, **t)):
         try:
             report(fn, target={target!r})(*given)
         except ValueError as error:
@@ -353,7 +353,7 @@ for fn, given in here:
 ones = jnp.ones((64, 64))
 for fn in (lambda: jnp.ones((64, 64)) @ jnp.cos(jnp.ones((64, 64))), lambda: ones @ ones):
     audited, explained = (r(fn, target={target!r})() for r in (pp.audit, pp.explain))
-    low = pp.profile(fn, rows, target={target!r})().rows[1].traffic.low_runs
+    low = pp.report.profile(fn, rows, target={target!r})().rows[1].traffic.low_runs
     print({{audited.device_kind, explained.compiled.device_kind}}, audited.traffic.low_runs, low)
 try:
     pp.audit(lambda: (jax.debug.print("here"), ones @ ones)[1], target={target!r})()
@@ -406,7 +406,7 @@ def loss(w, x):
     return jnp.square(x).mean()
 
 shapes = [jax.ShapeDtypeStruct((20_000, 20_000), jnp.float32)] * 2
-found = pp.profile(jax.grad(loss), ["AlwaysF32", "AutoMixedBf16"], target="tpu v5e")(*shapes)
+found = pp.report.profile(jax.grad(loss), ["AlwaysF32", "AutoMixedBf16"], target="tpu v5e")(*shapes)
 wide, low = found.rows
 print(wide.memory, wide.traffic, low.memory.temp < 15.75 * 2**30, low.traffic.low_runs)
 print(low.refused == "" and "Ran out of memory" in wide.refused)
@@ -443,7 +443,7 @@ for fn in (
     loop(lambda i, c: (i < 10) & (c[0, 0] < 2), lambda i: i + 2),
 ):
     found = pp.audit(fn, target={target!r})(x)
-    profiled = pp.profile(fn, ["AutoMixedBf16"], target={target!r})(x)
+    profiled = pp.report.profile(fn, ["AutoMixedBf16"], target={target!r})(x)
     said = ["one trip of each loop" in str(report) for report in (found, profiled)]
     print(found.traffic.runs, found.traffic.guesses, *set(said))
 """
@@ -471,7 +471,7 @@ print(sorted({(kernel.call, *kernel.operands) for kernel in found.traffic.produc
 device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
 there = jax.sharding.SingleDeviceSharding(device)
 shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in shapes]
-for report in pp.audit, pp.inspect, pp.profile:
+for report in pp.audit, pp.inspect, pp.report.profile:
     try:
         report(experts, target="h100")(*shapes)
     except ValueError as error:
@@ -599,7 +599,7 @@ shape = jax.ShapeDtypeStruct
 ws, x = [shape((512, 512), "float32")] * 4, shape((256, 512), "float32")
 target = target_of("h100")
 for policy in ("int8", "f8"):
-    small = pp.quantized(layers, policy)(ws, x)
+    small = pp.quant.quantized(layers, policy)(ws, x)
     # NVIDIA's library is called for the products, as a device chooses for large ones.
     with planned_for(target):
         lowered = pp.auto_mixed(layers, policy).lower(*abstract_on(target, (small, x)))

@@ -331,7 +331,7 @@ def test_keep_and_rules_hold_what_is_stored():
         return found + jnp.sum(x @ w[0])
 
     assert not any(bits_out(s) for s in named(rewritten(jax.grad(kept), x, w), "scan"))
-    rule = pp.Rule(where=lambda eqn: eqn.kind is pp.OpKind.ELEMENTWISE, precision="f32")
+    rule = pp.Rule(where=lambda eqn: eqn.kind is pp.types.OpKind.ELEMENTWISE, precision="f32")
     policy = pp.AutoMixedBf16.with_rules(rule)
     ruled = named(rewritten(jax.grad(stacked), x, w, policy=policy), "scan")
     free = named(rewritten(jax.grad(stacked), x, w), "scan")
@@ -350,7 +350,7 @@ def test_results_of_the_program_keep_their_digits():
 def test_the_plan_says_what_was_weighed():
     x, w = normal_array(0, 16, 8), normal_array(1, 5, 8, 8)
     plan = pp.inspect(jax.grad(stacked), policy=pp.AutoMixedBf16)(x, w).plan
-    stored = [d for d in plan.walk() if any(d.stored) and d.action is not pp.Action.ENTER]
+    stored = [d for d in plan.walk() if any(d.stored) and d.action is not pp.types.Action.ENTER]
     assert stored
     assert all(
         re.search(r"stored in bf16: .*\d (bytes|kB|MB) saved( x \d+ iterations)?$", str(d.reason))

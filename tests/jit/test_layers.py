@@ -172,8 +172,8 @@ def wide_products(fn: Any, args: Any, module: str) -> tuple[int, int]:
     """The products in float32, and all, under a rule for a layer; as they are planned."""
     policy = pp.AutoMixedBf16.with_rules(pp.Rule(module=module, precision="f32"))
     inspection = pp.inspect(fn, policy)(*args)
-    chosen = [d.compute for d in inspection.plan.walk() if d.kind is pp.OpKind.COMPUTE]
-    return chosen.count(pp.Precision.F32), len(chosen)
+    chosen = [d.compute for d in inspection.plan.walk() if d.kind is pp.types.OpKind.COMPUTE]
+    return chosen.count(pp.types.Precision.F32), len(chosen)
 
 
 CASES = [

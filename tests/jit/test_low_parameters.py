@@ -13,7 +13,7 @@ from flax import nnx
 import precpass as pp
 from tests.support.values import rel_error
 
-POLICY = pp.PrecisionPolicy.parse("p=bf16")
+POLICY = pp.types.PrecisionPolicy.parse("p=bf16")
 X = jax.random.normal(jax.random.key(9), (16, 32))
 WEIGHTS = [jax.random.normal(jax.random.key(i), (32, 32)) / 6 for i in range(3)]
 LOW = POLICY.cast_to_param(WEIGHTS)
@@ -51,8 +51,8 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 def test_products_of_low_parameters_are_low(fn: Any):
     gradient = jax.grad(fn)
     plan = pp.inspect(gradient, POLICY)(LOW, X).plan
-    products = [d.compute for d in plan.walk() if d.kind is pp.OpKind.COMPUTE]
-    assert set(products) == {pp.Precision.BF16}
+    products = [d.compute for d in plan.walk() if d.kind is pp.types.OpKind.COMPUTE]
+    assert set(products) == {pp.types.Precision.BF16}
     want = gradient([w.astype(np.float32) for w in LOW], X)
     for got in (
         pp.auto_mixed(gradient, POLICY)(LOW, X),
@@ -65,8 +65,8 @@ def test_products_of_low_parameters_are_low(fn: Any):
 
 def test_under_other_policies_they_are_the_users_own_precision():
     plan = pp.inspect(lambda w, x: (x @ x.T, x @ w), "AutoMixedBf16")(LOW[0], X).plan
-    products = [d.compute for d in plan.walk() if d.kind is pp.OpKind.COMPUTE]
-    assert products.count(pp.Precision.BF16) == 1 and len(products) == 2
+    products = [d.compute for d in plan.walk() if d.kind is pp.types.OpKind.COMPUTE]
+    assert products.count(pp.types.Precision.BF16) == 1 and len(products) == 2
 
 
 def test_small_updates_are_not_lost_with_master_copies():
@@ -75,8 +75,10 @@ def test_small_updates_are_not_lost_with_master_copies():
     ends = {}
     for name, optimizer in {
         "alone": optax.sgd(1.0),
-        "copies": pp.master_copies(optax.sgd(1.0)),
-        "scaled": pp.master_copies(pp.scaled_optimizer(optax.sgd(1.0), pp.StaticLossScale(1.0))),
+        "copies": pp.loss_scale.master_copies(optax.sgd(1.0)),
+        "scaled": pp.loss_scale.master_copies(
+            pp.loss_scale.scaled_optimizer(optax.sgd(1.0), pp.loss_scale.StaticLossScale(1.0))
+        ),
     }.items():
         params, state = weights, optimizer.init(weights)
         for _ in range(64):
@@ -88,7 +90,7 @@ def test_small_updates_are_not_lost_with_master_copies():
 
 
 def test_a_training_step_with_low_parameters():
-    optimizer = pp.master_copies(optax.adam(1e-2))
+    optimizer = pp.loss_scale.master_copies(optax.adam(1e-2))
 
     def step(params: Any, state: Any, x: Any) -> Any:
         value, gradient = jax.value_and_grad(loss)(params, x)
@@ -106,12 +108,12 @@ def test_a_training_step_with_low_parameters():
 
 
 def test_the_parameters_are_asked_for():
-    optimizer = pp.master_copies(optax.sgd(1.0))
+    optimizer = pp.loss_scale.master_copies(optax.sgd(1.0))
     with pytest.raises(ValueError, match=r"update\(gradient, state, params\)"):
         optimizer.update(X, optimizer.init(X))
 
 
-@pytest.mark.parametrize("take", [pp.master_copies, pp.scaled_optimizer])
+@pytest.mark.parametrize("take", [pp.loss_scale.master_copies, pp.loss_scale.scaled_optimizer])
 @pytest.mark.parametrize(
     ("given", "said"),
     [(optax.adam, r"not adam: call it, adam\("), ("adam", r"not 'adam', such as optax.adam\(")],

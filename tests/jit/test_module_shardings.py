@@ -185,7 +185,7 @@ def test_beside_static_arguments_and_other_tools(mesh):
     value, health = pp.monitor(mixed)("once", model, X)
     assert rel_error(value, want) < 2e-2 and not health.born()
     with quiet():
-        policy = pp.calibrate(mixed, "AutoMixedBf16", [("once", model, X)])
+        policy = pp.numerics.calibrate(mixed, "AutoMixedBf16", [("once", model, X)])
     assert policy.name == "AutoMixedBf16" and policy.rules == ()
 
 

@@ -314,7 +314,7 @@ WAYS = {
     "audit": lambda f: str(pp.audit(f)(X)),
     "monitor": lambda f: pp.monitor(f)(X)[1].summary(),
     "monitor, at times": lambda f: pp.monitor(f, every=2).init(X),
-    "calibrate": lambda f: pp.calibrate(f, "AutoMixed", [(X,)]),
+    "calibrate": lambda f: pp.numerics.calibrate(f, "AutoMixed", [(X,)]),
     "fallback": lambda f: pp.with_fallback(f)(X),
 }
 
@@ -368,7 +368,7 @@ def test_a_residual_of_least_squares_goes_too():
         t = np.linspace(0.0, 2.0, 50)
         # optimistix alone leaves tracers behind, which jax_check_tracer_leaks would report
         with jax.numpy_dtype_promotion("standard"), jax.check_tracer_leaks(False):
-            pp.least_squares(lambda b, _: b[0] * t - data, np.array([1.0]))
+            pp.numerics.least_squares(lambda b, _: b[0] * t - data, np.array([1.0]))
         return weakref.ref(data)
 
     held = fitted(jnp.asarray(normal(1, 50)))

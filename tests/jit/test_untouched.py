@@ -14,6 +14,7 @@ from flax import errors, nnx
 
 import precpass as pp
 from precpass import testing
+from tests.support.public import public_names
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +122,9 @@ def scaled(f: Any, args: Any) -> Any:
         out = f(*xs)
         return factor * (out[1] if isinstance(out, tuple) else out)
 
-    return pp.scaled_value_and_grad(loss)(pp.StaticLossScale(2.0), jnp.float32(1.0), *args)
+    return pp.loss_scale.scaled_value_and_grad(loss)(
+        pp.loss_scale.StaticLossScale(2.0), jnp.float32(1.0), *args
+    )
 
 
 def stepped(f: Any, args: Any) -> Any:
@@ -129,7 +132,7 @@ def stepped(f: Any, args: Any) -> Any:
         out = f(*xs)
         return state / 2, jnp.abs(out[1] if isinstance(out, tuple) else out)
 
-    return pp.Ladder.create(("bf16", "f32"), jnp.ones(3)).step(step, *args)
+    return pp.numerics.Ladder.create(("bf16", "f32"), jnp.ones(3)).step(step, *args)
 
 
 Use = Callable[[Any, Any, Any], Any]
@@ -141,18 +144,18 @@ LEAVES_THEM: dict[str, Use] = {
     "Mixed.eval_shape": lambda f, args, _: pp.auto_mixed(f).eval_shape(*args),
     "inspect": lambda f, args, _: pp.inspect(f)(*args).diff(),
     "explain": lambda f, args, _: str(pp.explain(f)(*args)),
-    "between": lambda f, args, _: pp.between(
+    "between": lambda f, args, _: pp.report.between(
         *(pp.inspect(f, policy)(*args).plan for policy in POLICIES)
     ),
     "compare": lambda f, args, _: pp.compare(f, POLICIES, rounds=1)(*args),
-    "profile": lambda f, args, _: pp.profile(f, POLICIES, rounds=1)(*args),
+    "profile": lambda f, args, _: pp.report.profile(f, POLICIES, rounds=1)(*args),
     "audit": lambda f, args, _: pp.audit(f)(*args),
     "bisect": lambda f, args, _: pp.bisect(f, "AutoMixedBf16", lambda out: False)(*args),
     "monitor: init": lambda f, args, _: pp.monitor(f, every=2).init(*args),
-    "delayed_scaling: init": lambda f, args, _: pp.delayed_scaling(f).init(*args),
+    "DelayedScaling.init": lambda f, args, _: pp.quant.delayed_scaling(f).init(*args),
     "cast_floating": lambda f, args, _: pp.cast_floating(args, "bf16"),
-    "quantized": lambda f, args, _: pp.quantized(f, argnums=len(args) - 1)(*args),
-    "calibrate": lambda f, args, _: pp.calibrate(f, "AutoMixed", [args, args]),
+    "quantized": lambda f, args, _: pp.quant.quantized(f, argnums=len(args) - 1)(*args),
+    "calibrate": lambda f, args, _: pp.numerics.calibrate(f, "AutoMixed", [args, args]),
     "testing.assert_precision": lambda f, args, _: testing.assert_precision(
         f, args, {"dot_general": "bf16"}
     ),
@@ -165,12 +168,18 @@ LEAVES_THEM: dict[str, Use] = {
 # Calls of the function itself: it updates and donates what it does when it is called.
 CALLS_IT: dict[str, Use] = {
     "auto_mixed": lambda f, args, _: pp.auto_mixed(f)(*args),
-    "Mixed.__call__": lambda f, args, _: pp.Mixed(f, None, {})(*args),
+    "Mixed.__call__": lambda f, args, _: pp.types.Mixed(f, None, {})(*args),
     "monitor": lambda f, args, _: pp.monitor(f)(*args),
     "monitor: every": lambda f, args, _: (monitored := pp.monitor(f, every=2))(
         monitored.init(*args), *args
     ),
-    "delayed_scaling": lambda f, args, _: (scaled := pp.delayed_scaling(f))(
+    "delayed_scaling": lambda f, args, _: (scaled := pp.quant.delayed_scaling(f))(
+        scaled.init(*args), *args
+    ),
+    "DelayedScaling.lost": lambda f, args, _: (scaled := pp.quant.delayed_scaling(f)).lost(
+        scaled.init(*args), *args
+    ),
+    "DelayedScaling.__call__": lambda f, args, _: (scaled := pp.quant.delayed_scaling(f))(
         scaled.init(*args), *args
     ),
     "with_fallback": lambda f, args, _: pp.with_fallback(f, ("bf16", "f32"))(*args),
@@ -185,21 +194,26 @@ REFUSES_MODULES: dict[str, tuple[type[Exception], str]] = {
 }
 # Given trees of arrays, or a function of the caller's arrays; `f` is not called.
 GIVEN_ARRAYS: dict[str, Callable[[Any], Any]] = {
-    "all_finite": pp.all_finite,
-    "skip_nonfinite": lambda tree: pp.skip_nonfinite(True, tree, jax.tree.map(jnp.copy, tree)),
-    "scaled_optimizer": lambda tree: (o := pp.scaled_optimizer(optax.adam(1e-2))).update(
+    "all_finite": pp.loss_scale.all_finite,
+    "skip_nonfinite": lambda tree: pp.loss_scale.skip_nonfinite(
+        True, tree, jax.tree.map(jnp.copy, tree)
+    ),
+    "scaled_optimizer": lambda tree: (o := pp.loss_scale.scaled_optimizer(optax.adam(1e-2))).update(
         tree, o.init(tree), tree
     ),
-    "master_copies": lambda tree: (o := pp.master_copies(optax.adam(1e-2))).update(
+    "master_copies": lambda tree: (o := pp.loss_scale.master_copies(optax.adam(1e-2))).update(
         tree, o.init(tree), tree
     ),
-    "least_squares": lambda tree: pp.least_squares(lambda w, x: (x @ w["w"]).sum(0), tree, X),
-    "solve": lambda tree: pp.solve(tree["w"], X[:4]),
+    "least_squares": lambda tree: pp.numerics.least_squares(
+        lambda w, x: (x @ w["w"]).sum(0), tree, X
+    ),
+    "solve": lambda tree: pp.numerics.solve(tree["w"], X[:4]),
     "in_compute_dtype": lambda tree: pp.in_compute_dtype(lambda given: given["w"] * 2)(tree),
 }
 # These hold what they are given, a policy's parts or a check's function, and call nothing.
 CALL_NOTHING = {
     *("Custom", "keep", "use_policy", "Mixed", "IllConditioned", "Predicate", "Rule"),
+    "DelayedScaling",
     *("IllConditioned.bound", "NonFinite.bound", "OutOfRange.bound", "Predicate.bound"),
     *("PrecisionPolicy.with_retypes", "PrecisionPolicy.with_rules"),
 }
@@ -214,10 +228,9 @@ def takes_functions_or_arguments(member: Any, *, constructor: bool = False) -> b
 
 def public_functions() -> set[str]:
     """Every public function, and the methods and classes that take functions or arguments."""
-    found = {f"testing.{n}" for n in testing.__all__ if inspect.isfunction(getattr(testing, n))}
-    # `import *` leaves out what the standard library has modules of
-    for name in (*pp.__all__, "inspect", "bisect", "profile"):
-        value = getattr(pp, name)
+    found = set[str]()
+    for place, value in public_names().items():
+        name = place if place.startswith("testing.") else place.rpartition(".")[2]
         if inspect.isfunction(value):
             found.add(name)
         elif inspect.isclass(value):
@@ -288,8 +301,10 @@ def test_modules_given_as_trees_are_left_as_they_were(name: str):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CALLS_IT)
 def test_what_calls_the_function_says_that_it_updates(name: str, kind: str, tmp_path: Any):
-    member = pp
-    for part in name.partition(":")[0].split("."):
+    places = {place.rpartition(".")[2]: value for place, value in public_names().items()}
+    first, *parts = name.partition(":")[0].split(".")
+    member = places[first]
+    for part in parts:
         member = getattr(member, part)
     first = inspect.getdoc(member).partition("\n\n")[0]
     assert "update" in first, first
@@ -361,6 +376,8 @@ def test_a_comparison_of_references_sees_each_run_begin_anew():
 def test_a_calibration_of_modules_is_that_of_each_batch():
     """The second batch is seen by the model of the first, which has not been trained meanwhile."""
     model, optimizer = of_modules()[1][:2]
-    twice = pp.calibrate(train, "AutoMixed", [(model, optimizer, X), (model, optimizer, X)])
-    once = pp.calibrate(train, "AutoMixed", [(model, optimizer, X)])
+    twice = pp.numerics.calibrate(
+        train, "AutoMixed", [(model, optimizer, X), (model, optimizer, X)]
+    )
+    once = pp.numerics.calibrate(train, "AutoMixed", [(model, optimizer, X)])
     assert twice == once

@@ -35,7 +35,7 @@ FINE = X / 100, W / 100
 def test_a_program_that_overflows_is_right_and_else_low_afterwards():
     want = two_products(X, W)
     assert not np.isfinite(pp.auto_mixed(two_products, policy="AutoMixed")(X * 10, W))
-    policy = pp.calibrate(two_products, "AutoMixed", [(X, W), (X * 10, W)])
+    policy = pp.numerics.calibrate(two_products, "AutoMixed", [(X, W), (X * 10, W)])
     got = pp.auto_mixed(two_products, policy=policy)
     np.testing.assert_allclose(got(X, W), want, rtol=2e-3)
     np.testing.assert_allclose(got(X * 10, W), two_products(X * 10, W), rtol=2e-3)
@@ -61,32 +61,32 @@ def test_a_batch_runs_once():
     def fn(x: Any, w: Any) -> Any:
         return jax.pure_callback(called, jax.ShapeDtypeStruct((16, 32), f32), x @ w)
 
-    pp.calibrate(fn, "AutoMixed", [(X, W)])
+    pp.numerics.calibrate(fn, "AutoMixed", [(X, W)])
     assert len(runs) == 1
 
 
 def test_what_fits_gets_no_rule():
-    assert pp.calibrate(two_products, "AutoMixed", [FINE]) == pp.AutoMixed
+    assert pp.numerics.calibrate(two_products, "AutoMixed", [FINE]) == pp.AutoMixed
     # bfloat16 has the range of float32
-    assert pp.calibrate(two_products, "AutoMixedBf16", [(X * 10, W)]) == pp.AutoMixedBf16
+    assert pp.numerics.calibrate(two_products, "AutoMixedBf16", [(X * 10, W)]) == pp.AutoMixedBf16
 
 
 def test_the_safety_factor_is_for_other_inputs():
     x = jnp.full((4, 4), 4e4)
     f = jnp.matmul
-    assert not pp.calibrate(f, "AutoMixed", [(x, x)], safety=1.5).rules
-    assert len(pp.calibrate(f, "AutoMixed", [(x, x)]).rules) == 1
+    assert not pp.numerics.calibrate(f, "AutoMixed", [(x, x)], safety=1.5).rules
+    assert len(pp.numerics.calibrate(f, "AutoMixed", [(x, x)]).rules) == 1
 
 
 def test_an_operand_that_vanishes_as_a_whole_stays_wide():
     x = normal(0, 8, 8)
-    (rule,) = pp.calibrate(jnp.matmul, "AutoMixed", [(x * 1e-7, x)]).rules
+    (rule,) = pp.numerics.calibrate(jnp.matmul, "AutoMixed", [(x * 1e-7, x)]).rules
     assert "no element of an operand is more than" in rule.evidence
     mixed = x.copy()
     mixed[0] *= 1e-9
-    assert not pp.calibrate(jnp.matmul, "AutoMixed", [(mixed, x)]).rules
+    assert not pp.numerics.calibrate(jnp.matmul, "AutoMixed", [(mixed, x)]).rules
     # zeros are exact in any format
-    assert not pp.calibrate(jnp.matmul, "AutoMixed", [(x * 0, x)]).rules
+    assert not pp.numerics.calibrate(jnp.matmul, "AutoMixed", [(x * 0, x)]).rules
 
 
 def test_elementwise_orders_are_kept_wide_where_their_results_leave_the_range():
@@ -94,14 +94,14 @@ def test_elementwise_orders_are_kept_wide_where_their_results_leave_the_range():
         y = x * x
         return jnp.sin(y), y + x
 
-    policy = pp.calibrate(f, "AlwaysF16", [(jnp.asarray([300.0, 2.0]),)])
+    policy = pp.numerics.calibrate(f, "AlwaysF16", [(jnp.asarray([300.0, 2.0]),)])
     evidence = {rule.primitive: rule.evidence for rule in policy.rules}
     assert evidence == {
         "mul": "results reach 9e+04, and f16 ends at 6.55e+04",
         "sin": "operands reach 9e+04, and f16 ends at 6.55e+04",
         "add": "operands reach 9e+04, and f16 ends at 6.55e+04",
     }
-    policy = pp.calibrate(lambda x: x * x, "AlwaysF16", [(jnp.asarray([1e-5, 1.0]),)])
+    policy = pp.numerics.calibrate(lambda x: x * x, "AlwaysF16", [(jnp.asarray([1e-5, 1.0]),)])
     assert [r.evidence for r in policy.rules] == ["results come down to 1e-10, and f16 to 5.96e-08"]
 
 
@@ -113,7 +113,7 @@ def test_batches_are_streamed_and_may_have_other_shapes():
             alive.append(i)
             yield X[:n], W * 10.0**i
 
-    policy = pp.calibrate(two_products, "AutoMixed", batches())
+    policy = pp.numerics.calibrate(two_products, "AutoMixed", batches())
     assert alive == [0, 1, 2]
     assert policy.rules
 
@@ -124,19 +124,19 @@ def test_runs_merge():
         return y, w @ w
 
     large, ones = jnp.full((4, 4), 7e4), jnp.ones((4, 4))
-    one = pp.calibrate(f, "AutoMixed", [(large, ones)])
+    one = pp.numerics.calibrate(f, "AutoMixed", [(large, ones)])
     assert len(one.rules) == 1
-    assert pp.calibrate(f, one, [(ones, ones)]) == one
-    other = pp.calibrate(f, "AutoMixed", [(ones, large)])
+    assert pp.numerics.calibrate(f, one, [(ones, ones)]) == one
+    other = pp.numerics.calibrate(f, "AutoMixed", [(ones, large)])
     both = one.with_rules(*other.rules)
     assert len(set(both.rules)) == 2
-    assert pp.calibrate(f, one, [(ones, large)]).rules[-1:] == one.rules
+    assert pp.numerics.calibrate(f, one, [(ones, large)]).rules[-1:] == one.rules
 
 
 def test_values_that_are_not_finite_leave_the_range_and_are_reported():
     bad = X.copy()
     bad[0, 0] = np.nan
-    assert pp.calibrate(two_products, "AutoMixed", [(bad / 100, W / 100)]) == pp.AutoMixed
+    assert pp.numerics.calibrate(two_products, "AutoMixed", [(bad / 100, W / 100)]) == pp.AutoMixed
 
     def f(x: Any, w: Any) -> Any:
         return jnp.log(x - 100.0).sum() + (x @ w).sum()
@@ -144,7 +144,7 @@ def test_values_that_are_not_finite_leave_the_range_and_are_reported():
     with pytest.warns(
         pp.PrecisionWarning, match=r"born at 1 line, first by log  \S*test_calibrate\.py"
     ):
-        policy = pp.calibrate(f, "AutoMixed", [FINE])
+        policy = pp.numerics.calibrate(f, "AutoMixed", [FINE])
     assert not policy.rules
 
 
@@ -153,7 +153,7 @@ def test_what_no_batch_reaches_is_reported():
         return lax.cond(x[0, 0] > 1e6, lambda: x @ w, lambda: x * 2.0)
 
     with pytest.warns(pp.PrecisionWarning, match=r"no batch reached 1 equation .*dot_general at"):
-        assert not pp.calibrate(f, "AutoMixed", [(jnp.ones((4, 4)),) * 2]).rules
+        assert not pp.numerics.calibrate(f, "AutoMixed", [(jnp.ones((4, 4)),) * 2]).rules
 
 
 def test_what_only_moves_values_is_recorded_where_it_is_low():
@@ -162,14 +162,14 @@ def test_what_only_moves_values_is_recorded_where_it_is_low():
         return jnp.pad(y[1:].T, 1).reshape(-1), jnp.tanh(z)
 
     large = X / X.max() * 1e5
-    assert not pp.calibrate(f, "AlwaysF16", [(X, X)]).rules
-    policy = pp.calibrate(f, "AlwaysF16", [(large, X)])
+    assert not pp.numerics.calibrate(f, "AlwaysF16", [(X, X)]).rules
+    policy = pp.numerics.calibrate(f, "AlwaysF16", [(large, X)])
     evidence = {rule.primitive: rule.evidence for rule in policy.rules}
     moves = {"concatenate", "slice", "transpose", "pad", "reshape"}
     assert evidence.keys() == moves | {"mul"}
     assert evidence["pad"] == "operands reach 2e+05, and f16 ends at 6.55e+04"
     assert np.isfinite(pp.auto_mixed(f, policy=policy)(large, X)[0]).all()
-    (rule,) = pp.calibrate(lambda x: x.T, "AlwaysF16", [(jnp.full((2, 3), 1e-9),)]).rules
+    (rule,) = pp.numerics.calibrate(lambda x: x.T, "AlwaysF16", [(jnp.full((2, 3), 1e-9),)]).rules
     assert rule.evidence == "operands come down to 1e-09, and f16 to 5.96e-08"
 
 
@@ -181,9 +181,11 @@ def test_what_is_moved_and_stored_low_is_recorded():
 
     grad = jax.grad(loss, (0, 1))
     plan = pp.inspect(grad, "AutoMixed")(X, np.ones((32, 32), np.float32)).plan
-    assert any(d.stores_low and d.kind is pp.OpKind.DATA_MOVEMENT for d in plan.walk())
-    assert not pp.calibrate(grad, "AutoMixed", [(X / 100, np.ones((32, 32), np.float32))]).rules
-    policy = pp.calibrate(grad, "AutoMixed", [(X * 1e5, np.ones((32, 32), np.float32))])
+    assert any(d.stores_low and d.kind is pp.types.OpKind.DATA_MOVEMENT for d in plan.walk())
+    assert not pp.numerics.calibrate(
+        grad, "AutoMixed", [(X / 100, np.ones((32, 32), np.float32))]
+    ).rules
+    policy = pp.numerics.calibrate(grad, "AutoMixed", [(X * 1e5, np.ones((32, 32), np.float32))])
     assert "transpose" in {rule.primitive for rule in policy.rules}
 
 
@@ -194,7 +196,9 @@ def test_values_of_other_shards_are_not_born_where_they_arrive():
         return lax.ppermute(x, "i", [(0, 1), (1, 0)]) * 2.0
 
     shared = jax.shard_map(f, mesh=mesh, in_specs=PartitionSpec("i"), out_specs=PartitionSpec("i"))
-    assert not pp.calibrate(shared, "AlwaysF16", [(jnp.asarray([np.inf, 1.0, 2.0, 3.0]),)]).rules
+    assert not pp.numerics.calibrate(
+        shared, "AlwaysF16", [(jnp.asarray([np.inf, 1.0, 2.0, 3.0]),)]
+    ).rules
 
 
 @pytest.mark.parametrize("low", ["f16", "bf16", "f32"])
@@ -205,10 +209,10 @@ def test_products_in_float64_that_a_policy_retypes(low: str):
     with jax.enable_x64(True):
         policy = pp.Custom({"compute": low}).with_retypes("f64")
         one = jnp.ones((4, 4))
-        assert pp.calibrate(f, policy, [(one, one)]) == policy
+        assert pp.numerics.calibrate(f, policy, [(one, one)]) == policy
 
         def evidence(x: Any, w: Any, safety: float = 1.0) -> list[str]:
-            found = pp.calibrate(f, policy, [(x, w)], safety=safety)
+            found = pp.numerics.calibrate(f, policy, [(x, w)], safety=safety)
             got, want = pp.auto_mixed(f, policy=found)(x, w), x @ w
             if found.rules:
                 np.testing.assert_allclose(got, want, rtol=1e-12)
@@ -235,12 +239,12 @@ def test_elementwise_equations_in_float64_that_a_policy_retypes():
     with jax.enable_x64(True):
         policy = pp.Custom({"elementwise": "f32"}).with_retypes("f64")
         x = jnp.asarray([1e30, 1.0])
-        found = pp.calibrate(lambda x: x * x, policy, [(x,)], safety=1)
+        found = pp.numerics.calibrate(lambda x: x * x, policy, [(x,)], safety=1)
         assert [r.evidence for r in found.rules] == [
             "results reach 3.4e+38 or more, and f32 ends at 3.4e+38"
         ]
         x = jnp.asarray([1e-30, 1.0])
-        assert pp.calibrate(lambda x: x * x, policy, [(x,)], safety=1).rules
+        assert pp.numerics.calibrate(lambda x: x * x, policy, [(x,)], safety=1).rules
 
 
 def test_numbers_are_traced_and_what_is_static_is_planned_for_itself():
@@ -253,9 +257,9 @@ def test_numbers_are_traced_and_what_is_static_is_planned_for_itself():
 
     x = jnp.full((4, 4), 300.0)
     batches = [(x, float(n), "own") for n in range(1, 6)]
-    assert not pp.calibrate(f, "AlwaysF32", batches).rules
+    assert not pp.numerics.calibrate(f, "AlwaysF32", batches).rules
     assert len(seen) == 1
-    policy = pp.calibrate(f, "AutoMixed", [*batches, (x * 1e3, 1.0, "other")])
+    policy = pp.numerics.calibrate(f, "AutoMixed", [*batches, (x * 1e3, 1.0, "other")])
     assert [kind for _, kind in seen] == ["own", "own", "other"]
     assert [rule.primitive for rule in policy.rules] == ["dot_general"]
 
@@ -268,28 +272,28 @@ def test_declared_static_arguments():
 
     mixed = pp.auto_mixed(f, static_argnums=1, profitability="assumed")
     x = jnp.full((4, 4), 100.0)
-    assert not pp.calibrate(mixed, "AutoMixed", [(x, 1)]).rules
-    assert not pp.calibrate(mixed, "AutoMixed", [(x, 2)]).rules  # nothing pays on a CPU
+    assert not pp.numerics.calibrate(mixed, "AutoMixed", [(x, 1)]).rules
+    assert not pp.numerics.calibrate(mixed, "AutoMixed", [(x, 2)]).rules  # nothing pays on a CPU
     mixed = pp.auto_mixed(f, static_argnums=1)
-    (rule,) = pp.calibrate(mixed, "AutoMixed", [(x, 1), (x, 2)]).rules
+    (rule,) = pp.numerics.calibrate(mixed, "AutoMixed", [(x, 1), (x, 2)]).rules
     assert rule.evidence.startswith("operands reach 4e+04")
 
 
 def test_a_pass_that_is_switched_off_changes_nothing(monkeypatch: pytest.MonkeyPatch):
-    want = pp.calibrate(two_products, "AutoMixed", [(X * 10, W)])
+    want = pp.numerics.calibrate(two_products, "AutoMixed", [(X * 10, W)])
     assert want.rules
     with pp.use_policy(None):
-        assert pp.calibrate(two_products, "AutoMixed", [(X * 10, W)]) == want
+        assert pp.numerics.calibrate(two_products, "AutoMixed", [(X * 10, W)]) == want
     monkeypatch.setattr("precpass.jit.region._SWITCHED_OFF", True)
-    assert pp.calibrate(two_products, "AutoMixed", [(X * 10, W)]) == want
+    assert pp.numerics.calibrate(two_products, "AutoMixed", [(X * 10, W)]) == want
 
 
 @pytest.mark.parametrize(
     "safety", [2, np.float32(2), np.float16(2), np.int32(2), Fraction(2)], ids=repr
 )
 def test_any_real_number_is_a_safety(safety: Any):
-    policy = pp.calibrate(two_products, "AutoMixed", [(X * 10, W)], safety=safety)
-    assert policy == pp.calibrate(two_products, "AutoMixed", [(X * 10, W)], safety=2.0)
+    policy = pp.numerics.calibrate(two_products, "AutoMixed", [(X * 10, W)], safety=safety)
+    assert policy == pp.numerics.calibrate(two_products, "AutoMixed", [(X * 10, W)], safety=2.0)
 
 
 @pytest.mark.parametrize("leaf", [{1, 2}, bytearray(b"a")], ids=["set", "bytearray"])
@@ -306,7 +310,7 @@ def test_a_leaf_without_a_hash_is_named(leaf: Any):
     fine = W, {"own": Options("a")}
     match = rf"f was given options\['own'\].kinds = .* of .*{type(leaf).__name__}.*Pass an array"
     with pytest.raises(TypeError, match=match) as found:
-        pp.calibrate(f, "AutoMixed", [fine, (W, {"own": Options(leaf)})])
+        pp.numerics.calibrate(f, "AutoMixed", [fine, (W, {"own": Options(leaf)})])
     assert "in batch 1 of calibrate" in found.value.__notes__
 
 
@@ -320,7 +324,7 @@ def test_in_loops_and_gradients():
 
     w, x = normal(0, 3, 16, 16), normal(1, 4, 16)
     grad, ws = jax.grad(loss), (w * 1e-5, w)
-    policy = pp.calibrate(grad, "AutoMixed", [(ws, x)])
+    policy = pp.numerics.calibrate(grad, "AutoMixed", [(ws, x)])
     assert {rule.line for rule in policy.rules} == {loss.__code__.co_firstlineno + 2}
     want, got = grad(ws, x), pp.auto_mixed(grad, policy=policy)(ws, x)
     for a, b in zip(got, want, strict=True):
@@ -344,4 +348,4 @@ def test_in_loops_and_gradients():
 )
 def test_bad_input(batches: Any, safety: Any, error: type[Exception], match: str):
     with pytest.raises(error, match=match):
-        pp.calibrate(two_products, "AutoMixed", batches, safety=safety)
+        pp.numerics.calibrate(two_products, "AutoMixed", batches, safety=safety)

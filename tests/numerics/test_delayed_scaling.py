@@ -88,7 +88,7 @@ WS = W, STACK, W
 @pytest.mark.release(keep=1)
 @each_function
 def test_the_scales_of_the_same_call_give_its_result(fn: Callable[..., Any]):
-    scaled = pp.delayed_scaling(fn)
+    scaled = pp.quant.delayed_scaling(fn)
     scales = scaled.init(WS, X)
     assert scales.places
     out, after = scaled(scales, WS, X)
@@ -116,19 +116,19 @@ def test_the_scales_of_the_same_call_give_its_result(fn: Callable[..., Any]):
 )
 def test_a_gradient_is_near(fn: Callable[..., Any], policy: str):
     gradient = jax.value_and_grad(loss_of(fn))
-    scaled = pp.delayed_scaling(gradient, policy)
+    scaled = pp.quant.delayed_scaling(gradient, policy)
     scales = scaled.init(WS, X)
     out, scales = scaled(scales, WS, X)
     assert rel_error(out, gradient(WS, X)) < 0.1
     if policy == "f8e5m2":
-        assert set(scales.formats) == {pp.Precision.F8E4M3, pp.Precision.F8E5M2}
+        assert set(scales.formats) == {pp.types.Precision.F8E4M3, pp.types.Precision.F8E5M2}
 
 
 @pytest.mark.release(keep=1)
 @each_function
 def test_every_rounding_takes_its_scale_from_the_state(fn: Callable[..., Any]):
     """The silent failure would be a scale of the present values."""
-    scaled = pp.delayed_scaling(fn)
+    scaled = pp.quant.delayed_scaling(fn)
     scales = scaled.init(WS, X)
     program = jax.make_jaxpr(scaled)(scales, WS, X)
     roundings = [e for e in named(program, "precpass_scaling") if len(e.outvars) == 2]
@@ -143,7 +143,7 @@ def test_every_rounding_takes_its_scale_from_the_state(fn: Callable[..., Any]):
 
 @pytest.mark.release
 def test_the_history_moves_and_forgets():
-    scaled = pp.delayed_scaling(layers, history=2)
+    scaled = pp.quant.delayed_scaling(layers, history=2)
     scales = scaled.init(WS, X)
     first = scales.history[:, 0]
     _, scales = scaled(scales, WS, 0.5 * X)
@@ -157,7 +157,7 @@ def test_the_history_moves_and_forgets():
 def test_what_is_larger_than_before_is_clipped_and_told():
     product = jax.jit(lambda w, x: jnp.sin(x) * 0 + x @ w)
     policy = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="f8"))
-    scaled = pp.delayed_scaling(product, policy)
+    scaled = pp.quant.delayed_scaling(product, policy)
     scales = scaled.init(W, X / jnp.abs(X).max())
     assert scales.saturated() == []
     out, scales = scaled(scales, W, X)
@@ -175,7 +175,7 @@ def test_the_shares_of_saturated_and_flushed_values_are_those_that_numpy_counts(
     def product(w: Any, x: Any) -> Any:
         return lax.scan(lambda c, _: (c, c @ w), x, None, length=3)[1].sum(0)
 
-    scaled = pp.delayed_scaling(product, policy)
+    scaled = pp.quant.delayed_scaling(product, policy)
     scales = scaled.init(W, X)
     assert [(each.saturated, each.flushed) for each in scaled.lost(scales, W, X)] == [
         (0.0, 0.0)
@@ -196,7 +196,7 @@ def test_the_shares_of_saturated_and_flushed_values_are_those_that_numpy_counts(
 
 @pytest.mark.release
 def test_a_branch_that_is_not_taken_loses_nothing():
-    scaled = pp.delayed_scaling(branched)
+    scaled = pp.quant.delayed_scaling(branched)
     scales = scaled.init(WS, X)
     assert len(scaled.lost(scales, WS, X)) == len(scales.places)
     assert all(each.saturated == 0.0 for each in scaled.lost(scales, WS, X))
@@ -213,7 +213,7 @@ def test_what_is_not_finite_stays_so_and_is_forgotten(policy: str, value: float)
         return ((y + x) @ ws[1]) @ ws[2]
 
     ws, bad = (W, W, W), X.at[3, 5].set(value)
-    scaled = pp.delayed_scaling(fn, policy)
+    scaled = pp.quant.delayed_scaling(fn, policy)
     scales = scaled.init(ws, X)
     for out in (scaled(scales, ws, bad)[0], scaled.frozen(scales)(ws, bad)):
         assert not np.isfinite(np.asarray(out)[3]).any()
@@ -232,7 +232,7 @@ def test_each_call_of_a_block_has_scales_of_its_own():
             x = jnp.tanh(x @ ws[0])
             return block(1e-3 * x, ws[1]) @ ws[2], block(3 * x, ws[1]) @ ws[2]
 
-        scaled = pp.delayed_scaling(fn, "AutoMixedInt8")
+        scaled = pp.quant.delayed_scaling(fn, "AutoMixedInt8")
         scales = scaled.init((W, W, W), X)
         assert len(scales.places) == 3  # the weight, which both calls read, and their operands
         for got, want in zip(scaled(scales, (W, W, W), X)[0], fn((W, W, W), X), strict=True):
@@ -245,7 +245,7 @@ def test_a_branch_that_no_batch_took_is_named_and_rounded_as_if_its_largest_were
         x = jnp.tanh(x @ ws[0])
         return lax.cond(is_other, lambda x: jnp.sin(x @ ws[1]), lambda x: x, x) @ ws[2]
 
-    scaled = pp.delayed_scaling(fn)
+    scaled = pp.quant.delayed_scaling(fn)
     scales = scaled.calibrated([((W, W, W), X, False)] * 2)
     assert len(scales.unseen()) == 2 and all("branch 1" in place for place in scales.unseen())
     with pytest.warns(pp.PrecisionWarning, match=r"2 operands had no number but zero in these"):
@@ -261,7 +261,7 @@ def test_a_weight_that_was_zero_keeps_its_first_small_numbers():
 
     zero = {"in": W, "a": W, "b": jnp.zeros_like(W)}
     small = zero | {"b": 1e-3 * W.T}
-    scaled = pp.delayed_scaling(fn)
+    scaled = pp.quant.delayed_scaling(fn)
     scales = scaled.init(zero, X)
     assert len(scales.unseen()) == 1
     assert rel_error(scaled(scales, small, X)[0], jax.jit(fn)(small, X)) < 0.1
@@ -269,7 +269,7 @@ def test_a_weight_that_was_zero_keeps_its_first_small_numbers():
 
 @pytest.mark.release
 def test_batches_of_other_sizes_have_the_same_scales():
-    scaled = pp.delayed_scaling(layers)
+    scaled = pp.quant.delayed_scaling(layers)
     more = jnp.concatenate([X, 0.5 * X])
     scales = scaled.calibrated([(WS, X), (WS, more)])
     assert rel_error(scaled.frozen(scales)(WS, more), jax.jit(layers)(WS, more)) < 0.1
@@ -278,14 +278,14 @@ def test_batches_of_other_sizes_have_the_same_scales():
 
 @pytest.mark.release
 def test_the_same_values_are_not_beyond_the_scales_of_int8():
-    scaled = pp.delayed_scaling(layers, "AutoMixedInt8")
+    scaled = pp.quant.delayed_scaling(layers, "AutoMixedInt8")
     _, scales = scaled(scaled.init(WS, X), WS, X)
     assert scales.saturated() == []
 
 
 @pytest.mark.release
 def test_the_state_is_a_tree_like_any_other():
-    scaled = pp.delayed_scaling(layers)
+    scaled = pp.quant.delayed_scaling(layers)
     scales = scaled.init(WS, X)
     each = jax.vmap(scaled.init, in_axes=(None, 0))(WS, jnp.stack([X, 2 * X]))
     assert repr(each) == repr(scales) and each.saturated() == [] == each.unseen()
@@ -301,9 +301,9 @@ def test_scales_of_no_call_are_those_of_a_largest_magnitude_of_one():
     def fn(ws: Any, x: Any) -> Any:
         return jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]) @ ws[2]
 
-    scaled, ws = pp.delayed_scaling(fn), (W, W, W)
+    scaled, ws = pp.quant.delayed_scaling(fn), (W, W, W)
     shapes = jax.eval_shape(scaled.init, ws, X)
-    assert isinstance(shapes, pp.DelayedScales) and shapes.history.shape == (2, 16)
+    assert isinstance(shapes, pp.quant.DelayedScales) and shapes.history.shape == (2, 16)
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     out, scales = scaled(zero, ws, X)
     assert rel_error(out, jax.jit(fn)(ws, X)) < 0.1
@@ -311,7 +311,7 @@ def test_scales_of_no_call_are_those_of_a_largest_magnitude_of_one():
 
 
 def test_calibrated_scales_are_those_of_all_batches():
-    scaled = pp.delayed_scaling(layers, "AutoMixedInt8")
+    scaled = pp.quant.delayed_scaling(layers, "AutoMixedInt8")
     batches = [(WS, X * factor) for factor in (0.1, 1.0, 0.3)]
     scales = scaled.calibrated(batches)
     each = [scaled.init(*batch).history[:, 0] for batch in batches]
@@ -321,7 +321,7 @@ def test_calibrated_scales_are_those_of_all_batches():
 
 
 def test_frozen_scales_are_read_and_no_magnitude_is():
-    scaled = pp.delayed_scaling(layers)
+    scaled = pp.quant.delayed_scaling(layers)
     scales = scaled.init(WS, X)
     text = jax.jit(scaled.frozen(scales)).lower(WS, X).compile().as_text()
     assert "maximum" not in text.split("ENTRY")[1]
@@ -337,8 +337,8 @@ def test_weights_of_eight_bits_need_no_scale():
         return x
 
     ws = [W] * 4
-    small = pp.quantized(fn)(ws, X)
-    scaled = pp.delayed_scaling(fn, "AutoMixedInt8")
+    small = pp.quant.quantized(fn)(ws, X)
+    scaled = pp.quant.delayed_scaling(fn, "AutoMixedInt8")
     scales = scaled.init(small, X)
     assert len(scales.places) == 2  # the activations of the two layers in the middle
     assert rel_error(scaled.frozen(scales)(small, X), jax.jit(fn)(ws, X)) < 0.05
@@ -355,7 +355,7 @@ def test_it_trains_under_jit_and_in_a_scan():
         return jnp.square(y - target).mean()
 
     optimizer = optax.adam(1e-2)
-    gradient = pp.delayed_scaling(jax.value_and_grad(loss), history=4)
+    gradient = pp.quant.delayed_scaling(jax.value_and_grad(loss), history=4)
 
     def step(state: Any, _: Any) -> Any:
         params, opt_state, scales = state
@@ -381,7 +381,7 @@ def test_it_trains_under_jit_and_in_a_scan():
 
 @pytest.mark.release
 def test_it_is_mapped_and_exported():
-    scaled = pp.delayed_scaling(layers)
+    scaled = pp.quant.delayed_scaling(layers)
     scales = scaled.init(WS, X)
     xs = jnp.stack([X, 2 * X])
     outs, each = jax.vmap(scaled, in_axes=(None, None, 0))(scales, WS, xs)
@@ -402,7 +402,7 @@ def test_shards_keep_scales_of_the_present_values():
         return jnp.tanh(x @ ws[1]) @ ws[2]
 
     policy = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="f8"))
-    scaled = pp.delayed_scaling(fn, policy)
+    scaled = pp.quant.delayed_scaling(fn, policy)
     scales = scaled.init((W, W, W), X)
     out, after = scaled(scales, (W, W, W), X)
     assert rel_error(out, fn((W, W, W), X)) < 0.1
@@ -413,7 +413,7 @@ def test_shards_keep_scales_of_the_present_values():
 def test_sharded_arguments(tmp_path: Any):
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
     x = jax.device_put(X, jax.NamedSharding(mesh, P("rows")))
-    scaled = pp.delayed_scaling(scanned)
+    scaled = pp.quant.delayed_scaling(scanned)
     scales = scaled.init(WS, x)
     out, _ = scaled(scales, WS, x)
     assert rel_error(out, scaled(scales, WS, X)[0]) < 1e-5
@@ -421,7 +421,7 @@ def test_sharded_arguments(tmp_path: Any):
 
 def test_the_state_is_saved_and_restored(tmp_path: Any):
     ocp = pytest.importorskip("orbax.checkpoint")
-    scaled = pp.delayed_scaling(layers)
+    scaled = pp.quant.delayed_scaling(layers)
     scales = scaled.init(WS, X)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "scales", scales)
@@ -433,7 +433,7 @@ def test_the_state_is_saved_and_restored(tmp_path: Any):
 
 
 def test_switched_off_it_is_the_function():
-    scaled = pp.delayed_scaling(layers)
+    scaled = pp.quant.delayed_scaling(layers)
     scales = scaled.init(WS, X)
     with pp.use_policy(None):
         out, same = scaled(scales, WS, X)
@@ -442,24 +442,24 @@ def test_switched_off_it_is_the_function():
 
 
 def test_what_is_wrong_is_refused():
-    scaled = pp.delayed_scaling(layers)
+    scaled = pp.quant.delayed_scaling(layers)
     scales = scaled.init(WS, X)
     with pytest.raises(TypeError, match=r"the first argument is the DelayedScales, not a tuple"):
         scaled(WS, WS, X)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"not a dict: begin with scales = scaled\.init"):
         scaled.frozen({})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"of another program: they have \d+ operands, and this"):
-        pp.delayed_scaling(scanned)(scales, WS, X)
+        pp.quant.delayed_scaling(scanned)(scales, WS, X)
     with pytest.raises(ValueError, match=r"history=0\): it is to be a whole number of 1 or more"):
-        pp.delayed_scaling(layers, history=0)
+        pp.quant.delayed_scaling(layers, history=0)
     with pytest.raises(TypeError, match=r"delayed_scaling\(jax\.grad\(loss\)\)"):
-        jax.grad(lambda ws: pp.delayed_scaling(layers)(scales, ws, X)[0].sum())(WS)
+        jax.grad(lambda ws: pp.quant.delayed_scaling(layers)(scales, ws, X)[0].sum())(WS)
     with pytest.raises(ValueError, match="there are no batches"):
         scaled.calibrated([])
     with pytest.raises(TypeError, match=r"a batch is a list, and is to be a tuple"):
         scaled.calibrated([[WS, X]])  # pyright: ignore[reportArgumentType]
     with pytest.warns(pp.PrecisionWarning, match="layers has no products in int8, f8e4m3"):
-        assert pp.delayed_scaling(layers, "bf16").init(WS, X).places == ()
+        assert pp.quant.delayed_scaling(layers, "bf16").init(WS, X).places == ()
 
 
 @pytest.mark.release

@@ -45,21 +45,21 @@ BIG = jnp.full((8,), 1e5)
 CHECKS: dict[str, tuple[Any, Any, tuple[Any, ...], tuple[Any, ...], str]] = {
     "non-finite": (
         lambda w, x: w @ x,
-        pp.NonFinite(),
+        pp.numerics.NonFinite(),
         (jnp.eye(8), V),
         (jnp.eye(8), BIG),
         "f16: values not finite: 8",
     ),
     "out of range": (
         lambda w, x: w @ x,
-        pp.OutOfRange(10.0),
+        pp.numerics.OutOfRange(10.0),
         (jnp.eye(8), jnp.full((8,), 9.5)),
         (jnp.eye(8), jnp.full((8,), 11.0)),
         "f16: a magnitude of 11, above 10",
     ),
     "out of range, NaN": (
         lambda w, x: w @ x,
-        pp.OutOfRange(10.0),
+        pp.numerics.OutOfRange(10.0),
         (jnp.eye(8), V),
         (jnp.eye(8), V * jnp.nan),
         "f16: a magnitude of nan, above 10",
@@ -73,21 +73,23 @@ CHECKS: dict[str, tuple[Any, Any, tuple[Any, ...], tuple[Any, ...], str]] = {
     ),
     "predicate of the arguments": (
         layer,
-        pp.Predicate(lambda out, w, x: jnp.any(x > 4), takes_args=True, name="x above {4}"),
+        pp.numerics.Predicate(
+            lambda out, w, x: jnp.any(x > 4), takes_args=True, name="x above {4}"
+        ),
         (W, V),
         (W, V + 9),
         "f16: x above {4}",
     ),
     "condition": (
         layer,
-        pp.IllConditioned("w"),
+        pp.numerics.IllConditioned("w"),
         (jnp.eye(8), V),
         (jnp.diag(jnp.asarray([1.0] * 7 + [2.0**-8])), V),
         "f16: a condition number of 256 leaves less than 1 digit",
     ),
     "condition of a function": (
         layer,
-        pp.IllConditioned(lambda w, x: w.T @ w, digits=0),
+        pp.numerics.IllConditioned(lambda w, x: w.T @ w, digits=0),
         (jnp.eye(8), V),
         (jnp.diag(jnp.asarray([1.0] * 7 + [2.0**-6])), V),
         "f16: a condition number of 4.1e+03 leaves less than 0 digits",
@@ -108,7 +110,7 @@ def test_a_check_fires_where_it_is_to_and_is_quiet_elsewhere(name: str):
 
 
 def test_several_checks_are_told_apart():
-    checks = [pp.OutOfRange(10.0), pp.NonFinite(), lambda out: out[0] > 100]
+    checks = [pp.numerics.OutOfRange(10.0), pp.numerics.NonFinite(), lambda out: out[0] > 100]
     guarded = pp.with_fallback(lambda w, x: w @ x, ("f16", "f32"), checks)
     out, report = guarded(jnp.ones((8, 8)), BIG)
     assert report.fired.tolist() == [[True, True, True], [True, False, True]]
@@ -124,7 +126,7 @@ def test_several_checks_are_told_apart():
 
 def test_a_limit_is_not_rounded_to_the_format_of_the_result():
     def fires(limit: float, x: Any) -> bool:
-        guarded = pp.with_fallback(lambda x: x * 1, ("f32", "f64"), pp.OutOfRange(limit))
+        guarded = pp.with_fallback(lambda x: x * 1, ("f32", "f64"), pp.numerics.OutOfRange(limit))
         return not bool(guarded(x)[1].stable)
 
     for infinite in (jnp.float16(jnp.inf), jnp.float32(jnp.inf)):
@@ -143,7 +145,7 @@ def test_the_default_check_is_that_of_finite_values():
 
 
 def test_every_rung_is_the_pass_in_its_precision():
-    for ladder in (("bf16", "f32", "f64"), (pp.Precision.F16, "AlwaysF32", jnp.float64)):
+    for ladder in (("bf16", "f32", "f64"), (pp.types.Precision.F16, "AlwaysF32", jnp.float64)):
         guarded = pp.with_fallback(layer, ladder, lambda out: out[0] < 2)
         jaxpr = jax.make_jaxpr(guarded)(W, V)
         kinds = [str(e.invars[0].aval.dtype) for e in products(jaxpr)]
@@ -169,7 +171,7 @@ def test_a_variance_with_cancellation_is_right():
     def noisy(out: Any, x: Any) -> Any:
         return (jnp.abs(out / jnp.var(x, 0) - 1) > 1e-3).any()
 
-    check = pp.Predicate(noisy, takes_args=True)
+    check = pp.numerics.Predicate(noisy, takes_args=True)
     value, report = pp.with_fallback(variance, unstable=check)(SAMPLES)
     assert rungs_of(report) == 2 and value.dtype == f32
     np.testing.assert_allclose(value, want, rtol=1e-6)
@@ -179,7 +181,7 @@ def test_a_hilbert_system_is_solved_in_float64():
     a, b = hilbert(8), np.ones(8, np.float32)
     want = np.linalg.solve(a.astype(np.float64), b.astype(np.float64))
     assert rel_error(jnp.linalg.solve(a, b), want) > 0.01
-    solve = pp.with_fallback(jnp.linalg.solve, ("f32", "f64"), pp.IllConditioned("a"))
+    solve = pp.with_fallback(jnp.linalg.solve, ("f32", "f64"), pp.numerics.IllConditioned("a"))
     x, report = solve(a, b)
     assert rungs_of(report) == 1 and report.stable and report.evidence[0, 0] > 3e9
     assert rel_error(x, want) < 2.0**-23
@@ -256,7 +258,7 @@ def test_the_rung_that_is_taken_is_differentiated(rung: int):
 
     # rungs below the one wanted fire by what they are given
     ladder = names[: rung + 1] if rung else names[:2]
-    guarded = pp.with_fallback(body, ladder, pp.Predicate(fires, takes_args=True))
+    guarded = pp.with_fallback(body, ladder, pp.numerics.Predicate(fires, takes_args=True))
     n = jnp.int32(rung)
 
     def total(w: Any) -> Any:
@@ -300,7 +302,7 @@ def test_what_overflowed_below_makes_no_nan_of_a_derivative(batched: bool):
 
 
 def test_under_vmap_and_scan_each_has_its_own_rung():
-    guarded = pp.with_fallback(layer, ("bf16", "f64"), pp.OutOfRange(0.5))
+    guarded = pp.with_fallback(layer, ("bf16", "f64"), pp.numerics.OutOfRange(0.5))
     xs = jnp.stack([V * 0, V, V * 0])
     for run in (
         jax.vmap(guarded, (None, 0)),
@@ -340,7 +342,7 @@ def test_higher_rungs_are_paid_for_only_when_they_are_taken():
         y = w @ x
         return jax.pure_callback(counted, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
 
-    guarded = pp.with_fallback(fn, ("f16", "f32", "f64"), pp.OutOfRange(10.0))
+    guarded = pp.with_fallback(fn, ("f16", "f32", "f64"), pp.numerics.OutOfRange(10.0))
     with quiet():  # what the callback computes is out of the pass's sight
         compiled = jax.jit(guarded).lower(W, V).compile()
     assert compiled.as_text().count(" conditional(") == 2
@@ -349,7 +351,7 @@ def test_higher_rungs_are_paid_for_only_when_they_are_taken():
         jax.block_until_ready(compiled(W, x))
         assert len(runs) == want
     # a rung that the arguments rule out is not run
-    before = pp.with_fallback(fn, ("f16", "f32"), pp.IllConditioned("w"))
+    before = pp.with_fallback(fn, ("f16", "f32"), pp.numerics.IllConditioned("w"))
     bad = W.at[0].set(W[1] + 2.0**-10)
     with quiet():
         for w, rung in ((jnp.eye(8), 0), (bad, 1)):
@@ -383,7 +385,7 @@ def test_devices_agree_on_a_rung():
         own = pp.with_fallback(
             lambda w, x: w @ x[0] + 0 * lax.pmean(jnp.sign(x[0]), "d"),
             ("f16", "f32"),
-            [pp.IllConditioned("w"), pp.NonFinite()],
+            [pp.numerics.IllConditioned("w"), pp.numerics.NonFinite()],
             axis_name="d",
         )
         out, report = own(w, x)
@@ -429,7 +431,11 @@ def test_odd_results_pass_through():
         return {"key": jax.random.split(key)[1], "n": n + 1, "empty": jnp.zeros((0, 3)), "low": low}
 
     ladder = ("bf16", "f32")
-    check = [pp.IllConditioned("w"), pp.NonFinite(), pp.OutOfRange(500.0)]
+    check = [
+        pp.numerics.IllConditioned("w"),
+        pp.numerics.NonFinite(),
+        pp.numerics.OutOfRange(500.0),
+    ]
     guarded = pp.with_fallback(fn, ladder, check)
     out, report = guarded(jnp.asarray(hilbert(4)), jax.random.key(0), jnp.int32(3))
     want = fn(hilbert(4), jax.random.key(0), jnp.int32(3))
@@ -455,7 +461,7 @@ def test_results_have_the_dtypes_of_the_original(dtype: Any):
 
 
 def test_a_policy_around_it_does_not_round_what_the_checks_compare():
-    fn = pp.with_fallback(lambda w, x: w @ x, ("f32", "f64"), pp.OutOfRange(1000.5))
+    fn = pp.with_fallback(lambda w, x: w @ x, ("f32", "f64"), pp.numerics.OutOfRange(1000.5))
     around = pp.auto_mixed(lambda w, x: fn(w, x), policy="AlwaysBf16")
     # bfloat16 has 1000 and 1004 there, and nothing between
     for size, rung in ((1000.25, 0), (1001.0, 1)):
@@ -508,27 +514,31 @@ def test_what_is_no_ladder_is_refused(ladder: Any):
 @pytest.mark.parametrize(
     "make, error, said",
     [
-        (lambda: pp.OutOfRange(0.0), ValueError, "OutOfRange(limit=0.0)"),
-        (lambda: pp.OutOfRange("1"), ValueError, "positive and finite"),
-        (lambda: pp.IllConditioned(3), TypeError, "an argument's name or a function"),
-        (lambda: pp.IllConditioned("w", digits=-1), ValueError, "digits=-1"),
-        (lambda: pp.Predicate("x"), TypeError, "Predicate('x')"),
+        (lambda: pp.numerics.OutOfRange(0.0), ValueError, "OutOfRange(limit=0.0)"),
+        (lambda: pp.numerics.OutOfRange("1"), ValueError, "positive and finite"),
+        (lambda: pp.numerics.IllConditioned(3), TypeError, "an argument's name or a function"),
+        (lambda: pp.numerics.IllConditioned("w", digits=-1), ValueError, "digits=-1"),
+        (lambda: pp.numerics.Predicate("x"), TypeError, "Predicate('x')"),
         (lambda: pp.with_fallback(layer, unstable=[]), ValueError, "has no check"),
         (lambda: pp.with_fallback(layer, unstable=3), TypeError, "3, which is no check: legal"),
-        (lambda: pp.with_fallback(layer, unstable=pp.NonFinite), TypeError, "give a value of it"),
         (
-            lambda: pp.with_fallback(layer, unstable=pp.IllConditioned("a")),
+            lambda: pp.with_fallback(layer, unstable=pp.numerics.NonFinite),
+            TypeError,
+            "give a value of it",
+        ),
+        (
+            lambda: pp.with_fallback(layer, unstable=pp.numerics.IllConditioned("a")),
             ValueError,
             "the function's arguments are 'w', 'x'",
         ),
         (
-            lambda: pp.with_fallback(several, unstable=pp.IllConditioned("args")),
+            lambda: pp.with_fallback(several, unstable=pp.numerics.IllConditioned("args")),
             ValueError,
             "*args is any number of arguments, and the matrix is one: give a function of all "
             "arguments that returns it, such as `lambda *args, **kinds: args[0]`",
         ),
         (
-            lambda: pp.with_fallback(several, unstable=pp.IllConditioned("kinds")),
+            lambda: pp.with_fallback(several, unstable=pp.numerics.IllConditioned("kinds")),
             ValueError,
             "such as `lambda *args, **kinds: kinds['a']`",
         ),
@@ -548,9 +558,14 @@ def test_bad_arguments_are_refused(make: Any, error: Any, said: str):
         (layer, lambda out: jnp.sum(out), TypeError, "returned float32[]"),
         (layer, lambda out: None, TypeError, "returned None"),
         (lambda w, x: (w @ x, "name"), None, TypeError, "result[1] is 'name', a str"),
-        (layer, pp.IllConditioned(lambda w, x: x), ValueError, "not one of shape (8,)"),
-        (layer, pp.IllConditioned(lambda w, x: w[:4]), ValueError, "not one of shape (4, 8)"),
-        (layer, pp.IllConditioned(lambda w, x: w > 0), TypeError, "not one of bool"),
+        (layer, pp.numerics.IllConditioned(lambda w, x: x), ValueError, "not one of shape (8,)"),
+        (
+            layer,
+            pp.numerics.IllConditioned(lambda w, x: w[:4]),
+            ValueError,
+            "not one of shape (4, 8)",
+        ),
+        (layer, pp.numerics.IllConditioned(lambda w, x: w > 0), TypeError, "not one of bool"),
     ],
 )
 def test_what_is_found_while_tracing_is_refused(fn: Any, check: Any, error: Any, said: str):
@@ -560,7 +575,7 @@ def test_what_is_found_while_tracing_is_refused(fn: Any, check: Any, error: Any,
 
 
 def test_one_of_several_arguments_as_the_matrix():
-    check = pp.IllConditioned(lambda *args: args[0])
+    check = pp.numerics.IllConditioned(lambda *args: args[0])
     _, report = pp.with_fallback(several, ("f16", "f32"), check)(W, V)
     assert int(report.rung) == 0
 

@@ -1,5 +1,6 @@
 """A gradient in float16 is warned of if no loss scale is in sight, and only then."""
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import precpass as pp
 
 W, X = jnp.ones((4, 4)), jnp.ones((2, 4))
 STEP = jnp.float32(8.0)
-SOMEWHERE = pp.DynamicLossScale()
+SOMEWHERE = pp.loss_scale.DynamicLossScale()
 
 
 @pytest.fixture(autouse=True)
@@ -76,15 +77,19 @@ FINE: dict[str, Callable[[], Any]] = {
 
 
 def scaled_inside() -> None:
-    pp.auto_mixed(pp.scaled_value_and_grad(loss), "f16")(pp.StaticLossScale(8.0), W, X)
+    pp.auto_mixed(pp.loss_scale.scaled_value_and_grad(loss), "f16")(
+        pp.loss_scale.StaticLossScale(8.0), W, X
+    )
 
 
 def scaled_outside() -> None:
-    pp.scaled_value_and_grad(pp.auto_mixed(loss, "f16"))(pp.NoOpLossScale(), W, X)
+    pp.loss_scale.scaled_value_and_grad(pp.auto_mixed(loss, "f16"))(
+        pp.loss_scale.NoOpLossScale(), W, X
+    )
 
 
 def by_the_optimizer() -> None:
-    optimizer = pp.scaled_optimizer(optax.sgd(1.0))
+    optimizer = pp.loss_scale.scaled_optimizer(optax.sgd(1.0))
     state = optimizer.init(W)
     mixed = pp.auto_mixed(loss, "f16")
     jax.jit(jax.grad(lambda w, state: mixed(w, X) * state.scale.value))(W, state)
@@ -105,13 +110,13 @@ def by_an_argument() -> None:
     def scaled(w: Any, scale: Any) -> Any:
         return scale.scale(pp.auto_mixed(loss, "f16")(w, X))
 
-    jax.value_and_grad(scaled)(W, pp.StaticLossScale(8.0))
+    jax.value_and_grad(scaled)(W, pp.loss_scale.StaticLossScale(8.0))
 
 
 def by_equinox() -> None:
     import equinox as eqx
 
-    scale = pp.StaticLossScale(8.0)
+    scale = pp.loss_scale.StaticLossScale(8.0)
     eqx.filter_grad(lambda w: scale.scale(pp.auto_mixed(loss, "f16")(w, X)))(W)
 
 
@@ -150,7 +155,7 @@ def test_who_uses_a_loss_scale_hears_nothing(call: Callable[[], Any]):
 def test_a_scale_of_another_program_and_an_imported_jmp_do_not_silence_it():
     import jmp
 
-    other = pp.StaticLossScale(8.0), jmp.DynamicLossScale(STEP)
+    other = pp.loss_scale.StaticLossScale(8.0), jmp.DynamicLossScale(STEP)
     assert other[0].unscale(jmp.StaticLossScale(STEP).scale(STEP)) == STEP
     for call in (UNSCALED["inside"], UNSCALED["outside"]):
         assert any("without a loss scale" in text for text in said(call))
@@ -172,6 +177,71 @@ def test_it_is_said_once_at_a_place():
         for _ in range(3):
             jax.grad(pp.auto_mixed(lambda w: loss(w, X), "f16"))(W)
     assert len(caught) == 1
+
+
+def other(w: Any, x: Any) -> Any:
+    return jnp.square(jax.nn.relu(x @ w)).mean()
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda fn: pp.auto_mixed(jax.grad(fn), "AutoMixed")(W, X),
+        lambda fn: jax.grad(pp.auto_mixed(fn, "AutoMixed"))(W, X),
+    ],
+    ids=["inside", "outside"],
+)
+def test_it_is_said_of_each_function_at_a_place(take: Callable[[Any], Any]):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for fn in (loss, other, loss, other):
+            take(fn)
+    texts = [str(warning.message) for warning in caught]
+    assert {text.partition(":")[0].rpartition(" ")[2] for text in texts} == {"loss", "other"}
+
+
+def test_it_does_not_depend_on_gradients_that_were_taken_before():
+    mixed = pp.auto_mixed(other, "AutoMixed")
+    assert not said(lambda: jax.grad(lambda w: SOMEWHERE.scale(mixed(w, X)))(W))
+    # JAX has now transposed the program, and does not transpose it again
+    assert len(said(lambda: jax.grad(mixed)(W, X))) == 1
+    assert len(said(lambda: jax.grad(lambda w: mixed(w, X))(W))) == 1
+    assert len(said(lambda: jax.jit(jax.grad(lambda w: mixed(w, X) + 1.0))(W))) == 1
+    assert len(said(lambda: jax.grad(pp.auto_mixed(other, "AutoMixed"))(W, X))) == 1
+    # and again neither where the gradient is scaled, nor where none is taken
+    assert not said(lambda: jax.grad(lambda w: SOMEWHERE.scale(mixed(w, X)))(W))
+    assert not said(lambda: jax.jvp(lambda w: mixed(w, X), (W,), (W,)))
+    assert not said(lambda: mixed(W, X))
+
+
+def test_a_function_is_warned_of_once():
+    gradient = jax.grad(pp.auto_mixed(other, "AutoMixed"))
+    assert len(said(lambda: [gradient(W, X) for _ in range(3)])) == 1
+    assert not said(lambda: gradient(jnp.ones((4, 5)), X))
+
+
+def test_a_report_that_drops_it_does_not_use_it_up():
+    gradient = jax.grad(pp.auto_mixed(other, "AutoMixed"))
+    assert not said(lambda: pp.compare(gradient, ["AlwaysF32"], rounds=0)(W, X))
+    assert not said(lambda: pp.explain(gradient, "AlwaysF32")(W, X))
+    assert len(said(lambda: gradient(W, X))) == 1
+
+
+def test_a_function_whose_products_stay_in_float32_is_not_warned_of():
+    mixed = pp.auto_mixed(lambda w: jnp.sin(X @ w).mean(), "AutoMixed")
+    with pytest.warns(pp.PrecisionWarning, match="lowered nothing"):
+        mixed(W)
+    for _ in range(2):
+        assert not said(lambda: jax.grad(lambda w: mixed(w))(W))
+
+
+def test_haiku_which_imports_jmp_does_not_silence_it():
+    hk = pytest.importorskip("haiku")
+    assert "jmp" in sys.modules
+    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 1])(x).mean()))
+    parameters = model.init(jax.random.key(0), X)
+    assert said(lambda: jax.grad(pp.auto_mixed(model.apply, "AutoMixed"))(parameters, X))
+    assert said(lambda: pp.auto_mixed(jax.grad(model.apply), "AutoMixed")(parameters, X))
 
 
 def test_a_comparison_shows_the_error_and_does_not_warn():

@@ -16,13 +16,13 @@ from tests.support.values import normal
 pytestmark = pytest.mark.programs
 
 f32 = jnp.float32
-BF16, F32 = (pp.Precision.parse(p).unit_roundoff for p in ("bf16", "f32"))
+BF16, F32 = (pp.types.Precision.parse(p).unit_roundoff for p in ("bf16", "f32"))
 LADDER = ("bf16", "f32", "f64")
 
 # ---------------------------------------------------------------- the state machine
 
 
-_updated = jax.jit(pp.Ladder.updated, static_argnames="exact")
+_updated = jax.jit(pp.numerics.Ladder.updated, static_argnames="exact")
 
 
 def followed(ladder: Any, measures: Any, exact: bool = False) -> list[Any]:
@@ -34,8 +34,8 @@ def followed(ladder: Any, measures: Any, exact: bool = False) -> list[Any]:
     return [*seen, ladder]
 
 
-def fresh(**options: Any) -> pp.Ladder:
-    return pp.Ladder.create(LADDER, f32(0), **{"scale": 1.0, "patience": 3, **options})
+def fresh(**options: Any) -> pp.numerics.Ladder:
+    return pp.numerics.Ladder.create(LADDER, f32(0), **{"scale": 1.0, "patience": 3, **options})
 
 
 def rungs(seen: Any) -> str:
@@ -117,7 +117,7 @@ def test_a_negative_measure_tells_nothing():
 def test_a_negative_measure_is_refused_where_it_is_known():
     with pytest.raises(ValueError, match=r"Ladder.updated: the measure is -1.0, .* a magnitude"):
         fresh().updated(f32(-1.0), f32(0))
-    ladder = pp.Ladder.create(("f32", "f64"), jnp.ones(3))
+    ladder = pp.numerics.Ladder.create(("f32", "f64"), jnp.ones(3))
     for step, options in (
         (lambda x: (x, -jnp.sum(x)), {}),
         (lambda x: x, {"measure": lambda x: -jnp.sum(x)}),
@@ -137,7 +137,7 @@ def test_outside_of_jit_a_step_is_traced_once():
         return x, jnp.linalg.norm(x)
 
     a = jnp.eye(4)
-    ladder = pp.Ladder.create(("bf16", "f32"), jnp.ones(4), tol=1e-4)
+    ladder = pp.numerics.Ladder.create(("bf16", "f32"), jnp.ones(4), tol=1e-4)
     together = driven(ladder, step, a)
     once = None
     while bool(ladder.running):
@@ -153,7 +153,7 @@ def test_outside_of_jit_a_step_is_traced_once():
         def __call__(self, x: Any, w: Any) -> Any:
             return step(x, w)
 
-    begun = pp.Ladder.create(("bf16", "f32"), jnp.ones(4), tol=1e-4).step(Unhashable(), a)
+    begun = pp.numerics.Ladder.create(("bf16", "f32"), jnp.ones(4), tol=1e-4).step(Unhashable(), a)
     assert int(begun.steps) == 1
     assert str(begun).splitlines()[0] == "running in bf16, after 1 step: 1 in bf16, 0 in f32"
 
@@ -303,7 +303,7 @@ def test_bf16_alone_stalls_and_the_ladder_gets_to_what_float64_gives():
     alone = pp.auto_mixed(lambda x: lax.fori_loop(0, 400, lambda _, x: richardson(x, a, b)[0], x))
     assert error(alone(jnp.zeros(N)), want) > 5e-3
     ladder = driven(
-        pp.Ladder.create(LADDER, jnp.zeros(N), scale=jnp.linalg.norm(b)), richardson, a, b
+        pp.numerics.Ladder.create(LADDER, jnp.zeros(N), scale=jnp.linalg.norm(b)), richardson, a, b
     )
     assert error(ladder.best, want) < 5e-7
     assert ladder.used[2] <= 40 and int(ladder.rung) == 2 and not ladder.converged
@@ -317,13 +317,13 @@ def test_conjugate_gradients_to_float64_mostly_low():
     with jax.enable_x64(True):
         a, b, want = system()
         start = {"x": np.zeros(N), "r": b, "p": b}
-        ladder = pp.Ladder.create(LADDER, start, scale=np.linalg.norm(b), tol=1e-14)
+        ladder = pp.numerics.Ladder.create(LADDER, start, scale=np.linalg.norm(b), tol=1e-14)
         ladder = driven(ladder, conjugate_gradients, a, b, restart=from_residual)
         assert bool(ladder.converged) and error(ladder.best["x"], want) < 1e-13
         assert ladder.log["to"][:2].tolist() == [1, 2]
         assert all(x.dtype == np.float64 for x in jax.tree.leaves(ladder.best))
         # without a restart it has the residual and the directions of the rung below
-        stale = pp.Ladder.create(LADDER, start, scale=np.linalg.norm(b), tol=1e-14)
+        stale = pp.numerics.Ladder.create(LADDER, start, scale=np.linalg.norm(b), tol=1e-14)
         stale = driven(stale, conjugate_gradients, a, b)
         assert error(stale.best["x"], want) > error(ladder.best["x"], want)
 
@@ -342,7 +342,7 @@ def test_refinement_stays_low_down_to_float64():
         def residual(x: Any, a: Any, b: Any) -> Any:
             return jnp.linalg.norm(b - a @ x)
 
-        ladder = pp.Ladder.create(LADDER, np.zeros(N), scale=np.linalg.norm(b), tol=1e-14)
+        ladder = pp.numerics.Ladder.create(LADDER, np.zeros(N), scale=np.linalg.norm(b), tol=1e-14)
         ladder = driven(ladder, step, a, b, measure=residual)
         assert bool(ladder.converged) and error(ladder.best, want) < 1e-13
         assert ladder.used.tolist() == [int(ladder.steps), 0, 0] and int(ladder.steps) < 30
@@ -350,7 +350,7 @@ def test_refinement_stays_low_down_to_float64():
 
 def test_nothing_is_switched_where_the_low_rung_converges():
     a, b, _ = system()
-    ladder = pp.Ladder.create(LADDER, jnp.zeros(N), scale=np.linalg.norm(b), tol=3e-2)
+    ladder = pp.numerics.Ladder.create(LADDER, jnp.zeros(N), scale=np.linalg.norm(b), tol=3e-2)
     ladder = driven(ladder, richardson, f32(a), f32(b))
     assert bool(ladder.converged) and int(ladder.switches) == 0
     assert ladder.used.tolist() == [int(ladder.steps), 0, 0]
@@ -362,7 +362,9 @@ def test_what_has_ended_stays_under_vmap_and_scan():
     bs = jnp.stack([f32(b), f32(b) * 0 + 1, f32(b) * 1e-3])
 
     def solved(b: Any) -> Any:
-        ladder = pp.Ladder.create(("bf16", "f32"), jnp.zeros(N), scale=jnp.linalg.norm(b), tol=1e-4)
+        ladder = pp.numerics.Ladder.create(
+            ("bf16", "f32"), jnp.zeros(N), scale=jnp.linalg.norm(b), tol=1e-4
+        )
         return driven(ladder, richardson, f32(a), b)
 
     together = jax.jit(jax.vmap(solved))(bs)
@@ -399,7 +401,7 @@ def test_devices_take_the_same_rungs():
         return x, jnp.sqrt(lax.psum(jnp.sum(residual(x) ** 2), "d"))
 
     def solve(rows: Any, b: Any) -> Any:
-        ladder = pp.Ladder.create(("bf16", "f32"), jnp.zeros_like(b), tol=1e-4)
+        ladder = pp.numerics.Ladder.create(("bf16", "f32"), jnp.zeros_like(b), tol=1e-4)
         ladder = lax.while_loop(lambda s: s.running, lambda s: s.step(step, rows, b), ladder)
         return ladder.best, ladder.used
 
@@ -415,7 +417,7 @@ def test_an_overflow_in_float16_goes_on_from_the_best():
         return x, jnp.linalg.norm(x)
 
     # 1e5 is an infinity for float16
-    ladder = pp.Ladder.create(("f16", "f32"), jnp.full(4, 1e5), tol=1e-3)
+    ladder = pp.numerics.Ladder.create(("f16", "f32"), jnp.full(4, 1e5), tol=1e-3)
     # a restart without products is no reason for a warning
     ladder = driven(ladder, step, jnp.eye(4), restart=lambda x, w: x * 1.0)
     assert bool(ladder.converged) and ladder.log["why"][0] == 3 and ladder.log["step"][0] == 1
@@ -435,7 +437,7 @@ def test_odd_states_and_a_traced_summary():
 
     @jax.jit
     def run(w: Any) -> Any:
-        ladder = pp.Ladder.create(("bf16", "f32"), start, tol=1e-3)
+        ladder = pp.numerics.Ladder.create(("bf16", "f32"), start, tol=1e-3)
         ladder = lax.while_loop(lambda s: s.running, lambda s: s.step(step, w), ladder)
         said.append(str(ladder))
         return ladder
@@ -480,7 +482,7 @@ def test_odd_states_and_a_traced_summary():
 def test_bad_arguments_are_refused(options: dict[str, Any], said: str):
     options = {"ladder": LADDER, **options}
     with pytest.raises(ValueError) as found:
-        pp.Ladder.create(options.pop("ladder"), jnp.zeros(3), **options)
+        pp.numerics.Ladder.create(options.pop("ladder"), jnp.zeros(3), **options)
     assert said in str(found.value) and "Ladder.create" in str(found.value)
 
 
@@ -502,7 +504,7 @@ def test_bad_arguments_are_refused(options: dict[str, Any], said: str):
     ],
 )
 def test_steps_that_do_not_fit_are_refused(step: Any, options: Any, said: str):
-    ladder = pp.Ladder.create(("f32", "f64"), jnp.ones(3))
+    ladder = pp.numerics.Ladder.create(("f32", "f64"), jnp.ones(3))
     with pytest.raises(TypeError) as found, quiet():
         ladder.step(step, **options)
     assert said in str(found.value)

@@ -49,34 +49,34 @@ def test_the_files_are_read():
 
 
 @functools.cache
-def digits(roles: pp.Roles) -> dict[tuple[str, int], float]:
+def digits(roles: pp.numerics.Roles) -> dict[tuple[str, int], float]:
     found = {}
     for name, problem in problems().items():
         for start in (0, 1):
             b, args = padded(problem, start)
-            fit = pp.least_squares(any_residual, b, args, roles=roles, max_steps=2000)
+            fit = pp.numerics.least_squares(any_residual, b, args, roles=roles, max_steps=2000)
             found[name, start] = lre(fit.value[: len(problem.certified)], problem.certified)
     return found
 
 
-def count(roles: pp.Roles) -> int:
+def count(roles: pp.numerics.Roles) -> int:
     return sum(x >= SOLVED for x in digits(roles).values())
 
 
 @pytest.mark.release
 def test_nist_with_a_float32_jacobian_is_solved_as_in_float64():
     """27 problems from two starts; the baseline is optimistix's own solver."""
-    baseline = count(pp.Roles.all("f64"))
+    baseline = count(pp.numerics.Roles.all("f64"))
     assert baseline >= 51
-    assert count(pp.Roles()) >= baseline
+    assert count(pp.numerics.Roles()) >= baseline
 
 
 # ---------------------------------------------------------------- roles
 
 
 @functools.cache
-def fitted(solver: str, **roles: str) -> pp.LeastSquares:
-    return pp.least_squares(decay, START, roles=roles, solver=solver)
+def fitted(solver: str, **roles: str) -> pp.numerics.LeastSquares:
+    return pp.numerics.least_squares(decay, START, roles=roles, solver=solver)
 
 
 def exact() -> np.ndarray:
@@ -101,7 +101,7 @@ def test_lower_formats_end_at_the_same_place(roles: dict[str, str]):
 
 
 def test_float32_throughout_is_float32():
-    found = pp.least_squares(decay, START, roles=pp.Roles.all("f32"))
+    found = pp.numerics.least_squares(decay, START, roles=pp.numerics.Roles.all("f32"))
     assert found.value.dtype == np.float32 and found.step.dtype == np.float32
     assert 3 < lre(found.value, exact()) < 8.5
 
@@ -115,12 +115,12 @@ def test_float64_throughout_is_optimistixs_own_solver():
         assert int(found.steps) == int(want.stats["num_steps"])
 
 
-def jacobian_products(roles: pp.Roles) -> set[str]:
+def jacobian_products(roles: pp.numerics.Roles) -> set[str]:
     """The formats that the products of `x @ b` have in the steps."""
     x = np.ones((5, 3))
 
     def run(b: Any) -> Any:
-        return pp.least_squares(lambda b, _: jnp.tanh(x @ b) - 1.0, b, roles=roles).value
+        return pp.numerics.least_squares(lambda b, _: jnp.tanh(x @ b) - 1.0, b, roles=roles).value
 
     with jax.enable_x64(True):
         text = str(jax.make_jaxpr(run)(jnp.ones(3)))
@@ -128,13 +128,13 @@ def jacobian_products(roles: pp.Roles) -> set[str]:
 
 
 def test_the_precisions_are_in_the_program():
-    assert jacobian_products(pp.Roles.all("f64")) == set()
-    assert jacobian_products(pp.Roles()) == {"f32"}
-    assert "bf16" in jacobian_products(pp.Roles(jacobian="bf16"))
+    assert jacobian_products(pp.numerics.Roles.all("f64")) == set()
+    assert jacobian_products(pp.numerics.Roles()) == {"f32"}
+    assert "bf16" in jacobian_products(pp.numerics.Roles(jacobian="bf16"))
 
 
 def test_a_residual_that_is_linear_in_the_simplest_way():
-    found = pp.least_squares(
+    found = pp.numerics.least_squares(
         lambda x, c: {"a": x["a"] - c, "b": 2.0 * x["b"] - 3.0},
         {"a": np.zeros(2), "b": np.float32(5.0)},
         np.array([3.0, 4.0]),
@@ -144,8 +144,8 @@ def test_a_residual_that_is_linear_in_the_simplest_way():
 
 
 def test_a_residual_without_products_is_no_cause_for_a_warning():
-    for roles in (pp.Roles(), pp.Roles.all("f32")):
-        found = pp.least_squares(lambda b, _: b - 1.0, np.array([3.0, 4.0]), roles=roles)
+    for roles in (pp.numerics.Roles(), pp.numerics.Roles.all("f32")):
+        found = pp.numerics.least_squares(lambda b, _: b - 1.0, np.array([3.0, 4.0]), roles=roles)
         assert bool(found.converged)
         np.testing.assert_allclose(found.value, 1.0, rtol=1e-6)
 
@@ -162,13 +162,13 @@ class Line:
 
 def test_what_a_residual_reads_may_change_between_calls():
     line, start = Line(), np.ones(2)
-    assert pp.least_squares(line.residual, start).value.tolist() == [0.5, 1.0]
+    assert pp.numerics.least_squares(line.residual, start).value.tolist() == [0.5, 1.0]
     line.y[:] = 4.0
-    assert pp.least_squares(line.residual, start).value.tolist() == [2.0, 2.0]
+    assert pp.numerics.least_squares(line.residual, start).value.tolist() == [2.0, 2.0]
     line.y = np.array([8.0, 6.0])
-    assert pp.least_squares(line.residual, start).value.tolist() == [4.0, 3.0]
+    assert pp.numerics.least_squares(line.residual, start).value.tolist() == [4.0, 3.0]
     line.slope = 4.0
-    assert pp.least_squares(line.residual, start).value.tolist() == [2.0, 1.5]
+    assert pp.numerics.least_squares(line.residual, start).value.tolist() == [2.0, 1.5]
 
 
 def test_what_a_jit_within_a_branch_of_a_residual_reads_may_change():
@@ -178,9 +178,9 @@ def test_what_a_jit_within_a_branch_of_a_residual_reads_may_change():
         away = jax.jit(lambda b: b - y)
         return lax.cond(jnp.all(b > -1e3), away, lambda b: b, b)
 
-    assert pp.least_squares(residual, np.ones(2)).value.tolist() == [1.0, 2.0]
+    assert pp.numerics.least_squares(residual, np.ones(2)).value.tolist() == [1.0, 2.0]
     y = np.array([3.0, 4.0])
-    assert pp.least_squares(residual, np.ones(2)).value.tolist() == [3.0, 4.0]
+    assert pp.numerics.least_squares(residual, np.ones(2)).value.tolist() == [3.0, 4.0]
 
 
 def test_one_program_is_compiled_once(caplog: pytest.LogCaptureFixture):
@@ -189,7 +189,7 @@ def test_one_program_is_compiled_once(caplog: pytest.LogCaptureFixture):
     def compiled() -> int:
         caplog.clear()
         with jax.log_compiles():
-            pp.least_squares(line.residual, np.ones(2))
+            pp.numerics.least_squares(line.residual, np.ones(2))
         return sum("Compiling" in r.message and "fit" in r.message for r in caplog.records)
 
     assert compiled() == 1
@@ -205,21 +205,21 @@ def test_a_module_of_equinox_is_a_residual():
             return self.by * b - 1.0
 
     for by in (2.0, 4.0):
-        found = pp.least_squares(Scaled(np.full(2, by)), np.ones(2))
+        found = pp.numerics.least_squares(Scaled(np.full(2, by)), np.ones(2))
         assert found.value.tolist() == [1 / by, 1 / by]
 
 
 def test_an_unknown_that_the_residual_does_not_have_stays():
-    found = pp.least_squares(lambda b, _: decay(b[:2]), np.array([1.0, 1.0, 7.0]))
+    found = pp.numerics.least_squares(lambda b, _: decay(b[:2]), np.array([1.0, 1.0, 7.0]))
     assert bool(found.converged) and found.value[2] == 7.0
 
 
 def test_a_jacobian_that_overflows_its_format_is_computed_again():
     """Rat43's from start 1 holds exp(100) on its way, and float16 holds no 1e6."""
     problem = read("Rat43")
-    found = pp.least_squares(problem.residual, problem.starts[0])
+    found = pp.numerics.least_squares(problem.residual, problem.starts[0])
     assert lre(found.value, problem.certified) > SOLVED
-    large = pp.least_squares(
+    large = pp.numerics.least_squares(
         lambda b, _: 1e6 * decay(b), START, roles={"jacobian": "f16"}, solver="GaussNewton"
     )
     assert bool(large.converged) and lre(large.value, exact()) > SOLVED
@@ -232,7 +232,7 @@ def test_the_dtypes_that_come_out():
     assert isinstance(fitted("LevenbergMarquardt").value, np.ndarray)
     assert fitted("LevenbergMarquardt").value.dtype == np.float64
     with jax.enable_x64(True):
-        found = pp.least_squares(decay, START)
+        found = pp.numerics.least_squares(decay, START)
         assert isinstance(found.value, jax.Array) and found.value.dtype == np.float64
         assert lre(found.value, exact()) > 9
 
@@ -242,7 +242,7 @@ def test_under_transforms_with_x64_off():
     """Inside it is float64: the rounded results have all digits of float32."""
 
     def scaled(s: Any) -> Any:
-        return pp.least_squares(decay, START, s).value
+        return pp.numerics.least_squares(decay, START, s).value
 
     scales = jnp.array([1.0, 2.0], jnp.float32)
     values = jax.jit(jax.vmap(scaled))(scales)
@@ -252,16 +252,16 @@ def test_under_transforms_with_x64_off():
     # b[0] is proportional to the scale
     value, gradient = jax.value_and_grad(lambda s: scaled(s)[0])(jnp.float32(1.0))
     np.testing.assert_allclose(gradient, value, rtol=1e-6)
-    held = jax.grad(lambda s: pp.least_squares(lambda b, _: decay(b, s), START).value[0])
+    held = jax.grad(lambda s: pp.numerics.least_squares(lambda b, _: decay(b, s), START).value[0])
     np.testing.assert_allclose(held(jnp.float32(1.0)), value, rtol=1e-6)
 
 
 def test_the_result_goes_out_of_jit_and_says_what_it_is():
-    found = jax.jit(lambda b: pp.least_squares(decay, b))(jnp.ones(2))
-    assert found.roles == pp.Roles() and int(found.steps) > 1
+    found = jax.jit(lambda b: pp.numerics.least_squares(decay, b))(jnp.ones(2))
+    assert found.roles == pp.numerics.Roles() and int(found.steps) > 1
     text = found.summary()
     assert "jacobian='f32'" in text and "its tolerances were met" in text
-    assert "\n1 step, " in pp.least_squares(decay, START, max_steps=1).summary()
+    assert "\n1 step, " in pp.numerics.least_squares(decay, START, max_steps=1).summary()
 
 
 def test_a_numpy_array_is_that_of_float32_programs_too():
@@ -271,18 +271,18 @@ def test_a_numpy_array_is_that_of_float32_programs_too():
     def residual(b: Any, _: Any = None) -> Any:
         return b[0] * jnp.exp(-b[1] * t) - t
 
-    pp.least_squares(residual, START)
+    pp.numerics.least_squares(residual, START)
     low = jax.jit(jax.grad(lambda b: jnp.sum(residual(b) ** 2)))
     assert low(jnp.ones(2)).dtype == np.float32
     kept = jax.make_jaxpr(residual)(jnp.ones(2))
-    want = pp.least_squares(residual, START, rtol=1e-8).value
+    want = pp.numerics.least_squares(residual, START, rtol=1e-8).value
     held = functools.partial(_of_data, {"t": (t, [t])})
     in_default = lambda b, _, t=t: b[0] * jnp.exp(-b[1] * t) - t  # noqa: E731
     for fn in (lambda b, _: residual(b), jax.jit(lambda b, _: residual(b)), held, in_default):
-        np.testing.assert_array_equal(pp.least_squares(fn, START, rtol=1e-8).value, want)
+        np.testing.assert_array_equal(pp.numerics.least_squares(fn, START, rtol=1e-8).value, want)
     assert held.args[0]["t"][0] is t and in_default.__defaults__ == (t,)
     with pytest.raises(TypeError, match=r"where least_squares cannot find it.*close over it, or"):
-        pp.least_squares(_Hidden(weakref.ref(t)), START)
+        pp.numerics.least_squares(_Hidden(weakref.ref(t)), START)
     del kept
 
 
@@ -305,19 +305,19 @@ def test_data_of_float32_is_what_it_is():
     t = np.linspace(0.0, 2.0, 12, dtype=np.float32)
     y = (2 * np.exp(-1.5 * t)).astype(np.float32)
     with jax.numpy_dtype_promotion("standard"):
-        fit = pp.least_squares(lambda b, _: b[0] * jnp.exp(-b[1] * t) - y, START)
+        fit = pp.numerics.least_squares(lambda b, _: b[0] * jnp.exp(-b[1] * t) - y, START)
     wide = t.astype(np.float64), y.astype(np.float64)
-    want = pp.least_squares(lambda b, d: b[0] * jnp.exp(-b[1] * d[0]) - d[1], START, wide)
+    want = pp.numerics.least_squares(lambda b, d: b[0] * jnp.exp(-b[1] * d[0]) - d[1], START, wide)
     np.testing.assert_allclose(fit.value, want.value, rtol=1e-12)
 
 
 @pytest.mark.release
 def test_what_does_not_converge_says_so():
-    found = pp.least_squares(decay, START, max_steps=3)
+    found = pp.numerics.least_squares(decay, START, max_steps=3)
     assert not bool(found.converged) and int(found.steps) == 3
     assert "maximum number of steps" in found.summary()
     assert float(found.step) > 1e-3
-    nowhere = pp.least_squares(lambda b, _: jnp.sqrt(b - 2.0), np.array([1.0]))
+    nowhere = pp.numerics.least_squares(lambda b, _: jnp.sqrt(b - 2.0), np.array([1.0]))
     assert not bool(nowhere.converged)
 
 
@@ -355,7 +355,7 @@ def test_what_does_not_converge_says_so():
 )
 def test_bad_values_are_refused(given: dict[str, Any], said: str):
     with pytest.raises(ValueError, match=said):
-        pp.least_squares(**{"residual": decay, "x0": START, **given})
+        pp.numerics.least_squares(**{"residual": decay, "x0": START, **given})
 
 
 @pytest.mark.parametrize(
@@ -379,17 +379,19 @@ def test_bad_values_are_refused(given: dict[str, Any], said: str):
 )
 def test_bad_types_are_refused(given: dict[str, Any], said: str):
     with pytest.raises(TypeError, match=said):
-        pp.least_squares(**{"residual": decay, "x0": START, **given})
+        pp.numerics.least_squares(**{"residual": decay, "x0": START, **given})
 
 
 def test_a_traced_tolerance_is_refused():
     with pytest.raises(ValueError, match=r"rtol=.*known while it is\s+traced"):
-        jax.jit(lambda rtol: pp.least_squares(decay, START, rtol=rtol).value)(1e-3)
+        jax.jit(lambda rtol: pp.numerics.least_squares(decay, START, rtol=rtol).value)(1e-3)
 
 
 def test_args_may_be_anything_that_jax_computes_with():
     given = {"t": 1.0, "n": 2, "none": None, "key": jax.random.key(0), "is": np.True_, "c": 1j}
-    found = pp.least_squares(lambda b, a: b - a["t"] * a["n"], START, given, rtol=jnp.float32(1e-3))
+    found = pp.numerics.least_squares(
+        lambda b, a: b - a["t"] * a["n"], START, given, rtol=jnp.float32(1e-3)
+    )
     np.testing.assert_allclose(found.value, 2.0)
 
 
@@ -402,7 +404,7 @@ def test_without_optimistix_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(solvers, "fitting", raising=False)
     monkeypatch.setitem(sys.modules, "optimistix", None)
     with pytest.raises(ModuleNotFoundError, match="pip install optimistix lineax equinox"):
-        pp.least_squares(decay, START)
+        pp.numerics.least_squares(decay, START)
 
 
 # ---------------------------------------------------------------- as in scipy
@@ -416,7 +418,7 @@ def three(b: Any, scale: Any = None) -> Any:
 
 
 def test_the_jacobian_and_the_covariance_are_scipys():
-    fit = pp.least_squares(three, np.ones(3))
+    fit = pp.numerics.least_squares(three, np.ones(3))
     best, covariance = scipy.optimize.curve_fit(
         lambda t, a, k, c: a * np.exp(-k * t) + c, T, NOISY, np.ones(3), xtol=1e-14
     )
@@ -425,14 +427,16 @@ def test_the_jacobian_and_the_covariance_are_scipys():
     exact = np.stack([np.exp(-best[1] * T), -best[0] * T * np.exp(-best[1] * T), T * 0 + 1], 1)
     np.testing.assert_allclose(fit.jac, exact, rtol=1e-6)
     np.testing.assert_allclose(fit.fun, np.asarray(three(best)), atol=1e-6)
-    twice = jax.vmap(lambda s: pp.least_squares(three, jnp.ones(3), s).covariance)(jnp.ones(2))
+    twice = jax.vmap(lambda s: pp.numerics.least_squares(three, jnp.ones(3), s).covariance)(
+        jnp.ones(2)
+    )
     np.testing.assert_allclose(twice[1], covariance, rtol=1e-3)
 
 
 def test_what_does_not_decide_its_unknowns_has_no_covariance():
-    lost = pp.least_squares(lambda b, _: b[0] + b[1] - Y, np.ones(2)).covariance
+    lost = pp.numerics.least_squares(lambda b, _: b[0] + b[1] - Y, np.ones(2)).covariance
     assert np.isinf(lost).all()
-    assert np.isinf(pp.least_squares(lambda b, _: b - 1.0, np.ones(2)).covariance).all()
+    assert np.isinf(pp.numerics.least_squares(lambda b, _: b - 1.0, np.ones(2)).covariance).all()
 
 
 BOUNDS: list[Any] = [
@@ -446,11 +450,13 @@ BOUNDS: list[Any] = [
 
 @pytest.mark.release(keep=1)
 @pytest.mark.parametrize("solver", ["LevenbergMarquardt", "Dogleg", "GaussNewton"])
-@pytest.mark.parametrize("roles", [{}, pp.Roles.all("f64"), {"jacobian": ("bf16", "f32", "f64")}])
+@pytest.mark.parametrize(
+    "roles", [{}, pp.numerics.Roles.all("f64"), {"jacobian": ("bf16", "f32", "f64")}]
+)
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_bounds_are_scipys(bounds: Any, roles: Any, solver: str):
     start = np.clip(np.ones(3), *bounds)
-    fit = pp.least_squares(three, start, roles=roles, bounds=bounds, solver=solver)
+    fit = pp.numerics.least_squares(three, start, roles=roles, bounds=bounds, solver=solver)
     want = scipy.optimize.least_squares(
         lambda b: b[0] * np.exp(-b[1] * T) + b[2] - NOISY,
         start,
@@ -468,7 +474,7 @@ def test_bounds_are_scipys(bounds: Any, roles: Any, solver: str):
 @pytest.mark.release
 def test_an_unknown_at_its_bound_stays_there_in_derivatives():
     def fitted(scale: Any) -> Any:
-        return pp.least_squares(three, jnp.ones(3), scale, bounds=(0, [9, 1.2, 9])).value
+        return pp.numerics.least_squares(three, jnp.ones(3), scale, bounds=(0, [9, 1.2, 9])).value
 
     with jax.enable_x64(True):
         slope = jax.jacfwd(fitted)(1.0)
@@ -484,7 +490,7 @@ def test_complex_residuals_are_fitted():
     def turning(b: Any, _: Any) -> Any:
         return lax.complex(b[0] * jnp.cos(b[1] * T), b[0] * jnp.sin(b[1] * T)) - wave
 
-    fit = pp.least_squares(turning, np.array([1.0, 2.8]))
+    fit = pp.numerics.least_squares(turning, np.array([1.0, 2.8]))
     np.testing.assert_allclose(fit.value, [2.0, 3.0], rtol=1e-12)
     assert fit.fun.shape == (24,)
 
@@ -496,5 +502,5 @@ def test_the_solvers_options_reach_it():
         seen.append(x)
         return optx.max_norm(x)
 
-    pp.least_squares(decay, START, options={"norm": norm})
+    pp.numerics.least_squares(decay, START, options={"norm": norm})
     assert seen

@@ -16,10 +16,10 @@ from tests.support.nist_problems import lre
 pytestmark = pytest.mark.programs
 
 ROLES = {
-    "default": pp.Roles(),
-    "float64": pp.Roles.all("f64"),
-    "float32": pp.Roles.all("f32"),
-    "bfloat16": pp.Roles(jacobian="bf16", gradient="f32", solve="f32"),
+    "default": pp.numerics.Roles(),
+    "float64": pp.numerics.Roles.all("f64"),
+    "float32": pp.numerics.Roles.all("f32"),
+    "bfloat16": pp.numerics.Roles(jacobian="bf16", gradient="f32", solve="f32"),
 }
 
 
@@ -56,7 +56,7 @@ def backwards(b: Any, scale: Any = None) -> Any:
 )
 @pytest.mark.parametrize("residual", [looped, backwards])
 def test_one_mode_of_differentiation_is_enough(residual: Any, roles: str, solver: str):
-    found = pp.least_squares(residual, START, roles=ROLES[roles], solver=solver)
+    found = pp.numerics.least_squares(residual, START, roles=ROLES[roles], solver=solver)
     assert bool(found.converged)
     assert lre(found.value, exact()) > (3 if roles == "float32" else 7)
 
@@ -70,7 +70,7 @@ def test_a_loop_that_ends_in_no_lower_precision_ends():
         )
 
     target = np.array([2.0, 3.0])
-    found = pp.least_squares(
+    found = pp.numerics.least_squares(
         lambda b, _: jnp.stack([root(b[0]), root(b[1])]) - target,
         np.array([3.0, 5.0]),
         roles={"jacobian": "bf16"},
@@ -82,7 +82,7 @@ def test_a_loop_that_ends_in_no_lower_precision_ends():
 @pytest.mark.release
 def test_what_has_no_forward_mode_has_derivatives_of_its_fit():
     def first(fn: Any, s: Any) -> Any:
-        return pp.least_squares(fn, START, s).value[0]
+        return pp.numerics.least_squares(fn, START, s).value[0]
 
     ours, want = (jax.grad(functools.partial(first, fn))(1.0) for fn in (backwards, decay))
     np.testing.assert_allclose(ours, want, rtol=1e-6)
@@ -93,7 +93,7 @@ def test_what_has_no_derivative_is_refused():
         return jax.pure_callback(lambda b: b - 1, jax.typeof(b), b)
 
     with pytest.raises(TypeError, match=r"neither forwards nor backwards.*Forwards: "):
-        pp.least_squares(called, START)
+        pp.numerics.least_squares(called, START)
 
 
 @pytest.mark.release
@@ -102,11 +102,11 @@ def test_the_diagnostics_are_constants_in_derivatives():
 
     def fit(s: Any, held: bool = False) -> Any:
         residual, args = (lambda b, _: decay(b, s), None) if held else (decay, s)
-        found = pp.least_squares(residual, START, args)
+        found = pp.numerics.least_squares(residual, START, args)
         return found.value[0], found.step, found.cosine
 
     def wide(s: Any) -> Any:
-        found = pp.least_squares(lambda b, s: b[:1] - s, START, s)
+        found = pp.numerics.least_squares(lambda b, s: b[:1] - s, START, s)
         return found.step + found.cosine
 
     for held in (False, True):

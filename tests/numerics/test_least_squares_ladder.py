@@ -15,15 +15,15 @@ from tests.support.nist_problems import any_residual, lre, padded, problems
 
 pytestmark = pytest.mark.programs
 
-RISING = pp.Roles(jacobian=("bf16", "f32", "f64"))
+RISING = pp.numerics.Roles(jacobian=("bf16", "f32", "f64"))
 SOLVERS = ("GaussNewton", "LevenbergMarquardt", "Dogleg")
 
 # ---------------------------------------------------------------- the ladder
 
 
 @functools.cache
-def fitted(solver: str) -> pp.LeastSquares:
-    return pp.least_squares(decay, START, roles=RISING, solver=solver)
+def fitted(solver: str) -> pp.numerics.LeastSquares:
+    return pp.numerics.least_squares(decay, START, roles=RISING, solver=solver)
 
 
 @pytest.mark.release(keep=1)
@@ -49,7 +49,7 @@ def test_each_rung_has_products_of_its_format():
     x = np.ones((5, 3))
 
     def run(b: Any) -> Any:
-        return pp.least_squares(lambda b, _: jnp.tanh(x @ b) - 1.0, b, roles=RISING).value
+        return pp.numerics.least_squares(lambda b, _: jnp.tanh(x @ b) - 1.0, b, roles=RISING).value
 
     with jax.enable_x64(True):
         text = str(jax.make_jaxpr(run)(jnp.ones(3)))
@@ -62,11 +62,11 @@ def test_nist_problems_that_bfloat16_does_not_solve_are_solved(name: str):
     """By its Jacobian alone, in 2,000 steps; with the ladder they are, from NIST's second start."""
     b, args = padded(problems()[name], 1)
 
-    def digits(roles: pp.Roles) -> float:
-        fit = pp.least_squares(any_residual, b, args, roles=roles, max_steps=2000)
+    def digits(roles: pp.numerics.Roles) -> float:
+        fit = pp.numerics.least_squares(any_residual, b, args, roles=roles, max_steps=2000)
         return lre(fit.value[: len(problems()[name].certified)], problems()[name].certified)
 
-    assert digits(pp.Roles(jacobian="bf16")) < SOLVED <= digits(RISING)
+    assert digits(pp.numerics.Roles(jacobian="bf16")) < SOLVED <= digits(RISING)
 
 
 def test_what_stalls_is_raised_before_it_ends():
@@ -77,7 +77,7 @@ def test_what_stalls_is_raised_before_it_ends():
         return b[0] * (1 + T) + b[1] * (1 + T + shift) - Y
 
     want, *_ = np.linalg.lstsq(np.stack([1 + T, 1 + T + shift], 1), Y)
-    fit = pp.least_squares(residual, START, roles=RISING, max_steps=4000)
+    fit = pp.numerics.least_squares(residual, START, roles=RISING, max_steps=4000)
     assert bool(fit.converged) and lre(fit.value, want) > SOLVED
     assert "stalled" in fit.summary()
 
@@ -86,7 +86,9 @@ def test_what_stalls_is_raised_before_it_ends():
 @pytest.mark.parametrize("rungs", [("bf16", "f32", "f64"), ("f32", "f64")])
 def test_a_solution_that_a_low_rung_found_ends_the_solve(rungs: tuple[str, ...]):
     """At it the residual is all rounding, and optimistix accepts no more steps."""
-    fit = pp.least_squares(lambda b, _: b**2 - 2, 1.0, roles={"jacobian": rungs}, max_steps=200)
+    fit = pp.numerics.least_squares(
+        lambda b, _: b**2 - 2, 1.0, roles={"jacobian": rungs}, max_steps=200
+    )
     assert bool(fit.converged) and int(fit.steps) < 60
     assert abs(float(fit.value) - 2**0.5) < 1e-15
 
@@ -94,7 +96,9 @@ def test_a_solution_that_a_low_rung_found_ends_the_solve(rungs: tuple[str, ...])
 @pytest.mark.release
 def test_the_summary_of_many_fits_counts_them():
     def fitted(c: Any) -> Any:
-        return pp.least_squares(lambda b, c: b**2 - c.astype(b.dtype), 1.0, c, roles=RISING)
+        return pp.numerics.least_squares(
+            lambda b, c: b**2 - c.astype(b.dtype), 1.0, c, roles=RISING
+        )
 
     text = jax.vmap(fitted)(jnp.arange(2.0, 5.0)).summary()
     assert re.search(r"\nof 3 fits 3 met their tolerances, after \d+ to \d+ steps$", text)
@@ -103,9 +107,9 @@ def test_the_summary_of_many_fits_counts_them():
 @pytest.mark.release
 def test_a_fit_on_a_ladder_is_differentiated_and_mapped():
     def first(s: Any, roles: Any) -> Any:
-        return pp.least_squares(decay, START, s, roles=roles).value[0]
+        return pp.numerics.least_squares(decay, START, s, roles=roles).value[0]
 
-    ours, want = (jax.grad(first)(1.0, roles) for roles in (RISING, pp.Roles.all("f64")))
+    ours, want = (jax.grad(first)(1.0, roles) for roles in (RISING, pp.numerics.Roles.all("f64")))
     np.testing.assert_allclose(ours, want, rtol=1e-5)
     scales = jnp.asarray([1.0, 2.0])
     mapped = jax.vmap(functools.partial(first, roles=RISING))(scales)
@@ -113,8 +117,8 @@ def test_a_fit_on_a_ladder_is_differentiated_and_mapped():
 
 
 def test_one_rung_is_no_ladder():
-    assert pp.Roles(jacobian=("bf16",)) == pp.Roles(jacobian="bf16")
-    assert pp.least_squares(decay, START, roles={"jacobian": ["bf16"]}).ladder is None
+    assert pp.numerics.Roles(jacobian=("bf16",)) == pp.numerics.Roles(jacobian="bf16")
+    assert pp.numerics.least_squares(decay, START, roles={"jacobian": ["bf16"]}).ladder is None
 
 
 @pytest.mark.parametrize(
@@ -133,7 +137,7 @@ def test_one_rung_is_no_ladder():
 )
 def test_bad_ladders_are_refused(roles: dict[str, Any], said: str):
     with pytest.raises(ValueError, match=said):
-        pp.Roles(**roles)
+        pp.numerics.Roles(**roles)
 
 
 # ---------------------------------------------------------------- the monitor
@@ -141,8 +145,8 @@ def test_bad_ladders_are_refused(roles: dict[str, Any], said: str):
 
 @pytest.mark.release
 def test_a_quiet_fit_is_quiet_and_no_bit_changes():
-    plain = pp.least_squares(decay, START)
-    looked = pp.least_squares(decay, START, monitor=True)
+    plain = pp.numerics.least_squares(decay, START)
+    looked = pp.numerics.least_squares(decay, START, monitor=True)
     assert plain.health is None and looked.value.tolist() == plain.value.tolist()
     assert not looked.health.born() and int(looked.health.looked) == 2
     assert "all values are finite" in looked.summary()
@@ -153,7 +157,7 @@ def test_where_a_nan_is_born_in_a_fit():
     def residual(b: Any, _: Any) -> Any:
         return jnp.sqrt(b[0] - 1.5) * jnp.exp(-b[1] * T) - Y  # the line
 
-    fit = pp.least_squares(residual, START, monitor=True)
+    fit = pp.numerics.least_squares(residual, START, monitor=True)
     assert not bool(fit.converged)
     (seen, *_) = fit.health.born()
     # at the start and at the end
@@ -169,7 +173,7 @@ def test_a_jacobian_that_overflows_its_format_is_seen():
         return jnp.tanh(large @ b * 1e-5) - 0.1 * Y
 
     high, low = (
-        pp.least_squares(residual, START, roles={"jacobian": jacobian}, monitor=True)
+        pp.numerics.least_squares(residual, START, roles={"jacobian": jacobian}, monitor=True)
         for jacobian in ("f32", "f16")
     )
     assert bool(high.converged) and bool(low.converged)
@@ -178,4 +182,4 @@ def test_a_jacobian_that_overflows_its_format_is_seen():
 
 def test_a_monitor_is_asked_for_by_a_bool():
     with pytest.raises(TypeError, match="monitor=2: it is to be True or False"):
-        pp.least_squares(decay, START, monitor=2)
+        pp.numerics.least_squares(decay, START, monitor=2)

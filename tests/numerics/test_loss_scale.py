@@ -23,9 +23,9 @@ from tests.support.values import normal
 P = PartitionSpec
 f16, f32 = jnp.float16, jnp.float32
 SCALES = {
-    "none": pp.NoOpLossScale(),
-    "static": pp.StaticLossScale(1024.0),
-    "dynamic": pp.DynamicLossScale(2.0**10, interval=3),
+    "none": pp.loss_scale.NoOpLossScale(),
+    "static": pp.loss_scale.StaticLossScale(1024.0),
+    "dynamic": pp.loss_scale.DynamicLossScale(2.0**10, interval=3),
 }
 
 # ---------------------------------------------------------------- the scale itself
@@ -64,25 +64,27 @@ STEPS = {
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_every_sequence_is_torchs(step: str, interval: int):
     for finite in itertools.product((True, False), repeat=7):
-        scale = pp.DynamicLossScale(2.0**8, interval=interval)
+        scale = pp.loss_scale.DynamicLossScale(2.0**8, interval=interval)
         assert followed(scale, finite, STEPS[step]) == torchs(finite, 2.0**8, interval)
 
 
 def test_the_defaults_are_torchs():
-    scale, steps = pp.DynamicLossScale(), 2000
+    scale, steps = pp.loss_scale.DynamicLossScale(), 2000
     assert (scale.value, scale.growth, scale.backoff) == (2.0**16, 2.0, 0.5)
     assert scale.interval == steps
     run = jax.jit(
         lambda scale, n: lax.fori_loop(0, n, lambda _, s: s.adjusted(True), scale), static_argnums=1
     )
-    start = jax.tree.map(jnp.asarray, pp.DynamicLossScale(jnp.float32(2.0**16), jnp.int32(0)))
+    start = jax.tree.map(
+        jnp.asarray, pp.loss_scale.DynamicLossScale(jnp.float32(2.0**16), jnp.int32(0))
+    )
     # with the 2000th finite step, neither one earlier nor one later
     assert [float(run(start, n).value) for n in (1999, 2000, 2001)] == [2.0**16, 2.0**17, 2.0**17]
 
 
 def test_it_neither_leaves_its_bounds_nor_loses_them():
     bounds = {"floor": 4.0, "ceiling": 32.0, "interval": 1}
-    scale = pp.DynamicLossScale(16.0, **bounds)
+    scale = pp.loss_scale.DynamicLossScale(16.0, **bounds)
     up = [value for value, _ in followed(scale, [True] * 5, STEPS["jit"])]
     down = [value for value, _ in followed(scale, [False] * 5, STEPS["jit"])]
     assert up == [32.0] * 5 and down == [8.0, 4.0, 4.0, 4.0, 4.0]
@@ -94,7 +96,7 @@ def test_it_neither_leaves_its_bounds_nor_loses_them():
 
 def test_it_never_becomes_infinite_or_zero():
     """google/flax#2547: a scale that doubles for ever is infinite, and stays so."""
-    scale = pp.DynamicLossScale(interval=1)
+    scale = pp.loss_scale.DynamicLossScale(interval=1)
     for finite in (True, False):
         (*_, (last, _)) = followed(scale, [finite] * 300, STEPS["jit"])
         assert last == (scale.ceiling if finite else scale.floor)
@@ -131,7 +133,7 @@ def test_a_step_is_compiled_once():
         traces.append(type(scale))
         return scale.adjusted(True)
 
-    for scale in (pp.DynamicLossScale(), pp.StaticLossScale(4.0)):
+    for scale in (pp.loss_scale.DynamicLossScale(), pp.loss_scale.StaticLossScale(4.0)):
         traces.clear()
         for _ in range(3):
             scale = step(scale)
@@ -141,14 +143,20 @@ def test_a_step_is_compiled_once():
 @pytest.mark.parametrize(
     "make, said",
     [
-        (lambda: pp.StaticLossScale(0.0), "StaticLossScale(value=0.0): it is to be positive"),
-        (lambda: pp.StaticLossScale(float("inf")), "positive and finite"),
-        (lambda: pp.DynamicLossScale(-1.0), "DynamicLossScale(value=-1.0): it is to be from"),
-        (lambda: pp.DynamicLossScale(2.0**30), "to 16777216.0"),
-        (lambda: pp.DynamicLossScale(growth=0.5), "growth=0.5"),
-        (lambda: pp.DynamicLossScale(backoff=2.0), "backoff=2.0"),
-        (lambda: pp.DynamicLossScale(interval=0), "interval=0"),
-        (lambda: pp.DynamicLossScale(floor=8.0, ceiling=4.0), "floor=8.0, ceiling=4.0"),
+        (
+            lambda: pp.loss_scale.StaticLossScale(0.0),
+            "StaticLossScale(value=0.0): it is to be positive",
+        ),
+        (lambda: pp.loss_scale.StaticLossScale(float("inf")), "positive and finite"),
+        (
+            lambda: pp.loss_scale.DynamicLossScale(-1.0),
+            "DynamicLossScale(value=-1.0): it is to be from",
+        ),
+        (lambda: pp.loss_scale.DynamicLossScale(2.0**30), "to 16777216.0"),
+        (lambda: pp.loss_scale.DynamicLossScale(growth=0.5), "growth=0.5"),
+        (lambda: pp.loss_scale.DynamicLossScale(backoff=2.0), "backoff=2.0"),
+        (lambda: pp.loss_scale.DynamicLossScale(interval=0), "interval=0"),
+        (lambda: pp.loss_scale.DynamicLossScale(floor=8.0, ceiling=4.0), "floor=8.0, ceiling=4.0"),
     ],
 )
 def test_bad_scales_are_refused(make: Any, said: str):
@@ -169,7 +177,7 @@ def loss(w: jax.Array, x: jax.Array) -> jax.Array:
 @pytest.mark.release(keep=2)
 @pytest.mark.parametrize("name", SCALES)
 def test_value_and_gradient_are_those_without_a_scale(name: str):
-    value, gradient, finite = jax.jit(pp.scaled_value_and_grad(loss))(SCALES[name], W, X)
+    value, gradient, finite = jax.jit(pp.loss_scale.scaled_value_and_grad(loss))(SCALES[name], W, X)
     wanted, want = jax.jit(jax.value_and_grad(loss))(W, X)
     assert (value, bool(finite)) == (wanted, True)
     # powers of two: not a bit differs
@@ -183,7 +191,7 @@ def test_arguments_and_aux_are_those_of_jax(argnums: Any):
         return loss(w["w"], x) * by, {"seen": x.sum(), "name": jnp.int32(3)}
 
     args = {"w": W}, X
-    scaled = pp.scaled_value_and_grad(with_aux, argnums, has_aux=True)
+    scaled = pp.loss_scale.scaled_value_and_grad(with_aux, argnums, has_aux=True)
     got = scaled(SCALES["static"], *args, by=f32(2.0))[:2]
     want = jax.jit(jax.value_and_grad(with_aux, argnums, has_aux=True))(*args, by=f32(2.0))
     assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -192,9 +200,9 @@ def test_arguments_and_aux_are_those_of_jax(argnums: Any):
 
 def test_the_gradient_is_divided_by_the_scale_it_was_computed_with():
     """mpx divided by the scale of the next step: here that one is eight times as large."""
-    scale = pp.DynamicLossScale(4.0, growth=8.0, interval=1)
+    scale = pp.loss_scale.DynamicLossScale(4.0, growth=8.0, interval=1)
     for _ in range(3):
-        _, gradient, finite = pp.scaled_value_and_grad(loss)(scale, W, X)
+        _, gradient, finite = pp.loss_scale.scaled_value_and_grad(loss)(scale, W, X)
         np.testing.assert_array_equal(gradient, jax.grad(loss)(W, X))
         scale = scale.adjusted(finite)
     assert scale.value == 4.0 * 8.0**3
@@ -210,8 +218,11 @@ def test_it_saves_what_float16_would_flush_to_zero():
     assert {e.invars[0].aval.dtype.name for e in products(jax.make_jaxpr(low)(W, X))} == {"float16"}
     want = jax.jit(jax.grad(tiny))(W, X)
     errors = {}
-    for name, scale in {"none": pp.NoOpLossScale(), "2^16": pp.DynamicLossScale()}.items():
-        _, gradient, finite = pp.scaled_value_and_grad(low)(scale, W, X)
+    for name, scale in {
+        "none": pp.loss_scale.NoOpLossScale(),
+        "2^16": pp.loss_scale.DynamicLossScale(),
+    }.items():
+        _, gradient, finite = pp.loss_scale.scaled_value_and_grad(low)(scale, W, X)
         assert finite
         errors[name] = float(jnp.linalg.norm(gradient - want) / jnp.linalg.norm(want))
     assert errors["2^16"] < 2e-3 < 0.1 < errors["none"]
@@ -225,15 +236,17 @@ def test_a_loss_of_any_dtype_is_scaled(dtype: Any):
         return jnp.sum(jnp.square(x)).astype(dtype)
 
     x = jnp.arange(4.0)
-    value, gradient, finite = pp.scaled_value_and_grad(narrow)(pp.DynamicLossScale(2.0**20), x)
+    value, gradient, finite = pp.loss_scale.scaled_value_and_grad(narrow)(
+        pp.loss_scale.DynamicLossScale(2.0**20), x
+    )
     assert value.dtype == dtype and float(value) == 14.0 and finite
     np.testing.assert_array_equal(gradient, 2.0 * x)
 
 
 def test_an_overflow_is_seen_and_halves_the_scale_until_it_is_gone():
     low = pp.auto_mixed(lambda w, x: jnp.sum(x @ w) * 16.0, policy="AutoMixed")
-    scale, seen = pp.DynamicLossScale(2.0**16), []
-    step = jax.jit(pp.scaled_value_and_grad(low))
+    scale, seen = pp.loss_scale.DynamicLossScale(2.0**16), []
+    step = jax.jit(pp.loss_scale.scaled_value_and_grad(low))
     for _ in range(8):
         _, gradient, finite = step(scale, W, X)
         assert bool(finite) == bool(np.all(np.isfinite(gradient)))
@@ -254,13 +267,13 @@ def test_an_overflow_is_seen_and_halves_the_scale_until_it_is_gone():
 )
 def test_what_is_no_loss_is_refused(fn: Any, said: str):
     with pytest.raises(TypeError, match="a loss is a real floating scalar") as error:
-        pp.scaled_value_and_grad(fn)(SCALES["static"], W)
+        pp.loss_scale.scaled_value_and_grad(fn)(SCALES["static"], W)
     assert said in str(error.value)
 
 
 def test_what_is_no_scale_is_refused():
     with pytest.raises(TypeError, match="first argument is a float, and is to be a loss scale"):
-        pp.scaled_value_and_grad(loss)(1024.0, W, X)
+        pp.loss_scale.scaled_value_and_grad(loss)(1024.0, W, X)
 
 
 # ---------------------------------------------------------------- finite, and skipped
@@ -270,12 +283,12 @@ def test_what_is_no_scale_is_refused():
 def test_any_leaf_counts(bad: float):
     good = {"w": W, "n": jnp.int32(1), "key": jax.random.key(0), "empty": jnp.zeros((0, 3))}
     assert (
-        pp.all_finite(good)
-        and pp.all_finite({})
-        and pp.all_finite(good | {"c": W.astype(jnp.complex64)})
+        pp.loss_scale.all_finite(good)
+        and pp.loss_scale.all_finite({})
+        and pp.loss_scale.all_finite(good | {"c": W.astype(jnp.complex64)})
     )
     for x in (W.at[3, 3].set(bad), jnp.asarray(bad, f16), jnp.asarray([complex(0.0, bad)])):
-        assert not pp.all_finite(good | {"x": x})
+        assert not pp.loss_scale.all_finite(good | {"x": x})
 
 
 def test_parameters_state_and_counters_are_taken_or_left_together():
@@ -285,7 +298,7 @@ def test_parameters_state_and_counters_are_taken_or_left_together():
         updates, state = optimizer.update(jnp.full_like(W, jnp.nan), old[1], W)
     new = (W + updates, state, {"steps": jnp.int32(8), "key": jax.random.key(2)})
     for finite, want in ((True, new), (False, old)):
-        got = jax.jit(pp.skip_nonfinite)(finite, new, old)
+        got = jax.jit(pp.loss_scale.skip_nonfinite)(finite, new, old)
         assert jax.tree.structure(got) == jax.tree.structure(want)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert a.dtype == b.dtype
@@ -298,7 +311,7 @@ def test_states_that_differ_are_named():
     with pytest.raises(
         ValueError, match=r"\['w'\] is bfloat16\[2\] after the step and was float32"
     ):
-        pp.skip_nonfinite(True, {"w": jnp.zeros(2, jnp.bfloat16)}, {"w": jnp.zeros(2)})
+        pp.loss_scale.skip_nonfinite(True, {"w": jnp.zeros(2, jnp.bfloat16)}, {"w": jnp.zeros(2)})
 
 
 # ---------------------------------------------------------------- around it
@@ -312,26 +325,26 @@ def test_devices_agree():
     """One of four has an infinite gradient of its own: none of them takes the step."""
 
     def shard(scale: Any, w: Any, x: Any) -> Any:
-        own = pp.scaled_value_and_grad(lambda w: jnp.sum(x @ w), axis_name="d")
+        own = pp.loss_scale.scaled_value_and_grad(lambda w: jnp.sum(x @ w), axis_name="d")
         _, gradient, finite = own(scale, lax.pcast(w, "d", to="varying"))
-        alone = pp.all_finite(gradient)
+        alone = pp.loss_scale.all_finite(gradient)
         return finite[None], alone[None], scale.adjusted(finite)
 
     x = jnp.ones((4, 16)).at[2].set(jnp.inf)
     run = jax.shard_map(
         shard, mesh=mesh(), in_specs=(P(), P(), P("d")), out_specs=(P("d"), P("d"), P())
     )
-    agreed, alone, scale = jax.jit(run)(pp.DynamicLossScale(), W, x)
+    agreed, alone, scale = jax.jit(run)(pp.loss_scale.DynamicLossScale(), W, x)
     assert alone.tolist() == [True, True, False, True]
     assert agreed.tolist() == [False] * 4 and scale.value == 2.0**15
 
 
 def test_under_vmap_each_has_its_own_scale_or_all_agree():
-    scales = pp.DynamicLossScale(jnp.asarray([8.0, 16.0]), jnp.asarray([0, 0]))
+    scales = pp.loss_scale.DynamicLossScale(jnp.asarray([8.0, 16.0]), jnp.asarray([0, 0]))
     xs = np.stack([X, X])
     xs[1, 0, 0] = np.nan
     for axis_name, want in ((None, [True, False]), ("batch", [False, False])):
-        fn = pp.scaled_value_and_grad(loss, axis_name=axis_name)
+        fn = pp.loss_scale.scaled_value_and_grad(loss, axis_name=axis_name)
         _, _, finite = jax.vmap(fn, in_axes=(0, None, 0), axis_name="batch")(scales, W, xs)
         assert finite.tolist() == want
         found = jax.vmap(lambda s, ok: s.adjusted(ok))(scales, finite)
@@ -340,10 +353,10 @@ def test_under_vmap_each_has_its_own_scale_or_all_agree():
 
 def test_microbatches_and_clipping():
     xs = X.reshape(2, 2, 16)
-    scale = pp.DynamicLossScale()
+    scale = pp.loss_scale.DynamicLossScale()
 
     def one(total: Any, x: Any) -> Any:
-        _, gradient, finite = pp.scaled_value_and_grad(loss)(scale, W, x)
+        _, gradient, finite = pp.loss_scale.scaled_value_and_grad(loss)(scale, W, x)
         return (total[0] + gradient / len(xs), total[1] & finite), None
 
     (gradient, finite), _ = lax.scan(one, (jnp.zeros_like(W), jnp.asarray(True)), xs)
@@ -356,8 +369,13 @@ def test_microbatches_and_clipping():
 
 
 def test_orbax_brings_a_scale_back(tmp_path: Any):
-    scale = pp.DynamicLossScale(interval=5, floor=2.0).adjusted(True).adjusted(False).adjusted(True)
-    fresh = pp.DynamicLossScale(interval=5, floor=2.0)
+    scale = (
+        pp.loss_scale.DynamicLossScale(interval=5, floor=2.0)
+        .adjusted(True)
+        .adjusted(False)
+        .adjusted(True)
+    )
+    fresh = pp.loss_scale.DynamicLossScale(interval=5, floor=2.0)
     with ocp.StandardCheckpointer() as checkpoints:
         checkpoints.save(tmp_path / "step", {"scale": scale})
         checkpoints.wait_until_finished()
@@ -374,7 +392,9 @@ def test_orbax_brings_a_scale_back(tmp_path: Any):
 def trained(scaled: bool, bad: tuple[int, ...] = ()) -> Any:
     optimizer = optax.adam(1e-2)
     if scaled:
-        optimizer = pp.scaled_optimizer(optimizer, pp.DynamicLossScale(2.0**10, interval=4))
+        optimizer = pp.loss_scale.scaled_optimizer(
+            optimizer, pp.loss_scale.DynamicLossScale(2.0**10, interval=4)
+        )
     w, state, seen = W, optimizer.init(W), []
 
     @jax.jit
@@ -412,7 +432,7 @@ def test_and_leaves_out_those_that_overflow():
 
 @pytest.mark.parametrize("kind", ["DynamicLossScale", "StaticLossScale", "NoOpLossScale"])
 def test_scales_have_jmps_names(kind: str):
-    mine, its = getattr(pp, kind), getattr(jmp, kind)
+    mine, its = getattr(pp.loss_scale, kind), getattr(jmp, kind)
     ours, theirs = (mine(), its()) if kind == "NoOpLossScale" else (mine(8.0), its(jnp.float32(8)))
     tree = {"a": jnp.float32(3.0), "b": jnp.ones(2, jnp.float16)}
     with jax.numpy_dtype_promotion("standard"):
@@ -449,7 +469,7 @@ def test_jmps_own_scale_is_an_argument_like_others():
             assert float(got_scale.loss_scale) == float(want_scale.loss_scale) == 2.0**16
 
 
-@pytest.mark.parametrize("wrap", [pp.scaled_optimizer, pp.master_copies])
+@pytest.mark.parametrize("wrap", [pp.loss_scale.scaled_optimizer, pp.loss_scale.master_copies])
 def test_without_optax_the_error_says_what_to_install(wrap, monkeypatch):
     optimizer = optax.sgd(1.0)
     monkeypatch.setitem(sys.modules, "optax", None)

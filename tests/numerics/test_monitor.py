@@ -24,11 +24,11 @@ f16, f32 = jnp.float16, jnp.float32
 monitor = functools.partial(pp.monitor, policy="AlwaysF32")
 
 
-def health_of(fn: Callable[..., Any], *args: Any) -> pp.Health:
+def health_of(fn: Callable[..., Any], *args: Any) -> pp.numerics.Health:
     return monitor(fn)(*args)[1]
 
 
-def seen_of(health: pp.Health, primitive: str) -> Any:
+def seen_of(health: pp.numerics.Health, primitive: str) -> Any:
     (found,) = (s for s in health.seen() if s.place.primitive == primitive)
     return found
 
@@ -331,7 +331,9 @@ def test_healths_are_merged():
 def test_counts_stay_at_their_largest_value():
     _, health = monitor(lambda x: jnp.log(x))(jnp.zeros(3))
     many = health.figures._replace(counts=jnp.full((1, 5), 2**31 - 2, jnp.int32))
-    merged = pp.Health(many, *jax.tree.leaves(health)[-2:], health.places, "f").merged(health)
+    merged = pp.numerics.Health(many, *jax.tree.leaves(health)[-2:], health.places, "f").merged(
+        health
+    )
     assert int(merged.figures.counts.min()) >= 2**31 - 2
     assert "2147483647 or more inf" in merged.summary()
 
@@ -414,8 +416,8 @@ def test_float64_is_seen_to_the_ends_of_float32():
 def test_extremes_are_of_lines_that_the_user_wrote():
     """A loss scale and the division by it are the largest and smallest numbers of this step."""
     x = 1e-20 * jnp.linspace(1.0, 2.0, 4)
-    f = pp.scaled_value_and_grad(lambda w: (w * x).sum())
-    _, health = monitor(f)(pp.StaticLossScale(2.0**40), jnp.full(4, 1e10))
+    f = pp.loss_scale.scaled_value_and_grad(lambda w: (w * x).sum())
+    _, health = monitor(f)(pp.loss_scale.StaticLossScale(2.0**40), jnp.full(4, 1e10))
     where = {bool(seen.place.source.file) for seen in health.seen()}
     assert where == {True, False}  # both kinds of equations are recorded
     largest, smallest = health.summary().splitlines()[-2:]

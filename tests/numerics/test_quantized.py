@@ -32,18 +32,20 @@ def turned(ws, x):
 
 
 def kinds(tree):
-    is_small = [isinstance(x, pp.QuantizedArray) for x in jax.tree.leaves(tree, is_leaf=is_whole)]
+    is_small = [
+        isinstance(x, pp.quant.QuantizedArray) for x in jax.tree.leaves(tree, is_leaf=is_whole)
+    ]
     return "".join("8" if small else "." for small in is_small)
 
 
 def is_whole(x):
-    return isinstance(x, pp.QuantizedArray)
+    return isinstance(x, pp.quant.QuantizedArray)
 
 
 @pytest.mark.release
 @pytest.mark.parametrize(("fn", "order"), [(layers, (1, 0)), (turned, ())])
 def test_results_are_those_of_weights_that_are_rounded_in_each_call(fn, order):
-    small = pp.quantized(fn)(WS, X)
+    small = pp.quant.quantized(fn)(WS, X)
     assert kinds(small) == ".88."
     # What is summed is stored behind the columns.
     assert (small[1].values.dtype, small[1].scale.shape) == (np.int8, (D, 1))
@@ -62,18 +64,18 @@ def rounded(mixed, *args):
 def test_no_weight_is_rounded_again():
     mixed = pp.auto_mixed(layers, "int8")
     assert rounded(mixed, WS, X) == 4  # of the two products' weights and operands
-    assert rounded(mixed, pp.quantized(layers)(WS, X), X) == 2
+    assert rounded(mixed, pp.quant.quantized(layers)(WS, X), X) == 2
 
 
 def test_float8_has_one_scale():
-    small = pp.quantized(layers, "f8")(WS, X)
+    small = pp.quant.quantized(layers, "f8")(WS, X)
     assert (small[1].values.dtype, small[1].scale.shape) == (jnp.float8_e4m3fn, (1, 1))
     mixed = pp.auto_mixed(layers, "f8")
     assert rel_error(mixed(small, X), mixed(WS, X)) < 1e-6
 
 
 def test_under_sixteen_bits_the_weights_alone_have_eight():
-    small = pp.quantized(layers)(WS, X)
+    small = pp.quant.quantized(layers)(WS, X)
     mixed = pp.auto_mixed(layers, "bf16")
     whole = jax.tree.map(lambda w: w.array() if is_whole(w) else w, small, is_leaf=is_whole)
     assert identical(mixed(small, X), mixed(whole, X))
@@ -86,7 +88,7 @@ def test_an_array_that_something_else_reads_stays():
         return layers(ws, x) + ws[1].sum(), ws[2]
 
     with pytest.warns(pp.PrecisionWarning, match="no array of argument 0"):
-        small = pp.quantized(tied)(WS, X)
+        small = pp.quant.quantized(tied)(WS, X)
     assert kinds(small) == "...."
 
 
@@ -94,7 +96,7 @@ def test_an_array_that_is_summed_along_two_dimensions_stays():
     def both(ws, x):
         return layers([*ws[:2], ws[1].T, *ws[2:]], x)
 
-    assert kinds(pp.quantized(both)(WS, X)) == "..8."
+    assert kinds(pp.quant.quantized(both)(WS, X)) == "..8."
 
 
 def test_it_takes_other_arguments_and_keywords_and_shapes():
@@ -105,21 +107,21 @@ def test_it_takes_other_arguments_and_keywords_and_shapes():
         assert mode == "eval"
         return applied(x, scale=scale, params=params)
 
-    small = pp.quantized(swapped, argnums=1)("eval", {"ws": WS, "n": 3}, X, scale=2.0)
+    small = pp.quant.quantized(swapped, argnums=1)("eval", {"ws": WS, "n": 3}, X, scale=2.0)
     assert kinds(small["ws"]) == ".88." and small["n"] == 3
-    shapes = pp.quantized(swapped, argnums=1)("eval", {"ws": [f32(D, D)] * 4}, f32(D, D))
+    shapes = pp.quant.quantized(swapped, argnums=1)("eval", {"ws": [f32(D, D)] * 4}, f32(D, D))
     assert jax.tree.map(lambda s: (s.shape, s.dtype), shapes["ws"][1]).values == ((D, D), np.int8)
 
 
 def test_weights_under_a_rule():
     policy = pp.AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="int8"))
-    assert kinds(pp.quantized(layers, policy)(WS, X)) == "8888"
+    assert kinds(pp.quant.quantized(layers, policy)(WS, X)) == "8888"
 
 
 @pytest.mark.release
 def test_they_are_saved_and_exported_like_other_arrays(tmp_path):
     checkpoints = pytest.importorskip("orbax.checkpoint")
-    small = pp.quantized(layers)(WS, X)
+    small = pp.quant.quantized(layers)(WS, X)
     with checkpoints.StandardCheckpointer() as saver:
         saver.save(tmp_path / "small", small)
         saver.wait_until_finished()
@@ -131,7 +133,7 @@ def test_they_are_saved_and_exported_like_other_arrays(tmp_path):
 
 
 def test_a_gradient_with_respect_to_them_is_refused_and_to_others_is_near():
-    small, mixed = pp.quantized(layers)(WS, X), pp.auto_mixed(layers, "int8")
+    small, mixed = pp.quant.quantized(layers)(WS, X), pp.auto_mixed(layers, "int8")
     with pytest.raises(TypeError, match="int8"):
         jax.grad(lambda ws: mixed(ws, X).sum())(small)
     got = jax.grad(lambda x: mixed(small, x).sum())(X)
@@ -140,7 +142,7 @@ def test_a_gradient_with_respect_to_them_is_refused_and_to_others_is_near():
 
 @pytest.mark.release
 def test_under_vmap():
-    small, mixed = pp.quantized(layers)(WS, X), pp.auto_mixed(layers, "int8")
+    small, mixed = pp.quant.quantized(layers)(WS, X), pp.auto_mixed(layers, "int8")
     batch = jnp.stack([X, 2 * X])
     got = jax.vmap(mixed, in_axes=(None, 0))(small, batch)
     assert rel_error(got, jax.vmap(layers, in_axes=(None, 0))(WS, batch)) < 0.03
@@ -154,7 +156,7 @@ def test_the_array_of_a_quantized_one_under_transformations():
     scale = jnp.full((1, 4), 0.5)
 
     def array(scale):
-        return pp.QuantizedArray(values, scale).array()
+        return pp.quant.QuantizedArray(values, scale).array()
 
     wanted = values.astype(jnp.float32) * scale
     assert identical(array(scale), wanted)
@@ -164,9 +166,9 @@ def test_the_array_of_a_quantized_one_under_transformations():
         jax.grad(lambda s: array(s).sum())(scale), values.astype(jnp.float32).sum(0)[None]
     )
     assert identical(jax.vmap(array)(jnp.stack([scale, scale])), jnp.stack([wanted, wanted]))
-    of_scalars = jax.vmap(lambda v: pp.QuantizedArray(v, jnp.float32(0.5)).array())
+    of_scalars = jax.vmap(lambda v: pp.quant.QuantizedArray(v, jnp.float32(0.5)).array())
     assert identical(of_scalars(values[None]), wanted[None])
-    stack = pp.QuantizedArray(values[:, None], jnp.full((4, 1, 4), 0.5))
+    stack = pp.quant.QuantizedArray(values[:, None], jnp.full((4, 1, 4), 0.5))
     summed, _ = lax.scan(lambda c, q: (c + q.array()[0], None), jnp.zeros(4), stack)
     assert identical(summed, wanted.sum(0))
     assert "QuantizedArray(" in repr(stack) and stack.shape == (4, 1, 4)
@@ -218,7 +220,7 @@ def turned_outside(params, x):
 )
 @pytest.mark.parametrize("policy", ["int8", "f8"])
 def test_weights_that_bodies_read(fn, params, small, policy):
-    quantized = pp.quantized(fn, policy)(params, X)
+    quantized = pp.quant.quantized(fn, policy)(params, X)
     assert kinds(quantized) == small
     mixed = pp.auto_mixed(fn, policy)
     assert rel_error(mixed(quantized, X), mixed(params, X)) < 1e-5
@@ -243,7 +245,7 @@ def test_a_stack_that_is_turned_before_a_loop_is_read_as_it_is():
 
     params = {"ws": np.stack(WS), "head": WS[0]}
     for policy in ("int8", "f8"):
-        small = pp.quantized(fn, policy)(params, X)
+        small = pp.quant.quantized(fn, policy)(params, X)
         assert kinds(small) == ".8"
         assert rounded(pp.auto_mixed(fn, policy), small, X) == 1  # the carried value, in each trip
         assert rel_error(pp.auto_mixed(fn, policy)(small, X), jax.jit(fn)(params, X)) < 0.15
@@ -261,7 +263,7 @@ def heads(params, x):
 def test_the_summed_dimensions_are_stored_behind_the_others():
     params = {"out": WS[1], "heads": WS[2].reshape(4, D // 4, D), "head": WS[0]}
     for policy in ("int8", "f8"):
-        small = pp.quantized(heads, policy)(params, X)
+        small = pp.quant.quantized(heads, policy)(params, X)
         stored = small["heads"]
         assert (stored.values.shape, stored.order) == ((D, 4, D // 4), (2, 0, 1))
         assert stored.shape == stored.array().shape == (4, D // 4, D)
@@ -289,7 +291,7 @@ def test_a_stack_crosses_a_loops_border_as_it_is_stored(policy):
         return x @ params["head"]
 
     params = {"ws": jnp.stack(WS)[:, :, : D // 2] @ jnp.eye(D // 2, D), "head": WS[0]}
-    small = pp.quantized(fn, policy)(params, X)
+    small = pp.quant.quantized(fn, policy)(params, X)
     assert small["ws"].order == (1, 0)
     mixed = pp.auto_mixed(fn, policy)
     _, scan, body = of_loop(mixed, small, X)
@@ -312,7 +314,7 @@ def test_a_stack_whose_first_dimension_is_another_one_outside_is_right():
 
     params = {"ws": np.stack(WS, axis=2), "head": WS[0]}
     for policy in ("int8", "f8"):
-        small = pp.quantized(fn, policy)(params, X)
+        small = pp.quant.quantized(fn, policy)(params, X)
         assert kinds(small) == ".8" and small["ws"].shape == (D, D, len(WS))
         assert small["ws"].order == (1, 2, 0)
         # A stack in float32 crosses the loop's border in 16 bits.
@@ -322,7 +324,7 @@ def test_a_stack_whose_first_dimension_is_another_one_outside_is_right():
 
 def test_layers_are_stacked_and_taken_from_a_stack():
     """The order is one of the last dimensions, so others may come and go before them."""
-    small = pp.quantized(layers)(WS, X)[1:3]
+    small = pp.quant.quantized(layers)(WS, X)[1:3]
     stack = jax.tree.map(lambda *xs: jnp.stack(xs), *small)
     assert stack.order == (1, 0) and stack.shape == (2, D, D)
     again = jax.tree.map(lambda a: a[1], stack)
@@ -335,13 +337,13 @@ def test_a_weight_that_is_summed_along_both_dimensions_keeps_its_order():
         w = ws[1]
         return jnp.tanh(jnp.tanh(jnp.sin(x) @ w) @ w.T) @ ws[0]
 
-    small = pp.quantized(tied, "f8")(WS[:2], X)
+    small = pp.quant.quantized(tied, "f8")(WS[:2], X)
     assert kinds(small) == ".8" and small[1].order == ()
     mixed = pp.auto_mixed(tied, "f8")
     assert rel_error(mixed(small, X), mixed(WS[:2], X)) < 1e-5
     # int8 has scales along either dimension, and one array cannot have both.
     with pytest.warns(pp.PrecisionWarning, match="no array of argument 0"):
-        pp.quantized(tied)(WS[:2], X)
+        pp.quant.quantized(tied)(WS[:2], X)
 
 
 def test_a_state_of_nnx_is_refused():
@@ -353,44 +355,44 @@ def test_a_state_of_nnx_is_refused():
 
     for given in (state, model, {"kernel": model.kernel}):
         with pytest.raises(TypeError, match="to_pure_dict"):
-            pp.quantized(fn, "int8")(given, X)
+            pp.quant.quantized(fn, "int8")(given, X)
 
 
 def test_what_is_quantized_is_refused():
-    small = pp.quantized(layers)(WS, X)
+    small = pp.quant.quantized(layers)(WS, X)
     with pytest.raises(TypeError, match="holds QuantizedArrays already"):
-        pp.quantized(layers)(small, X)
+        pp.quant.quantized(layers)(small, X)
 
 
 @pytest.mark.parametrize("argnums", [(0,), "ws", True])
 def test_argnums_is_one_position(argnums):
     with pytest.raises(TypeError, match="the position of one argument"):
-        pp.quantized(layers, argnums=argnums)
+        pp.quant.quantized(layers, argnums=argnums)
 
 
 def test_a_quantized_array_has_the_type_of_its_array():
-    small = pp.QuantizedArray(jnp.ones((4, 2), jnp.int8), jnp.ones((1, 2)))
+    small = pp.quant.QuantizedArray(jnp.ones((4, 2), jnp.int8), jnp.ones((1, 2)))
     assert (small.shape, small.ndim, small.dtype) == ((4, 2), 2, jnp.float32)
     assert small.array().dtype == small.dtype
     for shape in [(2,), (4, 1, 2), (3, 2)]:
         with pytest.raises(ValueError, match=r"has a scale of shape .* legal are \(\)"):
-            pp.QuantizedArray(small.values, jnp.ones(shape)).array()
+            pp.quant.QuantizedArray(small.values, jnp.ones(shape)).array()
 
 
 def test_an_explanation_knows_the_arrays_of_8_bits():
-    text = str(pp.explain(layers, "int8")(pp.quantized(layers)(WS, X), X))
+    text = str(pp.explain(layers, "int8")(pp.quant.quantized(layers)(WS, X), X))
     assert "unknown to precpass" not in text
 
 
 def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="AutoMixedBf16 multiplies nothing in 8 bits"):
-        pp.quantized(layers, "bf16")
+        pp.quant.quantized(layers, "bf16")
     with pytest.raises(ValueError, match="argnums = 2: there is no such argument among the 2"):
-        pp.quantized(layers, argnums=2)(WS, X)
+        pp.quant.quantized(layers, argnums=2)(WS, X)
     with pytest.raises(ValueError, match="unknown policy"):
-        pp.quantized(layers, "int9")
+        pp.quant.quantized(layers, "int9")
     with pytest.raises(TypeError, match="takes a function, not None"):
-        pp.quantized(None)
+        pp.quant.quantized(None)
 
 
 def test_a_module_of_flax_nnx_is_refused_and_its_state_taken():
@@ -410,7 +412,7 @@ def test_a_module_of_flax_nnx_is_refused_and_its_state_taken():
         return model(x)
 
     with pytest.raises(TypeError, match=r"nnx.to_pure_dict\(nnx.split\(model\)\[1\]\)"):
-        pp.quantized(applied)(model, X)
+        pp.quant.quantized(applied)(model, X)
     graph, state = nnx.split(model)
 
     def of_dict(pure, x):
@@ -419,7 +421,7 @@ def test_a_module_of_flax_nnx_is_refused_and_its_state_taken():
         return nnx.merge(graph, own)(x)
 
     pure = nnx.to_pure_dict(state)
-    small = pp.quantized(of_dict)(pure, X)
+    small = pp.quant.quantized(of_dict)(pure, X)
     assert is_whole(small["layer1"]["kernel"])
     assert rel_error(pp.auto_mixed(of_dict, "int8")(small, X), model(X)) < 0.02
 
@@ -440,7 +442,7 @@ def test_a_stack_on_a_mesh_of_explicit_axes_is_read_as_it_is():
         ws = {"stack": stack, "head": jax.device_put(WS[0], NamedSharding(mesh, P(None, None)))}
         x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
         for policy in ("int8", "f8"):
-            small, mixed = pp.quantized(fn, policy)(ws, x), pp.auto_mixed(fn, policy)
+            small, mixed = pp.quant.quantized(fn, policy)(ws, x), pp.auto_mixed(fn, policy)
             assert kinds(small) == ".8" and rounded(mixed, small, x) == 1
             got, want = (np.asarray(v) for v in (mixed(small, x), fn(ws, x)))
             assert rel_error(got, want) < 0.15
@@ -457,7 +459,7 @@ def test_one_function_for_several_layers(wrap):
         return x
 
     for policy in ("int8", "f8"):
-        small = pp.quantized(fn, policy)(WS, X)
+        small = pp.quant.quantized(fn, policy)(WS, X)
         assert kinds(small) == ".88."
         mixed = pp.auto_mixed(fn, policy)
         # Both operands in the one body of the first and the last layer, and one in each other body.
@@ -477,7 +479,7 @@ def test_layers_of_float8_are_stacked_for_a_loop():
             x = jnp.tanh(x @ w)
         return x @ ws[-1]
 
-    small = pp.quantized(unrolled, "f8")(WS, X)
+    small = pp.quant.quantized(unrolled, "f8")(WS, X)
     stack = jax.tree.map(lambda *xs: jnp.stack(xs), *small[1:3])
     got = pp.auto_mixed(scanned, "f8")((small[0], stack, small[-1]), X)
     assert rel_error(got, pp.auto_mixed(unrolled, "f8")(small, X)) < 0.05
@@ -486,7 +488,7 @@ def test_layers_of_float8_are_stacked_for_a_loop():
 
 
 def test_a_gradient_with_respect_to_float8_is_refused():
-    small, mixed = pp.quantized(layers, "f8")(WS, X), pp.auto_mixed(layers, "f8")
+    small, mixed = pp.quant.quantized(layers, "f8")(WS, X), pp.auto_mixed(layers, "f8")
     with pytest.raises(TypeError, match="no derivative with respect to them"):
         jax.grad(lambda ws: mixed(ws, X).sum())(small)
     got = jax.grad(lambda x: mixed(small, x).sum())(X)

@@ -36,7 +36,7 @@ RULES = (
     pp.Rule(file="*/attention.py", line=7, precision="f32"),
     pp.Rule(where=is_small, precision="f32"),
 )
-CUSTOM = pp.Custom({pp.OpKind.COMPUTE: "f16", pp.OpKind.REDUCTION: "bf16"}, rules=RULES)
+CUSTOM = pp.Custom({pp.types.OpKind.COMPUTE: "f16", pp.types.OpKind.REDUCTION: "bf16"}, rules=RULES)
 ALL = (*POLICIES, pp.AutoMixedBf16.with_rules(*RULES), CUSTOM)
 AGAIN: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda value: pickle.loads(pickle.dumps(value)),
@@ -49,19 +49,19 @@ each_policy = pytest.mark.parametrize("policy", ALL, ids=str)
 
 @again
 @each_policy
-def test_a_policy_comes_back_equal(policy: pp.PrecisionPolicy, again: Callable[[Any], Any]):
+def test_a_policy_comes_back_equal(policy: pp.types.PrecisionPolicy, again: Callable[[Any], Any]):
     got = again(policy)
     assert got == policy
     assert hash(got) == hash(policy)
     assert got.rules == policy.rules
-    assert got != pp.Custom({pp.OpKind.COMPUTE: "bf16"})
+    assert got != pp.Custom({pp.types.OpKind.COMPUTE: "bf16"})
 
 
 @pytest.mark.release(keep=2)
 @again
 @each_policy
 def test_a_plan_and_its_decisions_come_back_equal(
-    policy: pp.PrecisionPolicy, again: Callable[[Any], Any]
+    policy: pp.types.PrecisionPolicy, again: Callable[[Any], Any]
 ):
     plan = look(jax.grad(loss), policy, *ARGS).plan
     got = again(plan)

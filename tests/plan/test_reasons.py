@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from precpass import Action
 from precpass.plan import reasons
+from precpass.types import Action
 from tests.support.product_counts import PROGRAMS as TABLE
 from tests.support.values import f32
 from tests.test_structure import FILES, parse

@@ -400,6 +400,6 @@ def test_the_cotangent_of_what_a_loop_takes_from_a_stack_is_in_16_bits():
 
         found = pp.inspect(fn, target="h100")(W, V, X)
         inside = [d for e, d, _ in found.decisions() if e.outvars[0].aval.shape == (16, 128)]
-        return [d.product.low_cotangents for d in inside if d.kind is pp.OpKind.COMPUTE]
+        return [d.product.low_cotangents for d in inside if d.kind is pp.types.OpKind.COMPUTE]
 
     assert of(lambda xs: xs) == [(True, True), (False, True)]  # a state's cotangent adds up

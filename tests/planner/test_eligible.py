@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
-from precpass import OpKind, Precision
+from precpass.types import OpKind, Precision
 from tests.support.jaxprs import named
 from tests.support.values import f32, normal_array
 

@@ -9,9 +9,10 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from precpass import AlwaysBf16, AlwaysF16, AutoMixed, AutoMixedBf16, Precision
+from precpass import AlwaysBf16, AlwaysF16, AutoMixed, AutoMixedBf16
 from precpass.analysis.propagate import ANY, ValueRange
 from precpass.planner.guards import why_out_of_range
+from precpass.types import Precision
 from tests.support.jaxprs import low_values, named, operand_dtypes, product_dtypes, walk
 from tests.support.passes import decided, quiet
 from tests.support.ranges import bounds, fact_of

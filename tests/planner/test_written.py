@@ -327,7 +327,7 @@ def test_a_tpu_stores_the_exponentials_of_an_attention_and_a_gpu_its_masked_scor
     def low_selections(target: str) -> int:
         decisions = pp.inspect(gradient, target=target)(*args).decisions()
         return sum(
-            eqn.primitive.name == "select_n" and decision.action is pp.Action.LOWER
+            eqn.primitive.name == "select_n" and decision.action is pp.types.Action.LOWER
             for eqn, decision, _ in decisions
         )
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import precpass as pp
-from precpass import PrecisionPolicy, Rule
+from precpass import Rule
 from precpass.policy.presets import PRESETS
+from precpass.types import PrecisionPolicy
 from tests.support.values import stable_id
 
 RULES = (

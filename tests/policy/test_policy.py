@@ -19,12 +19,10 @@ from precpass import (
     AutoMixedConservativeF16,
     AutoMixedF16,
     Custom,
-    OpKind,
-    Precision,
-    PrecisionPolicy,
     Rule,
 )
 from precpass.policy.presets import EIGHT_BIT_PRESETS, PRESETS, AutoMixedF8, AutoMixedInt8
+from precpass.types import OpKind, Precision, PrecisionPolicy
 from tests.support.values import stable_id
 
 KINDS = (
@@ -214,7 +212,7 @@ def test_a_policy_survives_pickling_copying_and_its_own_repr(policy):
         pickle.loads(pickle.dumps(policy)),
         dataclasses.replace(policy),
         eval(repr(policy)),
-        eval(repr(policy), {}, vars(pp)),
+        eval(repr(policy), {}, vars(pp) | vars(pp.types)),
     ):
         assert again == policy
         assert hash(again) == hash(policy)
@@ -276,10 +274,30 @@ def test_float32_is_the_program_without_low_products(value):
 
 @pytest.mark.parametrize("old, new", [("AutoMixed", AutoMixedF16), ("automixed", AutoMixedF16)])
 def test_the_other_names_of_presets_stay(old, new):
-    assert PrecisionPolicy.parse(old) is new
-    assert pp.AutoMixed is pp.AutoMixedF16
-    assert pp.AutoMixedConservative is pp.AutoMixedConservativeF16
-    assert PrecisionPolicy.parse("AutoMixedConservative") is pp.AutoMixedConservativeF16
+    assert PrecisionPolicy.parse(old) == new
+    assert pp.AutoMixed == pp.AutoMixedF16
+    assert hash(pp.AutoMixed) == hash(pp.AutoMixedF16)
+    assert pp.AutoMixedConservative == pp.AutoMixedConservativeF16
+    assert PrecisionPolicy.parse("AutoMixedConservative") is pp.AutoMixedConservative
+
+
+def test_a_name_that_does_not_say_its_format_is_printed_with_it():
+    assert pp.AutoMixed.title == "AutoMixed (float16)"
+    assert pp.AutoMixedConservative.title == "AutoMixedConservative (float16)"
+    assert PrecisionPolicy.parse(pp.AutoMixed.title) is pp.AutoMixed
+    assert pp.AutoMixed.with_rules(Rule(primitive="tanh", precision="f32")).title == (
+        "AutoMixed (float16)"
+    )
+    assert pickle.loads(pickle.dumps(pp.AutoMixed)).title == "AutoMixed (float16)"
+    # a repr is code, and the name in it has the format
+    assert repr(pp.AutoMixed) == "AutoMixedF16"
+    assert "AutoMixed (float16)" in pp.AutoMixed._repr_html_()
+    for policy in (*PRESETS.values(), *EIGHT_BIT_PRESETS.values()):
+        assert policy.title == policy.name
+    with pytest.raises(
+        ValueError, match=r"AutoMixed \(float16\), AutoMixedConservative \(float16\)"
+    ):
+        PrecisionPolicy.parse("unknown")
 
 
 def test_the_name_of_each_preset_says_its_format():

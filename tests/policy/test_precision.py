@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from precpass import Precision
 from precpass.policy.precision import FORMATS
+from precpass.types import Precision
 from tests.support.values import stable_id
 
 # From IEEE 754-2019 (binary16, binary32, binary64) and Intel's definition of bfloat16: the

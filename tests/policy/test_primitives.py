@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import pytest
 
-from precpass import OpKind
 from precpass import jaxpr as ir
 from precpass.policy.primitives import BOUNDARY, TABLE, Op, op
+from precpass.types import OpKind
 from tests.support import enumeration
 
 # Primitives that came with a release of JAX: the table has them for whoever has that release.

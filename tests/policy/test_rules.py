@@ -9,19 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 import precpass as pp
-from precpass import (
-    Action,
-    AlwaysF32,
-    AutoMixedBf16,
-    Custom,
-    OpKind,
-    Precision,
-    PrecisionWarning,
-    Rule,
-)
+from precpass import AlwaysF32, AutoMixedBf16, Custom, PrecisionWarning, Rule
 from precpass.policy.primitives import TABLE
 from precpass.policy.rules import EqnView
 from precpass.policy.scopes import clean_scope, innermost_keep
+from precpass.types import Action, OpKind, Precision
 from tests.support.jaxprs import operand_dtypes, product_dtypes
 from tests.support.passes import decided
 from tests.support.values import f32, stable_id

@@ -109,7 +109,7 @@ def test_errors_of_a_gradient():
             assert error.get() == wanted_error.get()
             assert (error.get() is not None) == fails
             if not fails:
-                assert_leaves_near(got, want, 12 * pp.Precision.BF16.unit_roundoff)
+                assert_leaves_near(got, want, 12 * pp.types.Precision.BF16.unit_roundoff)
 
 
 def test_a_failed_check_raises():

@@ -75,7 +75,7 @@ def test_forward_mode():
         traced = form.trace(*args)
         check_products(traced.jaxpr, pp.AutoMixedBf16, least=6)
         got = traced.lower().compile()(*args)
-        assert_leaves_near(got, want, 8 * pp.Precision.BF16.unit_roundoff)
+        assert_leaves_near(got, want, 8 * pp.types.Precision.BF16.unit_roundoff)
 
 
 # ---------------------------------------------------------------- step sizes
@@ -151,5 +151,5 @@ def test_noise_is_that_of_float32_to_the_last_bit():
     ys, noise = traced.lower().compile()(*args)
     wanted, plain_noise = jax.jit(fn, **FAST)(*args)
     assert identical(noise, plain_noise)
-    assert_leaves_near(ys, wanted, 4 * pp.Precision.BF16.unit_roundoff)
+    assert_leaves_near(ys, wanted, 4 * pp.types.Precision.BF16.unit_roundoff)
     assert not identical(ys, wanted)

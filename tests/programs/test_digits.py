@@ -11,7 +11,7 @@ from jax import lax
 from sklearn.datasets import load_digits
 
 import precpass as pp
-from precpass import OpKind
+from precpass.types import OpKind
 
 pytestmark = pytest.mark.programs
 SIZES = (8 * 8 * 32, 256, 256, 10)
@@ -74,7 +74,7 @@ def test_the_accuracy_is_that_of_float32(trained, policy, is_ready):
 
     wide = accuracy(logits, params)
     assert wide > 0.95
-    given = pp.quantized(logits, policy)(params, images) if is_ready else params
+    given = pp.quant.quantized(logits, policy)(params, images) if is_ready else params
     plan = pp.inspect(logits, policy)(given, images).plan
     scaled = [d for d in plan.walk() if d.kind is OpKind.COMPUTE and d.product.scaled]
     assert len(scaled) == 2  # the two dense layers that another product follows

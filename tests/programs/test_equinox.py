@@ -18,7 +18,7 @@ from tests.support.values import normal
 
 pytestmark = pytest.mark.programs
 
-ROUNDOFF = pp.Precision.BF16.unit_roundoff
+ROUNDOFF = pp.types.Precision.BF16.unit_roundoff
 KEY = jax.random.key(0)
 X = jnp.asarray(normal(0, 16, 32))
 W = jnp.asarray(normal(1, 32, 32)) / 6

@@ -62,7 +62,7 @@ def test_a_decode_cache_is_filled_call_by_call():
     mixed = pp.auto_mixed(decode, **FAST)
     check_products(mixed.trace(variables, X[:, :1]).jaxpr, pp.AutoMixedBf16, 6)
     got, want = decoded(mixed), decoded(jax.jit(decode, **FAST))
-    assert_leaves_near(got, want, 6 * pp.Precision.BF16.unit_roundoff)
+    assert_leaves_near(got, want, 6 * pp.types.Precision.BF16.unit_roundoff)
     assert int(got[1]["cache_index"]) == X.shape[1]
     assert_float32(got)
 
@@ -142,7 +142,7 @@ class Tied(nn.Module):
 
 @pytest.mark.release(keep=1)
 @pytest.mark.parametrize("policy", [pp.AutoMixedBf16, pp.AutoMixed], ids=lambda p: p.name)
-def test_a_tied_embedding_and_what_it_sows(policy: pp.PrecisionPolicy):
+def test_a_tied_embedding_and_what_it_sows(policy: pp.types.PrecisionPolicy):
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 50, (4, 8)))
     params = {"params": parameters(Tied().init, KEY, ids)["params"]}
 
@@ -265,4 +265,4 @@ def test_always_f32_undoes_the_dtype_that_a_model_was_given():
     assert all(is_low(e) for e in products(wide.before))
     got = pp.auto_mixed(by_hand.apply, policy=pp.AlwaysF32)(variables, X, X)
     want = plain.apply(variables, X, X)
-    assert_leaves_near(got.astype(jnp.float32), want, pp.Precision.BF16.unit_roundoff)
+    assert_leaves_near(got.astype(jnp.float32), want, pp.types.Precision.BF16.unit_roundoff)

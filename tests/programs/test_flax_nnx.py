@@ -25,7 +25,7 @@ from tests.support.values import normal
 
 pytestmark = pytest.mark.programs
 
-ROUNDOFF = pp.Precision.BF16.unit_roundoff
+ROUNDOFF = pp.types.Precision.BF16.unit_roundoff
 X = jnp.asarray(normal(0, 16, 32))
 
 

@@ -322,7 +322,7 @@ def test_custom_root_and_its_gradient():
         # the loss, of which a derivative that JAX takes later holds one fewer
         assert len(low_products(traced.jaxpr)) >= 2
         got = traced.lower().compile()(*args)
-        assert_leaves_near(got, want, 8 * pp.Precision.BF16.unit_roundoff)
+        assert_leaves_near(got, want, 8 * pp.types.Precision.BF16.unit_roundoff)
 
 
 def test_an_integral_over_a_product():

@@ -179,7 +179,7 @@ def test_gradients_of_decompositions_are_near_and_wide_by_jaxs_own_order_or_for_
 
     args = args_of(LINALG_ARGS)
     inspected = look(jax.grad(loss), pp.AutoMixedBf16, args)
-    computing = [d for _, d, _ in inspected.decisions() if d.kind is pp.OpKind.COMPUTE]
+    computing = [d for _, d, _ in inspected.decisions() if d.kind is pp.types.OpKind.COMPUTE]
     without_order = [d.reason for d in computing if d.decided_by is not DecidedBy.USER]
     assert 0 < len(without_order) < len(computing)
     assert all("is an operand of a linear solve" in str(reason) for reason in without_order)

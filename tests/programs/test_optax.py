@@ -94,7 +94,7 @@ def test_muon_orthogonalises_low_and_keeps_its_momentum_to_the_bit():
     assert sum(e.primitive.name == "dot_general" and touches_low(e) for e in walk(after)) >= 3
     got, want = pp.auto_mixed(update, **FAST)(*args), jax.jit(update, **FAST)(*args)
     assert identical(got[1], want[1])
-    assert_leaves_near(got[0], want[0], pp.Precision.BF16.unit_roundoff)
+    assert_leaves_near(got[0], want[0], pp.types.Precision.BF16.unit_roundoff)
 
 
 X = jnp.asarray(normal(3, 256, 16))

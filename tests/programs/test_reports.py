@@ -40,14 +40,14 @@ def program(name: str) -> tuple[Any, Any]:
 
 
 @functools.cache
-def compared(name: str) -> pp.Comparison:
+def compared(name: str) -> pp.report.Comparison:
     with quiet(), promoting():
         fn, args = program(name)
         return pp.compare(fn, BOTH, rounds=0)(*args)
 
 
 @functools.cache
-def audited(name: str) -> pp.Audit:
+def audited(name: str) -> pp.report.Audit:
     with quiet(), promoting():
         fn, args = program(name)
         return pp.audit(fn, "AutoMixedBf16")(*args)

@@ -13,7 +13,7 @@ import pytest
 from flax import linen as nn
 
 import precpass as pp
-from precpass import Action, OpKind
+from precpass.types import Action, OpKind
 from tests.support.product_counts import PROGRAMS as TABLE
 from tests.support.values import f32
 from tests.view.test_diff import assert_complete, hand_mixed

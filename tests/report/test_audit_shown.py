@@ -64,7 +64,7 @@ def test_symbolic_dimensions_are_refused_by_name():
     with pytest.raises(TypeError, match=r"w\['kernel'\] has the symbolic dimension 2\*m: give a"):
         pp.audit(lambda x, w: x @ w["kernel"])(wide, {"kernel": of(f32, 8, m)})
     x = jax.ShapeDtypeStruct((n, 4), jnp.float32)
-    profiled = pp.profile(lambda x: x @ x.T, ["AutoMixedBf16"], rounds=0, devices=())
+    profiled = pp.report.profile(lambda x: x @ x.T, ["AutoMixedBf16"], rounds=0, devices=())
     with pytest.raises(TypeError, match=r"profile compiles .* x has the symbolic dimension n"):
         profiled(x)
     with pytest.raises(TypeError, match="x has the symbolic dimension n"):
@@ -108,7 +108,7 @@ def test_options_of_auto_mixed_count():
     assert found.products == 1
     # XLA:CPU has no kernel for float16
     assert kinds(found) == ["product widened"]
-    assert "AutoMixedF16: " in found.findings[0].reason
+    assert "AutoMixed (float16): " in found.findings[0].reason
     # and its own policy gives way to one that is asked for
     assert pp.audit(mixed, "AutoMixedBf16")(jnp.ones((8, 8)), 3, "tanh").ok
 
@@ -164,7 +164,7 @@ def test_what_a_jitted_function_of_jax_does_stands_at_its_call():
     assert {(f.source.line, f.operation) for f in found.findings} == {
         (line, "conv_general_dilated")
     }
-    assert all("AutoMixedF16: compute in f16" in f.reason for f in found.findings)
+    assert all("AutoMixed (float16): compute in f16" in f.reason for f in found.findings)
     # of two calls none is better than a wrong one
     assert {f.source.line for f in audited(twice, of(f32, 8), policy=pp.AutoMixed).findings} == {0}
 
@@ -173,7 +173,7 @@ def test_what_a_jitted_function_of_jax_does_stands_at_its_call():
 
 
 @pytest.fixture(scope="module")
-def changed() -> pp.Audit:
+def changed() -> pp.report.Audit:
     """One product that runs in float32 and one as planned."""
 
     def fn(x, w):

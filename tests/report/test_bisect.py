@@ -33,11 +33,11 @@ def harmless(x, w):
 CULPRIT = python_inspect.getsourcelines(cancels)[1] + 2
 
 
-def lines_of(found: pp.Bisection) -> list[int]:
+def lines_of(found: pp.report.Bisection) -> list[int]:
     return sorted({place.line for places in found.kept for place in places})
 
 
-def check_found(found: pp.Bisection, fn: Callable[..., Any], *args: Any) -> None:
+def check_found(found: pp.report.Bisection, fn: Callable[..., Any], *args: Any) -> None:
     """The policy that was found passes where users take it, and the evidence holds together."""
     assert (found.found, found.minimal) == (True, True)
     assert found.tolerance is not None
@@ -199,7 +199,9 @@ def seen(monkeypatch):
     """Each run gives, in the place of its output, the indices of the products that are wide."""
     given: list[frozenset[int]] = []
 
-    def run(self: Traced, plan: pp.Plan, policy: pp.PrecisionPolicy, *_: Any) -> frozenset[int]:
+    def run(
+        self: Traced, plan: pp.Plan, policy: pp.types.PrecisionPolicy, *_: Any
+    ) -> frozenset[int]:
         given.append(wide_products(self, plan, policy))
         return given[-1]
 
@@ -214,7 +216,7 @@ def apart(x, w):
     return x
 
 
-def numbers(found: pp.Bisection) -> set[int]:
+def numbers(found: pp.report.Bisection) -> set[int]:
     return {int(place.scope[1:]) for places in found.kept for place in places}
 
 

@@ -36,12 +36,12 @@ def is_f32(out: Any) -> bool:
     return bool(np.linalg.norm(out - jax.jit(net)(X, W)) < 0.1 * np.linalg.norm(out))
 
 
-def scopes_of(found: pp.Bisection) -> set[str]:
+def scopes_of(found: pp.report.Bisection) -> set[str]:
     return {place.scope for places in found.kept for place in places}
 
 
 @pytest.fixture(scope="module")
-def found() -> pp.Bisection:
+def found() -> pp.report.Bisection:
     return pp.bisect(net, "AutoMixedBf16", 0.1)(X, W)
 
 
@@ -166,7 +166,7 @@ def test_a_float64_program_keeps_float64_products():
             with jax.named_scope("head"):
                 return 1e6 * (h @ (w * (1 + 1e-6)) - h @ w)
 
-        policy = pp.Custom({pp.OpKind.COMPUTE: "f32"}).with_retypes("f64")
+        policy = pp.Custom({pp.types.OpKind.COMPUTE: "f32"}).with_retypes("f64")
         found = pp.bisect(fn, policy, 1e-2)(x, w)
         assert found.rules == (pp.Rule(scope="head", precision="f64"),)
         np.testing.assert_allclose(pp.auto_mixed(fn, policy=found.policy)(x, w), fn(x, w), 1e-2)

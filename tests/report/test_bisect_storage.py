@@ -43,7 +43,7 @@ def test_a_value_that_must_not_be_stored_low_is_found():
     stored = kept.__code__.co_firstlineno + 4
     assert lines_of(found) == [stored]
     # the products stay low
-    low = [d.action for d in plan_of(found.policy).walk() if d.kind is pp.OpKind.COMPUTE]
+    low = [d.action for d in plan_of(found.policy).walk() if d.kind is pp.types.OpKind.COMPUTE]
     assert low and set(low) == {Action.LOWER}
     assert found.runs[1].low == sum(
         d.action is Action.LOWER or d.stores_low for d in plan_of("AutoMixedBf16").walk()
@@ -53,7 +53,7 @@ def test_a_value_that_must_not_be_stored_low_is_found():
 def test_plans_that_differ_in_what_is_stored_are_two_programs_and_others_one():
     search = object.__new__(_Search)
     search._programs, search._keys = {}, {"as it was written": 0}
-    wide = pp.Rule(where=lambda eqn: eqn.kind is pp.OpKind.ELEMENTWISE, precision="f32")
+    wide = pp.Rule(where=lambda eqn: eqn.kind is pp.types.OpKind.ELEMENTWISE, precision="f32")
     as_it_is = pp.Rule(primitive="dot_general", precision="bf16")  # with another reason alone
     plans = [plan_of(pp.AutoMixedBf16.with_rules(*given)) for given in ((), (wide,), (as_it_is,))]
     one, all_wide, other = map(search._program, plans)

@@ -23,7 +23,7 @@ matplotlib.use("Agg")
 
 
 @pytest.fixture(scope="module")
-def comparison() -> pp.Comparison:
+def comparison() -> pp.report.Comparison:
     def model(x, w):
         return jnp.tanh(x @ w) @ w, jnp.argmax(x)
 
@@ -160,7 +160,9 @@ def test_the_page_says_in_a_bar_how_many_programs_are_worth_a_look(comparison):
     assert "100% without an error" in re.sub("<[^>]*>", "", text)
 
 
-def made(comparison: pp.Comparison, **figures: tuple[float, float, float]) -> pp.Comparison:
+def made(
+    comparison: pp.report.Comparison, **figures: tuple[float, float, float]
+) -> pp.report.Comparison:
     """A comparison whose rows have these times, temp bytes and errors."""
     (first, *_) = comparison.rows
     found = [

@@ -47,4 +47,4 @@ def test_a_bisection_ends_at_the_line_of_the_product_in_8_bits(policy: str):
 def test_a_calibration_keeps_no_product_because_of_the_range_of_8_bits(policy: str):
     """Scales bring every size of values into it; what surrounds the product is bfloat16."""
     for size in (1e-20, 1.0, 1e20):
-        assert pp.calibrate(layers, policy, [([size * w for w in WS], X)]).rules == ()
+        assert pp.numerics.calibrate(layers, policy, [([size * w for w in WS], X)]).rules == ()

@@ -145,7 +145,9 @@ def test_complex_numbers_count_as_pairs():
 # ---------------------------------------------------------------- the reference
 
 
-def values_of(fn: Callable[..., Any], *args: Any, precision: Any = pp.Precision.F64) -> list[Any]:
+def values_of(
+    fn: Callable[..., Any], *args: Any, precision: Any = pp.types.Precision.F64
+) -> list[Any]:
     mixed = pp.auto_mixed(fn)
     written = as_written(mixed, Declared(mixed.__wrapped__, {}), "fn", args, {})
     return [leaf.value for leaf in evaluated(written, precision)]
@@ -274,7 +276,7 @@ def test_the_whole_function_is_evaluated_in_float64(fn, want):
 @pytest.mark.parametrize("name", ["written low", "low throughout", "inner policy", "around one"])
 def test_in_float32_no_low_format_and_no_policy_is_left(name):
     ((fn, want),) = [program[1:] for program in PROGRAMS if program[0] == name]
-    (found,) = values_of(fn, X, precision=pp.Precision.F32)
+    (found,) = values_of(fn, X, precision=pp.types.Precision.F32)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, want(), rtol=1e-5, atol=1e-6)
 

@@ -28,16 +28,18 @@ def shape(*sizes, dtype=jnp.float32):
 
 def profiled(fn, policies, *args, **options):
     with quiet():
-        return pp.profile(fn, policies, **{"rounds": 0, **options})(*args)
+        return pp.report.profile(fn, policies, **{"rounds": 0, **options})(*args)
 
 
 @pytest.fixture(scope="module")
-def timed() -> pp.Profile:
+def timed() -> pp.report.Profile:
     def layers(x, ws):
         return lax.scan(lambda x, w: (x @ w, None), x, ws)[0]
 
     rows = {"<b>&wide": "AlwaysF32", "low": "AutoMixedBf16", "as written": layers}
-    return pp.profile(layers, rows, devices=("H100", "v5e"), rounds=3)(X, jnp.ones((5, 16, 16)))
+    return pp.report.profile(layers, rows, devices=("H100", "v5e"), rounds=3)(
+        X, jnp.ones((5, 16, 16))
+    )
 
 
 # ---------------------------------------------------------------- figures
@@ -162,7 +164,7 @@ def test_a_static_argument():
     assert not any("run time knows" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("report", [pp.profile, pp.compare])
+@pytest.mark.parametrize("report", [pp.report.profile, pp.compare])
 def test_of_several_devices_the_memory_is_that_of_each(report):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
@@ -212,17 +214,17 @@ def test_none_for_the_devices_is_the_default():
 )
 def test_what_is_refused_before_anything_is_traced(policies, options, error, why):
     with pytest.raises(error, match="(?s)" + why):
-        pp.profile(product, policies, **options)
+        pp.report.profile(product, policies, **options)
 
 
 def test_shapes_are_refused_where_rows_are_timed():
     with pytest.raises(TypeError, match=r"x must hold arrays.*with rounds=0 nothing runs"):
-        pp.profile(product, BOTH)(shape(2, 2), X)
+        pp.report.profile(product, BOTH)(shape(2, 2), X)
     with pytest.raises(TypeError, match=r"must hold arrays, not .*Tracer"):
-        jax.jit(lambda x: pp.profile(product, BOTH, rounds=0)(x, X) and x)(X)
+        jax.jit(lambda x: pp.report.profile(product, BOTH, rounds=0)(x, X) and x)(X)
 
 
-@pytest.mark.parametrize("report", [pp.profile, pp.compare])
+@pytest.mark.parametrize("report", [pp.report.profile, pp.compare])
 @pytest.mark.parametrize("static", [{"static_argnums": 1}, {"static_argnames": "n"}])
 def test_static_arguments_of_its_own_are_to_be_declared(report, static):
     @functools.partial(jax.jit, **static)

@@ -12,10 +12,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
-from precpass import OpKind, Precision
 from precpass.devices.detect import planned_for
 from precpass.devices.targets import target_of
 from precpass.rewrite.block_scaled import _units
+from precpass.types import OpKind, Precision
 from tests.rewrite.test_scaled_products import BLOCK_ERRORS as ERRORS
 from tests.rewrite.test_scaled_products import FUNCTIONS, attention, loss, ordered, squared
 from tests.support.jaxprs import named
@@ -263,7 +263,7 @@ def test_a_policy_has_it_by_name_and_is_saved(tmp_path):
 @each_precision
 def test_weights_ahead_of_time_are_refused_with_the_reason(precision):
     with pytest.raises(ValueError, match=rf"{precision} have a scale for each block.*'int8'"):
-        pp.quantized(loss, ordered(precision))
+        pp.quant.quantized(loss, ordered(precision))
 
 
 @pytest.mark.release
@@ -274,13 +274,13 @@ def test_delayed_scaling_leaves_the_scales_of_blocks_as_they_are(precision):
             x = jnp.tanh(x @ w)
         return x @ w
 
-    scaled = pp.delayed_scaling(both, ordered(precision))
+    scaled = pp.quant.delayed_scaling(both, ordered(precision))
     scales = scaled.init(W, X)
     assert [p for p in scales.formats] == [Precision.F8E4M3] * 2
     out, _ = scaled(scales, W, X)
     assert rel_error(out, both(W, X)) < ERRORS[precision]
     with planned_for(target_of("b200")):
-        assert len(pp.delayed_scaling(both, ordered(precision)).init(W, X).places) == 2
+        assert len(pp.quant.delayed_scaling(both, ordered(precision)).init(W, X).places) == 2
 
 
 def test_a_loop_rounds_its_stack_of_weights_and_not_their_float8_twins():
@@ -290,7 +290,7 @@ def test_a_loop_rounds_its_stack_of_weights_and_not_their_float8_twins():
         return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
 
     ws, x = jnp.stack([normal_array(i, 256, 256) / 16 for i in range(4)]), normal_array(9, 256, 256)
-    small = pp.quantized(layers, ordered("fp8"))(ws, x)
+    small = pp.quant.quantized(layers, ordered("fp8"))(ws, x)
     mixed = pp.auto_mixed(layers, ordered("mxfp8"))
     assert rel_error(mixed(small, x), jax.jit(layers)(ws, x)) < ERRORS["mxfp8"]
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
-from precpass import Action, OpKind, Precision
+from precpass.types import Action, OpKind, Precision
 from tests.support.jaxprs import named
 from tests.support.passes import COMPOSITIONS
 from tests.support.values import rel_error
@@ -187,11 +187,11 @@ def test_a_saved_plan_multiplies_in_the_same_way(precision, tmp_path):
 
 @each_precision
 def test_a_policys_text_and_file_keep_it(precision, tmp_path):
-    policy = pp.PrecisionPolicy.parse(precision)
-    assert pp.PrecisionPolicy.parse(str(policy)) == policy
-    assert eval(repr(policy), vars(pp)) == policy
+    policy = pp.types.PrecisionPolicy.parse(precision)
+    assert pp.types.PrecisionPolicy.parse(str(policy)) == policy
+    assert eval(repr(policy), vars(pp) | vars(pp.types)) == policy
     policy.save(tmp_path / "policy.toml")
-    assert pp.PrecisionPolicy.load(tmp_path / "policy.toml") == policy
+    assert pp.types.PrecisionPolicy.load(tmp_path / "policy.toml") == policy
 
 
 TEXTS = {
@@ -224,9 +224,9 @@ def test_one_exported_program_is_for_all_platforms_and_runs_on_this_one(precisio
         (lambda: pp.AutoMixedBf16.with_retypes("f32", "tf32"), "'tf32'"),
         (lambda: pp.cast_floating({"w": W}, "tf32"), "'tf32'"),
         (lambda: pp.Custom({"elementwise": "tf32"}), "OpKind.COMPUTE"),
-        (lambda: pp.PrecisionPolicy.parse("p=tf32,c=bf16"), "parameters = Precision.TF32"),
-        (lambda: pp.Roles(jacobian="tf32"), "'tf32'"),
-        (lambda: pp.Ladder.create(("tf32", "f32"), X), "'tf32'"),
+        (lambda: pp.types.PrecisionPolicy.parse("p=tf32,c=bf16"), "parameters = Precision.TF32"),
+        (lambda: pp.numerics.Roles(jacobian="tf32"), "'tf32'"),
+        (lambda: pp.numerics.Ladder.create(("tf32", "f32"), X), "'tf32'"),
     ],
 )
 def test_a_place_for_formats_refuses_it_and_names_them(take, offender):

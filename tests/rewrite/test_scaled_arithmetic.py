@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
-from precpass import Precision
+from precpass.types import Precision
 from tests.support.jaxprs import named
 from tests.support.values import normal_array, rel_error
 
@@ -57,7 +57,7 @@ def test_a_loss_of_weights_with_a_nan_is_nan(policy):
     ws, x = [normal_array(i, 256, 256) / 16 for i in range(4)], normal_array(9, 256, 256)
     ws[1] = ws[1].at[3, 4].set(jnp.nan)
     assert jnp.isnan(pp.auto_mixed(loss, policy)(ws, x))
-    assert jnp.isnan(pp.quantized(loss, policy)(ws, x)[1].array()).any()
+    assert jnp.isnan(pp.quant.quantized(loss, policy)(ws, x)[1].array()).any()
 
 
 @jax.custom_jvp

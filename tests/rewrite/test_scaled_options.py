@@ -7,9 +7,9 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from precpass import OpKind, Precision
 from precpass.devices.detect import planned_for
 from precpass.devices.targets import target_of
+from precpass.types import OpKind, Precision
 from tests.rewrite.test_scaled_products import ordered
 from tests.support.jaxprs import named
 from tests.support.passes import COMPOSITIONS
@@ -111,7 +111,7 @@ def test_a_float8_product_whose_result_is_stored_in_16_bits_is_made_in_16_bits()
 def test_weights_ahead_of_time_have_scales_of_columns():
     policy = pp.AutoMixedF8.with_scales("row")
     ws = [W, W.T, W]
-    small = pp.quantized(layers, policy)(ws, X)
+    small = pp.quant.quantized(layers, policy)(ws, X)
     assert small[1].scale.shape == (256, 1)  # what is summed is stored last
     mixed = pp.auto_mixed(layers, policy)
     assert scaled_dots(mixed, small, X)
@@ -169,13 +169,10 @@ def test_attention_has_no_weights():
 def test_the_options_are_told_saved_and_read_again(tmp_path):
     policy = pp.AutoMixedF8.with_scales("row").with_weight_gradients("bf16")
     text = "AutoMixedF8.with_scales('row').with_weight_gradients('bf16')"
-    assert (
-        repr(policy) == text
-        and eval(text, vars(pp).copy() | {"AutoMixedF8": pp.AutoMixedF8}) == policy
-    )
-    assert pp.PrecisionPolicy.from_dict(policy.to_dict()) == policy
+    assert repr(policy) == text and eval(text, vars(pp) | vars(pp.types)) == policy
+    assert pp.types.PrecisionPolicy.from_dict(policy.to_dict()) == policy
     policy.save(tmp_path / "policy.toml")
-    assert pp.PrecisionPolicy.load(tmp_path / "policy.toml") == policy
+    assert pp.types.PrecisionPolicy.load(tmp_path / "policy.toml") == policy
     pp.inspect(layers, policy)([W] * 3, X).plan.save(tmp_path / "plan.json")
     loaded = pp.Plan.load(tmp_path / "plan.json")
     assert loaded.scales == "row" and loaded.weight_gradients is Precision.BF16

@@ -10,8 +10,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
-from precpass import OpKind, Precision
 from precpass.rewrite.scales import power_of_two_scale
+from precpass.types import OpKind, Precision
 from tests.support.jaxprs import named
 from tests.support.passes import COMPOSITIONS
 from tests.support.values import identical, normal_array, rel_error
@@ -391,7 +391,7 @@ def test_weights_of_8_bits_are_not_rounded_again_in_a_backward_pass():
             x = jnp.tanh(x @ w)
         return jnp.square(x).sum()
 
-    small = pp.quantized(lambda ws, x: fn(x, ws), "AutoMixedF8")(ws, x)
+    small = pp.quant.quantized(lambda ws, x: fn(x, ws), "AutoMixedF8")(ws, x)
     gradient = jax.grad(pp.auto_mixed(fn, "AutoMixedF8"))
     # Two layers have 8 bits: forward their inputs are rounded, backward their cotangents.
     assert len(rounded_to_eight_bits(gradient, x, small)) == 4

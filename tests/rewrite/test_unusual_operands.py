@@ -82,7 +82,7 @@ def test_a_function_applied_in_place_stays(name, policy, dtype):
 
     assert identical(run(f, policy, x), jax.jit(f)(x))
     (decision,) = decided(looked(f, policy, x), "scatter")
-    assert decision.action is pp.Action.KEEP
+    assert decision.action is pp.types.Action.KEEP
     assert "function" in str(decision.reason)
 
 

@@ -17,13 +17,13 @@ def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def audited(fn: Callable[..., Any], *args: Any, policy: Any = None) -> pp.Audit:
+def audited(fn: Callable[..., Any], *args: Any, policy: Any = None) -> pp.report.Audit:
     """The audit without the package's warnings; as it is written where no policy is given."""
     with quiet(), pp.use_policy(policy):
         return pp.audit(fn)(*args)
 
 
-def kinds(found: pp.Audit) -> list[str]:
+def kinds(found: pp.report.Audit) -> list[str]:
     return [finding.kind for finding in found.findings]
 
 

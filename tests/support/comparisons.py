@@ -76,14 +76,14 @@ def same_reports(got: Sequence[Any], want: Sequence[Any], exact: bool) -> None:
                 assert_same(x, y, "a report")
 
 
-def fits(x: Any, precision: pp.Precision, eqn: Any) -> None:
+def fits(x: Any, precision: pp.types.Precision, eqn: Any) -> None:
     """What a product may read low: nothing that overflows, no position that is lost."""
     wide = np.asarray(x, np.float64)
     wide = wide[np.isfinite(wide)]
     largest = np.abs(wide).max(initial=0.0)
     assert largest <= precision.max, f"{largest:.3g} overflows in {precision}: {eqn}"
     # above float32's own integers every number is one, and what has been rounded loses nothing
-    counts = precision.exact_integers < largest <= pp.Precision.F32.exact_integers
+    counts = precision.exact_integers < largest <= pp.types.Precision.F32.exact_integers
     counts = counts and bool((wide.astype(precision.dtype) != wide).any())
     whole = counts and np.unique(wide).size > 1 and bool((wide == np.rint(wide)).all())
     assert not whole, f"integers up to {largest}, lost in {precision}: {eqn}"

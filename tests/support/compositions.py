@@ -232,7 +232,7 @@ def products_inside(jaxpr: Any, primitive: str) -> list[Any]:
 
 
 def forms(
-    primitive: str, composition: str, policies: Mapping[str, pp.PrecisionPolicy] = POLICIES
+    primitive: str, composition: str, policies: Mapping[str, pp.types.PrecisionPolicy] = POLICIES
 ) -> dict[str, Fn]:
     """A cell's program without the pass, and under each policy."""
     # a call of auto_mixed is a call of jax.jit, which JAX's transformations take differently

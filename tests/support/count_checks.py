@@ -263,7 +263,7 @@ def _apart_from_policies(item: Any) -> Any:
     spec = getattr(item, "callspec", None)
     if spec is None:
         return item.nodeid
-    others = [n for n, x in spec.params.items() if not isinstance(x, pp.PrecisionPolicy)]
+    others = [n for n, x in spec.params.items() if not isinstance(x, pp.types.PrecisionPolicy)]
     if len(others) == len(spec.params):
         return item.nodeid
     return item.function, tuple((n, spec.indices[n]) for n in others)

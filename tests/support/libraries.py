@@ -44,7 +44,7 @@ class Checked:
 def check_program(
     fn: Callable[..., Any],
     *args: Any,
-    policy: pp.PrecisionPolicy = pp.AutoMixedBf16,
+    policy: pp.types.PrecisionPolicy = pp.AutoMixedBf16,
     wrt: int | Sequence[int] | None = 0,
     factor: float = 4.0,
     grad_factor: float | None = None,
@@ -112,7 +112,7 @@ def _with_gradients(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     chosen: tuple[int, ...],
-    policy: pp.PrecisionPolicy,
+    policy: pp.types.PrecisionPolicy,
     limits: tuple[float, float],
     after: Any,
 ) -> Checked:
@@ -159,13 +159,15 @@ def gradient_by(
     return gradient, (floats, rest, others)
 
 
-def low_and_wide(jaxpr: Any, policy: pp.PrecisionPolicy) -> tuple[int, int]:
+def low_and_wide(jaxpr: Any, policy: pp.types.PrecisionPolicy) -> tuple[int, int]:
     """The numbers of low and of other products that the policy is to lower."""
     found = [is_low(e, policy.low.dtype) for e in to_lower(jaxpr, policy)]
     return sum(found), len(found) - sum(found)
 
 
-def check_products(jaxpr: Any, policy: pp.PrecisionPolicy, least: int, wide: int | None = 0) -> int:
+def check_products(
+    jaxpr: Any, policy: pp.types.PrecisionPolicy, least: int, wide: int | None = 0
+) -> int:
     """Every product to lower is low, `wide` (None: those with a precision) apart; how many."""
     found = to_lower(jaxpr, policy)
     elementwise = [] if lowers_all(policy) else filter(is_elementwise, products(jaxpr))
@@ -180,13 +182,13 @@ def check_products(jaxpr: Any, policy: pp.PrecisionPolicy, least: int, wide: int
     return low
 
 
-def to_lower(jaxpr: Any, policy: pp.PrecisionPolicy) -> list[Any]:
+def to_lower(jaxpr: Any, policy: pp.types.PrecisionPolicy) -> list[Any]:
     """The contracting products, but for elementwise work that the policy does not lower."""
     every = lowers_all(policy)
     return [e for e in products(jaxpr) if contracts(e) and (every or not is_elementwise(e))]
 
 
-def lowers_all(policy: pp.PrecisionPolicy) -> bool:
+def lowers_all(policy: pp.types.PrecisionPolicy) -> bool:
     """Whether a policy lowers elementwise work too, in whichever form it is written."""
     return OpKind.ELEMENTWISE in policy.orders
 

@@ -263,26 +263,26 @@ class Planned:
             env.update(zip(eqn.outvars, out, strict=True))
         return _crossing([read(env, v) for v in inner.outvars], inner.outvars, plan)
 
-    def equation(self, env: dict[Any, Array], eqn: Any, decision: pp.Decision) -> list[Array]:
+    def equation(self, env: dict[Any, Array], eqn: Any, decision: pp.types.Decision) -> list[Array]:
         name = eqn.primitive.name
         held = [read(env, v) for v in eqn.invars]
         written = [_as(x, v.aval.dtype) for x, v in zip(held, eqn.invars, strict=True)]
-        leaves_out = decision.action is pp.Action.DROP and name == "transpose"
-        if decision.action is pp.Action.DROP and not leaves_out:
+        leaves_out = decision.action is pp.types.Action.DROP and name == "transpose"
+        if decision.action is pp.types.Action.DROP and not leaves_out:
             return [_as(held[0], decision.compute.dtype)]
         if name in CALLBACKS:
             return [*map(np.asarray, eqn.params["callback"](*written) or ())]
-        if name in BODIES and decision.action is pp.Action.ENTER:
+        if name in BODIES and decision.action is pp.types.Action.ENTER:
             results = enter(eqn, held, self._caller(decision))
             return _stored(results, decision) if decision.keeps_rounding else results
-        if decision.kind is pp.OpKind.COMPUTE:
+        if decision.kind is pp.types.OpKind.COMPUTE:
             self.products.append((eqn, decision, written))
-        if decision.action is pp.Action.WIDEN:
+        if decision.action is pp.types.Action.WIDEN:
             return _at(eqn, held, decision.compute.dtype, decision.compute.dtype)
         # a transpose that is left out still rounds where it was to be low
-        rounds = decision.action is pp.Action.LOWER or (leaves_out and any(decision.stored))
+        rounds = decision.action is pp.types.Action.LOWER or (leaves_out and any(decision.stored))
         if not rounds:
-            assert decision.action is pp.Action.KEEP or leaves_out
+            assert decision.action is pp.types.Action.KEEP or leaves_out
             return _stored(leaf(eqn, written), decision)
         low = decision.compute.dtype
         rounded = [
@@ -299,7 +299,7 @@ class Planned:
             out = [_as(_as(x, low), x.dtype) for x in out]
         return out
 
-    def _caller(self, decision: pp.Decision) -> Call:
+    def _caller(self, decision: pp.types.Decision) -> Call:
         def call(k: int, jaxpr: Any, args: Sequence[Array]) -> list[Array]:
             plan, invars = decision.inner[k], opened(jaxpr).invars
             given = _rounded(_crossing(args, invars, plan), plan.border_copies.operands)
@@ -308,7 +308,7 @@ class Planned:
         return call
 
 
-def _stored(values: Sequence[Array], decision: pp.Decision) -> list[Array]:
+def _stored(values: Sequence[Array], decision: pp.types.Decision) -> list[Array]:
     """Results as they are left by the formats in which they are stored."""
     pairs = zip(values, decision.stored, strict=True)
     return [_as(_as(x, p.dtype), x.dtype) if p is not None else x for x, p in pairs]

@@ -62,13 +62,13 @@ def config(name: str, value: Any) -> Iterator[None]:
         jax.clear_caches()
 
 
-def text_of(inspection: pp.Inspection) -> str:
+def text_of(inspection: pp.report.Inspection) -> str:
     """All that an inspection says in words: every reason, and the notes."""
     reasons = [str(decision.reason) for decision in inspection.plan.walk()]
     return "\n".join([*reasons, *inspection.plan.notes])
 
 
-def look(fn: Callable[..., Any], policy: Any, *args: Any) -> pp.Inspection:
+def look(fn: Callable[..., Any], policy: Any, *args: Any) -> pp.report.Inspection:
     """`inspect` without the package's warnings."""
     with quiet():
         return pp.inspect(fn, policy)(*args)

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import precpass as pp
-from precpass import Action
 from precpass.autotune.measured import _cache_of, _measured
 from precpass.autotune.timing import timed
 from precpass.devices.devices import device_named
 from precpass.planner.profit import Product, ProductTimes
+from precpass.types import Action
 
 # that in force in the tests refuses (`conftest`)
 REAL = timed
@@ -60,7 +60,7 @@ def restarted() -> None:
     _cache_of.cache_clear()
 
 
-def products(found: pp.Inspection) -> list[pp.Decision]:
+def products(found: pp.report.Inspection) -> list[pp.types.Decision]:
     return [d for eqn, d, _ in found.decisions() if eqn.primitive.name == "dot_general"]
 
 

@@ -63,7 +63,7 @@ FORMS: dict[str, Fn] = {
     "vmap": _vmap,
 }
 
-POLICIES: dict[str, pp.PrecisionPolicy] = {
+POLICIES: dict[str, pp.types.PrecisionPolicy] = {
     **PRESETS,
     "rules": pp.AutoMixedBf16.with_rules(
         pp.Rule(scope="*part", precision="f32"),
@@ -208,7 +208,7 @@ class _Check:
             self.compiled(found.before, mixed, plain, wanted)
 
     def rewritten(
-        self, found: pp.Inspection, plain: Plain, wanted: list[Any], reports: list[Any]
+        self, found: pp.report.Inspection, plain: Plain, wanted: list[Any], reports: list[Any]
     ) -> None:
         assert_well_typed(found.after)
         oracle = Planned()
@@ -226,7 +226,7 @@ class _Check:
                 text = str(pp.inspect(again, self.policy)(*self.args).after)
             assert text == str(found.after), "twice is not once"
 
-    def nothing_is_silent(self, found: pp.Inspection, messages: Sequence[str]) -> None:
+    def nothing_is_silent(self, found: pp.report.Inspection, messages: Sequence[str]) -> None:
         eqns = {id(eqn) for eqn in walk(found.before)}
         decided: set[int] = set()
         for eqn, decision, source in found.decisions():
@@ -236,31 +236,33 @@ class _Check:
             assert len(decision.stored) == len(eqn.outvars)
         assert decided == eqns, "equations without a decision"
         counts = found.plan.count()
-        lowered = sum(n for (_, a), n in counts.items() if a is pp.Action.LOWER)
+        lowered = sum(n for (_, a), n in counts.items() if a is pp.types.Action.LOWER)
         complaint = any("lowered nothing" in text for text in messages)
         own = any("the user's own precision" in str(d.reason) for d in found.plan.walk())
         if self.policy.lowers:
             assert complaint == (lowered == 0) or own, messages
-        self.outcome.products = sum(n for (k, _), n in counts.items() if k is pp.OpKind.COMPUTE)
-        self.outcome.lowered = counts[pp.OpKind.COMPUTE, pp.Action.LOWER]
+        self.outcome.products = sum(
+            n for (k, _), n in counts.items() if k is pp.types.OpKind.COMPUTE
+        )
+        self.outcome.lowered = counts[pp.types.OpKind.COMPUTE, pp.types.Action.LOWER]
 
-    def legal(self, found: pp.Inspection, oracle: Planned) -> None:
+    def legal(self, found: pp.report.Inspection, oracle: Planned) -> None:
         """The plan by rules of its own: which equations may be low at all."""
         retypes = {p.dtype for p in self.policy.retypes}
         for eqn, decision, _ in found.decisions():
-            if decision.action is not pp.Action.LOWER:
+            if decision.action is not pp.types.Action.LOWER:
                 continue
             name = eqn.primitive.name
             floats = {v.aval.dtype for v in (*eqn.invars, *eqn.outvars) if is_float(v.aval)}
             assert floats <= retypes and not floats & LOW, eqn
             if self.case.policy in AUTO and "keep(" not in str(decision.reason):
-                moves = decision.kind is pp.OpKind.DATA_MOVEMENT
+                moves = decision.kind is pp.types.OpKind.DATA_MOVEMENT
                 # on a GPU what is chosen from operands is chosen in 16 bits
                 moves |= self.case.target is not None and name in ("select_n", "max", "min")
                 assert moves or name in PRODUCTS, f"not ordered: {eqn}"
                 assert moves or contracts(eqn), f"nothing contracted: {eqn}"
         for eqn, decision, operands in oracle.products:
-            if decision.action is pp.Action.LOWER:
+            if decision.action is pp.types.Action.LOWER:
                 for x in operands[:2]:
                     fits(x, decision.compute, eqn)
         if self.case.policy in AUTO:

@@ -18,7 +18,7 @@ def assert_trains_alike(
     state: Any,
     batches: Sequence[Any],
     *,
-    policy: pp.PrecisionPolicy = pp.AutoMixedBf16,
+    policy: pp.types.PrecisionPolicy = pp.AutoMixedBf16,
     rtol: float = 0.02,
     falls: float = 0.8,
     least: int = 1,

@@ -152,7 +152,7 @@ STAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-def quiet(policy: Any, fn: Callable[..., Any], *args: Any) -> pp.Inspection:
+def quiet(policy: Any, fn: Callable[..., Any], *args: Any) -> pp.report.Inspection:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pp.PrecisionWarning)
         return pp.inspect(fn, policy)(*args)
@@ -190,12 +190,12 @@ def dot_like(jaxpr: Any) -> list[Any]:
     return [eqn for eqn in products(jaxpr) if contracts(eqn)]
 
 
-def counts(found: pp.Inspection) -> tuple[int, int, int]:
+def counts(found: pp.report.Inspection) -> tuple[int, int, int]:
     """The products with exchanged operands, transposes left out, and products lowered."""
     count = found.plan.count()
-    folded = count[pp.OpKind.DATA_MOVEMENT, pp.Action.DROP]
+    folded = count[pp.types.OpKind.DATA_MOVEMENT, pp.types.Action.DROP]
     swapped = sum(decision.product.exchanged for decision in found.plan.walk())
-    return swapped, folded, count[pp.OpKind.COMPUTE, pp.Action.LOWER]
+    return swapped, folded, count[pp.types.OpKind.COMPUTE, pp.types.Action.LOWER]
 
 
 def jaxpr_of(jaxpr: Any) -> Any:

@@ -139,9 +139,9 @@ def test_a_line_has_its_products(pattern):
 
 def test_a_file_and_a_kind_have_theirs():
     assert_precision(model, (X, W), {"test_testing.py": "bf16"})
-    assert_precision(model, (X, W), {pp.OpKind.COMPUTE: {"bf16": 2}, "tanh": "f32"})
+    assert_precision(model, (X, W), {pp.types.OpKind.COMPUTE: {"bf16": 2}, "tanh": "f32"})
     with pytest.raises(AssertionError, match=r"not f32 as OpKind.COMPUTE asks"):
-        assert_precision(model, (X, W), {pp.OpKind.COMPUTE: "f32"})
+        assert_precision(model, (X, W), {pp.types.OpKind.COMPUTE: "f32"})
 
 
 def test_numbers_of_equations_are_held_against_those_of_the_program():
@@ -250,7 +250,7 @@ def test_an_edit_that_widens_a_product_fails_with_the_difference(tmp_path):
         assert_plan(model, (X, W), tmp_path / "plan.json", "AutoMixed")
     text = str(failed.value)
     assert text.splitlines()[0].startswith("2 equations are not in the precision that ")
-    assert "in f16, not bf16 as it was saved  [AutoMixedF16: compute in f16]" in text
+    assert "in f16, not bf16 as it was saved  [AutoMixed (float16): compute in f16]" in text
     # an edit: the product is ordered to be wide
     text = not_in_plan(broken, tmp_path / "plan.json")
     assert text.splitlines()[1].endswith("lax.dot(x, w, precision=precision))")

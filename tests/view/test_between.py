@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from precpass import Action
+from precpass.types import Action
 from precpass.view.rows import rows
 from tests.view.test_diff import PROGRAMS, W, X, each_program, inspected, said, scanned
 
@@ -22,14 +22,14 @@ def listed_in(text):
 def test_a_plan_does_not_differ_from_itself(name):
     plans = [inspected(PROGRAMS[name], pp.AutoMixedBf16, X, W).plan for _ in range(2)]
     assert plans[0] == plans[1]
-    text = pp.between(*plans)
+    text = pp.report.between(*plans)
     assert re.fullmatch(r"0 of \d+ equations differ", text)
 
 
 @each_program
 def test_two_policies_differ_where_their_plans_do(name):
     plans = [inspected(PROGRAMS[name], p, X, W).plan for p in (pp.AutoMixedBf16, pp.AlwaysBf16)]
-    text = pp.between(*plans)
+    text = pp.report.between(*plans)
     total, _ = said(text)
     assert listed_in(text) == total
     fates = [
@@ -48,7 +48,7 @@ def test_a_pass_that_is_switched_off_differs_in_all_that_a_policy_changes(name):
     assert off.diff().startswith("switched off: 0 of ")
     changes = sum(row.changes for row in rows(on.plan))
     for plans in ((off.plan, on.plan), (on.plan, off.plan)):
-        text = pp.between(*plans)
+        text = pp.report.between(*plans)
         assert said(text)[0] == changes
         entered = sum(row.decision.action is Action.ENTER for row in rows(on.plan))
         everything = sum(1 for _ in rows(on.plan)) - entered
@@ -65,12 +65,12 @@ def test_a_pass_that_is_switched_off_differs_in_all_that_a_policy_changes(name):
 
 def test_what_both_policies_lower_is_told_apart_by_its_format():
     plans = [pp.inspect(scanned, p)(X, W).plan for p in ("AutoMixed", "AutoMixedBf16")]
-    lines = pp.between(*plans).splitlines()
+    lines = pp.report.between(*plans).splitlines()
     assert sum("in f16, accumulated in f32 | in bf16, accumulated in f32" in x for x in lines) == 2
     assert "1 operand crosses on 16 bits too (f16[8,8]), cast once outside | " in lines[1]
     assert lines[2].startswith("scan, 3 trips")
     assert lines[-1].endswith(", and 1 that is entered")
-    lines = pp.between(*plans, level="lines").splitlines()
+    lines = pp.report.between(*plans, level="lines").splitlines()
     assert lines[4].startswith("    dot_general: in f16")
     assert lines[-1].startswith("2 of ")
 
@@ -78,11 +78,11 @@ def test_what_both_policies_lower_is_told_apart_by_its_format():
 def test_plans_of_two_programs_are_an_error():
     one, other = (pp.inspect(fn)(X).plan for fn in (lambda x: x @ x, lambda x: (x @ x).T))
     with pytest.raises(ValueError, match="plans of two programs: one has 1 equation"):
-        pp.between(one, other)
+        pp.report.between(one, other)
     other = pp.inspect(lambda x: x[:4] @ x)(X).plan
     third = pp.inspect(lambda x: x[:2] @ x)(X).plan
     with pytest.raises(ValueError, match=r"plans of two programs: .* in one is "):
-        pp.between(other, third)
+        pp.report.between(other, third)
 
 
 def test_plans_of_programs_that_enter_other_bodies_are_an_error():
@@ -95,20 +95,20 @@ def test_plans_of_programs_that_enter_other_bodies_are_an_error():
     three, four = (pp.inspect(scanned(n))(X).plan for n in (3, 4))
     text = r"two programs: scan .* \(scan, 3 trips\) at .* \(scan, 4 trips\) at "
     with pytest.raises(ValueError, match=text):
-        pp.between(three, four)
+        pp.report.between(three, four)
     two, three = (pp.inspect(switched(n))(X).plan for n in (2, 3))
     text = r"two programs: cond .* cond, branch 1\) at .* cond, branch 2\) at "
     with pytest.raises(ValueError, match=text):
-        pp.between(two, three)
+        pp.report.between(two, three)
 
 
 def test_a_plan_without_places_says_where_to_get_one():
     plan = pp.inspect(lambda x: x @ x)(X).plan
     with pytest.raises(ValueError, match=r"take the .plan of\s+precpass.inspect"):
-        pp.between(plan, pp.Plan(plan.decisions))
+        pp.report.between(plan, pp.Plan(plan.decisions))
 
 
 def test_what_is_no_plan_is_named():
     found = pp.inspect(scanned)(X, W)
     with pytest.raises(TypeError, match=r"between compares plans, not <Inspection under AutoMixed"):
-        pp.between(found.plan, found)  # pyright: ignore[reportArgumentType]
+        pp.report.between(found.plan, found)  # pyright: ignore[reportArgumentType]

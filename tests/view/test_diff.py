@@ -14,9 +14,9 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from precpass import Action
 from precpass import jaxpr as ir
 from precpass.policy.precision import Precision
+from precpass.types import Action
 from precpass.view.diff import Section
 from precpass.view.rows import rows
 from precpass.view.unified import unified
@@ -262,7 +262,7 @@ def test_a_cast_that_is_made_again_in_its_place_is_no_change():
     assert str(found.before) == str(found.after)
     same = "AlwaysF32: 0 of 4 equations lowered, 0 widened, 4 as written"
     assert found.diff() == found.diff("lines") == same
-    assert pp.between(found.plan, pp.inspect(low)(X, W).plan) == "0 of 4 equations differ"
+    assert pp.report.between(found.plan, pp.inspect(low)(X, W).plan) == "0 of 4 equations differ"
     found = pp.inspect(wide_beside, policy)(X, W)
     assert_complete(found)
     assert found.diff().endswith("2 widened, 3 as written; 1 cast removed")
@@ -430,7 +430,7 @@ def test_the_policys_output_is_in_the_diff():
     assert "outputs  1 f32 -> f16: the policy's output" in found.diff()
     assert found.diff().endswith("; 2 casts inserted")
     plain = pp.inspect(lambda x: x @ x)(X)
-    text = pp.between(plain.plan, found.plan)
+    text = pp.report.between(plain.plan, found.plan)
     assert text == "outputs  their own format | f16\n0 of 1 equations differ"
     assert [a.dtype for a in found.after.out_avals] == [np.float16]
 

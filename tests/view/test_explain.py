@@ -211,7 +211,7 @@ def test_what_sums_over_nothing_is_not_left_wide():
 
 
 def test_products_of_a_float64_program_are_narrowed():
-    policy = pp.Custom({pp.OpKind.COMPUTE: "f32"}).with_retypes("f64")
+    policy = pp.Custom({pp.types.OpKind.COMPUTE: "f32"}).with_retypes("f64")
     with jax.enable_x64(True):
         x = jax.ShapeDtypeStruct((8, 8), jnp.float64)
         found = pp.explain(lambda a: jnp.sin(a @ a) @ a, policy)(x)
@@ -435,7 +435,7 @@ def test_float64_values_are_not_said_to_be_float32():
     policies = (
         pp.AutoMixedBf16,
         pp.AutoMixedBf16.with_retypes("f64"),
-        pp.Custom({pp.OpKind.COMPUTE: "f32"}).with_retypes("f64"),
+        pp.Custom({pp.types.OpKind.COMPUTE: "f32"}).with_retypes("f64"),
     )
     with jax.enable_x64(True), quietly():
         x, w = jnp.ones((8, 8), jnp.float64), jnp.ones((8, 8), jnp.float64)

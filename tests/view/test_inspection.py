@@ -11,7 +11,8 @@ import pytest
 from jax import lax
 
 import precpass as pp
-from precpass import Action, AlwaysF32, AutoMixed, AutoMixedBf16, Custom, OpKind, PrecisionWarning
+from precpass import AlwaysF32, AutoMixed, AutoMixedBf16, Custom, PrecisionWarning
+from precpass.types import Action, OpKind
 from tests.support.jaxprs import assert_well_typed, named, operand_dtypes, product_dtypes, walk
 from tests.support.values import f32, stable_id
 

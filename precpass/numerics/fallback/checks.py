@@ -296,9 +296,9 @@ def parse_checks(owner: str, unstable: Any, fn: Callable[..., Any]) -> tuple[Che
         if not isinstance(check, Check):
             if not callable(check):
                 raise TypeError(
-                    f"{owner}: unstable has {check!r}, which is no check: legal are NonFinite(), "
-                    "OutOfRange(limit), IllConditioned(matrix), Predicate(fn), and a function of "
-                    "the result that returns a boolean scalar"
+                    f"{owner}: unstable has {check!r}, which is not a check: legal are "
+                    "NonFinite(), OutOfRange(limit), IllConditioned(matrix), Predicate(fn) of "
+                    "precpass.numerics, and a function of the result that returns a boolean scalar"
                 )
             check = Predicate(check)
         checks.append(check.bound(fn))

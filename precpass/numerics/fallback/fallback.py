@@ -1,6 +1,7 @@
 """Fallback: run a function in low precision, and again in a higher one if a check fires.
 
-    solve = pp.with_fallback(jnp.linalg.solve, ("f32", "f64"), unstable=pp.IllConditioned("a"))
+    check = pp.numerics.IllConditioned("a")
+    solve = pp.with_fallback(jnp.linalg.solve, ("f32", "f64"), unstable=check)
     x, report = solve(a, b)
     print(report)  # f64 [f32: a condition number of 3.3e+09 leaves less than 1 digit]
 
@@ -143,8 +144,9 @@ def with_fallback(
             boolean scalar. A rung's result is rejected if any of them fires. `IllConditioned`
             checks the arguments, so the rung does not run at all. On the last rung checks only
             report.
-        axis_name: as for `precpass.all_finite`: along these axes all take the same rung. You need
-            it if `fn` has collectives, and for derivatives of arguments that devices share.
+        axis_name: as for `precpass.loss_scale.all_finite`: along these axes all take the same rung.
+            You need it if `fn` has collectives, and for derivatives of arguments that devices
+            share.
         max_trips: the most trips of a `while_loop` on any rung but the last; None for no bound. In
             low precision a loop may never end, because its residual stays above the tolerance. A
             loop whose end depends on floating values is stopped there, and the rung is rejected as
@@ -161,7 +163,7 @@ def with_fallback(
         TypeError: if `fn` is not a function; when it is traced, if it returns anything but arrays.
 
     Examples:
-        >>> from precpass import IllConditioned
+        >>> from precpass.numerics import IllConditioned
         >>> guarded = with_fallback(jnp.linalg.solve, ("f32", "f64"), IllConditioned("a"))
         >>> a = jnp.asarray([[1.0, 1.0], [1.0, 1.0 + 2.0**-20]])
         >>> x, report = guarded(a, a.sum(1))

@@ -4,7 +4,8 @@
         x = x + omega * (b - a @ x)
         return x, jnp.linalg.norm(b - a @ x)
 
-    ladder = pp.Ladder.create(("bf16", "f32", "f64"), x, scale=jnp.linalg.norm(b), tol=1e-6)
+    scale = jnp.linalg.norm(b)
+    ladder = pp.numerics.Ladder.create(("bf16", "f32", "f64"), x, scale=scale, tol=1e-6)
     ladder = jax.lax.while_loop(lambda s: s.running, lambda s: s.step(step, a, b), ladder)
     x = ladder.best
     print(ladder)  # converged at f32 after 61 steps: 22 in bf16, 39 in f32, 0 in f64 ...

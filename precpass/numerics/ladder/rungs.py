@@ -147,14 +147,15 @@ def _rung(owner: str, given: Any) -> Rung:
                 "does: leave it out (policy.with_output(None))"
             )
         preset = PRESETS.get(policy.name)
-        name = policy.name if policy == preset else repr(policy)
+        name = policy.title if policy == preset else repr(policy)
         return Rung(name, policy, policy.precision_for(OpKind.COMPUTE))
     try:
         precision = Precision.parse_format(given)
     except ValueError as error:
+        others = (preset.title for preset in OTHER_NAMES.values())
         raise ValueError(
             f"{owner}: unknown rung {given!r}: legal are {', '.join(repr(p.value) for p in _ORDER)}"
-            f", a PrecisionPolicy, and the names of presets ({', '.join(PRESETS)})"
+            f", a PrecisionPolicy, and the names of presets ({', '.join([*PRESETS, *others])})"
         ) from error
     return Rung(precision.value, _POLICIES[precision], precision)
 

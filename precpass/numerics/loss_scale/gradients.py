@@ -48,7 +48,7 @@ def scaled_value_and_grad(
         TypeError: if `scale` is not a loss scale.
 
     Examples:
-        >>> from precpass import StaticLossScale
+        >>> from precpass.loss_scale import StaticLossScale
         >>> grads_of = scaled_value_and_grad(lambda x: x**2)
         >>> [float(x) for x in grads_of(StaticLossScale(8.0), 3.0)]
         [9.0, 6.0, 1.0]
@@ -57,8 +57,8 @@ def scaled_value_and_grad(
     def scaled(scale: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         if not isinstance(scale, LossScale):
             raise TypeError(
-                f"the first argument is a {type(scale).__name__}, and is to be a loss scale: "
-                "NoOpLossScale(), StaticLossScale(...), DynamicLossScale(...)"
+                f"the first argument is a {type(scale).__name__}, and is to be a loss scale of "
+                "precpass.loss_scale: NoOpLossScale(), StaticLossScale(...), DynamicLossScale(...)"
             )
 
         def scaled_loss(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

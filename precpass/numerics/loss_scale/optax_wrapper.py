@@ -47,7 +47,7 @@ def scaled_optimizer(
     Args:
         optimizer: an optax optimizer.
         scale: the first scale; `DynamicLossScale()` by default.
-        axis_name: as for `precpass.all_finite`.
+        axis_name: as for `precpass.loss_scale.all_finite`.
 
     Raises:
         ModuleNotFoundError: if optax is not installed.

@@ -5,15 +5,15 @@ multiplied by a scale, and the gradient is divided by it in float32 (Micikeviciu
 "Mixed precision training", https://arxiv.org/abs/1710.03740, section 3.2). A scale is a pytree: a
 step takes it and returns it, it is saved with the parameters, and there is no other state.
 
-    scale = pp.DynamicLossScale()
-    grads_of = pp.scaled_value_and_grad(pp.auto_mixed(loss, policy="AutoMixedF16"))
+    scale = pp.loss_scale.DynamicLossScale()
+    grads_of = pp.loss_scale.scaled_value_and_grad(pp.auto_mixed(loss, policy="AutoMixedF16"))
 
     @jax.jit
     def step(params, opt_state, scale, batch):
         value, grads, finite = grads_of(scale, params, batch)
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
         new = optax.apply_updates(params, updates), new_opt_state
-        params, opt_state = pp.skip_nonfinite(finite, new, (params, opt_state))
+        params, opt_state = pp.loss_scale.skip_nonfinite(finite, new, (params, opt_state))
         return params, opt_state, scale.adjusted(finite), value
 
 bfloat16 has the exponents of float32 and does not need loss scaling.

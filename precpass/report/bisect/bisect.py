@@ -156,7 +156,7 @@ class _Search:
 
     def result(self) -> Bisection:
         """Runs the search."""
-        name = self.policy.name
+        name = self.policy.title
         self._plans[self.policy] = self.traced.checked_plan(self.policy)
         self._trips = self.traced.trips()
         low = None
@@ -341,7 +341,7 @@ class _Search:
         wide = len({place for inside in kept for place in inside})
         at = "line" if len({place.source for place in places}) == len(places) else "place"
         verdict = (
-            f"{self.policy.name} fails{self._error(low)}; it passes{self._error(run)} with "
+            f"{self.policy.title} fails{self._error(low)}; it passes{self._error(run)} with "
             f"{wide} of {counted(len(places), at)} that it lowers kept wide"
         )
         if minimal and len(rules) > 1:
@@ -353,7 +353,7 @@ class _Search:
         return dataclasses.replace(bisection, notes=notes_on(rules, kept))
 
     def _why_not(self, low: Run, written: Run, whole: Group) -> str:
-        text = f"not found: {self.policy.name} fails{self._error(low)}, also with all that it "
+        text = f"not found: {self.policy.title} fails{self._error(low)}, also with all that it "
         text += f"lowers kept as it was written{self._error(written)}"
         try:
             wide = self._run(AlwaysF32, "AlwaysF32")

@@ -36,7 +36,9 @@ __all__ = ["compare"]
 
 P = ParamSpec("P")
 
-WITH_SHAPES = "; `profile` with rounds=0 or target= takes shapes, and shows no errors"
+WITH_SHAPES = (
+    "; `precpass.report.profile` with rounds=0 or target= takes shapes, and shows no errors"
+)
 
 
 @in_two_steps

@@ -31,7 +31,7 @@ from precpass.policy.float16 import unscaled_on_purpose
 from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.presets import PRESETS
-from precpass.policy.text import is_precision
+from precpass.policy.text import is_precision, shown
 from precpass.report.compare.errors import Leaf, fetched, leaves_of, on_arrays
 from precpass.rewrite.device_products import with_products_of
 
@@ -122,13 +122,13 @@ def _parsed(entry: Any) -> PrecisionPolicy | Callable[..., Any]:
 
 def _name(entry: Any) -> str:
     if isinstance(entry, str):
-        return entry
+        return shown(entry)
     if is_precision(entry):
         return str(Precision.parse(entry))
     if not isinstance(entry, PrecisionPolicy):
         return name_of(entry)
     rules = len(entry.rules)
-    return entry.name + (f" with {rules} rule{'s' * (rules > 1)}" if rules else "")
+    return entry.title + (f" with {rules} rule{'s' * (rules > 1)}" if rules else "")
 
 
 def _numbered(names: list[str]) -> list[str]:

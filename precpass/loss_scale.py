@@ -1,0 +1,35 @@
+"""Loss scaling, for gradients in float16: scales, scaled gradients and scaled optimizers.
+
+Small cotangents become zero in float16. These multiply the loss before the gradient is taken, and
+divide the gradient after it. bfloat16 needs no loss scale.
+"""
+
+from __future__ import annotations
+
+from precpass.numerics.loss_scale.gradients import all_finite, scaled_value_and_grad, skip_nonfinite
+from precpass.numerics.loss_scale.optax_wrapper import (
+    MasterState,
+    ScaledState,
+    master_copies,
+    scaled_optimizer,
+)
+from precpass.numerics.loss_scale.scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+)
+
+__all__ = [
+    "DynamicLossScale",
+    "LossScale",
+    "MasterState",
+    "NoOpLossScale",
+    "ScaledState",
+    "StaticLossScale",
+    "all_finite",
+    "master_copies",
+    "scaled_optimizer",
+    "scaled_value_and_grad",
+    "skip_nonfinite",
+]
