@@ -77,10 +77,10 @@ def test_all_products_of_a_step_are_in_bfloat16_and_its_results_in_float32(path)
     (x, y), _ = script.data()
     args = ARGUMENTS[path.stem](script, x[: script.BATCH], y[: script.BATCH])
     found = pp.inspect(script.train_step)(*args)
-    products = [d for d in found.plan.walk() if d.kind is pp.OpKind.COMPUTE]
+    products = [d for d in found.plan.walk() if d.kind is pp.types.OpKind.COMPUTE]
     # forward, and backward for the weights and (but in the first layer) for the inputs
     assert len(products) == 8
-    assert {d.compute for d in products} == {pp.Precision.BF16}
+    assert {d.compute for d in products} == {pp.types.Precision.BF16}
     floats = {a.dtype for a in found.after.out_avals if jnp.issubdtype(a.dtype, jnp.floating)}
     assert floats == {jnp.dtype("float32")}
 
