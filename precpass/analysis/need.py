@@ -226,7 +226,9 @@ class _NeedWalk(BackwardWalk):
             return [data] * len(invars)
         index = _exact(row, "is used as an index")
         integers = index if name in _READ_INTEGERS else asked
-        places = range(name == "select_n", len(invars)) if table.data is None else table.data
+        # Whole numbers that are chosen depend on the choice.
+        first = name == "select_n" and not is_integer[-1]
+        places = range(first, len(invars)) if table.data is None else table.data
         of_data = [integers if whole else data for whole in is_integer]
         of_others = [index if whole else NOTHING for whole in is_integer]
         return [of_data[i] if i in places else of_others[i] for i in range(len(invars))]
@@ -248,9 +250,10 @@ class _NeedWalk(BackwardWalk):
         if ir.is_integer(left.aval):
             return _exact(row, "is compared as a whole number") if tests_equality else asked
         of_zero = any(ir.is_literal(v) and _is_zero_or_infinite(v.val) for v in (left, right))
-        if left is right or of_zero or not tests_equality or asked.level < Need.EXACT:
+        if left is right or of_zero or asked.level < Need.EXACT:
             return NOTHING
-        return _exact(row, "is tested for equality")
+        reader = "is tested for equality" if tests_equality else self._tolerances.tests(row, eqn)
+        return _exact(row, reader) if reader else NOTHING
 
 
 class _Collected:

@@ -58,16 +58,26 @@ class Tolerances:
         (cond, at_cond), (body, at_body) = self.graph.children[row]
         asks = self._residuals.body(at_cond, (Asked(_DECIDES),))
         carried = ir.open_jaxpr(cond.jaxpr).invars[cond.constants :]
-        asked = tuple(
+        asked = [
             NOTHING if own.level == _RESIDUAL and self._is_progress(row, out, own) else own
             for out, own in enumerate(asks.of.get(v, NOTHING) for v in carried)
-        )
-        found = self._residuals.body(at_body, asked)
-        read = zip(ir.open_jaxpr(body.jaxpr).invars, body.operands, strict=True)
+        ]
+        found = self._residuals.body(at_body, tuple(asked))
+        read = [*zip(ir.open_jaxpr(body.jaxpr).invars, body.operands, strict=True)]
         self.starts[row] = frozenset(
-            operand for v, operand in read if found.of.get(v, NOTHING).level == _RESIDUAL
+            operand
+            for v, operand in read[body.constants :]
+            if found.of.get(v, NOTHING).level == _RESIDUAL
         )
-        return _reaches_product(found)
+        return _reaches_product(self._residuals.settled(body, at_body, asked))
+
+    def tests(self, row: int, eqn: ir.Eqn) -> str:
+        """Which test of numbers by known ones a comparison is, in words; "" if it is none."""
+        if self._residuals.tests_tolerance(row, eqn):
+            return "is compared with a tolerance"
+        body = int(self.graph.body[row])
+        is_by_table = any(self._residuals.is_table(body, v) for v in eqn.invars)
+        return "is looked up in a table" if is_by_table else ""
 
     def _is_progress(self, row: int, out: int, asked: Asked) -> bool:
         """Whether a loop adds to a carry that is compared as it is, and not by a norm."""
@@ -123,7 +133,7 @@ class _ResidualWalk(BackwardWalk):
             here.kept[row] = asked
         floats = [ir.precision_of(v.aval) is not None for v in invars]
         if op(name).compares and any(floats):
-            tests = self._tests_tolerance(row, eqn)
+            tests = self.tests_tolerance(row, eqn)
             return [Asked(_RESIDUAL, row=row) if tests else NOTHING] * 2
         # Behind a product that the condition computes there may be one that the trip does.
         # Libraries have primitives of their own among those that hand on a truth value, which may
@@ -141,7 +151,7 @@ class _ResidualWalk(BackwardWalk):
         is_choice = eqn.primitive.name == "cond" and asked.level == _DECIDES
         return {0: asked} if is_choice else {}
 
-    def _tests_tolerance(self, row: int, eqn: ir.Eqn) -> bool:
+    def tests_tolerance(self, row: int, eqn: ir.Eqn) -> bool:
         """Whether a comparison is with a tolerance, or of zero with a difference from one."""
         body = int(self.graph.body[row])
         if any(self._is_tolerance(body, v, alone=True) for v in eqn.invars):
@@ -150,6 +160,14 @@ class _ResidualWalk(BackwardWalk):
         makers = filter(None, (self.graph.maker(body, v) for v in eqn.invars if of_zero))
         parts = (v for maker in makers if maker.primitive.name == "sub" for v in maker.invars)
         return any(self._is_tolerance(body, v, alone=False) for v in parts)
+
+    def is_table(self, body: int, atom: ir.Atom) -> bool:
+        """Whether a value is known numbers that differ, or some of them."""
+        maker = self.graph.maker(body, atom)
+        if maker is not None and maker.primitive.name in ("gather", "dynamic_slice"):
+            return self.is_table(body, maker.invars[0])
+        facts = [f.of(atom) for f in self._facts_of.get(body, ())]
+        return bool(facts) and all(f.constant and f.lo < f.hi for f in facts)
 
     def _is_tolerance(self, body: int, atom: ir.Atom, *, alone: bool) -> bool:
         """Whether a threshold is a small number, a multiple by one, or given to the loop.
