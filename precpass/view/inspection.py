@@ -123,7 +123,7 @@ class Inspection:
         """
         check_level(level)
         if level == "jaxpr":
-            return rendered(self._unified(bookkeeping), color)
+            return rendered(self._unified(bookkeeping), color, wraps=False)
         if bookkeeping:
             raise ValueError(
                 f"level {level!r} has no bookkeeping to show: give level='jaxpr', or leave "

@@ -26,6 +26,7 @@ from precpass.report.compare.tables import (
     memory_figures,
     milliseconds,
     of_each_device,
+    printed,
     refusals,
     row_data,
     shares,
@@ -208,7 +209,7 @@ class Comparison:
 
     def __str__(self) -> str:
         closing = ["", self.conclusion] if self.conclusion else []
-        return "\n".join([self._title, "", *aligned(self._table()), "", *self._notes(), *closing])
+        return printed([self._title, "", *aligned(self._table()), "", *self._notes(), *closing])
 
     def _repr_html_(self) -> str:
         (head, *rows), best = self._table(), self._best()
