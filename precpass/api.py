@@ -287,16 +287,16 @@ def explain(
 
     Returns:
         A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and returns an
-        `Explanation`. Its text starts with the figures: matrix products in low precision and in
-        float32, bytes, casts, what is saved for the backward pass, the share of the FLOPs in 16
-        bits. Then it lists each matrix product that stays in float32, with its reason and how to
-        change it, rules that never matched, and advice.
+        `Explanation`. Its text has the matrix products in low precision and in float32, what that
+        saves, the three remedies that weigh most, and what is saved for the backward pass. Its
+        `.all` lists each matrix product that stays in float32, with its reason and how to change
+        it, rules that never matched, and all advice.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> explanation = explain(lambda x: x @ x)(jnp.ones((4, 4)))
         >>> print(explanation.text(color=False).splitlines()[1].strip())
-        1 of 1 products low, 0 left wide; 100.0% of the FLOPs in low precision
+        1 of 1 matrix product runs in bfloat16: 100.0% of the FLOPs.
     """
     inspected = inspect(fn, policy, profitability=profitability, target=target, compiled=compiled)
 

@@ -108,7 +108,9 @@ def _explain(task: Task) -> Report:
             task.fn, task.inputs.policy, target=task.inputs.target, compiled=compiled
         )
     explanation = task.call(prepared)
-    return Report(lambda: explanation.text(color=task.color), explanation.to_dict())
+    return Report(
+        lambda: explanation.text(color=task.color, all=task.options.all), explanation.to_dict()
+    )
 
 
 def _diff(task: Task) -> Report:

@@ -1,4 +1,4 @@
-"""The changes of a plan by source line, and the differences between two plans."""
+"""The changes of a plan by module and line of your code, and the differences between two plans."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from precpass.jaxpr import Source
-from precpass.plan.eqn_info import Cast, Crossed
+from precpass.plan.eqn_info import Cast, Crossed, Site
 from precpass.plan.plan import Action, Plan
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import op
 from precpass.units import are, counted
-from precpass.view.rows import Frame, Row, paired_rows, rows
+from precpass.view.rows import Frame, Row, listed_sites, paired_rows, rows
 from precpass.view.text import Line, heading, rendered
 
 __all__ = [
@@ -57,7 +56,7 @@ Changes = dict[_Change, tuple[int, list[Cast]]]
 class Section:
     """The changes inside one equation with bodies, in the order of execution."""
 
-    parts: dict[Frame | Source, Section | Changes] = dataclasses.field(default_factory=dict)
+    parts: dict[Frame | Site, Section | Changes] = dataclasses.field(default_factory=dict)
 
     def inside(self, frames: Iterable[Frame]) -> Section:
         """The section inside all of these frames."""
@@ -68,9 +67,9 @@ class Section:
             section = part
         return section
 
-    def add(self, source: Source, change: _Change, casts: Iterable[Cast]) -> None:
-        """Adds a change of a line."""
-        changes = self.parts.setdefault(source, {})
+    def add(self, site: Site, change: _Change, casts: Iterable[Cast]) -> None:
+        """Adds a change at a site."""
+        changes = self.parts.setdefault(site, {})
         assert isinstance(changes, dict)
         n, known = changes.get(change, (0, []))
         known.extend(casts)
@@ -93,8 +92,9 @@ class Section:
                 at = [] if not key.source.file else [("  ", ""), *heading(key.source)]
                 yield [(key.name, "frame"), *at], part
             else:
-                assert isinstance(key, Source)
-                yield heading(key), [change.line(n, c) for change, (n, c) in part.items()]
+                assert isinstance(key, Site)
+                lines = [change.line(n, c) for change, (n, c) in part.items()]
+                yield heading(key.source, key.module), lines
 
 
 def check_level(level: str) -> None:
@@ -118,9 +118,10 @@ def diff_tree(plan: Plan, level: str) -> Section:
     changed_rows = [row for row in rows(plan) if row.changes]
     if level == "equations":
         return _grouped((row, _change(row), row.info.casts) for row in changed_rows)
-    same: dict[tuple[tuple[Frame, ...], Source], list[Row]] = {}
+    sites = listed_sites(row.info.site for row in changed_rows)
+    same: dict[tuple[tuple[Frame, ...], Site], list[Row]] = {}
     for row in changed_rows:
-        same.setdefault((_shown(row), row.info.source), []).append(row)
+        same.setdefault((_shown(row), sites[row.info.site]), []).append(row)
     return _grouped(
         (of_line[0], _summary(of_line), [c for row in of_line for c in row.info.casts])
         for of_line in same.values()
@@ -190,10 +191,11 @@ def between(
     if level == "equations":
         tree = _grouped((a, _contrast(a, b), ()) for a, b in differing)
     else:
-        by_line: dict[tuple[tuple[Frame, ...], Source], Counter[str]] = {}
-        first_of: dict[tuple[tuple[Frame, ...], Source], Row] = {}
+        sites = listed_sites(a.info.site for a, _ in differing)
+        by_line: dict[tuple[tuple[Frame, ...], Site], Counter[str]] = {}
+        first_of: dict[tuple[tuple[Frame, ...], Site], Row] = {}
         for a, b in differing:
-            key = _shown(a), a.info.source
+            key = _shown(a), sites[a.info.site]
             first_of.setdefault(key, a)
             by_line.setdefault(key, Counter())[f"{a.info.primitive}: {_verb(a)} | {_verb(b)}"] += 1
         tree = _grouped(
@@ -264,9 +266,10 @@ def _shown(row: Row) -> tuple[Frame, ...]:
 
 
 def _grouped(found: Iterable[tuple[Row, _Change, Iterable[Cast]]]) -> Section:
-    root = Section()
-    for row, change, casts in found:
-        root.inside(_shown(row)).add(row.info.source, change, casts)
+    root, changes = Section(), list(found)
+    sites = listed_sites(row.info.site for row, _, _ in changes)
+    for row, change, casts in changes:
+        root.inside(_shown(row)).add(sites[row.info.site], change, casts)
     return root
 
 
@@ -348,8 +351,8 @@ def _crossed(crossed: Sequence[Crossed]) -> str:
         types = [str(c.value) for c in alike if c.bits == bits]
         if not types:
             continue
-        verb = "crosses" if len(types) == 1 else "cross"
-        text = f"{counted(len(types), 'operand' if is_operand else 'result')} {verb} on {bits} bits"
+        what = counted(len(types), "operand" if is_operand else "result")
+        text = f"{what} {are(len(types))} passed in {bits} bits"
         counts = Counter(types)
         some = _counted(Counter(dict(list(counts.items())[:_TYPES])))
         more = f" and {len(counts) - _TYPES} more types" if len(counts) > _TYPES else ""

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from precpass.jaxpr import Source
@@ -68,7 +69,13 @@ def _joined(lines: Iterable[Line]) -> str:
 
 
 def wrapped(line: Line) -> Iterator[Line]:
-    """The parts of a line that is longer than the `width`; those of styled lines are indented."""
+    """The parts of a line that is longer than the `width`; those of styled lines are indented.
+
+    The user's code at the end of a line is shortened instead.
+    """
+    *before, (last, style) = line or [("", "")]
+    if style == "code" and (left := width() - sum(len(text) for text, _ in before)) < len(last):
+        line = [*before, (textwrap.shorten(last, max(left, 3), placeholder="..."), style)]
     styled = [(char, style) for text, style in line for char in text]
     indent = next((i for i, (char, _) in enumerate(styled) if char != " "), 0)
     most = max(width(), 20)
@@ -148,11 +155,12 @@ def rendered(lines: Iterable[Line], color: bool | None, *, wraps: bool = True) -
     return out.getvalue().removesuffix("\n")
 
 
-def heading(source: Source) -> Line:
-    """The heading for a line of the user's code: its place and its text."""
+def heading(source: Source, module: str = "") -> Line:
+    """The heading for a line of the user's code: the module that it calls, its place, its text."""
     text = linecache.getline(source.file, source.line).strip() if source.file else ""
     named = f"{shown_source(source)} {source.function}".rstrip()
-    return [(named, "where"), ("  ", ""), (text, "code")] if text else [(named, "where")]
+    head = [(module, "frame"), ("  ", "")] if module else []
+    return [*head, (named, "where"), *([("  ", ""), (text, "code")] if text else [])]
 
 
 def shown_source(source: Source) -> str:

@@ -77,7 +77,7 @@ def test_one_of_a_thing_is_no_plural():
     assert found.diff().endswith("; 2 casts inserted")
     one = pp.inspect(lambda x: x @ x)(f32(8, 8))
     assert one.diff().endswith("; 1 cast inserted")
-    assert "1 cast more than written" in one.explain().text()
+    assert "1 cast more than written" in one.explain().all
     assert "1 equation lowered" in repr(one.plan)
     assert "1 cast inserted" in one.draw(graphviz=False).svg
 
