@@ -87,6 +87,8 @@ class Explanation:
                 yield [("     at ", ""), (listed(where, _PLACES), "where")]
         if (left := len(remedies) - _REMEDIES) > 0:
             yield [(f"  {left} more such remarks are in `.all`.", "")]
+        for precision, reason, n in self.multiplied[:_REMEDIES]:
+            yield [(f"  {counted(n, 'matrix product')} in {precision}: ", ""), (reason, "reason")]
         yield from ([("  ", ""), (line, "")] for line in verdict.why_kept())
         yield from compiled_lines(self.compiled, self.not_compiled)
         yield from ([("  ", ""), (f"Note: {note}", "reason")] for note in self.notes)

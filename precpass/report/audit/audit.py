@@ -147,12 +147,12 @@ class Audit:
         }
 
     def lines(self) -> list[Line]:
-        """Return the findings by module and line, and the totals, as styled text."""
-        lines: list[Line] = []
+        """Return the totals, and the findings by module and line, as styled text."""
+        lines: list[Line] = [[(self._totals(), "")]]
         for site, findings in self._by_site():
             lines.append(heading(site.source, site.module))
             lines += ([("  ", ""), (str(f), "wide")] for f in findings)
-        return [*lines, *([(text, "")] for text in (*self._compiled(), self._totals()))]
+        return [*lines, *([(text, "")] for text in self._compiled())]
 
     def text(self, *, color: bool | None = None) -> str:
         """Return the findings as text; `color` is as for `Inspection.diff`."""
@@ -173,8 +173,8 @@ class Audit:
             )
             for site, findings in self._by_site()
         ]
-        closing = [[(text, "")] for text in (*self._compiled(), self._totals())]
-        return page("".join([*parts, as_html(closing)]))
+        around = [as_html([[(text, "")]]) for text in (self._totals(), *self._compiled())]
+        return page("".join([around[0], *parts, *around[1:]]))
 
     def _by_site(self) -> Iterator[tuple[Site, list[Finding]]]:
         """The findings of each line; scopes that differ only in their numbers share a finding."""
@@ -195,12 +195,12 @@ class Audit:
 
     def _totals(self) -> str:
         merged = f", {self.merged} merged, fused or without a name" if self.merged else ""
-        n = len(self.findings)
-        outcome = "no finding" if self.ok else counted(n, "finding")
+        outcome = "no finding" if self.ok else counted(len(self.findings), "finding")
         return (
-            f"{self.inspection.policy_name}, compiled by jax {jax.__version__} for "
-            f"{self.device_kind}: {self.as_planned} of {self.products} products as planned"
-            f"{merged}; {outcome}. XLA changes other things for other devices"
+            f"{self.inspection.policy_name}: {self.as_planned} of "
+            f"{counted(self.products, 'matrix product')} as planned{merged}; {outcome}. "
+            f"Compiled by jax {jax.__version__} for {self.device_kind}; XLA changes other things "
+            "for other devices."
         )
 
 

@@ -363,7 +363,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("max ULP", lambda row: _ulp(row.errors.max_ulp)),
     ("SQNR dB", lambda row: _number(row.errors.sqnr, ".1f")),
     ("cosine", lambda row: _number(row.errors.cosine, ".6f")),
-    ("non-finite", lambda row: str(row.errors.nonfinite)),
+    ("non-finite", lambda row: str(row.errors.nonfinite or "")),
     ("integers off", lambda row: str(row.errors.differing or "")),
 )
 _ALWAYS = ("program", "products low", "rel. error")
