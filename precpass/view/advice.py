@@ -6,9 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.analysis.sizes import flops, nbytes, product_sizes
@@ -33,8 +30,7 @@ class Advice(NamedTuple):
     Attributes:
         source: the line.
         text: the advice.
-        weight: the FLOPs of the matrix product that it is about, or the bytes of another value; 0
-            for a remark without a remedy of its own.
+        weight: the FLOPs of the matrix product that it is about, or the bytes of another value.
         site: where you find the equation: its module, and the line that calls it.
     """
 
@@ -66,16 +62,7 @@ def advice(
     lines = {item.source for item in constants}
     # If a constant widens a value that a cast had narrowed, the constant is the cause.
     round_trips = [item for item in placed(_round_trips(graph)) if item.source not in lines]
-    odd, islands = placed(_odd_sizes(graph, decided)), placed(_islands(graph, decided))
-    return list(Counter([*odd, *constants, *round_trips, *islands]).items())
-
-
-def _products(graph: Graph, decided: dict[int, Decision]) -> Iterator[tuple[int, Any, bool]]:
-    """The row of each product, its equation, and whether it is lowered."""
-    for row, eqn in enumerate(graph.eqns):
-        decision = decided.get(id(eqn))
-        if decision is not None and decision.kind is OpKind.COMPUTE:
-            yield row, eqn, decision.action is Action.LOWER
+    return list(Counter([*placed(_odd_sizes(graph, decided)), *constants, *round_trips]).items())
 
 
 _Found = tuple[int, str, float]
@@ -83,9 +70,12 @@ _Found = tuple[int, str, float]
 
 
 def _odd_sizes(graph: Graph, decided: dict[int, Decision]) -> Iterator[_Found]:
-    for row, eqn, low in _products(graph, decided):
+    for row, eqn in enumerate(graph.eqns):
+        decision = decided.get(id(eqn))
+        if decision is None or (decision.kind, decision.action) != (OpKind.COMPUTE, Action.LOWER):
+            continue
         odd = [n for n in product_sizes(eqn) if isinstance(n, int) and n % _TILE and n > 1]
-        if low and odd:
+        if odd:
             padded = ", ".join(f"{n} to {n + -n % _TILE}" for n in dict.fromkeys(odd))
             text = (
                 f"pad {padded} once, where you make the arrays: {eqn.primitive.name} has "
@@ -129,53 +119,6 @@ def _round_trips(graph: Graph) -> Iterator[_Found]:
                 f"to {low} and back"
             )
             yield row, text, nbytes(graph.eqns[row].outvars[0].aval)
-
-
-def _islands(graph: Graph, decided: dict[int, Decision]) -> Iterator[_Found]:
-    """Products that stay in float32 between two that are low."""
-    products = list(_products(graph, decided))
-    wide = [
-        (row, eqn)
-        for row, eqn, low in products
-        if not low and ir.precision_of(eqn.outvars[0].aval) is not None
-    ]
-    low_rows = [row for row, _, low in products if low]
-    if not wide or not low_rows:
-        return
-    after, before = (_reached(graph, low_rows, forward=f) for f in (True, False))
-    for row, eqn in wide:
-        if after[row] and before[row]:
-            decision = decided[id(eqn)]
-            precision = ir.precision_of(eqn.outvars[0].aval)
-            text = f"a matrix product in {precision} between low-precision ones: {decision.reason}"
-            yield row, text, 0.0
-
-
-def _reached(graph: Graph, rows: list[int], *, forward: bool) -> npt.NDArray[np.bool_]:
-    """The equations that depend on some rows, or those on which these rows depend."""
-    n = len(graph.eqns)
-    next_to: dict[int, list[int]] = {}
-
-    def connect(a: int, b: int) -> None:
-        a, b = (a, b) if forward else (b, a)
-        next_to.setdefault(a, []).append(b)
-
-    # The nodes of values come after those of equations.
-    for value, eqn in zip(graph.sources.tolist(), graph.targets.tolist(), strict=True):
-        connect(n + value, eqn)
-    for value, eqn in enumerate(graph.producers.tolist()):
-        if eqn >= 0 and eqn not in graph.children:
-            connect(eqn, n + value)
-    for a, b in graph.links.tolist():
-        connect(n + a, n + b)
-    is_reached = np.zeros(n + len(graph.values), np.bool_)
-    todo = list(rows)
-    while todo:
-        for at in next_to.get(todo.pop(), ()):
-            if not is_reached[at]:
-                is_reached[at] = True
-                todo.append(at)
-    return is_reached[:n]
 
 
 def _readers(graph: Graph) -> dict[Any, list[Any]]:

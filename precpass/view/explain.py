@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
@@ -30,8 +30,6 @@ from precpass.view.verdict import Verdict
 from precpass.view.wide import Wide
 
 __all__ = ["Explanation", "Verdict", "Wide", "explained"]
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,32 +67,36 @@ class Explanation:
 
     def lines(self, *, all: bool = False) -> list[Line]:
         """Return the explanation as styled text; `all` is as for `text`."""
-        return list(self._lines() if all else self._brief())
+        title: Line = [(titled(self.name, self.policy, self.device), "where")]
+        head, *more = self.verdict.lines()
+        listing = [*more, *self._listing()] if all else []
+        lines = [head, [(self.verdict.saving(), "")], *self._remarks(all=all), *listing]
+        if not all:
+            last = "`.all` (or --all) lists all that is not in low precision, and why."
+            lines.append([(last, "reason")])
+        return [title, *([("  ", ""), *line] for line in lines)]
 
-    def _brief(self) -> Iterator[Line]:
-        verdict, remedies = self.verdict, self._remedies()
-        yield [(titled(self.name, self.policy, self.device), "where")]
-        yield [("  ", ""), (verdict.brief(), "wide" if verdict.left_wide else "low")]
-        yield [("  ", ""), (verdict.saving(), "")]
+    def _remarks(self, *, all: bool) -> Iterator[Line]:
+        """What to change, or if not `all` what weighs most of it, and what else is to be known."""
+        remedies, most = self._remedies(all=all), None if all else _REMEDIES
         if not remedies:
             all_low = "every matrix product runs in low precision"
             why = "the others should keep their precision" if self.wide else all_low
-            why = f": {why}" if verdict.after.products else ""
-            yield [(f"  There is nothing to change{why}.", "")]
-        for number, (text, sites) in enumerate(remedies[:_REMEDIES], 1):
-            yield [(f"  {number}. ", ""), (text, "wide")]
+            why = f": {why}" if self.verdict.after.products else ""
+            yield [(f"There is nothing to change{why}.", "")]
+        for number, (text, sites) in enumerate(remedies[:most], 1):
+            yield [(f"{number}. ", ""), (text, "wide")]
             if where := [_placed(site) for site in sites if site.source.file]:
-                yield [("     at ", ""), (listed(where, _PLACES), "where")]
-        if (left := len(remedies) - _REMEDIES) > 0:
-            yield [(f"  {left} more such remarks are in `.all`.", "")]
-        for precision, reason, n in self.multiplied[:_REMEDIES]:
-            yield [(f"  {counted(n, 'matrix product')} in {precision}: ", ""), (reason, "reason")]
-        yield from ([("  ", ""), (line, "")] for line in verdict.why_kept())
+                yield [("   at ", ""), (listed(where, most or len(where)), "where")]
+        if not all and len(remedies) > _REMEDIES:
+            yield [(f"{len(remedies) - _REMEDIES} more such remarks are in `.all`.", "")]
+        for precision, reason, n in self.multiplied[:most]:
+            yield [(f"{counted(n, 'matrix product')} in {precision}: ", ""), (reason, "reason")]
+        yield from ([(line, "")] for line in self.verdict.why_kept())
         yield from compiled_lines(self.compiled, self.not_compiled)
-        yield from ([("  ", ""), (f"Note: {note}", "reason")] for note in self.notes)
-        yield [("  `.all` (or --all) lists all that is not in low precision, and why.", "reason")]
+        yield from ([(f"Note: {note}", "reason")] for note in self.notes)
 
-    def _remedies(self) -> list[tuple[str, list[Site]]]:
+    def _remedies(self, *, all: bool) -> list[tuple[str, list[Site]]]:
         """What to change, and where: first rules that match nothing, then what weighs most."""
         counts = Counter[tuple[str, str]]()
         for wide in self.wide:
@@ -113,7 +115,7 @@ class Explanation:
                 add(text, w.flops, w.site)
         for item, n in self.advice:
             # A scalar, as in an optimizer's step, costs nothing in any format.
-            if item.weight >= CACHE_LINE:
+            if all or item.weight >= CACHE_LINE:
                 add(item.text, item.weight * n, item.site)
         unused = (f"correct or remove {rule}: it matches no equation" for rule in self.unmatched)
         rules: list[tuple[str, list[Site]]] = [(text, []) for text in unused]
@@ -125,43 +127,23 @@ class Explanation:
         """All figures, each equation that stays in float32, and all advice, as text."""
         return self.text(all=True)
 
-    def _lines(self) -> Iterator[Line]:
-        yield [(titled(self.name, self.policy, self.device), "where")]
-        yield from ([("  ", ""), *line] for line in self.verdict.lines())
+    def _listing(self) -> Iterator[Line]:
+        """All that is not in low precision, and why."""
+        last = None
         if self.wide:
             yield [(_WIDE, "frame")]
-        for wide, is_first in _by_line(self.wide, lambda wide: wide.site):
-            if is_first:
+        for wide in self.wide:  # those of a site stand together
+            if wide.site != last:
                 yield [("  ", ""), *heading(wide.site.source, wide.site.module)]
+            last = wide.site
             times = f" ({wide.times} times)" if wide.times > 1 else ""
             scope = f" in {wide.scope}" if wide.scope and not wide.site.module else ""
             yield [(f"    {wide.what}{scope}{times}: ", ""), (wide.reason, "wide")]
             yield [(f"      to change it: {wide.remedy}", "reason")]
-        if self.multiplied:
-            yield [("how matrix products are multiplied", "frame")]
-        for precision, reason, n in self.multiplied:
-            yield [(f"  {n} in {precision}: ", ""), (reason, "reason")]
         if self.others:
-            yield [("everything else that stays as written", "frame")]
+            yield [(_OTHERS, "frame")]
         for kind, reason, n in self.others:
             yield [(f"  {n} {kind.replace('_', ' ')}: ", ""), (reason, "reason")]
-        yield from self._closing()
-
-    def _closing(self) -> Iterator[Line]:
-        """What is no table: the compiler's figures, rules that match nothing, notes and advice."""
-        yield from compiled_lines(self.compiled, self.not_compiled)
-        if self.unmatched:
-            yield [("rules that matched no equation", "frame")]
-        yield from ([(f"  {rule}", "wide")] for rule in self.unmatched)
-        if self.notes:
-            yield [("notes", "frame")]
-        yield from ([(f"  {note}", "")] for note in self.notes)
-        if self.advice:
-            yield [("advice", "frame")]
-        for (item, n), is_first in _by_line(self.advice, lambda entry: entry[0].site):
-            if is_first:
-                yield [("  ", ""), *heading(item.site.source, item.site.module)]
-            yield [(f"    {item.text}{f' ({n} times)' if n > 1 else ''}", "")]
 
     def text(self, *, color: bool | None = None, all: bool = False) -> str:
         """Return the explanation as text.
@@ -191,14 +173,16 @@ class Explanation:
     def _repr_html_(self) -> str:
         verdict = self.verdict
         title, flops = titled(self.name, self.policy, self.device), verdict.after.flops
-        rest = list(self._closing())
+        rest = list(self._remarks(all=True))
         others = (*self.multiplied, *self.others)
-        return explanation_page(title, flops, list(verdict.lines()), self.wide, others, rest)
+        facts = [*verdict.lines(), [(verdict.saving(), "")]]
+        return explanation_page(title, flops, facts, self.wide, others, rest)
 
 
 _REMEDIES, _PLACES = 3, 3
 """The most remedies in brief, and the most places that are named for each."""
 _WIDE = "matrix products that are not in low precision"
+_OTHERS = "everything else that stays as written"
 
 
 def _placed(site: Site) -> str:
@@ -272,15 +256,6 @@ def _unread_casts(after: Any) -> int:
     )
 
 
-def _by_line(items: Sequence[T], site: Callable[[T], Site]) -> Iterator[tuple[T, bool]]:
-    """The items in groups of equal sites, each with whether it is the first of its group."""
-    lines: dict[Site, list[T]] = {}
-    for item in items:
-        lines.setdefault(site(item), []).append(item)
-    for there in lines.values():
-        yield from ((item, i == 0) for i, item in enumerate(there))
-
-
 def _costs(plan: Plan) -> Iterator[str]:
     if plan.costs:
         yield f"what products cost in each precision: {plan.costs}"
@@ -312,7 +287,8 @@ def _wide(found: list[Row]) -> Iterator[Wide]:
     wide = list(filter(_stays_wide, found))
     sites = listed_sites(row.info.site for row in wide)
     same: dict[tuple[Site, str, str, Reason], list[Row]] = {}
-    for row in wide:
+    order = {site: i for i, site in enumerate(dict.fromkeys(sites.values()))}
+    for row in sorted(wide, key=lambda row: order[sites[row.info.site]]):
         key = sites[row.info.site], alike(row.scope), row.info.signature, row.decision.reason
         same.setdefault(key, []).append(row)
     for (site, shared, what, reason), items in same.items():

@@ -222,7 +222,8 @@ class Inspection:
 
     def _unified(self, bookkeeping: bool = False) -> list[Line]:
         before, after = self._listings(bookkeeping)
-        name = self.name or "program"
+        # As the name of a file: that of the function, without those of JAX's transforms.
+        name = (self.name or "program").rpartition("(")[2].rstrip(")")
         heads = f"a/{name}", f"b/{name}"
         lines = unified(before, after, heads)
         styles = {"+": "added", "-": "removed", "@": "hunk"}

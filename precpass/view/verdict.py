@@ -66,7 +66,7 @@ class Verdict:
             return "It has no matrix products, so there is nothing to run in low precision."
         formats = [name for name in after.flops if name in LOW_FORMATS and after.flops[name]]
         low = " and ".join(_NAMES.get(name, name) for name in formats) or "low precision"
-        narrowed = f", {self.narrowed} in float32 instead of float64" if self.narrowed else ""
+        narrowed = f", {self.narrowed} in f32 instead of f64" if self.narrowed else ""
         do = "does" if self.left_wide == 1 else "do"
         wide = f"; {self.left_wide} {do} not" if self.left_wide else ""
         products = f"{after.low} of {counted(after.products, 'matrix product')}"
@@ -96,12 +96,7 @@ class Verdict:
         """Yield the figures in words, as styled text."""
         after, before = self.after, self.before
         casts, nbytes = after.casts - before.casts, after.cast_bytes - before.cast_bytes
-        yield [
-            (f"{after.low} of {counted(after.products, 'matrix product')} in low precision", "low"),
-            (f", {self.narrowed} narrowed to f32" if self.narrowed else "", "low"),
-            (f", {self.left_wide} not", "wide" if self.left_wide else ""),
-            (f"; {after.low_flops:.1%} of the FLOPs in low precision", ""),
-        ]
+        yield [(self.brief(), "wide" if self.left_wide else "low")]
         changed = f"{counted(abs(casts), 'cast')} {'more' if casts >= 0 else 'fewer'} than written"
         written = f", which write {sized(abs(nbytes))} {'more' if nbytes >= 0 else 'less'}"
         unread = f"; {self.unread_casts} of them only for derivatives" if self.unread_casts else ""
@@ -116,4 +111,3 @@ class Verdict:
             kept += f" and {eight} in 8 bits" if eight else ""
             stored = f"{counted(self.stored, 'result')} stored in 16 bits"
             yield [(f"{stored}; {kept} kept across function and loop boundaries", "low")]
-        yield from ([(line, "")] for line in (self.saving(), *self.why_kept()))

@@ -194,7 +194,6 @@ def test_rules_that_match_nothing_are_said():
     policy = pp.AutoMixedBf16.with_rules(pp.Rule(scope="*/head", precision="f32"))
     found = pp.explain(mixed_by_hand, policy)(X, W)
     assert found.unmatched == ("Rule(scope='*/head', precision='f32')",)
-    assert "rules that matched no equation\n  Rule(scope='*/head'" in found.all
     assert "  1. correct or remove Rule(scope='*/head'" in found.text()
 
 
@@ -219,7 +218,7 @@ def test_products_of_a_float64_program_are_narrowed():
         x = jax.ShapeDtypeStruct((8, 8), jnp.float64)
         found = pp.explain(lambda a: jnp.sin(a @ a) @ a, policy)(x)
     assert (found.verdict.narrowed, found.verdict.left_wide, found.wide) == (2, 0, ())
-    assert "0 of 2 matrix products in low precision, 2 narrowed to f32, 0 not" in found.all
+    assert "0 of 2 matrix products run in low precision, 2 in f32 instead of f64:" in found.all
 
 
 def test_bytes_of_casts_are_those_of_the_program_that_runs():
@@ -297,18 +296,6 @@ def test_a_round_trip_of_the_users_is_named():
     assert "from f32 to bf16 and back" in text
 
 
-def test_a_float32_island_between_two_products_is_named():
-    def fn(x, w):
-        h = jnp.tanh(x @ w)
-        return jnp.tanh(lax.dot(h, w, precision="highest")) @ w
-
-    (text,) = advised(fn, X, W)
-    assert text.startswith("a matrix product in f32 between low-precision ones: the user's order")
-    # in a loop too, and not where nothing low follows
-    assert advised(lambda x, w: lax.scan(lambda c, _: (fn(c, w), None), x, length=2)[0], X, W)
-    assert advised(lambda x, w: lax.dot(x @ w, w, precision="highest"), X, W) == []
-
-
 def test_a_derivative_from_outside_is_noted():
     said = []
 
@@ -333,7 +320,7 @@ def test_it_is_text_html_and_json():
     assert data["wide"][0]["source"]["line"] == line_of(mixed_by_hand, "lax.dot")
     assert data["advice"][0]["text"]
     html = found._repr_html_()
-    assert "<script" not in html and "2 of 3 matrix products in low precision" in html
+    assert "<script" not in html and "2 of 3 matrix products run in " in html
 
 
 def test_an_inspection_explains_itself():
@@ -386,9 +373,9 @@ def test_a_line_stands_once_above_its_products_and_its_advice():
     text = pp.explain(layers)(X, W).all
     assert text.count("dot_general f32[8,8] f32[8,8] -> f32[8,8] in layer_* (3 times)") == 1
     assert text.count("dot_general f32[8,8] f32[8,4] -> f32[8,4] in layer_* (3 times)") == 1
-    wide, advice = text.split("advice")
-    assert wide.count("test_explain.py:") == advice.count("test_explain.py:") == 1
-    assert "not multiples of 8" in advice and "between low-precision ones" in advice
+    advice, wide = text.split("matrix products that are not in low precision\n")
+    assert wide.count("test_explain.py:") == 1 and advice.count("test_explain.py:") == 2
+    assert "  1. leave the order out" in advice and "  2. pad 4 to 8 once" in advice
 
 
 def test_a_pass_that_is_switched_off_is_in_the_title():
@@ -405,9 +392,10 @@ def test_products_of_8_bits_that_do_not_pay_are_not_said_to_multiply_so():
 
     args = [f32(256, 256)] * 4, f32(256, 256)
     kept = pp.explain(layers, "AutoMixedF8", profitability="assumed", target="tpu 7x")(*args)
-    assert "0 of 4 matrix products in" in kept.all
-    assert "how matrix products are multiplied" not in kept.all
-    assert "2 in f8e4m3" in pp.explain(layers, "AutoMixedF8", target="tpu 7x")(*args).all
+    assert "0 of 4 matrix products run in" in kept.all
+    assert "in f8e4m3: " not in kept.all
+    lowered = pp.explain(layers, "AutoMixedF8", target="tpu 7x")(*args)
+    assert "2 matrix products in f8e4m3: " in lowered.all
 
 
 def test_a_program_in_16_bits_is_told_that_8_bits_are_not_for_it():

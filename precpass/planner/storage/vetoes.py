@@ -135,9 +135,6 @@ def is_added_to(program: Eligibility, values: StorageClass) -> str | None:
     )
 
 
-_ADDED_TO = "is a sum to which more is added, so rounding would lose small terms"
-
-
 def _is_added_to_behind(program: Eligibility, values: StorageClass) -> bool:
     eqns = program.graph.eqns
     sums = any(_adds(program, eqns[row]) for row in values.written)
@@ -296,7 +293,7 @@ def is_read_exactly_behind(program: Eligibility, values: StorageClass) -> str | 
                 and not program.is_backward(reader.body, program.reach.row_of(reader))
                 and _adds_arrays(program, row)
             ):
-                return _ADDED_TO
+                return "is a sum that is added to"
         is_larger = _is_larger_of_two(program, row)
         through = _hands_on_adds_or_multiplies if is_larger else _hands_on_or_multiplies
         for reader in program.reach.readers(body, result, through):
