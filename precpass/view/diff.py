@@ -236,7 +236,7 @@ def totals(plan: Plan, name: str, outputs: int = 0, device: str = "") -> str:
     )
 
 
-_SELDOM = "multiplied in another way", "reordered", "stored low"
+_SELDOM = "multiplied in another way", "reordered", "stored in 16 bits"
 
 
 def _fate_in_words(row: Row) -> str:
@@ -256,7 +256,7 @@ def _fate_in_words(row: Row) -> str:
         case Action.DROP if row.changes:
             return "widened"
         case Action.KEEP if decision.stores_low:
-            return "stored low"
+            return "stored in 16 bits"
         case _:
             return "as written"
 

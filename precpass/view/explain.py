@@ -91,7 +91,7 @@ class Explanation:
         if not all and len(remedies) > _REMEDIES:
             yield [(f"{len(remedies) - _REMEDIES} more such remarks are in `.all`.", "")]
         for precision, reason, n in self.multiplied[:most]:
-            yield [(f"{counted(n, 'matrix product')} in {precision}: ", ""), (reason, "reason")]
+            yield [(f"Matrix products, {n} in {precision}: ", ""), (reason, "reason")]
         yield from ([(line, "")] for line in self.verdict.why_kept())
         yield from compiled_lines(self.compiled, self.not_compiled)
         yield from ([(f"Note: {note}", "reason")] for note in self.notes)
@@ -101,11 +101,11 @@ class Explanation:
         counts = Counter[tuple[str, str]]()
         for wide in self.wide:
             counts[wide.remedy, wide.reason] += wide.times
-        found: dict[str, tuple[float, dict[Site, None]]] = {}
+        weights, places = dict[str, float](), dict[str, dict[Site, None]]()
 
         def add(text: str, weight: float, site: Site) -> None:
-            before, sites = found.get(text, (0.0, {}))
-            found[text] = before + weight, {**sites, site: None}
+            weights[text] = weights.get(text, 0.0) + weight
+            places.setdefault(text, {})[site] = None
 
         for w in self.wide:
             n = counts[w.remedy, w.reason]
@@ -119,8 +119,8 @@ class Explanation:
                 add(item.text, item.weight * n, item.site)
         unused = (f"correct or remove {rule}: it matches no equation" for rule in self.unmatched)
         rules: list[tuple[str, list[Site]]] = [(text, []) for text in unused]
-        order = sorted(found.items(), key=lambda entry: -entry[1][0])
-        return [*rules, *((text, list(sites)) for text, (_, sites) in order)]
+        order = sorted(weights, key=lambda text: -weights[text])
+        return [*rules, *((text, list(places[text])) for text in order)]
 
     @property
     def all(self) -> str:

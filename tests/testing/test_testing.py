@@ -55,7 +55,7 @@ def test_a_product_that_is_wide_again_fails_with_its_line_and_reason():
     operands = "f32[8,8] f32[8,8] in net/body"
     assert what.startswith(f"  dot_general {operands}: in f32, not bf16 as 'net' asks")
     assert "the user's order" in what
-    assert how == "    to change it: leave the order out, or make it by a Rule"
+    assert how == "    to change it: leave the precision out, or set it by a Rule"
 
 
 def test_what_is_low_and_was_to_be_wide_is_kept_wide(tmp_path):

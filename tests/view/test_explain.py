@@ -137,7 +137,7 @@ def test_each_product_left_wide_has_its_line_reason_and_remedy():
     assert wide.source.line == line_of(mixed_by_hand, "lax.dot")
     assert wide.what == "dot_general f32[8,8] f32[8,8] -> f32[8,8]"
     assert wide.reason.startswith("the user's order: precision=")
-    assert wide.remedy == "leave the order out, or make it by a Rule"
+    assert wide.remedy == "leave the precision out, or set it by a Rule"
 
 
 def test_equal_products_of_a_line_are_counted():
@@ -375,7 +375,7 @@ def test_a_line_stands_once_above_its_products_and_its_advice():
     assert text.count("dot_general f32[8,8] f32[8,4] -> f32[8,4] in layer_* (3 times)") == 1
     advice, wide = text.split("matrix products that are not in low precision\n")
     assert wide.count("test_explain.py:") == 1 and advice.count("test_explain.py:") == 2
-    assert "  1. leave the order out" in advice and "  2. pad 4 to 8 once" in advice
+    assert "  1. leave the precision out" in advice and "  2. pad 4 to 8 once" in advice
 
 
 def test_a_pass_that_is_switched_off_is_in_the_title():
@@ -395,7 +395,7 @@ def test_products_of_8_bits_that_do_not_pay_are_not_said_to_multiply_so():
     assert "0 of 4 matrix products run in" in kept.all
     assert "in f8e4m3: " not in kept.all
     lowered = pp.explain(layers, "AutoMixedF8", target="tpu 7x")(*args)
-    assert "2 matrix products in f8e4m3: " in lowered.all
+    assert "2 in f8e4m3: " in lowered.all
 
 
 def test_a_program_in_16_bits_is_told_that_8_bits_are_not_for_it():
