@@ -75,7 +75,7 @@ def wrapped(line: Line) -> Iterator[Line]:
     """
     *before, (last, style) = line or [("", "")]
     if style == "code" and (left := width() - sum(len(text) for text, _ in before)) < len(last):
-        line = [*before, (textwrap.shorten(last, max(left, 3), placeholder="..."), style)]
+        line = [*before, (textwrap.shorten(last, max(left, 4), placeholder=" ..."), style)]
     styled = [(char, style) for text, style in line for char in text]
     indent = next((i for i, (char, _) in enumerate(styled) if char != " "), 0)
     most = max(width(), 20)
