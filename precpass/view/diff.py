@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from precpass.plan.eqn_info import Cast, Crossed, Site
@@ -116,16 +116,17 @@ def diff_lines(plan: Plan, level: str) -> list[Line]:
 def diff_tree(plan: Plan, level: str) -> Section:
     """The changes of a plan inside the loops, branches and rules that they stand in."""
     changed_rows = [row for row in rows(plan) if row.changes]
-    if level == "equations":
-        return _grouped((row, _change(row), row.info.casts) for row in changed_rows)
     sites = listed_sites(row.info.site for row in changed_rows)
+    if level == "equations":
+        return _grouped(((row, _change(row), row.info.casts) for row in changed_rows), sites)
     same: dict[tuple[tuple[Frame, ...], Site], list[Row]] = {}
     for row in changed_rows:
         same.setdefault((_shown(row), sites[row.info.site]), []).append(row)
-    return _grouped(
+    summed = (
         (of_line[0], _summary(of_line), [c for row in of_line for c in row.info.casts])
         for of_line in same.values()
     )
+    return _grouped(summed, sites)
 
 
 def changes(plan: Plan) -> list[dict[str, Any]]:
@@ -188,20 +189,21 @@ def between(
         raise ValueError(f"no level {level!r} between plans: legal are 'lines' and 'equations'")
     pairs = list(paired_rows(first, second))
     differing = [(a, b) for a, b in pairs if _fate(a) != _fate(b)]
+    sites = listed_sites(a.info.site for a, _ in differing)
     if level == "equations":
-        tree = _grouped((a, _contrast(a, b), ()) for a, b in differing)
+        tree = _grouped(((a, _contrast(a, b), ()) for a, b in differing), sites)
     else:
-        sites = listed_sites(a.info.site for a, _ in differing)
         by_line: dict[tuple[tuple[Frame, ...], Site], Counter[str]] = {}
         first_of: dict[tuple[tuple[Frame, ...], Site], Row] = {}
         for a, b in differing:
             key = _shown(a), sites[a.info.site]
             first_of.setdefault(key, a)
             by_line.setdefault(key, Counter())[f"{a.info.primitive}: {_verb(a)} | {_verb(b)}"] += 1
-        tree = _grouped(
+        summed = (
             (first_of[key], _Change(((_counted(texts, "; "), "cast"),)), ())
             for key, texts in by_line.items()
         )
+        tree = _grouped(summed, sites)
     total = sum(a.decision.action is not Action.ENTER for a, _ in pairs)
     lines: list[Line] = [*tree.lines("")]
     outputs = [origin.output or "their own format" for p in (first, second) if (origin := p.origin)]
@@ -265,10 +267,11 @@ def _shown(row: Row) -> tuple[Frame, ...]:
     return tuple(frame for frame in row.frames if not frame.is_call)
 
 
-def _grouped(found: Iterable[tuple[Row, _Change, Iterable[Cast]]]) -> Section:
-    root, changes = Section(), list(found)
-    sites = listed_sites(row.info.site for row, _, _ in changes)
-    for row, change, casts in changes:
+def _grouped(
+    found: Iterable[tuple[Row, _Change, Iterable[Cast]]], sites: Mapping[Site, Site]
+) -> Section:
+    root = Section()
+    for row, change, casts in found:
         root.inside(_shown(row)).add(sites[row.info.site], change, casts)
     return root
 

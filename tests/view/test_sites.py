@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -46,6 +47,22 @@ def test_a_report_names_modules_and_the_lines_that_call_them(library, report):
         pytest.skip("this processor multiplies float16")
     assert INNER[library] in text and "tests/support/layered.py:" in text
     assert "linear.py:" not in text
+
+
+@pytest.mark.parametrize("level", ["lines", "equations"])
+def test_layers_that_differ_in_their_numbers_are_one_place(level):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            for _ in range(3):
+                x = nn.Dense(layered.WIDTH)(x)
+            return nn.Dense(8, name="head")(x)
+
+    with promoting():
+        params = jax.eval_shape(Net().init, jax.random.key(0), X)
+        text = pp.inspect(Net().apply)(params, X).diff(level)
+    heads = [line.split()[0] for line in text.splitlines() if "test_sites.py:" in line]
+    assert heads == ["Net/Dense_*", "Net/head"]
 
 
 def test_an_optimizers_step_is_found_at_its_call():
