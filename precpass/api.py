@@ -13,7 +13,7 @@ from precpass import jaxpr as ir
 from precpass.devices.detect import committed_device, device_for, is_present, planned_for
 from precpass.devices.targets import abstract_on, check_places, target_of
 from precpass.jit.arguments import Declared
-from precpass.jit.calls import check_function, check_options
+from precpass.jit.calls import check_function, check_options, name_of, shown_name
 from precpass.jit.mixed import Mixed
 from precpass.jit.region import current, keep, use_policy
 from precpass.jit.staged import AtArguments, in_two_steps, made_of_trace, owner_of
@@ -190,6 +190,8 @@ def inspect(
     def inspected(*args: Any, **kwargs: Any) -> Inspection:
         args = *owner, *args
         inspection = planned(*args, **kwargs)
+        if (shown := shown_name(mixed.__wrapped__)) != name_of(mixed.__wrapped__):
+            inspection = dataclasses.replace(inspection, name=shown)
         place = target or committed_device((args, kwargs, mixed.in_shardings))
         if not compiled or place is None or is_present(place):
             return inspection
@@ -287,16 +289,16 @@ def explain(
 
     Returns:
         A function that takes arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) and returns an
-        `Explanation`. Its text starts with the figures: matrix products in low precision and in
-        float32, bytes, casts, what is saved for the backward pass, the share of the FLOPs in 16
-        bits. Then it lists each matrix product that stays in float32, with its reason and how to
-        change it, rules that never matched, and advice.
+        `Explanation`. Its text has the matrix products in low precision and in float32, what that
+        saves, the three remedies that weigh most, and what is saved for the backward pass. Its
+        `.all` lists each matrix product that stays in float32, with its reason and how to change
+        it, rules that never matched, and all advice.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> explanation = explain(lambda x: x @ x)(jnp.ones((4, 4)))
         >>> print(explanation.text(color=False).splitlines()[1].strip())
-        1 of 1 products low, 0 left wide; 100.0% of the FLOPs in low precision
+        1 of 1 matrix product runs in bfloat16: 100.0% of the FLOPs.
     """
     inspected = inspect(fn, policy, profitability=profitability, target=target, compiled=compiled)
 

@@ -11,6 +11,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     )
 )
 
+# Texts are compared unwrapped; the tests of widths set their own.
+os.environ["COLUMNS"] = "1000"
+
 import gc
 import re
 from pathlib import Path

@@ -108,7 +108,9 @@ def _explain(task: Task) -> Report:
             task.fn, task.inputs.policy, target=task.inputs.target, compiled=compiled
         )
     explanation = task.call(prepared)
-    return Report(lambda: explanation.text(color=task.color), explanation.to_dict())
+    return Report(
+        lambda: explanation.text(color=task.color, all=task.options.all), explanation.to_dict()
+    )
 
 
 def _diff(task: Task) -> Report:
@@ -277,12 +279,12 @@ def rehearse(options: argparse.Namespace, inputs: Inputs, progress: Progress) ->
 
 
 COMMANDS: dict[str, tuple[Callable[[Task], Report], str]] = {
-    "explain": (_explain, "what runs low, what stays wide and why, and advice"),
-    "diff": (_diff, "what a policy changes, by source line"),
+    "explain": (_explain, "what runs in low precision, what does not and why, and what to change"),
+    "diff": (_diff, "what a policy changes, by module and line"),
     "compare": (_compare, "policies side by side: products, memory, time, error"),
     "profile": (_profile, "what policies take, and gain on other devices by their peaks"),
     "audit": (_audit, "what XLA runs in another precision than planned"),
-    "bisect": (_bisect, "what must stay wide for an error below a tolerance"),
+    "bisect": (_bisect, "what must stay in float32 for an error below a tolerance"),
     "draw": (_draw, "a picture (SVG), coloured by precision"),
     "lock": (_lock, "write the plan to a file, for --plan"),
     "check": (_check, "fail where the plan is not the saved or the expected one"),

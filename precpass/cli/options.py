@@ -181,7 +181,10 @@ def _policies(name: str, one: argparse.ArgumentParser) -> None:
 
 
 def _own(name: str, one: argparse.ArgumentParser) -> None:
-    if name == "diff":
+    if name == "explain":
+        own = "list every equation that stays in float32 and all advice, not the summary alone"
+        one.add_argument("--all", action="store_true", help=own)
+    elif name == "diff":
         one.add_argument(
             "--level",
             choices=LEVELS,

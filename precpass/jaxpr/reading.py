@@ -8,6 +8,7 @@ import inspect
 import itertools
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -141,6 +142,38 @@ def _first_user_frame(traceback: Any) -> Source:
             function = frame.function_name.rpartition(".")[2]
             return Source(file, function, frame.line_num)
     return Source()
+
+
+def called_from(eqn: Eqn) -> Source:
+    """The innermost line of the user's that made an equation, and no line of a library of layers.
+
+    If all lines are in libraries, it is the innermost one outside JAX and this package.
+    """
+    traceback = eqn.source_info.traceback
+    return Source() if traceback is None else _users_frame(traceback)
+
+
+@functools.lru_cache(maxsize=65536)
+def _users_frame(traceback: Any) -> Source:
+    frames = [Source(f.file_name, f.function_name, f.line_num) for f in traceback.frames]
+    # What is outside of the call by which this package traces the function is no part of it.
+    own = (i for i in reversed(range(len(frames))) if is_own(frames[i].file))
+    return in_users_code(frames[: next(own, None)]) or _first_user_frame(traceback)
+
+
+def in_users_code(frames: Iterable[Source]) -> Source | None:
+    """The first of some frames that is neither JAX's, nor this package's, nor a library's."""
+    for frame in frames:
+        if frame.file and not frame.file.startswith(_FOREIGN) and not _is_librarys(frame.file):
+            return dataclasses.replace(frame, function=frame.function.rpartition(".")[2])
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_librarys(file: str) -> bool:
+    modules = (sys.modules.get(name) for name in ("flax", "equinox", "haiku", "keras", "optax"))
+    files = (getattr(module, "__file__", None) for module in modules)
+    return any(f is not None and file.startswith(os.path.dirname(f) + os.sep) for f in files)
 
 
 _SAMPLERS = inspect.unwrap(jax.random.normal).__code__.co_filename

@@ -11,13 +11,14 @@ from typing import Any
 
 import jax
 
+from precpass import jaxpr as ir
 from precpass.jit.arguments import Declared, arguments, copied, holds_static, unwrapped
 from precpass.jit.equinox_modules import HoldsNumbers
 from precpass.jit.nnx import HoldsState, cloned, nodes, split_modules, updated
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.text import is_precision
 
-__all__ = ["Crossing", "Stage", "check_function", "check_options", "name_of"]
+__all__ = ["Crossing", "Stage", "check_function", "check_options", "name_of", "shown_name"]
 
 
 class Crossing:
@@ -187,6 +188,44 @@ def name_of(fn: Any) -> str:
     while isinstance(fn, functools.partial) and not hasattr(fn, "__name__"):
         fn = fn.func
     return getattr(fn, "__name__", "<unnamed function>")
+
+
+def shown_name(fn: Any) -> str:
+    """The name of a function as it is written, such as "grad(loss)"; JAX names that "loss".
+
+    Examples:
+        >>> shown_name(jax.value_and_grad(jax.vmap(shown_name)))
+        'value_and_grad(vmap(shown_name))'
+    """
+    code = getattr(fn, "__code__", None)
+    if type(fn).__name__ in _OF_EQUINOX:
+        return f"{_OF_EQUINOX[type(fn).__name__]}({shown_name(getattr(fn, '__wrapped__', fn))})"
+    if code is None:
+        return name_of(fn)
+    cells = {name: _content(fn, i) for i, name in enumerate(code.co_freevars)}
+    maker = code.co_qualname.partition(".")[0]
+    if maker == "UpdateContextManager":  # of flax nnx, around the next
+        return shown_name(cells.get("f"))
+    if maker == "_grad_general":
+        kind = "value_and_grad" if cells.get("return_value") else "grad"
+        return f"nnx.{kind}({shown_name(cells.get('f'))})"
+    if maker == "api_boundary":
+        made = getattr(cells.get("fun"), "__code__", None)
+        maker = made.co_qualname.partition(".")[0] if made else ""
+    inner = getattr(fn, "__wrapped__", None)
+    is_jaxs = ir.is_foreign(code.co_filename) and maker in _TRANSFORMS and inner is not None
+    return f"{maker}({shown_name(inner)})" if is_jaxs else name_of(fn)
+
+
+_TRANSFORMS = frozenset(("grad", "value_and_grad", "vmap", "jacfwd", "jacrev", "checkpoint"))
+_OF_EQUINOX = {"_GradWrapper": "filter_grad", "_ValueAndGradWrapper": "filter_value_and_grad"}
+
+
+def _content(fn: Any, i: int) -> Any:
+    try:
+        return fn.__closure__[i].cell_contents
+    except ValueError:  # not assigned yet
+        return None
 
 
 # ---------------------------------------------------------------- errors

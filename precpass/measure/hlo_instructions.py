@@ -91,7 +91,7 @@ class Instruction:
         operands: the names of the instructions that it reads.
         called: the computations that it calls, by attribute ("body", "calls", ...).
         op_name: JAX's name stack and primitive; "" if XLA recorded none.
-        file, function, line: the user's line; "", "", 0 if XLA recorded none.
+        calls: the user's line, and behind it those of its callers; () if XLA recorded none.
         index: the number of a parameter, or of the element that is read of a tuple; -1 for others.
         target: the target of a custom call; "" for others.
         is_root: whether its result is that of its computation.
@@ -108,9 +108,7 @@ class Instruction:
     operands: tuple[str, ...] = ()
     called: tuple[tuple[str, str], ...] = ()
     op_name: str = ""
-    file: str = ""
-    function: str = ""
-    line: int = 0
+    calls: tuple[Place, ...] = ()
     index: int = -1
     target: str = ""
     is_root: bool = False
@@ -118,6 +116,16 @@ class Instruction:
     trips: int | None = None
     cycles: int = 0
     multiplied: str = ""
+
+    @property
+    def file(self) -> str:
+        """The user's file; "" if XLA recorded none."""
+        return self.calls[0][0] if self.calls else ""
+
+    @property
+    def line(self) -> int:
+        """The user's line; 0 if XLA recorded none."""
+        return self.calls[0][2] if self.calls else 0
 
 
 # ---------------------------------------------------------------- reading a line
@@ -145,8 +153,10 @@ _NO_CYCLES = 2**63 - 1
 _ALGORITHM = re.compile(r'\balgorithm=dot_(\w+)|"algorithm":"ALG_DOT_(\w+)"')
 _PRECISION = re.compile(r'\boperand_precision=\{(high\w*)|"operand_precision":\["(HIGH\w*)"')
 
-Frames = Mapping[int, tuple[str, str, int]]
-"""Each stack frame's file, function and line."""
+Place = tuple[str, str, int]
+"""A file, a function and a line."""
+Frames = Mapping[int, tuple[Place, ...]]
+"""The place of each stack frame, and behind it those of its callers."""
 
 
 def instruction_of(line: str, frames: Frames) -> Instruction | None:
@@ -166,7 +176,7 @@ def instruction_of(line: str, frames: Frames) -> Instruction | None:
     literal = opcode[1] in ("parameter", "constant")
     direction = _DIRECTION.search(rest) if opcode[1] == "compare" else None
     target = _TARGET.search(rest) if opcode[1] == "custom-call" else None
-    op_name, file, function, number = _origin(rest, frames)
+    op_name, calls = _origin(rest, frames)
     instruction = Instruction(
         name=start[2],
         opcode=opcode[1],
@@ -174,9 +184,7 @@ def instruction_of(line: str, frames: Frames) -> Instruction | None:
         operands=() if literal else tuple(_operands(inside)),
         called=tuple(_called(rest)),
         op_name=op_name,
-        file=file,
-        function=function,
-        line=number,
+        calls=calls,
         index=int(inside) if opcode[1] == "parameter" else int(index[1]) if index else -1,
         target=target[1] if target else "",
         is_root=bool(start[1]),
@@ -233,22 +241,20 @@ def _number(pattern: re.Pattern[str], text: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _origin(rest: str, frames: Frames) -> tuple[str, str, str, int]:
-    """Name stack and line, from the metadata or from the frame that it names."""
+def _origin(rest: str, frames: Frames) -> tuple[str, tuple[Place, ...]]:
+    """Name stack, and the line and its callers, from the metadata or the frame that it names."""
     at = rest.find("metadata={")
     if at < 0:
-        return "", "", "", 0
+        return "", ()
     text = rest[at : _closed(rest, at + len("metadata="))]
     name, frame = _OP_NAME.search(text), _FRAME.search(text)
-    file, function, line = frames.get(int(frame[1]), ("", "", 0)) if frame else ("", "", 0)
+    calls = frames.get(int(frame[1]), ()) if frame else ()
     # Before stack frames had a table of their own, each instruction named its file.
-    own_file, own_line = _FILE.search(text), _LINE.search(text)
-    return (
-        name[1].replace('\\"', '"') if name else "",
-        own_file[1] if own_file else file,
-        function,
-        int(own_line[1]) if own_line else line,
-    )
+    if own_file := _FILE.search(text):
+        own_line = _LINE.search(text)
+        function = calls[0][1] if calls else ""
+        calls = ((own_file[1], function, int(own_line[1]) if own_line else 0), *calls[1:])
+    return name[1].replace('\\"', '"') if name else "", calls
 
 
 def _closed(text: str, at: int) -> int:
@@ -292,7 +298,7 @@ def _dims(text: str) -> tuple[int, ...]:
 
 
 def frames_of(text: str) -> Frames:
-    """Each stack frame's innermost file, function and line, from the tables at the head."""
+    """The places of each stack frame and of its callers, from the tables at the head."""
     files = {
         int(i): name for i, name in re.findall(rf"^(\d+) {_STRING}$", _table(text, "FileN"), re.M)
     }
@@ -302,8 +308,15 @@ def frames_of(text: str) -> Frames:
         place: (files.get(int(file), ""), functions.get(function, ""), int(line))
         for place, file, function, line in re.findall(pattern, _table(text, "FileL"), re.M)
     }
-    pairs = re.findall(r"^(\d+) \{file_location_id=(\d+)", _table(text, "StackF"), re.M)
-    return {int(frame): places.get(place, ("", "", 0)) for frame, place in pairs}
+    pattern = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+    rows = re.findall(pattern, _table(text, "StackF"), re.M)
+    # Some releases of XLA print numbers of parents that are one too large.
+    shift = any(frame == parent for frame, _, parent in rows)
+    frames: dict[int, tuple[Place, ...]] = {}
+    for frame, place, parent in rows:  # callers first
+        callers = frames.get(int(parent or 0) - shift, ())
+        frames[int(frame)] = (places.get(place, ("", "", 0)), *callers)
+    return frames
 
 
 def _table(text: str, start: str) -> str:

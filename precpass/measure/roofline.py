@@ -17,11 +17,11 @@ from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
 from precpass.analysis.sizes import NOMINAL_SIZE, nbytes
-from precpass.devices.peaks import Peaks
+from precpass.devices.peaks import Peaks, peaks_of_kind
 from precpass.measure.counts import format_of
 from precpass.measure.kernels import NOTHING, Kernel, Stretch, Value
 
-__all__ = ["Work", "work_of"]
+__all__ = ["Work", "relative_time", "work_of"]
 
 Env = dict[Any, Value]
 
@@ -106,6 +106,21 @@ def work_of(jaxpr: ir.Jaxpr) -> Work:
         jaxpr: open or closed.
     """
     return _Program(jaxpr).work()
+
+
+def relative_time(before: Work, after: Work, kind: str) -> float | None:
+    """The time of a changed program over that of the program before, by a device's peaks.
+
+    Args:
+        before: the work of the program before.
+        after: that of the changed program.
+        kind: JAX's `device_kind`. The result is None for one without published peaks.
+    """
+    peaks = peaks_of_kind("gpu", kind) or peaks_of_kind("tpu", kind)
+    if peaks is None:
+        return None
+    seconds, wide = after.seconds(peaks), before.seconds(peaks)
+    return seconds / wide if seconds and wide else None
 
 
 class _Body(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from precpass.jaxpr import Source
 from precpass.policy.precision import Precision
 
-__all__ = ["Body", "Cast", "Crossed", "EqnInfo", "PlanSource", "Value"]
+__all__ = ["Body", "Cast", "Crossed", "EqnInfo", "PlanSource", "Site", "Value"]
 
 
 class Value(NamedTuple):
@@ -79,6 +79,19 @@ class Body(NamedTuple):
     trips: int | str | None
 
 
+class Site(NamedTuple):
+    """Where you find an equation in your code.
+
+    Attributes:
+        module: the path of the flax, equinox or haiku module that computes it, such as
+            "blocks[i].attention.query"; "" outside of modules.
+        source: your line, which may call a function of a library.
+    """
+
+    module: str = ""
+    source: Source = Source()
+
+
 @dataclasses.dataclass(frozen=True)
 class EqnInfo:
     """An equation's place in the program, and the casts that were added there.
@@ -86,7 +99,8 @@ class EqnInfo:
     Attributes:
         primitive: its name; for a hi-primitive the name of the primitive inside it.
         scope: its own name stack as JAX prints it, without those of its callers.
-        source: your source line; the first caller's if JAX recorded none.
+        source: the innermost line outside of JAX; the first caller's if JAX recorded none.
+        site: where you find it in your code.
         has_line: whether JAX recorded a line.
         operands, results: their types in the original program.
         flops: floating-point operations of one execution.
@@ -102,6 +116,7 @@ class EqnInfo:
     primitive: str
     scope: str
     source: Source
+    site: Site
     has_line: bool
     operands: tuple[Value, ...]
     results: tuple[Value, ...]

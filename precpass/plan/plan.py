@@ -234,6 +234,8 @@ class Plan:
             it is "" if no cost was asked for.
         form: the form of the policy that was chosen among compiled candidates
             (`precpass.autotune.compiled`); only the root has it, and "" is the policy itself.
+        kept_wide: why values that the forward pass saves for the backward pass stay in float32,
+            each with the bytes of these values; only the root has them.
     """
 
     decisions: tuple[Decision, ...]
@@ -246,6 +248,7 @@ class Plan:
     origin: PlanSource | None = None
     costs: str = ""
     form: str = ""
+    kept_wide: tuple[tuple[str, float], ...] = ()
 
     @functools.cached_property
     def changes(self) -> bool:

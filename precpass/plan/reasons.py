@@ -163,7 +163,9 @@ SAVED_PLAN = Template(
     "as in the saved plan",
     "add a Rule, which comes before the file, or save the plan anew",
 )
-USERS_ORDER = Template(_USER, "the user's order: {}", "leave the order out, or make it by a Rule")
+USERS_ORDER = Template(
+    _USER, "the user's order: {}", "leave the precision out, or set it by a Rule"
+)
 USERS_CAST = Template(_USER, "a cast that the user wrote", "leave the cast out")
 USERS_PRECISION = Template(
     _USER,
@@ -233,7 +235,7 @@ COTANGENTS = Template(
 FULL_PRECISION_SET = Template(
     _GUARD,
     "in the set of primitives that stay in {}",
-    "order it by a Rule that names the primitive",
+    "to lower it, add a Rule that names the primitive",
 )
 EXACT_DTYPES = Template(
     _TYPES, "keeps its exact dtypes: {}", "nothing: it is made for the dtypes that it has"
@@ -244,7 +246,7 @@ FLOAT64_REGION = Template(
     "leave the keep('f64') region, or narrow it",
 )
 
-NEEDED = Template(_NEED, "needed exactly: {}", "order it low by a Rule or a keep region")
+NEEDED = Template(_NEED, "needed exactly: {}", "to lower it, add a Rule or a keep region")
 
 # ---------------------------------------------------------------- what would gain nothing
 
@@ -256,13 +258,13 @@ COMPLEX = Template(
 )
 CONSTANTS = Template(
     _COST,
-    "made of constants alone: computed once, as written",
+    "built from constants, computed once",
     "nothing: it is computed once",
 )
 ELEMENTWISE_PRODUCT = Template(
     _COST,
     "an elementwise product: it sums over one term, or uses each element once",
-    "to lower it all the same, order it by a Rule or a keep region",
+    "to lower it, add a Rule or a keep region",
 )
 SELECTS = Template(
     _COST,
@@ -277,28 +279,28 @@ READERS_ROUND = Template(
 MAY_RUN = Template(
     _COST,
     "may run in {}; {} costs nothing inside a fusion",
-    "order it by a Rule that names the primitive",
+    "to lower it, add a Rule that names the primitive",
 )
 DOES_NOT_PAY = Template(
     _COST,
     "does not pay {}: {} in {}, {} in {} ({})",
-    "order it by a Rule, or every product by profitability='always'",
+    "to lower it, add a Rule; to lower every product, set profitability='always'",
 )
 GAINS_LITTLE = Template(
     _COST,
     "pays here, but all that pays would save {} of the products' {}",
-    "order it by a Rule, or every product by profitability='always'",
+    "to lower it, add a Rule; to lower every product, set profitability='always'",
 )
 PRODUCTS_ALONE = Template(
     _TYPES,
     "{} says how products are multiplied, and this is none",
-    "order another precision by a Rule",
+    "set another precision by a Rule",
 )
 PRESET = Template(
     _PRESET,
     "{}: {} in {}",
     "ask for a low format by Custom({...}) or a Rule",
-    "leave it as it was written by keep('f32'), or order another precision by a Rule",
+    "leave it as it was written by keep('f32'), or set another precision by a Rule",
 )
 
 ALL = tuple(value for value in globals().values() if isinstance(value, Template))
@@ -348,7 +350,7 @@ RUNS_AS = Template(
 NOT_SCALED = Template(
     _COST,
     "{}; in bf16 and not in {}: {}",
-    "order 8 bits by a Rule that names it",
+    "to run it in 8 bits, add a Rule that names it",
     "compute it in float32 by keep('f32') or a Rule",
 )
 EXCHANGED = Template(

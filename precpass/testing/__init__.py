@@ -196,7 +196,7 @@ class Problems:
         return bool(self.mismatches or self.notes)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return plain([(line, "")] for line in self._lines())
 
     def _lines(self) -> Iterator[str]:
         yield from self.notes
@@ -206,7 +206,7 @@ class Problems:
         for found in self.mismatches:
             by_line.setdefault(found.source, []).append(found)
         for source, there in by_line.items():
-            yield plain([heading(source)])
+            yield "".join(text for text, _ in heading(source))
             yield from (f"  {found}" for found in _folded(there))
             for what in dict.fromkeys(found.remedy for found in there):
                 yield f"    to change it: {what}"

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
-from precpass.analysis.sizes import product_sizes
+from precpass.analysis.sizes import flops, nbytes, product_sizes
+from precpass.plan.eqn_info import Site
 from precpass.plan.plan import Action, Decision
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["Advice", "advice"]
+__all__ = ["CACHE_LINE", "Advice", "advice"]
+
+CACHE_LINE = 64
+"""The bytes of a cache line, which memory moves whole."""
 
 _TILE = 8
 """Tensor cores take 16-bit products in tiles of 8: NVIDIA, "Matrix Multiplication Background
@@ -24,128 +25,100 @@ User's Guide", section 3 (dimensions that are multiples of 16 bytes)."""
 
 
 class Advice(NamedTuple):
-    """What to do about a line of your code, and why."""
+    """What to do about a line of your code, and why.
+
+    Attributes:
+        source: the line.
+        text: the advice.
+        weight: the FLOPs of the matrix product that it is about, or the bytes of another value.
+        site: where you find the equation: its module, and the line that calls it.
+    """
 
     source: ir.Source
     text: str
+    weight: float = 0.0
+    site: Site = Site()
 
 
-def advice(graph: Graph, decided: dict[int, Decision]) -> list[tuple[Advice, int]]:
+def advice(
+    graph: Graph, decided: dict[int, Decision], sites: dict[int, Site]
+) -> list[tuple[Advice, int]]:
     """All advice that the graph supports, each with the number of equations that it concerns.
 
     Args:
         graph: that of the original program.
         decided: the decision for each equation, by the equation's id.
+        sites: where you find each equation, by its id.
     """
-    constants = list(_constants(graph))
+
+    def placed(found: Iterable[tuple[int, str, float]]) -> list[Advice]:
+        eqns = graph.eqns
+        return [
+            Advice(graph.source(row), text, weight, sites.get(id(eqns[row]), Site()))
+            for row, text, weight in found
+        ]
+
+    constants = placed(_constants(graph))
     lines = {item.source for item in constants}
     # If a constant widens a value that a cast had narrowed, the constant is the cause.
-    round_trips = [item for item in _round_trips(graph) if item.source not in lines]
-    pieces = [*_odd_sizes(graph, decided), *constants, *round_trips, *_islands(graph, decided)]
-    return list(Counter(pieces).items())
+    round_trips = [item for item in placed(_round_trips(graph)) if item.source not in lines]
+    return list(Counter([*placed(_odd_sizes(graph, decided)), *constants, *round_trips]).items())
 
 
-def _products(graph: Graph, decided: dict[int, Decision]) -> Iterator[tuple[int, Any, bool]]:
-    """The row of each product, its equation, and whether it is lowered."""
+_Found = tuple[int, str, float]
+"""The row of an equation, the advice, and its weight."""
+
+
+def _odd_sizes(graph: Graph, decided: dict[int, Decision]) -> Iterator[_Found]:
     for row, eqn in enumerate(graph.eqns):
         decision = decided.get(id(eqn))
-        if decision is not None and decision.kind is OpKind.COMPUTE:
-            yield row, eqn, decision.action is Action.LOWER
-
-
-def _odd_sizes(graph: Graph, decided: dict[int, Decision]) -> Iterator[Advice]:
-    for row, eqn, low in _products(graph, decided):
+        if decision is None or (decision.kind, decision.action) != (OpKind.COMPUTE, Action.LOWER):
+            continue
         odd = [n for n in product_sizes(eqn) if isinstance(n, int) and n % _TILE and n > 1]
-        if low and odd:
+        if odd:
             padded = ", ".join(f"{n} to {n + -n % _TILE}" for n in dict.fromkeys(odd))
-            yield Advice(
-                graph.source(row),
-                f"{eqn.primitive.name} has dimensions that are no multiple of {_TILE}, which a "
-                f"GPU's tensor cores pad: pad {padded} yourself, once, where you make them",
+            text = (
+                f"pad {padded} once, where you make the arrays: {eqn.primitive.name} has "
+                f"dimensions that are not multiples of {_TILE}, which a GPU's tensor cores pad "
+                "in each call"
             )
+            yield row, text, flops(eqn)
 
 
-def _casts(graph: Graph) -> Iterator[tuple[ir.Source, Precision, Precision, list[Any]]]:
-    """For each cast between floating formats its line, both formats, and its readers."""
+def _casts(graph: Graph) -> Iterator[tuple[int, Precision, Precision, list[Any]]]:
+    """For each cast between floating formats its row, both formats, and its readers."""
     readers = _readers(graph)
     for row, eqn in enumerate(graph.eqns):
         if formats := ir.cast_formats(eqn):
-            yield graph.source(row), *formats, readers.get(eqn.outvars[0], [])
+            yield row, *formats, readers.get(eqn.outvars[0], [])
 
 
-def _constants(graph: Graph) -> Iterator[Advice]:
+def _constants(graph: Graph) -> Iterator[_Found]:
     """Constants of a wider format than the other operands of their equations."""
-    for source, before, after, readers in _casts(graph):
+    for row, before, after, readers in _casts(graph):
         if not before.is_narrower_than(after):
             continue
         for reader in readers:
             constants = [v for v in reader.invars if ir.is_literal(v) and ir.precision_of(v.aval)]
             if constants and op(reader.primitive.name).kind is OpKind.ELEMENTWISE:
                 text = (
-                    f"a {before} value becomes {after} beside the constant {constants[0].val}, and "
-                    f"so does all that follows: if you did not write that cast, the constant made "
-                    f"it; write the constant as a Python number or in {before}"
+                    f"write the constant {constants[0].val} as a Python number or in {before}: a "
+                    f"{before} value becomes {after} beside the constant {constants[0].val}, and "
+                    "so does everything computed from it, unless you wrote that cast yourself"
                 )
-                yield Advice(source, text)
+                yield row, text, nbytes(graph.eqns[row].outvars[0].aval)
 
 
-def _round_trips(graph: Graph) -> Iterator[Advice]:
+def _round_trips(graph: Graph) -> Iterator[_Found]:
     """Values that the user narrows and widens again."""
-    for source, before, low, readers in _casts(graph):
+    for row, before, low, readers in _casts(graph):
         widened = (low, before) in map(ir.cast_formats, readers)
         if low.is_narrower_than(before) and widened:
             text = (
-                f"a value goes from {before} to {low} and back: it is rounded, and takes two "
-                "casts; leave both out unless the rounding is what you want"
+                f"leave out both casts unless you want the rounding: a value goes from {before} "
+                f"to {low} and back"
             )
-            yield Advice(source, text)
-
-
-def _islands(graph: Graph, decided: dict[int, Decision]) -> Iterator[Advice]:
-    """Products that stay in float32 between two that are low."""
-    products = list(_products(graph, decided))
-    wide = [
-        (row, eqn)
-        for row, eqn, low in products
-        if not low and ir.precision_of(eqn.outvars[0].aval) is not None
-    ]
-    low_rows = [row for row, _, low in products if low]
-    if not wide or not low_rows:
-        return
-    after, before = (_reached(graph, low_rows, forward=f) for f in (True, False))
-    for row, eqn in wide:
-        if after[row] and before[row]:
-            decision = decided[id(eqn)]
-            precision = ir.precision_of(eqn.outvars[0].aval)
-            text = f"a product in {precision} between low ones: {decision.reason}"
-            yield Advice(graph.source(row), text)
-
-
-def _reached(graph: Graph, rows: list[int], *, forward: bool) -> npt.NDArray[np.bool_]:
-    """The equations that depend on some rows, or those on which these rows depend."""
-    n = len(graph.eqns)
-    next_to: dict[int, list[int]] = {}
-
-    def connect(a: int, b: int) -> None:
-        a, b = (a, b) if forward else (b, a)
-        next_to.setdefault(a, []).append(b)
-
-    # The nodes of values come after those of equations.
-    for value, eqn in zip(graph.sources.tolist(), graph.targets.tolist(), strict=True):
-        connect(n + value, eqn)
-    for value, eqn in enumerate(graph.producers.tolist()):
-        if eqn >= 0 and eqn not in graph.children:
-            connect(eqn, n + value)
-    for a, b in graph.links.tolist():
-        connect(n + a, n + b)
-    is_reached = np.zeros(n + len(graph.values), np.bool_)
-    todo = list(rows)
-    while todo:
-        for at in next_to.get(todo.pop(), ()):
-            if not is_reached[at]:
-                is_reached[at] = True
-                todo.append(at)
-    return is_reached[:n]
+            yield row, text, nbytes(graph.eqns[row].outvars[0].aval)
 
 
 def _readers(graph: Graph) -> dict[Any, list[Any]]:

@@ -6,18 +6,19 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import is_matrix_product
 from precpass.analysis.sizes import flops, nbytes
 from precpass.plan.borders import BorderCopy
-from precpass.plan.eqn_info import Body, Cast, Crossed, EqnInfo, PlanSource, Value
+from precpass.plan.eqn_info import Body, Cast, Crossed, EqnInfo, PlanSource, Site, Value
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.scopes import join_scopes
 from precpass.rewrite.rewriter import Rewriter
+from precpass.view.layers import Around, site_of
 
 __all__ = ["described"]
 
@@ -33,8 +34,16 @@ def described(
         origin: the function and the policy that the plan was made from.
         rewriter: the one that rewrote the program under the plan; None if nothing was rewritten.
     """
-    description = _Describer(rewriter).plan(jaxpr, plan, origin.scope, ir.Source())
+    description = _Describer(rewriter).plan(jaxpr, plan, origin.scope, _Caller())
     return dataclasses.replace(description, origin=origin)
+
+
+class _Caller(NamedTuple):
+    """The equation that enters a body: what is around it, and where it stands."""
+
+    around: Around = Around()
+    site: Site = Site()
+    source: ir.Source = ir.Source()
 
 
 class _Describer:
@@ -45,7 +54,7 @@ class _Describer:
         self.homeless: list[Cast] = []
         """Of bodies without equations, until what enters them has them."""
 
-    def plan(self, jaxpr: ir.Jaxpr, plan: Plan, scope: str, caller: ir.Source) -> Plan:
+    def plan(self, jaxpr: ir.Jaxpr, plan: Plan, scope: str, caller: _Caller) -> Plan:
         """A body's plan; a plan that several equations share stays one object."""
         rewriter = self.rewriter
         key = rewriter.key(jaxpr, plan, scope) if rewriter else (id(ir.open_jaxpr(jaxpr)), plan)
@@ -57,11 +66,13 @@ class _Describer:
             decisions: list[Decision] = []
             eqns = ir.open_jaxpr(jaxpr).eqns
             for row, (eqn, decision) in enumerate(zip(eqns, plan.decisions, strict=True)):
-                info = _eqn_info(eqn, decision, caller, tuple(casts.get(row, ())))
+                around, site = site_of(caller.around, eqn, caller.site)
+                info = _eqn_info(eqn, decision, caller, site, tuple(casts.get(row, ())))
                 if decision.inner:
                     inside = join_scopes(scope, info.scope)
+                    entering = _Caller(around, site, info.source)
                     inner = tuple(
-                        self.plan(body.jaxpr, its_plan, inside, info.source)
+                        self.plan(body.jaxpr, its_plan, inside, entering)
                         for body, its_plan in zip(ir.bodies(eqn), decision.inner, strict=True)
                     )
                     decision = dataclasses.replace(decision, inner=inner)
@@ -77,13 +88,14 @@ class _Describer:
 
 
 def _eqn_info(
-    eqn: ir.Eqn, decision: Decision, caller: ir.Source, casts: tuple[Cast, ...]
+    eqn: ir.Eqn, decision: Decision, caller: _Caller, site: Site, casts: tuple[Cast, ...]
 ) -> EqnInfo:
     source = ir.source_of(eqn)
     return EqnInfo(
         ir.name_of(eqn),
         ir.scope_of(eqn),
-        source if source.file else caller,
+        source if source.file else caller.source,
+        site,
         bool(source.file),
         tuple(_value(v.aval) for v in eqn.invars),
         tuple(_value(v.aval) for v in eqn.outvars),

@@ -1,20 +1,19 @@
-"""The changes of a plan by source line, and the differences between two plans."""
+"""The changes of a plan by module and line of your code, and the differences between two plans."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from precpass.jaxpr import Source
-from precpass.plan.eqn_info import Cast, Crossed
+from precpass.plan.eqn_info import Cast, Crossed, Site
 from precpass.plan.plan import Action, Plan
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import op
 from precpass.units import are, counted
-from precpass.view.rows import Frame, Row, paired_rows, rows
+from precpass.view.rows import Frame, Row, listed_sites, paired_rows, rows
 from precpass.view.text import Line, heading, rendered
 
 __all__ = [
@@ -57,7 +56,7 @@ Changes = dict[_Change, tuple[int, list[Cast]]]
 class Section:
     """The changes inside one equation with bodies, in the order of execution."""
 
-    parts: dict[Frame | Source, Section | Changes] = dataclasses.field(default_factory=dict)
+    parts: dict[Frame | Site, Section | Changes] = dataclasses.field(default_factory=dict)
 
     def inside(self, frames: Iterable[Frame]) -> Section:
         """The section inside all of these frames."""
@@ -68,9 +67,9 @@ class Section:
             section = part
         return section
 
-    def add(self, source: Source, change: _Change, casts: Iterable[Cast]) -> None:
-        """Adds a change of a line."""
-        changes = self.parts.setdefault(source, {})
+    def add(self, site: Site, change: _Change, casts: Iterable[Cast]) -> None:
+        """Adds a change at a site."""
+        changes = self.parts.setdefault(site, {})
         assert isinstance(changes, dict)
         n, known = changes.get(change, (0, []))
         known.extend(casts)
@@ -93,8 +92,9 @@ class Section:
                 at = [] if not key.source.file else [("  ", ""), *heading(key.source)]
                 yield [(key.name, "frame"), *at], part
             else:
-                assert isinstance(key, Source)
-                yield heading(key), [change.line(n, c) for change, (n, c) in part.items()]
+                assert isinstance(key, Site)
+                lines = [change.line(n, c) for change, (n, c) in part.items()]
+                yield heading(key.source, key.module), lines
 
 
 def check_level(level: str) -> None:
@@ -116,15 +116,17 @@ def diff_lines(plan: Plan, level: str) -> list[Line]:
 def diff_tree(plan: Plan, level: str) -> Section:
     """The changes of a plan inside the loops, branches and rules that they stand in."""
     changed_rows = [row for row in rows(plan) if row.changes]
+    sites = listed_sites(row.info.site for row in changed_rows)
     if level == "equations":
-        return _grouped((row, _change(row), row.info.casts) for row in changed_rows)
-    same: dict[tuple[tuple[Frame, ...], Source], list[Row]] = {}
+        return _grouped(((row, _change(row), row.info.casts) for row in changed_rows), sites)
+    same: dict[tuple[tuple[Frame, ...], Site], list[Row]] = {}
     for row in changed_rows:
-        same.setdefault((_shown(row), row.info.source), []).append(row)
-    return _grouped(
+        same.setdefault((_shown(row), sites[row.info.site]), []).append(row)
+    summed = (
         (of_line[0], _summary(of_line), [c for row in of_line for c in row.info.casts])
         for of_line in same.values()
     )
+    return _grouped(summed, sites)
 
 
 def changes(plan: Plan) -> list[dict[str, Any]]:
@@ -187,19 +189,21 @@ def between(
         raise ValueError(f"no level {level!r} between plans: legal are 'lines' and 'equations'")
     pairs = list(paired_rows(first, second))
     differing = [(a, b) for a, b in pairs if _fate(a) != _fate(b)]
+    sites = listed_sites(a.info.site for a, _ in differing)
     if level == "equations":
-        tree = _grouped((a, _contrast(a, b), ()) for a, b in differing)
+        tree = _grouped(((a, _contrast(a, b), ()) for a, b in differing), sites)
     else:
-        by_line: dict[tuple[tuple[Frame, ...], Source], Counter[str]] = {}
-        first_of: dict[tuple[tuple[Frame, ...], Source], Row] = {}
+        by_line: dict[tuple[tuple[Frame, ...], Site], Counter[str]] = {}
+        first_of: dict[tuple[tuple[Frame, ...], Site], Row] = {}
         for a, b in differing:
-            key = _shown(a), a.info.source
+            key = _shown(a), sites[a.info.site]
             first_of.setdefault(key, a)
             by_line.setdefault(key, Counter())[f"{a.info.primitive}: {_verb(a)} | {_verb(b)}"] += 1
-        tree = _grouped(
+        summed = (
             (first_of[key], _Change(((_counted(texts, "; "), "cast"),)), ())
             for key, texts in by_line.items()
         )
+        tree = _grouped(summed, sites)
     total = sum(a.decision.action is not Action.ENTER for a, _ in pairs)
     lines: list[Line] = [*tree.lines("")]
     outputs = [origin.output or "their own format" for p in (first, second) if (origin := p.origin)]
@@ -234,7 +238,7 @@ def totals(plan: Plan, name: str, outputs: int = 0, device: str = "") -> str:
     )
 
 
-_SELDOM = "multiplied in another way", "reordered", "stored low"
+_SELDOM = "multiplied in another way", "reordered", "stored in 16 bits"
 
 
 def _fate_in_words(row: Row) -> str:
@@ -254,7 +258,7 @@ def _fate_in_words(row: Row) -> str:
         case Action.DROP if row.changes:
             return "widened"
         case Action.KEEP if decision.stores_low:
-            return "stored low"
+            return "stored in 16 bits"
         case _:
             return "as written"
 
@@ -263,10 +267,12 @@ def _shown(row: Row) -> tuple[Frame, ...]:
     return tuple(frame for frame in row.frames if not frame.is_call)
 
 
-def _grouped(found: Iterable[tuple[Row, _Change, Iterable[Cast]]]) -> Section:
+def _grouped(
+    found: Iterable[tuple[Row, _Change, Iterable[Cast]]], sites: Mapping[Site, Site]
+) -> Section:
     root = Section()
     for row, change, casts in found:
-        root.inside(_shown(row)).add(row.info.source, change, casts)
+        root.inside(_shown(row)).add(sites[row.info.site], change, casts)
     return root
 
 
@@ -348,8 +354,8 @@ def _crossed(crossed: Sequence[Crossed]) -> str:
         types = [str(c.value) for c in alike if c.bits == bits]
         if not types:
             continue
-        verb = "crosses" if len(types) == 1 else "cross"
-        text = f"{counted(len(types), 'operand' if is_operand else 'result')} {verb} on {bits} bits"
+        what = counted(len(types), "operand" if is_operand else "result")
+        text = f"{what} {are(len(types))} passed in {bits} bits"
         counts = Counter(types)
         some = _counted(Counter(dict(list(counts.items())[:_TYPES])))
         more = f" and {len(counts) - _TYPES} more types" if len(counts) > _TYPES else ""

@@ -4,104 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.analysis.liveness import unread
 from precpass.analysis.residuals import kept_bytes
 from precpass.analysis.sizes import NOMINAL_SIZE
-from precpass.jaxpr import Source
-from precpass.measure.counts import LOW_FORMATS, Counts, count
+from precpass.measure.counts import LOW_FORMATS, count
+from precpass.measure.roofline import relative_time, work_of
 from precpass.plan import reasons
+from precpass.plan.eqn_info import Site
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.plan.reasons import Reason
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
-from precpass.units import counted, sized
-from precpass.view.advice import Advice, advice
+from precpass.units import are, counted, listed
+from precpass.view.advice import CACHE_LINE, Advice, advice
 from precpass.view.compiled import Compiled, compiled_lines
 from precpass.view.explain_page import explanation_page
-from precpass.view.rows import Row, alike, rows
-from precpass.view.text import Line, heading, rendered, titled
+from precpass.view.rows import Row, alike, listed_sites, rows
+from precpass.view.text import Line, heading, rendered, shown_source, titled
+from precpass.view.verdict import Verdict
 from precpass.view.wide import Wide
 
 __all__ = ["Explanation", "Verdict", "Wide", "explained"]
-
-T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """The figures of an `Explanation`: what the policy changes in numbers.
-
-    Attributes:
-        before, after: the counts of both programs (`precpass.measure.counts.Counts`): matrix
-            products, casts, FLOPs and bytes by format.
-        narrowed: the matrix products that are float64 in the program and float32 under the policy.
-        left_wide: the matrix products that keep their precision and are not in low precision.
-        unread_casts: the casts in the rewritten program that only its derivatives read; XLA drops
-            them if you take none.
-        swapped: the matrix products whose operands are exchanged to replace transposes.
-        stored: the results that are rounded where they are defined and stored in 16 bits, in
-            whatever precision they are computed.
-        crossed: the operands and results of loops, branches and calls with a 16-bit or 8-bit copy.
-        crossed_on_8: those of them whose copy has 8 bits, and a scale.
-        kept_before, kept_after: the bytes that the forward pass saves for the backward pass
-            (`precpass.analysis.residuals`); 0 in a program without one.
-    """
-
-    before: Counts
-    after: Counts
-    narrowed: int
-    left_wide: int
-    unread_casts: int
-    swapped: int
-    stored: int
-    crossed: int
-    crossed_on_8: int
-    kept_before: float
-    kept_after: float
-
-    def lines(self) -> Iterator[Line]:
-        """Yield the figures in words, as styled text."""
-        after = self.after
-        yield [
-            (f"{after.low} of {after.products} products low", "low"),
-            (f", {self.narrowed} narrowed to f32" if self.narrowed else "", "low"),
-            (f", {self.left_wide} left wide", "wide" if self.left_wide else ""),
-            (f"; {after.low_flops:.1%} of the FLOPs in low precision", ""),
-        ]
-        casts, bytes_added = (
-            after.casts - self.before.casts,
-            after.cast_bytes - self.before.cast_bytes,
-        )
-        changed = f"{counted(abs(casts), 'cast')} {'more' if casts >= 0 else 'fewer'}"
-        yield [
-            (f"{sized(after.low_bytes)} in 16 bits", ""),
-            (f"; {changed} than written", "cast"),
-            (
-                f", which make {sized(abs(bytes_added))} {'more' if bytes_added >= 0 else 'less'}",
-                "",
-            ),
-            (f"; {self.unread_casts} for derivatives of it alone" if self.unread_casts else "", ""),
-        ]
-        if self.swapped:
-            what = f"operands of {counted(self.swapped, 'product')} exchanged"
-            yield [(f"{what}, for the transposes behind", "")]
-        if self.stored or self.crossed:
-            eight = self.crossed_on_8
-            borders = f"{counted(self.crossed - eight, 'value')} on 16 bits"
-            borders += f" and {eight} on 8 bits" if eight else ""
-            borders += " across borders"
-            stored = f"{counted(self.stored, 'result')} stored low"
-            yield [(f"{stored}, {borders}", "low")]
-        if self.kept_before or self.kept_after:
-            yield [
-                (f"kept for the backward pass: {sized(self.kept_after)}", ""),
-                (f" ({sized(self.kept_before)} as written)", "reason"),
-            ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,56 +65,102 @@ class Explanation:
     compiled: Compiled | None = None
     not_compiled: str = ""
 
-    def lines(self) -> list[Line]:
-        """Return the explanation as styled text."""
-        return list(self._lines())
+    def lines(self, *, all: bool = False) -> list[Line]:
+        """Return the explanation as styled text; `all` is as for `text`."""
+        title: Line = [(titled(self.name, self.policy, self.device), "where")]
+        head, *more = self.verdict.lines()
+        listing = [*more, *self._listing()] if all else []
+        lines = [head, [(self.verdict.saving(), "")], *self._remarks(all=all), *listing]
+        if not all:
+            last = "`.all` (or --all) lists all that is not in low precision, and why."
+            lines.append([(last, "reason")])
+        return [title, *([("  ", ""), *line] for line in lines)]
 
-    def _lines(self) -> Iterator[Line]:
-        yield [(titled(self.name, self.policy, self.device), "where")]
-        yield from ([("  ", ""), *line] for line in self.verdict.lines())
+    def _remarks(self, *, all: bool) -> Iterator[Line]:
+        """What to change, or if not `all` what weighs most of it, and what else is to be known."""
+        remedies, most = self._remedies(all=all), None if all else _REMEDIES
+        if not remedies:
+            all_low = "every matrix product runs in low precision"
+            why = "the others should keep their precision" if self.wide else all_low
+            why = f": {why}" if self.verdict.after.products else ""
+            yield [(f"There is nothing to change{why}.", "")]
+        for number, (text, sites) in enumerate(remedies[:most], 1):
+            yield [(f"{number}. ", ""), (text, "wide")]
+            if where := [_placed(site) for site in sites if site.source.file]:
+                yield [("   at ", ""), (listed(where, most or len(where)), "where")]
+        if not all and len(remedies) > _REMEDIES:
+            yield [(f"{len(remedies) - _REMEDIES} more such remarks are in `.all`.", "")]
+        for precision, reason, n in self.multiplied[:most]:
+            yield [(f"Matrix products, {n} in {precision}: ", ""), (reason, "reason")]
+        yield from ([(line, "")] for line in self.verdict.why_kept())
+        yield from compiled_lines(self.compiled, self.not_compiled)
+        yield from ([(f"Note: {note}", "reason")] for note in self.notes)
+
+    def _remedies(self, *, all: bool) -> list[tuple[str, list[Site]]]:
+        """What to change, and where: first rules that match nothing, then what weighs most."""
+        counts = Counter[tuple[str, str]]()
+        for wide in self.wide:
+            counts[wide.remedy, wide.reason] += wide.times
+        weights, places = dict[str, float](), dict[str, dict[Site, None]]()
+
+        def add(text: str, weight: float, site: Site) -> None:
+            weights[text] = weights.get(text, 0.0) + weight
+            places.setdefault(text, {})[site] = None
+
+        for w in self.wide:
+            n = counts[w.remedy, w.reason]
+            products = f"{counted(n, 'matrix product')} {are(n)} not in low precision"
+            text = f"{w.remedy}: {products} ({w.reason})"
+            if not w.remedy.startswith("nothing"):
+                add(text, w.flops, w.site)
+        for item, n in self.advice:
+            # A scalar, as in an optimizer's step, costs nothing in any format.
+            if all or item.weight >= CACHE_LINE:
+                add(item.text, item.weight * n, item.site)
+        unused = (f"correct or remove {rule}: it matches no equation" for rule in self.unmatched)
+        rules: list[tuple[str, list[Site]]] = [(text, []) for text in unused]
+        order = sorted(weights, key=lambda text: -weights[text])
+        return [*rules, *((text, list(places[text])) for text in order)]
+
+    @property
+    def all(self) -> str:
+        """All figures, each equation that stays in float32, and all advice, as text."""
+        return self.text(all=True)
+
+    def _listing(self) -> Iterator[Line]:
+        """All that is not in low precision, and why."""
+        last = None
         if self.wide:
-            yield [("products left wide", "frame")]
-        for wide, is_first in _by_line(self.wide, lambda wide: wide.source):
-            if is_first:
-                yield [("  ", ""), *heading(wide.source)]
+            yield [(_WIDE, "frame")]
+        for wide in self.wide:  # those of a site stand together
+            if wide.site != last:
+                yield [("  ", ""), *heading(wide.site.source, wide.site.module)]
+            last = wide.site
             times = f" ({wide.times} times)" if wide.times > 1 else ""
-            scope = f" in {wide.scope}" if wide.scope else ""
+            scope = f" in {wide.scope}" if wide.scope and not wide.site.module else ""
             yield [(f"    {wide.what}{scope}{times}: ", ""), (wide.reason, "wide")]
             yield [(f"      to change it: {wide.remedy}", "reason")]
-        if self.multiplied:
-            yield [("how products are multiplied", "frame")]
-        for precision, reason, n in self.multiplied:
-            yield [(f"  {n} in {precision}: ", ""), (reason, "reason")]
         if self.others:
-            yield [("all else that stays as written", "frame")]
+            yield [(_OTHERS, "frame")]
         for kind, reason, n in self.others:
             yield [(f"  {n} {kind.replace('_', ' ')}: ", ""), (reason, "reason")]
-        yield from self._closing()
 
-    def _closing(self) -> Iterator[Line]:
-        """What is no table: the compiler's figures, rules that match nothing, notes and advice."""
-        yield from compiled_lines(self.compiled, self.not_compiled)
-        if self.unmatched:
-            yield [("rules that matched no equation", "frame")]
-        yield from ([(f"  {rule}", "wide")] for rule in self.unmatched)
-        if self.notes:
-            yield [("notes", "frame")]
-        yield from ([(f"  {note}", "")] for note in self.notes)
-        if self.advice:
-            yield [("advice", "frame")]
-        for (item, n), is_first in _by_line(self.advice, lambda entry: entry[0].source):
-            if is_first:
-                yield [("  ", ""), *heading(item.source)]
-            yield [(f"    {item.text}{f' ({n} times)' if n > 1 else ''}", "")]
+    def text(self, *, color: bool | None = None, all: bool = False) -> str:
+        """Return the explanation as text.
 
-    def text(self, *, color: bool | None = None) -> str:
-        """Return the explanation as text; `color` is as for `Inspection.diff`."""
-        return rendered(self.lines(), color)
+        Args:
+            color: as for `Inspection.diff`.
+            all: whether to list every equation that stays in float32 and all advice. Otherwise the
+                text has the verdict, what is saved, and the three remedies that weigh most.
+        """
+        return rendered(self.lines(all=all), color)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation as JSON values."""
         fields = dataclasses.asdict(self)
         fields["verdict"]["low_flops"] = self.verdict.after.low_flops
+        for wide in fields["wide"]:
+            del wide["site"]
         fields["advice"] = [
             {"source": dataclasses.asdict(item.source), "text": item.text, "times": n}
             for item, n in self.advice
@@ -199,9 +173,22 @@ class Explanation:
     def _repr_html_(self) -> str:
         verdict = self.verdict
         title, flops = titled(self.name, self.policy, self.device), verdict.after.flops
-        rest = list(self._closing())
+        rest = list(self._remarks(all=True))
         others = (*self.multiplied, *self.others)
-        return explanation_page(title, flops, list(verdict.lines()), self.wide, others, rest)
+        facts = [*verdict.lines(), [(verdict.saving(), "")]]
+        return explanation_page(title, flops, facts, self.wide, others, rest)
+
+
+_REMEDIES, _PLACES = 3, 3
+"""The most remedies in brief, and the most places that are named for each."""
+_WIDE = "matrix products that are not in low precision"
+_OTHERS = "everything else that stays as written"
+
+
+def _placed(site: Site) -> str:
+    """A site in few words, as "block.up (model.py:27)"."""
+    place = shown_source(site.source)
+    return f"{site.module} ({place})" if site.module else place
 
 
 def explained(
@@ -209,6 +196,7 @@ def explained(
     plan: Plan,
     after: Any,
     decided: dict[int, Decision],
+    sites: dict[int, Site],
     name: str,
     policy: str,
     device: str,
@@ -220,11 +208,13 @@ def explained(
         plan: its plan, made by `inspect`.
         after: the rewritten jaxpr.
         decided: the decision for each equation of the graph, by the equation's identity.
+        sites: where you find each equation, by its identity.
         name: the function's.
         policy: the policy's.
         device: what the program is planned for; "" for a CPU.
     """
     plan_rows, before = list(rows(plan)), graph.root.jaxpr
+    works = work_of(before), work_of(after)
     wide = tuple(_wide(plan_rows))
     products = (r.decision for r in _lowered(plan_rows) if r.decision.kind is OpKind.COMPUTE)
     stored = [row.decision for row in plan_rows if row.decision.stores_low]
@@ -245,13 +235,17 @@ def explained(
             sum(value.bits == 8 for row in plan_rows for value in row.info.crossed),
             kept_bytes(before),
             kept_bytes(after),
+            plan.kept_wide,
+            works[0].nbytes,
+            works[1].nbytes,
+            relative_time(*works, device),
         ),
         wide,
         tuple(_multiplied(plan_rows)),
         tuple(_others(plan_rows)),
         tuple(map(repr, plan.unmatched)),
         (*plan.notes, *_costs(plan), *_assumptions(plan_rows)),
-        tuple(advice(graph, decided)),
+        tuple(advice(graph, decided, sites)),
     )
 
 
@@ -260,15 +254,6 @@ def _unread_casts(after: Any) -> int:
     return sum(
         ir.cast_formats(graph.eqns[row]) is not None for row in unread(graph).rows.nonzero()[0]
     )
-
-
-def _by_line(items: Sequence[T], source: Callable[[T], Source]) -> Iterator[tuple[T, bool]]:
-    """The items in groups of equal source lines, each with whether it is the first of its group."""
-    lines: dict[Source, list[T]] = {}
-    for item in items:
-        lines.setdefault(source(item), []).append(item)
-    for there in lines.values():
-        yield from ((item, i == 0) for i, item in enumerate(there))
 
 
 def _costs(plan: Plan) -> Iterator[str]:
@@ -299,15 +284,19 @@ def _stays_wide(row: Row) -> bool:
 
 
 def _wide(found: list[Row]) -> Iterator[Wide]:
-    same: dict[tuple[Source, str, str, Reason], list[Row]] = {}
-    for row in filter(_stays_wide, found):
-        key = row.info.source, alike(row.scope), row.info.signature, row.decision.reason
+    wide = list(filter(_stays_wide, found))
+    sites = listed_sites(row.info.site for row in wide)
+    same: dict[tuple[Site, str, str, Reason], list[Row]] = {}
+    order = {site: i for i, site in enumerate(dict.fromkeys(sites.values()))}
+    for row in sorted(wide, key=lambda row: order[sites[row.info.site]]):
+        key = sites[row.info.site], alike(row.scope), row.info.signature, row.decision.reason
         same.setdefault(key, []).append(row)
-    for (source, shared, what, reason), items in same.items():
+    for (site, shared, what, reason), items in same.items():
         scope = items[0].scope if len({row.scope for row in items}) == 1 else shared
         remedy = _of_parameters(items[0]) or reason.of_compute.remedy()
         flops = sum(row.calls * row.info.flops for row in items)
-        yield Wide(source, scope, what, str(reason), remedy, len(items), flops)
+        source = items[0].info.source
+        yield Wide(source, scope, what, str(reason), remedy, len(items), flops, site)
 
 
 def _of_parameters(row: Row) -> str:

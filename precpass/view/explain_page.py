@@ -48,7 +48,7 @@ def _wide(wide: Sequence[Wide], total: float) -> str:
     entries = [
         Entry(
             [
-                Cell(heading(w.source), f"{w.source.file}:{w.source.line:06d}"),
+                Cell(heading(w.site.source, w.site.module), f"{w.source.file}:{w.source.line:06d}"),
                 Cell([(f"{w.what}{f' in {w.scope}' if w.scope else ''}", "")], w.what),
                 Cell([(str(w.times), "")], float(w.times)),
                 Cell([(f"{w.flops / total:.1%}", "")], w.flops, w.flops / total),
@@ -59,9 +59,16 @@ def _wide(wide: Sequence[Wide], total: float) -> str:
         )
         for w in sorted(wide, key=lambda w: -w.flops)
     ]
-    heads = ["line", "product", "times", "FLOPs", "why it is wide", "to change it"]
+    heads = ["line", "product", "times", "FLOPs", "why", "to change it"]
     reasons = list(dict.fromkeys(w.reason for w in wide))
-    return sheet(heads, entries, groups=reasons, sorted_by=3, wide=5, caption="products left wide")
+    return sheet(
+        heads,
+        entries,
+        groups=reasons,
+        sorted_by=3,
+        wide=5,
+        caption="matrix products that are not in low precision",
+    )
 
 
 def _others(others: Sequence[tuple[str, str, int]]) -> str:
@@ -83,5 +90,5 @@ def _others(others: Sequence[tuple[str, str, int]]) -> str:
         groups=kinds,
         sorted_by=0,
         wide=2,
-        caption="all else that stays as written",
+        caption="everything else that stays as written",
     )

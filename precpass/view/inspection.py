@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
-from precpass.plan.eqn_info import EqnInfo
+from precpass.plan.eqn_info import EqnInfo, Site
 from precpass.plan.plan import Decision, Plan
 from precpass.policy.policy import PrecisionPolicy
 from precpass.view.bookkeeping import without_bookkeeping
@@ -123,7 +123,7 @@ class Inspection:
         """
         check_level(level)
         if level == "jaxpr":
-            return rendered(self._unified(bookkeeping), color)
+            return rendered(self._unified(bookkeeping), color, wraps=False)
         if bookkeeping:
             raise ValueError(
                 f"level {level!r} has no bookkeeping to show: give level='jaxpr', or leave "
@@ -145,11 +145,15 @@ class Inspection:
     def explain(self) -> Explanation:
         """Return an `Explanation`: figures, what stays in float32 and why, how to change that."""
         decided: dict[int, Decision] = {}
-        for eqn, decision, _ in self.decisions():
+        sites: dict[int, Site] = {}
+        for eqn, decision, info in _paired(self.before, self.plan, set()):
             decided.setdefault(id(eqn), decision)
+            sites.setdefault(id(eqn), info.site)
         name = self.name or "program"
         policy, device = self.policy_name, self.device
-        explanation = explained(self._graph, self.plan, self.after, decided, name, policy, device)
+        explanation = explained(
+            self._graph, self.plan, self.after, decided, sites, name, policy, device
+        )
         return dataclasses.replace(
             explanation, compiled=self.compiled, not_compiled=self.not_compiled
         )
@@ -218,7 +222,8 @@ class Inspection:
 
     def _unified(self, bookkeeping: bool = False) -> list[Line]:
         before, after = self._listings(bookkeeping)
-        name = self.name or "program"
+        # As the name of a file: that of the function, without those of JAX's transforms.
+        name = (self.name or "program").rpartition("(")[2].rstrip(")")
         heads = f"a/{name}", f"b/{name}"
         lines = unified(before, after, heads)
         styles = {"+": "added", "-": "removed", "@": "hunk"}
@@ -238,7 +243,7 @@ class Inspection:
         if len(jaxprs) > _SHOWN:
             left = f"... and {len(jaxprs) - _SHOWN} more lines: .diff('jaxpr') has them all"
             jaxprs[_SHOWN:] = [[(left, "reason")]]
-        more = [("explanation", self.explain().lines()), ("jaxprs", jaxprs)]
+        more = [("explanation", self.explain().lines(all=True)), ("jaxprs", jaxprs)]
         return inspection_page(self.plan, name, more, self.draw(graphviz=False).svg)
 
     def __str__(self) -> str:

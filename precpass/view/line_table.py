@@ -1,4 +1,4 @@
-"""The source lines of a program as a table: what of each is low, what stays wide, and its size."""
+"""The source lines of a program as a table: what runs in low precision, and its size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from precpass.view.text import heading
 
 __all__ = ["line_table", "summary"]
 
-_WIDE, _LOW, _CAST, _SAME = "products left wide", "lowered", "with casts", "as written"
+_WIDE, _LOW, _CAST, _SAME = "products in float32", "in low precision", "with casts", "as written"
 
 
 @dataclasses.dataclass
@@ -62,15 +62,15 @@ def summary(plan: Plan) -> str:
     for row in rows(plan):
         whole.add(row)
     parts = [
-        ("low", whole.flops - whole.wide_flops, "low"),
-        ("left wide", whole.wide_flops, "wide"),
+        ("low precision", whole.flops - whole.wide_flops, "low"),
+        ("float32", whole.wide_flops, "wide"),
     ]
     shown = [
-        [(f"{whole.low} of {counted(whole.products, 'product')} low", "low")],
+        [(f"{whole.low} of {counted(whole.products, 'matrix product')} in low precision", "low")],
         [(f"{counted(whole.casts, 'cast')} inserted", "cast")],
     ]
     if whole.stored:
-        shown.append([(f"{counted(whole.stored, 'equation')} stored low", "low")])
+        shown.append([(f"{counted(whole.stored, 'equation')} stored in 16 bits", "low")])
     return bar(parts, f"of {_flops(whole.flops)} of products") + facts(shown)
 
 
@@ -80,14 +80,14 @@ def _flops(n: float) -> str:
 
 
 def line_table(plan: Plan) -> str:
-    """The lines of a plan's program, those with the most FLOPs left wide first."""
+    """The lines of a plan's program, those with the most FLOPs in float32 first."""
     lines: dict[Source, _OfLine] = {}
     for row in rows(plan):
         lines.setdefault(row.info.source, _OfLine()).add(row)
     flops = sum(of.flops for of in lines.values()) or 1.0
     moved = sum(of.moved for of in lines.values()) or 1.0
     order = sorted(lines.items(), key=lambda entry: (-entry[1].wide_flops, -entry[1].moved))
-    heads = ["line", "FLOPs", "bytes", "low", "casts", "why products are wide"]
+    heads = ["line", "FLOPs", "bytes", "low", "casts", "why products are in float32"]
     entries = [_entry(source, of, flops, moved) for source, of in order]
     return sheet(heads, entries, groups=[_WIDE, _LOW, _CAST, _SAME])
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from precpass.analysis.sizes import NOMINAL_SIZE
 from precpass.jaxpr import Source
-from precpass.plan.eqn_info import EqnInfo
+from precpass.plan.eqn_info import EqnInfo, Site
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.policy.scopes import clean_scope, is_backward, join_scopes
 from precpass.units import counted
 
-__all__ = ["CALLS", "Frame", "Row", "alike", "frame_name", "paired_rows", "rows"]
+__all__ = ["CALLS", "Frame", "Row", "alike", "frame_name", "listed_sites", "paired_rows", "rows"]
 
 CALLS = frozenset(("jit", "closed_call", "core_call", "eval_jaxpr", "core_closed_call"))
 """Primitives that only call their body, once."""
@@ -28,6 +28,21 @@ def alike(scope: str) -> str:
         'encoder/layer_*'
     """
     return re.sub(r"\d+", "*", scope)
+
+
+def listed_sites(sites: Iterable[Site]) -> dict[Site, Site]:
+    """For each site its place in a list: modules that differ only in their numbers share one."""
+    together: dict[Site, dict[str, None]] = {}
+    sites = list(sites)
+    for site in sites:
+        together.setdefault(_alike_site(site), {})[site.module] = None
+    alone = {key: next(iter(modules)) for key, modules in together.items() if len(modules) == 1}
+    keys = {site: _alike_site(site) for site in sites}
+    return {site: site if key in alone else key for site, key in keys.items()}
+
+
+def _alike_site(site: Site) -> Site:
+    return site._replace(module=alike(site.module))
 
 
 class Frame(NamedTuple):

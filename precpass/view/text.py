@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import html
 import io
+import itertools
 import linecache
 import os
 import re
+import shutil
 import sys
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 
 from precpass.jaxpr import Source
 from precpass.view.style import CSS
@@ -26,6 +29,8 @@ __all__ = [
     "shown_source",
     "spans",
     "titled",
+    "width",
+    "wrapped",
 ]
 
 OFF = "switched off"
@@ -49,9 +54,55 @@ _STYLES = {
 """For each style its name in `rich`."""
 
 
+def width() -> int:
+    """The columns that a text may take: COLUMNS, or the terminal's, or 80."""
+    return shutil.get_terminal_size().columns
+
+
 def plain(lines: Iterable[Line]) -> str:
-    """The text without styles."""
+    """The text without styles, wrapped to the `width`."""
+    return _joined(part for line in lines for part in wrapped(line))
+
+
+def _joined(lines: Iterable[Line]) -> str:
     return "\n".join("".join(text for text, _ in line) for line in lines)
+
+
+def wrapped(line: Line) -> Iterator[Line]:
+    """The parts of a line that is longer than the `width`; those of styled lines are indented.
+
+    The user's code at the end of a line is shortened instead.
+    """
+    *before, (last, style) = line or [("", "")]
+    if style == "code" and (left := width() - sum(len(text) for text, _ in before)) < len(last):
+        line = [*before, (textwrap.shorten(last, max(left, 4), placeholder=" ..."), style)]
+    styled = [(char, style) for text, style in line for char in text]
+    indent = next((i for i, (char, _) in enumerate(styled) if char != " "), 0)
+    most = max(width(), 20)
+    margin = min(indent + 4, most // 2) if indent or len(line) > 1 else 0
+    while len(styled) > most:
+        text = "".join(char for char, _ in styled)
+        end = _end(text, most)
+        yield _pieces(styled[: len(text[:end].rstrip())])
+        more = len(text) - len(text[end:].lstrip())
+        styled = [(" ", "")] * margin + styled[more:]
+    yield _pieces(styled)
+
+
+def _end(text: str, most: int) -> int:
+    """Where a text is broken: at a space, or in a word that is too long behind one of its signs."""
+    start = len(text) - len(text.lstrip())
+    end = text.rfind(" ", start + 1, most + 1)
+    signs = [sign.end() for sign in _SIGN.finditer(text, start, most)]
+    return end if end > 0 else max(signs, default=most)
+
+
+_SIGN = re.compile(r"[/\\,;.([=|\-]")
+
+
+def _pieces(styled: Iterable[tuple[str, str]]) -> Line:
+    groups = itertools.groupby(styled, lambda piece: piece[1])
+    return [("".join(char for char, _ in chars), style) for style, chars in groups]
 
 
 def as_html(lines: Iterable[Line]) -> str:
@@ -77,23 +128,25 @@ def page(body: str) -> str:
     return f'<div class="precpass"><style>{CSS}</style>{body}</div>'
 
 
-def rendered(lines: Sequence[Line], color: bool | None) -> str:
+def rendered(lines: Iterable[Line], color: bool | None, *, wraps: bool = True) -> str:
     """The lines as text, with or without a terminal's colours.
 
     Args:
         lines: the lines.
         color: whether to use colours; None uses them if standard output is a terminal and
             NO_COLOR is not set.
+        wraps: whether lines are wrapped to the `width`; those of a patch are not.
     """
+    lines = [part for line in lines for part in (wrapped(line) if wraps else (line,))]
     if color is False:
-        return plain(lines)
+        return _joined(lines)
     from rich.console import Console  # takes a tenth of the package's import time
     from rich.text import Text
 
     if color is None:
         console = Console()
         if not console.is_terminal or console.no_color:
-            return plain(lines)
+            return _joined(lines)
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, color_system="standard", no_color=False)
     for line in lines:
@@ -102,11 +155,12 @@ def rendered(lines: Sequence[Line], color: bool | None) -> str:
     return out.getvalue().removesuffix("\n")
 
 
-def heading(source: Source) -> Line:
-    """The heading for a line of the user's code: its place and its text."""
+def heading(source: Source, module: str = "") -> Line:
+    """The heading for a line of the user's code: the module that it calls, its place, its text."""
     text = linecache.getline(source.file, source.line).strip() if source.file else ""
     named = f"{shown_source(source)} {source.function}".rstrip()
-    return [(named, "where"), ("  ", ""), (text, "code")] if text else [(named, "where")]
+    head = [(module, "frame"), ("  ", "")] if module else []
+    return [*head, (named, "where"), *([("  ", ""), (text, "code")] if text else [])]
 
 
 def shown_source(source: Source) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from precpass.jaxpr import Source
+from precpass.plan.eqn_info import Site
 
 __all__ = ["Wide"]
 
@@ -21,6 +22,7 @@ class Wide:
         remedy: how to change it.
         times: the number of equations.
         flops: the floating-point operations of all of them in one run.
+        site: where you find them: their module, and the line that calls it.
     """
 
     source: Source
@@ -29,4 +31,5 @@ class Wide:
     reason: str
     remedy: str
     times: int
-    flops: float = 0.0
+    flops: float
+    site: Site

@@ -59,7 +59,7 @@ def test_an_option_of_the_function_comes_before_the_policys(clock: Clock):
         assert low(pp.auto_mixed(mlp, policy="AutoMixedBf16")) == 3
     with pp.use_policy(None):
         assert low(mixed) == 0
-    assert "0 of 3 products low" in pp.explain(mlp, profitability="measured")(*args).text()
+    assert "0 of 3 matrix products run" in pp.explain(mlp, profitability="measured")(*args).text()
 
 
 def test_a_call_runs_as_it_was_planned(clock: Clock):
@@ -162,7 +162,7 @@ def test_on_the_command_line(clock: Clock, tmp_path: Path, monkeypatch, capsys):
     assert main([*command, "--profitability", "measured"]) == 0
     assert "does not pay here: 20 us in bf16, 10 us in f32" in capsys.readouterr().out
     assert main(command) == 0
-    assert "1 of 1 products low" in capsys.readouterr().out
+    assert "1 of 1 matrix product runs" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         main([*command, "--profitability", "never"])
     assert ended.value.code == 2

@@ -166,7 +166,7 @@ def test_a_saved_plan_is_a_row_of_compare(model, capsys):
 def test_a_saved_plan_is_followed(model, capsys):
     given = ["a_model.py:loss", "--args", SHAPES]
     assert ran(capsys, "lock", *given, "--policy", "AlwaysF32", "-o", "wide.json")[0] == 0
-    for name, says in (("explain", "0 of 1 products low"), ("diff", "0 of ")):
+    for name, says in (("explain", "0 of 1 matrix product runs in low"), ("diff", "0 of ")):
         status, out, _ = ran(capsys, name, *given, "--plan", "wide.json")
         assert status == 0 and says in out, out
     assert ran(capsys, "check", *given, "--plan", "wide.json")[0] == 1

@@ -231,7 +231,7 @@ def test_static_arguments_are_named(model, capsys):
     status, _, err = ran(capsys, "explain", *given)
     assert status == 3 and "for _ in range(n)" in err and "is named by --static NAME" in err
     status, out, _ = ran(capsys, "explain", *given, "--static", "n")
-    assert status == 0 and "3 of 3 products low" in out
+    assert status == 0 and "3 of 3 matrix products run in bfloat16" in out
     more = ["--static", "n", "--expect", "dot_general=bf16*3"]
     assert ran(capsys, "check", *given, *more)[0] == 0
     status, _, err = ran(capsys, "explain", *given, "--static", "m")
@@ -324,7 +324,7 @@ def layers(ws, x):
 def test_targets_and_arguments_of_all_kinds(name, more, products, model, capsys):
     (model.parent / "objects.py").write_text(OBJECTS)
     status, out, _ = ran(capsys, "explain", f"objects.py:{name}", *more)
-    assert status == 0 and f"{products} of {products} products low" in out
+    assert status == 0 and f"{products} of {products} matrix product" in out
 
 
 def test_attributes_that_are_none_or_raise(model, capsys):
@@ -359,7 +359,7 @@ def test_a_file_of_a_package_has_its_relative_imports(model, capsys):
     (folder / "model.py").write_text(text)
     for target in ("a_package/inner/model.py:f", "a_package.inner.model:f"):
         status, out, _ = ran(capsys, "explain", target, "--args", "f32[3,3]")
-        assert status == 0 and "1 of 1 products low" in out
+        assert status == 0 and "1 of 1 matrix product runs in bfloat16" in out
 
 
 # ---------------------------------------------------------------- arguments as text

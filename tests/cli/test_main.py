@@ -35,7 +35,7 @@ def test_the_exit_statuses_of_the_process(model):
     said = {name: (*one.communicate(), one.returncode) for name, one in started.items()}
     out, err, status = said["fine"]
     assert (status, err) == (0, "")
-    assert "2 of 2 products low" in out and "\x1b[" not in out
+    assert "2 of 2 matrix products run in bfloat16" in out and "\x1b[" not in out
     out, err, status = said["raised"]
     assert (status, out) == (3, "")
     assert 'KeyError: "the user\'s own"' in err and 'raise KeyError("the user\'s own")' in err

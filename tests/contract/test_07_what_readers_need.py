@@ -398,7 +398,7 @@ def test_the_reader_is_named():
     assert "its result becomes whole numbers at test_07_what_readers_need.py:" in text_of(
         look(fn, pp.AutoMixedBf16, *args)
     )
-    assert "order it low by a Rule or a keep region" in str(pp.explain(fn)(*args))
+    assert "to lower it, add a Rule or a keep region" in str(pp.explain(fn)(*args))
 
 
 # ---------------------------------------------------------------- what stays low

@@ -54,7 +54,7 @@ def test_calls_of_every_kind():
 def test_names_and_lines():
     module = Module.parse(WITH_TABLES)
     low = module.computations["fused.1"].by_name["low.1"]
-    assert (low.op_name, low.file, low.function, low.line) == (
+    assert (low.op_name, *low.calls[0]) == (
         *("jit(f)/convert", "/home/me/c.py", "f.<locals>.body"),
         17,
     )

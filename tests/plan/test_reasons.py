@@ -169,7 +169,7 @@ def test_a_product_that_is_left_wide_is_explained_with_its_remedy(name, tmp_path
     with pp.use_policy(None if policy is None else pp.AutoMixed):
         found = pp.explain(fn, policy)(X, W)
     assert {wide.remedy for wide in found.wide} == {reason.remedy}
-    assert f"to change it: {reason.remedy}" in found.text()
+    assert f"to change it: {reason.remedy}" in found.all
 
 
 # ---------------------------------------------------------------- the user's words in a reason

@@ -306,11 +306,11 @@ def test_on_a_mesh(axes):
 def test_the_diff_the_listing_and_the_explanation_say_so():
     found = pp.inspect(jax.grad(loss), policy("f8e4m3"))(WS, X)
     lines = str(found.diff()).splitlines()
-    assert any("1 result crosses on 8 bits (f8e4m3[3,16,32])" in line for line in lines)
-    assert any("2 operands cross on 8 bits" in line for line in lines)
+    assert any("1 result is passed in 8 bits (f8e4m3[3,16,32])" in line for line in lines)
+    assert any("2 operands are passed in 8 bits" in line for line in lines)
     assert "f8e4m3[3,16,32]" in str(found.listing())
     assert "uint8" not in str(found.listing())
-    assert "0 values on 16 bits and 4 on 8 bits across borders" in str(found.explain())
+    assert "0 values in 16 bits and 4 in 8 bits kept across function" in found.explain().all
 
 
 def test_a_policy_of_16_bits_has_none():

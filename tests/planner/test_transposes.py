@@ -237,7 +237,7 @@ def test_diff_explain_and_json_name_it():
     text = found.diff(color=False)
     assert "in bf16, accumulated in f32, operands exchanged" in text
     assert re.search(r"transpose .*: left out .*order of its result .*exchanged operands", text)
-    assert "operands of 1 product exchanged" in found.explain().text(color=False)
+    assert "1 matrix product with exchanged operands" in found.explain().all
     from precpass.view.diff import changes
 
     actions = {c["primitive"]: (c["action"], c["swapped"]) for c in changes(found.plan)}

@@ -391,7 +391,7 @@ def test_what_is_shown_has_the_name_as_it_was_written():
     drawn = Graph.build(found.before).to_networkx()
     shown = [
         *(str(node.get("scope")) for _, node in drawn.nodes.data()),
-        str(pp.explain(fn, pp.AutoMixedBf16.with_rules(pp.Rule(scope="*", precision="f32")))(x, w)),
+        pp.explain(fn, pp.AutoMixedBf16.with_rules(pp.Rule(scope="*", precision="f32")))(x, w).all,
         str(pp.monitor(fn)(x, w)[1].summary()),
         str(found.diff()),
     ]

@@ -121,7 +121,7 @@ def test_the_picture_and_the_page_are_well_formed(name):
     root = ET.fromstring(found.draw(graphviz=False).svg)
     assert float(root.get("height")) < 4000
     tree = Tree(found._repr_html_())
-    assert "products low" in tree.text
+    assert "in low precision" in tree.text
 
 
 @each

@@ -55,13 +55,13 @@ def test_a_product_that_is_wide_again_fails_with_its_line_and_reason():
     operands = "f32[8,8] f32[8,8] in net/body"
     assert what.startswith(f"  dot_general {operands}: in f32, not bf16 as 'net' asks")
     assert "the user's order" in what
-    assert how == "    to change it: leave the order out, or make it by a Rule"
+    assert how == "    to change it: leave the precision out, or set it by a Rule"
 
 
 def test_what_is_low_and_was_to_be_wide_is_kept_wide(tmp_path):
     path = tmp_path / "model.precision.json"
     pp.inspect(model, pp.AlwaysF32)(X, W).plan.save(path)
-    how = "to change it: leave it as it was written by keep('f32'), or order another precision"
+    how = "to change it: leave it as it was written by keep('f32'), or set another precision"
     for fails in (
         lambda: assert_precision(model, (X, W), {"dot_general": "f32"}),
         lambda: assert_precision(model, (X, W), {"dot_general": {"bf16": 1, "f32": 1}}),

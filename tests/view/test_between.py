@@ -67,7 +67,7 @@ def test_what_both_policies_lower_is_told_apart_by_its_format():
     plans = [pp.inspect(scanned, p)(X, W).plan for p in ("AutoMixed", "AutoMixedBf16")]
     lines = pp.report.between(*plans).splitlines()
     assert sum("in f16, accumulated in f32 | in bf16, accumulated in f32" in x for x in lines) == 2
-    assert "1 operand crosses on 16 bits too (f16[8,8]), cast once outside | " in lines[1]
+    assert "1 operand is passed in 16 bits too (f16[8,8]), cast once outside | " in lines[1]
     assert lines[2].startswith("scan, 3 trips")
     assert lines[-1].endswith(", and 1 that is entered")
     lines = pp.report.between(*plans, level="lines").splitlines()

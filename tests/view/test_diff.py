@@ -285,7 +285,7 @@ def test_the_whole_text_of_a_small_program():
 {file}:{line + 2} two  h = jnp.tanh(x @ w)
   {change}
 {file}:{line + 3} two  {scan}
-  scan f32[8,8] f32[8,8] -> f32[8,8]: 1 operand crosses on 16 bits too (bf16[8,8]), cast once \
+  scan f32[8,8] f32[8,8] -> f32[8,8]: 1 operand is passed in 16 bits too (bf16[8,8]), cast once \
 outside  [entered]
 scan, 3 trips  {file}:{line + 3} two  {scan}
   {file}:{line + 3} <lambda>  {scan}
@@ -307,7 +307,7 @@ def test_one_line_per_source_line():
     # what of tanh is kept for the backward pass is another equation by JAX's version
     assert re.search(r"\w+ stays in f32, stored in bf16", per_line[0])
     assert re.match(
-        r"  scan: 2 operands cross on 16 bits too \(bf16\[8,8\] \(x2\)\), cast", lines[1]
+        r"  scan: 2 operands are passed in 16 bits too \(bf16\[8,8\] \(x2\)\), cast", lines[1]
     )
 
 

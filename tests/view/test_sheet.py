@@ -65,7 +65,7 @@ def test_the_title_of_a_table_stands_above_the_buttons_that_filter_it(pages):
     form = parsed(pages["explain"]).findall(".//form")[-1]
     kinds = [child.get("class") or child.tag for child in form]
     assert kinds == ["title", "filters", "table"]
-    assert content(form[0]) == "all else that stays as written"
+    assert content(form[0]) == "everything else that stays as written"
 
 
 @each_page

@@ -9,7 +9,7 @@ import pytest
 
 import precpass as pp
 from precpass.jaxpr import Source
-from precpass.view.text import rendered, shown_path, shown_source
+from precpass.view.text import plain, rendered, shown_path, shown_source
 from tests.support.values import f32
 
 CELL = os.path.join(os.sep, "somewhere", "ipykernel_71", "123.py")
@@ -77,7 +77,7 @@ def test_one_of_a_thing_is_no_plural():
     assert found.diff().endswith("; 2 casts inserted")
     one = pp.inspect(lambda x: x @ x)(f32(8, 8))
     assert one.diff().endswith("; 1 cast inserted")
-    assert "1 cast more than written" in one.explain().text()
+    assert "1 cast more than written" in one.explain().all
     assert "1 equation lowered" in repr(one.plan)
     assert "1 cast inserted" in one.draw(graphviz=False).svg
 
@@ -87,3 +87,17 @@ def test_an_equation_without_operands_has_a_signature():
     found = {info.primitive: info.signature for info in plan.eqn_infos}
     assert found["iota"] == "iota -> int32[8]"
     assert found["dot_general"] == "dot_general f32[8,8] f32[8,8] -> f32[8,8]"
+
+
+@pytest.mark.parametrize("columns", [30, 40, 80])
+def test_a_long_line_is_wrapped_between_words(monkeypatch: pytest.MonkeyPatch, columns: int):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    prose = " ".join(["precision"] * 20)
+    lines = plain([[(prose, "")], [("  ", ""), (prose, "wide")]]).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert {word for line in lines for word in line.split()} == {"precision"}
+    assert {len(line) - len(line.lstrip()) for line in lines} == {0, 2, 6}
+    # a word that does not fit is broken behind one of its signs
+    path = "/".join(["folder"] * 20)
+    parts = plain([[(path, "")]]).splitlines()
+    assert "".join(parts) == path and all(part.startswith("folder") for part in parts)

@@ -15,7 +15,7 @@ from precpass.numerics.monitor.figures import MOST, NEVER, Figures, joined, none
 from precpass.numerics.monitor.health_page import health_page
 from precpass.numerics.monitor.seen import Seen
 from precpass.units import counted
-from precpass.view.text import as_html, page
+from precpass.view.text import as_html, page, plain
 
 __all__ = ["Health", "Seen"]
 
@@ -128,7 +128,7 @@ class Health:
         lines += _extremes(seen)
         if unreached := sum(not s.runs for s in seen):
             lines.append(f"not reached: {counted(unreached, 'equation')}")
-        return "\n".join(lines)
+        return plain([(line, "")] for line in lines)
 
     def _calls(self) -> str:
         calls, looked = (int(np.sum(jax.device_get(x))) for x in (self.calls, self.looked))

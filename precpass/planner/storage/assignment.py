@@ -35,7 +35,7 @@ from precpass.planner.storage.eligibility import Eligibility
 from precpass.planner.storage.energy import NOMINAL, Candidate, StorageEnergy
 from precpass.planner.storage.readers import Readers
 from precpass.planner.storage.value_classes import StorageClass, StorageClasses
-from precpass.planner.storage.vetoes import may_store
+from precpass.planner.storage.vetoes import why_not_stored
 from precpass.planner.storage.written import only_picks, recomputed_on_tpu, written_by_fusions
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import COMPUTING
@@ -78,7 +78,11 @@ def assign_storage(
         # storage of all values is assigned anew, now that these products stay in float32.
         plan = assignment.with_products_wide()
         assignment = _Assignment(plan, analysis, requests, pricing, low, writes_on, platform)
-    return assignment.with_storage()
+    return assignment.with_reasons(assignment.with_storage())
+
+
+_SAVED = "kept", "stacked"
+"""The kinds of places in which a forward pass saves values, those of a loop in a stack."""
 
 
 class _Assignment:
@@ -123,6 +127,7 @@ class _Assignment:
         self.classes = StorageClasses(
             self.graph, self._crosses, self.reads_low, written=written, splits_stacks=on_gpu
         )
+        self._why_not_stored = dict[int, str]()
         candidates = self._candidates(pricing)
         device = pricing.device or NOMINAL
         self._energy = StorageEnergy(self.graph, self.classes, self._eligible(), candidates, device)
@@ -163,6 +168,17 @@ class _Assignment:
             return self._plan
         self._changed_rows = rounded | set(self._backward)
         return self._assigned(0, self._plan, BorderCopies())
+
+    def with_reasons(self, plan: Plan) -> Plan:
+        """The plan with why values that are saved for the backward pass stay in float32."""
+        found: dict[str, float] = {}
+        for values in self.classes.by_root.values():
+            kept = max((p.nbytes for p in values.places if p.kind in _SAVED), default=0.0)
+            if kept and id(values) not in self._rounded | self._crossing:
+                why = self._why_not_stored.get(id(values), "would take more time to cast")
+                found[why] = found.get(why, 0.0) + kept
+        kept_wide = tuple(sorted(found.items(), key=lambda item: -item[1]))
+        return dataclasses.replace(plan, kept_wide=kept_wide) if found else plan
 
     # ------------------------------------------------------------ what was planned
 
@@ -251,8 +267,16 @@ class _Assignment:
     def _eligible(self) -> list[StorageClass]:
         """The classes that may be rounded where they are defined."""
         adding, only_replaces = self._accumulated(), self.classes.only_replaces
-        eligible = (c for c in self.classes.by_root.values() if may_store(self._eligibility, c))
-        return [c for c in eligible if id(c) not in adding or only_replaces(c)]
+        eligible: list[StorageClass] = []
+        for values in self.classes.by_root.values():
+            why = why_not_stored(self._eligibility, values)
+            if why is None and id(values) in adding and not only_replaces(values):
+                why = "is added to in every trip of a loop"
+            if why is None:
+                eligible.append(values)
+            else:
+                self._why_not_stored[id(values)] = why
+        return eligible
 
     def _labels(self) -> Any:
         """The cheapest labels, or those that lower no product if these cost hardly more."""

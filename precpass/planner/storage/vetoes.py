@@ -24,15 +24,16 @@ from precpass.planner.storage.written import maker_of
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["CACHE_LINE", "VETOES", "Veto", "hands_on_or_scales_by_number", "may_store"]
+__all__ = ["CACHE_LINE", "VETOES", "Veto", "hands_on_or_scales_by_number", "why_not_stored"]
 
 CACHE_LINE = 64
 """The bytes of a cache line."""
 
 
-def may_store(program: Eligibility, values: StorageClass) -> bool:
-    """Whether a class of values may be stored low."""
-    return all(veto(program, values) is None for veto in VETOES)
+def why_not_stored(program: Eligibility, values: StorageClass) -> str | None:
+    """Why a class of values may not be stored low; None if it may."""
+    vetoes = (veto(program, values) for veto in VETOES)
+    return next((why for why in vetoes if why is not None), None)
 
 
 # ---------------------------------------------------------------- what the class is
@@ -73,7 +74,11 @@ def may_be_computed_again(program: Eligibility, values: StorageClass) -> str | N
     is_only_kept = {place.kind for place in values.places} == {"kept"}
     read = [(body, row) for body, rows in values.wide_readers.items() for row in rows]
     is_users = bool(read) and not any(program.is_backward(*at) for at in read)
-    return "may be computed again where it is read" if is_only_kept or is_users else None
+    return (
+        "need not be saved: XLA may compute it again where it is read"
+        if is_only_kept or is_users
+        else None
+    )
 
 
 def has_all_digits(program: Eligibility, values: StorageClass) -> str | None:
@@ -90,7 +95,11 @@ def has_all_digits(program: Eligibility, values: StorageClass) -> str | None:
         known = [not ir.is_literal(v) and v in following for v in numbers]
         # The operand of a pooling's derivative says where a window's largest element is.
         follows = follows and (all(known) if ir.picks_from_apart_windows(eqn) else any(known))
-    return None if follows else "has all of its digits"
+    return (
+        None
+        if follows
+        else "was not rounded by a matrix product before, so it has all of its digits"
+    )
 
 
 def is_needed_exactly(program: Eligibility, values: StorageClass) -> str | None:
@@ -119,7 +128,11 @@ def is_added_to(program: Eligibility, values: StorageClass) -> str | None:
         for row in rows
         if not program.is_backward(body, row)
     ) or (values.written and _is_added_to_behind(program, values))
-    return "is a sum that is added to" if is_added_to else None
+    return (
+        "is a sum to which more is added, so rounding would lose small terms"
+        if is_added_to
+        else None
+    )
 
 
 def _is_added_to_behind(program: Eligibility, values: StorageClass) -> bool:
@@ -185,9 +198,9 @@ def is_made_elsewhere(program: Eligibility, values: StorageClass) -> str | None:
             continue  # It is rounded where the loop stacks it, and not by an equation in the loop.
         is_inside = row in program.graph.children and row not in values.written
         if is_inside or program.in_sampler(row):
-            return "is made where nothing is rounded"
+            return "is made by an equation with a body of its own, or by a sampler"
         if not program.requests.may_store(maker_of(program.graph, row), program.low):
-            return "is to be wide by the policy"
+            return "stays in float32 by the policy"
         if ir.is_unreduced(program.graph.eqns[row].outvars[k].aval):
             return "is a sum of which each device holds one term"
     return None

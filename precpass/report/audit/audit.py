@@ -10,10 +10,11 @@ from typing import Any, ParamSpec
 
 import jax
 
+from precpass import jaxpr as ir
 from precpass.api import inspect, mixed_of
 from precpass.devices.detect import planned_for
 from precpass.devices.targets import abstract_on, check_places, target_of
-from precpass.jaxpr import Source, source_of
+from precpass.jaxpr import Source
 from precpass.jit.arguments import Declared
 from precpass.jit.region import configured
 from precpass.jit.staged import AtArguments, in_two_steps, owner_of
@@ -21,16 +22,17 @@ from precpass.measure import execute
 from precpass.measure.execute import Memory
 from precpass.measure.hlo import Module
 from precpass.measure.traffic import Traffic
+from precpass.plan.eqn_info import EqnInfo, Site
 from precpass.policy.policy import PolicyLike
 from precpass.policy.scopes import clean_scope, is_backward
 from precpass.policy.warned import quietly
 from precpass.report.audit.changes import changes
 from precpass.report.audit.matching import Change
-from precpass.units import counted
+from precpass.units import counted, listed
 from precpass.view.compiled import Compiled
 from precpass.view.inspection import Inspection
 from precpass.view.page import folded
-from precpass.view.rows import alike
+from precpass.view.rows import alike, listed_sites, rows
 from precpass.view.text import Line, as_html, heading, page, rendered
 
 __all__ = ["Audit", "Finding", "audit"]
@@ -52,6 +54,7 @@ class Finding:
         planned, compiled: the types as HLO writes them, with sizes.
         planned_dtype, compiled_dtype: the formats that differ, "bf16" or "f32".
         why: the consequence.
+        site: where you find it: the path of the flax or equinox module, and the line that calls it.
         reason: the plan's reason for this line's equation; "" if the plan has none (for an
             operation that JAX made from a scan), or several that cannot be told apart.
         times: how often it occurs.
@@ -66,12 +69,15 @@ class Finding:
     planned_dtype: str
     compiled_dtype: str
     why: str
+    site: Site
     reason: str = ""
     times: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values; the source as "file", "line" and "function"."""
-        return dataclasses.asdict(self)
+        fields = dataclasses.asdict(self)
+        del fields["site"]
+        return fields
 
     def __str__(self) -> str:
         scope = f" in {name}" if (name := clean_scope(self.scope)) else ""
@@ -141,11 +147,12 @@ class Audit:
         }
 
     def lines(self) -> list[Line]:
-        """Return the findings by source line, and the totals, as styled text."""
-        lines: list[Line] = []
-        for source, findings in self._by_line():
-            lines += [heading(source), *([("  ", ""), (str(f), "wide")] for f in findings)]
-        return [*lines, *([(text, "")] for text in (*self._compiled(), self._totals()))]
+        """Return the totals, and the findings by module and line, as styled text."""
+        lines: list[Line] = [[(self._totals(), "")]]
+        for site, findings in self._by_site():
+            lines.append(heading(site.source, site.module))
+            lines += ([("  ", ""), (str(f), "wide")] for f in findings)
+        return [*lines, *([(text, "")] for text in self._compiled())]
 
     def text(self, *, color: bool | None = None) -> str:
         """Return the findings as text; `color` is as for `Inspection.diff`."""
@@ -159,20 +166,26 @@ class Audit:
 
     def _repr_html_(self) -> str:
         parts = [
-            folded(heading(source), as_html([[(str(f), "wide")] for f in findings]), is_open=True)
-            for source, findings in self._by_line()
+            folded(
+                heading(site.source, site.module),
+                as_html([[(str(f), "wide")] for f in findings]),
+                is_open=True,
+            )
+            for site, findings in self._by_site()
         ]
-        closing = [[(text, "")] for text in (*self._compiled(), self._totals())]
-        return page("".join([*parts, as_html(closing)]))
+        around = [as_html([[(text, "")]]) for text in (self._totals(), *self._compiled())]
+        return page("".join([around[0], *parts, *around[1:]]))
 
-    def _by_line(self) -> Iterator[tuple[Source, list[Finding]]]:
+    def _by_site(self) -> Iterator[tuple[Site, list[Finding]]]:
         """The findings of each line; scopes that differ only in their numbers share a finding."""
-        lines: dict[Source, dict[Finding, list[Finding]]] = {}
+        sites = listed_sites(finding.site for finding in self.findings)
+        lines: dict[Site, dict[Finding, list[Finding]]] = {}
         for finding in self.findings:
-            shared = dataclasses.replace(finding, scope=alike(finding.scope), times=1)
-            lines.setdefault(finding.source, {}).setdefault(shared, []).append(finding)
-        for source, there in lines.items():
-            yield source, [_together(shared, findings) for shared, findings in there.items()]
+            site = sites[finding.site]
+            shared = dataclasses.replace(finding, scope=alike(finding.scope), site=site, times=1)
+            lines.setdefault(site, {}).setdefault(shared, []).append(finding)
+        for site, there in lines.items():
+            yield site, [_together(shared, findings) for shared, findings in there.items()]
 
     def _compiled(self) -> list[str]:
         """What the compiled program does; nothing for a CPU, where a program's time tells more."""
@@ -182,12 +195,12 @@ class Audit:
 
     def _totals(self) -> str:
         merged = f", {self.merged} merged, fused or without a name" if self.merged else ""
-        n = len(self.findings)
-        outcome = "no finding" if self.ok else counted(n, "finding")
+        outcome = "no finding" if self.ok else counted(len(self.findings), "finding")
         return (
-            f"{self.inspection.policy_name}, compiled by jax {jax.__version__} for "
-            f"{self.device_kind}: {self.as_planned} of {self.products} products as planned"
-            f"{merged}; {outcome}. XLA changes other things for other devices"
+            f"{self.inspection.policy_name}: {self.as_planned} of "
+            f"{counted(self.products, 'matrix product')} as planned{merged}; {outcome}. "
+            f"Compiled by jax {jax.__version__} for {self.device_kind}; XLA changes other things "
+            "for other devices."
         )
 
 
@@ -285,12 +298,15 @@ def _findings(found: tuple[Change, ...], inspection: Inspection) -> Iterator[Fin
     reasons: dict[tuple[str, int, str], dict[str, str]] = {}
     # For equations without a line, as in JAX's own jitted functions, the lines of the callers.
     callers: dict[str, set[Source]] = {}
-    for eqn, decision, source in inspection.decisions():
-        name = eqn.primitive.name
-        there = reasons.setdefault((source.file, source.line, name), {})
+    infos: list[EqnInfo] = []
+    for row in rows(inspection.plan):
+        info, decision = row.info, row.decision
+        there = reasons.setdefault((info.source.file, info.source.line, info.primitive), {})
         there[str(decision.reason)] = str(decision.compute or "")
-        if not source_of(eqn).file:
-            callers.setdefault(name, set()).add(source)
+        infos.append(info)
+        if not info.has_line:
+            callers.setdefault(info.primitive, set()).add(info.source)
+    modules = _modules(infos)
     counted: dict[Finding, int] = {}
     for change in found:
         scope, _, operation = _JITS.sub("", change.name).rpartition("/")
@@ -300,8 +316,7 @@ def _findings(found: tuple[Change, ...], inspection: Inspection) -> Iterator[Fin
         there = reasons.get((source.file, source.line, operation), {})
         fitting = [reason for reason, dtype in there.items() if dtype == change.planned_dtype]
         chosen = fitting or list(there)
-        # A line may hold several equations, and no reason is better than a wrong one.
-        reason = chosen[0] if len(chosen) == 1 else ""
+        line = ir.in_users_code(change.calls) or source
         finding = Finding(
             kind=change.kind,
             source=source,
@@ -312,11 +327,24 @@ def _findings(found: tuple[Change, ...], inspection: Inspection) -> Iterator[Fin
             planned_dtype=change.planned_dtype,
             compiled_dtype=change.compiled_dtype,
             why=change.why,
-            reason=reason,
+            site=Site(modules.get((source, line), ""), line),
+            # A line may hold several equations, and no reason is better than a wrong one.
+            reason=chosen[0] if len(chosen) == 1 else "",
         )
         counted[finding] = counted.get(finding, 0) + 1
     for finding, times in counted.items():
         yield dataclasses.replace(finding, times=times)
+
+
+def _modules(infos: Sequence[EqnInfo]) -> dict[tuple[Source, Source], str]:
+    """For two lines, where an equation is and where it is called from, the module around it."""
+    modules: dict[tuple[Source, Source], dict[str, None]] = {}
+    for info in infos:
+        modules.setdefault((info.source, info.site.source), {})[info.site.module] = None
+    return {
+        lines: listed(list(there if len(there) == 1 else dict.fromkeys(map(alike, there))), 3)
+        for lines, there in modules.items()
+    }
 
 
 _JITS = re.compile(r"^(?:jit\([^/]*\)/)+")

@@ -46,7 +46,7 @@ class Change:
         kind: "product widened", "product narrowed", "cast removed", "cast moved",
             "loop state widened", "buffer widened" or "collective widened".
         name: JAX's name stack and primitive.
-        source: the user's line.
+        calls: the user's line, and behind it those of its callers.
         planned, compiled: the types, as HLO writes them.
         planned_dtype, compiled_dtype: the element types that differ.
         why: the consequence, in a sentence.
@@ -54,12 +54,17 @@ class Change:
 
     kind: str
     name: str
-    source: ir.Source
+    calls: tuple[ir.Source, ...]
     planned: str
     compiled: str
     planned_dtype: str
     compiled_dtype: str
     why: str
+
+    @property
+    def source(self) -> ir.Source:
+        """The user's line."""
+        return self.calls[0] if self.calls else ir.Source()
 
 
 def change(
@@ -67,9 +72,11 @@ def change(
 ) -> Change:
     """A change of a planned instruction."""
     instruction = placed.instruction
-    function = instruction.function.rpartition(".")[2]
-    source = ir.Source(instruction.file, function, instruction.line)
-    return Change(kind, placed.name, source, str(planned), str(compiled), *dtypes, why)
+    calls = tuple(
+        ir.Source(file, function.rpartition(".")[2], line)
+        for file, function, line in instruction.calls
+    )
+    return Change(kind, placed.name, calls, str(planned), str(compiled), *dtypes, why)
 
 
 class Sides:

@@ -26,6 +26,7 @@ from precpass.report.compare.tables import (
     memory_figures,
     milliseconds,
     of_each_device,
+    printed,
     refusals,
     row_data,
     shares,
@@ -208,7 +209,7 @@ class Comparison:
 
     def __str__(self) -> str:
         closing = ["", self.conclusion] if self.conclusion else []
-        return "\n".join([self._title, "", *aligned(self._table()), "", *self._notes(), *closing])
+        return printed([self._title, "", *aligned(self._table()), "", *self._notes(), *closing])
 
     def _repr_html_(self) -> str:
         (head, *rows), best = self._table(), self._best()
@@ -362,7 +363,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("max ULP", lambda row: _ulp(row.errors.max_ulp)),
     ("SQNR dB", lambda row: _number(row.errors.sqnr, ".1f")),
     ("cosine", lambda row: _number(row.errors.cosine, ".6f")),
-    ("non-finite", lambda row: str(row.errors.nonfinite)),
+    ("non-finite", lambda row: str(row.errors.nonfinite or "")),
     ("integers off", lambda row: str(row.errors.differing or "")),
 )
 _ALWAYS = ("program", "products low", "rel. error")

@@ -21,6 +21,7 @@ from precpass.report.compare.tables import (
     memory_figures,
     milliseconds,
     of_each_device,
+    printed,
     refusals,
     row_data,
     shares,
@@ -162,7 +163,7 @@ class Profile:
         lines = [self._title, "", *aligned(self._measured())]
         if self.peaks:
             lines += ["", _ESTIMATED, "", *aligned(self._estimated())]
-        return "\n".join([*lines, "", *self.notes])
+        return printed([*lines, "", *self.notes])
 
     def _repr_html_(self) -> str:
         tables = [(self._title, self._measured())]

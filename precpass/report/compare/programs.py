@@ -15,7 +15,7 @@ from precpass.api import auto_mixed
 from precpass.devices.detect import planned_for
 from precpass.devices.targets import abstract_on, check_places
 from precpass.jit.arguments import Declared, copied, holds_static
-from precpass.jit.calls import name_of
+from precpass.jit.calls import name_of, shown_name
 from precpass.jit.mixed import Mixed
 from precpass.jit.nnx import has_nodes
 from precpass.measure.execute import (
@@ -126,7 +126,7 @@ def _name(entry: Any) -> str:
     if is_precision(entry):
         return str(Precision.parse(entry))
     if not isinstance(entry, PrecisionPolicy):
-        return name_of(entry)
+        return shown_name(entry)
     rules = len(entry.rules)
     return entry.title + (f" with {rules} rule{'s' * (rules > 1)}" if rules else "")
 
@@ -221,8 +221,8 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """The function's name."""
-        return name_of(self.fn.__wrapped__)
+        """The function's name, as it is written."""
+        return shown_name(self.fn.__wrapped__)
 
     def program(self, made: Made) -> Program:
         """The compiled program of a row."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from precpass.measure.execute import Memory, Timing
 from precpass.measure.traffic import Traffic
+from precpass.view.text import plain, width
 
 __all__ = [
     "TIMES",
@@ -21,6 +19,7 @@ __all__ = [
     "memory_figures",
     "milliseconds",
     "of_each_device",
+    "printed",
     "refusals",
     "row_data",
     "shares",
@@ -79,29 +78,27 @@ def row_data(row: Any) -> dict[str, Any]:
 def aligned(table: Sequence[tuple[str, ...]]) -> list[str]:
     """The lines of a table, headings first: names to the left, figures to the right.
 
-    On a terminal that is too narrow for it the columns go on below, beside the names again.
+    Columns for which the `width` does not suffice go on below, beside the names again.
     """
     names, *columns = zip(*table, strict=True)
-    room = _terminal_width()
     parts: list[list[tuple[str, ...]]] = [[]]
     taken = first = max(map(len, names))
     for column in columns:
-        width = 2 + max(map(len, column))
-        if parts[-1] and room is not None and taken + width > room:
+        wide = 2 + max(map(len, column))
+        if parts[-1] and taken + wide > width():
             parts.append([])
             taken = first
         parts[-1].append(column)
-        taken += width
+        taken += wide
     lines: list[str] = []
     for part in parts:
         lines += [""] * bool(lines) + _lines(names, part)
     return lines
 
 
-def _terminal_width() -> int | None:
-    if not os.environ.get("COLUMNS", "").isdecimal() and not sys.stdout.isatty():
-        return None
-    return shutil.get_terminal_size().columns
+def printed(lines: Iterable[str]) -> str:
+    """Lines as one text; those that are longer than the `width` are wrapped."""
+    return plain([(line, "")] for line in lines)
 
 
 def _lines(names: Sequence[str], columns: Sequence[Sequence[str]]) -> list[str]:

@@ -8,19 +8,15 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import BodyNode, Graph
 from precpass.policy.primitives import OpKind, op
-from precpass.policy.scopes import clean_scope, is_backward
+from precpass.view.layers import Around, Path, inside
 from precpass.view.rows import CALLS, alike, frame_name
 
 __all__ = ["Path", "Place", "folded", "places"]
-
-Path = tuple[str, ...]
-
-BACKWARD = "backward"
 
 _UNSEEN = CALLS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 """Equations with bodies that are no part of a path: what they call says where it is."""
@@ -56,14 +52,14 @@ class Place:
 
 def places(graph: Graph) -> list[Place]:
     """The place of each equation without bodies, in the order of execution."""
-    around: dict[int, _Around] = {}
+    around: dict[int, Around] = {}
     numbers: dict[Any, dict[Any, int]] = collections.defaultdict(dict)
     for node in graph.bodies:
         around[id(node)] = _around(node, around, numbers)
     found: list[Place] = []
     for row in _executed(graph):
         eqn, node = graph.eqns[row], graph.bodies[int(graph.body[row])]
-        path, made, in_layers = _inside(around[id(node)], eqn)
+        path, made, in_layers = inside(around[id(node)], eqn)
         shapes = tuple(getattr(v.aval, "shape", ()) for v in eqn.invars)
         source, name = graph.source(row), eqn.primitive.name
         found.append(Place(row, len(found), path, source, name, made, shapes, in_layers))
@@ -88,17 +84,9 @@ def _executed(graph: Graph) -> Iterable[int]:
             todo.append(itertools.chain.from_iterable(rows))
 
 
-class _Around(NamedTuple):
-    """What is around equations: a path, the calls, and how many parts at its end are layers."""
-
-    path: Path = ()
-    made: ir.Made = ir.Made()
-    in_layers: int = 0
-
-
 def _around(
-    node: BodyNode, around: dict[int, _Around], numbers: dict[Any, dict[Any, int]]
-) -> _Around:
+    node: BodyNode, around: dict[int, Around], numbers: dict[Any, dict[Any, int]]
+) -> Around:
     """What is around a body, that is, around the equation that enters it first.
 
     Args:
@@ -107,9 +95,9 @@ def _around(
         numbers: which of the loops and branches of one name in one place each is; it is added.
     """
     if node.caller is None or node.around is None:
-        return _Around()
+        return Around()
     eqn = node.caller
-    found = path, made, _ = _inside(around[id(node.around)], eqn)
+    found = path, made, _ = inside(around[id(node.around)], eqn)
     bodies = ir.bodies(eqn)
     body = next(b for b in bodies if ir.open_jaxpr(b.jaxpr) is ir.open_jaxpr(node.jaxpr))
     which = "" if len(bodies) == 1 else body.name
@@ -119,26 +107,8 @@ def _around(
         one_name = numbers[path, name]
         number = one_name.setdefault((made.calls, ir.source_of(eqn)), len(one_name) + 1)
         frame = frame_name(f"{name} {number}" if number > 1 else name, which, body.trips)
-        return _Around((*path, frame), made)
+        return Around((*path, frame), made)
     return found
-
-
-def _inside(around: _Around, eqn: Any) -> _Around:
-    """What is around an equation of a body."""
-    path, outer, in_layers = around
-    scope, made = ir.scope_of(eqn), ir.made_in(eqn)
-    known = len(outer.layers)
-    if made.layers[:known] != outer.layers or not made.key:
-        # JAX keeps the jaxpr of a function that it traced in another layer's call.
-        made = outer
-    layers = () if made.has_scopes else made.layers[known:]
-    backward = (BACKWARD,) if is_backward(scope) and BACKWARD not in path else ()
-    # einsum opens a scope with its own formula, and equinox one with the class of a layer.
-    parts = filter(None, clean_scope(scope).split("/"))
-    scopes = [part for part in parts if "->" not in part and not part.startswith("eqx.nn.")]
-    if backward or scopes:
-        in_layers = 0
-    return _Around((*path, *backward, *scopes, *layers), made, in_layers + len(layers))
 
 
 # ---------------------------------------------------------------- folding

@@ -1,0 +1,115 @@
+"""`Verdict`: what a policy changes in a program, in figures and in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from precpass.measure.counts import LOW_FORMATS, Counts
+from precpass.units import counted, sized
+from precpass.view.text import Line
+
+__all__ = ["Verdict"]
+
+_NAMES = {"bf16": "bfloat16", "f16": "float16"}
+_HALF = 0.55
+"""The share of bytes that is called half."""
+_REASONS = 3
+"""The most reasons for which saved values stay in float32 that are named."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The figures of an `Explanation`: what the policy changes in numbers.
+
+    Attributes:
+        before, after: the counts of both programs (`precpass.measure.counts.Counts`): matrix
+            products, casts, FLOPs and bytes by format.
+        narrowed: the matrix products that are float64 in the program and float32 under the policy.
+        left_wide: the matrix products that keep their precision and are not in low precision.
+        unread_casts: the casts in the rewritten program that only its derivatives read; XLA drops
+            them if you take none.
+        swapped: the matrix products whose operands are exchanged to replace transposes.
+        stored: the results that are rounded where they are defined and stored in 16 bits, in
+            whatever precision they are computed.
+        crossed: the operands and results of loops, branches and calls with a 16-bit or 8-bit copy.
+        crossed_on_8: those of them whose copy has 8 bits, and a scale.
+        kept_before, kept_after: the bytes that the forward pass saves for the backward pass
+            (`precpass.analysis.residuals`); 0 in a program without one.
+        kept_wide: why values among them stay in float32, each with the bytes of these values.
+        moved_before, moved_after: the bytes that kernels read and write in one run, by a model of
+            fusion (`precpass.measure.kernels`).
+        time: the run time relative to that of the program as written, estimated from the device's
+            published peaks; None for a CPU, and for a device without published peaks.
+    """
+
+    before: Counts
+    after: Counts
+    narrowed: int
+    left_wide: int
+    unread_casts: int
+    swapped: int
+    stored: int
+    crossed: int
+    crossed_on_8: int
+    kept_before: float
+    kept_after: float
+    kept_wide: tuple[tuple[str, float], ...] = ()
+    moved_before: float = 0.0
+    moved_after: float = 0.0
+    time: float | None = None
+
+    def brief(self) -> str:
+        """Return how much runs in low precision, in a sentence."""
+        after = self.after
+        if not after.products:
+            return "It has no matrix products, so there is nothing to run in low precision."
+        formats = [name for name in after.flops if name in LOW_FORMATS and after.flops[name]]
+        low = " and ".join(_NAMES.get(name, name) for name in formats) or "low precision"
+        narrowed = f", {self.narrowed} in f32 instead of f64" if self.narrowed else ""
+        do = "does" if self.left_wide == 1 else "do"
+        wide = f"; {self.left_wide} {do} not" if self.left_wide else ""
+        products = f"{after.low} of {counted(after.products, 'matrix product')}"
+        run = "runs" if after.products == 1 else "run"
+        return f"{products} {run} in {low}{narrowed}: {after.low_flops:.1%} of the FLOPs{wide}."
+
+    def saving(self) -> str:
+        """Return what the policy saves, in a sentence: bytes, and time where that is known."""
+        moved = f"ernels move {sized(self.moved_after)} instead of {sized(self.moved_before)}"
+        if self.moved_before == self.moved_after:
+            moved = f"ernels move {sized(self.moved_after)}, as in the program as written"
+        if self.time is None:
+            return f"K{moved} (estimate). `compare` measures time."
+        return f"Takes {self.time:.2f} of the time, and k{moved} (estimate)."
+
+    def why_kept(self) -> Iterator[str]:
+        """Yield what is saved for the backward pass, and why that is not half."""
+        if not (self.kept_before or self.kept_after):
+            return
+        sizes = f"{sized(self.kept_after)} instead of {sized(self.kept_before)}"
+        if self.kept_after == self.kept_before and not self.kept_wide:
+            sizes = f"{sized(self.kept_after)}, as in the program as written"
+        is_half = self.kept_after <= _HALF * self.kept_before or not self.kept_wide
+        yield f"Saved for the backward pass: {sizes}{'.' if is_half else ', which is not half.'}"
+        if not is_half:
+            yield from (f"  {sized(nbytes)} {why}." for why, nbytes in self.kept_wide[:_REASONS])
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the figures in words, as styled text."""
+        after, before = self.after, self.before
+        casts, nbytes = after.casts - before.casts, after.cast_bytes - before.cast_bytes
+        yield [(self.brief(), "wide" if self.left_wide else "low")]
+        changed = f"{counted(abs(casts), 'cast')} {'more' if casts >= 0 else 'fewer'} than written"
+        written = f", which write {sized(abs(nbytes))} {'more' if nbytes >= 0 else 'less'}"
+        unread = f"; {self.unread_casts} of them only for derivatives" if self.unread_casts else ""
+        low = f"{sized(after.low_bytes)} of results in 16 bits; "
+        yield [(low, ""), (changed, "cast"), (written + unread, "")]
+        if self.swapped:
+            what = counted(self.swapped, "matrix product")
+            yield [(f"{what} with exchanged operands, which replace transposes", "")]
+        if self.stored or self.crossed:
+            eight = self.crossed_on_8
+            kept = f"{counted(self.crossed - eight, 'value')} in 16 bits"
+            kept += f" and {eight} in 8 bits" if eight else ""
+            stored = f"{counted(self.stored, 'result')} stored in 16 bits"
+            yield [(f"{stored}; {kept} kept across function and loop boundaries", "low")]
