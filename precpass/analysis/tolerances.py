@@ -73,7 +73,7 @@ class Tolerances:
 
     def tests(self, row: int, eqn: ir.Eqn) -> str:
         """Which test of numbers by known ones a comparison is, in words; "" if it is none."""
-        if self._residuals.tests_tolerance(row, eqn):
+        if self._residuals.tests_tolerance(row, eqn, in_loop=False):
             return "is compared with a tolerance"
         body = int(self.graph.body[row])
         is_by_table = any(self._residuals.is_table(body, v) for v in eqn.invars)
@@ -133,7 +133,7 @@ class _ResidualWalk(BackwardWalk):
             here.kept[row] = asked
         floats = [ir.precision_of(v.aval) is not None for v in invars]
         if op(name).compares and any(floats):
-            tests = self.tests_tolerance(row, eqn)
+            tests = self.tests_tolerance(row, eqn, in_loop=True)
             return [Asked(_RESIDUAL, row=row) if tests else NOTHING] * 2
         # Behind a product that the condition computes there may be one that the trip does.
         # Libraries have primitives of their own among those that hand on a truth value, which may
@@ -151,10 +151,10 @@ class _ResidualWalk(BackwardWalk):
         is_choice = eqn.primitive.name == "cond" and asked.level == _DECIDES
         return {0: asked} if is_choice else {}
 
-    def tests_tolerance(self, row: int, eqn: ir.Eqn) -> bool:
+    def tests_tolerance(self, row: int, eqn: ir.Eqn, *, in_loop: bool) -> bool:
         """Whether a comparison is with a tolerance, or of zero with a difference from one."""
         body = int(self.graph.body[row])
-        if any(self._is_tolerance(body, v, alone=True) for v in eqn.invars):
+        if any(self._is_tolerance(body, v, alone=in_loop) for v in eqn.invars):
             return True
         of_zero = any(ir.is_literal(v) and np.ndim(v.val) == 0 and v.val == 0 for v in eqn.invars)
         makers = filter(None, (self.graph.maker(body, v) for v in eqn.invars if of_zero))
@@ -175,7 +175,7 @@ class _ResidualWalk(BackwardWalk):
         Args:
             body: the comparison's.
             atom: the threshold, or a part of it.
-            alone: whether it is the whole threshold.
+            alone: whether it is the whole threshold of a loop, which may be 1.
         """
         maker = self.graph.maker(body, atom)
         if maker is None:

@@ -23,10 +23,12 @@ REPORTS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "diff of lines": lambda f: lambda *xs: pp.inspect(f)(*xs).diff("lines"),
     "explain, coloured": lambda f: lambda *xs: pp.inspect(f)(*xs).explain().text(color=True),
     "between": lambda f: (
-        lambda *xs: pp.between(pp.inspect(f)(*xs).plan, pp.inspect(f, "AutoMixedF16")(*xs).plan)
+        lambda *xs: pp.report.between(
+            pp.inspect(f)(*xs).plan, pp.inspect(f, "AutoMixedF16")(*xs).plan
+        )
     ),
     "compare": lambda f: pp.compare(f, ROWS, rounds=1),
-    "profile": lambda f: pp.profile(f, ROWS, rounds=0),
+    "profile": lambda f: pp.report.profile(f, ROWS, rounds=0),
     "audit": lambda f: pp.audit(f, "AutoMixedF16"),
     "bisect": lambda f: pp.bisect(f, "AutoMixedBf16", 1e-9, budget=3),
     "monitor": lambda f: lambda *xs: pp.monitor(f)(*xs)[1].summary(),
