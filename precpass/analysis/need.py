@@ -263,10 +263,15 @@ class _Collected:
         self._graph = graph
         self._in_loops = {row: ExactProducts({}, {}, why) for row, why in loops.items()}
         self._shared: dict[Any, ExactProducts] = {}
-        self.products = functools.cache(self._products)
+        self._known: dict[BodyAsks, ExactProducts] = {}
 
-    def _products(self, asks: BodyAsks) -> ExactProducts:
+    def products(self, asks: BodyAsks) -> ExactProducts:
         """The products of a body that are needed exactly."""
+        if asks not in self._known:
+            self._known[asks] = self._found(asks)
+        return self._known[asks]
+
+    def _found(self, asks: BodyAsks) -> ExactProducts:
         inner: dict[int, tuple[ExactProducts, ...]] = {}
         for row, inside in asks.inner.items():
             bodies = tuple(self._in_loops.get(row) or self.products(body) for body in inside)
@@ -291,7 +296,7 @@ def _of_data(name: str, table: Op, asked: Asked) -> Asked:
         return NOTHING
     if name == "sub" and asked.level == Need.FACTORED:
         return asked._replace(level=Need.STRICT)
-    if table.hands_on_digits or table.no_low_kernel:
+    if table.hands_on_digits or table.kind is OpKind.BOUNDARY:
         return asked
     is_function = asked.level >= Need.FACTORED and table.kind is OpKind.ELEMENTWISE
     return asked._replace(level=Need.STRICT) if is_function else NOTHING

@@ -24,7 +24,7 @@ from precpass.analysis.uses import Uses
 from precpass.planner.requests import PolicyRequests, Request
 from precpass.policy.precision import BY_DTYPE, PARTS, Precision
 from precpass.policy.primitives import BOUNDARY, COMPUTING, Op, OpKind, op
-from precpass.policy.scopes import is_fixed, join_scopes
+from precpass.policy.scopes import is_backward, is_fixed, join_scopes
 
 __all__ = ["Place", "Queries", "Query", "Traits"]
 
@@ -180,7 +180,7 @@ class Queries:
         decides_loop: bool,
     ) -> None:
         self._facts = facts
-        self._why_exact = exact.of
+        self._exact = exact
         self._uses = uses
         self._requests = requests
         self._scope = scope
@@ -188,6 +188,12 @@ class Queries:
         self._cast = uses.cast(facts.body)
         self._scopes: dict[int, str] = {}
         self._places: dict[tuple[str, str], Place] = {}
+        self._exact_factors = {
+            (self._unmoved(v), requests.graph.source(row)): why
+            for row, why in exact.why.items()
+            for v in requests.graph.eqns[row].invars[:2]
+            if not ir.is_literal(v)
+        }
 
     def of(self, row: int, eqn: ir.Eqn, stored: Stored, *, accumulates: bool) -> Query:
         """The query about one equation.
@@ -212,9 +218,33 @@ class Queries:
         )
         here, traits = self._place(row, eqn, dtypes), self._traits(eqn)
         # This is `Query(...)` without the Python call of its constructor.
-        need = self._why_exact(row) if name in COMPUTING else ""
+        need = self._why_exact(row, eqn) if name in COMPUTING else ""
         fields = name, len(invars), dtypes, ranges, stored_formats, accumulates, here, traits, need
         return tuple.__new__(Query, fields)
+
+    def _why_exact(self, row: int, eqn: ir.Eqn) -> str:
+        """Why a product is needed exactly, in words; "" if it is not.
+
+        So are the derivatives of such a product. JAX makes them float32 too if it differentiates a
+        planned program.
+        """
+        graph, why = self._requests.graph, self._exact.of(row)
+        if why or not self._exact_factors or not is_backward(graph.scope(row)):
+            return why
+        line = graph.source(row)
+        factors = ((self._unmoved(v), line) for v in eqn.invars[:2] if not ir.is_literal(v))
+        of_forward = next(filter(None, map(self._exact_factors.get, factors)), "")
+        return of_forward and f"in the forward pass {of_forward}"
+
+    def _unmoved(self, var: ir.Var) -> ir.Var:
+        """The variable that a transposed or reshaped one was made of."""
+        while (maker := self._requests.graph.maker(self._facts.body, var)) is not None:
+            if len(maker.invars) != 1 or op(maker.primitive.name).kind is not OpKind.DATA_MOVEMENT:
+                break
+            if ir.is_literal(maker.invars[0]):
+                break
+            var = maker.invars[0]
+        return var
 
     # ------------------------------------------------------------ where it stands
 

@@ -26,6 +26,8 @@ ORDER = np.random.default_rng(3).permutation(N)
 POSITIONS = np.random.default_rng(4).uniform(0, 50, (N, 3)).astype(np.float32)
 CELLS = (np.eye(3) * 20).astype(np.float32)
 
+KNOTS = np.linspace(0, 1000, 5000, dtype=np.float32)
+
 
 def one_hot_gather(order, ids):
     return jax.nn.one_hot(order, N) @ ids
@@ -35,6 +37,17 @@ INTEGERS = {
     "floor": (lambda x, w: jnp.floor(x @ w).astype(jnp.int32), (POSITIONS, CELLS)),
     "a cast": (lambda x, w: (x @ w).astype(jnp.int32), (POSITIONS, CELLS)),
     "rounded and returned as a float": (lambda *a: jnp.round(one_hot_gather(*a)), (ORDER, IDS)),
+    "a search": (lambda x, w: jnp.searchsorted(KNOTS, x @ w), (POSITIONS, CELLS)),
+    "bins": (lambda x, w: (jnp.ravel(x @ w)[:, None] > KNOTS[None]).sum(-1), (POSITIONS, CELLS)),
+    "a table": (
+        lambda x, w: jnp.interp((x @ w).ravel(), KNOTS, np.sin(99 * KNOTS)),
+        (POSITIONS, CELLS),
+    ),
+    "a histogram": (
+        lambda x, w: jnp.histogram((x @ w).ravel(), 50, (0.0, 1000.0))[0],
+        (POSITIONS, CELLS),
+    ),
+    "a flag": (lambda x, w: jnp.abs(x @ w - 500.0).min() < 1e-2, (POSITIONS, CELLS)),
     "of two bytes": (lambda x, w: jnp.floor(x @ w).astype(jnp.int16), (POSITIONS, CELLS)),
     "ids": (lambda *a: one_hot_gather(*a).astype(jnp.int32), (ORDER, IDS)),
     "equality": (lambda order, ids: one_hot_gather(order, ids) == ids[order], (ORDER, IDS)),
@@ -192,6 +205,20 @@ def a_step(a, b):
     return lax.while_loop(goes_on, step, (b, 2 * b, 0))[2]
 
 
+def a_trip_late(a, b):
+    """A loop that looks at the step of the trip before, as pipelined solvers do."""
+
+    def step(state):
+        x, old, _, trips = state
+        new = jnp.tanh(0.3 * (a @ x) + b)
+        return new, x, jnp.abs(x - old).max() < 1e-5, trips + 1
+
+    def goes_on(state):
+        return ~state[2] & (state[3] < 500)
+
+    return lax.while_loop(goes_on, step, (b, 2 * b, False, 0))[3]
+
+
 def recomputed(a, b):
     """A loop whose condition computes the residual, always in float32, of what its steps made."""
 
@@ -255,6 +282,7 @@ def relative(b):
 LOOPS = {
     "a residual that is carried": until(relative, lambda x, old, r: jnp.linalg.norm(r)),
     "a step": a_step,
+    "a step of the trip before": a_trip_late,
     "an error over its tolerance": until(
         lambda b: 1.0, lambda x, old, r: jnp.max(jnp.abs(r) / (1e-5 + 1e-5 * jnp.abs(x)))
     ),
@@ -316,6 +344,52 @@ SOLVERS = {
 def test_an_iterative_solver_solves_the_system_that_it_is_given(name):
     got = run(SOLVERS[name], pp.AutoMixedBf16, SPD, V)
     assert rel_error(got, np.linalg.solve(SPD, V)) < 1e-4
+
+
+def test_what_a_loop_reads_in_each_trip_does_not_start_it():
+    def fn(x, w):
+        bias = x @ w
+
+        def step(state):
+            z, _ = state
+            new = jnp.tanh(0.1 * z @ w + bias)
+            return new, jnp.abs(new - z).max()
+
+        return lax.while_loop(lambda state: state[1] > 1e-4, step, (x, jnp.float32(1)))[0]
+
+    inspection = look(fn, pp.AutoMixedBf16, A, 0.1 * B)
+    assert len(low_products(inspection.after)) == 1
+    assert len(named(inspection.after, "dot_general")) == 2
+
+
+NEEDED_BY_A_GRADIENT = {
+    "normal equations": (
+        lambda t, y: (lambda v: jnp.linalg.solve(v.T @ v, v.T @ y)[1])(
+            t[:, None] ** jnp.arange(5.0)[None]
+        ),
+        (np.linspace(0.1, 1, 200, dtype=np.float32), normal(7, 200, 8)),
+    ),
+    "a kernel's determinant": (
+        lambda x, d: jnp.linalg.slogdet(
+            jnp.exp(-0.5 * (d[:, None] + d[None] - 2 * x @ x.T)) + 0.01 * jnp.eye(128)
+        )[1],
+        (normal(4, 128, 3), np.square(normal(4, 128, 3)).sum(1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED_BY_A_GRADIENT)
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_the_derivatives_of_an_exact_product_are_exact(name, composition):
+    fn, args = NEEDED_BY_A_GRADIENT[name]
+
+    def total(*xs):
+        return jnp.sum(fn(*xs))
+
+    with quiet():
+        mixed = COMPOSITIONS[composition](total, jax.grad, policy=pp.AutoMixedBf16)
+        got, want = jax.jit(lambda *xs: (mixed(*xs), jax.grad(total)(*xs)))(*args)
+    assert rel_error(got, want) < 0.01
 
 
 @pytest.mark.parametrize("stored", [False, True])

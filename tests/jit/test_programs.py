@@ -50,8 +50,8 @@ USES = {
     "call": lambda f: pp.auto_mixed(f)(X),
     "policy": lambda f: pp.auto_mixed(f, policy="AutoMixed")(X),
     "policy in two forms": lambda f: (
-        pp.auto_mixed(f, policy="AutoMixed")(X),
-        pp.auto_mixed(f, policy=pp.AutoMixed)(X),
+        pp.auto_mixed(f, policy="AutoMixedF16")(X),
+        pp.auto_mixed(f, policy=pp.AutoMixedF16)(X),
         pp.auto_mixed(policy="c=f16")(f)(X),
     ),
     "profitability": lambda f: pp.auto_mixed(f, profitability="always")(X),
