@@ -22,7 +22,7 @@ from precpass.policy.config import SUFFIXES
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.presets import PRESETS
 from precpass.policy.text import shown
-from precpass.report.compare.profile import DEVICES
+from precpass.report.compare.profile import DEVICES, PROFILED
 from precpass.testing.patterns import Pattern
 
 __all__ = ["Inputs", "read"]
@@ -93,7 +93,8 @@ def _policy(option: str, text: str | None) -> PrecisionPolicy | None:
 def _rows(
     options: argparse.Namespace, saved: PrecisionPolicy | None
 ) -> tuple[tuple[str, PrecisionPolicy], ...]:
-    texts = PRESETS if options.policies is None else map(str.strip, options.policies.split(";"))
+    default = PROFILED if options.command == "profile" else PRESETS
+    texts = default if options.policies is None else map(str.strip, options.policies.split(";"))
     rows = [
         (shown(text), policy)
         for text in texts

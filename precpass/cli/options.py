@@ -17,6 +17,7 @@ from precpass.cli.target import Refused
 from precpass.devices.targets import TARGETS
 from precpass.policy.profitability import PROFITABILITY
 from precpass.policy.text import preset_titles
+from precpass.report.compare.profile import PROFILED
 from precpass.version import __version__
 from precpass.view.diff import LEVELS
 
@@ -161,11 +162,11 @@ def _policies(name: str, one: argparse.ArgumentParser) -> None:
     )
     one.add_argument("--policy", help=argparse.SUPPRESS if name in _ROWS else policy)
     if name in _ROWS:
+        default = "; ".join(PROFILED) if name == "profile" else "the presets of 16 and 32 bits"
         one.add_argument(
             "--policies",
             metavar="A;B;C",
-            help="the rows: presets, or strings such as c=bf16 (default: the presets of 16 and 32 "
-            "bits)",
+            help=f"the rows: presets, or strings such as c=bf16 (default: {default})",
         )
         use = "one more row that follows it"
     else:

@@ -45,6 +45,11 @@ def timed() -> pp.report.Profile:
 # ---------------------------------------------------------------- figures
 
 
+def test_a_profile_that_names_no_policies_has_two_rows():
+    found = pp.report.profile(jnp.dot, rounds=0)(*[jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 2)
+    assert [row.name for row in found.rows] == ["AlwaysF32", "AutoMixedBf16"]
+
+
 def test_there_is_a_row_for_each_in_order(timed):
     assert timed.function == "layers"
     assert [row.name for row in timed.rows] == ["<b>&wide", "low", "as written"]

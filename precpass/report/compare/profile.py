@@ -28,12 +28,14 @@ from precpass.report.compare.programs import (
 )
 from precpass.view.progress import telling
 
-__all__ = ["DEVICES", "profile"]
+__all__ = ["DEVICES", "PROFILED", "profile"]
 
 P = ParamSpec("P")
 
 DEVICES = ("a100", "h100", "h200", "mi300x", "v4", "v5e", "v5p", "v6e")
 """The devices for which estimates are made if none is named."""
+PROFILED = ("AlwaysF32", "AutoMixedBf16")
+"""The rows of a profile that names none."""
 
 
 @in_two_steps
@@ -70,7 +72,7 @@ def profile(
 
     Args:
         fn: the function, or the result of `auto_mixed`, whose options are then used.
-        policies: one per row, as for `compare`; by default the presets of 16 and 32 bits.
+        policies: one per row, as for `compare`; by default float32 and the default policy.
         devices: for which a gain is estimated: "a100" (80 GB), "a100-40gb", "h100", "h200",
             "mi300x", "v4", "v5e", "v5p", "v6e"; () for none of them, None for those of the default.
         rounds: how many times each row is timed, by default 10; 0 for no times. Nothing runs then,
@@ -101,7 +103,7 @@ def profile(
     target = target_of(target)
     timed_rounds = rounds_of(rounds, target)
     peaks = peaks_of(DEVICES if devices is None else devices)
-    rows = entries(policies, "profile")
+    rows = entries(PROFILED if policies is None else policies, "profile")
     fn, owner = owner_of(fn)
     subject = mixed_of(fn)
 
