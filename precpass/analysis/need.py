@@ -24,6 +24,7 @@ from precpass.analysis.activations import features
 from precpass.analysis.backward import NOTHING, Asked, BackwardWalk, BodyAsks
 from precpass.analysis.graph import Graph
 from precpass.analysis.propagate import ValueRanges
+from precpass.analysis.thresholds import Thresholds
 from precpass.analysis.tolerances import Tolerances
 from precpass.policy.primitives import COMPUTING, ROWS, Op, OpKind, named, op
 
@@ -98,8 +99,9 @@ def exact_needs(graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> 
     if COMPUTING.isdisjoint(graph.primitives):
         return ExactNeeds()
     results = tuple(_of_result(v.aval) for v in ir.open_jaxpr(graph.root.jaxpr).outvars)
-    tolerances = Tolerances(graph, facts_of)
-    walk = _NeedWalk(graph, tolerances)
+    thresholds = Thresholds(graph, facts_of)
+    tolerances = Tolerances(graph, thresholds)
+    walk = _NeedWalk(graph, tolerances, thresholds)
     products = _Collected(graph, tolerances.reasons).products(walk.body(0, results))
     loops = (child for row in tolerances.reasons for _, child in graph.children[row])
     bodies = frozenset[int]().union(*map(graph.inside, loops))
@@ -124,10 +126,10 @@ class _NeedWalk(BackwardWalk):
 
     decides = Asked(Need.EXACT, "decides which way the program goes")
 
-    def __init__(self, graph: Graph, tolerances: Tolerances) -> None:
+    def __init__(self, graph: Graph, tolerances: Tolerances, thresholds: Thresholds) -> None:
         rounds = not named("rounds_to_integers").isdisjoint(graph.primitives)
         super().__init__(graph, _ASKING | {"sub"} if rounds else _ASKING)
-        self._tolerances = tolerances
+        self._tolerances, self._thresholds = tolerances, thresholds
         self._straight_through = set[int | None]()
 
     @functools.cached_property
@@ -252,8 +254,12 @@ class _NeedWalk(BackwardWalk):
         of_zero = any(ir.is_literal(v) and _is_zero_or_infinite(v.val) for v in (left, right))
         if left is right or of_zero or asked.level < Need.EXACT:
             return NOTHING
-        reader = "is tested for equality" if tests_equality else self._tolerances.tests(row, eqn)
-        return _exact(row, reader) if reader else NOTHING
+        if tests_equality:
+            return _exact(row, "is tested for equality")
+        if self._thresholds.has_tolerance(row, in_loop=False):
+            return _exact(row, "is compared with a tolerance")
+        has_table = self._thresholds.has_table(row)
+        return _exact(row, "is looked up in a table") if has_table else NOTHING
 
 
 class _Collected:

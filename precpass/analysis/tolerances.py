@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from precpass import jaxpr as ir
 from precpass.analysis.backward import NOTHING, Asked, BackwardWalk, BodyAsks
 from precpass.analysis.equations import is_matrix_product
 from precpass.analysis.graph import Graph
-from precpass.analysis.propagate import ValueRanges
-from precpass.policy.primitives import COMPUTING, OpKind, op
+from precpass.analysis.thresholds import Thresholds, moves
+from precpass.policy.primitives import COMPUTING, op
 
 __all__ = ["Tolerances"]
 
@@ -28,9 +26,6 @@ _DECIDES, _RESIDUAL = 1, 2
 """What is asked of a truth value that decides whether the loop goes on, and of a number that makes
 one, by a comparison (`Asked.row`)."""
 _MOVED, _ADDED_TO = Asked(1), Asked(2)
-_SMALL = 0.1
-"""A threshold from here on is no tolerance, because errors of 16 bits do not reach it. One is:
-libraries divide an error by its tolerance, and compare with it."""
 
 
 class Tolerances:
@@ -38,12 +33,12 @@ class Tolerances:
 
     Args:
         graph: the program.
-        facts_of: what is known of the values of each body, at each class of its call sites.
+        thresholds: what its comparisons compare with.
     """
 
-    def __init__(self, graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> None:
+    def __init__(self, graph: Graph, thresholds: Thresholds) -> None:
         self.graph = graph
-        self._residuals = _ResidualWalk(graph, facts_of)
+        self._residuals = _ResidualWalk(graph, thresholds)
         self._additions = _AdditionWalk(graph)
         self.starts: dict[int, frozenset[int]] = {}
         """Of such a loop, the positions of the operands that its residual is made of."""
@@ -71,14 +66,6 @@ class Tolerances:
         )
         return _reaches_product(self._residuals.settled(body, at_body, asked))
 
-    def tests(self, row: int, eqn: ir.Eqn) -> str:
-        """Which test of numbers by known ones a comparison is, in words; "" if it is none."""
-        if self._residuals.tests_tolerance(row, eqn, in_loop=False):
-            return "is compared with a tolerance"
-        body = int(self.graph.body[row])
-        is_by_table = any(self._residuals.is_table(body, v) for v in eqn.invars)
-        return "is looked up in a table" if is_by_table else ""
-
     def _is_progress(self, row: int, out: int, asked: Asked) -> bool:
         """Whether a loop adds to a carry that is compared as it is, and not by a norm."""
         _, (body, at) = self.graph.children[row]
@@ -101,10 +88,6 @@ def _may_be_lowered(eqn: ir.Eqn) -> bool:
     return bool(is_product) and is_matrix_product(eqn) and ir.user_order(eqn) is None
 
 
-def _moves(name: str) -> bool:
-    return op(name).kind is OpKind.DATA_MOVEMENT or name in ("convert_element_type", "copy")
-
-
 class _AdditionWalk(BackwardWalk):
     """Which operands of a body are in a result, moved or with something added to them."""
 
@@ -117,15 +100,15 @@ class _AdditionWalk(BackwardWalk):
             return [_ADDED_TO] * 2
         if name == "select_n":
             return [NOTHING, *[asked] * (len(eqn.invars) - 1)]
-        return [asked] * len(eqn.invars) if _moves(name) or name == "neg" else ()
+        return [asked] * len(eqn.invars) if moves(name) or name == "neg" else ()
 
 
 class _ResidualWalk(BackwardWalk):
     """The numbers that decide whether a loop goes on, and what they are made of in one trip."""
 
-    def __init__(self, graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> None:
+    def __init__(self, graph: Graph, thresholds: Thresholds) -> None:
         super().__init__(graph, frozenset())
-        self._facts_of = facts_of
+        self._thresholds = thresholds
 
     def operands(self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks) -> Sequence[Asked]:
         name, invars = eqn.primitive.name, eqn.invars
@@ -133,7 +116,7 @@ class _ResidualWalk(BackwardWalk):
             here.kept[row] = asked
         floats = [ir.precision_of(v.aval) is not None for v in invars]
         if op(name).compares and any(floats):
-            tests = self.tests_tolerance(row, eqn, in_loop=True)
+            tests = self._thresholds.has_tolerance(row, in_loop=True)
             return [Asked(_RESIDUAL, row=row) if tests else NOTHING] * 2
         # Behind a product that the condition computes there may be one that the trip does.
         # Libraries have primitives of their own among those that hand on a truth value, which may
@@ -150,56 +133,3 @@ class _ResidualWalk(BackwardWalk):
         asked = max((here.of.get(v, NOTHING) for v in eqn.outvars), default=NOTHING)
         is_choice = eqn.primitive.name == "cond" and asked.level == _DECIDES
         return {0: asked} if is_choice else {}
-
-    def tests_tolerance(self, row: int, eqn: ir.Eqn, *, in_loop: bool) -> bool:
-        """Whether a comparison is with a tolerance, or of zero with a difference from one."""
-        body = int(self.graph.body[row])
-        if any(self._is_tolerance(body, v, alone=in_loop) for v in eqn.invars):
-            return True
-        of_zero = any(ir.is_literal(v) and np.ndim(v.val) == 0 and v.val == 0 for v in eqn.invars)
-        makers = filter(None, (self.graph.maker(body, v) for v in eqn.invars if of_zero))
-        parts = (v for maker in makers if maker.primitive.name == "sub" for v in maker.invars)
-        return any(self._is_tolerance(body, v, alone=False) for v in parts)
-
-    def is_table(self, body: int, atom: ir.Atom) -> bool:
-        """Whether a value is known numbers that differ, or some of them."""
-        maker = self.graph.maker(body, atom)
-        if maker is not None and maker.primitive.name in ("gather", "dynamic_slice"):
-            return self.is_table(body, maker.invars[0])
-        facts = [f.of(atom) for f in self._facts_of.get(body, ())]
-        return bool(facts) and all(f.constant and f.lo < f.hi for f in facts)
-
-    def _is_tolerance(self, body: int, atom: ir.Atom, *, alone: bool) -> bool:
-        """Whether a threshold is a small number, a multiple by one, or given to the loop.
-
-        Args:
-            body: the comparison's.
-            atom: the threshold, or a part of it.
-            alone: whether it is the whole threshold of a loop, which may be 1.
-        """
-        maker = self.graph.maker(body, atom)
-        if maker is None:
-            number, is_given = self._number(body, atom)
-            is_small = number is not None and (0 < abs(number) < _SMALL or (alone and number == 1))
-            return is_small or is_given
-        name = maker.primitive.name
-        if name in ("mul", "max", "min", "square", "integer_pow"):
-            return any(self._is_tolerance(body, v, alone=False) for v in maker.invars)
-        if name == "add":
-            return all(self._is_tolerance(body, v, alone=False) for v in maker.invars)
-        return _moves(name) and self._is_tolerance(body, maker.invars[0], alone=alone)
-
-    def _number(self, body: int, atom: ir.Atom) -> tuple[float | None, bool]:
-        """An operand's number, if it is known, and whether it is an unknown one given to a loop."""
-        if ir.is_literal(atom):
-            return (float(atom.val) if np.ndim(atom.val) == 0 else None), False
-        loops = [loop for _, loop in self.graph.callers[body] if loop.decides or loop.carry]
-        invars, is_given = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars, False
-        if loops and atom in invars:
-            is_given = invars.index(atom) < loops[0].constants
-            if not is_given:  # what is known of the condition's operands is of the first trip alone
-                return None, False
-        facts = [f.of(atom) for f in self._facts_of.get(body, ())]
-        if facts and all(f.lo == f.hi == facts[0].lo for f in facts):
-            return facts[0].lo, False
-        return None, is_given

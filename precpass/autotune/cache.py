@@ -167,7 +167,7 @@ def _parsed_times(found: Any) -> ProductTimes:
     wide, low, by = found
     times = float(wide), float(low)
     if not all(math.isfinite(t) and t > 0 for t in times):
-        raise ValueError(f"{found!r} are no times")
+        raise ValueError(f"{found!r} are not times")
     return ProductTimes(*times, str(by))
 
 

@@ -134,7 +134,7 @@ def _cache_of(path: Path, kind: str) -> Cache[Choice]:
 def _parsed(found: Sequence[Any]) -> Choice:
     form, costs = found
     if form not in FORMS:
-        raise ValueError(f"{form!r} is no form of a program")
+        raise ValueError(f"{form!r} is not a form of a program")
     if form not in (name for name, *_ in costs):
         raise ValueError(f"{form!r} has no cost")
     return Choice(form, tuple((str(n), float(cost), float(temp)) for n, cost, temp in costs))

@@ -96,7 +96,7 @@ def _static(
             hash(bound.get(name))
         except TypeError:
             raise Refused(
-                f"--static {text!r}: {name} is no constant, but {bound[name]!r}"
+                f"--static {text!r}: {name} is not a constant, but {bound[name]!r}"
             ) from None
     return names
 

@@ -78,7 +78,7 @@ class _Reader:
         except (MemoryError, ValueError) as error:
             self.fail(str(error) or "it is nested too deeply")
         if not isinstance(call, ast.Call):
-            self.fail("it is no list of arguments")
+            self.fail("it is not a list of arguments")
         args, kwargs = list[Any](), dict[str, Any]()
         for self.number, node in enumerate(call.args, 1):
             args.append(self.value(node))

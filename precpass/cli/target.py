@@ -124,7 +124,7 @@ def _attribute(module: ModuleType, name: str, where: str) -> Any:
             raise Refused(f"{where} has no {part!r}; it has {known}")
         target = getattr(target, part)
     if not callable(target):
-        raise Refused(f"{where}:{name} is no function: it is {type(target).__name__}")
+        raise Refused(f"{where}:{name} is not a function: it is {type(target).__name__}")
     return target
 
 

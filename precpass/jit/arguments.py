@@ -321,7 +321,7 @@ def _refuse_traced(x: Any, name: str) -> None:
     path = found_in(x, lambda part: isinstance(part, jax.core.Tracer))
     if path is not None:
         raise TypeError(
-            f"{name} returned an object of {type(x)} that is no pytree and holds arrays of the "
+            f"{name} returned an object of {type(x)} that is not a pytree and holds arrays of the "
             f"trace ({path.strip().removeprefix('.') or 'itself'}), which end with it: return the "
             "arrays, or register its class as a pytree (jax.tree_util.register_dataclass)"
         )

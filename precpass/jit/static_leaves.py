@@ -65,7 +65,7 @@ def refusal(x: Any) -> str | None:
     if array_path is not None:
         where = (path + array_path).strip().removeprefix(".")
         return (
-            f" of {type(x)}, which holds arrays ({where}) and is no pytree: {_AS_A_CONSTANT}. "
+            f" of {type(x)}, which holds arrays ({where}) and is not a pytree: {_AS_A_CONSTANT}. "
             f"{_WHAT_TO_DO}"
         )
     where = f", whose {path.lstrip('.')} is of {type(blamed)}" if path else ""

@@ -127,7 +127,7 @@ class Module:
                 entry = name if header[1] else entry
         if not computations:
             raise ValueError(
-                "this is no HLO text: give what Lowered.as_text(dialect='hlo') or "
+                "this is not HLO text: give what Lowered.as_text(dialect='hlo') or "
                 f"Compiled.as_text() returns, not {text[:60]!r}"
             )
         title = re.match(r"HloModule ([^\s,]+)", text)

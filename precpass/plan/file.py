@@ -91,7 +91,7 @@ def read(text: str, where: str) -> PrecisionPolicy:
         version: Any = whole["format"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{where} is no plan of precpass: save one by "
+            f"{where} is not a plan of precpass: save one by "
             "inspect(f, policy)(*args).plan.save(path), or in a shell by precpass lock"
         ) from error
     if type(version) is not int or version != FORMAT:

@@ -357,7 +357,7 @@ class Plan:
         products = sum(n for (kind, _), n in counts.items() if kind is OpKind.COMPUTE)
         low = counts[OpKind.COMPUTE, Action.LOWER]
         stored = sum(d.stores_low for d in self.walk())
-        stored_text = f"{stored} stored low, " if stored else ""
+        stored_text = f"{stored} stored in 16 bits, " if stored else ""
         if others := counts[OpKind.COMPUTE, Action.MULTIPLY]:
             stored_text = f"{others} multiplied in another way, {stored_text}"
         return (

@@ -296,9 +296,9 @@ class Planner:
         against = ""
         if not has_scaled_form(eqn, scaled):
             against = (
-                f"it is no dot that sums over whole blocks of {scaled.block} on each device"
+                f"it is not a dot that sums over whole blocks of {scaled.block} on each device"
                 if scaled.block
-                else "it is no dot, or has empty or unknown sides, or int32 cannot hold its sums"
+                else "it is not a dot, or has empty or unknown sides, or int32 cannot hold its sums"
             )
         elif scaled.is_forward_only and not self._eligible.is_forward(body, eqn):
             against = "derivatives are in bf16"

@@ -93,7 +93,7 @@ def against_sizes(eqn: ir.Eqn) -> str:
     sizes = sizes_of(eqn)
     for size in sizes:
         if size % TILE:
-            return f"{int(size)} is no multiple of {TILE}"
+            return f"{int(size)} is not a multiple of {TILE}"
     if math.prod(sizes) < LEAST_WORK:
         return f"it is smaller than {LEAST_WORK} multiplications"
     return ""

@@ -141,7 +141,7 @@ def load(path: str | os.PathLike[str]) -> PrecisionPolicy:
     try:
         return from_dict(load_text(text))
     except Exception as error:  # those of YAML have no class of Python's own
-        raise ValueError(f"{os.fspath(path)} is no policy: {error}") from error
+        raise ValueError(f"{os.fspath(path)} is not a policy: {error}") from error
 
 
 def _is_toml(path: str | os.PathLike[str]) -> bool:

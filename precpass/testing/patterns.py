@@ -38,19 +38,19 @@ class Pattern:
         """Reads a pattern and what is expected of it, as `assert_precision` takes them.
 
         Raises:
-            TypeError: for an object that is no pattern.
-            ValueError: for an unknown precision, or a value that is no number of equations.
+            TypeError: for an object that is not a pattern.
+            ValueError: for an unknown precision, or a value that is not a number of equations.
         """
         text = repr(pattern)
         if isinstance(wanted, Mapping):
             for number in wanted.values():
                 if type(number) is not int or number < 0:
-                    raise ValueError(f"{text}: {number!r} is no number of equations")
+                    raise ValueError(f"{text}: {number!r} is not a number of equations")
             parsed = {Precision.parse(p): n for p, n in wanted.items()}
         else:
             parsed = Precision.parse(wanted)
         if not isinstance(pattern, str | OpKind):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
-            raise TypeError(f"{text} is no pattern: give a string such as 'dot_general'")
+            raise TypeError(f"{text} is not a pattern: give a string such as 'dot_general'")
         if isinstance(pattern, OpKind):
             return Pattern(text, None, pattern, parsed)
         if in_file := _IN_FILE.fullmatch(pattern):

@@ -59,7 +59,7 @@ def test_a_target_that_is_none(model, capsys, target, text):
         ("__import__('os')", "\"__import__('os')\" is no array"),
         ("**w", "`**` is not read"),
         ("{1.5: f32[3]}", "a key is a name, a text or a whole number"),
-        (") + (", "it is no list of arguments"),
+        (") + (", "it is not a list of arguments"),
         ("(" * 5000, "too many nested parentheses"),
     ],
 )
@@ -81,7 +81,7 @@ def test_policies_and_files_that_are_none(model, capsys):
         assert status == 2 and f"--{option} none.json: a saved plan is given by --plan" in err
     (model.parent / "x.json").write_text("{}")
     status, _, err = ran(capsys, "check", *given, "--plan", "x.json")
-    assert status == 2 and "x.json is no plan of precpass" in err
+    assert status == 2 and "x.json is not a plan of precpass" in err
     status, _, err = ran(capsys, "check", *given, "--expect", "dot_general")
     assert status == 2 and "write PATTERN=PRECISION" in err
     status, _, err = ran(capsys, "check", *given, "--expect", "no_scope=bf16")
@@ -238,7 +238,7 @@ def test_static_arguments_are_named(model, capsys):
     assert status == 2 and "there is no argument 'm', but x, n" in err
     args = ["--args", "f32[4,4], [3]", "--static", "n"]
     status, _, err = ran(capsys, "explain", "a_model.py:powers", *args)
-    assert status == 2 and "n is no constant, but [3]" in err
+    assert status == 2 and "n is not a constant, but [3]" in err
 
 
 # ---------------------------------------------------------------- targets

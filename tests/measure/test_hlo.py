@@ -81,7 +81,7 @@ def test_the_long_form_with_lines_in_the_metadata():
 
 @pytest.mark.parametrize("text", ["", "HloModule m\n", "module @jit_f { }"])
 def test_what_is_no_hlo_is_an_error(text):
-    with pytest.raises(ValueError, match="this is no HLO text: give what"):
+    with pytest.raises(ValueError, match="this is not HLO text: give what"):
         Module.parse(text)
 
 

@@ -263,7 +263,7 @@ ENTRY %main (i: s32[], x: f32[8]) -> f32[8] {
 
 
 def test_a_text_that_is_no_hlo_is_refused():
-    with pytest.raises(ValueError, match="this is no HLO text"):
+    with pytest.raises(ValueError, match="this is not HLO text"):
         traffic_of("module @m {}")
 
 

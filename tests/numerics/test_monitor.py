@@ -435,7 +435,7 @@ def test_the_summary_has_the_worst_first():
     _, health = monitor(f)(jnp.asarray([1.0, 3.0]))
     lines = health.summary().splitlines()
     assert lines[0] == f"f: {len(health.places)} equations, 1 of 1 call looked at"
-    assert lines[1] == "NaNs and infinities are born:"
+    assert lines[1] == "NaNs and infinities first appear:"
     assert lines[2].startswith(f"  1 NaN by log  {shown_path(__file__)}:")
     assert "return (jnp.log(x - 2.0) + lost).sum()" in lines[2]
     assert [line for line in lines if line.startswith("lost to zero")]

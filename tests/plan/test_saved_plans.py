@@ -302,13 +302,13 @@ def test_a_file_is_short_and_can_be_reviewed(tmp_path):
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "3", "not json", '"format"', "[" * 100_000])
 def test_a_file_that_is_no_plan_is_an_error(text, tmp_path):
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ValueError, match=r"x.json is no plan of precpass: save one by"):
+    with pytest.raises(ValueError, match=r"x.json is not a plan of precpass: save one by"):
         pp.Plan.load(tmp_path / "x.json")
 
 
 def test_bytes_that_are_no_text_are_no_plan(tmp_path):
     (tmp_path / "x.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"x.json is no plan of precpass"):
+    with pytest.raises(ValueError, match=r"x.json is not a plan of precpass"):
         pp.Plan.load(tmp_path / "x.json")
 
 

@@ -105,9 +105,9 @@ def test_the_derivatives_of_int8_have_sixteen_bits_and_what_is_computed_again_ha
 @pytest.mark.parametrize(
     ("sizes", "why"),
     [
-        ((512, 256, 200), "200 is no multiple of 16"),
-        ((512, 100, 256), "100 is no multiple of 16"),
-        ((500, 256, 256), "500 is no multiple of 16"),
+        ((512, 256, 200), "200 is not a multiple of 16"),
+        ((512, 100, 256), "100 is not a multiple of 16"),
+        ((500, 256, 256), "500 is not a multiple of 16"),
         ((16, 256, 256), "it is smaller than 16777216 multiplications"),
     ],
 )

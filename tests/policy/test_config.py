@@ -102,5 +102,5 @@ def test_what_a_file_cannot_hold_is_refused(tmp_path: Path):
 @pytest.mark.parametrize("text", ["policy = ", "policy = 3", "nothing = 1"])
 def test_a_damaged_file_is_named(text: str, tmp_path: Path):
     (tmp_path / "policy.toml").write_text(text)
-    with pytest.raises(ValueError, match=r"policy\.toml is no policy: "):
+    with pytest.raises(ValueError, match=r"policy\.toml is not a policy: "):
         PrecisionPolicy.load(tmp_path / "policy.toml")

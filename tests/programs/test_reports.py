@@ -124,7 +124,7 @@ def test_a_bisection(name):
         assert not found.found
         assert "low in the program itself" in found.verdict
         return
-    # with all kept wide it is the reference
+    # with all left as written it is the reference
     best = other if other.error <= tolerance else reference
     assert (found.found, found.minimal) == (True, False)
     assert f"it passes (error {best.error:.3g}) with" in found.verdict

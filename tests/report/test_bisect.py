@@ -398,7 +398,9 @@ def test_a_line_in_several_scopes_is_several_places():
     def two_lines(x, w):
         return harmless(cancels(x, w), w)
 
-    assert "with 1 of 4 places that it lowers kept wide" in str(pp.bisect(layers, None, 1e-2)(X, W))
+    assert "with 1 of 4 places that it lowers left as written" in str(
+        pp.bisect(layers, None, 1e-2)(X, W)
+    )
     assert re.search(r"of 2 lines that it lowers", str(pp.bisect(two_lines, None, 1e-2)(X, W)))
 
 

@@ -233,7 +233,7 @@ def test_rows_that_are_no_whole_blocks_stay_in_bfloat16_and_the_plan_says_why(pr
     (product,) = [d for d in found.plan.walk() if d.kind is OpKind.COMPUTE]
     assert (product.compute, product.product.scaled) == (Precision.BF16, None)
     block = BLOCKS[precision]
-    why = f"not in {precision}: it is no dot that sums over whole blocks of {block} on each device"
+    why = f"not in {precision}: it is not a dot that sums over whole blocks of {block} on each"
     assert why in str(product.reason)
 
 

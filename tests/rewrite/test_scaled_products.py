@@ -331,7 +331,7 @@ def test_what_is_no_dot_stays_in_bfloat16_and_the_plan_says_why():
     found = pp.inspect(convolved, pp.AutoMixedBf16.with_rules(rule))(kernel, image)
     (product,) = [d for d in found.plan.walk() if d.kind is OpKind.COMPUTE]
     assert (product.compute, product.product.scaled) == (Precision.BF16, None)
-    assert "in bf16 and not in int8: it is no dot" in str(product.reason)
+    assert "in bf16 and not in int8: it is not a dot" in str(product.reason)
 
 
 def test_sums_that_int32_cannot_hold_are_not_made():

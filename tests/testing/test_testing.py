@@ -100,8 +100,8 @@ def test_an_unknown_precision_is_an_error():
     [
         (X, {"dot_general": "bf16"}, TypeError, "args is the tuple of the positional arguments"),
         ((X, W), ["dot_general"], TypeError, "expected is a dict"),
-        ((X, W), {3: "bf16"}, TypeError, "3 is no pattern"),
-        ((X, W), {"dot_general": {"bf16": -1}}, ValueError, "-1 is no number of equations"),
+        ((X, W), {3: "bf16"}, TypeError, "3 is not a pattern"),
+        ((X, W), {"dot_general": {"bf16": -1}}, ValueError, "-1 is not a number of equations"),
         ((X, W), {"dot_general": {"f7": 1}}, ValueError, "f7"),
         ((X, W), {"test_testing.py:1": "bf16"}, ValueError, "no equation matches"),
     ],

@@ -100,7 +100,7 @@ def test_all_casts_are_drawn_those_of_borders_inside_and_what_is_stored_low_is_s
     marks = [int(t.text) for t in root.iter(f"{SVG}text") if t.get("class") == "mark"]
     assert sum(marks) == casts
     titles = "".join("".join(t.itertext()) for t in root.iter(f"{SVG}title"))
-    said = re.findall(r"results of (\d+) equations? stored low", titles)
+    said = re.findall(r"results of (\d+) equations? stored in 16 bits", titles)
     assert sum(map(int, said)) == stored > 0
 
 

@@ -311,9 +311,10 @@ def _complaints(
 ) -> Iterator[str]:
     if unsound:
         first = next(iter(unsound.values()))
+        lines = counted(len(unsound), "line")
         yield (
-            f"calibrate: in float32 NaNs or infinities are born at {counted(len(unsound), 'line')}"
-            f", first by {first.place.primitive}  {first}; they are no part of the ranges"
+            f"calibrate: in float32 NaNs or infinities first appear at {lines}"
+            f", first by {first.place.primitive}  {first}; they are not part of the ranges"
         )
     missed = [key for key in planned if key not in ranges or not ranges[key].runs]
     if missed:

@@ -115,7 +115,7 @@ class Health:
         seen = self.seen()
         lines = [f"{self.name}: {counted(len(seen), 'equation')}, {self._calls()}"]
         births = [s for s in seen if s.is_birth]
-        lines += _listed(births, limit, "NaNs and infinities are born", _birth)
+        lines += _listed(births, limit, "NaNs and infinities first appear", _birth)
         passed = [s for s in seen if s.nonfinite and not s.is_birth]
         if passed and births:
             lines.append(f"passed on by {counted(len(passed), 'equation')}")

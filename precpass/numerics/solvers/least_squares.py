@@ -328,7 +328,7 @@ def _check_start(path: str, leaf: Any) -> None:
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             f"x0{path} is {dtype.name}: unknowns are real and floating, such as 1.0 for 1 (split "
-            "complex ones into real and imaginary parts; close over what is no unknown)"
+            "complex ones into real and imaginary parts; close over what is not an unknown)"
         )
 
 

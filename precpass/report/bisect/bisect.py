@@ -184,7 +184,7 @@ class _Search:
 
     def _passes(self, kept: Sequence[Group]) -> bool:
         rules = tuple(group.rule for group in kept)
-        what = f"{counted(len(rules), 'group')} kept wide"
+        what = f"{counted(len(rules), 'group')} left as written"
         return self._run(_with(self.policy, rules), what, rules).passed
 
     def _run(
@@ -342,7 +342,7 @@ class _Search:
         at = "line" if len({place.source for place in places}) == len(places) else "place"
         verdict = (
             f"{self.policy.title} fails{self._error(low)}; it passes{self._error(run)} with "
-            f"{wide} of {counted(len(places), at)} that it lowers kept wide"
+            f"{wide} of {counted(len(places), at)} that it lowers left as written"
         )
         if minimal and len(rules) > 1:
             verdict += f", and fails without any one of these {len(rules)} rules"
@@ -359,7 +359,8 @@ class _Search:
             wide = self._run(AlwaysF32, "AlwaysF32")
             if wide.passed and self.policy.output is not None:
                 whole_policy = dataclasses.replace(_with(self.policy, (whole.rule,)), output=None)
-                if self._run(whole_policy, "and with outputs as they were", (whole.rule,)).passed:
+                own_outputs = "and with outputs in their own formats"
+                if self._run(whole_policy, own_outputs, (whole.rule,)).passed:
                     return f"{text}: what breaks it is its outputs in {self.policy.output}"
         except OutOfBudget:
             return text

@@ -162,7 +162,8 @@ def _details(box: Box, share: float) -> str:
     formats = ", ".join(f"{n} in {name}" for name, n in box.formats.most_common())
     lines = "\n".join(shown_source(line) for line, _ in box.lines.most_common(5))
     casts = f"\n{counted(box.casts, 'cast')} inserted" if box.casts else ""
-    casts += f"\nresults of {counted(box.stored, 'equation')} stored low" if box.stored else ""
+    stored = counted(box.stored, "equation")
+    casts += f"\nresults of {stored} stored in 16 bits" if box.stored else ""
     moved = f"\n{sized(box.moved)} read and written, {share:.1%}" if box.moved else ""
     return f"{'/'.join((*box.path, box.label))}\n{formats}{moved}{casts}\n{lines}".strip()
 

@@ -1,0 +1,105 @@
+"""What the comparisons of a program compare with: tolerances, and tables that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from precpass import jaxpr as ir
+from precpass.analysis.graph import Graph
+from precpass.analysis.propagate import ValueRanges
+from precpass.policy.primitives import OpKind, op
+
+__all__ = ["Thresholds", "moves"]
+
+_SMALL = 0.1
+"""A threshold from here on is no tolerance, because errors of 16 bits do not reach it."""
+
+
+def moves(name: str) -> bool:
+    """Whether a primitive only moves or casts its operands."""
+    return op(name).kind is OpKind.DATA_MOVEMENT or name in ("convert_element_type", "copy")
+
+
+class Thresholds:
+    """The thresholds of a program's comparisons.
+
+    Args:
+        graph: the program.
+        facts_of: what is known of the values of each body, at each class of its call sites.
+    """
+
+    def __init__(self, graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> None:
+        self.graph = graph
+        self._facts_of = facts_of
+
+    def has_table(self, row: int) -> bool:
+        """Whether a comparison is with known numbers that differ, or with some of them."""
+        return any(
+            self._is_table(int(self.graph.body[row]), v) for v in self.graph.eqns[row].invars
+        )
+
+    def _is_table(self, body: int, atom: ir.Atom) -> bool:
+        maker = self.graph.maker(body, atom)
+        if maker is not None and maker.primitive.name in ("gather", "dynamic_slice"):
+            return self._is_table(body, maker.invars[0])
+        facts = [f.of(atom) for f in self._facts_of.get(body, ())]
+        return bool(facts) and all(f.constant and f.lo < f.hi for f in facts)
+
+    def has_tolerance(self, row: int, *, in_loop: bool) -> bool:
+        """Whether a comparison is with a tolerance, or of zero with a difference from one.
+
+        Args:
+            row: the comparison's equation.
+            in_loop: whether it decides if a loop goes on. A tolerance may be given to a loop, or
+                be 1: libraries divide an error by its tolerance.
+        """
+        body, operands = int(self.graph.body[row]), self.graph.eqns[row].invars
+        if in_loop and any(self._is_one(body, v) for v in operands):
+            return True
+        if any(self._is_tolerance(body, v, in_loop) for v in operands):
+            return True
+        of_zero = any(ir.is_literal(v) and np.ndim(v.val) == 0 and v.val == 0 for v in operands)
+        makers = filter(None, (self.graph.maker(body, v) for v in operands if of_zero))
+        parts = (v for maker in makers if maker.primitive.name == "sub" for v in maker.invars)
+        return any(self._is_tolerance(body, v, in_loop) for v in parts)
+
+    def _is_one(self, body: int, atom: ir.Atom) -> bool:
+        maker = self.graph.maker(body, atom)
+        if maker is None:
+            return self._number(body, atom) == 1
+        return moves(maker.primitive.name) and self._is_one(body, maker.invars[0])
+
+    def _is_tolerance(self, body: int, atom: ir.Atom, in_loop: bool) -> bool:
+        """Whether a number is small, a multiple of a small one, or given to a loop."""
+        maker = self.graph.maker(body, atom)
+        if maker is None:
+            number = self._number(body, atom)
+            if number is None:
+                return in_loop and self._is_given(body, atom)
+            return 0 < abs(number) < _SMALL
+        name = maker.primitive.name
+        if name in ("mul", "max", "min", "square", "integer_pow"):
+            return any(self._is_tolerance(body, v, in_loop) for v in maker.invars)
+        if name == "add":
+            return all(self._is_tolerance(body, v, in_loop) for v in maker.invars)
+        return moves(name) and self._is_tolerance(body, maker.invars[0], in_loop)
+
+    def _is_given(self, body: int, atom: ir.Atom) -> bool:
+        """Whether an operand of a loop is the same in each of its trips."""
+        loops = [loop for _, loop in self.graph.callers[body] if loop.decides or loop.carry]
+        invars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars
+        return bool(loops) and atom in invars[: loops[0].constants]
+
+    def _number(self, body: int, atom: ir.Atom) -> float | None:
+        """The number that a literal or an operand of a body is; None if it is not known."""
+        if ir.is_literal(atom):
+            return float(atom.val) if np.ndim(atom.val) == 0 else None
+        loops = [loop for _, loop in self.graph.callers[body] if loop.decides or loop.carry]
+        invars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars
+        if loops and atom in invars[loops[0].constants :]:
+            return None  # what is known of the condition's operands is of the first trip alone
+        facts = [f.of(atom) for f in self._facts_of.get(body, ())]
+        is_known = facts and all(f.lo == f.hi == facts[0].lo for f in facts)
+        return facts[0].lo if is_known else None
