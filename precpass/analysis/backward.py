@@ -138,7 +138,7 @@ class BackwardWalk:
                 results = [self.decides] * len(opened.outvars)
             for out, asked in of_carry.items():  # by the condition of a while
                 results[out] = max(results[out], asked)
-            inside = self.settled(body, child, results)
+            inside = self._until_settled(body, child, results)
             if body.decides:
                 carried = enumerate(opened.invars[body.constants :])
                 of_carry = {out: inside.of.get(v, NOTHING) for out, v in carried}
@@ -150,8 +150,7 @@ class BackwardWalk:
         for operand, asked in self.around(row, eqn, here).items():
             ask(eqn.invars[operand], asked)
 
-    def settled(self, body: ir.Body, child: int, results: list[Asked]) -> BodyAsks:
-        """What is asked inside a body, until trips of a loop around it ask for nothing new."""
+    def _until_settled(self, body: ir.Body, child: int, results: list[Asked]) -> BodyAsks:
         invars = ir.open_jaxpr(body.jaxpr).invars
         trips = 0
         while True:

@@ -64,14 +64,30 @@ class Tolerances:
             for v, operand in read[body.constants :]
             if found.of.get(v, NOTHING).level == _RESIDUAL
         )
-        return _reaches_product(self._residuals.settled(body, at_body, asked))
+        return _reaches_product(found) or self._reaches_product_later(row, found)
+
+    def _reaches_product_later(self, row: int, found: BodyAsks) -> bool:
+        """Whether a trip reads what products made in the trip before, by a norm.
+
+        A number that is compared as it is, such as the length of a step, is no part of a residual.
+        """
+        _, (body, at) = self.graph.children[row]
+        opened, asked = ir.open_jaxpr(body.jaxpr), [NOTHING] * len(body.results)
+        for operand, result in body.carry:
+            own = found.of.get(opened.invars[operand], NOTHING)
+            if own.level == _RESIDUAL and not self._is_compared_itself(opened.invars[operand], own):
+                asked[result] = own
+        return _reaches_product(self._residuals.body(at, tuple(asked)))
+
+    def _is_compared_itself(self, v: ir.Var, asked: Asked) -> bool:
+        return v.aval.ndim == self.graph.eqns[asked.row].outvars[0].aval.ndim
 
     def _is_progress(self, row: int, out: int, asked: Asked) -> bool:
         """Whether a loop adds to a carry that is compared as it is, and not by a norm."""
         _, (body, at) = self.graph.children[row]
         opened = ir.open_jaxpr(body.jaxpr)
-        own, compared = opened.invars[body.constants + out], self.graph.eqns[asked.row].outvars[0]
-        if own.aval.ndim != compared.aval.ndim:
+        own = opened.invars[body.constants + out]
+        if not self._is_compared_itself(own, asked):
             return False
         results = [NOTHING] * len(opened.outvars)
         results[out] = _MOVED

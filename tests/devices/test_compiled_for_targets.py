@@ -318,7 +318,7 @@ print(pp.audit(step, target={target!r})(*here).device_kind)
 audited = audited_gradient = pp.audit(jax.grad(loss), target={target!r})(*shapes)
 inspected = pp.inspect(jax.grad(loss), target={target!r})(*shapes)
 explained = pp.explain(jax.grad(loss), target={target!r})(*shapes)
-said = [line.strip() for line in audited.text(color=False).splitlines()[:-1]]
+said = [line.strip() for line in audited.text(color=False).splitlines()]
 lines = said[[line.startswith("kernels move") for line in said].index(True) :]
 for shown in inspected, explained:
     assert shown.compiled.traffic == audited.traffic and shown.compiled.memory == audited.memory

