@@ -87,7 +87,7 @@ class Verdict:
         if not (self.kept_before or self.kept_after):
             return
         sizes = f"{sized(self.kept_after)} instead of {sized(self.kept_before)}"
-        if self.kept_after == self.kept_before and not self.kept_wide:
+        if sized(self.kept_after) == sized(self.kept_before):
             sizes = f"{sized(self.kept_after)}, as in the program as written"
         is_half = self.kept_after <= _HALF * self.kept_before or not self.kept_wide
         yield f"Saved for the backward pass: {sizes}{'.' if is_half else ', which is not half.'}"

@@ -171,7 +171,10 @@ def with_another_form(entry: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("damaged", "said"),
-    [(with_another_form, "'nonsense' is no form"), (without_costs, "float32 results' has no cost")],
+    [
+        (with_another_form, "'nonsense' is not a form"),
+        (without_costs, "float32 results' has no cost"),
+    ],
 )
 def test_a_damaged_file_is_told_and_rebuilt(
     costing: Any, folder: Path, damaged: Callable[[list[Any]], list[Any]], said: str

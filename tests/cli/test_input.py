@@ -25,7 +25,7 @@ def model(tmp_path, monkeypatch):
         (":loss", "names no function"),
         ("none.py:loss", "there is no file none.py"),
         ("no_such_module:loss", "there is no module 'no_such_module'"),
-        ("a_model.py:number", "is no function: it is int"),
+        ("a_model.py:number", "is not a function: it is int"),
         ("a_model.py:grad.none", "has no 'none'"),
     ],
 )
@@ -97,11 +97,11 @@ def test_shapes_that_do_not_fit_show_the_users_error(model, capsys):
 @pytest.mark.parametrize(
     "content, why",
     [
-        (b'{"format": 1, "jax"', "is no plan of precpass"),
-        (b"\xff\xfe\x00", "is no plan of precpass"),
+        (b'{"format": 1, "jax"', "is not a plan of precpass"),
+        (b"\xff\xfe\x00", "is not a plan of precpass"),
         (b'{"format": 99}', "has format 99, and this precpass reads 1: update precpass"),
         (b'{"format": 1}', "is damaged"),
-        (b"[" * 100_000, "is no plan of precpass"),
+        (b"[" * 100_000, "is not a plan of precpass"),
         (None, "is a folder, and a file is needed"),
     ],
     ids=["truncated", "bytes", "newer", "empty", "deep", "directory"],

@@ -13,8 +13,10 @@ from tests.support.passes import quiet
 
 def row(name: str, ratio: float | None = 1.0, low: int = 0, **others: Any) -> Any:
     facts: dict[str, Any] = {"temp": 100, "error": 1e-7, "nonfinite": 0, "refused": "", **others}
+    own = {"[0]": facts["error"], **facts.get("leaves", {})}
     return SimpleNamespace(
         name=name,
+        leaves=[(path, SimpleNamespace(relative=error)) for path, error in own.items()],
         ratio=ratio,
         refused=facts["refused"],
         counts=SimpleNamespace(low=low, low_flops=float(low > 0)),
@@ -26,6 +28,8 @@ def row(name: str, ratio: float | None = 1.0, low: int = 0, **others: Any) -> An
 WIDE = row("AlwaysF32")
 FAST = row("AutoMixedBf16", 0.4, 3, temp=50, error=0.01)
 SLOW = row("AutoMixedBf16", 1.3, 3, error=0.01)
+HIDES = row("AutoMixedBf16", 0.4, 3, error=0.01, leaves={"['w']": 0.5, "['zero']": 1e4})
+NOISY = row("AlwaysF32", leaves={"['w']": 1e-6, "['zero']": 1e3})
 NAN = row("AlwaysF16", 0.1, 3, nonfinite=4, error=float("inf"))
 
 
@@ -37,6 +41,12 @@ NAN = row("AlwaysF16", 0.1, 3, nonfinite=4, error=float("inf"))
             False,
             "Use AutoMixedBf16: it takes 0.40 of the time of AlwaysF32 and 0.50 of its temporary "
             "memory, with a relative error of 1e-02.",
+        ),
+        (
+            [NOISY, HIDES],
+            False,
+            "Use AutoMixedBf16: it takes 0.40 of the time of AlwaysF32, with a relative error of "
+            "1e-02, and of 5e-01 in ['w'].",
         ),
         ([WIDE, SLOW, FAST], True, "Use AutoMixedBf16: it takes 0.40"),
         (

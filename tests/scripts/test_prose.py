@@ -1,6 +1,7 @@
 """Texts for users are in plain English: the patterns that had to be read twice do not come back."""
 
 import ast
+import functools
 import inspect
 import json
 import re
@@ -27,8 +28,13 @@ NOT_FOR_USERS = {
 }
 
 
-def prose() -> Iterator[tuple[str, str]]:
+@functools.cache
+def prose() -> list[tuple[str, str]]:
     """Where a text stands, and the text."""
+    return [*texts()]
+
+
+def texts() -> Iterator[tuple[str, str]]:
     for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs/pages").rglob("*.md")):
         yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
     for path in (ROOT / "notebooks").glob("*.ipynb"):

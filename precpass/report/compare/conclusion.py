@@ -10,6 +10,8 @@ __all__ = ["conclusion"]
 _FASTER = 0.95
 """A ratio from here on is no gain, because times of one program differ by as much."""
 _SMALLER = 0.9
+_MUCH, _OWN = 3, 1e-2
+"""An error is much larger from this ratio on, and the first program's own error is small."""
 
 
 def conclusion(rows: Sequence[Any], without_bfloat16: bool) -> str:
@@ -31,14 +33,15 @@ def conclusion(rows: Sequence[Any], without_bfloat16: bool) -> str:
     best = min(timed, key=lambda row: row.ratio or 0.0)
     if best.ratio is not None and best.ratio < _FASTER:
         gains = f"takes {best.ratio:.2f} of the time of {first.name}{_memory(first, best)}"
-        return f"Use {best.name}: it {gains}{_error(best)}." + said
+        return f"Use {best.name}: it {gains}{_error(first, best)}." + said
     low = [row for row in timed if row.counts.low > first.counts.low]
     if low and without_bfloat16:
         return (
             f"{low[0].name} is not faster here, because this CPU has no bfloat16 instructions: "
             '`compare(..., target="h100")` shows what a GPU makes of it.' + _holds(first, low[0])
         ) + said
-    return f"Use {first.name}: no other program is faster here.{_holds(first, best)}" + said
+    audit = " `audit` shows what XLA runs in another precision than planned." if low else ""
+    return f"Use {first.name}: no other program is faster here.{_holds(first, best)}{audit}" + said
 
 
 def _untimed(first: Any, usable: Sequence[Any]) -> str:
@@ -52,7 +55,7 @@ def _holds(first: Any, row: Any) -> str:
     if row.counts.low <= first.counts.low:
         return ""
     share = f"{row.name} runs {row.counts.low_flops:.0%} of its FLOPs in low precision"
-    return f" {share}{_memory(first, row)}{_error(row)}."
+    return f" {share}{_memory(first, row)}{_error(first, row)}."
 
 
 def _memory(first: Any, row: Any) -> str:
@@ -62,6 +65,20 @@ def _memory(first: Any, row: Any) -> str:
     return f" and {ratio:.2f} of its temporary memory" if ratio < _SMALLER else ""
 
 
-def _error(row: Any) -> str:
+def _error(first: Any, row: Any) -> str:
+    """The error of all results, and of the worst one if that is much larger.
+
+    The error of a large result hides those of small ones, such as gradients beside parameters. A
+    result that the first program does not compute either, such as a sum that is zero, does not
+    count.
+    """
     error = row.errors.relative
-    return "" if error is None else f", with a relative error of {error:.0e}"
+    if error is None:
+        return ""
+    text = f", with a relative error of {error:.0e}"
+    own = {path: errors.relative or 0.0 for path, errors in first.leaves}
+    worst, path = max(
+        ((x.relative, path) for path, x in row.leaves if x.relative and own.get(path, 0.0) < _OWN),
+        default=(0.0, ""),
+    )
+    return f"{text}, and of {worst:.0e} in {path}" if worst > _MUCH * error else text
