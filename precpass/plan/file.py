@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from precpass.plan.plan import Decision, Plan
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import FORMATS, Precision
 from precpass.policy.presets import OTHER_NAMES
-from precpass.policy.primitives import OpKind
+from precpass.policy.primitives import COMPUTING, OpKind
 from precpass.policy.profitability import parse_profitability
 from precpass.policy.rules import Rule
 from precpass.policy.saved import Names, SavedPrecisions
@@ -224,20 +225,19 @@ def rules_left_out(saved: SavedPrecisions) -> Iterator[str]:
         )
 
 
-def differences(
-    saved_plan: SavedPrecisions, found: Counter[str], name: str, policy: str
-) -> Iterator[str]:
+def differences(saved_plan: SavedPrecisions, names: Names, name: str, policy: str) -> Iterator[str]:
     """Warnings of equations that only the program, or only the saved plan, has.
 
     Args:
         saved_plan: the precisions in the file.
-        found: the number of the program's equations for each key.
+        names: those of the program's equations.
         name: the function's.
         policy: the policy for equations that the file does not have.
 
     Raises:
         ValueError: if they share no equation.
     """
+    found = names.counts
     saved = Counter({key: len(precisions) for key, precisions in saved_plan.entries})
     if saved and not found & saved:
         raise ValueError(
@@ -255,7 +255,7 @@ def differences(
         n = new.total()
         yield (
             f"{counted(n, 'equation')} {are(n)} not in the saved plan of {saved_plan.name} and "
-            f"{'follows' if n == 1 else 'follow'} {policy} ({_some(new)})"
+            f"{'follows' if n == 1 else 'follow'} {policy} ({_some(map(names.placed, new))})"
         )
     shifted = Counter({key: n for key, n in found.items() if 0 != saved[key] != n})
     if shifted:
@@ -267,7 +267,9 @@ def differences(
 
 
 _SOME = 3
+_PRODUCT = re.compile(rf"\|({'|'.join(COMPUTING)})\b")
 
 
-def _some(keys: Counter[str]) -> str:
-    return listed(list(keys), _SOME)
+def _some(keys: Iterable[str]) -> str:
+    """The first keys; those of matrix products come first, because a plan is saved for them."""
+    return listed(sorted(keys, key=lambda key: not _PRODUCT.search(key)), _SOME)

@@ -128,7 +128,8 @@ class PolicyRequests:
                 if row in graph.children or not any(ir.precision_of(v.aval) for v in atoms):
                     continue
                 whole = join_scopes(join_scopes(scope, node.scope), ir.scope_of(eqn))
-                name = self._names.add(whole, graph.source(row).function, ir.name_of(eqn))
+                source = graph.source(row)
+                name = self._names.add(whole, source.function, ir.name_of(eqn), source.place)
                 if (precision := lock.of(*name)) is not None:
                     self._locked[row] = precision
 
@@ -180,8 +181,7 @@ class PolicyRequests:
     def saved_plan_warnings(self) -> Iterator[str]:
         """Warnings of equations that the graph or the saved plan lacks, and of gaps in its file."""
         if (lock := self._policy.lock) is not None:
-            counts, policy = self._names.counts, self._policy.title
-            yield from differences(lock, counts, "this program", policy)
+            yield from differences(lock, self._names, "this program", self._policy.title)
             yield from rules_left_out(lock)
 
 

@@ -17,18 +17,26 @@ class Names:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self._places: dict[str, str] = {}
 
-    def add(self, scope: str, function: str, primitive: str) -> tuple[str, int]:
+    def add(self, scope: str, function: str, primitive: str, place: str = "") -> tuple[str, int]:
         """The key of the next equation, and how many before it have the same one.
 
         Args:
             scope: its whole name stack.
             function: the user's function that it is made in; "" where JAX recorded none.
             primitive: its name.
+            place: the file and line of the equation; "" where JAX recorded none.
         """
         key = f"{clean_scope(scope)}|{function}|{primitive}"
         self.counts[key] += 1
+        self._places[key] = place
         return key, self.counts[key] - 1
+
+    def placed(self, key: str) -> str:
+        """A key, with the line of the last equation that has it."""
+        place = self._places.get(key, "")
+        return f"{key} at {place}" if place else key
 
 
 @dataclasses.dataclass(frozen=True)

@@ -263,11 +263,11 @@ def plan_problems(
     names = Names()
     wrong: list[tuple[Named, str]] = []
     for named in equations(plan, plan.origin.scope):
-        key = names.add(named.scope, named.function, named.info.primitive)
+        key = names.add(named.scope, named.function, named.info.primitive, named.info.source.place)
         saved = lock.of(*key)
         if saved is not None and locked_precision(named.decision) not in (None, saved):
             wrong.append((named, f"not {saved} as it was saved"))
-    texts = differences(lock, names.counts, plan.origin.name, "the policy")
+    texts = differences(lock, names, plan.origin.name, "the policy")
     against = f"that {os.fspath(path)} says"
     return Problems(_mismatches(wrong), against, tuple(texts))
 

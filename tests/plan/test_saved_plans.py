@@ -255,9 +255,24 @@ def test_what_is_gone_and_what_is_new_is_reported(tmp_path):
         pp.inspect(first, pp.Plan.load(tmp_path / "plan.json"))(X, W)
     assert len(said) == 1
     pp.inspect(first)(X, W).plan.save(tmp_path / "plan.json")
-    text = r"are not in the saved plan of model and follow AutoMixedBf16 \(\|norm\|"
+    text = r"are not in the saved plan of model and follow AutoMixedBf16 \(\|norm\|\w+ at b\.py:\d"
     with pytest.warns(pp.PrecisionWarning, match=text):
         pp.inspect(second, pp.Plan.load(tmp_path / "plan.json"))(X, W)
+
+
+def test_a_new_matrix_product_is_named_first_with_its_line(tmp_path):
+    first = edited(tmp_path, "a", "def model(x, w):\n    return (x @ w) + 1\n")
+    second = edited(
+        tmp_path,
+        "b",
+        "import jax, jax.numpy as jnp\ndef model(x, w):\n    with jax.named_scope('head'):\n"
+        "        y = jnp.tanh(jnp.sin(jnp.exp(jnp.cos(x * 2)))) @ w\n    return y + 1\n",
+    )
+    pp.inspect(first)(X, W).plan.save(tmp_path / "plan.json")
+    with pytest.warns(pp.PrecisionWarning) as said:
+        pp.inspect(second, pp.Plan.load(tmp_path / "plan.json"))(X, W)
+    texts = [str(warning.message) for warning in said]
+    assert any("(head|model|dot_general at b.py:4, " in text for text in texts)
 
 
 def test_precisions_that_may_have_shifted_are_reported(tmp_path):
