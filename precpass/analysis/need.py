@@ -228,9 +228,7 @@ class _NeedWalk(BackwardWalk):
             return [data] * len(invars)
         index = _exact(row, "is used as an index")
         integers = index if name in _READ_INTEGERS else asked
-        # Whole numbers that are chosen depend on the choice.
-        first = name == "select_n" and not is_integer[-1]
-        places = range(first, len(invars)) if table.data is None else table.data
+        places = range(name == "select_n", len(invars)) if table.data is None else table.data
         of_data = [integers if whole else data for whole in is_integer]
         of_others = [index if whole else NOTHING for whole in is_integer]
         return [of_data[i] if i in places else of_others[i] for i in range(len(invars))]
@@ -256,10 +254,8 @@ class _NeedWalk(BackwardWalk):
             return NOTHING
         if tests_equality:
             return _exact(row, "is tested for equality")
-        if self._thresholds.has_tolerance(row, in_loop=False):
-            return _exact(row, "is compared with a tolerance")
-        has_table = self._thresholds.has_table(row)
-        return _exact(row, "is looked up in a table") if has_table else NOTHING
+        is_test = self._thresholds.has_tolerance(row, in_loop=False)
+        return _exact(row, "is compared with a tolerance") if is_test else NOTHING
 
 
 class _Collected:
@@ -302,7 +298,7 @@ def _of_data(name: str, table: Op, asked: Asked) -> Asked:
         return NOTHING
     if name == "sub" and asked.level == Need.FACTORED:
         return asked._replace(level=Need.STRICT)
-    if table.hands_on_digits or table.kind is OpKind.BOUNDARY:
+    if table.hands_on_digits or table.no_low_kernel:
         return asked
     is_function = asked.level >= Need.FACTORED and table.kind is OpKind.ELEMENTWISE
     return asked._replace(level=Need.STRICT) if is_function else NOTHING

@@ -1,4 +1,4 @@
-"""What the comparisons of a program compare with: tolerances, and tables that are known."""
+"""Which comparisons of a program are with a tolerance."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Thresholds", "moves"]
 
-_SMALL = 0.1
-"""A threshold from here on is no tolerance, because errors of 16 bits do not reach it."""
+_SMALL, _OF_RESULTS = 0.1, 2**-8
+"""A threshold from here on is no tolerance: of a loop, and of another comparison. Errors of 16 bits
+do not keep a residual above the first; the second is an error of bfloat16."""
 
 
 def moves(name: str) -> bool:
@@ -33,19 +34,6 @@ class Thresholds:
     def __init__(self, graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> None:
         self.graph = graph
         self._facts_of = facts_of
-
-    def has_table(self, row: int) -> bool:
-        """Whether a comparison is with known numbers that differ, or with some of them."""
-        return any(
-            self._is_table(int(self.graph.body[row]), v) for v in self.graph.eqns[row].invars
-        )
-
-    def _is_table(self, body: int, atom: ir.Atom) -> bool:
-        maker = self.graph.maker(body, atom)
-        if maker is not None and maker.primitive.name in ("gather", "dynamic_slice"):
-            return self._is_table(body, maker.invars[0])
-        facts = [f.of(atom) for f in self._facts_of.get(body, ())]
-        return bool(facts) and all(f.constant and f.lo < f.hi for f in facts)
 
     def has_tolerance(self, row: int, *, in_loop: bool) -> bool:
         """Whether a comparison is with a tolerance, or of zero with a difference from one.
@@ -78,7 +66,7 @@ class Thresholds:
             number = self._number(body, atom)
             if number is None:
                 return in_loop and self._is_given(body, atom)
-            return 0 < abs(number) < _SMALL
+            return 0 < abs(number) < (_SMALL if in_loop else _OF_RESULTS)
         name = maker.primitive.name
         if name in ("mul", "max", "min", "square", "integer_pow"):
             return any(self._is_tolerance(body, v, in_loop) for v in maker.invars)

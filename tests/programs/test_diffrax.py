@@ -61,6 +61,18 @@ def test_a_neural_ode_and_its_adjoints(name: str):
     assert checked.want["steps"] == 4
 
 
+@pytest.mark.parametrize(
+    "form", [lambda f: pp.auto_mixed(jax.grad(f)), lambda f: jax.grad(pp.auto_mixed(f))]
+)
+def test_a_solver_that_may_raise_an_error_is_low(form: Any):
+    """Its error is a whole number that a callback reads."""
+
+    def fn(weights: Any, y0: Any) -> Any:
+        return jnp.sum(solve(weights, y0, diffrax.Euler(), throw=True).ys)
+
+    check_products(jax.make_jaxpr(form(fn))(WEIGHTS, Y0), pp.AutoMixedBf16, least=4)
+
+
 def test_forward_mode():
     def tangent(fn: Any) -> Any:
         return lambda weights, y0, dw: jax.jvp(lambda w: fn(w, y0), (weights,), (dw,))
