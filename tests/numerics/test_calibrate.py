@@ -142,7 +142,7 @@ def test_values_that_are_not_finite_leave_the_range_and_are_reported():
         return jnp.log(x - 100.0).sum() + (x @ w).sum()
 
     with pytest.warns(
-        pp.PrecisionWarning, match=r"born at 1 line, first by log  \S*test_calibrate\.py"
+        pp.PrecisionWarning, match=r"appear at 1 line, first by log  \S*test_calibrate\.py"
     ):
         policy = pp.numerics.calibrate(f, "AutoMixed", [FINE])
     assert not policy.rules

@@ -313,7 +313,7 @@ def _complaints(
         first = next(iter(unsound.values()))
         lines = counted(len(unsound), "line")
         yield (
-            f"calibrate: in float32 NaNs or infinities first appear at {lines}"
+            f"calibrate: in float32 NaNs or infinities appear at {lines}"
             f", first by {first.place.primitive}  {first}; they are not part of the ranges"
         )
     missed = [key for key in planned if key not in ranges or not ranges[key].runs]
