@@ -89,7 +89,7 @@ FORMATS = [
 ]
 
 
-@pytest.mark.release(keep=3)
+@pytest.mark.release(keep=1)
 @pytest.mark.enumerated
 @pytest.mark.parametrize(("name", "policy"), FORMATS, ids=lambda v: getattr(v, "name", v))
 def test_this_holds_for_the_backward_pass_too(name, policy):

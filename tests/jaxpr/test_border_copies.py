@@ -146,6 +146,7 @@ def stacked(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.sum(lax.scan(layer, x, w)[0] ** 2)
 
 
+@pytest.mark.release
 def test_what_the_backward_scan_reads_is_stacked_on_16_bits():
     x, w = normal_array(0, 16, 8), 0.3 * normal_array(1, 5, 8, 8)
     gradient = jax.grad(stacked, argnums=(0, 1))
@@ -280,7 +281,7 @@ def test_a_low_copy_crosses_the_borders_between(program: Callable[..., Any]):
     assert_near(pp.auto_mixed(program)(w, x), jax.jit(program)(w, x), 0.02)
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("program", [p for p in BORDERS if p is not by_while])
 def test_and_is_differentiated_on_both_sides(program: Callable[..., Any]):
     w, x = normal_array(0, 8, 8) * 0.3, normal_array(1, 4, 8)

@@ -35,7 +35,7 @@ REPORTS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.release(keep=8)
+@pytest.mark.release(keep=5)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("report", REPORTS)
 def test_no_line_of_a_report_is_longer_than_the_terminal(report, program, monkeypatch):

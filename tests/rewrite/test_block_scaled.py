@@ -298,7 +298,7 @@ def test_a_loop_rounds_its_stack_of_weights_and_not_their_float8_twins():
 # ---------------------------------------------------------------- layouts and meshes
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("spec", ["abc,abd->cd", "bac,bad->cd", "cab,dab->cd", "cab,bda->cd"])
 def test_blocks_lie_along_any_summed_dimension_of_whole_blocks(spec):
     for sizes in ({"a": 2, "b": 64}, {"a": 64, "b": 2}):
@@ -374,7 +374,7 @@ def test_the_scales_of_arrays_do_not_overflow_behind_each_other(by_units):
         assert rel_error(by_units(jnp.dot, "nvfp4", x, w), x @ w) < 0.07, sizes
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.parametrize("spec", ["abc,abd->cd", "zba,zbc->zac"])
 def test_the_units_are_given_rows_of_all_summed_dimensions(spec, by_units):
     sizes = {"a": 2, "b": N, "c": 8, "d": 12, "z": 3}

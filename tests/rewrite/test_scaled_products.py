@@ -383,6 +383,7 @@ def test_a_backward_pass_reads_the_8_bits_of_the_forward_pass():
     assert rel_error([g[0] for g in mapped], jax.grad(mixed, (0, 1))(x, w)) < 1e-6
 
 
+@pytest.mark.release
 def test_weights_of_8_bits_are_not_rounded_again_in_a_backward_pass():
     ws, x = [normal_array(i, 256, 256) / 16 for i in range(4)], normal_array(9, 256, 256)
 

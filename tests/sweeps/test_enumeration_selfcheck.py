@@ -124,7 +124,7 @@ def test_nothing_is_staged_into_the_users_trace():
     assert_all_low(pp.auto_mixed(lambda x: x @ x), X)
 
 
-@pytest.mark.release(keep=1)
+@pytest.mark.release
 @pytest.mark.usefixtures("newer")
 @pytest.mark.parametrize(
     ("setting", "value"),

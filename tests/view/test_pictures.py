@@ -337,6 +337,7 @@ def test_graphviz_itself_shows_names_as_they_are():
     assert set(ODD) <= {text.text for text in root.iter(f"{SVG}text")}
 
 
+@pytest.mark.release
 def test_graphviz_is_spoken_to_in_utf_8_whatever_the_locale(tmp_path):
     dot = tmp_path / "dot"
     dot.write_text("#!/bin/sh\ncat\n")
