@@ -36,7 +36,6 @@ INTEGERS = {
     "a cast": (lambda x, w: (x @ w).astype(jnp.int32), (POSITIONS, CELLS)),
     "rounded and returned as a float": (lambda *a: jnp.round(one_hot_gather(*a)), (ORDER, IDS)),
     "a flag": (lambda x, w: jnp.abs(x @ w - 500.0).min() < 1e-3, (POSITIONS, CELLS)),
-    "of two bytes": (lambda x, w: jnp.floor(x @ w).astype(jnp.int16), (POSITIONS, CELLS)),
     "ids": (lambda *a: one_hot_gather(*a).astype(jnp.int32), (ORDER, IDS)),
     "equality": (lambda order, ids: one_hot_gather(order, ids) == ids[order], (ORDER, IDS)),
     "an index": (lambda x, w: jnp.arange(4000.0)[jnp.floor(x @ w).astype(int)], (POSITIONS, CELLS)),
@@ -74,6 +73,13 @@ def test_integers_and_equality_are_float32s(name, policy):
         for _, d, _ in inspection.decisions()
         if d.kind is pp.types.OpKind.COMPUTE
     } == {DecidedBy.NEED}
+
+
+def test_whole_numbers_of_two_bytes_are_exact():
+    def fn(x, w):
+        return jnp.floor(x @ w).astype(jnp.int16)
+
+    assert low_products(look(fn, pp.AutoMixedBf16, POSITIONS, CELLS).after) == []
 
 
 def angles(x, w):
