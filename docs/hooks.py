@@ -53,7 +53,7 @@ def section(match: re.Match[str]) -> str:
     """The section of README that a page asks for by its title, without the title."""
     _, found, rest = of_repository("README.md").partition(f"\n## {match[1]}\n")
     if not found:
-        raise ValueError(f"README.md has no section {match[1]!r}")
+        raise ValueError(f"a page asks for the section {match[1]!r}, which README.md lacks")
     return rest.partition("\n## ")[0].strip()
 
 

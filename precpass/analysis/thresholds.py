@@ -13,7 +13,7 @@ from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Thresholds", "moves"]
 
-_SMALL, _OF_RESULTS = 0.1, 2**-8
+_OF_LOOPS, _OF_RESULTS = 0.1, 2**-8
 """A threshold from here on is no tolerance: of a loop, and of another comparison. Errors of 16 bits
 do not keep a residual above the first; the second is an error of bfloat16."""
 
@@ -66,7 +66,7 @@ class Thresholds:
             number = self._number(body, atom)
             if number is None:
                 return in_loop and self._is_given(body, atom)
-            return 0 < abs(number) < (_SMALL if in_loop else _OF_RESULTS)
+            return 0 < abs(number) < (_OF_LOOPS if in_loop else _OF_RESULTS)
         name = maker.primitive.name
         if name in ("mul", "max", "min", "square", "integer_pow"):
             return any(self._is_tolerance(body, v, in_loop) for v in maker.invars)
@@ -76,17 +76,21 @@ class Thresholds:
 
     def _is_given(self, body: int, atom: ir.Atom) -> bool:
         """Whether an operand of a loop is the same in each of its trips."""
+        invars, constants = self._operands(body)
+        return constants is not None and atom in invars[:constants]
+
+    def _operands(self, body: int) -> tuple[Sequence[ir.Var], int | None]:
+        """A body's operands, and how many are constants of a loop; None if it is not a loop's."""
         loops = [loop for _, loop in self.graph.callers[body] if loop.decides or loop.carry]
         invars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars
-        return bool(loops) and atom in invars[: loops[0].constants]
+        return invars, loops[0].constants if loops else None
 
     def _number(self, body: int, atom: ir.Atom) -> float | None:
         """The number that a literal or an operand of a body is; None if it is not known."""
         if ir.is_literal(atom):
             return float(atom.val) if np.ndim(atom.val) == 0 else None
-        loops = [loop for _, loop in self.graph.callers[body] if loop.decides or loop.carry]
-        invars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars
-        if loops and atom in invars[loops[0].constants :]:
+        invars, constants = self._operands(body)
+        if constants is not None and atom in invars[constants:]:
             return None  # what is known of the condition's operands is of the first trip alone
         facts = [f.of(atom) for f in self._facts_of.get(body, ())]
         is_known = facts and all(f.lo == f.hi == facts[0].lo for f in facts)
