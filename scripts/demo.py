@@ -24,7 +24,6 @@ import jmp
 import numpy as np
 import rich
 from demo_model import Shape, Task, batches, cross_entropy, make_task, standard_library
-from demo_progress import Steps
 from rich.console import Console
 from rich.table import Table
 
@@ -32,7 +31,10 @@ import precpass as pp
 from precpass.analysis.residuals import kept_bytes
 from precpass.measure.counts import count
 from precpass.measure.execute import compiled, timed
+from precpass.view.progress import Progress
 
+BETWEEN_LINES = 5.0
+"""Seconds between two lines of progress where no terminal is."""
 PRESETS = (
     "AlwaysF32",
     "AutoMixedBf16",
@@ -119,20 +121,19 @@ def compile_row(name: str, task: Task, tokens: np.ndarray) -> Row:
     )
 
 
-def run(names: list[str], task: Task, data: np.ndarray, console: Console) -> list[Row]:
+def run(names: list[str], task: Task, data: np.ndarray) -> list[Row]:
     """Compile every row first, then train them in turn, so that noise meets them all alike."""
     rows: list[Row] = []
-    with Steps("compile", len(names), console) as steps:
-        for name in names:
-            steps.say(len(rows), label(name))
+    with Progress("compile", patience=BETWEEN_LINES) as progress:
+        for done, name in enumerate(names):
+            progress.say(label(name), done, len(names))
             rows.append(compile_row(name, task, data[0]))
-        steps.say(len(rows), "is done")
-    with Steps("train", len(names) * len(data), console) as steps:
-        for round_number, tokens in enumerate(data):
-            for number, row in enumerate(rows, 1):
+    with Progress("train", patience=BETWEEN_LINES) as progress:
+        for done, tokens in enumerate(data):
+            for row in rows:
                 row.train(tokens)
-                done = round_number * len(rows) + number
-                steps.say(done, f"with a loss of {row.losses[-1]:.3f}")
+            text = f"step {done + 1} of {len(data)}, with a loss of {rows[-1].losses[-1]:.3f}"
+            progress.say(text, done, len(data))
     return rows
 
 
@@ -291,7 +292,7 @@ def main() -> None:
         f"{size / 1e6:.1f} M float32 parameters, {shape.layers} layers of width {shape.width}, "
         f"{shape.batch} x {shape.length} bytes a step of {len(text) / 1e6:.1f} MB of text"
     )
-    rows = run(names, task, data, console)
+    rows = run(names, task, data)
     console.print(make_table(rows))
     for note in notes(rows):
         say(note)

@@ -93,6 +93,8 @@ def cleaned(notebook: NotebookNode) -> NotebookNode:
     for number, cell in enumerate(notebook.cells, 1):
         cell.id = f"cell-{number}"
         cell.metadata = nbformat.from_dict({})
+        if "outputs" in cell:  # where the progress of a report was shown nothing is left
+            cell.outputs = [x for x in cell.outputs if x.get("data") != {"text/plain": ""}]
         for output in cell.get("outputs", []):
             if "metadata" in output:
                 output.metadata = nbformat.from_dict({})

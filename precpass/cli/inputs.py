@@ -18,7 +18,7 @@ from precpass.cli.target import Refused
 from precpass.devices.peaks import peaks_of
 from precpass.devices.targets import target_of
 from precpass.plan.plan import Plan
-from precpass.policy.config import SUFFIXES
+from precpass.policy.config import SUFFIX
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.presets import PRESETS
 from precpass.policy.text import shown
@@ -86,7 +86,7 @@ def _policy(option: str, text: str | None) -> PrecisionPolicy | None:
     if text.endswith(".json"):
         raise Refused(f"{option} {text}: a saved plan is given by --plan {text}, not as a policy")
     with refusing():
-        is_file = text.endswith(SUFFIXES)
+        is_file = text.endswith((SUFFIX, ".yaml", ".yml"))  # the latter are refused, with advice
         return PrecisionPolicy.load(text) if is_file else PrecisionPolicy.parse(text)
 
 

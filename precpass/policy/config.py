@@ -1,4 +1,4 @@
-"""Policies as data, and as TOML and YAML files that a person writes.
+"""Policies as data, and as TOML files that a person writes.
 
 policy = "AutoMixedBf16"
 output = "bf16"
@@ -10,7 +10,6 @@ precision = "f32"
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import tomllib
@@ -24,9 +23,9 @@ from precpass.policy.presets import Custom
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import Rule
 
-__all__ = ["SUFFIXES", "from_dict", "load", "save", "to_dict"]
+__all__ = ["SUFFIX", "from_dict", "load", "save", "to_dict"]
 
-SUFFIXES = (".toml", ".yaml", ".yml")
+SUFFIX = ".toml"
 """How the name of a policy's file ends."""
 
 _OPTIONS = (
@@ -124,10 +123,9 @@ def _check_keys(data: Mapping[str, Any], legal: tuple[str, ...], what: str) -> N
 
 
 def save(policy: PrecisionPolicy, path: str | os.PathLike[str]) -> None:
-    """Writes a policy to a file, .toml, .yaml or .yml."""
-    data = to_dict(policy)
-    text = _toml(data) if _is_toml(path) else _yaml(path).safe_dump(data, sort_keys=False)
-    Path(path).write_text(text, encoding="utf-8")
+    """Writes a policy to a .toml file."""
+    _check_suffix(path)
+    Path(path).write_text(_toml(to_dict(policy)), encoding="utf-8")
 
 
 def load(path: str | os.PathLike[str]) -> PrecisionPolicy:
@@ -136,28 +134,20 @@ def load(path: str | os.PathLike[str]) -> PrecisionPolicy:
     Raises:
         ValueError: for a file that is none; the text names it.
     """
-    load_text = tomllib.loads if _is_toml(path) else _yaml(path).safe_load
+    _check_suffix(path)
     text = Path(path).read_text(encoding="utf-8")
     try:
-        return from_dict(load_text(text))
-    except Exception as error:  # those of YAML have no class of Python's own
+        return from_dict(tomllib.loads(text))
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{os.fspath(path)} is not a policy: {error}") from error
 
 
-def _is_toml(path: str | os.PathLike[str]) -> bool:
+def _check_suffix(path: str | os.PathLike[str]) -> None:
     suffix = Path(path).suffix
-    if suffix not in SUFFIXES:
-        raise ValueError(f"{os.fspath(path)}: a policy's file is one of {', '.join(SUFFIXES)}")
-    return suffix == ".toml"
-
-
-def _yaml(path: str | os.PathLike[str]) -> Any:
-    try:
-        return importlib.import_module("yaml")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{os.fspath(path)} needs PyYAML: pip install pyyaml, or keep the policy as .toml"
-        ) from error
+    if suffix != SUFFIX:
+        hint = "; of YAML give PrecisionPolicy.from_dict(yaml.safe_load(text))"
+        is_yaml = suffix in (".yaml", ".yml")
+        raise ValueError(f"{os.fspath(path)}: a policy's file is {SUFFIX}{hint if is_yaml else ''}")
 
 
 def _toml(data: dict[str, Any]) -> str:

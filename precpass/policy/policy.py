@@ -297,7 +297,7 @@ class PrecisionPolicy:
         return value if isinstance(value, cls) else parsed(value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return this policy as a dict of strings, lists and dicts, for a TOML or YAML file.
+        """Return this policy as a dict of strings, lists and dicts, for a TOML file.
 
         Raises:
             ValueError: for a policy with a saved plan, or with a rule that has a predicate.
@@ -324,14 +324,14 @@ class PrecisionPolicy:
         return from_dict(data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write this policy to a .toml file, or with PyYAML to a .yaml file."""
+        """Write this policy to a .toml file."""
         from precpass.policy.config import save
 
         save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PrecisionPolicy:
-        """Read a policy from a .toml or .yaml file, in the form that `save` writes.
+        """Read a policy from a .toml file, in the form that `save` writes.
 
         Raises:
             ValueError: for a file that is not a policy; the message names it.

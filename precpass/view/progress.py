@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -22,17 +23,17 @@ _PATIENCE = 2.0
 class Progress:
     """A context that shows what is being done and for how long.
 
-    On a terminal it is a bar, which is removed at the end. Elsewhere it is lines, at most one in
-    two seconds, so that a log shows that something runs.
+    On a terminal it is a bar and in a notebook a line, which are removed at the end. Elsewhere it
+    is lines, at most one in two seconds, so that a log shows that something runs.
 
     Args:
         what: the whole task, in words.
-        patience: seconds until the first message, and between two lines.
+        patience: seconds until the first message, and between two lines; two by default.
     """
 
-    def __init__(self, what: str, patience: float = _PATIENCE) -> None:
+    def __init__(self, what: str, patience: float | None = None) -> None:
         self._what = what
-        self._patience = patience
+        self._patience = _PATIENCE if patience is None else patience
         self._now: tuple[str, int | None, int | None] = ("", None, None)
         self._console = Console(stderr=True)
         self._over = threading.Event()
@@ -41,8 +42,8 @@ class Progress:
 
     @property
     def is_interactive(self) -> bool:
-        """Whether somebody waits in front of it, at a terminal."""
-        return self._console.is_terminal
+        """Whether somebody waits in front of it, at a terminal or in a notebook."""
+        return self._console.is_terminal or self._console.is_jupyter
 
     def say(self, what: str, done: int | None = None, total: int | None = None) -> None:
         """Sets the present step, and how much of it is done if that is known."""
@@ -52,7 +53,9 @@ class Progress:
     def _run(self) -> None:
         if self._over.wait(self._patience):
             return
-        if self._console.is_terminal:
+        if self._console.is_jupyter:
+            self._show_in_notebook()
+        elif self._console.is_terminal:
             self._draw()
         else:
             self._log()
@@ -75,6 +78,17 @@ class Progress:
                 _, done, total = self._now
                 text = f"{self._text()} ({time.monotonic() - self._begun:.0f} s)"
                 bar.update(task, description=text, completed=done, total=total)
+
+    def _show_in_notebook(self) -> None:
+        # IPython runs the notebook, so it is there; rich's bar would need ipywidgets, too.
+        display = importlib.import_module("IPython.display").display
+        shown: Any = display({"text/plain": self._text()}, raw=True, display_id=True)
+        while not self._over.wait(0.5):
+            _, done, total = self._now
+            steps = f", step {done} of {total}" if done is not None and total else ""
+            text = f"{self._text()}{steps} ({time.monotonic() - self._begun:.0f} s)"
+            shown.update({"text/plain": text}, raw=True)
+        shown.update({"text/plain": ""}, raw=True)
 
     def _text(self) -> str:
         what = self._now[0]
@@ -101,8 +115,8 @@ def telling(
     """A context with what a report calls before each of its steps.
 
     Args:
-        given: what the user passed; None shows a bar at a terminal, and nothing anywhere else. In a
-            notebook rich leaves an empty output behind a bar.
+        given: what the user passed; None shows a bar at a terminal, a line in a notebook, and
+            nothing anywhere else.
         what: the whole task, in words.
     """
     bar = Progress(what)

@@ -1,12 +1,10 @@
-"""What the demo shows: a table of 80 columns, its progress, a short diff and one conclusion."""
+"""What the demo shows: a table of 80 columns, a short diff and one conclusion."""
 
 import io
 import re
-import time
 
 import pytest
 from demo import DIFF_LINES, MATMUL, PRESETS, UNDER_GRAD, Row, conclusion, cut, make_table
-from demo_progress import Steps, left
 from rich.console import Console
 
 
@@ -67,48 +65,3 @@ def test_a_diff_is_cut_to_the_terminal_and_says_what_is_left_out():
     assert shown[DIFF_LINES] == f"... and {50 - DIFF_LINES} more lines"
     assert " ".join(shown[DIFF_LINES + 1 :]) == lines[-1].strip()
     assert list(cut(["a", "b", "totals"], 80)) == ["a", "b", "totals"]
-
-
-# ---------------------------------------------------------------- progress
-
-
-@pytest.mark.parametrize(
-    "done, seconds, says",
-    [(0, 20, "no estimate yet"), (10, 20, "about 60 s left"), (1, 20, "about 13 min left")],
-)
-def test_the_rest_is_as_fast_as_what_is_done(done, seconds, says):
-    assert left(done, 40, seconds) == says
-
-
-def wait_for(out: io.StringIO, text: str) -> None:
-    deadline = time.monotonic() + 30
-    while text not in out.getvalue():
-        assert time.monotonic() < deadline, out.getvalue()
-        time.sleep(0.01)
-
-
-def test_a_pipe_has_a_line_again_and_again_also_while_a_step_lasts():
-    out, console = on_80_columns()
-    with Steps("train", 40, console, seconds=0.02) as steps:
-        steps.say(0, "the first")
-        wait_for(out, "train 0 of 40: the first, no estimate yet\n" * 2)
-        steps.say(39, "with a loss of 2.000")
-        wait_for(out, "train 39 of 40: with a loss of 2.000, about 0 s left\n")
-    assert max(map(len, out.getvalue().splitlines())) <= 80
-
-
-def test_what_is_quick_prints_no_line_in_a_pipe():
-    out, console = on_80_columns()
-    with Steps("train", 2, console) as steps:
-        steps.say(2, "done")
-    assert out.getvalue() == ""
-
-
-def test_a_terminal_has_a_bar_with_what_is_left():
-    out = io.StringIO()
-    console = Console(file=out, width=80, force_terminal=True, legacy_windows=False)
-    with Steps("train", 40, console) as steps:
-        steps.say(10, "with a loss of 2.000")
-        wait_for(out, "s left")
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
-    assert "train with a loss of 2.000" in text and "10/40" in text

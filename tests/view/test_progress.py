@@ -2,6 +2,8 @@
 
 from typing import Any, ClassVar
 
+import nbclient
+import nbformat.v4
 import pytest
 
 from precpass.view import progress
@@ -47,3 +49,29 @@ def test_what_the_user_gave_is_called_instead():
     with telling(lambda *step: said.append(step), "compare f") as tell:
         tell("AlwaysF32", 1, 3)
     assert said == [("AlwaysF32", 1, 3)]
+
+
+IN_A_NOTEBOOK = """
+import time
+from precpass.view import progress
+progress._PATIENCE = 0.0
+with progress.telling(None, "compare f") as tell:
+    tell("AlwaysF32", 1, 3)
+    time.sleep(2.0)
+"""
+
+
+@pytest.mark.programs
+def test_a_notebook_shows_a_line_and_is_empty_afterwards():
+    said: list[str] = []
+
+    class Client(nbclient.NotebookClient):
+        def process_message(self, msg: Any, *args: Any) -> Any:
+            if "data" in msg["content"]:
+                said.append(msg["content"]["data"]["text/plain"])
+            return super().process_message(msg, *args)
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(IN_A_NOTEBOOK)])
+    Client(notebook, kernel_name="python3").execute()
+    assert any(text.startswith("precpass: compare f: AlwaysF32, step 1 of 3 (") for text in said)
+    assert [output["data"] for output in notebook.cells[0].outputs] == [{"text/plain": ""}]

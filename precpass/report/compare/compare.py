@@ -78,7 +78,7 @@ def compare(
             kernels and a TPU's cycles are those of its compiler, and the errors are those of the
             same rewritten programs on this machine.
         progress: is called with a text, the steps done and their number. Without it a bar shows
-            after two seconds at a terminal.
+            after two seconds at a terminal, and a line in a notebook.
 
     Returns:
         A function that takes the arguments of `fn`, arrays, and returns a `Comparison`.
