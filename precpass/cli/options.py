@@ -52,6 +52,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         name = more[0].partition("=")[0]
         others = [n for n, one in commands.items() if name in _options_of(one)]
         elsewhere = f": {name} is of {', '.join(others)}" if others else ""
+        if not name.startswith("-"):
+            elsewhere = ": arguments of the function are given by --args or --example"
         command_parser.error(f"{options.command} has no {' '.join(more)}{elsewhere}")
     return options
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -249,27 +248,27 @@ def differences(saved_plan: SavedPrecisions, names: Names, name: str, policy: st
         n = gone.total()
         yield (
             f"{counted(n, 'equation')} of the saved plan of {saved_plan.name} {are(n)} no longer "
-            f"there ({_some(gone)})"
+            f"there ({_some(gone, names)})"
         )
     if new:
         n = new.total()
         yield (
             f"{counted(n, 'equation')} {are(n)} not in the saved plan of {saved_plan.name} and "
-            f"{'follows' if n == 1 else 'follow'} {policy} ({_some(map(names.placed, new))})"
+            f"{'follows' if n == 1 else 'follow'} {policy} ({_some(new, names)})"
         )
     shifted = Counter({key: n for key, n in found.items() if 0 != saved[key] != n})
     if shifted:
         yield (
-            f"the saved plan of {saved_plan.name} counts the equations of a primitive in a "
-            f"function, and their number is another one ({_some(shifted)}): their precisions may "
-            "have shifted; save the plan anew"
+            f"the saved plan of {saved_plan.name} has another number of some equations "
+            f"({_some(shifted, names)}), and tells them apart by their order alone: check their "
+            "precisions, or save the plan anew"
         )
 
 
 _SOME = 3
-_PRODUCT = re.compile(rf"\|({'|'.join(COMPUTING)})\b")
 
 
-def _some(keys: Iterable[str]) -> str:
+def _some(keys: Iterable[str], names: Names) -> str:
     """The first keys; those of matrix products come first, because a plan is saved for them."""
-    return listed(sorted(keys, key=lambda key: not _PRODUCT.search(key)), _SOME)
+    order = sorted(keys, key=lambda key: key.rpartition("|")[2] not in COMPUTING)
+    return listed([names.placed(key) for key in order], _SOME)

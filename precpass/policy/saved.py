@@ -34,9 +34,11 @@ class Names:
         return key, self.counts[key] - 1
 
     def placed(self, key: str) -> str:
-        """A key, with the line of the last equation that has it."""
+        """A key in words, with the line of the last equation that has it, if there is one."""
+        scope, function, primitive = key.rsplit("|", 2)
         place = self._places.get(key, "")
-        return f"{key} at {place}" if place else key
+        words = (function and f"in {function}", place and f"at {place}", scope and f"under {scope}")
+        return " ".join((primitive, *filter(None, words)))
 
 
 @dataclasses.dataclass(frozen=True)

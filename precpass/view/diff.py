@@ -298,7 +298,7 @@ def _summary(same: list[Row]) -> _Change:
         f"{row.info.primitive}{joints[bool(row.info.crossed)]}{_verb(row)}"
         for row in changed or same
     )
-    return _Change(((_counted(counts), "low"),))
+    return _Change(((_counted(counts, "; "), "low"),))
 
 
 def _verb(row: Row) -> str:

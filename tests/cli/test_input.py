@@ -192,7 +192,7 @@ def test_options_that_would_say_nothing_are_refused_before_anything_is_imported(
         ("explain --seed 3", "explain has no --seed 3: --seed is of compare, profile, bisect"),
         ("bisect --tolerance 1 --color never", "--color is of explain, diff, audit"),
         ("lock --pol c=f16", "lock has no --pol c=f16"),
-        ("diff another", "diff has no another"),
+        ("diff f32[8]", "diff has no f32[8]: arguments of the function are given by --args"),
     ],
 )
 def test_options_of_other_commands_are_refused(line, why, model, capsys):

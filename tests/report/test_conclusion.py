@@ -30,6 +30,7 @@ FAST = row("AutoMixedBf16", 0.4, 3, temp=50, error=0.01)
 SLOW = row("AutoMixedBf16", 1.3, 3, error=0.01)
 HIDES = row("AutoMixedBf16", 0.4, 3, error=0.01, leaves={"['w']": 0.5, "['zero']": 1e4})
 NOISY = row("AlwaysF32", leaves={"['w']": 1e-6, "['zero']": 1e3})
+WRONG = row("c=bf16", 0.3, 3, error=3.9)
 NAN = row("AlwaysF16", 0.1, 3, nonfinite=4, error=float("inf"))
 
 
@@ -63,6 +64,13 @@ NAN = row("AlwaysF16", 0.1, 3, nonfinite=4, error=float("inf"))
         ),
         ([WIDE, NAN], False, "AlwaysF16 has values that are not finite."),
         ([WIDE, FAST, NAN], False, "Use AutoMixedBf16: it takes 0.40"),
+        (
+            [WIDE, WRONG],
+            False,
+            "c=bf16 has no correct digit, with a relative error of 4e+00: `bisect` names the lines",
+        ),
+        ([WIDE, WRONG, FAST], False, "Use AutoMixedBf16: it takes 0.40"),
+        ([row("AlwaysF32", error=1.0), WRONG], False, "Use c=bf16: it takes 0.30"),
         ([WIDE, row("a", 0.2, 3, refused="too large")], False, ""),
         ([WIDE], True, ""),
     ],
@@ -71,6 +79,7 @@ def test_what_to_use(rows: list[Any], without_bfloat16: bool, said: str):
     text = conclusion(rows, without_bfloat16)
     assert text.startswith(said) and bool(text) == bool(said)
     assert ("not finite" in text) == (NAN in rows)
+    assert ("no correct digit" in text) == (WRONG in rows and WIDE in rows)
 
 
 def test_it_stands_at_the_end_of_a_comparison():

@@ -262,11 +262,11 @@ class Comparison:
 
     def _notes(self) -> list[str]:
         return [
-            "products low: those of two operands of 16 or 8 bits, of all in the traced step; casts "
-            "added: to the function as written; a loop's body counts once in both.",
-            "16-bit MB: results of equations in bfloat16 or float16; FLOPs and these with trip "
-            f"counts, {NOMINAL_SIZE} where only run time knows one. temp: what XLA allocates "
-            "beside arguments and results.",
+            "products low: how many matrix products read operands of 16 or 8 bits; casts added: to "
+            "the function as written. A loop's body counts once in both.",
+            "16-bit MB: results in bfloat16 or float16. It and FLOPs count every iteration of a "
+            f"loop, {NOMINAL_SIZE} of one whose number only run time knows. temp: what XLA "
+            "allocates beside arguments and results.",
             *([TIMES.format(self.rounds)] if self.rounds else []),
             *traffic_notes(row.traffic for row in self.rows),
             *of_each_device((row.memory for row in self.rows), "FLOPs and 16-bit MB"),

@@ -12,6 +12,8 @@ _FASTER = 0.95
 _SMALLER = 0.9
 _MUCH, _OWN = 3, 1e-2
 """An error is much larger from this ratio on, and the first program's own error is small."""
+_WRONG = 0.5
+"""A relative error from here on leaves no correct digit."""
 
 
 def conclusion(rows: Sequence[Any], without_bfloat16: bool) -> str:
@@ -22,9 +24,16 @@ def conclusion(rows: Sequence[Any], without_bfloat16: bool) -> str:
         without_bfloat16: whether they ran on a processor without bfloat16 instructions.
     """
     first, *others = rows
-    usable = [row for row in others if not (row.refused or row.errors.nonfinite)]
+    finite = [row for row in others if not (row.refused or row.errors.nonfinite)]
     broken = [row.name for row in others if row.errors.nonfinite]
     said = f" {', '.join(broken)} has values that are not finite." if broken else ""
+    wrong = [row for row in finite if _is_wrong(first, row)]
+    if wrong:
+        said += (
+            f" {', '.join(row.name for row in wrong)} has no correct digit{_error(first, wrong[0])}"
+            ": `bisect` names the lines that must stay in float32."
+        )
+    usable = [row for row in finite if row not in wrong]
     if not usable:
         return said.strip()
     timed = [row for row in usable if row.ratio is not None]
@@ -42,6 +51,11 @@ def conclusion(rows: Sequence[Any], without_bfloat16: bool) -> str:
         ) + said
     audit = " `audit` shows what XLA runs in another precision than planned." if low else ""
     return f"Use {first.name}: no other program is faster here.{_holds(first, best)}{audit}" + said
+
+
+def _is_wrong(first: Any, row: Any) -> bool:
+    own, error = first.errors.relative or 0.0, row.errors.relative or 0.0
+    return own < _OWN and error >= _WRONG
 
 
 def _untimed(first: Any, usable: Sequence[Any]) -> str:
