@@ -52,7 +52,8 @@ def made_in(eqn: Eqn) -> Made:
 
 
 _OPENS_SCOPES = re.compile(
-    r"[/\\](?:(?:flax[/\\]linen|haiku)[/\\]|precpass[/\\]jit[/\\]layers\.py$)"
+    r"[/\\](?:(?:flax[/\\]linen|haiku|keras[/\\]src[/\\]layers)[/\\]|"
+    r"precpass[/\\]jit[/\\]layers\.py$)"
 )
 """Files that open a name scope for each layer; ours does under a rule that names layers."""
 _WRAPS = re.compile(

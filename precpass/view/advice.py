@@ -41,7 +41,7 @@ class Advice(NamedTuple):
 
 
 def advice(
-    graph: Graph, decided: dict[int, Decision], sites: dict[int, Site]
+    graph: Graph, decided: dict[int, Decision], sites: dict[int, Site], *, has_tiles: bool
 ) -> list[tuple[Advice, int]]:
     """All advice that the graph supports, each with the number of equations that it concerns.
 
@@ -49,6 +49,7 @@ def advice(
         graph: that of the original program.
         decided: the decision for each equation, by the equation's id.
         sites: where you find each equation, by its id.
+        has_tiles: whether the device multiplies tiles, as a GPU or TPU does and a CPU does not.
     """
 
     def placed(found: Iterable[tuple[int, str, float]]) -> list[Advice]:
@@ -62,7 +63,8 @@ def advice(
     lines = {item.source for item in constants}
     # If a constant widens a value that a cast had narrowed, the constant is the cause.
     round_trips = [item for item in placed(_round_trips(graph)) if item.source not in lines]
-    return list(Counter([*placed(_odd_sizes(graph, decided)), *constants, *round_trips]).items())
+    odd = placed(_odd_sizes(graph, decided)) if has_tiles else []
+    return list(Counter([*odd, *constants, *round_trips]).items())
 
 
 _Found = tuple[int, str, float]

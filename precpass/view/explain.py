@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from precpass import jaxpr as ir
@@ -25,7 +25,7 @@ from precpass.view.advice import CACHE_LINE, Advice, advice
 from precpass.view.compiled import Compiled, compiled_lines
 from precpass.view.explain_page import explanation_page
 from precpass.view.rows import Row, alike, listed_sites, rows
-from precpass.view.text import Line, heading, rendered, shown_source, titled
+from precpass.view.text import Line, heading, rendered, shown_path, shown_source, titled
 from precpass.view.verdict import Verdict
 from precpass.view.wide import Wide
 
@@ -44,8 +44,8 @@ class Explanation:
         wide: the matrix products that stay in float32, grouped by source line.
         multiplied: (precision, reason, number) of the matrix products for which a way to multiply
             was asked (`Precision.is_multiplication`), whether they have it or not.
-        others: (kind, reason, number) of all other equations whose computation and storage do not
-            change.
+        others: (kind, reason, number, lines) of all other equations whose computation and storage
+            do not change; lines are those of your code, "model.py:9, 12".
         unmatched: the rules that matched no equation.
         notes: the plan's warnings.
         advice: suggestions from the dataflow graph, each with the number of equations it affects.
@@ -58,7 +58,7 @@ class Explanation:
     verdict: Verdict
     wide: tuple[Wide, ...]
     multiplied: tuple[tuple[str, str, int], ...]
-    others: tuple[tuple[str, str, int], ...]
+    others: tuple[tuple[str, str, int, str], ...]
     unmatched: tuple[str, ...]
     notes: tuple[str, ...]
     advice: tuple[tuple[Advice, int], ...]
@@ -142,8 +142,10 @@ class Explanation:
             yield [(f"      to change it: {wide.remedy}", "reason")]
         if self.others:
             yield [(_OTHERS, "frame")]
-        for kind, reason, n in self.others:
+        for kind, reason, n, where in self.others:
             yield [(f"  {n} {kind.replace('_', ' ')}: ", ""), (reason, "reason")]
+            if where:
+                yield [("     at ", ""), (where, "where")]
 
     def text(self, *, color: bool | None = None, all: bool = False) -> str:
         """Return the explanation as text.
@@ -174,13 +176,15 @@ class Explanation:
         verdict = self.verdict
         title, flops = titled(self.name, self.policy, self.device), verdict.after.flops
         rest = list(self._remarks(all=True))
-        others = (*self.multiplied, *self.others)
+        others = (*((*each, "") for each in self.multiplied), *self.others)
         facts = [*verdict.lines(), [(verdict.saving(), "")]]
         return explanation_page(title, flops, facts, self.wide, others, rest)
 
 
-_REMEDIES, _PLACES = 3, 3
+_REMEDIES = 3
 """The most remedies in brief, and the most places that are named for each."""
+_LINES = 12
+"""The most lines of a file that are named for equations that stay as written."""
 _WIDE = "matrix products that are not in low precision"
 _OTHERS = "everything else that stays as written"
 
@@ -245,7 +249,7 @@ def explained(
         tuple(_others(plan_rows)),
         tuple(map(repr, plan.unmatched)),
         (*plan.notes, *_costs(plan), *_assumptions(plan_rows)),
-        tuple(advice(graph, decided, sites)),
+        tuple(advice(graph, decided, sites, has_tiles=bool(device))),
     )
 
 
@@ -327,12 +331,21 @@ def _is_for_products_alone(decision: Decision) -> bool:
     return decision.action is Action.MULTIPLY or is_lowered
 
 
-def _others(found: list[Row]) -> Iterator[tuple[str, str, int]]:
-    kept = [
-        row.decision
-        for row in found
-        if row.decision.action is Action.KEEP and not (_stays_wide(row) or row.decision.stores_low)
-    ]
-    counts = Counter((str(d.kind), str(d.reason)) for d in kept if d.compute is not None)
-    for (kind, reason), n in counts.most_common():
-        yield kind, reason, n
+def _others(found: list[Row]) -> Iterator[tuple[str, str, int, str]]:
+    alike: dict[tuple[str, str], list[Site]] = {}
+    for row in found:
+        decision = row.decision
+        is_kept = decision.action is Action.KEEP and decision.compute is not None
+        if is_kept and not (_stays_wide(row) or decision.stores_low):
+            alike.setdefault((str(decision.kind), str(decision.reason)), []).append(row.info.site)
+    for (kind, reason), sites in sorted(alike.items(), key=lambda entry: -len(entry[1])):
+        yield kind, reason, len(sites), _lines_of(sites)
+
+
+def _lines_of(sites: Iterable[Site]) -> str:
+    """The lines of sites, most of them first, as "model.py:9, 12; data.py:4"."""
+    files: dict[str, dict[int, None]] = {}
+    for source, _ in Counter(site.source for site in sites if site.source.file).most_common():
+        files.setdefault(shown_path(source.file), {})[source.line] = None
+    some = (f"{file}:{listed(list(map(str, lines)), _LINES)}" for file, lines in files.items())
+    return "; ".join(some)

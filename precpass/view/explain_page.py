@@ -17,7 +17,7 @@ def explanation_page(
     flops: Mapping[str, float],
     verdict: Sequence[Line],
     wide: Sequence[Wide],
-    others: Sequence[tuple[str, str, int]],
+    others: Sequence[tuple[str, str, int, str]],
     rest: Sequence[Line],
 ) -> str:
     """An explanation as HTML.
@@ -27,7 +27,7 @@ def explanation_page(
         flops: the floating-point operations of the rewritten program by format.
         verdict: the figures in words.
         wide: the products that stay wide.
-        others: (kind, reason, number) of the other equations that stay as they are.
+        others: (kind, reason, number, lines) of the other equations that stay as they are.
         rest: rules that match nothing, notes and advice.
     """
     head = f'<div class="head">{spans([(title, "")])}</div>'
@@ -71,21 +71,22 @@ def _wide(wide: Sequence[Wide], total: float) -> str:
     )
 
 
-def _others(others: Sequence[tuple[str, str, int]]) -> str:
+def _others(others: Sequence[tuple[str, str, int, str]]) -> str:
     entries = [
         Entry(
             [
                 Cell([(str(n), "")], float(n)),
                 Cell([(kind.replace("_", " "), "")], kind),
                 Cell([(reason, "reason")], reason),
+                Cell([(lines, "where")], lines),
             ],
             frozenset([kind.replace("_", " ")]),
         )
-        for kind, reason, n in sorted(others, key=lambda entry: -entry[2])
+        for kind, reason, n, lines in sorted(others, key=lambda entry: -entry[2])
     ]
-    kinds = list(dict.fromkeys(kind.replace("_", " ") for kind, _, _ in others))
+    kinds = list(dict.fromkeys(kind.replace("_", " ") for kind, *_ in others))
     return sheet(
-        ["equations", "kind", "reason"],
+        ["equations", "kind", "reason", "lines"],
         entries,
         groups=kinds,
         sorted_by=0,

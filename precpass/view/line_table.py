@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from precpass.jaxpr import Source
 from precpass.measure.counts import LOW_FORMATS
+from precpass.plan.eqn_info import Site
 from precpass.plan.plan import Action, Plan
 from precpass.policy.primitives import OpKind
 from precpass.units import counted, in_unit, sized
-from precpass.view.rows import Row, rows
+from precpass.view.rows import Row, listed_sites, rows
 from precpass.view.sheet import Cell, Entry, bar, facts, sheet
 from precpass.view.text import heading
 
@@ -81,18 +81,20 @@ def _flops(n: float) -> str:
 
 def line_table(plan: Plan) -> str:
     """The lines of a plan's program, those with the most FLOPs in float32 first."""
-    lines: dict[Source, _OfLine] = {}
-    for row in rows(plan):
-        lines.setdefault(row.info.source, _OfLine()).add(row)
+    lines: dict[Site, _OfLine] = {}
+    found = list(rows(plan))
+    sites = listed_sites(row.info.site for row in found)
+    for row in found:
+        lines.setdefault(sites[row.info.site], _OfLine()).add(row)
     flops = sum(of.flops for of in lines.values()) or 1.0
     moved = sum(of.moved for of in lines.values()) or 1.0
     order = sorted(lines.items(), key=lambda entry: (-entry[1].wide_flops, -entry[1].moved))
     heads = ["line", "FLOPs", "bytes", "low", "casts", "why products are in float32"]
-    entries = [_entry(source, of, flops, moved) for source, of in order]
+    entries = [_entry(site, of, flops, moved) for site, of in order]
     return sheet(heads, entries, groups=[_WIDE, _LOW, _CAST, _SAME])
 
 
-def _entry(source: Source, of: _OfLine, flops: float, moved: float) -> Entry:
+def _entry(site: Site, of: _OfLine, flops: float, moved: float) -> Entry:
     ((reason, _),) = of.reasons.most_common(1) or [("", 0)]
     more = f" (+{len(of.reasons) - 1})" if len(of.reasons) > 1 else ""
     groups = {
@@ -103,7 +105,7 @@ def _entry(source: Source, of: _OfLine, flops: float, moved: float) -> Entry:
     }
     low = f"{of.low}/{of.products}" if of.products else ""
     cells = [
-        Cell(heading(source), f"{source.file}:{source.line:06d}"),
+        Cell(heading(site.source, site.module), f"{site.source.file}:{site.source.line:06d}"),
         Cell([(_share(of.flops / flops), "")], of.flops, of.flops / flops),
         Cell([(sized(of.moved), "")], of.moved, of.moved / moved),
         Cell(

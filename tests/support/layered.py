@@ -1,4 +1,4 @@
-"""A small transformer in flax nnx, and a network in equinox, whose reports name their modules."""
+"""A small transformer in flax nnx, and networks in equinox, flax linen and haiku."""
 
 import contextlib
 import functools
@@ -6,9 +6,10 @@ from collections.abc import Generator
 from typing import Any
 
 import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 
 WIDTH, TOKENS = 32, jnp.zeros((2, 8), jnp.int32)
 
@@ -86,3 +87,60 @@ def eqx_loss(network: Network, x: Any) -> Any:
 
 def eqx_model() -> Network:
     return Network(jax.random.key(0))
+
+
+class LinenFeed(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        h = jax.nn.gelu(linen.Dense(2 * WIDTH, name="up")(x))
+        return x + linen.Dense(WIDTH, name="down")(h)
+
+
+class LinenNet(linen.Module):
+    def setup(self):
+        self.feeds = [LinenFeed() for _ in range(2)]
+
+    def __call__(self, x: Any) -> Any:
+        for feed in self.feeds:
+            x = feed(x)
+        return x
+
+
+@functools.cache
+def linen_parameters() -> Any:
+    with promoting():
+        return LinenNet().init(jax.random.key(0), jnp.ones((1, WIDTH)))
+
+
+def linen_loss(parameters: Any, x: Any) -> Any:
+    return jnp.square(LinenNet().apply(parameters, x)).mean()
+
+
+class HaikuFeed(hk.Module):
+    def __call__(self, x: Any) -> Any:
+        h = jax.nn.gelu(hk.Linear(2 * WIDTH, name="up")(x))
+        return x + hk.Linear(WIDTH, name="down")(h)
+
+
+class HaikuNet(hk.Module):
+    def __init__(self):
+        super().__init__("net")
+        self.feeds = [HaikuFeed("feed") for _ in range(2)]
+
+    def __call__(self, x: Any) -> Any:
+        for feed in self.feeds:
+            x = feed(x)
+        return x
+
+
+HAIKU = hk.without_apply_rng(hk.transform(lambda x: HaikuNet()(x)))
+
+
+@functools.cache
+def haiku_parameters() -> Any:
+    with promoting():
+        return HAIKU.init(jax.random.key(0), jnp.ones((1, WIDTH)))
+
+
+def haiku_loss(parameters: Any, x: Any) -> Any:
+    return jnp.square(HAIKU.apply(parameters, x)).mean()

@@ -14,6 +14,7 @@ import precpass as pp
 from precpass.analysis.residuals import kept_bytes
 from precpass.policy.warned import quietly
 from precpass.view.rows import rows
+from tests.support.devices import for_a_gpu
 from tests.support.values import f32
 
 X, W = f32(8, 8), f32(8, 8)
@@ -113,7 +114,7 @@ def test_what_is_stored_low_is_kept_as_its_16_bits():
         f"{verdict.stored} results stored in 16 bits; {verdict.crossed} values in 16 bits" in text
     )
     # what is stored low does not stay as written
-    assert not any("stored in" in reason for _, reason, _ in found.explain().others)
+    assert not any("stored in" in reason for _, reason, *_ in found.explain().others)
 
 
 def test_what_is_made_of_constants_alone_is_not_kept():
@@ -185,9 +186,25 @@ def test_a_product_of_one_low_operand_is_left_wide():
 
 def test_all_else_is_summed_up_by_reason():
     found = pp.explain(mixed_by_hand)(X, W)
-    kinds = {kind for kind, _, _ in found.others}
+    kinds = {kind for kind, *_ in found.others}
     assert "compute" not in kinds  # each has an entry of its own
-    assert sum(n for kind, reason, n in found.others if "the user wrote" in reason) == 4
+    assert sum(n for _, reason, n, _ in found.others if "the user wrote" in reason) == 4
+
+
+def test_what_is_summed_up_has_its_lines():
+    text = pp.explain(mixed_by_hand)(X, W).all
+    (entry,) = re.findall(r"4 elementwise: a cast that the user wrote\n +at (.*)", text)
+    casts = (line_of(mixed_by_hand, line) for line in ("odd = x", "x.astype(jnp.bfloat16).astype"))
+    assert set(entry.partition("test_explain.py:")[2].split(", ")) == set(map(str, casts))
+
+
+def test_of_many_lines_the_first_are_named_and_the_rest_counted():
+    lines = "".join(f"    x = jnp.tanh(x) + {i}\n" for i in range(20))
+    scope = {"jnp": jnp}
+    exec(compile(f"def many(x):\n{lines}    return x @ x\n", "many.py", "exec"), scope)
+    text = " ".join(pp.explain(scope["many"])(X).all.split())
+    assert "40 elementwise" in text
+    assert "at many.py:2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13 and 8 more" in text
 
 
 def test_rules_that_match_nothing_are_said():
@@ -200,13 +217,13 @@ def test_rules_that_match_nothing_are_said():
 def test_what_the_user_made_low_is_not_left_wide():
     found = pp.explain(half)(X, W)
     assert (found.verdict.after.low, found.verdict.left_wide, found.wide) == (1, 0, ())
-    assert any(kind == "compute" for kind, _, _ in found.others)
+    assert any(kind == "compute" for kind, *_ in found.others)
 
 
 def test_what_sums_over_nothing_is_not_left_wide():
     found = pp.explain(outer)(X, W)
     assert (found.verdict.after.low, found.verdict.left_wide) == (1, 0)
-    assert any("elementwise product" in reason for _, reason, _ in found.others)
+    assert any("elementwise product" in reason for _, reason, *_ in found.others)
     # for whatever reason it stays
     verdict = pp.explain(outer, "AlwaysF32")(X, W).verdict
     assert (verdict.after.products, verdict.left_wide) == (1, 1)
@@ -257,12 +274,13 @@ def test_what_the_figures_take_for_granted_is_said():
 
 
 def advised(fn, *args, policy=None):
-    return [item.text for item, _ in pp.explain(fn, policy)(*args).advice]
+    return [item.text for item, _ in for_a_gpu(pp.inspect(fn, policy)(*args)).advice]
 
 
 def test_dimensions_that_tensor_cores_pad_are_named():
     (text,) = advised(lambda x, w: x @ w, f32(16, 24), f32(24, 50))
     assert "pad 50 to 56" in text
+    assert pp.explain(lambda x, w: x @ w)(f32(16, 24), f32(24, 50)).advice == ()  # for a CPU
     assert advised(lambda x, w: x @ w, f32(16, 24), f32(24, 48)) == []
     # a batch is no dimension of the product, a vector has nothing to pad
     assert advised(lambda x, w: x @ w, f32(7, 16, 24), f32(7, 24, 48)) == []
@@ -370,10 +388,11 @@ def layers(x, w):
 
 
 def test_a_line_stands_once_above_its_products_and_its_advice():
-    text = pp.explain(layers)(X, W).all
+    text = for_a_gpu(pp.inspect(layers)(X, W)).all
     assert text.count("dot_general f32[8,8] f32[8,8] -> f32[8,8] in layer_* (3 times)") == 1
     assert text.count("dot_general f32[8,8] f32[8,4] -> f32[8,4] in layer_* (3 times)") == 1
     advice, wide = text.split("matrix products that are not in low precision\n")
+    wide, _ = wide.split("everything else that stays as written\n")
     assert wide.count("test_explain.py:") == 1 and advice.count("test_explain.py:") == 2
     assert "  1. leave the precision out" in advice and "  2. pad 4 to 8 once" in advice
 

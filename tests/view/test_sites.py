@@ -1,6 +1,11 @@
 """Reports name the modules of a model and the user's lines, and no line inside a library."""
 
+import importlib.util
+import sys
+import textwrap
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -13,15 +18,25 @@ from flax import nnx
 
 import precpass as pp
 from tests.support import layered
+from tests.support.devices import for_a_gpu
 from tests.support.layered import TOKENS, promoting
 
 X = jnp.ones((8, layered.WIDTH))
-LINEAR = pp.AutoMixedBf16.with_rules(pp.Rule(file="*linear.py", precision="f32"))
+LINEAR = pp.AutoMixedBf16.with_rules(
+    pp.Rule(where=lambda eqn: eqn.file.endswith(("linear.py", "basic.py")), precision="f32")
+)
 GRADIENTS: dict[str, Any] = {
     "nnx": (nnx.grad(layered.loss), lambda: (layered.nnx_model(), TOKENS)),
     "equinox": (eqx.filter_grad(layered.eqx_loss), lambda: (layered.eqx_model(), X)),
+    "linen": (jax.grad(layered.linen_loss), lambda: (layered.linen_parameters(), X)),
+    "haiku": (jax.grad(layered.haiku_loss), lambda: (layered.haiku_parameters(), X)),
 }
-INNER = {"nnx": "blocks[i].up", "equinox": "feeds[i].down"}
+INNER = {
+    "nnx": "blocks[i].up",
+    "equinox": "feeds[i].down",
+    "linen": "feeds_*/down",
+    "haiku": "net/feed_1/down",
+}
 
 
 def named(report: str, fn: Any, args: Any) -> str:
@@ -46,7 +61,64 @@ def test_a_report_names_modules_and_the_lines_that_call_them(library, report):
     if report == "audit" and "no finding" in text:
         pytest.skip("this processor multiplies float16")
     assert INNER[library] in text and "tests/support/layered.py:" in text
-    assert "linear.py:" not in text
+    assert not any(file in text for file in ("linear.py:", "basic.py:", "flax/", "haiku/"))
+
+
+@pytest.mark.parametrize("library", GRADIENTS)
+def test_the_page_of_an_inspection_has_the_users_lines(library):
+    fn, args = GRADIENTS[library]
+    with promoting():
+        page, _, _ = pp.inspect(fn)(*args())._repr_html_().partition("<svg")
+    assert INNER[library] in page and "tests/support/layered.py:" in page
+    assert not any(f"{file}:" in page for file in ("linear.py", "basic.py", "normalization.py"))
+
+
+KERAS = """
+import jax
+
+def traced(fn):
+    def wrapped(*args):
+        return fn(*args)
+    return wrapped
+
+class Layer:
+    def __init__(self, name):
+        self.name = name
+
+    @traced
+    def __call__(self, x):
+        with jax.named_scope(self.name):
+            return self.call(x)
+
+class Dense(Layer):
+    def __init__(self, name, kernel):
+        super().__init__(name)
+        self.kernel = kernel
+
+    def call(self, x):
+        return x @ self.kernel
+"""
+
+
+def test_a_keras_layer_has_the_path_of_its_scopes_and_the_users_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "site-packages" / "keras" / "src" / "layers" / "layer.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(textwrap.dedent(KERAS))
+    spec = importlib.util.spec_from_file_location("layer", file)
+    assert spec and spec.loader
+    keras = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(keras)
+    package = SimpleNamespace(__file__=str(file.parents[2] / "__init__.py"))
+    monkeypatch.setitem(sys.modules, "keras", package)
+
+    class Block(keras.Layer):
+        def call(self, x: Any) -> Any:
+            return jnp.tanh(keras.Dense("dense", x.T)(x))
+
+    text = pp.inspect(lambda x: Block("block")(x))(X).diff("lines")
+    assert text.startswith("block/dense  tests/view/test_sites.py:")
 
 
 @pytest.mark.parametrize("level", ["lines", "equations"])
@@ -98,8 +170,8 @@ def test_there_are_at_most_three_remedies_and_scalars_hide_none():
             return x, [s / jnp.float32(8.0) for s in scalars]
 
     scalars = [jnp.ones((), jnp.bfloat16)] * 50
-    found = pp.explain(fn)(jnp.ones((64, 64)), jnp.ones((64, 64)), *scalars)
-    text = str(found)
+    found = pp.inspect(fn)(jnp.ones((64, 64)), jnp.ones((64, 64)), *scalars)
+    text = str(for_a_gpu(found))
     assert text.count("pad ") == 6 and "4. " not in text and "1 more" in text
     assert "8.0" not in text and text.splitlines()[3].startswith("  1. pad ")
 
