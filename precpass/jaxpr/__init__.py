@@ -57,7 +57,7 @@ from precpass.jaxpr.building import (
     with_dtype,
     with_results_in,
 )
-from precpass.jaxpr.call_sites import Made, made_in
+from precpass.jaxpr.call_sites import Made, called_path, made_in
 from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
 from precpass.jaxpr.dequantizing import dequantized_inside
 from precpass.jaxpr.direct import Direct
@@ -211,6 +211,7 @@ __all__ = [
     "bodies",
     "border_copy_aval",
     "called_from",
+    "called_path",
     "carry",
     "cast_formats",
     "casts",

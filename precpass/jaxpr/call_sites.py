@@ -14,13 +14,13 @@ import linecache
 import re
 import textwrap
 from collections.abc import Iterator
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from precpass.jaxpr.reading import is_foreign, is_own
 from precpass.jaxpr.types import Eqn
 
-__all__ = ["Made", "made_in"]
+__all__ = ["Made", "called_path", "made_in"]
 
 
 class Made(NamedTuple):
@@ -66,13 +66,50 @@ _WRAPS = re.compile(
 @functools.lru_cache(maxsize=65536)
 def _made(traceback: Any) -> Made:
     codes, at = traceback.raw_frames()
-    calls = list(zip(codes, at, strict=True))[::-1]  # outermost first
-    # What is outside of the call by which this package traces the function is no part of it.
-    own = (i for i, (code, _) in enumerate(calls) if is_own(code.co_filename))
-    calls = calls[next(own, 0) :]
+    calls = _traced(list(zip(codes, at, strict=True))[::-1])
     has_scopes = any(_OPENS_SCOPES.search(code.co_filename) for code, _ in calls)
-    calls = [c for c in calls if not is_foreign(c[0].co_filename)]
-    calls = [c for c in calls if not _WRAPS.search(c[0].co_filename)]
+    calls = _users(calls)
+    layers, inside = _layers(calls)
+    step = called_name(_expression(*calls[inside]), short=True) if calls else ""
+    key = tuple(
+        (code.co_filename, code.co_firstlineno, place) for code, place in calls[: inside + 1]
+    )
+    return Made(tuple(layers), step, has_scopes, key, traceback)
+
+
+def called_path(caller: FrameType | None, callee: CodeType) -> str:
+    """The path of a layer that is being called, as reports have it: "model.blocks[i].up".
+
+    Args:
+        caller: the frame that calls it.
+        callee: the code of its `__call__`.
+    """
+    calls = [(callee, 0)]
+    while caller is not None:
+        calls.append((caller.f_code, caller.f_lasti))
+        caller = caller.f_back
+    layers, _ = _layers(_users(_traced(calls[::-1])))
+    return ".".join(layer.partition(": ")[0] for layer in layers)
+
+
+_Call = tuple[CodeType, int]
+"""The code of a function, and the instruction at which it stands."""
+
+
+def _traced(calls: list[_Call]) -> list[_Call]:
+    """The calls, outermost first, inside of the one by which this package traces a function."""
+    own = (i for i, (code, _) in enumerate(calls) if is_own(code.co_filename))
+    return calls[next(own, 0) :]
+
+
+def _users(calls: list[_Call]) -> list[_Call]:
+    """The calls of functions that neither are JAX's or this package's nor wrap others."""
+    files = [(call, call[0].co_filename) for call in calls]
+    return [call for call, file in files if not (is_foreign(file) or _WRAPS.search(file))]
+
+
+def _layers(calls: list[_Call]) -> tuple[list[str], int]:
+    """The layers among calls, as `Made` has them, and the place of the innermost one."""
     layers: list[str] = []
     inside = 0
     for i, ((caller, place), (code, _)) in enumerate(itertools.pairwise([*calls[:1], *calls])):
@@ -80,11 +117,7 @@ def _made(traceback: Any) -> Made:
             name = called_name(_expression(caller, place)) if i else ""
             layers.append(f"{name}: {module}" if name else module)
             inside = i
-    step = called_name(_expression(*calls[inside]), short=True) if calls else ""
-    key = tuple(
-        (code.co_filename, code.co_firstlineno, place) for code, place in calls[: inside + 1]
-    )
-    return Made(tuple(layers), step, has_scopes, key, traceback)
+    return layers, inside
 
 
 def _module_of(code: CodeType) -> str | None:

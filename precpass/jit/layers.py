@@ -20,7 +20,9 @@ Nothing here imports flax or equinox: without them there is no module to be name
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
+import inspect
 import itertools
 import sys
 import threading
@@ -31,25 +33,34 @@ import jax
 
 from precpass import jaxpr as ir
 from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.rules import called_paths
+from precpass.policy.scopes import called_scope
 
-__all__ = ["asks_for_layers", "name_root_modules", "naming_layers"]
+__all__ = ["layers_asked", "name_root_modules", "naming_layers"]
 
 
-def asks_for_layers(policy: PrecisionPolicy | None) -> bool:
-    """Whether a rule of a policy names layers."""
-    return policy is not None and any(rule.module is not None for rule in policy.rules)
+def layers_asked(policy: PrecisionPolicy | None) -> frozenset[str]:
+    """The layers that a policy's rules name."""
+    rules = () if policy is None else policy.rules
+    return frozenset(rule.module for rule in rules if rule.module is not None)
 
 
 @contextlib.contextmanager
-def naming_layers() -> Generator[None]:
-    """A context in which calls of modules, in this thread, stand in scopes of their paths."""
+def naming_layers(asked: frozenset[str]) -> Generator[None]:
+    """A context in which calls of modules, in this thread, stand in scopes of their paths.
+
+    Args:
+        asked: the layers that rules name. A call that reports have under such a path is marked.
+    """
     outer = _here.trace
     _CLASSES.replace()
+    trace = outer or _Trace()
+    before, trace.asked = trace.asked, asked
     try:
-        _here.trace = outer or _Trace()
+        _here.trace = trace
         yield
     finally:
-        _here.trace = outer
+        _here.trace, trace.asked = outer, before
         _CLASSES.put_back()
 
 
@@ -97,6 +108,7 @@ class _Trace:
         # The modules are held, so that no other one has the identity of one that is gone.
         self.known: dict[int, tuple[Any, str]] = {}
         self.running: list[str] = []
+        self.asked: frozenset[str] = frozenset()
 
     def name_all(self, module: Any, path: str) -> None:
         """Names a module and all inside of it; one that is known keeps its name."""
@@ -136,17 +148,30 @@ class _Trace:
         return "" if is_root else _joined(around, type(module).__name__)
 
     @contextlib.contextmanager
-    def call(self, module: Any) -> Generator[None]:
-        """A context around the call of a module."""
+    def call(self, module: Any, called: str) -> Generator[None]:
+        """A context around the call of a module.
+
+        Args:
+            module: the module.
+            called: the path of the call, as reports have it; "" if it is not known.
+        """
         path, around = self.path(module), self.running[-1] if self.running else ""
         inner = path.removeprefix(f"{around}/") if around else path
-        scope = jax.named_scope(inner) if path != around else contextlib.nullcontext()
+        scopes = [inner] if path != around else []
+        asked = {path for pattern in self.asked for _, path in called_paths(pattern)}
+        scopes += [called_scope(a) for a in sorted(asked) if _is_called(called, a)]
+        scope = jax.named_scope("/".join(scopes)) if scopes else contextlib.nullcontext()
         self.running.append(path)
         try:
             with scope:
                 yield
         finally:
             self.running.pop()
+
+
+def _is_called(called: str, asked: str) -> bool:
+    """Whether a report's path is the one that a rule has, in which "*" may stand for numbers."""
+    return bool(called) and fnmatch.fnmatchcase(called, asked.replace("[", "[[]"))
 
 
 def _arrays(module: Any) -> list[int]:
@@ -226,13 +251,17 @@ def _classes_with_calls() -> Iterator[type[Any]]:
 
 
 def _naming(original: Any) -> Callable[..., Any]:
+    code = getattr(inspect.unwrap(original), "__code__", None)
+
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         trace = _here.trace
         call = original.__get__(self, type(self))
         if trace is None:
             return call(*args, **kwargs)
-        with trace.call(self):
+        frame = inspect.currentframe()
+        called = ir.called_path(frame.f_back, code) if frame and code else ""
+        with trace.call(self, called):
             return call(*args, **kwargs)
 
     return __call__

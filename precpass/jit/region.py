@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from precpass import jaxpr as ir
-from precpass.jit.layers import asks_for_layers, naming_layers
+from precpass.jit.layers import layers_asked, naming_layers
 from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.presets import AutoMixedBf16
@@ -56,7 +56,7 @@ class Region:
         off: whether that is `use_policy(None)`.
         keep: the precision of the innermost `keep`.
         inside: whether an `auto_mixed` function is being traced around it.
-        named: whether the layers of that one have their paths as name scopes.
+        named: the layers that its rules name; if there are any, layers have name scopes.
         products: the format of matrix products in that one; None outside, and if it lowers none.
     """
 
@@ -64,7 +64,7 @@ class Region:
     off: bool = False
     keep: Precision | None = None
     inside: bool = False
-    named: bool = False
+    named: frozenset[str] = frozenset()
     products: Precision | None = None
 
     @property
@@ -113,13 +113,13 @@ def _region(
     off: bool,
     keep: Precision | None,
     inside: bool,
-    named: bool,
+    named: frozenset[str],
     products: Precision | None,
 ) -> Region:
     return Region(policy, off, keep, inside, named, products)
 
 
-_OUTERMOST = _region(None, False, None, False, False, None)
+_OUTERMOST = _region(None, False, None, False, frozenset(), None)
 # Each task of asyncio has its own region, while JAX's contexts belong to a thread.
 _current: contextvars.ContextVar[Region] = contextvars.ContextVar("precpass", default=_OUTERMOST)
 # It is part of jit's cache key, so a function traced in one region is not reused in another.
@@ -259,8 +259,8 @@ def tracing(region: Region, policy: PrecisionPolicy | None) -> Generator[None]:
         policy: the policy of the function. If its rules name layers, the trace has their names, and
             none of its caches is read where they are not asked for.
     """
-    named = region.named or asks_for_layers(policy)
-    naming = naming_layers() if named else contextlib.nullcontext()
+    named = region.named | layers_asked(policy)
+    naming = naming_layers(named) if named else contextlib.nullcontext()
     products = region.products if policy is None else policy.precision_for(OpKind.COMPUTE)
     with _enter(_region(None, False, region.keep, True, named, products)), naming:
         yield

@@ -11,8 +11,9 @@ from typing import Any
 
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import TABLE, OpKind
+from precpass.policy.scopes import called_scope
 
-__all__ = ["EqnView", "Rule", "layers_around"]
+__all__ = ["EqnView", "Rule", "called_paths", "layers_around"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Rule:
             matches everything within the layer: "encoder/layers/*/attention", or "attention" for
             every layer of this name. The path has the names of the attributes in flax nnx and
             equinox, as in "layers/3", and those of the parameters in flax linen ("layers_3") and
-            haiku.
+            haiku. The path that a report prints matches too ("model.layers[i]").
         precision: "f64", "f32", "bf16", "f16" or a `Precision`; for matrix products also "tf32",
             "bf16x3", "bf16x6" and "f32_exact" (docs/pages/explanation/float32.md).
         evidence: why the rule exists, which a plan's reasons show. Comparing rules ignores it.
@@ -166,11 +167,27 @@ def _in_region(pattern: str, scope: str) -> bool:
 
 @functools.lru_cache(maxsize=65536)
 def _in_module(pattern: str, scope: str) -> bool:
+    around = scope.split("/")
+    for scopes, path in called_paths(pattern):
+        mark = called_scope(path)
+        if mark in around and set(scopes) <= set(around[: around.index(mark)]):
+            return True
     # haiku's names of modules have a "~" for what a constructor makes, and its scopes do not
     pattern = "/".join(part for part in pattern.split("/") if part not in ("", "~"))
     parts = layers_around(scope)
     ends = range(1, len(parts) + 1)
     return any(_glob(pattern, "/".join(parts[i:end])) for end in ends for i in range(end))
+
+
+def called_paths(pattern: str) -> list[tuple[list[str], str]]:
+    """How a report's path may be read: your name scopes, and the path of a call within them.
+
+    Examples:
+        >>> called_paths("encoder.block.up")
+        [([], 'encoder.block.up'), (['encoder'], 'block.up'), (['encoder', 'block'], 'up')]
+    """
+    names = pattern.split(".")
+    return [(names[:i], ".".join(names[i:])) for i in range(len(names))]
 
 
 def layers_around(scope: str) -> list[str]:

@@ -15,6 +15,7 @@ from precpass.policy.precision import Precision
 __all__ = [
     "FIXED_SCOPE",
     "as_written",
+    "called_scope",
     "clean_scope",
     "escaped",
     "innermost_keep",
@@ -79,6 +80,17 @@ def innermost_keep(scope: str) -> Precision | None:
     """The precision of the innermost keep region in a scope."""
     regions = _KEEP.findall(scope)
     return Precision.parse(regions[-1]) if regions else None
+
+
+def called_scope(path: str) -> str:
+    """The name scope that marks a layer's call, by the path that reports have for it.
+
+    Examples:
+        >>> called_scope("model.blocks[i]")
+        'precpass.called[model.blocks_i_]'
+    """
+    name = re.sub(r"[^\w.*]", "_", path)
+    return f"precpass.called[{name}]"
 
 
 FIXED_SCOPE = "precpass.fixed"

@@ -6,13 +6,16 @@ from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
 from precpass.plan.eqn_info import Site
-from precpass.policy.scopes import clean_scope, is_backward
+from precpass.policy.rules import layers_around
+from precpass.policy.scopes import called_scope, clean_scope, is_backward
 
 __all__ = ["Around", "Path", "inside", "site_of"]
 
 Path = tuple[str, ...]
 
 _BACKWARD = "backward"
+_NOT_SHOWN = "eqx.nn.", called_scope("")[:-1]
+"""What scopes begin with that equinox opens with a layer's class, and this package for rules."""
 
 
 class Around(NamedTuple):
@@ -33,9 +36,9 @@ def inside(around: Around, eqn: Any) -> Around:
         made = outer
     layers = () if made.has_scopes else made.layers[known:]
     backward = (_BACKWARD,) if is_backward(scope) and _BACKWARD not in path else ()
-    # einsum opens a scope with its own formula, and equinox one with the class of a layer.
+    # einsum opens a scope with its own formula.
     parts = filter(None, clean_scope(scope).split("/"))
-    scopes = [part for part in parts if "->" not in part and not part.startswith("eqx.nn.")]
+    scopes = [part for part in parts if "->" not in part and not part.startswith(_NOT_SHOWN)]
     if backward or scopes:
         in_layers = 0
     return Around((*path, *backward, *scopes, *layers), made, in_layers + len(layers))
@@ -53,7 +56,9 @@ def site_of(around: Around, eqn: Any, caller: Site) -> tuple[Around, Site]:
     is_known = found.made is not around.made
     source = ir.called_from(eqn) if is_known else caller.source
     names = [part.partition(": ")[0] for part in found.path if part != _BACKWARD]
-    if not (found.made.layers or found.made.has_scopes):
-        return found, Site("", source if source.file else caller.source)
-    joint = "." if found.made.layers and not found.made.has_scopes else "/"
-    return found, Site(joint.join(names), source if source.file else caller.source)
+    module = ""
+    if found.made.has_scopes:
+        module = "/".join(layers_around("/".join(names)))
+    elif found.made.layers:
+        module = ".".join(name for name in names if not name.startswith("precpass."))
+    return found, Site(module, source if source.file else caller.source)

@@ -2,6 +2,8 @@
 
 import pickle
 import threading
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -240,6 +242,65 @@ def calls() -> dict[type[Any], Any]:
 
 
 POLICY = pp.AutoMixedBf16.with_rules(pp.Rule(module="head", precision="f32"))
+
+
+def products(inspection: Any) -> list[tuple[str, str]]:
+    """Of each product the path that reports have for it, and the reason of its precision."""
+
+    def of(plan: Any) -> Iterator[tuple[str, str]]:
+        for info, decision in zip(plan.eqn_infos, plan.decisions, strict=True):
+            if info.contracts:
+                yield info.site.module, str(decision.reason)
+            for inner in decision.inner:
+                yield from of(inner)
+
+    return list(of(inspection.plan))
+
+
+def as_reported(fn: Any, args: Any) -> dict[str, tuple[int, int]]:
+    """How many products a path has, and how many a rule with it matches, for all paths."""
+    paths = Counter(path for path, _ in products(pp.inspect(fn)(*args)))
+    found = dict[str, tuple[int, int]]()
+    for path, n in paths.items():
+        policy = pp.AutoMixedBf16.with_rules(pp.Rule(module=path, precision="f32"))
+        reasons = [reason for _, reason in products(pp.inspect(fn, policy)(*args))]
+        found[path] = n, sum(reason.startswith("Rule(") for reason in reasons)
+    return found
+
+
+@pytest.mark.parametrize("made", GRADIENTS)
+def test_a_rule_takes_the_path_that_reports_have(made: Any):
+    loss, args = made()
+    found = as_reported(GRADIENTS[made](loss), args)
+    assert len(found) >= 4 and all(n == matched for n, matched in found.values()), found
+
+
+def test_a_reported_path_tells_apart_what_the_attributes_do_not():
+    def fn(teacher: Any, student: Any, x: Any) -> Any:
+        with jax.named_scope("first"):
+            x = teacher(x)
+        with jax.named_scope("second"):
+            return student(teacher(x))
+
+    models = (EqxAttention(jax.random.key(i)) for i in range(2))
+    found = as_reported(fn, (*models, X[0]))
+    assert found == dict.fromkeys(
+        [
+            *("first.teacher.q", "first.teacher.k", "second.teacher.q", "second.teacher.k"),
+            *("second.student.q", "second.student.k"),
+        ],
+        (1, 1),
+    )
+
+
+def test_a_function_that_jax_has_traced_is_traced_again_for_another_path():
+    @jax.jit
+    def inner(layer: Any, x: Any) -> Any:
+        return layer(x) @ X.T
+
+    args = EqxAttention(jax.random.key(0)), X[0]
+    for path, n in (("layer.q", 1), ("layer.k", 1), ("layer", 2), ("layer.q", 1)):
+        assert wide_products(inner, args, path) == (n, 3)
 
 
 @pytest.mark.release(keep=1)
