@@ -24,6 +24,7 @@ __all__ = [
     "has_nodes",
     "is_node",
     "nodes",
+    "result_paths",
     "split_modules",
     "updated",
     "without_modules",
@@ -119,6 +120,33 @@ def functional(
             return _split(context, modules), _split(context, out)
 
     return pure
+
+
+def result_paths(results: Any) -> list[str]:
+    """The paths of a program's results: "output[0]", or "blocks[1].bias" in an updated module.
+
+    Args:
+        results: a tree with the structure that `functional` returns, or that of the results alone.
+    """
+    match results:
+        case ([_Split(), *_] as updates, out):
+            parts = ("", updates), ("output", out)
+        case out:
+            parts = (("output", out),)
+    paths: list[str] = []
+    for name, tree in parts:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=lambda x: isinstance(x, _Split)
+        )
+        for path, x in leaves:
+            inside = f"{name}{jax.tree_util.keystr(path)}" if name else ""
+            if isinstance(x, _Split):
+                for keys, value in x.state:
+                    at = "".join(f".{key}" if isinstance(key, str) else f"[{key}]" for key in keys)
+                    paths += [f"{inside}{at}".lstrip(".")] * len(jax.tree.leaves(value))
+            else:
+                paths.append(inside)
+    return paths
 
 
 def cloned(map_arguments: Map, args: Any, kwargs: Any) -> tuple[Any, Any]:

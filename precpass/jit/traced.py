@@ -17,6 +17,7 @@ from precpass.autotune.profitability import profit_model_of
 from precpass.devices.detect import device_for, device_of_call, planned_for
 from precpass.jit.arguments import copied
 from precpass.jit.errors import user_stacklevel
+from precpass.jit.nnx import result_paths
 from precpass.jit.region import Region, current, tracing
 from precpass.jit.selfcheck import check_jax
 from precpass.plan import reasons
@@ -108,6 +109,11 @@ class Traced:
             LoopStopped: if a loop whose end depends on floating values makes `bound` trips.
         """
         return self.output(self._evaluated(plan, policy, bound)[0])
+
+    def result_paths(self) -> list[str]:
+        """The paths of the jaxpr's results, in its order."""
+        tree = self.call.tree
+        return result_paths(jax.tree.unflatten(tree, range(tree.num_leaves)))
 
     def run_with_updates(
         self, plan: Plan, policy: PrecisionPolicy, bound: int | None = None

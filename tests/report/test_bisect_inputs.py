@@ -402,6 +402,33 @@ def updates_a_reference(w):
     return jnp.float32(1.0)
 
 
+def first_of_three(x, w):
+    return {"good": x + 1.0, "bad": (x @ w, w)}
+
+
+def a_model_and_a_result(model, x):
+    model.w[...] = model.w[...] + 1.0
+    return x, x @ model.w[...]
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "named"),
+    [
+        (first_of_three, (X, W), "output['bad'][0]"),
+        (updates_a_module, (Weight(),), "w"),
+        (a_model_and_a_result, (Weight(), X), "output[1]"),
+        (updates_a_reference, (jax.new_ref(W),), "a reference"),
+        (jnp.matmul, (X, W), ""),
+    ],
+)
+def test_the_result_that_fails_is_named(fn, args, named):
+    found = pp.bisect(fn, "AutoMixedBf16", 1e-6)(*args)
+    first = found.runs[1]
+    assert (first.worst, first.to_dict()["worst"]) == (named, named)
+    where = f" > 1e-06 in {named}); it passes" if named else " > 1e-06); it passes"
+    assert where in found.verdict
+
+
 @pytest.mark.parametrize(
     ("fn", "argument"),
     [(updates_a_module, Weight), (updates_a_reference, lambda: jax.new_ref(W))],

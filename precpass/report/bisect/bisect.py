@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import numbers
 from collections import Counter
@@ -213,23 +214,24 @@ class _Search:
                     raise
                 at = shown_source(loop.place.source)
                 stopped = f"the loop at {at} was stopped after {bound} trips; float32 needs {trips}"
-                error, passed = None, False
+                error, passed, worst = None, False, ""
             else:
                 if is_reference:
                     self._reference = self._floating(out)
-                error, passed = self._judge(out)
+                error, passed, worst = self._judge(out)
         except Exception as raised:
             raised.add_note(f"bisect: in run {len(self.runs) + 1}, {what} {listed(rules)}".strip())
             raise
         low = sum(d.action is Action.LOWER or d.stores_low for d in plan.walk())
-        run = Run(len(self.runs) + 1, what, rules, low, error, passed, stopped)
+        run = Run(len(self.runs) + 1, what, rules, low, error, passed, stopped, worst)
         self.runs.append(run)
         self._verdicts[program] = run
         if self.progress is not None:
             self.progress(run)
         return run
 
-    def _judge(self, out: Any) -> tuple[float | None, bool]:
+    def _judge(self, out: Any) -> tuple[float | None, bool, str]:
+        """The error, whether the check passes, and the result that has this error."""
         if callable(self.check):
             verdict: Any = self.check(out)
             dtype = getattr(verdict, "dtype", None)
@@ -238,20 +240,27 @@ class _Search:
                     f"the check of bisect returned {verdict!r}, which is not a bool: return one, "
                     "or one element of an array of booleans"
                 )
-            return None, bool(verdict)
-        error = max(map(normwise, self._floating(out), self._reference))
-        return error, error <= float(self.check)
+            return None, bool(verdict), ""
+        found = self._floating(out)
+        errors = list(map(normwise, found, self._reference))
+        error = max(errors)
+        worst = found[errors.index(error)].path if len(errors) > 1 and error else ""
+        return error, error <= float(self.check), worst
 
-    def _floating(self, out: Any) -> list[Leaf]:
-        """The floating and complex leaves of a result, or of a list of results and updates."""
-        floats = [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
-        inexact = [x for x in floats if jnp.issubdtype(x.dtype, jnp.inexact)]
+    def _floating(self, out: list[Any]) -> list[Leaf]:
+        """The floating and complex results and updates, with their paths."""
+        paths = itertools.chain(self.traced.result_paths(), itertools.repeat("a reference"))
+        inexact = [
+            (path, x)
+            for path, x in zip(paths, out, strict=False)
+            if jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
         if not inexact:
             raise ValueError(
                 f"{self.traced.name} has no floating results for the tolerance {self.check}: "
                 "give bisect a function of the output that returns a bool"
             )
-        return [Leaf("", fetched(x), x.dtype) for x in inexact]
+        return [Leaf(path, fetched(x), x.dtype) for path, x in inexact]
 
     # ------------------------------------------------------------ plans
 
@@ -385,7 +394,10 @@ class _Search:
     def _error(self, run: Run) -> str:
         if run.error is None:
             return f" ({run.stopped})" if run.stopped else ""
-        return f" (error {run.error:.3g}{'' if run.passed else f' > {self.tolerance:.3g}'})"
+        if run.passed:
+            return f" (error {run.error:.3g})"
+        where = f" in {run.worst}" if run.worst else ""
+        return f" (error {run.error:.3g} > {self.tolerance:.3g}{where})"
 
 
 def _with(policy: PrecisionPolicy, rules: Sequence[Rule]) -> PrecisionPolicy:

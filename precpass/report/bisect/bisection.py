@@ -28,6 +28,8 @@ class Run:
         error: the error, if the check is a tolerance.
         passed: whether the check passed.
         stopped: why a loop was stopped, or "". The check is not asked then, and has not passed.
+        worst: the result that has the error, such as "output[1]" or "blocks[0].bias" of an updated
+            module; "" if there is only one result.
     """
 
     number: int
@@ -37,6 +39,7 @@ class Run:
     error: float | None
     passed: bool
     stopped: str = ""
+    worst: str = ""
 
     def __str__(self) -> str:
         _, what, rules, low, error, verdict = self.cells()
