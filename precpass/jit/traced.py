@@ -288,7 +288,7 @@ def _hint(rule: Rule, layers: set[str]) -> str:
         return ""
     layers = {x for x in layers if x and not any(y.startswith(f"{x}/") for y in layers)}
     if not layers:
-        return ": no layer of a flax, equinox or haiku model is called there"
+        return ": no layer of a flax, equinox, haiku or keras model is called there"
     close = difflib.get_close_matches(rule.module, sorted(layers), n=4, cutoff=0.0)
     more = f" and {len(layers) - len(close)} more" if len(layers) > len(close) else ""
     return f": its innermost layers are {', '.join(map(repr, close))}{more}"

@@ -83,7 +83,7 @@ class Site(NamedTuple):
     """Where you find an equation in your code.
 
     Attributes:
-        module: the path of the flax, equinox or haiku module that computes it, such as
+        module: the path of the flax, equinox, haiku or keras module that computes it, such as
             "blocks[i].attention.query"; "" outside of modules.
         source: your line, which may call a function of a library.
     """

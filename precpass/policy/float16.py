@@ -17,9 +17,8 @@ __all__ = ["unscaled_on_purpose", "warn_of_unscaled_gradient"]
 
 _BEGINNING = "a gradient is taken in float16 without a loss scale"
 _REMEDY = (
-    "cotangents below 6e-08 become zero. Take it by precpass.loss_scale.scaled_value_and_grad, or "
-    "in bfloat16 (AutoMixedBf16), which needs no scale; to do without one on purpose, give "
-    "scaled_value_and_grad a NoOpLossScale()"
+    "cotangents below 6e-08 become zero. Use precpass.loss_scale.scaled_value_and_grad, or "
+    "AutoMixedBf16; to go without a scale on purpose, pass a NoOpLossScale()"
 )
 _MOST = 1000
 """The largest number of objects in which a loss scale is looked for."""

@@ -38,9 +38,9 @@ from precpass.rewrite.scaled_product import Rounding
 __all__ = ["Env", "border_avals", "crossing_aval"]
 
 _ROUNDED = (
-    "is a constant of a float64 region, and was rounded to float32 when it was traced: its "
-    "function could not be traced again with x64 on. Give the region's function no float32 "
-    "arrays or dtypes of its own, or call it with x64 on (jax.enable_x64) and float64 arguments"
+    "is a constant of a float64 region, and was rounded to float32: the function cannot be traced "
+    "with x64 on. Take float32 arrays and dtypes out of it, or call it under jax.enable_x64 with "
+    "float64 arguments"
 )
 _MAY_BE_NOTED = {*named("repeats"), "convert_element_type", "concatenate", "rev", "transpose"}
 """What `Env` may note: their operands may have low copies, or be such, however they are stored."""

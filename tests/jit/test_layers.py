@@ -504,5 +504,7 @@ def test_a_layer_that_is_not_there_is_reported_with_those_that_are(made: Any):
 
 def test_a_rule_for_a_layer_of_a_function_without_layers_says_that_there_is_none():
     policy = pp.AutoMixedBf16.with_rules(pp.Rule(module="head", precision="f32"))
-    with pytest.warns(pp.PrecisionWarning, match="no layer of a flax, equinox or haiku model"):
+    with pytest.warns(
+        pp.PrecisionWarning, match="no layer of a flax, equinox, haiku or keras model"
+    ):
         pp.auto_mixed(lambda x: x @ x.T, policy)(X)

@@ -24,16 +24,10 @@ def conclusion(rows: Sequence[Any], without_bfloat16: bool) -> str:
         without_bfloat16: whether they ran on a processor without bfloat16 instructions.
     """
     first, *others = rows
-    finite = [row for row in others if not (row.refused or row.errors.nonfinite)]
-    broken = [row.name for row in others if row.errors.nonfinite]
-    said = f" {', '.join(broken)} has values that are not finite." if broken else ""
-    wrong = [row for row in finite if _is_wrong(first, row)]
-    if wrong:
-        said += (
-            f" {', '.join(row.name for row in wrong)} has no correct digit{_error(first, wrong[0])}"
-            ": `bisect` names the lines that must stay in float32."
-        )
-    usable = [row for row in finite if row not in wrong]
+    broken = [row for row in others if row.errors.nonfinite]
+    wrong = [row for row in others if row not in broken and _is_wrong(first, row)]
+    usable = [row for row in others if not (row.refused or row in broken or row in wrong)]
+    said = _said_of(first, broken, wrong)
     if not usable:
         return said.strip()
     timed = [row for row in usable if row.ratio is not None]
@@ -43,14 +37,32 @@ def conclusion(rows: Sequence[Any], without_bfloat16: bool) -> str:
     if best.ratio is not None and best.ratio < _FASTER:
         gains = f"takes {best.ratio:.2f} of the time of {first.name}{_memory(first, best)}"
         return f"Use {best.name}: it {gains}{_error(first, best)}." + said
+    return _not_faster(first, best, timed, without_bfloat16) + said
+
+
+def _not_faster(first: Any, best: Any, timed: Sequence[Any], without_bfloat16: bool) -> str:
+    """What holds where no program is faster than the first."""
     low = [row for row in timed if row.counts.low > first.counts.low]
     if low and without_bfloat16:
         return (
             f"{low[0].name} is not faster here, because this CPU has no bfloat16 instructions: "
             '`compare(..., target="h100")` shows what a GPU makes of it.' + _holds(first, low[0])
-        ) + said
+        )
     audit = " `audit` shows what XLA runs in another precision than planned." if low else ""
-    return f"Use {first.name}: no other program is faster here.{_holds(first, best)}{audit}" + said
+    return f"Use {first.name}: no other program is faster here.{_holds(first, best)}{audit}"
+
+
+def _said_of(first: Any, broken: Sequence[Any], wrong: Sequence[Any]) -> str:
+    """Why programs are not to be used, each sentence after a space."""
+    said = ""
+    if broken:
+        said += f" {', '.join(row.name for row in broken)} has values that are not finite."
+    if wrong:
+        said += (
+            f" {', '.join(row.name for row in wrong)} has no correct digit{_error(first, wrong[0])}"
+            ": `bisect` names the lines that must stay in float32."
+        )
+    return said
 
 
 def _is_wrong(first: Any, row: Any) -> bool:
