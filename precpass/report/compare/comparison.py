@@ -265,8 +265,8 @@ class Comparison:
             "products low: how many matrix products read operands of 16 or 8 bits; casts added: to "
             "the function as written. A loop's body counts once in both.",
             "16-bit MB: results in bfloat16 or float16. It and FLOPs count every iteration of a "
-            f"loop, {NOMINAL_SIZE} of one whose number only run time knows. temp: what XLA "
-            "allocates beside arguments and results.",
+            f"loop ({NOMINAL_SIZE} if only run time knows how many). temp: what XLA allocates "
+            "beside arguments and results.",
             *([TIMES.format(self.rounds)] if self.rounds else []),
             *traffic_notes(row.traffic for row in self.rows),
             *of_each_device((row.memory for row in self.rows), "FLOPs and 16-bit MB"),
