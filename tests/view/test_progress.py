@@ -2,10 +2,12 @@
 
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import nbclient
 import nbformat.v4
 import pytest
 
+import precpass as pp
 from precpass.view import progress
 from precpass.view.progress import telling
 
@@ -49,6 +51,15 @@ def test_what_the_user_gave_is_called_instead():
     with telling(lambda *step: said.append(step), "compare f") as tell:
         tell("AlwaysF32", 1, 3)
     assert said == [("AlwaysF32", 1, 3)]
+
+
+def test_a_bisection_has_a_bar(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(progress, "Progress", Bar)
+    monkeypatch.setattr(Bar, "said", [])
+    x = jnp.full((8, 8), 0.37)
+    pp.bisect(lambda x: x @ x, "AutoMixedBf16", 1e-6)(x)
+    assert Bar.said[0] == "bisect <lambda>" and Bar.said[-1] == "over"
+    assert [step[1:] for step in Bar.said[1:-1]] == [(n, 100) for n in range(1, len(Bar.said) - 1)]
 
 
 IN_A_NOTEBOOK = """

@@ -30,6 +30,7 @@ from precpass.report.bisect.delta_debugging import OutOfBudget, smallest
 from precpass.report.bisect.places import Group, Place, grouped, notes_on
 from precpass.report.compare.errors import Leaf, fetched, normwise
 from precpass.units import counted
+from precpass.view.progress import telling
 from precpass.view.text import shown_source
 
 __all__ = ["bisect"]
@@ -73,7 +74,8 @@ def bisect(
             updates in place (a module, a reference) is a result too. Or a function of the output
             that returns whether it is good.
         budget: the most programs that are compiled and run, counting the reference of a tolerance.
-        progress: is called after each run.
+        progress: is called after each run. Without it a bar shows after two seconds at a terminal,
+            and a line in a notebook.
 
     Returns:
         A function that takes arguments of `fn`, arrays, and returns a `Bisection`.
@@ -110,7 +112,14 @@ def bisect(
                 "bisect: precpass is switched off here (use_policy(None) or PRECPASS=off), so that "
                 "no policy lowers anything"
             )
-        return _Search(traced, traced.policy, check, budget, progress).result()
+        if progress is not None:
+            return _Search(traced, traced.policy, check, budget, progress).result()
+        with telling(None, f"bisect {traced.name}") as tell:
+
+            def said(run: Run) -> None:
+                tell(f"{run.what}, of at most {budget} runs", run.number, budget)
+
+            return _Search(traced, traced.policy, check, budget, said).result()
 
     return bisected
 
