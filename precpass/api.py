@@ -97,12 +97,10 @@ def auto_mixed(
             or a text such as "p=f32,c=bf16,o=f32" (`PrecisionPolicy.parse`). By default the policy
             of `use_policy`, else AutoMixedBf16.
         profitability: which matrix products run in low precision, of those that the policy asks
-            for: "always" all, "assumed" those that gain by a table of devices, "measured" those
-            that are faster when timed on the device, "compiled" all or none, in the form whose
-            compiled program costs the least. Each distinct product is timed once, and each distinct
-            program is compiled in its forms once, when it is first planned; the results are stored
-            in a file. Rules, `keep` and saved plans override it. By default the policy's own
-            (`with_profitability`), which is "always" unless set.
+            for: "always" all, "best" all or none, in the form whose compiled program costs the
+            least. Each distinct program is compiled in its forms once, when it is first planned,
+            and the choice is stored in a file. Rules, `keep` and saved plans override it. By
+            default the policy's own (`with_profitability`), which is "always" unless set.
         jit_options: the options of `jax.jit` (`donate_argnums`, `static_argnums`, ...).
 
     Raises:

@@ -1,10 +1,10 @@
-"""Counts, bytes and seconds in words."""
+"""Counts and bytes in words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["are", "counted", "duration", "in_unit", "listed", "sized"]
+__all__ = ["are", "counted", "in_unit", "listed", "sized"]
 
 
 def counted(n: int, noun: str) -> str:
@@ -72,13 +72,3 @@ def sized(nbytes: float) -> str:
     if nbytes < 999.5:
         return counted(round(nbytes), "byte")
     return in_unit(nbytes, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)))
-
-
-def duration(seconds: float) -> str:
-    """A time to two or three digits.
-
-    Examples:
-        >>> duration(5.23e-5), duration(0.0114), duration(2.0), duration(4e-8)
-        ('52.3 us', '11.4 ms', '2 s', '0.04 us')
-    """
-    return in_unit(seconds, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))

@@ -137,15 +137,10 @@ COLUMNS = {
         "auto_mixed(jax.grad(f)), bfloat16; of the forward pass and of the whole step likewise",
         outer=partial(pp.auto_mixed, policy=pp.AutoMixedBf16),
     ),
-    "auto-measured": Column(
-        "auto(grad), measured",
-        'as auto(grad), with profitability="measured": products that do not pay stay float32',
-        outer=partial(pp.auto_mixed, policy=pp.AutoMixedBf16, profitability="measured"),
-    ),
-    "auto-compiled": Column(
-        "auto(grad), compiled",
-        'as auto(grad), with profitability="compiled": in the form whose program costs least',
-        outer=partial(pp.auto_mixed, policy=pp.AutoMixedBf16, profitability="compiled"),
+    "auto-best": Column(
+        "auto(grad), best",
+        'as auto(grad), with profitability="best": in the form whose program costs least',
+        outer=partial(pp.auto_mixed, policy=pp.AutoMixedBf16, profitability="best"),
     ),
     "float16": Column(
         "auto float16",

@@ -36,7 +36,7 @@ from precpass.devices.detect import planned_for
 from precpass.devices.targets import TARGETS, abstract_on, target_of
 from precpass.measure.traffic import Traffic, traffic_of
 
-KEYS = ("float32", "hand", "jmp", "grad-auto", "auto-grad", "auto-compiled")
+KEYS = ("float32", "hand", "jmp", "grad-auto", "auto-grad", "auto-best")
 """The columns that are compiled."""
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 ALL_ROUNDINGS = {"xla_allow_excess_precision": False}

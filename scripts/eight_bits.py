@@ -114,10 +114,6 @@ def columns(fn: Program, params: Any, data: Any) -> dict[str, tuple[Program, Any
         "int8": (int8, params),
         "int8, weights ready": (int8, small),
         "int8, weights and scales ready": (delayed.frozen(delayed.init(small, data)), small),
-        "int8 where it pays, weights ready": (
-            pp.auto_mixed(fn, policy, profitability="measured"),
-            small,
-        ),
     }
 
 

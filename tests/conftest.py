@@ -27,7 +27,6 @@ from typing import Any
 
 import hypothesis
 import jax
-import numpy as np
 import pytest
 
 from tests.support.compiled_programs import CompiledPrograms
@@ -53,18 +52,10 @@ hypothesis.settings.load_profile("precpass")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def nothing_is_measured(tmp_path_factory: pytest.TempPathFactory):
-    """No test reads or writes the user's cache, or hangs on how fast the machine is.
-
-    The one that measures for all that goes around the patch (`autotune/test_timing.py`).
-    """
-
-    def measures(*_args: object, **_kwargs: object) -> None:
-        raise AssertionError("a test times products: give it a probe of its own")
-
+def the_users_cache_is_left_alone(tmp_path_factory: pytest.TempPathFactory):
+    """No test reads or writes the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PRECPASS_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr("precpass.autotune.timing.timed", measures)
         yield
 
 
@@ -119,34 +110,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]):
         for item in items:
             if "linear_call" in item.name:
                 item.fixturenames.insert(0, "jax_leaks_too")
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A probe that asks no clock, and an empty folder of verdicts."""
-    from tests.support.profitability import Clock
-
-    found = Clock()
-    monkeypatch.setattr("precpass.autotune.timing.timed", found)
-    monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path / "verdicts"))
-    return found
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
-    """The results of all that the probe itself compiles and runs, without a clock."""
-    from precpass.measure.execute import Timing
-    from tests.support.profitability import REAL
-
-    seen: list[dict[str, Any]] = []
-
-    def rounds(runs: Any) -> dict[str, Timing]:
-        seen.append({name: np.asarray(run()[0], np.float32) for name, run in runs.items()})
-        # disturbed in most rounds
-        times = {"call": (0.5, 0.25, 2.0), "wide": (2.0, 4.0, 4.0), "low": (8.0, 9.0, 1.0)}
-        return {name: Timing(seconds) for name, seconds in times.items()}
-
-    monkeypatch.setattr("precpass.autotune.timing.timed", REAL)
-    monkeypatch.setattr("precpass.autotune.timing._rounds", rounds)
-    monkeypatch.setenv("PRECPASS_CACHE_DIR", str(tmp_path / "verdicts"))
-    return seen

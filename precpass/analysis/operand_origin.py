@@ -1,39 +1,18 @@
 """Where a product's operand comes from, which decides what its cast to a low format costs.
 
-A cast inside the fusion that makes the operand is free. A cast of an operand in memory reads and
-writes it. A cast of a loop's constant runs once, before the loop.
+A cast inside the fusion that makes the operand is free. A cast of a loop's constant runs once,
+before the loop.
 """
 
 from __future__ import annotations
 
-import enum
 from typing import Any
-
-import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import BodyNode, Graph
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["OperandOrigin", "OperandOrigins"]
-
-
-class OperandOrigin(enum.Enum):
-    """Where a product's operand comes from."""
-
-    FUSED = "fused"
-    """Elementwise work makes it, in whose fusion a cast costs nothing."""
-    IN_MEMORY = "in memory"
-    """It is in memory as float32, so a cast reads and writes it."""
-    LOOP_INVARIANT = "loop-invariant"
-    """It is a loop's constant, which is cast once, outside the loop."""
-    IN_INT8 = "in int8"
-    """It is in memory as int8 with a scale, as `precpass.quant.quantized` leaves a weight."""
-    IN_FLOAT8 = "in float8"
-    """It is in memory as float8 with a scale."""
-
-    # Each product asks for the origins of two operands.
-    __hash__ = object.__hash__
+__all__ = ["OperandOrigins"]
 
 
 class OperandOrigins:
@@ -42,37 +21,6 @@ class OperandOrigins:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._rows: dict[int, dict[Any, int]] = {}
-
-    def of(self, body: int, atom: ir.Atom) -> OperandOrigin:
-        """The origin of an operand in a body; if its calls differ, the one at the first call."""
-        node = self.graph.bodies[body]
-        # The equations whose bodies were entered on the way, each with the body it stands in.
-        entered: list[tuple[BodyNode, Any]] = []
-        while not ir.is_literal(atom):
-            row = self._producers(node).get(atom)
-            if row is None:
-                caller = entered.pop() if entered else (node.around, node.caller)
-                crossed = _outside(node, atom, *caller)
-                if isinstance(crossed, OperandOrigin):
-                    return crossed
-                node, atom = crossed
-            elif inside := self._inside(row, atom):
-                entered.append((node, self.graph.eqns[row]))
-                node, atom = inside
-            else:
-                eqn = self.graph.eqns[row]
-                kind = op(eqn.primitive.name).kind
-                if (given := ir.dequantized_from(eqn)) is not None:
-                    is_int8 = given[0].aval.dtype == np.int8
-                    return OperandOrigin.IN_INT8 if is_int8 else OperandOrigin.IN_FLOAT8
-                if kind is not OpKind.DATA_MOVEMENT:
-                    return (
-                        OperandOrigin.FUSED
-                        if kind is OpKind.ELEMENTWISE
-                        else OperandOrigin.IN_MEMORY
-                    )
-                atom = eqn.invars[0]
-        return OperandOrigin.IN_MEMORY
 
     def is_recast(self, body: int, atom: ir.Atom) -> bool:
         """Whether a backward pass casts a product's operand again (`ProductForm`).
@@ -83,7 +31,7 @@ class OperandOrigins:
         node = self.graph.bodies[body]
         while node.around is not None and node.caller.primitive.name not in ("scan", "while"):
             if node.caller.primitive.name == "cond":
-                return self.of(body, atom) is OperandOrigin.LOOP_INVARIANT
+                return self._is_loop_constant(body, atom)
             node = node.around
         return False
 
@@ -96,6 +44,29 @@ class OperandOrigins:
             if kind is not OpKind.DATA_MOVEMENT:
                 return kind is OpKind.ELEMENTWISE
             atom = eqn.invars[0]
+        return False
+
+    def _is_loop_constant(self, body: int, atom: ir.Atom) -> bool:
+        """Whether an operand is a loop's constant; if calls differ, at the first call."""
+        node = self.graph.bodies[body]
+        # The equations whose bodies were entered on the way, each with the body it stands in.
+        entered: list[tuple[BodyNode, Any]] = []
+        while not ir.is_literal(atom):
+            row = self._producers(node).get(atom)
+            if row is None:
+                caller = entered.pop() if entered else (node.around, node.caller)
+                outside = _outside(node, atom, *caller)
+                if isinstance(outside, bool):
+                    return outside
+                node, atom = outside
+            elif inside := self._inside(row, atom):
+                entered.append((node, self.graph.eqns[row]))
+                node, atom = inside
+            else:
+                eqn = self.graph.eqns[row]
+                if op(eqn.primitive.name).kind is not OpKind.DATA_MOVEMENT:
+                    return False
+                atom = eqn.invars[0]
         return False
 
     def _producers(self, node: BodyNode) -> dict[Any, int]:
@@ -119,15 +90,18 @@ class OperandOrigins:
 
 def _outside(
     node: BodyNode, atom: ir.Atom, around: BodyNode | None, caller: Any
-) -> tuple[BodyNode, Any] | OperandOrigin:
-    """The atom at the calling equation that stands for a value of a body's border."""
+) -> tuple[BodyNode, Any] | bool:
+    """The atom at the calling equation that stands for a value of a body's border.
+
+    Where none does: whether the value is a loop's constant.
+    """
     opened = ir.open_jaxpr(node.jaxpr)
     if caller is None or around is None or atom not in opened.invars:
-        return OperandOrigin.IN_MEMORY
+        return False
     at = opened.invars.index(atom)
     (body, *_) = [b for b in ir.bodies(caller) if ir.open_jaxpr(b.jaxpr) is opened]
     if at < body.constants:
-        return OperandOrigin.LOOP_INVARIANT
+        return True
     if body.trips != 1 or body.carry:
-        return OperandOrigin.IN_MEMORY
+        return False
     return around, caller.invars[body.operands[at]]

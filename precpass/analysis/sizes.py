@@ -30,26 +30,21 @@ def nbytes(aval: ir.Aval) -> float:
     return itemsize * element_count(getattr(aval, "shape", ()))
 
 
-def flops(eqn: ir.Eqn, *, with_zeros: bool = False) -> float:
+def flops(eqn: ir.Eqn) -> float:
     """Floating-point operations of one execution.
 
     A product counts 2 M N K, a reduction one per operand element, elementwise work one
     per result element; data movement and bodies count none. Products are counted in real
     operations: a complex multiply-add is four real ones, and one of a complex and a real
-    number two. Elsewhere a complex element is one operation.
-
-    Args:
-        eqn: the equation.
-        with_zeros: whether terms count whose factor is a zero that a convolution inserts between
-            the elements of its operand, as the gradient of a strided one does. cuDNN's kernels
-            leave them out. A CPU computes them: with steps of 2 the gradient takes 2.5 times as
-            long as the convolution, which has as many other terms (jax 0.10.2 and 0.12.0.1).
+    number two. Elsewhere a complex element is one operation. Terms do not count whose factor is a
+    zero that a convolution inserts between the elements of its operand, as the gradient of a
+    strided one does.
     """
     kind = op(eqn.primitive.name).kind
     out = element_count(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0.0
     if kind is OpKind.COMPUTE or ir.block_format(eqn):
         parts = sum(np.issubdtype(v.aval.dtype, np.complexfloating) for v in eqn.invars[:2])
-        terms = out * _contracted(eqn) / (1 if with_zeros else ir.lhs_dilation(eqn))
+        terms = out * _contracted(eqn) / ir.lhs_dilation(eqn)
         return 2.0**parts * 2.0 * terms
     if kind is OpKind.REDUCTION:
         return element_count(getattr(eqn.invars[0].aval, "shape", ()))

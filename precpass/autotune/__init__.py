@@ -1,1 +1,1 @@
-"""Times of products on the device, and forms of programs by its compiler, stored in files."""
+"""Forms of programs by a device's compiler, stored in files."""

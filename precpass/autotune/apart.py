@@ -6,23 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["all_apart", "apart"]
+__all__ = ["all_apart"]
 
 T = TypeVar("T")
 
 _one_at_a_time = threading.Lock()
-
-
-def apart(work: Callable[[], T]) -> T:
-    """The result of `work`, run in a thread of its own, with no other such work in this process.
-
-    Raises:
-        Whatever `work` raises.
-    """
-    (result,) = all_apart([work])
-    if isinstance(result, Exception):
-        raise result
-    return result
 
 
 def all_apart(works: Sequence[Callable[[], T]]) -> list[T | Exception]:

@@ -1,9 +1,9 @@
-"""The files with what was found out of products and programs, one per device kind and JAX version.
+"""The files with what was found out of programs, one per device kind and JAX version.
 
-They are a cache: losing one costs a measurement and never a result. Processes merge their entries
+They are a cache: losing one costs compilations and never a result. Processes merge their entries
 under a lock file and replace the file as a whole, so a reader always sees a complete one. If two
-processes have measured a product, the time that was written first counts, so that all processes
-make the same plan. `Cache` is for any kind of entry, `TimingCache` for the times of products.
+processes have compiled a program, the choice that was written first counts, so that all processes
+make the same plan.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import re
 import tempfile
@@ -23,9 +22,7 @@ from typing import Any, Generic, TypeVar
 import filelock
 import platformdirs
 
-from precpass.planner.profit import ProductTimes
-
-__all__ = ["FORMAT", "Cache", "TimingCache", "cache_folder", "file_name"]
+__all__ = ["FORMAT", "Cache", "cache_folder", "file_name"]
 
 FORMAT = 5
 """The version of the files and of the form of a lowered product; raise it if that form changes. A
@@ -43,40 +40,32 @@ def cache_folder() -> Path:
     return Path(tempfile.gettempdir(), "precpass") if folder.startswith("~") else Path(folder)
 
 
-def file_name(device: str, jax_version: str, kind: str = "products") -> str:
-    """The name of a device kind's file, of a kind of entries."""
+def file_name(device: str, jax_version: str) -> str:
+    """The name of a device kind's file."""
     words = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-")[:80]
     # Kinds may differ only in characters that a file name cannot have.
     digest = hashlib.sha256(device.encode()).hexdigest()[:8]
-    return f"{kind}-{words}-{digest}-jax-{jax_version}.json"
+    return f"programs-{words}-{digest}-jax-{jax_version}.json"
 
 
 Entry = TypeVar("Entry", bound=tuple[Any, ...])
 
 
 class Cache(Generic[Entry]):
-    """What was found out of programs or products on one device kind, in memory and in a file.
+    """The choices for programs on one device kind, in memory and in a file.
 
     Args:
         path: the file's path; its folder is made when something is written.
         device: the kind of device, and whatever else the entries depend on.
         jax_version: the version of the JAX that made them.
         parsed: an entry from its JSON values, which are those of the tuple.
-        what: the entries in words, for warnings.
-        again: what happens if they are lost, in words.
     """
 
     def __init__(
-        self,
-        path: Path,
-        device: str,
-        jax_version: str,
-        parsed: Callable[[Sequence[Any]], Entry],
-        what: str,
-        again: str,
+        self, path: Path, device: str, jax_version: str, parsed: Callable[[Sequence[Any]], Entry]
     ) -> None:
         self.path = path
-        self._entry, self._what, self._again = parsed, what, again
+        self._entry = parsed
         self._head = {"format": FORMAT, "device": device, "jax": jax_version}
         self._known: dict[str, Entry] = {}
         self._state: tuple[int, int] | None = None
@@ -85,7 +74,7 @@ class Cache(Generic[Entry]):
         self._lock = threading.RLock()
 
     def get(self, name: str) -> Entry | None:
-        """The entry of a product or program; None if there is none."""
+        """The entry of a program; None if there is none."""
         with self._lock:
             if name not in self._known:
                 self._read()
@@ -124,8 +113,9 @@ class Cache(Generic[Entry]):
             self._known.update(self._parsed(text))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self._said.append(
-                f"{self.path}, which holds {self._what}, is damaged or not precpass's "
-                f"({type(error).__name__}: {error}): it is rebuilt, and {self._again}"
+                f"{self.path}, which holds the forms of compiled programs, is damaged or not "
+                f"precpass's ({type(error).__name__}: {error}): it is rebuilt, and programs are "
+                "compiled again"
             )
 
     def _parsed(self, text: str) -> dict[str, Entry]:
@@ -150,33 +140,17 @@ class Cache(Generic[Entry]):
         if self._writes:
             self._writes = False
             self._said.append(
-                f"{self._what} cannot be kept in {self.path} ({error}): they are kept for this "
-                "process alone; PRECPASS_CACHE_DIR names another folder"
+                f"the forms of compiled programs cannot be kept in {self.path} ({error}): they "
+                "are kept for this process alone; PRECPASS_CACHE_DIR names another folder"
             )
-
-
-class TimingCache(Cache[ProductTimes]):
-    """The measured times of products (`Cache`)."""
-
-    def __init__(self, path: Path, device: str, jax_version: str) -> None:
-        what = "measured times of products", "products are timed again"
-        super().__init__(path, device, jax_version, _parsed_times, *what)
-
-
-def _parsed_times(found: Any) -> ProductTimes:
-    wide, low, by = found
-    times = float(wide), float(low)
-    if not all(math.isfinite(t) and t > 0 for t in times):
-        raise ValueError(f"{found!r} are not times")
-    return ProductTimes(*times, str(by))
 
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Generator[None]:
     """A context in which only one process writes.
 
-    A process that waits too long goes on without the lock; at worst a product is timed twice. The
-    system frees the lock of a process that ends.
+    A process that waits too long goes on without the lock; at worst a program is compiled twice.
+    The system frees the lock of a process that ends.
 
     Raises:
         OSError: if the lock cannot be made.

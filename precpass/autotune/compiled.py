@@ -10,7 +10,7 @@ has the same form every time.
 
 The forms (`precpass.autotune.forms`) stand in the order of their accuracy, and a later one is
 chosen if it saves `GAIN` of the cost, or of the temporary memory at hardly more cost (`LITTLE`).
-They are kept in a file beside the times of products (`precpass.autotune.cache`).
+The choices are kept in a file (`precpass.autotune.cache`).
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ def choice_of(
     """
     if symbol := ir.symbol_in(ir.in_avals(jaxpr)):
         raise RuntimeError(f"XLA compiles for numbers, and {symbol} is symbolic")
-    device = device_for(device=place)
+    device = device_for(place)
     flags = " ".join(sorted(os.environ.get("XLA_FLAGS", "").split()))
     kind = f"{device.platform} {device.kind}" + (f", XLA_FLAGS {flags}" if flags else "")
-    cache = _cache_of(cache_folder() / file_name(kind, jax.__version__, "programs"), kind)
+    cache = _cache_of(cache_folder() / file_name(kind, jax.__version__), kind)
     key = _key(jaxpr, policy, scope)
     choice = cache.get(key)
     if choice is None:
@@ -127,8 +127,7 @@ def _key(jaxpr: ir.Jaxpr, policy: PrecisionPolicy, scope: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _cache_of(path: Path, kind: str) -> Cache[Choice]:
-    what = "the forms of compiled programs", "programs are compiled again"
-    return Cache(path, kind, jax.__version__, _parsed, *what)
+    return Cache(path, kind, jax.__version__, _parsed)
 
 
 def _parsed(found: Sequence[Any]) -> Choice:
@@ -233,7 +232,7 @@ def figures_of(jaxpr: ir.Jaxpr, place: Any, x64: bool) -> Figures:
     traffic, memory = traffic_of(program.as_text() or "", platform), program.memory_analysis()
     temp = float(memory.temp_size_in_bytes) if memory is not None else 0.0
     cycles = 0.0 if traffic.without_cycles else float(traffic.cycles or 0)
-    return Figures(cycles, _seconds(traffic, jaxpr, device_for(device=place)), temp)
+    return Figures(cycles, _seconds(traffic, jaxpr, device_for(place)), temp)
 
 
 def _seconds(traffic: Traffic, jaxpr: ir.Jaxpr, device: Device) -> float:

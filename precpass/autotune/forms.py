@@ -15,7 +15,7 @@ __all__ = ["FORMS", "forms_of", "in_form"]
 def _nothing_low(policy: PrecisionPolicy) -> PrecisionPolicy:
     return dataclasses.replace(
         policy,
-        name=f"{policy.title} by profitability='compiled'",  # for the reasons of decisions
+        name=f"{policy.title} by profitability='best'",  # for the reasons of decisions
         alias="",
         kinds=(Precision.F32,) * len(OpKind),
         orders=frozenset({OpKind.COMPUTE}),

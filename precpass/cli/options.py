@@ -15,7 +15,7 @@ from precpass.cli.commands import COMMANDS
 from precpass.cli.examples import ABOUT, EXAMPLES
 from precpass.cli.target import Refused
 from precpass.devices.targets import TARGETS
-from precpass.policy.profitability import PROFITABILITY
+from precpass.policy.profitability import PROFITABILITY, parse_profitability
 from precpass.policy.text import preset_titles
 from precpass.report.compare.profile import PROFILED
 from precpass.version import __version__
@@ -176,11 +176,18 @@ def _policies(name: str, one: argparse.ArgumentParser) -> None:
     one.add_argument("--plan", metavar="FILE", help=f"a plan that precpass lock wrote: {use}")
     one.add_argument(
         "--profitability",
-        choices=PROFITABILITY,
-        help="lower every product (always, the default), or those that pay: by a table of "
-        "devices (assumed), by timing products here (measured), or by compiling whole programs "
-        "(compiled)",
+        type=_profitability,
+        metavar=f"{{{','.join(PROFITABILITY)}}}",
+        help="lower every product (always, the default), or compile the program in several forms "
+        "and take the cheapest (best)",
     )
+
+
+def _profitability(text: str) -> str:
+    try:
+        return parse_profitability(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _own(name: str, one: argparse.ArgumentParser) -> None:

@@ -100,16 +100,9 @@ def is_present(device: Any) -> bool:
         return False
 
 
-def device_for(args: Any = (), device: Any = None) -> Device:
-    """Return the `Device` that a program is planned for.
-
-    Args:
-        args: the arguments of the call (`device_of_call`).
-        device: a JAX device or a `Device`, which is then used. A `Device` starts no backend.
-    """
-    if isinstance(device, Device):
-        return device
-    device = device_of_call(args) if device is None else device
+def device_for(place: Any = None) -> Device:
+    """Return the figures of a JAX device or a `Target`; by default those of `device_of_call()`."""
+    device = device_of_call() if place is None else place
     return device_named(device.platform, kind_of(device))
 
 

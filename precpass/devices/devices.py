@@ -1,33 +1,19 @@
-"""The figures of devices, published or measured, and the seconds that work takes on them.
+"""The figures of devices, published or measured.
 
 An accelerator's figures are published peaks (`precpass.devices.peaks`). Costs are only compared
 with each other, so the plan is the same for a device that reaches half of all its peaks. If a
 figure is neither published nor measured but assumed, its source says so.
-
-Costs are computed from numbers, or elementwise from NumPy arrays.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import cast
 
 from precpass.devices.peaks import PEAKS, Peaks, Source, is_of_kind
 from precpass.policy.precision import Precision
 
-__all__ = [
-    "DEVICES",
-    "Device",
-    "cast_seconds",
-    "device_named",
-    "product_seconds",
-    "rounding_seconds",
-]
-
-Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
+__all__ = ["DEVICES", "Device", "device_named"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +29,6 @@ class Device:
         f8, int8: the same for operands of 8 bits; what runs instead where XLA widens them.
         mxfp8, nvfp4: the same for micro-scaled formats; without units for them, bfloat16's figure.
         bandwidth: of its memory, in bytes/s.
-        cache_bandwidth: in bytes/s, for work whose bytes fit into `cache`.
-        cache: the bytes of its cache; 0 if `bandwidth` is used throughout.
-        launch: the seconds that each kernel takes in addition to its work.
         sources: the sources of all figures.
         kind: JAX's name for the present device; "" in the table.
         is_known: whether the device is in the table; otherwise the figures are those of `name`.
@@ -62,9 +45,6 @@ class Device:
     mxfp8: float
     nvfp4: float
     bandwidth: float
-    cache_bandwidth: float
-    cache: float
-    launch: float
     sources: tuple[Source, ...]
     kind: str = ""
     is_known: bool = True
@@ -86,63 +66,16 @@ class Device:
         return f"{self.kind or 'a device'} (not in the table: figures of {self.name})"
 
 
-# ---------------------------------------------------------------- costs
-
-
-def product_seconds(device: Device, flops: Amount, nbytes: Amount, precision: Precision) -> Amount:
-    """Return the seconds of a matrix product: of its arithmetic or its memory, the longer one.
-
-    Args:
-        device: where it runs.
-        flops: its floating-point operations.
-        nbytes: the bytes of its operands and its result, in the formats in memory.
-        precision: the precision of its operands.
-
-    Examples:
-        >>> h200 = device_named("gpu", "NVIDIA H200")
-        >>> print(f"{product_seconds(h200, 1e12, 1e9, Precision.BF16):.4f}")
-        0.0010
-    """
-    computed, moved = flops / device.flops(precision), _moved(device, nbytes)
-    return cast(Amount, np.maximum(computed, moved)) + device.launch
-
-
-def cast_seconds(device: Device, n: Amount) -> Amount:
-    """Return the seconds of a cast of n values between 32 and 16 bits that is not fused."""
-    return _moved(device, 6.0 * n) + device.launch
-
-
-def rounding_seconds(device: Device, n: Amount, *, is_made: bool) -> Amount:
-    """Return the seconds of rounding n float32 values to 8 bits, with a scale from their largest.
-
-    Args:
-        device: where it runs.
-        n: the number of values.
-        is_made: whether elementwise work computes them and finds the largest on the way. Values
-            in memory are read for that, and again to be rounded.
-    """
-    # Each pass reads the 4 bytes of a value, and the last one writes its 8 bits.
-    nbytes, kernels = (5.0, 1) if is_made else (9.0, 2)
-    return _moved(device, nbytes * n) + kernels * device.launch
-
-
-def _moved(device: Device, nbytes: Amount) -> Amount:
-    fits = np.less_equal(nbytes, device.cache)
-    return nbytes / cast(Amount, np.where(fits, device.cache_bandwidth, device.bandwidth))
-
-
 # ---------------------------------------------------------------- the table
 
 _MEASURED_HERE = (
-    "measured: 2048 x 2048 products, elementwise programs of 1 and 256 MB, jax 0.10.2 and "
+    "measured: 2048 x 2048 products, elementwise programs of 256 MB, jax 0.10.2 and "
     "0.12.0.1, two cores of an Intel Xeon with AVX512-BF16 and AMX"
 )
-_CPU_FIGURES = ("f32", "bandwidth", "cache_bandwidth", "cache", "launch")
+_CPU_FIGURES = ("f32", "bandwidth")
 _WIDENS = (
     "precpass.audit: XLA:CPU has no kernel, and runs the product on operands widened to float32"
 )
-_ACCELERATOR = "assumed: kernel launches of microseconds, no figure for caches"
-_ASSUMED = ("cache_bandwidth", "cache", "launch")
 _EMULATED = "assumed from precpass.audit: XLA:CPU runs float8 products on operands of float32"
 _TWICE = (
     "assumed: int8 is twice as fast as bfloat16. Measured with jax 0.10.2 and 0.12.0.1: with AMX a "
@@ -174,9 +107,6 @@ def _cpu(name: str, kinds: tuple[str, ...], bf16: float, *more: Source, int8: fl
         mxfp8=bf16,
         nvfp4=bf16,
         bandwidth=4e9,
-        cache_bandwidth=12e9,
-        cache=4e6,
-        launch=1e-6,
         sources=sources,
     )
 
@@ -205,10 +135,7 @@ def _accelerator(peaks: Peaks) -> Device:
         mxfp8=peaks.mxfp8 or peaks.bf16,
         nvfp4=peaks.nvfp4 or peaks.bf16,
         bandwidth=peaks.bandwidth,
-        cache_bandwidth=peaks.bandwidth,
-        cache=0.0,
-        launch=2e-6,
-        sources=(*sources, Source(_ASSUMED, _ACCELERATOR, "2026-11-22")),
+        sources=tuple(sources),
     )
 
 

@@ -255,12 +255,6 @@ def summed_and_batch(eqn: Eqn) -> tuple[Any, Any] | None:
     return eqn.params["dimension_numbers"] if is_dot else None
 
 
-def ragged_dimension(eqn: Eqn) -> int:
-    """The dimension of a ragged dot's left operand that its groups divide; 0 for any other dot."""
-    ragged = eqn.params.get("ragged_dot_dimension_numbers")
-    return ragged.lhs_ragged_dimensions[0] if ragged is not None else 0
-
-
 def kernel_features(eqn: Eqn) -> tuple[Any, Any]:
     """The numbers of output and input features of a convolution's kernel."""
     spec, shape = eqn.params["dimension_numbers"].rhs_spec, eqn.invars[1].aval.shape

@@ -13,7 +13,6 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.autotune.forms import in_form
-from precpass.autotune.profitability import profit_model_of
 from precpass.devices.detect import device_for, device_of_call, planned_for
 from precpass.jit.arguments import copied
 from precpass.jit.errors import user_stacklevel
@@ -24,7 +23,6 @@ from precpass.plan import reasons
 from precpass.plan.borders import Border
 from precpass.plan.plan import Action, Plan
 from precpass.planner.planner import distinguish, make_plan
-from precpass.planner.profit import ProfitModel
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
@@ -75,7 +73,7 @@ class Traced:
 
     def plan(self, policy: PrecisionPolicy) -> Plan:
         """The plan under a policy, without warnings."""
-        return _planned(self.call, policy, self.scope, profit_model_of(policy, self.call.operands))
+        return _planned(self.call, policy, self.scope)
 
     def rewritten(self, plan: Plan, policy: PrecisionPolicy) -> Any:
         """The jaxpr rewritten under a plan; the same jaxpr if nothing changes."""
@@ -165,12 +163,12 @@ def rewritten(
     policy = in_form(policy, plan.form)
     # A saved plan has no equations of custom rules, because these are traced in differentiation.
     unlocked = policy.with_lock(None) if policy.lock else policy
-    profit_model, place = profit_model_of(unlocked), device_of_call()
+    place = device_of_call()
     of_device = place.platform, place.device_kind
 
     def plan_rule(rule: Any, scope: str, border: Border) -> Plan:
-        its_plan = make_plan(rule, unlocked, scope, (), border, profit_model, *of_device)
-        for text in (*its_plan.notes, *(profit_model.new_warnings() if profit_model else ())):
+        its_plan = make_plan(rule, unlocked, scope, (), border, *of_device)
+        for text in its_plan.notes:
             if text not in said:
                 said.add(text)
                 warnings.warn(text, PrecisionWarning, stacklevel=user_stacklevel())
@@ -202,12 +200,8 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
             the policy lowered nothing; for a gradient in float16 without a loss scale.
     """
     check_jax()
-    profit_model = profit_model_of(policy, call.operands)
-    plan = _planned(call, policy, scope, profit_model)
-    texts = [
-        *_warning_texts(plan, policy, name, lambda: set(_layers(call.jaxpr, scope))),
-        *(profit_model.new_warnings() if profit_model else ()),
-    ]
+    plan = _planned(call, policy, scope)
+    texts = list(_warning_texts(plan, policy, name, lambda: set(_layers(call.jaxpr, scope))))
     if not policy.widens and not any(ir.precision_of(a) for a in ir.all_avals(call.jaxpr)):
         dtypes = sorted({str(a.dtype) for a in ir.in_avals(call.jaxpr) if hasattr(a, "dtype")})
         argument_types = (
@@ -225,26 +219,24 @@ def checked_plan(call: ir.Call, policy: PrecisionPolicy, scope: str, name: str) 
     return plan
 
 
-def _planned(
-    call: ir.Call, policy: PrecisionPolicy, scope: str, profit_model: ProfitModel | None
-) -> Plan:
+def _planned(call: ir.Call, policy: PrecisionPolicy, scope: str) -> Plan:
     closed_over, place = call.operands[: call.closed_over], device_of_call(call.operands)
     of_device = place.platform, place.device_kind
 
     def planned(policy: PrecisionPolicy) -> Plan:
-        return make_plan(call.jaxpr, policy, scope, closed_over, (), profit_model, *of_device)
+        return make_plan(call.jaxpr, policy, scope, closed_over, (), *of_device)
 
     def rewritten_under(policy: PrecisionPolicy) -> Any:
         return rewritten(call.jaxpr, planned(policy), current(), policy, scope)[0]
 
     is_multiplied = policy.precision_for(OpKind.COMPUTE).is_multiplication
     asks_nothing = policy.lock is not None or not policy.lowers or is_multiplied
-    if policy.profitability != "compiled" or asks_nothing:
+    if policy.profitability != "best" or asks_nothing:
         return planned(policy)
     if jax.process_count() > 1:
         # All processes must run one program, and might compile different ones.
         return dataclasses.replace(planned(policy.with_scaled(None)), costs=_NOT_COMPILED)
-    # Imported here, because a program that compiles no candidates needs neither timers nor files.
+    # Imported here, because a program that compiles no candidates needs no files of choices.
     from precpass.autotune.compiled import choice_of
 
     try:
@@ -253,10 +245,10 @@ def _planned(
     except RuntimeError as error:
         # Of 8 bits nothing is known to pay.
         plan = planned(policy.with_scaled(None))
-        note = f"profitability='compiled': {error}: every product is lowered to 16 bits instead"
+        note = f"profitability='best': {error}: every product is lowered to 16 bits instead"
         return dataclasses.replace(plan, notes=(*plan.notes, note))
     plan = planned(in_form(policy, choice.form))
-    costs = choice.text(device_for(device=place))
+    costs = choice.text(device_for(place))
     notes = (*plan.notes, *file_warnings)
     return dataclasses.replace(plan, notes=notes, costs=costs, form=choice.form)
 

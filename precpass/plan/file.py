@@ -16,7 +16,7 @@ from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import FORMATS, Precision
 from precpass.policy.presets import OTHER_NAMES
 from precpass.policy.primitives import COMPUTING, OpKind
-from precpass.policy.profitability import parse_profitability
+from precpass.policy.profitability import saved_profitability
 from precpass.policy.rules import Rule
 from precpass.policy.saved import Names, SavedPrecisions
 from precpass.policy.scopes import join_scopes
@@ -207,7 +207,7 @@ def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
         frozenset(map(Precision.parse, whole["retypes"])),
         None if whole["output"] is None else Precision.parse(whole["output"]),
         # Files that are older than these options lack them.
-        profitability=parse_profitability(whole.get("profitability", "always")),
+        profitability=saved_profitability(whole.get("profitability", "always")),
     ).with_results(whole.get("results", "auto"))
     policy = policy.with_parameters(whole.get("parameters", "f32"))
     policy = policy.with_scaled(whole.get("scaled")).with_scales(whole.get("scales", "auto"))

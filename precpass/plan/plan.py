@@ -230,8 +230,8 @@ class Plan:
             ignores this field and those below.
         body: a number that the plans of one jaxpr share.
         origin: the function and the policy that it was made from; only the root has it.
-        costs: where the costs of products are from, and on which device; only the root has it, and
-            it is "" if no cost was asked for.
+        costs: what the compiled forms cost, and on which device; only the root has it, and it is ""
+            if nothing was compiled.
         form: the form of the policy that was chosen among compiled candidates
             (`precpass.autotune.compiled`); only the root has it, and "" is the policy itself.
         kept_wide: why values that the forward pass saves for the backward pass stay in float32,

@@ -281,16 +281,6 @@ MAY_RUN = Template(
     "may run in {}; {} costs nothing inside a fusion",
     "to lower it, add a Rule that names the primitive",
 )
-DOES_NOT_PAY = Template(
-    _COST,
-    "does not pay {}: {} in {}, {} in {} ({})",
-    "to lower it, add a Rule; to lower every product, set profitability='always'",
-)
-GAINS_LITTLE = Template(
-    _COST,
-    "pays here, but all that pays would save {} of the products' {}",
-    "to lower it, add a Rule; to lower every product, set profitability='always'",
-)
 PRODUCTS_ALONE = Template(
     _TYPES,
     "{} says how products are multiplied, and this is none",

@@ -11,12 +11,11 @@ A rule, a keep region and a saved plan are not asked: they name the products the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
-from precpass.analysis.graph import BodyNode, Graph
-from precpass.analysis.sizes import flops
+from precpass.analysis.graph import Graph
 from precpass.planner.same_values import SameValues
 from precpass.planner.scaled_sizes import against_sizes, has_scaled_form, sizes_of
 from precpass.policy.precision import Precision
@@ -93,60 +92,6 @@ class EligibleProducts:
         """For each operand of a product, whether it is given and not computed, as a weight is."""
         lhs, rhs = self._values.of_operands(body, eqn)
         return lhs in self._values.weights, rhs in self._values.weights
-
-    def readers(
-        self, body: int, eqn: ir.Eqn, is_asked: Callable[[int], bool], *, forward: bool
-    ) -> tuple[int, int]:
-        """For each operand of an eligible product, how many products share its rounding.
-
-        These are the eligible products that read the same value, have as much work or more, so
-        that rounding it pays for them too, and run whenever this one does.
-
-        Args:
-            body: the index of the equation's body.
-            eqn: the product.
-            is_asked: whether the policy asks for 8 bits in a row.
-            forward: whether only products that compute values count.
-        """
-
-        def shares(row: int) -> bool:
-            other, its = self._body_of(row), self.graph.eqns[row]
-            if flops(its) < flops(eqn) or (forward and not self.is_forward(other, its)):
-                return False
-            return self._runs_with(other, body) and is_asked(row)
-
-        lhs, rhs = (
-            sum(map(shares, self._readers_of.get(value, ())))
-            for value in self._values.of_operands(body, eqn)
-        )
-        # A literal has no class, and so not even this product as a reader.
-        return max(lhs, 1), max(rhs, 1)
-
-    def _runs_with(self, other: int, body: int) -> bool:
-        """Whether the equations of another body run whenever those of a body do."""
-        around = set(map(id, self._around(body)))
-        return all(
-            node.caller is None or node.caller.primitive.name != "cond" or id(node) in around
-            for node in self._around(other)
-        )
-
-    def _around(self, body: int) -> Iterator[BodyNode]:
-        """A body, and those that it stands in."""
-        node: BodyNode | None = self.graph.bodies[body]
-        while node is not None:
-            yield node
-            node = node.around
-
-    @functools.cached_property
-    def _readers_of(self) -> dict[int, list[int]]:
-        """For each class the rows of the eligible products that read it."""
-        found: dict[int, list[int]] = {}
-        for row in self._dots:
-            body, eqn = self._body_of(row), self.graph.eqns[row]
-            if has_scaled_form(eqn, Precision.F8E4M3) and not self.against(body, eqn):
-                for value in self._values.of_operands(body, eqn):
-                    found.setdefault(value, []).append(row)
-        return found
 
     def is_weight_gradient(self, body: int, eqn: ir.Eqn) -> bool:
         """Whether a product of a backward pass makes the gradient of a weight.

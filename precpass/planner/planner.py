@@ -2,8 +2,7 @@
 
 Under the AutoMixed presets products run low with float32 results, and arithmetic stays as it was
 written, because inside a fusion that costs nothing. What is stored in memory in 16 bits, what
-crosses borders, and which products pay, is then decided by a minimum cut
-(`planner.storage.assignment`).
+crosses borders, is decided afterwards (`planner.storage.assignment`).
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from precpass.analysis.analysis import Analysis
 from precpass.analysis.equations import has_low, unentered
 from precpass.analysis.graph import Graph
 from precpass.analysis.need import EXACT_NOWHERE, ExactProducts
+from precpass.analysis.operand_origin import OperandOrigins
 from precpass.analysis.propagate import ValueRanges
 from precpass.devices.peaks import peaks_of_kind
 from precpass.plan import reasons
 from precpass.plan.borders import Border, across
-from precpass.plan.decisions import border_of, crossing_formats, formats_of, keep
+from precpass.plan.decisions import border_of, crossing_formats
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.plan.reasons import DecidedBy
 from precpass.planner.decide import decide
 from precpass.planner.eligible import EligibleProducts
-from precpass.planner.profit import ProductPricing, ProfitModel
 from precpass.planner.query import Queries, Query
 from precpass.planner.requests import PolicyRequests
 from precpass.planner.result_formats import PLATFORMS, with_low_results
@@ -53,7 +52,6 @@ def make_plan(
     scope: str = "",
     closed_over: Sequence[Any] = (),
     border: Border = (),
-    profit_model: ProfitModel | None = None,
     platform: str = "cpu",
     device_kind: str = "",
 ) -> Plan:
@@ -65,7 +63,6 @@ def make_plan(
         scope: the name scopes around it.
         closed_over: the values of its first operands, as far as it closes over them.
         border: the formats in which values cross its border, for a custom rule.
-        profit_model: tells which products pay; without it all of them do.
         platform: JAX's name of the platform whose compiler the plan is for. It decides the form of
             products; the program runs on every platform.
         device_kind: JAX's name of the device, which decides what the plan says of 8 bits.
@@ -78,7 +75,6 @@ def make_plan(
         analysis,
         policy,
         scope,
-        profit_model,
         writes_on=writes_on,
         platform=platform,
         device_kind=device_kind,
@@ -103,7 +99,6 @@ class Planner:
         analysis: of the program.
         policy: what to aim for.
         scope: the name scopes around the program.
-        profit_model: tells which products pay; without it all of them do.
         writes_on: the platform whose compiler's fusions write values that are stored in the low
             format where that loses no digits (`planner.storage.written`); "" for none.
         platform: as for `make_plan`.
@@ -115,7 +110,6 @@ class Planner:
         analysis: Analysis,
         policy: PrecisionPolicy,
         scope: str,
-        profit_model: ProfitModel | None = None,
         *,
         writes_on: str = "",
         platform: str = "cpu",
@@ -137,10 +131,10 @@ class Planner:
         orders_more = bool(policy.orders - {OpKind.COMPUTE})
         self._may_lower_sums = orders_more or self.requests.tells_equations_apart
         self._eligible = EligibleProducts(self.graph)
-        self._weighed = ProductPricing(self.graph, analysis.uses, profit_model)
-        # If the policy orders elementwise work, it orders storage too, and no cut decides it.
+        self._origins = OperandOrigins(self.graph)
+        # If the policy orders elementwise work, it orders storage too, and no costs decide it.
         compute = policy.precision_for(OpKind.COMPUTE)
-        self._cuts = compute.is_low and OpKind.ELEMENTWISE not in policy.orders
+        self._assigns_storage = compute.is_low and OpKind.ELEMENTWISE not in policy.orders
         self._decide = functools.cache(functools.partial(decide, policy=policy))
 
     def root(self, border: Border) -> Plan:
@@ -149,13 +143,14 @@ class Planner:
         if self.policy.follows_readers:
             exact = self.analysis.exact_needs.products
         plan = self.plan(self.analysis.facts, exact, (), decides=False, border=border)
-        if self._cuts and plan.lowers:
+        if self._assigns_storage and plan.lowers:
             low = self.policy.precision_for(OpKind.COMPUTE)
-            of = self.analysis, self.requests, self._weighed, low
+            of = self.analysis, self.requests, low
             writes_on, platform = self._writes_on, self._platform
             plan = assign_storage(plan, *of, writes_on=writes_on, platform=platform)
         notes = dict.fromkeys((*self.notes, *self.requests.saved_plan_warnings()))
-        unmatched, costs = self.requests.unmatched(), self._weighed.costs(self.policy.lock)
+        saved, unmatched = self.policy.lock, self.requests.unmatched()
+        costs = f"in the saved plan: {saved.costs}" if saved and saved.costs else ""
         return dataclasses.replace(plan, notes=tuple(notes), unmatched=unmatched, costs=costs)
 
     def plan(
@@ -267,23 +262,14 @@ class Planner:
     # ------------------------------------------------------------ products
 
     def _product(self, eqn: ir.Eqn, body: int, decision: Decision) -> Decision:
-        """The decision for a product, if it pays by itself, with the form that it has."""
+        """The decision for a product, with the form that it has."""
         if decision.action is Action.MULTIPLY:
             return self._multiplied(eqn, decision)
         if decision.action is not Action.LOWER or decision.compute is None:
             return decision
         if decision.product.scaled is not None:
             decision = self._scaled(eqn, body, decision)
-        # A product that a rule, a region or a saved plan orders is lowered even if it does not pay.
-        if decision.decided_by is DecidedBy.PRESET and not self._cuts:
-            assert decision.compute is not None  # `_scaled` changes the form alone
-            scaled, readers = decision.product.scaled, (1, 1)
-            if scaled is not None:
-                readers = self._readers(eqn, body, scaled)
-            against = self._weighed.against(eqn, body, scaled or decision.compute, readers)
-            if against is not None:
-                return keep(decision.kind, formats_of(eqn.outvars), against)
-        lhs, rhs = (self._weighed.is_recast(body, v) for v in eqn.invars[:2])
+        lhs, rhs = (self._origins.is_recast(body, v) for v in eqn.invars[:2])
         if not (lhs or rhs):
             return decision
         form = decision.product._replace(recast_in_backward=(lhs, rhs))
@@ -305,7 +291,7 @@ class Planner:
         elif self._is_wide_weight_gradient(body, eqn):
             against = "it is the gradient of a weight"
         elif decision.decided_by is DecidedBy.PRESET:
-            against = self._eligible.against(body, eqn) or self._slower_scaled(eqn, body, scaled)
+            against = self._eligible.against(body, eqn)
         if against:
             why = reasons.NOT_SCALED(decision.reason, scaled, against)
             form = decision.product._replace(scaled=None)
@@ -322,23 +308,6 @@ class Planner:
             scaled_cotangents=self._scaled_cotangents(body, eqn, scaled),
         )
         return dataclasses.replace(decision, product=form)
-
-    def _slower_scaled(self, eqn: ir.Eqn, body: int, scaled: Precision) -> str:
-        """Why an eligible product does not pay in 8 bits, in words; "" if it does."""
-        if self._weighed.device is None:
-            return ""
-        readers = self._readers(eqn, body, scaled)
-        return self._weighed.against_scaled(eqn, body, scaled, readers)
-
-    def _readers(self, eqn: ir.Eqn, body: int, scaled: Precision) -> tuple[int, int]:
-        """For each operand of a scaled product, how many scaled products share its rounding."""
-
-        def is_asked(row: int) -> bool:
-            table = op(self.graph.eqns[row].primitive.name)
-            return self.requests.request(row, table, self.requests.scope(row)).scaled is scaled
-
-        forward = scaled.is_forward_only
-        return self._eligible.readers(body, eqn, is_asked, forward=forward)
 
     def _is_emulated(self, scaled: Precision) -> bool:
         """Whether XLA widens a scaled product on the device, as far as that is known."""

@@ -45,7 +45,7 @@ class PrecisionPolicy:
         output: the format of floating-point outputs, or None to keep each one's own.
         lock: the precisions of a saved plan; rules override them.
         profitability: which matrix products are lowered where no rule and no saved plan decides:
-            "always", "assumed", "measured" or "compiled", as for `auto_mixed`.
+            "always" or "best", as for `auto_mixed`.
         results: the format in which low-precision matrix products return their results: "auto" is
             16 bits where the platform's kernels gain by it and no sum loses digits, "f32" is
             float32 everywhere.
@@ -134,15 +134,15 @@ class PrecisionPolicy:
         return dataclasses.replace(self, lock=lock)
 
     def with_profitability(self, profitability: str) -> PrecisionPolicy:
-        """Return this policy with "always", "assumed", "measured" or "compiled" profitability.
+        """Return this policy with "always" or "best" profitability.
 
         Raises:
             ValueError: for anything else.
 
         Examples:
             >>> from precpass import AutoMixedBf16
-            >>> AutoMixedBf16.with_profitability("measured")
-            AutoMixedBf16.with_profitability('measured')
+            >>> AutoMixedBf16.with_profitability("best")
+            AutoMixedBf16.with_profitability('best')
         """
         return dataclasses.replace(self, profitability=parse_profitability(profitability))
 

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-__all__ = ["PROFITABILITY", "parse_profitability"]
+__all__ = ["PROFITABILITY", "parse_profitability", "saved_profitability"]
 
-PROFITABILITY = ("measured", "compiled", "assumed", "always")
+PROFITABILITY = ("always", "best")
 """The legal values of a policy's profitability."""
+
+_INSTEAD = "'best' (whole programs are compiled, and the cheapest form counts) or 'always'"
+_FORMER = {
+    "compiled": "is now named 'best': write 'best'",
+    "measured": f"is no longer supported: write {_INSTEAD}",
+    "assumed": f"is no longer supported: write {_INSTEAD}",
+}
 
 
 def parse_profitability(value: object) -> str:
     """Reads a profitability.
 
     Raises:
-        ValueError: for any other value; the text lists the legal ones.
+        ValueError: for any other value; the text lists the legal ones, or says what replaces a
+            former one.
     """
     for known in PROFITABILITY:
         if value == known:
             return known
+    for former, advice in _FORMER.items():
+        if value == former:
+            raise ValueError(f"profitability {former!r} {advice}")
     raise ValueError(
-        f"unknown profitability {value!r}: legal are 'measured' (products are timed on the device, "
-        "once), 'compiled' (whole programs are compiled, and the cheapest counts), 'assumed' (a "
-        "table of devices decides) and 'always' (every product is lowered)"
+        f"unknown profitability {value!r}: legal are 'always' (every product is lowered) and "
+        "'best' (whole programs are compiled, and the cheapest form counts)"
     )
+
+
+def saved_profitability(value: object) -> str:
+    """Reads a profitability of a file, in which a former one stands for "best".
+
+    Raises:
+        ValueError: as for `parse_profitability`.
+    """
+    return "best" if value in tuple(_FORMER) else parse_profitability(value)

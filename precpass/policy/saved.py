@@ -50,7 +50,7 @@ class SavedPrecisions:
         entries: pairs of a key and the precisions of the equations that have it, in
             their order; None for one whose precision nothing decides.
         left_out: the rules of its policy that a file cannot hold, as they print.
-        costs: where what products cost was from, when it was made; "" where nothing was asked.
+        costs: what the compiled forms cost, when it was made; "" where none were compiled.
     """
 
     name: str

@@ -262,7 +262,7 @@ def _unread_casts(after: Any) -> int:
 
 def _costs(plan: Plan) -> Iterator[str]:
     if plan.costs:
-        yield f"what products cost in each precision: {plan.costs}"
+        yield f"what the forms of the program cost: {plan.costs}"
 
 
 def _assumptions(found: list[Row]) -> Iterator[str]:

@@ -88,7 +88,7 @@ def policy_page(policy: PrecisionPolicy) -> str:
     if policy.output is not None:
         others.append(f"outputs in {policy.output}")
     if policy.profitability != "always":
-        others.append(f"products that pay, {policy.profitability}")
+        others.append("the form of the program that costs least")
     lines = as_html([[(text, "")] for text in others])
     return page(
         folded(policy.title, table(["kind", "precision", "as"], cells) + lines, is_open=True)

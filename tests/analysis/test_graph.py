@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from precpass.analysis.graph import Graph
-from precpass.analysis.sizes import NOMINAL_SIZE, flops, nbytes
+from precpass.analysis.sizes import NOMINAL_SIZE, nbytes
 from precpass.policy.primitives import op
 from precpass.types import OpKind
 from tests.support.graph_programs import (
@@ -165,10 +165,6 @@ def test_zeros_that_a_convolution_inserts_cost_nothing(dimensions):
         graph = graph_of(fn, *args)
         found = [graph.flops[r] for r in rows(graph, "conv_general_dilated")]
         assert found[-products:] == [2 * terms] * products
-        # a CPU computes the zeros of the first operand's gradient
-        eqns = [graph.eqns[r] for r in rows(graph, "conv_general_dilated")]
-        most = max(flops(eqn, with_zeros=True) for eqn in eqns)
-        assert most == 2 * terms * (1 if fn is conv else 2**dimensions)
 
 
 def test_a_transposed_convolution_costs_what_its_elements_cost():

@@ -1,4 +1,4 @@
-"""The file of measured times: who reads it, who writes it, and what may befall it."""
+"""The file of choices: who reads it, who writes it, and what may befall it."""
 
 import contextlib
 import json
@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 
 from precpass.autotune import cache
-from precpass.autotune.cache import FORMAT, TimingCache, file_name
-from precpass.planner.profit import ProductTimes
+from precpass.autotune.cache import FORMAT, Cache, file_name
+from precpass.autotune.compiled import Choice, _parsed
 
-FAST = ProductTimes(2.0, 1.0, "measured")
-SLOW = ProductTimes(1.0, 2.0, "measured")
+LOW = Choice("products", (("float32", 1.0, 9.0), ("products", 0.5, 9.0)))
+WIDE = Choice("float32", (("float32", 1.0, 9.0), ("products", 2.0, 9.0)))
 
 
-def made(folder: Path, device: str = "gpu Quux", version: str = "1.2.3") -> TimingCache:
-    return TimingCache(folder / file_name(device, version), device, version)
+def made(folder: Path, device: str = "gpu Quux", version: str = "1.2.3") -> Cache[Choice]:
+    return Cache(folder / file_name(device, version), device, version, _parsed)
 
 
 def test_what_one_process_kept_another_one_knows(tmp_path: Path):
     here = made(tmp_path / "new" / "folder")
     assert here.get("a") is None
-    assert here.put("a", FAST) == FAST
+    assert here.put("a", LOW) == LOW
     there = made(tmp_path / "new" / "folder")
-    assert there.get("a") == FAST
+    assert there.get("a") == LOW
     assert there.get("b") is None
     assert here.new_warnings() == there.new_warnings() == ()
     assert sorted(path.suffix for path in here.path.parent.iterdir()) == [".json", ".lock"]
@@ -38,8 +38,8 @@ def test_what_is_written_later_is_seen_without_reading_what_did_not_change(
 ):
     here, there = made(tmp_path), made(tmp_path)
     assert here.get("a") is None
-    there.put("a", FAST)
-    assert here.get("a") == FAST
+    there.put("a", LOW)
+    assert here.get("a") == LOW
     read = Path.read_text
     times = []
     monkeypatch.setattr(Path, "read_text", lambda *a, **k: times.append(1) or read(*a, **k))
@@ -47,12 +47,12 @@ def test_what_is_written_later_is_seen_without_reading_what_did_not_change(
     assert not times
 
 
-def test_the_first_time_that_was_written_counts_for_all(tmp_path: Path):
+def test_the_first_choice_that_was_written_counts_for_all(tmp_path: Path):
     here, there = made(tmp_path), made(tmp_path)
-    here.put("a", FAST)
-    # which had not read it before it measured
-    assert there.put("a", SLOW) == FAST
-    assert there.get("a") == here.get("a") == FAST
+    here.put("a", LOW)
+    # which had not read it before it compiled
+    assert there.put("a", WIDE) == LOW
+    assert there.get("a") == here.get("a") == LOW
 
 
 def test_kinds_and_versions_have_files_of_their_own():
@@ -68,13 +68,13 @@ def test_kinds_and_versions_have_files_of_their_own():
 WRITER = """
 import sys
 from pathlib import Path
-from precpass.planner.profit import ProductTimes
-from precpass.autotune.cache import TimingCache
+from precpass.autotune.cache import Cache
+from precpass.autotune.compiled import Choice, _parsed
 path, who = Path(sys.argv[1]), int(sys.argv[2])
-own = TimingCache(path, "gpu Quux", "1.2.3")
+own = Cache(path, "gpu Quux", "1.2.3", _parsed)
 for i in range(25):
-    own.put(f"{who} {i}", ProductTimes(1.0, 2.0, "measured"))
-    own.put(f"shared {i}", ProductTimes(1.0, 1.0 + who, "measured"))
+    own.put(f"{who} {i}", Choice("products", (("products", 1.0, 2.0),)))
+    own.put(f"shared {i}", Choice("products", (("products", 1.0 + who, 2.0),)))
 assert own.new_warnings() == (), own.new_warnings()
 """
 
@@ -93,7 +93,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path):
 def test_threads_that_share_one_lose_nothing(tmp_path: Path):
     own = made(tmp_path)
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: own.put(str(i % 50), FAST), range(200)))
+        list(pool.map(lambda i: own.put(str(i % 50), LOW), range(200)))
     assert len(json.loads(own.path.read_text())["products"]) == 50
 
 
@@ -106,17 +106,19 @@ DAMAGED = {
     "another format": lambda whole: json.dumps({**whole, "format": FORMAT + 1}),
     "another device": lambda whole: json.dumps({**whole, "device": "gpu Other"}),
     "another JAX": lambda whole: json.dumps({**whole, "jax": "9.9.9"}),
-    "no times": lambda whole: json.dumps({**whole, "products": {"a": ["fast", 1.0, "x"]}}),
-    "too few times": lambda whole: json.dumps({**whole, "products": {"a": [1.0]}}),
-    "not a number": lambda whole: json.dumps({**whole, "products": {"a": [1.0, "nan", "x"]}}),
-    "negative": lambda whole: json.dumps({**whole, "products": {"a": [1.0, -1.0, "x"]}}),
+    "no form": lambda whole: json.dumps({**whole, "products": {"a": ["fast", [["fast", 1, 9]]]}}),
+    "no costs": lambda whole: json.dumps({**whole, "products": {"a": ["products"]}}),
+    "no cost of its own": lambda whole: json.dumps({**whole, "products": {"a": ["products", []]}}),
+    "not a number": lambda whole: json.dumps(
+        {**whole, "products": {"a": ["products", [["products", "low", 9]]]}}
+    ),
     "deep": lambda whole: "[" * 100_000,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
 def test_a_file_that_is_damaged_or_foreign_is_rebuilt_and_named(tmp_path: Path, damage):
-    made(tmp_path).put("a", FAST)
+    made(tmp_path).put("a", LOW)
     path = made(tmp_path).path
     path.write_text(damage(json.loads(path.read_text())))
     own = made(tmp_path)
@@ -125,9 +127,9 @@ def test_a_file_that_is_damaged_or_foreign_is_rebuilt_and_named(tmp_path: Path, 
     assert str(path) in said and "rebuilt" in said
     assert own.get("a") is None
     assert own.new_warnings() == ()
-    own.put("a", SLOW)
+    own.put("a", WIDE)
     again = made(tmp_path)
-    assert again.get("a") == SLOW
+    assert again.get("a") == WIDE
     assert again.new_warnings() == ()
 
 
@@ -135,26 +137,26 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_memory_goes_on(tmp_pat
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     own = made(blocked)
-    assert own.put("a", FAST) == FAST
+    assert own.put("a", LOW) == LOW
     (said,) = own.new_warnings()
     assert str(own.path) in said and "PRECPASS_CACHE_DIR" in said
-    own.put("b", SLOW)
+    own.put("b", WIDE)
     assert own.new_warnings() == ()
-    assert (own.get("a"), own.get("b")) == (FAST, SLOW)
+    assert (own.get("a"), own.get("b")) == (LOW, WIDE)
 
 
 def test_a_write_that_fails_leaves_the_file_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     own = made(tmp_path)
-    own.put("a", FAST)
+    own.put("a", LOW)
     before = own.path.read_text()
 
     def full(*_args: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(cache.os, "replace", full)
-    own.put("b", SLOW)
+    own.put("b", WIDE)
     assert own.path.read_text() == before
     assert sorted(os.listdir(tmp_path)) == [own.path.name, lock_of(own).name]
     (said,) = own.new_warnings()
@@ -184,9 +186,9 @@ def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path: Path):
     own = made(tmp_path)
     with held_by_another_process(lock_of(own)):
         pass
-    own.put("a", FAST)
+    own.put("a", LOW)
     assert own.new_warnings() == ()
-    assert made(tmp_path).get("a") == FAST
+    assert made(tmp_path).get("a") == LOW
 
 
 def test_a_lock_that_is_held_is_waited_for_no_longer_than_the_limit(
@@ -195,19 +197,19 @@ def test_a_lock_that_is_held_is_waited_for_no_longer_than_the_limit(
     monkeypatch.setattr(cache, "WAIT", 0.05)
     own = made(tmp_path)
     with held_by_another_process(lock_of(own)):
-        own.put("a", FAST)
-        assert made(tmp_path).get("a") == FAST
+        own.put("a", LOW)
+        assert made(tmp_path).get("a") == LOW
 
 
 def test_a_folder_in_the_place_of_the_lock_is_named_and_not_waited_for(tmp_path: Path):
     own = made(tmp_path)
     lock = lock_of(own)
     lock.mkdir()
-    assert own.put("a", FAST) == FAST
+    assert own.put("a", LOW) == LOW
     (said,) = own.new_warnings()
     assert str(lock) in said and "PRECPASS_CACHE_DIR" in said
     assert lock.is_dir()
 
 
-def lock_of(own: cache.TimingCache) -> Path:
+def lock_of(own: Cache[Choice]) -> Path:
     return own.path.with_name(own.path.name + ".lock")

@@ -19,7 +19,7 @@ from precpass.autotune.forms import FORMS, in_form
 from precpass.policy.primitives import OpKind
 from tests.support.values import normal_array, rel_error
 
-COMPILED = pp.AutoMixedBf16.with_profitability("compiled")
+BEST = pp.AutoMixedBf16.with_profitability("best")
 X, WS = normal_array(0, 32, 64), normal_array(1, 4, 64, 64) / 8
 
 
@@ -69,7 +69,7 @@ def test_forms_are_judged_by_cycles_only_if_all_have_an_estimate(
     monkeypatch.setattr(compiled, "compiles_at_once", lambda _: False)  # in the forms' order
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pp.PrecisionWarning)
-        plan = pp.inspect(product, COMPILED)(X, WS[0]).plan
+        plan = pp.inspect(product, BEST)(X, WS[0]).plan
     assert bool(low(plan)) is lowers
     assert f"products {5 / 9 if lowers else 2:.2f} (" in plan.costs
 
@@ -83,7 +83,7 @@ def low(plan: pp.Plan) -> int:
 
 def test_each_form_is_a_policy_with_more_in_16_bits_than_the_one_before():
     def text(form: str) -> str:
-        policy = in_form(COMPILED, form)
+        policy = in_form(BEST, form)
         assert policy.profitability == "always"
         found = pp.inspect(jax.grad(layers), policy)(X, WS)
         return str(found.after)
@@ -106,12 +106,12 @@ def test_a_form_leaves_what_the_user_made_low():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pp.PrecisionWarning)
         for form in FORMS:
-            found = pp.inspect(fn, in_form(COMPILED, form))(low_x)
+            found = pp.inspect(fn, in_form(BEST, form))(low_x)
             assert str(found.after) == str(found.before), form
 
 
 def test_no_form_is_the_policy_itself():
-    assert in_form(COMPILED, "") is COMPILED
+    assert in_form(BEST, "") is BEST
 
 
 # ---------------------------------------------------------------- the choice
@@ -137,7 +137,7 @@ def test_the_cheapest_form_counts_and_the_more_accurate_one_if_it_costs_little_m
     asked = costing(*costs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pp.PrecisionWarning)
-        plan = pp.inspect(jax.grad(layers), COMPILED)(X, WS).plan
+        plan = pp.inspect(jax.grad(layers), BEST)(X, WS).plan
     assert plan.form == form
     # on a CPU results are float32 in any form, so that two forms are one program
     assert len(set(asked)) == 3
@@ -145,18 +145,18 @@ def test_the_cheapest_form_counts_and_the_more_accurate_one_if_it_costs_little_m
 
 def test_the_choice_is_kept_in_a_file_for_every_process(costing: Any, folder: Path):
     asked = costing((1.0, 9), (0.5, 9), (0.4, 9))
-    first = pp.inspect(jax.grad(layers), COMPILED)(X, WS).plan
+    first = pp.inspect(jax.grad(layers), BEST)(X, WS).plan
     (path,) = folder.glob("programs-*.json")
     (entry,) = json.loads(path.read_text())["products"].values()
     assert entry[0] == "products and storage"
     compiled._cache_of.cache_clear()  # pyright: ignore[reportPrivateUsage]
-    second = pp.inspect(jax.grad(layers), COMPILED)(X, WS).plan
+    second = pp.inspect(jax.grad(layers), BEST)(X, WS).plan
     assert len(asked) == 3
     assert (second.form, second.costs) == (first.form, first.costs)
     assert "products and storage 0.40 (temp 9 bytes)" in second.costs
     # another shape and another policy are other programs
     costing((1.0, 9), (0.5, 9), (0.5, 9))
-    assert pp.inspect(jax.grad(layers), COMPILED)(X[:16], WS).plan.form != first.form
+    assert pp.inspect(jax.grad(layers), BEST)(X[:16], WS).plan.form != first.form
 
 
 def without_costs(entry: list[Any]) -> list[Any]:
@@ -180,7 +180,7 @@ def test_a_damaged_file_is_told_and_rebuilt(
     costing: Any, folder: Path, damaged: Callable[[list[Any]], list[Any]], said: str
 ):
     costing((1.0, 9), (0.4, 9))
-    whole = pp.inspect(product, COMPILED)(X, WS[0]).plan.costs
+    whole = pp.inspect(product, BEST)(X, WS[0]).plan.costs
     (path,) = folder.glob("programs-*.json")
     content = json.loads(path.read_text())
     content["products"] = {name: damaged(each) for name, each in content["products"].items()}
@@ -188,7 +188,7 @@ def test_a_damaged_file_is_told_and_rebuilt(
     compiled._cache_of.cache_clear()  # pyright: ignore[reportPrivateUsage]
     costing((1.0, 9), (0.4, 9))
     with pytest.warns(pp.PrecisionWarning, match=f"is damaged .*{said}"):
-        plan = pp.inspect(product, COMPILED)(X, WS[0]).plan
+        plan = pp.inspect(product, BEST)(X, WS[0]).plan
     assert (plan.form, plan.costs) == ("products with float32 results", whole)
     assert all(damaged(each) != each for each in json.loads(path.read_text())["products"].values())
 
@@ -200,7 +200,7 @@ def test_a_folder_that_cannot_be_written_is_told(
     monkeypatch.setenv("PRECPASS_CACHE_DIR", str(folder / "file"))
     costing((1.0, 9), (0.4, 9))
     with pytest.warns(pp.PrecisionWarning, match="forms of compiled programs cannot be kept"):
-        plan = pp.inspect(product, COMPILED)(X, WS[0]).plan
+        plan = pp.inspect(product, BEST)(X, WS[0]).plan
     assert plan.form == "products with float32 results"
 
 
@@ -209,22 +209,22 @@ def test_a_program_that_gains_nothing_stays_and_says_why(costing: Any):
     with pytest.warns(
         pp.PrecisionWarning, match=r"lowered nothing.*saves enough: compiled for .*1.5"
     ):
-        result = pp.auto_mixed(lambda x, w: product(x, w), policy=COMPILED)(X, WS[0])
+        result = pp.auto_mixed(lambda x, w: product(x, w), policy=BEST)(X, WS[0])
     assert (result == jax.jit(product)(X, WS[0])).all()
-    (wide,) = pp.explain(product, COMPILED)(X, WS[0]).wide
-    assert "AutoMixedBf16 by profitability='compiled': compute in f32" in wide.reason
+    (wide,) = pp.explain(product, BEST)(X, WS[0]).wide
+    assert "AutoMixedBf16 by profitability='best': compute in f32" in wide.reason
 
 
 def test_rules_come_before_it(costing: Any):
     costing((1.0, 9), (1.5, 9), (1.5, 9))
-    policy = COMPILED.with_rules(pp.Rule(primitive="dot_general", precision="bf16"))
+    policy = BEST.with_rules(pp.Rule(primitive="dot_general", precision="bf16"))
     assert low(pp.inspect(product, policy)(X, WS[0]).plan) == 1
 
 
 def test_a_program_that_no_compiler_takes_is_lowered_with_a_warning(costing: Any):
     costing(*[RuntimeError("no such kernel")] * 3)
-    with pytest.warns(pp.PrecisionWarning, match=r"'compiled': no form .*no such kernel"):
-        mixed = pp.auto_mixed(lambda x, w: product(x, w), policy=COMPILED)
+    with pytest.warns(pp.PrecisionWarning, match=r"'best': no form .*no such kernel"):
+        mixed = pp.auto_mixed(lambda x, w: product(x, w), policy=BEST)
         assert "bf16" in mixed.lower(X, WS[0]).as_text()
 
 
@@ -240,7 +240,7 @@ def test_custom_rules_follow_the_form(costing: Any):
 
     def lowered(*costs: tuple[float, float]) -> int:
         costing(*costs)
-        mixed = pp.auto_mixed(lambda x, w: loss(x, w), policy=COMPILED)
+        mixed = pp.auto_mixed(lambda x, w: loss(x, w), policy=BEST)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", pp.PrecisionWarning)
             return str(jax.make_jaxpr(jax.grad(mixed))(X, WS[0])).count("bf16")
@@ -256,11 +256,11 @@ def test_custom_rules_follow_the_form(costing: Any):
 
 
 def test_programs_are_compiled_and_not_run():
-    plan = pp.inspect(jax.grad(layers), COMPILED)(X, WS).plan
+    plan = pp.inspect(jax.grad(layers), BEST)(X, WS).plan
     assert plan.form in FORMS
     assert plan.costs.startswith("compiled for ")
     assert "float32 1.00 (temp " in plan.costs
-    results = pp.auto_mixed(jax.grad(layers), policy=COMPILED)(X, WS)
+    results = pp.auto_mixed(jax.grad(layers), policy=BEST)(X, WS)
     wanted = jax.jit(jax.grad(layers))(X, WS)
     assert rel_error(results, wanted) < 0.02
 
@@ -279,7 +279,7 @@ def test_forms_are_compiled_at_once_but_for_a_gpu_that_is_there(monkeypatch: pyt
     monkeypatch.setattr(compiled, "figures_of", figures)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pp.PrecisionWarning)
-        pp.inspect(jax.grad(layers), COMPILED)(X, WS)
+        pp.inspect(jax.grad(layers), BEST)(X, WS)
     assert len(set(asked)) == len(asked) > 1 and min(at_once) > 1
     gpu = types.SimpleNamespace(platform="gpu")
     assert compiled.compiles_at_once(gpu)
@@ -290,13 +290,13 @@ def test_forms_are_compiled_at_once_but_for_a_gpu_that_is_there(monkeypatch: pyt
 def test_empty_arrays_cost_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pp.PrecisionWarning)
-        assert pp.auto_mixed(lambda x: x @ x.T, policy=COMPILED)(X[:0]).shape == (0, 0)
+        assert pp.auto_mixed(lambda x: x @ x.T, policy=BEST)(X[:0]).shape == (0, 0)
 
 
 def test_a_part_of_a_sharded_program_is_lowered_with_a_warning():
     mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("a")
-    inner = pp.auto_mixed(lambda x: lax.psum(x @ WS[0], "a"), policy=COMPILED)
+    inner = pp.auto_mixed(lambda x: lax.psum(x @ WS[0], "a"), policy=BEST)
     sharded = jax.shard_map(inner, mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec())
     with pytest.warns(pp.PrecisionWarning, match="no form of the program can be compiled"):
         assert rel_error(jax.jit(sharded)(X), X @ WS[0]) < 0.02
@@ -305,7 +305,7 @@ def test_a_part_of_a_sharded_program_is_lowered_with_a_warning():
 def test_symbolic_sizes_are_not_compiled():
     (n,) = jax.export.symbolic_shape("n")
     with pytest.warns(pp.PrecisionWarning, match="XLA compiles for numbers, and n is symbolic"):
-        plan = pp.inspect(product, COMPILED)(jax.ShapeDtypeStruct((n, 64), jnp.float32), WS[0]).plan
+        plan = pp.inspect(product, BEST)(jax.ShapeDtypeStruct((n, 64), jnp.float32), WS[0]).plan
     assert low(plan) == 1
 
 
@@ -325,12 +325,12 @@ def test_results_in_float32_are_a_policy_for_gpus_too():
 
 
 def test_a_saved_plan_keeps_the_options(costing: Any, tmp_path: Path):
-    policy = pp.AutoMixedBf16.with_results("f32").with_profitability("compiled")
+    policy = pp.AutoMixedBf16.with_results("f32").with_profitability("best")
     path = tmp_path / "plan.json"
     costing((1.0, 9), (0.5, 9))
     pp.inspect(product, policy)(X, WS[0]).plan.save(path)
     loaded = pp.Plan.load(path)
-    assert (loaded.results, loaded.profitability) == ("f32", "compiled")
+    assert (loaded.results, loaded.profitability) == ("f32", "best")
     # what is saved decides, and nothing is compiled
     costing()
     assert low(pp.inspect(product, loaded)(X, WS[0]).plan) == 1

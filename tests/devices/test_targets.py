@@ -128,9 +128,8 @@ def test_without_any_device_the_error_says_what_to_set():
 
 
 def test_a_sharded_program_is_planned_for_a_topology():
-    matrix = sharded(8, side=8192)
-    plan = pp.inspect(lambda x: x @ x, profitability="assumed", target="h100:8")(matrix).plan
-    assert "H100" in plan.costs
+    found = pp.inspect(lambda x: x @ x, target="h100:8", compiled=False)(sharded(8, side=8192))
+    assert "H100" in found.device
 
 
 @pytest.mark.skipif(find_spec("libtpu") is not None, reason="the compiler is installed")
@@ -157,15 +156,6 @@ def test_a_programs_device_is_that_of_the_target_then_of_the_arguments():
     assert device_of_call((shape,)) is cpu
 
 
-def test_what_is_to_be_measured_is_assumed_for_a_device_that_is_not_there():
-    plan = pp.inspect(lambda x: x @ x, profitability="measured", target="h100")(
-        jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
-    ).plan
-    assert plan.costs == (
-        "assumed for NVIDIA H100 80GB HBM3 (a device that is not there is not measured)"
-    )
-
-
 @pytest.mark.parametrize(
     "report", [pp.audit, lambda fn, target: pp.compare(fn, "AutoMixedBf16", target=target)]
 )
@@ -184,21 +174,6 @@ def test_a_host_callback_is_refused_where_there_is_no_host(
     with pytest.raises(ValueError, match=r"calls Python on the host \(pure_callback at .*:\d+"):
         report(fn, target="h100")(A)
     assert not calls
-
-
-# A CPU without bfloat16 instructions gains nothing from it, and a warning says so.
-@pytest.mark.filterwarnings("ignore:AutoMixedBf16 lowered nothing")
-def test_the_profit_of_products_is_that_on_the_target():
-    def fn(x: jax.Array) -> jax.Array:
-        return x @ x
-
-    large = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
-    plans = [
-        pp.inspect(fn, profitability="assumed", target=target)(large).plan
-        for target in (None, "a100")
-    ]
-    assert "A100" in plans[1].costs
-    assert "A100" not in plans[0].costs
 
 
 @pytest.mark.release

@@ -270,11 +270,9 @@ def test_declared_static_arguments():
             x = x @ x
         return x
 
-    mixed = pp.auto_mixed(f, static_argnums=1, profitability="assumed")
+    mixed = pp.auto_mixed(f, static_argnums=1)
     x = jnp.full((4, 4), 100.0)
     assert not pp.numerics.calibrate(mixed, "AutoMixed", [(x, 1)]).rules
-    assert not pp.numerics.calibrate(mixed, "AutoMixed", [(x, 2)]).rules  # nothing pays on a CPU
-    mixed = pp.auto_mixed(f, static_argnums=1)
     (rule,) = pp.numerics.calibrate(mixed, "AutoMixed", [(x, 1), (x, 2)]).rules
     assert rule.evidence.startswith("operands reach 4e+04")
 

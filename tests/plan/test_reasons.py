@@ -93,7 +93,6 @@ GIVEN = {
     "READERS_ROUND": (lambda x, w: x.T.astype(jnp.bfloat16), "AlwaysBf16"),
     "STORED": (jax.grad(lambda x, w: jnp.arctan(jnp.abs(x @ w) @ w).sum(), 1), "AutoMixedBf16"),
     "MAY_RUN": (lambda x, w: x + w, "AutoMixed"),
-    "DOES_NOT_PAY": (product, pp.AutoMixed.with_profitability("assumed")),
     "PRODUCTS_ALONE": (
         lambda x, w: jnp.sin(x) @ w,
         pp.AlwaysF32.with_rules(pp.Rule(scope="*", file="*", precision="tf32")),
@@ -111,9 +110,8 @@ def sentences(fn, policy, args=(X, W)):
 
 
 def test_each_reason_has_a_program_here():
-    # test_profitability has one for the first, and a clock to make it, and
-    # test_explicit_sharding one for the second, on a mesh
-    elsewhere = {reasons.GAINS_LITTLE, reasons.TERMS}
+    # test_explicit_sharding has one on a mesh
+    elsewhere = {reasons.TERMS}
     assert {getattr(reasons, name) for name in GIVEN} == set(reasons.ALL) - elsewhere
 
 
@@ -157,8 +155,7 @@ def test_no_reason_to_keep_is_made_up_where_it_is_given():
 
 
 PRODUCTS = ["OFF", "FIXED", "KEEP_REGION", "RULE", "SAVED_PLAN", "USERS_ORDER"]
-PRODUCTS += ["REACHES", "VANISHES", "INTEGERS", "CANCELS", "NEEDED", "PREDICATE", "DOES_NOT_PAY"]
-PRODUCTS += ["PRESET"]
+PRODUCTS += ["REACHES", "VANISHES", "INTEGERS", "CANCELS", "NEEDED", "PREDICATE", "PRESET"]
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

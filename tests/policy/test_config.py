@@ -21,7 +21,7 @@ RULES = (
 POLICIES = [
     *PRESETS.values(),
     pp.AutoMixedBf16.with_rules(*RULES).with_output("bf16").with_parameters("bf16"),
-    pp.AutoMixedF16.with_retypes("f64", "f32").with_profitability("measured").with_results("f32"),
+    pp.AutoMixedF16.with_retypes("f64", "f32").with_profitability("best").with_results("f32"),
     pp.Custom({}),
     pp.Custom({"compute": "bf16", "reduction": "f32"}, RULES).with_retypes("f64"),
 ]

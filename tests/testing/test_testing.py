@@ -315,18 +315,18 @@ def test_the_documentations_example_runs_and_fails_as_it_says(tmp_path, monkeypa
 # ---------------------------------------------------------------- a device that is not there
 
 
-def square(x):
-    return x @ x
+def rectified(x, w):
+    return lax.max(x @ w, 0.0) @ w
 
 
 def test_a_plan_is_expected_of_a_target(tmp_path: Path):
-    fn = pp.auto_mixed(square, policy="AutoMixed", profitability="assumed")
-    args = (jax.ShapeDtypeStruct((8192, 8192), jnp.float32),)
-    assert_precision(fn, args, {"dot_general": "f16"}, target="h100")
-    assert_precision(fn, args, {"dot_general": "f32"}, target="tpu v5e")  # has no float16 units
+    """What a fusion writes is selected in 16 bits on a GPU."""
+    fn, args = pp.auto_mixed(rectified), (f32(512, 512), f32(512, 512))
+    assert_precision(fn, args, {"max": "bf16"}, target="h100")
+    assert_precision(fn, args, {"max": "f32"})
     pp.inspect(fn, target="h100")(*args).plan.save(tmp_path / "h100.precision.json")
     assert_plan(fn, args, tmp_path / "h100.precision.json", target="h100")
-    with pytest.raises(AssertionError, match="in f32, not f16 as it was saved"):
-        assert_plan(fn, args, tmp_path / "h100.precision.json", target="tpu v5e")
+    with pytest.raises(AssertionError, match="in f32, not bf16 as it was saved"):
+        assert_plan(fn, args, tmp_path / "h100.precision.json")
     with pytest.raises(ValueError, match="unknown target 'b300'"):
-        assert_precision(fn, args, {"dot_general": "f16"}, target="b300")
+        assert_precision(fn, args, {"max": "bf16"}, target="b300")

@@ -403,16 +403,13 @@ def test_a_pass_that_is_switched_off_is_in_the_title():
         assert "layers, switched off" in pp.inspect(layers)(X, W).draw().svg
 
 
-def test_products_of_8_bits_that_do_not_pay_are_not_said_to_multiply_so():
+def test_products_of_8_bits_are_counted_by_format():
     def layers(ws, x):
         for w in ws:
             x = jnp.tanh(x @ w)
         return x
 
     args = [f32(256, 256)] * 4, f32(256, 256)
-    kept = pp.explain(layers, "AutoMixedF8", profitability="assumed", target="tpu 7x")(*args)
-    assert "0 of 4 matrix products run in" in kept.all
-    assert "in f8e4m3: " not in kept.all
     lowered = pp.explain(layers, "AutoMixedF8", target="tpu 7x")(*args)
     assert "2 in f8e4m3: " in lowered.all
 

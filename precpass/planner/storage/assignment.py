@@ -1,11 +1,9 @@
 """The assignment of storage: which values are stored low, and where low copies cross borders.
 
-A class is a set of values that must be stored alike (`value_classes`). The cut answers two
-questions for each class. Is it rounded where it is defined, and stored in 16 bits? And does a low
-copy of it cross borders beside it, so that it is cast once instead of in every trip and call? For
-a product that only the preset lowers it answers a third one: does the product pay? `vetoes`
-says which answers are allowed and `energy` what each costs. This module finds the cheapest
-answers and writes them into the plan.
+A class is a set of values that must be stored alike (`value_classes`). There are two questions for
+each class. Is it rounded where it is defined, and stored in 16 bits? And does a low copy of it
+cross borders beside it, so that it is cast once instead of in every trip and call? `vetoes` says
+which answers are allowed and `costs` which are the cheapest. This module writes them into the plan.
 """
 
 from __future__ import annotations
@@ -23,61 +21,46 @@ from precpass.analysis.reach import Reach
 from precpass.analysis.uniform import number_from_outside
 from precpass.plan import reasons
 from precpass.plan.borders import NO_BORDER_COPIES, BorderCopies, BorderCopy
-from precpass.plan.plan import Action, BackwardForm, Decision, Plan, ProductForm
-from precpass.plan.reasons import DecidedBy
-from precpass.planner.profit import ProductPricing
+from precpass.plan.plan import Action, BackwardForm, Decision, Plan
 from precpass.planner.readings import decisions_of
 from precpass.planner.requests import PolicyRequests
 from precpass.planner.result_formats import PLATFORMS
 from precpass.planner.storage.backward import backward_forms
+from precpass.planner.storage.costs import StorageCosts
 from precpass.planner.storage.eight_bits import EightBitBorders
 from precpass.planner.storage.eligibility import Eligibility
-from precpass.planner.storage.energy import NOMINAL, Candidate, StorageEnergy
 from precpass.planner.storage.readers import Readers
 from precpass.planner.storage.value_classes import StorageClass, StorageClasses
 from precpass.planner.storage.vetoes import why_not_stored
 from precpass.planner.storage.written import only_picks, recomputed_on_tpu, written_by_fusions
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import COMPUTING
-from precpass.units import counted, duration, sized
+from precpass.units import counted, sized
 
-__all__ = ["LITTLE", "assign_storage"]
-
-LITTLE = 0.05
-"""The fraction of all products' time that lowering must save. Lowering also changes XLA's fusions
-around the products, which no product's time includes, so a smaller gain is not to be trusted: the
-gradient of a CNN (`scripts/bench`, jax 0.10.2, CPU) that was to save 2.9 % took 1.00 of float32's
-time, and its step 1.06."""
+__all__ = ["assign_storage"]
 
 
 def assign_storage(
     plan: Plan,
     analysis: Analysis,
     requests: PolicyRequests,
-    pricing: ProductPricing,
     low: Precision,
     *,
     writes_on: str = "",
     platform: str = "cpu",
 ) -> Plan:
-    """The plan with the storage of its values, and without the products that do not pay.
+    """The plan with the storage of its values.
 
     Args:
         plan: of the program, with every value stored as it is computed.
         analysis: of the program.
         requests: what the policy asks of single equations.
-        pricing: what products cost.
         low: the 16-bit format.
         writes_on: the platform, "gpu" or "tpu", whose compiler's fusions write values to memory; ""
             if none of these counts.
         platform: "cpu", "gpu" or "tpu", whose compiler the plan is for.
     """
-    assignment = _Assignment(plan, analysis, requests, pricing, low, writes_on, platform)
-    while assignment.products_left_wide:
-        # The values that have lost their digits were found as if these products were low. So the
-        # storage of all values is assigned anew, now that these products stay in float32.
-        plan = assignment.with_products_wide()
-        assignment = _Assignment(plan, analysis, requests, pricing, low, writes_on, platform)
+    assignment = _Assignment(plan, analysis, requests, low, writes_on, platform)
     return assignment.with_reasons(assignment.with_storage())
 
 
@@ -86,18 +69,13 @@ _SAVED = "kept", "stacked"
 
 
 class _Assignment:
-    """The cheapest storage of a planned program's values.
-
-    Attributes:
-        products_left_wide: the rows of the products that do not pay.
-    """
+    """The cheapest storage of a planned program's values."""
 
     def __init__(
         self,
         plan: Plan,
         analysis: Analysis,
         requests: PolicyRequests,
-        pricing: ProductPricing,
         low: Precision,
         writes_on: str,
         platform: str,
@@ -109,8 +87,8 @@ class _Assignment:
         self.low = low
         self._platform = platform
         self._writes = bool(writes_on)
-        # Rows whose decision the cut may change: products, and equations with bodies. Rows whose
-        # results it rounds are added later.
+        # Rows whose decision may change: products, and equations with bodies. Rows whose results
+        # are rounded are added later.
         self._rows_of = [self._rows(node) for node in self.graph.bodies]
         self._decisions = decisions_of(self.graph, plan, self._rows_of)
         self.reads_low = {row for row, each in self._decisions.items() if self._lowers(each)}
@@ -128,29 +106,13 @@ class _Assignment:
             self.graph, self._crosses, self.reads_low, written=written, splits_stacks=on_gpu
         )
         self._why_not_stored = dict[int, str]()
-        candidates = self._candidates(pricing)
-        device = pricing.device or NOMINAL
-        self._energy = StorageEnergy(self.graph, self.classes, self._eligible(), candidates, device)
-        self._why_all_gain_little: reasons.Reason | None = None
-        self._gain_little = set[int]()
-        labels = self._labels()
-        nodes = self._energy.nodes
-        self._rounded = {key for key, of in nodes.items() if labels[of.rounded]}
-        self._crossing = {key for key, of in nodes.items() if labels[of.crossing]}
-        self.products_left_wide = {
-            row for row, node in self._energy.products.items() if not labels[node]
-        }
+        self._rounded, self._crossing = set[int](), set[int]()
+        self._choose()
         self._changed_rows = set[int]()
         self._backward: Mapping[int, BackwardForm] = {}
         self._class_made_at = dict[tuple[int, int], StorageClass]()
         self._plans: dict[Any, Plan] = {}
         self._eight_bits: EightBitBorders | None = None
-
-    def with_products_wide(self) -> Plan:
-        """The plan in which products that do not pay are in float32; the rest is unchanged."""
-        self._rounded, self._crossing = set(), set()
-        self._changed_rows = self.products_left_wide
-        return self._assigned(0, self._plan, BorderCopies())
 
     def with_storage(self) -> Plan:
         """The plan with the storage of its values; the same plan if nothing is gained."""
@@ -246,51 +208,25 @@ class _Assignment:
 
     # ------------------------------------------------------------ what it costs
 
-    def _candidates(self, pricing: ProductPricing) -> dict[int, Candidate]:
-        """The products that need not be low, because the preset alone lowers them."""
-        candidates: dict[int, Candidate] = {}
-        for row in sorted(self.reads_low):
-            # a product that a rule, a region or a saved plan orders is lowered even if it does
-            # not pay
-            if any(d.decided_by is DecidedBy.PRESET for d in self._decisions[row]):
-                eqn, body = self.graph.eqns[row], int(self.graph.body[row])
-                scaled = [d.product.scaled for d in self._decisions[row] if d.product.scaled]
-                low = scaled[0] if scaled else self.low
-                if (candidate := pricing.candidate(eqn, body, low)) is not None:
-                    candidates[row] = candidate
-        return candidates
-
     @functools.cached_property
     def _eligibility(self) -> Eligibility:
         return Eligibility(self.analysis, self.classes, self.low, self.requests, self._reach)
 
-    def _eligible(self) -> list[StorageClass]:
-        """The classes that may be rounded where they are defined."""
+    def _choose(self) -> None:
+        """Finds the cheapest storage of each class, and why others may not be rounded."""
         adding, only_replaces = self._accumulated(), self.classes.only_replaces
-        eligible: list[StorageClass] = []
+        costs = StorageCosts(self.graph, self.classes)
         for values in self.classes.by_root.values():
             why = why_not_stored(self._eligibility, values)
             if why is None and id(values) in adding and not only_replaces(values):
                 why = "is added to in every trip of a loop"
-            if why is None:
-                eligible.append(values)
-            else:
+            if why is not None:
                 self._why_not_stored[id(values)] = why
-        return eligible
-
-    def _labels(self) -> Any:
-        """The cheapest labels, or those that lower no product if these cost hardly more."""
-        cut = self._energy.minimum()
-        paying = [row for row, node in self._energy.products.items() if cut.low[node]]
-        if not paying:
-            return cut.low
-        wide = self._energy.without_products()
-        saved, of = wide.seconds - cut.seconds, self._energy.wide_seconds
-        if saved >= LITTLE * of:
-            return cut.low
-        self._why_all_gain_little = reasons.GAINS_LITTLE(duration(saved), duration(of))
-        self._gain_little = set(paying)
-        return wide.low
+            rounded, crossing = costs.cheapest(values, may_round=why is None)
+            if rounded:
+                self._rounded.add(id(values))
+            if crossing:
+                self._crossing.add(id(values))
 
     # ------------------------------------------------------------ the plan
 
@@ -310,9 +246,6 @@ class _Assignment:
     def _assigned_decision(self, row: int, body: int, decision: Decision) -> Decision:
         if decision.inner:
             return self._with_rounding(row, self._entered_decision(row, body, decision))
-        if row in self.products_left_wide:
-            gains_little = self._why_all_gain_little if row in self._gain_little else None
-            decision = _left_wide(decision, gains_little or self._energy.candidates[row].why)
         return self._with_backward(row, self._with_rounding(row, decision))
 
     def _with_backward(self, row: int, decision: Decision) -> Decision:
@@ -415,10 +348,3 @@ def _is_plain(decision: Decision) -> bool:
         or decision.rules is not None
         or any(p.border for p in decision.inner)
     )
-
-
-def _left_wide(decision: Decision, why: reasons.Reason) -> Decision:
-    """A product's decision where it does not pay."""
-    wide = dataclasses.replace(decision, action=Action.KEEP, compute=Precision.F32, reason=why)
-    # A saved plan would take the form of the low product for what was planned.
-    return dataclasses.replace(wide, product=ProductForm())
