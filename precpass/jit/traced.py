@@ -254,7 +254,7 @@ def _planned(call: ir.Call, policy: PrecisionPolicy, scope: str) -> Plan:
 
 
 _NOT_COMPILED = (
-    "assumed: several processes are not compiled for, and every product is lowered to 16 bits"
+    "not compiled, because several processes run it: every product is lowered to 16 bits"
 )
 
 

@@ -12,7 +12,7 @@ equations without loops and branches, with calls written out:
 - Views (a slice, a transpose, a reshape) move nothing.
 - A cast of a loop's constant to 16 bits runs once, before the loop.
 
-`precpass.planner.storage.energy` counts in the same way: a value inside a fusion costs nothing, a
+`precpass.planner.storage.costs` counts in the same way: a value inside a fusion costs nothing, a
 cast of a value in memory reads and writes it, and a product's sums leave it in the format of its
 result.
 """

@@ -35,9 +35,6 @@ def decide(query: Query, policy: PrecisionPolicy) -> Decision:
        is permitted is left wide, because inside a fusion that costs nothing, unless the equation
        only moves values that are stored low.
 
-    Whether a product that the preset lowers pays is decided later, by the device's times
-    (`planner.storage`).
-
     Examples:
         `Planner` asks this for each distinct `Query` of a program.
     """

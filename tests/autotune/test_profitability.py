@@ -148,6 +148,15 @@ def test_always_compiles_nothing(cost: dict[str, float]):
     assert pp.inspect(mlp, "AutoMixedBf16")(*ARGS).plan.costs == ""
 
 
+def test_for_several_processes_nothing_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, cost: dict[str, float]
+):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    plan = pp.inspect(mlp, BEST)(*ARGS).plan
+    assert plan.lowers and not cost["compiled"]
+    assert plan.costs.startswith("not compiled, because several processes run it")
+
+
 def test_rules_regions_and_saved_plans_come_before_it(tmp_path: Path, cost: dict[str, float]):
     rule = pp.Rule(primitive="dot_general", precision="bf16")
     assert low(mlp, policy=BEST.with_rules(rule)) == 3

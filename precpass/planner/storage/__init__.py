@@ -1,1 +1,1 @@
-"""Which values are stored in 16 bits, and where casts stand: a minimum cut."""
+"""Which values are stored in 16 bits, and where casts stand."""
