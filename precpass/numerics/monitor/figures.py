@@ -240,19 +240,13 @@ def _row(step: ir.Ran, reads: bool, values: Values) -> _Row:
             row.nans.append(extent.nans)
     if ir.rounds_operand(step.eqn):
         # A scaled product's operand loses values to zero by its rounding.
-        given, low = step.operands[0], step.results[0]
-        row.lost.append(values.changed(low, [given], ["lost_if_all"])[1]["lost_if_all"])
+        row.lost.append(values.lost(step.operands[0], step.results[0]))
     return row
 
 
 _KEEP = frozenset(("neg", "abs", "copy", "stop_gradient", "reshape", "squeeze", "transpose", "rev"))
-
 _WIDER = frozenset((np.dtype(np.float32), np.dtype(np.float64)))
-_EXACT = {
-    np.dtype(jnp.bfloat16): _WIDER,
-    np.dtype(np.float16): _WIDER,
-    np.dtype(np.float32): _WIDER,
-}
+_EXACT = dict.fromkeys(map(np.dtype, (jnp.bfloat16, np.float16, np.float32)), _WIDER)
 """Casts that change no number: of a format, and to which."""
 
 
@@ -263,7 +257,7 @@ def _keeps_magnitudes(step: ir.Ran) -> bool:
         return False
     before, after = jax.typeof(step.operands[0]), jax.typeof(step.results[0])
     if eqn.primitive.name == "convert_element_type":
-        return before.dtype in _EXACT and after.dtype in _EXACT[before.dtype]
+        return after.dtype in _EXACT.get(before.dtype, ())
     kept = eqn.primitive.name in _KEEP or ir.keeps_bits(eqn) or ir.is_identity_of_first_operand(eqn)
     return kept and after.dtype == before.dtype
 

@@ -33,7 +33,6 @@ __all__ = [
     "Cell",
     "Table",
     "Values",
-    "has_few",
 ]
 
 INFINITY = np.uint32(0x7F800000)
@@ -189,11 +188,14 @@ class Values:
 
     def equate(self, value: Any, other: Any) -> None:
         """Notes that a value's magnitudes are those of another one, in any order."""
+        other = self._equal.get(id(other), other)
         if value is not other:
-            self._equal[id(value)] = self._repeated[id(value)] = other
+            self._equal[id(value)] = other
+        self.repeat(value, other)
 
     def repeat(self, value: Any, other: Any) -> None:
         """Notes that a value repeats the elements of another one."""
+        other = self._repeated.get(id(other), other)
         if value is not other:
             self._repeated[id(value)] = other
 
@@ -214,7 +216,7 @@ class Values:
             wanted: fields of `Changes`.
         """
         at = [Changes._fields.index(name) for name in wanted]
-        first = _first(value, self._equal)
+        first = self._equal.get(id(value), value)
         known = self._extents.get(id(first))
         whats = [] if known else [("extent", [first], range(4))]
         whats += [("changes", [value, *operands], at)] if at else []
@@ -229,13 +231,19 @@ class Values:
 
         Of a value that repeats another one they are those of the other one.
         """
-        value = _first(value, self._repeated)
+        value = self._repeated.get(id(value), value)
         if not isinstance(value, jax.Array) and not np.ndim(value):
             return (ONE if np.isinf(value) else ZERO), (ONE if np.isnan(value) else ZERO)
         if id(value) not in self._not_finite:
             (found,) = self._reduced([("not finite", [value], range(2))])
             self._not_finite[id(value)] = found
         return self._not_finite[id(value)]
+
+    def lost(self, value: Any, rounded: Any) -> Cell:
+        """The cell with the number of a value's elements that became zero as they were rounded."""
+        at = Changes._fields.index("lost_if_all")
+        ((cell,),) = self._reduced([("changes", [rounded, value], [at])])
+        return cell
 
     def _reduced(
         self, whats: Sequence[tuple[str, Sequence[Any], Sequence[int]]]
@@ -247,7 +255,7 @@ class Values:
         for what, values, at in whats:
             count, columns_of = _COLUMNS[what]
             start = self.count
-            if has_few(values[0]):
+            if _has_few(values[0]):
                 indices = tuple(map(self._index, values))
                 self.items.append(_Item(what, indices, start))
                 found.append([start + i for i in at])
@@ -278,13 +286,7 @@ class Values:
         return self._bits[id(value)]
 
 
-def _first(value: Any, before: dict[int, Any]) -> Any:
-    while id(value) in before:
-        value = before[id(value)]
-    return value
-
-
-def has_few(x: Any) -> bool:
+def _has_few(x: Any) -> bool:
     """Whether an array has so few elements that it is stacked."""
     shape: tuple[Any, ...] = jnp.shape(x)
     return all(isinstance(n, int) for n in shape) and math.prod(shape) <= _FEW
