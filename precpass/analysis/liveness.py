@@ -8,6 +8,7 @@ from the stacks and carries of loops. So counts and estimates leave them out.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -41,6 +42,19 @@ def unread(graph: Graph, also: Iterable[int] = ()) -> Unread:
         graph: the program.
         also: values that count as read, by their positions in `graph.values`.
     """
+    also = tuple(also)
+    if also:
+        return _unread(graph, also)
+    if graph not in _KNOWN:
+        _KNOWN[graph] = _unread(graph, ())
+    return _KNOWN[graph]
+
+
+_KNOWN: weakref.WeakKeyDictionary[Graph, Unread] = weakref.WeakKeyDictionary()
+"""What several figures of one graph ask for."""
+
+
+def _unread(graph: Graph, also: tuple[int, ...]) -> Unread:
     rows = np.zeros(len(graph.eqns), np.bool_)
     if not any(map(ir.is_identity_of_first_operand, graph.eqns)):
         return Unread(rows, frozenset())

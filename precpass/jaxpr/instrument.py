@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -35,8 +36,10 @@ __all__ = [
     "Enter",
     "Entered",
     "Evaluate",
+    "LateLook",
     "Look",
     "LoopLook",
+    "Part",
     "Place",
     "Ran",
     "Record",
@@ -77,11 +80,16 @@ class Place:
 
 
 class Ran(NamedTuple):
-    """An equation that ran, with the values that it read and made."""
+    """An equation that ran, with the values that it read and made.
+
+    Attributes:
+        has_row: False for one that only a `LateLook` is told of.
+    """
 
     eqn: Eqn
     operands: Sequence[Any]
     results: Sequence[Any]
+    has_row: bool = True
 
 
 class Look(Protocol):
@@ -129,7 +137,38 @@ class LoopLook(Look, Protocol):
         ...
 
 
-Entered = tuple[Sequence[Any], Record, tuple[Place, ...]]
+@runtime_checkable
+class LateLook(Look, Protocol):
+    """A look whose `record` notes what a record is made of, and is told of all equations.
+
+    What was noted crosses calls. One record is made of all of it where a body of a loop or a branch
+    ends, and at the end.
+    """
+
+    def finished(self, noted: Sequence[Any]) -> Record:
+        """The record of several sequences of equations."""
+        ...
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("record",), meta_fields=("rows", "is_noted")
+)
+@dataclasses.dataclass
+class Part:
+    """A part of a record.
+
+    Attributes:
+        record: the record, or what a `LateLook` noted for it.
+        rows: how many rows it has.
+        is_noted: whether it is noted and not finished.
+    """
+
+    record: Any
+    rows: int
+    is_noted: bool = False
+
+
+Entered = tuple[Sequence[Any], list[Part], tuple[Place, ...]]
 """The results of an equation, the record of what its bodies ran, and the places of its rows."""
 Enter = Callable[["Watch", Any, Sequence[Any]], Entered]
 Evaluate = Callable[[Any, Sequence[Any], Any], Sequence[Any]]
@@ -138,12 +177,17 @@ for its row."""
 
 
 class Body:
-    """A jaxpr whose last results are the record of its equations."""
+    """A jaxpr whose last results are the parts of the record of its equations."""
 
-    def __init__(self, jaxpr: Jaxpr, original: Any, places: tuple[Place, ...]) -> None:
+    def __init__(self, jaxpr: Jaxpr, original: Any, places: tuple[Place, ...], tree: Any) -> None:
         self.jaxpr = jaxpr
         self.original = original  # keeps it alive: an id is only unique while its object lives
         self.places = places
+        self._tree = tree
+
+    def split(self, results: Sequence[Any], own: int) -> tuple[list[Any], list[Part]]:
+        """Splits results into the original's own and the parts of the record behind them."""
+        return list(results[:own]), jax.tree.unflatten(self._tree, results[own:])
 
 
 class Watch:
@@ -175,8 +219,10 @@ class Watch:
         self.evaluate = evaluate
         self.traced: dict[Any, Body] = {}
 
-    def run(self, jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[list[Any], Record, tuple[Place, ...]]:
-        """The results of a jaxpr, the record, and the places of its rows."""
+    def run(
+        self, jaxpr: Jaxpr, args: Sequence[Any]
+    ) -> tuple[list[Any], list[Part], tuple[Place, ...]]:
+        """The results of a jaxpr, the parts of the record, and the places of its rows."""
         opened = open_jaxpr(jaxpr)
         values = dict(zip(opened.constvars, consts_of(jaxpr), strict=True))
         values.update(zip(opened.invars, args, strict=True))
@@ -185,13 +231,15 @@ class Watch:
             return atom.val if is_literal(atom) else values[atom]
 
         places: list[Place] = []
-        records: list[Record] = []
+        parts: list[Part] = []
         ran: list[Ran] = []
+        is_late = isinstance(self.look, LateLook)
 
         def close() -> None:
-            if ran:
-                records.append(jax.tree.map(varying, self.look.record(ran)))
-                ran.clear()
+            if rows := sum(step.has_row for step in ran):
+                record = jax.tree.map(varying, self.look.record(ran))
+                parts.append(Part(record, rows, is_late))
+            ran.clear()
 
         outside = source_info_util.current_name_stack()
         for eqn in opened.eqns:
@@ -204,20 +252,43 @@ class Watch:
             with user, eqn.ctx.manager:
                 if enter is None:
                     results = self._evaluated(eqn, operands, len(places))
-                    if self.sees(eqn):
-                        ran.append(Ran(eqn, operands, results))
+                    has_row = self.sees(eqn)
+                    if has_row:
                         places.append(_place(eqn))
+                    if has_row or is_late:
+                        ran.append(Ran(eqn, operands, results, has_row))
                 else:
                     inside = self._with_given(len(places), eqn)
-                    results, record, inner = enter(inside, eqn, operands)
+                    results, recorded, inner = enter(inside, eqn, operands)
                     if inner:
                         close()
-                        records.append(record)
+                        parts += recorded
                         places += [_within(eqn, place) for place in inner]
             values.update(zip(eqn.outvars, results, strict=True))
         close()
-        record = records[0] if len(records) == 1 else self.concatenated(records)
-        return [read(v) for v in opened.outvars], record, tuple(places)
+        return [read(v) for v in opened.outvars], parts, tuple(places)
+
+    def finished(self, parts: Sequence[Part]) -> Record:
+        """The record of which these are the parts."""
+        noted = [part.record for part in parts if part.is_noted]
+        if not noted:
+            return self.concatenated([part.record for part in parts])
+        assert isinstance(self.look, LateLook)
+        made = jax.tree.map(varying, self.look.finished(noted))
+        if len(noted) == len(parts):
+            return made
+        records: list[Record] = []
+        start = 0
+        for part in parts:
+            if part.is_noted:
+                cut = functools.partial(
+                    lax.slice_in_dim, start_index=start, limit_index=start + part.rows
+                )
+                records.append(jax.tree.map(cut, made))
+                start += part.rows
+            else:
+                records.append(part.record)
+        return self.concatenated(records)
 
     def _evaluated(self, eqn: Eqn, operands: Sequence[Any], row: int) -> Sequence[Any]:
         if self.evaluate is None or not self.sees(eqn):
@@ -248,6 +319,8 @@ class Watch:
         """One record of several."""
         if not records:
             return self.none(0)
+        if len(records) == 1:
+            return records[0]
         return jax.tree.map(lambda *xs: lax.concatenate(xs, 0), *records)
 
     def body(self, jaxpr: Jaxpr) -> Body:
@@ -256,20 +329,23 @@ class Watch:
         instrumented = self.traced.get(key)
         if instrumented is None:
             places: list[Place] = []
+            trees: list[Any] = []
 
             def run(*args: Any) -> list[Any]:
                 inside = copy.copy(self)
                 inside.given, own = args[: len(self.given)], args[len(self.given) :]
-                results, record, inner = inside.run(jaxpr, own)
+                results, parts, inner = inside.run(jaxpr, own)
                 places[:] = inner
-                return [*results, *jax.tree.leaves(record)]
+                leaves, tree = jax.tree.flatten(parts)
+                trees[:] = [tree]
+                return [*results, *leaves]
 
             new = trace(run, *self.avals(jaxpr))
             if not hasattr(jaxpr, "consts"):
                 # on 0.10 the jaxpr of remat is open
                 assert not consts_of(new)
                 new = open_jaxpr(new)
-            instrumented = self.traced[key] = Body(new, jaxpr, tuple(places))
+            instrumented = self.traced[key] = Body(new, jaxpr, tuple(places), *trees)
         return instrumented
 
     def avals(self, jaxpr: Jaxpr) -> list[Any]:
@@ -277,7 +353,7 @@ class Watch:
         return [*map(jax.typeof, self.given), *(v.aval for v in open_jaxpr(jaxpr).invars)]
 
     def split(self, results: Sequence[Any], places: int, own: int) -> tuple[list[Any], Record]:
-        """Splits results into the equation's own and the record behind them."""
+        """Splits results into the equation's own and the finished record behind them."""
         tree = jax.tree.structure(self.none(places))
         return list(results[:own]), jax.tree.unflatten(tree, results[own:])
 

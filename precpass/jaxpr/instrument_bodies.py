@@ -22,6 +22,7 @@ from precpass.jaxpr.instrument import (
     Evaluate,
     Look,
     LoopLook,
+    Part,
     Place,
     Record,
     Watch,
@@ -58,8 +59,11 @@ def watched(
         The results, the record, and the place of each of its rows.
     """
     if given is None:
-        return Watch(look, dead, entered, _rows).run(jaxpr, args)
-    return Watch(look, dead, _entered_with_given, _rows, [given], evaluate).run(jaxpr, args)
+        watch = Watch(look, dead, entered, _rows)
+    else:
+        watch = Watch(look, dead, _entered_with_given, _rows, [given], evaluate)
+    results, parts, places = watch.run(jaxpr, args)
+    return results, watch.finished(parts), places
 
 
 def rows_of(jaxpr: Jaxpr, look: Look) -> int:
@@ -102,7 +106,7 @@ def _jit(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     params["out_shardings"] = (*params["out_shardings"], *[_unspecified()] * more)
     params["out_layouts"] = (*params["out_layouts"], *[None] * more)
     results = bind(eqn, [*watch.given, *operands], params)
-    return *watch.split(results, len(body.places), len(eqn.outvars)), body.places
+    return *body.split(results, len(eqn.outvars)), body.places
 
 
 @functools.cache
@@ -120,7 +124,7 @@ def _call(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     if isinstance(params.get("prevent_cse"), tuple):
         params["prevent_cse"] = (*[False] * len(watch.given), *params["prevent_cse"])
     results = bind(eqn, [*watch.given, *operands], params)
-    return *watch.split(results, len(body.places), len(eqn.outvars)), body.places
+    return *body.split(results, len(eqn.outvars)), body.places
 
 
 def _inline(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
@@ -150,13 +154,10 @@ def _cond(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     def branch(at: int) -> Any:
         def run(*args: Any) -> list[Any]:
             own = [x[ends[at] : ends[at + 1]] for x in args[:given]]
-            results, record = watch.split(
-                evaluate(instrumented[at].jaxpr, [*own, *args[given:]]),
-                len(instrumented[at].places),
-                result_count,
-            )
+            ran = evaluate(instrumented[at].jaxpr, [*own, *args[given:]])
+            results, parts = instrumented[at].split(ran, result_count)
             records = [watch.none(len(body.places)) for body in instrumented]
-            records[at] = record
+            records[at] = watch.finished(parts)
             return [*results, *jax.tree.leaves(watch.concatenated(records))]
 
         return trace(run, *watch.avals(instrumented[at].original))
@@ -169,7 +170,8 @@ def _cond(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
         for at, body in enumerate(instrumented)
         for place in body.places
     ]
-    return *watch.split(results, len(places), result_count), tuple(places)
+    own, record = watch.split(results, len(places), result_count)
+    return own, [Part(record, len(places))], tuple(places)
 
 
 def _scan(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
@@ -180,10 +182,8 @@ def _scan(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
 
     def run(*args: Any) -> list[Any]:
         constants, state, rows = _cut(args, held, more)
-        results, record = watch.split(
-            evaluate(body.jaxpr, [*constants, *rows]), len(body.places), len(eqn.outvars)
-        )
-        state = watch.after(jax.tree.unflatten(tree, state), record)
+        results, parts = body.split(evaluate(body.jaxpr, [*constants, *rows]), len(eqn.outvars))
+        state = watch.after(jax.tree.unflatten(tree, state), watch.finished(parts))
         return [*results[:carry], *jax.tree.leaves(state), *results[carry:]]
 
     outer_constants, _, rows = _cut(operands, consts + carry, 0)
@@ -195,7 +195,8 @@ def _scan(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     results = bind(eqn, [*watch.given, *outer_constants, *start, *rows], params)
     _, record = jax.tree.unflatten(tree, results[carry : carry + more])
     places = tuple(place.inside_of("scan") for place in body.places)
-    return [*results[:carry], *results[carry + more :]], record, places
+    own = [*results[:carry], *results[carry + more :]]
+    return own, [Part(record, len(places))], places
 
 
 def _while(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
@@ -221,10 +222,8 @@ def _while(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
 
     def run(*args: Any) -> list[Any]:
         constants, state, _ = _cut(args, len(args) - len(start), len(start))
-        results, record = watch.split(
-            evaluate(body.jaxpr, constants), len(body.places), result_count
-        )
-        state = for_each(watch.after(longest(state), record))
+        results, parts = body.split(evaluate(body.jaxpr, constants), result_count)
+        state = for_each(watch.after(longest(state), watch.finished(parts)))
         return [*results, *jax.tree.leaves(state)]
 
     def goes_on(*args: Any) -> list[Any]:
@@ -244,7 +243,7 @@ def _while(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     if loops is not None:
         record = watch.concatenated([record, jax.tree.map(varying, loops.row(trips))])
         places.append(place_of(eqn))
-    return results[:result_count], record, tuple(places)
+    return results[:result_count], [Part(record, len(places))], tuple(places)
 
 
 def _shard_map(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
@@ -252,14 +251,16 @@ def _shard_map(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     axes = tuple(eqn.params["newly_manual_axes"])
 
     def on_shards(*args: Any) -> tuple[Any, ...]:
-        results, record, inner = watch.run(eqn.params["jaxpr"], args)
+        results, parts, inner = watch.run(eqn.params["jaxpr"], args)
         places[:] = inner
-        return *results, *jax.tree.leaves(watch.look.over_shards(record, axes))
+        record = watch.look.over_shards(watch.finished(parts), axes)
+        return *results, *jax.tree.leaves(record)
 
     none = jax.tree.leaves(watch.none(0))
     specs = (*eqn.params["out_specs"], *[PartitionSpec() for _ in none])
     results = bind_shard_map(eqn, on_shards, operands, specs)
-    return *watch.split(results, len(places), len(eqn.outvars)), tuple(places)
+    own, record = watch.split(results, len(places), len(eqn.outvars))
+    return own, [Part(record, len(places))], tuple(places)
 
 
 def _cut(args: Sequence[Any], start: int, size: int) -> tuple[list[Any], list[Any], list[Any]]:

@@ -59,7 +59,9 @@ def with_bounded_loops(
         found = entered(eqn)
         return _with_rules if found is None or (keeps_rules and found in DROPS_RULES) else found
 
-    return Watch(_Trips(bound), frozenset(), enter, lambda _watch, _eqn: 0).run(jaxpr, args)
+    watch = Watch(_Trips(bound), frozenset(), enter, lambda _watch, _eqn: 0)
+    results, parts, places = watch.run(jaxpr, args)
+    return results, watch.finished(parts), places
 
 
 class _Trips:
@@ -109,8 +111,8 @@ def _with_rules(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
         return retrace(jaxpr, functools.partial(run, jaxpr)) if has_loops(jaxpr) else jaxpr
 
     def run(jaxpr: Jaxpr, *args: Any) -> list[Any]:
-        results, record, _ = watch.run(jaxpr, args)
-        stopped = jnp.any(record[:, 1] > 0)
+        results, parts, _ = watch.run(jaxpr, args)
+        stopped = jnp.any(watch.finished(parts)[:, 1] > 0)
         marked = [
             lax.select(stopped, lax.full_like(x, np.nan), x) if is_inexact(x) else x
             for x in results
@@ -121,7 +123,7 @@ def _with_rules(watch: Watch, eqn: Eqn, operands: Sequence[Any]) -> Entered:
     params = with_bodies(eqn, found, [bounded(body.jaxpr) for body in found])
     if has_rules(eqn):
         with_rewritten_rules(eqn, params, Rewrite(bounded, contextlib.nullcontext))
-    return bind(eqn, operands, params), watch.none(0), ()
+    return bind(eqn, operands, params), [], ()
 
 
 def _holds_loop(eqn: Eqn) -> bool:

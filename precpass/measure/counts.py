@@ -77,14 +77,15 @@ EIGHT_BITS = frozenset(str(p) for p in Precision if p.is_scaled)
 """The formats of scaled products, by their names in plans and counts."""
 
 
-def count(jaxpr: ir.Jaxpr) -> Counts:
+def count(jaxpr: ir.Jaxpr | Graph) -> Counts:
     """Count a jaxpr's matrix products, casts, FLOPs and bytes, its bodies included.
 
     Custom derivative rules, which JAX traces in differentiation, and the matrix products of opaque
     primitives such as Pallas kernels are not counted.
 
     Args:
-        jaxpr: open or closed: from `jax.make_jaxpr`, `jax.jit(f).trace(...)` or an `Inspection`.
+        jaxpr: open or closed: from `jax.make_jaxpr`, `jax.jit(f).trace(...)` or an `Inspection`; or
+            its graph.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -111,8 +112,8 @@ class _Tally:
         self.flops: dict[str, float] = {}
         self.result_bytes: dict[str, float] = {}
 
-    def add(self, jaxpr: ir.Jaxpr, times: float) -> None:
-        graph = Graph.build(jaxpr)
+    def add(self, jaxpr: ir.Jaxpr | Graph, times: float) -> None:
+        graph = jaxpr if isinstance(jaxpr, Graph) else Graph.build(jaxpr)
         dropped = unread(graph).rows
         for row, eqn in enumerate(graph.eqns):
             calls = times * float(graph.calls[row])

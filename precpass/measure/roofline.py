@@ -94,7 +94,7 @@ def _format(eqn: ir.Eqn) -> str:
     return format_of(widest) or str(widest.dtype)
 
 
-def work_of(jaxpr: ir.Jaxpr) -> Work:
+def work_of(jaxpr: ir.Jaxpr | Graph) -> Work:
     """The work of a program.
 
     Equations that only serve later derivatives are left out (`precpass.analysis.liveness`), as
@@ -103,7 +103,7 @@ def work_of(jaxpr: ir.Jaxpr) -> Work:
     counts as one shard.
 
     Args:
-        jaxpr: open or closed.
+        jaxpr: open or closed; or its graph.
     """
     return _Program(jaxpr).work()
 
@@ -165,8 +165,8 @@ class _Frame:
 
 
 class _Program:
-    def __init__(self, jaxpr: ir.Jaxpr) -> None:
-        self.graph = Graph.build(jaxpr)
+    def __init__(self, jaxpr: ir.Jaxpr | Graph) -> None:
+        self.graph = jaxpr if isinstance(jaxpr, Graph) else Graph.build(jaxpr)
         self.unread = unread(self.graph).values
         self.guesses = False
         self.by_bytes: set[str] = set()

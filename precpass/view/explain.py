@@ -218,7 +218,8 @@ def explained(
         device: what the program is planned for; "" for a CPU.
     """
     plan_rows, before = list(rows(plan)), graph.root.jaxpr
-    works = work_of(before), work_of(after)
+    new = Graph.build(after)
+    works = work_of(graph), work_of(new)
     wide = tuple(_wide(plan_rows))
     products = (r.decision for r in _lowered(plan_rows) if r.decision.kind is OpKind.COMPUTE)
     stored = [row.decision for row in plan_rows if row.decision.stores_low]
@@ -228,11 +229,11 @@ def explained(
         policy,
         device,
         Verdict(
-            count(before),
-            count(after),
+            count(graph),
+            count(new),
             narrowed,
             sum(w.times for w in wide),
-            _unread_casts(after),
+            _unread_casts(new),
             sum(row.decision.product.exchanged for row in plan_rows),
             sum(p is not None for d in stored for p in d.stored),
             sum(len(row.info.crossed) for row in plan_rows),
@@ -253,8 +254,7 @@ def explained(
     )
 
 
-def _unread_casts(after: Any) -> int:
-    graph = Graph.build(after)
+def _unread_casts(graph: Graph) -> int:
     return sum(
         ir.cast_formats(graph.eqns[row]) is not None for row in unread(graph).rows.nonzero()[0]
     )

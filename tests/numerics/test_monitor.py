@@ -455,7 +455,64 @@ def test_a_value_is_reduced_once_for_all_that_make_and_read_it():
         y = x @ w
         return y @ w, w @ y, lax.cumsum(y), lax.exp(y)
 
-    args = jnp.ones((4, 4)), jnp.ones((4, 4))
-    program = jax.make_jaxpr(read_by_many)(*args)
-    record = jax.make_jaxpr(lambda *xs: ir.watched(program, xs, Recorder(reads=True))[1])(*args)
+    args = jnp.ones((128, 128)), jnp.ones((128, 128))
+    program, record = recorded(read_by_many, *args, reads=True)
     assert len(named(record, "reduce")) == len(args) + len(program.eqns)
+
+
+def recorded(fn: Any, *args: Any, reads: bool = False) -> tuple[Any, Any]:
+    """The jaxpr of a function, and that of its record."""
+    program = jax.make_jaxpr(fn)(*args)
+    look = Recorder(reads=reads)
+    return program, jax.make_jaxpr(lambda *xs: ir.watched(program, xs, look)[1])(*args)
+
+
+def test_values_of_few_elements_are_reduced_together():
+    @jax.jit
+    def layer(x: Any) -> Any:
+        return jnp.exp(x) * x
+
+    def layers(depth: int) -> Any:
+        return lambda x: functools.reduce(lambda y, _: layer(jnp.sin(y)), range(depth), x)
+
+    x = jnp.ones((8, 8))
+    short, long = (recorded(layers(depth), x)[1] for depth in (2, 8))
+    assert len(named(long, "reduce")) == len(named(short, "reduce"))
+    assert len(named(long, "gather")) == len(named(short, "gather"))
+
+
+def test_what_keeps_magnitudes_is_not_reduced_again():
+    def keeping(x: Any, low: Any) -> Any:
+        y = jnp.sin(x)
+        wide = low.astype(jnp.float32)
+        return (
+            -y,
+            lax.stop_gradient(y),
+            abs(y),
+            y.T @ y,
+            jnp.broadcast_to(y, (2, 128, 128)).sum(),
+            wide,
+        )
+
+    args = jnp.ones((128, 128)), jnp.ones((128, 128), jnp.bfloat16)
+    record = recorded(keeping, *args)[1]
+    # of `sin`, of the low argument, and of the product; the sum is a scalar
+    assert len([e for e in named(record, "reduce") if e.invars[0].aval.size > 4096]) == 3
+
+
+def test_the_figures_of_what_keeps_magnitudes():
+    x = jnp.asarray([[0.0, -2.0, jnp.inf], [jnp.nan, 3e-38, 1.0]])
+
+    def keeping(x: Any) -> Any:
+        low = x.astype(jnp.bfloat16)
+        wide = low.astype(jnp.float32)
+        return -wide, jnp.broadcast_to(abs(wide.T), (2, 3, 2)) + 1.0, jnp.sum(wide.T)
+
+    _, health = monitor(keeping)(x)
+    for seen in health.seen():
+        found = seen.nonfinite, seen.nans, seen.infinities
+        if seen.place.primitive in ("convert_element_type", "neg", "abs"):
+            assert (*found, seen.lost, seen.largest) == (2, 0, 0, 0, 2.0)
+            assert 2.9e-38 < seen.smallest < 3.1e-38
+        else:
+            assert found == ({"reduce_sum": 1, "add": 4}[seen.place.primitive], 0, 0)

@@ -1,12 +1,8 @@
-"""The figures recorded of each equation: how large its results are, and what went wrong.
-
-Magnitudes are compared as the bits of float32, whose order as unsigned integers is that of the
-numbers (IEEE 754-2019, 3.4): XLA:CPU takes subnormal numbers for zero in its arithmetic, but not
-in that of integers.
-"""
+"""The figures recorded of each equation: how large its results are, and what went wrong."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,14 +13,21 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
+from precpass.numerics.monitor.table import (
+    INFINITY,
+    NO_LARGEST,
+    NO_SMALLEST,
+    ONE,
+    ZERO,
+    Cell,
+    Table,
+    Values,
+)
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["INFINITY", "MOST", "NEVER", "Figures", "Recorder", "joined", "none"]
+__all__ = ["MOST", "NEVER", "Figures", "Recorder", "joined", "none"]
 
-INFINITY = np.uint32(0x7F800000)
-"""The bits of float32's infinity; a NaN's are more."""
 MOST = NEVER = np.int32(2**31 - 1)
-_UNBOUNDED = np.uint32(2**32 - 1)
 
 
 class Figures(NamedTuple):
@@ -77,8 +80,28 @@ def joined(one: Figures, other: Figures) -> Figures:
     )
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("arrays",),
+    meta_fields=("items", "count", "rows"),
+)
+@dataclasses.dataclass
+class Noted:
+    """What is to be reduced to the figures of a sequence of equations.
+
+    Attributes:
+        arrays, items, count: those of `Values`.
+        rows: the cells of each equation.
+    """
+
+    arrays: list[Any]
+    items: Sequence[Any]
+    count: int
+    rows: tuple[_Row, ...]
+
+
 class Recorder:
-    """The `ir.Look` that records `Figures`.
+    """The `ir.LateLook` that records `Figures`.
 
     Args:
         reads: whether operands are recorded too, and equations that only move values, because
@@ -94,25 +117,44 @@ class Recorder:
             self.reads or not _moves(eqn.primitive.name)
         )
 
-    def record(self, ran: Sequence[ir.Ran]) -> Figures:
-        """As `ir.Look` says."""
-        extents = _Extents()
-        rows = [_row(step, self.reads, extents) for step in ran]
+    def record(self, ran: Sequence[ir.Ran]) -> Noted:
+        """As `ir.LateLook` says."""
+        values = Values()
+        rows: list[_Row] = []
+        for step in ran:
+            if _keeps_magnitudes(step):
+                values.equate(step.results[0], step.operands[0])
+            elif step.eqn.primitive.name == "broadcast_in_dim":
+                values.repeat(step.results[0], step.operands[0])
+            if step.has_row:
+                rows.append(_row(step, self.reads, values))
+        return Noted(values.arrays, values.items, values.count, tuple(rows))
 
-        def column(name: str) -> Any:
-            return jnp.stack([row[name] for row in rows])
+    def finished(self, records: Sequence[Noted]) -> Figures:
+        """As `ir.LateLook` says."""
+        table = Table([(x.arrays, x.items, x.count) for x in records])
 
+        def cells(name: str, empty: Cell) -> Any:
+            rows = [(at, getattr(row, name)) for at, x in enumerate(records) for row in x.rows]
+            return rows, empty
+
+        names = ("bad", "infinities", "nans", "lost", "not_finite_read", "nans_read")
+        found = table.rows(table.counts, [cells(name, ZERO) for name in names])
+        bad, infinities, nans, lost = (_over(lax.add, x) for x in found[:4])
+        not_finite_read, nans_read = (_over(lax.max, x) for x in found[4:])
         # If a result is made from many elements, only operands without a NaN show where it began.
-        infinities = jnp.where(column("not_finite_read") == 0, column("infinities"), 0)
-        nans = jnp.where(column("nans_read") == 0, column("nans"), 0)
-        bad, lost = column("bad"), column("lost")
-        counts = jnp.stack([jnp.ones_like(bad), bad, infinities, nans, lost], 1)
-        first = jnp.where(lax.max(infinities, nans) > 0, np.int32(0), NEVER)
-        reads = None
+        nothing = lax.full_like(bad, 0)
+        infinities = lax.select(lax.eq(not_finite_read, np.int32(0)), infinities, nothing)
+        nans = lax.select(lax.eq(nans_read, np.int32(0)), nans, nothing)
+        counts = _columns(lax.full_like(bad, 1), bad, infinities, nans, lost)
+        born = lax.gt(lax.max(infinities, nans), np.int32(0))
+        first = lax.select(born, nothing, lax.full_like(nothing, NEVER))
+        ends = [cells("largest", NO_LARGEST), cells("smallest", NO_SMALLEST)]
         if self.reads:
-            ends = column("largest_read"), _nonzero(column("smallest_read")), column("whole")
-            reads = jnp.stack(ends, 1)
-        return Figures(column("largest"), _nonzero(column("smallest")), counts, first, reads)
+            ends += [cells("largest_read", NO_LARGEST), cells("smallest_read", NO_SMALLEST)]
+        largest, smallest, *read = table.rows(table.magnitudes, ends)
+        reads = _reads(*read) if self.reads else None
+        return Figures(_over(lax.max, largest), _smallest(smallest), counts, first, reads)
 
     def none(self, places: int) -> Figures:
         """As `ir.Look` says."""
@@ -144,219 +186,146 @@ def _moves(name: str) -> bool:
     return op(name).kind is OpKind.DATA_MOVEMENT and name != "gather"
 
 
-class _Extent(NamedTuple):
-    """The range of a value's magnitudes, and how many of its elements are not finite.
+@dataclasses.dataclass
+class _Row:
+    """The cells that make up an equation's row: sums, maxima or minima are taken over each list.
 
     Attributes:
-        largest: the bits of the largest finite magnitude, a uint32 scalar; 0 if there is none.
-        smallest_less_one: the bits of the smallest nonzero magnitude, less one. A zero wraps to the
-            largest uint32, so that the minimum over all elements passes over zeros.
-        infinities: the number of infinities, an int32 scalar.
-        nans: the number of NaNs, an int32 scalar.
+        largest, smallest: of the results.
+        bad: how many results are not finite.
+        infinities, nans: how many are made, unless `not_finite_read` or `nans_read` are not zero.
+        lost: how many are lost to zero.
+        not_finite_read, nans_read: how many elements of operands are not finite, or NaN.
+        largest_read, smallest_read: of the operands.
     """
 
-    largest: Any
-    smallest_less_one: Any
-    infinities: Any
-    nans: Any
-
-    @property
-    def not_finite(self) -> Any:
-        return self.infinities + self.nans
-
-
-class _Extents:
-    """The bits and extents of values.
-
-    One equation makes a value and others read it, and all need its extent. It is computed once,
-    because each reduction is a pass over the value's memory, and a kernel that XLA compiles.
-    Values are told apart by their ids, so the caller must keep them alive.
-    """
-
-    def __init__(self) -> None:
-        self._bits: dict[int, Any] = {}
-        self._extents: dict[int, _Extent] = {}
-
-    def bits(self, value: Any) -> Any:
-        """The bits of a value's magnitudes."""
-        if id(value) not in self._bits:
-            self._bits[id(value)] = _bits(value)
-        return self._bits[id(value)]
-
-    def of(self, value: Any) -> _Extent:
-        """The extent of a value."""
-        return self.beside(value, {})[0]
-
-    def beside(self, value: Any, columns: Columns) -> tuple[_Extent, dict[str, Any]]:
-        """The extent of a value, and what `columns` of its shape reduce to.
-
-        Both are computed in one loop if the extent is not known yet.
-        """
-        known = self._extents.get(id(value))
-        own = _extent_columns(self.bits(value)) if known is None else []
-        if not (own or columns):
-            return self._extents[id(value)], {}
-        figures = _reduced([*own, *columns.values()])
-        if known is None:
-            known = self._extents[id(value)] = _Extent(*figures[: len(own)])
-        return known, dict(zip(columns, figures[len(own) :], strict=True))
+    largest: list[Cell] = dataclasses.field(default_factory=list)
+    smallest: list[Cell] = dataclasses.field(default_factory=list)
+    bad: list[Cell] = dataclasses.field(default_factory=list)
+    infinities: list[Cell] = dataclasses.field(default_factory=list)
+    nans: list[Cell] = dataclasses.field(default_factory=list)
+    lost: list[Cell] = dataclasses.field(default_factory=list)
+    not_finite_read: list[Cell] = dataclasses.field(default_factory=list)
+    nans_read: list[Cell] = dataclasses.field(default_factory=list)
+    largest_read: list[Cell] = dataclasses.field(default_factory=list)
+    smallest_read: list[Cell] = dataclasses.field(default_factory=list)
 
 
-def _row(step: ir.Ran, reads: bool, extents: _Extents) -> dict[str, Any]:
+def _row(step: ir.Ran, reads: bool, values: Values) -> _Row:
     name = step.eqn.primitive.name
     chooses = op(name).makes_an_operand or _moves(name)
     results = [x for x in step.results if _is_inexact(x)]
     operands = [x for x in step.operands if _is_inexact(x)]
     shapes = {jnp.shape(x) for x in operands} - {()}
     pointwise = op(name).kind is OpKind.ELEMENTWISE and shapes <= {jnp.shape(results[0])}
-    around = [extents.bits(x) for x in operands] if pointwise else []
-    row: dict[str, Any] = dict.fromkeys(("bad", "infinities", "nans", "lost"), np.int32(0))
-    row |= {"largest": np.uint32(0), "smallest": _UNBOUNDED}
-    row |= _not_finite_read(step, [] if pointwise or chooses else operands, extents)
+    row = _Row()
+    if reads:
+        extents = [values.extent(x) for x in operands]
+        row.largest_read += [x.largest for x in extents]
+        row.smallest_read += [x.smallest_less_one for x in extents]
+    from_all = not (pointwise or chooses)
+    if from_all:
+        _note_not_finite_read(row, step, operands, values)
+    changes = pointwise and not _keeps_magnitudes(step)
+    around, wanted = _changes(name, operands) if changes else ([], {})
     for x in results:
-        columns = _by_element(name, extents.bits(x), around) if pointwise else {}
-        extent, made = extents.beside(x, columns)
-        if not (pointwise or chooses):
-            made = {"infinities": extent.infinities, "nans": extent.nans}
-        row["largest"] = lax.max(row["largest"], extent.largest)
-        row["smallest"] = lax.min(row["smallest"], extent.smallest_less_one)
-        for key, count in (("bad", extent.not_finite), *made.items()):
-            row[key] += count
-    row["lost"] += _lost_in_eight_bits(step)
-    return row | (_reads([extents.of(x) for x in operands]) if reads else {})
+        extent, changed = values.changed(x, around, list(wanted.values()))
+        row.largest.append(extent.largest)
+        row.smallest.append(extent.smallest_less_one)
+        row.bad += extent.infinities, extent.nans
+        for figure, field in wanted.items():
+            getattr(row, figure).append(changed[field])
+        if from_all:
+            row.infinities.append(extent.infinities)
+            row.nans.append(extent.nans)
+    if ir.rounds_operand(step.eqn):
+        # A scaled product's operand loses values to zero by its rounding.
+        row.lost.append(values.lost(step.operands[0], step.results[0]))
+    return row
 
 
-def _not_finite_read(step: ir.Ran, operands: Sequence[Any], extents: _Extents) -> dict[str, Any]:
-    """The largest numbers of elements of one operand that are not finite, and that are NaNs."""
+_KEEP = frozenset(("neg", "abs", "copy", "stop_gradient", "reshape", "squeeze", "transpose", "rev"))
+_WIDER = frozenset((np.dtype(np.float32), np.dtype(np.float64)))
+_EXACT = dict.fromkeys(map(np.dtype, (jnp.bfloat16, np.float16, np.float32)), _WIDER)
+"""Casts that change no number: of a format, and to which."""
+
+
+def _keeps_magnitudes(step: ir.Ran) -> bool:
+    """Whether the magnitudes of an equation's result are those of its first operand."""
+    eqn = step.eqn
+    if not eqn.outvars or not ir.is_array(eqn.outvars[0].aval) or not step.operands:
+        return False
+    before, after = jax.typeof(step.operands[0]), jax.typeof(step.results[0])
+    if eqn.primitive.name == "convert_element_type":
+        return after.dtype in _EXACT.get(before.dtype, ())
+    kept = eqn.primitive.name in _KEEP or ir.keeps_bits(eqn) or ir.is_identity_of_first_operand(eqn)
+    return kept and after.dtype == before.dtype
+
+
+def _note_not_finite_read(row: _Row, step: ir.Ran, operands: Sequence[Any], values: Values) -> None:
     if any(map(_is_ref, step.operands)):
         # A reference may hold a NaN, so what the equation makes of it does not count as born here.
-        return {"not_finite_read": np.int32(1), "nans_read": np.int32(1)}
-    read = [extents.of(x) for x in operands]
-    return {
-        "not_finite_read": functools.reduce(lax.max, [x.not_finite for x in read], np.int32(0)),
-        "nans_read": functools.reduce(lax.max, [x.nans for x in read], np.int32(0)),
-    }
+        row.not_finite_read.append(ONE)
+        row.nans_read.append(ONE)
+        return
+    for x in operands:
+        infinities, nans = values.not_finite(x)
+        row.not_finite_read += infinities, nans
+        row.nans_read.append(nans)
 
 
-def _lost_in_eight_bits(step: ir.Ran) -> Any:
-    """The number of values that a scaled product's operand loses to zero by its rounding."""
-    if not ir.rounds_operand(step.eqn):
-        return np.int32(0)
-    given, low = _bits(step.operands[0]), _bits(step.results[0])
-    return _reduced([((low == 0) & (given > 0) & (given < INFINITY), "sum")])[0]
+def _changes(name: str, operands: Sequence[Any]) -> tuple[list[Any], dict[str, str]]:
+    """The operands on which it depends what a pointwise equation makes and loses.
 
-
-Column = tuple[Any, str]
-"""The array that a figure is reduced from, and the reduction."""
-Columns = dict[str, Column]
-"""Name of a figure -> its column."""
-
-
-def _extent_columns(bits: Any) -> list[Column]:
-    """The columns of an `_Extent`, in its order."""
-    return [
-        (_finite(bits), "max"),
-        (bits - np.uint32(1), "min"),
-        (bits == INFINITY, "sum"),
-        (bits > INFINITY, "sum"),
-    ]
-
-
-def _by_element(name: str, bits: Any, around: Sequence[Any]) -> Columns:
-    """The columns that count what a pointwise equation makes or loses at each element.
-
-    An infinity or a NaN was made there if no operand has one at the same element, and a number was
-    lost if the result is zero and the exact result is not.
+    Returns:
+        The operands, and for each figure of `_Row` the field of `Changes` that it counts.
     """
-    columns: Columns = {}
+    wanted: dict[str, str] = {}
     if not op(name).makes_an_operand:
-        finite, numbers = _all(b < INFINITY for b in around), _all(b <= INFINITY for b in around)
-        columns["infinities"] = (bits == INFINITY) & finite, "sum"
-        columns["nans"] = (bits > INFINITY) & numbers, "sum"
-    not_zero = _not_zero(name, around)
-    if not_zero is not None:
-        columns["lost"] = (bits == 0) & not_zero, "sum"
-    return columns
+        wanted |= {"infinities": "infinities", "nans": "nans"}
+    # A constant that is neither zero nor infinite decides nothing.
+    around = [x for x in operands if not _is_plain_number(x)]
+    if operands and op(name).zero_if_too_small:
+        wanted["lost"] = "lost_if_all"
+    elif operands and op(name).never_zero:
+        wanted["lost"] = "lost"
+    elif operands and op(name).zero_if_first_is:
+        wanted["lost"] = "lost" if _is_plain_number(operands[0]) else "lost_if_first"
+    return around, wanted
 
 
-def _reads(operands: Sequence[_Extent]) -> dict[str, Any]:
-    """The magnitudes of an equation's operands."""
-    largest = [x.largest for x in operands]
-    wholes = [jnp.where(top > 0, top, INFINITY) for top in largest]
-    return {
-        "largest_read": functools.reduce(lax.max, largest, np.uint32(0)),
-        "smallest_read": functools.reduce(
-            lax.min, [x.smallest_less_one for x in operands], _UNBOUNDED
-        ),
-        "whole": functools.reduce(lax.min, wholes, INFINITY),
-    }
-
-
-def _not_zero(name: str, given: Sequence[Any]) -> Any:
-    """A mask of the elements whose exact result is not zero; None if that is unknown."""
-    if not given:
-        return None
-    finite = _all(bits < INFINITY for bits in given)
-    if op(name).zero_if_too_small:
-        return _all((bits > 0 for bits in given), finite)
-    if op(name).never_zero:
-        return finite
-    return (given[0] > 0) & finite if op(name).zero_if_first_is else None
-
-
-_COMBINE = {"max": lax.max, "min": lax.min, "sum": lax.add}
-_START = {"max": np.uint32(0), "min": _UNBOUNDED, "sum": np.int32(0)}
-
-
-def _reduced(columns: Sequence[Column]) -> Sequence[Any]:
-    """Arrays of one shape as scalars, in one loop: "max", "min" of uint32, "sum" of booleans."""
-    hows = [how for _, how in columns]
-    arrays = [x.astype(np.int32) if how == "sum" else x for x, how in columns]
-
-    def combined(one: Any, other: Any) -> Any:
-        return tuple(_COMBINE[how](a, b) for how, a, b in zip(hows, one, other, strict=True))
-
-    if not jnp.ndim(arrays[0]):
-        return arrays
-    starts = [_START[how] for how in hows]
-    return lax.reduce(arrays, starts, combined, tuple(range(jnp.ndim(arrays[0]))))
-
-
-def _all(tests: Any, found: Any = True) -> Any:
-    return functools.reduce(jnp.logical_and, tests, found)
+def _is_plain_number(x: Any) -> bool:
+    if isinstance(x, jax.Array) or np.ndim(x):
+        return False
+    return bool(np.isfinite(x) and x != 0)
 
 
 def _is_inexact(x: Any) -> bool:
     return not _is_ref(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def _is_complex(x: Any) -> bool:
-    return not _is_ref(x) and jnp.issubdtype(jnp.result_type(x), jnp.complexfloating)
-
-
 def _is_ref(x: Any) -> bool:
     return ir.is_ref(jax.typeof(x))
 
 
-def _bits(x: Any) -> Any:
-    """The bits of magnitudes in float32; beyond its range those of the range's ends.
-
-    For a complex number they are those of its larger part; a NaN counts as the largest.
-    """
-    x = ir.summed_up(jnp.asarray(x))
-    if _is_complex(x):
-        return lax.max(_bits(lax.real(x)), _bits(lax.imag(x)))
-    bits = lax.bitcast_convert_type(x.astype(np.float32), np.uint32) & np.uint32(0x7FFFFFFF)
-    if x.dtype != np.float64:
-        return bits
-    bits = jnp.where(jnp.isfinite(x) & (bits == INFINITY), INFINITY - np.uint32(1), bits)
-    return jnp.where((x != 0) & (bits == 0), np.uint32(1), bits)
+# ---------------------------------------------------------------- all equations
 
 
-def _finite(bits: Any) -> Any:
-    return jnp.where(bits < INFINITY, bits, np.uint32(0))
+def _over(combine: Any, cells: Any) -> Any:
+    """The first dimension of an array, combined."""
+    each = (lax.index_in_dim(cells, i, 0, False) for i in range(len(cells)))
+    return functools.reduce(combine, each)
 
 
-def _nonzero(less_one: Any) -> Any:
-    """The smallest nonzero bits, from the smallest of all bits minus one."""
-    return lax.min(less_one, INFINITY - np.uint32(1)) + np.uint32(1)
+def _columns(*vectors: Any) -> Any:
+    return lax.concatenate([lax.expand_dims(x, (1,)) for x in vectors], 1)
+
+
+def _smallest(less_one: Any) -> Any:
+    """The smallest nonzero bits, from the smallest of all bits minus one of several values."""
+    return lax.add(lax.min(_over(lax.min, less_one), INFINITY - np.uint32(1)), np.uint32(1))
+
+
+def _reads(largest: Any, smallest_less_one: Any) -> Any:
+    whole = lax.select(lax.gt(largest, np.uint32(0)), largest, lax.full_like(largest, INFINITY))
+    return _columns(_over(lax.max, largest), _smallest(smallest_less_one), _over(lax.min, whole))

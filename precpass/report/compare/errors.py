@@ -97,8 +97,10 @@ def ulp(x: Array, dtype: Any) -> Array:
         array([0.0078125, 0.015625 ])
     """
     facts = ml_dtypes.finfo(dtype)
-    _, exponent = np.frexp(np.maximum(np.abs(x), float(facts.smallest_normal)))
-    return np.ldexp(float(facts.eps), exponent - 1)
+    normal = np.maximum(np.abs(np.asarray(x, np.float64)), float(facts.smallest_normal))
+    # the bits of the exponent alone are the power of two below, and `frexp` takes far longer
+    power = (normal.view(np.int64) & np.int64(0x7FF0000000000000)).view(np.float64)
+    return power * float(facts.eps)
 
 
 def error_of(results: Sequence[Leaf], reference: Sequence[Leaf]) -> Errors:
@@ -125,7 +127,7 @@ class _Sums(NamedTuple):
     """The sums from which the errors of a leaf, or of several, are computed.
 
     Squares are taken of numbers divided by `scale`, so that those of large and of small numbers
-    stay in float64's range; it is 0 if there are no numbers.
+    stay in float64's range. It is 1 where they are anyway, and 0 if all numbers are zero.
     """
 
     nonfinite: int = 0
@@ -143,19 +145,28 @@ def _sums(got: Leaf, want: Leaf) -> _Sums:
     parts = np.zeros((), want.dtype).real.dtype if is_complex else want.dtype
     x, r = _float64(np.asarray(got.value)), _float64(np.asarray(want.value))
     with np.errstate(over="ignore"):
-        finite = np.isfinite(r.astype(parts))
-    x, r = x[finite], r[finite]
-    nonfinite = int(np.count_nonzero(~np.isfinite(x)))
+        finite = np.isfinite(r.astype(parts, copy=False))
+    if not finite.all():
+        x, r = x[finite], r[finite]
+    nonfinite = x.size - int(np.count_nonzero(np.isfinite(x)))
     if nonfinite or not r.size:
         return _Sums(nonfinite)
     with np.errstate(over="ignore"):
-        in_ulps = float((np.abs(x - r) / ulp(r, parts)).max())
+        d = x - r
+        in_ulps = float((np.abs(d) / ulp(r, parts)).max())
     max_ulp = min(in_ulps, 2 / float(ml_dtypes.finfo(parts).eps))
-    scale = float(max(np.abs(x).max(), np.abs(r).max()))
-    x, r = x / (scale or 1.0), r / (scale or 1.0)
-    d = x - r
+    scale = float(max(x.max(), -x.min(), r.max(), -r.min()))
+    if scale and not _MODERATE[0] < scale < _MODERATE[1]:
+        x, r = x / scale, r / scale
+        d = x - r
+    elif scale:
+        scale = 1.0
     squares = np.asarray([np.vdot(d, d), np.vdot(r, r), np.vdot(x, x), np.vdot(x, r)])
     return _Sums(0, 0, max_ulp, scale, squares)
+
+
+_MODERATE = 1e-100, 1e100
+"""Numbers whose squares, and the sums of these, are far from the ends of float64's range."""
 
 
 def _together(each: Sequence[_Sums]) -> Errors:
@@ -182,7 +193,7 @@ def _together(each: Sequence[_Sums]) -> Errors:
 def _float64(x: Array) -> Array:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = np.stack([np.real(x), np.imag(x)])
-    return x.astype(np.float64).ravel()
+    return x.astype(np.float64, copy=False).ravel()
 
 
 def fetched(x: Any) -> Array:
@@ -317,9 +328,13 @@ def evaluated(written: Written, precision: Precision) -> list[Leaf]:
             read = zip(written.operands, ir.in_avals(written.jaxpr), strict=True)
             arrays = [x if hasattr(x, "dtype") else np.asarray(x, a.dtype) for x, a in read]
             arrays = copied(arrays, arrays=False)
-            pairs = zip(arrays, ir.in_avals(wide), strict=True)
-            operands = [x if x.dtype == a.dtype else x.astype(a.dtype) for x, a in pairs]
-            values = jax.jit(lambda *xs: ir.evaluate(wide, xs))(*operands)
+
+            def whole(*xs: Any) -> list[Any]:
+                pairs = zip(xs, ir.in_avals(wide), strict=True)
+                own = [x if x.dtype == a.dtype else x.astype(a.dtype) for x, a in pairs]
+                return ir.evaluate(wide, own)
+
+            values = jax.jit(whole)(*arrays)
     except Exception as error:
         first = str(error).partition(chr(10))[0]
         other = ": compare with reference='f32', which evaluates it in float32" if widest else ""
