@@ -163,16 +163,19 @@ def has_low(eqn: ir.Eqn) -> bool:
 def unentered(eqn: ir.Eqn, lowered: dict[Any, ir.Contents]) -> str | None:
     """The products in an equation that is not entered, in words; None if it contains none.
 
+    Those of operands in 16 bits or fewer do not count: there is nothing to lower.
+
     Args:
         eqn: the equation.
         lowered: a cache of what equations contain, by their keys.
     """
     inner_eqns = [e for j in ir.hidden_jaxprs(eqn) for e in ir.all_held_eqns(j)]
-    products = sum(e.primitive.name in COMPUTING for e in inner_eqns)
+    found = [e for e in inner_eqns if e.primitive.name in COMPUTING]
+    products = sum(_has_wide_operand(e) for e in found)
     name = eqn.primitive.name
     is_unknown = ir.why_opaque(eqn) is None and name not in BOUNDARY
     shows_none = is_unknown or op(name).hides_products
-    if not products and shows_none and any(getattr(v.aval, "ndim", 0) for v in float_vars(eqn)):
+    if not found and shows_none and any(getattr(v.aval, "ndim", 0) for v in float_vars(eqn)):
         products, python = _contents(eqn, lowered)
         if python:
             return "calls Python: products there keep their precision"
@@ -180,6 +183,11 @@ def unentered(eqn: ir.Eqn, lowered: dict[Any, ir.Contents]) -> str | None:
         return None
     keep = "it keeps its" if products == 1 else "they keep their"
     return f"contains {counted(products, 'product')}: {keep} precision"
+
+
+def _has_wide_operand(eqn: ir.Eqn) -> bool:
+    held = (ir.precision_of(v.aval) for v in eqn.invars[:2])
+    return any(p is not None and not p.is_low for p in held)
 
 
 def _contents(eqn: ir.Eqn, lowered: dict[Any, ir.Contents]) -> ir.Contents:

@@ -1,11 +1,14 @@
 """Kernels that take only 16 bits are called in the format of the function around them."""
 
+import functools
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
 import precpass as pp
 from tests.support.jaxprs import named
@@ -108,3 +111,23 @@ def test_a_jitted_function_inside_is_not_shared_between_policies():
     x = jnp.float32(1.001)
     got = [float(pp.auto_mixed(lambda x: inner(x) * 1, p)(x)) for p in ("AlwaysBf16", "AlwaysF32")]
     assert got[0] == 1.0 and got[1] == float(x)
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_flash_attention_for_a_tpu_reads_bfloat16(composition: str):
+    """JAX's Pallas kernels, forward and backward, as they are lowered; without a warning."""
+    run = pp.in_compute_dtype(functools.partial(flash_attention, causal=True))
+
+    def loss(w: Any, x: Any) -> Any:
+        heads = (x @ w).reshape(2, 128, 4, 3 * 128).transpose(0, 2, 1, 3)
+        return jnp.square(run(*jnp.split(heads, 3, axis=-1))).mean()
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 1536), (2, 128, 512))]
+    mixed = COMPOSITIONS[composition](loss, jax.grad)
+    lowered = jax.jit(mixed).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
+    calls = [line for line in lowered.splitlines() if "@tpu_custom_call" in line]
+    assert len(calls) == 3
+    for call in calls:
+        (operands,) = re.findall(r" : \(([^()]*)\) -> ", call)
+        assert operands.split(", ")[:3] == ["tensor<2x4x128x128xbf16>"] * 3
