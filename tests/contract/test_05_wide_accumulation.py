@@ -300,7 +300,8 @@ def test_second_derivatives_accumulate_wide(name, policy):
         args = args[0], args[1][:512]
 
     def curved(w, x):
-        return jnp.arctan(fn(w, x) / N)
+        # not arctan: XLA:CPU 0.10 squares x / N as x * x * N**-2, which is inf * 0 in float16
+        return jnp.tanh(fn(w, x) / N)
 
     def product(f):
         return jax.jvp(
