@@ -516,3 +516,21 @@ def test_the_figures_of_what_keeps_magnitudes():
             assert 2.9e-38 < seen.smallest < 3.1e-38
         else:
             assert found == ({"reduce_sum": 1, "add": 4}[seen.place.primitive], 0, 0)
+
+
+@pytest.mark.parametrize("rows", [2, 3000])
+def test_an_operand_with_one_element_along_an_axis_counts_for_each(rows: int):
+    """JAX's equations repeat axes of size one by themselves."""
+    x = np.ones((rows, 2), np.float32)
+    x[0] = np.nan, 3e38
+    _, health = pp.monitor(lax.mul, "AlwaysF32")(x, np.asarray([[1.0, 1e3]], np.float32))
+    (seen,) = health.born()
+    assert (seen.infinities, seen.nans) == (1, 0)
+    tiny = np.full((rows, 2), 1e-30, np.float32)
+    _, health = pp.monitor(lax.mul, "AlwaysF32")(tiny, tiny[:1])
+    assert [seen.lost for seen in health.seen()] == [2 * rows]
+
+
+def test_the_magnitude_of_a_complex_number_may_overflow():
+    _, health = pp.monitor(jnp.abs, "AlwaysF32")(jnp.asarray([3e38 + 3e38j, 1.0], jnp.complex64))
+    assert [(seen.place.primitive, seen.infinities) for seen in health.born()] == [("abs", 1)]

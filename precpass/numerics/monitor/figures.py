@@ -213,11 +213,11 @@ class _Row:
 
 def _row(step: ir.Ran, reads: bool, values: Values) -> _Row:
     name = step.eqn.primitive.name
-    chooses = op(name).makes_an_operand or _moves(name)
     results = [x for x in step.results if _is_inexact(x)]
     operands = [x for x in step.operands if _is_inexact(x)]
-    shapes = {jnp.shape(x) for x in operands} - {()}
-    pointwise = op(name).kind is OpKind.ELEMENTWISE and shapes <= {jnp.shape(results[0])}
+    chooses = _moves(name) or _makes_an_operand(name, operands, results)
+    shape = jnp.shape(results[0])
+    pointwise = _is_pointwise(name, operands, shape)
     row = _Row()
     if reads:
         extents = [values.extent(x) for x in operands]
@@ -227,7 +227,8 @@ def _row(step: ir.Ran, reads: bool, values: Values) -> _Row:
     if from_all:
         _note_not_finite_read(row, step, operands, values)
     changes = pointwise and not _keeps_magnitudes(step)
-    around, wanted = _changes(name, operands) if changes else ([], {})
+    around, wanted = _changes(name, operands, chooses) if changes else ([], {})
+    around = [values.spread(x, shape) for x in around]
     for x in results:
         extent, changed = values.changed(x, around, list(wanted.values()))
         row.largest.append(extent.largest)
@@ -274,14 +275,35 @@ def _note_not_finite_read(row: _Row, step: ir.Ran, operands: Sequence[Any], valu
         row.nans_read.append(nans)
 
 
-def _changes(name: str, operands: Sequence[Any]) -> tuple[list[Any], dict[str, str]]:
+def _makes_an_operand(name: str, operands: Sequence[Any], results: Sequence[Any]) -> bool:
+    """Whether results are elements of operands. The magnitude of a complex number is none."""
+    dtypes = {jnp.result_type(x) for x in (*operands, *results)}
+    return op(name).makes_an_operand and len(dtypes) <= 1
+
+
+def _is_pointwise(name: str, operands: Sequence[Any], shape: tuple[Any, ...]) -> bool:
+    """Whether each element of a result is made of one of each operand, which axes may share."""
+    shapes = {jnp.shape(x) for x in operands} - {()}
+    fit = all(
+        len(own) == len(shape) and all(n in (1, m) for n, m in zip(own, shape, strict=True))
+        for own in shapes
+    )
+    return op(name).kind is OpKind.ELEMENTWISE and fit
+
+
+def _changes(name: str, operands: Sequence[Any], chooses: bool) -> tuple[list[Any], dict[str, str]]:
     """The operands on which it depends what a pointwise equation makes and loses.
+
+    Args:
+        name: of its primitive.
+        operands: of the equation.
+        chooses: whether its results are elements of them.
 
     Returns:
         The operands, and for each figure of `_Row` the field of `Changes` that it counts.
     """
     wanted: dict[str, str] = {}
-    if not op(name).makes_an_operand:
+    if not chooses:
         wanted |= {"infinities": "infinities", "nans": "nans"}
     # A constant that is neither zero nor infinite decides nothing.
     around = [x for x in operands if not _is_plain_number(x)]

@@ -65,6 +65,9 @@ def monitor(
     jits have rows. Of Pallas kernels, callbacks, `custom_vmap`, `composite`, float64 regions and
     the conditions of while loops only the results are recorded. Data movement has no row.
 
+    Magnitudes are those of float32: a float64 number beyond its range counts as its largest or
+    smallest.
+
     An equation counts as the origin of an infinity if its operands are finite, and of a NaN if no
     operand is NaN. Elementwise equations decide that for each element, all others (matrix products,
     sums, gathers) for all elements of the operands together.

@@ -181,6 +181,7 @@ class Values:
         self.count = NO_SMALLEST + 1
         self._equal: dict[int, Any] = {}
         self._repeated: dict[int, Any] = {}
+        self._spread: dict[tuple[int, tuple[Any, ...]], Any] = {}
         self._bits: dict[int, Any] = {}
         self._indices: dict[int, int] = {}
         self._extents: dict[int, Extent] = {}
@@ -198,6 +199,20 @@ class Values:
         other = self._repeated.get(id(other), other)
         if value is not other:
             self._repeated[id(value)] = other
+
+    def spread(self, value: Any, shape: tuple[Any, ...]) -> Any:
+        """A value in the shape of an equation's result, along whose axes it may have one element.
+
+        A scalar stays one.
+        """
+        if jnp.shape(value) in ((), shape):
+            return value
+        key = id(value), shape
+        if key not in self._spread:
+            axes = tuple(range(len(shape)))
+            self._spread[key] = lax.broadcast_in_dim(jnp.asarray(value), shape, axes)
+            self.repeat(self._spread[key], value)
+        return self._spread[key]
 
     def extent(self, value: Any) -> Extent:
         """The extent of a value."""
