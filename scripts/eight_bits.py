@@ -10,8 +10,8 @@ rounds. XLA's own kernels for products of these formats, without scales, are tim
 With --targets the programs of `eight_bits_compiled` are compiled for devices instead.
 
 With --train the transformer is trained from the same parameters on the same batches in float32,
-bfloat16, int8, float8 and the micro-scaled formats; a CPU emulates all of these but int8. The loss
-is the mean of the last fifty steps. The gradient is that of the first batch, beside float32's.
+bfloat16, int8 and float8, which a CPU emulates. The loss is the mean of the last fifty steps. The
+gradient is that of the first batch, beside float32's.
 """
 
 import argparse
@@ -52,7 +52,6 @@ TRAINED: dict[str, tuple[Any, bool]] = {
         False,
     ),
     "AutoMixedF8, delayed scaling": ("AutoMixedF8", True),
-    **{name: (name, False) for name in ("mxfp8", "nvfp4")},
 }
 """Policies, and whether their scales are those of earlier calls."""
 TEXT = (

@@ -16,14 +16,11 @@ class ScaledFormats(NamedTuple):
     Attributes:
         lhs, rhs: the formats.
         by_row: whether float8 has a scale for each row or column. int8 always does.
-        by_units: whether a micro-scaled product is one that the device's units multiply
-            (`ProductForm.by_units`).
     """
 
     lhs: Precision
     rhs: Precision
     by_row: bool = False
-    by_units: bool = False
 
     def shared(self, summed: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
         """For each operand the dimensions along which it has one scale; () for all.
@@ -44,7 +41,6 @@ def scaled_formats(
     cotangent_side: int | None = None,
     *,
     by_row: bool = False,
-    by_units: bool = False,
 ) -> ScaledFormats:
     """The formats of a product that is to multiply in a precision of 8 bits.
 
@@ -55,8 +51,7 @@ def scaled_formats(
         precision: one with `is_scaled`.
         cotangent_side: the operand that is a cotangent, in a product of a backward pass.
         by_row: as in `ScaledFormats`.
-        by_units: as in `ScaledFormats`.
     """
     other = Precision.F8E4M3 if precision is Precision.F8E5M2 else precision
     pair = [precision if side == cotangent_side else other for side in (0, 1)]
-    return ScaledFormats(pair[0], pair[1], by_row, by_units)
+    return ScaledFormats(pair[0], pair[1], by_row)

@@ -218,7 +218,7 @@ def decisions_of(graph: Graph, plan: Plan, rows: Sequence[Iterable[int]]) -> Dec
 
 def _by_product(eqn: ir.Eqn, decision: Decision) -> tuple[Reading | None, ...]:
     form = decision.product
-    if decision.action is not Action.LOWER or form.scaled is None or form.scaled.block:
+    if decision.action is not Action.LOWER or form.scaled is None:
         return ()
     avals = [v.aval for v in eqn.invars]
     if any(map(ir.is_reduced, avals)):

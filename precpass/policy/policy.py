@@ -51,7 +51,7 @@ class PrecisionPolicy:
             float32 everywhere.
         parameters: the format in which you store parameters; `cast_to_param` casts to it. The pass
             itself never changes the dtype of an argument.
-        scaled: the format of 8 bits or fewer for eligible matrix products
+        scaled: the format of 8 bits for eligible matrix products
             (`precpass.planner.eligible`) that would run in bfloat16; None for none.
         scales: the values that share a scale in 8-bit products: "auto" is a row or column in int8
             and the whole array in float8, "row" is a row or column in both.
@@ -168,10 +168,10 @@ class PrecisionPolicy:
         return dataclasses.replace(self, results=results)
 
     def with_scaled(self, precision: Precision | str | None) -> PrecisionPolicy:
-        """Return this policy with eligible matrix products in 8 bits or fewer.
+        """Return this policy with eligible matrix products in 8 bits.
 
         Args:
-            precision: "f8e4m3", "f8e5m2", "int8", "mxfp8", "nvfp4", or None for bfloat16.
+            precision: "f8e4m3", "f8e5m2", "int8", or None for bfloat16.
 
         Examples:
             >>> from precpass import AutoMixedBf16

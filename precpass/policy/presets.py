@@ -109,8 +109,6 @@ BY_COMPUTE = {
     Precision.F8E4M3: AutoMixedF8,
     Precision.F8E5M2: AutoMixedF8.with_scaled("f8e5m2"),
     Precision.INT8: AutoMixedInt8,
-    Precision.MXFP8: AutoMixedBf16.with_scaled("mxfp8"),
-    Precision.NVFP4: AutoMixedBf16.with_scaled("nvfp4"),
     _F32: AlwaysF32,
     _F16: AutoMixedF16,
     _BF16: AutoMixedBf16,

@@ -28,7 +28,6 @@ from precpass import jaxpr as ir
 from precpass.plan.scaled_formats import ScaledFormats
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.precision import Precision
-from precpass.rewrite.block_scaled import block_product
 from precpass.rewrite.copies import quantized_copy
 from precpass.rewrite.cpu_kernels import needs_barriers, runnable
 from precpass.rewrite.dot_numbers import Numbers, batched, kept, transposed
@@ -366,25 +365,12 @@ def evaluated_with_carrier(
             made already.
     """
     if form.scaled is not None:
-        rounded_by = roundings(form.scaled, form.numbers, [x.aval for x in operands[:2]])
+        rounded_by = roundings(form.scaled, form.numbers)
         pairs = [
             made or quantized_copy(build, x, rounding)
             for x, rounding, made in zip(operands[:2], rounded_by, rounded, strict=True)
         ]
         return scaled_with_carrier(build, form, pairs, operands)
-    return _multiplied(build, form, low_operands, operands, aval, detached=detached)
-
-
-def _multiplied(
-    build: ir.Builder | ir.Direct,
-    form: Bilinear,
-    low_operands: Sequence[Any],
-    operands: Sequence[Any],
-    aval: ir.Aval = None,
-    *,
-    detached: bool = False,
-) -> Any:
-    """A product of 16 bits with its carrier, as for `evaluated_with_carrier`."""
     lhs, rhs, *rest = operands
     # JAX's transpose of a ragged dot takes no symbolic zero
     pinned, zeros = needs_barriers(form.low), form.is_ragged and not detached
@@ -411,13 +397,7 @@ def scaled_with_carrier(
     assert form.scaled is not None
     lhs, rhs, *rest = operands
     dtype = form.low if form.rounds else form.dtype
-    if form.scaled.by_units:
-        out = block_product(build, form.primitive, form.items, pairs, dtype, form.scaled.lhs)
-    elif form.scaled.lhs.block:
-        aval = aval and ir.with_dtype(aval, form.sums_in)
-        return _multiplied(build, form, [low for (low,) in pairs], operands, aval)
-    else:
-        out = scaled_product(build, form.primitive, form.items, pairs, dtype, aval)
+    out = scaled_product(build, form.primitive, form.items, pairs, dtype, aval)
     if dtype != form.dtype:
         out = build.convert(out, form.dtype)
     return build.carry(form, build.detach(out), lhs, rhs, rest)

@@ -64,9 +64,7 @@ def lowered(
         wide_outer=wide_outer,
     )
     if scaled is not None:
-        form = dataclasses.replace(
-            form, rounded=_shared(form, scaled, [v.aval for v in eqn.invars])
-        )
+        form = dataclasses.replace(form, rounded=_shared(form, scaled))
         pairs = zip(form.rounded, quantized_operands, strict=True)
         shared = [x for is_shared, pair in pairs if is_shared for x in pair]
         every = [*operands, *shared, *low_operands]
@@ -75,12 +73,12 @@ def lowered(
     return evaluated_with_carrier(build, form, low_operands, [*operands, *low_operands], aval)
 
 
-def _shared(form: Bilinear, scaled: ScaledFormats, avals: Sequence[ir.Aval]) -> tuple[bool, bool]:
+def _shared(form: Bilinear, scaled: ScaledFormats) -> tuple[bool, bool]:
     """For each operand, whether the other one's cotangent is made of its same 8 bits."""
     shared = [
         formats is not None and rounding == Rounding(formats.rhs, ()) and not formats.by_row
         for rounding, formats in zip(
-            roundings(scaled, form.numbers, avals), form.scaled_cotangents[::-1], strict=True
+            roundings(scaled, form.numbers), form.scaled_cotangents[::-1], strict=True
         )
     ]
     return shared[0], shared[1]

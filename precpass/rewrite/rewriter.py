@@ -364,7 +364,7 @@ def _exchanged(env: Env, eqn: ir.Eqn) -> Any:
 def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
     form = decision.product
     (lhs, rhs), (of_lhs, of_rhs) = form.recast_in_backward, form.low_cotangents
-    formats = functools.partial(scaled_formats, by_row=form.by_row, by_units=form.by_units)
+    formats = functools.partial(scaled_formats, by_row=form.by_row)
     scaled = form.scaled and formats(form.scaled, form.cotangent)
     backward = [
         formats(form.scaled, 0) if form.scaled and is_scaled else None
@@ -394,7 +394,7 @@ def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
 
 
 def _quantized(env: Env, eqn: ir.Eqn, scaled: ScaledFormats) -> list[Any]:
-    each = roundings(scaled, ir.dot_numbers(eqn), [v.aval for v in eqn.invars])
+    each = roundings(scaled, ir.dot_numbers(eqn))
     return [env.quantized_copy(v, rounding) for v, rounding in zip(eqn.invars, each, strict=True)]
 
 

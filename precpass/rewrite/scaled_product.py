@@ -25,7 +25,6 @@ from jax import lax
 from precpass import jaxpr as ir
 from precpass.plan.scaled_formats import ScaledFormats
 from precpass.policy.precision import Precision
-from precpass.rewrite.block_scaled import BlockRounding
 from precpass.rewrite.cpu_kernels import runnable
 from precpass.rewrite.dot_numbers import Numbers, kept
 from precpass.rewrite.scales import SMALLEST, power_of_two_scale, result_dims, spread
@@ -41,22 +40,14 @@ __all__ = [
 ]
 
 
-def roundings(
-    formats: ScaledFormats, numbers: Numbers, avals: Sequence[ir.Aval]
-) -> list[Rounding | BlockRounding]:
+def roundings(formats: ScaledFormats, numbers: Numbers) -> list[Rounding]:
     """How each operand of a dot is rounded.
 
     Args:
         formats: of the scaled product.
         numbers: the dot's dimension numbers.
-        avals: the types of its operands.
     """
     pair = formats.lhs, formats.rhs
-    if formats.lhs.block:
-        at = ir.block_position(numbers, avals, formats.lhs.block)
-        assert at is not None, "the planner scales no other products"
-        pairs = zip(pair, numbers[0], strict=True)
-        return [BlockRounding(p, (summed[at],), formats.by_units) for p, summed in pairs]
     return [Rounding(p, dims) for p, dims in zip(pair, formats.shared(numbers[0]), strict=True)]
 
 

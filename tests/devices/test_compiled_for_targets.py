@@ -617,41 +617,6 @@ def test_weights_of_eight_bits_are_stored_as_a_gpu_multiplies_them():
     assert ran("-c", READY).splitlines() == ["0 2", "0 2"]
 
 
-MICRO_SCALED = """
-import jax, jax.numpy as jnp, precpass as pp
-
-def loss(ws, x):
-    for w in ws:
-        x = jax.nn.relu(x @ w)
-    return x.sum()
-
-shapes = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4
-for fn in (loss, jax.grad(loss)):
-    found = pp.audit(fn, {precision!r}, target={target!r})(shapes, shapes[0])
-    calls = sum(k.runs for k in found.traffic.products if "blockScaledDot" in k.call)
-    print(found.as_planned, found.products, calls)
-    print(*sorted({{" x ".join(k.operands) for k in found.traffic.products}}))
-"""
-
-
-@pytest.mark.release
-@pytest.mark.parametrize(
-    ("target", "precision", "calls", "formats"),
-    [
-        ("b200", "mxfp8", (2, 6), "bf16 x bf16 f8e4m3fn x f8e4m3fn"),
-        ("b200", "nvfp4", (2, 2), "bf16 x bf16 f4e2m1fn x f4e2m1fn"),
-        ("h100", "mxfp8", (0, 0), "bf16 x bf16"),
-    ],
-)
-def test_micro_scaled_products_are_calls_of_the_units_where_a_device_has_them(
-    target: str, precision: str, calls: tuple[int, int], formats: str
-):
-    """The first and the last layer have 16 bits, and so have the derivatives of nvfp4."""
-    lines = ran("-c", MICRO_SCALED.format(target=target, precision=precision)).splitlines()
-    forward, backward = calls
-    assert lines == [f"4 4 {forward}", formats, f"11 11 {backward}", formats]
-
-
 EIGHT_BITS_IN_LOOPS = """
 import re
 import jax, jax.numpy as jnp, precpass as pp

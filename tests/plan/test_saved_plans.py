@@ -352,6 +352,17 @@ def test_a_damaged_file_is_an_error(change, tmp_path):
         pp.Plan.load(tmp_path / "x.json")
 
 
+@pytest.mark.parametrize("former", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("where", ["equations", "policy"])
+def test_a_format_that_is_no_longer_supported_is_an_error(former, where, tmp_path):
+    pp.inspect(scoped)(X, W).plan.save(tmp_path / "x.json")
+    whole = json.loads((tmp_path / "x.json").read_text())
+    whole[where] |= {"equations": {"a|b|c": former}, "policy": {"scaled": former}}[where]
+    (tmp_path / "x.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match=f"{former} is no longer supported: use 'f8e4m3' or"):
+        pp.Plan.load(tmp_path / "x.json")
+
+
 def test_a_file_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         pp.Plan.load(tmp_path / "none.json")

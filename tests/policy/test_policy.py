@@ -434,6 +434,26 @@ def test_float64_products_are_refused():
 BAD_PRECISIONS = [None, "quarter", "int32", np.uint8, 3, ml_dtypes.float8_e3m4, "float8_e8m0fnu"]
 
 
+@pytest.mark.parametrize("former", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "take",
+    [
+        PrecisionPolicy.parse,
+        lambda former: PrecisionPolicy.parse(f"c={former}"),
+        AutoMixedBf16.with_scaled,
+        lambda former: Rule(primitive="dot_general", precision=former),
+        lambda former: PrecisionPolicy.from_dict({"policy": former}),
+        lambda former: PrecisionPolicy.from_dict({"scaled": former}),
+        lambda former: PrecisionPolicy.from_dict({"rules": [{"scope": "a", "precision": former}]}),
+        lambda former: pp.keep(former).__enter__(),
+        lambda former: pp.compare(np.tanh, [former])(1.0),
+    ],
+)
+def test_a_format_with_scales_of_blocks_is_refused_wherever_one_is_taken(take, former):
+    said = [f"{former} is no longer supported: use 'f8e4m3' or 'int8'", "bf16", "int8"]
+    refused(ValueError, former, said, take, former)
+
+
 @pytest.mark.parametrize("bad", BAD_PRECISIONS, ids=stable_id)
 @pytest.mark.parametrize(
     "take",
