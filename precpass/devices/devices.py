@@ -54,8 +54,8 @@ class Device:
         """
         if precision is Precision.F64:
             raise ValueError("devices have figures for f32, bf16, f16 and 8 bits: not for f64")
-        is_float8 = precision in (Precision.F8E4M3, Precision.F8E5M2)
-        return cast(float, getattr(self, "f8" if is_float8 else str(precision)))
+        name = "f8" if precision is Precision.F8E4M3 else str(precision)
+        return cast(float, getattr(self, name))
 
     def __str__(self) -> str:
         if self.is_known:

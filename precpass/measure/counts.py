@@ -42,8 +42,8 @@ class Counts:
         result_bytes: format -> bytes of the results of equations in it. XLA does not store those
             that it fuses.
 
-    The formats are "f64", "f32", "bf16", "f16", "f8e4m3", "f8e5m2", of scaled products "int8",
-    or for others the dtype's name.
+    The formats are "f64", "f32", "bf16", "f16", "f8e4m3", "f8e5m2", of scaled products "int8", or
+    for others the dtype's name.
     """
 
     products: int
@@ -72,9 +72,13 @@ class Counts:
 
 LOW_FORMATS = frozenset(str(p) for p in FORMATS if p.is_low)
 """The formats of 16 bits, by their names in plans and counts."""
-_EIGHT_BITS = {p.dtype: str(p) for p in Precision if p.is_scaled}
+# The pass has no E5M2, and flax's float8 layers have.
+_EIGHT_BITS = {
+    **{p.dtype: str(p) for p in Precision if p.is_scaled},
+    jnp.dtype(jnp.float8_e5m2): "f8e5m2",
+}
 EIGHT_BITS = frozenset(_EIGHT_BITS.values())
-"""The formats of scaled products, by their names in plans and counts."""
+"""The formats of 8 bits, by their names in plans and counts."""
 
 
 def count(jaxpr: ir.Jaxpr | Graph) -> Counts:

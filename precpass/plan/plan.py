@@ -71,8 +71,6 @@ class ProductForm(NamedTuple):
         low_cotangents: for each operand, whether the dot that computes its cotangent rounds it to
             16 bits.
         scaled: the format of 8 bits in which it multiplies (`precpass.rewrite.scaled_product`).
-        cotangent: which operand of a scaled product is a cotangent; None for neither.
-        by_row: whether its float8 operands have a scale for each row or column. int8 always does.
         scaled_cotangents: for each operand, whether the product for its cotangent is scaled.
         wide_outer: whether a cotangent that is an outer product, and so sums over one term, is
             computed in float32. A preset leaves such products in float32.
@@ -83,8 +81,6 @@ class ProductForm(NamedTuple):
     low_result: bool = False
     low_cotangents: tuple[bool, bool] = (False, False)
     scaled: Precision | None = None
-    cotangent: int | None = None
-    by_row: bool = False
     scaled_cotangents: tuple[bool, bool] = (True, True)
     wide_outer: bool = False
 

@@ -298,11 +298,8 @@ class Planner:
             device = self._peaks or self._platform.upper()
             why = reasons.RUNS_AS(decision.reason, scaled, str(device), "an emulation of it")
             decision = dataclasses.replace(decision, reason=why)
-        form = decision.product._replace(
-            cotangent=self._eligible.cotangent_side(body, eqn),
-            by_row=self.policy.scales == "row",
-            scaled_cotangents=self._scaled_cotangents(body, eqn, scaled),
-        )
+        scaled_cotangents = self._scaled_cotangents(body, eqn, scaled)
+        form = decision.product._replace(scaled_cotangents=scaled_cotangents)
         return dataclasses.replace(decision, product=form)
 
     def _is_emulated(self, scaled: Precision) -> bool:

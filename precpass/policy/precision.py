@@ -19,17 +19,15 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 _SCALED: dict[str, np.dtype[Any]] = {
     # Micikevicius et al., "FP8 Formats for Deep Learning" (2022); without infinities.
     "f8e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "f8e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "int8": np.dtype(np.int8),
 }
 """The dtypes of 8 bits that scaled products multiply."""
-_FORMER = ("mxfp8", "nvfp4", "fp4", "float4_e2m1fn")
-"""Names of the formats with a scale for each block, which are no longer supported."""
+_FORMER = ("mxfp8", "nvfp4", "fp4", "float4_e2m1fn", "f8e5m2", "e5m2", "float8_e5m2")
+"""Names of formats that are no longer supported, most of which have a scale for each block."""
 _OTHER_NAMES = {
     "half": "f16",
     "full": "f32",
     **dict.fromkeys(("f8", "fp8", "float8", "e4m3", "float8_e4m3"), "f8e4m3"),
-    "e5m2": "f8e5m2",
     **dict.fromkeys(("i8", "w8a8"), "int8"),
 }
 
@@ -72,10 +70,9 @@ class Precision(enum.Enum):
     inside. "f32" leaves that to JAX's default, which is TF32 on an NVIDIA GPU and one pass of
     bfloat16 on a TPU.
 
-    F8E4M3, F8E5M2 and INT8 apply to matrix products only, too (`is_scaled`): a scaled product
-    divides its operands by scales, rounds them to 8 bits, multiplies them, and multiplies the
-    result by the scales. F8E5M2 has E4M3 operands in the forward pass, and its cotangents in E5M2.
-    The code around a scaled product runs as under bfloat16.
+    F8E4M3 and INT8 apply to matrix products only, too (`is_scaled`): a scaled product divides its
+    operands by scales, rounds them to 8 bits, multiplies them, and multiplies the result by the
+    scales. The code around a scaled product runs as under bfloat16.
 
     Examples:
         >>> Precision.parse("bf16").dtype
@@ -99,7 +96,6 @@ class Precision(enum.Enum):
     BF16X3 = "bf16x3"
     TF32 = "tf32"
     F8E4M3 = "f8e4m3"
-    F8E5M2 = "f8e5m2"
     INT8 = "int8"
 
     dtype: np.dtype[Any]
@@ -120,6 +116,8 @@ class Precision(enum.Enum):
     needs no casts."""
     is_scaled: bool
     """Whether it has 8 bits. Only the operands of scaled products use it."""
+    by_row: bool
+    """Whether each row of a left operand, and each column of a right one, has its own scale."""
     is_forward_only: bool
     """Whether the derivatives of its products use matrix products in bfloat16."""
 
@@ -127,7 +125,7 @@ class Precision(enum.Enum):
         multiplication = _MULTIPLICATIONS.get(name)
         self.is_multiplication = multiplication is not None
         self.is_scaled = name in _SCALED
-        self.is_forward_only = name == "int8"
+        self.by_row = self.is_forward_only = name == "int8"
         self.dtype = (_DTYPES | _SCALED)["f32" if multiplication else name]
         self.is_low = self.dtype.itemsize == 2
         if self.dtype == np.int8:

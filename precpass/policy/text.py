@@ -186,8 +186,6 @@ def as_code(policy: PrecisionPolicy) -> str:
         text += f".with_profitability({policy.profitability!r})"
     if policy.results != "auto":
         text += f".with_results({policy.results!r})"
-    if policy.scales != "auto":
-        text += f".with_scales({policy.scales!r})"
     if policy.weight_gradients is not None:
         text += f".with_weight_gradients({str(policy.weight_gradients)!r})"
     if policy.rules:

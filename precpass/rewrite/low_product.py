@@ -25,7 +25,6 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.plan.scaled_formats import ScaledFormats
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.precision import Precision
 from precpass.rewrite.copies import quantized_copy
@@ -34,8 +33,6 @@ from precpass.rewrite.dot_numbers import Numbers, batched, kept, transposed
 from precpass.rewrite.scaled_product import as_bits, from_bits, roundings, scaled_product
 
 __all__ = ["Bilinear", "evaluated_with_carrier", "scaled_with_carrier"]
-
-_Backward = tuple[ScaledFormats | None, ScaledFormats | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +56,8 @@ class Bilinear(ir.Form):
         rounded: for each operand, whether its 8 bits and their scale are among the carrier's
             operands, behind those that the equation itself reads. The product that makes the other
             operand's cotangent reads them.
-        scaled: the formats of a scaled product; its `low` format is that of what surrounds it.
-        scaled_cotangents: for each operand the formats of the scaled product of a cotangent and the
+        scaled: the format of a scaled product; its `low` format is that of what surrounds it.
+        scaled_cotangents: for each operand the format of the scaled product of a cotangent and the
             other operand, which makes its cotangent; None for a product of 16 bits.
         wide_outer: as in `ProductForm`.
     """
@@ -76,12 +73,12 @@ class Bilinear(ir.Form):
     rounds: bool = False
     low_cotangents: tuple[bool, bool] = (False, False)
     rounded: tuple[bool, bool] = (False, False)
-    scaled: ScaledFormats | None = None
-    scaled_cotangents: _Backward = (None, None)
+    scaled: Precision | None = None
+    scaled_cotangents: tuple[Precision | None, Precision | None] = (None, None)
     wide_outer: bool = False
 
     def __str__(self) -> str:
-        return f"{self.primitive.name} in {self.scaled.lhs if self.scaled else self.low.name}"
+        return f"{self.primitive.name} in {self.scaled or self.low.name}"
 
     @property
     def is_dot(self) -> bool:
@@ -220,9 +217,8 @@ class Bilinear(ir.Form):
         like = self.with_numbers(dot.numbers, ir.sharding_before(aval, dot.order))
         # A cotangent may be the gradient that leaves the program, which is not rounded.
         rounds, never = self.low_cotangents[side], (False, False)
-        formats = self.scaled_cotangents[side]
-        scaled = formats if formats is None or dot.side == 0 else formats.exchanged()
-        shared = self._rounded_operand(rest, 1 - side) if formats else None
+        scaled = self.scaled_cotangents[side]
+        shared = self._rounded_operand(rest, 1 - side) if scaled else None
         shared = shared and [from_bits(shared[0]), shared[1]]
         form = dataclasses.replace(
             like.bare(),

@@ -558,7 +558,7 @@ def loss(ws, x):
     return jnp.square(x).sum()
 
 args = [jnp.ones((512, 512))] * 4, jnp.ones((512, 512))
-for fn, policy in ((loss, "int8"), (jax.grad(loss), "f8"), (jax.grad(loss), "f8e5m2")):
+for fn, policy in ((loss, "int8"), (jax.grad(loss), "f8")):
     found = pp.audit(fn, policy, target={target!r})(*args)
     kinds = sorted({{" x ".join(p.operands) for p in found.traffic.products}})
     print(found.as_planned, found.products, ", ".join(kinds))
@@ -566,25 +566,21 @@ for fn, policy in ((loss, "int8"), (jax.grad(loss), "f8"), (jax.grad(loss), "f8e
 
 
 @pytest.mark.parametrize(
-    ("target", "as_planned", "kinds"),
+    ("target", "as_planned", "kind"),
     [
-        (
-            "h100",
-            ["4 4", "11 11", "11 11"],
-            ["f8e4m3fn x f8e4m3fn", "f8e4m3fn x f8e5m2"],
-        ),
+        ("h100", ["4 4", "11 11"], "f8e4m3fn x f8e4m3fn"),
         # An A100 multiplies int8, and has no float8.
-        ("a100", ["4 4", "5 11", "5 11"], ["f16 x f16", "f16 x f16"]),
-        ("tpu v5e", ["4 4", "11 11", "11 11"], ["f8e4m3fn x f8e4m3fn", "f8e4m3fn x f8e5m2"]),
+        ("a100", ["4 4", "5 11"], "f16 x f16"),
+        ("tpu v5e", ["4 4", "11 11"], "f8e4m3fn x f8e4m3fn"),
     ],
 )
 def test_products_of_eight_bits_are_such_in_the_compiled_program(
-    target: str, as_planned: list[str], kinds: list[str]
+    target: str, as_planned: list[str], kind: str
 ):
     lines = ran("-c", EIGHT_BITS.format(target=target)).splitlines()
     assert [" ".join(line.split()[:2]) for line in lines] == as_planned
     assert "bf16 x bf16, s8 x s8" in lines[0]
-    assert all(kind in line for kind, line in zip(kinds, lines[1:], strict=True))
+    assert kind in lines[1]
 
 
 READY = """

@@ -17,7 +17,7 @@ from tests.support.values import normal_array, rel_error
 
 N = 128
 W, X = normal_array(1, N, N) / 8, normal_array(2, N, N)
-each_precision = pytest.mark.parametrize("precision", ["int8", "f8e4m3", "f8e5m2"])
+each_precision = pytest.mark.parametrize("precision", ["int8", "f8e4m3"])
 MOST = 0.06
 """The largest error of one product."""
 
@@ -159,10 +159,10 @@ def test_both_compositions_multiply_the_same_products_of_a_checkpoint_in_8_bits(
     def loss(ws, x):
         return jnp.square(model(ws, x)).mean()
 
-    inside = formats(pp.auto_mixed(jax.grad(loss), "f8e5m2"), ws, x)
-    assert inside == formats(jax.grad(pp.auto_mixed(loss, "f8e5m2")), ws, x)
-    assert inside["float8_e4m3fn/float8_e5m2"] == 4  # two products' cotangents, read twice each
-    assert inside["float8_e4m3fn/float8_e4m3fn"] == 4  # two products, computed twice
+    inside = formats(pp.auto_mixed(jax.grad(loss), "f8"), ws, x)
+    assert inside == formats(jax.grad(pp.auto_mixed(loss, "f8")), ws, x)
+    # two products, computed twice, and as many with their cotangents, read twice each
+    assert inside["float8_e4m3fn/float8_e4m3fn"] == 8
 
 
 @pytest.mark.release(keep=1)
