@@ -42,7 +42,7 @@ def flops(eqn: ir.Eqn) -> float:
     """
     kind = op(eqn.primitive.name).kind
     out = element_count(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0.0
-    if kind is OpKind.COMPUTE or ir.block_format(eqn):
+    if kind is OpKind.COMPUTE:
         parts = sum(np.issubdtype(v.aval.dtype, np.complexfloating) for v in eqn.invars[:2])
         terms = out * _contracted(eqn) / ir.lhs_dilation(eqn)
         return 2.0**parts * 2.0 * terms

@@ -27,7 +27,6 @@ class Device:
         f32, bf16, f16: FLOP/s of matrix products with operands of a format, at JAX's default
             precision: TF32 passes on NVIDIA's, one bfloat16 pass on a TPU.
         f8, int8: the same for operands of 8 bits; what runs instead where XLA widens them.
-        mxfp8, nvfp4: the same for micro-scaled formats; without units for them, bfloat16's figure.
         bandwidth: of its memory, in bytes/s.
         sources: the sources of all figures.
         kind: JAX's name for the present device; "" in the table.
@@ -42,8 +41,6 @@ class Device:
     f16: float
     f8: float
     int8: float
-    mxfp8: float
-    nvfp4: float
     bandwidth: float
     sources: tuple[Source, ...]
     kind: str = ""
@@ -57,8 +54,8 @@ class Device:
         """
         if precision is Precision.F64:
             raise ValueError("devices have figures for f32, bf16, f16 and 8 bits: not for f64")
-        is_float8 = precision in (Precision.F8E4M3, Precision.F8E5M2)
-        return cast(float, getattr(self, "f8" if is_float8 else str(precision)))
+        name = "f8" if precision is Precision.F8E4M3 else str(precision)
+        return cast(float, getattr(self, name))
 
     def __str__(self) -> str:
         if self.is_known:
@@ -83,7 +80,6 @@ _TWICE = (
     "bfloat16; without AMX one of 2048 cubed takes 1.25 and 0.52 of bfloat16's time in int8"
 )
 _WIDENS_8 = "assumed: XLA widens the operands to bfloat16"
-_IN_BF16 = "no units: the rounded operands are multiplied in bfloat16"
 _NO_FLOAT16 = "assumed: as fast as bfloat16, as no figure is published"
 
 
@@ -93,7 +89,6 @@ def _cpu(name: str, kinds: tuple[str, ...], bf16: float, *more: Source, int8: fl
         *more,
         Source(("f16",), _WIDENS, "2026-11-22"),
         Source(("f8",), _EMULATED, "2026-11-26"),
-        Source(("mxfp8", "nvfp4"), _IN_BF16, "2026-11-26"),
     )
     return Device(
         name,
@@ -104,8 +99,6 @@ def _cpu(name: str, kinds: tuple[str, ...], bf16: float, *more: Source, int8: fl
         f16=155e9,
         f8=155e9,
         int8=int8,
-        mxfp8=bf16,
-        nvfp4=bf16,
         bandwidth=4e9,
         sources=sources,
     )
@@ -118,11 +111,10 @@ def _accelerator(peaks: Peaks) -> Device:
     sources = [peaks.source_of(origin)._replace(figures=(f,)) for f, origin in origins.items()]
     if peaks.f16 is None:
         sources[2] = Source(("f16",), _NO_FLOAT16, "2026-11")
-    for name in ("f8", "int8", "mxfp8", "nvfp4"):
+    for name in ("f8", "int8"):
         has = getattr(peaks, name) is not None
         found = peaks.source_of(name)._replace(figures=(name,))
-        instead = _IN_BF16 if name in ("mxfp8", "nvfp4") else _WIDENS_8
-        sources.append(found if has else Source((name,), instead, "2026-11-26"))
+        sources.append(found if has else Source((name,), _WIDENS_8, "2026-11-26"))
     return Device(
         peaks.name,
         peaks.platform,
@@ -132,8 +124,6 @@ def _accelerator(peaks: Peaks) -> Device:
         f16=peaks.f16 or peaks.bf16,
         f8=peaks.f8 or peaks.bf16,
         int8=peaks.int8 or peaks.bf16,
-        mxfp8=peaks.mxfp8 or peaks.bf16,
-        nvfp4=peaks.nvfp4 or peaks.bf16,
         bandwidth=peaks.bandwidth,
         sources=tuple(sources),
     )

@@ -58,7 +58,6 @@ class Peaks:
         sources: the sources of the figures.
         f8, int8: the same for operands of 8 bits; None if XLA widens them to 16 bits, so that no
             unit for 8 bits is used.
-        mxfp8, nvfp4: the same for operands in micro-scaled formats; None without units for them.
     """
 
     name: str
@@ -75,8 +74,6 @@ class Peaks:
     sources: tuple[Source, ...]
     f8: float | None = None
     int8: float | None = None
-    mxfp8: float | None = None
-    nvfp4: float | None = None
 
     def flops(self, name: str, asked: str = "default") -> float | None:
         """Return the FLOP/s of matrix products; None if nothing is published.
@@ -113,7 +110,7 @@ class Peaks:
         return self.name
 
 
-_FORMS = ("f64", "f32", "tf32", "bf16", "f16", "f8", "int8", "mxfp8", "nvfp4")
+_FORMS = ("f64", "f32", "tf32", "bf16", "f16", "f8", "int8")
 
 
 def peaks_of(names: str | Iterable[str]) -> tuple[Peaks, ...]:
@@ -287,8 +284,6 @@ PEAKS: tuple[Peaks, ...] = (
         sources=(_BLACKWELL,),
         f8=4.5e15,
         int8=4.5e15,
-        mxfp8=4.5e15,
-        nvfp4=9e15,
     ),
     Peaks(
         "AMD Instinct MI300X",

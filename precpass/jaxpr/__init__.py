@@ -62,7 +62,6 @@ from precpass.jaxpr.custom_rules import Rewrite, has_rules, with_rewritten_rules
 from precpass.jaxpr.dequantizing import dequantized_inside
 from precpass.jaxpr.direct import Direct
 from precpass.jaxpr.dots import (
-    block_position,
     dot_numbers,
     exchanged,
     exchanged_order,
@@ -77,7 +76,6 @@ from precpass.jaxpr.instrument import Look, Place, Ran
 from precpass.jaxpr.instrument_bodies import rows_of, watched
 from precpass.jaxpr.loops import UNBOUNDED, has_loops, with_bounded_loops
 from precpass.jaxpr.opaque import Contents, contents_of
-from precpass.jaxpr.primitives.block_product import block_format, block_product
 from precpass.jaxpr.primitives.carrier import Form, carry, detach, is_detach, pin
 from precpass.jaxpr.primitives.dequantized import QuantizedArray, dequantized_from
 from precpass.jaxpr.primitives.float64 import float64, in_x64, is_float64
@@ -204,9 +202,6 @@ __all__ = [
     "bind",
     "bind_shard_map",
     "bits",
-    "block_format",
-    "block_position",
-    "block_product",
     "bodies",
     "border_copy_aval",
     "called_from",

@@ -11,12 +11,11 @@ import numpy as np
 
 from precpass.jaxpr.binding import trace
 from precpass.jaxpr.reading import has_algorithm, out_avals
-from precpass.jaxpr.shardings import local_shape, permuted
+from precpass.jaxpr.shardings import permuted
 from precpass.jaxpr.types import Aval, Eqn, Jaxpr
 from precpass.policy.precision import Precision
 
 __all__ = [
-    "block_position",
     "dot_numbers",
     "exchanged",
     "exchanged_order",
@@ -34,30 +33,6 @@ transpose_p, _dot_p = jex.primitives.transpose_p, jex.primitives.dot_general_p
 def dot_numbers(eqn: Eqn) -> Any:
     """The dimension numbers of a `dot_general`; None for any other equation."""
     return eqn.params["dimension_numbers"] if eqn.primitive is _dot_p else None
-
-
-def block_position(numbers: Any, avals: Sequence[Aval], block: int) -> int | None:
-    """The last position among a dot's summed dimensions that consists of whole blocks.
-
-    It does so on each device, as far as types say how the operands are sharded, and its size is
-    known.
-
-    Args:
-        numbers: the dot's dimension numbers.
-        avals: the types of its operands.
-        block: the size of a block.
-
-    Returns:
-        The position in each operand's list of summed dimensions; None if there is none.
-    """
-    shapes = [local_shape(aval) for aval in avals]
-    pairs = [(shapes[0][a], shapes[1][b]) for a, b in zip(*numbers[0], strict=True)]
-    whole = [
-        at
-        for at, sizes in enumerate(pairs)
-        if all(isinstance(n, int) and n % block == 0 for n in sizes)
-    ]
-    return whole[-1] if whole else None
 
 
 def permutation(eqn: Eqn) -> tuple[int, ...] | None:

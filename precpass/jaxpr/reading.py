@@ -251,8 +251,7 @@ def summed_and_batch(eqn: Eqn) -> tuple[Any, Any] | None:
     if ragged is not None:
         summed, (left, right) = ragged.dot_dimension_numbers
         return summed, (left, (*right, *ragged.rhs_group_dimensions))
-    is_dot = eqn.primitive.name in ("dot_general", "precpass_block_product")
-    return eqn.params["dimension_numbers"] if is_dot else None
+    return eqn.params["dimension_numbers"] if eqn.primitive.name == "dot_general" else None
 
 
 def kernel_features(eqn: Eqn) -> tuple[Any, Any]:

@@ -16,7 +16,6 @@ __all__ = [
     "is_reduced",
     "is_sharded_by_type",
     "is_unreduced",
-    "local_shape",
     "permuted",
     "resharded_along",
     "resharded_to",
@@ -62,19 +61,6 @@ def shards(aval: Aval) -> int:
     parts = () if spec is None else spec.partitions
     axes = [axis for part in parts for axis in (part if isinstance(part, tuple) else (part,))]
     return math.prod(_mesh_of(aval).shape[axis] for axis in axes if isinstance(axis, str))
-
-
-def local_shape(aval: Aval) -> tuple[Any, ...]:
-    """The shape of a value on each device, as far as its type says how it is sharded."""
-    spec, shape = _spec_of(aval), tuple(aval.shape)
-    if spec is None:
-        return shape
-    counts, local = _mesh_of(aval).shape, list[Any]()
-    for size, part in zip(shape, (*spec.partitions, *[None] * len(shape)), strict=False):
-        axes = part if isinstance(part, tuple) else (part,)
-        count = math.prod(counts[axis] for axis in axes if isinstance(axis, str))
-        local.append(size // count if count > 1 else size)
-    return tuple(local)
 
 
 def permuted(sharding: Any, order: Sequence[int]) -> Any:

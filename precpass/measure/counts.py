@@ -42,8 +42,8 @@ class Counts:
         result_bytes: format -> bytes of the results of equations in it. XLA does not store those
             that it fuses.
 
-    The formats are "f64", "f32", "bf16", "f16", "f8e4m3", "f8e5m2", of scaled products "int8",
-    "mxfp8" and "nvfp4", or for others the dtype's name.
+    The formats are "f64", "f32", "bf16", "f16", "f8e4m3", "f8e5m2", of scaled products "int8", or
+    for others the dtype's name.
     """
 
     products: int
@@ -72,9 +72,13 @@ class Counts:
 
 LOW_FORMATS = frozenset(str(p) for p in FORMATS if p.is_low)
 """The formats of 16 bits, by their names in plans and counts."""
-_EIGHT_BITS = {p.dtype: str(p) for p in Precision if p.is_scaled and not p.block}
-EIGHT_BITS = frozenset(str(p) for p in Precision if p.is_scaled)
-"""The formats of scaled products, by their names in plans and counts."""
+# The pass has no E5M2, and flax's float8 layers have.
+_EIGHT_BITS = {
+    **{p.dtype: str(p) for p in Precision if p.is_scaled},
+    jnp.dtype(jnp.float8_e5m2): "f8e5m2",
+}
+EIGHT_BITS = frozenset(_EIGHT_BITS.values())
+"""The formats of 8 bits, by their names in plans and counts."""
 
 
 def count(jaxpr: ir.Jaxpr | Graph) -> Counts:
@@ -140,12 +144,11 @@ class _Tally:
                 self.cast_bytes += calls * nbytes(result_avals[0])
             return
         is_product = op(eqn.primitive.name).kind is OpKind.COMPUTE and is_matrix_product(eqn)
-        if block_format := ir.block_format(eqn):
-            self._narrow(block_format, calls * flops)
-            return
         eight_bits = {_EIGHT_BITS.get(v.aval.dtype) for v in eqn.invars[:2]} if is_product else ()
         if eight_bits and None not in eight_bits:
-            self._narrow(max(map(str, eight_bits)), calls * flops)
+            self.products, self.low = self.products + 1, self.low + 1
+            name = max(map(str, eight_bits))
+            self.flops[name] = self.flops.get(name, 0.0) + calls * flops
             return
         if not (operands or result_avals):
             return
@@ -155,11 +158,6 @@ class _Tally:
             self.marked += ir.has_algorithm(eqn)
         name = format_of(max(operands or result_avals[:1], key=lambda aval: aval.dtype.itemsize))
         self.flops[name] = self.flops.get(name, 0.0) + calls * flops
-
-    def _narrow(self, name: str, flops: float) -> None:
-        """Counts a product of 8 bits or fewer."""
-        self.products, self.low = self.products + 1, self.low + 1
-        self.flops[name] = self.flops.get(name, 0.0) + flops
 
 
 def format_of(aval: ir.Aval) -> str:

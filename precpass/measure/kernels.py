@@ -165,8 +165,7 @@ class Stretch:
         if _is_fused(eqn):
             return self._fused(eqn, reads, sizes)
         kind = op(name).kind
-        is_opaque = kind is OpKind.BOUNDARY and not ir.block_format(eqn)
-        if is_opaque and any(sizes) and not ir.effects_of(eqn):
+        if kind is OpKind.BOUNDARY and any(sizes) and not ir.effects_of(eqn):
             self.by_bytes.add(name)
         elif kind is OpKind.COMPUTE and not _has_counted_flops(eqn):
             self.by_bytes.add(f"{name} of integers")
@@ -288,7 +287,7 @@ def _kernel(eqn: ir.Eqn, moved: float) -> Kernel:
 def _has_counted_flops(eqn: ir.Eqn) -> bool:
     """Whether an equation is a product of floating-point or complex numbers, or of int8."""
     if op(eqn.primitive.name).kind is not OpKind.COMPUTE:
-        return bool(ir.block_format(eqn))
+        return False
     dtypes = [v.aval.dtype for v in eqn.invars[:2]]
     return any(jnp.issubdtype(d, jnp.inexact) for d in dtypes) or set(dtypes) == {_INT8}
 

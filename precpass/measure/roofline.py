@@ -88,8 +88,6 @@ def _peak(kernel: Kernel, peaks: Peaks) -> float | None:
 
 def _format(eqn: ir.Eqn) -> str:
     """The format of a product, which is that of its wider operand."""
-    if block_format := ir.block_format(eqn):
-        return block_format
     widest = max((v.aval for v in eqn.invars[:2]), key=lambda aval: aval.dtype.itemsize)
     return format_of(widest) or str(widest.dtype)
 

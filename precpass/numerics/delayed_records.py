@@ -15,7 +15,7 @@ from precpass.policy.precision import Precision
 
 __all__ = ["LARGEST", "LOST", "PRECISIONS", "LostValues", "room_above"]
 
-PRECISIONS = {p.dtype: p for p in Precision if p.is_scaled and not p.block}
+PRECISIONS = {p.dtype: p for p in Precision if p.is_scaled}
 """The formats of 8 bits, by their dtypes."""
 
 

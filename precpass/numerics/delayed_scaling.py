@@ -175,7 +175,7 @@ class DelayedScaling(Generic[P, R]):
         if not scales.places:
             warnings.warn(
                 f"delayed_scaling: {getattr(self, '__name__', 'the function')} has no products "
-                "in int8, f8e4m3 or f8e5m2 here: explain says why",
+                "in int8 or f8e4m3 here: explain says why",
                 PrecisionWarning,
                 stacklevel=2,
             )

@@ -91,11 +91,6 @@ def quantized(
     asked = [p for p in (parsed.scaled, *asked) if p is not None and p.is_scaled]
     if not asked:
         raise ValueError(f"{parsed.name} multiplies nothing in 8 bits: take AutoMixedInt8")
-    if all(p.block for p in asked):
-        raise ValueError(
-            f"quantized: operands in {asked[0]} have a scale for each block, and are rounded in "
-            "each call: take a policy with 'int8', 'f8e4m3' or 'f8e5m2'"
-        )
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
         if not 0 <= argnums < len(args):

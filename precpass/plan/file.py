@@ -188,7 +188,6 @@ def policy_data(policy: PrecisionPolicy) -> dict[str, Any]:
         "results": policy.results,
         "parameters": str(policy.parameters),
         "scaled": None if policy.scaled is None else str(policy.scaled),
-        "scales": policy.scales,
         "weight_gradients": None if policy.weight_gradients is None else "bf16",
         "rules_left_out": left_out,
     }
@@ -209,8 +208,9 @@ def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
         # Files that are older than these options lack them.
         profitability=saved_profitability(whole.get("profitability", "always")),
     ).with_results(whole.get("results", "auto"))
-    policy = policy.with_parameters(whole.get("parameters", "f32"))
-    policy = policy.with_scaled(whole.get("scaled")).with_scales(whole.get("scales", "auto"))
+    policy = policy.with_parameters(whole.get("parameters", "f32")).with_scaled(whole.get("scaled"))
+    if whole.get("scales", "auto") != "auto":
+        raise ValueError("float8 with a scale for each row is no longer supported: use 'int8'")
     return policy.with_weight_gradients(whole.get("weight_gradients"))
 
 

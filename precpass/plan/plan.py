@@ -70,13 +70,7 @@ class ProductForm(NamedTuple):
         low_result: whether its kernel rounds its result to the 16-bit format of its operands.
         low_cotangents: for each operand, whether the dot that computes its cotangent rounds it to
             16 bits.
-        scaled: the format of 8 bits or fewer in which it multiplies
-            (`precpass.rewrite.scaled_product`).
-        cotangent: which operand of a scaled product is a cotangent; None for neither.
-        by_row: whether its float8 operands have a scale for each row or column. int8 always does.
-        by_units: whether the planned device has units for its micro-scaled format. Otherwise the
-            operands are rounded to that format and multiplied in bfloat16, which represents them
-            exactly.
+        scaled: the format of 8 bits in which it multiplies (`precpass.rewrite.scaled_product`).
         scaled_cotangents: for each operand, whether the product for its cotangent is scaled.
         wide_outer: whether a cotangent that is an outer product, and so sums over one term, is
             computed in float32. A preset leaves such products in float32.
@@ -87,9 +81,6 @@ class ProductForm(NamedTuple):
     low_result: bool = False
     low_cotangents: tuple[bool, bool] = (False, False)
     scaled: Precision | None = None
-    cotangent: int | None = None
-    by_row: bool = False
-    by_units: bool = False
     scaled_cotangents: tuple[bool, bool] = (True, True)
     wide_outer: bool = False
 

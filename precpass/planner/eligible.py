@@ -80,14 +80,6 @@ class EligibleProducts:
     def _body_of(self, row: int) -> int:
         return int(self.graph.body[row])
 
-    def cotangent_side(self, body: int, eqn: ir.Eqn) -> int | None:
-        """Which operand of a backward pass's product is a cotangent; None where it is unknown."""
-        if self.is_forward(body, eqn):
-            return None
-        classes = self._values.of_operands(body, eqn)
-        others = [at for at, c in enumerate(classes) if c not in self._of_forward_dots]
-        return others[0] if len(others) == 1 else None
-
     def are_given(self, body: int, eqn: ir.Eqn) -> tuple[bool, bool]:
         """For each operand of a product, whether it is given and not computed, as a weight is."""
         lhs, rhs = self._values.of_operands(body, eqn)

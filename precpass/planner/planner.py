@@ -31,7 +31,7 @@ from precpass.planner.eligible import EligibleProducts
 from precpass.planner.query import Queries, Query
 from precpass.planner.requests import PolicyRequests
 from precpass.planner.result_formats import PLATFORMS, with_low_results
-from precpass.planner.scaled_sizes import cotangents_have_scaled_form, has_scaled_form
+from precpass.planner.scaled_sizes import has_scaled_form
 from precpass.planner.storage.assignment import assign_storage
 from precpass.planner.transposes import eliminate_transposes
 from precpass.policy.policy import PrecisionPolicy
@@ -282,9 +282,7 @@ class Planner:
         against = ""
         if not has_scaled_form(eqn, scaled):
             against = (
-                f"it is not a dot that sums over whole blocks of {scaled.block} on each device"
-                if scaled.block
-                else "it is not a dot, or has empty or unknown sides, or int32 cannot hold its sums"
+                "it is not a dot, or has empty or unknown sides, or int32 cannot hold its sums"
             )
         elif scaled.is_forward_only and not self._eligible.is_forward(body, eqn):
             against = "derivatives are in bf16"
@@ -296,25 +294,19 @@ class Planner:
             why = reasons.NOT_SCALED(decision.reason, scaled, against)
             form = decision.product._replace(scaled=None)
             return dataclasses.replace(decision, product=form, reason=why)
-        is_emulated = self._is_emulated(scaled)
-        if is_emulated:
+        if self._is_emulated(scaled):
             device = self._peaks or self._platform.upper()
             why = reasons.RUNS_AS(decision.reason, scaled, str(device), "an emulation of it")
             decision = dataclasses.replace(decision, reason=why)
-        form = decision.product._replace(
-            cotangent=self._eligible.cotangent_side(body, eqn),
-            by_row=self.policy.scales == "row",
-            by_units=bool(scaled.block) and not is_emulated,
-            scaled_cotangents=self._scaled_cotangents(body, eqn, scaled),
-        )
+        scaled_cotangents = self._scaled_cotangents(body, eqn, scaled)
+        form = decision.product._replace(scaled_cotangents=scaled_cotangents)
         return dataclasses.replace(decision, product=form)
 
     def _is_emulated(self, scaled: Precision) -> bool:
         """Whether XLA widens a scaled product on the device, as far as that is known."""
         if self._peaks is not None:
             return self._peaks.flops(str(scaled)) is None
-        is_known = self._platform == "cpu" and scaled is not Precision.INT8
-        return is_known or bool(scaled.block)
+        return self._platform == "cpu" and scaled is not Precision.INT8
 
     def _is_wide_weight_gradient(self, body: int, eqn: ir.Eqn) -> bool:
         """Whether a product is in 16 bits because the policy wants the gradients of weights so."""
@@ -326,11 +318,10 @@ class Planner:
         """For each operand of a scaled product, whether its cotangent is one of 8 bits."""
         if scaled.is_forward_only:
             return False, False
-        lhs, rhs = cotangents_have_scaled_form(eqn, scaled)
         if self.policy.weight_gradients is None:
-            return lhs, rhs
+            return True, True
         of_lhs, of_rhs = self._eligible.are_given(body, eqn)
-        return lhs and not of_lhs, rhs and not of_rhs
+        return not of_lhs, not of_rhs
 
     def _multiplied(self, eqn: ir.Eqn, decision: Decision) -> Decision:
         """The decision with what runs instead, where the platform does not multiply so."""

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.plan.plan import Action, Decision, Plan
-from precpass.plan.scaled_formats import scaled_formats
 from precpass.planner.planned_bodies import planned_bodies
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
@@ -217,20 +216,16 @@ def decisions_of(graph: Graph, plan: Plan, rows: Sequence[Iterable[int]]) -> Dec
 
 
 def _by_product(eqn: ir.Eqn, decision: Decision) -> tuple[Reading | None, ...]:
-    form = decision.product
-    if decision.action is not Action.LOWER or form.scaled is None or form.scaled.block:
+    scaled = decision.product.scaled
+    if decision.action is not Action.LOWER or scaled is None:
         return ()
     avals = [v.aval for v in eqn.invars]
     if any(map(ir.is_reduced, avals)):
         return ()
-    numbers = ir.dot_numbers(eqn)
-    formats = scaled_formats(form.scaled, form.cotangent, by_row=form.by_row)
-    pair = formats.lhs, formats.rhs
+    pairs = zip(ir.dot_numbers(eqn)[0], avals, strict=True)
     return tuple(
-        Reading(precision, tuple(sorted(shared or range(aval.ndim))), tuple(summed))
-        for precision, shared, summed, aval in zip(
-            pair, formats.shared(numbers[0]), numbers[0], avals, strict=True
-        )
+        Reading(scaled, tuple(sorted(summed if scaled.by_row else range(aval.ndim))), tuple(summed))
+        for summed, aval in pairs
     )
 
 

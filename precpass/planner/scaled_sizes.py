@@ -14,7 +14,6 @@ __all__ = [
     "LEAST_WORK",
     "TILE",
     "against_sizes",
-    "cotangents_have_scaled_form",
     "has_scaled_form",
     "sizes_of",
 ]
@@ -33,43 +32,14 @@ def has_scaled_form(eqn: ir.Eqn, precision: Precision) -> bool:
     """Whether an equation can be evaluated as a scaled product.
 
     It is a dot without an empty dimension, and an int32 can hold its sums, whose number is known.
-    For a micro-scaled format a dimension that it sums over consists of whole blocks on each device.
     """
     numbers = ir.dot_numbers(eqn)
     if numbers is None or any(size == 0 for v in eqn.invars for size in _known(v.aval.shape)):
         return False
-    if precision.block:
-        return ir.block_position(numbers, [v.aval for v in eqn.invars], precision.block) is not None
     summed = [eqn.invars[0].aval.shape[d] for d in numbers[0][0]]
     if len(_known(summed)) < len(summed):
         return False
     return precision is not Precision.INT8 or math.prod(summed) <= _LARGEST_SUM
-
-
-def cotangents_have_scaled_form(eqn: ir.Eqn, precision: Precision) -> tuple[bool, bool]:
-    """For each operand of a dot, whether the product that makes its cotangent has a scaled form.
-
-    That product sums over the dimensions that the other operand keeps.
-    """
-    if not precision.block:
-        return True, True
-    summed, batch = ir.dot_numbers(eqn)
-    lhs, rhs = (v.aval for v in eqn.invars)
-    out = eqn.outvars[0].aval
-    of_lhs, of_rhs = (
-        tuple(d for d in range(aval.ndim) if d not in (*summed[side], *batch[side]))
-        for side, aval in enumerate((lhs, rhs))
-    )
-    first, last = (
-        range(len(batch[0]), out.ndim - len(of_rhs)),
-        range(out.ndim - len(of_rhs), out.ndim),
-    )
-
-    def has_blocks(in_out: Sequence[int], other: ir.Aval, kept: Sequence[int]) -> bool:
-        numbers = (in_out, kept), ((), ())
-        return ir.block_position(numbers, (out, other), precision.block) is not None
-
-    return has_blocks(last, rhs, of_rhs), has_blocks(first, lhs, of_lhs)
 
 
 def _known(sizes: Sequence[Any]) -> list[int]:

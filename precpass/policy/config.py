@@ -31,7 +31,7 @@ SUFFIX = ".toml"
 
 _OPTIONS = (
     *("output", "parameters", "retypes", "profitability", "results"),
-    *("scaled", "scales", "weight_gradients"),
+    *("scaled", "weight_gradients"),
 )
 _KEYS = ("policy", "kinds", *_OPTIONS, "rules")
 

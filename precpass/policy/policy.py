@@ -51,10 +51,8 @@ class PrecisionPolicy:
             float32 everywhere.
         parameters: the format in which you store parameters; `cast_to_param` casts to it. The pass
             itself never changes the dtype of an argument.
-        scaled: the format of 8 bits or fewer for eligible matrix products
+        scaled: the format of 8 bits for eligible matrix products
             (`precpass.planner.eligible`) that would run in bfloat16; None for none.
-        scales: the values that share a scale in 8-bit products: "auto" is a row or column in int8
-            and the whole array in float8, "row" is a row or column in both.
         weight_gradients: the format in which the gradients of weights are multiplied where other
             derivatives multiply in float8: BF16, or None for float8 as well.
         alias: how reports print a preset that was given by its other name, "AutoMixed (float16)";
@@ -73,7 +71,6 @@ class PrecisionPolicy:
     results: str = "auto"
     parameters: Precision = Precision.F32
     scaled: Precision | None = None
-    scales: str = "auto"
     weight_gradients: Precision | None = None
     alias: str = dataclasses.field(default="", compare=False)
 
@@ -168,10 +165,10 @@ class PrecisionPolicy:
         return dataclasses.replace(self, results=results)
 
     def with_scaled(self, precision: Precision | str | None) -> PrecisionPolicy:
-        """Return this policy with eligible matrix products in 8 bits or fewer.
+        """Return this policy with eligible matrix products in 8 bits.
 
         Args:
-            precision: "f8e4m3", "f8e5m2", "int8", "mxfp8", "nvfp4", or None for bfloat16.
+            precision: "f8e4m3", "int8", or None for bfloat16.
 
         Examples:
             >>> from precpass import AutoMixedBf16
@@ -187,27 +184,6 @@ class PrecisionPolicy:
         if others is not Precision.BF16:
             raise ValueError(f"scaled = {precision!r}: the other products are bf16, not {others}")
         return dataclasses.replace(self, scaled=scaled)
-
-    def with_scales(self, scales: str) -> PrecisionPolicy:
-        """Return this policy with "auto" or "row" scales for matrix products in 8 bits.
-
-        "row" gives float8 a scale for each row of the left operand and each column of the right
-        one, as in int8. A large value then flushes small ones in its own row only.
-
-        Raises:
-            ValueError: for anything else.
-
-        Examples:
-            >>> from precpass import AutoMixedF8
-            >>> AutoMixedF8.with_scales("row")
-            AutoMixedF8.with_scales('row')
-        """
-        if scales not in ("auto", "row"):
-            raise ValueError(
-                f"unknown scales {scales!r}: legal are 'auto' (float8 has one scale for an array, "
-                "int8 one for a row or column) and 'row' (both have one for a row or column)"
-            )
-        return dataclasses.replace(self, scales=scales)
 
     def with_weight_gradients(self, precision: Precision | str | None) -> PrecisionPolicy:
         """Return this policy with weight gradients in "bf16" instead of float8; None for float8.

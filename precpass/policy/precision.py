@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-__all__ = ["FORMATS", "Precision"]
+__all__ = ["FORMATS", "Precision", "advice_for"]
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "f64": np.dtype(np.float64),
@@ -19,26 +19,16 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 _SCALED: dict[str, np.dtype[Any]] = {
     # Micikevicius et al., "FP8 Formats for Deep Learning" (2022); without infinities.
     "f8e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "f8e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "int8": np.dtype(np.int8),
-    "mxfp8": np.dtype(ml_dtypes.float8_e4m3fn),
-    "nvfp4": np.dtype(ml_dtypes.float4_e2m1fn),
 }
-"""The dtypes of 8 bits and fewer that scaled products multiply."""
-_BLOCKS = {
-    # Open Compute Project, "OCP Microscaling Formats (MX) Specification" 1.0 (2023).
-    "mxfp8": 32,
-    # NVIDIA, "Pretraining Large Language Models with NVFP4" (2025).
-    "nvfp4": 16,
-}
-"""The numbers of elements that share a scale, in micro-scaled formats."""
+"""The dtypes of 8 bits that scaled products multiply."""
+_FORMER = ("mxfp8", "nvfp4", "fp4", "float4_e2m1fn", "f8e5m2", "e5m2", "float8_e5m2")
+"""Names of formats that are no longer supported, most of which have a scale for each block."""
 _OTHER_NAMES = {
     "half": "f16",
     "full": "f32",
     **dict.fromkeys(("f8", "fp8", "float8", "e4m3", "float8_e4m3"), "f8e4m3"),
-    "e5m2": "f8e5m2",
     **dict.fromkeys(("i8", "w8a8"), "int8"),
-    "fp4": "nvfp4",
 }
 
 
@@ -80,15 +70,9 @@ class Precision(enum.Enum):
     inside. "f32" leaves that to JAX's default, which is TF32 on an NVIDIA GPU and one pass of
     bfloat16 on a TPU.
 
-    F8E4M3, F8E5M2 and INT8 apply to matrix products only, too (`is_scaled`): a scaled product
-    divides its operands by scales, rounds them to 8 bits, multiplies them, and multiplies the
-    result by the scales. F8E5M2 has E4M3 operands in the forward pass, and its cotangents in E5M2.
-    The code around a scaled product runs as under bfloat16.
-
-    MXFP8 and NVFP4 are scaled, too, with a scale for each block (`block`) of 32 or 16 elements
-    along the dimension that a product sums over. MXFP8 has the elements of F8E4M3, and powers of
-    two as scales. NVFP4 has elements of 4 bits, scales in F8E4M3, and one more scale for the whole
-    array.
+    F8E4M3 and INT8 apply to matrix products only, too (`is_scaled`): a scaled product divides its
+    operands by scales, rounds them to 8 bits, multiplies them, and multiplies the result by the
+    scales. The code around a scaled product runs as under bfloat16.
 
     Examples:
         >>> Precision.parse("bf16").dtype
@@ -101,8 +85,6 @@ class Precision(enum.Enum):
         'three passes of bfloat16'
         >>> Precision.parse("fp8").max
         448.0
-        >>> Precision.NVFP4.max, Precision.NVFP4.block
-        (6.0, 16)
     """
 
     F64 = "f64"
@@ -114,10 +96,7 @@ class Precision(enum.Enum):
     BF16X3 = "bf16x3"
     TF32 = "tf32"
     F8E4M3 = "f8e4m3"
-    F8E5M2 = "f8e5m2"
     INT8 = "int8"
-    MXFP8 = "mxfp8"
-    NVFP4 = "nvfp4"
 
     dtype: np.dtype[Any]
     """The NumPy dtype of this format, or of the operands that are multiplied this way."""
@@ -136,10 +115,9 @@ class Precision(enum.Enum):
     """Whether it applies to products of float32 matrices only. No value is stored in it, and it
     needs no casts."""
     is_scaled: bool
-    """Whether it has 8 bits or fewer. Only the operands of scaled products use it."""
-    block: int
-    """The number of elements that share a scale, in a micro-scaled format; 0 in others, which
-    have scales for whole rows or arrays."""
+    """Whether it has 8 bits. Only the operands of scaled products use it."""
+    by_row: bool
+    """Whether each row of a left operand, and each column of a right one, has its own scale."""
     is_forward_only: bool
     """Whether the derivatives of its products use matrix products in bfloat16."""
 
@@ -147,8 +125,7 @@ class Precision(enum.Enum):
         multiplication = _MULTIPLICATIONS.get(name)
         self.is_multiplication = multiplication is not None
         self.is_scaled = name in _SCALED
-        self.block = _BLOCKS.get(name, 0)
-        self.is_forward_only = name in ("int8", "nvfp4")
+        self.by_row = self.is_forward_only = name == "int8"
         self.dtype = (_DTYPES | _SCALED)["f32" if multiplication else name]
         self.is_low = self.dtype.itemsize == 2
         if self.dtype == np.int8:
@@ -218,7 +195,7 @@ class Precision(enum.Enum):
         products = ", ".join(repr(p.value) for p in cls if not p.is_format)
         raise ValueError(
             f"unknown precision {value!r}: legal are {_legal_formats()}, and for products alone "
-            f"{products}."
+            f"{products}.{advice_for(value)}"
         )
 
     @classmethod
@@ -248,6 +225,14 @@ class Precision(enum.Enum):
     def of(cls, dtype: Any) -> Precision | None:
         """Return the precision with this dtype, or None for any other dtype."""
         return BY_DTYPE.get(dtype)
+
+
+def advice_for(value: object) -> str:
+    """What to use instead of a format that is no longer supported; "" for any other value."""
+    name = value.lower() if isinstance(value, str) else _dtype_name(value)
+    if name not in _FORMER:
+        return ""
+    return f" {name} is no longer supported: use 'f8e4m3' or 'int8'."
 
 
 def _legal_formats() -> str:

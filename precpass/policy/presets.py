@@ -107,10 +107,7 @@ EIGHT_BIT_PRESETS = {preset.name: preset for preset in (AutoMixedF8, AutoMixedIn
 """The presets with scaled products, by name."""
 BY_COMPUTE = {
     Precision.F8E4M3: AutoMixedF8,
-    Precision.F8E5M2: AutoMixedF8.with_scaled("f8e5m2"),
     Precision.INT8: AutoMixedInt8,
-    Precision.MXFP8: AutoMixedBf16.with_scaled("mxfp8"),
-    Precision.NVFP4: AutoMixedBf16.with_scaled("nvfp4"),
     _F32: AlwaysF32,
     _F16: AutoMixedF16,
     _BF16: AutoMixedBf16,

@@ -259,8 +259,7 @@ BOUNDARY: dict[str, str] = {
     **_because(
         "serves a product that was lowered before, by this package",
         "precpass_carrier precpass_detach precpass_dequantized precpass_low_cotangent"
-        " precpass_low_derivative precpass_pin precpass_times_factor precpass_scaling"
-        " precpass_block_product",
+        " precpass_low_derivative precpass_pin precpass_times_factor precpass_scaling",
     ),
     **_because(
         "masks derivatives of what is not chosen, and has the dtype of what it masks",

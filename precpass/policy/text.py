@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from precpass.policy.policy import RETYPES, PrecisionPolicy
-from precpass.policy.precision import Precision
+from precpass.policy.precision import Precision, advice_for
 from precpass.policy.presets import BY_COMPUTE, EIGHT_BIT_PRESETS, OTHER_NAMES, PRESETS
 from precpass.policy.primitives import OpKind
 
@@ -55,7 +55,7 @@ def parsed(value: Any) -> PrecisionPolicy:
     if precision is not None:
         return _of_products(value, precision)
     close = difflib.get_close_matches(value, presets, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = advice_for(value) or (f" Did you mean {close[0]!r}?" if close else "")
     raise ValueError(f"unknown policy {value!r}.{hint} {_legal_policies()}")
 
 
@@ -67,7 +67,7 @@ def preset_titles() -> list[str]:
 def _legal_policies() -> str:
     return (
         f"Legal are {', '.join(preset_titles())}, the precision of matrix products ('bf16', "
-        "'mxfp8', jnp.float16), a string such as 'p=f32,c=bf16,o=f32', and "
+        "'int8', jnp.float16), a string such as 'p=f32,c=bf16,o=f32', and "
         "Custom({OpKind.COMPUTE: 'bf16', ...})."
     )
 
@@ -186,8 +186,6 @@ def as_code(policy: PrecisionPolicy) -> str:
         text += f".with_profitability({policy.profitability!r})"
     if policy.results != "auto":
         text += f".with_results({policy.results!r})"
-    if policy.scales != "auto":
-        text += f".with_scales({policy.scales!r})"
     if policy.weight_gradients is not None:
         text += f".with_weight_gradients({str(policy.weight_gradients)!r})"
     if policy.rules:

@@ -8,7 +8,6 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.policy.precision import Precision
-from precpass.rewrite.block_scaled import BlockRounding
 from precpass.rewrite.cpu_kernels import needs_barriers
 from precpass.rewrite.scaled_product import Rounding
 
@@ -32,19 +31,16 @@ def low_copy(build: ir.Builder, x: Any, precision: Precision, *, flat: bool = Fa
     return build.detach(low, pinned=pinned, flat=pinned and flat)
 
 
-def quantized_copy(
-    build: ir.Builder | ir.Direct, x: Any, rounding: Rounding | BlockRounding
-) -> list[Any]:
-    """A rounded operand of scaled products, and its scales; no derivative passes through them.
+def quantized_copy(build: ir.Builder | ir.Direct, x: Any, rounding: Rounding) -> list[Any]:
+    """A rounded operand of scaled products, and its scale; no derivative passes through them.
 
     Args:
         build: where its equations are added.
         x: the operand.
         rounding: how it is rounded.
     """
-    low, *scales = build.call(lambda x: ir.scaling(rounding, x), [x], rounding)
+    low, scale = build.call(lambda x: ir.scaling(rounding, x), [x], rounding)
     # XLA:CPU is kept from folding a transpose into a product of int8, which then takes 3.4 to 5.4
-    # times as long as float32's, and from widening values of 16 bits.
-    is_matrix, dtype = len(low.aval.shape) <= 2, low.aval.dtype
-    pinned = dtype == np.int8 or needs_barriers(dtype)
-    return [build.detach(low, pinned=pinned, flat=pinned and is_matrix), *scales]
+    # times as long as float32's.
+    pinned, is_matrix = low.aval.dtype == np.int8, len(low.aval.shape) <= 2
+    return [build.detach(low, pinned=pinned, flat=pinned and is_matrix), scale]

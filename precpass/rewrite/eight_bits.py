@@ -11,7 +11,6 @@ import numpy as np
 from precpass import jaxpr as ir
 from precpass.plan.borders import BorderCopy
 from precpass.policy.precision import Precision
-from precpass.rewrite.block_scaled import BlockRounding
 from precpass.rewrite.copies import quantized_copy
 from precpass.rewrite.scaled_product import Rounding
 
@@ -32,8 +31,8 @@ class EightBits:
         self._copies: dict[tuple[Any, Any], list[Any]] = {}
         self._crossing: dict[tuple[Any, BorderCopy], list[Any]] = {}
 
-    def copy(self, atom: ir.Atom, read: Any, rounding: Rounding | BlockRounding) -> list[Any]:
-        """A rounded copy with its scales, which all scaled products share that can.
+    def copy(self, atom: ir.Atom, read: Any, rounding: Rounding) -> list[Any]:
+        """A rounded copy with its scale, which all scaled products share that can.
 
         Args:
             atom: the value.
@@ -54,8 +53,6 @@ class EightBits:
 
         None if it was made of others, or has other scales along a contracted dimension.
         """
-        if precision.block:
-            return None
         values, scale = self._given.get(atom, (None, None))
         if values is None and atom in self._moves:
             return self._given_moved(self._moves[atom], precision, summed)

@@ -28,7 +28,6 @@ from precpass.policy.caller import user_stacklevel
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import named
 from precpass.policy.warned import PrecisionWarning
-from precpass.rewrite.block_scaled import BlockRounding
 from precpass.rewrite.copies import low_copy
 from precpass.rewrite.cpu_kernels import is_in_order
 from precpass.rewrite.dot_numbers import untransposed
@@ -291,7 +290,7 @@ class Env:
             self.low_copies[key] = low_copy(self.build, value, precision, flat=flat)
         return self.low_copies[key]
 
-    def quantized_copy(self, atom: ir.Atom, rounding: Rounding | BlockRounding) -> list[Any]:
+    def quantized_copy(self, atom: ir.Atom, rounding: Rounding) -> list[Any]:
         """As `EightBits.copy`."""
         return self.eight_bits.copy(atom, self.read(atom), rounding)
 

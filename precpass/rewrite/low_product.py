@@ -25,18 +25,14 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.plan.scaled_formats import ScaledFormats
 from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.precision import Precision
-from precpass.rewrite.block_scaled import block_product
 from precpass.rewrite.copies import quantized_copy
 from precpass.rewrite.cpu_kernels import needs_barriers, runnable
 from precpass.rewrite.dot_numbers import Numbers, batched, kept, transposed
 from precpass.rewrite.scaled_product import as_bits, from_bits, roundings, scaled_product
 
 __all__ = ["Bilinear", "evaluated_with_carrier", "scaled_with_carrier"]
-
-_Backward = tuple[ScaledFormats | None, ScaledFormats | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +56,8 @@ class Bilinear(ir.Form):
         rounded: for each operand, whether its 8 bits and their scale are among the carrier's
             operands, behind those that the equation itself reads. The product that makes the other
             operand's cotangent reads them.
-        scaled: the formats of a scaled product; its `low` format is that of what surrounds it.
-        scaled_cotangents: for each operand the formats of the scaled product of a cotangent and the
+        scaled: the format of a scaled product; its `low` format is that of what surrounds it.
+        scaled_cotangents: for each operand the format of the scaled product of a cotangent and the
             other operand, which makes its cotangent; None for a product of 16 bits.
         wide_outer: as in `ProductForm`.
     """
@@ -77,12 +73,12 @@ class Bilinear(ir.Form):
     rounds: bool = False
     low_cotangents: tuple[bool, bool] = (False, False)
     rounded: tuple[bool, bool] = (False, False)
-    scaled: ScaledFormats | None = None
-    scaled_cotangents: _Backward = (None, None)
+    scaled: Precision | None = None
+    scaled_cotangents: tuple[Precision | None, Precision | None] = (None, None)
     wide_outer: bool = False
 
     def __str__(self) -> str:
-        return f"{self.primitive.name} in {self.scaled.lhs if self.scaled else self.low.name}"
+        return f"{self.primitive.name} in {self.scaled or self.low.name}"
 
     @property
     def is_dot(self) -> bool:
@@ -221,9 +217,8 @@ class Bilinear(ir.Form):
         like = self.with_numbers(dot.numbers, ir.sharding_before(aval, dot.order))
         # A cotangent may be the gradient that leaves the program, which is not rounded.
         rounds, never = self.low_cotangents[side], (False, False)
-        formats = self.scaled_cotangents[side]
-        scaled = formats if formats is None or dot.side == 0 else formats.exchanged()
-        shared = self._rounded_operand(rest, 1 - side) if formats else None
+        scaled = self.scaled_cotangents[side]
+        shared = self._rounded_operand(rest, 1 - side) if scaled else None
         shared = shared and [from_bits(shared[0]), shared[1]]
         form = dataclasses.replace(
             like.bare(),
@@ -366,25 +361,12 @@ def evaluated_with_carrier(
             made already.
     """
     if form.scaled is not None:
-        rounded_by = roundings(form.scaled, form.numbers, [x.aval for x in operands[:2]])
+        rounded_by = roundings(form.scaled, form.numbers)
         pairs = [
             made or quantized_copy(build, x, rounding)
             for x, rounding, made in zip(operands[:2], rounded_by, rounded, strict=True)
         ]
         return scaled_with_carrier(build, form, pairs, operands)
-    return _multiplied(build, form, low_operands, operands, aval, detached=detached)
-
-
-def _multiplied(
-    build: ir.Builder | ir.Direct,
-    form: Bilinear,
-    low_operands: Sequence[Any],
-    operands: Sequence[Any],
-    aval: ir.Aval = None,
-    *,
-    detached: bool = False,
-) -> Any:
-    """A product of 16 bits with its carrier, as for `evaluated_with_carrier`."""
     lhs, rhs, *rest = operands
     # JAX's transpose of a ragged dot takes no symbolic zero
     pinned, zeros = needs_barriers(form.low), form.is_ragged and not detached
@@ -411,13 +393,7 @@ def scaled_with_carrier(
     assert form.scaled is not None
     lhs, rhs, *rest = operands
     dtype = form.low if form.rounds else form.dtype
-    if form.scaled.by_units:
-        out = block_product(build, form.primitive, form.items, pairs, dtype, form.scaled.lhs)
-    elif form.scaled.lhs.block:
-        aval = aval and ir.with_dtype(aval, form.sums_in)
-        return _multiplied(build, form, [low for (low,) in pairs], operands, aval)
-    else:
-        out = scaled_product(build, form.primitive, form.items, pairs, dtype, aval)
+    out = scaled_product(build, form.primitive, form.items, pairs, dtype, aval)
     if dtype != form.dtype:
         out = build.convert(out, form.dtype)
     return build.carry(form, build.detach(out), lhs, rhs, rest)

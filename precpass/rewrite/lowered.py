@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from precpass import jaxpr as ir
-from precpass.plan.scaled_formats import ScaledFormats
+from precpass.policy.precision import Precision
 from precpass.rewrite.low_product import Bilinear, evaluated_with_carrier, scaled_with_carrier
-from precpass.rewrite.scaled_product import Rounding, roundings
 
 __all__ = ["lowered"]
 
@@ -26,8 +25,8 @@ def lowered(
     *,
     low_result: bool = False,
     low_cotangents: tuple[bool, bool] = (False, False),
-    scaled: ScaledFormats | None = None,
-    scaled_cotangents: tuple[ScaledFormats | None, ScaledFormats | None] = (None, None),
+    scaled: Precision | None = None,
+    scaled_cotangents: tuple[Precision | None, Precision | None] = (None, None),
     wide_outer: bool = False,
     quantized_operands: Sequence[Sequence[Any]] = (),
 ) -> Any:
@@ -42,7 +41,7 @@ def lowered(
         recast: as in `Bilinear`.
         low_result: whether the kernel rounds the result to the low format.
         low_cotangents: as in `ProductForm`.
-        scaled: the formats of a scaled product.
+        scaled: the format of a scaled product.
         scaled_cotangents: as in `Bilinear`.
         wide_outer: as in `ProductForm`.
         quantized_operands: the two operands of a scaled product, each in 8 bits with its scale.
@@ -64,23 +63,12 @@ def lowered(
         wide_outer=wide_outer,
     )
     if scaled is not None:
-        form = dataclasses.replace(
-            form, rounded=_shared(form, scaled, [v.aval for v in eqn.invars])
-        )
+        # Each operand's 8 bits make the other one's cotangent, too.
+        of_lhs, of_rhs = (precision is not None for precision in scaled_cotangents)
+        form = dataclasses.replace(form, rounded=(of_rhs, of_lhs))
         pairs = zip(form.rounded, quantized_operands, strict=True)
         shared = [x for is_shared, pair in pairs if is_shared for x in pair]
         every = [*operands, *shared, *low_operands]
         return scaled_with_carrier(build, form, quantized_operands, every, eqn.outvars[0].aval)
     aval = ir.with_dtype(eqn.outvars[0].aval, form.sums_in)
     return evaluated_with_carrier(build, form, low_operands, [*operands, *low_operands], aval)
-
-
-def _shared(form: Bilinear, scaled: ScaledFormats, avals: Sequence[ir.Aval]) -> tuple[bool, bool]:
-    """For each operand, whether the other one's cotangent is made of its same 8 bits."""
-    shared = [
-        formats is not None and rounding == Rounding(formats.rhs, ()) and not formats.by_row
-        for rounding, formats in zip(
-            roundings(scaled, form.numbers, avals), form.scaled_cotangents[::-1], strict=True
-        )
-    ]
-    return shared[0], shared[1]

@@ -16,7 +16,6 @@ import jax
 from precpass import jaxpr as ir
 from precpass.plan.borders import Border, BorderCopy
 from precpass.plan.plan import Action, Decision, Plan
-from precpass.plan.scaled_formats import ScaledFormats, scaled_formats
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.scopes import join_scopes
@@ -364,15 +363,10 @@ def _exchanged(env: Env, eqn: ir.Eqn) -> Any:
 def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
     form = decision.product
     (lhs, rhs), (of_lhs, of_rhs) = form.recast_in_backward, form.low_cotangents
-    formats = functools.partial(scaled_formats, by_row=form.by_row, by_units=form.by_units)
-    scaled = form.scaled and formats(form.scaled, form.cotangent)
-    backward = [
-        formats(form.scaled, 0) if form.scaled and is_scaled else None
-        for is_scaled in form.scaled_cotangents
-    ]
+    backward = [form.scaled if is_scaled else None for is_scaled in form.scaled_cotangents]
     if form.exchanged:
         eqn, (lhs, rhs), (of_lhs, of_rhs) = ir.exchanged(eqn), (rhs, lhs), (of_rhs, of_lhs)
-        scaled, backward = scaled and scaled.exchanged(), backward[::-1]
+        backward = backward[::-1]
     assert decision.compute is not None
     eqn = env.without_transposes(eqn, decision.compute)
     operands = [env.read(v) for v in eqn.invars]
@@ -386,15 +380,15 @@ def _product(env: Env, eqn: ir.Eqn, decision: Decision) -> Any:
         (lhs, rhs),
         low_result=form.low_result,
         low_cotangents=(of_lhs, of_rhs),
-        scaled=scaled,
+        scaled=form.scaled,
         scaled_cotangents=(backward[0], backward[1]),
         wide_outer=form.wide_outer,
-        quantized_operands=_quantized(env, eqn, scaled) if scaled else (),
+        quantized_operands=_quantized(env, eqn, form.scaled) if form.scaled else (),
     )
 
 
-def _quantized(env: Env, eqn: ir.Eqn, scaled: ScaledFormats) -> list[Any]:
-    each = roundings(scaled, ir.dot_numbers(eqn), [v.aval for v in eqn.invars])
+def _quantized(env: Env, eqn: ir.Eqn, scaled: Precision) -> list[Any]:
+    each = roundings(scaled, ir.dot_numbers(eqn))
     return [env.quantized_copy(v, rounding) for v, rounding in zip(eqn.invars, each, strict=True)]
 
 

@@ -5,8 +5,7 @@
 A scale is made of the largest magnitude of the values that share it. int8 has a scale for each row
 of the left operand and each column of the right one, because its numbers are equally far apart:
 one large value takes the digits of all that share its scale. float8's numbers have exponents of
-their own, so it has one scale for a whole array, if the policy does not want it by rows. Its scales
-are powers of two, by which nothing is rounded.
+their own, so it has one scale for a whole array, a power of two, by which nothing is rounded.
 
 What is not finite makes its scale so, and thereby every result that the scale is a factor of.
 Values that are all zero have the scale one.
@@ -23,9 +22,7 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.plan.scaled_formats import ScaledFormats
 from precpass.policy.precision import Precision
-from precpass.rewrite.block_scaled import BlockRounding
 from precpass.rewrite.cpu_kernels import runnable
 from precpass.rewrite.dot_numbers import Numbers, kept
 from precpass.rewrite.scales import SMALLEST, power_of_two_scale, result_dims, spread
@@ -41,23 +38,14 @@ __all__ = [
 ]
 
 
-def roundings(
-    formats: ScaledFormats, numbers: Numbers, avals: Sequence[ir.Aval]
-) -> list[Rounding | BlockRounding]:
+def roundings(precision: Precision, numbers: Numbers) -> list[Rounding]:
     """How each operand of a dot is rounded.
 
     Args:
-        formats: of the scaled product.
+        precision: of the scaled product.
         numbers: the dot's dimension numbers.
-        avals: the types of its operands.
     """
-    pair = formats.lhs, formats.rhs
-    if formats.lhs.block:
-        at = ir.block_position(numbers, avals, formats.lhs.block)
-        assert at is not None, "the planner scales no other products"
-        pairs = zip(pair, numbers[0], strict=True)
-        return [BlockRounding(p, (summed[at],), formats.by_units) for p, summed in pairs]
-    return [Rounding(p, dims) for p, dims in zip(pair, formats.shared(numbers[0]), strict=True)]
+    return [Rounding(precision, tuple(dims) if precision.by_row else ()) for dims in numbers[0]]
 
 
 def scaled_product(
@@ -170,7 +158,7 @@ def in_eight_bits(
 
     Args:
         x: a floating array.
-        precision: INT8, F8E4M3 or F8E5M2.
+        precision: INT8 or F8E4M3.
         summed: the dimensions along which its numbers share a scale: those that are contracted,
             or () for all.
         on_cpu: whether XLA:CPU compiles it.
@@ -195,7 +183,7 @@ class GivenRounding:
     by.
 
     Attributes:
-        precision: INT8, F8E4M3 or F8E5M2.
+        precision: INT8 or F8E4M3.
         scale_shape: the shape in which the product wants the scale.
     """
 

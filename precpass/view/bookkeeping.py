@@ -25,7 +25,6 @@ __all__ = ["without_bookkeeping"]
 _BITCAST = "bitcast_convert_type"
 _BITS = np.dtype(np.uint16), np.dtype(np.uint8)
 """The dtypes in which the bits of floats cross borders."""
-_FLOAT8 = {p.dtype: p for p in (Precision.F8E4M3, Precision.F8E5M2)}
 Key = tuple[int, Any]
 """A body, by the `id` of its jaxpr, and one of its variables."""
 
@@ -128,9 +127,10 @@ def _low_format(eqn: Any) -> Precision | None:
     """The low format that an equation takes the bits of, or makes of bits."""
     if eqn.primitive.name != _BITCAST:
         return None
-    ends = (v.aval for v in (eqn.invars[0], eqn.outvars[0]))
-    formats = (ir.precision_of(aval) or _FLOAT8.get(aval.dtype) for aval in ends)
-    return next((p for p in formats if p is not None), None)
+    ends = eqn.invars[0].aval, eqn.outvars[0].aval
+    if any(aval.dtype == Precision.F8E4M3.dtype for aval in ends):
+        return Precision.F8E4M3
+    return next((p for aval in ends if (p := ir.precision_of(aval)) is not None), None)
 
 
 # ---------------------------------------------------------------- what only derivatives read

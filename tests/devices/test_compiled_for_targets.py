@@ -558,7 +558,7 @@ def loss(ws, x):
     return jnp.square(x).sum()
 
 args = [jnp.ones((512, 512))] * 4, jnp.ones((512, 512))
-for fn, policy in ((loss, "int8"), (jax.grad(loss), "f8"), (jax.grad(loss), "f8e5m2")):
+for fn, policy in ((loss, "int8"), (jax.grad(loss), "f8")):
     found = pp.audit(fn, policy, target={target!r})(*args)
     kinds = sorted({{" x ".join(p.operands) for p in found.traffic.products}})
     print(found.as_planned, found.products, ", ".join(kinds))
@@ -566,25 +566,21 @@ for fn, policy in ((loss, "int8"), (jax.grad(loss), "f8"), (jax.grad(loss), "f8e
 
 
 @pytest.mark.parametrize(
-    ("target", "as_planned", "kinds"),
+    ("target", "as_planned", "kind"),
     [
-        (
-            "h100",
-            ["4 4", "11 11", "11 11"],
-            ["f8e4m3fn x f8e4m3fn", "f8e4m3fn x f8e5m2"],
-        ),
+        ("h100", ["4 4", "11 11"], "f8e4m3fn x f8e4m3fn"),
         # An A100 multiplies int8, and has no float8.
-        ("a100", ["4 4", "5 11", "5 11"], ["f16 x f16", "f16 x f16"]),
-        ("tpu v5e", ["4 4", "11 11", "11 11"], ["f8e4m3fn x f8e4m3fn", "f8e4m3fn x f8e5m2"]),
+        ("a100", ["4 4", "5 11"], "f16 x f16"),
+        ("tpu v5e", ["4 4", "11 11"], "f8e4m3fn x f8e4m3fn"),
     ],
 )
 def test_products_of_eight_bits_are_such_in_the_compiled_program(
-    target: str, as_planned: list[str], kinds: list[str]
+    target: str, as_planned: list[str], kind: str
 ):
     lines = ran("-c", EIGHT_BITS.format(target=target)).splitlines()
     assert [" ".join(line.split()[:2]) for line in lines] == as_planned
     assert "bf16 x bf16, s8 x s8" in lines[0]
-    assert all(kind in line for kind, line in zip(kinds, lines[1:], strict=True))
+    assert kind in lines[1]
 
 
 READY = """
@@ -615,41 +611,6 @@ for policy in ("int8", "f8"):
 def test_weights_of_eight_bits_are_stored_as_a_gpu_multiplies_them():
     """cublasLt wants summed dimensions last. XLA makes a copy of others in every call."""
     assert ran("-c", READY).splitlines() == ["0 2", "0 2"]
-
-
-MICRO_SCALED = """
-import jax, jax.numpy as jnp, precpass as pp
-
-def loss(ws, x):
-    for w in ws:
-        x = jax.nn.relu(x @ w)
-    return x.sum()
-
-shapes = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4
-for fn in (loss, jax.grad(loss)):
-    found = pp.audit(fn, {precision!r}, target={target!r})(shapes, shapes[0])
-    calls = sum(k.runs for k in found.traffic.products if "blockScaledDot" in k.call)
-    print(found.as_planned, found.products, calls)
-    print(*sorted({{" x ".join(k.operands) for k in found.traffic.products}}))
-"""
-
-
-@pytest.mark.release
-@pytest.mark.parametrize(
-    ("target", "precision", "calls", "formats"),
-    [
-        ("b200", "mxfp8", (2, 6), "bf16 x bf16 f8e4m3fn x f8e4m3fn"),
-        ("b200", "nvfp4", (2, 2), "bf16 x bf16 f4e2m1fn x f4e2m1fn"),
-        ("h100", "mxfp8", (0, 0), "bf16 x bf16"),
-    ],
-)
-def test_micro_scaled_products_are_calls_of_the_units_where_a_device_has_them(
-    target: str, precision: str, calls: tuple[int, int], formats: str
-):
-    """The first and the last layer have 16 bits, and so have the derivatives of nvfp4."""
-    lines = ran("-c", MICRO_SCALED.format(target=target, precision=precision)).splitlines()
-    forward, backward = calls
-    assert lines == [f"4 4 {forward}", formats, f"11 11 {backward}", formats]
 
 
 EIGHT_BITS_IN_LOOPS = """

@@ -122,6 +122,12 @@ def test_formats_without_a_precision_have_their_dtype_as_a_name():
     assert counts.flops == {"float8_e3m4": 2 * 4**3}
 
 
+def test_a_product_with_e5m2_of_a_library_is_counted_as_low():
+    x, w = jnp.ones((4, 4), jnp.float8_e5m2), jnp.ones((4, 4), jnp.float8_e4m3fn)
+    counts = counts_of(lambda x, w: lax.dot(x, w, preferred_element_type=F32), x, w)
+    assert (counts.products, counts.low, counts.flops) == (1, 1, {"f8e5m2": 2 * 4**3})
+
+
 def test_complex_products_are_counted_in_real_operations():
     x, z = ones(4, 4), jnp.ones((4, 4), jnp.complex64)
     counts = counts_of(lambda z: z @ z + z, z)

@@ -21,7 +21,7 @@ from tests.support.values import identical, normal_array, rel_error
 
 W, X = normal_array(1, 256, 256) / 16, normal_array(2, 256, 256)
 STACK = jnp.stack([W, W.T])
-FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}
+FLOAT8 = "float8_e4m3fn"
 
 
 def layers(ws: Any, x: Any) -> Any:
@@ -104,7 +104,7 @@ def test_the_scales_of_the_same_call_give_its_result(fn: Callable[..., Any]):
 
 
 @pytest.mark.release(keep=1)
-@pytest.mark.parametrize("policy", ["AutoMixedF8", "f8e5m2", "AutoMixedInt8"])
+@pytest.mark.parametrize("policy", ["AutoMixedF8", "AutoMixedInt8"])
 @pytest.mark.parametrize(
     "fn",
     [
@@ -120,8 +120,6 @@ def test_a_gradient_is_near(fn: Callable[..., Any], policy: str):
     scales = scaled.init(WS, X)
     out, scales = scaled(scales, WS, X)
     assert rel_error(out, gradient(WS, X)) < 0.1
-    if policy == "f8e5m2":
-        assert set(scales.formats) == {pp.types.Precision.F8E4M3, pp.types.Precision.F8E5M2}
 
 
 @pytest.mark.release(keep=1)
@@ -135,7 +133,7 @@ def test_every_rounding_takes_its_scale_from_the_state(fn: Callable[..., Any]):
     assert roundings and scales.places
     assert all("by a given scale" in str(e.params["arithmetic"]) for e in roundings)
     dots = named(program, "dot_general")
-    assert any({v.aval.dtype.name for v in dot.invars} <= FLOAT8 for dot in dots)
+    assert any({v.aval.dtype.name for v in dot.invars} == {FLOAT8} for dot in dots)
     # Scales a thousand times as large leave nothing of the values.
     larger = jax.tree.map(lambda history: history * 2.0**20, scales)
     assert rel_error(scaled(larger, WS, X)[0], jax.jit(fn)(WS, X)) > 0.2
@@ -458,7 +456,7 @@ def test_what_is_wrong_is_refused():
         scaled.calibrated([])
     with pytest.raises(TypeError, match=r"a batch is a list, and is to be a tuple"):
         scaled.calibrated([[WS, X]])  # pyright: ignore[reportArgumentType]
-    with pytest.warns(pp.PrecisionWarning, match="layers has no products in int8, f8e4m3"):
+    with pytest.warns(pp.PrecisionWarning, match="layers has no products in int8 or f8e4m3"):
         assert pp.quant.delayed_scaling(layers, "bf16").init(WS, X).places == ()
 
 
@@ -491,7 +489,7 @@ def test_flaxs_own_float8_layers_keep_their_products_and_their_state(policy: str
             sorted(
                 tuple(v.aval.dtype.name for v in dot.invars)
                 for dot in named(program, "dot_general")
-                if {v.aval.dtype.name for v in dot.invars} & FLOAT8
+                if FLOAT8 in {v.aval.dtype.name for v in dot.invars}
             )
             for program in programs
         ]

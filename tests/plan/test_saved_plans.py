@@ -352,6 +352,30 @@ def test_a_damaged_file_is_an_error(change, tmp_path):
         pp.Plan.load(tmp_path / "x.json")
 
 
+@pytest.mark.parametrize("former", ["mxfp8", "nvfp4", "f8e5m2"])
+@pytest.mark.parametrize("where", ["equations", "policy"])
+def test_a_format_that_is_no_longer_supported_is_an_error(former, where, tmp_path):
+    pp.inspect(scoped)(X, W).plan.save(tmp_path / "x.json")
+    whole = json.loads((tmp_path / "x.json").read_text())
+    whole[where] |= {"equations": {"a|b|c": former}, "policy": {"scaled": former}}[where]
+    (tmp_path / "x.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match=f"{former} is no longer supported: use 'f8e4m3' or"):
+        pp.Plan.load(tmp_path / "x.json")
+
+
+def test_scales_of_a_file_are_those_that_there_are(tmp_path):
+    pp.inspect(scoped)(X, W).plan.save(tmp_path / "x.json")
+    whole = json.loads((tmp_path / "x.json").read_text())
+    assert "scales" not in whole["policy"]
+    whole["policy"]["scales"] = "auto"
+    (tmp_path / "x.json").write_text(json.dumps(whole))
+    assert pp.Plan.load(tmp_path / "x.json").lock
+    whole["policy"]["scales"] = "row"
+    (tmp_path / "x.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match="a scale for each row is no longer supported: use 'int8'"):
+        pp.Plan.load(tmp_path / "x.json")
+
+
 def test_a_file_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         pp.Plan.load(tmp_path / "none.json")

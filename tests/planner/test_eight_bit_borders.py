@@ -19,10 +19,10 @@ WS, X = jnp.stack([normal_array(i, 32, 32) / 6 for i in range(3)]), normal_array
 INTEGERS = (np.dtype(np.uint8), np.dtype(np.int8))
 
 
-def policy(precision, **options):
+def policy(precision):
     """A policy that orders 8 bits for every dot, whatever its size."""
     order = pp.Rule(primitive="dot_general", precision=precision)
-    return pp.AutoMixedBf16.with_rules(order).with_scales(options.get("scales", "auto"))
+    return pp.AutoMixedBf16.with_rules(order)
 
 
 def roundings(jaxpr):
@@ -31,9 +31,9 @@ def roundings(jaxpr):
     return sorted(a.shape for a in made if a.dtype.itemsize == 1 and a.dtype != np.uint8)
 
 
-def of(fn, precision, *args, **options):
+def of(fn, precision, *args):
     """The jaxpr of a function under a policy of 8 bits."""
-    jaxpr = jax.make_jaxpr(pp.auto_mixed(fn, policy(precision, **options)))(*args).jaxpr
+    jaxpr = jax.make_jaxpr(pp.auto_mixed(fn, policy(precision)))(*args).jaxpr
     while [e.primitive.name for e in jaxpr.eqns] == ["jit"]:
         jaxpr = body_of(jaxpr.eqns[0])
     return jaxpr
@@ -73,10 +73,9 @@ def test_a_gradient_rounds_each_value_once():
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("precision", ["f8e4m3", "f8e5m2"])
-def test_the_gradient_is_that_of_the_other_side_of_the_pass(precision):
-    got = pp.auto_mixed(jax.grad(loss, (0, 1)), policy(precision))(WS, X)
-    want = jax.grad(pp.auto_mixed(loss, policy(precision)), (0, 1))(WS, X)
+def test_the_gradient_is_that_of_the_other_side_of_the_pass():
+    got = pp.auto_mixed(jax.grad(loss, (0, 1)), policy("f8e4m3"))(WS, X)
+    want = jax.grad(pp.auto_mixed(loss, policy("f8e4m3")), (0, 1))(WS, X)
     assert rel_error(got, want) < 1e-6
     assert rel_error(got, jax.jit(jax.grad(loss, (0, 1)))(WS, X)) < 0.15
 
@@ -112,19 +111,6 @@ def test_int8_has_a_scale_for_each_column_of_a_constant():
     (scan,) = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
     (scale,) = [v.aval for v in scan.invars if v.aval.shape == (1, 32)]
     assert scale.dtype == np.float32
-
-
-@pytest.mark.release
-def test_scales_of_rows_cross_too():
-    got = pp.auto_mixed(jax.grad(loss), policy("f8e4m3", scales="row"))(WS, X)
-    assert rel_error(got, jax.jit(jax.grad(loss))(WS, X)) < 0.15
-    jaxpr = of(jax.grad(loss), "f8e4m3", WS, X, scales="row")
-    forward, backward = (e for e in jaxpr.eqns if e.primitive.name == "scan")
-    # The weights' gradients sum over rows: their scales are others, rounded in the forward pass.
-    assert roundings(jaxpr) == [WS.shape, WS.shape]  # with scales of columns, and of rows
-    assert in_eight_bits(backward.invars) == [(3, *X.shape), WS.shape]
-    assert roundings(body_of(forward)) == [X.shape, X.shape]
-    assert roundings(body_of(backward)) == [X.shape, X.shape]  # the cotangent, in both ways
 
 
 @dataclasses.dataclass(frozen=True)

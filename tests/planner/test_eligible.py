@@ -271,7 +271,7 @@ def test_a_gradient_of_such_a_model_is_near():
     ids = jnp.arange(TOKENS) % D
     want = jax.jit(jax.grad(squares(scanned)))(params, ids)
     flat = jnp.concatenate([g.ravel() for g in jax.tree.leaves(want)])
-    for policy, most in (("int8", 0.05), ("f8", 0.1), ("f8e5m2", 0.1)):
+    for policy, most in (("int8", 0.05), ("f8", 0.1)):
         got = jax.tree.leaves(pp.auto_mixed(jax.grad(squares(scanned)), policy)(params, ids))
         error = jnp.concatenate([g.ravel() for g in got]) - flat
         assert float(jnp.linalg.norm(error) / jnp.linalg.norm(flat)) < most, policy

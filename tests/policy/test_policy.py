@@ -61,7 +61,6 @@ COMPOSED = [
     Custom({"compute": "bf16", "reduction": "f32"}, rules=RULES).with_output("f64"),
     Custom({kind: "f16" for kind in KINDS[:4]}),
     *EIGHT_BIT_PRESETS.values(),
-    PrecisionPolicy.parse("f8e5m2"),
     Custom({OpKind.COMPUTE: "int8"}),
     AutoMixedInt8.with_scaled(None),
 ]
@@ -93,7 +92,6 @@ def test_there_are_exactly_six_presets():
         ("automixedint8", "AutoMixedInt8", "int8"),
         ("c=int8", "AutoMixedInt8", "int8"),
         ("fp8", "AutoMixedF8", "f8e4m3"),
-        ("f8e5m2", "AutoMixedF8", "f8e5m2"),
     ],
 )
 def test_eight_bits_are_asked_for_by_name(text, preset, scaled):
@@ -432,6 +430,26 @@ def test_float64_products_are_refused():
 
 
 BAD_PRECISIONS = [None, "quarter", "int32", np.uint8, 3, ml_dtypes.float8_e3m4, "float8_e8m0fnu"]
+
+
+@pytest.mark.parametrize("former", ["mxfp8", "nvfp4", "f8e5m2"])
+@pytest.mark.parametrize(
+    "take",
+    [
+        PrecisionPolicy.parse,
+        lambda former: PrecisionPolicy.parse(f"c={former}"),
+        AutoMixedBf16.with_scaled,
+        lambda former: Rule(primitive="dot_general", precision=former),
+        lambda former: PrecisionPolicy.from_dict({"policy": former}),
+        lambda former: PrecisionPolicy.from_dict({"scaled": former}),
+        lambda former: PrecisionPolicy.from_dict({"rules": [{"scope": "a", "precision": former}]}),
+        lambda former: pp.keep(former).__enter__(),
+        lambda former: pp.compare(np.tanh, [former])(1.0),
+    ],
+)
+def test_a_format_that_is_no_longer_supported_is_refused_wherever_one_is_taken(take, former):
+    said = [f"{former} is no longer supported: use 'f8e4m3' or 'int8'", "bf16", "int8"]
+    refused(ValueError, former, said, take, former)
 
 
 @pytest.mark.parametrize("bad", BAD_PRECISIONS, ids=stable_id)

@@ -34,11 +34,7 @@ DIGITS = {
 # and half the distance from 1 to the next value; int8 is scaled by its largest one.
 EIGHT_BITS = {
     Precision.F8E4M3: ("float8_e4m3fn", 448.0, 2.0**-6, 2.0**-4),
-    Precision.F8E5M2: ("float8_e5m2", 57344.0, 2.0**-14, 2.0**-3),
     Precision.INT8: ("int8", 127.0, 1.0, 0.5 / 127),
-    # The elements of the OCP's Microscaling Formats Specification (2023).
-    Precision.MXFP8: ("float8_e4m3fn", 448.0, 2.0**-6, 2.0**-4),
-    Precision.NVFP4: ("float4_e2m1fn", 6.0, 1.0, 2.0**-2),
 }
 each_format = pytest.mark.parametrize("precision", FACTS)
 each_multiplication = pytest.mark.parametrize("precision", DIGITS)
@@ -166,7 +162,6 @@ def test_only_the_16_bit_formats_are_low():
         (jnp.dtype("bfloat16"), Precision.BF16),
         ("fp8", Precision.F8E4M3),
         ("float8_e4m3fn", Precision.F8E4M3),
-        (jnp.float8_e5m2, Precision.F8E5M2),
         ("W8A8", Precision.INT8),
         (np.int8, Precision.INT8),
     ],
@@ -205,6 +200,18 @@ def test_an_unknown_precision_is_quoted_beside_the_legal_ones(value):
         assert repr(precision.value) in str(caught.value)
     for precision in FORMATS:
         assert precision.dtype.name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["mxfp8", "NVFP4", "fp4", jnp.float4_e2m1fn, "f8e5m2", np.dtype(ml_dtypes.float8_e5m2)],
+    ids=stable_id,
+)
+def test_a_format_that_is_no_longer_supported_is_refused_and_the_text_says_what_to_use(value):
+    with pytest.raises(ValueError, match="no longer supported: use 'f8e4m3' or 'int8'") as caught:
+        Precision.parse(value)
+    for precision in Precision:
+        assert repr(precision.value) in str(caught.value)
 
 
 @each_format

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 
 from precpass.jaxpr.types import Aval, Eqn
 
-__all__ = ["Arithmetic", "rounds_operand", "rounds_to_eight_bits", "scaling", "without_derivative"]
+__all__ = ["Arithmetic", "rounds_operand", "rounds_to_eight_bits", "scaling"]
 
 
 class Arithmetic(Protocol):
@@ -49,10 +49,7 @@ def scaling(arithmetic: Arithmetic, *operands: Any) -> list[Any]:
 
 
 def rounds_to_eight_bits(eqn: Eqn) -> bool:
-    """Whether an equation makes values of 8 bits, with their scale, from a product's operand.
-
-    Those of micro-scaled products, which have many scales in a format of 8 bits, do not count.
-    """
+    """Whether an equation makes values of 8 bits, with their scale, from a product's operand."""
     results = [v.aval.dtype for v in eqn.outvars]
     is_pair = eqn.primitive is scaling_p and len(results) == 2 and results[0].itemsize == 1
     return is_pair and results[1] == np.float32
@@ -83,12 +80,12 @@ class _Mapped:
         return f"{self.each}, mapped"
 
 
-def without_derivative(name: str) -> Any:
-    """A new primitive that evaluates its parameter `arithmetic`, and whose derivative is zero."""
-    primitive = jex.Primitive(name)
+def _without_derivative() -> Any:
+    """The primitive, which evaluates its parameter `arithmetic`; its derivative is zero."""
+    primitive = jex.Primitive("precpass_scaling")
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(_results, platform="cpu"))
-    primitive.def_abstract_eval(lambda *avals, arithmetic, **_: list(arithmetic.avals(*avals)))
+    primitive.def_abstract_eval(lambda *avals, arithmetic: list(arithmetic.avals(*avals)))
     mlir.register_lowering(primitive, _lowering("cpu"))
     for platform in ("cuda", "rocm", "tpu"):
         mlir.register_lowering(primitive, _lowering(platform), platform=platform)
@@ -107,7 +104,7 @@ def without_derivative(name: str) -> Any:
     return primitive
 
 
-def _results(*xs: Any, arithmetic: Arithmetic, platform: str, **_params: Any) -> list[Any]:
+def _results(*xs: Any, arithmetic: Arithmetic, platform: str) -> list[Any]:
     return list(arithmetic(*xs, platform=platform))
 
 
@@ -120,5 +117,5 @@ def _batch(operands: Any, dims: Any, *, arithmetic: Arithmetic) -> Any:
     return out, [0] * len(out)
 
 
-scaling_p = without_derivative("precpass_scaling")
+scaling_p = _without_derivative()
 batching.primitive_batchers[scaling_p] = _batch

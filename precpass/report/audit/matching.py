@@ -179,9 +179,6 @@ def _shared(name: str, other: str) -> int:
 
 
 PRODUCTS = frozenset({"dot", "convolution", "ragged-dot", "scaled-dot"})
-_SCALED_MATMUL = ("__op$block_scaled_dot", "CustomSPMDPartitioning")
-"""The custom calls that `jax.nn.scaled_matmul` is lowered to for NVIDIA's GPUs, one or several."""
-
 _ONEDNN = ("__onednn$matmul", "__onednn$convolution")
 """oneDNN's kernels, which jax 0.12 calls on some CPUs; the second result is working memory."""
 
@@ -233,9 +230,8 @@ def entries(
 def is_product(placed: Placed) -> bool:
     """Whether an instruction is a product of floating operands, or of two in int8."""
     instruction = placed.instruction
-    is_scaled_matmul = instruction.target in _SCALED_MATMUL and "_scaled_matmul" in placed.name
-    is_kernel = is_scaled_matmul or instruction.target in _ONEDNN
-    return (instruction.opcode in PRODUCTS or is_kernel) and len(factors(placed)) == 2
+    is_known = instruction.opcode in PRODUCTS or instruction.target in _ONEDNN
+    return is_known and len(factors(placed)) == 2
 
 
 def sizes(placed: Placed) -> tuple[int, ...]:
