@@ -181,6 +181,7 @@ class Transformer(nn.Module):
         return embed.attend(nn.LayerNorm()(x))
 
 
+@pytest.mark.release  # the training scripts have such steps
 def test_a_train_state_step_learns_as_in_float32():
     batches = text_batches(40, 8, 32)
     model = Transformer()

@@ -94,6 +94,7 @@ def test_switch_takes_one_of_two_layers():
     check_program(apply, params, state, None, X, jnp.int32(1), least=2)
 
 
+@pytest.mark.release
 def test_a_character_model_learns_as_in_float32():
     """Layers stacked in a scan and rematerialised, convolutions over time, adam."""
 

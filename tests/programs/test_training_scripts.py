@@ -56,6 +56,7 @@ ARGUMENTS: dict[str, Callable[..., tuple[Any, ...]]] = {
 each_script = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 
 
+@pytest.mark.release(keep=1)
 @each_script
 def test_it_learns_and_goes_on_from_its_checkpoint(path, tmp_path, capsys):
     script = loaded(path)
