@@ -266,7 +266,7 @@ def machine() -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--steps", type=int, default=40, help="training steps for each row (default: %(default)s)"
+        "--steps", type=int, default=20, help="training steps for each row (default: %(default)s)"
     )
     parser.add_argument(
         "--layers", type=int, default=Shape.layers, help="the model's layers (default: %(default)s)"
