@@ -187,7 +187,7 @@ def unentered(eqn: ir.Eqn, lowered: dict[Any, ir.Contents]) -> str | None:
 
 def _has_wide_operand(eqn: ir.Eqn) -> bool:
     held = (ir.precision_of(v.aval) for v in eqn.invars[:2])
-    return any(p is not None and not p.is_low for p in held)
+    return any(p is not None and not (p.is_low or p.is_scaled) for p in held)
 
 
 def _contents(eqn: ir.Eqn, lowered: dict[Any, ir.Contents]) -> ir.Contents:

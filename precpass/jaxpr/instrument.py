@@ -139,10 +139,11 @@ class LoopLook(Look, Protocol):
 
 @runtime_checkable
 class LateLook(Look, Protocol):
-    """A look whose `record` notes what a record is made of, and is told of all equations.
+    """A look that makes one record for many sequences of equations.
 
-    What was noted crosses calls. One record is made of all of it where a body of a loop or a branch
-    ends, and at the end.
+    Its `record` only notes the values of a sequence, and is told of every equation, also of those
+    without a row. `finished` makes the record: at the end of a loop's body, of a branch, and of the
+    program. So the values of nested calls are recorded together.
     """
 
     def finished(self, noted: Sequence[Any]) -> Record:

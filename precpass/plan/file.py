@@ -210,7 +210,7 @@ def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
     ).with_results(whole.get("results", "auto"))
     policy = policy.with_parameters(whole.get("parameters", "f32")).with_scaled(whole.get("scaled"))
     if whole.get("scales", "auto") != "auto":
-        raise ValueError("float8 with a scale for each row is no longer supported: use 'int8'")
+        raise ValueError("float8 with one scale a row is no longer supported: use 'int8'")
     return policy.with_weight_gradients(whole.get("weight_gradients"))
 
 

@@ -18,7 +18,7 @@ from precpass.analysis.analysis import Analysis
 from precpass.analysis.equations import has_low, unentered
 from precpass.analysis.graph import Graph
 from precpass.analysis.need import EXACT_NOWHERE, ExactProducts
-from precpass.analysis.operand_origin import OperandOrigins
+from precpass.analysis.operand_origin import is_recast
 from precpass.analysis.propagate import ValueRanges
 from precpass.devices.peaks import peaks_of_kind
 from precpass.plan import reasons
@@ -131,7 +131,6 @@ class Planner:
         orders_more = bool(policy.orders - {OpKind.COMPUTE})
         self._may_lower_sums = orders_more or self.requests.tells_equations_apart
         self._eligible = EligibleProducts(self.graph)
-        self._origins = OperandOrigins(self.graph)
         # If the policy orders elementwise work, it orders storage too, and no costs decide it.
         compute = policy.precision_for(OpKind.COMPUTE)
         self._assigns_storage = compute.is_low and OpKind.ELEMENTWISE not in policy.orders
@@ -269,7 +268,7 @@ class Planner:
             return decision
         if decision.product.scaled is not None:
             decision = self._scaled(eqn, body, decision)
-        lhs, rhs = (self._origins.is_recast(body, v) for v in eqn.invars[:2])
+        lhs, rhs = (is_recast(self.graph, body, v) for v in eqn.invars[:2])
         if not (lhs or rhs):
             return decision
         form = decision.product._replace(recast_in_backward=(lhs, rhs))

@@ -21,7 +21,6 @@ from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.presets import Custom
 from precpass.policy.primitives import OpKind
-from precpass.policy.profitability import saved_profitability
 from precpass.policy.rules import Rule
 
 __all__ = ["SUFFIX", "from_dict", "load", "save", "to_dict"]
@@ -91,8 +90,6 @@ def from_dict(data: Mapping[str, Any]) -> PrecisionPolicy:
     for option in _OPTIONS:
         if option in data:
             value = data[option]
-            if option == "profitability":
-                value = saved_profitability(value)
             is_list = isinstance(value, list | tuple)
             if option == "retypes" and is_list:
                 policy = policy.with_retypes(*cast("list[Any]", value))

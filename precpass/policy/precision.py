@@ -23,7 +23,7 @@ _SCALED: dict[str, np.dtype[Any]] = {
 }
 """The dtypes of 8 bits that scaled products multiply."""
 _FORMER = ("mxfp8", "nvfp4", "fp4", "float4_e2m1fn", "f8e5m2", "e5m2", "float8_e5m2")
-"""Names of formats that are no longer supported, most of which have a scale for each block."""
+"""Names of formats that are no longer supported."""
 _OTHER_NAMES = {
     "half": "f16",
     "full": "f32",
@@ -228,7 +228,7 @@ class Precision(enum.Enum):
 
 
 def advice_for(value: object) -> str:
-    """What to use instead of a format that is no longer supported; "" for any other value."""
+    """What to use in the place of a former format; "" for any other value."""
     name = value.lower() if isinstance(value, str) else _dtype_name(value)
     if name not in _FORMER:
         return ""

@@ -35,7 +35,9 @@ def parse_profitability(value: object) -> str:
 
 
 def saved_profitability(value: object) -> str:
-    """Reads a profitability of a file, in which a former one stands for "best".
+    """Reads the profitability of a saved plan, where a former one stands for "best".
+
+    The plan is followed whatever it says.
 
     Raises:
         ValueError: as for `parse_profitability`.

@@ -372,7 +372,7 @@ def test_scales_of_a_file_are_those_that_there_are(tmp_path):
     assert pp.Plan.load(tmp_path / "x.json").lock
     whole["policy"]["scales"] = "row"
     (tmp_path / "x.json").write_text(json.dumps(whole))
-    with pytest.raises(ValueError, match="a scale for each row is no longer supported: use 'int8'"):
+    with pytest.raises(ValueError, match="one scale a row is no longer supported: use 'int8'"):
         pp.Plan.load(tmp_path / "x.json")
 
 

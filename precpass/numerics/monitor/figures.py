@@ -282,7 +282,10 @@ def _makes_an_operand(name: str, operands: Sequence[Any], results: Sequence[Any]
 
 
 def _is_pointwise(name: str, operands: Sequence[Any], shape: tuple[Any, ...]) -> bool:
-    """Whether each element of a result is made of one of each operand, which axes may share."""
+    """Whether each element of a result is made of one element of each operand.
+
+    An operand may be a scalar, or have one element along an axis.
+    """
     shapes = {jnp.shape(x) for x in operands} - {()}
     fit = all(
         len(own) == len(shape) and all(n in (1, m) for n, m in zip(own, shape, strict=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from precpass.analysis.graph import BodyNode, Graph, trips_of
-from precpass.analysis.operand_origin import OperandOrigins
+from precpass.analysis.operand_origin import is_made_in
 from precpass.analysis.sizes import nbytes
 from precpass.planner.storage.value_classes import Place, StorageClass, StorageClasses
 from precpass.policy.primitives import OpKind, op
@@ -33,7 +33,6 @@ class StorageCosts:
         self.graph = graph
         self.classes = classes
         self._trips_of: dict[int, float] = {}
-        self._origins = OperandOrigins(graph)
 
     def cheapest(self, values: StorageClass, *, may_round: bool) -> tuple[bool, bool]:
         """The cheapest way to store a class; of equally cheap ones, that which changes least.
@@ -110,7 +109,7 @@ class StorageCosts:
     def _casts_for_free(self, values: StorageClass, body: int, rows: Sequence[int]) -> bool:
         """Whether elementwise work in a body makes all that its products read of a class."""
         return all(
-            self._origins.is_made_in(body, atom)
+            is_made_in(self.graph, body, atom)
             for row in rows
             for atom in self.graph.eqns[row].invars[:2]
             if self.classes.of(body, atom) is values
