@@ -17,7 +17,7 @@ MAX_COMPLEXITY = 20
 """The largest cyclomatic complexity that radon grades C."""
 MAX_FLOORS = 10
 MAX_FOLDER_LINES = {
-    "analysis": 3_450,
+    "analysis": 3_830,
     "autotune": 550,
     "cli": 1_550,
     "devices": 1_050,
@@ -26,7 +26,7 @@ MAX_FOLDER_LINES = {
     "measure": 2_300,
     "numerics": 6_600,
     "plan": 1_450,
-    "planner": 5_050,
+    "planner": 4_350,
     "policy": 2_200,
     "report": 4_400,
     "rewrite": 2_350,

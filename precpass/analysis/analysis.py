@@ -6,10 +6,12 @@ import functools
 from collections.abc import Sequence
 
 from precpass.analysis.accumulation import Additive
+from precpass.analysis.digits import DigitsRead
 from precpass.analysis.graph import Graph
+from precpass.analysis.idioms import Idioms
 from precpass.analysis.need import ExactNeeds, exact_needs
+from precpass.analysis.numbers import Numbers
 from precpass.analysis.propagate import ValueRanges, propagate
-from precpass.analysis.uses import Uses
 
 __all__ = ["Analysis"]
 
@@ -20,7 +22,6 @@ class Analysis:
     Attributes:
         graph: the program.
         facts: the ranges of the root's values; those of bodies, by class of call sites, are inside.
-        uses: the readers of each value.
         additive: the additive paths through its loops.
 
     Args:
@@ -31,7 +32,6 @@ class Analysis:
     def __init__(self, graph: Graph, closed_over: Sequence[object] = ()) -> None:
         self.graph = graph
         self.facts = propagate(graph, closed_over)
-        self.uses = Uses(graph)
         self.additive = Additive()
 
     @functools.cached_property
@@ -49,9 +49,24 @@ class Analysis:
         return ranges_by_body
 
     @functools.cached_property
+    def numbers(self) -> Numbers:
+        """The values that are one number."""
+        return Numbers(self.graph, self.facts_of)
+
+    @functools.cached_property
+    def idioms(self) -> Idioms:
+        """What differences and comparisons belong to."""
+        return Idioms(self.graph, self.numbers)
+
+    @functools.cached_property
+    def digits(self) -> DigitsRead:
+        """How values are read where it would show that they were rounded once more."""
+        return DigitsRead(self.graph, self.numbers, self.idioms)
+
+    @functools.cached_property
     def exact_needs(self) -> ExactNeeds:
         """What its readers need with all the digits of float32."""
-        return exact_needs(self.graph, self.facts_of)
+        return exact_needs(self.graph, self.numbers)
 
     @functools.cached_property
     def deciding(self) -> frozenset[int]:

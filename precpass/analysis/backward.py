@@ -9,9 +9,10 @@ nothing changes. Bodies that can ask for nothing are skipped.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
@@ -39,8 +40,18 @@ _LONGEST_CHAIN = 16
 all states are asked for what one is."""
 
 
+class _HasLevel(Protocol):
+    """What is asked of a value; nothing is if its level is 0."""
+
+    @property
+    def level(self) -> int: ...
+
+
+A = TypeVar("A", bound=_HasLevel)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class BodyAsks:
+class BodyAsks(Generic[A]):
     """What is asked of the values of one body, at one class of its call sites.
 
     Attributes:
@@ -49,29 +60,46 @@ class BodyAsks:
         kept: equation row -> what is asked of its results, as far as the rule keeps it.
     """
 
-    of: dict[Any, Asked] = dataclasses.field(default_factory=dict)
-    inner: dict[int, tuple[BodyAsks, ...]] = dataclasses.field(default_factory=dict)
-    kept: dict[int, Asked] = dataclasses.field(default_factory=dict)
+    of: dict[Any, A] = dataclasses.field(default_factory=dict)
+    inner: dict[int, tuple[BodyAsks[A], ...]] = dataclasses.field(default_factory=dict)
+    kept: dict[int, A] = dataclasses.field(default_factory=dict)
 
 
-class BackwardWalk:
+class BackwardWalk(Generic[A]):
     """A walk under the rule `operands`, which a subclass has.
 
     Args:
         graph: the program.
         asking: the primitives that ask something though nothing is asked of their results.
+        nothing: what is asked of a value of which nothing is asked.
+        decides: what the predicate of a loop is asked for; None for nothing.
     """
 
-    decides = NOTHING
-    """What the predicate of a loop is asked for."""
-
-    def __init__(self, graph: Graph, asking: frozenset[str]) -> None:
+    def __init__(
+        self, graph: Graph, asking: frozenset[str], nothing: A, decides: A | None = None
+    ) -> None:
         self.graph = graph
         self.asking = asking
+        self.nothing = nothing
+        self.decides = nothing if decides is None else decides
+        self._nothing_asked = BodyAsks[A]()
         self._asking_rows: dict[int, list[int]] = {}
-        self._bodies: dict[Any, BodyAsks] = {}
+        self._bodies: dict[Any, BodyAsks[A]] = {}
 
-    def operands(self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks) -> Sequence[Asked]:
+    def joined(self, one: A, other: A) -> A:
+        """What two readers ask."""
+        return max(one, other)  # pyright: ignore[reportArgumentType] -- tuples, by their levels
+
+    def asks(self, row: int) -> bool:
+        """Whether an equation asks something though nothing is asked of its results."""
+        return self.graph.primitives[row] in self.asking
+
+    def of_result(self, body: ir.Body, result: int, asked: A) -> A:
+        """What is asked of a body's result if something is asked of its name outside."""
+        del body, result
+        return asked
+
+    def operands(self, row: int, eqn: ir.Eqn, asked: A, here: BodyAsks[A]) -> Sequence[A]:
         """What an equation without bodies asks of its operands; () for nothing of any.
 
         Args:
@@ -82,33 +110,33 @@ class BackwardWalk:
         """
         raise NotImplementedError
 
-    def around(self, row: int, eqn: ir.Eqn, here: BodyAsks) -> Mapping[int, Asked]:
+    def around(self, row: int, eqn: ir.Eqn, here: BodyAsks[A]) -> Mapping[int, A]:
         """What an equation with bodies itself asks of its operands, by their positions."""
         return {0: self.decides} if eqn.primitive.name == "cond" else {}
 
-    def body(self, at: int, results: tuple[Asked, ...]) -> BodyAsks:
+    def body(self, at: int, results: tuple[A, ...]) -> BodyAsks[A]:
         """What is asked inside a body if `results` is asked of its results."""
         if not any(a.level for a in results) and not self._rows_that_ask(at):
-            return _NOTHING_ASKED
+            return self._nothing_asked
         if (at, results) not in self._bodies:
-            here = self._bodies[at, results] = BodyAsks()
+            here = self._bodies[at, results] = BodyAsks[A]()
             self._equations(at, results, here)
         return self._bodies[at, results]
 
-    def found(self) -> Iterator[tuple[int, BodyAsks]]:
+    def found(self) -> Iterator[tuple[int, BodyAsks[A]]]:
         """Each body, with what is asked of its values at a class of its call sites."""
         return ((at, asks) for (at, _), asks in self._bodies.items())
 
-    def _equations(self, at: int, results: tuple[Asked, ...], here: BodyAsks) -> None:
+    def _equations(self, at: int, results: tuple[A, ...], here: BodyAsks[A]) -> None:
         """Visit what is asked for something, or asks by itself, the last equation first."""
-        graph, of = self.graph, here.of
+        graph, of, nothing = self.graph, here.of, self.nothing
         waiting = [-row for row in self._rows_that_ask(at)]
         known = set(waiting)
 
-        def ask(atom: ir.Atom, asked: Asked) -> None:
+        def ask(atom: ir.Atom, asked: A) -> None:
             if not asked.level or ir.is_literal(atom):
                 return
-            of[atom] = max(of.get(atom, NOTHING), asked)
+            of[atom] = self.joined(of[atom], asked) if atom in of else asked
             row = graph.row_of_maker(at, atom)
             if row is not None and -row not in known:
                 known.add(-row)
@@ -122,48 +150,52 @@ class BackwardWalk:
             if row in graph.children:
                 self._enter(row, eqn, here, ask)
                 continue
-            asked = max((of.get(v, NOTHING) for v in eqn.outvars), default=NOTHING)
+            each = [of[v] for v in eqn.outvars if v in of]
+            asked = functools.reduce(self.joined, each) if each else nothing
             for v, own in zip(eqn.invars, self.operands(row, eqn, asked, here), strict=False):
                 ask(v, own)
 
     def _enter(
-        self, row: int, eqn: ir.Eqn, here: BodyAsks, ask: Callable[[ir.Atom, Asked], None]
+        self, row: int, eqn: ir.Eqn, here: BodyAsks[A], ask: Callable[[ir.Atom, A], None]
     ) -> None:
-        inner: list[BodyAsks] = []
-        of_carry: dict[int, Asked] = {}
+        inner: list[BodyAsks[A]] = []
+        of_carry: dict[int, A] = {}
+        nothing = self.nothing
         for body, child in self.graph.children[row]:
             opened = ir.open_jaxpr(body.jaxpr)
-            results = [here.of.get(eqn.outvars[result], NOTHING) for result in body.results]
+            asked_outside = (here.of.get(eqn.outvars[result], nothing) for result in body.results)
+            results = [self.of_result(body, at, asked) for at, asked in enumerate(asked_outside)]
             if not body.results:
                 results = [self.decides] * len(opened.outvars)
             for out, asked in of_carry.items():  # by the condition of a while
-                results[out] = max(results[out], asked)
+                results[out] = self.joined(results[out], asked)
             inside = self._until_settled(body, child, results)
             if body.decides:
                 carried = enumerate(opened.invars[body.constants :])
-                of_carry = {out: inside.of.get(v, NOTHING) for out, v in carried}
+                of_carry = {out: inside.of.get(v, nothing) for out, v in carried}
             for v, operand in zip(opened.invars, body.operands, strict=True):
-                ask(eqn.invars[operand], inside.of.get(v, NOTHING))
+                ask(eqn.invars[operand], inside.of.get(v, nothing))
             inner.append(inside)
-        if any(inside is not _NOTHING_ASKED for inside in inner):
+        if any(inside is not self._nothing_asked for inside in inner):
             here.inner[row] = tuple(inner)
         for operand, asked in self.around(row, eqn, here).items():
             ask(eqn.invars[operand], asked)
 
-    def _until_settled(self, body: ir.Body, child: int, results: list[Asked]) -> BodyAsks:
+    def _until_settled(self, body: ir.Body, child: int, results: list[A]) -> BodyAsks[A]:
         invars = ir.open_jaxpr(body.jaxpr).invars
         trips = 0
         while True:
             inside, before = self.body(child, tuple(results)), list(results)
             for operand, result in body.carry:
-                results[result] = max(results[result], inside.of.get(invars[operand], NOTHING))
+                asked = inside.of.get(invars[operand], self.nothing)
+                results[result] = self.joined(results[result], asked)
             if results == before:
                 return inside
             trips += 1
             if trips > _LONGEST_CHAIN:
-                most = max(results[result] for _, result in body.carry)
+                most = functools.reduce(self.joined, (results[result] for _, result in body.carry))
                 for _, result in body.carry:
-                    results[result] = max(results[result], most)
+                    results[result] = self.joined(results[result], most)
 
     def _rows_that_ask(self, at: int) -> list[int]:
         """The equations that ask something by themselves, or inside of them; the last first."""
@@ -172,10 +204,7 @@ class BackwardWalk:
             self._asking_rows[at] = [
                 row
                 for row in range(node.stop - 1, node.start - 1, -1)
-                if graph.primitives[row] in self.asking
+                if self.asks(row)
                 or any(self._rows_that_ask(child) for _, child in graph.children.get(row, ()))
             ]
         return self._asking_rows[at]
-
-
-_NOTHING_ASKED = BodyAsks()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from precpass import jaxpr as ir
 from precpass.analysis.sizes import nbytes
 from precpass.policy.precision import Precision
@@ -141,6 +143,50 @@ def cast_belongs_before(eqn: ir.Eqn) -> bool:
     that is filled up with zeros (jax 0.10.2 and 0.12.0.1).
     """
     return grows(eqn) or (eqn.primitive.name == "rev" and is_wide(eqn.invars[0]))
+
+
+def hands_on(eqn: ir.Eqn, var: ir.Var) -> bool:
+    """Whether the numbers of a value are in an equation's results: moved, repeated, or chosen.
+
+    A boundary, such as another library's primitive, may return its operand as it is.
+    """
+    name = eqn.primitive.name
+    row = op(name)
+    if row.kind is OpKind.BOUNDARY:
+        held = ir.precision_of(var.aval)
+        return any(ir.precision_of(v.aval) is held for v in eqn.outvars)
+    if moved_operand(eqn) is var or row.chooses or name in _SAME:
+        return True
+    data = range(len(eqn.invars)) if row.data is None else row.data
+    return row.kind is OpKind.DATA_MOVEMENT and any(eqn.invars[i] is var for i in data)
+
+
+_SAME = frozenset(("neg", "abs", "copy", "clamp", "stop_gradient"))
+"""Elementwise primitives whose results have the numbers of an operand, apart from selections."""
+
+
+def scales(eqn: ir.Eqn) -> bool:
+    """Whether an equation multiplies its only operand by a number."""
+    is_scaling = op(eqn.primitive.name).scales
+    return is_scaling and sum(not ir.is_literal(v) for v in eqn.invars) == 1
+
+
+def negates(eqn: ir.Eqn) -> bool:
+    """Whether an equation multiplies its operand by a negative number."""
+    if eqn.primitive.name == "neg":
+        return True
+    is_scaling = eqn.primitive.name in ("mul", "div")
+    return is_scaling and any(ir.is_literal(v) and np.all(v.val < 0) for v in eqn.invars)
+
+
+def tells_apart(eqn: ir.Eqn) -> bool:
+    """Whether close values of an operand give different results: an order, or whole numbers."""
+    row = op(eqn.primitive.name)
+    if eqn.primitive.name == "convert_element_type":
+        return ir.precision_of(eqn.outvars[0].aval) is None
+    # A comparison with zero only reads the sign, which survives rounding.
+    with_zero = any(ir.is_literal(v) and not v.val for v in eqn.invars)
+    return row.ranks or row.no_low_kernel or (row.compares and not with_zero)
 
 
 def handed_on_operand(eqn: ir.Eqn) -> Any:

@@ -7,9 +7,10 @@ the policy can tell the scopes apart.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,10 @@ from precpass.analysis.sizes import NOMINAL_SIZE, element_count, flops, nbytes
 from precpass.policy.primitives import OpKind, op
 from precpass.policy.scopes import as_written, is_backward, join_scopes
 
-__all__ = ["BodyNode", "Graph", "trips_of"]
+__all__ = ["BORDER", "BodyNode", "Graph", "trips_of"]
+
+BORDER = -1
+"""Stands among the readers of a value for the border of its body, which the value leaves."""
 
 
 _KINDS = tuple(OpKind)
@@ -84,6 +88,9 @@ class Graph:
     children: dict[int, tuple[tuple[ir.Body, int], ...]]
     _scopes: dict[tuple[int, int], str] = dataclasses.field(default_factory=dict, repr=False)
     _makers: dict[int, dict[ir.Var, int]] = dataclasses.field(default_factory=dict, repr=False)
+    _readers: dict[int, dict[ir.Var, list[int]]] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
 
     @functools.cached_property
     def primitives(self) -> tuple[str, ...]:
@@ -123,6 +130,59 @@ class Graph:
         """The equation that makes a value; None of an operand of its body."""
         row = self.row_of_maker(body, atom)
         return None if row is None else self.eqns[row]
+
+    def readers(self, body: int) -> Mapping[ir.Var, Sequence[int]]:
+        """For each variable of a body the rows that read it; `BORDER` if it is a result."""
+        if body not in self._readers:
+            node, is_literal = self.bodies[body], ir.is_literal
+            readers = collections.defaultdict[ir.Var, list[int]](list)
+            # This loop visits every equation, so it makes no Python call for each value.
+            for row in range(node.start, node.stop):
+                for v in self.eqns[row].invars:
+                    if not is_literal(v):
+                        readers[v].append(row)
+            for v in ir.open_jaxpr(node.jaxpr).outvars:
+                if not is_literal(v):
+                    readers[v].append(BORDER)
+            self._readers[body] = dict(readers)
+        return self._readers[body]
+
+    def names_inside(self, row: int, var: ir.Var) -> list[tuple[int, ir.Var]]:
+        """The names of an equation's operand in the bodies of the equation."""
+        names: list[tuple[int, ir.Var]] = []
+        for inner, child in self.children.get(row, ()):
+            entering = zip(ir.open_jaxpr(inner.jaxpr).invars, inner.operands, strict=False)
+            names += [(child, v) for v, at in entering if self.eqns[row].invars[at] is var]
+        return names
+
+    def names_outside(
+        self, body: int, var: ir.Var, *, of_stacks: bool = False
+    ) -> list[tuple[int, ir.Var]] | None:
+        """The names of a body's result at its callers; None if it leaves the program.
+
+        It is None too for a loop's state, and for what a loop stacks unless `of_stacks` is true.
+        """
+        outvars = ir.open_jaxpr(self.bodies[body].jaxpr).outvars
+        names: list[tuple[int, ir.Var]] = []
+        for row, inner in self.callers[body]:
+            is_state = any(outvars[at] is var for _, at in inner.carry)
+            is_in_loop = inner.trips != 1 or bool(inner.carry)
+            if not inner.results or is_state or (is_in_loop and not of_stacks):
+                return None
+            results, here = self.eqns[row].outvars, int(self.body[row])
+            leaving = zip(outvars, inner.results, strict=False)
+            names += [(here, results[at]) for outvar, at in leaving if outvar is var]
+        return names if self.callers[body] else None
+
+    def name_at_caller(self, body: int, var: ir.Var) -> tuple[int, ir.Atom] | None:
+        """The name of a body's operand at its only caller; None for one of a loop's trips."""
+        invars = ir.open_jaxpr(self.bodies[body].jaxpr).invars
+        if len(self.callers[body]) != 1 or var not in invars:
+            return None
+        ((row, inner),) = self.callers[body]
+        if inner.trips != 1 or inner.carry:
+            return None
+        return int(self.body[row]), self.eqns[row].invars[inner.operands[invars.index(var)]]
 
     @functools.cached_property
     def rows_with_bodies(self) -> tuple[tuple[int, ...], ...]:

@@ -23,7 +23,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.activations import features
 from precpass.analysis.backward import NOTHING, Asked, BackwardWalk, BodyAsks
 from precpass.analysis.graph import Graph
-from precpass.analysis.propagate import ValueRanges
+from precpass.analysis.numbers import Numbers
 from precpass.analysis.thresholds import Thresholds
 from precpass.analysis.tolerances import Tolerances
 from precpass.policy.primitives import COMPUTING, ROWS, Op, OpKind, named, op
@@ -89,25 +89,25 @@ class ExactNeeds:
     bodies: frozenset[int] = frozenset()
 
 
-def exact_needs(graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> ExactNeeds:
+def exact_needs(graph: Graph, numbers: Numbers) -> ExactNeeds:
     """What the readers of a program's values need exactly.
 
     Args:
         graph: the program.
-        facts_of: what is known of the values of each body, at each class of its call sites.
+        numbers: its values that are one number.
     """
     if COMPUTING.isdisjoint(graph.primitives):
         return ExactNeeds()
     results = tuple(_of_result(v.aval) for v in ir.open_jaxpr(graph.root.jaxpr).outvars)
-    thresholds = Thresholds(graph, facts_of)
+    thresholds = Thresholds(graph, numbers)
     tolerances = Tolerances(graph, thresholds)
     walk = _NeedWalk(graph, tolerances, thresholds)
     products = _Collected(graph, tolerances.reasons).products(walk.body(0, results))
     loops = (child for row in tolerances.reasons for _, child in graph.children[row])
     bodies = frozenset[int]().union(*map(graph.inside, loops))
     values = ((at, v, asked) for at, asks in walk.found() for v, asked in asks.of.items())
-    numbers = ((at, v, asked) for at, v, asked in values if ir.precision_of(v.aval) is not None)
-    exact = frozenset((at, v) for at, v, asked in numbers if walk.is_exact(asked, [v]))
+    floats = ((at, v, asked) for at, v, asked in values if ir.precision_of(v.aval) is not None)
+    exact = frozenset((at, v) for at, v, asked in floats if walk.is_exact(asked, [v]))
     return ExactNeeds(products, exact, bodies)
 
 
@@ -121,14 +121,13 @@ _ASKING = frozenset(
 """Primitives that ask for digits though nothing is asked of their results."""
 
 
-class _NeedWalk(BackwardWalk):
+class _NeedWalk(BackwardWalk[Asked]):
     """The walk that finds what is needed of each value."""
-
-    decides = Asked(Need.EXACT, "decides which way the program goes")
 
     def __init__(self, graph: Graph, tolerances: Tolerances, thresholds: Thresholds) -> None:
         rounds = not named("rounds_to_integers").isdisjoint(graph.primitives)
-        super().__init__(graph, _ASKING | {"sub"} if rounds else _ASKING)
+        decides = Asked(Need.EXACT, "decides which way the program goes")
+        super().__init__(graph, _ASKING | {"sub"} if rounds else _ASKING, NOTHING, decides)
         self._tolerances, self._thresholds = tolerances, thresholds
         self._straight_through = set[int | None]()
 
@@ -143,7 +142,7 @@ class _NeedWalk(BackwardWalk):
             return not any(v in self.features for v in made_of if not ir.is_literal(v))
         return asked.level == Need.STRICT
 
-    def around(self, row: int, eqn: ir.Eqn, here: BodyAsks) -> Mapping[int, Asked]:
+    def around(self, row: int, eqn: ir.Eqn, here: BodyAsks[Asked]) -> Mapping[int, Asked]:
         """A choice of a branch, and what the residual of a loop is made of when it starts."""
         if ir.has_rules(eqn):
             self._keep(row, eqn, eqn.invars, here)
@@ -152,13 +151,17 @@ class _NeedWalk(BackwardWalk):
             return dict.fromkeys(self._tolerances.starts[row], start)
         return super().around(row, eqn, here)
 
-    def _keep(self, row: int, eqn: ir.Eqn, made_of: Sequence[ir.Atom], here: BodyAsks) -> None:
+    def _keep(
+        self, row: int, eqn: ir.Eqn, made_of: Sequence[ir.Atom], here: BodyAsks[Asked]
+    ) -> None:
         """Keep a product, or custom rules, whose result is needed exactly."""
         asked = [here.of[v] for v in eqn.outvars if v in here.of and ir.is_inexact(v.aval)]
         if self.is_exact(max(asked, default=NOTHING), made_of):
             here.kept[row] = max(asked)
 
-    def operands(self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks) -> Sequence[Asked]:
+    def operands(
+        self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks[Asked]
+    ) -> Sequence[Asked]:
         """What an equation needs of its operands."""
         name, table, count = eqn.primitive.name, op(eqn.primitive.name), len(eqn.invars)
         if table.kind is OpKind.COMPUTE:
@@ -265,15 +268,15 @@ class _Collected:
         self._graph = graph
         self._in_loops = {row: ExactProducts({}, {}, why) for row, why in loops.items()}
         self._shared: dict[Any, ExactProducts] = {}
-        self._known: dict[BodyAsks, ExactProducts] = {}
+        self._known: dict[BodyAsks[Asked], ExactProducts] = {}
 
-    def products(self, asks: BodyAsks) -> ExactProducts:
+    def products(self, asks: BodyAsks[Asked]) -> ExactProducts:
         """The products of a body that are needed exactly."""
         if asks not in self._known:
             self._known[asks] = self._found(asks)
         return self._known[asks]
 
-    def _found(self, asks: BodyAsks) -> ExactProducts:
+    def _found(self, asks: BodyAsks[Asked]) -> ExactProducts:
         inner: dict[int, tuple[ExactProducts, ...]] = {}
         for row, inside in asks.inner.items():
             bodies = tuple(self._in_loops.get(row) or self.products(body) for body in inside)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
-from precpass.analysis.propagate import ValueRanges
+from precpass.analysis.numbers import Numbers
 from precpass.policy.primitives import OpKind, op
 
 __all__ = ["Thresholds", "moves"]
@@ -28,12 +26,12 @@ class Thresholds:
 
     Args:
         graph: the program.
-        facts_of: what is known of the values of each body, at each class of its call sites.
+        numbers: its values that are one number.
     """
 
-    def __init__(self, graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> None:
+    def __init__(self, graph: Graph, numbers: Numbers) -> None:
         self.graph = graph
-        self._facts_of = facts_of
+        self._numbers = numbers
 
     def has_tolerance(self, row: int, *, in_loop: bool) -> bool:
         """Whether a comparison is with a tolerance, or of zero with a difference from one.
@@ -56,14 +54,14 @@ class Thresholds:
     def _is_one(self, body: int, atom: ir.Atom) -> bool:
         maker = self.graph.maker(body, atom)
         if maker is None:
-            return self._number(body, atom) == 1
+            return self._numbers.of(body, atom) == 1
         return moves(maker.primitive.name) and self._is_one(body, maker.invars[0])
 
     def _is_tolerance(self, body: int, atom: ir.Atom, in_loop: bool) -> bool:
         """Whether a number is small, a multiple of a small one, or given to a loop."""
         maker = self.graph.maker(body, atom)
         if maker is None:
-            number = self._number(body, atom)
+            number = self._numbers.of(body, atom)
             if number is None:
                 return in_loop and self._is_given(body, atom)
             return 0 < abs(number) < (_OF_LOOPS if in_loop else _OF_RESULTS)
@@ -76,22 +74,6 @@ class Thresholds:
 
     def _is_given(self, body: int, atom: ir.Atom) -> bool:
         """Whether an operand of a loop is the same in each of its trips."""
-        invars, constants = self._operands(body)
-        return constants is not None and atom in invars[:constants]
-
-    def _operands(self, body: int) -> tuple[Sequence[ir.Var], int | None]:
-        """A body's operands, and how many are constants of a loop; None if it is not a loop's."""
         loops = [loop for _, loop in self.graph.callers[body] if loop.decides or loop.carry]
         invars = ir.open_jaxpr(self.graph.bodies[body].jaxpr).invars
-        return invars, loops[0].constants if loops else None
-
-    def _number(self, body: int, atom: ir.Atom) -> float | None:
-        """The number that a literal or an operand of a body is; None if it is not known."""
-        if ir.is_literal(atom):
-            return float(atom.val) if np.ndim(atom.val) == 0 else None
-        invars, constants = self._operands(body)
-        if constants is not None and atom in invars[constants:]:
-            return None  # what is known of the condition's operands is of the first trip alone
-        facts = [f.of(atom) for f in self._facts_of.get(body, ())]
-        is_known = facts and all(f.lo == f.hi == facts[0].lo for f in facts)
-        return facts[0].lo if is_known else None
+        return bool(loops) and atom in invars[: loops[0].constants]

@@ -66,7 +66,7 @@ class Tolerances:
         )
         return _reaches_product(found) or self._reaches_product_later(row, found)
 
-    def _reaches_product_later(self, row: int, found: BodyAsks) -> bool:
+    def _reaches_product_later(self, row: int, found: BodyAsks[Asked]) -> bool:
         """Whether a trip reads what products made in the trip before, by a norm.
 
         A number that is compared as it is, such as the length of a step, is no part of a residual.
@@ -94,7 +94,7 @@ class Tolerances:
         return self._additions.body(at, tuple(results)).of.get(own) == _ADDED_TO
 
 
-def _reaches_product(asks: BodyAsks) -> bool:
+def _reaches_product(asks: BodyAsks[Asked]) -> bool:
     inner = (body for bodies in asks.inner.values() for body in bodies)
     return bool(asks.kept) or any(map(_reaches_product, inner))
 
@@ -104,13 +104,15 @@ def _may_be_lowered(eqn: ir.Eqn) -> bool:
     return bool(is_product) and is_matrix_product(eqn) and ir.user_order(eqn) is None
 
 
-class _AdditionWalk(BackwardWalk):
+class _AdditionWalk(BackwardWalk[Asked]):
     """Which operands of a body are in a result, moved or with something added to them."""
 
     def __init__(self, graph: Graph) -> None:
-        super().__init__(graph, frozenset())
+        super().__init__(graph, frozenset(), NOTHING)
 
-    def operands(self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks) -> Sequence[Asked]:
+    def operands(
+        self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks[Asked]
+    ) -> Sequence[Asked]:
         name = eqn.primitive.name
         if name in ("add", "sub"):
             return [_ADDED_TO] * 2
@@ -119,14 +121,16 @@ class _AdditionWalk(BackwardWalk):
         return [asked] * len(eqn.invars) if moves(name) or name == "neg" else ()
 
 
-class _ResidualWalk(BackwardWalk):
+class _ResidualWalk(BackwardWalk[Asked]):
     """The numbers that decide whether a loop goes on, and what they are made of in one trip."""
 
     def __init__(self, graph: Graph, thresholds: Thresholds) -> None:
-        super().__init__(graph, frozenset())
+        super().__init__(graph, frozenset(), NOTHING)
         self._thresholds = thresholds
 
-    def operands(self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks) -> Sequence[Asked]:
+    def operands(
+        self, row: int, eqn: ir.Eqn, asked: Asked, here: BodyAsks[Asked]
+    ) -> Sequence[Asked]:
         name, invars = eqn.primitive.name, eqn.invars
         if asked.level == _RESIDUAL and _may_be_lowered(eqn):
             here.kept[row] = asked
@@ -144,7 +148,7 @@ class _ResidualWalk(BackwardWalk):
             return [Asked(_DECIDES)]
         return [asked if is_float else NOTHING for is_float in floats]
 
-    def around(self, row: int, eqn: ir.Eqn, here: BodyAsks) -> Mapping[int, Asked]:
+    def around(self, row: int, eqn: ir.Eqn, here: BodyAsks[Asked]) -> Mapping[int, Asked]:
         """A branch is chosen by what decides, if its result does."""
         asked = max((here.of.get(v, NOTHING) for v in eqn.outvars), default=NOTHING)
         is_choice = eqn.primitive.name == "cond" and asked.level == _DECIDES

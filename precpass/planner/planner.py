@@ -174,8 +174,8 @@ class Planner:
             node, analysis = self.graph.bodies[facts.body], self.analysis
             decisions = self._decisions(facts, exact, carried, decides)
             if not self.policy.widens:
-                readers = functools.partial(analysis.uses.of, facts.body)
-                decisions = eliminate_transposes(node.jaxpr, decisions, readers)
+                readers = functools.partial(analysis.graph.readers, facts.body)
+                decisions = eliminate_transposes(node, decisions, readers)
             plan = Plan(tuple(decisions), border_of(node.jaxpr, border))
             # equal plans of one jaxpr are one object, so that it is rewritten and lowered once
             self.memo[key] = self.shared.setdefault((facts.body, plan), plan)
@@ -188,8 +188,7 @@ class Planner:
         adds = self.analysis.additive.accumulating(node.jaxpr, carried)
         stored: dict[Any, Precision | None] = {}
         decisions: list[Decision] = []
-        uses = self.analysis.uses
-        queries = Queries(facts, exact, uses, self.requests, self.scope, decides_loop=decides)
+        queries = Queries(facts, exact, self.requests, self.scope, decides_loop=decides)
         for at, eqn in enumerate(self.graph.eqns[node.start : node.stop]):
             row, is_added = node.start + at, at in adds
             if row in children:

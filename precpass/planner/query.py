@@ -17,10 +17,10 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import is_matrix_product, spreads
+from precpass.analysis.graph import BORDER
 from precpass.analysis.need import ExactProducts
 from precpass.analysis.propagate import ValueRanges
 from precpass.analysis.ranges import ValueRange
-from precpass.analysis.uses import Uses
 from precpass.planner.requests import PolicyRequests, Request
 from precpass.policy.precision import BY_DTYPE, PARTS, Precision
 from precpass.policy.primitives import BOUNDARY, COMPUTING, Op, OpKind, op
@@ -163,7 +163,6 @@ class Queries:
     Args:
         facts: what is known of the body's values there.
         exact: the body's products whose results are needed exactly there.
-        uses: of the program's values.
         requests: what the policy asks of single equations.
         scope: the name scopes around the program.
         decides_loop: whether the body computes a loop's predicate.
@@ -173,7 +172,6 @@ class Queries:
         self,
         facts: ValueRanges,
         exact: ExactProducts,
-        uses: Uses,
         requests: PolicyRequests,
         scope: str,
         *,
@@ -181,11 +179,12 @@ class Queries:
     ) -> None:
         self._facts = facts
         self._exact = exact
-        self._uses = uses
         self._requests = requests
         self._scope = scope
         self._decides_loop = decides_loop
-        self._cast = uses.cast(facts.body)
+        casts = ir.casts(requests.graph.bodies[facts.body].jaxpr)
+        self._cast = frozenset(e.invars[0] for e in casts if not ir.is_literal(e.invars[0]))
+        self._widenings: dict[Any, Any] = dict(filter(None, map(ir.widening, casts)))
         self._scopes: dict[int, str] = {}
         self._places: dict[tuple[str, str], Place] = {}
         self._exact_factors = {
@@ -310,19 +309,22 @@ class Queries:
         )
 
     def _readers_round_to(self, eqn: ir.Eqn) -> Precision | None:
-        readers_of = self._uses.of(self._facts.body)
-        readers = [reader for v in eqn.outvars for reader in readers_of.get(v, ())]
-        if any(r is None or r.primitive.name != "convert_element_type" for r in readers):
+        graph = self._requests.graph
+        readers_of = graph.readers(self._facts.body)
+        rows = [row for v in eqn.outvars for row in readers_of.get(v, ())]
+        if any(r == BORDER or graph.primitives[r] != "convert_element_type" for r in rows):
             return None
+        readers = [graph.eqns[row] for row in rows]
         formats = {ir.precision_of(reader.outvars[0].aval) for reader in readers}
         return formats.pop() if len(formats) == 1 else None
 
     def _undoes_cast_from(self, eqn: ir.Eqn) -> Precision | None:
         body, operand = self._facts.body, eqn.invars[0]
-        source = self._uses.widened_from(body, operand)
+        if ir.is_literal(operand) or operand not in self._widenings:
+            return None
         # If there were several readers, their cotangents would be added up in the low format.
-        is_read_alone = source and len(self._uses.of(body).get(operand, ())) == 1
-        return ir.precision_of(source.aval) if is_read_alone else None
+        is_read_alone = len(self._requests.graph.readers(body).get(operand, ())) == 1
+        return ir.precision_of(self._widenings[operand].aval) if is_read_alone else None
 
 
 @functools.cache

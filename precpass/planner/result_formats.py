@@ -7,45 +7,37 @@ cast, but what XLA saves of them for later is float32: with 16-bit results the g
 takes 0.56 of the temporary memory on a v5e, and 0.95 of the compiler's cycles. The units add up in
 float32 in any case, so a result in 16 bits is one rounding of a float32 sum.
 
-A dot keeps its float32 result if the result, moved or scaled at the most, leaves the program or a
-loop (a gradient, a carry, a stack), and if it is subtracted from or compared in any other way than
-an activation function does (`planner.tolerant_readers`): the rounding errors of operands average
-out over the sum, that of the result does not, and a difference such as a squared distance would
-lose its digits. A convolution always has a 16-bit result, because it would not be low otherwise.
-So does the cotangent of a dot's operand, which JAX makes when it differentiates the rewritten
-program, if the operand, moved or scaled at the most, is an argument or a difference.
-Sums that are made of results stay in float32: a rounded term has a relative error of one unit
-roundoff, which is what the rounding of each operand has too, while a rounded sum would lose terms.
+A dot keeps its float32 result if a reader needs its digits (`analysis.digits`): the rounding errors
+of operands average out over the sum, that of the result does not. A convolution always has a 16-bit
+result, because it would not be low otherwise. So does the cotangent of a dot's operand, which JAX
+makes when it differentiates the rewritten program, if the operand, moved or scaled at the most, is
+an argument or a difference.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
-
-import numpy as np
+from collections.abc import Collection
 
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
-from precpass.analysis.equations import gathered_operand, moved_operand
-from precpass.analysis.liveness import dead
-from precpass.analysis.reach import Reach, Reader, hands_on, is_shift, tells_apart
+from precpass.analysis.digits import Digits
+from precpass.analysis.equations import gathered_operand, moved_operand, negates, scales
+from precpass.analysis.graph import BORDER
 from precpass.plan import reasons
 from precpass.plan.decisions import lower
 from precpass.plan.plan import Action, Decision, Plan
 from precpass.planner.planned_bodies import planned_bodies
-from precpass.planner.tolerant_readers import TolerantReaders
 from precpass.policy.precision import Precision
-from precpass.policy.primitives import OpKind, op
+from precpass.policy.primitives import OpKind
 
 __all__ = ["PLATFORMS", "with_low_results"]
 
 PLATFORMS = frozenset(("gpu", "cuda", "rocm", "tpu"))
 """JAX's names of the platforms whose products are planned with results in 16 bits."""
 
-_CONVOLUTION = "conv_general_dilated"
-_SUBTRACTING = ("sub",), ("sub", "add")
-"""Primitives that subtract a value from another one; and those that do if it was negated before."""
+_READ = Digits.SUBTRACTED | Digits.COMPARED | Digits.RANKED
+_LEAVING = Digits.LEAVING | Digits.STACKED
 
 
 def with_low_results(plan: Plan, analysis: Analysis) -> Plan:
@@ -63,13 +55,8 @@ class _ResultFormats:
 
     def __init__(self, plan: Plan, analysis: Analysis) -> None:
         self.graph = analysis.graph
-        self._readers = analysis.uses
-        self._reach = Reach(self.graph, analysis.uses)
-        self._tolerant = TolerantReaders(self.graph, self._reach)
-        self._dead = dead(self.graph).tolist()
-        # Most programs rank nothing, and need no walk from each product to what ranks it.
-        self._ranks_anything = any(op(eqn.primitive.name).ranks for eqn in self.graph.eqns)
-        self._stored_low = self._rounded_values(plan)
+        self._digits = analysis.digits
+        self._rounded = self._rounded_values(plan)
         self._plans: dict[tuple[int, int], Plan] = {}
 
     def _rounded_values(self, root: Plan) -> set[tuple[int, ir.Var]]:
@@ -116,52 +103,64 @@ class _ResultFormats:
             # The result may be out of float16's range though the operands are in it.
             return decision
         eqn = self.graph.eqns[row]
-        is_convolution = eqn.primitive.name == _CONVOLUTION
+        is_low = eqn.primitive.name == "conv_general_dilated" or any(decision.stored)
         form = decision.product._replace(
-            low_result=is_convolution
-            or any(decision.stored)
-            or not (
-                self._needs_digits(body, eqn.outvars[0])
-                or self._is_read_exactly(body, eqn.outvars[0])
-            ),
+            low_result=is_low or not self._needs_digits(body, eqn.outvars[0]),
             low_cotangents=(self._is_inner(body, eqn, 0), self._is_inner(body, eqn, 1)),
         )
         return dataclasses.replace(decision, product=form)
 
+    def _needs_digits(self, body: int, var: ir.Var) -> bool:
+        """Whether readers of a product's result need digits that 16 bits do not hold."""
+        read = self._digits.of(body, var)
+        return bool(read & _READ) or (bool(read & _LEAVING) and not self._is_rounded(body, var))
+
+    def _is_rounded(self, body: int, var: ir.Var) -> bool:
+        """Whether a value leaves only in forms that are stored in 16 bits anyway."""
+        for row in self.graph.readers(body).get(var, ()):
+            if row == BORDER or row in self.graph.children:
+                return False
+            eqn = self.graph.eqns[row]
+            moves = moved_operand(eqn) is var or scales(eqn)
+            if moves and (body, eqn.outvars[0]) not in self._rounded:
+                return False
+        return True
+
     def _is_inner(self, body: int, eqn: ir.Eqn, side: int) -> bool:
         """Whether an operand's cotangent stays inside the program, and nothing is subtracted.
 
-        It is the mirror image of `_needs_digits`, for the products that JAX makes when it
-        differentiates the rewritten program, which no plan sees.
+        JAX makes its product when it differentiates the rewritten program, which no plan sees.
         """
         var = eqn.invars[side]
         while not ir.is_literal(var):
             # through calls as well, in both directions
-            maker = self.graph.maker(body, var)
-            if maker is None:
+            row = self.graph.row_of_maker(body, var)
+            if row is None:
                 if self._is_loop_constant(body, var):
                     return True  # every trip adds a term to its cotangent
                 inside = self._entering(body, var)
                 if inside is None:
                     return False
                 body, var = inside
-            elif (returned := self._returned(body, maker, var)) is not None:
+                continue
+            maker = self.graph.eqns[row]
+            if (returned := self._returned(row, var)) is not None:
                 body, var = returned
             elif (moved := moved_operand(maker)) is not None:
                 var = moved
-            elif _scales(maker) and not _negates(maker):
+            elif scales(maker) and not negates(maker):
                 var = next(v for v in maker.invars if not ir.is_literal(v))
             else:
-                return maker.primitive.name != "sub" and not _negates(maker)
+                return maker.primitive.name != "sub" and not negates(maker)
         return False
 
-    def _returned(self, body: int, eqn: ir.Eqn, var: ir.Var) -> tuple[int, ir.Var] | None:
+    def _returned(self, row: int, var: ir.Var) -> tuple[int, ir.Var] | None:
         """The name of a call's result inside of the call; None for one of another equation."""
-        children = self.graph.children.get(self._reach.row(body, eqn), ())
+        children = self.graph.children.get(row, ())
         if len(children) != 1 or children[0][0].trips != 1 or children[0][0].carry:
             return None
         ((inner, child),) = children
-        at = eqn.outvars.index(var)
+        at = self.graph.eqns[row].outvars.index(var)
         if at not in inner.results:
             return None
         return child, ir.open_jaxpr(inner.jaxpr).outvars[inner.results.index(at)]
@@ -189,82 +188,6 @@ class _ResultFormats:
         outside = self.graph.eqns[row].invars[inner.operands[at]]
         return None if ir.is_literal(outside) else (int(self.graph.body[row]), outside)
 
-    def _needs_digits(self, body: int, var: ir.Var) -> bool:
-        """Whether a value, as it is, moved or scaled, leaves a loop or the program, or cancels."""
-        todo, seen = [(body, var, False)], set[tuple[int, ir.Var, bool]]()
-        while todo:
-            place = body, var, negated = todo.pop()
-            if place in seen or self._tolerant.is_exact_function(body):
-                continue
-            seen.add(place)
-            for reader in self._readers.of(body).get(var, ()):
-                names: Sequence[tuple[int, ir.Var]] | None
-                subtracts = reader is not None and reader.primitive.name in _SUBTRACTING[negated]
-                if subtracts and not self._tolerates_difference(body, reader, var):
-                    return True
-                if reader is None:
-                    names = self._reach.outside(body, var)
-                elif moved_operand(reader) is var or _scales(reader):
-                    # A value that is stored in 16 bits has no more digits than the rounded result.
-                    moved = ((body, v) for v in reader.outvars)
-                    names = [name for name in moved if name not in self._stored_low]
-                else:
-                    names = self._reach.inside(self._reach.row(body, reader), var)
-                if names is None:
-                    return True
-                negates = reader is not None and _negates(reader)
-                todo += [(*name, negated != negates) for name in names]
-        return False
-
-    def _is_read_exactly(self, body: int, var: ir.Var) -> bool:
-        """Whether a value, handed on, is subtracted, or tells close values apart.
-
-        What tells sums of it and others apart counts too, and what ranks any function of it, such
-        as a softmax of a router. A difference behind a sum does not: it is as exact as the other
-        terms, and a layer norm subtracts the mean of every residual stream.
-        """
-        for reader in self._reach.readers(body, var, _hands_on_casts_or_scales):
-            is_difference = reader.eqn is not None and reader.eqn.primitive.name == "sub"
-            if is_difference and not (
-                self._is_harmless(reader) or self._tolerates_difference(*reader)
-            ):
-                return True
-        sums = self._reach.readers(body, var, _hands_on_or_adds)
-        if any(
-            r.eqn is not None
-            and tells_apart(r.eqn)
-            and not (self._is_harmless(r) or self._tolerant.compares(r.body, r.eqn))
-            for r in sums
-        ):
-            return True
-        return self._ranks_anything and any(
-            r.eqn is not None and op(r.eqn.primitive.name).ranks and not self._is_harmless(r)
-            for r in self._reach.readers(body, var, _hands_on_or_computes)
-        )
-
-    def _is_harmless(self, reader: Reader) -> bool:
-        """Whether nothing reads the results of a reader, or JAX wrote it for any operand."""
-        is_dead = self._dead[self._reach.row_of(reader)]
-        return is_dead or self._tolerant.is_exact_function(reader.body)
-
-    def _tolerates_difference(self, body: int, eqn: ir.Eqn, var: ir.Var) -> bool:
-        """Whether an equation subtracts from a value as an activation function does."""
-        is_own = is_shift(self.graph, body, eqn, var)
-        return is_own or self._tolerant.subtracts(body, eqn, var)
-
-
-def _hands_on_casts_or_scales(eqn: ir.Eqn, var: ir.Var) -> bool:
-    return hands_on(eqn, var) or _scales(eqn)
-
-
-def _hands_on_or_adds(eqn: ir.Eqn, var: ir.Var) -> bool:
-    return _hands_on_casts_or_scales(eqn, var) or eqn.primitive.name in ("add", "add_any", "mul")
-
-
-def _hands_on_or_computes(eqn: ir.Eqn, var: ir.Var) -> bool:
-    """Whether an equation's result is the operand moved, or a function of each of its elements."""
-    return hands_on(eqn, var) or op(eqn.primitive.name).kind is OpKind.ELEMENTWISE
-
 
 def _has_low_results(decision: Decision) -> bool:
     """Whether an equation's results are made in 16 bits, and not rounded to them afterwards."""
@@ -286,17 +209,3 @@ def _moved_low(eqn: ir.Eqn, decision: Decision, rounded: Collection[ir.Var]) -> 
         return decision
     formats = [ir.precision_of(v.aval) for v in eqn.outvars]
     return lower(decision.kind, Precision.BF16, tuple(formats), reasons.MOVES_LOW())
-
-
-def _scales(eqn: ir.Eqn) -> bool:
-    """Whether an equation multiplies its operand by a number."""
-    is_scaling = op(eqn.primitive.name).scales
-    return is_scaling and sum(not ir.is_literal(v) for v in eqn.invars) == 1
-
-
-def _negates(eqn: ir.Eqn) -> bool:
-    """Whether an equation multiplies its operand by a negative number."""
-    if eqn.primitive.name == "neg":
-        return True
-    is_scaling = eqn.primitive.name in ("mul", "div")
-    return is_scaling and any(ir.is_literal(v) and np.all(v.val < 0) for v in eqn.invars)

@@ -15,31 +15,31 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import contracts
+from precpass.analysis.graph import BORDER, BodyNode
 from precpass.plan import reasons
 from precpass.plan.plan import Action, Decision
 from precpass.policy.primitives import OpKind
 
 __all__ = ["eliminate_transposes"]
 
-Readers = Mapping[Any, Sequence[Any]]
+Readers = Mapping[Any, Sequence[int]]
 
 
 def eliminate_transposes(
-    jaxpr: ir.Jaxpr, decisions: list[Decision], readers: Callable[[], Readers]
+    body: BodyNode, decisions: list[Decision], readers: Callable[[], Readers]
 ) -> list[Decision]:
     """The decisions for a body, with needless transposes behind products eliminated.
 
     Args:
-        jaxpr: the body.
+        body: the body.
         decisions: one per equation.
-        readers: gives for each variable the equations that read it; None stands for the border.
+        readers: gives for each variable the rows that read it (`Graph.readers`).
     """
-    opened = ir.open_jaxpr(jaxpr)
+    opened = ir.open_jaxpr(body.jaxpr)
     eqns = opened.eqns
     products = [row for row, of in enumerate(decisions) if of.kind is OpKind.COMPUTE]
     if not products or not ir.transposes(opened):
         return decisions
-    rows = {id(eqn): row for row, eqn in enumerate(eqns) if _commutes(eqn)}
     new = list(decisions)
     for row in products:
         eqn, decision = eqns[row], decisions[row]
@@ -48,7 +48,7 @@ def eliminate_transposes(
         exchanged = ir.exchanged_order(eqn)
         if exchanged is None or not contracts(eqn) or ir.precision_of(eqn.outvars[0].aval) is None:
             continue
-        order, chain = _chain(eqn, decisions, rows, readers(), exchanged)
+        order, chain = _chain(row, eqns, body.start, decisions, readers(), exchanged)
         exchanges = order == exchanged and chain
         if exchanges:
             new[row] = _with_exchanged_operands(decision)
@@ -74,9 +74,10 @@ def _is_free(decision: Decision) -> bool:
 
 
 def _chain(
-    product: Any,
+    product: int,
+    eqns: Sequence[ir.Eqn],
+    start: int,
     decisions: Sequence[Decision],
-    rows: Mapping[int, int],
     readers: Readers,
     exchanged: tuple[int, ...],
 ) -> tuple[tuple[int, ...], list[int]]:
@@ -90,16 +91,17 @@ def _chain(
     chain: tuple[tuple[int, ...], list[int]] = (unchanged, [])
     link = product
     while True:
-        (reader, *others) = readers.get(link.outvars[0], (None,))
-        row = None if others else rows.get(id(reader))
-        if row is None or not _is_free(decisions[row]):
+        (reader, *others) = readers.get(eqns[link].outvars[0], (BORDER,))
+        if others or reader == BORDER:
             return chain
-        links.append(row)
-        if (permutation := ir.permutation(reader)) is not None:
+        link = reader - start
+        if not (_commutes(eqns[link]) and _is_free(decisions[link])):
+            return chain
+        links.append(link)
+        if (permutation := ir.permutation(eqns[link])) is not None:
             order = tuple(order[i] for i in permutation)
             if order in (unchanged, exchanged):
                 chain = order, list(links)
-        link = reader
 
 
 # layers repeat what is decided, and each is one object

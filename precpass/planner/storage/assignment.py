@@ -17,8 +17,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.accumulation import LoopFeedback
 from precpass.analysis.analysis import Analysis
 from precpass.analysis.graph import BodyNode
-from precpass.analysis.reach import Reach
-from precpass.analysis.uniform import number_from_outside
+from precpass.analysis.numbers import number_from_outside
 from precpass.plan import reasons
 from precpass.plan.borders import NO_BORDER_COPIES, BorderCopies, BorderCopy
 from precpass.plan.plan import Action, BackwardForm, Decision, Plan
@@ -96,10 +95,9 @@ class _Assignment:
         self._pinned: Collection[int] = ()
         # A TPU's compiler casts a stack by itself if all readers cast it, so no plan for one does.
         on_gpu, on_tpu = writes_on == "gpu", writes_on == "tpu"
-        self._reach = Reach(self.graph, analysis.uses, stacks=on_gpu)
-        readers = Readers(self._reach, self.reads_low)
         if writes_on:
-            written = written_by_fusions(self.graph, readers, on_tpu=on_tpu)
+            readers = Readers(self.graph, self.reads_low, of_stacks=on_gpu)
+            written = written_by_fusions(self.graph, readers, analysis.idioms, on_tpu=on_tpu)
             if on_tpu:
                 self._pinned = recomputed_on_tpu(self.graph)
         self.classes = StorageClasses(
@@ -210,7 +208,8 @@ class _Assignment:
 
     @functools.cached_property
     def _eligibility(self) -> Eligibility:
-        return Eligibility(self.analysis, self.classes, self.low, self.requests, self._reach)
+        of = self.analysis, self.classes, self.low, self.requests
+        return Eligibility(*of, reads_stacks=self._platform == "gpu")
 
     def _choose(self) -> None:
         """Finds the cheapest storage of each class, and why others may not be rounded."""

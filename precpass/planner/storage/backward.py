@@ -23,16 +23,19 @@ from collections.abc import Collection, Mapping
 
 from precpass import jaxpr as ir
 from precpass.analysis.cycles import Cycles
+from precpass.analysis.digits import Digits
 from precpass.analysis.equations import moved_operand
 from precpass.analysis.graph import Graph
 from precpass.analysis.sizes import nbytes
 from precpass.plan.plan import BackwardForm
 from precpass.planner.storage.eligibility import Eligibility
-from precpass.planner.storage.vetoes import CACHE_LINE, hands_on_or_scales_by_number
+from precpass.planner.storage.vetoes import CACHE_LINE
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import op
 
 __all__ = ["backward_forms"]
+
+_SUBTRACTED = Digits.SUBTRACTED | Digits.TERM
 
 
 def backward_forms(program: Eligibility, rounded: Collection[int]) -> Mapping[int, BackwardForm]:
@@ -84,8 +87,7 @@ def _low_factors(program: Eligibility, cycles: Cycles, row: int) -> tuple[bool, 
     """For each operand of a row, whether the factor of the derivative in it is saved low."""
     eqn, following = program.graph.eqns[row], program.following_products
     body = int(program.graph.body[row])
-    readers = program.reach.readers(body, eqn.outvars[0], _hands_on_or_adds)
-    if any(reader.eqn is not None and reader.eqn.primitive.name == "sub" for reader in readers):
+    if program.analysis.digits.of(body, eqn.outvars[0]) & _SUBTRACTED:
         return ()
     # An elementwise equation repeats dimensions of size 1.
     if any(v.aval.shape != eqn.outvars[0].aval.shape for v in eqn.invars if not ir.is_literal(v)):
@@ -118,7 +120,3 @@ def _is_product(program: Eligibility, body: int, atom: ir.Atom | None) -> bool:
             return True
         atom = moved_operand(program.graph.eqns[row])
     return False
-
-
-def _hands_on_or_adds(eqn: ir.Eqn, var: ir.Var) -> bool:
-    return op(eqn.primitive.name).adds or hands_on_or_scales_by_number(eqn, var)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
+from precpass.analysis.digits import Digits
+from precpass.analysis.graph import BORDER
 from precpass.analysis.liveness import dead
-from precpass.analysis.reach import Reach
 from precpass.planner.requests import PolicyRequests
 from precpass.planner.storage.value_classes import StorageClasses
 from precpass.policy.precision import Precision
-from precpass.policy.primitives import op
 
 __all__ = ["Eligibility"]
 
@@ -28,7 +28,7 @@ class Eligibility:
         classes: of its values.
         low: the 16-bit format.
         requests: what the policy asks of single equations.
-        reach: the names of the program's values.
+        reads_stacks: whether what reads a loop's stack reads the values that it stacks.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class Eligibility:
         classes: StorageClasses,
         low: Precision,
         requests: PolicyRequests,
-        reach: Reach,
+        *,
+        reads_stacks: bool,
     ) -> None:
         self.graph = analysis.graph
         self.analysis = analysis
         self.classes = classes
         self.low = low
         self.requests = requests
-        self.uses = analysis.uses
-        self.reach = reach
+        self.reads_stacks = reads_stacks
 
     def in_sampler(self, row: int) -> bool:
         """Whether an equation belongs to one of JAX's samplers."""
@@ -91,12 +91,11 @@ class Eligibility:
             for before, behind in self._steps(row):
                 if not ir.is_literal(before):
                     across[before].append(behind)
-        entered = {id(eqns[row]) for row in self.graph.children}
         # A body from which JAX has dropped unread results shares its variables with the whole body,
         # so readers are collected over all bodies.
-        readers = collections.defaultdict[Any, list[Any]](list)
+        readers = collections.defaultdict[Any, list[int]](list)
         for body in range(len(self.graph.bodies)):
-            for v, of_body in self.uses.of(body).items():
+            for v, of_body in self.graph.readers(body).items():
                 readers[v] += of_body
         # This loop visits the equations of every gradient: it makes no Python call for each.
         following = set[Any]()
@@ -107,8 +106,8 @@ class Eligibility:
                 continue
             following.add(v)
             for reader in readers.get(v, ()):
-                if reader is not None and id(reader) not in entered:
-                    todo += reader.outvars
+                if reader != BORDER and reader not in self.graph.children:
+                    todo += eqns[reader].outvars
             for behind in across.get(v, ()):
                 todo += behind
         return following
@@ -132,18 +131,10 @@ class Eligibility:
         named = (eqn for eqn in self.graph.eqns if eqn.primitive.name == "broadcast_in_dim")
         return {eqn.outvars[0] for eqn in named}
 
-    def adds(self, body: int, reader: ir.Eqn) -> bool:
-        """Whether a reader adds to the value that it reads, directly or after scaling it."""
-        todo, seen = [reader], set[int]()
-        while todo:
-            eqn = todo.pop()
-            if id(eqn) in seen or self.classes.is_backward(body, eqn):
-                continue
-            seen.add(id(eqn))
-            row = op(eqn.primitive.name)
-            if row.adds:
-                return True
-            if row.scales:
-                readers = self.uses.of(body).get(eqn.outvars[0], ())
-                todo += [reader for reader in readers if reader is not None]
-        return False
+    def digits_read(self, results: Iterable[tuple[int, int]]) -> Digits:
+        """How results of equations are read where it would show that they were rounded."""
+        each = (
+            self.analysis.digits.of(int(self.graph.body[row]), self.graph.eqns[row].outvars[k])
+            for row, k in results
+        )
+        return functools.reduce(Digits.__or__, each, Digits.NONE)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from precpass import jaxpr as ir
 from precpass.analysis.equations import moved_operand
-from precpass.analysis.reach import Reach
+from precpass.analysis.graph import BORDER, Graph
 
 __all__ = ["ReadBy", "Readers"]
 
@@ -41,12 +41,14 @@ class Readers:
     A loop's state counts as read once by the next trip.
 
     Args:
-        reach: the names of the program's values.
+        graph: the program.
         reads_low: the rows that read their first two operands on 16 bits.
+        of_stacks: whether what reads a loop's stack reads the values that it stacks.
     """
 
-    def __init__(self, reach: Reach, reads_low: Collection[int]) -> None:
-        self._reach = reach
+    def __init__(self, graph: Graph, reads_low: Collection[int], *, of_stacks: bool) -> None:
+        self._graph = graph
+        self._of_stacks = of_stacks
         self._reads_low = reads_low
         self._known: dict[Name, frozenset[ReadBy]] = {}
 
@@ -86,14 +88,14 @@ class Readers:
         has at several callers: of these only one is read in each run of the body.
         """
         direct, groups = ReadBy(), list[list[Name]]()
-        for eqn in self._reach.direct(body, value):
-            if eqn is None:
-                outside = self._reach.outside(body, value)
+        for row in self._graph.readers(body).get(value, ()):
+            if row == BORDER:
+                outside = self._graph.names_outside(body, value, of_stacks=self._of_stacks)
                 direct = direct.together_with(ReadBy(others=int(outside is None)))
                 groups += [outside] if outside else []
                 continue
-            row = self._reach.row(body, eqn)
-            if inside := self._reach.inside(row, value):
+            eqn = self._graph.eqns[row]
+            if inside := self._graph.names_inside(row, value):
                 groups += [[name] for name in inside]
             elif moved_operand(eqn) is value:
                 groups += [[(body, moved)] for moved in eqn.outvars]

@@ -14,8 +14,9 @@ import itertools
 from collections.abc import Callable
 
 from precpass import jaxpr as ir
+from precpass.analysis.digits import Digits
+from precpass.analysis.equations import hands_on
 from precpass.analysis.ranges import ValueRange
-from precpass.analysis.reach import hands_on, is_shift, tells_apart
 from precpass.analysis.sizes import nbytes
 from precpass.planner.guards import why_out_of_range
 from precpass.planner.storage.eligibility import Eligibility
@@ -24,7 +25,7 @@ from precpass.planner.storage.written import maker_of
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind, op
 
-__all__ = ["CACHE_LINE", "VETOES", "Veto", "hands_on_or_scales_by_number", "why_not_stored"]
+__all__ = ["CACHE_LINE", "VETOES", "Veto", "why_not_stored"]
 
 CACHE_LINE = 64
 """The bytes of a cache line."""
@@ -120,26 +121,15 @@ def is_added_to(program: Eligibility, values: StorageClass) -> str | None:
 
     In the backward pass that counts for sums that only fusions write: they need not write them.
     """
-    if not any(_adds_arrays(program, row) for row, _ in values.defined):
-        return None
-    is_added_to = any(
-        program.adds(body, program.graph.eqns[row])
-        for body, rows in values.wide_readers.items()
-        for row in rows
-        if not program.is_backward(body, row)
-    ) or (values.written and _is_added_to_behind(program, values))
+    read, eqns = program.digits_read(values.defined), program.graph.eqns
+    is_added_to = (
+        read & Digits.ADDED and any(_adds_arrays(program, row) for row, _ in values.defined)
+    ) or (read & Digits.ADDED_LATER and any(_adds(program, eqns[row]) for row in values.written))
     return (
         "is a sum to which more is added, so rounding would lose small terms"
         if is_added_to
         else None
     )
-
-
-def _is_added_to_behind(program: Eligibility, values: StorageClass) -> bool:
-    eqns = program.graph.eqns
-    sums = any(_adds(program, eqns[row]) for row in values.written)
-    rows = itertools.chain.from_iterable(values.wide_readers.values())
-    return sums and any(op(eqns[row].primitive.name).adds for row in rows)
 
 
 def _is_made_by_products(program: Eligibility, values: StorageClass) -> bool:
@@ -167,7 +157,7 @@ def _is_sum(program: Eligibility, body: int, atom: ir.Atom) -> bool:
         seen.add((body, atom))
         maker = program.graph.maker(body, atom)
         if maker is None:
-            before = program.reach.before(body, atom)
+            before = program.graph.name_at_caller(body, atom)
             todo += [] if before is None else [before]
         elif _adds(program, maker):
             return True
@@ -261,134 +251,39 @@ def decides_a_loop(program: Eligibility, values: StorageClass) -> str | None:
     return "decides whether a loop goes on" if decides else None
 
 
-def is_read_exactly(program: Eligibility, values: StorageClass) -> str | None:
-    """A reader needs digits that the low format does not have."""
+def is_read_where_nothing_is_rounded(program: Eligibility, values: StorageClass) -> str | None:
+    """An equation with bodies, a boundary or a sampler reads it."""
     by_body = (*values.wide_readers.values(), *values.low_readers.values())
     for row in itertools.chain.from_iterable(by_body):
-        why = _why_read_exactly(program, row)
-        # The derivative of a softmax's maximum is an equation that nothing reads.
-        if why is None or program.dead[row]:
-            continue
-        is_harmless = _is_shift(program, values, row) or _is_complement(program, values, row)
-        if not (values.written and is_harmless):
-            return why
+        kind = op(program.graph.primitives[row]).kind
+        is_shut = row in program.graph.children or kind is OpKind.BOUNDARY
+        if (is_shut or program.in_sampler(row)) and not program.dead[row]:
+            return "is read where nothing is rounded"
     return None
 
 
-def is_read_exactly_behind(program: Eligibility, values: StorageClass) -> str | None:
-    """What a fusion writes is read exactly behind equations that hand it on or multiply it.
-
-    A clip is a choice from a choice, so what guards a logarithm, or is returned, stands behind the
-    first choice; and a softmax subtracts a maximum that was repeated.
-    """
-    states = program.classes.stacked_states.intersection(values.defined)
-    written = values.written - program.classes.put_together
-    for row, k in (*((row, 0) for row in written), *states):
-        body, result = int(program.graph.body[row]), program.graph.eqns[row].outvars[k]
-        for reader in program.reach.readers(body, result, hands_on_or_scales_by_number):
-            if reader.eqn is None:
-                return "is returned, or a loop's state, behind equations that hand it on"
-            if (
-                op(reader.eqn.primitive.name).adds
-                and not program.is_backward(reader.body, program.reach.row_of(reader))
-                and _adds_arrays(program, row)
-            ):
-                return "is a sum that is added to"
-        is_larger = _is_larger_of_two(program, row)
-        through = _hands_on_adds_or_multiplies if is_larger else _hands_on_or_multiplies
-        for reader in program.reach.readers(body, result, through):
-            if reader.eqn is None and is_larger:
-                return "is returned, or a loop's state, behind a sum"
-            if reader.eqn is None or program.dead[at := program.reach.row_of(reader)]:
-                continue
-            name = reader.eqn.primitive.name
-            table = op(name)
-            magnifies = name == "sub" or (table.full_precision and table.kind is OpKind.ELEMENTWISE)
-            is_harmless = program.reach.is_shift(reader) or _is_complement(program, values, at)
-            if (magnifies or tells_apart(reader.eqn)) and not is_harmless:
-                return f"is read by {name} behind equations that hand it on"
-    return None
+def is_read_exactly(program: Eligibility, values: StorageClass) -> str | None:
+    """A reader needs digits that the low format does not have."""
+    written = [(row, 0) for row in values.written - program.classes.put_together]
+    written += program.classes.stacked_states.intersection(values.defined)
+    later = _READ_LATER | (Digits.NONE if program.reads_stacks else Digits.STACKED)
+    read = program.digits_read(values.defined) & _READ | program.digits_read(written) & later
+    return next((why for digit, why in _WHY.items() if read & digit), None)
 
 
-def hands_on_or_scales_by_number(eqn: ir.Eqn, var: ir.Var) -> bool:
-    """Whether the result of an equation is an operand, moved or times a number."""
-    is_scaling = op(eqn.primitive.name).scales and any(map(ir.is_literal, eqn.invars))
-    return is_scaling or hands_on(eqn, var)
-
-
-def _hands_on_or_multiplies(eqn: ir.Eqn, var: ir.Var) -> bool:
-    return hands_on(eqn, var) or eqn.primitive.name in ("mul", "integer_pow", "square")
-
-
-def _hands_on_adds_or_multiplies(eqn: ir.Eqn, var: ir.Var) -> bool:
-    return _hands_on_or_multiplies(eqn, var) or eqn.primitive.name in ("add", "add_any")
-
-
-def _is_larger_of_two(program: Eligibility, row: int) -> bool:
-    """Whether an equation returns the larger of two arrays, as `jnp.logaddexp` does inside.
-
-    `jnp.logaddexp` adds a small term to it, and its derivative subtracts the sum from either array.
-    If the larger one were rounded, each of these differences would have the error of the rounding.
-    """
-    eqn, body = program.graph.eqns[row], int(program.graph.body[row])
-    if eqn.primitive.name != "max":
-        return False
-    return not any(ir.is_literal(_before_repetition(program, body, v)) for v in eqn.invars)
-
-
-def _before_repetition(program: Eligibility, body: int, atom: ir.Atom) -> ir.Atom:
-    """What `broadcast_in_dim` made a value of; any other value itself."""
-    maker = program.graph.maker(body, atom)
-    if maker is None or maker.primitive.name != "broadcast_in_dim":
-        return atom
-    return maker.invars[0]
-
-
-def _is_shift(program: Eligibility, values: StorageClass, row: int) -> bool:
-    """Whether a row subtracts their own maximum from values, whose products were rounded before."""
-    eqn, body = program.graph.eqns[row], int(program.graph.body[row])
-    if eqn.primitive.name != "sub":
-        return False
-    of_class = [v for v in eqn.invars if program.classes.of(body, v) is values]
-    return len(of_class) == 1 and is_shift(program.graph, body, eqn, of_class[0])
-
-
-def _is_complement(program: Eligibility, values: StorageClass, row: int) -> bool:
-    """Whether a row subtracts the value of a bounded function from 1, as its derivative does.
-
-    The difference has the absolute error of the value, and the derivative multiplies by it.
-    """
-    eqn, body = program.graph.eqns[row], int(program.graph.body[row])
-    names = {program.graph.eqns[made].primitive.name for made, _ in values.defined}
-    if eqn.primitive.name != "sub" or not all(op(name).is_bounded for name in names):
-        return False
-    readers = program.reach.direct(body, eqn.outvars[0])
-    if not all(r is not None and r.primitive.name == "mul" for r in readers):
-        return False
-    one = _before_repetition(program, body, eqn.invars[0])
-    return ir.is_literal(one) and one.val == 1
-
-
-def _why_read_exactly(program: Eligibility, row: int) -> str | None:
-    eqn = program.graph.eqns[row]
-    name = eqn.primitive.name
-    table = op(name)
-    if row in program.graph.children or table.kind is OpKind.BOUNDARY or program.in_sampler(row):
-        return "is read where nothing is rounded"
-    # These multiply the error of their operand by a large factor, a difference by any factor.
-    if (table.full_precision or name == "sub") and table.kind is OpKind.ELEMENTWISE:
-        return f"is read by {name}, which magnifies its error"
-    if name == "convert_element_type":
-        is_float = ir.precision_of(eqn.outvars[0].aval) is not None
-        return None if is_float else "is cast to integers"
-    # A comparison with zero only reads the sign, which survives rounding.
-    if table.ranks or (table.compares and not any(map(_is_zero, eqn.invars))):
-        return f"is read by {name}, which tells close values apart"
-    return None
-
-
-def _is_zero(atom: ir.Atom) -> bool:
-    return ir.is_literal(atom) and not atom.val
+_READ = Digits.SUBTRACTED | Digits.COMPARED | Digits.NEAR | Digits.RANKED | Digits.MAGNIFIED
+_READ_LATER = Digits.LEAVING | Digits.CHOSEN | Digits.FACTOR
+"""What else counts for a value that only a fusion writes, and for what a loop stacks."""
+_WHY = {
+    Digits.SUBTRACTED: "is subtracted, which magnifies its error",
+    Digits.MAGNIFIED: "is read by a function that magnifies its error",
+    Digits.COMPARED | Digits.NEAR: "is read where close values are told apart",
+    Digits.RANKED: "is ranked",
+    Digits.LEAVING
+    | Digits.CHOSEN
+    | Digits.STACKED: "is returned, or a loop's state, behind equations that hand it on",
+    Digits.FACTOR: "is a factor of what is subtracted or magnified",
+}
 
 
 Veto = Callable[[Eligibility, StorageClass], str | None]
@@ -405,6 +300,6 @@ VETOES: tuple[Veto, ...] = (
     is_made_elsewhere,
     exceeds_range,
     decides_a_loop,
+    is_read_where_nothing_is_rounded,
     is_read_exactly,
-    is_read_exactly_behind,
 )

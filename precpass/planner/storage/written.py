@@ -22,19 +22,22 @@ from __future__ import annotations
 from precpass import jaxpr as ir
 from precpass.analysis.equations import is_wide
 from precpass.analysis.graph import Graph
-from precpass.analysis.reach import is_shift
+from precpass.analysis.idioms import Idioms
 from precpass.planner.storage.readers import Readers
 from precpass.policy.primitives import OpKind, op
 
 __all__ = ["maker_of", "only_picks", "recomputed_on_tpu", "written_by_fusions"]
 
 
-def written_by_fusions(graph: Graph, readers: Readers, *, on_tpu: bool = False) -> frozenset[int]:
+def written_by_fusions(
+    graph: Graph, readers: Readers, idioms: Idioms, *, on_tpu: bool = False
+) -> frozenset[int]:
     """The rows of equations, mostly elementwise, whose float32 results a fusion writes to memory.
 
     Args:
         graph: the program.
         readers: who reads its values.
+        idioms: what its equations belong to.
         on_tpu: whether they are fusions of a TPU's compiler, and not of a GPU's.
     """
     rows: set[int] = set()
@@ -50,8 +53,10 @@ def written_by_fusions(graph: Graph, readers: Readers, *, on_tpu: bool = False) 
             if traits.kind is not OpKind.ELEMENTWISE or not is_wide(eqn.outvars[0]):
                 continue
             result = eqn.outvars[0]
-            if (traits.chooses and not (on_tpu and _is_shifted(graph, body, result))) or any(
-                (on_tpu and others > 1 and _is_of_attention(graph, body, eqn, readers))
+            if (
+                traits.chooses and not (on_tpu and _is_shifted(graph, idioms, body, result))
+            ) or any(
+                (on_tpu and others > 1 and _is_of_attention(graph, idioms, body, eqn, readers))
                 or (traits.computed_once and others + is_low + is_forward > 1)
                 or (is_low and others > 0)
                 for is_low, others in readers.of(body, result)
@@ -87,24 +92,26 @@ def recomputed_on_tpu(graph: Graph) -> frozenset[int]:
     return frozenset(row for row, eqn in each if op(eqn.primitive.name).is_expanded)
 
 
-def _is_shifted(graph: Graph, body: int, value: ir.Var) -> bool:
+def _is_shifted(graph: Graph, idioms: Idioms, body: int, value: ir.Var) -> bool:
     """Whether a value's own maximum is subtracted from it, in its body or where that is called."""
     node = graph.bodies[body]
     opened = ir.open_jaxpr(node.jaxpr)
     shifts = [e for e in opened.eqns if e.primitive.name == "sub" and e.invars[0] is value]
-    if any(is_shift(graph, body, eqn, value) for eqn in shifts):
+    if any(idioms.is_maximum(body, eqn.invars[1], of=value) for eqn in shifts):
         return True
     if value not in opened.outvars:
         return False
     at = opened.outvars.index(value)
     callers = [(row, inner) for row, inner in graph.callers[body] if at < len(inner.results)]
     return any(
-        _is_shifted(graph, int(graph.body[row]), graph.eqns[row].outvars[inner.results[at]])
+        _is_shifted(graph, idioms, int(graph.body[row]), graph.eqns[row].outvars[inner.results[at]])
         for row, inner in callers
     )
 
 
-def _is_of_attention(graph: Graph, body: int, eqn: ir.Eqn, readers: Readers) -> bool:
+def _is_of_attention(
+    graph: Graph, idioms: Idioms, body: int, eqn: ir.Eqn, readers: Readers
+) -> bool:
     """Whether an equation is the exponential of a softmax whose weights low products read."""
     if eqn.primitive.name != "exp" or ir.is_literal(eqn.invars[0]):
         return False
@@ -115,7 +122,7 @@ def _is_of_attention(graph: Graph, body: int, eqn: ir.Eqn, readers: Readers) -> 
     eqns = ir.open_jaxpr(graph.bodies[body].jaxpr).eqns
     scaling = [e for e in eqns if e.primitive.name in ("div", "mul") and result in e.invars]
     is_weight = any(is_low for e in scaling for is_low, _ in readers.of(body, e.outvars[0]))
-    return is_weight and is_shift(graph, body, shift, shift.invars[0])
+    return is_weight and idioms.is_maximum(body, shift.invars[1], of=shift.invars[0])
 
 
 def maker_of(graph: Graph, row: int) -> int:

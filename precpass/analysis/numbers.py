@@ -1,23 +1,55 @@
-"""Arrays of which every element is one number, such as the value that a mask fills in.
-
-`ValueRange` bounds the finite elements of a value only, so it cannot tell that all elements are
-alike. This follows a value to the literal that it was made of.
-"""
+"""Values of which every element is one number that is known before the program runs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
+from precpass.analysis.propagate import ValueRanges
 from precpass.analysis.ranges import is_real
 
 __all__ = ["Numbers", "number_from_outside"]
 
-_REPEATING = frozenset(
-    ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "pvary")
-)
-"""Primitives whose result has no other numbers than their only operand."""
+
+class Numbers:
+    """The numbers of a program.
+
+    Args:
+        graph: the program.
+        facts_of: what is known of the values of each body, at each class of its call sites.
+    """
+
+    def __init__(self, graph: Graph, facts_of: Mapping[int, Sequence[ValueRanges]]) -> None:
+        self._graph = graph
+        self._facts_of = facts_of
+
+    def of(self, body: int, atom: ir.Atom) -> float | None:
+        """The number that every finite element of a value is; None if it is unknown or complex.
+
+        A body's operand is such a number if it is the same one at all of the body's callers.
+
+        Args:
+            body: the index of the value's body.
+            atom: the value.
+        """
+        if ir.is_literal(atom):
+            is_scalar = np.ndim(atom.val) == 0 and is_real(atom.aval.dtype)
+            return float(atom.val) if is_scalar else None
+        if self._is_of_first_trip(body, atom):
+            return None
+        facts = [f.of(atom) for f in self._facts_of.get(body, ())]
+        is_known = facts and all(f.lo == f.hi == facts[0].lo for f in facts)
+        return facts[0].lo if is_known else None
+
+    def _is_of_first_trip(self, body: int, var: ir.Var) -> bool:
+        """Whether a value is a loop's state, of which a condition knows the first trip's alone."""
+        loops = [loop for _, loop in self._graph.callers[body] if loop.decides or loop.carry]
+        invars = ir.open_jaxpr(self._graph.bodies[body].jaxpr).invars
+        return bool(loops) and var in invars[loops[0].constants :]
 
 
 def number_from_outside(graph: Graph, row: int, atom: ir.Atom) -> float | None:
@@ -60,57 +92,10 @@ def number_from_outside(graph: Graph, row: int, atom: ir.Atom) -> float | None:
     return float(atom.val) if is_number else None
 
 
-class Numbers:
-    """The values of a program of which every element is one number.
-
-    Args:
-        graph: the program.
-    """
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._found: dict[tuple[int, ir.Var], float | None] = {}
-
-    def of(self, body: int, atom: ir.Atom) -> float | None:
-        """The number that every element of a value is; None if it is unknown, or complex.
-
-        A body's operand is such a number if it is the same one at all of the body's callers.
-
-        Args:
-            body: the index of the value's body.
-            atom: the value.
-        """
-        passed = list[ir.Var]()
-        while not ir.is_literal(atom) and (body, atom) not in self._found:
-            passed.append(atom)
-            maker = self._graph.maker(body, atom)
-            if maker is None:
-                self._found[body, atom] = self._outside(body, atom)
-            elif maker.primitive.name == "convert_element_type" or _repeats(maker):
-                (atom,) = maker.invars
-            else:
-                self._found[body, atom] = None
-        number = _number(atom) if ir.is_literal(atom) else self._found[body, atom]
-        self._found.update(dict.fromkeys(((body, var) for var in passed), number))
-        return number
-
-    def _outside(self, body: int, var: ir.Var) -> float | None:
-        invars = ir.open_jaxpr(self._graph.bodies[body].jaxpr).invars
-        if var not in invars:
-            return None
-        at, numbers = invars.index(var), set[float | None]()
-        for row, inner in self._graph.callers[body]:
-            is_constant = at < inner.constants or (inner.trips == 1 and not inner.carry)
-            if not is_constant:
-                return None
-            operand = self._graph.eqns[row].invars[inner.operands[at]]
-            numbers.add(self.of(int(self._graph.body[row]), operand))
-        return numbers.pop() if len(numbers) == 1 else None
-
-
-def _number(literal: Any) -> float | None:
-    is_scalar = not getattr(literal.val, "shape", ())
-    return float(literal.val) if is_scalar and is_real(literal.aval.dtype) else None
+_REPEATING = frozenset(
+    ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "pvary")
+)
+"""Primitives whose result has no other numbers than their only operand."""
 
 
 def _repeats(eqn: ir.Eqn) -> bool:
