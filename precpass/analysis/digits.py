@@ -38,7 +38,7 @@ class Digits(enum.IntFlag):
 
     NONE = 0
     LEAVING = 1
-    """It leaves the program, or is a loop's state: as it is, moved, or times a number."""
+    """It leaves the program: as it is, moved, times a number, or as a term of a cotangent."""
     SUBTRACTED = 2
     COMPARED = 4
     RANKED = 8
@@ -57,6 +57,8 @@ class Digits(enum.IntFlag):
     """It is a term of what is subtracted."""
     STACKED = 1024
     """A loop stacks it, as it is, moved, or times a number."""
+    STATE = 4096
+    """It becomes a loop's state, as it is, moved, or times a number."""
     CHOSEN = 2048
     """It leaves, or is stacked, behind a choice between it and other values."""
 
@@ -128,7 +130,7 @@ class DigitsRead(BackwardWalk[_Asked]):
     def of_result(self, body: ir.Body, result: int, asked: _Asked) -> _Asked:
         """A loop's state leaves the trip."""
         if any(result == out for _, out in body.carry):
-            return self.joined(asked, _LEAVING)
+            return _Asked(asked.level & ~Digits.LEAVING | Digits.STATE, asked.number)
         is_in_loop = body.carry or body.trips != 1
         return self.joined(asked, _Asked(Digits.STACKED)) if is_in_loop else asked
 
@@ -230,7 +232,7 @@ class DigitsRead(BackwardWalk[_Asked]):
         if moved_operand(eqn) is v or (scales(eqn) and name != "select_n"):
             kept = level
         elif hands_on(eqn, v):
-            leaves = level & (Digits.LEAVING | Digits.STACKED)
+            leaves = level & (Digits.LEAVING | Digits.STATE | Digits.STACKED)
             kept = level & ~leaves | (Digits.CHOSEN if leaves else 0)
         elif name in ("mul", "square", "integer_pow"):
             kept = level & (Digits.COMPARED | Digits.RANKED)
@@ -238,6 +240,8 @@ class DigitsRead(BackwardWalk[_Asked]):
         elif name in ("add", "add_any"):
             kept = level & (Digits.COMPARED | Digits.RANKED)
             kept |= Digits.TERM if level & (Digits.SUBTRACTED | Digits.TERM) else 0
+            # Other terms, such as a scatter's, have all digits: the sum keeps those of its terms.
+            kept |= level & Digits.LEAVING if name == "add_any" else 0
         else:
             kept = level & Digits.RANKED if op(name).kind is OpKind.ELEMENTWISE else 0
         if asked.level & Digits.NEAR and (inside := self._number_inside(body, eqn, v, number)):

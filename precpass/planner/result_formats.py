@@ -37,7 +37,7 @@ PLATFORMS = frozenset(("gpu", "cuda", "rocm", "tpu"))
 """JAX's names of the platforms whose products are planned with results in 16 bits."""
 
 _READ = Digits.SUBTRACTED | Digits.COMPARED | Digits.RANKED
-_LEAVING = Digits.LEAVING | Digits.STACKED
+_LEAVING = Digits.LEAVING | Digits.STATE | Digits.STACKED
 
 
 def with_low_results(plan: Plan, analysis: Analysis) -> Plan:

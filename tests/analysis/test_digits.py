@@ -43,7 +43,7 @@ def carried_by_a_scan(x: Any, w: Any) -> Any:
         (lambda x, w: x @ w, L),
         (lambda x, w: (2.0 * (x @ w)).T.reshape(-1), L),
         (lambda x, w: jnp.maximum(x @ w, 0.0), Digits.CHOSEN),
-        (carried_by_a_scan, L),
+        (carried_by_a_scan, Digits.STATE),
         (from_a_scan, Digits.STACKED),
         (lambda x, w: jnp.tanh(jax.jit(lambda x: (x @ w).T)(x)), Digits.NONE),
         (in_a_body, S | Digits.ADDED),

@@ -92,6 +92,16 @@ def test_weight_gradients_are_not_rounded_and_what_is_inside_is():
     assert results(two) == ["bfloat16", "float32"]
 
 
+def test_a_term_of_a_weights_gradient_is_not_rounded():
+    def tied(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        """The table is looked up and multiplied, so two terms make its gradient."""
+        return jnp.tanh(jnp.tanh(table[tokens]) @ table.T).sum()
+
+    found = results(after(jax.grad(tied), A, jnp.arange(16)))
+    # the forward product, the cotangent of what was looked up, and the table's gradient
+    assert sorted(found) == ["bfloat16", "bfloat16", "float32"]
+
+
 def test_a_result_is_followed_through_calls_and_not_out_of_loops():
     @jax.jit
     def inner(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from precpass import jaxpr as ir
@@ -27,7 +27,7 @@ class ReadBy(NamedTuple):
     low: bool = False
     others: int = 0
 
-    def together_with(self, other: ReadBy) -> ReadBy:
+    def and_by(self, other: ReadBy) -> ReadBy:
         """The readers of a value that has two names, which read it under one or the other."""
         return ReadBy(self.low or other.low, min(self.others + other.others, 2))
 
@@ -38,7 +38,8 @@ class Readers:
     An equation that reads a moved value, such as a transposed one, counts as a reader of the value
     before the movement. A call is no reader, because the compiler puts its body in its place: the
     activation function of a layer is a jitted call in most programs, and so is its derivative.
-    A loop's state counts as read once by the next trip.
+    A loop's state counts as read once by the next trip. A value that several callers of its body
+    read differently counts as read as by the caller that reads it most.
 
     Args:
         graph: the program.
@@ -50,56 +51,45 @@ class Readers:
         self._graph = graph
         self._of_stacks = of_stacks
         self._reads_low = reads_low
-        self._known: dict[Name, frozenset[ReadBy]] = {}
+        self._known: dict[Name, ReadBy] = {}
 
-    def of(self, body: int, value: ir.Var) -> frozenset[ReadBy]:
-        """The readers of a value, for each place from which its body may be called.
-
-        A body that several places call is planned once, but in each place other equations may read
-        what it returns.
-        """
+    def of(self, body: int, value: ir.Var) -> ReadBy:
+        """The readers of a value."""
         todo, begun = [(body, value)], set[Name]()
-        while todo:
+        while todo:  # no recursion: a body may be called on its own result hundreds of times
             name = todo[-1]
-            if name in self._known:
-                todo.pop()
-                continue
-            direct, groups = self._direct(*name)
-            names = {other for group in groups for other in group}
-            # A body that is called twice may hand its own result to itself.
-            unknown = [n for n in names if n not in self._known and n not in begun]
-            begun.add(name)
-            if unknown:
-                todo += unknown
-                continue
-            answers = {direct}
-            for group in groups:
-                each = [self._known.get(n, frozenset([ReadBy()])) for n in group]
-                answers = {
-                    a.together_with(b) for a in answers for b in frozenset[ReadBy]().union(*each)
-                }
-            self._known[name] = frozenset(answers)
+            if name not in self._known:
+                direct, groups = self._direct(*name)
+                unknown = {n for group in groups for n in group} - self._known.keys() - begun
+                begun.add(name)
+                if unknown:
+                    todo += unknown
+                    continue
+                for group in groups:
+                    each = [self._known.get(n, ReadBy()) for n in group]
+                    low, others = any(r.low for r in each), max(r.others for r in each)
+                    direct = direct.and_by(ReadBy(low, others))
+                self._known[name] = direct
+            todo.pop()
         return self._known[body, value]
 
-    def _direct(self, body: int, value: ir.Var) -> tuple[ReadBy, list[list[Name]]]:
+    def _direct(self, body: int, value: ir.Var) -> tuple[ReadBy, list[Sequence[Name]]]:
         """The readers of a value under one name, and its other names.
 
-        A name comes in a group of its own, unless it is one of the names that a result of a body
-        has at several callers: of these only one is read in each run of the body.
+        The names of a body's result at its callers are a group: each run has one of them.
         """
-        direct, groups = ReadBy(), list[list[Name]]()
+        direct, groups = ReadBy(), list[Sequence[Name]]()
         for row in self._graph.readers(body).get(value, ()):
             if row == BORDER:
                 outside = self._graph.names_outside(body, value, of_stacks=self._of_stacks)
-                direct = direct.together_with(ReadBy(others=int(outside is None)))
+                direct = direct.and_by(ReadBy(others=int(outside is None)))
                 groups += [outside] if outside else []
-                continue
-            eqn = self._graph.eqns[row]
-            if inside := self._graph.names_inside(row, value):
+            elif inside := self._graph.names_inside(row, value):
                 groups += [[name] for name in inside]
-            elif moved_operand(eqn) is value:
-                groups += [[(body, moved)] for moved in eqn.outvars]
+            elif moved_operand(self._graph.eqns[row]) is value:
+                groups += [[(body, moved)] for moved in self._graph.eqns[row].outvars]
             else:
-                is_low = row in self._reads_low and any(value is v for v in eqn.invars[:2])
-                direct = direct.together_with(ReadBy(is_low, int(not is_low)))
+                operands = self._graph.eqns[row].invars[:2]
+                is_low = row in self._reads_low and any(value is v for v in operands)
+                direct = direct.and_by(ReadBy(is_low, int(not is_low)))
         return direct, groups

@@ -272,16 +272,15 @@ def is_read_exactly(program: Eligibility, values: StorageClass) -> str | None:
 
 
 _READ = Digits.SUBTRACTED | Digits.COMPARED | Digits.NEAR | Digits.RANKED | Digits.MAGNIFIED
-_READ_LATER = Digits.LEAVING | Digits.CHOSEN | Digits.FACTOR
+_LEAVING = Digits.LEAVING | Digits.STATE | Digits.STACKED
+_READ_LATER = _LEAVING & ~Digits.STACKED | Digits.CHOSEN | Digits.FACTOR
 """What else counts for a value that only a fusion writes, and for what a loop stacks."""
 _WHY = {
     Digits.SUBTRACTED: "is subtracted, which magnifies its error",
     Digits.MAGNIFIED: "is read by a function that magnifies its error",
     Digits.COMPARED | Digits.NEAR: "is read where close values are told apart",
     Digits.RANKED: "is ranked",
-    Digits.LEAVING
-    | Digits.CHOSEN
-    | Digits.STACKED: "is returned, or a loop's state, behind equations that hand it on",
+    _LEAVING | Digits.CHOSEN: "is returned, or a loop's state or stack",
     Digits.FACTOR: "is a factor of what is subtracted or magnified",
 }
 

@@ -53,13 +53,12 @@ def written_by_fusions(
             if traits.kind is not OpKind.ELEMENTWISE or not is_wide(eqn.outvars[0]):
                 continue
             result = eqn.outvars[0]
+            is_low, others = readers.of(body, result)
             if (
-                traits.chooses and not (on_tpu and _is_shifted(graph, idioms, body, result))
-            ) or any(
-                (on_tpu and others > 1 and _is_of_attention(graph, idioms, body, eqn, readers))
+                (traits.chooses and not (on_tpu and _is_shifted(graph, idioms, body, result)))
+                or (on_tpu and others > 1 and _is_of_attention(graph, idioms, body, eqn, readers))
                 or (traits.computed_once and others + is_low + is_forward > 1)
                 or (is_low and others > 0)
-                for is_low, others in readers.of(body, result)
             ):
                 rows.add(row)
     return frozenset(rows)
@@ -121,7 +120,7 @@ def _is_of_attention(
     (result,) = eqn.outvars
     eqns = ir.open_jaxpr(graph.bodies[body].jaxpr).eqns
     scaling = [e for e in eqns if e.primitive.name in ("div", "mul") and result in e.invars]
-    is_weight = any(is_low for e in scaling for is_low, _ in readers.of(body, e.outvars[0]))
+    is_weight = any(readers.of(body, e.outvars[0]).low for e in scaling)
     return is_weight and idioms.is_maximum(body, shift.invars[1], of=shift.invars[0])
 
 
