@@ -17,11 +17,11 @@ MAX_COMPLEXITY = 20
 """The largest cyclomatic complexity that radon grades C."""
 MAX_FLOORS = 10
 MAX_FOLDER_LINES = {
-    "analysis": 3_450,
+    "analysis": 3_400,
     "autotune": 550,
     "cli": 1_550,
     "devices": 1_050,
-    "jaxpr": 6_100,
+    "jaxpr": 6_050,
     "jit": 3_250,
     "measure": 2_300,
     "numerics": 6_600,
@@ -31,7 +31,7 @@ MAX_FOLDER_LINES = {
     "report": 4_400,
     "rewrite": 2_350,
     "testing": 450,
-    "view": 4_850,
+    "view": 4_450,
 }
 """What each folder had when it was last counted. A change that adds a mechanism takes one away."""
 ROOT_FILES = {
