@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -211,10 +212,11 @@ class Inspection:
 
     def _unified(self, bookkeeping: bool = False) -> list[Line]:
         texts = ir.texts(self.before, self.after, whole=bookkeeping)
-        before, after = map(str.splitlines, texts)
         # As the name of a file: that of the function, without those of JAX's transforms.
         name = (self.name or "program").rpartition("(")[2].rstrip(")")
-        lines = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", lineterm="")
+        old, new = (list(_marked(text)) for text in texts)
+        marked = difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", lineterm="")
+        lines = (line.partition(_MARK)[0] for line in marked)
         styles = {"+": "added", "-": "removed", "@": "hunk"}
         return [[(line, styles.get(line[0], ""))] for line in lines]
 
@@ -237,6 +239,22 @@ class Inspection:
 
     def __str__(self) -> str:
         return self.diff()
+
+
+_MARK = "\0"
+
+
+def _marked(text: str) -> Iterator[str]:
+    """The lines of a printed jaxpr, each with the value that it is about.
+
+    An equation's params may stand on lines of their own, which many equations have. difflib takes
+    frequent lines for changed, and is slow where they are not.
+    """
+    value = ""
+    for line in text.splitlines():
+        if made := re.match(r" *(\w+):", line):
+            value = made[1]
+        yield f"{line}{_MARK}{value}"
 
 
 def _paired(jaxpr: ir.Jaxpr, plan: Plan, seen: set[Any]) -> Iterator[tuple[Any, Decision, EqnInfo]]:
