@@ -17,21 +17,21 @@ MAX_COMPLEXITY = 20
 """The largest cyclomatic complexity that radon grades C."""
 MAX_FLOORS = 10
 MAX_FOLDER_LINES = {
-    "analysis": 3_830,
+    "analysis": 3_850,
     "autotune": 550,
     "cli": 1_550,
     "devices": 1_050,
-    "jaxpr": 6_100,
+    "jaxpr": 6_000,
     "jit": 3_250,
     "measure": 2_300,
     "numerics": 6_600,
-    "plan": 1_450,
+    "plan": 1_350,
     "planner": 4_350,
     "policy": 2_200,
     "report": 4_400,
     "rewrite": 2_350,
     "testing": 450,
-    "view": 4_850,
+    "view": 4_450,
 }
 """What each folder had when it was last counted. A change that adds a mechanism takes one away."""
 ROOT_FILES = {

@@ -9,7 +9,7 @@ from the stacks and carries of loops. So counts and estimates leave them out.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,20 +33,16 @@ class Unread(NamedTuple):
     values: frozenset[tuple[Any, int]]
 
 
-def unread(graph: Graph, also: Iterable[int] = ()) -> Unread:
+def unread(graph: Graph) -> Unread:
     """The equations and values that only derivatives of a program read.
 
     Values that nothing reads at all are not among them.
 
     Args:
         graph: the program.
-        also: values that count as read, by their positions in `graph.values`.
     """
-    also = tuple(also)
-    if also:
-        return _unread(graph, also)
     if graph not in _KNOWN:
-        _KNOWN[graph] = _unread(graph, ())
+        _KNOWN[graph] = _unread(graph)
     return _KNOWN[graph]
 
 
@@ -54,11 +50,11 @@ _KNOWN: weakref.WeakKeyDictionary[Graph, Unread] = weakref.WeakKeyDictionary()
 """What several figures of one graph ask for."""
 
 
-def _unread(graph: Graph, also: tuple[int, ...]) -> Unread:
+def _unread(graph: Graph) -> Unread:
     rows = np.zeros(len(graph.eqns), np.bool_)
     if not any(map(ir.is_identity_of_first_operand, graph.eqns)):
         return Unread(rows, frozenset())
-    roots = [*_roots(graph), *also]
+    roots = list(_roots(graph))
     written, read = (_live(graph, roots, first=first) for first in (False, True))
     dead = written & ~read
     produced = graph.producers >= 0

@@ -99,7 +99,7 @@ from precpass.jaxpr.primitives.scaling import (
     scaling,
 )
 from precpass.jaxpr.primitives.undifferentiated import undifferentiated
-from precpass.jaxpr.printing import Printer, Shown, fingerprint
+from precpass.jaxpr.printing import texts
 from precpass.jaxpr.promoted import with_promoted_operands
 from precpass.jaxpr.reading import (
     Source,
@@ -182,11 +182,9 @@ __all__ = [
     "Look",
     "Made",
     "Place",
-    "Printer",
     "QuantizedArray",
     "Ran",
     "Rewrite",
-    "Shown",
     "Source",
     "Templates",
     "Var",
@@ -226,7 +224,6 @@ __all__ = [
     "exchanged_order",
     "exponent",
     "fill_of",
-    "fingerprint",
     "float64",
     "function_of",
     "guarded",
@@ -307,6 +304,7 @@ __all__ = [
     "symbol_in",
     "takes_border_copies",
     "takes_plain_gradient",
+    "texts",
     "trace",
     "trace_call",
     "transposes",

@@ -29,7 +29,6 @@ __all__ = [
     "scan_counts",
     "takes_border_copies",
     "with_border_copies_in_order",
-    "without_operands",
 ]
 
 _CROSSED = frozenset(("jit", "remat2", "closed_call", "eval_jaxpr", "scan", "while", "cond"))
@@ -100,35 +99,6 @@ def crossing(
         consts, carry, xs = _counts(ins, operands)
         params = scan_counts(eqn, consts, carry, xs, _counts(outs, results)[1])
     return Crossing(_order(ins, operands), _order(outs, results), params)
-
-
-def without_operands(
-    eqn: Eqn, operands: Collection[int], results: Collection[int]
-) -> dict[str, Any]:
-    """The params that count or describe operands and results, for an equation with fewer of them.
-
-    Args:
-        eqn: the equation.
-        operands: the positions of the operands that are left out.
-        results: those of the results.
-    """
-    (ins, outs), old, name = _groups(eqn), eqn.params, eqn.primitive.name
-
-    def fewer(groups: Sequence[int], positions: Collection[int]) -> list[int]:
-        more = _counts(groups, sorted(positions))
-        return [n - (m - n) for n, m in zip(groups, more, strict=True)]
-
-    if name == "jit":
-        ends = {"in_shardings": operands, "in_layouts": operands, "donated_invars": operands}
-        ends |= {"out_shardings": results, "out_layouts": results}
-        return {p: tuple(x for i, x in enumerate(old[p]) if i not in at) for p, at in ends.items()}
-    if name == "while":
-        counts = fewer(ins, operands)
-        return {"cond_nconsts": counts[0], "body_nconsts": counts[1]}
-    if name == "scan":
-        consts, carry, xs = fewer(ins, operands)
-        return scan_counts(eqn, consts, carry, xs, fewer(outs, results)[1])
-    return {}
 
 
 def _barred(

@@ -1,219 +1,165 @@
-"""Jaxprs as text in which a variable keeps its name from one jaxpr to the next."""
+"""The text of a program before and after the pass, by JAX's printer, with equal names in both."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
-import re
 import string
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-import jax
-import numpy as np
+import jax.extend.core as jex
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from precpass.jaxpr.bodies import all_held_eqns, bodies, name_of, scan_split
-from precpass.jaxpr.border_copies import without_operands
-from precpass.jaxpr.reading import consts_of, is_literal, open_jaxpr, precision_of
-from precpass.jaxpr.types import Atom, Aval, Eqn, Jaxpr, Var
+from precpass.jaxpr.bodies import bodies, with_bodies
+from precpass.jaxpr.primitives.identities import is_identity_of_first_operand
+from precpass.jaxpr.reading import is_literal, open_jaxpr
+from precpass.jaxpr.types import Atom, Jaxpr, Var
 
-T = TypeVar("T")
+__all__ = ["texts"]
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_WIDTH = 120
+"""Most equations fit on one line of so many characters, so that a diff shows them whole."""
 
 
-def fingerprint(jaxpr: Jaxpr) -> tuple[str, tuple[Any, ...]]:
-    """A key that two traces of a function share if they are the same program.
+def texts(before: Jaxpr, after: Jaxpr, *, whole: bool = False) -> tuple[str, str]:
+    """Both programs as JAX prints them, except that a value has one name in both.
 
-    The values of the jaxpr's own `constvars` are not part of it; those of inner jaxprs are. The
-    rules of custom derivatives are left out.
+    JAX names the variables of each jaxpr anew, so that an added equation renames all that follow.
+
+    Args:
+        before: the program as it was written.
+        after: the rewritten one.
+        whole: whether to print all of it. Otherwise the primitives that return their first operand
+            and only serve derivatives are left out, and what then nothing reads.
     """
-    return str(jaxpr), tuple(map(_told_by_value, _consts_inside(jaxpr)))
+    if not whole:
+        before, after = map(_without_identities, (before, after))
+    names, heirs = defaultdict[Var, str](_names().__next__), _heirs(before, after)
+    printed: dict[Var, _Printed] = {}
 
+    def named(atom: Atom) -> Atom:
+        if is_literal(atom) or isinstance(atom, jex.DropVar):
+            return atom
+        return printed.setdefault(atom, _Printed(heirs.get(atom, atom), names))
 
-def _consts_inside(jaxpr: Jaxpr) -> Iterator[Any]:
-    for eqn in all_held_eqns(jaxpr):
-        for param in eqn.params.values():
-            for value in param if isinstance(param, tuple) else (param,):
-                if hasattr(open_jaxpr(value), "eqns"):
-                    yield from consts_of(value)
-
-
-_COMPARED = 1 << 16
-"""Arrays of more elements are compared by identity, because comparing bytes would copy them."""
-
-
-def _told_by_value(x: Any) -> Any:
-    if isinstance(x, jax.Array) and (x.size > _COMPARED or not x.is_fully_addressable):
-        return _Itself(x)
-    try:
-        return str(x.dtype), x.shape, np.asarray(x).tobytes()
-    except (TypeError, AttributeError):
-        return object()  # an array of keys, for instance: equal to nothing
-
-
-class _Itself:
-    """A value that is equal only to itself."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shown:
-    """What of a jaxpr is printed, and under which names.
-
-    The `id` of its opened jaxpr stands for a body, and a pair of that and a variable for a value.
-
-    Attributes:
-        same: variables that are printed as another variable or literal of their body.
-        formats: variables that are printed with another dtype, as `dtype[shape]`.
-        hidden: for each body the positions of the equations that are left out.
-        operands, results: for each body the positions of those that are left out, and with them
-            the operands and results of the equations that enter it.
-    """
-
-    same: Mapping[tuple[int, Any], Atom] = dataclasses.field(default_factory=dict)
-    formats: Mapping[tuple[int, Any], str] = dataclasses.field(default_factory=dict)
-    hidden: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
-    operands: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
-    results: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
-
-    def resolved(self, body: int, atom: Atom) -> Atom:
-        """What is printed in the place of an atom of a body."""
-        # Literals have no hash in all releases of JAX.
-        while not is_literal(atom) and (body, atom) in self.same:
-            atom = self.same[body, atom]
-        return atom
-
-    def left_out(self, eqn: Eqn) -> tuple[frozenset[int], frozenset[int]]:
-        """The positions of an equation's operands and results that are left out."""
-        operands, results = set[int](), set[int]()
-        for body in bodies(eqn):
-            key = id(open_jaxpr(body.jaxpr))
-            operands.update(body.operands[i] for i in self.operands.get(key, ()))
-            if body.results:
-                results.update(body.results[i] for i in self.results.get(key, ()))
-        return frozenset(operands), frozenset(results)
-
-
-class Printer:
-    """Prints jaxprs, and gives a variable that two of them share one name.
-
-    JAX names the variables of each jaxpr anew, so an added equation renames all that follow.
-    """
-
-    def __init__(self) -> None:
-        self._names: dict[Any, str] = {}
-        self._fresh = _names()
-        self._shown = Shown()
-
-    def lines(self, jaxpr: Jaxpr, shown: Shown | None = None) -> list[str]:
-        """A line per equation; a body is printed once, before the first equation that enters it.
-
-        Args:
-            jaxpr: what is printed.
-            shown: what of it is printed; None for all.
-        """
-        self._shown = Shown() if shown is None else shown
-        done: dict[int, str] = {}
-        text: list[str] = []
-        self._print(jaxpr, done, text)
-        return text
-
-    def _print(self, jaxpr: Jaxpr, done: dict[int, str], text: list[str]) -> str:
-        opened = open_jaxpr(jaxpr)
-        at, shown = id(opened), self._shown
-        if at in done:
-            return done[at]
-        typed = functools.partial(self._typed, at)
-        consts = " ".join(map(typed, opened.constvars)) if consts_of(jaxpr) else ""
-        operands = " ".join(map(typed, _without(opened.invars, shown.operands.get(at, ()))))
-        eqns = _without(opened.eqns, shown.hidden.get(at, ()))
-        lines = [f"  {self._eqn(at, eqn, done, text)}" for eqn in eqns]
-        done[at] = name = f"jaxpr{len(done)}"
-        text += [f"{name} = {{ lambda {consts}; {operands} .", *lines]
-        results = _without(opened.outvars, shown.results.get(at, ()))
-        text.append(f"  in ({', '.join(self._atom(at, v) for v in results)}) }}")
-        return name
-
-    def _eqn(self, at: int, eqn: Eqn, done: dict[int, str], text: list[str]) -> str:
-        inside = {(b.param, b.index): self._print(b.jaxpr, done, text) for b in bodies(eqn)}
-        no_operands, no_results = self._shown.left_out(eqn) if inside else ((), ())
-        operands = " ".join(self._atom(at, v) for v in _without(eqn.invars, no_operands))
-        results = " ".join(self._typed(at, v) for v in _without(eqn.outvars, no_results))
-        params = " ".join(_params(_counted(eqn, no_operands, no_results), inside))
-        return f"{results} = {name_of(eqn)}{f'[{params}]' if params else ''} {operands}".strip()
-
-    def _typed(self, at: int, var: Var) -> str:
-        form = self._shown.formats.get((at, var))
-        return f"{self._atom(at, var)}:{_short(var.aval) if form is None else form}"
-
-    def _atom(self, at: int, atom: Atom) -> str:
-        atom = self._shown.resolved(at, atom)
-        if is_literal(atom):
-            return f"{_value(atom.val)}:{_short(atom.aval)}"
-        if atom not in self._names:
-            is_dropped = type(atom).__name__ == "DropVar"
-            self._names[atom] = "_" if is_dropped else next(self._fresh)
-        return self._names[atom]
-
-
-def _without(items: Sequence[T], positions: Collection[int]) -> list[T]:
-    return [item for i, item in enumerate(items) if i not in positions]
+    before, after = (
+        _mapped(jaxpr, named).pretty_print(width=_WIDTH, use_color=False)
+        for jaxpr in (before, after)
+    )
+    return before, after
 
 
 def _names() -> Iterator[str]:
-    letters = string.ascii_lowercase
     for length in itertools.count(1):
-        yield from map("".join, itertools.product(letters, repeat=length))
+        yield from map("".join, itertools.product(string.ascii_lowercase, repeat=length))
 
 
-def _short(aval: Aval) -> str:
-    dtype = precision_of(aval) or getattr(aval, "dtype", None)
-    if dtype is None:
-        return str(aval)
-    return f"{dtype}[{','.join(map(str, aval.shape))}]"
+class _Printed(jex.Var):
+    """A variable that is printed under the name of another one."""
+
+    def __init__(self, var: Var, names: dict[Var, str]) -> None:
+        super().__init__(var.aval)
+        self._like, self._names = var, names
+
+    def pretty_print(self, context: Any, *, print_dtype: bool = True) -> str:
+        # JAX has set aside "_" for what nothing reads.
+        return "_" if context.var_names.get(self) == "_" else self._names[self._like]
 
 
-def _counted(eqn: Eqn, operands: Collection[int], results: Collection[int]) -> Mapping[str, Any]:
-    """An equation's params for fewer operands and results; a scan's two counts in all releases."""
-    params: dict[str, Any] = dict(eqn.params)
-    if operands or results:
-        params |= without_operands(eqn, operands, results)
-    if "ft_in" in params and eqn.primitive.name == "scan":
-        params["num_consts"], params["num_carry"] = scan_split(params)
-        del params["ft_in"], params["ft_out"]
-    return params
+def _without_identities(jaxpr: Jaxpr) -> Any:
+    eqns = filter(is_identity_of_first_operand, _eqns(jaxpr))
+    same = {eqn.outvars[0]: eqn.invars[0] for eqn in eqns}
+
+    def resolved(atom: Atom) -> Atom:
+        while not is_literal(atom) and atom in same:
+            atom = same[atom]
+        return atom
+
+    opened = open_jaxpr(_mapped(jaxpr, resolved))
+    return dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)[0]
 
 
-def _params(params: Mapping[str, Any], inside: dict[tuple[str, int | None], str]) -> Iterator[str]:
-    for name, value in sorted(params.items()):
-        if (name, None) in inside:
-            yield f"{name}={inside[name, None]}"
-        elif (name, 0) in inside:
-            texts = (text for (param, _), text in inside.items() if param == name)
-            yield f"{name}=({', '.join(texts)})"
-        elif value is not None and not (isinstance(value, tuple) and not value):
-            yield f"{name}={_value(value)}"
+def _mapped(
+    jaxpr: Jaxpr, atom: Callable[[Atom], Atom], done: dict[int, tuple[Any, Any]] | None = None
+) -> Any:
+    """A jaxpr with other atoms, without equations whose result now is their first operand."""
+    # A body that is shared stays shared, so that JAX prints it once.
+    done = {} if done is None else done
+    if id(jaxpr) in done:
+        return done[id(jaxpr)][1]
+    opened, eqns = open_jaxpr(jaxpr), []
+    for eqn in opened.eqns:
+        invars, outvars = _each(atom, eqn.invars), _each(atom, eqn.outvars)
+        if invars and outvars and outvars[0] is invars[0]:
+            continue
+        inside = bodies(eqn)
+        params = with_bodies(eqn, inside, [_mapped(b.jaxpr, atom, done) for b in inside])
+        eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+    new = opened.replace(
+        constvars=_each(atom, opened.constvars),
+        invars=_each(atom, opened.invars),
+        outvars=_each(atom, opened.outvars),
+        eqns=eqns,
+    )
+    if opened is not jaxpr and not hasattr(opened, "with_consts"):  # 0.11 merged the two classes
+        new = jaxpr.replace(jaxpr=new)
+    done[id(jaxpr)] = jaxpr, new
+    return new
 
 
-def _value(value: Any) -> str:
-    if isinstance(value, np.dtype):
-        return value.name
-    if isinstance(value, (int, float)) and type(value).__name__.startswith("Typed"):
-        return str(int(value) if isinstance(value, int) else float(value))  # JAX's own numbers
-    if hasattr(open_jaxpr(value), "eqns"):
-        return "..."
-    named = getattr(value, "__qualname__", None)
-    text = named if callable(value) and named else str(value)
-    # The rule of a custom derivative that JAX has wrapped: the last word is the user's function.
-    text = text.rpartition("Core: ")[2] if text.startswith("Wrapped function:") else text
-    return _ADDRESS.sub("", " ".join(text.split()))
+def _each(atom: Callable[[Atom], Atom], atoms: Sequence[Atom]) -> list[Atom]:
+    return [atom(v) for v in atoms]
+
+
+def _jaxprs(jaxpr: Jaxpr, seen: dict[int, Any] | None = None) -> Iterator[Any]:
+    """A jaxpr and its bodies, each once however often it is called."""
+    seen = {} if seen is None else seen
+    if id(jaxpr) not in seen:
+        seen[id(jaxpr)] = jaxpr
+        yield open_jaxpr(jaxpr)
+        for eqn in open_jaxpr(jaxpr).eqns:
+            for body in bodies(eqn):
+                yield from _jaxprs(body.jaxpr, seen)
+
+
+def _eqns(jaxpr: Jaxpr) -> Iterator[Any]:
+    return (eqn for body in _jaxprs(jaxpr) for eqn in body.eqns)
+
+
+def _heirs(before: Jaxpr, after: Jaxpr) -> dict[Var, Var]:
+    """For results of replaced equations the variable of `before` whose name they get.
+
+    An equation that is still there makes the same variables as before, or heirs of them, and reads
+    what it read before, or its heirs.
+    """
+    makers = {eqn.outvars[0]: eqn for eqn in _eqns(before) if eqn.outvars}
+    heirs: dict[Var, Var] = {}
+    taken = {v for body in _jaxprs(after) for v in (*body.constvars, *body.invars)}
+    taken |= {v for eqn in _eqns(after) for v in eqn.outvars}
+
+    def inherit(new: Sequence[Atom], old: Sequence[Atom]) -> None:
+        if len(new) != len(old):
+            return
+        for value, var in zip(new, old, strict=True):
+            if is_literal(value) or is_literal(var) or value in heirs or var in taken:
+                continue
+            if value.aval == var.aval:
+                heirs[value] = var
+                taken.add(var)
+
+    inherit(open_jaxpr(after).outvars, open_jaxpr(before).outvars)
+    for body in _jaxprs(after):
+        for eqn in reversed(body.eqns):
+            old = makers.get(heirs.get(eqn.outvars[0], eqn.outvars[0])) if eqn.outvars else None
+            if old is None or old.primitive is not eqn.primitive:
+                continue
+            opened = [
+                (open_jaxpr(inner.jaxpr), open_jaxpr(was.jaxpr))
+                for inner, was in zip(bodies(eqn), bodies(old), strict=False)
+            ]
+            if all(inner.invars == was.invars for inner, was in opened):
+                inherit(eqn.invars, old.invars)
+            for inner, was in opened:
+                inherit(inner.outvars, was.outvars)
+    return heirs

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from precpass import jaxpr as ir
-from precpass.analysis.graph import Graph
+from precpass.analysis.graph import BORDER, Graph
 from precpass.analysis.sizes import flops, nbytes, product_sizes
 from precpass.plan.eqn_info import Site
 from precpass.plan.plan import Action, Decision
@@ -89,10 +89,10 @@ def _odd_sizes(graph: Graph, decided: dict[int, Decision]) -> Iterator[_Found]:
 
 def _casts(graph: Graph) -> Iterator[tuple[int, Precision, Precision, list[Any]]]:
     """For each cast between floating formats its row, both formats, and its readers."""
-    readers = _readers(graph)
     for row, eqn in enumerate(graph.eqns):
         if formats := ir.cast_formats(eqn):
-            yield row, *formats, readers.get(eqn.outvars[0], [])
+            readers = graph.readers(int(graph.body[row])).get(eqn.outvars[0], ())
+            yield row, *formats, [graph.eqns[reader] for reader in readers if reader != BORDER]
 
 
 def _constants(graph: Graph) -> Iterator[_Found]:
@@ -121,13 +121,3 @@ def _round_trips(graph: Graph) -> Iterator[_Found]:
                 f"to {low} and back"
             )
             yield row, text, nbytes(graph.eqns[row].outvars[0].aval)
-
-
-def _readers(graph: Graph) -> dict[Any, list[Any]]:
-    """The equations that read each variable."""
-    readers: dict[Any, list[Any]] = {}
-    for eqn in graph.eqns:
-        for atom in eqn.invars:
-            if not ir.is_literal(atom):
-                readers.setdefault(atom, []).append(eqn)
-    return readers

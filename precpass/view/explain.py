@@ -26,8 +26,7 @@ from precpass.view.compiled import Compiled, compiled_lines
 from precpass.view.explain_page import explanation_page
 from precpass.view.rows import Row, alike, listed_sites, rows
 from precpass.view.text import Line, heading, rendered, shown_path, shown_source, titled
-from precpass.view.verdict import Verdict
-from precpass.view.wide import Wide
+from precpass.view.verdict import Verdict, Wide
 
 __all__ = ["Explanation", "Verdict", "Wide", "explained"]
 

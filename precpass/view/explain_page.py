@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from precpass.measure.counts import LOW_FORMATS
 from precpass.view.sheet import Cell, Entry, bar, facts, sheet
 from precpass.view.text import Line, as_html, heading, page, spans
-from precpass.view.wide import Wide
+from precpass.view.verdict import Wide
 
 __all__ = ["explanation_page"]
 

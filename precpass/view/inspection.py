@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -13,7 +15,6 @@ from precpass.analysis.graph import Graph
 from precpass.plan.eqn_info import EqnInfo, Site
 from precpass.plan.plan import Decision, Plan
 from precpass.policy.policy import PrecisionPolicy
-from precpass.view.bookkeeping import without_bookkeeping
 from precpass.view.compiled import Compiled, compiled_lines
 from precpass.view.diff import check_level, diff_lines, totals
 from precpass.view.explain import Explanation, explained
@@ -21,7 +22,6 @@ from precpass.view.page import inspection_page
 from precpass.view.picture.clusters import chart
 from precpass.view.picture.svg import Picture, picture
 from precpass.view.text import OFF, Line, rendered, titled
-from precpass.view.unified import unified
 
 __all__ = ["Inspection"]
 
@@ -96,14 +96,14 @@ class Inspection:
 
         Args:
             level: "lines" for one line per source line, "equations" for one per equation, with
-                equal ones counted, or "jaxpr" for the two jaxprs as a unified diff in which a
-                variable has the same name on both sides.
+                equal ones counted, or "jaxpr" for a unified diff of both programs as JAX prints
+                them, with the same names for the same values.
             color: whether to use terminal colours; None uses them if standard output is a terminal
                 and NO_COLOR is not set.
             bookkeeping: for "jaxpr", whether to show all of `after`: also the primitives by which
                 the pass keeps derivatives in float32, and the float32 values that only these read.
-                Without it you see the casts and the low-precision matrix products, as you would
-                write them by hand.
+                Without it you see the casts and the low-precision matrix products, and nothing that
+                no result depends on.
 
         Returns:
             One heading per source line, in order of execution, inside the loops, branches and
@@ -196,10 +196,10 @@ class Inspection:
         )
 
     def listing(self, *, bookkeeping: bool = False) -> str:
-        """Return the rewritten program as text, one equation per line, named as in `diff("jaxpr")`.
+        """Return the rewritten program as JAX prints it, with the names of `diff("jaxpr")`.
 
         Args:
-            bookkeeping: as for `diff`. With it, the text is all of `after`.
+            bookkeeping: as for `diff`.
 
         Examples:
             >>> import jax.numpy as jnp
@@ -208,24 +208,15 @@ class Inspection:
             >>> "convert_element_type" in found.listing(), "precpass_" in found.listing()
             (True, False)
         """
-        return "\n".join(self._listings(bookkeeping)[1])
-
-    def _listings(self, bookkeeping: bool) -> tuple[list[str], list[str]]:
-        """The lines of both programs, in which a value has one name."""
-        printer = ir.Printer()
-        before, after = self.before, self.after
-        if bookkeeping:
-            return printer.lines(before), printer.lines(after)
-        # What the user wrote may have been rewritten by a policy of its own.
-        old = without_bookkeeping(before, before)
-        return printer.lines(before, old), printer.lines(after, without_bookkeeping(before, after))
+        return ir.texts(self.before, self.after, whole=bookkeeping)[1]
 
     def _unified(self, bookkeeping: bool = False) -> list[Line]:
-        before, after = self._listings(bookkeeping)
+        texts = ir.texts(self.before, self.after, whole=bookkeeping)
         # As the name of a file: that of the function, without those of JAX's transforms.
         name = (self.name or "program").rpartition("(")[2].rstrip(")")
-        heads = f"a/{name}", f"b/{name}"
-        lines = unified(before, after, heads)
+        old, new = (list(_marked(text)) for text in texts)
+        marked = difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", lineterm="")
+        lines = (line.partition(_MARK)[0] for line in marked)
         styles = {"+": "added", "-": "removed", "@": "hunk"}
         return [[(line, styles.get(line[0], ""))] for line in lines]
 
@@ -248,6 +239,22 @@ class Inspection:
 
     def __str__(self) -> str:
         return self.diff()
+
+
+_MARK = "\0"
+
+
+def _marked(text: str) -> Iterator[str]:
+    """The lines of a printed jaxpr, each with the value that it is about.
+
+    An equation's params may stand on lines of their own, which many equations have. difflib takes
+    frequent lines for changed, and is slow where they are not.
+    """
+    value = ""
+    for line in text.splitlines():
+        if made := re.match(r" *(\w+):", line):
+            value = made[1]
+        yield f"{line}{_MARK}{value}"
 
 
 def _paired(jaxpr: ir.Jaxpr, plan: Plan, seen: set[Any]) -> Iterator[tuple[Any, Decision, EqnInfo]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -103,7 +104,12 @@ class _Node:
     callers: list[tuple[_Node, float]] = dataclasses.field(
         default_factory=list["tuple[_Node, float]"]
     )
-    calls: float = 0.0
+
+    @functools.cached_property
+    def calls(self) -> float:
+        """How often it runs; to be asked for when all callers are known."""
+        runs = (trips * caller.calls for caller, trips in self.callers)
+        return sum(runs) if self.callers else 1.0
 
 
 def rows(plan: Plan) -> Iterator[Row]:
@@ -113,23 +119,16 @@ def rows(plan: Plan) -> Iterator[Row]:
         ValueError: for a plan without `EqnInfo`, which `inspect` did not make.
     """
     nodes = _nodes(plan)
-    _count_calls(nodes)
-    return _walk(nodes[id(plan)], nodes)
+    return _walk(nodes[id(plan)], nodes, {id(plan)})
 
 
-def _walk(node: _Node, nodes: dict[int, _Node]) -> Iterator[Row]:
-    seen = {id(node.plan)}
-    walk = [_rows_of(node)]
-    while walk:
-        row = next(walk[-1], None)
-        if row is None:
-            walk.pop()
-            continue
+def _walk(node: _Node, nodes: dict[int, _Node], seen: set[int]) -> Iterator[Row]:
+    for row in _rows_of(node):
         yield row
-        inner = [p for p in row.decision.inner if id(p) not in seen]
-        new = list({id(p): p for p in inner}.values())
-        seen.update(map(id, new))
-        walk += [_rows_of(nodes[id(p)]) for p in reversed(new)]
+        new = {id(p): nodes[id(p)] for p in row.decision.inner if id(p) not in seen}
+        seen.update(new)
+        for inner in new.values():
+            yield from _walk(inner, nodes, seen)
 
 
 def _rows_of(node: _Node) -> Iterator[Row]:
@@ -141,22 +140,21 @@ def _rows_of(node: _Node) -> Iterator[Row]:
 def _nodes(plan: Plan) -> dict[int, _Node]:
     """The distinct plans, by id, in the order in which they occur."""
     root = _Node(plan, "", ())
-    nodes, walk = {id(plan): root}, [_bodies_of(root)]
-    while walk:
-        next_node = next(walk[-1], None)
-        if next_node is None:
-            walk.pop()
-            continue
-        inner, caller = next_node
-        new = id(inner.plan) not in nodes
-        node = nodes.setdefault(id(inner.plan), inner)
-        node.callers.append(caller)
-        if new:
-            walk.append(_bodies_of(node))
+    nodes = {id(plan): root}
+
+    def visit(node: _Node) -> None:
+        for inner, trips in _bodies_of(node):
+            known = nodes.setdefault(id(inner.plan), inner)
+            known.callers.append((node, trips))
+            if known is inner:
+                visit(inner)
+
+    visit(root)
     return nodes
 
 
-def _bodies_of(node: _Node) -> Iterator[tuple[_Node, tuple[_Node, float]]]:
+def _bodies_of(node: _Node) -> Iterator[tuple[_Node, float]]:
+    """The plans that a plan enters, each with how often it runs for each run of the plan."""
     _check_sites(node.plan)
     for info, decision in zip(node.plan.eqn_infos, node.plan.decisions, strict=True):
         if not decision.inner:
@@ -165,7 +163,7 @@ def _bodies_of(node: _Node) -> Iterator[tuple[_Node, tuple[_Node, float]]]:
         for index, (body, plan) in enumerate(zip(info.bodies, decision.inner, strict=True)):
             trips = body.trips if isinstance(body.trips, int) else NOMINAL_SIZE
             frame = _frame(info, index, is_backward(scope))
-            yield _Node(plan, scope, (*node.frames, frame)), (node, float(trips))
+            yield _Node(plan, scope, (*node.frames, frame)), float(trips)
 
 
 def _frame(info: EqnInfo, index: int, backward: bool) -> Frame:
@@ -190,24 +188,6 @@ def frame_name(primitive: str, body: str, trips: object) -> str:
     return ", ".join(filter(None, (primitive, part, times)))
 
 
-def _count_calls(nodes: dict[int, _Node]) -> None:
-    order: list[_Node] = []
-    seen = set[int]()
-    for node in nodes.values():
-        stack: list[tuple[_Node, bool]] = [(node, False)]
-        while stack:
-            at, done = stack.pop()
-            if done:
-                order.append(at)
-            elif id(at) not in seen:
-                seen.add(id(at))
-                stack.append((at, True))
-                stack += [(caller, False) for caller, _ in at.callers]
-    for node in order:  # callers first
-        calls = sum(trips * caller.calls for caller, trips in node.callers)
-        node.calls = calls if node.callers else 1.0
-
-
 def _check_sites(plan: Plan) -> None:
     if len(plan.eqn_infos) != len(plan.decisions):
         raise ValueError(
@@ -223,21 +203,17 @@ def paired_rows(first: Plan, second: Plan) -> Iterator[tuple[Row, Row]]:
         ValueError: for plans of different programs.
     """
     nodes = _nodes(first), _nodes(second)
-    for node in nodes:
-        _count_calls(node)
-    start = (nodes[0][id(first)], nodes[1][id(second)])
-    seen, walk = {(id(first), id(second))}, [_pairs_of(*start)]
-    while walk:
-        pair = next(walk[-1], None)
-        if pair is None:
-            walk.pop()
-            continue
-        yield pair
-        inner = [row.decision.inner for row in pair]
-        for a, b in reversed(list(zip(*inner, strict=True))):
-            if (id(a), id(b)) not in seen:
-                seen.add((id(a), id(b)))
-                walk.append(_pairs_of(nodes[0][id(a)], nodes[1][id(b)]))
+    seen = {(id(first), id(second))}
+
+    def walk(one: Plan, other: Plan) -> Iterator[tuple[Row, Row]]:
+        for pair in _pairs_of(nodes[0][id(one)], nodes[1][id(other)]):
+            yield pair
+            for a, b in zip(*(row.decision.inner for row in pair), strict=True):
+                if (id(a), id(b)) not in seen:
+                    seen.add((id(a), id(b)))
+                    yield from walk(a, b)
+
+    return walk(first, second)
 
 
 def _pairs_of(a: _Node, b: _Node) -> Iterator[tuple[Row, Row]]:

@@ -1,15 +1,17 @@
-"""`Verdict`: what a policy changes in a program, in figures and in words."""
+"""What a policy changes in a program and what it leaves in float32, in figures and in words."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 
+from precpass.jaxpr import Source
 from precpass.measure.counts import LOW_FORMATS, Counts
+from precpass.plan.eqn_info import Site
 from precpass.units import counted, sized
 from precpass.view.text import Line
 
-__all__ = ["Verdict"]
+__all__ = ["Verdict", "Wide"]
 
 _NAMES = {"bf16": "bfloat16", "f16": "float16"}
 _HALF = 0.55
@@ -113,3 +115,28 @@ class Verdict:
             kept += f" and {eight} in 8 bits" if eight else ""
             stored = f"{counted(self.stored, 'result')} stored in 16 bits"
             yield [(f"{stored}; {kept} kept across function and loop boundaries", "low")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wide:
+    """Equal matrix products that a policy leaves in float32.
+
+    Attributes:
+        source: your source line.
+        scope: the name scopes around them; "layer_*" for several that differ only in their numbers.
+        what: primitive, operands and results.
+        reason: why they stay in float32.
+        remedy: how to change it.
+        times: the number of equations.
+        flops: the floating-point operations of all of them in one run.
+        site: where you find them: their module, and the line that calls it.
+    """
+
+    source: Source
+    scope: str
+    what: str
+    reason: str
+    remedy: str
+    times: int
+    flops: float
+    site: Site

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -19,7 +18,6 @@ from precpass.policy.precision import Precision
 from precpass.types import Action
 from precpass.view.diff import Section
 from precpass.view.rows import rows
-from precpass.view.unified import unified
 from tests.support.jaxprs import walk
 from tests.support.product_counts import PROGRAMS as TABLE
 from tests.support.values import f32
@@ -311,95 +309,6 @@ def test_one_line_per_source_line():
     )
 
 
-def test_the_jaxprs_as_a_unified_diff(tmp_path):
-    found = pp.inspect(PROGRAMS["gradient of a scan"])(X, W)
-    lines = found.diff("jaxpr", bookkeeping=True).splitlines()
-    assert lines[0] == "--- a/scanned" and lines[1] == "+++ b/scanned"
-    taken, given = (
-        [line for line in lines[2:] if line.startswith(sign) and "dot_general[" in line]
-        for sign in "-+"
-    )
-    assert len(taken) == len(given) == 6
-    types = dict(name for line in lines for name in re.findall(r"\b([a-z]+):(\w+)\[", line))
-    converts = [line for line in lines if line.startswith("+") and "convert" in line]
-    for line in converts:
-        ends = {types[line[1:].split(":")[0].strip()], types[line.split()[-1]]}
-        assert "bf16" in ends and ends <= {"bf16", "f32", "uint16"}, line
-    # what stays keeps its name: only the results of what is replaced are gone
-    gone, new = (
-        {line[1:].split(" = ")[0] for line in lines[2:] if line[0] == sign and " = " in line}
-        for sign in "-+"
-    )
-    made = {v for eqn in walk(found.after) for v in eqn.outvars}
-    replaced = [e for e in walk(found.before) if e.outvars and e.outvars[0] not in made]
-    assert len(gone - new) == len(replaced) > 0
-    assert gone & new
-    # git applies it
-    printer = ir.Printer()
-    old, new = (printer.lines(jaxpr) for jaxpr in (found.before, found.after))
-    (tmp_path / "scanned").write_text("\n".join(old) + "\n")
-    patch = "\n".join([*lines, ""])
-    subprocess.run(["git", "apply", "-p1", "-"], input=patch, text=True, cwd=tmp_path, check=True)
-    assert (tmp_path / "scanned").read_text() == "\n".join(new) + "\n"
-
-
-@pytest.mark.parametrize(
-    ("fn", "primitive"),
-    [(jax.nn.relu, "custom_jvp_call"), (lambda x: doubled(x, x), "custom_vjp_call")],
-)
-def test_custom_rules_are_printed(fn, primitive):
-    lines = inspected(fn, pp.AlwaysBf16, X).listing().splitlines()
-    (line,) = (line for line in lines if f" = {primitive}[" in line)
-    assert "call_jaxpr=jaxpr" in line and " at 0x" not in line
-
-
-def test_a_unified_diff_is_that_of_the_texts_and_takes_linear_time():
-    rng = np.random.default_rng(0)
-    for n in (0, 1, 7, 40):
-        a = [f"line {i}" for i in rng.integers(0, 3 * n + 1, n)]
-        b = [line if rng.random() < 0.7 else f"new {rng.integers(5)}" for line in a]
-        b = [line for line in b if rng.random() < 0.9]
-        assert applied(a, list(unified(a, b, ("a", "b")))) == b
-        assert list(unified(a, a, ("a", "b"))) == []
-
-    class Counted(str):
-        compared = 0
-
-        def __eq__(self, other):
-            Counted.compared += 1
-            return str.__eq__(self, other)
-
-        __hash__ = str.__hash__
-
-    def comparisons(n):
-        a = [Counted(f"same {i // 2}" if i % 2 else f"old {i}") for i in range(n)]
-        b = [Counted(f"same {i // 2}" if i % 2 else f"new {i}") for i in range(n)]
-        Counted.compared = 0
-        list(unified(a, b, ("a", "b")))
-        return Counted.compared
-
-    assert comparisons(4000) < 2.2 * comparisons(2000)
-
-
-def applied(a, patch):
-    """What a unified diff makes of a text."""
-    out, at = [], 0
-    for line in patch[2:]:
-        if line.startswith("@@"):
-            start, length = map(int, re.match(r"@@ -(\d+),(\d+)", line).groups())
-            start -= bool(length)
-            out += a[at:start]
-            at = start
-        elif line[0] == "+":
-            out.append(line[1:])
-        else:
-            assert a[at] == line[1:]
-            at += 1
-            if line[0] == " ":
-                out.append(line[1:])
-    return out + a[at:]
-
-
 def test_the_casts_of_equal_changes_are_gathered_in_one_list():
     """A line of an unrolled model has thousands: a new list for each takes quadratic time."""
     (info,) = pp.inspect(lambda x: x @ x)(X).plan.eqn_infos
@@ -412,10 +321,6 @@ def test_the_casts_of_equal_changes_are_gathered_in_one_list():
 
     first = gathered()
     assert gathered() is first and len(first) == 2 * len(info.casts) > 0
-
-
-def test_nothing_changed_is_an_empty_unified_diff():
-    assert pp.inspect(lambda x: x @ x, "AlwaysF32")(X).diff("jaxpr") == ""
 
 
 def test_another_level_is_an_error():

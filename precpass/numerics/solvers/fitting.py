@@ -156,11 +156,13 @@ def program(fn: Callable[..., Any], spec: Spec, x: Any, args: Any, x64: bool) ->
     def with_consts(consts: Any, *args: Any) -> list[Any]:
         return ir.evaluate(closed, args, consts)
 
+    inner = _all_consts(closed)[len(consts) :]
+    program = spec, structure, avals, str(closed)
     # A program in an outer trace may hold that trace's tracers.
-    kept = [] if ir.is_tracing() else _kept(fn, (spec, structure, avals, ir.fingerprint(closed)))
+    kept = [] if ir.is_tracing() else _kept(fn, (*program, *map(_told_by_value, inner)))
     if not kept:
-        # the first holds them itself
-        kept.append(ir.trace(with_consts, list(map(jax.typeof, consts)), *avals))
+        # the first holds its own constants itself; the others' `id`s are in the key
+        kept += [ir.trace(with_consts, list(map(jax.typeof, consts)), *avals), inner]
     return Problem([own_array(c) for c in consts], kept[0], spec)
 
 
@@ -180,6 +182,20 @@ def _kept(fn: Callable[..., Any], key: tuple[Any, ...]) -> list[Any]:
 def _all_consts(jaxpr: Any) -> list[Any]:
     inner = [body.jaxpr for eqn in ir.open_jaxpr(jaxpr).eqns for body in ir.bodies(eqn)]
     return [*ir.consts_of(jaxpr), *(const for body in inner for const in _all_consts(body))]
+
+
+_COMPARED = 1 << 16
+"""Arrays of more elements are compared by identity, because comparing bytes would copy them."""
+
+
+def _told_by_value(x: Any) -> Any:
+    """A key that constants share only if they are equal."""
+    if isinstance(x, jax.Array) and (x.size > _COMPARED or not x.is_fully_addressable):
+        return id(x)
+    try:
+        return str(x.dtype), x.shape, np.asarray(x).tobytes()
+    except (TypeError, AttributeError):  # an array of keys, for instance
+        return id(x)
 
 
 def _is_alike(const: Any, x: Any) -> bool:

@@ -118,7 +118,7 @@ class _Builder:
                 if wire not in self.wires[path]:
                     self.wires[path].append(wire)
         self.areas: dict[Path, Laid] = {}
-        self.inside: dict[Path, list[End]] = {}
+        self.inside: dict[Path, dict[End, Inner]] = {}
 
     def _wires(self, link: Link) -> Iterator[tuple[Path, Wire]]:
         """The parts of a line in each area that it passes, with the area's path."""
@@ -160,7 +160,7 @@ class _Builder:
         for i in members:
             units[unit_of(self.chart, i, path)].append(i)
         things = {unit: self._thing(unit, inner) for unit, inner in units.items()}
-        self.inside[path] = list(units)
+        self.inside[path] = things
         label = short(path[-1]) if path else ""
         self.areas[path] = area(
             things,
@@ -191,16 +191,13 @@ class _Builder:
     ) -> None:
         corners[path] = x, y
         laid = self.areas[path]
-        for unit in self.inside[path]:
+        for unit, thing in self.inside[path].items():
             left, top = (a + b for a, b in zip(laid.corners[unit], (x, y), strict=True))
+            label = self.texts[unit][0] if isinstance(unit, int) else unit[-1]
+            frame = Frame(label, left, top, thing.width, thing.height)
             if isinstance(unit, int):
-                first, second = self.texts[unit]
-                width = max(_LETTER * len(first), _SMALL_LETTER * len(second)) + 2 * _PAD
-                frame = Frame(first, left, top, max(_NARROWEST, width), _HEIGHT)
                 found.boxes[unit] = frame
             else:
-                inner = self.areas[unit]
-                frame = Frame(unit[-1], left, top, inner.width, inner.height)
                 found.scopes.append(frame)
                 self._fill(unit, left, top, found, corners)
             if note := self.notes.get(unit):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from precpass import jaxpr as ir
@@ -57,7 +56,7 @@ def places(graph: Graph) -> list[Place]:
     for node in graph.bodies:
         around[id(node)] = _around(node, around, numbers)
     found: list[Place] = []
-    for row in _executed(graph):
+    for row in _executed(graph, 0, {0}):
         eqn, node = graph.eqns[row], graph.bodies[int(graph.body[row])]
         path, made, in_layers = inside(around[id(node)], eqn)
         shapes = tuple(getattr(v.aval, "shape", ()) for v in eqn.invars)
@@ -66,22 +65,16 @@ def places(graph: Graph) -> list[Place]:
     return found
 
 
-def _executed(graph: Graph) -> Iterable[int]:
+def _executed(graph: Graph, body: int, seen: set[int]) -> Iterator[int]:
     """The rows of equations without bodies in the order of execution, each once."""
-    seen = {0}
-    todo = [iter(range(graph.root.start, graph.root.stop))]
-    while todo:
-        row = next(todo[-1], None)
-        if row is None:
-            todo.pop()
-        elif row not in graph.children:
+    for row in range(graph.bodies[body].start, graph.bodies[body].stop):
+        if row not in graph.children:
             yield row
-        else:
-            new = [child for _, child in graph.children[row] if child not in seen]
-            new = list(dict.fromkeys(new))
-            seen.update(new)
-            rows = (range(graph.bodies[i].start, graph.bodies[i].stop) for i in new)
-            todo.append(itertools.chain.from_iterable(rows))
+            continue
+        new = dict.fromkeys(child for _, child in graph.children[row] if child not in seen)
+        seen.update(new)
+        for child in new:
+            yield from _executed(graph, child, seen)
 
 
 def _around(
