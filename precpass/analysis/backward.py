@@ -91,8 +91,9 @@ class BackwardWalk(Generic[A]):
         return max(one, other)  # pyright: ignore[reportArgumentType] -- tuples, by their levels
 
     def asks(self, row: int) -> bool:
-        """Whether an equation asks something though nothing is asked of its results."""
-        return self.graph.primitives[row] in self.asking
+        """Whether an equation of one of these primitives does."""
+        del row
+        return True
 
     def of_result(self, body: ir.Body, result: int, asked: A) -> A:
         """What is asked of a body's result if something is asked of its name outside."""
@@ -204,7 +205,7 @@ class BackwardWalk(Generic[A]):
             self._asking_rows[at] = [
                 row
                 for row in range(node.stop - 1, node.start - 1, -1)
-                if self.asks(row)
+                if (graph.primitives[row] in self.asking and self.asks(row))
                 or any(self._rows_that_ask(child) for _, child in graph.children.get(row, ()))
             ]
         return self._asking_rows[at]

@@ -10,7 +10,6 @@ lose nothing.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,10 +19,8 @@ from precpass.analysis.backward import BackwardWalk, BodyAsks
 from precpass.analysis.equations import hands_on, moved_operand, negates, scales, tells_apart
 from precpass.analysis.graph import Graph
 from precpass.analysis.idioms import ARRAYS, COUNTS, FACTORS, Idioms
-from precpass.analysis.liveness import dead
 from precpass.analysis.numbers import Numbers
 from precpass.policy.primitives import ROWS, OpKind, named, op
-from precpass.policy.scopes import is_backward
 
 __all__ = ["Digits", "DigitsRead"]
 
@@ -33,34 +30,30 @@ of exact operands, which are mostly whole numbers or have few binary places, sti
 smaller number as in float32."""
 
 
-class Digits(enum.IntFlag):
-    """How a value is read where it would show that it was rounded."""
+class Digits:
+    """How a value is read where it would show that it was rounded: bits of an integer."""
 
-    NONE = 0
     LEAVING = 1
     """It leaves the program: as it is, moved, times a number, or as a term of a cotangent."""
-    SUBTRACTED = 2
-    COMPARED = 4
-    RANKED = 8
-    MAGNIFIED = 16
-    """A function such as `exp` makes a larger error of its error."""
-    FACTOR = 32
-    """It is a factor of what is subtracted, compared or magnified."""
-    ADDED = 64
-    """More is added to it in the forward pass."""
-    ADDED_LATER = 128
-    """More is added to it in the backward pass."""
-    NEAR = 256
+    STATE = 2
+    """It becomes a loop's state, as it is, moved, or times a number."""
+    STACKED = 4
+    """A loop stacks it, as it is, moved, or times a number."""
+    CHOSEN = 8
+    """It leaves, or is stacked, behind a choice between it and other values."""
+    SUBTRACTED = 16
+    COMPARED = 32
+    NEAR = 64
     """It is compared with a number, or with its own maximum, and results near that change a choice
     at the most. The rounding must be the same on both sides."""
-    TERM = 512
+    RANKED = 128
+    MAGNIFIED = 256
+    """A function such as `exp` makes a larger error of its error."""
+    FACTOR = 512
+    """It is a factor of what is subtracted, compared or magnified."""
+    TERM = 1024
     """It is a term of what is subtracted."""
-    STACKED = 1024
-    """A loop stacks it, as it is, moved, or times a number."""
-    STATE = 4096
-    """It becomes a loop's state, as it is, moved, or times a number."""
-    CHOSEN = 2048
-    """It leaves, or is stacked, behind a choice between it and other values."""
+    ANY_LEAVING = LEAVING | STATE | STACKED
 
 
 class _Asked(NamedTuple):
@@ -76,15 +69,17 @@ class _Asked(NamedTuple):
 
 
 _NOTHING, _SUBTRACTED = _Asked(0), _Asked(Digits.SUBTRACTED)
-_COMPARED, _RANKED, _LEAVING = _Asked(Digits.COMPARED), _Asked(Digits.RANKED), _Asked(1)
+_COMPARED, _RANKED, _LEAVING = (
+    *(_Asked(Digits.COMPARED), _Asked(Digits.RANKED), _Asked(Digits.LEAVING)),
+)
 _MAGNIFIED = _Asked(Digits.MAGNIFIED)
 _IN_FUNCTION = Digits.SUBTRACTED | Digits.COMPARED | Digits.MAGNIFIED | Digits.FACTOR
 _MAGNIFYING = frozenset(
     name for name, row in ROWS.items() if row.full_precision and row.kind is OpKind.ELEMENTWISE
 )
 _ASKING = frozenset(
-    (*named("compares"), *named("ranks"), *named("no_low_kernel"), *named("adds"), *_MAGNIFYING)
-    + ("mul", "neg", "convert_element_type", "scan", "while")
+    (*named("compares"), *named("ranks"), *named("no_low_kernel"), *_MAGNIFYING)
+    + ("sub", "mul", "neg", "convert_element_type", "scan", "while")
 )
 
 
@@ -101,7 +96,7 @@ class DigitsRead(BackwardWalk[_Asked]):
         super().__init__(graph, _ASKING, _NOTHING)
         self._numbers = numbers
         self._idioms = idioms
-        self._dead = dead(graph).tolist()
+        self._live: dict[int, set[int]] = {}
         results = ir.open_jaxpr(graph.root.jaxpr).outvars
         self.body(0, tuple(_LEAVING if ir.is_inexact(v.aval) else _NOTHING for v in results))
         self._of: dict[tuple[int, Any], _Asked] = {}
@@ -109,11 +104,11 @@ class DigitsRead(BackwardWalk[_Asked]):
             for v, asked in asks.of.items():
                 self._of[at, v] = self.joined(self._of.get((at, v), _NOTHING), asked)
 
-    def of(self, body: int, var: ir.Var) -> Digits:
-        """How a value is read, at any of its body's call sites."""
+    def of(self, body: int, var: ir.Var) -> int:
+        """How a value is read, at any of its body's call sites, as bits of `Digits`."""
         asked = self._of.get((body, var), _NOTHING)
         is_far = asked.level & Digits.NEAR and asked.number >= _FAR
-        return Digits(asked.level | (Digits.COMPARED if is_far else 0))
+        return asked.level | (Digits.COMPARED if is_far else 0)
 
     def joined(self, one: _Asked, other: _Asked) -> _Asked:
         """What two readers ask."""
@@ -121,11 +116,14 @@ class DigitsRead(BackwardWalk[_Asked]):
 
     def asks(self, row: int) -> bool:
         """Whether an equation asks something though nothing is asked of its results."""
-        name = self.graph.primitives[row]
-        if name in ("mul", "convert_element_type"):
-            eqn = self.graph.eqns[row]
-            return tells_apart(eqn) if name == "convert_element_type" else negates(eqn)
-        return name in self.asking
+        eqn = self.graph.eqns[row]
+        match eqn.primitive.name:
+            case "mul":
+                return negates(eqn)
+            case "convert_element_type":
+                return tells_apart(eqn)
+            case _:
+                return True
 
     def of_result(self, body: ir.Body, result: int, asked: _Asked) -> _Asked:
         """A loop's state leaves the trip."""
@@ -137,7 +135,7 @@ class DigitsRead(BackwardWalk[_Asked]):
     def operands(self, row: int, eqn: ir.Eqn, asked: _Asked, here: BodyAsks[_Asked]) -> Any:
         """What an equation asks of its operands."""
         body = int(self.graph.body[row])
-        if self._dead[row] or body in self._idioms.exact_functions:
+        if row not in self._live_rows(body) or body in self._idioms.exact_functions:
             return ()
         own = self._own(row, body, eqn)
         pairs = zip(eqn.invars, own, strict=True)
@@ -148,20 +146,34 @@ class DigitsRead(BackwardWalk[_Asked]):
             for v, asks in pairs
         ]
 
+    def _live_rows(self, body: int) -> set[int]:
+        """The rows of a body on which its results depend, or that have effects.
+
+        JAX leaves equations behind that nothing reads, such as a derivative of a softmax's maximum.
+        """
+        if body not in self._live:
+            node = self.graph.bodies[body]
+            live, read = set[int](), set[ir.Var]()
+            read.update(v for v in ir.open_jaxpr(node.jaxpr).outvars if not ir.is_literal(v))
+            for row in range(node.stop - 1, node.start - 1, -1):
+                eqn = self.graph.eqns[row]
+                if eqn.effects or not read.isdisjoint(eqn.outvars):
+                    live.add(row)
+                    read.update([v for v in eqn.invars if not ir.is_literal(v)])
+            self._live[body] = live
+        return self._live[body]
+
     # ------------------------------------------------------------ what an equation asks by itself
 
     def _own(self, row: int, body: int, eqn: ir.Eqn) -> Sequence[_Asked]:
         name, table, count = eqn.primitive.name, op(eqn.primitive.name), len(eqn.invars)
-        added = self._added(row)
         if name == "sub":
             is_harmless = self._idioms.keeps_digits(body, eqn)
             is_complement = self._idioms.is_complement(body, eqn)
             return [
-                added if is_harmless else self.joined(_SUBTRACTED, added),
-                added if is_complement else self.joined(_SUBTRACTED, added),
+                _NOTHING if is_harmless else _SUBTRACTED,
+                _NOTHING if is_complement else _SUBTRACTED,
             ]
-        if table.adds:
-            return [added] * count
         if table.compares:
             return [self._compared(body, eqn)] * count
         if table.ranks:
@@ -173,10 +185,6 @@ class DigitsRead(BackwardWalk[_Asked]):
         if name in _MAGNIFYING and not scales(eqn):
             return [_MAGNIFIED] * count
         return [_NOTHING] * count
-
-    def _added(self, row: int) -> _Asked:
-        is_later = is_backward(self.graph.scope(row))
-        return _Asked(Digits.ADDED_LATER if is_later else Digits.ADDED)
 
     def _is_added(self, body: int, var: ir.Var) -> bool:
         """Whether a value is added to another one, as it is or moved."""
@@ -232,7 +240,7 @@ class DigitsRead(BackwardWalk[_Asked]):
         if moved_operand(eqn) is v or (scales(eqn) and name != "select_n"):
             kept = level
         elif hands_on(eqn, v):
-            leaves = level & (Digits.LEAVING | Digits.STATE | Digits.STACKED)
+            leaves = level & Digits.ANY_LEAVING
             kept = level & ~leaves | (Digits.CHOSEN if leaves else 0)
         elif name in ("mul", "square", "integer_pow"):
             kept = level & (Digits.COMPARED | Digits.RANKED)

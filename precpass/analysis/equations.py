@@ -173,10 +173,10 @@ def scales(eqn: ir.Eqn) -> bool:
 
 def negates(eqn: ir.Eqn) -> bool:
     """Whether an equation multiplies its operand by a negative number."""
-    if eqn.primitive.name == "neg":
-        return True
-    is_scaling = eqn.primitive.name in ("mul", "div")
-    return is_scaling and any(ir.is_literal(v) and np.all(v.val < 0) for v in eqn.invars)
+    name = eqn.primitive.name
+    if name not in ("mul", "div"):
+        return name == "neg"
+    return any(bool(np.all(v.val < 0)) for v in eqn.invars if ir.is_literal(v))
 
 
 def tells_apart(eqn: ir.Eqn) -> bool:

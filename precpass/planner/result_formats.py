@@ -37,7 +37,6 @@ PLATFORMS = frozenset(("gpu", "cuda", "rocm", "tpu"))
 """JAX's names of the platforms whose products are planned with results in 16 bits."""
 
 _READ = Digits.SUBTRACTED | Digits.COMPARED | Digits.RANKED
-_LEAVING = Digits.LEAVING | Digits.STATE | Digits.STACKED
 
 
 def with_low_results(plan: Plan, analysis: Analysis) -> Plan:
@@ -113,7 +112,9 @@ class _ResultFormats:
     def _needs_digits(self, body: int, var: ir.Var) -> bool:
         """Whether readers of a product's result need digits that 16 bits do not hold."""
         read = self._digits.of(body, var)
-        return bool(read & _READ) or (bool(read & _LEAVING) and not self._is_rounded(body, var))
+        return bool(read & _READ) or (
+            bool(read & Digits.ANY_LEAVING) and not self._is_rounded(body, var)
+        )
 
     def _is_rounded(self, body: int, var: ir.Var) -> bool:
         """Whether a value leaves only in forms that are stored in 16 bits anyway."""

@@ -10,7 +10,6 @@ from typing import Any
 
 from precpass import jaxpr as ir
 from precpass.analysis.analysis import Analysis
-from precpass.analysis.digits import Digits
 from precpass.analysis.graph import BORDER
 from precpass.analysis.liveness import dead
 from precpass.planner.requests import PolicyRequests
@@ -131,10 +130,10 @@ class Eligibility:
         named = (eqn for eqn in self.graph.eqns if eqn.primitive.name == "broadcast_in_dim")
         return {eqn.outvars[0] for eqn in named}
 
-    def digits_read(self, results: Iterable[tuple[int, int]]) -> Digits:
-        """How results of equations are read where it would show that they were rounded."""
+    def digits_read(self, results: Iterable[tuple[int, int]]) -> int:
+        """How results of equations are read where rounding would show, as bits of `Digits`."""
         each = (
             self.analysis.digits.of(int(self.graph.body[row]), self.graph.eqns[row].outvars[k])
             for row, k in results
         )
-        return functools.reduce(Digits.__or__, each, Digits.NONE)
+        return functools.reduce(int.__or__, each, 0)

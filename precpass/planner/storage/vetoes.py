@@ -121,15 +121,31 @@ def is_added_to(program: Eligibility, values: StorageClass) -> str | None:
 
     In the backward pass that counts for sums that only fusions write: they need not write them.
     """
-    read, eqns = program.digits_read(values.defined), program.graph.eqns
-    is_added_to = (
-        read & Digits.ADDED and any(_adds_arrays(program, row) for row, _ in values.defined)
-    ) or (read & Digits.ADDED_LATER and any(_adds(program, eqns[row]) for row in values.written))
-    return (
-        "is a sum to which more is added, so rounding would lose small terms"
-        if is_added_to
-        else None
-    )
+    if not any(_adds_arrays(program, row) for row, _ in values.defined):
+        return None
+    eqns = program.graph.eqns
+    counts_later = any(_adds(program, eqns[row]) for row in values.written)
+    for body, rows in values.wide_readers.items():
+        for row in rows:
+            is_later = program.is_backward(body, row)
+            adds = op(eqns[row].primitive.name).adds and (counts_later or not is_later)
+            if adds or (not is_later and _adds_scaled(program, body, eqns[row])):
+                return "is a sum to which more is added, so rounding would lose small terms"
+    return None
+
+
+def _adds_scaled(program: Eligibility, body: int, reader: ir.Eqn) -> bool:
+    """Whether a reader scales the value that it reads, and adds to that in the forward pass."""
+    todo = [reader]
+    while todo:
+        eqn = todo.pop()
+        if op(eqn.primitive.name).adds:
+            return True
+        if op(eqn.primitive.name).scales:
+            rows = program.graph.readers(body).get(eqn.outvars[0], ())
+            forward = (row for row in rows if row >= 0 and not program.is_backward(body, row))
+            todo += [program.graph.eqns[row] for row in forward]
+    return False
 
 
 def _is_made_by_products(program: Eligibility, values: StorageClass) -> bool:
@@ -266,21 +282,20 @@ def is_read_exactly(program: Eligibility, values: StorageClass) -> str | None:
     """A reader needs digits that the low format does not have."""
     written = [(row, 0) for row in values.written - program.classes.put_together]
     written += program.classes.stacked_states.intersection(values.defined)
-    later = _READ_LATER | (Digits.NONE if program.reads_stacks else Digits.STACKED)
+    later = _READ_LATER | (0 if program.reads_stacks else Digits.STACKED)
     read = program.digits_read(values.defined) & _READ | program.digits_read(written) & later
     return next((why for digit, why in _WHY.items() if read & digit), None)
 
 
 _READ = Digits.SUBTRACTED | Digits.COMPARED | Digits.NEAR | Digits.RANKED | Digits.MAGNIFIED
-_LEAVING = Digits.LEAVING | Digits.STATE | Digits.STACKED
-_READ_LATER = _LEAVING & ~Digits.STACKED | Digits.CHOSEN | Digits.FACTOR
+_READ_LATER = Digits.LEAVING | Digits.STATE | Digits.CHOSEN | Digits.FACTOR
 """What else counts for a value that only a fusion writes, and for what a loop stacks."""
 _WHY = {
     Digits.SUBTRACTED: "is subtracted, which magnifies its error",
     Digits.MAGNIFIED: "is read by a function that magnifies its error",
     Digits.COMPARED | Digits.NEAR: "is read where close values are told apart",
     Digits.RANKED: "is ranked",
-    _LEAVING | Digits.CHOSEN: "is returned, or a loop's state or stack",
+    Digits.ANY_LEAVING | Digits.CHOSEN: "is returned, or a loop's state or stack",
     Digits.FACTOR: "is a factor of what is subtracted or magnified",
 }
 
