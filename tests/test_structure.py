@@ -27,7 +27,7 @@ MAX_FOLDER_LINES = {
     "numerics": 6_600,
     "plan": 1_450,
     "planner": 5_050,
-    "policy": 2_200,
+    "policy": 2_050,
     "report": 4_400,
     "rewrite": 2_350,
     "testing": 450,

@@ -18,10 +18,8 @@ from precpass.cli.target import Refused
 from precpass.devices.peaks import peaks_of
 from precpass.devices.targets import target_of
 from precpass.plan.plan import Plan
-from precpass.policy.config import SUFFIX
-from precpass.policy.policy import PrecisionPolicy
-from precpass.policy.presets import PRESETS
-from precpass.policy.text import shown
+from precpass.policy.policy import SUFFIX, PrecisionPolicy
+from precpass.policy.presets import PRESETS, shown
 from precpass.report.compare.profile import DEVICES, PROFILED
 from precpass.testing.patterns import Pattern
 

@@ -15,8 +15,8 @@ from precpass.cli.commands import COMMANDS
 from precpass.cli.examples import ABOUT, EXAMPLES
 from precpass.cli.target import Refused
 from precpass.devices.targets import TARGETS
-from precpass.policy.profitability import PROFITABILITY, parse_profitability
-from precpass.policy.text import preset_titles
+from precpass.policy.policy import OPTIONS, parse_option
+from precpass.policy.presets import preset_titles
 from precpass.report.compare.profile import PROFILED
 from precpass.version import __version__
 from precpass.view.diff import LEVELS
@@ -177,7 +177,7 @@ def _policies(name: str, one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--profitability",
         type=_profitability,
-        metavar=f"{{{','.join(PROFITABILITY)}}}",
+        metavar=f"{{{','.join(OPTIONS['profitability'].metadata['legal'])}}}",
         help="lower every product (always, the default), or compile the program in several forms "
         "and take the cheapest (best)",
     )
@@ -185,7 +185,7 @@ def _policies(name: str, one: argparse.ArgumentParser) -> None:
 
 def _profitability(text: str) -> str:
     try:
-        return parse_profitability(text)
+        return parse_option("profitability", text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -16,7 +16,7 @@ from precpass.jit.arguments import Declared, arguments, copied, holds_static, un
 from precpass.jit.equinox_modules import HoldsNumbers
 from precpass.jit.nnx import HoldsState, cloned, nodes, split_modules, updated
 from precpass.policy.policy import PrecisionPolicy
-from precpass.policy.text import is_precision
+from precpass.policy.presets import is_precision
 
 __all__ = ["Crossing", "Stage", "check_function", "check_options", "name_of", "shown_name"]
 

@@ -13,7 +13,7 @@ import jax
 from precpass import jaxpr as ir
 from precpass.jit import region as regions
 from precpass.jit.arguments import Declared, Static, arguments, dynamic_leaves
-from precpass.jit.errors import note_source, user_stacklevel
+from precpass.jit.errors import note_source
 from precpass.jit.own_arrays import with_own_arrays
 from precpass.jit.region import Region, traced_in, tracing, use_policy
 from precpass.jit.traced import checked_plan, lowers_to_float16, rewritten
@@ -21,7 +21,7 @@ from precpass.policy.float16 import warn_of_unscaled_gradient
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.scopes import FIXED_SCOPE
-from precpass.policy.warned import PrecisionWarning
+from precpass.policy.warned import PrecisionWarning, user_stacklevel
 
 __all__ = ["NEEDS_VALUES", "Program", "Written"]
 
