@@ -446,10 +446,26 @@ def test_an_unknown_name_is_no_attribute():
         exec("from precpass import absent")
 
 
-def test_what_only_other_calls_need_is_not_imported():
-    code = (
-        "import sys, precpass; print([m for m in sys.modules if m.startswith(('precpass.report.', "
-        "'precpass.numerics.', 'precpass.testing', 'precpass.types', 'precpass.loss_scale'))])"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+IMPORTED_IN_A_TRACE = """
+import sys, precpass as pp
+assert "jax" not in sys.modules
+import jax, jax.numpy as jnp
+
+@jax.jit
+def f(x):
+    with pp.keep("f32"), pp.use_policy("bf16"):
+        return pp.auto_mixed(jnp.matmul)(x, x)
+
+x = jnp.ones((4, 4))
+f(x), f(x), f(x)
+assert f._cache_size() == 2  # under the keys before and after the import
+assert "bf16" in str(jax.make_jaxpr(pp.auto_mixed(jnp.matmul))(x, x))
+lazy = ("report.", "numerics.", "testing", "types", "loss_scale")
+print([m for m in sys.modules if m.startswith(tuple(f"precpass.{name}" for name in lazy))])
+"""
+
+
+def test_the_package_is_imported_where_it_is_used_even_inside_a_trace():
+    code = [sys.executable, "-c", IMPORTED_IN_A_TRACE]
+    run = subprocess.run(code, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

@@ -19,7 +19,7 @@ MAX_FLOORS = 10
 MAX_FOLDER_LINES = {
     "analysis": 3_450,
     "autotune": 550,
-    "cli": 1_550,
+    "cli": 1_300,
     "devices": 1_050,
     "jaxpr": 6_100,
     "jit": 3_250,

@@ -13,10 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from numpy.typing import DTypeLike
 
 from precpass.policy.precision import FORMATS, Precision, advice_for
 from precpass.policy.primitives import OpKind
@@ -505,6 +503,10 @@ def cast_leaves(tree: Tree, precision: Precision, *, params_only: bool = False) 
         precision: of the floating arrays, whatever format they are in.
         params_only: whether variables of flax nnx that are no `nnx.Param` keep their format.
     """
+    # Imported here, because the help of the command line needs no JAX.
+    import jax
+    import jax.numpy as jnp
+
     nnx: Any = sys.modules.get("flax.nnx") if params_only else None
 
     def is_other(x: object) -> bool:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import importlib.util
 import inspect
 import os
 import re
 import types
 import warnings
 from collections.abc import Generator
-
-import jax
 
 __all__ = [
     "OWN_FOLDER",
@@ -23,7 +22,7 @@ __all__ = [
 ]
 
 OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
+_JAX_FOLDER = os.path.dirname(str(getattr(importlib.util.find_spec("jax"), "origin", ""))) + os.sep
 _DROPPED: contextvars.ContextVar[str | None] = contextvars.ContextVar("_DROPPED", default=None)
 """How the warnings begin that a context drops; None if there is no such context."""
 
