@@ -12,8 +12,7 @@ import traceback
 import types
 from collections.abc import Generator, Iterator
 
-from precpass.jit.program import NEEDS_VALUES
-from precpass.jit.programs import calls_users_code
+from precpass.jit.program import NEEDS_VALUES, calls_users_code
 
 __all__ = ["RAISED", "REFUSED", "Raised", "Refused", "refusing", "said", "status_of"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,7 +12,6 @@ import jax
 import jax.core
 
 from precpass import jaxpr as ir
-from precpass.jit.equinox_modules import is_module, is_number
 from precpass.jit.nnx import is_node
 from precpass.jit.static_leaves import found_in, refusal
 
@@ -23,6 +23,7 @@ __all__ = [
     "copied",
     "dynamic_leaves",
     "holds_static",
+    "may_hold_numbers",
     "results",
     "unwrapped",
 ]
@@ -205,11 +206,12 @@ def holds_static(argument: Any) -> bool:
 
 
 def _is_static(x: Any, in_module: bool) -> bool:
-    # jit would trace a number of an equinox module (`Dropout.inference`), by which the module's
-    # own code branches. `equinox.filter_jit` keeps it, as all that is no array.
+    # jit would trace a number of an equinox module: `Dropout.inference`, by which the module's own
+    # code branches, or a rate, which `equinox.filter_grad` would train. `equinox.filter_jit` keeps
+    # it, as all that is no array.
     if is_node(x):
         return False
-    if in_module and is_number(x):
+    if in_module and type(x) in (bool, int, float, complex):
         return True
     return not (isinstance(x, jax.Array) or ir.is_valid(x))
 
@@ -218,13 +220,28 @@ def _map_leaves(fn: Callable[[Any, Any, bool], Any], tree: Any) -> Any:
     """A tree with each leaf, or node of flax nnx, as `fn(path, leaf, in_module)` gives it."""
 
     def at(path: Any, x: Any) -> Any:
-        if not is_module(x):
+        if not _is_module(x):
             return fn(path, x, False)
         return jax.tree_util.tree_map_with_path(
             lambda inner, y: fn((*path, *inner), y, True), x, is_leaf=is_node
         )
 
-    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=lambda x: is_node(x) or is_module(x))
+    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=lambda x: is_node(x) or _is_module(x))
+
+
+def _is_module(x: Any) -> bool:
+    """Whether a value is an equinox module."""
+    module = getattr(sys.modules.get("equinox"), "Module", None)  # None while it is loading
+    return module is not None and isinstance(x, module)
+
+
+def may_hold_numbers(tree: Any) -> bool:
+    """Whether a module in traced arguments has a scalar, which may have been a number."""
+    if "equinox" not in sys.modules:
+        return False
+    found = jax.tree.leaves(tree, is_leaf=lambda x: _is_module(x) or is_node(x))
+    leaves = jax.tree.leaves([x for x in found if _is_module(x)], is_leaf=is_node)
+    return any(isinstance(x, jax.core.Tracer) and x.shape == () for x in leaves)
 
 
 def dynamic_leaves(
