@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.core
@@ -246,8 +246,11 @@ def may_hold_numbers(tree: Any) -> bool:
 
 def dynamic_leaves(
     declared: Declared, args: Any, kwargs: Any, *, keeps_numbers: bool
-) -> tuple[list[Any], Callable[[Any], tuple[Any, Any]]]:
+) -> tuple[list[Any], Callable[[Sequence[Any]], tuple[Any, Any]]]:
     """The leaves that are traced, and a function that replaces them by others.
+
+    It gives the arguments that are declared static as a `Static`, since JAX compares static
+    arguments by `==` inside a trace.
 
     Args:
         declared: the arguments that are declared static.
@@ -255,44 +258,17 @@ def dynamic_leaves(
         kwargs: the others.
         keeps_numbers: whether Python's numbers keep their values, as under `jax.disable_jit`.
     """
-    leaves: list[Any] = []
+    given = declared.map(lambda x, _: x, args, kwargs, static=Static)
+    leaves, tree = jax.tree.flatten(given)
+    kept = (bool, int, float, complex) if keeps_numbers else ()
+    traced = [i for i, x in enumerate(leaves) if not isinstance(x, kept)]
+    operands = [leaves[i] for i in traced]
 
-    def take(argument: Any, _label: str) -> _Taken:
-        found, tree = jax.tree.flatten(argument)
-        places: list[int | Static] = []
-        for x in found:
-            is_number = isinstance(x, (bool, int, float, complex))
-            if keeps_numbers and is_number and not isinstance(x, jax.core.Tracer):
-                places.append(Static(x))
-                continue
-            places.append(len(leaves))
-            leaves.append(x if isinstance(x, jax.core.Tracer) else ir.as_operand(x))
-        return _Taken(tree, places)
+    def put(values: Sequence[Any]) -> tuple[Any, Any]:
+        new = dict(zip(traced, values, strict=True))
+        return jax.tree.unflatten(tree, [new.get(i, Static(x)) for i, x in enumerate(leaves)])
 
-    taken = declared.map(take, args, kwargs)
-
-    def put(values: Any) -> tuple[Any, Any]:
-        return declared.map(lambda each, _: each.with_leaves(values), *taken)
-
-    return leaves, put
-
-
-class _Taken(NamedTuple):
-    """An argument without its leaves.
-
-    A user's class may look at what it is made of, so it is never made of anything else.
-
-    Attributes:
-        tree: its structure.
-        places: for each leaf its index among all leaves, or the leaf if it is not traced.
-    """
-
-    tree: Any
-    places: list[int | Static]
-
-    def with_leaves(self, values: Any) -> Any:
-        leaves = [values[at] if isinstance(at, int) else at for at in self.places]
-        return jax.tree.unflatten(self.tree, leaves)
+    return [x if isinstance(x, jax.core.Tracer) else ir.as_operand(x) for x in operands], put
 
 
 # ---------------------------------------------------------------- results

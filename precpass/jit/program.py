@@ -90,8 +90,7 @@ class Written:
         leaves, put = dynamic_leaves(self._declared, args, kwargs, keeps_numbers=keeps_numbers)
 
         def called(fn: Callable[..., Any], *values: Any) -> Any:
-            # Inside a trace JAX compares a call's static arguments with themselves, by `==`.
-            put_args, put_kwargs = self._declared.map(lambda x, _: x, *put(values), static=Static)
+            put_args, put_kwargs = put(values)
             return fn(*put_args, **put_kwargs)
 
         # Even if the user disabled jit, the plan is that of the program with its loops.
