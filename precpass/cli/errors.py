@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
-import importlib.util
 import os
+import re
 import sysconfig
 import traceback
 import types
@@ -143,7 +143,11 @@ def _frames(error: BaseException) -> Iterator[types.TracebackType]:
 
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_STDLIB = {os.path.dirname(os.__file__), *map(sysconfig.get_path, ("stdlib", "platstdlib"))}
+_PYTHONS_OWN = tuple(folder + os.sep for folder in _STDLIB)
 _LIBRARIES = ("jax", "jaxlib", "ml_dtypes", "networkx", "numpy", "rich", "scipy")
+# Without a venv, packages are installed inside Python's own folder.
+_PACKAGE = re.compile(r".*[/\\](?:site|dist)-packages[/\\](\w+)")
 
 
 @functools.cache
@@ -151,21 +155,7 @@ def _whose(file: str) -> str:
     """The owner of a file: "own" for this package, "" for Python, JAX and the like, else "user"."""
     if file.startswith(_OWN):
         return "own"
-    # No file has this name: <frozen runpy>, for instance, or <string>.
-    if file.startswith("<") or file.startswith(tuple(_library_folders())):
-        return ""
-    pythons = {os.path.dirname(os.__file__), *map(sysconfig.get_path, ("stdlib", "platstdlib"))}
-    for folder in pythons:
-        inside = file.removeprefix(folder + os.sep)
-        # Without a venv, packages are installed inside Python's own folder.
-        if inside != file and not inside.startswith(("site-packages", "dist-packages")):
-            return ""
-    return "user"
-
-
-@functools.cache
-def _library_folders() -> list[str]:
-    specs = filter(None, map(importlib.util.find_spec, _LIBRARIES))
-    return [
-        os.path.join(place, "") for spec in specs for place in spec.submodule_search_locations or ()
-    ]
+    if package := _PACKAGE.match(file):
+        return "" if package[1] in _LIBRARIES else "user"
+    # No file has a name such as <frozen runpy> or <string>.
+    return "" if file.startswith(("<", *_PYTHONS_OWN)) else "user"

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from precpass.cli.errors import Raised, Refused, refusing
+from precpass.policy.precision import FORMATS
 from precpass.units import listed
 
 __all__ = ["DTYPES", "arguments", "drawn", "load", "parse_args", "static_names", "unbound"]
@@ -196,10 +197,7 @@ def _shown(x: Any) -> str:
 # ---------------------------------------------------------------- arguments as text
 
 DTYPES: dict[str, Any] = {
-    "f64": jnp.float64,
-    "f32": jnp.float32,
-    "bf16": jnp.bfloat16,
-    "f16": jnp.float16,
+    **{str(precision): precision.dtype for precision in FORMATS},
     **{f"i{n}": np.dtype(f"int{n}") for n in (8, 16, 32, 64)},
     **{f"u{n}": np.dtype(f"uint{n}") for n in (8, 16, 32, 64)},
     "bool": np.dtype(bool),

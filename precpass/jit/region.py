@@ -103,18 +103,7 @@ class Resolved:
     is_fixed: bool
 
 
-@functools.lru_cache(maxsize=4096)
-def _region(
-    policy: PrecisionPolicy | None,
-    off: bool,
-    keep: Precision | None,
-    inside: bool,
-    named: frozenset[str],
-    products: Precision | None,
-) -> Region:
-    return Region(policy, off, keep, inside, named, products)
-
-
+_region = functools.lru_cache(maxsize=4096)(Region)
 _OUTERMOST = _region(None, False, None, False, frozenset(), None)
 # Each task of asyncio has its own region, while JAX's contexts belong to a thread.
 _current: contextvars.ContextVar[Region] = contextvars.ContextVar("precpass", default=_OUTERMOST)
