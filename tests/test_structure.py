@@ -19,18 +19,18 @@ MAX_FLOORS = 10
 MAX_FOLDER_LINES = {
     "analysis": 3_450,
     "autotune": 550,
-    "cli": 1_300,
+    "cli": 1_280,
     "devices": 950,
     "jaxpr": 6_100,
-    "jit": 3_100,
+    "jit": 3_060,
     "measure": 2_300,
     "numerics": 6_600,
     "plan": 1_450,
     "planner": 5_050,
-    "policy": 2_050,
+    "policy": 2_020,
     "report": 4_400,
     "rewrite": 2_350,
-    "testing": 450,
+    "testing": 430,
     "view": 4_850,
 }
 """What each folder had when it was last counted. A change that adds a mechanism takes one away."""
