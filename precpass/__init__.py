@@ -19,18 +19,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from precpass.api import (
-    auto_mixed,
-    cast_floating,
-    explain,
-    in_compute_dtype,
-    keep,
-    use_policy,
-)
-from precpass.api import inspect as inspect
 from precpass.lazy import load
 from precpass.moved import MOVED, moved
-from precpass.plan.plan import Plan
 from precpass.policy.presets import (
     AlwaysBf16,
     AlwaysF16,
@@ -55,8 +45,18 @@ if TYPE_CHECKING:
     from precpass import report as report
     from precpass import testing as testing
     from precpass import types as types
+    from precpass.api import (
+        auto_mixed,
+        cast_floating,
+        explain,
+        in_compute_dtype,
+        keep,
+        use_policy,
+    )
+    from precpass.api import inspect as inspect
     from precpass.numerics.fallback.fallback import with_fallback
     from precpass.numerics.monitor.monitor import monitor
+    from precpass.plan.plan import Plan
     from precpass.report.audit.audit import audit
     from precpass.report.bisect.bisect import bisect as bisect
     from precpass.report.compare.compare import compare
@@ -89,14 +89,17 @@ __all__ = [
     "with_fallback",
 ]
 
+_OF_API = "auto_mixed cast_floating explain in_compute_dtype inspect keep use_policy"
 _IMPORTED_WHEN_USED = {
+    **dict.fromkeys(_OF_API.split(), "precpass.api"),
+    "Plan": "precpass.plan.plan",
     "with_fallback": "precpass.numerics.fallback.fallback",
     "monitor": "precpass.numerics.monitor.monitor",
     "audit": "precpass.report.audit.audit",
     "bisect": "precpass.report.bisect.bisect",
     "compare": "precpass.report.compare.compare",
 }
-"""Names that a program which only calls `auto_mixed` does not need."""
+"""The names that need JAX, which the help of the command line does without."""
 _SUBMODULES = ("loss_scale", "numerics", "quant", "report", "testing", "types")
 """Submodules for users, which are imported when used."""
 

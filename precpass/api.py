@@ -21,11 +21,9 @@ from precpass.jit.traced import Traced, rewritten
 from precpass.plan.decisions import unchanged_plan
 from precpass.plan.eqn_info import PlanSource
 from precpass.plan.file import policy_data
-from precpass.policy.casts import cast_leaves
-from precpass.policy.policy import PolicyLike, PrecisionPolicy
+from precpass.policy.policy import PolicyLike, PrecisionPolicy, cast_leaves, parse_option
 from precpass.policy.precision import FORMATS, Precision
-from precpass.policy.profitability import parse_profitability
-from precpass.policy.text import precision_named
+from precpass.policy.presets import precision_named
 from precpass.policy.warned import quietly
 
 if TYPE_CHECKING:
@@ -127,7 +125,7 @@ def auto_mixed(
     if jit_options:
         check_options(jit_options)
     parsed = None if policy is None else PrecisionPolicy.parse(policy)
-    pays = None if profitability is None else parse_profitability(profitability)
+    pays = None if profitability is None else parse_option("profitability", profitability)
     if fn is None:
         return lambda fn: mixed_of(fn, policy=parsed, profitability=pays, **jit_options)
     if not isinstance(fn, Mixed):

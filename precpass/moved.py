@@ -8,51 +8,17 @@ from typing import Any
 
 __all__ = ["MOVED", "moved"]
 
-MOVED = {
-    "DynamicLossScale": "precpass.loss_scale",
-    "LossScale": "precpass.loss_scale",
-    "MasterState": "precpass.loss_scale",
-    "NoOpLossScale": "precpass.loss_scale",
-    "ScaledState": "precpass.loss_scale",
-    "StaticLossScale": "precpass.loss_scale",
-    "all_finite": "precpass.loss_scale",
-    "master_copies": "precpass.loss_scale",
-    "scaled_optimizer": "precpass.loss_scale",
-    "scaled_value_and_grad": "precpass.loss_scale",
-    "skip_nonfinite": "precpass.loss_scale",
-    "FallbackReport": "precpass.numerics",
-    "Health": "precpass.numerics",
-    "IllConditioned": "precpass.numerics",
-    "Ladder": "precpass.numerics",
-    "LeastSquares": "precpass.numerics",
-    "LinearSolve": "precpass.numerics",
-    "NonFinite": "precpass.numerics",
-    "OutOfRange": "precpass.numerics",
-    "Predicate": "precpass.numerics",
-    "Roles": "precpass.numerics",
-    "calibrate": "precpass.numerics",
-    "least_squares": "precpass.numerics",
-    "solve": "precpass.numerics",
-    "DelayedScales": "precpass.quant",
-    "QuantizedArray": "precpass.quant",
-    "delayed_scaling": "precpass.quant",
-    "quantized": "precpass.quant",
-    "Audit": "precpass.report",
-    "Bisection": "precpass.report",
-    "Comparison": "precpass.report",
-    "Explanation": "precpass.report",
-    "Inspection": "precpass.report",
-    "Profile": "precpass.report",
-    "between": "precpass.report",
-    "profile": "precpass.report",
-    "Action": "precpass.types",
-    "Decision": "precpass.types",
-    "EqnView": "precpass.types",
-    "Mixed": "precpass.types",
-    "OpKind": "precpass.types",
-    "Precision": "precpass.types",
-    "PrecisionPolicy": "precpass.types",
+_BY_PLACE = {
+    "precpass.loss_scale": "DynamicLossScale LossScale MasterState NoOpLossScale ScaledState "
+    "StaticLossScale all_finite master_copies scaled_optimizer scaled_value_and_grad "
+    "skip_nonfinite",
+    "precpass.numerics": "FallbackReport Health IllConditioned Ladder LeastSquares LinearSolve "
+    "NonFinite OutOfRange Predicate Roles calibrate least_squares solve",
+    "precpass.quant": "DelayedScales QuantizedArray delayed_scaling quantized",
+    "precpass.report": "Audit Bisection Comparison Explanation Inspection Profile between profile",
+    "precpass.types": "Action Decision EqnView Mixed OpKind Precision PrecisionPolicy",
 }
+MOVED = {name: place for place, names in _BY_PLACE.items() for name in names.split()}
 """The submodule in which each of them is now."""
 
 

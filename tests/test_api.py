@@ -1,13 +1,11 @@
 """`auto_mixed`, `use_policy`, `keep` and the off switch, called as `jax.jit` is."""
 
-import dataclasses
 import functools
 import importlib
 import pickle
 import re
 import subprocess
 import sys
-import threading
 import warnings
 from typing import Any
 
@@ -22,7 +20,7 @@ from precpass.moved import MOVED
 from precpass.types import Mixed
 from tests.support.jaxprs import product_dtypes
 from tests.support.public import NOT_STARRED, SUBMODULES
-from tests.support.values import f32, identical, stable_id
+from tests.support.values import identical
 
 X = jnp.linspace(-1, 1, 64).reshape(8, 8)
 
@@ -160,165 +158,7 @@ def test_a_policy_that_lowers_nothing_warns_once_per_trace():
     mixed(X)  # an error here would be the second warning
 
 
-# ---------------------------------------------------------------- calling is jit's
-
-
-def test_arguments_keywords_defaults_and_trees_pass_through():
-    @pp.auto_mixed
-    def fn(params, x, *rest, scale=2.0, **extra):
-        return {"y": (x @ params["w"]) * scale, "n": len(rest), "extra": extra}
-
-    out = fn({"w": jnp.ones((8, 8))}, X, 1, 2, scale=3, k=(4.0,))
-    np.testing.assert_allclose(out["y"], 3 * (X @ jnp.ones((8, 8))), atol=0.1)
-    assert int(out["n"]) == 2
-    assert out["extra"] == {"k": (4.0,)}
-
-
-def test_python_numbers_are_traced_and_stay_weakly_typed():
-    traces = []
-
-    @pp.auto_mixed
-    def fn(x, scale):
-        traces.append(jax.typeof(scale))  # a tracer would outlive its trace
-        return x @ x, scale * 2
-
-    product, first = fn(X, 1.5)
-    _, second = fn(X, 2.5)
-    assert (float(first), float(second)) == (3.0, 5.0)
-    assert first.weak_type
-    assert not product.weak_type
-    assert len(traces) == 1
-
-
-def test_it_traces_when_jit_would_and_not_per_call():
-    traces = []
-
-    @pp.auto_mixed
-    def fn(x):
-        traces.append(x.shape)
-        return x @ x
-
-    for size in (4, 4, 8, 4, 8):
-        fn(jnp.ones((size, size)))
-    assert traces == [(4, 4), (8, 8)]
-
-
-def test_donated_arguments_are_donated():
-    mixed = pp.auto_mixed(lambda state, x: state + x @ x, donate_argnums=0)
-    state = jnp.ones((8, 8))
-    new = mixed(state, X)
-    assert state.is_deleted()
-    np.testing.assert_allclose(new, 1 + square(X), atol=0.05)
-    donated = mixed.lower(new, X).args_info[0]
-    assert [info.donated for info in donated] == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("option", "call"),
-    [
-        ({"static_argnums": 1}, lambda f, n: f(X, n)),
-        ({"static_argnums": (1,)}, lambda f, n: f(X, n)),
-        ({"static_argnames": "depth"}, lambda f, n: f(X, depth=n)),
-        ({"static_argnames": ("depth",)}, lambda f, n: f(X, n)),
-    ],
-    ids=stable_id,
-)
-def test_static_arguments_are_static(option, call):
-    traces = []
-
-    def fn(x, depth):
-        traces.append(depth)
-        for _ in range(depth):
-            x = x @ x
-        return x
-
-    mixed = pp.auto_mixed(fn, **option)
-    for depth in (1, 2, 2, 1):
-        np.testing.assert_allclose(call(mixed, depth), fn(X, depth), atol=0.2)
-    assert [t for t in traces if type(t) is int][:1] == [1]
-    del traces[:]
-    call(mixed, 2)
-    assert traces == [], "the second call with equal static arguments traces nothing"
-
-
-def test_a_static_argument_may_be_a_string_or_a_function():
-    mixed = pp.auto_mixed(lambda x, act, name: {name: act(x @ x)}, static_argnums=(1, 2))
-    out = mixed(X, jnp.tanh, "h")
-    np.testing.assert_allclose(out["h"], jnp.tanh(square(X)), atol=0.05)
-
-
-def test_lower_compiles_what_a_call_runs():
-    lowered = pp.auto_mixed(square).lower(f32(8, 8))
-    assert "bf16" in lowered.as_text()
-    np.testing.assert_array_equal(lowered.compile()(X), pp.auto_mixed(square)(X))
-
-
-def test_trace_gives_the_rewritten_jaxpr():
-    assert product_dtypes(pp.auto_mixed(square).trace(f32(8, 8)).jaxpr) == ["bfloat16"]
-
-
-def test_eval_shape_gives_the_original_shapes_and_dtypes():
-    shape = pp.auto_mixed(square).eval_shape(f32(8, 8))
-    assert (shape.shape, shape.dtype) == ((8, 8), jnp.float32)
-
-
-def test_clear_cache_makes_the_next_call_trace_again():
-    traces = []
-    mixed = pp.auto_mixed(lambda x: traces.append(1) or x @ x)
-    mixed(X)
-    mixed(X)
-    assert len(traces) == 1
-    mixed.clear_cache()
-    mixed(X)
-    assert len(traces) == 2
-
-
-def test_it_binds_as_a_method():
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass
-    class Model:
-        w: jax.Array
-
-        @pp.auto_mixed
-        def __call__(self, x):
-            return x @ self.w
-
-        @pp.auto_mixed(static_argnums=2)
-        def power(self, x, n):
-            for _ in range(n):
-                x = x @ self.w
-            return x
-
-    model = Model(X)
-    np.testing.assert_allclose(model(X), square(X), atol=0.05)
-    np.testing.assert_allclose(model.power(X, 2), X @ X @ X, atol=0.1)
-    assert dtypes_of(lambda m, x: m.power(x, 3), model, X) == ["bfloat16"] * 3
-    assert isinstance(Model.power, Mixed)
-
-
-def test_it_nests_in_jit_grad_and_vmap():
-    mixed = pp.auto_mixed(lambda x: (x @ x).sum())
-    assert dtypes_of(jax.jit(mixed), X) == ["bfloat16"]
-    assert set(dtypes_of(jax.grad(mixed), X)) == {"bfloat16"}
-    assert dtypes_of(jax.vmap(mixed), jnp.stack([X, X])) == ["bfloat16"]
-    np.testing.assert_allclose(jax.grad(mixed)(X), jax.grad(lambda x: (x @ x).sum())(X), atol=0.05)
-
-
-def test_threads_call_one_function_at_once():
-    mixed = pp.auto_mixed(square)
-    results = {}
-
-    def call(size):
-        results[size] = mixed(jnp.ones((size, size)))
-
-    threads = [threading.Thread(target=call, args=(size,)) for size in range(2, 10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(results) == list(range(2, 10))
-    for size, out in results.items():
-        np.testing.assert_array_equal(out, np.full((size, size), size))
+# ---------------------------------------------------------------- names
 
 
 def test_a_star_import_shadows_no_module_of_pythons():
@@ -446,10 +286,26 @@ def test_an_unknown_name_is_no_attribute():
         exec("from precpass import absent")
 
 
-def test_what_only_other_calls_need_is_not_imported():
-    code = (
-        "import sys, precpass; print([m for m in sys.modules if m.startswith(('precpass.report.', "
-        "'precpass.numerics.', 'precpass.testing', 'precpass.types', 'precpass.loss_scale'))])"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+IMPORTED_IN_A_TRACE = """
+import sys, precpass as pp
+assert "jax" not in sys.modules
+import jax, jax.numpy as jnp
+
+@jax.jit
+def f(x):
+    with pp.keep("f32"), pp.use_policy("bf16"):
+        return pp.auto_mixed(jnp.matmul)(x, x)
+
+x = jnp.ones((4, 4))
+f(x), f(x), f(x)
+assert f._cache_size() == 2  # under the keys before and after the import
+assert "bf16" in str(jax.make_jaxpr(pp.auto_mixed(jnp.matmul))(x, x))
+lazy = ("report.", "numerics.", "testing", "types", "loss_scale")
+print([m for m in sys.modules if m.startswith(tuple(f"precpass.{name}" for name in lazy))])
+"""
+
+
+def test_the_package_is_imported_where_it_is_used_even_inside_a_trace():
+    code = [sys.executable, "-c", IMPORTED_IN_A_TRACE]
+    run = subprocess.run(code, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

@@ -5,7 +5,7 @@ no kernel for, and keeps in memory what it cannot fuse. So the whole program is 
 forms, and the cheapest counts. On a TPU a program costs the compiler's own estimate of its cycles.
 Elsewhere, and where that compiler has no estimate of some kernels, it costs the time of its bytes
 at the device's bandwidth and of its products' arithmetic at the device's peaks
-(`precpass.devices.devices`): a roofline, and no measurement. Nothing is run, so the same program
+(`precpass.devices.peaks`): a roofline, and no measurement. Nothing is run, so the same program
 has the same form every time.
 
 The forms (`precpass.autotune.forms`) stand in the order of their accuracy, and a later one is
@@ -31,7 +31,7 @@ from precpass.autotune.apart import all_apart
 from precpass.autotune.cache import Cache, cache_folder, file_name
 from precpass.autotune.forms import FORMS, forms_of, in_form
 from precpass.devices.detect import device_for, is_present, planned_for
-from precpass.devices.devices import Device
+from precpass.devices.peaks import Device
 from precpass.measure.roofline import work_of
 from precpass.measure.traffic import Traffic, traffic_of
 from precpass.policy.policy import PrecisionPolicy
@@ -241,4 +241,4 @@ def _seconds(traffic: Traffic, jaxpr: ir.Jaxpr, device: Device) -> float:
     narrow = {str(p): p for p in Precision if p.is_low or p.is_scaled}
     for name, flops in work_of(jaxpr).product_flops.items():
         arithmetic += flops / device.flops(narrow.get(name, Precision.F32))
-    return traffic.moved / device.bandwidth + arithmetic
+    return traffic.moved / device.peaks.bandwidth + arithmetic

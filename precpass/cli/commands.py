@@ -1,4 +1,4 @@
-"""The commands of the command line: each is one function from options to a report."""
+"""The commands of the command line: each is one function from a task to a report."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import argparse
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any
 
+import jax
+
 from precpass.api import explain, inspect
-from precpass.cli.errors import has_users_lines
-from precpass.cli.files import refusing
-from precpass.cli.inputs import Inputs
-from precpass.cli.specs import drawn, has_shapes
-from precpass.cli.target import Refused, unbound
+from precpass.cli.errors import Refused, refusing
+from precpass.cli.target import drawn, unbound
+from precpass.policy.policy import PrecisionPolicy
 from precpass.report.audit.audit import audit
 from precpass.report.bisect.bisect import bisect
 from precpass.report.bisect.bisection import Run
@@ -25,9 +24,7 @@ from precpass.view.diff import between, changes
 from precpass.view.inspection import Inspection
 from precpass.view.progress import Progress
 
-__all__ = ["COMMANDS", "Report", "Task", "rehearse", "write"]
-
-OK, NOT_AS_EXPECTED = 0, 1
+__all__ = ["COMMANDS", "Report", "Task", "rehearse"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +34,16 @@ class Report:
     Attributes:
         text: returns it in words, coloured if standard output is a terminal.
         data: the result as JSON values.
-        status: the exit status.
+        ok: whether it is as expected.
     """
 
     text: Callable[[], str]
     data: Any
-    status: int = OK
+    ok: bool = True
+
+
+class _Rehearsed(Exception):
+    """Raised where a rehearsal ends: before the function is called."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,242 +52,211 @@ class Task:
 
     Attributes:
         options: the options of the command line.
-        inputs: what they say.
-        fn: the user's function.
-        args, kwargs: its arguments.
         progress: shows what is going on.
+        policy: the policy of --policy or of --plan; None if neither is given.
+        between: the other policy of `diff`.
+        rows: the policies of `compare` and `profile`, each with its name.
+        expected: the patterns of `check`, each with the expected precision or numbers.
+        target: the device of --target, a `precpass.devices.targets.Target`.
+        devices: the devices of `profile`.
+        fn: the user's function; a stand-in in a rehearsal.
+        args, kwargs: its arguments.
+        is_rehearsal: whether only the options are judged.
     """
 
     options: argparse.Namespace
-    inputs: Inputs
-    fn: Callable[..., Any]
-    args: list[Any]
-    kwargs: dict[str, Any]
     progress: Progress
+    policy: PrecisionPolicy | None
+    between: PrecisionPolicy | None
+    rows: list[tuple[str, PrecisionPolicy]]
+    expected: dict[str, Any]
+    target: Any
+    devices: tuple[str, ...]
+    fn: Callable[..., Any]
+    args: list[Any] = dataclasses.field(default_factory=list[Any])
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    is_rehearsal: bool = False
 
     @property
     def color(self) -> bool | None:
         """Whether texts are coloured; None colours them on a terminal."""
         auto = None if self.options.output is None else False
-        return {"auto": auto, "always": True, "never": False}[self.options.color]
+        return {"always": True, "never": False}.get(self.options.color, auto)
 
-    def call(
-        self, prepared: Callable[..., Any], *, doing: str = "tracing", on_arrays: bool = False
+    def run(
+        self,
+        report: Callable[..., Callable[..., Any]],
+        *what: Any,
+        doing: str = "tracing",
+        on_arrays: bool = False,
+        **how: Any,
     ) -> Any:
-        """The result of a report at the arguments."""
-        args, kwargs = self.args, self.kwargs
-        if on_arrays:
-            if self.options.seed is not None and not has_shapes((args, kwargs)):
-                raise Refused("--seed is of what is drawn for shapes, and there are none in --args")
-            with refusing():
-                args, kwargs = drawn((args, kwargs), self.options.seed or 0)
+        """The result of a report, such as `explain`, of the function at the arguments."""
+        with refusing():
+            prepared = report(self.fn, *what, **how)
         with self.calling(doing):
+            args, kwargs = self._drawn() if on_arrays else (self.args, self.kwargs)
             return prepared(*args, **kwargs)
+
+    def _drawn(self) -> tuple[list[Any], dict[str, Any]]:
+        given, seed = (self.args, self.kwargs), self.options.seed
+        has_shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given))
+        if seed is not None and not has_shapes:
+            raise Refused("--seed is of what is drawn for shapes, and there are none in --args")
+        with refusing():
+            return drawn(given, seed or 0)
 
     @contextlib.contextmanager
     def calling(self, doing: str) -> Generator[None]:
         """A context around a call of the function that refuses arguments it does not take."""
+        if self.is_rehearsal:
+            raise _Rehearsed
         self.progress.say(doing)
         try:
             yield
         except TypeError as error:
-            why = "" if has_users_lines(error) else unbound(self.fn, self.args, self.kwargs)
-            if not why:
-                raise
-            raise Refused(why) from None
+            if why := unbound(self.fn, self.args, self.kwargs):
+                raise Refused(why) from None
+            raise error
+
+    def inspect(self, policy: Any, *, compiled: bool = False) -> Inspection:
+        """The inspection of the function under a policy."""
+        return self.run(inspect, policy, target=self.target, compiled=compiled)
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """Shows a step of a report."""
+        self.progress.say(f"{what}, step {done + 1} of {total}", done, total)
 
 
-def _inspect(task: Task, policy: Any, *, compiled: bool = False) -> Callable[..., Inspection]:
-    with refusing():
-        return inspect(task.fn, policy, target=task.inputs.target, compiled=compiled)
+def rehearse(task: Task) -> None:
+    """Runs a command up to the call of the function, for which there is a stand-in.
+
+    Raises:
+        Refused: for options that the report does not take.
+    """
+    with contextlib.suppress(_Rehearsed):
+        COMMANDS[task.options.command](dataclasses.replace(task, is_rehearsal=True))
 
 
 def _explain(task: Task) -> Report:
-    with refusing():
-        compiled = not task.options.no_compile
-        prepared = explain(
-            task.fn, task.inputs.policy, target=task.inputs.target, compiled=compiled
-        )
-    explanation = task.call(prepared)
-    return Report(
-        lambda: explanation.text(color=task.color, all=task.options.all), explanation.to_dict()
-    )
+    policy, target, options = task.policy, task.target, task.options
+    found = task.run(explain, policy, target=target, compiled=not options.no_compile)
+    return Report(lambda: found.text(color=task.color, all=options.all), found.to_dict())
 
 
 def _diff(task: Task) -> Report:
-    level = task.options.level or "equations"
-    shows_compiled = task.inputs.between is None and level != "jaxpr"
-    compiled = shows_compiled and not task.options.no_compile
-    inspection = task.call(_inspect(task, task.inputs.policy, compiled=compiled))
-    made = inspection.compiled
+    options, other = task.options, task.between
+    level = options.level or "equations"
+    compiled = other is None and level != "jaxpr" and not options.no_compile
+    found = task.inspect(task.policy, compiled=compiled)
     data = {
-        "policy": inspection.policy_name,
-        "changes": changes(inspection.plan),
-        "compiled": None if made is None else dataclasses.asdict(made),
-        "not_compiled": inspection.not_compiled,
+        "policy": found.policy_name,
+        "changes": changes(found.plan),
+        "compiled": None if found.compiled is None else dataclasses.asdict(found.compiled),
+        "not_compiled": found.not_compiled,
     }
-    if task.inputs.between is None:
-        more = {"color": task.color, "bookkeeping": task.options.bookkeeping}
-        return Report(lambda: inspection.diff(level, **more), data)
-    other = task.call(_inspect(task, task.inputs.between))
-    return Report(lambda: between(inspection.plan, other.plan, level, color=task.color), data)
-
-
-def _comparing(task: Task) -> Callable[..., Any]:
-    options = task.options
-    with refusing():
-        return compare(
-            task.fn,
-            task.inputs.rows,
-            reference=options.reference,
-            rounds=options.rounds,
-            target=task.inputs.target,
-            progress=_steps(task),
-        )
+    if other is None:
+        more: dict[str, Any] = {"color": task.color, "bookkeeping": options.bookkeeping}
+        return Report(lambda: found.diff(level, **more), data)
+    plan = task.inspect(other).plan
+    return Report(lambda: between(found.plan, plan, level, color=task.color), data)
 
 
 def _compare(task: Task) -> Report:
-    comparison = task.call(_comparing(task), doing="the reference", on_arrays=True)
+    comparison = task.run(
+        compare,
+        task.rows,
+        reference=task.options.reference,
+        rounds=task.options.rounds,
+        target=task.target,
+        progress=task.step,
+        doing="the reference",
+        on_arrays=True,
+    )
     return Report(lambda: str(comparison), comparison.to_dict())
 
 
-def _profiling(task: Task) -> Callable[..., Any]:
-    with refusing():
-        return profile(
-            task.fn,
-            task.inputs.rows,
-            devices=task.inputs.devices,
-            rounds=task.options.rounds,
-            target=task.inputs.target,
-            progress=_steps(task),
-        )
-
-
 def _profile(task: Task) -> Report:
+    options, target = task.options, task.target
     # Without rounds nothing runs, so shapes suffice.
-    runs = task.options.rounds != 0 and task.inputs.target is None
-    on_arrays = runs or task.options.seed is not None
-    profiled = task.call(_profiling(task), doing="the float32 program", on_arrays=on_arrays)
+    runs = options.rounds != 0 and target is None
+    profiled = task.run(
+        profile,
+        task.rows,
+        devices=task.devices,
+        rounds=options.rounds,
+        target=target,
+        progress=task.step,
+        doing="the float32 program",
+        on_arrays=runs or options.seed is not None,
+    )
     return Report(lambda: str(profiled), profiled.to_dict())
 
 
-def _steps(task: Task) -> Callable[[str, int, int], None]:
-    def said(what: str, done: int, total: int) -> None:
-        task.progress.say(f"{what}, step {done + 1} of {total}", done, total)
-
-    return said
-
-
 def _audit(task: Task) -> Report:
-    with refusing():
-        prepared = audit(task.fn, task.inputs.policy, target=task.inputs.target)
-    result = task.call(prepared, doing="tracing and compiling")
-    status = OK if result.ok else NOT_AS_EXPECTED
-    return Report(lambda: result.text(color=task.color), result.to_dict(), status)
+    target = task.target
+    result = task.run(audit, task.policy, target=target, doing="tracing and compiling")
+    return Report(lambda: result.text(color=task.color), result.to_dict(), result.ok)
 
 
-def _bisecting(task: Task) -> Callable[..., Any]:
-    budget = task.options.budget
+def _bisect(task: Task) -> Report:
+    tolerance, budget = task.options.tolerance, task.options.budget
 
     def said(run: Run) -> None:
         verdict = "passes" if run.passed else "fails"
         text = f"run {run.number} of at most {budget}: {verdict}"
         task.progress.say(text, run.number, budget)
 
-    with refusing():
-        return bisect(
-            task.fn, task.inputs.policy, task.options.tolerance, budget=budget, progress=said
-        )
-
-
-def _bisect(task: Task) -> Report:
-    bisection = task.call(_bisecting(task), on_arrays=True)
-    status = OK if bisection.found else NOT_AS_EXPECTED
-    return Report(lambda: str(bisection), bisection.to_dict(), status)
+    policy = task.policy
+    found = task.run(bisect, policy, tolerance, budget=budget, progress=said, on_arrays=True)
+    return Report(lambda: str(found), found.to_dict(), found.found)
 
 
 def _draw(task: Task) -> Report:
-    inspection = task.call(_inspect(task, task.inputs.policy))
+    inspection = task.inspect(task.policy)
     task.progress.say("drawing")
-    return _wrote(task, inspection.draw(boxes=task.options.boxes).save, "")
+    return _saved(task, inspection.draw(boxes=task.options.boxes).save, "")
 
 
 def _lock(task: Task) -> Report:
-    plan = task.call(_inspect(task, task.inputs.policy)).plan
-    return _wrote(task, plan.save, f": {plan!r}")
+    plan = task.inspect(task.policy).plan
+    return _saved(task, plan.save, f": {plan!r}")
 
 
-def _wrote(task: Task, save: Callable[[str], None], more: str) -> Report:
+def _saved(task: Task, save: Callable[[str], None], more: str) -> Report:
     path = task.options.output
     with refusing():
         save(path)
     return Report(lambda: f"wrote {path}{more}", {"written": path})
 
 
-def write(report: str, path: str) -> None:
-    """Writes a report to a file.
-
-    Raises:
-        Refused: if it cannot be written.
-    """
-    with refusing(f"--output {path}"):
-        Path(path).write_text(report + "\n", encoding="utf-8")
-
-
 def _check(task: Task) -> Report:
-    options, expected = task.options, task.inputs.expected
-    all_problems: list[Problems] = []
-    call = task.fn, task.args
-    more = {"kwargs": task.kwargs, "target": task.inputs.target}
-    policy = None if options.policy is None else task.inputs.policy
-    if options.plan is not None:
-        with task.calling("tracing"):
-            all_problems.append(plan_problems(*call, options.plan, policy, **more))
-    if expected:
-        with task.calling("tracing"):
-            all_problems.append(precision_problems(*call, expected, policy, **more))
+    options = task.options
+    policy = None if options.policy is None else task.policy
+    more: dict[str, Any] = {"kwargs": task.kwargs, "target": task.target}
+    found: list[Problems] = []
+    with task.calling("tracing"):
+        if options.plan:
+            found.append(plan_problems(task.fn, task.args, options.plan, policy, **more))
+        if task.expected:
+            found.append(precision_problems(task.fn, task.args, task.expected, policy, **more))
     data = {
-        "ok": not any(all_problems),
-        "mismatches": [
-            one for problems in all_problems for one in problems.to_dict()["mismatches"]
-        ],
-        "notes": [note for problems in all_problems for note in problems.notes],
+        "ok": not any(found),
+        "mismatches": [one for problems in found for one in problems.to_dict()["mismatches"]],
+        "notes": [note for problems in found for note in problems.notes],
     }
-    text = "\n".join(map(str, filter(None, all_problems))) or "as expected"
-    return Report(lambda: text, data, NOT_AS_EXPECTED if any(all_problems) else OK)
+    text = "\n".join(map(str, filter(None, found))) or "as expected"
+    return Report(lambda: text, data, not any(found))
 
 
-_PREPARED: dict[str, Callable[[Task], Callable[..., Any]]] = {
-    "compare": _comparing,
-    "profile": _profiling,
-    "bisect": _bisecting,
+COMMANDS: dict[str, Callable[[Task], Report]] = {
+    "explain": _explain,
+    "diff": _diff,
+    "compare": _compare,
+    "profile": _profile,
+    "audit": _audit,
+    "bisect": _bisect,
+    "draw": _draw,
+    "lock": _lock,
+    "check": _check,
 }
-"""The commands whose reports judge their options when they are prepared."""
-
-
-def rehearse(options: argparse.Namespace, inputs: Inputs, progress: Progress) -> None:
-    """Prepares a command's report for a function that stands in for the user's.
-
-    Raises:
-        Refused: for options that the report does not take.
-    """
-
-    def stand_in(*args: Any) -> Any:
-        return args
-
-    if (prepared := _PREPARED.get(options.command)) is not None:
-        prepared(Task(options, inputs, stand_in, [], {}, progress))
-
-
-COMMANDS: dict[str, tuple[Callable[[Task], Report], str]] = {
-    "explain": (_explain, "what runs in low precision, what does not and why, and what to change"),
-    "diff": (_diff, "what a policy changes, by module and line"),
-    "compare": (_compare, "policies side by side: products, memory, time, error"),
-    "profile": (_profile, "what policies take, and gain on other devices by their peaks"),
-    "audit": (_audit, "what XLA runs in another precision than planned"),
-    "bisect": (_bisect, "what must stay in float32 for an error below a tolerance"),
-    "draw": (_draw, "a picture (SVG), coloured by precision"),
-    "lock": (_lock, "write the plan to a file, for --plan"),
-    "check": (_check, "fail where the plan is not the saved or the expected one"),
-}
-"""For each command its function and its description."""

@@ -1,78 +1,116 @@
-"""Classifies errors: of the user's code, of the user's input, or a bug in this package."""
+"""Errors: of the user's input, of the user's code, or a bug; and their words and exit statuses."""
 
 from __future__ import annotations
 
+import contextlib
 import dis
-import enum
 import functools
-import importlib.util
 import os
+import re
 import sysconfig
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
-from precpass.cli.target import Raised, Refused
-from precpass.jit.program import NEEDS_VALUES
-from precpass.jit.programs import calls_users_code
+from precpass.jit.program import NEEDS_VALUES, calls_users_code
 
-__all__ = ["ExitStatus", "has_users_lines", "said", "status_of"]
+__all__ = ["RAISED", "REFUSED", "Raised", "Refused", "refusing", "said", "status_of"]
 
-
-class ExitStatus(enum.IntEnum):
-    """The exit statuses of a command that does not succeed."""
-
-    REFUSED = 2
-    """The input was refused."""
-    RAISED = 3
-    """The user's code raised."""
-    FAILED = 4
-    """A bug in precpass, JAX or XLA."""
-    INTERRUPTED = 130
-    """128 + SIGINT, as in a shell."""
-    PIPE_CLOSED = 141
-    """128 + SIGPIPE."""
+REFUSED, RAISED, FAILED = 2, 3, 4
+"""The exit statuses of refused input, of an error of the user's code, and of a bug."""
 
 
-_STATIC = "precpass: an argument whose value the function needs is named by --static NAME\n"
+class Refused(Exception):
+    """The input cannot be used; the text says what to give instead."""
 
-_BUG = """\
-precpass: this is neither a refusal of what was given nor an error of {target}: a bug in precpass,
-  or one in JAX or XLA. Please report it with the lines above.
-"""
+
+class Raised(Exception):
+    """The user's code raised an error outside a trace, for instance when it was imported.
+
+    Attributes:
+        error: the user's error.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextlib.contextmanager
+def refusing(option: str = "") -> Generator[None]:
+    """A context in which every error is a refusal of the user's input.
+
+    Args:
+        option: what the user gave, which the text of a refusal begins with.
+    """
+    begin = f"{option}: " if option else ""
+    try:
+        yield
+    except OSError as error:
+        raise Refused(f"{begin}{in_words(error)}") from None
+    except ValueError as error:
+        raise Refused(f"{begin}{error}") from None
+
+
+def in_words(error: OSError) -> str:
+    """What an error of the operating system says, without its number.
+
+    Examples:
+        >>> in_words(FileNotFoundError(2, "No such file or directory", "a.json"))
+        'there is no file a.json'
+        >>> in_words(OSError(28, "No space left on device"))
+        'no space left on device'
+    """
+    file, reason = error.filename, (error.strerror or str(error)).lower()
+    text = _WORDS.get(type(error), "{}: " + reason)
+    return text.format(file) if file else reason
+
+
+_WORDS: dict[type[OSError], str] = {
+    FileNotFoundError: "there is no file {}",
+    IsADirectoryError: "{} is a folder, and a file is needed",
+    NotADirectoryError: "{} leads through a file as if it were a folder",
+    PermissionError: "this user has no permission to open {}",
+}
+
+
+# ---------------------------------------------------------------- whose an error is
 
 
 def status_of(error: BaseException) -> int:
     """The exit status for an error. Its traceback must have all frames, also those of JAX."""
     if isinstance(error, Refused):
-        return ExitStatus.REFUSED
+        return REFUSED
     if isinstance(error, Raised):
-        return ExitStatus.RAISED
+        return RAISED
     codes = [frame.tb_frame.f_code for frame in _frames(error)]
-    deepest = next((side for side in map(_side, reversed(codes)) if side), "")
-    if deepest == "user":
-        return ExitStatus.RAISED
+    # From the call of the user's function on, it is the user's, also one that `jax.grad` returned.
+    sides = ("user" if calls_users_code(c) else _whose(c.co_filename) for c in reversed(codes))
+    if next(filter(None, sides), "") == "user":
+        return RAISED
     if _is_refusal(error):
         # An error of this package in a call by the user's code belongs to that code.
-        return ExitStatus.RAISED if any(map(calls_users_code, codes)) else ExitStatus.REFUSED
-    return ExitStatus.FAILED
-
-
-def has_users_lines(error: BaseException) -> bool:
-    """Whether the traceback of an error has lines of the user's files."""
-    return any(_whose(frame.tb_frame.f_code.co_filename) == "user" for frame in _frames(error))
+        return RAISED if any(map(calls_users_code, codes)) else REFUSED
+    return FAILED
 
 
 def said(error: BaseException, status: int, target: str) -> str:
     """The message for an error with this exit status."""
-    if status == ExitStatus.REFUSED:
+    if status == REFUSED:
         return f"precpass: {error}\n"
-    if status == ExitStatus.FAILED:
-        return "".join(traceback.format_exception(error)) + _BUG.format(target=target)
+    if status == FAILED:
+        return (
+            f"{''.join(traceback.format_exception(error))}precpass: this is neither a refusal of "
+            f"what was given nor an error of {target}: a bug in precpass,\n  or one in JAX or XLA. "
+            "Please report it with the lines above.\n"
+        )
     users_error = error.error if isinstance(error, Raised) else error
     whole = traceback.TracebackException.from_exception(users_error)
     _keep_users_lines(whole)
-    return "".join(whole.format()) + (_STATIC if isinstance(users_error, NEEDS_VALUES) else "")
+    text = "".join(whole.format())
+    if isinstance(users_error, NEEDS_VALUES):
+        text += "precpass: an argument whose value the function needs is named by --static NAME\n"
+    return text
 
 
 def _keep_users_lines(error: traceback.TracebackException) -> None:
@@ -104,15 +142,12 @@ def _frames(error: BaseException) -> Iterator[types.TracebackType]:
         trace = trace.tb_next
 
 
-def _side(code: types.CodeType) -> str:
-    # From there on it is the user's function, which may be one that `jax.grad` returned.
-    return "user" if calls_users_code(code) else _whose(code.co_filename)
-
-
-# ---------------------------------------------------------------- files
-
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_STDLIB = {os.path.dirname(os.__file__), *map(sysconfig.get_path, ("stdlib", "platstdlib"))}
+_PYTHONS_OWN = tuple(folder + os.sep for folder in _STDLIB)
 _LIBRARIES = ("jax", "jaxlib", "ml_dtypes", "networkx", "numpy", "rich", "scipy")
+# Without a venv, packages are installed inside Python's own folder.
+_PACKAGE = re.compile(r".*[/\\](?:site|dist)-packages[/\\](\w+)")
 
 
 @functools.cache
@@ -120,23 +155,7 @@ def _whose(file: str) -> str:
     """The owner of a file: "own" for this package, "" for Python, JAX and the like, else "user"."""
     if file.startswith(_OWN):
         return "own"
-    # No file has this name: <frozen runpy>, for instance, or <string>.
-    if file.startswith("<") or file.startswith(tuple(_library_folders())):
-        return ""
-    for folder in {os.path.dirname(os.__file__), *map(sysconfig.get_path, _PYTHONS)}:
-        inside = file.removeprefix(folder + os.sep)
-        # Without a venv, packages are installed inside Python's own folder.
-        if inside != file and not inside.startswith(("site-packages", "dist-packages")):
-            return ""
-    return "user"
-
-
-_PYTHONS = ("stdlib", "platstdlib")
-
-
-@functools.cache
-def _library_folders() -> list[str]:
-    specs = filter(None, map(importlib.util.find_spec, _LIBRARIES))
-    return [
-        os.path.join(place, "") for spec in specs for place in spec.submodule_search_locations or ()
-    ]
+    if package := _PACKAGE.match(file):
+        return "" if package[1] in _LIBRARIES else "user"
+    # No file has a name such as <frozen runpy> or <string>.
+    return "" if file.startswith(("<", *_PYTHONS_OWN)) else "user"

@@ -7,112 +7,65 @@ no import.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import Any
 
 import jax
 
-from precpass.cli.files import refusing
-from precpass.cli.specs import parse_args
-from precpass.cli.target import Refused
+from precpass.cli.errors import Refused, refusing
+from precpass.cli.target import parse_args
 from precpass.devices.peaks import peaks_of
 from precpass.devices.targets import target_of
 from precpass.plan.plan import Plan
-from precpass.policy.config import SUFFIX
-from precpass.policy.policy import PrecisionPolicy
-from precpass.policy.presets import PRESETS
-from precpass.policy.text import shown
+from precpass.policy.policy import SUFFIX, PrecisionPolicy, parse_option
+from precpass.policy.presets import PRESETS, shown
 from precpass.report.compare.profile import DEVICES, PROFILED
 from precpass.testing.patterns import Pattern
 
-__all__ = ["Inputs", "read"]
+__all__ = ["names_in", "read"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """What the options of a command line say.
-
-    Attributes:
-        policy: the policy of --policy or of --plan; None if neither is given.
-        between: the other policy of `diff`.
-        rows: the policies of `compare` and `profile`, each with its name.
-        expected: the patterns of `check`, each with the expected precision or numbers.
-        target: the device of --target, a `precpass.devices.targets.Target`.
-        devices: the devices of `profile`.
-    """
-
-    policy: PrecisionPolicy | None = None
-    between: PrecisionPolicy | None = None
-    rows: tuple[tuple[str, PrecisionPolicy], ...] = ()
-    expected: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    target: Any = None
-    devices: tuple[str, ...] = DEVICES
-
-
-def read(options: argparse.Namespace) -> Inputs:
-    """Reads the options.
+def read(options: argparse.Namespace) -> dict[str, Any]:
+    """The attributes of a `Task` that the options say.
 
     Raises:
         Refused: for an option that says nothing legal; the text names it.
     """
-    saved = _saved(options)
-    devices = _devices(options)
     with refusing():
-        target = target_of(getattr(options, "device", None))
-    if options.args is not None:
+        saved = None if options.plan is None else Plan.load(options.plan)
+        target = target_of(options.device)
         # The user's module may switch x64 on, so 64-bit dtypes are judged after its import.
-        with refusing(), jax.enable_x64(True):
-            parse_args(options.args)
-    return Inputs(
-        policy=_policy("--policy", options.policy) or saved,
-        between=_policy("--between", getattr(options, "between", None)),
-        rows=_rows(options, saved) if hasattr(options, "policies") else (),
-        expected=_expected(getattr(options, "expect", None) or []),
-        target=target,
-        devices=devices,
-    )
+        with jax.enable_x64(True):
+            parse_args(options.args or "")
+        if options.profitability is not None:
+            parse_option("profitability", options.profitability)
+    with refusing("--devices"):
+        devices = DEVICES if options.devices is None else names_in(options.devices)
+        peaks_of(devices)
+    texts = PROFILED if options.command == "profile" else PRESETS
+    if options.policies is not None:
+        texts = [text.strip() for text in options.policies.split(";")]
+    rows = [(shown(text), _policy("--policies", text)) for text in texts]
+    return {
+        "policy": saved if options.policy is None else _policy("--policy", options.policy),
+        "between": None if options.between is None else _policy("--between", options.between),
+        "rows": rows if saved is None else [*rows, (options.plan, saved)],
+        "expected": _expected(options.expect or []),
+        "target": target,
+        "devices": devices,
+    }
 
 
-def _saved(options: argparse.Namespace) -> PrecisionPolicy | None:
-    if options.plan is None:
-        return None
-    with refusing():
-        return Plan.load(options.plan)
+def names_in(text: str) -> tuple[str, ...]:
+    """The names in a text that commas separate."""
+    return tuple(filter(None, map(str.strip, text.split(","))))
 
 
-def _policy(option: str, text: str | None) -> PrecisionPolicy | None:
-    if text is None:
-        return None
+def _policy(option: str, text: str) -> PrecisionPolicy:
     if text.endswith(".json"):
         raise Refused(f"{option} {text}: a saved plan is given by --plan {text}, not as a policy")
     with refusing():
         is_file = text.endswith((SUFFIX, ".yaml", ".yml"))  # the latter are refused, with advice
         return PrecisionPolicy.load(text) if is_file else PrecisionPolicy.parse(text)
-
-
-def _rows(
-    options: argparse.Namespace, saved: PrecisionPolicy | None
-) -> tuple[tuple[str, PrecisionPolicy], ...]:
-    default = PROFILED if options.command == "profile" else PRESETS
-    texts = default if options.policies is None else map(str.strip, options.policies.split(";"))
-    rows = [
-        (shown(text), policy)
-        for text in texts
-        if (policy := _policy("--policies", text)) is not None
-    ]
-    if saved is not None:
-        rows.append((options.plan, saved))
-    return tuple(rows)
-
-
-def _devices(options: argparse.Namespace) -> tuple[str, ...]:
-    text = getattr(options, "devices", None)
-    if text is None:
-        return DEVICES
-    names = tuple(filter(None, map(str.strip, text.split(","))))
-    with refusing("--devices"):
-        peaks_of(names)
-    return names
 
 
 def _expected(texts: list[str]) -> dict[str, Any]:

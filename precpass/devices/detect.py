@@ -10,7 +10,7 @@ import jax
 import jax.core
 
 from precpass.devices.cpu_info import cpu_info
-from precpass.devices.devices import Device, device_named
+from precpass.devices.peaks import Device, device_named
 
 __all__ = [
     "committed_device",

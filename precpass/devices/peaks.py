@@ -1,7 +1,9 @@
-"""Published peaks of accelerators: matrix products by format, and memory, each with its source.
+"""What devices can do: matrix products by format, and memory, each figure with its source.
 
-Peaks are dense, without sparsity, and of one device: a GPU in its SXM or OAM form, a TPU chip.
-Nothing here is measured, and a peak that no vendor publishes is None.
+An accelerator's figures are published peaks: dense, without sparsity, and of one device, a GPU in
+its SXM or OAM form or a TPU chip. A peak that no vendor publishes is None. A CPU's figures are
+measured; one that is assumed says so. Costs are only compared with each other, so a plan is the
+same for a device that reaches half of all its peaks.
 
 JAX, not the device, chooses what a matrix product of float32 operands runs in. By
 `jax.lax.Precision` (JAX's documentation, 2026-11) it is TF32 on an NVIDIA GPU that has it, by
@@ -17,14 +19,25 @@ import fnmatch
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["PEAKS", "Peaks", "Source", "is_of_kind", "peaks_of", "peaks_of_kind"]
+from precpass.policy.precision import Precision
+
+__all__ = [
+    "CPUS",
+    "PEAKS",
+    "Device",
+    "Peaks",
+    "Source",
+    "device_named",
+    "peaks_of",
+    "peaks_of_kind",
+]
 
 
 class Source(NamedTuple):
     """The source of figures.
 
     Attributes:
-        figures: the attributes of `Device` or `Peaks` that it is the source of.
+        figures: the attributes of `Peaks` that it is the source of.
         title: the title of the vendor's document, or how they were measured, or why assumed.
         date: the date of the document or measurement, or when the page was read; a year, month
             or day.
@@ -43,13 +56,14 @@ Form = tuple[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
-    """The published peaks of a device.
+    """The peaks of a kind of device.
 
     Attributes:
         name: the device's name.
         aliases: its other names, in lower case.
-        platform: JAX's name, "gpu" or "tpu".
-        kinds: globs of JAX's `device_kind`, in lower case; the first row that matches counts.
+        platform: JAX's name, "cpu", "gpu" or "tpu".
+        kinds: globs of JAX's `device_kind`, in lower case; for a CPU, of
+            `precpass.devices.cpu_info`'s text. The first row that matches counts.
         f64, f32, tf32, bf16, f16: FLOP/s of matrix products in a format, by the fastest units that
             compute in it; None if nothing is published.
         bandwidth: of its memory, in bytes/s.
@@ -114,7 +128,7 @@ _FORMS = ("f64", "f32", "tf32", "bf16", "f16", "f8", "int8")
 
 
 def peaks_of(names: str | Iterable[str]) -> tuple[Peaks, ...]:
-    """Return the peaks of one or several devices, by name or alias in any case; each once.
+    """Return the peaks of one or several accelerators, by name or alias in any case; each once.
 
     Raises:
         ValueError: for an unknown name; the message lists the legal ones.
@@ -209,24 +223,6 @@ def _tpu(
     return Peaks(name, aliases, "tpu", kinds, *flops, bandwidth, _TPU, (source,), f8, int8)
 
 
-def peaks_of_kind(platform: str, kind: str) -> Peaks | None:
-    """Return the peaks of a kind of device; None if it is not in the table.
-
-    Args:
-        platform: "gpu" or "tpu".
-        kind: JAX's `device_kind`.
-    """
-    rows = (
-        peaks for peaks in PEAKS if peaks.platform == platform and is_of_kind(kind, peaks.kinds)
-    )
-    return next(rows, None)
-
-
-def is_of_kind(kind: str, globs: Iterable[str]) -> bool:
-    """Return whether JAX's name of a device matches one of a row's globs, in any case."""
-    return any(fnmatch.fnmatch(kind.lower(), glob) for glob in globs)
-
-
 PEAKS: tuple[Peaks, ...] = (
     _ampere(
         "NVIDIA A100, 40 GB",
@@ -316,3 +312,117 @@ PEAKS: tuple[Peaks, ...] = (
         f8=4614e12 / 2,
     ),
 )
+"""The accelerators."""
+
+_TITLE = (
+    "measured: 2048 x 2048 products, elementwise programs of 256 MB, jax 0.10.2 and 0.12.0.1, two "
+    "cores of an Intel Xeon with AVX512-BF16 and AMX"
+)
+_WIDENS = "precpass.audit: XLA:CPU has no kernel, and runs the product on operands of float32"
+_TWICE = (
+    "assumed: int8 is twice as fast as bfloat16. Measured with jax 0.10.2 and 0.12.0.1: with AMX a "
+    "product of 1024 cubed takes 0.16 and 0.09 of float32's time in int8 and 0.21 and 0.38 in "
+    "bfloat16; without AMX one of 2048 cubed takes 1.25 and 0.52 of bfloat16's time in int8"
+)
+
+
+def _cpu(name: str, kind: str, bf16: float, int8: float, *more: Source) -> Peaks:
+    measured = Source(("f32", "bandwidth"), _TITLE, "2026-11-22")
+    widened = Source(("f16", "f8"), _WIDENS, "2026-11-26")
+    flops = None, 155e9, None, bf16, 155e9
+    sources = measured, widened, *more
+    return Peaks(name, (), "cpu", (kind,), *flops, 4e9, _AMD, sources, 155e9, int8)
+
+
+CPUS = (
+    _cpu(
+        "CPU with bfloat16 instructions",
+        "*bf16*",
+        510e9,
+        1020e9,
+        Source(("bf16",), _TITLE, "2026-11-22"),
+        Source(("int8",), _TWICE, "2026-11-26"),
+    ),
+    _cpu(
+        "CPU without bfloat16 instructions",
+        "*",
+        155e9,
+        155e9,
+        Source(("bf16",), f"assumed from {_WIDENS}", "2026-11-22"),
+        Source(("int8",), "assumed: as fast as float32", "2026-11-26"),
+    ),
+)
+
+
+# ---------------------------------------------------------------- the device of a plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device that programs are planned for.
+
+    Attributes:
+        platform: JAX's name, "cpu", "gpu" or "tpu".
+        kind: JAX's name for the kind of device.
+        peaks: its figures, or those of another device.
+        is_known: whether they are its own.
+    """
+
+    platform: str
+    kind: str
+    peaks: Peaks
+    is_known: bool = True
+
+    def flops(self, precision: Precision) -> float:
+        """Return the FLOP/s of matrix products with operands of a format.
+
+        Where a device has no units for a format, XLA multiplies in bfloat16.
+
+        Raises:
+            ValueError: for float64, for which there are no figures.
+        """
+        if precision is Precision.F64:
+            raise ValueError("devices have figures for f32, bf16, f16 and 8 bits: not for f64")
+        return self.peaks.flops(str(precision)) or self.peaks.bf16
+
+    def __str__(self) -> str:
+        if self.is_known:
+            return self.kind
+        return f"{self.kind or 'a device'} (not in the table: figures of {self.peaks})"
+
+
+def peaks_of_kind(platform: str, kind: str) -> Peaks | None:
+    """Return the peaks of a kind of device; None if it is not in the table.
+
+    Args:
+        platform: "cpu", "gpu" or "tpu".
+        kind: JAX's `device_kind`; for a CPU the text of `precpass.devices.cpu_info`.
+    """
+    for peaks in (*CPUS, *PEAKS):
+        if peaks.platform == platform and any(
+            fnmatch.fnmatch(kind.lower(), k) for k in peaks.kinds
+        ):
+            return peaks
+    return None
+
+
+_INSTEAD = {"cpu": CPUS[1], "tpu": peaks_of("v5e")[0]}
+
+
+def device_named(platform: str, kind: str) -> Device:
+    """Return the `Device` of a kind. If it is not in the table, its name says whose figures it has.
+
+    Args:
+        platform: JAX's name; "cuda" and "rocm" count as "gpu".
+        kind: as for `peaks_of_kind`.
+
+    Examples:
+        >>> device_named("gpu", "NVIDIA H200").peaks.name
+        'NVIDIA H200 SXM'
+        >>> print(device_named("gpu", "Quux 9000"))
+        Quux 9000 (not in the table: figures of NVIDIA A100, 80 GB)
+    """
+    platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+    known = peaks_of_kind(platform, kind)
+    figures = known or _INSTEAD.get(platform) or peaks_of("a100")[0]
+    return Device(platform, kind, figures, known is not None)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import types
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.core
 
 from precpass import jaxpr as ir
-from precpass.jit.equinox_modules import is_module, is_number
 from precpass.jit.nnx import is_node
 from precpass.jit.static_leaves import found_in, refusal
 
@@ -23,6 +23,7 @@ __all__ = [
     "copied",
     "dynamic_leaves",
     "holds_static",
+    "may_hold_numbers",
     "results",
     "unwrapped",
 ]
@@ -205,11 +206,12 @@ def holds_static(argument: Any) -> bool:
 
 
 def _is_static(x: Any, in_module: bool) -> bool:
-    # jit would trace a number of an equinox module (`Dropout.inference`), by which the module's
-    # own code branches. `equinox.filter_jit` keeps it, as all that is no array.
+    # jit would trace a number of an equinox module: `Dropout.inference`, by which the module's own
+    # code branches, or a rate, which `equinox.filter_grad` would train. `equinox.filter_jit` keeps
+    # it, as all that is no array.
     if is_node(x):
         return False
-    if in_module and is_number(x):
+    if in_module and type(x) in (bool, int, float, complex):
         return True
     return not (isinstance(x, jax.Array) or ir.is_valid(x))
 
@@ -218,19 +220,37 @@ def _map_leaves(fn: Callable[[Any, Any, bool], Any], tree: Any) -> Any:
     """A tree with each leaf, or node of flax nnx, as `fn(path, leaf, in_module)` gives it."""
 
     def at(path: Any, x: Any) -> Any:
-        if not is_module(x):
+        if not _is_module(x):
             return fn(path, x, False)
         return jax.tree_util.tree_map_with_path(
             lambda inner, y: fn((*path, *inner), y, True), x, is_leaf=is_node
         )
 
-    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=lambda x: is_node(x) or is_module(x))
+    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=lambda x: is_node(x) or _is_module(x))
+
+
+def _is_module(x: Any) -> bool:
+    """Whether a value is an equinox module."""
+    module = getattr(sys.modules.get("equinox"), "Module", None)  # None while it is loading
+    return module is not None and isinstance(x, module)
+
+
+def may_hold_numbers(tree: Any) -> bool:
+    """Whether a module in traced arguments has a scalar, which may have been a number."""
+    if "equinox" not in sys.modules:
+        return False
+    found = jax.tree.leaves(tree, is_leaf=lambda x: _is_module(x) or is_node(x))
+    leaves = jax.tree.leaves([x for x in found if _is_module(x)], is_leaf=is_node)
+    return any(isinstance(x, jax.core.Tracer) and x.shape == () for x in leaves)
 
 
 def dynamic_leaves(
     declared: Declared, args: Any, kwargs: Any, *, keeps_numbers: bool
-) -> tuple[list[Any], Callable[[Any], tuple[Any, Any]]]:
+) -> tuple[list[Any], Callable[[Sequence[Any]], tuple[Any, Any]]]:
     """The leaves that are traced, and a function that replaces them by others.
+
+    It gives the arguments that are declared static as a `Static`, since JAX compares static
+    arguments by `==` inside a trace.
 
     Args:
         declared: the arguments that are declared static.
@@ -238,44 +258,17 @@ def dynamic_leaves(
         kwargs: the others.
         keeps_numbers: whether Python's numbers keep their values, as under `jax.disable_jit`.
     """
-    leaves: list[Any] = []
+    given = declared.map(lambda x, _: x, args, kwargs, static=Static)
+    leaves, tree = jax.tree.flatten(given)
+    kept = (bool, int, float, complex) if keeps_numbers else ()
+    traced = [i for i, x in enumerate(leaves) if not isinstance(x, kept)]
+    operands = [leaves[i] for i in traced]
 
-    def take(argument: Any, _label: str) -> _Taken:
-        found, tree = jax.tree.flatten(argument)
-        places: list[int | Static] = []
-        for x in found:
-            is_number = isinstance(x, (bool, int, float, complex))
-            if keeps_numbers and is_number and not isinstance(x, jax.core.Tracer):
-                places.append(Static(x))
-                continue
-            places.append(len(leaves))
-            leaves.append(x if isinstance(x, jax.core.Tracer) else ir.as_operand(x))
-        return _Taken(tree, places)
+    def put(values: Sequence[Any]) -> tuple[Any, Any]:
+        new = dict(zip(traced, values, strict=True))
+        return jax.tree.unflatten(tree, [new.get(i, Static(x)) for i, x in enumerate(leaves)])
 
-    taken = declared.map(take, args, kwargs)
-
-    def put(values: Any) -> tuple[Any, Any]:
-        return declared.map(lambda each, _: each.with_leaves(values), *taken)
-
-    return leaves, put
-
-
-class _Taken(NamedTuple):
-    """An argument without its leaves.
-
-    A user's class may look at what it is made of, so it is never made of anything else.
-
-    Attributes:
-        tree: its structure.
-        places: for each leaf its index among all leaves, or the leaf if it is not traced.
-    """
-
-    tree: Any
-    places: list[int | Static]
-
-    def with_leaves(self, values: Any) -> Any:
-        leaves = [values[at] if isinstance(at, int) else at for at in self.places]
-        return jax.tree.unflatten(self.tree, leaves)
+    return [x if isinstance(x, jax.core.Tracer) else ir.as_operand(x) for x in operands], put
 
 
 # ---------------------------------------------------------------- results

@@ -13,12 +13,31 @@ import jax
 
 from precpass import jaxpr as ir
 from precpass.jit.arguments import Declared, arguments, copied, holds_static, unwrapped
-from precpass.jit.equinox_modules import HoldsNumbers
-from precpass.jit.nnx import HoldsState, cloned, nodes, split_modules, updated
+from precpass.jit.nnx import cloned, nodes, split_modules, updated
 from precpass.policy.policy import PrecisionPolicy
-from precpass.policy.text import is_precision
+from precpass.policy.presets import is_precision
 
-__all__ = ["Crossing", "Stage", "check_function", "check_options", "name_of", "shown_name"]
+__all__ = [
+    "Crossing",
+    "NotDirect",
+    "Stage",
+    "check_function",
+    "check_options",
+    "name_of",
+    "shown_name",
+]
+
+
+class NotDirect(Exception):
+    """Raised by a trace that meets modules of flax nnx, or numbers of equinox modules.
+
+    `jax.jit` traces these, but would lose the modules' updates, and the numbers' values. The call
+    is made again, with its arguments in another form.
+    """
+
+    def __init__(self, *, splits: bool) -> None:
+        super().__init__()
+        self.splits = splits
 
 
 class Crossing:
@@ -53,29 +72,19 @@ class Crossing:
             args: its positional arguments.
             kwargs: the others.
         """
-        if isinstance(error, HoldsState):
-            self.direct, self.splits = False, True
-            return True
-        if isinstance(error, HoldsNumbers):
-            self.direct = False
-            return True
-        if not (was_direct and isinstance(error, (TypeError, ValueError))):
+        if isinstance(error, NotDirect):
+            splits = error.splits
+        elif was_direct and isinstance(error, (TypeError, ValueError)):
+            # jit refuses an argument before it traces: one that is static by itself, or a module
+            # that holds one reference twice. Else the error comes from the function.
+            splits = bool(nodes(self.declared.map, args, kwargs))
+            static: list[bool] = []
+            self.declared.map(lambda x, _: static.append(holds_static(x)), args, kwargs)
+            if not splits and not any(static):
+                return False
+        else:
             return False
-        if nodes(self.declared.map, args, kwargs):
-            # A trace meets modules before it enters the function. So jit itself refused them: a
-            # module that holds one reference twice can only be passed after it is split.
-            self.direct, self.splits = False, True
-            return True
-        changed: list[bool] = []
-
-        def look(x: Any, _name: str) -> None:
-            changed.append(holds_static(x))
-
-        self.declared.map(look, args, kwargs)
-        if not any(changed):
-            return False
-        # jit refuses an argument before it traces, so the error does not come from the function.
-        self.direct = False
+        self.direct, self.splits = False, self.splits or splits
         return True
 
     @contextlib.contextmanager
@@ -226,6 +235,3 @@ def _content(fn: Any, i: int) -> Any:
         return fn.__closure__[i].cell_contents
     except ValueError:  # not assigned yet
         return None
-
-
-# ---------------------------------------------------------------- errors

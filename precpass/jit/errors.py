@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 import types
 
 import jax
 
-from precpass.policy.caller import user_stacklevel
+from precpass.policy.warned import OWN_FOLDER, is_users
 
-__all__ = ["note_source", "note_static", "remove_own_frames", "user_stacklevel"]
-
-
-_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
-
-
-_JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
+__all__ = ["note_source", "note_static", "remove_own_frames"]
 
 
 def remove_own_frames(error: Exception) -> None:
@@ -29,7 +22,7 @@ def remove_own_frames(error: Exception) -> None:
     kept: list[types.TracebackType] = []
     trace = error.__traceback__
     while trace is not None:
-        if not trace.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+        if not trace.tb_frame.f_code.co_filename.startswith(OWN_FOLDER):
             kept.append(trace)
         trace = trace.tb_next
     filtered = None
@@ -46,7 +39,7 @@ def note_source(error: FloatingPointError) -> None:
     """
     cause = error.__cause__
     frames = [] if cause is None else traceback.extract_tb(cause.__traceback__)
-    users_frames = [f for f in frames if not f.filename.startswith((_OWN_FOLDER, _JAX_FOLDER))]
+    users_frames = [f for f in frames if is_users(f.filename)]
     if users_frames:
         error.add_note(
             "The operation is from\n" + "".join(traceback.format_list(users_frames[-1:])).rstrip()

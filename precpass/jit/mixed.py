@@ -13,13 +13,10 @@ import jax
 
 from precpass.devices.detect import committed_device, planned_for
 from precpass.jaxpr import DIFFERENTIATED
-from precpass.jit import region as regions
 from precpass.jit.arguments import unwrapped
 from precpass.jit.calls import Stage
-from precpass.jit.errors import note_static, remove_own_frames
-from precpass.jit.program import Program
-from precpass.jit.programs import programs_of
-from precpass.jit.region import Strayed, current
+from precpass.jit.program import Written, program_of
+from precpass.jit.region import current
 from precpass.jit.traced import Traced
 from precpass.policy.policy import PrecisionPolicy
 
@@ -63,8 +60,8 @@ class Mixed(Generic[P, R_co]):
         self.policy = policy
         self.profitability = profitability
         self.jit_options = jit_options
-        self._programs = programs = programs_of(fn, policy, profitability, jit_options)
-        self._crossing, self._calls = programs.crossing, programs.calls
+        self._program = program = program_of(fn, policy, profitability, jit_options)
+        self._crossing, self._calls = program.crossing, program.calls
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -77,75 +74,39 @@ class Mixed(Generic[P, R_co]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Run the function under the policy; modules and references are updated in place."""
         __tracebackhide__ = True
-        # This calls no other Python function, because every layer that takes *args copies them,
+        # This calls few other Python functions, because every layer that takes *args copies them,
         # and a variable that a lambda shares is slower to read. Rare cases are in other functions.
-        # `region` binds another function to `current` when a region is first entered.
-        region, crossing = regions.region_of_call(), self._crossing
+        region, crossing = current(), self._crossing
         if crossing.direct:
             try:
                 call = self._calls.get(region)
                 if call is None:
-                    call = self._calls.setdefault(region, self._programs.whole.call(region))
+                    call = self._program.direct_call(region)
                 out = call(*args, **kwargs) if kwargs else call(*args)
-            except Strayed:
-                pass
             except Exception as error:
-                if not crossing.changes(True, error, args, kwargs):
-                    self._explain(error)
+                if self._program.ends(True, error, args, kwargs):
                     raise
             else:
                 first: Any = out
                 if type(first) is tuple and first:
                     first = first[0]
                 if type(first).__name__ in DIFFERENTIATED:
-                    self._programs.whole.note_gradient(region)
+                    self._program.note_gradient(region)
                 return out if crossing.direct else unwrapped(out)
         return self._call_in_steps(args, kwargs)
 
     def _call_in_steps(self, args: Any, kwargs: Any) -> Any:
         __tracebackhide__ = True
-        region = current()
-
-        def run_of(program: Program) -> Any:
-            return program.call(region)
-
-        return self._run(run_of, args, kwargs, self._crossing.outward)
-
-    def _run(
-        self,
-        run_of: Callable[[Program], Callable[..., Any]],
-        args: Any,
-        kwargs: Any,
-        finish: Callable[[bool, Any], Any],
-        *,
-        on_clones: bool = False,
-    ) -> Any:
-        __tracebackhide__ = True
-        while True:
-            direct, splits = self._crossing.direct, self._crossing.splits
-            run = run_of(self._programs.split if splits else self._programs.whole)
-            try:
-                if direct and not on_clones:
-                    return finish(splits, run(*args, **kwargs))
-                inward = self._crossing.inward(splits, args, kwargs, on_clones)
-                with inward as (inner, inner_kwargs):
-                    return finish(splits, run(*inner, **inner_kwargs))
-            except Exception as error:
-                if not self._crossing.changes(direct, error, args, kwargs):
-                    self._explain(error)
-                    raise
-
-    def _explain(self, error: Exception) -> None:
-        """Adds to an error what the user can do about it, and their line."""
-        note_static(error, self._crossing.name)
-        remove_own_frames(error)
+        program, region = self._program, current()
+        run_of = lambda written: program.call(written, region)  # noqa: E731
+        return program.run(run_of, args, kwargs, self._crossing.outward)
 
     def _staged(self, name: str, args: Any, kwargs: Any) -> Any:
         __tracebackhide__ = True
         region = current()
 
-        def run_of(program: Program) -> Any:
-            staged = getattr(program.jitted(region), name)
+        def run_of(written: Written) -> Any:
+            staged = getattr(self._program.jitted(written, region), name)
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 # In the trace the arguments are tracers, which have no device.
@@ -155,11 +116,9 @@ class Mixed(Generic[P, R_co]):
             return run
 
         def finish(splits: bool, stage: Any) -> Any:
-            if self._crossing.direct:
-                return stage
-            return Stage(stage, self._crossing, splits)
+            return stage if self._crossing.direct else Stage(stage, self._crossing, splits)
 
-        return self._run(run_of, args, kwargs, finish)
+        return self._program.run(run_of, args, kwargs, finish)
 
     @property
     def in_shardings(self) -> Any:
@@ -179,12 +138,9 @@ class Mixed(Generic[P, R_co]):
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Return the shapes and dtypes of the output, like `jax.jit(f).eval_shape`."""
         __tracebackhide__ = True
-        region = current()
-
-        def run_of(program: Program) -> Any:
-            return program.jitted(region).eval_shape
-
-        return self._run(run_of, args, kwargs, self._crossing.outward, on_clones=True)
+        program, region = self._program, current()
+        run_of = lambda written: program.jitted(written, region).eval_shape  # noqa: E731
+        return program.run(run_of, args, kwargs, self._crossing.outward, on_clones=True)
 
     def _trace(self, then: Callable[[Traced], Any], args: Any, kwargs: Any) -> Any:
         """Traces the function once, and returns what `then` makes of the trace."""
@@ -192,9 +148,8 @@ class Mixed(Generic[P, R_co]):
         resolved = region.resolve(self.policy, self.profitability)
         policy, scope = resolved.policy, resolved.scope
 
-        def run_of(program: Program) -> Any:
+        def run_of(written: Written) -> Any:
             def traced(*inner: Any, **inner_kwargs: Any) -> Any:
-                written = program.written
                 call = written.trace(region, policy, inner, inner_kwargs, keeps_numbers=False)
 
                 def output(results: Sequence[Any]) -> Any:
@@ -202,13 +157,13 @@ class Mixed(Generic[P, R_co]):
                         return jax.tree.unflatten(call.tree, results)
 
                     outward = self._crossing.outward
-                    return self._run(lambda _: same, args, kwargs, outward, on_clones=True)
+                    return self._program.run(lambda _: same, args, kwargs, outward, on_clones=True)
 
-                return then(Traced(call, program.written.name, region, policy, scope, output))
+                return then(Traced(call, written.name, region, policy, scope, output))
 
             return traced
 
-        return self._run(run_of, args, kwargs, lambda _, out: out)
+        return self._program.run(run_of, args, kwargs, lambda _, out: out)
 
     def __getattr__(self, name: str) -> Any:
         if name in _REPORTS:
@@ -220,7 +175,7 @@ class Mixed(Generic[P, R_co]):
 
     def clear_cache(self) -> None:
         """Clear all cached traces and compiled programs."""
-        self._programs.clear_cache()
+        self._program.clear_cache()
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Mixed[P, R_co]: ...

@@ -18,7 +18,6 @@ import jax.core
 from precpass import jaxpr as ir
 
 __all__ = [
-    "HoldsState",
     "cloned",
     "functional",
     "has_nodes",
@@ -33,10 +32,6 @@ __all__ = [
 _TAG = "precpass"
 # The type of a function that maps a function over the arguments that are not declared static.
 Map = Callable[[Callable[[Any, str], Any], Any, Any], tuple[Any, Any]]
-
-
-class HoldsState(Exception):
-    """Raised by a trace that meets a module. The call is then made again with the module split."""
 
 
 @functools.partial(

@@ -7,8 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Generator
 
 import jax
 
@@ -23,12 +22,9 @@ from precpass.policy.scopes import keep_scope
 __all__ = [
     "Region",
     "Resolved",
-    "Strayed",
     "configured",
     "current",
     "keep",
-    "region_of_call",
-    "traced_in",
     "tracing",
     "use_policy",
 ]
@@ -107,18 +103,7 @@ class Resolved:
     is_fixed: bool
 
 
-@functools.lru_cache(maxsize=4096)
-def _region(
-    policy: PrecisionPolicy | None,
-    off: bool,
-    keep: Precision | None,
-    inside: bool,
-    named: frozenset[str],
-    products: Precision | None,
-) -> Region:
-    return Region(policy, off, keep, inside, named, products)
-
-
+_region = functools.lru_cache(maxsize=4096)(Region)
 _OUTERMOST = _region(None, False, None, False, frozenset(), None)
 # Each task of asyncio has its own region, while JAX's contexts belong to a thread.
 _current: contextvars.ContextVar[Region] = contextvars.ContextVar("precpass", default=_OUTERMOST)
@@ -134,39 +119,12 @@ def current() -> Region:
     return region
 
 
-# Like `current`, for calls of functions that `traced_in` made, but without reading the key, which
-# takes a fifth of a microsecond. Under another region's key jit has no program for them, and the
-# trace notices. That takes a millisecond, so once it has happened this is `current` itself.
-region_of_call: Callable[[], Region] = _current.get
-
-
-class Strayed(Exception):
-    """Raised instead of tracing, because jit's cache key was that of another region."""
-
-
-def traced_in(region: Region, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` for a `jax.jit` whose programs are all under this region's key.
-
-    Under any other key its trace raises `Strayed` before `fn` runs.
-    """
-
-    @functools.wraps(fn)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if _cache_key.value is not region:
-            raise Strayed
-        return fn(*args, **kwargs)
-
-    return checked
-
-
 def _synchronise(region: Region) -> None:
     """Brings jit's cache key to this task's region, after a switch between tasks.
 
     Raises:
         RuntimeError: while jit traces, under a key that says another region.
     """
-    global region_of_call
-    region_of_call = current
     if ir.is_tracing():
         raise RuntimeError(
             "an auto_mixed function is traced while the use_policy or keep region of another "

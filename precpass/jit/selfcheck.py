@@ -103,39 +103,16 @@ def _dot(x: Any, w: Any) -> Any:
     return lax.dot(x, w, precision=lax.Precision.DEFAULT)
 
 
-def _jit(x: Any) -> Any:
-    return jax.jit(_dot)(x, x)
-
-
-def _scan(x: Any) -> Any:
-    return lax.scan(lambda c, _: (_dot(c, x), None), x, None, length=2)[0]
-
-
-def _cond(x: Any) -> Any:
-    return lax.cond(jnp.sum(x) > 0, _dot, lambda x, _: x, x, x)
-
-
-def _remat(x: Any) -> Any:
-    return jax.checkpoint(lambda x: jnp.tanh(_dot(x, x)))(x)
-
-
-def _custom_jvp(x: Any) -> Any:
-    product = jax.custom_jvp(_dot)
-    product.defjvp(lambda p, t: (_dot(*p), _dot(t[0], p[1]) + _dot(p[0], t[1])))
-    return product(x, x)
-
-
-def _custom_vjp(x: Any) -> Any:
-    product = jax.custom_vjp(_dot)
-    product.defvjp(lambda x, w: (_dot(x, w), (x, w)), lambda r, g: (_dot(g, r[1]), _dot(r[0], g)))
-    return product(x, x)
-
+_with_jvp = jax.custom_jvp(_dot)
+_with_jvp.defjvp(lambda p, t: (_dot(*p), _dot(t[0], p[1]) + _dot(p[0], t[1])))
+_with_vjp = jax.custom_vjp(_dot)
+_with_vjp.defvjp(lambda x, w: (_dot(x, w), (x, w)), lambda r, g: (_dot(g, r[1]), _dot(r[0], g)))
 
 _PROGRAMS: dict[str, Callable[[Any], Any]] = {
-    "jit": _jit,
-    "scan": _scan,
-    "cond": _cond,
-    "remat": _remat,
-    "custom_jvp": _custom_jvp,
-    "custom_vjp": _custom_vjp,
+    "jit": lambda x: jax.jit(_dot)(x, x),
+    "scan": lambda x: lax.scan(lambda c, _: (_dot(c, x), None), x, None, length=2)[0],
+    "cond": lambda x: lax.cond(jnp.sum(x) > 0, _dot, lambda x, _: x, x, x),
+    "remat": lambda x: jax.checkpoint(lambda x: jnp.tanh(_dot(x, x)))(x),
+    "custom_jvp": lambda x: _with_jvp(x, x),
+    "custom_vjp": lambda x: _with_vjp(x, x),
 }

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from precpass.jit.mixed import Mixed
-from precpass.jit.program import Program
-from precpass.jit.region import Region, current, traced_in
+from precpass.jit.program import Written
+from precpass.jit.region import Region, Resolved, current
 from precpass.jit.traced import Traced
 
 __all__ = ["AtArguments", "Staged", "in_two_steps", "made_of_trace", "owner_of"]
@@ -97,12 +97,12 @@ class Staged:
         *,
         on_copies: bool = False,
     ) -> None:
-        self._mixed = mixed
+        self._mixed = mixed  # the program holds no reference to the function
         self._then = then
         self._on_copies = on_copies
-        programs = mixed._programs  # pyright: ignore[reportPrivateUsage] -- its own module
-        jitted: dict[tuple[Program, Region], Any] = {}
-        self._jitted = jitted if key is None else programs.staged.setdefault(key, jitted)
+        self._program = program = mixed._program  # pyright: ignore[reportPrivateUsage] -- its own module
+        jitted: dict[tuple[Written, Region], Any] = {}
+        self._jitted = jitted if key is None else program.staged.setdefault(key, jitted)
 
     def __call__(self, more: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The function's output, and the other result of `then`."""
@@ -116,25 +116,46 @@ class Staged:
     def _run(
         self, part: Callable[[Any], Any], more: Any, args: Any, kwargs: Any, on_copies: bool
     ) -> Any:
-        region = current()
+        program, region = self._program, current()
 
-        def run_of(program: Program) -> Any:
-            run_part = part(self._of(program, region))
+        def run_of(written: Written) -> Any:
+            run_part = part(self._of(written, region))
             return lambda *inner, **inner_kwargs: run_part(more, *inner, **inner_kwargs)
 
         def finish(splits: bool, out: Any) -> Any:
-            outward = self._mixed._crossing.outward  # pyright: ignore[reportPrivateUsage]
-            return outward(splits, out[0]), out[1]
+            return program.crossing.outward(splits, out[0]), out[1]
 
-        run = self._mixed._run  # pyright: ignore[reportPrivateUsage] -- its own module
-        return run(run_of, args, kwargs, finish, on_clones=on_copies)
+        return program.run(run_of, args, kwargs, finish, on_clones=on_copies)
 
-    def _of(self, program: Program, region: Region) -> Any:
-        key = program, region
+    def _of(self, written: Written, region: Region) -> Any:
+        key = written, region
         if key not in self._jitted:
-            options = program.shifted_options(donates=not self._on_copies)
-            self._jitted[key] = _staged(program, region, self._then, options)
+            resolved = region.resolve(self._program.policy, self._program.profitability)
+            options = _shifted(written.options, donates=not self._on_copies)
+            self._jitted[key] = _staged(written, region, resolved, self._then, options)
         return self._jitted[key]
+
+
+def _shifted(options: dict[str, Any], *, donates: bool) -> dict[str, Any]:
+    """Options of `jax.jit` for a function with one more first argument and one more last result.
+
+    Args:
+        options: those of the function.
+        donates: whether arguments are donated as they say; otherwise none is.
+    """
+    left = () if donates else ("donate_argnums", "donate_argnames")
+    options = {name: option for name, option in options.items() if name not in left}
+    for name in ("static_argnums", "donate_argnums"):
+        option = options.get(name)
+        if option is not None:
+            each = (option,) if isinstance(option, int) else option
+            options[name] = tuple(i + 1 if i >= 0 else i for i in each)
+    if options.get("in_shardings") is not None:
+        option = options["in_shardings"]
+        options["in_shardings"] = (None, *(option if isinstance(option, tuple) else (option,)))
+    if options.get("out_shardings") is not None:
+        options["out_shardings"] = (options["out_shardings"], None)
+    return options
 
 
 def made_of_trace(
@@ -152,14 +173,13 @@ def owner_of(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...
 
 
 def _staged(
-    program: Program,
+    written: Written,
     region: Region,
+    resolved: Resolved,
     then: Callable[..., tuple[Sequence[Any], Any]],
     options: dict[str, Any],
 ) -> Any:
     # The jitted function refers neither to the program nor to the `Staged`, which refer to it.
-    written, resolved = program.written, region.resolve(program.policy, program.profitability)
-
     # JAX counts one name too few if a keyword has a parameter's name, so these are unusual.
     def traced(*_precpass_args: Any, **_precpass_kwargs: Any) -> Any:
         more, *args = _precpass_args
@@ -174,4 +194,4 @@ def _staged(
         return output(results), other
 
     traced.__name__ = written.name
-    return jax.jit(traced_in(region, traced), **options)
+    return jax.jit(traced, **options)

@@ -15,7 +15,6 @@ from precpass import jaxpr as ir
 from precpass.autotune.forms import in_form
 from precpass.devices.detect import device_for, device_of_call, planned_for
 from precpass.jit.arguments import copied
-from precpass.jit.errors import user_stacklevel
 from precpass.jit.nnx import result_paths
 from precpass.jit.region import Region, current, tracing
 from precpass.jit.selfcheck import check_jax
@@ -29,7 +28,7 @@ from precpass.policy.precision import Precision
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import Rule, layers_around
 from precpass.policy.scopes import clean_scope, join_scopes
-from precpass.policy.warned import PrecisionWarning, quietly
+from precpass.policy.warned import PrecisionWarning, quietly, user_stacklevel
 from precpass.rewrite.rewriter import Rewriter
 
 __all__ = ["LoopStopped", "Traced", "checked_plan", "lowers_to_float16", "rewritten"]

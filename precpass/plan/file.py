@@ -12,18 +12,23 @@ import jax
 
 from precpass.plan.eqn_info import EqnInfo
 from precpass.plan.plan import Decision, Plan
-from precpass.policy.policy import PrecisionPolicy
+from precpass.policy.policy import (
+    OPTIONS,
+    PrecisionPolicy,
+    SavedPrecisions,
+    parse_option,
+    plain_options,
+)
 from precpass.policy.precision import FORMATS, Precision
 from precpass.policy.presets import OTHER_NAMES
 from precpass.policy.primitives import COMPUTING, OpKind
-from precpass.policy.profitability import saved_profitability
 from precpass.policy.rules import Rule
-from precpass.policy.saved import Names, SavedPrecisions
-from precpass.policy.scopes import join_scopes
+from precpass.policy.scopes import clean_scope, join_scopes
 from precpass.units import are, counted, listed
 
 __all__ = [
     "FORMAT",
+    "Names",
     "differences",
     "equations",
     "locked_precision",
@@ -38,6 +43,35 @@ FORMAT = 1
 """The version of the files that this module writes, and the newest that it reads."""
 
 _FLOATS = frozenset(map(str, FORMATS))
+
+
+class Names:
+    """Names the equations of a program: scope, source function, primitive, and occurrence."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._places: dict[str, str] = {}
+
+    def add(self, scope: str, function: str, primitive: str, place: str = "") -> tuple[str, int]:
+        """The key of the next equation, and how many before it have the same one.
+
+        Args:
+            scope: its whole name stack.
+            function: the user's function that it is made in; "" where JAX recorded none.
+            primitive: its name.
+            place: the file and line of the equation; "" where JAX recorded none.
+        """
+        key = f"{clean_scope(scope)}|{function}|{primitive}"
+        self.counts[key] += 1
+        self._places[key] = place
+        return key, self.counts[key] - 1
+
+    def placed(self, key: str) -> str:
+        """A key in words, with the line of the last equation that has it, if there is one."""
+        scope, function, primitive = key.rsplit("|", 2)
+        place = self._places.get(key, "")
+        words = (function and f"in {function}", place and f"at {place}", scope and f"under {scope}")
+        return " ".join((primitive, *filter(None, words)))
 
 
 def written(plan: Plan) -> str:
@@ -172,7 +206,6 @@ def _lengthened(text: str) -> Iterator[Precision | None]:
 
 def policy_data(policy: PrecisionPolicy) -> dict[str, Any]:
     """A policy as JSON values. A rule with a predicate has no JSON form, and is only named."""
-    rules = [rule for rule in policy.rules if rule.where is None]
     left_out = [repr(rule) for rule in policy.rules if rule.where is not None]
     if policy.lock is not None:
         left_out += [text for text in policy.lock.left_out if text not in left_out]
@@ -181,37 +214,30 @@ def policy_data(policy: PrecisionPolicy) -> dict[str, Any]:
         "kinds": {str(kind): str(policy.precision_for(kind)) for kind in OpKind},
         "orders": sorted(map(str, policy.orders)),
         "widens": policy.widens,
-        "rules": [{**rule.patterns, "precision": str(rule.precision)} for rule in rules],
-        "retypes": sorted(map(str, policy.retypes)),
-        "output": None if policy.output is None else str(policy.output),
-        "profitability": policy.profitability,
-        "results": policy.results,
-        "parameters": str(policy.parameters),
-        "scaled": None if policy.scaled is None else str(policy.scaled),
-        "weight_gradients": None if policy.weight_gradients is None else "bf16",
+        "rules": [rule.to_dict() for rule in policy.rules if rule.where is None],
+        **plain_options(policy),
         "rules_left_out": left_out,
     }
 
 
 def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
-    """The policy of `policy_data`."""
+    """The policy of `policy_data`. Files that are older than an option lack it."""
+    if whole.get("scales", "auto") != "auto":
+        raise ValueError("float8 with one scale a row is no longer supported: use 'int8'")
+    options = {name: whole[name] for name in OPTIONS if name in whole}
+    # The plan is followed whatever its profitability says, so a former one stands for "best".
+    if options.get("profitability") in OPTIONS["profitability"].metadata["former"]:
+        options["profitability"] = "best"
     # Files that are older than the presets' names have their other ones.
     name = OTHER_NAMES[whole["name"]].name if whole["name"] in OTHER_NAMES else whole["name"]
-    policy = PrecisionPolicy(
+    return PrecisionPolicy(
         name,
         tuple(Precision.parse(whole["kinds"][str(kind)]) for kind in OpKind),
         frozenset(kind for kind in OpKind if str(kind) in whole["orders"]),
         whole["widens"],
-        tuple(Rule(**rule) for rule in whole["rules"]),
-        frozenset(map(Precision.parse, whole["retypes"])),
-        None if whole["output"] is None else Precision.parse(whole["output"]),
-        # Files that are older than these options lack them.
-        profitability=saved_profitability(whole.get("profitability", "always")),
-    ).with_results(whole.get("results", "auto"))
-    policy = policy.with_parameters(whole.get("parameters", "f32")).with_scaled(whole.get("scaled"))
-    if whole.get("scales", "auto") != "auto":
-        raise ValueError("float8 with one scale a row is no longer supported: use 'int8'")
-    return policy.with_weight_gradients(whole.get("weight_gradients"))
+        tuple(map(Rule.from_dict, whole["rules"])),
+        **{name: parse_option(name, given) for name, given in options.items()},
+    )
 
 
 def rules_left_out(saved: SavedPrecisions) -> Iterator[str]:

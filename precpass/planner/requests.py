@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from precpass.plan import reasons
-from precpass.plan.file import differences, rules_left_out
+from precpass.plan.file import Names, differences, rules_left_out
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import Op, OpKind, op
 from precpass.policy.rules import EqnView, Rule
-from precpass.policy.saved import Names
 from precpass.policy.scopes import clean_scope, innermost_keep, is_fixed, join_scopes
 
 __all__ = ["PolicyRequests", "Request"]

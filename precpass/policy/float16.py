@@ -10,8 +10,7 @@ import warnings
 import weakref
 from typing import Any
 
-from precpass.policy.caller import user_stacklevel
-from precpass.policy.warned import PrecisionWarning, are_dropped, quietly
+from precpass.policy.warned import PrecisionWarning, are_dropped, quietly, user_stacklevel
 
 __all__ = ["unscaled_on_purpose", "warn_of_unscaled_gradient"]
 

@@ -1,31 +1,98 @@
-"""`PrecisionPolicy`: which precision each kind of equation has."""
+"""`PrecisionPolicy`: which precision each kind of equation has, and the table of its options."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import json
 import os
+import sys
+import tomllib
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
-from jax.typing import DTypeLike
+import numpy as np
+from numpy.typing import DTypeLike
 
-from precpass.policy.casts import cast_leaves
-from precpass.policy.precision import Precision
+from precpass.policy.precision import FORMATS, Precision, advice_for
 from precpass.policy.primitives import OpKind
-from precpass.policy.profitability import parse_profitability
-from precpass.policy.rules import Rule
-from precpass.policy.saved import SavedPrecisions
+from precpass.policy.rules import Rule, check_keys
 
-__all__ = ["RETYPES", "PolicyLike", "PrecisionPolicy"]
+__all__ = [
+    "OPTIONS",
+    "SUFFIX",
+    "PolicyLike",
+    "PrecisionPolicy",
+    "SavedPrecisions",
+    "cast_leaves",
+    "parse_option",
+    "plain_options",
+]
 
+SUFFIX = ".toml"
+"""How the name of a policy's file ends."""
 
 _POSITION = {kind: i for i, kind in enumerate(OpKind)}
 
-
 Tree = TypeVar("Tree")
 
-RETYPES = frozenset({Precision.F32, Precision.BF16, Precision.F16})
-"""The formats that may change if `with_retypes` says nothing else."""
+
+def _option(default: Any, legal: Mapping[Any, str], former: Mapping[str, str] | None = None) -> Any:
+    """A field of `PrecisionPolicy` that `with_NAME` sets.
+
+    Checks, `repr`, dicts, files, saved plans and the command line follow from these fields.
+
+    Args:
+        default: a legal value, or a set of legal values.
+        legal: the legal values, each with a remark for messages.
+        former: values that were legal, each with what to write instead.
+    """
+    return dataclasses.field(default=default, metadata={"legal": legal, "former": former or {}})
+
+
+_FORMATS = {precision: precision.dtype.name for precision in FORMATS}
+_BEST = "whole programs are compiled, and the cheapest form counts"
+_INSTEAD = f"is no longer supported: write 'best' ({_BEST}) or 'always'"
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedPrecisions:
+    """The precisions of a saved plan.
+
+    Attributes:
+        name: of the program that it was saved from.
+        entries: pairs of a key and the precisions of the equations that have it, in
+            their order; None for one whose precision nothing decides.
+        left_out: the rules of its policy that a file cannot hold, as they print.
+        costs: what the compiled forms cost, when it was made; "" where none were compiled.
+    """
+
+    name: str
+    entries: tuple[tuple[str, tuple[Precision | None, ...]], ...]
+    left_out: tuple[str, ...] = ()
+    costs: str = dataclasses.field(default="", compare=False)
+
+    @functools.cached_property
+    def _by_key(self) -> dict[str, tuple[Precision | None, ...]]:
+        return dict(self.entries)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.entries, self.left_out))
+
+    def __hash__(self) -> int:
+        # a policy is part of what every call looks up
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def of(self, key: str, occurrence: int) -> Precision | None:
+        """The precision of an equation; None where the plan does not have it."""
+        saved = self._by_key.get(key, ())
+        return saved[occurrence] if occurrence < len(saved) else None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -64,15 +131,38 @@ class PrecisionPolicy:
     orders: frozenset[OpKind] = frozenset()
     widens: bool = False
     rules: tuple[Rule, ...] = ()
-    retypes: frozenset[Precision] = RETYPES
-    output: Precision | None = None
+    retypes: frozenset[Precision] = _option(
+        frozenset({Precision.F32, Precision.BF16, Precision.F16}), _FORMATS
+    )
+    output: Precision | None = _option(None, {**_FORMATS, None: "each output keeps its own"})
     lock: SavedPrecisions | None = None
-    profitability: str = "always"
-    results: str = "auto"
-    parameters: Precision = Precision.F32
-    scaled: Precision | None = None
-    weight_gradients: Precision | None = None
+    profitability: str = _option(
+        "always",
+        {"always": "every product is lowered", "best": _BEST},
+        {
+            "compiled": "is now named 'best': write 'best'",
+            "measured": _INSTEAD,
+            "assumed": _INSTEAD,
+        },
+    )
+    results: str = _option(
+        "auto", {"auto": "16 bits where the platform's kernels gain by it", "f32": ""}
+    )
+    parameters: Precision = _option(Precision.F32, _FORMATS)
+    scaled: Precision | None = _option(
+        None, {Precision.F8E4M3: "", Precision.INT8: "", None: "bf16"}
+    )
+    weight_gradients: Precision | None = _option(
+        None, {Precision.BF16: "", None: "the format of the other products"}
+    )
     alias: str = dataclasses.field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        others = self.precision_for(OpKind.COMPUTE)
+        if self.scaled is not None and others is not Precision.BF16:
+            raise ValueError(
+                f"scaled = {str(self.scaled)!r}: the other products are bf16, not {others}"
+            )
 
     @property
     def title(self) -> str:
@@ -102,27 +192,11 @@ class PrecisionPolicy:
                 raise TypeError(f"with_rules takes Rule values, not {rule!r}")
         return dataclasses.replace(self, rules=(*rules, *self.rules))
 
-    def with_retypes(self, *precisions: Precision | str) -> PrecisionPolicy:
-        """Return this policy with only these formats allowed to change; name "f64" to allow it."""
-        return dataclasses.replace(self, retypes=frozenset(map(Precision.parse_format, precisions)))
-
-    def with_output(self, precision: Precision | str | None) -> PrecisionPolicy:
-        """Return this policy with another format for floating outputs; None keeps their own."""
-        output = None if precision is None else Precision.parse_format(precision, "output")
-        return dataclasses.replace(self, output=output)
-
-    def with_parameters(self, precision: Precision | str) -> PrecisionPolicy:
-        """Return this policy with another format for parameters, to which `cast_to_param` casts."""
-        return dataclasses.replace(self, parameters=Precision.parse_format(precision, "parameters"))
-
     def with_lock(self, lock: SavedPrecisions | None) -> PrecisionPolicy:
         """Return this policy with the precisions of a saved plan, or without them.
 
         Args:
             lock: `Plan.load(file).lock`, or None.
-
-        Raises:
-            TypeError: for anything else.
         """
         if not isinstance(lock, SavedPrecisions | None):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
             raise TypeError(
@@ -130,79 +204,46 @@ class PrecisionPolicy:
             )
         return dataclasses.replace(self, lock=lock)
 
+    def _with(self, name: str, given: Any) -> PrecisionPolicy:
+        return dataclasses.replace(self, **{name: parse_option(name, given)})
+
+    def with_retypes(self, *precisions: Precision | str) -> PrecisionPolicy:
+        """Return this policy with only these formats allowed to change; name "f64" to allow it."""
+        return self._with("retypes", precisions)
+
+    def with_output(self, precision: Precision | str | None) -> PrecisionPolicy:
+        """Return this policy with another format for floating outputs; None keeps their own."""
+        return self._with("output", precision)
+
+    def with_parameters(self, precision: Precision | str) -> PrecisionPolicy:
+        """Return this policy with another format for parameters, to which `cast_to_param` casts."""
+        return self._with("parameters", precision)
+
     def with_profitability(self, profitability: str) -> PrecisionPolicy:
         """Return this policy with "always" or "best" profitability.
-
-        Raises:
-            ValueError: for anything else.
 
         Examples:
             >>> from precpass import AutoMixedBf16
             >>> AutoMixedBf16.with_profitability("best")
             AutoMixedBf16.with_profitability('best')
         """
-        return dataclasses.replace(self, profitability=parse_profitability(profitability))
+        return self._with("profitability", profitability)
 
     def with_results(self, results: str) -> PrecisionPolicy:
         """Return this policy with results of low-precision matrix products in "auto" or "f32".
 
         On a GPU a 16-bit result takes half the memory traffic, and XLA runs a convolution with a
         float32 result in float32. So "f32" gains accuracy and costs bandwidth.
-
-        Raises:
-            ValueError: for anything else.
-
-        Examples:
-            >>> from precpass import AutoMixedBf16
-            >>> AutoMixedBf16.with_results("f32")
-            AutoMixedBf16.with_results('f32')
         """
-        if results not in ("auto", "f32"):
-            raise ValueError(
-                f"unknown results {results!r}: legal are 'auto' (16 bits where the platform's "
-                "kernels gain by it) and 'f32'"
-            )
-        return dataclasses.replace(self, results=results)
+        return self._with("results", results)
 
     def with_scaled(self, precision: Precision | str | None) -> PrecisionPolicy:
-        """Return this policy with eligible matrix products in 8 bits.
-
-        Args:
-            precision: "f8e4m3", "int8", or None for bfloat16.
-
-        Examples:
-            >>> from precpass import AutoMixedBf16
-            >>> AutoMixedBf16.with_scaled("int8").scaled
-            Precision.INT8
-        """
-        if precision is None:
-            return dataclasses.replace(self, scaled=None)
-        scaled, others = Precision.parse(precision), self.precision_for(OpKind.COMPUTE)
-        if not scaled.is_scaled:
-            legal = ", ".join(repr(p.value) for p in Precision if p.is_scaled)
-            raise ValueError(f"scaled = {precision!r}: legal are {legal} and None")
-        if others is not Precision.BF16:
-            raise ValueError(f"scaled = {precision!r}: the other products are bf16, not {others}")
-        return dataclasses.replace(self, scaled=scaled)
+        """Return this policy with eligible matrix products in "f8e4m3" or "int8"; None for none."""
+        return self._with("scaled", precision)
 
     def with_weight_gradients(self, precision: Precision | str | None) -> PrecisionPolicy:
-        """Return this policy with weight gradients in "bf16" instead of float8; None for float8.
-
-        Raises:
-            ValueError: for anything else.
-
-        Examples:
-            >>> from precpass import AutoMixedF8
-            >>> AutoMixedF8.with_weight_gradients("bf16")
-            AutoMixedF8.with_weight_gradients('bf16')
-        """
-        parsed = None if precision is None else Precision.parse(precision)
-        if parsed not in (None, Precision.BF16):
-            raise ValueError(
-                f"weight_gradients = {precision!r}: legal are 'bf16', and None for the format of "
-                "the other products"
-            )
-        return dataclasses.replace(self, weight_gradients=parsed)
+        """Return this policy with weight gradients in "bf16" instead of float8; None for float8."""
+        return self._with("weight_gradients", precision)
 
     @property
     def lowers(self) -> bool:
@@ -268,9 +309,21 @@ class PrecisionPolicy:
             >>> PrecisionPolicy.parse("c=f16") == PrecisionPolicy.parse("half") == AutoMixedF16
             True
         """
-        from precpass.policy.text import parsed
+        from precpass.policy.presets import parsed
 
         return value if isinstance(value, cls) else parsed(value)
+
+    def _changes(self) -> tuple[PrecisionPolicy, dict[str, Any]]:
+        """The preset or `Custom` that this policy was made from, and the options that differ."""
+        from precpass.policy.presets import ALL_PRESETS, Custom
+
+        base = ALL_PRESETS.get(self.name)
+        if base is None or base.kinds != self.kinds:
+            base = Custom(
+                {kind: self.precision_for(kind) for kind in OpKind if kind in self.orders}
+            )
+        ours, theirs = plain_options(self), plain_options(base)
+        return base, {name: value for name, value in ours.items() if value != theirs[name]}
 
     def to_dict(self) -> dict[str, Any]:
         """Return this policy as a dict of strings, lists and dicts, for a TOML file.
@@ -283,27 +336,56 @@ class PrecisionPolicy:
             >>> AutoMixedBf16.with_rules(Rule(module="head", precision="f32")).to_dict()
             {'policy': 'AutoMixedBf16', 'rules': [{'module': 'head', 'precision': 'f32'}]}
         """
-        from precpass.policy.config import to_dict
-
-        return to_dict(self)
+        if self.lock is not None:
+            raise ValueError("a policy that follows a saved plan is a file already: keep that file")
+        base, options = self._changes()
+        data: dict[str, Any] = {"policy": base.name}
+        if base.name == "Custom":
+            data["kinds"] = {str(k): str(self.precision_for(k)) for k in OpKind if k in self.orders}
+        data |= {name: "none" if value is None else value for name, value in options.items()}
+        if self.rules:
+            data["rules"] = [rule.to_dict() for rule in self.rules]
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PrecisionPolicy:
         """Return the policy in a dict of the form of `to_dict`, such as part of a settings file.
 
+        Its "policy" may be any text that `parse` takes.
+
         Raises:
             ValueError: for an unknown key or value; the message lists the legal ones.
             TypeError: for something that is not a dict.
         """
-        from precpass.policy.config import from_dict
+        from precpass.policy.presets import Custom
 
-        return from_dict(data)
+        if not isinstance(data, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
+            raise TypeError(f"a policy as data is a dict, not {data!r}")
+        check_keys(data, ("policy", "kinds", *OPTIONS, "rules"), "a policy")
+        name = data.get("policy", "Custom" if "kinds" in data else "AutoMixedBf16")
+        if name != "Custom" and "kinds" in data:
+            raise ValueError(
+                f"kinds = {data['kinds']!r} is for policy = 'Custom', not for {name!r}"
+            )
+        policy = Custom(data.get("kinds", {})) if name == "Custom" else cls.parse(name)
+        for option in OPTIONS.keys() & data.keys():
+            policy = policy._with(option, data[option])
+        rules = data.get("rules", [])
+        if not isinstance(rules, list | tuple):
+            raise TypeError(
+                f"rules are a list of dicts ([[rules]] before each in TOML), not {rules!r}"
+            )
+        return policy.with_rules(*map(Rule.from_dict, cast("list[Any]", rules)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write this policy to a .toml file."""
-        from precpass.policy.config import save
-
-        save(self, path)
+        _check_suffix(path)
+        data = self.to_dict()
+        rules = data.pop("rules", [])
+        lines = [f"{key} = {_toml(value)}" for key, value in data.items()]
+        for rule in rules:
+            lines += ["", "[[rules]]", *(f"{key} = {_toml(value)}" for key, value in rule.items())]
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PrecisionPolicy:
@@ -312,25 +394,129 @@ class PrecisionPolicy:
         Raises:
             ValueError: for a file that is not a policy; the message names it.
         """
-        from precpass.policy.config import load
-
-        return load(path)
+        _check_suffix(path)
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            return cls.from_dict(tomllib.loads(text))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{os.fspath(path)} is not a policy: {error}") from error
 
     def __str__(self) -> str:
-        from precpass.policy.text import as_fields
+        from precpass.policy.presets import as_fields
 
         return as_fields(self) or repr(self)
+
+    def __repr__(self) -> str:
+        base, options = self._changes()
+        text = base.name
+        if base.name == "Custom":
+            kinds = [f"{k!r}: {self.precision_for(k)!r}" for k in OpKind if k in self.orders]
+            text = f"Custom({{{', '.join(kinds)}}})"
+        for name, value in options.items():
+            given = ", ".join(map(repr, value)) if isinstance(value, list) else repr(value)
+            text += f".with_{name}({given})"
+        if self.lock is not None:
+            text += f".with_lock(<{len(self.lock.entries)} keys of {self.lock.name}>)"
+        if self.rules:
+            text += f".with_rules({', '.join(map(repr, self.rules))})"
+        return text
 
     def _repr_html_(self) -> str:
         from precpass.view.page import policy_page
 
         return policy_page(self)
 
-    def __repr__(self) -> str:
-        from precpass.policy.text import as_code
 
-        return as_code(self)
+OPTIONS = {
+    field.name: field for field in dataclasses.fields(PrecisionPolicy) if "legal" in field.metadata
+}
+"""The options of a policy, by name."""
+
+
+def parse_option(name: str, given: Any) -> Any:
+    """An option's value for what a user or a file gives.
+
+    Raises:
+        ValueError: for anything else; the message lists the legal values.
+    """
+    if isinstance(OPTIONS[name].default, frozenset):
+        several = isinstance(given, (list, tuple, set, frozenset))
+        return frozenset(_parse(name, one) for one in (given if several else (given,)))
+    return _parse(name, given)
+
+
+def _parse(name: str, given: Any) -> Any:
+    legal, former = OPTIONS[name].metadata["legal"], OPTIONS[name].metadata["former"]
+    if None in legal and given in (None, "none"):  # TOML has no null
+        return None
+    if isinstance(given, str) and given in former:
+        raise ValueError(f"{name} {given!r} {former[given]}")
+    value = given
+    if any(isinstance(one, Precision) for one in legal):
+        with contextlib.suppress(ValueError):
+            value = Precision.parse(given)
+    if value in tuple(legal):
+        return value
+    *others, last = (repr(_plain(one)) + (why and f" ({why})") for one, why in legal.items())
+    listed = f"{', '.join(others)} and {last}"
+    raise ValueError(f"{name} = {given!r}: legal are {listed}.{advice_for(given)}")
+
+
+def plain_options(policy: PrecisionPolicy) -> dict[str, Any]:
+    """A policy's options as JSON values, by name."""
+    return {name: _plain(getattr(policy, name)) for name in OPTIONS}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, frozenset):
+        return sorted(map(str, cast("frozenset[Any]", value)))
+    return None if value is None else str(value)
 
 
 PolicyLike = PrecisionPolicy | Precision | DTypeLike
 """What `PrecisionPolicy.parse` reads: a policy, a preset's name, a precision or dtype, a text."""
+
+
+def _check_suffix(path: str | os.PathLike[str]) -> None:
+    suffix = Path(path).suffix
+    if suffix != SUFFIX:
+        hint = "; of YAML give PrecisionPolicy.from_dict(yaml.safe_load(text))"
+        is_yaml = suffix in (".yaml", ".yml")
+        raise ValueError(f"{os.fspath(path)}: a policy's file is {SUFFIX}{hint if is_yaml else ''}")
+
+
+def _toml(value: Any) -> str:
+    """A value of a policy's dict as TOML, which Python reads and does not write."""
+    if isinstance(value, dict):
+        table = cast("dict[str, Any]", value)
+        return f"{{ {', '.join(f'{key} = {_toml(item)}' for key, item in table.items())} }}"
+    # The texts, lists and whole numbers of JSON are TOML's too, but for one character.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def cast_leaves(tree: Tree, precision: Precision, *, params_only: bool = False) -> Tree:
+    """A pytree with its floating arrays in a precision; the caller's tree does not change.
+
+    Args:
+        tree: a pytree. Integers, booleans, complex arrays, random keys, references, Python's
+            numbers and whatever is no array stay as they are.
+        precision: of the floating arrays, whatever format they are in.
+        params_only: whether variables of flax nnx that are no `nnx.Param` keep their format.
+    """
+    # Imported here, because the help of the command line needs no JAX.
+    import jax
+    import jax.numpy as jnp
+
+    nnx: Any = sys.modules.get("flax.nnx") if params_only else None
+
+    def is_other(x: object) -> bool:
+        return nnx is not None and isinstance(x, nnx.Variable) and not isinstance(x, nnx.Param)
+
+    def cast(x: object) -> object:
+        if is_other(x):
+            return jax.tree.map(lambda part: part, x)  # a variable of the new tree's own
+        if isinstance(x, jax.Ref) or not isinstance(x, jax.Array | np.ndarray | np.generic):
+            return x
+        return jnp.asarray(x, precision.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, tree, is_leaf=is_other)

@@ -1,18 +1,22 @@
-"""The presets, and `Custom`, which makes a policy of a table of kinds."""
+"""The presets, `Custom`, and the names and texts that stand for policies."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
 from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
 
 from precpass.policy.policy import PrecisionPolicy
-from precpass.policy.precision import Precision
+from precpass.policy.precision import Precision, advice_for
 from precpass.policy.primitives import OpKind
 from precpass.policy.rules import Rule
 
 __all__ = [
-    "BY_COMPUTE",
-    "EIGHT_BIT_PRESETS",
+    "ALL_PRESETS",
     "OTHER_NAMES",
     "PRESETS",
     "AlwaysBf16",
@@ -26,6 +30,12 @@ __all__ = [
     "AutoMixedF16",
     "AutoMixedInt8",
     "Custom",
+    "as_fields",
+    "is_precision",
+    "parsed",
+    "precision_named",
+    "preset_titles",
+    "shown",
 ]
 
 
@@ -90,22 +100,18 @@ AutoMixedConservative = dataclasses.replace(
 )
 """Another name for `AutoMixedConservativeF16`, the conservative preset of float16."""
 
-PRESETS: dict[str, PrecisionPolicy] = {
+PRESETS = {
     preset.name: preset
     for preset in (
-        AlwaysF32,
-        AlwaysF16,
-        AlwaysBf16,
-        AutoMixedConservativeF16,
-        AutoMixedF16,
-        AutoMixedBf16,
+        *(AlwaysF32, AlwaysF16, AlwaysBf16),
+        *(AutoMixedConservativeF16, AutoMixedF16, AutoMixedBf16),
     )
 }
+ALL_PRESETS = PRESETS | {preset.name: preset for preset in (AutoMixedF8, AutoMixedInt8)}
+"""The presets by name, with those of 8 bits."""
 OTHER_NAMES = {"AutoMixed": AutoMixed, "AutoMixedConservative": AutoMixedConservative}
 """The presets that have another name, by it."""
-EIGHT_BIT_PRESETS = {preset.name: preset for preset in (AutoMixedF8, AutoMixedInt8)}
-"""The presets with scaled products, by name."""
-BY_COMPUTE = {
+_BY_COMPUTE = {
     Precision.F8E4M3: AutoMixedF8,
     Precision.INT8: AutoMixedInt8,
     _F32: AlwaysF32,
@@ -113,4 +119,123 @@ BY_COMPUTE = {
     _BF16: AutoMixedBf16,
     **{p: Custom({OpKind.COMPUTE: p}) for p in Precision if p.is_multiplication},
 }
-"""The policy that a precision of products stands for."""
+"""The policy that a precision of matrix products stands for."""
+
+
+# ---------------------------------------------------------------- names and texts
+
+
+def parsed(value: Any) -> PrecisionPolicy:
+    """The policy that a value stands for (`PrecisionPolicy.parse`)."""
+    if is_precision(value):
+        return _of_products(value, Precision.parse(value))
+    if not isinstance(value, str):
+        given = repr(value)
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            given = (
+                f"an array of {value.dtype}. Give a function's arguments to what auto_mixed "
+                "returns: auto_mixed(f)(x)"
+            )
+        raise TypeError(f"not a policy: {given}. {_legal_policies()}")
+    if "=" in value:
+        fields = _fields(value)
+        policy = _of_products(value, fields["c"]).with_parameters(fields.get("p", _F32))
+        output = fields.get("o", _F32)
+        return policy.with_output(None if output is _F32 else output)
+    presets = ALL_PRESETS | OTHER_NAMES
+    titles = {preset.title: preset for preset in OTHER_NAMES.values()}
+    by_name = {name.lower(): preset for name, preset in (presets | titles).items()}
+    if value.lower() in by_name:
+        return by_name[value.lower()]
+    precision = precision_named(value)
+    if precision is not None:
+        return _of_products(value, precision)
+    close = difflib.get_close_matches(value, presets, n=1)
+    hint = advice_for(value) or (f" Did you mean {close[0]!r}?" if close else "")
+    raise ValueError(f"unknown policy {value!r}.{hint} {_legal_policies()}")
+
+
+def preset_titles() -> list[str]:
+    """The names of all presets, as they are printed."""
+    return [*ALL_PRESETS, *(preset.title for preset in OTHER_NAMES.values())]
+
+
+def _legal_policies() -> str:
+    return (
+        f"Legal are {', '.join(preset_titles())}, the precision of matrix products ('bf16', "
+        "'int8', jnp.float16), a string such as 'p=f32,c=bf16,o=f32', and "
+        "Custom({OpKind.COMPUTE: 'bf16', ...})."
+    )
+
+
+def _of_products(given: object, compute: Precision) -> PrecisionPolicy:
+    if compute not in _BY_COMPUTE:
+        *others, last = map(str, _BY_COMPUTE)
+        raise ValueError(
+            f"policy {given!r}: products are computed in {', '.join(others)} or {last}, not "
+            f"{compute}; see Custom and with_retypes for float64 programs"
+        )
+    return _BY_COMPUTE[compute]
+
+
+_KEYS = {
+    **dict.fromkeys(("p", "param", "params"), "p"),
+    **dict.fromkeys(("c", "compute"), "c"),
+    **dict.fromkeys(("o", "output", "outputs"), "o"),
+}
+
+
+def _fields(text: str) -> dict[str, Precision]:
+    """The precisions of "p", "c" and "o" in a policy's text, as in jmp; "c" is that of "p"."""
+    pairs = [tuple(map(str.strip, pair.split("="))) for pair in text.split(",")]
+    fields = {_KEYS.get(pair[0].lower(), ""): pair[-1] for pair in pairs}
+    reads = all(len(pair) == 2 and pair[1] for pair in pairs) and len(fields) == len(pairs)
+    if not reads or "" in fields or not {"p", "c"} & fields.keys():
+        raise ValueError(
+            f"policy string {text!r} does not read: write 'p=f32,c=bf16,o=f32' or "
+            "'params=float32,compute=bfloat16,output=float32', where c (compute) is f32, bf16 or "
+            "f16, and p (parameters) and o (output) may be left out"
+        )
+    return {key: Precision.parse(value) for key, value in ({"c": fields.get("p")} | fields).items()}
+
+
+def precision_named(value: Any) -> Precision | None:
+    """The precision that a text or a dtype names; None if it names none."""
+    with contextlib.suppress(ValueError):
+        return Precision.parse(value)
+    return None
+
+
+def is_precision(value: Any) -> bool:
+    """Whether a value that is no text names a precision: a `Precision` or a floating dtype."""
+    if isinstance(value, Precision | np.dtype):
+        return True
+    # jnp.bfloat16 is a class with a dtype, and no class of numpy's.
+    return isinstance(value, type) and (
+        issubclass(value, np.generic) or isinstance(getattr(value, "dtype", None), np.dtype)
+    )
+
+
+def shown(given: str) -> str:
+    """A policy's text as reports print it: a preset's other name says its format.
+
+    Examples:
+        >>> shown("automixed"), shown("bf16")
+        ('AutoMixed (float16)', 'bf16')
+    """
+    names = (name for name in OTHER_NAMES if name.lower() == given.lower())
+    return next((OTHER_NAMES[name].title for name in names), given)
+
+
+def as_fields(policy: PrecisionPolicy) -> str:
+    """A policy as "p=f32,c=bf16,o=f32"; "" for one that has more to say.
+
+    Examples:
+        >>> as_fields(PrecisionPolicy.parse("half"))
+        'p=f32,c=f16,o=f32'
+    """
+    plain = dataclasses.replace(policy, output=None, parameters=Precision.F32)
+    compute = next((compute for compute, preset in _BY_COMPUTE.items() if preset == plain), None)
+    if compute is None:
+        return ""
+    return f"p={policy.parameters},c={compute},o={policy.output or Precision.F32}"

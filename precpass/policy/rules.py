@@ -7,13 +7,13 @@ import difflib
 import fnmatch
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import TABLE, OpKind
 from precpass.policy.scopes import called_scope
 
-__all__ = ["EqnView", "Rule", "called_paths", "layers_around"]
+__all__ = ["EqnView", "Rule", "called_paths", "check_keys", "layers_around"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,29 @@ class EqnView:
     out_shapes: tuple[tuple[Any, ...], ...]
     out_dtypes: tuple[str, ...]
     params: Mapping[str, Any]
+
+
+def _is_glob(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_line(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _pattern(
+    matches: Callable[[Any, EqnView], bool],
+    takes: Callable[[Any], bool] = _is_glob,
+    must_be: str = "a glob such as {name}='*'",
+    *,
+    is_place: bool = True,
+) -> Any:
+    """A field of `Rule` that says which equations it matches, and what is legal for it.
+
+    Checks, matching, `repr` and dicts follow from these fields.
+    """
+    about = {"matches": matches, "takes": takes, "must_be": must_be, "is_place": is_place}
+    return dataclasses.field(default=None, metadata=about)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,73 +103,103 @@ class Rule:
         Rule(scope='*/head', precision='f32')
     """
 
-    primitive: str | None = None
-    scope: str | None = None
-    function: str | None = None
-    file: str | None = None
-    line: int | None = None
-    where: Callable[[EqnView], bool] | None = None
-    module: str | None = None
+    primitive: str | None = _pattern(
+        lambda glob, eqn: _glob(_dashless(glob), _dashless(eqn.primitive)), is_place=False
+    )
+    scope: str | None = _pattern(lambda glob, eqn: _in_region(glob, eqn.scope))
+    function: str | None = _pattern(lambda glob, eqn: _glob(glob, eqn.function))
+    file: str | None = _pattern(lambda glob, eqn: _glob(glob, eqn.file))
+    line: int | None = _pattern(
+        lambda n, eqn: n == eqn.line, _is_line, "a line's number, counted from 1"
+    )
+    where: Callable[[EqnView], bool] | None = _pattern(
+        lambda where, eqn: bool(where(eqn)), callable, "a function of an EqnView", is_place=False
+    )
+    module: str | None = _pattern(lambda glob, eqn: _in_module(glob, eqn.scope))
     precision: Precision | str = dataclasses.field(kw_only=True)
     evidence: str = dataclasses.field(default="", kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", Precision.parse(self.precision))
-        for name in ("primitive", "scope", "module", "function", "file"):
-            glob = getattr(self, name)
-            if glob is not None and not (isinstance(glob, str) and glob):
-                raise ValueError(f"Rule({name}={glob!r}): must be a glob such as {name}='*'")
-        if self.line is not None:
-            _check_line(self.line, self.file)
-        if self.where is not None and not callable(self.where):
-            raise ValueError(f"Rule(where={self.where!r}): must be a function of an EqnView")
         if not self.patterns:
+            legal = ", ".join(_PATTERNS)
+            raise ValueError(f"Rule() without a pattern: give at least one of {legal}")
+        for name, value in self.patterns.items():
+            if not _PATTERNS[name]["takes"](value):
+                must_be = _PATTERNS[name]["must_be"].format(name=name)
+                raise ValueError(f"Rule({name}={value!r}): must be {must_be}")
+        if self.line is not None and self.file is None:
             raise ValueError(
-                "Rule() without a pattern: give at least one of primitive, scope, module, "
-                "function, file, line, where"
+                f"Rule(line={self.line}) without a file would match that line of every file: give "
+                "file= too, such as file='*/attention.py'"
             )
         if self.primitive is not None:
             _check_primitive(self.primitive)
 
-    @property
+    @functools.cached_property
     def patterns(self) -> dict[str, Any]:
         """The patterns that were given, by name."""
-        fields = ("primitive", "scope", "module", "function", "file", "line", "where")
-        return {f: getattr(self, f) for f in fields if getattr(self, f) is not None}
+        given = {name: getattr(self, name) for name in _PATTERNS}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def is_region(self) -> bool:
         """Whether the rule only names a place, without a primitive or a predicate."""
-        return self.primitive is None and self.where is None
+        return all(_PATTERNS[name]["is_place"] for name in self.patterns)
 
     def __repr__(self) -> str:
         # a function's own repr has its address, and a plan's reasons are to be the same tomorrow
-        fields = [
-            f"{name}={getattr(value, '__qualname__', None) or repr(value)}"
-            for name, value in self.patterns.items()
-        ]
-        fields.append(f"precision={str(self.precision)!r}")
-        if self.evidence:
-            fields.append(f"evidence={self.evidence!r}")
-        return f"Rule({', '.join(fields)})"
+        fields = {
+            name: getattr(value, "__qualname__", None) or repr(value)
+            for name, value in (self.patterns | self._others()).items()
+        }
+        return f"Rule({', '.join(f'{name}={value}' for name, value in fields.items())})"
+
+    def _others(self) -> dict[str, str]:
+        evidence = {"evidence": self.evidence} if self.evidence else {}
+        return {"precision": str(self.precision), **evidence}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return this rule as a dict; a predicate is a ValueError."""
+        if self.where is not None:
+            raise ValueError(f"{self!r} has a predicate, which no file can hold: add it in Python")
+        return self.patterns | self._others()
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Rule:
+        """Return the rule of `to_dict`; the errors list the legal keys and values."""
+        if not isinstance(data, Mapping):
+            raise TypeError(f"a rule as data is a dict, not {data!r}")
+        fields = cast("Mapping[str, Any]", data)
+        patterns = (name for name in _PATTERNS if name != "where")
+        check_keys(fields, (*patterns, "precision", "evidence"), "a rule")
+        if "precision" not in fields:
+            legal = ", ".join(repr(str(precision)) for precision in Precision)
+            raise ValueError(f"the rule {dict(fields)!r} has no precision: legal are {legal}")
+        return cls(**fields)
 
     def matches(self, eqn: EqnView) -> bool:
         """Return whether every given pattern matches the equation."""
-        return (
-            (self.primitive is None or _glob(_dashless(self.primitive), _dashless(eqn.primitive)))
-            and self.covers(eqn.scope, eqn.file, eqn.function, eqn.line)
-            and (self.where is None or bool(self.where(eqn)))
-        )
+        return all(_PATTERNS[name]["matches"](value, eqn) for name, value in self.patterns.items())
 
     def covers(self, scope: str, file: str, function: str, line: int) -> bool:
         """Return whether every given pattern of a place matches this place."""
-        return (
-            (self.scope is None or _in_region(self.scope, scope))
-            and (self.module is None or _in_module(self.module, scope))
-            and (self.function is None or _glob(self.function, function))
-            and (self.file is None or _glob(self.file, file))
-            and (self.line is None or self.line == line)
+        place = EqnView("", OpKind.BOUNDARY, scope, file, function, line, (), (), (), (), {})
+        return all(
+            _PATTERNS[name]["matches"](value, place)
+            for name, value in self.patterns.items()
+            if _PATTERNS[name]["is_place"]
         )
+
+
+_PATTERNS = {f.name: f.metadata for f in dataclasses.fields(Rule) if "matches" in f.metadata}
+
+
+def check_keys(data: Mapping[str, Any], legal: tuple[str, ...], what: str) -> None:
+    """Refuses a dict with other keys than the legal ones."""
+    for key in data:
+        if key not in legal:
+            raise ValueError(f"{what} has no key {key!r}: legal are {', '.join(legal)}")
 
 
 @functools.lru_cache(maxsize=65536)
@@ -206,16 +259,6 @@ def layers_around(scope: str) -> list[str]:
         if part and not is_extra and not (method and names[-1:] == [name]):
             names.append(part)
     return names
-
-
-def _check_line(line: object, file: str | None) -> None:
-    if not isinstance(line, int) or isinstance(line, bool) or line < 1:
-        raise ValueError(f"Rule(line={line!r}): must be a line's number, counted from 1")
-    if file is None:
-        raise ValueError(
-            f"Rule(line={line}) without a file would match that line of every file: give file= "
-            "too, such as file='*/attention.py'"
-        )
 
 
 def _check_primitive(pattern: str) -> None:

@@ -24,10 +24,9 @@ from precpass.analysis.equations import (
 from precpass.analysis.sizes import nbytes
 from precpass.plan.borders import Border, BorderCopy, across
 from precpass.plan.plan import BackwardForm
-from precpass.policy.caller import user_stacklevel
 from precpass.policy.precision import Precision
 from precpass.policy.primitives import named
-from precpass.policy.warned import PrecisionWarning
+from precpass.policy.warned import PrecisionWarning, user_stacklevel
 from precpass.rewrite.copies import low_copy
 from precpass.rewrite.cpu_kernels import is_in_order
 from precpass.rewrite.dot_numbers import untransposed

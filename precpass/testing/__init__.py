@@ -18,12 +18,11 @@ from typing import Any
 
 from precpass.api import inspect
 from precpass.jaxpr import Source
-from precpass.plan.file import Named, differences, equations, locked_precision
+from precpass.plan.file import Named, Names, differences, equations, locked_precision
 from precpass.plan.plan import Plan
 from precpass.plan.reasons import Reason
 from precpass.policy.policy import PolicyLike
 from precpass.policy.precision import Precision
-from precpass.policy.saved import Names
 from precpass.policy.scopes import clean_scope
 from precpass.policy.warned import quietly
 from precpass.testing.patterns import Pattern

@@ -319,9 +319,6 @@ def test_results_in_float32_are_a_policy_for_gpus_too():
     wide = pp.AutoMixedBf16.with_results("f32")
     assert "result in bf16" in pp.inspect(fn, target="h100")(*args).diff()
     assert "result in bf16" not in pp.inspect(fn, wide, target="h100")(*args).diff()
-    assert repr(wide) == "AutoMixedBf16.with_results('f32')"
-    with pytest.raises(ValueError, match=r"unknown results 'f16': legal are 'auto' .* and 'f32'"):
-        pp.AutoMixedBf16.with_results("f16")
 
 
 def test_a_saved_plan_keeps_the_options(costing: Any, tmp_path: Path):

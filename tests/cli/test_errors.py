@@ -59,7 +59,7 @@ def test_a_file_that_is_named_like_the_package_is_the_users(model, capsys):
 
 
 def fails_with(monkeypatch, fail):
-    def explain(fn, policy):
+    def explain(*_, **__):
         return lambda *args: fail()
 
     monkeypatch.setattr(commands, "explain", explain)

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from precpass.cli.files import in_words
+from precpass.cli.errors import in_words
 from tests.support.command_line import SHAPES, ran, written
 
 IMPORTED = """

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from precpass.cli import main
-from precpass.cli.specs import DTYPES, drawn, parse_args
+from precpass.cli import target as targets
+from precpass.cli.target import DTYPES, drawn, parse_args
 from tests.support.command_line import SHAPES, ran, written
 
 
@@ -55,7 +56,7 @@ def test_a_target_that_is_none(model, capsys, target, text):
         ("f32[3],,f32[3]", "argument 2 of"),
         ("(,)", "it does not read as Python does"),
         ("'abc", "unterminated string literal"),
-        ("1+2", "'1+2' is no array"),
+        ("1+2", "'1 + 2' is no array"),
         ("__import__('os')", "\"__import__('os')\" is no array"),
         ("**w", "`**` is not read"),
         ("{1.5: f32[3]}", "a key is a name, a text or a whole number"),
@@ -125,10 +126,10 @@ def test_a_plan_that_may_not_be_read(model, capsys):
 
 
 def test_a_module_that_may_not_be_read(model, capsys, monkeypatch):
-    def access(path, mode):
-        return path != model
+    def opened(path):
+        raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(os, "access", access)  # root may read all
+    monkeypatch.setattr(targets, "open", opened, raising=False)  # root may read all
     status, _, err = ran(capsys, "explain", "a_model.py:loss", "--args", SHAPES)
     assert (status, err) == (2, "precpass: this user has no permission to open a_model.py\n")
 

@@ -9,11 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from importlib import import_module
 
 import pytest
 
-from precpass.cli import commands
+from precpass.cli import commands, run
 from precpass.view.progress import Progress
 from tests.support.command_line import SHAPES, command, environment, ran, written
 
@@ -39,8 +38,7 @@ def model(tmp_path, monkeypatch):
 @pytest.fixture
 def at_once(monkeypatch):
     """Things are said before the first second, and long runs are not needed."""
-    main = import_module("precpass.cli.main")
-    monkeypatch.setattr(main, "Progress", functools.partial(Progress, patience=0.02))
+    monkeypatch.setattr(run, "Progress", functools.partial(Progress, patience=0.02))
 
 
 class Terminal:

@@ -37,16 +37,13 @@ def test_donated_buffers_are_deleted_and_no_others(options, mode):
         assert rel_error(out, step(copies(), X)) < 2e-2
 
 
-def test_without_donation_nothing_is_deleted():
+def test_without_donation_nothing_is_deleted_and_ahead_of_time_it_is():
     state = copies()
     pp.auto_mixed(step)(state, X)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-
-
-def test_donation_ahead_of_time():
-    compiled = pp.auto_mixed(step, donate_argnums=0).lower(copies(), X).compile()
-    state = copies()
-    compiled(state, X)
+    lowered = pp.auto_mixed(step, donate_argnums=0).lower(state, X)
+    assert [info.donated for info in jax.tree.leaves(lowered.args_info)] == [True, True, False]
+    lowered.compile()(state, X)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
@@ -84,16 +81,6 @@ def test_shardings_of_the_gradient_and_products_low():
     assert set(product_dtypes(mixed.trace(W, x).jaxpr)) == {"bfloat16"}
 
 
-def test_explicit_sharding_keeps_its_types():
-    mesh = jax.make_mesh((2,), ("d",), (AxisType.Explicit,), devices=jax.devices()[:2])
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("d", None)))
-        want = jax.jit(lambda x: x @ W)(x)
-        got = pp.auto_mixed(lambda x: x @ W)(x)
-        assert jax.typeof(got) == jax.typeof(want)
-    assert rel_error(got, want) < 2e-2
-
-
 @pytest.mark.parametrize("options", [{"keep_unused": True}, {"inline": True}], ids=str)
 def test_other_options_reach_jit(options):
     mixed = pp.auto_mixed(lambda x, unused: x @ x, **options)
@@ -114,6 +101,7 @@ def test_an_unknown_option_is_jits_error():
 def test_stages_without_running():
     counting, runs = counted(lambda x, n=1.0: {"y": x @ x * n})
     mixed = pp.auto_mixed(counting)
+    assert isinstance(mixed, jax.stages.Wrapped)
     traced = mixed.trace(f32(8, 8))
     assert isinstance(traced, jax.stages.Traced)
     assert product_dtypes(traced.jaxpr) == ["bfloat16"]
@@ -126,19 +114,6 @@ def test_stages_without_running():
     assert len(runs) == 1
     with pytest.raises(TypeError):
         compiled(X[:4])
-
-
-def test_stages_under_each_policy():
-    mixed = pp.auto_mixed(lambda x: x @ x)
-    with pp.use_policy("AutoMixed"):
-        assert product_dtypes(mixed.trace(X).jaxpr) == ["float16"]
-    with pp.use_policy(None):
-        assert product_dtypes(mixed.trace(X).jaxpr) == ["float32"]
-    assert product_dtypes(mixed.trace(X).jaxpr) == ["bfloat16"]
-
-
-def test_it_is_a_wrapped_function_of_jax_stages():
-    assert isinstance(pp.auto_mixed(step), jax.stages.Wrapped)
 
 
 # ---------------------------------------------------------------- jitted before
@@ -169,15 +144,6 @@ def test_a_jitted_functions_static_arguments_are_declared_again():
     assert rel_error(pp.auto_mixed(named)(X, jnp.tanh), jnp.tanh(X @ X)) < 3e-2
 
 
-def test_a_checkpointed_function_recomputes_low():
-    fn = jax.checkpoint(lambda x: (jnp.tanh(x @ W) @ W).sum())
-    mixed = pp.auto_mixed(jax.grad(fn))
-    assert set(product_dtypes(mixed.trace(X).jaxpr)) == {"bfloat16"}
-    want = jax.jit(jax.grad(fn))(X)
-    assert rel_error(mixed(X), want) < 2e-2
-    assert rel_error(jax.grad(pp.auto_mixed(fn))(X), want) < 2e-2
-
-
 # ---------------------------------------------------------------- jit switched off
 
 
@@ -204,6 +170,9 @@ def test_disable_jit_keeps_types_and_products_low(kind):
     want = mixed(X)
     with jax.disable_jit():
         got = mixed(kind(X))
+        grad, batch = jax.grad(lambda x: mixed(x)[0].sum())(X), jax.vmap(mixed)(X[None])
+    assert rel_error(grad, jax.grad(lambda x: mixed(x)[0].sum())(X)) < ROUNDING
+    assert rel_error(batch[0][0], want[0]) < ROUNDING
     assert [(x.dtype, x.shape) for x in got] == [(x.dtype, x.shape) for x in want]
     assert np.abs(got[0] - np.asarray(X) @ np.asarray(X)).max() > 0
     assert rel_error(got, want) < ROUNDING
@@ -220,12 +189,3 @@ def test_disable_jit_leaves_numbers_and_static_leaves_as_they_are():
         assert pp.auto_mixed(fn, static_argnums=1)(np.asarray(X), 1, "m")[1] == "m"
     assert mode == "m"
     assert rel_error(y, (X @ X) @ (X @ X)) < 2e-2
-
-
-def test_disable_jit_under_other_transforms():
-    mixed = pp.auto_mixed(lambda x: (x @ x).sum())
-    with jax.disable_jit():
-        grad = jax.grad(mixed)(X)
-        batch = jax.vmap(mixed)(jnp.stack([X, W]))
-    assert rel_error(grad, jax.grad(mixed)(X)) < ROUNDING
-    assert rel_error(batch, [mixed(X), mixed(W)]) < ROUNDING

@@ -83,43 +83,32 @@ def test_its_gradient_from_outside(inner, outer, wanted):
     assert len(kinds) == 7
 
 
-def _vmapped(inner):
-    return lambda x: jax.vmap(lambda row: inner(jnp.outer(row, row)), 0)(x @ W).sum(0) @ W
-
-
-def _scanned(inner):
-    return lambda x: jax.lax.scan(lambda c, _: (inner(c), None), x @ W, None, length=2)[0] @ W
-
-
-def _branched(inner):
-    return lambda x: jax.lax.cond(x[0, 0] > 9, inner, lambda x: inner(x) * 2, x @ W) @ W
-
-
-def _checkpointed(inner):
-    return lambda x: jax.checkpoint(inner)(x @ W) @ W
-
-
-def _jitted(inner):
-    return lambda x: jax.jit(lambda x: inner(x))(x @ W) @ W
-
-
-def _custom(inner):
+def custom(inner):
     @jax.custom_vjp
     def fn(x):
         return inner(x)
 
     fn.defvjp(lambda x: (inner(x), x), lambda x, g: (inner(g) + g @ x,))
-    return lambda x: fn(x @ W) @ W
+    return fn
 
 
-PLACES = [_vmapped, _scanned, _branched, _checkpointed, _jitted, _custom]
+PLACES = {
+    "vmap": lambda inner: lambda x: jax.vmap(lambda row: inner(jnp.outer(row, row)))(x).sum(0),
+    "scan": lambda inner: (
+        lambda x: jax.lax.scan(lambda c, _: (inner(c), None), x, None, length=2)[0]
+    ),
+    "cond": lambda inner: lambda x: jax.lax.cond(x[0, 0] > 9, inner, lambda x: inner(x) * 2, x),
+    "checkpoint": jax.checkpoint,
+    "jit": lambda inner: jax.jit(lambda x: inner(x)),
+    "custom_vjp": custom,
+}
 
 
 @pytest.mark.release(keep=2)
-@pytest.mark.parametrize("place", PLACES, ids=lambda p: p.__name__[1:])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("inner", "outer"), [(AlwaysF32, AutoMixedBf16), (AutoMixed, AlwaysF32)])
 def test_wherever_it_is_called(place, inner, outer):
-    fn = place(pp.auto_mixed(square, policy=inner))
+    fn = around(PLACES[place](pp.auto_mixed(square, policy=inner)))
     want = [BF16, F32] if outer is AutoMixedBf16 else [F32, F16]
     kinds = found(fn, outer, X)
     assert kinds[0] == kinds[-1] == want[0], kinds
@@ -130,14 +119,14 @@ def test_wherever_it_is_called(place, inner, outer):
 
     inside = found(jax.grad(loss), outer, X)
     assert want[1] in inside
-    wide = jax.grad(lambda x: place(square)(x).sum())(X)
+    wide = jax.grad(lambda x: around(PLACES[place](square))(x).sum())(X)
     assert rel_error(pp.auto_mixed(jax.grad(loss), policy=outer)(X), wide) < 3e-2
 
 
 def test_a_rule_that_is_traced_late_keeps_its_own_policy():
     """The derivative rule is traced when JAX differentiates, after the outer function was."""
     inner = pp.auto_mixed(square, policy=AlwaysF32)
-    mixed = pp.auto_mixed(_custom(inner))
+    mixed = pp.auto_mixed(around(custom(inner)))
     with quiet():
         jaxpr = jax.make_jaxpr(jax.grad(lambda x: mixed(x).sum()))(X)
     kinds = product_dtypes(jaxpr)
@@ -146,70 +135,60 @@ def test_a_rule_that_is_traced_late_keeps_its_own_policy():
     assert kinds.count(BF16) == len(kinds) - 2
 
 
-# ---------------------------------------------------------------- without a policy of its own
+# ---------------------------------------------------------------- which word is the innermost
 
 
-@pytest.mark.parametrize("outer", [AlwaysF32, AutoMixed, AutoMixedBf16], ids=lambda p: p.name)
-def test_without_one_the_outer_policy_decides(outer):
-    kind = {"AlwaysF32": F32, "AutoMixedF16": F16, "AutoMixedBf16": BF16}[outer.name]
-    fn = around(pp.auto_mixed(square))
-    assert found(fn, outer, X) == [kind] * 3
+def inside(context, inner):
+    """The inner function, called in a context."""
+
+    def called(x):
+        with context():
+            return inner(x)
+
+    return called
+
+
+NONE, BF, HALF = (
+    pp.auto_mixed(square),
+    pp.auto_mixed(square, policy=AutoMixedBf16),
+    pp.auto_mixed(square, policy=AutoMixed),
+)
+WIDE = pp.auto_mixed(square, policy=AlwaysF32)
+INNERMOST = {
+    "the outer policy": (NONE, AutoMixed, [F16] * 3),
+    "the outer policy, float32": (NONE, AlwaysF32, [F32] * 3),
+    "use_policy inside": (
+        inside(lambda: pp.use_policy("AutoMixedF16"), NONE),
+        AutoMixedBf16,
+        [BF16, F16, BF16],
+    ),
+    "switched off inside": (inside(lambda: pp.use_policy(None), NONE), "bf16", [BF16, F32, BF16]),
+    "switched off around its own": (
+        inside(lambda: pp.use_policy(None), HALF),
+        AutoMixedBf16,
+        [BF16, F32, BF16],
+    ),
+    "keep around its own": (inside(lambda: pp.keep("f32"), BF), AutoMixed, [F16, F32, F16]),
+    "keep that lowers": (inside(lambda: pp.keep("f16"), BF), AlwaysF32, [F32, F16, F32]),
+    "the outer policy's rules stay outside": (
+        WIDE,
+        AutoMixedBf16.with_rules(pp.Rule(primitive="dot_general", precision="f16")),
+        [F16, F32, F16],
+    ),
+    "three deep": (
+        pp.auto_mixed(around(BF), policy=AlwaysF32),
+        AutoMixed,
+        [F16, F32, BF16, F32, F16],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INNERMOST)
+def test_the_innermost_word_counts(name):
+    inner, outer, wanted = INNERMOST[name]
+    assert found(around(inner), outer, X) == wanted
     with pp.use_policy("AutoMixedF16"):
-        assert found(fn, outer, X) == [kind] * 3, "the outer function is nearer than use_policy"
-    assert product_dtypes(jax.make_jaxpr(pp.auto_mixed(square))(X)) == [BF16]
-
-
-def test_use_policy_inside_is_nearer_than_the_outer_function():
-    inner = pp.auto_mixed(square)
-
-    def with_policy(x):
-        with pp.use_policy("AutoMixedF16"):
-            return inner(x)
-
-    assert found(around(with_policy), AutoMixedBf16, X) == [BF16, F16, BF16]
-
-
-def test_use_policy_none_inside_leaves_the_inner_function_as_it_is():
-    for inner in (pp.auto_mixed(square), pp.auto_mixed(square, policy=AutoMixed)):
-
-        def switched_off(x, inner=inner):
-            with pp.use_policy(None):
-                return inner(x)
-
-        assert found(around(switched_off), AutoMixedBf16, X) == [BF16, F32, BF16]
-
-
-def test_use_policy_none_outside_switches_all_off():
-    fn = pp.auto_mixed(around(pp.auto_mixed(square, policy=AutoMixed)))
-    with pp.use_policy(None):
-        assert product_dtypes(jax.make_jaxpr(fn)(X)) == [F32] * 3
-    assert product_dtypes(jax.make_jaxpr(fn)(X)) == [BF16, F16, BF16]
-
-
-def test_a_helper_that_was_jitted_outside_is_not_reused_inside():
-    inner = pp.auto_mixed(square)
-    helper = jax.jit(lambda x: inner(x))
-    assert product_dtypes(jax.make_jaxpr(helper)(X)) == [BF16]
-    assert found(around(helper), AutoMixed, X) == [F16] * 3
-    assert product_dtypes(jax.make_jaxpr(helper)(X)) == [BF16]
-
-
-# ---------------------------------------------------------------- keep, rules, depth
-
-
-def test_keep_around_the_inner_call_wins_over_its_policy():
-    inner = pp.auto_mixed(square, policy=AutoMixedBf16)
-
-    def kept(x):
-        with pp.keep("f32"):
-            return inner(x)
-
-    def lowered(x):
-        with pp.keep("f16"):
-            return inner(x)
-
-    assert found(around(kept), AutoMixed, X) == [F16, F32, F16]
-    assert found(around(lowered), AlwaysF32, X) == [F32, F16, F32]
+        assert found(around(inner), outer, X) == wanted, "the outer function is nearer"
 
 
 def test_keep_in_the_inner_function_wins_over_both():
@@ -222,39 +201,34 @@ def test_keep_in_the_inner_function_wins_over_both():
     assert found(around(inner), AutoMixed, X) == [F16, F32, BF16, F16]
 
 
-def test_rules_of_the_outer_policy_stay_outside():
-    inner = pp.auto_mixed(square, policy=AlwaysF32)
-    rule = pp.Rule(primitive="dot_general", precision="f16")
-    assert found(around(inner), AutoMixedBf16.with_rules(rule), X) == [F16, F32, F16]
+def test_use_policy_none_outside_switches_all_off():
+    fn = pp.auto_mixed(around(HALF))
+    with pp.use_policy(None):
+        assert product_dtypes(jax.make_jaxpr(fn)(X)) == [F32] * 3
+    assert product_dtypes(jax.make_jaxpr(fn)(X)) == [BF16, F16, BF16]
 
 
-def test_three_deep():
-    low = pp.auto_mixed(square, policy=AutoMixedBf16)
-    wide = pp.auto_mixed(around(low), policy=AlwaysF32)
-    assert found(around(wide), AutoMixed, X) == [F16, F32, BF16, F32, F16]
+def test_a_helper_that_was_jitted_outside_is_not_reused_inside():
+    helper = jax.jit(lambda x: NONE(x))
+    for _ in range(2):
+        assert product_dtypes(jax.make_jaxpr(helper)(X)) == [BF16]
+        assert found(around(helper), AutoMixed, X) == [F16] * 3
 
 
 def test_low_values_cross_an_inner_function_under_always_f32():
-    inner = pp.auto_mixed(lambda x: x @ x, policy=AutoMixedBf16)
-
     def outer(x):
         low = x.astype(jnp.bfloat16)
-        return inner(low).astype(jnp.float32) + (low @ low).astype(jnp.float32)
+        return BF(low).astype(jnp.float32) + (low @ low).astype(jnp.float32)
 
-    kinds = found(outer, AlwaysF32, X)
-    assert kinds == [BF16, F32]
+    assert found(outer, AlwaysF32, X) == [BF16, F32]
     assert pp.auto_mixed(outer, policy=AlwaysF32)(X).dtype == jnp.float32
 
 
 def test_the_plan_says_so_and_nothing_warns():
-    inner = pp.auto_mixed(square, policy=AlwaysF32)
-    found = pp.inspect(lambda x: inner(x))(X)  # a warning would be an error here
+    found = pp.inspect(lambda x: WIDE(x))(X)  # a warning would be an error here
     reasons = {str(d.reason) for d in found.plan.walk()}
     assert "inside an auto_mixed function that has a policy of its own" in reasons
     assert found.after is found.before
-
-
-# ---------------------------------------------------------------- a policy for a mixed function
 
 
 def test_a_new_policy_for_a_mixed_function_replaces_its_own():

@@ -21,70 +21,63 @@ def tree(t, n=1.0):
     return jax.tree.map(lambda x: x @ x.T * n, t)
 
 
-def test_shapes():
-    def calls(f):
-        for size in (2, 3, 2, 4, 3, 2):
-            yield f(jnp.ones((size, 3)))
+# a function, the arguments of each call, and how often it was traced after each
+CALLS = {
+    "shapes": (
+        scaled,
+        [(jnp.ones((size, 3)),) for size in (2, 3, 2, 4, 3, 2)],
+        [1, 2, 2, 3, 3, 3],
+    ),
+    "dtypes": (
+        lambda x: x @ x,
+        [(jnp.ones((3, 3), d),) for d in ("float32", "bfloat16", "float16", "float32", "bfloat16")],
+        [1, 2, 3, 3, 3],
+    ),
+    "weak types": (
+        scaled,
+        [(X, jnp.float32(2)), (X, jnp.asarray(2.0)), (X, 2.0), (X, jnp.float32(3))],
+        [1, 2, 2, 2],
+    ),
+    "numbers by type and not by value": (
+        scaled,
+        [(X, n) for n in (1.0, 2.0, 1, 7, True, False, 1 + 2j, 3j, 2.5)],
+        [1, 1, 2, 2, 3, 3, 4, 4, 4],
+    ),
+    "arrays of numpy and of jax": (
+        scaled,
+        [
+            (np.asarray(X), np.float32(2)),
+            (X, jnp.float32(2)),
+            (np.asarray(X, np.float64), np.float32(2)),  # float32 with x64 off
+            (jnp.asarray(X), np.asarray(2, np.float32)),
+        ],
+        [1, 1, 1, 1],
+    ),
+    "tree structures": (
+        tree,
+        [
+            ({"a": X, "b": W},),
+            ({"b": W, "a": X},),
+            ((X, W),),
+            ([X, W],),
+            ({"a": X, "b": None},),
+            ({"a": X, "b": W},),
+        ],
+        [1, 1, 2, 3, 4, 4],
+    ),
+    "static fields of a pytree": (
+        lambda layer, x: layer(x),
+        [(Layer(W, power), X) for power in (1, 2, 1, 3, 2)],
+        [1, 2, 2, 3, 3],
+    ),
+}
 
-    assert as_jit_traces(scaled, calls) == [1, 2, 2, 3, 3, 3]
 
-
-def test_dtypes():
-    def calls(f):
-        for dtype in ("float32", "bfloat16", "float16", "float32", "bfloat16"):
-            yield f(jnp.ones((3, 3), dtype))
-
+@pytest.mark.parametrize("name", CALLS)
+def test_it_traces_when_jit_does(name):
+    fn, calls, wanted = CALLS[name]
     with jax.numpy_dtype_promotion("standard"):
-        assert as_jit_traces(lambda x: x @ x, calls) == [1, 2, 3, 3, 3]
-
-
-def test_weak_types():
-    def calls(f):
-        yield f(X, jnp.float32(2))
-        yield f(X, jnp.asarray(2.0))  # weakly typed
-        yield f(X, 2.0)
-        yield f(X, jnp.float32(3))
-
-    assert as_jit_traces(scaled, calls) == [1, 2, 2, 2]
-
-
-def test_python_numbers_by_type_and_not_by_value():
-    def calls(f):
-        for n in (1.0, 2.0, 1, 7, True, False, 1 + 2j, 3j, 2.5):
-            yield f(X, n)
-
-    with jax.numpy_dtype_promotion("standard"):
-        assert as_jit_traces(scaled, calls)[-1] == 4
-
-
-def test_arrays_of_numpy_and_of_jax_share_a_trace():
-    def calls(f):
-        yield f(np.asarray(X), np.float32(2))
-        yield f(X, jnp.float32(2))
-        yield f(np.asarray(X, np.float64), np.float32(2))  # float32 with x64 off
-        yield f(jnp.asarray(X), np.asarray(2, np.float32))
-
-    assert as_jit_traces(scaled, calls) == [1, 1, 1, 1]
-
-
-def test_tree_structures():
-    def calls(f):
-        yield f({"a": X, "b": W})
-        yield f({"b": W, "a": X})
-        yield f((X, W))
-        yield f([X, W])
-        yield f({"a": X, "b": None})
-        yield f({"a": X, "b": W})
-
-    assert as_jit_traces(tree, calls) == [1, 1, 2, 3, 4, 4]
-
-
-def test_static_fields_of_a_pytree():
-    def calls(f):
-        for power in (1, 2, 1, 3, 2):
-            yield f(Layer(W, power), X)
-
-    assert as_jit_traces(lambda layer, x: layer(x), calls) == [1, 2, 2, 3, 3]
+        assert as_jit_traces(fn, lambda f: (f(*args) for args in calls)) == wanted
 
 
 @pytest.mark.release(keep=2)
@@ -193,28 +186,20 @@ def test_equal_policies_share_one_program():
 # ---------------------------------------------------------------- beyond jit
 
 
-def test_static_leaves_by_value():
-    counting, runs = counted(lambda x, mode: x @ x if mode == "twice" else x @ x.T)
-    mixed = pp.auto_mixed(counting)
-    for mode in ("twice", "once", "tw" + "ice", "once", "twice"):
-        mixed(X, mode)
-    assert len(runs) == 2
+STATIC = {
+    "by value": (lambda x, m: x @ x if m == "twice" else x @ x.T, ["twice", "once", "tw" + "ice"]),
+    "by type too": (lambda x, n: x @ x, [fractions.Fraction(1), decimal.Decimal(1)]),
+    "functions by identity": (lambda x, act: act(x @ x), [jnp.tanh, jax.nn.relu]),
+}
 
 
-def test_static_leaves_by_type_too():
-    counting, runs = counted(lambda x, n: (x @ x, type(n).__name__))
-    mixed = pp.auto_mixed(counting)
-    assert mixed(X, fractions.Fraction(1))[1] == "Fraction"
-    assert mixed(X, decimal.Decimal(1))[1] == "Decimal"
-    assert mixed(X, fractions.Fraction(1))[1] == "Fraction"
-    assert len(runs) == 2
-
-
-def test_functions_by_identity():
-    counting, runs = counted(lambda x, act: act(x @ x))
-    mixed = pp.auto_mixed(counting)
-    for act in (jnp.tanh, jax.nn.relu, jnp.tanh):
-        mixed(X, act)
+@pytest.mark.parametrize("name", STATIC)
+def test_static_leaves(name):
+    fn, leaves = STATIC[name]
+    counting, runs = counted(fn)
+    mixed = pp.auto_mixed(lambda x, leaf: (counting(x, leaf), type(leaf).__name__))
+    for leaf in leaves * 2:
+        assert mixed(X, leaf)[1] == type(leaf).__name__
     assert len(runs) == 2
 
 
@@ -227,14 +212,6 @@ def test_arrays_beside_static_leaves_as_under_jit():
     assert len(runs) == 2
 
 
-def test_a_result_that_is_no_array_costs_no_trace():
-    counting, runs = counted(lambda x: (x @ x, "label"))
-    mixed = pp.auto_mixed(counting)
-    assert [mixed(X)[1] for _ in range(3)] == ["label"] * 3
-    mixed.lower(X)
-    assert len(runs) == 1
-
-
 def test_inspecting_and_calling_share_the_trace():
     counting, runs = counted(lambda x: x @ x)
     mixed = pp.auto_mixed(counting)
@@ -242,23 +219,14 @@ def test_inspecting_and_calling_share_the_trace():
     mixed(X)
     pp.inspect(mixed)(X)
     mixed.lower(X)
-    assert len(runs) == 1
+    assert len(runs) == 1  # and a result that is no array costs none: test_17_static_leaves
 
 
-def test_clear_cache_traces_again_once():
+@pytest.mark.parametrize("clear", [lambda f: f.clear_cache(), lambda f: jax.clear_caches()])
+def test_clearing_the_caches_traces_again_once(clear):
     def calls(f):
         yield f(X)
-        f.clear_cache()
-        yield f(X)
-        yield f(X)
-
-    assert as_jit_traces(scaled, calls) == [1, 2, 2]
-
-
-def test_clearing_the_caches_of_jax_traces_again_once():
-    def calls(f):
-        yield f(X)
-        jax.clear_caches()
+        clear(f)
         yield f(X)
         yield f(X)
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import precpass as pp
-from precpass.jit import region as context
 from tests.support.calls import W, X
 from tests.support.jaxprs import product_dtypes
 from tests.support.values import rel_error
@@ -58,28 +57,19 @@ def test_concurrent_callers_share_one_program():
 
 
 def test_policies_of_threads_do_not_meet():
-    mixed = pp.auto_mixed(square)
-    policies = ["AutoMixed", "AutoMixedBf16", None, "AlwaysF32"] * 2
-    wanted = {"AutoMixed": "float16", "AutoMixedBf16": "bfloat16"}
-
-    def run(i):
-        with pp.use_policy(policies[i]):
-            return [kinds(mixed)[0], str(product_dtypes(jax.make_jaxpr(mixed)(X))[0])]
-
-    for policy, found in zip(policies, together(len(policies), run), strict=True):
-        assert found == [wanted.get(policy, "float32")] * 2
-
-
-def test_calls_of_threads_do_not_meet():
     mixed, policies = pp.auto_mixed(square), ["AutoMixed", "AutoMixedBf16", None, "AlwaysF32"]
+    dtypes = ["float16", "bfloat16", "float32", "float32"]
     wanted = [np.asarray(pp.auto_mixed(square, policy=p or "AlwaysF32")(X)) for p in policies]
     assert len({w.tobytes() for w in wanted}) == 3
 
     def run(i):
         found = []
         for turn in range(40):
-            with pp.use_policy(policies[(i + turn) % 4]):
-                found.append(np.array_equal(mixed(X), wanted[(i + turn) % 4]))
+            at = (i + turn) % 4
+            with pp.use_policy(policies[at]):
+                found.append(np.array_equal(mixed(X), wanted[at]))
+                if turn < 2:
+                    found.append(kinds(mixed) == [dtypes[at]])
         return all(found)
 
     assert all(together(4, run))
@@ -199,13 +189,6 @@ def beside(policy, run):
     return asyncio.run(main())
 
 
-@pytest.fixture
-def no_strays(monkeypatch):
-    """As in a process whose tasks have not met: another test may have ended that."""
-    monkeypatch.setattr(context, "region_of_call", context._current.get)
-
-
-@pytest.mark.usefixtures("no_strays")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("policy", ["AutoMixed", None])
 def test_the_first_call_that_meets_another_tasks_region(policy, compiled):
@@ -220,10 +203,8 @@ def test_the_first_call_that_meets_another_tasks_region(policy, compiled):
     for _ in range(3):
         np.testing.assert_array_equal(beside(policy, lambda: mixed(X)), wanted)
     assert len(traces) == (0 if compiled else 1)
-    assert context.region_of_call is context.current
 
 
-@pytest.mark.usefixtures("no_strays")
 def test_a_call_that_runs_as_written_brings_its_region_too():
     inner = pp.auto_mixed(square)
     outer = pp.auto_mixed(lambda x: inner(x))
@@ -235,7 +216,6 @@ def test_a_call_that_runs_as_written_brings_its_region_too():
     np.testing.assert_array_equal(run(), jax.jit(square)(X))
 
 
-@pytest.mark.usefixtures("no_strays")
 def test_a_region_of_another_task_where_jit_is_disabled():
     mixed = pp.auto_mixed(square)
 
@@ -247,7 +227,6 @@ def test_a_region_of_another_task_where_jit_is_disabled():
     np.testing.assert_array_equal(beside("AlwaysF32", run), wanted)
 
 
-@pytest.mark.usefixtures("no_strays")
 @pytest.mark.parametrize("policy", ["AutoMixedBf16", None])
 def test_a_call_inside_jit_is_not_traced_under_another_tasks_region(policy):
     mixed = pp.auto_mixed(square)
@@ -265,7 +244,6 @@ def test_a_call_inside_jit_is_not_traced_under_another_tasks_region(policy):
         assert product_dtypes(jitted.trace(X).jaxpr) == ["float16"]
 
 
-@pytest.mark.usefixtures("no_strays")
 def test_what_jits_cache_cannot_tell_apart_is_an_error():
     mixed = pp.auto_mixed(square)
     jitted = jax.jit(lambda x: mixed(x))

@@ -113,7 +113,7 @@ for fn in (loss, jax.grad(loss)):
 @pytest.mark.release(keep=1)
 @pytest.mark.parametrize(
     ("value", "printed"),
-    [("off", "True False"), (None, "False True")],
+    [("OFF", "True False"), ("on", "False True"), (None, "False True")],
 )
 def test_the_environment_variable(value: str | None, printed: str):
     environment = {k: v for k, v in os.environ.items() if k != "PRECPASS"}

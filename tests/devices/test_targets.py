@@ -17,7 +17,7 @@ import pytest
 import precpass as pp
 from precpass.devices import targets
 from precpass.devices.detect import committed_device, device_of_call, planned_for
-from precpass.devices.devices import device_named
+from precpass.devices.peaks import device_named
 from precpass.devices.targets import TARGETS, target_of
 from precpass.measure import execute
 

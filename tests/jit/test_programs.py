@@ -1,4 +1,4 @@
-"""The programs of a function are found again, and go when it goes (precpass/jit/programs.py)."""
+"""The programs of a function are found again, and go when it goes (precpass/jit/program.py)."""
 
 import gc
 import weakref
@@ -377,7 +377,7 @@ def test_a_residual_of_least_squares_goes_too():
 
 
 def test_programs_go_with_their_function():
-    from precpass.jit import programs
+    from precpass.jit import program as programs
 
     before = len(programs._known)
     fn, _ = counted()
@@ -390,7 +390,7 @@ def test_programs_go_with_their_function():
 
 
 def test_a_search_among_policies_leaves_no_more_than_the_last_behind():
-    from precpass.jit import programs
+    from precpass.jit import program as programs
 
     fn, traces = counted()
     for line in range(1, 100):

@@ -1,10 +1,5 @@
 """What stands around a call: `use_policy`, `keep`, and `PRECPASS=off`."""
 
-import os
-import subprocess
-import sys
-import threading
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +7,7 @@ import pytest
 
 import precpass as pp
 from precpass import AlwaysF32, AutoMixed, AutoMixedBf16, PrecisionWarning
-from tests.support.jaxprs import low_values, operand_dtypes, product_dtypes
+from tests.support.jaxprs import operand_dtypes, product_dtypes
 from tests.support.values import stable_id
 
 X = jnp.linspace(-1, 1, 64).reshape(8, 8)
@@ -109,36 +104,10 @@ def test_use_policy_refuses_what_is_no_policy(bad, error):
     assert "bf16" in str(caught.value)
 
 
-def test_use_policy_none_leaves_the_original_program():
-    def fn(x):
-        with pp.keep("bf16"):
-            return jnp.tanh(x @ x)
-
-    with pp.use_policy(None):
-        traced = pp.auto_mixed(fn).trace(X).jaxpr
-        found = pp.inspect(fn)(X)
-    assert low_values(traced) == []
-    assert found.after is found.before
-
-
 def test_off_means_that_nothing_is_refused_or_warned_of():
     with pp.use_policy(None):
         assert int(pp.auto_mixed(lambda n: n + 1)(jnp.int32(2))) == 3
         np.testing.assert_array_equal(pp.auto_mixed(jnp.tanh)(X), jax.jit(jnp.tanh)(X))
-
-
-def test_a_policy_belongs_to_its_thread():
-    mixed, found = pp.auto_mixed(square), {}
-
-    def other():
-        found["other"] = run(mixed)
-
-    with pp.use_policy("AutoMixed"):
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        found["own"] = run(mixed)
-    assert found == {"other": ["bfloat16"], "own": ["float16"]}
 
 
 # ---------------------------------------------------------------- keep
@@ -223,44 +192,3 @@ def test_keep_refuses_an_unknown_precision(bad):
         pytest.fail("the region ran in a precision that does not exist")
     assert repr(bad) in str(caught.value)
     assert "'bf16'" in str(caught.value)
-
-
-# ---------------------------------------------------------------- the off switch
-
-PROGRAM = """
-import jax, jax.numpy as jnp, precpass as pp
-
-@pp.auto_mixed
-def f(x):
-    with pp.keep("f16"):
-        return x @ x
-
-text = str(jax.make_jaxpr(f)(jnp.ones((8, 8))))
-with pp.use_policy("AutoMixed"):
-    text += str(jax.make_jaxpr(f)(jnp.ones((8, 8))))
-print("low" if "f16" in text else "wide", int(pp.auto_mixed(lambda n: n)(3)))
-"""
-
-
-def started_with(program, value):
-    """What a fresh process prints with PRECPASS set to `value`."""
-    env = {k: v for k, v in os.environ.items() if k != "PRECPASS"}
-    env |= {} if value is None else {"PRECPASS": value}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-# "off" and nothing at all: test_contract_19_off_switch
-@pytest.mark.parametrize("value", ["OFF"])
-def test_the_environment_turns_the_pass_off_for_a_whole_process(value):
-    assert started_with(PROGRAM, value) == "wide 3"
-
-
-@pytest.mark.parametrize("value", ["on"])
-def test_without_the_switch_the_pass_is_on(value):
-    assert (
-        started_with(PROGRAM.replace("int(pp.auto_mixed(lambda n: n)(3))", "3"), value) == "low 3"
-    )

@@ -21,7 +21,7 @@ from precpass import (
     Custom,
     Rule,
 )
-from precpass.policy.presets import EIGHT_BIT_PRESETS, PRESETS, AutoMixedF8, AutoMixedInt8
+from precpass.policy.presets import ALL_PRESETS, PRESETS, AutoMixedF8, AutoMixedInt8
 from precpass.types import OpKind, Precision, PrecisionPolicy
 from tests.support.values import stable_id
 
@@ -60,7 +60,8 @@ COMPOSED = [
     Custom({}),
     Custom({"compute": "bf16", "reduction": "f32"}, rules=RULES).with_output("f64"),
     Custom({kind: "f16" for kind in KINDS[:4]}),
-    *EIGHT_BIT_PRESETS.values(),
+    AutoMixedF8,
+    AutoMixedInt8,
     Custom({OpKind.COMPUTE: "int8"}),
     AutoMixedInt8.with_scaled(None),
 ]
@@ -166,17 +167,6 @@ def test_later_rules_are_tried_first():
     first, second = RULES
     assert AutoMixedF16.with_rules(first).with_rules(second).rules == (second, first)
     assert AutoMixedF16.with_rules(first, second).rules == (first, second)
-
-
-def test_with_retypes_replaces_the_formats():
-    policy = AutoMixedBf16.with_retypes("f64", jnp.float32)
-    assert policy.retypes == {Precision.F64, Precision.F32}
-
-
-def test_with_output_sets_and_unsets_the_format_of_the_outputs():
-    policy = AutoMixedBf16.with_output(jnp.bfloat16)
-    assert policy.output is Precision.BF16
-    assert policy.with_output(None) == AutoMixedBf16
 
 
 @pytest.mark.parametrize(
@@ -290,7 +280,7 @@ def test_a_name_that_does_not_say_its_format_is_printed_with_it():
     # a repr is code, and the name in it has the format
     assert repr(pp.AutoMixed) == "AutoMixedF16"
     assert "AutoMixed (float16)" in pp.AutoMixed._repr_html_()
-    for policy in (*PRESETS.values(), *EIGHT_BIT_PRESETS.values()):
+    for policy in ALL_PRESETS.values():
         assert policy.title == policy.name
     with pytest.raises(
         ValueError, match=r"AutoMixed \(float16\), AutoMixedConservative \(float16\)"
@@ -458,11 +448,9 @@ def test_a_format_that_is_no_longer_supported_is_refused_wherever_one_is_taken(t
     [
         lambda bad: Custom({OpKind.COMPUTE: bad}),
         lambda bad: Rule(primitive="tanh", precision=bad),
-        lambda bad: AutoMixedF16.with_retypes("f32", bad),
-        lambda bad: AutoMixedF16.with_output(bad) if bad is not None else Precision.parse(bad),
         lambda bad: pp.keep(bad).__enter__(),
     ],
-    ids=["Custom", "Rule", "with_retypes", "with_output", "keep"],
+    ids=["Custom", "Rule", "keep"],
 )
 def test_an_unknown_precision_is_refused_wherever_one_is_taken(take, bad):
     refused(ValueError, repr(bad), PRECISIONS, take, bad)

@@ -8,7 +8,7 @@ from jax import lax
 import precpass as pp
 from precpass.devices.detect import planned_for
 from precpass.devices.targets import target_of
-from precpass.types import OpKind, Precision
+from precpass.types import OpKind
 from tests.rewrite.test_scaled_products import ordered
 from tests.support.jaxprs import named
 from tests.support.passes import COMPOSITIONS
@@ -118,22 +118,3 @@ def test_attention_has_no_weights():
     policy = ordered("f8").with_weight_gradients("bf16")
     gradient = jax.grad(attention, (0, 1))
     assert len(scaled_dots(pp.auto_mixed(gradient, policy), X, W)) == 6
-
-
-def test_the_option_is_told_saved_and_read_again(tmp_path):
-    policy = pp.AutoMixedF8.with_weight_gradients("bf16")
-    text = "AutoMixedF8.with_weight_gradients('bf16')"
-    assert repr(policy) == text and eval(text, vars(pp) | vars(pp.types)) == policy
-    assert pp.types.PrecisionPolicy.from_dict(policy.to_dict()) == policy
-    policy.save(tmp_path / "policy.toml")
-    assert pp.types.PrecisionPolicy.load(tmp_path / "policy.toml") == policy
-    pp.inspect(layers, policy)([W] * 3, X).plan.save(tmp_path / "plan.json")
-    loaded = pp.Plan.load(tmp_path / "plan.json")
-    assert loaded.weight_gradients is Precision.BF16
-
-
-def test_what_is_unknown_is_refused_with_the_legal_values():
-    with pytest.raises(ValueError, match=r"weight_gradients = 'f32': legal are 'bf16', and None"):
-        pp.AutoMixedF8.with_weight_gradients("f32")
-    with pytest.raises(ValueError, match="unknown precision 'b16'"):
-        pp.AutoMixedF8.with_weight_gradients("b16")

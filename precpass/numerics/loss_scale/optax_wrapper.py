@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from precpass.numerics.loss_scale.gradients import Axes, all_finite, skip_nonfinite
 from precpass.numerics.loss_scale.scale import DynamicLossScale, LossScale
 from precpass.numerics.loss_scale.trees import unscaled
-from precpass.policy.casts import cast_leaves
+from precpass.policy.policy import cast_leaves
 from precpass.policy.precision import Precision
 
 if TYPE_CHECKING:

@@ -255,7 +255,7 @@ def on_arrays(
     result_leaves: list[Leaf] = []
 
     def call(*xs: Any) -> list[Any]:
-        args, kwargs = declared.map(lambda x, _: unwrapped(x), *put(xs))
+        args, kwargs = declared.map(lambda x, _: unwrapped(x), *put(xs), static=unwrapped)
         leaves = leaves_of(declared, fn(*args, **kwargs), args, kwargs)
         result_leaves[:] = [
             leaf._replace(value=None) for leaf in leaves

@@ -30,8 +30,7 @@ from precpass.measure.traffic import Traffic
 from precpass.policy.float16 import unscaled_on_purpose
 from precpass.policy.policy import PolicyLike, PrecisionPolicy
 from precpass.policy.precision import Precision
-from precpass.policy.presets import PRESETS
-from precpass.policy.text import is_precision, shown
+from precpass.policy.presets import PRESETS, is_precision, shown
 from precpass.report.compare.errors import Leaf, fetched, leaves_of, on_arrays
 from precpass.rewrite.device_products import with_products_of
 
