@@ -21,7 +21,7 @@ MAX_FOLDER_LINES = {
     "autotune": 550,
     "cli": 1_550,
     "devices": 1_050,
-    "jaxpr": 6_100,
+    "jaxpr": 5_950,
     "jit": 3_250,
     "measure": 2_300,
     "numerics": 6_600,
