@@ -28,8 +28,7 @@ from precpass.api import (
     use_policy,
 )
 from precpass.api import inspect as inspect
-from precpass.lazy import load
-from precpass.moved import MOVED, moved
+from precpass.moved import moved
 from precpass.plan.plan import Plan
 from precpass.policy.presets import (
     AlwaysBf16,
@@ -104,9 +103,10 @@ _SUBMODULES = ("loss_scale", "numerics", "quant", "report", "testing", "types")
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in MOVED:
+    if name not in _IMPORTED_WHEN_USED:
         return moved(name)
-    return load(__name__, name, _IMPORTED_WHEN_USED)
+    value = globals()[name] = getattr(importlib.import_module(_IMPORTED_WHEN_USED[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:
