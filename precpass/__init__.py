@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from precpass import report as report
     from precpass import testing as testing
     from precpass import types as types
-    from precpass.numerics.fallback.fallback import with_fallback
+    from precpass.numerics.fallback import with_fallback
     from precpass.numerics.monitor.monitor import monitor
     from precpass.report.audit.audit import audit
     from precpass.report.bisect.bisect import bisect as bisect
@@ -89,7 +89,7 @@ __all__ = [
 ]
 
 _IMPORTED_WHEN_USED = {
-    "with_fallback": "precpass.numerics.fallback.fallback",
+    "with_fallback": "precpass.numerics.fallback",
     "monitor": "precpass.numerics.monitor.monitor",
     "audit": "precpass.report.audit.audit",
     "bisect": "precpass.report.bisect.bisect",

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import precpass as pp
-from precpass.numerics.fallback.condition import condition_number
+from precpass.numerics.checks import condition_number
 from tests.support.float64_programs import X, assert_float64, fragile, in_float64
 from tests.support.jaxprs import low_products, products
 from tests.support.passes import quiet

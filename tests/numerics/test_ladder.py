@@ -476,7 +476,7 @@ def test_odd_states_and_a_traced_summary():
         ({"scale": 1j}, "scale is complex"),
         ({"scale": jnp.complex64(1)}, "scale is complex64[], and it is to be a real scalar"),
         ({"scale": True}, "scale is bool[], and it is to be a real scalar"),
-        ({"scale": "float32"}, "scale='float32'): it is to be a real scalar"),
+        ({"scale": "float32"}, "scale is 'float32', and it is to be a real scalar"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], said: str):
