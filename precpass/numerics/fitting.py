@@ -22,7 +22,7 @@ import itertools
 import math
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -37,6 +37,7 @@ from precpass.api import auto_mixed
 from precpass.jaxpr.weak import Recent, WeakIdMap
 from precpass.jit.own_arrays import with_own_arrays
 from precpass.numerics.float64 import own_array
+from precpass.numerics.given import shown
 from precpass.numerics.ladder import Ladder
 from precpass.numerics.least_squares import LeastSquares, Roles
 from precpass.numerics.monitor.monitor import monitor
@@ -53,7 +54,7 @@ __all__ = ["Problem", "Spec", "fit", "looked_at", "program"]
 
 
 class Problem(eqx.Module):
-    """A traced residual as a function from a vector to a vector.
+    """A traced residual in its precision, as a function from a vector to a vector.
 
     Attributes:
         consts: the values that the residual closes over.
@@ -67,19 +68,21 @@ class Problem(eqx.Module):
 
     def __call__(self, x: Any, args: Any) -> Any:
         """The residuals, concatenated."""
-        (out,) = ir.evaluate(self.jaxpr, [*self.consts, x, *jax.tree.leaves(args)])
-        return out
+
+        def run(*operands: Any) -> Any:
+            (out,) = ir.evaluate(self.jaxpr, operands)
+            return out
+
+        operands = *self.consts, x.astype(np.float64), *jax.tree.leaves(args)
+        if self.spec.precision is Precision.F64:
+            return run(*operands)
+        with quietly():
+            return auto_mixed(run, evaluated_in(Precision.F32))(*operands).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The unknowns and the precision with which a residual is traced.
-
-    Attributes:
-        structure: the tree structure of the unknowns.
-        shapes: the shapes of the unknowns.
-        precision: the precision of the residual's role.
-    """
+    """The tree and the shapes of the unknowns, and the precision of the residual's role."""
 
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
@@ -99,7 +102,15 @@ def _residuals(fn: Callable[..., Any], spec: Spec, x: Any, args: Any) -> Any:
     parts = [(z.real, z.imag) if jnp.iscomplexobj(z) else (z,) for z in leaves]
     leaves = list(itertools.chain(*parts))
     for leaf in leaves:
-        _check_residual(leaf, fn, spec)
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"{_named(fn)} returned {shown(leaf)}, and is to return floating or complex arrays"
+            )
+        if leaf.dtype.itemsize < spec.precision.dtype.itemsize:
+            raise TypeError(
+                f"{_named(fn)} returned {leaf.dtype.name}, and its role is {spec.precision}: cast "
+                "nothing in it and give its data in float64, or ask for Roles.all('f32')"
+            )
     if not sum(leaf.size for leaf in leaves):
         raise ValueError(f"{_named(fn)} returned no residuals")
     return jnp.concatenate([leaf.ravel().astype(x.dtype) for leaf in leaves])
@@ -107,19 +118,6 @@ def _residuals(fn: Callable[..., Any], spec: Spec, x: Any, args: Any) -> Any:
 
 def _named(fn: Callable[..., Any]) -> str:
     return f"the residual {getattr(fn, '__name__', repr(fn))}"
-
-
-def _check_residual(leaf: Any, fn: Callable[..., Any], spec: Spec) -> None:
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise TypeError(
-            f"{_named(fn)} returned {leaf.dtype}[{','.join(map(str, leaf.shape))}], and is to "
-            "return floating or complex arrays"
-        )
-    if leaf.dtype.itemsize < spec.precision.dtype.itemsize:
-        raise TypeError(
-            f"{_named(fn)} returned {leaf.dtype.name}, and its role is {spec.precision}: cast "
-            "nothing in it and give its data in float64, or ask for Roles.all('f32')"
-        )
 
 
 def program(fn: Callable[..., Any], spec: Spec, x: Any, args: Any, x64: bool) -> Problem:
@@ -130,14 +128,7 @@ def program(fn: Callable[..., Any], spec: Spec, x: Any, args: Any, x64: bool) ->
 
     As long as a program holds a numpy array, JAX caches one canonical form of it, in the x64 mode
     in which it first saw the array, and uses that in programs of the other mode too. So cached
-    programs hold no numpy array, and with x64 off the residual is traced with copies.
-
-    Args:
-        fn: the residual.
-        spec: the unknowns' shapes and the precision.
-        x: its unknowns.
-        args: its second argument.
-        x64: whether x64 is on outside.
+    programs hold no numpy array, and with x64 off outside the residual is traced with copies.
     """
     leaves, structure = jax.tree.flatten(args)
     avals = jax.typeof(x.astype(np.float64)), *map(jax.typeof, leaves)
@@ -150,7 +141,9 @@ def program(fn: Callable[..., Any], spec: Spec, x: Any, args: Any, x64: bool) ->
 
     closed = ir.trace(flat, *avals)
     for const in _all_consts(closed) if is_copied else ():
-        if _is_narrow(const) and not any(map(functools.partial(_is_alike, const), arrays)):
+        # A numpy array of float32, or JAX's form of another in a float32 program.
+        is_narrow = isinstance(const, np.ndarray) and const.dtype in (np.float32, np.complex64)
+        if is_narrow and not any(map(functools.partial(_is_alike, const), arrays)):
             raise TypeError(
                 f"{_named(fn)} reads a numpy array of shape {const.shape} where least_squares "
                 "cannot find it, and a float32 program may hold it, for which JAX has rounded "
@@ -191,11 +184,6 @@ def _is_alike(const: Any, x: Any) -> bool:
     return x.dtype == const.dtype and np.array_equal(x, const, equal_nan=True)
 
 
-def _is_narrow(x: Any) -> bool:
-    """Whether it is a numpy array of float32, or JAX's form of another in a float32 program."""
-    return isinstance(x, np.ndarray) and x.dtype in (np.float32, np.complex64)
-
-
 # ---------------------------------------------------------------- the fit
 
 
@@ -209,21 +197,10 @@ def fit(
     max_steps: int,
     bounds: tuple[Any, Any] | None,
 ) -> LeastSquares:
-    """The solution by optimistix, with measures of how good it is.
-
-    Args:
-        problem: the residual.
-        solver: an optimistix solver.
-        roles: the precision of each part.
-        x0: the start, a vector.
-        args: the residual's second argument.
-        max_steps: the largest number of steps.
-        bounds: the lower and the upper bounds, vectors; None for none.
-    """
-    fn = _of_its_precision(problem)
-    forward, backward = _derivatives(fn, x0, args)
+    """The solution by optimistix from a vector `x0`, with measures of how good it is."""
+    forward, backward = _derivatives(problem, x0, args)
     solution = optx.least_squares(
-        fn if bounds is None else WithBounds(fn),
+        problem if bounds is None else WithBounds(problem),
         solver_with(roles, solver, backward, bounds),
         x0,
         args if bounds is None else (args, bounds),
@@ -237,50 +214,41 @@ def fit(
         state, ladder = state.inner, state.ladder
     value = solution.value if bounds is None else jnp.clip(solution.value, *bounds)
     accepted = {"num_accepted_steps": state.num_accepted_steps, **solution.stats}
-    shown = eqx.tree_at(
+    solved = eqx.tree_at(
         lambda s: (s.value, s.state, s.stats),
         solution,
         (problem.spec.unflat(value), None, accepted),
         is_leaf=lambda x: x is None,
     )
     jacobian_of = jax.jacfwd if forward else jax.jacrev
-    quality = _quality(fn, value, args, jacobian_of, bounds)
-    return LeastSquares(shown, *quality, ladder, None, roles)
+    quality = _quality(problem, value, args, jacobian_of, bounds)
+    return LeastSquares(solved, *quality, ladder, None, roles)
 
 
 @eqx.filter_jit
 def looked_at(problem: Problem, roles: Roles, points: Sequence[Any], args: Any) -> Any:
     """The `Health` of the residual and its linearisation at some points, in a separate program."""
-    points, args = jax.tree.map(jax.lax.stop_gradient, (points, args))
-    points, args = jax.lax.optimization_barrier((points, args))
-    fn = _of_its_precision(problem)
-    forward, backward = _derivatives(fn, points[0], args)
-    monitored = monitor(_Looked(fn, roles, forward, backward).linearised, Custom({}))
+    points, args = jax.tree.map(lax.stop_gradient, (points, args))
+    points, args = lax.optimization_barrier((points, args))
+    forward, backward = _derivatives(problem, points[0], args)
+
+    def linearised(x: Any, args: Any) -> Any:
+        """The residual, and the parts of its Jacobian and gradient that a first step reads."""
+        eye = jnp.eye(x.size, dtype=x.dtype)
+        if not forward:
+            return problem(x, args), jax.jacrev(lambda x: problem(x, args))(x)
+        out, push = jax.linearize(lambda x: problem(x, args), x)
+        if not backward:
+            return out, jax.vmap(push)(eye)
+        jacobian = applied_in(roles.rungs[0], roles, jax.vmap(push))(eye)
+        pull = jax.linear_transpose(push, x)
+        precision = Precision.parse(roles.gradient)
+        return out, jacobian, applied_in(precision, roles, lambda out: pull(out)[0])(out)
+
+    monitored = monitor(linearised, Custom({}))
     with quietly():
         healths = [monitored(x, args)[1] for x in points]
     return functools.reduce(lambda one, other: one.merged(other), healths)
-
-
-class _Looked(NamedTuple):
-    """A residual and its linearisation by roles, to be monitored."""
-
-    fn: Callable[..., Any]
-    roles: Roles
-    forward: bool
-    backward: bool
-
-    def linearised(self, x: Any, args: Any) -> Any:
-        """The residual, and the parts of its Jacobian and gradient that a first step reads."""
-        eye = jnp.eye(x.size, dtype=x.dtype)
-        if not self.forward:
-            return self.fn(x, args), jax.jacrev(lambda x: self.fn(x, args))(x)
-        out, push = jax.linearize(lambda x: self.fn(x, args), x)
-        if not self.backward:
-            return out, jax.vmap(push)(eye)
-        jacobian = applied_in(self.roles.rungs[0], self.roles, jax.vmap(push))(eye)
-        pull = jax.linear_transpose(push, x)
-        precision = Precision.parse(self.roles.gradient)
-        return out, jacobian, applied_in(precision, self.roles, lambda out: pull(out)[0])(out)
 
 
 def _derivatives(fn: Callable[..., Any], x: Any, args: Any) -> tuple[bool, bool]:
@@ -296,14 +264,14 @@ def _derivatives(fn: Callable[..., Any], x: Any, args: Any) -> tuple[bool, bool]
         out, transposed = jax.vjp(lambda x: fn(x, args), x)
         return transposed(out)
 
-    errors: list[Exception | None] = []
-    for derivative in (jax.jacfwd(lambda x: fn(x, args)), backward):
+    def error_of(derivative: Callable[..., Any]) -> Exception | None:
         try:
             jax.eval_shape(derivative, x)
         except Exception as error:  # a derivative rule may raise anything
-            errors.append(error)
-        else:
-            errors.append(None)
+            return error
+        return None
+
+    errors = [error_of(each) for each in (jax.jacfwd(lambda x: fn(x, args)), backward)]
     if all(errors):
         raise TypeError(
             "the residual can be differentiated neither forwards nor backwards, and least_squares "
@@ -319,21 +287,6 @@ def _first_line(error: Exception | None) -> str:
     return f"{type(error).__name__}: {line[:300]}"
 
 
-def _of_its_precision(problem: Problem) -> Callable[..., Any]:
-    if problem.spec.precision is Precision.F32:
-        return eqx.Partial(_in_float32, problem)
-    return problem
-
-
-def _in_float32(problem: Problem, x: Any, args: Any) -> Any:
-    def called(problem: Problem, x: Any, args: Any) -> Any:
-        return problem(x, args)
-
-    lowered = auto_mixed(called, evaluated_in(Precision.F32))
-    with quietly():
-        return lowered(problem, x.astype(np.float64), args).astype(np.float32)
-
-
 def _quality(
     fn: Callable[..., Any],
     x: Any,
@@ -343,7 +296,7 @@ def _quality(
 ) -> tuple[Any, Any, Any, Any]:
     # These only judge a solve, and the QR factorisation of a wide matrix has no derivative.
     inexact, rest = eqx.partition((fn, x, args), eqx.is_inexact_array)
-    fn, x, args = eqx.combine(jax.lax.stop_gradient(inexact), rest)
+    fn, x, args = eqx.combine(lax.stop_gradient(inexact), rest)
     r, whole = fn(x, args), jacobian_of(lambda x: fn(x, args))(x)
     jacobian = jnp.where(active(x, r @ whole, bounds), 0, whole)
     columns = lengths(jacobian)[None]
@@ -355,8 +308,6 @@ def _quality(
 
 
 # ---------------------------------------------------------------- a step
-
-Info = Any
 
 
 def evaluated_in(precision: Precision) -> PrecisionPolicy:
@@ -375,14 +326,7 @@ def applied_in(precision: Precision, roles: Roles, fn: Callable[..., Any]) -> Ca
 
 
 class _DescentState(eqx.Module):
-    """The state of a `RoledDescent`.
-
-    Attributes:
-        inner: the inner descent's state.
-        cosine: the largest cosine between the residual and a column of the Jacobian; inf before
-            the first step.
-        y: the unknowns.
-    """
+    """The inner descent's state, the largest cosine between the residual and a column, and `y`."""
 
     inner: Any
     cosine: Any
@@ -443,14 +387,16 @@ class BoundedAdjoint(optx.ImplicitAdjoint):
 class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
     """A descent whose Jacobian, gradient and factorisation have precisions of their own.
 
+    Unknowns that their bounds stop are left out of a step, which ends at the bounds (the active set
+    of projected Levenberg-Marquardt methods: Kanzow, Yamashita and Fukushima 2004,
+    https://doi.org/10.1016/j.cam.2004.02.013).
+
     Attributes:
         inner: the descent that makes the step.
         rung: the index of the Jacobian's present precision, int32[].
         roles: the precisions.
         has_transpose: whether the linearised residual can be transposed.
-        bounds: those of the unknowns. Unknowns that they stop are left out of a step, which ends at
-            the bounds (the active set of projected Levenberg-Marquardt methods: Kanzow, Yamashita
-            and Fukushima 2004, https://doi.org/10.1016/j.cam.2004.02.013).
+        bounds: those of the unknowns.
     """
 
     inner: optx.AbstractDescent[Any, Any, Any]
@@ -459,7 +405,7 @@ class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
     has_transpose: bool = eqx.field(static=True)
     bounds: Any = None
 
-    def init(self, y: Any, f_info_struct: Info) -> Any:
+    def init(self, y: Any, f_info_struct: Any) -> Any:
         narrow, _ = eqx.filter_eval_shape(self.narrowed, f_info_struct, y)
         state = self.inner.init(y.astype(self._dtype), narrow)
         # its scalars have JAX's default type
@@ -468,7 +414,7 @@ class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
         )
         return _DescentState(state, jnp.asarray(jnp.inf, self._dtype), y)
 
-    def query(self, y: Any, f_info: Info, state: Any) -> Any:
+    def query(self, y: Any, f_info: Any, state: Any) -> Any:
         narrow, cosine = self.narrowed(f_info, y)
         inner = self.inner.query(y.astype(self._dtype), narrow, state.inner)
         return _DescentState(inner, cosine, y)
@@ -484,7 +430,7 @@ class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
     def _dtype(self) -> Any:
         return Precision.parse(self.roles.solve).dtype
 
-    def narrowed(self, f_info: Info, y: Any) -> tuple[Info, Any]:
+    def narrowed(self, f_info: Any, y: Any) -> tuple[Any, Any]:
         """The problem of `n` rows with this problem's gradient and matrix, and the cosine."""
         structure = f_info.jac.in_structure()
         eye = jnp.eye(structure.size, dtype=structure.dtype)
@@ -528,13 +474,7 @@ class RoledDescent(optx.AbstractDescent[Any, Any, Any]):
 
 
 class RisingState(eqx.Module):
-    """The state of a `RisingSolver`.
-
-    Attributes:
-        inner: the inner solver's state.
-        ladder: the Jacobian's ladder.
-        met: whether the solver's tolerances were met on a low rung, bool[].
-    """
+    """The inner solver's state, the Jacobian's ladder, and if tolerances were met on a low rung."""
 
     inner: Any
     ladder: Ladder
@@ -550,10 +490,6 @@ class RisingSolver(optx.AbstractLeastSquaresSolver[Any, Any, Any, Any]):
 
     If none of `patience` steps on the last rung leads further than the low rung on which the
     solver ended, the solve ends too.
-
-    Attributes:
-        rtol, atol, norm: the solver's.
-        solver: with a `RoledDescent`.
     """
 
     rtol: Any

@@ -4,20 +4,8 @@ The smallest normal number of float16 is 2^-14, and cotangents are often smaller
 multiplied by a scale, and the gradient is divided by it in float32 (Micikevicius et al. 2018,
 "Mixed precision training", https://arxiv.org/abs/1710.03740, section 3.2). A scale is a pytree: a
 step takes it and returns it, it is saved with the parameters, and there is no other state.
-
-    scale = pp.loss_scale.DynamicLossScale()
-    grads_of = pp.loss_scale.scaled_value_and_grad(pp.auto_mixed(loss, policy="AutoMixedF16"))
-
-    @jax.jit
-    def step(params, opt_state, scale, batch):
-        value, grads, finite = grads_of(scale, params, batch)
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_opt_state
-        params, opt_state = pp.loss_scale.skip_nonfinite(finite, new, (params, opt_state))
-        return params, opt_state, scale.adjusted(finite), value
-
-bfloat16 has the exponents of float32 and does not need loss scaling. `precpass.policy.float16`
-warns of a float16 gradient without a scale.
+`docs/pages/how-to/float16.md` has such a step. bfloat16 has the exponents of float32 and does not
+need loss scaling.
 """
 
 from __future__ import annotations
@@ -209,16 +197,14 @@ class DynamicLossScale(_Scale):
     ceiling: float = 2.0**24
 
     def __post_init__(self) -> None:
-        name = "DynamicLossScale"
-        if not 1.0 <= self.growth < math.inf:
-            raise ValueError(f"{name}(growth={self.growth!r}): it is to be finite, 1 or more")
-        if not 0.0 < self.backoff <= 1.0:
-            raise ValueError(f"{name}(backoff={self.backoff!r}): it is to be in (0, 1]")
-        if not (self.interval >= 1 and self.interval % 1 == 0):
-            raise ValueError(f"{name}(interval={self.interval!r}): it is to be a whole number >= 1")
-        if not 0.0 < self.floor <= self.ceiling < math.inf:
+        options = f"growth={self.growth!r}, backoff={self.backoff!r}, interval={self.interval!r}"
+        is_whole = self.interval >= 1 and self.interval % 1 == 0
+        if not (1 <= self.growth < math.inf and 0 < self.backoff <= 1 and is_whole):
+            legal = "1 <= growth < inf, 0 < backoff <= 1, and a whole interval >= 1"
+            raise ValueError(f"DynamicLossScale({options}): it takes {legal}")
+        if not 0 < self.floor <= self.ceiling < math.inf:
             bounds = f"floor={self.floor!r}, ceiling={self.ceiling!r}"
-            raise ValueError(f"{name}({bounds}): it takes 0 < floor <= ceiling < inf")
+            raise ValueError(f"DynamicLossScale({bounds}): it takes 0 < floor <= ceiling < inf")
         _checked(self, self.floor, self.ceiling)
 
     def adjusted(self, finite: Any) -> DynamicLossScale:
@@ -255,9 +241,8 @@ def _mapped(operation: Callable[[Any, Any], Any], tree: Tree, scale: Any) -> Tre
         if not _is_inexact(x):
             return x
         wide = jnp.asarray(x, _wide(x))
-        return operation(wide, jnp.asarray(scale, jnp.finfo(wide.dtype).dtype)).astype(
-            jnp.result_type(x)
-        )
+        factor = jnp.asarray(scale, jnp.finfo(wide.dtype).dtype)
+        return operation(wide, factor).astype(jnp.result_type(x))
 
     return jax.tree.map(applied, tree)
 
