@@ -1,10 +1,5 @@
 """Fallback: run a function in low precision, and again in a higher one if a check fires.
 
-    check = pp.numerics.IllConditioned("a")
-    solve = pp.with_fallback(jnp.linalg.solve, ("f32", "f64"), unstable=check)
-    x, report = solve(a, b)
-    print(report)  # f64 [f32: a condition number of 3.3e+09 leaves less than 1 digit]
-
 It is one program with a `lax.cond` for each rung above the first, so a higher rung that is not
 taken only costs its compilation. It has no state and prints nothing: the report is a pytree,
 returned beside the result.
@@ -18,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -222,9 +216,17 @@ class _Climb:
         """The result of the first rung on which nothing fires, or of the last."""
         shape = len(self.rungs), len(self.checks)
         rows = jnp.zeros(shape, bool), jnp.zeros(shape, jnp.float32), jnp.zeros(shape[0], bool)
-        out, done, rung, *rows = self._from(0, _State(None, jnp.asarray(False), 0, *rows))
-        names, texts = ([x.name for x in self.rungs], [check.text for check in self.checks])
-        return out, FallbackReport(rung, done, *rows, tuple(names), tuple(texts), self.max_trips)
+        state = self._from(0, _State(None, jnp.asarray(False), 0, *rows))
+        return state.out, FallbackReport(
+            state.rung,
+            state.done,
+            state.fired,
+            state.evidence,
+            state.stopped,
+            tuple(rung.name for rung in self.rungs),
+            tuple(check.text for check in self.checks),
+            self.max_trips,
+        )
 
     def _from(self, i: int, state: _State) -> _State:
         """The state after the rungs from `i` on, if no earlier one has given the result."""
@@ -298,7 +300,8 @@ class _Climb:
         # A keep region around this call would round the values that are compared here.
         with keep("f32"):
             for check, known in zip(self.checks, self.known, strict=True):
-                fires, number = jnp.asarray(False), jnp.zeros(())
+                fires: Any = jnp.asarray(False)
+                number: Any = jnp.zeros(())
                 if check.before == before:
                     number = known if before else check.number(out, self.args, self.kwargs)
                     fires = check.rejects(number, self.rungs[i])

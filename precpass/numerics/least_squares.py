@@ -14,7 +14,7 @@ import numpy as np
 
 from precpass import jaxpr as ir
 from precpass.numerics.float64 import in_float64, own_array
-from precpass.numerics.given import check_whole, is_real
+from precpass.numerics.given import check_whole, is_known, is_real
 from precpass.numerics.ladder import switches
 from precpass.numerics.rungs import check_rising
 from precpass.policy.precision import FORMATS, Precision
@@ -462,9 +462,10 @@ def _solver(
     given = (rtol, atol)
     tolerances = [d if g is None else g for g, d in zip(given, _TOLERANCES[precision], strict=True)]
     for name, value in zip(("rtol", "atol"), tolerances, strict=True):
-        if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
-            value = value.item() if not value.shape else None
-        if not (is_real(value) and 0 < value < 1):
+        known: Any = value
+        if is_known([value]) and not jnp.shape(value):
+            known = np.asarray(value).item()
+        if not (is_real(known) and 0 < known < 1):
             raise ValueError(
                 f"{name}={value!r}: it is to be a number between 0 and 1, known while it is "
                 f"traced; None for {name} of the residual's precision"

@@ -265,8 +265,8 @@ def _refined(how: _How, a: Any, apply: Callable[..., Any], b: Any) -> tuple[Any,
         ended = status(error, state.backward_error, state.steps + 1)
         # A step that makes the result worse is not taken.
         better = functools.partial(jnp.where, error < state.backward_error)
-        kept = map(better, (x, residual, error), state[:3])
-        return _State(*kept, state.steps + 1, ended)
+        x, residual, error = map(better, (x, residual, error), state[:3])
+        return _State(x, residual, error, state.steps + 1, ended)
 
     zero, count = jnp.zeros_like(b), jnp.zeros((), jnp.int32)
     error = backward_error(zero, b)
