@@ -19,8 +19,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from precpass.lazy import load
-from precpass.moved import MOVED, moved
+from precpass.moved import moved
 from precpass.policy.presets import (
     AlwaysBf16,
     AlwaysF16,
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
         use_policy,
     )
     from precpass.api import inspect as inspect
-    from precpass.numerics.fallback.fallback import with_fallback
+    from precpass.numerics.fallback import with_fallback
     from precpass.numerics.monitor.monitor import monitor
     from precpass.plan.plan import Plan
     from precpass.report.audit.audit import audit
@@ -93,7 +92,7 @@ _OF_API = "auto_mixed cast_floating explain in_compute_dtype inspect keep use_po
 _IMPORTED_WHEN_USED = {
     **dict.fromkeys(_OF_API.split(), "precpass.api"),
     "Plan": "precpass.plan.plan",
-    "with_fallback": "precpass.numerics.fallback.fallback",
+    "with_fallback": "precpass.numerics.fallback",
     "monitor": "precpass.numerics.monitor.monitor",
     "audit": "precpass.report.audit.audit",
     "bisect": "precpass.report.bisect.bisect",
@@ -107,9 +106,10 @@ _SUBMODULES = ("loss_scale", "numerics", "quant", "report", "testing", "types")
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in MOVED:
+    if name not in _IMPORTED_WHEN_USED:
         return moved(name)
-    return load(__name__, name, _IMPORTED_WHEN_USED)
+    value = globals()[name] = getattr(importlib.import_module(_IMPORTED_WHEN_USED[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:

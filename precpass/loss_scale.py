@@ -6,18 +6,18 @@ divide the gradient after it. bfloat16 needs no loss scale.
 
 from __future__ import annotations
 
-from precpass.numerics.loss_scale.gradients import all_finite, scaled_value_and_grad, skip_nonfinite
-from precpass.numerics.loss_scale.optax_wrapper import (
-    MasterState,
-    ScaledState,
-    master_copies,
-    scaled_optimizer,
-)
-from precpass.numerics.loss_scale.scale import (
+from precpass.numerics.loss_scale import (
     DynamicLossScale,
     LossScale,
+    MasterState,
     NoOpLossScale,
+    ScaledState,
     StaticLossScale,
+    all_finite,
+    master_copies,
+    scaled_optimizer,
+    scaled_value_and_grad,
+    skip_nonfinite,
 )
 
 __all__ = [

@@ -16,7 +16,7 @@ MODULES = [
 
 
 # optimistix alone leaves tracers behind
-LEAK = {"precpass.numerics.solvers.least_squares"}
+LEAK = {"precpass.numerics.least_squares"}
 
 
 @pytest.mark.release(keep=3)

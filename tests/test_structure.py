@@ -21,10 +21,10 @@ MAX_FOLDER_LINES = {
     "autotune": 550,
     "cli": 1_300,
     "devices": 950,
-    "jaxpr": 6_000,
+    "jaxpr": 5_900,
     "jit": 3_050,
     "measure": 2_300,
-    "numerics": 6_600,
+    "numerics": 6_050,
     "plan": 1_400,
     "planner": 4_350,
     "policy": 2_050,
@@ -35,7 +35,7 @@ MAX_FOLDER_LINES = {
 }
 """What each folder had when it was last counted. A change that adds a mechanism takes one away."""
 ROOT_FILES = {
-    *("__init__.py", "__main__.py", "api.py", "lazy.py", "moved.py", "units.py", "version.py"),
+    *("__init__.py", "__main__.py", "api.py", "moved.py", "units.py", "version.py"),
     *("loss_scale.py", "quant.py", "types.py"),  # for users, as the folders numerics and report are
     "py.typed",
 }
@@ -45,7 +45,6 @@ ROOT_FILES = {
 MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "units": set(),
-    "lazy": set(),
     "moved": set(),
     "policy": set(),
     "devices": {"policy"},
@@ -63,11 +62,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "jit": {"policy", "devices", "jaxpr", "plan", "planner", "rewrite", "autotune"},
     "api": {"policy", "devices", "jaxpr", "plan", "view", "jit"},
     "numerics": {
-        *("units", "lazy", "policy", "jaxpr", "analysis", "plan", "planner", "rewrite", "view"),
+        *("units", "policy", "jaxpr", "analysis", "plan", "planner", "rewrite", "view"),
         *("jit", "api"),
     },
     "report": {
-        *("units", "lazy", "policy", "devices", "jaxpr", "analysis", "measure", "plan"),
+        *("units", "policy", "devices", "jaxpr", "analysis", "measure", "plan"),
         *("planner", "rewrite", "view", "jit", "api"),
     },
     "testing": {"units", "policy", "jaxpr", "plan", "view", "api"},
@@ -75,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quant": {"numerics"},
     "types": {"policy", "plan", "jit"},
     "__init__": {
-        *("version", "lazy", "moved", "policy", "plan", "api", "numerics", "report", "testing"),
+        *("version", "moved", "policy", "plan", "api", "numerics", "report", "testing"),
         *("loss_scale", "quant", "types"),
     },
     "cli": {

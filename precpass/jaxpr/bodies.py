@@ -12,7 +12,7 @@ import jax.core
 import jax.extend.core as jex
 import numpy as np
 
-from precpass.jaxpr.hi_primitives import hi_body, hi_jaxprs, hi_name, why_not_entered, with_hi_body
+from precpass.jaxpr.hi_primitives import hi_body, hi_jaxprs, hi_name, with_hi_body
 from precpass.jaxpr.reading import in_avals, open_jaxpr
 from precpass.jaxpr.types import Aval, Eqn, Jaxpr
 
@@ -240,7 +240,7 @@ def why_opaque(eqn: Eqn) -> str | None:
     if name not in ENTERED:
         return OPAQUE.get(name)
     if name == "call_hi_primitive" and hi_body(eqn) is None:
-        return why_not_entered(eqn.params["_prim"])
+        return "a hi-primitive, such as JAX makes under experimental flags like jax_remat3"
     refs = any(is_ref(v.aval) for v in eqn.invars)
     return "it works on references" if refs else "its operands are not those of its jaxpr"
 
@@ -250,7 +250,7 @@ def hidden_jaxprs(eqn: Eqn) -> list[Any]:
     if eqn.primitive.name in COMBINERS:
         return []
     if eqn.primitive.name == "call_hi_primitive":
-        return list(hi_jaxprs(eqn.params["_prim"]))
+        return hi_jaxprs(eqn)
     return list(jex.jaxprs_in_params(eqn.params))
 
 

@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import linear_util
 
 from precpass.jaxpr.binding import evaluate, trace
-from precpass.jaxpr.hi_primitives import has_hi_rules, hi_rules
+from precpass.jaxpr.hi_primitives import with_hi_rules
 from precpass.jaxpr.reading import consts_of, in_avals, open_jaxpr, out_avals
 from precpass.jaxpr.types import Aval, Eqn, Jaxpr
 
@@ -24,6 +24,7 @@ Natives = Callable[[], Sequence[Any]]
 
 _WITH_RULES = frozenset(
     ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call", "remat_opt")
+    + ("call_hi_primitive",)
 )
 
 
@@ -74,15 +75,13 @@ def with_rewritten_rules(eqn: Eqn, params: dict[str, Any], rewrite: Rewrite) -> 
     elif primitive == "linear_call":
         params["transpose_thunk"] = _rewritten_transpose(params["transpose_thunk"], rewrite)
     elif primitive == "call_hi_primitive":
-        params["_prim"] = hi_rules(
+        params["_prim"] = with_hi_rules(
             params["_prim"], lambda rule: _rewritten_function(rule, rewrite, tuple)
         )
 
 
 def has_rules(eqn: Eqn) -> bool:
     """Whether an equation that is entered has custom rules."""
-    if eqn.primitive.name == "call_hi_primitive":
-        return has_hi_rules(eqn.params["_prim"])
     return eqn.primitive.name in _WITH_RULES
 
 

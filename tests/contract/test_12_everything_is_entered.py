@@ -1,7 +1,5 @@
 """Design section 3, line 12: every primitive with a body is entered, and no product is missed."""
 
-import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +17,7 @@ from precpass import jaxpr as ir
 from precpass.analysis.graph import Graph
 from tests.support.jaxprs import jaxprs_in, low_products, named, walk
 from tests.support.lowered_text import stablehlo_products
-from tests.support.passes import assert_all_low, config
+from tests.support.passes import assert_all_low
 from tests.support.values import assert_near, normal_array
 
 X, W = normal_array(0, 4, 8), normal_array(1, 8, 8)
@@ -223,42 +221,6 @@ def test_the_graph_has_every_product_of_the_stablehlo(name: str):
     expected = stablehlo_products(fn, X, W)
     assert expected > 0
     assert graph_products(Graph.build(jaxpr)) == expected + not_lowered(name, jaxpr)
-
-
-# What JAX itself cannot do with a flag: jax_scan3 has no reverse mode, no rule inside of
-# custom_linear_solve (0.12: "No state discharge rule"), and 0.12 drops a scan whose body is a jit.
-NOT_IN_JAX = {
-    ("jax_scan3", name) for name in ("in_scan_gradient", "in_custom_linear_solve", "in_nested")
-}
-FLAGS = ("jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3", "jax_scan3")
-HIDING = [
-    (flag, name)
-    for flag in FLAGS
-    if hasattr(jax.config, flag)
-    for name in PROGRAMS
-    if (flag, name) not in NOT_IN_JAX
-]
-
-
-@pytest.mark.release(keep=6)
-@pytest.mark.enumerated
-@pytest.mark.parametrize(("flag", "name"), HIDING)
-def test_what_new_flags_hide_is_entered_or_warned_of(flag: str, name: str):
-    fn = PROGRAMS[name]
-    with config(flag, True), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        jaxpr = jax.make_jaxpr(fn)(X, W)
-        expected = stablehlo_products(fn, X, W) + not_lowered(name, jaxpr)
-        entered = graph_products(Graph.build(jaxpr))
-        caught.clear()
-        pp.auto_mixed(fn).lower(X, W)
-    assert expected > 0
-    texts = [str(w.message) for w in caught if issubclass(w.category, pp.PrecisionWarning)]
-    warned = [t for t in texts if "contains" in t and "product" in t]
-    counted = sum(int(re.search(r"contains (\d+) product", t).group(1)) for t in warned)
-    assert entered + counted == expected, f"{texts}\n{jaxpr}"
-    assert all("call_hi_primitive (Scan3)" in t and "the flag jax_scan3" in t for t in warned)
-    assert bool(warned) == (flag == "jax_scan3" and bool(named(jaxpr, "call_hi_primitive")))
 
 
 COMBINERS: dict[str, Callable[..., Any]] = {

@@ -398,10 +398,10 @@ def test_args_may_be_anything_that_jax_computes_with():
 def test_without_optimistix_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     import sys
 
-    from precpass.numerics import solvers
+    from precpass import numerics
 
-    monkeypatch.delitem(sys.modules, "precpass.numerics.solvers.fitting", raising=False)
-    monkeypatch.delattr(solvers, "fitting", raising=False)
+    monkeypatch.delitem(sys.modules, "precpass.numerics.fitting", raising=False)
+    monkeypatch.delattr(numerics, "fitting", raising=False)
     monkeypatch.setitem(sys.modules, "optimistix", None)
     with pytest.raises(ModuleNotFoundError, match="pip install optimistix lineax equinox"):
         pp.numerics.least_squares(decay, START)

@@ -10,7 +10,7 @@ import pytest
 from scipy.linalg import lu_factor
 
 import precpass as pp
-from precpass.numerics.solvers.lu import factors
+from precpass.numerics.linear import factors
 
 pytestmark = pytest.mark.programs
 

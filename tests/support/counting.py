@@ -24,16 +24,8 @@ from precpass.planner.planner import make_plan
 from precpass.policy.presets import AutoMixedBf16
 from precpass.policy.primitives import BOUNDARY, TABLE
 from precpass.policy.scopes import is_fixed
-from tests.support.jaxprs import PRODUCTS, jaxprs_in, named
+from tests.support.jaxprs import PRODUCTS, jaxprs_in
 
-FLAGS = [
-    flag
-    for flag in ("jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3", "jax_scan3")
-    if hasattr(jax.config, flag)
-]
-"""Those of the installed JAX that make hi-primitives of its functions."""
-NOT_ENTERED = ("Scan3", "OptRemat", "CustomVJPTraced", "VmapOf")
-"""What they make that is not entered, always or with some options; else a warning is a miss."""
 # as it is at first: a test that takes one out of a table must not make it another library's
 OF_JAX = frozenset({*ENTERED, *OPAQUE, *TABLE, *BOUNDARY})
 """The primitives of JAX itself that are in a table."""
@@ -207,13 +199,8 @@ def _is_foreign(eqn: Any) -> bool:
 def _may_be_left(eqn: Any) -> bool:
     """Whether an equation that holds products is one that is not to be entered."""
     if eqn.primitive.name == "call_hi_primitive":
-        made = type(eqn.params["_prim"])
-        return made.__name__ in NOT_ENTERED or not made.__module__.startswith("jax.")
+        return type(eqn.params["_prim"]).__name__ not in ("CustomRoot", "_RootLinearMap")
     return eqn.primitive.name in OPAQUE or any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
-
-
-def in_hi_primitives(jaxpr: Any) -> int:
-    return sum(in_jaxpr(j) for e in named(jaxpr, "call_hi_primitive") for _, j in _lowered_in(e))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +213,6 @@ class Counts:
         warned: in what the graph does not enter.
         missed: those of them that no warning tells of, or that the graph should have entered.
         dead: those that JAX drops.
-        hi: those of the jaxpr that stand in hi-primitives.
     """
 
     lowered: int
@@ -234,7 +220,6 @@ class Counts:
     warned: int
     missed: int
     dead: int
-    hi: int
 
     @property
     def agree(self) -> bool:
@@ -243,7 +228,7 @@ class Counts:
 
 def counts(jaxpr: Any, traced: Any, lowered: Any) -> Counts:
     dead = in_jaxpr(jaxpr) - in_jaxpr(without_dead(traced.lojax.jaxpr))
-    return Counts(in_stablehlo(lowered.as_text()), *known_of(jaxpr), dead, in_hi_primitives(jaxpr))
+    return Counts(in_stablehlo(lowered.as_text()), *known_of(jaxpr), dead)
 
 
 def assert_counted(traced: Any) -> int:

@@ -29,9 +29,8 @@ def installed() -> dict[str, Any]:
     """What this module prints when it runs as a program.
 
     `version`; `primitives`, the names of all; `lowerable`, those that JAX can lower: by a rule of
-    their own, into other primitives, or by taking their references away; `holders`, the params of
-    each in which jaxprs can stand; `hi_primitives`, the classes whose instances `call_hi_primitive`
-    applies.
+    their own, into other primitives, or by taking their references away; and `holders`, the params
+    of each in which jaxprs can stand.
     """
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
@@ -90,17 +89,11 @@ def _has_own(instance: Any, method: str, base: type) -> bool:
     return getattr(own, "__func__", own) is not getattr(base, method, None)
 
 
-def _subclasses(cls: type) -> Iterator[type]:
-    for sub in cls.__subclasses__():
-        yield sub
-        yield from _subclasses(sub)
-
-
 def _enumerate() -> dict[str, Any]:
     warnings.simplefilter("ignore")
     _import_all_of_jax()
     import jax
-    from jax._src import core, hijax
+    from jax._src import core
     from jax._src.interpreters import mlir
     from jax._src.state import discharge
 
@@ -119,14 +112,11 @@ def _enumerate() -> dict[str, Any]:
             if isinstance(key, core.Primitive):
                 params[key.name] |= _keywords(rule)
     holders = {n: sorted(p for p in ps if _HOLDS_JAXPRS.search(p)) for n, ps in params.items()}
-    # 0.12 renamed VJPHiPrimitive
-    hi = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive
     return {
         "version": jax.__version__,
         "primitives": sorted(params),
         "lowerable": sorted(p.name for p in lowerable),
         "holders": {name: found for name, found in sorted(holders.items()) if found},
-        "hi_primitives": sorted({cls.__name__ for cls in _subclasses(hi)}),
     }
 
 

@@ -32,13 +32,6 @@ LEFT_OUT = {
 }
 """The files of tests that are not run for what they give to the pass."""
 
-WITH_A_BROKEN_PASS = {
-    "contract/12_hi_primitives: a_layout_of_no_tested_release_is_a_boundary_with_a_warning": (
-        "takes away what enters its program"
-    ),
-}
-"""Tests whose program has products that are missed on purpose; they are not run."""
-
 NOT_LOWERED = {
     "contract/11_nothing_is_silent: "
     "a_primitive_that_shows_no_jaxpr_is_judged_by_its_lowering[no lowering]": "it has no lowering",
@@ -53,7 +46,7 @@ NOT_LOWERED = {
         )
     },
 }
-"""The tests whose program JAX cannot lower without a flag either, and why."""
+"""The tests whose program JAX cannot lower, and why."""
 
 MARK = ", given "
 """Stands in the name of such a program between its test and its number."""

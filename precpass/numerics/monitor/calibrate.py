@@ -86,7 +86,12 @@ def calibrate(
     factor = _factor(safety)
     if factor is None:
         raise ValueError(f"calibrate(safety={safety!r}): it is to be a finite number of 1 or more")
-    watch = _Watch(fn, parsed)
+    planned: dict[_Key, _Low] = {}
+    fn, owner = owner_of(fn)
+    mixed = mixed_of(fn, policy=parsed)
+    pays = mixed.profitability
+    looked_at = parsed if pays is None else parsed.with_profitability(pays)
+    run = Staged(mixed, functools.partial(_looked, looked_at, planned), on_copies=True)
     ranges: dict[_Key, Seen] = {}
     unsound: dict[_Key, Seen] = {}
     count = 0
@@ -97,7 +102,8 @@ def calibrate(
                 "the function's arguments: (batch,) for one"
             )
         try:
-            health = watch(batch)
+            with quietly():
+                _, health = run((), (*owner, *batch), {})
         except Exception as error:
             error.add_note(f"in batch {count} of calibrate")
             raise
@@ -109,11 +115,11 @@ def calibrate(
         count += 1
     if not count:
         raise ValueError("calibrate: there are no batches: give at least one tuple of arguments")
-    for text in _complaints(watch.planned, ranges, unsound):
+    for text in _complaints(planned, ranges, unsound):
         warnings.warn(text, PrecisionWarning, stacklevel=2)
     evidence = (
         _rule(key, why, low.native)
-        for key, low in watch.planned.items()
+        for key, low in planned.items()
         if key in ranges and (why := _evidence(low, ranges[key], factor))
     )
     return parsed.with_rules(*evidence)
@@ -128,32 +134,6 @@ def _factor(safety: Any) -> float | None:
     except OverflowError:
         return None
     return factor if 1.0 <= factor < math.inf else None
-
-
-class _Watch:
-    """Runs a function in float32 and records its ranges.
-
-    Attributes:
-        planned: the equations that the policy rounds, in all traces so far.
-
-    Args:
-        fn: the function.
-        policy: the one that will run.
-    """
-
-    def __init__(self, fn: Callable[..., Any], policy: PrecisionPolicy) -> None:
-        self.planned: dict[_Key, _Low] = {}
-        fn, self._owner = owner_of(fn)
-        mixed = mixed_of(fn, policy=policy)
-        pays = mixed.profitability
-        policy = policy if pays is None else policy.with_profitability(pays)
-        looked_at = functools.partial(_looked, policy, self.planned)
-        self._run = Staged(mixed, looked_at, on_copies=True)
-
-    def __call__(self, batch: tuple[Any, ...]) -> Health:
-        """The `Health` of a run."""
-        with quietly():
-            return self._run((), (*self._owner, *batch), {})[1]
 
 
 _RECORDER = Recorder(reads=True)

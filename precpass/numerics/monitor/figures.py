@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -80,11 +81,7 @@ def joined(one: Figures, other: Figures) -> Figures:
     )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("arrays",),
-    meta_fields=("items", "count", "rows"),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Noted:
     """What is to be reduced to the figures of a sequence of equations.
@@ -95,9 +92,9 @@ class Noted:
     """
 
     arrays: list[Any]
-    items: Sequence[Any]
-    count: int
-    rows: tuple[_Row, ...]
+    items: Sequence[Any] = dataclasses.field(metadata={"static": True})
+    count: int = dataclasses.field(metadata={"static": True})
+    rows: tuple[Row, ...] = dataclasses.field(metadata={"static": True})
 
 
 class Recorder:
@@ -120,7 +117,7 @@ class Recorder:
     def record(self, ran: Sequence[ir.Ran]) -> Noted:
         """As `ir.LateLook` says."""
         values = Values()
-        rows: list[_Row] = []
+        rows: list[Row] = []
         for step in ran:
             if _keeps_magnitudes(step):
                 values.equate(step.results[0], step.operands[0])
@@ -135,7 +132,7 @@ class Recorder:
         table = Table([(x.arrays, x.items, x.count) for x in records])
 
         def cells(name: str, empty: Cell) -> Any:
-            rows = [(at, getattr(row, name)) for at, x in enumerate(records) for row in x.rows]
+            rows = [(at, row.get(name, [])) for at, x in enumerate(records) for row in x.rows]
             return rows, empty
 
         names = ("bad", "infinities", "nans", "lost", "not_finite_read", "nans_read")
@@ -186,43 +183,30 @@ def _moves(name: str) -> bool:
     return op(name).kind is OpKind.DATA_MOVEMENT and name != "gather"
 
 
-@dataclasses.dataclass
-class _Row:
-    """The cells that make up an equation's row: sums, maxima or minima are taken over each list.
+Row = dict[str, list[Cell]]
+"""The cells that make up an equation's row: sums, maxima or minima are taken over each list.
 
-    Attributes:
-        largest, smallest: of the results.
-        bad: how many results are not finite.
-        infinities, nans: how many are made, unless `not_finite_read` or `nans_read` are not zero.
-        lost: how many are lost to zero.
-        not_finite_read, nans_read: how many elements of operands are not finite, or NaN.
-        largest_read, smallest_read: of the operands.
-    """
-
-    largest: list[Cell] = dataclasses.field(default_factory=list)
-    smallest: list[Cell] = dataclasses.field(default_factory=list)
-    bad: list[Cell] = dataclasses.field(default_factory=list)
-    infinities: list[Cell] = dataclasses.field(default_factory=list)
-    nans: list[Cell] = dataclasses.field(default_factory=list)
-    lost: list[Cell] = dataclasses.field(default_factory=list)
-    not_finite_read: list[Cell] = dataclasses.field(default_factory=list)
-    nans_read: list[Cell] = dataclasses.field(default_factory=list)
-    largest_read: list[Cell] = dataclasses.field(default_factory=list)
-    smallest_read: list[Cell] = dataclasses.field(default_factory=list)
+- largest, smallest: of the results.
+- bad: how many results are not finite.
+- infinities, nans: how many are made, unless `not_finite_read` or `nans_read` are not zero.
+- lost: how many are lost to zero.
+- not_finite_read, nans_read: how many elements of operands are not finite, or NaN.
+- largest_read, smallest_read: of the operands.
+"""
 
 
-def _row(step: ir.Ran, reads: bool, values: Values) -> _Row:
+def _row(step: ir.Ran, reads: bool, values: Values) -> Row:
     name = step.eqn.primitive.name
     results = [x for x in step.results if _is_inexact(x)]
     operands = [x for x in step.operands if _is_inexact(x)]
     chooses = _moves(name) or _makes_an_operand(name, operands, results)
     shape = jnp.shape(results[0])
     pointwise = _is_pointwise(name, operands, shape)
-    row = _Row()
+    row: Row = defaultdict(list)
     if reads:
         extents = [values.extent(x) for x in operands]
-        row.largest_read += [x.largest for x in extents]
-        row.smallest_read += [x.smallest_less_one for x in extents]
+        row["largest_read"] += [x.largest for x in extents]
+        row["smallest_read"] += [x.smallest_less_one for x in extents]
     from_all = not (pointwise or chooses)
     if from_all:
         _note_not_finite_read(row, step, operands, values)
@@ -231,17 +215,17 @@ def _row(step: ir.Ran, reads: bool, values: Values) -> _Row:
     around = [values.spread(x, shape) for x in around]
     for x in results:
         extent, changed = values.changed(x, around, list(wanted.values()))
-        row.largest.append(extent.largest)
-        row.smallest.append(extent.smallest_less_one)
-        row.bad += extent.infinities, extent.nans
+        row["largest"].append(extent.largest)
+        row["smallest"].append(extent.smallest_less_one)
+        row["bad"] += extent.infinities, extent.nans
         for figure, field in wanted.items():
-            getattr(row, figure).append(changed[field])
+            row[figure].append(changed[field])
         if from_all:
-            row.infinities.append(extent.infinities)
-            row.nans.append(extent.nans)
+            row["infinities"].append(extent.infinities)
+            row["nans"].append(extent.nans)
     if ir.rounds_operand(step.eqn):
         # A scaled product's operand loses values to zero by its rounding.
-        row.lost.append(values.lost(step.operands[0], step.results[0]))
+        row["lost"].append(values.lost(step.operands[0], step.results[0]))
     return row
 
 
@@ -263,16 +247,16 @@ def _keeps_magnitudes(step: ir.Ran) -> bool:
     return kept and after.dtype == before.dtype
 
 
-def _note_not_finite_read(row: _Row, step: ir.Ran, operands: Sequence[Any], values: Values) -> None:
+def _note_not_finite_read(row: Row, step: ir.Ran, operands: Sequence[Any], values: Values) -> None:
     if any(map(_is_ref, step.operands)):
         # A reference may hold a NaN, so what the equation makes of it does not count as born here.
-        row.not_finite_read.append(ONE)
-        row.nans_read.append(ONE)
+        row["not_finite_read"].append(ONE)
+        row["nans_read"].append(ONE)
         return
     for x in operands:
         infinities, nans = values.not_finite(x)
-        row.not_finite_read += infinities, nans
-        row.nans_read.append(nans)
+        row["not_finite_read"] += infinities, nans
+        row["nans_read"].append(nans)
 
 
 def _makes_an_operand(name: str, operands: Sequence[Any], results: Sequence[Any]) -> bool:
@@ -303,7 +287,7 @@ def _changes(name: str, operands: Sequence[Any], chooses: bool) -> tuple[list[An
         chooses: whether its results are elements of them.
 
     Returns:
-        The operands, and for each figure of `_Row` the field of `Changes` that it counts.
+        The operands, and for each figure of a row the one of `CHANGES` that it counts.
     """
     wanted: dict[str, str] = {}
     if not chooses:

@@ -1,8 +1,10 @@
-"""`Health`: a monitor's record of a program's numbers."""
+"""`Health`: a monitor's record of a program's numbers, as data, text and HTML."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,15 +14,68 @@ import numpy as np
 
 from precpass.jaxpr import Place
 from precpass.numerics.monitor.figures import MOST, NEVER, Figures, joined, none
-from precpass.numerics.monitor.health_page import health_page
-from precpass.numerics.monitor.seen import Seen
+from precpass.policy.scopes import clean_scope
 from precpass.units import counted
-from precpass.view.text import as_html, page, plain
+from precpass.view.sheet import Cell, Entry, bar, facts, sheet
+from precpass.view.text import Line, as_html, heading, page, plain, spans
 
 __all__ = ["Health", "Seen"]
 
 
-@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """The record of one equation, over all of its runs.
+
+    Attributes:
+        place: the equation: its `primitive`, `scope`, `source` line, and the loops and branches
+            that it is `inside`.
+        runs: how often it ran; 0 for an equation that was not reached.
+        largest: the largest finite magnitude of its results; 0.0 if there is none.
+        smallest: the smallest nonzero magnitude of its results; inf if there is none.
+        nonfinite: the number of results that are not finite.
+        infinities: the number of infinities that it produced from finite operands.
+        nans: the number of NaNs that it produced from operands without one; inf - inf counts.
+        lost: the number of results that are zero and should not be: products, quotients, powers,
+            exponentials and casts that were too small for their format.
+        first: the trip of the outermost loop in which it produced the first infinity or NaN; 0
+            outside loops, None if there was none.
+        reads: the largest and the smallest magnitude of its operands, and the smallest of the
+            operands' largest magnitudes; None except in a calibration.
+    """
+
+    place: Place
+    runs: int
+    largest: float
+    smallest: float
+    nonfinite: int
+    infinities: int
+    nans: int
+    lost: int
+    first: int | None
+    reads: tuple[float, float, float] | None = None
+
+    @property
+    def lost_share(self) -> float:
+        """The share of all results that were lost; 0.0 if the equation did not run."""
+        results = self.runs * math.prod(self.place.shape)
+        return self.lost / results if results else 0.0
+
+    @property
+    def is_birth(self) -> bool:
+        """Whether the equation produced a NaN or an infinity, and did not only pass one on."""
+        return bool(self.nans or self.infinities)
+
+    def __str__(self) -> str:
+        where = "".join(text for text, _ in heading(self.place.source))
+        scope = clean_scope(self.place.scope)
+        parts = [where, f"in {scope}" if scope else ""]
+        inside = ", ".join(self.place.inside)
+        parts += [f"in {inside}" if inside else ""]
+        parts += [f"first in trip {self.first}" if inside and self.first is not None else ""]
+        return "  ".join(part for part in parts if part)
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Health:
     """The record of `monitor`: a pytree of small arrays with a row for each equation.
@@ -39,17 +94,8 @@ class Health:
     figures: Figures
     calls: Any
     looked: Any
-    places: tuple[Place, ...]
-    name: str
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        """As JAX requires it."""
-        return (self.figures, self.calls, self.looked), (self.places, self.name)
-
-    @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> Health:
-        """As JAX requires it."""
-        return cls(*children, *aux)
+    places: tuple[Place, ...] = dataclasses.field(metadata={"static": True})
+    name: str = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def empty(cls, like: Health) -> Health:
@@ -140,7 +186,7 @@ class Health:
     def _repr_html_(self) -> str:
         if self._is_traced():
             return page(as_html([[(repr(self), "")]]))
-        return health_page(self.name, self._calls(), self.seen())
+        return _health_page(self.name, self._calls(), self.seen())
 
     def __repr__(self) -> str:
         if self._is_traced():
@@ -193,3 +239,57 @@ def _extremes(seen: tuple[Seen, ...]) -> list[str]:
         f"{what} magnitude: {value:.3g} by {s.place.primitive}  {s}"
         for what, value, s in (("largest", top.largest, top), ("smallest", low.smallest, low))
     ]
+
+
+# ---------------------------------------------------------------- the page
+
+_BORN, _PASSED, _LOST, _FINE = "NaN or inf born", "passed on", "lost to zero", "fine"
+_NEVER = "not reached"
+_STYLES = {_BORN: "bad", _PASSED: "wide", _LOST: "cast", _FINE: "low", _NEVER: "none"}
+
+
+def _health_page(name: str, calls: str, seen: Sequence[Seen]) -> str:
+    """A health as HTML: a bar, and its equations, those that make NaNs and infinities first."""
+    states = [_state(s) for s in seen]
+    order = sorted(range(len(seen)), key=lambda i: (*_badness(seen[i], states[i]), i))
+    counts = [(what, float(states.count(what)), style) for what, style in _STYLES.items()]
+    shown: list[Line] = [[(calls, "")]]
+    shown += [
+        [(f"{counted(int(n), 'equation')}: {what}", style if style != "none" else "reason")]
+        for what, n, style in counts
+        if n and what is not _FINE
+    ]
+    heads = ["equation", "state", "NaNs", "infs", "not finite", "lost", "largest", "smallest"]
+    entries = [_entry(i, seen[i], states[i]) for i in order]
+    body = bar(counts, f"of {counted(len(seen), 'equation')}") + facts(shown)
+    body += sheet(heads, entries, groups=list(_STYLES))
+    return page(f'<div class="head">{spans([(name, "")])}</div>{body}')
+
+
+def _state(seen: Seen) -> str:
+    if not seen.runs:
+        return _NEVER
+    if seen.nans or seen.infinities:
+        return _BORN
+    return _PASSED if seen.nonfinite else _LOST if seen.lost else _FINE
+
+
+def _badness(seen: Seen, state: str) -> tuple[int, int]:
+    # In the order of the program the first birth is the cause of the others.
+    return list(_STYLES).index(state), -seen.lost if state is _LOST else 0
+
+
+def _entry(at: int, seen: Seen, state: str) -> Entry:
+    scope = clean_scope(seen.place.scope)
+    inside = [*([scope] if scope else []), *seen.place.inside]
+    where = f" in {', '.join(inside)}" if inside else ""
+    line = [(seen.place.primitive, "frame"), (f"{where}  ", "reason"), *heading(seen.place.source)]
+    counts = seen.nans, seen.infinities, seen.nonfinite, seen.lost
+    ends = (seen.largest, bool(seen.largest)), (seen.smallest, 0 < seen.smallest < float("inf"))
+    cells = [
+        Cell(line, f"{at:06d}"),
+        Cell([(state, _STYLES[state] if state is not _NEVER else "reason")], state),
+        *(Cell([(str(n or ""), "bad" if n else "")], float(n)) for n in counts),
+        *(Cell([(f"{x:.3g}" if known else "", "")], x if known else None) for x, known in ends),
+    ]
+    return Entry(cells, frozenset([state]))

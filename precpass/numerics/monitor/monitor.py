@@ -16,6 +16,7 @@ from precpass.analysis.liveness import unread
 from precpass.api import mixed_of
 from precpass.jit.staged import Staged, owner_of
 from precpass.jit.traced import Traced
+from precpass.numerics.given import check_whole
 from precpass.numerics.monitor.figures import Recorder
 from precpass.numerics.monitor.health import Health
 from precpass.policy.policy import PolicyLike
@@ -114,9 +115,8 @@ class Monitored(Generic[P, R]):
         profitability: str | None = None,
         every: int | None = None,
     ) -> None:
-        whole = isinstance(every, int) and not isinstance(every, bool)
-        if every is not None and not (whole and every >= 1):
-            raise ValueError(f"monitor(every={every!r}): it is to be a whole number of 1 or more")
+        if every is not None:
+            check_whole("monitor(every", every)
         fn, self._owner = owner_of(fn)
         mixed = mixed_of(fn, policy=policy, profitability=profitability)
         functools.update_wrapper(self, mixed, updated=())

@@ -90,24 +90,13 @@ class Extent(NamedTuple):
     nans: Cell
 
 
-class Changes(NamedTuple):
-    """The cells that count what a pointwise equation makes, and what it loses to zero.
+CHANGES = ("infinities", "nans", "lost_if_all", "lost", "lost_if_first")
+"""What is counted of a pointwise equation: what it makes, and what it loses to zero.
 
-    An infinity or a NaN was made if no operand has one at the same element, and a number was lost
-    if the result is zero and the exact result is not.
-
-    Attributes:
-        infinities, nans: how many were made.
-        lost_if_all: how many were lost if the exact result is zero only where an operand is.
-        lost: how many were lost if the exact result is never zero.
-        lost_if_first: how many were lost if it is zero only where the first operand is.
-    """
-
-    infinities: Cell
-    nans: Cell
-    lost_if_all: Cell
-    lost: Cell
-    lost_if_first: Cell
+An infinity or a NaN was made if no operand has one at the same element, and a number was lost if
+the result is zero and the exact result is not. That is zero only where an operand is
+(`lost_if_all`), never (`lost`), or only where the first operand is (`lost_if_first`).
+"""
 
 
 def _extent(bits: Any) -> list[Column]:
@@ -228,9 +217,9 @@ class Values:
         Args:
             value: the value.
             operands: of the equation, of the value's shape or scalars.
-            wanted: fields of `Changes`.
+            wanted: those of `CHANGES` that are counted.
         """
-        at = [Changes._fields.index(name) for name in wanted]
+        at = [CHANGES.index(name) for name in wanted]
         first = self._equal.get(id(value), value)
         known = self._extents.get(id(first))
         whats = [] if known else [("extent", [first], range(4))]
@@ -256,7 +245,7 @@ class Values:
 
     def lost(self, value: Any, rounded: Any) -> Cell:
         """The cell with the number of a value's elements that became zero as they were rounded."""
-        at = Changes._fields.index("lost_if_all")
+        at = CHANGES.index("lost_if_all")
         ((cell,),) = self._reduced([("changes", [rounded, value], [at])])
         return cell
 

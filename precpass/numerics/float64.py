@@ -16,27 +16,18 @@ __all__ = ["in_float64", "own_array"]
 
 Tree = Any
 _NARROW = {
-    np.dtype(wide): np.dtype(narrow)
-    for wide, narrow in (
-        (np.float64, np.float32),
-        (np.int64, np.int32),
-        (np.uint64, np.uint32),
-        (np.complex128, np.complex64),
-    )
+    np.dtype(np.float64): np.dtype(np.float32),
+    np.dtype(np.int64): np.dtype(np.int32),
+    np.dtype(np.uint64): np.dtype(np.uint32),
+    np.dtype(np.complex128): np.dtype(np.complex64),
 }
 
 
 def in_float64(fn: Callable[..., Tree], *args: Tree) -> Tree:
-    """`fn(*args)`, traced and run with x64 on.
+    """`fn(*args)`, traced and run with x64 on, for pytrees of arrays.
 
-    Args:
-        fn: a function of pytrees of arrays that returns a pytree of arrays.
-        args: its arguments.
-
-    Returns:
-        With x64 on, the result of `fn`. With x64 off and outside all transforms, 64-bit arrays are
-        numpy arrays; inside `jax.jit` and other transforms, which no 64-bit value can leave, they
-        are rounded to 32 bits.
+    With x64 off and outside all transforms, 64-bit arrays of the result are numpy arrays; inside
+    `jax.jit` and other transforms, which no 64-bit value can leave, they are rounded to 32 bits.
     """
     if ir.in_x64():
         return fn(*args)

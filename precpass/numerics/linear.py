@@ -1,4 +1,11 @@
-"""`solve`: solve linear systems by a low-precision factorisation and refinement."""
+"""`solve`: solve linear systems by a low-precision factorisation and refinement.
+
+The factorisation and GMRES are this package's own, because of the precisions. LAPACK factorises in
+float32 and float64 alone. jax.scipy's GMRES (jax 0.12.0.1) and lineax's (0.1.1) orthogonalise once,
+so with preconditioned matrices of condition 1e5 and more, which refinement has, their basis loses
+its orthogonality: with a float16 factor, refinement with the first fails at condition numbers of
+`tests/numerics/test_linear.py` at which it converges with this one.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.scipy.linalg import solve_triangular
 
-from precpass.numerics.solvers.float64 import in_float64
-from precpass.numerics.solvers.gmres import gmres
-from precpass.numerics.solvers.lu import factors
+from precpass.numerics.float64 import in_float64
+from precpass.numerics.given import check_whole
 from precpass.policy.precision import Precision
 
-__all__ = ["LinearSolve", "solve"]
+__all__ = ["LinearSolve", "factors", "solve"]
 
 _METHODS = ("classic", "gmres")
 _FACTORS = (Precision.F32, Precision.F16, Precision.BF16)
@@ -37,11 +44,7 @@ _REASONS = (
 _UNDERFLOW = 5
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("x", "status", "steps", "backward_error", "error"),
-    meta_fields=("factor", "refine", "method"),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearSolve:
     """The result of `solve`, with measures of its accuracy for each column of `b`.
@@ -62,9 +65,9 @@ class LinearSolve:
     steps: Any
     backward_error: Any
     error: Any
-    factor: Precision
-    refine: Precision
-    method: str
+    factor: Precision = dataclasses.field(metadata={"static": True})
+    refine: Precision = dataclasses.field(metadata={"static": True})
+    method: str = dataclasses.field(metadata={"static": True})
 
     @property
     def converged(self) -> Any:
@@ -150,10 +153,8 @@ def solve(
     high = _parsed("refine", refine, _REFINES)
     if method not in _METHODS:
         raise ValueError(f"method={method!r}: legal are {', '.join(map(repr, _METHODS))}")
-    for name, value in (("max_steps", max_steps), ("restart", restart)):
-        is_whole = isinstance(value, int) and not isinstance(value, bool)  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
-        if not is_whole or value < 1:
-            raise ValueError(f"{name}={value!r}: it is to be a whole number of 1 or more")
+    check_whole("max_steps", max_steps)
+    check_whole("restart", restart)
     _check_arrays(A, b)
     how = _How(low, high, method, max_steps, restart)
     x, status, steps, backward, error = in_float64(functools.partial(_solve, how), A, b)
@@ -219,13 +220,8 @@ def _solve_real(how: _How, a: Any, b: Any) -> Any:
         has_aux=True,
     )
     x, (status, steps, backward, error) = solved
-    return (
-        x,
-        jnp.where(vanished, jnp.int32(_UNDERFLOW), status),
-        steps,
-        jnp.where(vanished, jnp.ones_like(backward), backward),
-        jnp.where(vanished, jnp.full_like(error, jnp.inf), error),
-    )
+    status = jnp.where(vanished, _UNDERFLOW, status)
+    return x, status, steps, jnp.where(vanished, 1, backward), jnp.where(vanished, jnp.inf, error)
 
 
 def _vanishes(b: Any, precision: Precision) -> Any:
@@ -255,7 +251,7 @@ def _refined(how: _How, a: Any, apply: Callable[..., Any], b: Any) -> tuple[Any,
 
     def backward_error(x: Any, residual: Any) -> Any:
         scale = size * jnp.max(jnp.abs(x)) + jnp.max(jnp.abs(b))
-        return jnp.max(jnp.abs(residual)) / jnp.where(scale > 0, scale, jnp.ones_like(scale))
+        return jnp.max(jnp.abs(residual)) / _or_one(scale)
 
     def status(error: Any, before: Any, steps: Any) -> Any:
         ended = jnp.where(error > before / 2, 1, jnp.where(steps >= how.max_steps, 2, -1))
@@ -266,22 +262,15 @@ def _refined(how: _How, a: Any, apply: Callable[..., Any], b: Any) -> tuple[Any,
         x = state.x + _correction(how, a, apply, state.residual)
         residual = b - jnp.matmul(a, x, precision="highest")
         error = backward_error(x, residual)
-        steps = state.steps + 1
-        new_status = status(error, state.backward_error, steps)
+        ended = status(error, state.backward_error, state.steps + 1)
         # A step that makes the result worse is not taken.
-        better = error < state.backward_error
-        return _State(
-            jnp.where(better, x, state.x),
-            jnp.where(better, residual, state.residual),
-            jnp.where(better, error, state.backward_error),
-            steps,
-            new_status,
-        )
+        better = functools.partial(jnp.where, error < state.backward_error)
+        x, residual, error = map(better, (x, residual, error), state[:3])
+        return _State(x, residual, error, state.steps + 1, ended)
 
-    zero = jnp.zeros_like(b)
-    count = jnp.zeros((), jnp.int32)
+    zero, count = jnp.zeros_like(b), jnp.zeros((), jnp.int32)
     error = backward_error(zero, b)
-    first = _State(zero, b, error, count, status(error, jnp.full_like(error, jnp.inf), count))
+    first = _State(zero, b, error, count, status(error, jnp.inf, count))
     last = lax.while_loop(lambda state: state.status < 0, step, first)
     # The solution may be out of its format's range. Without the barrier XLA would cancel the
     # multiplication and the division.
@@ -292,12 +281,17 @@ def _refined(how: _How, a: Any, apply: Callable[..., Any], b: Any) -> tuple[Any,
     backward = jnp.where(is_whole, last.backward_error, backward_error(kept, residual))
     remains = jnp.max(jnp.abs(_correction(how, a, apply, residual)))
     length = jnp.max(jnp.abs(kept))
-    none = jnp.where(remains > 0, jnp.full_like(remains, jnp.inf), jnp.zeros_like(remains))
-    error = jnp.where(length > 0, remains / jnp.where(length > 0, length, 1), none)
-    beyond = jnp.where(jnp.all(jnp.isfinite(x)), jnp.int32(_UNDERFLOW), jnp.int32(3))
+    none = jnp.where(remains > 0, jnp.inf, jnp.zeros_like(remains))
+    error = jnp.where(length > 0, remains / _or_one(length), none)
+    beyond = jnp.where(jnp.all(jnp.isfinite(x)), _UNDERFLOW, 3)
     ended = jnp.where((last.status == 0) & ~(backward <= tolerance), beyond, last.status)
-    ended = jnp.where((ended == 0) & ~(error < 0.1), jnp.int32(4), ended)
+    ended = jnp.where((ended == 0) & ~(error < 0.1), 4, ended)
     return x, (ended, last.steps, backward, error)
+
+
+def _or_one(x: Any) -> Any:
+    """A magnitude to divide by: 1 in the place of zero."""
+    return jnp.where(x > 0, x, 1)
 
 
 def _power_below(x: Any) -> Any:
@@ -310,8 +304,7 @@ def _power_below(x: Any) -> Any:
 
 def _correction(how: _How, a: Any, apply: Callable[..., Any], residual: Any) -> Any:
     """The solution of the system of the residual, by the factors or by GMRES with them."""
-    length = jnp.max(jnp.abs(residual))
-    length = jnp.where(length > 0, length, jnp.ones_like(length))
+    length = _or_one(jnp.max(jnp.abs(residual)))
     unit = residual / length
     if how.method == "classic":
         return length * apply(unit, jnp.float32)
@@ -323,7 +316,178 @@ def _correction(how: _How, a: Any, apply: Callable[..., Any], residual: Any) -> 
     tolerance = math.sqrt(how.high.unit_roundoff)
     start = apply(unit, how.high.dtype)
     # GMRES computes squares, and A may be of any scale.
-    size = jnp.max(jnp.abs(start))
-    size = jnp.where(size > 0, size, jnp.ones_like(size))
-    correction, _ = gmres(preconditioned, start / size, tolerance, how.restart)
-    return length * (size * correction)
+    size = _or_one(jnp.max(jnp.abs(start)))
+    return length * (size * _gmres(preconditioned, start / size, tolerance, how.restart))
+
+
+# ---------------------------------------------------------------- factorisations
+
+
+# In 16 bits it is done as on tensor cores (Haidar, Tomov, Dongarra, Higham 2018, "Harnessing GPU
+# tensor cores for fast FP16 arithmetic to speed up mixed-precision iterative refinement solvers",
+# https://doi.org/10.1109/SC.2018.00050): a blocked, right-looking LU with partial pivoting, whose
+# panels are factorised in float32 and whose trailing updates, nearly all of the work, are products
+# of 16-bit operands with float32 sums. The matrix is rounded to 16 bits before, and the factors
+# after.
+_SHARE = 0.1
+"""The largest entry becomes this share of the format's largest number (Higham, Pranesh, Zounon
+2019)."""
+_BLOCKS = 16
+_BLOCK = 32
+
+
+class Factors(NamedTuple):
+    """`P (rows[:, None] * A * columns) = L U`, with the powers of two that make `A` fit its format.
+
+    Attributes:
+        lu: the unit lower factor below the diagonal and the upper one above, in the format.
+        order: the permutation `P`, as the index of the row that comes to each place.
+        rows, columns: the scales, in the precision of `A`.
+    """
+
+    lu: Any
+    order: Any
+    rows: Any
+    columns: Any
+
+    def apply(self, r: Any, dtype: Any, transposed: bool = False) -> Any:
+        """`A^-1 r`, or `A^-T r`, to the accuracy of the factors.
+
+        Args:
+            r: a vector in the precision of `A`.
+            dtype: the dtype in which the triangular systems are solved. In the dtype of `r` the
+                function is linear up to rounding; in others vectors are scaled against under- and
+                overflow.
+            transposed: whether the matrix is transposed.
+        """
+        before, after = (self.columns, self.rows) if transposed else (self.rows, self.columns)
+        z = before * r
+        size = jnp.ones((), r.dtype)
+        if dtype != r.dtype:
+            size = _or_one(jnp.max(jnp.abs(z)))
+        z, lu = (z / size).astype(dtype), self.lu.astype(dtype)
+        if transposed:
+            z = solve_triangular(lu, z, trans="T")
+            z = solve_triangular(lu, z, trans="T", lower=True, unit_diagonal=True)
+            z = z[jnp.argsort(self.order)]
+        else:
+            z = solve_triangular(lu, z[self.order], lower=True, unit_diagonal=True)
+            z = solve_triangular(lu, z)
+        return after * (size * z.astype(r.dtype))
+
+
+def factors(a: Any, precision: Precision) -> Factors:
+    """The factors of a matrix, scaled by rows and columns first.
+
+    After Higham, Pranesh, Zounon 2019, "Squeezing a matrix into half precision, with an
+    application to solving linear systems", https://doi.org/10.1137/18M1229511, algorithm 2.4: the
+    largest entry of each row and column becomes about one, and in float16 a tenth of the
+    largest number. The scales are powers of two, so that they round nothing.
+
+    Args:
+        a: a matrix of shape (n, n), in float32 or float64.
+        precision: float32, bfloat16 or float16.
+    """
+    rows = _reciprocal_power(jnp.max(jnp.abs(a), axis=1))
+    columns = _reciprocal_power(jnp.max(jnp.abs(a) * rows[:, None], axis=0))
+    if precision is Precision.F16:
+        # A tenth of the largest number lets U grow by a factor of ten.
+        columns = columns * 2.0 ** math.floor(math.log2(_SHARE * precision.max))
+    scaled = (rows[:, None] * a * columns[None]).astype(precision.dtype)
+    if precision.is_low:
+        lu, order = _blocked(scaled.astype(jnp.float32), precision.dtype)
+    else:
+        lu, _, order = lax.linalg.lu(scaled)
+    return Factors(lu.astype(precision.dtype), order, rows, columns)
+
+
+def _reciprocal_power(x: Any) -> Any:
+    """The power of two by which a magnitude is scaled into [1/2, 1); 1 for zero."""
+    _, exponent = jnp.frexp(x)
+    return jnp.ldexp(jnp.ones_like(x), jnp.where(x > 0, -exponent, jnp.zeros_like(exponent)))
+
+
+def _blocked(a: Any, low: Any) -> tuple[Any, Any]:
+    n = a.shape[0]
+    width = max(_BLOCK, -(-n // _BLOCKS))
+    order = jnp.arange(n)
+    for start in range(0, n, width):
+        stop = min(start + width, n)
+        panel, _, moved = lax.linalg.lu(a[start:, start:stop])
+        a = a.at[start:].set(a[start:][moved])
+        a = a.at[start:, start:stop].set(panel)
+        order = order.at[start:].set(order[start:][moved])
+        if stop < n:
+            right = solve_triangular(
+                a[start:stop, start:stop], a[start:stop, stop:], lower=True, unit_diagonal=True
+            )
+            update = jnp.matmul(
+                a[stop:, start:stop].astype(low),
+                right.astype(low),
+                preferred_element_type=jnp.float32,
+            )
+            a = a.at[start:stop, stop:].set(right).at[stop:, stop:].add(-update)
+    return a, order
+
+
+# ---------------------------------------------------------------- GMRES
+
+
+class _Arnoldi(NamedTuple):
+    count: Any
+    basis: Any
+    hessenberg: Any
+    null: Any
+    residual: Any
+
+
+def _gmres(operator: Callable[[Any], Any], b: Any, tolerance: float, size: int) -> Any:
+    """The Krylov vector whose image is nearest to `b`.
+
+    After Saad and Schultz 1986, https://doi.org/10.1137/0907058. With the vector `u` that is
+    orthogonal to the columns of the Hessenberg matrix, the norm of the residual is `|b| |u_1| /
+    |u|`.
+
+    Args:
+        operator: a linear function of a vector.
+        b: a vector.
+        tolerance: it ends when the norm of the residual relative to that of `b` is this small.
+        size: the largest dimension of the space.
+    """
+    length = jnp.linalg.norm(b)
+    residual = (length > 0).astype(b.dtype)
+    length = _or_one(length)
+    basis = jnp.zeros((size + 1, b.size), b.dtype).at[0].set(b / length)
+    # Columns that are not reached are those of an identity matrix.
+    hessenberg = jnp.eye(size + 1, size, k=-1, dtype=b.dtype)
+    null = jnp.zeros(size + 1, b.dtype).at[0].set(1)
+    first = _Arnoldi(jnp.zeros((), jnp.int32), basis, hessenberg, null, residual)
+
+    def goes_on(state: _Arnoldi) -> Any:
+        return (state.count < size) & (state.residual > tolerance)
+
+    def step(state: _Arnoldi) -> _Arnoldi:
+        k, basis = state.count, state.basis
+        w = operator(basis[k])
+        before = jnp.linalg.norm(w)
+        column = jnp.zeros(size + 1, b.dtype)
+        for _ in range(2):  # twice is enough (Giraud et al. 2005, doi 10.1007/s00211-005-0615-4)
+            along = basis @ w
+            w = w - along @ basis
+            column = column + along
+        norm = jnp.linalg.norm(w)
+        # The space contains the solution.
+        complete = norm <= jnp.finfo(b.dtype).eps * before
+        safe = jnp.where(complete, 1, norm)
+        null = state.null.at[k + 1].set(-(state.null @ column) / safe)
+        residual = jnp.where(complete, 0, 1 / jnp.linalg.norm(null))
+        hessenberg = state.hessenberg.at[:, k].set(
+            column.at[k + 1].set(jnp.where(complete, 0, norm))
+        )
+        basis = basis.at[k + 1].set(jnp.where(complete, 0, w / safe))
+        return _Arnoldi(k + 1, basis, hessenberg, null, residual)
+
+    last = lax.while_loop(goes_on, step, first)
+    q, r = jnp.linalg.qr(last.hessenberg)
+    y = lax.linalg.triangular_solve(r, (length * q[0])[:, None], left_side=True)[:, 0]
+    return y @ last.basis[:-1]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from precpass.api import auto_mixed
-from precpass.jit.nnx import has_nodes
 from precpass.jit.region import keep
 from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import FORMATS, Precision
@@ -18,7 +16,7 @@ from precpass.policy.primitives import OpKind
 from precpass.policy.warned import quietly
 from precpass.units import counted
 
-__all__ = ["Rung", "parse_ladder", "refuse_modules"]
+__all__ = ["Rung", "check_rising", "parse_ladder"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,40 +33,21 @@ class Rung:
     policy: PrecisionPolicy
     precision: Precision
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def unit_roundoff(self) -> float:
         """The unit roundoff of the precision of its matrix products."""
         return self.precision.unit_roundoff
 
-    def applied(self, fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-        """`fn` on this rung; its results keep the dtypes of `fn`.
-
-        Args:
-            fn: the function.
-            options: the options of `jax.jit`.
-        """
-        if self.precision.is_low:
-            return auto_mixed(fn, policy=self.policy, **options)
+    def applied(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """`fn` on this rung, with options of `jax.jit`; its results keep the dtypes of `fn`."""
         if self.precision is Precision.F64:
-            return auto_mixed(_in_float64(fn), policy=self.policy, **options)
+            return auto_mixed(keep("f64")(fn), policy=self.policy, **options)
         mixed = auto_mixed(fn, policy=self.policy, **options)
-
-        @functools.wraps(fn)
-        def plain(*args: Any, **kwargs: Any) -> Any:
-            # A float32 program does not change on this rung, so a warning of that would be wrong.
-            with quietly():
-                return mixed(*args, **kwargs)
-
-        return plain
-
-
-def _in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fn)
-    def kept(*args: Any, **kwargs: Any) -> Any:
-        with keep("f64"):
-            return fn(*args, **kwargs)
-
-    return kept
+        # A float32 program does not change in float32, so a warning of that would be wrong.
+        return mixed if self.precision.is_low else quietly()(mixed)
 
 
 _POLICIES = {
@@ -107,33 +86,26 @@ def parse_ladder(owner: str, ladder: Any) -> tuple[Rung, ...]:
             f"{owner}: ladder={ladder!r} has {counted(len(rungs), 'rung')}, and takes two or "
             "more, such as ('bf16', 'f32', 'f64'); auto_mixed(fn, policy=...) runs on one"
         )
-    for i, (low, high) in enumerate(itertools.pairwise(rungs)):
-        if any(high == before for before in rungs[: i + 1]):
-            raise ValueError(f"{owner}: ladder={ladder!r} has {high.name!r} twice")
-        if high.unit_roundoff > low.unit_roundoff:
-            raise ValueError(
-                f"{owner}: ladder={ladder!r} does not rise: {high.name!r} (unit roundoff "
-                f"{high.unit_roundoff:.2g}) comes after {low.name!r} ({low.unit_roundoff:.2g}). "
-                "The order is bf16, f16, f32, f64"
-            )
+    check_rising(f"{owner}: ladder={ladder!r}", rungs)
     return rungs
 
 
-def refuse_modules(owner: str, args: Any) -> None:
-    """Refuses arguments with a module of flax nnx.
+def check_rising(ladder: str, rungs: Sequence[Rung | Precision]) -> None:
+    """Raises ValueError for a rung that is not finer than those before it.
 
     Args:
-        owner: the name of the function that was given them, for errors.
-        args: a pytree.
-
-    Raises:
-        TypeError: if it holds one.
+        ladder: what was given, for errors.
+        rungs: its rungs.
     """
-    if has_nodes(args):
-        raise TypeError(
-            f"{owner} was given a module of flax nnx, whose state each rung would update: "
-            "give the function the state (graphdef, state = nnx.split(module)) and merge inside"
-        )
+    for i, (low, high) in enumerate(itertools.pairwise(rungs)):
+        if high in rungs[: i + 1]:
+            raise ValueError(f"{ladder} has {str(high)!r} twice")
+        if high.unit_roundoff > low.unit_roundoff:
+            raise ValueError(
+                f"{ladder} does not rise: {str(high)!r} (unit roundoff {high.unit_roundoff:.2g}) "
+                f"comes after {str(low)!r} ({low.unit_roundoff:.2g}). The order is bf16, f16, f32, "
+                "f64"
+            )
 
 
 def _rung(owner: str, given: Any) -> Rung:
@@ -146,18 +118,14 @@ def _rung(owner: str, given: Any) -> Rung:
                 f"{owner}: the rung {given!r} has an output format, and all rungs return what fn "
                 "does: leave it out (policy.with_output(None))"
             )
-        preset = PRESETS.get(policy.name)
-        name = policy.title if policy == preset else repr(policy)
+        name = policy.title if policy == PRESETS.get(policy.name) else repr(policy)
         return Rung(name, policy, policy.precision_for(OpKind.COMPUTE))
     try:
         precision = Precision.parse_format(given)
     except ValueError as error:
         others = (preset.title for preset in OTHER_NAMES.values())
         raise ValueError(
-            f"{owner}: unknown rung {given!r}: legal are {', '.join(repr(p.value) for p in _ORDER)}"
-            f", a PrecisionPolicy, and the names of presets ({', '.join([*PRESETS, *others])})"
+            f"{owner}: unknown rung {given!r}: legal are 'bf16', 'f16', 'f32', 'f64', a "
+            f"PrecisionPolicy, and the names of presets ({', '.join([*PRESETS, *others])})"
         ) from error
     return Rung(precision.value, _POLICIES[precision], precision)
-
-
-_ORDER = sorted(FORMATS, key=lambda p: -p.unit_roundoff)

@@ -3,77 +3,68 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.scipy.linalg import lu_factor, lu_solve
 
-from precpass.numerics.fallback.condition import condition_number
-from precpass.numerics.ladder.rungs import Rung
+from precpass import jaxpr as ir
+from precpass.api import auto_mixed
+from precpass.jit.region import keep
+from precpass.numerics.given import check_positive, shown
+from precpass.numerics.rungs import Rung
+from precpass.policy.precision import Precision
+from precpass.policy.presets import AlwaysF32
 
-__all__ = ["Check", "IllConditioned", "NonFinite", "OutOfRange", "Predicate", "parse_checks"]
+__all__ = [
+    "Check",
+    "IllConditioned",
+    "NonFinite",
+    "OutOfRange",
+    "Predicate",
+    "condition_number",
+    "parse_checks",
+]
 
-Verdict = tuple[Any, Any]
-Call = Callable[[Callable[..., Any]], Any]
-"""Calls a function of the user's arguments with them."""
+Tree = Any
 
 
-@runtime_checkable
-class Check(Protocol):
-    """A check, which `with_fallback` asks before or after a function has run on a rung.
+class Check:
+    """A check: a number that it finds in a result, and whether that number rejects it.
 
     Attributes:
-        before: whether it only needs the arguments. A rung on which it fires then does not run.
+        before: whether it only needs the arguments. A rung on which it rejects then does not run.
     """
-
-    before: bool
-
-    def bound(self, fn: Callable[..., Any]) -> Check:
-        """Return the check for the arguments of a function.
-
-        Raises:
-            ValueError: if it names an argument that the function does not have.
-        """
-        ...
-
-    def seen(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the value that the check looks at; with `before`, the same one on every rung.
-
-        Args:
-            out: the result; None for a check with `before`.
-            args: the positional arguments of the call.
-            kwargs: the keyword arguments.
-        """
-        ...
-
-    def fires(self, seen: Any, rung: Rung) -> Verdict:
-        """Return whether it fires, a boolean scalar, and the number that shows why."""
-        ...
-
-    @property
-    def text(self) -> str:
-        """The text that the report has if it fires; "{:.3g}" stands for the number."""
-        ...
-
-
-class _OfResult:
-    """A check of the result, which is the same for every function and every rung."""
 
     before = False
 
-    def bound(self, fn: Callable[..., Any]) -> Any:
+    def bound(self, fn: Callable[..., Any]) -> Check:
+        """Return the check for the arguments of a function."""
         return self
 
-    def seen(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return out
+    def number(self, out: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the number, a scalar; with `before` from the arguments alone."""
+        raise NotImplementedError
+
+    def rejects(self, number: Any, rung: Rung) -> Any:
+        """Return whether the number rejects the result of a rung, a boolean scalar."""
+        raise NotImplementedError
+
+    @property
+    def text(self) -> str:
+        """The text that the report has if it rejects; "{:.3g}" stands for the number."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
-class NonFinite(_OfResult):
+class NonFinite(Check):
     """Reject a result that has an infinity or a NaN; the report has their number.
 
     Examples:
@@ -81,12 +72,14 @@ class NonFinite(_OfResult):
         'values not finite: 3'
     """
 
-    def fires(self, seen: Any, rung: Rung) -> Verdict:
-        """Return whether values are not finite, and how many."""
-        count = jnp.zeros((), jnp.float32)
-        for x in _inexact(seen):
-            count += jnp.sum(~jnp.isfinite(x)).astype(jnp.float32)
-        return count > 0, count
+    def number(self, out: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return how many values are not finite."""
+        counts = [jnp.sum(~jnp.isfinite(x)).astype(jnp.float32) for x in _inexact(out)]
+        return sum(counts, jnp.zeros((), jnp.float32))
+
+    def rejects(self, number: Any, rung: Rung) -> Any:
+        """Return whether there are any."""
+        return number > 0
 
     @property
     def text(self) -> str:
@@ -95,7 +88,7 @@ class NonFinite(_OfResult):
 
 
 @dataclasses.dataclass(frozen=True)
-class OutOfRange(_OfResult):
+class OutOfRange(Check):
     """Reject a result with an element that is a NaN, or larger than a limit in magnitude.
 
     Attributes:
@@ -112,22 +105,19 @@ class OutOfRange(_OfResult):
     limit: float
 
     def __post_init__(self) -> None:
-        limit: Any = self.limit
-        if not (isinstance(limit, int | float | np.number) and 0 < limit < math.inf):
-            raise ValueError(f"OutOfRange(limit={self.limit!r}): it is to be positive and finite")
+        check_positive("OutOfRange(limit", self.limit)
 
-    def fires(self, seen: Any, rung: Rung) -> Verdict:
-        """Return whether an element is out of range, and the largest magnitude."""
-        largest, within = jnp.zeros((), jnp.float32), jnp.asarray(True)
-        for x in _inexact(seen):
-            # In 16 bits the limit would be another number, or an infinity.
-            size = jnp.abs(x)
-            size = size if size.dtype == jnp.float64 else size.astype(jnp.float32)
-            # `<=` is false for a NaN. A limit beyond the format becomes its largest number.
-            limit = min(float(self.limit), float(jnp.finfo(size.dtype).max))
-            within &= jnp.all(size <= limit)
-            largest = jnp.maximum(largest, jnp.max(size, initial=0).astype(jnp.float32))
-        return ~within, largest
+    def number(self, out: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the largest magnitude, or a NaN."""
+        # In 16 bits the limit would be another number, or an infinity.
+        wide = jnp.float64 if ir.in_x64() else jnp.float32
+        sizes = [jnp.max(jnp.abs(x).astype(wide), initial=0) for x in _inexact(out)]
+        return functools.reduce(jnp.maximum, sizes, jnp.zeros((), wide))
+
+    def rejects(self, number: Any, rung: Rung) -> Any:
+        """Return whether it is beyond the limit, which is at most the format's largest number."""
+        # `<=` is false for a NaN.
+        return ~(number <= min(float(self.limit), float(jnp.finfo(number.dtype).max)))
 
     @property
     def text(self) -> str:
@@ -136,7 +126,7 @@ class OutOfRange(_OfResult):
 
 
 @dataclasses.dataclass(frozen=True)
-class Predicate(_OfResult):
+class Predicate(Check):
     """Reject a result for which your function returns true.
 
     Attributes:
@@ -162,22 +152,20 @@ class Predicate(_OfResult):
         if not callable(self.fn):
             raise TypeError(f"Predicate({self.fn!r}): it is to be a function of the result")
 
-    def seen(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def number(self, out: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the function's result."""
         said = self.fn(out, *args, **kwargs) if self.takes_args else self.fn(out)
         is_array = isinstance(said, bool | np.bool_ | jax.Array | np.ndarray)
         if not is_array or jnp.shape(said) or not jnp.issubdtype(jnp.result_type(said), jnp.bool_):
-            shown = jax.typeof(said).str_short() if is_array else repr(said)
             raise TypeError(
-                f"the check {self._called!r} returned {shown}, and is to return a boolean scalar: "
-                "use jnp.any or jnp.all"
+                f"the check {self._called!r} returned {shown(said)}, and is to return a boolean "
+                "scalar: use jnp.any or jnp.all"
             )
-        return said
+        return jnp.asarray(said)
 
-    def fires(self, seen: Any, rung: Rung) -> Verdict:
-        """Return the function's result, as a bool and as a number."""
-        fires = jnp.asarray(seen)
-        return fires, fires.astype(jnp.float32)
+    def rejects(self, number: Any, rung: Rung) -> Any:
+        """Return the function's result."""
+        return number
 
     @property
     def text(self) -> str:
@@ -190,13 +178,13 @@ class Predicate(_OfResult):
 
 
 @dataclasses.dataclass(frozen=True)
-class IllConditioned:
+class IllConditioned(Check):
     """Skip a rung that is too coarse for the condition number of a matrix.
 
     With the condition number kappa and the rung's unit roundoff u, the relative error of a stable
     solution of a linear system is about kappa u (Higham 2002, "Accuracy and Stability of Numerical
     Algorithms", chapter 7), so the check fires if kappa > 10^-digits / u. kappa is estimated once,
-    from the arguments (`precpass.numerics.fallback.condition.condition_number`).
+    from the arguments (`precpass.numerics.checks.condition_number`).
 
     Attributes:
         matrix: the name of an argument, or a function of all arguments that returns the matrix,
@@ -253,14 +241,14 @@ class IllConditioned:
 
         return dataclasses.replace(self, matrix=named)
 
-    def seen(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def number(self, out: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the condition number."""
         assert not isinstance(self.matrix, str)
         return condition_number(self.matrix(*args, **kwargs))
 
-    def fires(self, seen: Any, rung: Rung) -> Verdict:
-        """Return whether the condition number is too large, and the condition number."""
-        return ~(seen <= 10**-self.digits / rung.unit_roundoff), seen
+    def rejects(self, number: Any, rung: Rung) -> Any:
+        """Return whether the condition number is too large for the rung."""
+        return ~(number <= 10**-self.digits / rung.unit_roundoff)
 
     @property
     def text(self) -> str:
@@ -307,3 +295,81 @@ def parse_checks(owner: str, unstable: Any, fn: Callable[..., Any]) -> tuple[Che
 
 def _inexact(tree: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+
+
+# ---------------------------------------------------------------- the condition number
+
+_ROUNDS = 4
+_RESOLVED = 0.01 / Precision.F32.unit_roundoff
+"""The largest condition number that float32 factors resolve: their own error grows as kappa u."""
+
+
+def condition_number(matrix: Any) -> jax.Array:
+    """An estimate of the condition number |A| |A^-1| of a real square matrix, in the 1-norm.
+
+    The estimate of |A^-1| is the one that LAPACK's xGECON makes of an LU factorisation: a lower
+    bound, rarely less than a third of it (Hager 1984, https://doi.org/10.1137/0905023; Higham
+    1988, https://doi.org/10.1145/50063.214386). The factors are in float32, or in float64 if
+    float32 does not resolve the number, with x64 on or off. The second factorisation only runs if
+    it is needed (under `jax.vmap` it always runs).
+
+    Args:
+        matrix: of a floating dtype, [..., n, n].
+
+    Returns:
+        A float32 scalar, the largest of a batch; inf if a matrix is singular or not finite.
+
+    Raises:
+        TypeError: for a matrix that is not real and floating.
+        ValueError: for one that is not square.
+
+    Examples:
+        >>> float(condition_number(jnp.diag(jnp.asarray([1.0, 0.5, 0.25]))))
+        4.0
+    """
+    a = jnp.asarray(lax.stop_gradient(matrix))
+    if not jnp.issubdtype(a.dtype, jnp.floating):
+        raise TypeError(f"condition_number takes a real floating matrix, not one of {a.dtype}")
+    if a.ndim < 2 or a.shape[-1] != a.shape[-2]:
+        raise ValueError(f"condition_number takes a square matrix, not one of shape {a.shape}")
+    if not a.size:
+        return jnp.zeros((), jnp.float32)
+    a = a.reshape(-1, *a.shape[-2:])
+    if a.dtype != jnp.float64:
+        a = a.astype(jnp.float32)
+    # A multiple of a matrix has the same condition number, and its elements fit float32.
+    largest = jnp.max(jnp.abs(a), (1, 2), keepdims=True)
+    a = a / jnp.where(largest > 0, largest, 1)
+    with keep("f32"):
+        rough = _largest(a.astype(jnp.float32))
+    return lax.cond(rough <= _RESOLVED, lambda: rough, lambda: _in_float64(a))
+
+
+@auto_mixed(policy=AlwaysF32)
+def _in_float64(a: jax.Array) -> jax.Array:
+    with keep("f64"):
+        return _largest(a)
+
+
+def _largest(matrices: jax.Array) -> jax.Array:
+    estimate = jnp.max(jax.vmap(_estimated)(matrices))
+    return jnp.where(jnp.isnan(estimate), jnp.inf, estimate).astype(jnp.float32)
+
+
+def _estimated(a: jax.Array) -> jax.Array:
+    n, solved = len(a), functools.partial(lu_solve, lu_factor(a))
+
+    def better(_: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x, largest = state
+        y = solved(x)
+        z = solved(jnp.where(y < 0, -1, 1).astype(a.dtype), trans=1)
+        steepest = jax.nn.one_hot(jnp.argmax(jnp.abs(z), 0), n, dtype=a.dtype, axis=0)
+        # jnp.maximum propagates a NaN.
+        return steepest, jnp.maximum(largest, jnp.sum(jnp.abs(y), 0))
+
+    # Higham's second vector catches matrices that mislead the ascent from the first one.
+    signs = jnp.where(jnp.arange(n) % 2 == 0, 1, -1).astype(a.dtype)
+    other = signs * (1 + jnp.arange(n, dtype=a.dtype) / max(n - 1, 1)) * (2 / (3 * n))
+    start = jnp.stack([jnp.full(n, 1 / n, a.dtype), other], 1), jnp.zeros(2, a.dtype)
+    _, inverse = lax.fori_loop(0, _ROUNDS, better, start)
+    return jnp.max(jnp.sum(jnp.abs(a), 0)) * jnp.max(inverse)

@@ -1,10 +1,5 @@
 """Fallback: run a function in low precision, and again in a higher one if a check fires.
 
-    check = pp.numerics.IllConditioned("a")
-    solve = pp.with_fallback(jnp.linalg.solve, ("f32", "f64"), unstable=check)
-    x, report = solve(a, b)
-    print(report)  # f64 [f32: a condition number of 3.3e+09 leaves less than 1 digit]
-
 It is one program with a `lax.cond` for each rung above the first, so a higher rung that is not
 taken only costs its compilation. It has no state and prints nothing: the report is a pytree,
 returned beside the result.
@@ -18,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -28,20 +22,17 @@ from precpass.api import auto_mixed
 from precpass.jit.calls import check_function
 from precpass.jit.mixed import Mixed
 from precpass.jit.region import keep
-from precpass.numerics.fallback.checks import Check, NonFinite, parse_checks
-from precpass.numerics.fallback.masked_derivatives import differentiated_if_chosen
-from precpass.numerics.ladder.rungs import Rung, parse_ladder, refuse_modules
-from precpass.numerics.loss_scale.gradients import Axes
+from precpass.numerics.checks import Check, NonFinite, parse_checks
+from precpass.numerics.given import is_known, refuse_modules
+from precpass.numerics.loss_scale import Axes
+from precpass.numerics.masked_derivatives import differentiated_if_chosen
+from precpass.numerics.rungs import Rung, parse_ladder
 from precpass.policy.presets import Custom
 
 __all__ = ["FallbackReport", "with_fallback"]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["rung", "stable", "fired", "evidence", "stopped"],
-    meta_fields=["ladder", "checks", "max_trips"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FallbackReport:
     """The rung that a result of `with_fallback` comes from, and why. `print` it for a summary.
@@ -67,16 +58,13 @@ class FallbackReport:
     fired: Any
     evidence: Any
     stopped: Any
-    ladder: tuple[str, ...]
-    checks: tuple[str, ...]
-    max_trips: int | None
+    ladder: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    checks: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    max_trips: int | None = dataclasses.field(metadata={"static": True})
 
     def summary(self) -> str:
         """Return the rung and the checks that fired below it; for a batch the results per rung."""
-        leaves = (self.rung, self.stable, self.fired, self.evidence)
-        if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves) or any(
-            isinstance(x, jax.core.Tracer) for x in leaves
-        ):
+        if not is_known((self.rung, self.stable, self.fired, self.evidence)):
             return f"one of {', '.join(self.ladder)}: not known while it is traced"
         rungs = np.asarray(self.rung)
         if rungs.ndim:
@@ -182,19 +170,19 @@ def with_fallback(
             f"last, from 1 to {ir.UNBOUNDED}, or None for no bound"
         )
     static = {k: v for k, v in jit_options.items() if k in ("static_argnums", "static_argnames")}
-    runs = [rung.applied(fn, static) for rung in rungs]
+    runs = [rung.applied(fn, **static) for rung in rungs]
 
     @functools.wraps(fn)
     def guarded(*args: Any, **kwargs: Any) -> tuple[Any, FallbackReport]:
         refuse_modules("with_fallback", (args, kwargs))
-        return _Climb(rungs, checks, runs, args, kwargs, axis_name, max_trips).result()
+        return _Climb(rungs, checks, runs, axis_name, max_trips, args, kwargs).result()
 
     # The outer function decides nothing, because every rung has a policy of its own.
     return auto_mixed(guarded, policy=Custom({}), **jit_options)
 
 
 class _State(NamedTuple):
-    """The state between rungs: the result, and a report of the rungs so far."""
+    """The state between rungs: the result, None if nothing has run, and a report of the rungs."""
 
     out: Any
     done: Any
@@ -204,46 +192,46 @@ class _State(NamedTuple):
     stopped: Any
 
 
+@dataclasses.dataclass
 class _Climb:
     """One call: the rungs in order, each of which runs unless an earlier one gave the result."""
 
-    def __init__(
-        self,
-        rungs: tuple[Rung, ...],
-        checks: tuple[Check, ...],
-        runs: Sequence[Callable[..., Any]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        axis_name: Axes,
-        max_trips: int | None,
-    ) -> None:
-        self._rungs, self._checks, self._runs = rungs, checks, runs
-        self._args, self._kwargs, self._axis_name = args, kwargs, axis_name
-        self._last, self._max_trips = len(rungs) - 1, max_trips
+    rungs: tuple[Rung, ...]
+    checks: tuple[Check, ...]
+    runs: Sequence[Callable[..., Any]]
+    axis_name: Axes
+    max_trips: int | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.last = len(self.rungs) - 1
         with keep("f32"):
-            self._known = [
-                lax.stop_gradient(c.seen(None, args, kwargs)) if c.before else None for c in checks
+            self.known = [
+                lax.stop_gradient(c.number(None, self.args, self.kwargs)) if c.before else None
+                for c in self.checks
             ]
 
     def result(self) -> tuple[Any, FallbackReport]:
         """The result of the first rung on which nothing fires, or of the last."""
-        state = self._from(0, None)
-        report = FallbackReport(
+        shape = len(self.rungs), len(self.checks)
+        rows = jnp.zeros(shape, bool), jnp.zeros(shape, jnp.float32), jnp.zeros(shape[0], bool)
+        state = self._from(0, _State(None, jnp.asarray(False), 0, *rows))
+        return state.out, FallbackReport(
             state.rung,
             state.done,
             state.fired,
             state.evidence,
             state.stopped,
-            tuple(rung.name for rung in self._rungs),
-            tuple(check.text for check in self._checks),
-            self._max_trips,
+            tuple(rung.name for rung in self.rungs),
+            tuple(check.text for check in self.checks),
+            self.max_trips,
         )
-        return state.out, report
 
-    def _from(self, i: int, state: _State | None) -> _State:
+    def _from(self, i: int, state: _State) -> _State:
         """The state after the rungs from `i` on, if no earlier one has given the result."""
         state = self._run(i, state)
-        if i == self._last:
+        if i == self.last:
             return state
 
         def higher(state: _State) -> _State:
@@ -253,47 +241,37 @@ class _Climb:
         rest = higher if i else jax.checkpoint(higher)
         return lax.cond(state.done, lambda kept: kept, rest, state)
 
-    def _run(self, i: int, state: _State | None) -> _State:
-        if not any(check.before for check in self._checks):
+    def _run(self, i: int, state: _State) -> _State:
+        """The state after a rung, unless the arguments rule it out."""
+        if not any(check.before for check in self.checks):
             return self._attempt(i, state)
-        if state is None:
+        if state.out is None:
             # Nothing has run yet. These zeros in the result's place are never returned.
-            shapes = jax.eval_shape(lambda: self._attempt(0, None))
-            return self._unless_ruled_out(i, jax.tree.map(_zeros, shapes))
-        return self._unless_ruled_out(i, state)
-
-    def _unless_ruled_out(self, i: int, state: _State) -> _State:
+            state = jax.tree.map(_zeros, jax.eval_shape(lambda: self._attempt(0, state)))
         fired, evidence = self._asked(i, None, before=True)
         state = state._replace(
             fired=state.fired.at[i].set(fired), evidence=state.evidence.at[i].set(evidence)
         )
-        if i == self._last:
+        if i == self.last:
             return self._attempt(i, state)
         attempt = functools.partial(self._attempt, i)
         return lax.cond(jnp.any(fired), lambda kept: kept, attempt, state)
 
-    def _attempt(self, i: int, state: _State | None) -> _State:
-        shape = len(self._rungs), len(self._checks)
-        if state is None:
-            before = *(jnp.zeros(shape, t) for t in (bool, jnp.float32)), jnp.zeros(shape[0], bool)
-        else:
-            before = state.fired, state.evidence, state.stopped
-
+    def _attempt(self, i: int, state: _State) -> _State:
         def attempted() -> tuple[Any, Any]:
             out, stopped = self._evaluated(i)
-            fired, evidence = self._asked(i, lax.stop_gradient(out))
-            done = ~jnp.any(fired | before[0][i]) & ~stopped
+            fired, evidence = self._asked(i, lax.stop_gradient(out), before=False)
+            done = ~jnp.any(fired | state.fired[i]) & ~stopped
             # Under `jax.vmap` a rung also runs for elements that have their result already.
-            asked = jnp.asarray(True) if state is None else ~state.done
-            chosen = asked if i == self._last else asked & done
+            chosen = ~state.done if i == self.last else ~state.done & done
             return (out, done, fired, evidence, stopped), chosen
 
         out, done, fired, evidence, stopped = differentiated_if_chosen(attempted)
         # Outside the checkpoint, because the backward pass runs that again from its operands.
         rows = (
-            before[0].at[i].max(fired),
-            before[1].at[i].add(evidence),
-            before[2].at[i].max(stopped),
+            state.fired.at[i].max(fired),
+            state.evidence.at[i].add(evidence),
+            state.stopped.at[i].max(stopped),
         )
         return _State(out, done, jnp.asarray(i, jnp.int32), *rows)
 
@@ -302,45 +280,40 @@ class _Climb:
         trees: list[Any] = []
 
         def run() -> list[Any]:
-            out = self._runs[i](*self._args, **self._kwargs)
+            out = self.runs[i](*self.args, **self.kwargs)
             _check_arrays(out)
             leaves, tree = jax.tree.flatten(out)
             trees[:] = [tree]
             return leaves
 
-        stopped = jnp.asarray(False)
-        if i == self._last or self._max_trips is None:
-            leaves = run()
+        jaxpr, stopped = ir.trace(run), jnp.asarray(False)
+        if i == self.last or self.max_trips is None or not ir.has_loops(jaxpr):
+            leaves = ir.evaluate(jaxpr, ())
         else:
-            jaxpr = ir.trace(run)
-            if not ir.has_loops(jaxpr):
-                leaves = ir.evaluate(jaxpr, ())
-            else:
-                leaves, loops, _ = ir.with_bounded_loops(
-                    jaxpr, (), self._max_trips, keeps_rules=True
-                )
-                stopped = jnp.any(loops[:, 1] > 0)
-                if self._axis_name is not None:
-                    stopped = lax.pmax(stopped.astype(jnp.int32), self._axis_name) > 0
+            leaves, loops, _ = ir.with_bounded_loops(jaxpr, (), self.max_trips, keeps_rules=True)
+            stopped = self._anywhere(jnp.any(loops[:, 1] > 0))
         return jax.tree.unflatten(trees[0], leaves), stopped
 
-    def _asked(self, i: int, out: Any, *, before: bool = False) -> tuple[jax.Array, jax.Array]:
-        """The answers of the checks of a result, or with `before` of those of the arguments."""
-        fired: list[Any] = []
-        evidence: list[Any] = []
+    def _asked(self, i: int, out: Any, *, before: bool) -> tuple[jax.Array, jax.Array]:
+        """Which checks reject the result, or with `before` the arguments, and their numbers."""
+        rows: list[tuple[Any, Any]] = []
         # A keep region around this call would round the values that are compared here.
         with keep("f32"):
-            for check, known in zip(self._checks, self._known, strict=True):
-                fires, number = jnp.asarray(False), jnp.zeros((), jnp.float32)
+            for check, known in zip(self.checks, self.known, strict=True):
+                fires: Any = jnp.asarray(False)
+                number: Any = jnp.zeros(())
                 if check.before == before:
-                    seen = known if before else check.seen(out, self._args, self._kwargs)
-                    fires, number = check.fires(seen, self._rungs[i])
-                fired.append(fires)
-                evidence.append(number)
-            rows = jnp.stack(fired), jnp.stack(evidence)
-            if self._axis_name is not None:
-                rows = lax.pmax(rows[0].astype(jnp.int32), self._axis_name) > 0, rows[1]
-        return rows
+                    number = known if before else check.number(out, self.args, self.kwargs)
+                    fires = check.rejects(number, self.rungs[i])
+                rows.append((fires, number.astype(jnp.float32)))
+            fired, evidence = map(jnp.stack, zip(*rows, strict=True))
+            return self._anywhere(fired), evidence
+
+    def _anywhere(self, flags: Any) -> Any:
+        """Whether flags are set anywhere along the axes that agree."""
+        if self.axis_name is None:
+            return flags
+        return lax.pmax(flags.astype(jnp.int32), self.axis_name) > 0
 
 
 def _zeros(aval: Any) -> jax.Array:

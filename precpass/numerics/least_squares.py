@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,23 +13,141 @@ import jax.numpy as jnp
 import numpy as np
 
 from precpass import jaxpr as ir
-from precpass.numerics.ladder.terms import switches
-from precpass.numerics.solvers.float64 import in_float64, own_array
-from precpass.numerics.solvers.roles import Roles
-from precpass.policy.precision import Precision
+from precpass.numerics.float64 import in_float64, own_array
+from precpass.numerics.given import check_whole, is_known, is_real
+from precpass.numerics.ladder import switches
+from precpass.numerics.rungs import check_rising
+from precpass.policy.precision import FORMATS, Precision
 from precpass.units import counted
 
-__all__ = ["LeastSquares", "least_squares"]
+__all__ = ["LeastSquares", "Roles", "least_squares"]
 
 _SOLVERS = ("LevenbergMarquardt", "Dogleg", "GaussNewton")
 _TOLERANCES = {Precision.F64: (1e-10, 1e-14), Precision.F32: (1e-5, 1e-7)}
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("solution", "fun", "jac", "cosine", "step", "ladder", "health"),
-    meta_fields=("roles",),
-)
+_LEGAL = {
+    "residual": (Precision.F64, Precision.F32),
+    "gradient": FORMATS,
+    "jacobian": FORMATS,
+    "solve": (Precision.F64, Precision.F32),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """The precision of each part of a step of nonlinear least squares.
+
+    A step solves `(J^T J + ...) d = -J^T r`. The residual and the gradient `J^T r` decide where the
+    solve ends; an inexact `J` on the left only changes the way there. So these two are float64 by
+    default, and the Jacobian, which costs as many products as there are unknowns, is float32. If a
+    gradient or a Jacobian in a lower format is not finite, it is computed again in the precision of
+    the residual for that step.
+
+    Attributes:
+        residual: the precision of the residual `r`, of the unknowns, and of the tests that accept a
+            step and end the solve; "f64" or "f32". The residual is linearised in it.
+        gradient: the precision of `J^T r`, one product with the transposed linearisation.
+        jacobian: the precision of `J` on the left side, one product with the linearisation for each
+            unknown. A tuple such as ("bf16", "f32", "f64") is a ladder: the precision is raised if
+            its steps no longer bring the residual and the Jacobian closer to a right angle, and
+            when the solve would end (`Ladder`, with a patience of 10 steps).
+        solve: the precision of the QR factorisation of `J` and of the step that it gives; "f64" or
+            "f32", because LAPACK has no other.
+
+    Raises:
+        ValueError: for an unknown precision, one that a role cannot have, or one above that of the
+            residual, a ladder that does not rise, or one for another role than the Jacobian.
+
+    Examples:
+        >>> Roles(jacobian="bf16")
+        Roles(residual='f64', gradient='f64', jacobian='bf16', solve='f64')
+        >>> Roles.all("f32").solve
+        Precision.F32
+    """
+
+    residual: Precision | str = Precision.F64
+    gradient: Precision | str = Precision.F64
+    jacobian: Precision | str | tuple[Precision | str, ...] = Precision.F32
+    solve: Precision | str = Precision.F64
+
+    def __post_init__(self) -> None:
+        for role in _LEGAL:
+            value = getattr(self, role)
+            is_ladder = role == "jacobian" and isinstance(value, Sequence)
+            if not is_ladder or isinstance(value, str):
+                object.__setattr__(self, role, _parsed(role, value))
+                continue
+            rungs = tuple(_parsed(role, p) for p in value)
+            if not rungs:
+                raise ValueError("Roles(jacobian=()): give a precision, or several that rise")
+            check_rising(f"Roles(jacobian={tuple(map(str, rungs))!r})", rungs)
+            object.__setattr__(self, role, rungs[0] if len(rungs) == 1 else rungs)
+        widest = Precision.parse(self.residual)
+        for role in ("gradient", "jacobian", "solve"):
+            for precision in self.rungs if role == "jacobian" else (getattr(self, role),):
+                if widest.is_narrower_than(precision):
+                    raise ValueError(
+                        f"Roles({role}={str(precision)!r}) is wider than residual={str(widest)!r}, "
+                        f"from which it comes: raise the residual or lower {role}"
+                    )
+
+    @property
+    def rungs(self) -> tuple[Precision, ...]:
+        """The precisions of the Jacobian, beginning with that of the first step."""
+        jacobian: Any = self.jacobian
+        return jacobian if isinstance(jacobian, tuple) else (jacobian,)
+
+    @classmethod
+    def all(cls, precision: Precision | str) -> Roles:
+        """Return roles with one precision: "f64", which does not change the solver, or "f32"."""
+        return cls(precision, precision, precision, precision)
+
+    @classmethod
+    def of(cls, value: Roles | Mapping[str, Any]) -> Roles:
+        """Return roles from a `Roles` or a mapping, whose missing roles have their defaults.
+
+        Raises:
+            ValueError: for an unknown role, and as `Roles` does.
+            TypeError: for anything else.
+        """
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise TypeError(
+                f"roles={value!r}: it is to be Roles(...) or a dict such as {{'jacobian': 'f32'}}"
+            )
+        for role in value:
+            if role not in _LEGAL:
+                raise ValueError(f"unknown role {role!r}: legal are {', '.join(map(repr, _LEGAL))}")
+        return cls(**value)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all roles have one precision."""
+        return {self.residual, self.gradient, self.solve, *self.rungs} == {self.residual}
+
+    def __repr__(self) -> str:
+        rungs = tuple(str(p) for p in self.rungs)
+        shown = {role: str(getattr(self, role)) for role in _LEGAL}
+        shown |= {"jacobian": rungs[0] if len(rungs) == 1 else rungs}
+        return f"Roles({', '.join(f'{role}={name!r}' for role, name in shown.items())})"
+
+
+def _parsed(role: str, given: Any) -> Precision:
+    legal = _LEGAL[role]
+    try:
+        precision = Precision.parse(given)
+    except ValueError as error:
+        raise ValueError(f"Roles({role}=...): {error}") from None
+    if precision not in legal:
+        raise ValueError(
+            f"Roles({role}={str(precision)!r}): legal are {', '.join(repr(str(p)) for p in legal)}"
+        )
+    return precision
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LeastSquares:
     """The result of `least_squares`, with measures of its accuracy.
@@ -64,7 +181,7 @@ class LeastSquares:
     step: Any
     ladder: Any
     health: Any
-    roles: Roles
+    roles: Roles = dataclasses.field(metadata={"static": True})
 
     @property
     def value(self) -> Any:
@@ -108,28 +225,22 @@ class LeastSquares:
             return self._of_many()
         ended = optx.RESULTS[self.solution.result] or "its tolerances were met"
         accepted = self.solution.stats["num_accepted_steps"]
-        more = [] if self.ladder is None else [f"Jacobian: {switches(self.ladder)}"]
-        if self.health is not None:
-            more.append(self.health.summary())
-        return "\n".join(
-            (
-                f"{self.roles!r}",
-                f"{counted(int(self.steps), 'step')}, {int(accepted)} of them accepted; "
-                f"ended: {ended}",
-                f"next Gauss-Newton step {float(self.step):.1e} of the unknowns",
-                f"residual and Jacobian at a cosine of {float(self.cosine):.1e}",
-                *more,
-            )
-        )
+        lines = [
+            f"{self.roles!r}",
+            f"{counted(int(self.steps), 'step')}, {int(accepted)} of them accepted; ended: {ended}",
+            f"next Gauss-Newton step {float(self.step):.1e} of the unknowns",
+            f"residual and Jacobian at a cosine of {float(self.cosine):.1e}",
+        ]
+        if self.ladder is not None:
+            steps, *switched = switches(self.ladder)
+            lines += [f"Jacobian: {steps}", *switched]
+        return "\n".join([*lines, *([] if self.health is None else [self.health.summary()])])
 
     def _of_many(self) -> str:
         converged, steps = np.asarray(self.converged), np.asarray(self.steps)
-        return "\n".join(
-            (
-                f"{self.roles!r}",
-                f"of {counted(converged.size, 'fit')} {int(converged.sum())} met their tolerances, "
-                f"after {steps.min()} to {steps.max()} steps",
-            )
+        return (
+            f"{self.roles!r}\nof {counted(converged.size, 'fit')} {int(converged.sum())} met their "
+            f"tolerances, after {steps.min()} to {steps.max()} steps"
         )
 
 
@@ -210,19 +321,10 @@ def least_squares(
     roles = Roles.of({} if roles is None else roles)
     precision = Precision.parse(roles.residual)
     leaves, structure = jax.tree.flatten(x0)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(x0)[0]:
-        _check_start(jax.tree_util.keystr(path), leaf)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(args)[0]:
-        if _dtype_of(leaf) is None:
-            raise TypeError(
-                f"args{jax.tree_util.keystr(path)} is {_described(leaf)}: args are arrays and "
-                "numbers; hold what is neither in the residual, such as by functools.partial"
-            )
+    _check_inputs(x0, args)
     if not sum(jnp.size(leaf) for leaf in leaves):
         raise ValueError("x0 has no unknowns: give a pytree of floating arrays")
-    is_whole = isinstance(max_steps, int) and not isinstance(max_steps, bool)  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
-    if not is_whole or max_steps < 1:
-        raise ValueError(f"max_steps={max_steps!r}: it is to be a whole number of 1 or more")
+    check_whole("max_steps", max_steps)
     if not isinstance(monitor, bool):  # pyright: ignore[reportUnnecessaryIsInstance] -- user input
         raise TypeError(f"monitor={monitor!r}: it is to be True or False")
     shapes = tuple(jnp.shape(leaf) for leaf in leaves)
@@ -238,14 +340,14 @@ def least_squares(
         problem = fitting.program(residual, spec, x, args, x64)
         fit = fitting.fit(problem, solver, roles, x, args, max_steps, limits)
         if not monitor:
-            return *fit, None
-        ends = [jnp.ravel(leaf) for leaf in jax.tree.leaves(fit.solution.value)]
-        return *fit, fitting.looked_at(problem, roles, (x, jnp.concatenate(ends)), args)
+            return fit
+        ends = [jnp.ravel(leaf) for leaf in jax.tree.leaves(fit.value)]
+        health = fitting.looked_at(problem, roles, (x, jnp.concatenate(ends)), args)
+        return dataclasses.replace(fit, health=health)
 
     # float32 throughout is traced with x64 on too: JAX mixes up numpy arrays that it meets in both
     # modes, as `fitting.program` says
-    found: list[Any] = [*in_float64(run, leaves, args), roles]
-    return LeastSquares(*found)
+    return in_float64(run, leaves, args)
 
 
 def _limits(bounds: Any, x0: Any) -> tuple[Any, Any] | None:
@@ -293,7 +395,7 @@ def _covariance(fun: Any, jac: Any) -> Any:
 
 def _fitting() -> Any:
     try:
-        from precpass.numerics.solvers import fitting
+        from precpass.numerics import fitting
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("optimistix", "lineax", "equinox"):
             raise
@@ -304,14 +406,29 @@ def _fitting() -> Any:
     return fitting
 
 
+def _check_inputs(x0: Any, args: Any) -> None:
+    """Raises TypeError for unknowns that are not real and floating, or args that are no arrays."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x0):
+        at, dtype = f"x0{jax.tree_util.keystr(path)}", _dtype_of(leaf)
+        if dtype is None:
+            raise TypeError(f"{at} is {_described(leaf)}: unknowns are floating arrays")
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"{at} is {dtype.name}: unknowns are real and floating, such as 1.0 for 1 (split "
+                "complex ones into real and imaginary parts; close over what is not an unknown)"
+            )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if _dtype_of(leaf) is None:
+            raise TypeError(
+                f"args{jax.tree_util.keystr(path)} is {_described(leaf)}: args are arrays and "
+                "numbers; hold what is neither in the residual, such as by functools.partial"
+            )
+
+
 def _dtype_of(leaf: Any) -> Any:
     """The dtype of an array or a number; None for anything else."""
-    is_array = hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")
-    # A string or class that names a dtype would be taken for an array of that dtype.
-    if isinstance(leaf, type) or not (is_array or isinstance(leaf, int | float | complex)):
-        return None
     try:
-        return jnp.result_type(leaf)
+        return jax.typeof(leaf).dtype
     except TypeError:
         return None
 
@@ -319,17 +436,6 @@ def _dtype_of(leaf: Any) -> Any:
 def _described(leaf: Any) -> str:
     dtype = f" of {leaf.dtype}" if isinstance(leaf, np.ndarray) else ""
     return f"a {type(leaf).__name__}{dtype}"
-
-
-def _check_start(path: str, leaf: Any) -> None:
-    dtype = _dtype_of(leaf)
-    if dtype is None:
-        raise TypeError(f"x0{path} is {_described(leaf)}: unknowns are floating arrays")
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"x0{path} is {dtype.name}: unknowns are real and floating, such as 1.0 for 1 (split "
-            "complex ones into real and imaginary parts; close over what is not an unknown)"
-        )
 
 
 def _solver(
@@ -356,7 +462,10 @@ def _solver(
     given = (rtol, atol)
     tolerances = [d if g is None else g for g, d in zip(given, _TOLERANCES[precision], strict=True)]
     for name, value in zip(("rtol", "atol"), tolerances, strict=True):
-        if not (_is_number(value) and 0 < value < 1):
+        known: Any = value
+        if is_known([value]) and not jnp.shape(value):
+            known = np.asarray(value).item()
+        if not (is_real(known) and 0 < known < 1):
             raise ValueError(
                 f"{name}={value!r}: it is to be a number between 0 and 1, known while it is "
                 f"traced; None for {name} of the residual's precision"
@@ -367,11 +476,3 @@ def _solver(
         if name not in known:
             raise ValueError(f"options has {name!r}: {solver} takes {', '.join(known)}")
     return make(*map(float, tolerances), **options)
-
-
-def _is_number(x: Any) -> bool:
-    """Whether it is a real number whose value is known."""
-    if isinstance(x, jax.Array):
-        is_known = not isinstance(x, jax.core.Tracer)
-        return is_known and not x.shape and jnp.issubdtype(x.dtype, jnp.floating)
-    return isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)

@@ -1,15 +1,5 @@
 """`Ladder`: raise the precision of an iterative method as it converges.
 
-    def step(x, a, b):  # one step, and the norm of the residual that is left
-        x = x + omega * (b - a @ x)
-        return x, jnp.linalg.norm(b - a @ x)
-
-    scale = jnp.linalg.norm(b)
-    ladder = pp.numerics.Ladder.create(("bf16", "f32", "f64"), x, scale=scale, tol=1e-6)
-    ladder = jax.lax.while_loop(lambda s: s.running, lambda s: s.step(step, a, b), ladder)
-    x = ladder.best
-    print(ladder)  # converged at f32 after 61 steps: 22 in bf16, 39 in f32, 0 in f64 ...
-
 The accuracy that a method can attain in a precision is limited by its unit roundoff u: a
 residual computed in it has an error of about u times the size of the subtracted terms (Barrett
 et al. 1994, "Templates for the Solution of Linear Systems", section 4.2.3, "Accounting for
@@ -23,29 +13,33 @@ https://doi.org/10.1145/1141885.1141894), which raises the precision of what sta
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
-from precpass.numerics.ladder.rungs import Rung, parse_ladder, refuse_modules
-from precpass.numerics.ladder.step import Step, strong
-from precpass.numerics.ladder.terms import (
-    Status,
-    Switch,
-    check_measure,
-    check_numbers,
-    check_scale,
-    summary,
+from precpass.numerics.given import (
+    check_positive,
+    check_whole,
+    is_known,
+    is_real,
+    refuse_modules,
+    shown,
 )
-from precpass.numerics.loss_scale.gradients import skip_nonfinite
+from precpass.numerics.loss_scale import skip_nonfinite
+from precpass.numerics.rungs import Rung, parse_ladder
+from precpass.policy.warned import quietly
+from precpass.units import counted
 
-__all__ = ["Ladder"]
+__all__ = ["Ladder", "switches"]
 
 _EASY_RATIO = 0.5
 """A step that halves the measure is easy; a slower one is "no progress" for Demmel et al. (0.5)."""
@@ -53,16 +47,29 @@ _EASY_RATIO = 0.5
 _LOST_RATIO = 10.0
 """A measure that is this many times the best one has diverged and not stalled."""
 
-_DATA = (
-    *("state", "best", "best_measure", "rung", "status", "steps", "used", "scale"),
-    *("reference", "waited", "easy", "needed", "switched", "switches", "log"),
-)
-_META = ("rungs", "tol", "patience", "factor", "lower_after")
+_STATIC = {"static": True}
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=list(_DATA), meta_fields=list(_META)
-)
+class _Status(enum.IntEnum):
+    """Whether the method goes on."""
+
+    RUNNING = 0
+    CONVERGED = 1
+    ENDED = 2
+
+
+class _Switch(enum.IntEnum):
+    """Why the method goes to another rung; the numbers are those in the log."""
+
+    STALLED = 1
+    AT_ITS_ROUNDOFF = 2
+    NOT_FINITE = 3
+    EASY_PROGRESS = 4
+    NEGATIVE = 5
+    ENDED = 6
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ladder:
     """The state of an iterative method whose precision rises as it converges.
@@ -136,11 +143,11 @@ class Ladder:
     switched: Any
     switches: Any
     log: dict[str, Any]
-    rungs: tuple[Rung, ...]
-    tol: float
-    patience: int
-    factor: float
-    lower_after: int | None
+    rungs: tuple[Rung, ...] = dataclasses.field(metadata=_STATIC)
+    tol: float = dataclasses.field(metadata=_STATIC)
+    patience: int = dataclasses.field(metadata=_STATIC)
+    factor: float = dataclasses.field(metadata=_STATIC)
+    lower_after: int | None = dataclasses.field(metadata=_STATIC)
 
     @classmethod
     def create(
@@ -178,11 +185,14 @@ class Ladder:
             ValueError: for a bad ladder, a tolerance that the last rung cannot resolve, a scale
                 that is not a real scalar, or a number out of range.
         """
-        name = "Ladder.create"
-        rungs = parse_ladder(name, ladder)
-        check_numbers(name, rungs, tol, patience, factor, lower_after, log_size)
-        check_scale(name, scale)
-        state = jax.tree.map(strong, state)
+        rungs = parse_ladder("Ladder.create", ladder)
+        check_whole("Ladder.create(patience", patience)
+        check_whole("Ladder.create(log_size", log_size, 0)
+        check_whole("Ladder.create(lower_after", 1 if lower_after is None else lower_after)
+        check_positive("Ladder.create(factor", factor)
+        _check_tolerance(tol, factor, rungs[-1])
+        _check_scale(scale)
+        state = jax.tree.map(_strong, state)
         wide = jnp.float64 if ir.in_x64() else jnp.float32
         # It is zero until the first measure is known.
         scale = jnp.asarray(0 if scale is None else scale).astype(wide)
@@ -214,12 +224,12 @@ class Ladder:
     @property
     def running(self) -> jax.Array:
         """Whether there is a step to take, bool[]."""
-        return jnp.asarray(self.status) == Status.RUNNING
+        return jnp.asarray(self.status) == _Status.RUNNING
 
     @property
     def converged(self) -> jax.Array:
         """Whether the tolerance was met, bool[]."""
-        return jnp.asarray(self.status) == Status.CONVERGED
+        return jnp.asarray(self.status) == _Status.CONVERGED
 
     def step(
         self,
@@ -254,7 +264,7 @@ class Ladder:
         else:
             new, measured = _compiled_step(self, fn, measure, restart, args)
         if not isinstance(measured, jax.core.Tracer) and bool(self.running):
-            check_measure("Ladder.step", measured)
+            _check_measure("Ladder.step", measured)
         return new
 
     def _stepped(
@@ -265,10 +275,72 @@ class Ladder:
         args: tuple[Any, ...],
     ) -> tuple[Ladder, Any]:
         """The ladder after the step, and the measure."""
-        step = Step(fn, measure, restart, self.state, self.scale.dtype)
-        state, measured = step.taken(self.rungs, self.rung, self.state, self.switched, args)
+        runs = [self._on(rung, fn, measure is not None, restart, args) for rung in self.rungs]
+        state, measured = lax.switch(self.rung, runs)
+        if measure is not None:
+            exact = self.rungs[-1].applied(measure)
+            measured = self._scalar("measure", exact(state, *args))
         new = self._updated(measured, state, measure is not None)
         return jax.tree.map(functools.partial(lax.select, self.running), new, self), measured
+
+    def _on(
+        self,
+        rung: Rung,
+        fn: Callable[..., Any],
+        is_measured: bool,
+        restart: Callable[..., Any] | None,
+        args: tuple[Any, ...],
+    ) -> Callable[[], tuple[Any, Any]]:
+        """The step on a rung: its state, and its measure, which is zero if computed separately."""
+
+        def run() -> tuple[Any, Any]:
+            state = self.state
+            if restart is not None:
+                again = rung.applied(restart)
+                # A step may only copy, and then there is no product to lower.
+                with quietly():
+                    state = lax.cond(
+                        self.switched,
+                        lambda: self._like_state("restart", again(state, *args)),
+                        lambda: state,
+                    )
+            out = rung.applied(fn)(state, *args)
+            if is_measured:
+                return self._like_state("the step", out), jnp.zeros((), self.scale.dtype)
+            if not (isinstance(out, tuple) and len(out) == 2):
+                raise TypeError(
+                    "Ladder.step: the step is to return (state, measure), and returned "
+                    f"{jax.tree.structure(out)}; give measure= for one that returns the state"
+                )
+            return self._like_state("the step", out[0]), self._scalar("the step", out[1])
+
+        return run
+
+    def _like_state(self, whose: str, state: Any) -> Any:
+        """Checks that a state which a function returned has the type of the first state."""
+        ours, theirs = jax.tree.structure(self.state), jax.tree.structure(state)
+        if ours != theirs:
+            raise TypeError(f"Ladder.step: {whose} returned {theirs}, and the state is {ours}")
+
+        def checked(path: Any, was: Any, now: Any) -> Any:
+            if (jnp.shape(was), jnp.result_type(was)) != (jnp.shape(now), jnp.result_type(now)):
+                raise TypeError(
+                    f"Ladder.step: {whose} returned state{jax.tree_util.keystr(path)} as "
+                    f"{shown(now)}, and it was {shown(was)}"
+                )
+            return _strong(now)
+
+        return jax.tree_util.tree_map_with_path(checked, self.state, state)
+
+    def _scalar(self, whose: str, x: Any) -> jax.Array:
+        """Checks a measure that a function returned."""
+        is_array = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+        if not is_array or x.shape:
+            raise TypeError(
+                f"Ladder.step: {whose} returned {shown(x)} as the measure, and it is to be a real "
+                "scalar, such as the norm of the residual"
+            )
+        return x.astype(self.scale.dtype)
 
     def updated(
         self, measure: Any, state: Any, *, exact: bool = False, ended: Any = False
@@ -286,7 +358,7 @@ class Ladder:
         Raises:
             ValueError: for a negative measure, if its value is known.
         """
-        check_measure("Ladder.updated", measure)
+        _check_measure("Ladder.updated", measure)
         return self._updated(measure, state, exact, ended)
 
     def _updated(self, measure: Any, state: Any, exact: bool, ended: Any = False) -> Ladder:
@@ -307,21 +379,21 @@ class Ladder:
         progress = best_measure < shrunk - quantum
         waited = jnp.where(progress, 0, self.waited + 1)
         at_floor = told & (f <= floor)
-        why = jnp.where(waited >= self.patience, Switch.STALLED, 0)
-        why = jnp.where(at_floor, Switch.ROUNDOFF, why)
-        why = jnp.where(ended, Switch.METHOD, why)
-        why = jnp.where(told, why, jnp.where(finite, Switch.NEGATIVE, Switch.NONFINITE))
+        why = jnp.where(waited >= self.patience, _Switch.STALLED, 0)
+        why = jnp.where(at_floor, _Switch.AT_ITS_ROUNDOFF, why)
+        why = jnp.where(ended, _Switch.ENDED, why)
+        why = jnp.where(told, why, jnp.where(finite, _Switch.NEGATIVE, _Switch.NOT_FINITE))
         why = jnp.where(met, 0, why)
         # beyond the last rung there is nothing, and below its roundoff no measure tells
         ends = (why > 0) & ((self.rung == last) | (exact & at_floor))
-        raised = (why > 0) & ~ends
+        raised, over = (why > 0) & ~ends, jnp.where(ends, _Status.ENDED, _Status.RUNNING)
         easy = jnp.where(f <= _EASY_RATIO * self.best_measure, self.easy + 1, 0)
         lowered = jnp.asarray(False)
         if self.lower_after is not None:
             # two units above what the lower rung can tell, or it would be raised at once
             useful = exact | (f > 2 * units[jnp.maximum(self.rung - 1, 0)] * scale)
             lowered = (self.rung > 0) & (why == 0) & ~met & (easy >= self.needed) & useful
-        why = jnp.where(lowered, Switch.EASY, why).astype(jnp.int32)
+        why = jnp.where(lowered, _Switch.EASY_PROGRESS, why).astype(jnp.int32)
         switched = raised | lowered
         rung = jnp.where(lowered, self.rung - 1, jnp.where(raised, self.rung + 1, self.rung))
         # what only wanders in its rounding goes on; what was lost begins again at the best
@@ -334,7 +406,7 @@ class Ladder:
             # what a higher rung measures outranks what a lower one did
             best_measure=best_measure if exact else jnp.where(raised, jnp.inf, best_measure),
             rung=rung,
-            status=Status.of(met, ends),
+            status=jnp.where(met, _Status.CONVERGED, over).astype(jnp.int32),
             steps=self.steps + 1,
             used=self.used.at[self.rung].add(1),
             scale=scale,
@@ -359,9 +431,92 @@ class Ladder:
 
     def summary(self) -> str:
         """Return a summary: how it ended, the steps on each rung, and the switches."""
-        return summary(self)
+        names = [rung.name for rung in self.rungs]
+        if not is_known(jax.tree.leaves((self.status, self.used, self.log, self.scale))):
+            return f"on one of {', '.join(names)}: not known while it is traced"
+        status, (steps, *lines) = np.asarray(self.status), switches(self)
+        if status.ndim:
+            counts = [
+                int(np.sum(status == one))
+                for one in (_Status.CONVERGED, _Status.ENDED, _Status.RUNNING)
+            ]
+            ends = "{} converged, {} ended without, {} run".format(*counts)
+            return f"of {status.size}: {ends}; {steps}"
+        ended = "ended without convergence" if self.tol else "at its limit"
+        end = ("running", "converged", ended)[int(status)]
+        taken, at = counted(int(np.asarray(self.steps)), "step"), names[int(np.asarray(self.rung))]
+        if np.isnan(np.asarray(self.scale)):
+            said = "its scale was no positive number, and no measure is small beside that"
+            lines = [f"  {said}", *lines]
+        return "\n".join([f"{end} in {at}, after {taken}: {steps}", *lines])
 
     __str__ = summary
+
+
+def switches(ladder: Ladder) -> list[str]:
+    """The steps on each rung of a ladder in words, then its switches; of a batch only the steps."""
+    names = [rung.name for rung in ladder.rungs]
+    used = np.asarray(ladder.used).reshape(-1, len(names)).sum(0)
+    lines = [", ".join(f"{n} in {name}" for n, name in zip(used, names, strict=True))]
+    if np.ndim(ladder.switches):
+        return lines
+    log = {key: np.asarray(x) for key, x in ladder.log.items()}
+    size, count = log["step"].size, int(np.asarray(ladder.switches))
+    known = float(np.asarray(ladder.scale))
+    scale = known if known > 0 else 1.0
+    for i in range(min(count, size)):
+        why = _Switch(log["why"][i]).name.lower().replace("_", " ")
+        at = f"{log['measure'][i] / scale:.2g}"
+        lines.append(f"  after {log['step'][i]}: to {names[log['to'][i]]}, {why} at {at}")
+    return [*lines, *([f"  and {count - size} more"] if count > size else [])]
+
+
+def _check_tolerance(tol: Any, factor: float, last: Rung) -> None:
+    if not (is_real(tol) and 0 <= tol < 1):
+        raise ValueError(
+            f"Ladder.create(tol={tol!r}): it is to be a number in [0, 1), relative to the scale"
+        )
+    least = factor * last.unit_roundoff
+    if 0 < tol <= least:
+        raise ValueError(
+            f"Ladder.create(tol={tol!r}): {last.name}, the last rung, tells no measure below "
+            f"{least:.2g} of the scale (factor * its unit roundoff). Take a higher rung, a larger "
+            "tolerance, or tol=0, which goes on until the last rung stalls"
+        )
+
+
+def _check_scale(scale: Any) -> None:
+    if scale is None:
+        return
+    try:
+        aval: Any = jax.typeof(scale)
+    except TypeError:
+        aval = None
+    kinds = jnp.floating, jnp.integer
+    if aval is None or aval.shape or not any(jnp.issubdtype(aval.dtype, kind) for kind in kinds):
+        raise ValueError(
+            f"Ladder.create: scale is {shown(scale)}, and it is to be a real scalar, such as "
+            "jnp.linalg.norm(b)"
+        )
+    if not (isinstance(scale, jax.core.Tracer) or 0 < float(scale) < math.inf):
+        raise ValueError(
+            f"Ladder.create(scale={float(scale)!r}): it is to be positive and finite; leave it out "
+            "for the first measure"
+        )
+
+
+def _check_measure(name: str, measure: Any) -> None:
+    if not isinstance(measure, jax.core.Tracer) and bool(jnp.all(jnp.asarray(measure) < 0)):
+        raise ValueError(
+            f"{name}: the measure is {float(measure)!r}, and it is to be a magnitude that is zero "
+            "at the solution, such as the norm of the residual"
+        )
+
+
+def _strong(x: Any) -> jax.Array:
+    """An array without a weak type, which a loop's carry would lose."""
+    x = jnp.asarray(x)
+    return lax.convert_element_type(x, x.dtype) if jnp.issubdtype(x.dtype, np.number) else x
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

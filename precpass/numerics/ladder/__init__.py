@@ -1,1 +1,0 @@
-"""An iteration that climbs from one precision to the next."""

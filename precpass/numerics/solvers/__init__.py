@@ -1,1 +1,0 @@
-"""Linear systems and least squares, each part in its own precision."""
