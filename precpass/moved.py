@@ -6,21 +6,31 @@ import importlib
 import warnings
 from typing import Any
 
-__all__ = ["moved"]
+__all__ = ["MOVED", "moved"]
 
-_SUBMODULES = ("loss_scale", "numerics", "quant", "report", "types")
+_BY_PLACE = {
+    "precpass.loss_scale": "DynamicLossScale LossScale MasterState NoOpLossScale ScaledState "
+    "StaticLossScale all_finite master_copies scaled_optimizer scaled_value_and_grad "
+    "skip_nonfinite",
+    "precpass.numerics": "FallbackReport Health IllConditioned Ladder LeastSquares LinearSolve "
+    "NonFinite OutOfRange Predicate Roles calibrate least_squares solve",
+    "precpass.quant": "DelayedScales QuantizedArray delayed_scaling quantized",
+    "precpass.report": "Audit Bisection Comparison Explanation Inspection Profile between profile",
+    "precpass.types": "Action Decision EqnView Mixed OpKind Precision PrecisionPolicy",
+}
+MOVED = {name: place for place, names in _BY_PLACE.items() for name in names.split()}
+"""The submodule in which each of them is now."""
 
 
 def moved(name: str) -> Any:
-    """Return what a name of a submodule stands for, and warn the caller's caller of its place.
+    """Return what a name stands for, and warn the caller's caller of its new place.
 
     Raises:
-        AttributeError: for a name that no submodule has.
+        AttributeError: for a name that has not moved.
     """
-    for place in () if name.startswith("_") else [f"precpass.{module}" for module in _SUBMODULES]:
-        module = importlib.import_module(place)
-        if name in module.__all__:
-            text = f"precpass.{name} is now {place}.{name}; the old name goes away in 0.2"
-            warnings.warn(text, DeprecationWarning, stacklevel=3)
-            return getattr(module, name)
-    raise AttributeError(f"module 'precpass' has no attribute {name!r}")
+    if name not in MOVED:
+        raise AttributeError(f"module 'precpass' has no attribute {name!r}")
+    place = MOVED[name]
+    text = f"precpass.{name} is now {place}.{name}; the old name goes away in 0.2"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+    return getattr(importlib.import_module(place), name)

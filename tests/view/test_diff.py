@@ -197,8 +197,9 @@ def test_the_diff_is_complete(name, policy):
 
 @pytest.mark.parametrize("name", sorted(TABLE)[::15])
 def test_the_diff_of_programs_from_elsewhere_is_complete(name):
-    fn, args = TABLE[name]()
-    found = inspected(fn, pp.AutoMixedBf16, *args)
+    with jax.numpy_rank_promotion("allow"):
+        fn, args = TABLE[name]()
+        found = inspected(fn, pp.AutoMixedBf16, *args)
     assert (found.after is not found.before) == bool(found.plan.changes)
     if found.plan.changes:
         assert_complete(found)
