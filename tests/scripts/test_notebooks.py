@@ -98,7 +98,7 @@ def test_what_is_committed_is_whole(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     counts = [cell.execution_count for cell in code(notebook)]
-    assert counts == list(range(1, len(counts) + 1)), "run scripts/notebooks"
+    assert counts == list(range(1, len(counts) + 1)), "run scripts/run notebooks"
     assert sum(bool(cell.outputs) for cell in code(notebook)) > 3
     for cell in code(notebook):
         assert cell.outputs or "print(" not in cell.source, cell.source
@@ -112,7 +112,7 @@ def test_the_pictures_are_those_of_the_notebooks():
     read = {path: nbformat.read(path, as_version=4) for path in notebooks.NOTEBOOKS}
     drawn = {k: v for path, nb in read.items() for k, v in notebooks.pictures(path, nb).items()}
     assert drawn
-    assert files == drawn, "run scripts/notebooks"
+    assert files == drawn, "run scripts/run notebooks"
 
 
 def test_the_problems_that_a_notebook_spells_out_are_nists():
