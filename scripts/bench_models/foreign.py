@@ -17,14 +17,12 @@ TOKENS = {
     "small": (2, 16, 32, 2),
     "medium": (2, 128, 256, 4),
     "target": (8, 1024, 1024, 16),
-    "large": (16, 2048, 2048, 16),
 }
 """The sequences of a batch, their length, the width and the heads."""
 GRAPHS = {
     "small": (16, 48, 16),
     "medium": (512, 2048, 64),
     "target": (32768, 262144, 256),
-    "large": (131072, 1048576, 256),
 }
 """The nodes, the edges and the width of their features."""
 LAYERS, BYTES, STEPS, ROUNDS = 4, 256, 4, 3
