@@ -1,4 +1,4 @@
-"""Measure models in float32, by hand in bfloat16, and in the ways of lowering float32 programs.
+"""Measure models in float32, by hand in bfloat16, and under the pass.
 
 Every model is written plainly in float32 and by hand in bfloat16 (scripts/bench_models). For its
 forward pass, its gradient and its whole train step each column gives time (median, and the ratio to
@@ -12,101 +12,122 @@ import datetime
 import json
 import os
 import platform
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import bench_table
 import jax
 from bench_cells import Cell, Effort, measured
 from bench_columns import COLUMNS, MODES
 from bench_models import MODELS, SIZES
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
+from rich.table import Table
 
 from precpass.devices.cpu_info import cpu_info
-from precpass.report.compare.comparison import for_json
+from precpass.measure.execute import Timing
 
-SCHEMA = 1
 STEPS = {"small": 3, "medium": 8, "target": 8, "large": 32}
-SECONDS = {"small": 0.0, "medium": 2.0, "target": 2.0, "large": 2.0}
-LIBRARIES = ("jax", "jaxlib", "numpy", "optax", "jmp", "scikit-learn")
+BASES = ("float32", "hand")
+"""The columns to which times are compared: the first also in every cell of the tables."""
+HEADINGS = ("ms", "to float32", "temp", "kept", "low", "casts", "error", "loss")
 
 
-def machine() -> dict[str, Any]:
-    """The processor, as the system names it, and how many cores this process may use."""
-    found = cpu_info()
+# ---------------------------------------------------------------- tables
+
+
+def ratio(cells: Iterable[Cell], cell: Cell, base: str) -> Timing | None:
+    """The times of a cell over those of another column, by rounds; none where one has none."""
+    same = (c for c in cells if (c.model, c.mode, c.column) == (cell.model, cell.mode, base))
+    other = next(same, None)
+    if other is None or cell.timing is None or other.timing is None:
+        return None
+    return cell.timing.ratios(other.timing)
+
+
+def mean(cells: Sequence[Cell], mode: str, column: str, base: str) -> float | None:
+    """The geometric mean over the models of a column's median ratio.
+
+    Models that failed in either column do not count. A mode of "all" has every ratio of the column.
+    """
+    own = [c for c in cells if c.column == column != base and mode in (c.mode, "all")]
+    each = [timing.median for c in own if (timing := ratio(cells, c, base))]
+    return statistics.geometric_mean(each) if each else None
+
+
+def means_table(cells: Sequence[Cell]) -> dict[str, Any]:
+    """The geometric means: a row for each column, to both of `BASES` in each mode."""
+    modes = [*dict.fromkeys(cell.mode for cell in cells), "all"]
+    rows: list[list[str]] = []
+    for key in [key for key in COLUMNS if any(cell.column == key for cell in cells)]:
+        pairs = [[mean(cells, mode, key, base) for base in BASES] for mode in modes]
+        texts = [" / ".join("-" if x is None else f"{x:.2f}" for x in pair) for pair in pairs]
+        rows.append([COLUMNS[key].title, *texts])
+    return {"columns": ["geometric means: time to float32 / by hand", *modes], "rows": rows}
+
+
+def short(value: float | None) -> str:
+    """Three digits, without an exponent."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.01 else f"{value:.2f}"
+
+
+def row(cells: Sequence[Cell], cell: Cell) -> list[str]:
+    """The figures of one cell, in the order of `HEADINGS`."""
+    if cell.failure:
+        return [cell.failure, *["-"] * (len(HEADINGS) - 1)]
+    relative = "-"
+    if times := ratio(cells, cell, BASES[0]):
+        lower, upper = times.quartiles
+        relative = f"{times.median:.2f} ({lower:.2f}-{upper:.2f})"
+    return [
+        short(1e3 * cell.timing.median) if cell.timing else "-",
+        relative,
+        *(short(None if x is None else x / 2**20) for x in (cell.temp_bytes, cell.kept_bytes)),
+        f"{cell.counts.low}/{cell.counts.products}" if cell.counts else "-",
+        str(cell.counts.casts) if cell.counts else "-",
+        "-" if cell.error is None else f"{cell.error:.1e}",
+        "-" if cell.loss is None else f"{cell.loss:.4f}",
+    ]
+
+
+def table_of(cells: Sequence[Cell], mode: str) -> dict[str, Any]:
+    """One mode: a row for each model and column."""
+    own = [cell for cell in cells if cell.mode == mode]
+    rows = [[c.model, COLUMNS[c.column].title, *row(own, c)] for c in own]
+    return {"mode": mode, "columns": ["model", "column", *HEADINGS], "rows": rows}
+
+
+def result(options: argparse.Namespace, cells: Sequence[Cell]) -> dict[str, Any]:
+    """The run as a file of scripts/results."""
+    info, device = cpu_info(), jax.devices()[0]
+    formats = ", ".join(info.bf16) or "no bfloat16 instructions"
+    text = f"{device.device_kind} ({device.platform}), {info.model} ({info.cores} cores, {formats})"
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    tables = [table_of(cells, mode) for mode in dict.fromkeys(c.mode for c in cells)]
+    release = f"jax {jax.__version__}, Python {platform.python_version()}"
     return {
-        "processor": found.model,
-        "bfloat16": list(found.bf16),
-        "cores": found.cores,
-        "load": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
-        "system": platform.system(),
+        "title": f"The benchmark, {info.model}",
+        "measured": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "text": f"{text}{load}, size {options.size}, at least {options.rounds} rounds. Times: "
+        "median; ratios: median (quartiles) of ratios within a round, below 1 is faster. temp and "
+        "kept in MiB. low: products on 16 bits of all.",
+        "parts": [{"title": release, "tables": [*tables, means_table(cells)]}],
     }
 
 
-def header(size: str, rounds: int) -> dict[str, Any]:
-    """What a report says of itself."""
-    devices = jax.devices()
-    return {
-        "schema": SCHEMA,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "device": {
-            "platform": devices[0].platform,
-            "kind": devices[0].device_kind,
-            "count": len(devices),
-        },
-        "versions": {"python": platform.python_version()} | {n: version(n) for n in LIBRARIES},
-        "size": size,
-        "rounds": rounds,
-        "steps": STEPS[size],
-    }
-
-
-def report(head: dict[str, Any], cells: Sequence[Cell]) -> dict[str, Any]:
-    """The JSON object of a run."""
-    return head | {
-        "columns": {key: column.meaning for key, column in COLUMNS.items()},
-        "missing": {key: column.missing for key, column in COLUMNS.items() if column.missing},
-        "cells": [cell.to_dict(bench_table.ratios(cells, cell)) for cell in cells],
-        "geometric_means": bench_table.geometric_means(cells),
-    }
-
-
-def title(head: dict[str, Any]) -> str:
-    """The first line of the tables."""
-    machine, versions, device = head["machine"], head["versions"], head["device"]
-    formats = ", ".join(machine["bfloat16"]) or "no bfloat16 instructions"
-    return (
-        f"{head['date']}, {device['kind']} ({device['platform']}), {machine['processor']} "
-        f"({machine['cores']} cores, {formats}), jax {versions['jax']}, Python "
-        f"{versions['python']}, size {head['size']}, at least {head['rounds']} rounds"
-    )
-
-
-def run(options: argparse.Namespace, console: Console, shown: Callable[[list[Cell]], None]) -> None:
-    """Measures what the options name; `shown` is given the cells of each model and mode."""
-    columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn())
-    total = 0
-    for mode in options.modes:
-        own = [k for k in options.columns if mode in COLUMNS[k].modes and not COLUMNS[k].missing]
-        total += len(options.models) * (len(own) + options.rounds)
-    effort = Effort(options.rounds, STEPS[options.size], SECONDS[options.size])
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        bar = progress.add_task("", total=total)
-        for name in options.models:
-            model = MODELS[name](options.size)
-            for mode in options.modes:
-
-                def tell(text: str, advance: int, what: str = f"{name}, {mode}: ") -> None:
-                    progress.update(bar, description=what + text, advance=advance)
-
-                shown(measured(model, mode, options.columns, effort, tell))
-                jax.clear_caches()  # a whole run holds hundreds of programs
+def shown(table: dict[str, Any]) -> Table:
+    """A table for the terminal."""
+    made = Table(title=table.get("mode"), title_justify="left")
+    for heading in table["columns"]:
+        made.add_column(heading, justify="right")
+    for cells in table["rows"]:
+        made.add_row(*("-" if cell is None else str(cell) for cell in cells))
+    return made
 
 
 # ---------------------------------------------------------------- the command
@@ -117,22 +138,27 @@ def some_of(names: Sequence[str], text: str) -> list[str]:
     given = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in given if name not in names]
     if unknown or not given:
-        legal = ", ".join(names)
-        shown = ", ".join(map(repr, unknown or [text]))
-        raise argparse.ArgumentTypeError(f"unknown {shown}; legal: {legal}")
+        quoted = ", ".join(map(repr, unknown or [text]))
+        raise argparse.ArgumentTypeError(f"unknown {quoted}; legal: {', '.join(names)}")
     return [name for name in names if name in given]
+
+
+def add_choices(parser: argparse.ArgumentParser, **choices: Iterable[str]) -> None:
+    """Adds options that take some of the legal names, all by default."""
+    for option, legal in choices.items():
+        names = list(legal)
+        parser.add_argument(
+            f"--{option}",
+            type=partial(some_of, names),
+            default=names,
+            metavar="A,B",
+            help=f"some of {', '.join(names)}; all by default",
+        )
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for option, names in (("models", MODELS), ("modes", MODES), ("columns", COLUMNS)):
-        parser.add_argument(
-            f"--{option}",
-            type=partial(some_of, list(names)),
-            default=list(names),
-            metavar="A,B",
-            help=f"some of {', '.join(names)}; all by default",
-        )
+    add_choices(parser, models=MODELS, modes=MODES, columns=COLUMNS)
     parser.add_argument(
         "--rounds",
         type=int,
@@ -140,58 +166,32 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="measured rounds (7), more where they take less than two seconds",
     )
     parser.add_argument("--size", choices=SIZES, default="medium", help="large is for a GPU")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
-    reading = "show runs that were written with --json, measuring nothing"
-    parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help=reading)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a file of results")
     options = parser.parse_args(argv)
     if options.rounds < 1:
         parser.error("--rounds takes a number of at least 1")
     return options
 
 
-def read(files: Sequence[Path]) -> tuple[dict[str, Any], list[Cell]]:
-    """The header of the first of some runs, and the cells of all, such as were run in parts."""
-    found = [json.loads(file.read_text()) for file in files]
-    return found[0], [Cell.from_dict(cell) for part in found for cell in part["cells"]]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     if any(word.partition("=")[0] == "--target" for word in sys.argv[1:] if argv is None):
         import bench_targets  # whose options are others
 
-        raise SystemExit(bench_targets.main())
+        return bench_targets.main()
     options = arguments(argv)
     out = Console() if Console().is_terminal else Console(width=130)
-    say = partial(out.print, highlight=False, markup=False, soft_wrap=True)
-    head, cells = read(options.read) if options.read else (header(options.size, options.rounds), [])
-    say(title(head))
-
-    def shown(found: Sequence[Cell]) -> None:
-        out.print(bench_table.table_of(found, found[0].model, found[0].mode))
-
-    def measured(found: list[Cell]) -> None:
-        shown(found)
-        cells.extend(found)
+    effort = Effort(options.rounds, STEPS[options.size], 0 if options.size == "small" else 2)
+    cells: list[Cell] = []
+    programs = [(name, mode) for name in options.models for mode in options.modes]
+    for name, mode in track(programs, "measuring", console=Console(stderr=True)):
+        found = measured(MODELS[name](options.size), mode, options.columns, effort)
+        out.print(shown(table_of(found, mode)))
+        cells += found
         if options.json:  # as far as it is, so that a run that is stopped leaves what it measured
-            options.json.write_text(json.dumps(for_json(report(head, cells)), indent=1))
-
-    for model, mode in dict.fromkeys((cell.model, cell.mode) for cell in cells):
-        shown([cell for cell in cells if (cell.model, cell.mode) == (model, mode)])
-    if not options.read:
-        run(options, Console(stderr=True), measured)
-    out.print(bench_table.means_table(cells))
-    if options.markdown:
-        options.markdown.write_text(bench_table.markdown(cells))
-    for line in bench_table.failures(cells):
-        say(line)
-    for key, column in COLUMNS.items():
-        if column.missing and key in options.columns:
-            say(f"{column.title}: {column.missing}")
-    say(
-        "Times: median; ratios: median (quartiles) of ratios within a round, below 1 is faster. "
-        "temp and kept in MiB. low: products on 16 bits of all."
-    )
+            options.json.write_text(json.dumps(result(options, cells), indent=1) + "\n")
+        jax.clear_caches()  # a whole run holds hundreds of programs
+    out.print(shown(means_table(cells)))
+    out.print(result(options, cells)["text"], highlight=False, markup=False)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import bench_columns
@@ -19,8 +19,7 @@ from precpass.measure.execute import Executable, Timing, compiled, interleaved, 
 from precpass.policy.precision import Precision
 from precpass.report.compare import errors
 
-Progress = Callable[[str, int], None]
-"""Is told what is done now, and how many units of work are done since."""
+MOST_ROUNDS = 100
 
 
 class Effort(NamedTuple):
@@ -37,16 +36,12 @@ class Effort(NamedTuple):
     seconds: float = 0.0
 
 
-MOST_ROUNDS = 100
-
-
 @dataclass(frozen=True)
 class Cell:
     """One model in one mode and one column.
 
     Attributes:
-        failure: the type and the first line of what it raised; nothing else is there then, but
-            what was found before.
+        failure: the type and the first line of what it raised, "" where it raised nothing.
         timing: of a run.
         counts: of the traced program.
         temp_bytes: what XLA planned.
@@ -58,7 +53,7 @@ class Cell:
     model: str
     mode: str
     column: str
-    failure: str | None = None
+    failure: str = ""
     timing: Timing | None = None
     counts: Counts | None = None
     temp_bytes: int | None = None
@@ -66,35 +61,9 @@ class Cell:
     error: float | None = None
     loss: float | None = None
 
-    def to_dict(self, ratios: dict[str, Timing]) -> dict[str, Any]:
-        """All of it for JSON, with the ratios of its time to that of other columns."""
-        found = {k: v for k, v in vars(self).items() if k not in ("timing", "counts")}
-        counts = asdict(self.counts) if self.counts else None
-        times = {"to_" + name: _times(ratio) for name, ratio in ratios.items()}
-        seconds = _times(self.timing) if self.timing else None
-        return found | {"counts": counts, "seconds": seconds, "ratios": times}
-
-    @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> "Cell":
-        """The cell of which `to_dict` was written as JSON."""
-        own = {k: v for k, v in found.items() if k not in ("seconds", "ratios")}
-        own["counts"] = Counts(**own["counts"]) if own["counts"] else None
-        # errors may be infinite, which JSON has as a text
-        own["error"] = None if own["error"] is None else float(own["error"])
-        own["loss"] = None if own["loss"] is None else float(own["loss"])
-        seconds = found["seconds"]
-        return cls(**own, timing=Timing(tuple(seconds["rounds"])) if seconds else None)
-
-
-def _times(timing: Timing) -> dict[str, Any]:
-    """The median and quartiles, and each round."""
-    lower, upper = timing.quartiles
-    rounds = list(timing.seconds)
-    return {"median": timing.median, "quartiles": [lower, upper], "rounds": rounds}
-
 
 def traced(model: Model, mode: str, key: str) -> Any:
-    """A column's function, jitted; it is to be traced in the column's context."""
+    """A column's function, jitted."""
     fn = COLUMNS[key].program(model, mode)
     return fn if is_jitted(fn) else jax.jit(fn)
 
@@ -122,8 +91,8 @@ def error_of(results: Any, wanted: Sequence[errors.Leaf]) -> float | None:
 class Measured:
     """All columns of one model in one mode."""
 
-    def __init__(self, model: Model, mode: str, keys: Sequence[str], progress: Progress) -> None:
-        self.model, self.mode, self.progress = model, mode, progress
+    def __init__(self, model: Model, mode: str, keys: Sequence[str]) -> None:
+        self.model, self.mode = model, mode
         self.args = bench_columns.arguments(model, mode)
         self.cells = {key: Cell(model.name, mode, key) for key in keys}
         self.programs: dict[str, Executable] = {}
@@ -132,27 +101,20 @@ class Measured:
         """Compiles and runs every column once, then times them in rounds."""
         wanted: list[errors.Leaf] | None = None
         if self.mode != "step":
-            self.progress("reference", 0)
             with suppress(RuntimeError):  # its columns are measured without an error then
                 wanted = reference(self.model, self.mode)
         for key in self.cells:
-            self.progress(COLUMNS[key].title, 0)
             try:
                 self._compile(key)
                 self._check(key, wanted, effort.steps)
             except Exception as error:
-                self._failed(key, error)
-            self.progress(COLUMNS[key].title, 1)
+                self.programs.pop(key, None)
+                self.cells[key] = replace(self.cells[key], failure=first_line(error))
         self._time(effort)
         return list(self.cells.values())
 
-    def _failed(self, key: str, error: Exception) -> None:
-        self.programs.pop(key, None)
-        self.cells[key] = replace(self.cells[key], failure=first_line(error))
-
     def _compile(self, key: str) -> None:
-        with COLUMNS[key].context():
-            program = compiled(traced(self.model, self.mode, key), *self.args)
+        program = compiled(traced(self.model, self.mode, key), *self.args)
         self.programs[key] = program
         self.cells[key] = replace(
             self.cells[key],
@@ -178,39 +140,23 @@ class Measured:
         return bench_columns.copied(self.args) if self.programs[key].donates else self.args
 
     def _time(self, effort: Effort) -> None:
-        def guarded(key: str) -> Callable[..., Any]:
-            def run(*args: Any) -> Any:
-                if self.cells[key].failure:
-                    return None
-                try:
-                    return jax.block_until_ready(program.compiled(*args))
-                except Exception as error:
-                    self.cells[key] = replace(self.cells[key], failure=first_line(error))
+        def ready(program: Executable) -> Callable[..., Any]:
+            return lambda *args: jax.block_until_ready(program.compiled(*args))
 
-            program = self.programs[key]
-            return run
-
-        def tell(turn: int) -> None:
-            self.progress("warm-up" if turn < 0 else f"round {turn + 1}", int(turn > 0))
-
-        runs = {key: guarded(key) for key in self.programs}
-        found = interleaved(runs, effort.rounds, prepare=self._fresh, progress=tell)
-        self.progress("", 1)
+        runs = {key: ready(program) for key, program in self.programs.items()}
+        found = interleaved(runs, effort.rounds, prepare=self._fresh)
         spent = sum(sum(timing.seconds) for timing in found.values())
         if runs and spent < effort.seconds:
             rounds = min(MOST_ROUNDS, round(effort.rounds * effort.seconds / spent))
             found = interleaved(runs, rounds, prepare=self._fresh)
         for key, timing in found.items():
-            if not self.cells[key].failure:
-                self.cells[key] = replace(self.cells[key], timing=timing)
+            self.cells[key] = replace(self.cells[key], timing=timing)
 
 
-def measured(
-    model: Model, mode: str, keys: Sequence[str], effort: Effort, progress: Progress
-) -> list[Cell]:
+def measured(model: Model, mode: str, keys: Sequence[str], effort: Effort) -> list[Cell]:
     """A cell for each of the columns that have a program of their own in the mode."""
-    own = [key for key in keys if mode in COLUMNS[key].modes and not COLUMNS[key].missing]
     with warnings.catch_warnings():
-        # what the pass leaves wide is in the counts
+        # the counts say what the pass leaves in float32
         warnings.simplefilter("ignore", pp.PrecisionWarning)
-        return Measured(model, mode, own, progress).run(effort)
+        own = [key for key in keys if mode in COLUMNS[key].modes]
+        return Measured(model, mode, own).run(effort)

@@ -4,9 +4,7 @@ Tracing: all that `auto_mixed(f).trace(...)` does (the trace of f, graph, facts,
 against `jax.make_jaxpr(f)(...)` alone, both of a function that JAX has not seen. Beside it what the
 least form of a rewrite costs: binding each equation of the jaxpr again (`jax.core.eval_jaxpr`
 under `make_jaxpr`). Calls: `auto_mixed(f)(...)` against `jax.jit(f)(...)`, compiled before; under
-AlwaysF32, so that both run the same program and the difference is the call's alone. Compiling: what
-planning and rewriting the gradients of the benchmark's models take beside what XLA takes to compile
-what comes of them; more than 10 % of it is too much.
+AlwaysF32, so that both run the same program and the difference is the call's alone.
 
 Everything is CPU time of this process; in each round every column takes its turn, and ratios and
 differences are taken within a round.
@@ -26,24 +24,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich
-from bench_columns import COLUMNS
-from bench_columns import arguments as arguments_of
-from bench_models import MODELS, SIZES, Model
 from bench_models.transformer import layer
 from jax import lax
 from rich.console import Console
 from rich.table import Table
 
 import precpass as pp
-from precpass import jaxpr as ir
-from precpass.jit.region import current
-from precpass.jit.traced import rewritten
 from precpass.measure.execute import interleaved
-from precpass.planner.planner import make_plan
 
 POLICIES = (pp.AutoMixedBf16, pp.AutoMixedF16, pp.AlwaysBf16, pp.AlwaysF32)
-LIMIT = 0.1
-"""What planning and rewriting may take, as a fraction of what XLA takes."""
 FRAMES = 150
 """As many of `below` take about a chunk, 16 KiB on CPython 3.11 to 3.13."""
 WIDTH, HEADS, LENGTH, BATCH, BYTES = 64, 4, 16, 2, 256
@@ -171,30 +160,6 @@ def tracing(fn: Callable[..., Any], args: Sequence[Any]) -> dict[str, Callable[[
     }
 
 
-def compiling(model: Model) -> dict[str, float]:
-    """Stage -> its CPU seconds, from a model's gradient to the compiled program of it in low."""
-    fn, policy = COLUMNS["float32"].program(model, "gradient"), pp.AutoMixedBf16
-    leaves, tree = jax.tree.flatten(arguments_of(model, "gradient"))
-    found: dict[str, float] = {}
-
-    def timed(stage: str, run: Callable[..., Any], *args: Any) -> Any:
-        begin = time.process_time()
-        result = run(*args)
-        found[stage] = time.process_time() - begin
-        return result
-
-    jax.clear_caches()
-    gc.collect()
-    call = timed("trace", ir.trace_call, lambda *xs: fn(*tree.unflatten(xs)), leaves)
-    closed_over = call.operands[: call.closed_over]
-    plan = timed("plan", make_plan, call.jaxpr, policy, "", closed_over)
-    new, _ = timed("rewrite", rewritten, call.jaxpr, plan, current(), policy, "")
-    jitted = jax.jit(lambda *xs: ir.evaluate(new, xs))
-    lowered = timed("lower", lambda: jitted.lower(*call.operands))
-    timed("compile", lowered.compile)
-    return found
-
-
 def size(fn: Callable[..., Any], args: Sequence[Any]) -> int:
     """The number of equations, those of bodies included."""
 
@@ -260,24 +225,6 @@ def call_table(counts: Sequence[int], rounds: int, calls: int) -> Table:
     return table
 
 
-def compile_table(size: str, rounds: int) -> Table:
-    """One row per model: seconds of each stage, and what the pass takes of XLA's."""
-    stages = ("trace", "plan", "rewrite", "lower", "compile")
-    table = Table(title=f"compiling gradients, models {size}", box=rich.box.SIMPLE_HEAD)
-    table.add_column("model", no_wrap=True)
-    for name in (*(f"{stage}\ns" for stage in stages), "plan + rewrite\n% of compile"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, make in MODELS.items():
-        model = make(size)
-        compiling(model)
-        measured = [compiling(model) for _ in range(rounds)]
-        times = [spread([found[stage] for found in measured], 3) for stage in stages]
-        shares = [100 * (m["plan"] + m["rewrite"]) / m["compile"] for m in measured]
-        over = " !" if statistics.median(shares) > 100 * LIMIT else ""
-        table.add_row(name, *times, spread(shares) + over)
-    return table
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds of each table")
@@ -308,13 +255,10 @@ def main() -> None:
     few = min(rounds, 3)
     console.print(trace_table({f"flat, {largest:,}": flat(largest)}, few, cold=False))
     console.print(call_table((1, 10, 300), rounds, calls))
-    console.print(compile_table(SIZES[0] if options.quick else SIZES[1], few))
     say(
         "Multiples: of make_jaxpr in the same round. bare re-bind: eval_jaxpr of the finished "
         "jaxpr under make_jaxpr, without the trace of f; the columns behind it hold both, and the "
-        "pass. Compiling: CPU seconds of the stages one after the other, JAX's caches cleared "
-        f"before; plan and rewrite together may take {LIMIT:.0%} of compile, and where they take "
-        "more stands a !. Median (lower-upper quartile)."
+        "pass. Median (lower-upper quartile)."
     )
 
 

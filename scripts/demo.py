@@ -7,7 +7,6 @@ parameters with jmp, and marking every product with `jax.default_matmul_precisio
 
 import argparse
 import contextlib
-import os
 import platform
 import statistics
 import textwrap
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +27,7 @@ from rich.table import Table
 
 import precpass as pp
 from precpass.analysis.residuals import kept_bytes
+from precpass.devices.cpu_info import cpu_info
 from precpass.measure.counts import count
 from precpass.measure.execute import compiled, timed
 from precpass.view.progress import Progress
@@ -249,16 +248,9 @@ def notes(rows: list[Row]) -> Iterator[str]:
 
 def machine() -> str:
     """The processor, its fast bfloat16 paths, the cores, and the versions."""
-    name, flags = platform.processor() or platform.machine(), ""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        pairs = (line.partition(":") for line in cpuinfo.read_text().splitlines())
-        facts = {key.strip(): value.strip() for key, _, value in pairs}
-        name = facts.get("model name", name)
-        bf16 = [flag for flag in facts.get("flags", "").split() if "bf16" in flag]
-        flags = f" ({', '.join(bf16) or 'no bf16 instructions'})"
+    info = cpu_info()
     return (
-        f"{name}{flags}, {len(os.sched_getaffinity(0))} cores, "
+        f"{info.model} ({', '.join(info.bf16) or 'no bf16 instructions'}), {info.cores} cores, "
         f"jax {jax.__version__}, {jax.default_backend()}, Python {platform.python_version()}"
     )
 

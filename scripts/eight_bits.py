@@ -5,9 +5,11 @@ transformer (scripts/bench_models). Each runs in float32; in bfloat16, with weig
 the call and with weights that were cast before; and in int8, with weights that are rounded in the
 call, with those of `precpass.quant.quantized`, and also with the scales of an earlier call
 (`precpass.quant.delayed_scaling`). Times are medians of interleaved rounds, ratios those within
-rounds. XLA's own kernels for products of these formats, without scales, are timed too.
+rounds.
 
-With --targets the programs of `eight_bits_compiled` are compiled for devices instead.
+With --targets nothing runs: one product of 1024 x 2048 x 2048 and six layers of it are compiled for
+TPUs and an H100. The figures are ratios to the same program in bfloat16 with weights ready: of the
+TPU compiler's estimated cycles, and of the bytes that an H100's kernels move.
 
 With --train the transformer is trained from the same parameters on the same batches in float32,
 bfloat16, int8 and float8, which a CPU emulates. The loss is the mean of the last fifty steps. The
@@ -15,6 +17,7 @@ gradient is that of the first batch, beside float32's.
 """
 
 import argparse
+import datetime
 import json
 import sys
 from collections.abc import Callable
@@ -29,17 +32,16 @@ import optax
 from bench_models import MODELS
 from bench_models.model import Weights, cross_entropy
 from bench_models.transformer import SHAPES, batches, layer, layer_norm, standard_library
-from eight_bits_compiled import compiled_part, perceptron, product, today
 from render_results import rendered_table
 
 import precpass as pp
 from precpass.devices.cpu_info import cpu_info
+from precpass.devices.detect import planned_for
+from precpass.devices.targets import abstract_on, target_of
 from precpass.measure.execute import compiled, interleaved
 
 Program = Callable[[Any, Any], Any]
 ROUNDS = 9
-KERNELS = ((64, 1024, 1024), (512, 1024, 1024), (2048, 2048, 2048))
-"""The rows, summed elements and columns of the products whose kernels are timed."""
 LAST = 50
 """So many of the last losses are averaged."""
 HEADS = SHAPES["medium"].heads
@@ -55,14 +57,35 @@ TRAINED: dict[str, tuple[Any, bool]] = {
     "AutoMixedF8, delayed scaling": ("AutoMixedF8", True),
 }
 """Policies, and whether their scales are those of earlier calls."""
+READY = "p=bf16,c=bf16"
+"""The policy for weights that are bfloat16 before the call. Without `p` a product of a float32 and
+a bfloat16 operand is the user's own, in float32."""
+SHAPE, WEIGHT = (1024, 2048), (2048, 2048)
+"""The operands of the product that is compiled."""
+TARGETS = {
+    **dict.fromkeys(("tpu v5e", "tpu v5p", "tpu v6e", "tpu 7x"), "cycles"),
+    "h100": "moved",
+}
+"""The devices that are compiled for, with the figure that their compiler gives of a program."""
 TEXT = (
     "Times are those of two cores of the server's CPU that a part names: medians of nine "
     "interleaved rounds, ratios those within rounds. Errors are against float64. The part "
     "that is compiled for other devices ran nowhere: a product of 1024 x 2048 x 2048, and six"
-    " layers of that size, to bfloat16 with weights ready (for a B200 and in a scan all weights "
-    "are float32, and bfloat16 is the first row); cycles are the TPU compiler's "
+    " layers of that size, to bfloat16 with weights ready; cycles are the TPU compiler's "
     'estimate, and "moved" are the bytes that kernels move.'
 )
+
+
+def product(w: Any, x: Any) -> Any:
+    """One product."""
+    return x @ w
+
+
+def perceptron(ws: Any, x: Any) -> Any:
+    """A perceptron."""
+    for w in ws:
+        x = jax.nn.relu(x @ w)
+    return x
 
 
 def transformer(params: Any, tokens: Any) -> Any:
@@ -145,35 +168,6 @@ def measured(fn: Program, params: Any, data: Any, rounds: int) -> list[list[Any]
     return rows
 
 
-def of_kernels(rounds: int) -> dict[str, Any]:
-    """A table of XLA's own products, with operands ready, beside that of bfloat16."""
-    rows: list[list[Any]] = []
-    for sizes in KERNELS:
-        m, k, n = sizes
-        rng = np.random.default_rng(0)
-        pair = rng.standard_normal((m, k)), rng.standard_normal((k, n))
-        runs = {
-            f"{low} -> {sums}": partial(
-                jax.jit(partial(jnp.dot, preferred_element_type=sums)),
-                *(jnp.asarray(30 * x, low) for x in pair),
-            )
-            for low, sums in (
-                ("float32", "float32"),
-                ("bfloat16", "float32"),
-                ("int8", "int32"),
-            )
-        }
-        times = interleaved(runs, rounds, warm_up=2)
-        for name, time in times.items():
-            ratios = time.ratios(times["bfloat16 -> float32"])
-            low, high = ratios.quartiles
-            ratio = round(float(np.median(ratios.seconds)), 2)
-            size = " x ".join(map(str, sizes))
-            rows.append([size, name, round(time.median * 1e3, 2), ratio, f"{low:.2f}-{high:.2f}"])
-    heads = ["XLA's kernel for a product of", "in", "ms", "ratio to bfloat16", "quartiles of it"]
-    return {"columns": heads, "rows": rows}
-
-
 def trained(steps: int) -> list[list[Any]]:
     """A row for each policy of `TRAINED`: the transformer's last losses, in nats, and its gradient.
 
@@ -220,6 +214,58 @@ def flat(tree: Any) -> Any:
     return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
 
 
+def figures(target: str, run: Callable[..., Any], *args: Any) -> tuple[float, int]:
+    """What a compiler says of a program at some shapes: the figure of `TARGETS`, and temp bytes."""
+    device = target_of(target)
+    with planned_for(device):
+        program = compiled(jax.jit(run), *abstract_on(device, args))
+    return getattr(program.traffic, TARGETS[target]), program.memory.temp
+
+
+def compiled_part() -> dict[str, Any]:
+    """A product, and six layers of its size, as they are compiled for `TARGETS`."""
+    x = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
+    wide, low = (jax.ShapeDtypeStruct(WEIGHT, dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    ready = {
+        precision: pp.quant.QuantizedArray(
+            jax.ShapeDtypeStruct(x.shape, dtype), jax.ShapeDtypeStruct((rows, 1), jnp.float32)
+        )
+        for precision, dtype, rows in (("int8", jnp.int8, 1024), ("f8", jnp.float8_e4m3fn, 1))
+    }
+    rows: list[list[Any]] = []
+    for target, name in TARGETS.items():
+        base, _ = figures(target, pp.auto_mixed(product, READY), low, x)
+        layers, temp = figures(target, pp.auto_mixed(perceptron, READY), [low] * 6, x)
+        for precision in ("int8", "f8"):
+            policy = pp.AutoMixedBf16.with_rules(
+                pp.Rule(primitive="dot_general", precision=precision)
+            )
+            small = pp.quant.quantized(product, policy)(wide, x)
+            single = pp.auto_mixed(product, policy)
+            one, _ = figures(target, single, small, x)
+            both, _ = figures(target, single, small, ready[precision])
+            ratios = [None if v is None else round(v / base, 2) for v in (both, one)]
+            delayed = pp.quant.delayed_scaling(perceptron, policy, history=4)
+            scales = jax.eval_shape(delayed.init, [small] * 6, x)
+
+            def frozen(scales: Any, ws: Any, x: Any, delayed: Any = delayed) -> Any:
+                return delayed.frozen(scales)(ws, x)
+
+            six = [
+                figures(target, pp.auto_mixed(perceptron, policy), [small] * 6, x),
+                figures(target, delayed, scales, [small] * 6, x),
+                figures(target, frozen, scales, [small] * 6, x),
+            ]
+            ratios += [round(v / layers, 2) for v, _ in six]
+            ratios += [round(own / temp, 2) if temp else None for _, own in six]
+            rows.append([target, precision, name, *ratios])
+    heads = ["device", "in", "figure", "both operands ready", "weights ready", "six layers"]
+    heads += ["with delayed scaling", "with scales ready"]
+    heads += ["their temp", "temp, delayed", "temp, ready"]
+    title = f"Compiled for devices that are not there, jax {jax.__version__}, {today()}"
+    return {"title": title, "tables": [{"columns": heads, "rows": rows}]}
+
+
 def part(options: argparse.Namespace) -> dict[str, Any]:
     """What this machine and this JAX show."""
     ratio = "ratio to bfloat16, weights ready"
@@ -229,12 +275,17 @@ def part(options: argparse.Namespace) -> dict[str, Any]:
         for name, program in programs().items()
         for row in measured(*program, options.rounds)
     ]
-    tables = [{"columns": heads, "rows": rows}, of_kernels(5 * options.rounds)]
+    tables = [{"columns": heads, "rows": rows}]
     if options.train:
         last = f"loss of the last {LAST} of {options.train} steps"
         heads = ["byte transformer under", last, "error of a gradient", "its cosine"]
         tables.append({"columns": heads, "rows": trained(options.train)})
     return {"title": f"jax {jax.__version__}, {cpu_info().model}, {today()}", "tables": tables}
+
+
+def today() -> str:
+    """The date."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def main() -> int:

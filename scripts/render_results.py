@@ -1,8 +1,8 @@
 """Show the dated results that are kept in scripts/results/ as Markdown tables.
 
-    scripts/render_results                        lists what there is
-    scripts/render_results bench_xeon bench_amd   shows these
-    scripts/render_results --into docs/*.md       writes them into documents
+    scripts/run render_results                        lists what there is
+    scripts/run render_results bench_xeon bench_amd   shows these
+    scripts/run render_results --into docs/*.md       writes them into documents
 
 In a document they stand between the lines `<!-- results: NAME -->` and `<!-- end of results -->`,
 with their headings two levels lower.

@@ -1,11 +1,9 @@
-"""Models whose code nobody here wrote: from haiku, keras, flax, equinox, jraph and diffrax.
+"""A decoder of flax and a graph network of jraph, whose code nobody here wrote.
 
-"By hand" is here what the library itself offers: its dtype option or its policy of mixed precision,
-and for libraries without one a cast of parameters and data, as their documentation advises.
+By hand the decoder has flax's own `dtype` option. jraph has none, so its parameters and features
+are cast, as its documentation advises.
 """
 
-import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,123 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench_models.model import BF16, F32, Model, adam, cross_entropy, low
+from bench_models.model import BF16, F32, Model, Weights, adam, cross_entropy, low
 
-IMAGES = {
-    "small": (2, 32),
-    "medium": (8, 64),
-    "target": (64, 224),
-    "large": (256, 224),
-}
-"""The images of a batch, and the pixels of a side."""
 TOKENS = {
     "small": (2, 16, 32, 2),
     "medium": (2, 128, 256, 4),
     "target": (8, 1024, 1024, 16),
-    "large": (16, 2048, 2048, 16),
 }
 """The sequences of a batch, their length, the width and the heads."""
-CLASSES, LAYERS, BYTES, STEPS = 10, 4, 256, 4
-
-
-def cast_model(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward pass with parameters and data cast to bfloat16, its outputs to float32."""
-
-    def by_hand(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
-        outputs, state = forward(low(params), state, low(batch))
-        return jax.tree.map(lambda x: x.astype(F32), outputs), state
-
-    return by_hand
-
-
-# ---------------------------------------------------------------- images
-
-
-def image_batches(size: str) -> dict[str, jax.Array]:
-    count, side = IMAGES[size]
-    rng = np.random.default_rng(0)
-    images = np.broadcast_to(
-        rng.standard_normal((1, count, side, side, 3), np.float32), (STEPS, count, side, side, 3)
-    )
-    labels = rng.integers(CLASSES, size=(STEPS, count))
-    return {"images": jnp.asarray(images), "labels": jnp.asarray(labels, jnp.int32)}
-
-
-def of_images(outputs: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-    return cross_entropy(outputs, batch["labels"])
-
-
-def resnet50(size: str) -> Model:
-    """haiku's ResNet-50; by hand under haiku's own mixed precision, as its examples set it."""
-    import haiku as hk
-    import jmp
-
-    def network(images: jax.Array) -> jax.Array:
-        # by default the head's weights are zero, and so are then all other gradients
-        head = {"w_init": hk.initializers.TruncatedNormal(0.02)}
-        return hk.nets.ResNet50(CLASSES, logits_config=head)(images, is_training=True)
-
-    written = hk.transform_with_state(network)
-
-    def mixed(images: jax.Array) -> jax.Array:
-        policy = jmp.get_policy("p=f32,c=bf16,o=bf16")
-        norm = jmp.get_policy("p=f32,c=f32,o=bf16")
-        hk.mixed_precision.set_policy(hk.nets.ResNet50, policy)
-        hk.mixed_precision.set_policy(hk.BatchNorm, norm)
-        try:
-            return network(images)
-        finally:
-            hk.mixed_precision.clear_policy(hk.nets.ResNet50)
-            hk.mixed_precision.clear_policy(hk.BatchNorm)
-
-    by_library = hk.transform_with_state(mixed)
-    batches = image_batches(size)
-    params, state = jax.jit(written.init)(jax.random.key(0), batches["images"][0][:1, :32, :32])
-
-    def forward(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
-        return written.apply(params, state, None, batch["images"])
-
-    def by_hand(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
-        logits, state = by_library.apply(params, state, None, batch["images"])
-        return logits.astype(F32), state
-
-    return Model("resnet50", params, state, batches, forward, by_hand, of_images, adam())
-
-
-def keras_model(make: str, size: str) -> Model:
-    """One of `keras.applications`, on JAX; by hand under keras's policy "mixed_bfloat16"."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    import keras
-
-    def made(policy: str) -> Any:
-        keras.utils.set_random_seed(0)
-        keras.config.set_dtype_policy(policy)
-        try:
-            _, side = IMAGES[size]
-            options: dict[str, Any] = {"weights": None, "classes": CLASSES}
-            return getattr(keras.applications, make)(
-                **options, input_shape=(side, side, 3), classifier_activation=None
-            )
-        finally:
-            keras.config.set_dtype_policy("float32")
-
-    def forward_of(model: Any) -> Callable[..., tuple[jax.Array, Any]]:
-        def forward(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
-            # dropout has no seed here, so the pass is that of inference, BatchNorm included
-            logits, new = model.stateless_call(params, state, batch["images"], training=False)
-            return logits.astype(F32), new
-
-        return forward
-
-    wide, mixed = made("float32"), made("mixed_bfloat16")
-    params = [v.value for v in wide.trainable_variables]
-    state = [v.value for v in wide.non_trainable_variables]
-    name = make.lower()
-    passes = forward_of(wide), forward_of(mixed)
-    return Model(name, params, state, image_batches(size), *passes, of_images, adam())
-
-
-# ---------------------------------------------------------------- sequences
+GRAPHS = {
+    "small": (16, 48, 16),
+    "medium": (512, 2048, 64),
+    "target": (32768, 262144, 256),
+}
+"""The nodes, the edges and the width of their features."""
+LAYERS, BYTES, STEPS, ROUNDS = 4, 256, 4, 3
 
 
 def token_batches(size: str) -> jax.Array:
@@ -171,51 +67,64 @@ def flax_decoder(size: str) -> Model:
     return Model("flax-decoder", params, (), token_batches(size), *passes, of_tokens, adam())
 
 
-def equinox_decoder(size: str) -> Model:
-    """A decoder of equinox's layers, which have no dtype option: by hand its arrays are cast."""
-    import equinox as eqx
+def graph_network(size: str) -> Model:
+    """Three rounds of jraph's `GraphNetwork`; by hand parameters and features are cast."""
+    import jraph
 
-    *_, width, heads = TOKENS[size]
+    nodes, edges, width = GRAPHS[size]
+    weights = Weights()
+    params = [
+        {
+            "edge": (weights(3 * width, width), weights(width, width)),
+            "node": (weights(3 * width, width), weights(width, width)),
+        }
+        for _ in range(ROUNDS)
+    ]
 
-    class Layer(eqx.Module):
-        norm1: eqx.nn.LayerNorm
-        attention: eqx.nn.MultiheadAttention
-        norm2: eqx.nn.LayerNorm
-        mlp: eqx.nn.MLP
+    def mlp(p: Any, *features: jax.Array) -> jax.Array:
+        first, second = p
+        return jax.nn.relu(jnp.concatenate(features, axis=-1) @ first) @ second
 
-        def __call__(self, x: jax.Array) -> jax.Array:
-            h = jax.vmap(self.norm1)(x)
-            mask = jnp.tril(jnp.ones((len(x), len(x)), bool))
-            x = x + self.attention(h, h, h, mask=mask)
-            return x + jax.vmap(self.mlp)(jax.vmap(self.norm2)(x))
+    def forward(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
+        graph = jraph.GraphsTuple(
+            nodes=batch["nodes"],
+            edges=batch["edges"],
+            senders=batch["senders"],
+            receivers=batch["receivers"],
+            globals=None,
+            n_node=jnp.asarray([nodes]),
+            n_edge=jnp.asarray([edges]),
+        )
+        for p in params:
+            step = jraph.GraphNetwork(
+                lambda edge, sent, received, _, p=p: mlp(p["edge"], edge, sent, received),
+                lambda node, sent, received, _, p=p: node + mlp(p["node"], node, sent, received),
+            )
+            graph = step(graph)
+        return graph.nodes, state
 
-    class Decoder(eqx.Module):
-        embedding: eqx.nn.Embedding
-        layers: list[Layer]
-        head: eqx.nn.Linear
+    rng = np.random.default_rng(0)
 
-        def __call__(self, tokens: jax.Array) -> jax.Array:
-            x = jax.vmap(self.embedding)(tokens)
-            for layer in self.layers:
-                x = layer(x)
-            return jax.vmap(self.head)(x)
+    def drawn(*shape: int) -> jax.Array:
+        numbers = rng.standard_normal((1, *shape), np.float32)
+        return jnp.asarray(np.broadcast_to(numbers, (STEPS, *shape)))
 
-    keys = iter(jax.random.split(jax.random.key(0), 3 * LAYERS + 2))
+    def ends() -> jax.Array:
+        return jnp.asarray(rng.integers(nodes, size=(STEPS, edges)), jnp.int32)
 
-    def layer() -> Layer:
-        mlp = eqx.nn.MLP(width, width, 4 * width, 1, jax.nn.gelu, key=next(keys))
-        attention = eqx.nn.MultiheadAttention(heads, width, key=next(keys))
-        return Layer(eqx.nn.LayerNorm(width), attention, eqx.nn.LayerNorm(width), mlp)
+    batches = {
+        "nodes": drawn(nodes, width),
+        "edges": drawn(edges, width),
+        "senders": ends(),
+        "receivers": ends(),
+        "wanted": drawn(nodes, width),
+    }
 
-    decoder = Decoder(
-        eqx.nn.Embedding(BYTES, width, key=next(keys)),
-        [layer() for _ in range(LAYERS)],
-        eqx.nn.Linear(width, BYTES, key=next(keys)),
-    )
-    params, static = eqx.partition(decoder, eqx.is_inexact_array)
+    def by_hand(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+        outputs, state = forward(low(params), state, low(batch))
+        return outputs.astype(F32), state
 
-    def forward(params: Any, state: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        return jax.vmap(eqx.combine(params, static))(tokens[:, :-1]), state
+    def mean_square(outputs: jax.Array, batch: Any) -> jax.Array:
+        return jnp.mean((outputs - batch["wanted"]) ** 2)
 
-    passes = forward, cast_model(forward)
-    return Model("equinox-decoder", params, (), token_batches(size), *passes, of_tokens, adam())
+    return Model("jraph", params, (), batches, forward, by_hand, mean_square, adam())

@@ -1,6 +1,6 @@
 """Design section 3, line 18: what a call and a trace cost, counted and not timed.
 
-Times are for scripts/bench_overhead. What is counted here are the Python functions that
+Times are for scripts/bench_overhead.py. What is counted here are the Python functions that
 run: all of them in a call, those of the package in a trace.
 """
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import demo
 import pytest
 
 import precpass as pp
@@ -89,12 +88,3 @@ def test_the_reference_has_all_that_is_exported():
     presets = {name for name, x in names.items() if isinstance(x, pp.types.PrecisionPolicy)}
     entries = re.findall(r"^::: precpass\.([\w.]+)$", text, re.MULTILINE)
     assert sorted(entries) == sorted(names.keys() - presets - {"__version__"})
-
-
-def test_the_page_of_benchmarks_has_the_rows_that_the_demo_prints():
-    text = (PAGES / "explanation" / "benchmarks.md").read_text(encoding="utf-8")
-    table = text.partition("## The demo")[2].partition("\n\n## ")[0]
-    rows = [
-        line.split(" | ")[0].strip("| ") for line in table.splitlines() if line.startswith("| ")
-    ]
-    assert rows[1:] == [f"`{demo.label(name)}`" for name in demo.DEFAULT_ROWS]

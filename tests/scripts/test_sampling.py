@@ -39,10 +39,6 @@ def test_mostly_of_a_release(x, y): ...
 @pytest.mark.parametrize("x", [1, pytest.param(2, marks=pytest.mark.release), 3])
 def test_but_for_one_case(x): ...
 
-@pytest.mark.release(keep=2)
-@pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.release), 2, 3])
-def test_mostly_but_for_one(x): ...
-
 def test_plain(): ...
 """
 RUN = """
@@ -87,5 +83,4 @@ def test_what_runs_each_time(tmp_path: Path):
     assert "test_plain" in names and "test_of_a_release" not in names
     assert len([name for name in names if name.startswith("test_mostly_of_a_release")]) == 2
     but_for_one = {"test_but_for_one_case[1]", "test_but_for_one_case[3]"}
-    but_for_one |= {"test_mostly_but_for_one[2]", "test_mostly_but_for_one[3]"}
     assert {name for name in names if "but_for" in name} == but_for_one

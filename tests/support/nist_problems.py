@@ -2,7 +2,7 @@
 
 Statistical Reference Datasets, https://www.itl.nist.gov/div898/strd/nls/nls_main.shtml. The files
 in `data/nist_strd` have the start points, the parameters certified to 11 digits, and the
-observations. For the tests and for `scripts/nist`.
+observations.
 """
 
 import dataclasses
