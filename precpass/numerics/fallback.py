@@ -22,9 +22,9 @@ from precpass.api import auto_mixed
 from precpass.jit.calls import check_function
 from precpass.jit.mixed import Mixed
 from precpass.jit.region import keep
+from precpass.loss_scale import Axes
 from precpass.numerics.checks import Check, NonFinite, parse_checks
 from precpass.numerics.given import is_known, refuse_modules
-from precpass.numerics.loss_scale import Axes
 from precpass.numerics.masked_derivatives import differentiated_if_chosen
 from precpass.numerics.rungs import Rung, parse_ladder
 from precpass.policy.presets import Custom

@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from precpass import jaxpr as ir
+from precpass.loss_scale import skip_nonfinite
 from precpass.numerics.given import (
     check_positive,
     check_whole,
@@ -34,7 +35,6 @@ from precpass.numerics.given import (
     refuse_modules,
     shown,
 )
-from precpass.numerics.loss_scale import skip_nonfinite
 from precpass.numerics.rungs import Rung, parse_ladder
 from precpass.policy.warned import quietly
 from precpass.units import counted

@@ -199,7 +199,9 @@ def _is_foreign(eqn: Any) -> bool:
 def _may_be_left(eqn: Any) -> bool:
     """Whether an equation that holds products is one that is not to be entered."""
     if eqn.primitive.name == "call_hi_primitive":
-        return type(eqn.params["_prim"]).__name__ not in ("CustomRoot", "_RootLinearMap")
+        made = type(eqn.params["_prim"])
+        is_root = made.__name__ in ("CustomRoot", "_RootLinearMap")
+        return not (is_root and made.__module__.startswith("jax."))
     return eqn.primitive.name in OPAQUE or any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
 
 
