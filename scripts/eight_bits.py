@@ -3,9 +3,8 @@
 Three programs run forward: one product, a perceptron of eight layers, and a byte-level
 transformer (scripts/bench_models). Each runs in float32; in bfloat16, with weights that are cast in
 the call and with weights that were cast before; and in int8, with weights that are rounded in the
-call, with those of `precpass.quant.quantized`, and also with the scales of an earlier call
-(`precpass.quant.delayed_scaling`). Times are medians of interleaved rounds, ratios those within
-rounds. XLA's own kernels for products of these formats, without scales, are timed too.
+call and with those of `precpass.quant.quantized`. Times are medians of interleaved rounds, ratios
+those within rounds. XLA's own kernels for products of these formats, without scales, are timed too.
 
 With --targets the programs of `eight_bits_compiled` are compiled for devices instead.
 
@@ -43,18 +42,11 @@ KERNELS = ((64, 1024, 1024), (512, 1024, 1024), (2048, 2048, 2048))
 LAST = 50
 """So many of the last losses are averaged."""
 HEADS = SHAPES["medium"].heads
-TRAINED: dict[str, tuple[Any, bool]] = {
-    **{
-        name: (name, False)
-        for name in ("AlwaysF32", "AutoMixedBf16", "AutoMixedInt8", "AutoMixedF8")
-    },
-    "AutoMixedF8, weights' gradients in bf16": (
-        pp.AutoMixedF8.with_weight_gradients("bf16"),
-        False,
-    ),
-    "AutoMixedF8, delayed scaling": ("AutoMixedF8", True),
+TRAINED: dict[str, Any] = {
+    **{name: name for name in ("AlwaysF32", "AutoMixedBf16", "AutoMixedInt8", "AutoMixedF8")},
+    "AutoMixedF8, weights' gradients in bf16": pp.AutoMixedF8.with_weight_gradients("bf16"),
 }
-"""Policies, and whether their scales are those of earlier calls."""
+"""The policies that are trained under."""
 TEXT = (
     "Times are those of two cores of the server's CPU that a part names: medians of nine "
     "interleaved rounds, ratios those within rounds. Errors are against float64. The part "
@@ -97,11 +89,7 @@ def low(tree: Any) -> Any:
 def columns(fn: Program, params: Any, data: Any) -> dict[str, tuple[Program, Any]]:
     """The ways to run a program, each with its parameters."""
     bf16 = pp.auto_mixed(fn, "bf16")
-    # A single product is a first and last layer, so that only a rule multiplies it in 8 bits.
-    rule = pp.Rule(primitive="dot_general", precision="int8")
-    policy = pp.AutoMixedBf16.with_rules(rule) if fn is product else pp.AutoMixedInt8
-    int8, small = pp.auto_mixed(fn, policy), pp.quant.quantized(fn, policy)(params, data)
-    delayed = pp.quant.delayed_scaling(fn, policy)
+    int8, small = pp.auto_mixed(fn, "int8"), pp.quant.quantized(fn, "int8")(params, data)
 
     def of_ready(low: Any, data: Any) -> Any:
         wide = jax.tree.map(lambda a: a.astype(jnp.float32), low)
@@ -113,7 +101,6 @@ def columns(fn: Program, params: Any, data: Any) -> dict[str, tuple[Program, Any
         "bfloat16, weights ready": (jax.jit(of_ready), low(params)),
         "int8": (int8, params),
         "int8, weights ready": (int8, small),
-        "int8, weights and scales ready": (delayed.frozen(delayed.init(small, data)), small),
     }
 
 
@@ -188,27 +175,19 @@ def trained(steps: int) -> list[list[Any]]:
     gradient, state = jax.value_and_grad(loss), model.optimizer.init(model.params)
     wanted = flat(jax.jit(gradient)(model.params, data[0])[1])
     rows: list[list[Any]] = []
-    for name, (policy, is_delayed) in TRAINED.items():
-        delayed = pp.quant.delayed_scaling(gradient, policy) if is_delayed else None
-        scales = delayed.init(model.params, data[0]) if delayed else None
-
-        def graded(
-            scales: Any, params: Any, tokens: Any, delayed: Any = delayed, policy: Any = policy
-        ) -> tuple[Any, Any]:
-            if delayed is not None:
-                return delayed(scales, params, tokens)
-            return pp.auto_mixed(gradient, policy)(params, tokens), scales
+    for name, policy in TRAINED.items():
+        graded = pp.auto_mixed(gradient, policy)
 
         def step(state: Any, tokens: Any, graded: Any = graded) -> Any:
-            params, opt_state, scales = state
-            (value, grads), scales = graded(scales, params, tokens)
+            params, opt_state = state
+            value, grads = graded(params, tokens)
             updates, opt_state = model.optimizer.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state, scales), value
+            return (optax.apply_updates(params, updates), opt_state), value
 
-        found = flat(jax.jit(graded)(scales, model.params, data[0])[0][1])
+        found = flat(graded(model.params, data[0])[1])
         cosine = found @ wanted / np.linalg.norm(found) / np.linalg.norm(wanted)
         error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
-        _, losses = jax.jit(partial(jax.lax.scan, step))((model.params, state, scales), data)
+        _, losses = jax.jit(partial(jax.lax.scan, step))((model.params, state), data)
         last = round(float(np.mean(losses[-LAST:])), 4)
         rows.append([name, last, float(f"{error:.1e}"), round(float(cosine), 5)])
         print(rows[-1], flush=True)

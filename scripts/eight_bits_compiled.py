@@ -217,23 +217,11 @@ def compiled_part() -> dict[str, Any]:
             one = figure(target, single, small, x)
             both = figure(target, single, small, ready[precision])
             ratios = [None if v is None else round(v / base, 2) for v in (both, one)]
-            delayed = pp.quant.delayed_scaling(perceptron, policy, history=4)
-            scales = jax.eval_shape(delayed.init, [small] * 6, x)
-
-            def frozen(scales: Any, ws: Any, x: Any, delayed: Any = delayed) -> Any:
-                return delayed.frozen(scales)(ws, x)
-
-            six = [
-                figures(target, pp.auto_mixed(perceptron, policy), [small] * 6, x),
-                figures(target, delayed, scales, [small] * 6, x),
-                figures(target, frozen, scales, [small] * 6, x),
-            ]
-            ratios += [round(v / layers, 2) for v, _ in six]
-            ratios += [round(own / temp, 2) if temp else None for _, own in six]
+            six, own = figures(target, pp.auto_mixed(perceptron, policy), [small] * 6, x)
+            ratios += [round(six / layers, 2), round(own / temp, 2) if temp else None]
             rows.append([target, precision, name, *ratios])
     heads = ["device", "in", "figure", "both operands ready", "weights ready", "six layers"]
-    heads += ["with delayed scaling", "with scales ready"]
-    heads += ["their temp", "temp, delayed", "temp, ready"]
+    heads += ["their temp"]
     title = f"Compiled for devices that are not there, jax {jax.__version__}, {today()}"
     tables = [
         {"columns": heads, "rows": rows},
