@@ -187,7 +187,6 @@ def policy_data(policy: PrecisionPolicy) -> dict[str, Any]:
         "profitability": policy.profitability,
         "results": policy.results,
         "parameters": str(policy.parameters),
-        "scaled": None if policy.scaled is None else str(policy.scaled),
         "weight_gradients": None if policy.weight_gradients is None else "bf16",
         "rules_left_out": left_out,
     }
@@ -195,7 +194,7 @@ def policy_data(policy: PrecisionPolicy) -> dict[str, Any]:
 
 def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
     """The policy of `policy_data`."""
-    # Files that are older than the presets' names have their other ones.
+    # Older files have the presets' other names, and 8 bits as an option instead of a rule.
     name = OTHER_NAMES[whole["name"]].name if whole["name"] in OTHER_NAMES else whole["name"]
     policy = PrecisionPolicy(
         name,
@@ -208,7 +207,9 @@ def policy_from(whole: dict[str, Any]) -> PrecisionPolicy:
         # Files that are older than these options lack them.
         profitability=saved_profitability(whole.get("profitability", "always")),
     ).with_results(whole.get("results", "auto"))
-    policy = policy.with_parameters(whole.get("parameters", "f32")).with_scaled(whole.get("scaled"))
+    policy = policy.with_parameters(whole.get("parameters", "f32"))
+    if whole.get("scaled") is not None:
+        policy = policy.with_scaled(whole["scaled"])
     if whole.get("scales", "auto") != "auto":
         raise ValueError("float8 with one scale a row is no longer supported: use 'int8'")
     return policy.with_weight_gradients(whole.get("weight_gradients"))

@@ -21,18 +21,17 @@ from precpass.policy.policy import PrecisionPolicy
 from precpass.policy.precision import Precision
 from precpass.policy.presets import Custom
 from precpass.policy.primitives import OpKind
-from precpass.policy.rules import Rule
+from precpass.policy.rules import PATTERNS, Rule
 
 __all__ = ["SUFFIX", "from_dict", "load", "save", "to_dict"]
 
 SUFFIX = ".toml"
 """How the name of a policy's file ends."""
 
-_OPTIONS = (
-    *("output", "parameters", "retypes", "profitability", "results"),
-    *("scaled", "weight_gradients"),
-)
-_KEYS = ("policy", "kinds", *_OPTIONS, "rules")
+_OPTIONS = ("output", "parameters", "retypes", "profitability", "results", "weight_gradients")
+# `scaled` adds a rule, and is written as that rule.
+_READ = (*_OPTIONS, "scaled")
+_KEYS = ("policy", "kinds", *_READ, "rules")
 
 
 def to_dict(policy: PrecisionPolicy) -> dict[str, Any]:
@@ -87,7 +86,7 @@ def from_dict(data: Mapping[str, Any]) -> PrecisionPolicy:
         raise ValueError(f"kinds = {data['kinds']!r} is for policy = 'Custom', not for {name!r}")
     else:
         policy = PrecisionPolicy.parse(name)
-    for option in _OPTIONS:
+    for option in _READ:
         if option in data:
             value = data[option]
             is_list = isinstance(value, list | tuple)
@@ -104,9 +103,8 @@ def from_dict(data: Mapping[str, Any]) -> PrecisionPolicy:
 def _rule(data: Any) -> Rule:
     if not isinstance(data, Mapping):
         raise TypeError(f"a rule as data is a dict, not {data!r}")
-    patterns = ("primitive", "scope", "module", "function", "file", "line")
     fields = cast("Mapping[str, Any]", data)
-    _check_keys(fields, (*patterns, "precision", "evidence"), "a rule")
+    _check_keys(fields, (*PATTERNS, "precision", "evidence"), "a rule")
     if "precision" not in fields:
         legal = ", ".join(repr(str(precision)) for precision in Precision)
         raise ValueError(f"the rule {dict(fields)!r} has no precision: legal are {legal}")

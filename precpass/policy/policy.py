@@ -26,6 +26,10 @@ Tree = TypeVar("Tree")
 
 RETYPES = frozenset({Precision.F32, Precision.BF16, Precision.F16})
 """The formats that may change if `with_retypes` says nothing else."""
+MIN_FLOPS = 2**25
+"""The operations of the smallest matrix product that `with_scaled` runs in 8 bits: one of
+256 x 256 x 256. A smaller one spends more time on rounding its operands than it saves (CPU with
+AMX, jax 0.10.2)."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -51,12 +55,10 @@ class PrecisionPolicy:
             float32 everywhere.
         parameters: the format in which you store parameters; `cast_to_param` casts to it. The pass
             itself never changes the dtype of an argument.
-        scaled: the format of 8 bits for eligible matrix products
-            (`precpass.planner.eligible`) that would run in bfloat16; None for none.
         weight_gradients: the format in which the gradients of weights are multiplied where other
             derivatives multiply in float8: BF16, or None for float8 as well.
-        alias: how reports print a preset that was given by its other name, "AutoMixed (float16)";
-            policies that differ only in it are equal.
+        alias: how reports print a policy that was given by another name, "AutoMixed (float16)" or
+            "AutoMixedF8"; policies that differ only in it are equal.
     """
 
     name: str
@@ -70,7 +72,6 @@ class PrecisionPolicy:
     profitability: str = "always"
     results: str = "auto"
     parameters: Precision = Precision.F32
-    scaled: Precision | None = None
     weight_gradients: Precision | None = None
     alias: str = dataclasses.field(default="", compare=False)
 
@@ -164,26 +165,33 @@ class PrecisionPolicy:
             )
         return dataclasses.replace(self, results=results)
 
+    @property
+    def scaled(self) -> Precision | None:
+        """The format of 8 bits in which a rule runs large matrix products; None without one."""
+        return next((rule.parsed for rule in self.rules if _is_of_scaled(rule)), None)
+
     def with_scaled(self, precision: Precision | str | None) -> PrecisionPolicy:
-        """Return this policy with eligible matrix products in 8 bits.
+        """Return this policy with large matrix products in 8 bits, by a rule behind its others.
 
         Args:
-            precision: "f8e4m3", "int8", or None for bfloat16.
+            precision: "f8e4m3", "int8", or None to leave such rules out.
 
         Examples:
             >>> from precpass import AutoMixedBf16
-            >>> AutoMixedBf16.with_scaled("int8").scaled
-            Precision.INT8
+            >>> AutoMixedBf16.with_scaled("int8").rules
+            (Rule(primitive='dot_general', min_flops=33554432, precision='int8'),)
         """
+        rules = tuple(rule for rule in self.rules if not _is_of_scaled(rule))
         if precision is None:
-            return dataclasses.replace(self, scaled=None)
+            return self if rules == self.rules else dataclasses.replace(self, rules=rules, alias="")
         scaled, others = Precision.parse(precision), self.precision_for(OpKind.COMPUTE)
         if not scaled.is_scaled:
             legal = ", ".join(repr(p.value) for p in Precision if p.is_scaled)
             raise ValueError(f"scaled = {precision!r}: legal are {legal} and None")
         if others is not Precision.BF16:
             raise ValueError(f"scaled = {precision!r}: the other products are bf16, not {others}")
-        return dataclasses.replace(self, scaled=scaled)
+        rule = Rule(primitive="dot_general", min_flops=MIN_FLOPS, precision=scaled)
+        return dataclasses.replace(self, rules=(*rules, rule), alias="")
 
     def with_weight_gradients(self, precision: Precision | str | None) -> PrecisionPolicy:
         """Return this policy with weight gradients in "bf16" instead of float8; None for float8.
@@ -330,6 +338,10 @@ class PrecisionPolicy:
         from precpass.policy.text import as_code
 
         return as_code(self)
+
+
+def _is_of_scaled(rule: Rule) -> bool:
+    return rule.min_flops is not None and rule.parsed.is_scaled
 
 
 PolicyLike = PrecisionPolicy | Precision | DTypeLike

@@ -12,7 +12,6 @@ from precpass.policy.rules import Rule
 
 __all__ = [
     "BY_COMPUTE",
-    "EIGHT_BIT_PRESETS",
     "OTHER_NAMES",
     "PRESETS",
     "AlwaysBf16",
@@ -81,8 +80,10 @@ AlwaysBf16 = _preset("AlwaysBf16", *[_BF16] * 4, order=True)
 AutoMixedConservativeF16 = _preset("AutoMixedConservativeF16", _F16, _F32, _F16, _F16)
 AutoMixedF16 = _preset("AutoMixedF16", *[_F16] * 4)
 AutoMixedBf16 = _preset("AutoMixedBf16", *[_BF16] * 4)
-AutoMixedF8 = dataclasses.replace(AutoMixedBf16, name="AutoMixedF8", scaled=Precision.F8E4M3)
-AutoMixedInt8 = dataclasses.replace(AutoMixedBf16, name="AutoMixedInt8", scaled=Precision.INT8)
+AutoMixedF8 = dataclasses.replace(AutoMixedBf16.with_scaled("f8e4m3"), alias="AutoMixedF8")
+"""`AutoMixedBf16` with a rule by which large matrix products run in float8."""
+AutoMixedInt8 = dataclasses.replace(AutoMixedBf16.with_scaled("int8"), alias="AutoMixedInt8")
+"""`AutoMixedBf16` with a rule by which large matrix products run in int8."""
 AutoMixed = dataclasses.replace(AutoMixedF16, alias="AutoMixed (float16)")
 """Another name for `AutoMixedF16`, the preset of float16; reports print `AutoMixed (float16)`."""
 AutoMixedConservative = dataclasses.replace(
@@ -101,10 +102,13 @@ PRESETS: dict[str, PrecisionPolicy] = {
         AutoMixedBf16,
     )
 }
-OTHER_NAMES = {"AutoMixed": AutoMixed, "AutoMixedConservative": AutoMixedConservative}
-"""The presets that have another name, by it."""
-EIGHT_BIT_PRESETS = {preset.name: preset for preset in (AutoMixedF8, AutoMixedInt8)}
-"""The presets with scaled products, by name."""
+OTHER_NAMES = {
+    "AutoMixed": AutoMixed,
+    "AutoMixedConservative": AutoMixedConservative,
+    "AutoMixedF8": AutoMixedF8,
+    "AutoMixedInt8": AutoMixedInt8,
+}
+"""The names that stand for another preset, or for one with a rule."""
 BY_COMPUTE = {
     Precision.F8E4M3: AutoMixedF8,
     Precision.INT8: AutoMixedInt8,

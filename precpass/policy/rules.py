@@ -13,7 +13,10 @@ from precpass.policy.precision import Precision
 from precpass.policy.primitives import TABLE, OpKind
 from precpass.policy.scopes import called_scope
 
-__all__ = ["EqnView", "Rule", "called_paths", "layers_around"]
+__all__ = ["PATTERNS", "EqnView", "Rule", "called_paths", "layers_around"]
+
+PATTERNS = ("primitive", "scope", "module", "function", "file", "line", "min_flops")
+"""The patterns of a rule that a file can hold."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,7 @@ class EqnView:
         shapes, dtypes: of the operands.
         out_shapes, out_dtypes: of the results.
         params: the equation's parameters.
+        flops: the floating-point operations of one execution.
     """
 
     primitive: str
@@ -42,6 +46,7 @@ class EqnView:
     out_shapes: tuple[tuple[Any, ...], ...]
     out_dtypes: tuple[str, ...]
     params: Mapping[str, Any]
+    flops: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +72,9 @@ class Rule:
             every layer of this name. The path has the names of the attributes in flax nnx and
             equinox, as in "layers/3", and those of the parameters in flax linen ("layers_3") and
             haiku. The path that a report prints matches too ("model.layers[i]").
+        min_flops: the fewest floating-point operations of one execution; a matrix product has
+            2 M N K. Such a rule says which equations gain, so it is as weak as a preset: a saved
+            plan and products whose results are needed exactly override it.
         precision: "f64", "f32", "bf16", "f16" or a `Precision`; for matrix products also "tf32",
             "bf16x3", "bf16x6" and "f32_exact" (docs/pages/explanation/float32.md).
         evidence: why the rule exists, which a plan's reasons show. Comparing rules ignores it.
@@ -87,6 +95,7 @@ class Rule:
     line: int | None = None
     where: Callable[[EqnView], bool] | None = None
     module: str | None = None
+    min_flops: float | None = None
     precision: Precision | str = dataclasses.field(kw_only=True)
     evidence: str = dataclasses.field(default="", kw_only=True, compare=False)
 
@@ -100,10 +109,11 @@ class Rule:
             _check_line(self.line, self.file)
         if self.where is not None and not callable(self.where):
             raise ValueError(f"Rule(where={self.where!r}): must be a function of an EqnView")
+        if self.min_flops is not None:
+            _check_flops(self.min_flops)
         if not self.patterns:
             raise ValueError(
-                "Rule() without a pattern: give at least one of primitive, scope, module, "
-                "function, file, line, where"
+                f"Rule() without a pattern: give at least one of {', '.join(PATTERNS)}, where"
             )
         if self.primitive is not None:
             _check_primitive(self.primitive)
@@ -111,12 +121,17 @@ class Rule:
     @property
     def patterns(self) -> dict[str, Any]:
         """The patterns that were given, by name."""
-        fields = ("primitive", "scope", "module", "function", "file", "line", "where")
+        fields = (*PATTERNS, "where")
         return {f: getattr(self, f) for f in fields if getattr(self, f) is not None}
 
     @property
+    def parsed(self) -> Precision:
+        """The precision, which you may have given by its name."""
+        return Precision.parse(self.precision)
+
+    @property
     def is_region(self) -> bool:
-        """Whether the rule only names a place, without a primitive or a predicate."""
+        """Whether the rule names no primitive and no predicate; it is for products alone then."""
         return self.primitive is None and self.where is None
 
     def __repr__(self) -> str:
@@ -135,6 +150,7 @@ class Rule:
         return (
             (self.primitive is None or _glob(_dashless(self.primitive), _dashless(eqn.primitive)))
             and self.covers(eqn.scope, eqn.file, eqn.function, eqn.line)
+            and (self.min_flops is None or eqn.flops >= self.min_flops)
             and (self.where is None or bool(self.where(eqn)))
         )
 
@@ -216,6 +232,11 @@ def _check_line(line: object, file: str | None) -> None:
             f"Rule(line={line}) without a file would match that line of every file: give file= "
             "too, such as file='*/attention.py'"
         )
+
+
+def _check_flops(flops: object) -> None:
+    if not isinstance(flops, int | float) or isinstance(flops, bool) or not flops > 0:
+        raise ValueError(f"Rule(min_flops={flops!r}): must be a number above 0, such as 2**25")
 
 
 def _check_primitive(pattern: str) -> None:

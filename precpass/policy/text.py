@@ -12,7 +12,7 @@ import numpy as np
 
 from precpass.policy.policy import RETYPES, PrecisionPolicy
 from precpass.policy.precision import Precision, advice_for
-from precpass.policy.presets import BY_COMPUTE, EIGHT_BIT_PRESETS, OTHER_NAMES, PRESETS
+from precpass.policy.presets import BY_COMPUTE, OTHER_NAMES, PRESETS
 from precpass.policy.primitives import OpKind
 
 __all__ = [
@@ -46,7 +46,7 @@ def parsed(value: Any) -> PrecisionPolicy:
         raise TypeError(f"not a policy: {value!r}. {_legal_policies()}")
     if "=" in value:
         return _of_fields(value)
-    presets = PRESETS | EIGHT_BIT_PRESETS | OTHER_NAMES
+    presets = PRESETS | OTHER_NAMES
     by_name = {name.lower(): preset for name, preset in presets.items()}
     by_name |= {preset.title.lower(): preset for preset in OTHER_NAMES.values()}
     if value.lower() in by_name:
@@ -61,7 +61,7 @@ def parsed(value: Any) -> PrecisionPolicy:
 
 def preset_titles() -> list[str]:
     """The names of all presets, as they are printed."""
-    return [*PRESETS, *EIGHT_BIT_PRESETS, *(preset.title for preset in OTHER_NAMES.values())]
+    return [*PRESETS, *(preset.title for preset in OTHER_NAMES.values())]
 
 
 def _legal_policies() -> str:
@@ -165,15 +165,13 @@ def as_fields(policy: PrecisionPolicy) -> str:
 
 def as_code(policy: PrecisionPolicy) -> str:
     """A policy as Python makes it, for one line of an error or a plan."""
-    preset = (PRESETS | EIGHT_BIT_PRESETS).get(policy.name)
+    preset = PRESETS.get(policy.name)
     if preset is not None and preset.kinds == policy.kinds:
-        text, scaled = policy.name, preset.scaled
+        text = policy.name
     else:
         ordered = [kind for kind in OpKind if kind in policy.orders]
         kinds = [f"{kind!r}: {policy.precision_for(kind)!r}" for kind in ordered]
-        text, scaled = f"Custom({{{', '.join(kinds)}}})", None
-    if policy.scaled is not scaled:
-        text += f".with_scaled({None if policy.scaled is None else str(policy.scaled)!r})"
+        text = f"Custom({{{', '.join(kinds)}}})"
     if policy.retypes != RETYPES:
         text += f".with_retypes({', '.join(sorted(repr(str(p)) for p in policy.retypes))})"
     if policy.output is not None:
